@@ -36,9 +36,9 @@ OF_A_CHOICE: dict[str, Callable[[Any], Any]] = {
     "_stop_strings.flush": lambda choice: choice._stop_strings,
     "sampling.accept": lambda choice: choice.sampling,
     "constraints.draft": lambda choice: choice.constraints,
-    "constraints.mask": lambda choice: choice.constraints,
-    "constraints.accept": lambda choice: choice.constraints,
-    "constraints.follow": lambda choice: choice.constraints,
+    "constraints.mask_request": lambda choice: choice.constraints,
+    "constraints.accept_token": lambda choice: choice.constraints,
+    "constraints.update_phase": lambda choice: choice.constraints,
 }
 # Places that belong to nobody in particular.
 OF_THE_GENERATOR = [
@@ -187,7 +187,7 @@ def test_an_error_in_the_sampler_or_the_masks_leaves_the_generator_working(
 
     monkeypatch.setattr("worker.generation.engine.sample", raising)
     assert stage.chat().status_code == 500
-    stage.raise_in(stage.generator._masks, "begin", error)
+    stage.raise_in(stage.generator._masks, "start", error)
     assert stage.chat(response_format={"type": "json_object"}).status_code == 500
 
 

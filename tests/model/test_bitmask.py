@@ -10,18 +10,18 @@ from llguidance import LLMatcher
 from tests import tiny_chat
 from tests.generating import when_ready
 from worker.grammar.bitmask import BitmaskComputer, MaskRequest
-from worker.grammar.compiler import Grammars
+from worker.grammar.compiler import GrammarCompiler
 from worker.messages.generation import Constraint
 
 TOKENIZER = tiny_chat.tokenizer()
 WIDTH = len(TOKENIZER) + 5  # a model may have more rows than the tokenizer has tokens
 END = TOKENIZER.eos_token_id
-GRAMMARS = Grammars(TOKENIZER, WIDTH, [END])
+GRAMMARS = GrammarCompiler(TOKENIZER, WIDTH, [END])
 MASKS = BitmaskComputer(WIDTH, [END])
 
 
 def matcher(regex: str) -> LLMatcher:
-    made = when_ready(lambda: GRAMMARS.matcher(Constraint("regex", regex, "r")))
+    made = when_ready(lambda: GRAMMARS.compile_constraint(Constraint("regex", regex, "r")))
     return made.matcher.deep_copy()
 
 
@@ -34,7 +34,7 @@ def test_rows_and_drafts_each_get_their_own() -> None:
     drafts = tuple(TOKENIZER.encode("Paris", add_special_tokens=False))
     first, second = matcher("(Paris|Pa)[0-9]"), matcher("[a-c]+")
     wanted = [(1, MaskRequest(first, drafts)), (9, MaskRequest(second))]
-    begun = MASKS.begin(wanted)
+    begun = MASKS.start(wanted)
     assert begun is not None
     allowed = begun.result()
     assert list(allowed.rows) == [*range(1, 2 + len(drafts)), 9]
@@ -53,9 +53,9 @@ def test_what_a_guide_asks_for_besides() -> None:
     wanted = [
         (0, MaskRequest(held, also=4)),
         (1, MaskRequest(only=40)),
-        (2, MaskRequest(drafts=(8, 9), no_end=True)),
+        (2, MaskRequest(drafts=(8, 9), forbids_stop=True)),
     ]
-    begun = MASKS.begin(wanted)
+    begun = MASKS.start(wanted)
     assert begun is not None
     allowed = begun.result().tokens
     also = alone(held)
@@ -64,7 +64,7 @@ def test_what_a_guide_asks_for_besides() -> None:
     assert allowed[1].nonzero()[:, 0].tolist() == [40]
     for row in allowed[2:]:
         assert (~row).nonzero()[:, 0].tolist() == [END]
-    assert MASKS.begin([]) is None
+    assert MASKS.start([]) is None
 
 
 def test_a_thread_that_cannot_start_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,8 +72,8 @@ def test_a_thread_that_cannot_start_is_tried_again(monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", out_of_threads)
         with pytest.raises(RuntimeError):
-            masks.begin([(0, MaskRequest(only=3))])
-    begun = masks.begin([(0, MaskRequest(only=3))])
+            masks.start([(0, MaskRequest(only=3))])
+    begun = masks.start([(0, MaskRequest(only=3))])
     assert begun is not None
     assert begun.result().tokens.nonzero().tolist() == [[0, 3]]
 

@@ -16,8 +16,8 @@ from tests.matrix import matrix
 from tests.model.test_structured_answers import CLOCK, alone
 from tests.serving import serving
 from tests.tiny_chat import asking, engine
-from worker.grammar.lark import rule
-from worker.grammar.one_of import exclusive
+from worker.grammar.lark import content_rule
+from worker.grammar.one_of import make_exclusive
 from worker.messages.generation import Calls, Constraint, Sampling
 
 Schema = dict[str, Any]
@@ -91,7 +91,7 @@ REFUSED: dict[str, Schema] = {
 @pytest.mark.parametrize("name", APART)
 def test_branches_that_exclude_each_other_are_used_as_they_are(name: str) -> None:
     expected = json.loads(json.dumps(APART[name]).replace('"oneOf"', '"anyOf"'))
-    assert exclusive(APART[name]) == expected
+    assert make_exclusive(APART[name]) == expected
 
 
 @pytest.mark.parametrize("name", [*APART, *NARROWED])
@@ -122,7 +122,7 @@ def test_each_branch_may_still_come() -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_made_exclusive_is_refused_with_the_reason(name: str) -> None:
     with pytest.raises(InvalidInput, match="f: cannot be used: the branches 0 and 1 of a oneOf"):
-        rule(Constraint("json_schema", REFUSED[name], "f"))
+        content_rule(Constraint("json_schema", REFUSED[name], "f"))
 
 
 def test_what_is_no_keyword_is_left_alone() -> None:
@@ -131,7 +131,7 @@ def test_what_is_no_keyword_is_left_alone() -> None:
         "properties": {"oneOf": {"const": {"oneOf": [1, 1]}}, "const": {"oneOf": [{"const": 1}]}},
         "default": {"oneOf": [{}, {}]},
     }
-    made = exclusive(schema)
+    made = make_exclusive(schema)
     assert made["properties"]["oneOf"] == {"const": {"oneOf": [1, 1]}}
     assert made["properties"]["const"] == {"anyOf": [{"const": 1}]}
     assert made["default"] == schema["default"]
@@ -169,12 +169,12 @@ HOSTILE: dict[str, Schema] = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_what_takes_too_much_is_refused_soon(name: str) -> None:
     with pytest.raises(InvalidInput, match=r"branches|nested"):
-        exclusive(HOSTILE[name])
+        make_exclusive(HOSTILE[name])
 
 
 def test_large_unions_are_fine() -> None:
     union = [thing([], kind={"const": f"k{n}"}, a=TEXT) for n in range(300)]
-    assert len(exclusive({"oneOf": union})["anyOf"]) == 300
+    assert len(make_exclusive({"oneOf": union})["anyOf"]) == 300
 
 
 # ── random schemas ──
@@ -230,7 +230,7 @@ def test_no_document_of_a_made_up_schema_fits_two_branches(seed: int) -> None:
 
 
 def grammar(schema: Schema) -> LLMatcher:
-    written = rule(Constraint("json_schema", schema, "f"))
+    written = content_rule(Constraint("json_schema", schema, "f"))
     made = LLMatcher(TOKENIZER, f"start: {written}", log_level=0)
     if made.is_error():
         raise InvalidInput(made.get_error())

@@ -28,7 +28,7 @@ from tests.serving import serving, wait_until
 from tests.tiny_chat import asking, engine
 from worker.grammar import bitmask, compiler, sandbox
 from worker.grammar.bitmask import BitmaskComputer, MaskRequest
-from worker.grammar.compiler import Grammar, Grammars
+from worker.grammar.compiler import Grammar, GrammarCompiler
 from worker.grammar.sandbox import TOO_LONG, GrammarSandbox, SandboxResult
 from worker.messages.generation import Constraint
 from worker.messages.protocol import Pending
@@ -51,9 +51,9 @@ def regex(of: str) -> Constraint:
 
 
 @pytest.fixture
-def grammars(monkeypatch: pytest.MonkeyPatch) -> Iterator[Grammars]:
-    monkeypatch.setattr(compiler, "LONG_S", 0.5)
-    made = Grammars(TOKENIZER, WIDTH, [TOKENIZER.eos_token_id])
+def grammars(monkeypatch: pytest.MonkeyPatch) -> Iterator[GrammarCompiler]:
+    monkeypatch.setattr(compiler, "SLOW_SANDBOX_S", 0.5)
+    made = GrammarCompiler(TOKENIZER, WIDTH, [TOKENIZER.eos_token_id])
     yield made
     made.close()
 
@@ -62,25 +62,25 @@ def grammars(monkeypatch: pytest.MonkeyPatch) -> Iterator[Grammars]:
 def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Texts that were sent to the child."""
     texts: list[str] = []
-    attempt = GrammarSandbox.attempt
+    check = GrammarSandbox.check
 
     def watched(trials: GrammarSandbox, text: str, *limits: Any) -> SandboxResult:
         texts.append(text)
-        return attempt(trials, text, *limits)
+        return check(trials, text, *limits)
 
-    monkeypatch.setattr(GrammarSandbox, "attempt", watched)
+    monkeypatch.setattr(GrammarSandbox, "check", watched)
     return texts
 
 
 def test_a_grammar_that_takes_for_ever_is_refused_once(
-    grammars: Grammars, tried: list[str]
+    grammars: GrammarCompiler, tried: list[str]
 ) -> None:
     for _ in range(3):
         with pytest.raises(InvalidInput, match="too long to compile") as caught:
-            when_ready(lambda: grammars.matcher(SLOW))
+            when_ready(lambda: grammars.compile_constraint(SLOW))
         assert caught.value.param == "f"
     assert len(tried) == 2  # a short while, then a longer one
-    assert when_ready(lambda: grammars.matcher(regex("[ab]")))  # the same child goes on
+    assert when_ready(lambda: grammars.compile_constraint(regex("[ab]")))  # the same child goes on
 
 
 @pytest.mark.parametrize(
@@ -89,80 +89,81 @@ def test_a_grammar_that_takes_for_ever_is_refused_once(
     ids=["endless", "doubles"],
 )
 def test_what_no_answer_can_end_is_refused_with_the_reason(
-    grammars: Grammars, constraint: Constraint
+    grammars: GrammarCompiler, constraint: Constraint
 ) -> None:
     reason = "too complex to be followed, or asks for a text with|takes too long to be followed"
     with pytest.raises(InvalidInput, match=reason):  # the latter on a busy machine
-        when_ready(lambda: grammars.matcher(constraint))
+        when_ready(lambda: grammars.compile_constraint(constraint))
 
 
-def test_what_must_come_first_hides_nothing_from_a_trial(grammars: Grammars) -> None:
+def test_what_must_come_first_hides_nothing_from_a_trial(grammars: GrammarCompiler) -> None:
     loop = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
     rule = f'start: "{string.ascii_letters}" %json {json.dumps(loop)}'
     with pytest.raises(InvalidInput, match="no text fits it"):
-        when_ready(lambda: grammars.compiled(rule, "f"))
+        when_ready(lambda: grammars.compile(rule, "f"))
 
 
-def test_a_text_that_takes_long_to_be_read_is_read_in_the_child(grammars: Grammars) -> None:
+def test_a_text_that_takes_long_to_be_read_is_read_in_the_child(grammars: GrammarCompiler) -> None:
     with pytest.raises(InvalidInput, match="too long"):
-        when_ready(lambda: grammars.matcher(SLOW))
+        when_ready(lambda: grammars.compile_constraint(SLOW))
 
 
 def test_grammars_that_are_the_same_are_tried_and_compiled_once(
-    grammars: Grammars, tried: list[str]
+    grammars: GrammarCompiler, tried: list[str]
 ) -> None:
     with ThreadPoolExecutor(8) as pool:
-        asked = [pool.submit(when_ready, lambda: grammars.matcher(regex("a+"))) for _ in range(8)]
+        asked = [
+            pool.submit(when_ready, lambda: grammars.compile_constraint(regex("a+")))
+            for _ in range(8)
+        ]
         assert len({id(each.result()) for each in asked}) == 1
     assert len(tried) == 1
 
 
 def test_a_verdict_is_remembered_longer_than_what_was_compiled(
-    grammars: Grammars, tried: list[str], monkeypatch: pytest.MonkeyPatch
+    grammars: GrammarCompiler, tried: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiler, "KEPT", 2)
+    monkeypatch.setattr(compiler, "MAX_CACHED", 2)
     for letter in "abcdabcd":
-        when_ready(lambda letter=letter: grammars.matcher(regex(letter)))  # type: ignore[misc]
+        when_ready(lambda letter=letter: grammars.compile_constraint(regex(letter)))  # type: ignore[misc]
     assert len(tried) == 4
 
 
 def test_what_is_in_use_has_a_limit_in_bytes(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiler, "PASSING_S", 3600.0)
-    monkeypatch.setattr(compiler, "MOST_BYTES", 1 << 30)
-    used = when_ready(lambda: grammars.matcher(regex("a")))
+    monkeypatch.setattr(compiler, "ERROR_TTL_S", 3600.0)
+    monkeypatch.setattr(compiler, "MAX_BYTES", 1 << 30)
+    used = when_ready(lambda: grammars.compile_constraint(regex("a")))
     used.size = 1 << 30
     with pytest.raises(QueueFull, match="memory"):
-        when_ready(lambda: grammars.matcher(regex("[b-z]+")))
+        when_ready(lambda: grammars.compile_constraint(regex("[b-z]+")))
     del used  # whoever used it is done, and it is no longer kept
-    grammars._refused.clear()  # time has passed
-    assert when_ready(lambda: grammars.matcher(regex("[b-z]+")))
+    grammars._errors.clear()  # time has passed
+    assert when_ready(lambda: grammars.compile_constraint(regex("[b-z]+")))
 
 
 def test_no_more_wait_than_there_is_room_for(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiler, "MOST_WAITING", 2)
+    monkeypatch.setattr(compiler, "MAX_QUEUED", 2)
     gate = threading.Event()
-    when_ready(lambda: grammars.matcher(regex("a")))
-    monkeypatch.setattr(
-        GrammarSandbox, "attempt", lambda *_: gate.wait() and SandboxResult("enough")
-    )
+    when_ready(lambda: grammars.compile_constraint(regex("a")))
+    monkeypatch.setattr(GrammarSandbox, "check", lambda *_: gate.wait() and SandboxResult("enough"))
     waiting = []
     for letter in "bc":
         with pytest.raises(Pending) as pending:
-            grammars.matcher(regex(letter))
+            grammars.compile_constraint(regex(letter))
         waiting.append(threading.Event())
         pending.value.then(lambda: True, waiting[-1].set)
     with pytest.raises(QueueFull):
-        grammars.matcher(regex("d"))
+        grammars.compile_constraint(regex("d"))
     gate.set()
     assert all(each.wait(30) for each in waiting)
 
 
 def test_what_nobody_waits_for_any_longer_is_not_tried(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, tried = threading.Event(), []
 
@@ -171,12 +172,12 @@ def test_what_nobody_waits_for_any_longer_is_not_tried(
         gate.wait()
         return SandboxResult("enough")
 
-    when_ready(lambda: grammars.matcher(regex("a")))
-    monkeypatch.setattr(GrammarSandbox, "attempt", slow)
+    when_ready(lambda: grammars.compile_constraint(regex("a")))
+    monkeypatch.setattr(GrammarSandbox, "check", slow)
     done = threading.Event()
     for letter, wanted in (("b", True), ("c", False), ("d", True)):
         with pytest.raises(Pending) as pending:
-            grammars.matcher(regex(letter))
+            grammars.compile_constraint(regex(letter))
         again = done.set if letter == "d" else lambda: None
         pending.value.then(lambda wanted=wanted: wanted, again)  # type: ignore[misc]
     gate.set()
@@ -200,10 +201,10 @@ def alive(pid: int) -> bool:
 
 def test_a_child_that_was_killed_is_replaced() -> None:
     child = trials()
-    assert child.attempt("start: /a/", False, True, 5).reason is None
+    assert child.check("start: /a/", False, True, 5).reason is None
     assert child._process
     os.kill(child._process.pid, signal.SIGKILL)
-    assert child.attempt("start: /a/", False, True, 5).reason is None
+    assert child.check("start: /a/", False, True, 5).reason is None
     child.close()
     assert child._process is None
 
@@ -216,8 +217,8 @@ def test_a_grammar_that_takes_all_memory_dies_of_it_alone() -> None:
         {"pattern": f"(a|b)*a(a|b){{{n + 3}}}"} for n in range(25)
     ]})  # fmt: skip
     for grammar in (nested, f"start: %json {many}"):
-        assert child.attempt(grammar, False, True, 20).reason
-    assert child.attempt("start: /a/", False, True, 5).reason is None
+        assert child.check(grammar, False, True, 20).reason
+    assert child.check("start: /a/", False, True, 5).reason is None
     assert child._process
     assert child._process.pid == pid
     child.close()
@@ -229,7 +230,7 @@ sys.path.insert(0, sys.argv[1])
 from worker.grammar.sandbox import GrammarSandbox
 child = GrammarSandbox(open(sys.argv[2]).read(), int(sys.argv[3]), [1])
 print(child.start().pid, flush=True)
-child.attempt(sys.argv[4], False, True, 1.0)
+child.check(sys.argv[4], False, True, 1.0)
 sys.stdin.read()
 """
 
@@ -258,11 +259,11 @@ def test_the_child_ends_with_the_server_and_imports_no_torch() -> None:
     body = {"messages": messages, "response_format": schema}
     with serving(chat_model="demo") as server:
         generator: Any = server.worker_client.generator
-        grammars = generator.plans.grammars
-        assert not grammars._made  # nobody has asked for anything
+        grammars = generator.input_processor.constraint_builder.grammars
+        assert not grammars._loaded  # nobody has asked for anything
         answer = httpx.post(server.url + "/v1/chat/completions", json=body, timeout=60)
         assert answer.json()["choices"][0]["message"]["content"] == "1"
-        pid = grammars._made[1]._process.pid
+        pid = grammars._loaded[1]._process.pid
         assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
         hungry = {"type": "json_schema", "json_schema": {"name": "x", "schema": HUNGRY}}
         answer = httpx.post(
@@ -326,31 +327,31 @@ class Stuck:
 def test_a_mask_that_is_late_fails_its_own_grammar_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bitmask, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(bitmask, "MAX_MASK_S", 0.3)
     monkeypatch.setattr(bitmask, "cpu_s", lambda thread: time.monotonic())
     grammars = engine().input_processor.constraint_builder.grammars
-    mate = when_ready(lambda: grammars.matcher(regex("[a-c]+")))
+    mate = when_ready(lambda: grammars.compile_constraint(regex("[a-c]+")))
     expected = np.frombuffer(mate.matcher.deep_copy().compute_bitmask(), np.uint8)
     expected = np.unpackbits(expected, count=WIDTH, bitorder="little").astype(bool)
     made = BitmaskComputer(WIDTH, [TOKENIZER.eos_token_id])
-    stuck: Any = [Stuck() for _ in range(bitmask.MOST_STUCK)]
+    stuck: Any = [Stuck() for _ in range(bitmask.MAX_STUCK_THREADS)]
     held = [Grammar(each) for each in stuck]
     mates = [MaskRequest(mate.matcher.deep_copy(), grammar=mate) for _ in range(3)]
     for before in range(0, len(stuck), 2):
         first, second = (MaskRequest(g.matcher, grammar=g) for g in held[before : before + 2])
-        begun = made.begin([*enumerate([mates[0], first, mates[1], second, mates[2]])])
+        begun = made.start([*enumerate([mates[0], first, mates[1], second, mates[2]])])
         assert begun is not None
         allowed = begun.result()
         for row in (0, 2, 4):
             assert np.array_equal(allowed.tokens[row].numpy(), expected)
-    assert all(grammar.slow for grammar in held)
-    assert not mate.slow
+    assert all(grammar.too_slow for grammar in held)
+    assert not mate.too_slow
     with pytest.raises(ItemFailed, match="now"):  # as many threads are stuck as may be
-        made.begin([(0, mates[0])])
+        made.start([(0, mates[0])])
     for each in stuck:
         each.gate.set()
     wait_until(lambda: not any(thread.is_alive() for thread in made._stuck))
-    assert made.begin([(0, mates[0])])
+    assert made.start([(0, mates[0])])
 
 
 def test_an_answer_whose_grammar_is_slow_fails_alone_and_is_refused_from_then_on() -> None:
@@ -359,7 +360,7 @@ def test_an_answer_whose_grammar_is_slow_fails_alone_and_is_refused_from_then_on
     driver = Driver(generator)
     served, other = driver.add(slow), driver.add(mate)
     driver.step()
-    slow.prepared[0].prepared.plan.answer.slow = True
+    slow.prepared[0].prepared.constraints.content.too_slow = True
     driver.finish()
     assert isinstance(served.error, ItemFailed)
     assert "too long" in str(served.error)
@@ -372,27 +373,27 @@ def test_choices_that_wait_have_no_copy_of_their_grammar() -> None:
     item = asking(constraint=regex("[ab]{20}"), n=3)
     prepare(engine(), item)
     for choice in item.prepared:
-        assert "matcher" not in vars(choice.guide._state)
+        assert "matcher" not in vars(choice.constraints._grammar)
 
 
 def test_a_slow_grammar_is_not_asked_anything_more() -> None:
     item = asking(constraint=regex("[ab]{20}"))
     prepare(engine(), item)
-    guide = item.prepared[0].guide
-    guide._state.grammar.slow = True
+    state = item.prepared[0].constraints
+    state._grammar.grammar.too_slow = True
     with pytest.raises(ItemFailed):
-        guide.draft((1, 2), 4)
-    assert "matcher" not in vars(guide._state)
-    guide._state.grammar.slow = False
+        state.draft((1, 2), 4)
+    assert "matcher" not in vars(state._grammar)
+    state._grammar.grammar.too_slow = False
 
 
 def test_closing_does_not_wait_for_a_grammar_that_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Grammars(tiny_chat.tokenizer(), len(tiny_chat.tokenizer()), [1])
+    made = GrammarCompiler(tiny_chat.tokenizer(), len(tiny_chat.tokenizer()), [1])
     when_ready(lambda: made.tokenizer("f"))
-    attempt: Any = GrammarSandbox.attempt
-    monkeypatch.setattr(GrammarSandbox, "attempt", lambda *asked: attempt(*asked[:-1], 3600.0))
+    check: Any = GrammarSandbox.check
+    monkeypatch.setattr(GrammarSandbox, "check", lambda *asked: check(*asked[:-1], 3600.0))
     with pytest.raises(Pending):
-        made.matcher(SLOW)
+        made.compile_constraint(SLOW)
     trials = wait_for_trials(made)
     wait_until(lambda: trying(trials))
     closing = threading.Thread(target=made.close, daemon=True)
@@ -401,10 +402,10 @@ def test_closing_does_not_wait_for_a_grammar_that_is_tried(monkeypatch: pytest.M
     assert not closing.is_alive()
 
 
-def wait_for_trials(made: Grammars) -> Any:
-    wait_until(lambda: made._made is not None)
-    assert made._made is not None
-    return made._made[1]
+def wait_for_trials(made: GrammarCompiler) -> Any:
+    wait_until(lambda: made._loaded is not None)
+    assert made._loaded is not None
+    return made._loaded[1]
 
 
 def trying(trials: Any) -> bool:
@@ -419,50 +420,52 @@ def trying(trials: Any) -> bool:
 def test_a_grammar_thread_that_cannot_start_is_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = Grammars(tiny_chat.tokenizer(), len(tiny_chat.tokenizer()), [1])
+    made = GrammarCompiler(tiny_chat.tokenizer(), len(tiny_chat.tokenizer()), [1])
 
     def out_of_threads(run: Any) -> None:
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
-        patch.setattr(sandbox, "with_large_stack", out_of_threads)
+        patch.setattr(sandbox, "start_with_large_stack", out_of_threads)
         with pytest.raises(WorkerDown):
-            made.matcher(regex("[ab]"))
-    assert when_ready(lambda: made.matcher(regex("[ab]")))
+            made.compile_constraint(regex("[ab]"))
+    assert when_ready(lambda: made.compile_constraint(regex("[ab]")))
     made.close()
 
 
 def test_grammars_that_take_long_keep_nobody_else_out(monkeypatch: pytest.MonkeyPatch) -> None:
     gate, begun = threading.Event(), threading.Event()
-    attempt = GrammarSandbox.attempt
+    check = GrammarSandbox.check
 
     def slow(trials: GrammarSandbox, text: str, *limits: Any) -> SandboxResult:
         if "slow" not in text:
-            return attempt(trials, text, *limits)
-        if limits[-1] >= compiler.LONG_S:
+            return check(trials, text, *limits)
+        if limits[-1] >= compiler.SLOW_SANDBOX_S:
             begun.set()
             assert gate.wait(60)
         return SandboxResult(TOO_LONG)
 
-    monkeypatch.setattr(GrammarSandbox, "attempt", slow)
-    monkeypatch.setattr(compiler, "MOST_WAITING", 2)
-    monkeypatch.setattr(compiler, "MOST_LONG", 1)
-    made = Grammars(tiny_chat.tokenizer(), len(tiny_chat.tokenizer()), [1])
+    monkeypatch.setattr(GrammarSandbox, "check", slow)
+    monkeypatch.setattr(compiler, "MAX_QUEUED", 2)
+    monkeypatch.setattr(compiler, "MAX_QUEUED_SLOW", 1)
+    made = GrammarCompiler(tiny_chat.tokenizer(), len(tiny_chat.tokenizer()), [1])
     when_ready(lambda: made.tokenizer("f"))
     with ThreadPoolExecutor(4) as pool:
-        first = pool.submit(when_ready, lambda: made.matcher(regex("slow")))
+        first = pool.submit(when_ready, lambda: made.compile_constraint(regex("slow")))
         assert begun.wait(60)
-        others = [pool.submit(when_ready, lambda n=n: made.matcher(regex(n))) for n in "ab"]
+        others = [
+            pool.submit(when_ready, lambda n=n: made.compile_constraint(regex(n))) for n in "ab"
+        ]
         wait_until(lambda: len(made._tasks) == 3)
         with pytest.raises(QueueFull):
-            made.matcher(regex("c"))  # two wait to be tried
+            made.compile_constraint(regex("c"))  # two wait to be tried
         gate.set()
         assert all(each.result(60) for each in others)
         with pytest.raises(InvalidInput, match="too long"):
             first.result(60)
-    monkeypatch.setattr(compiler, "MOST_LONG", 0)
+    monkeypatch.setattr(compiler, "MAX_QUEUED_SLOW", 0)
     with pytest.raises(QueueFull):
-        when_ready(lambda: made.matcher(regex("slower")))
+        when_ready(lambda: made.compile_constraint(regex("slower")))
     made.close()
 
 
@@ -475,18 +478,21 @@ def test_a_failure_that_may_pass_is_told_to_all_who_waited(monkeypatch: pytest.M
         assert gate.wait(60)
         raise OSError("there can be no such process")
 
-    monkeypatch.setattr(compiler, "PASSING_S", 3600.0)
-    made = Grammars(tiny_chat.tokenizer(), len(tiny_chat.tokenizer()), [1])
+    monkeypatch.setattr(compiler, "ERROR_TTL_S", 3600.0)
+    made = GrammarCompiler(tiny_chat.tokenizer(), len(tiny_chat.tokenizer()), [1])
     when_ready(lambda: made.tokenizer("f"))
     with monkeypatch.context() as patch, ThreadPoolExecutor(8) as pool:
-        patch.setattr(GrammarSandbox, "attempt", failing)
-        asked = [pool.submit(when_ready, lambda: made.matcher(regex("[ab]"))) for _ in range(8)]
+        patch.setattr(GrammarSandbox, "check", failing)
+        asked = [
+            pool.submit(when_ready, lambda: made.compile_constraint(regex("[ab]")))
+            for _ in range(8)
+        ]
         wait_until(lambda: sum(len(task.waiting) for task in made._tasks.values()) == 8)
         gate.set()
         for each in asked:
             with pytest.raises(WorkerDown):
                 each.result(60)
     assert attempts == 1
-    made._refused.clear()  # time has passed
-    assert when_ready(lambda: made.matcher(regex("[ab]")))
+    made._errors.clear()  # time has passed
+    assert when_ready(lambda: made.compile_constraint(regex("[ab]")))
     made.close()

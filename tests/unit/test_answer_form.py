@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.tiny_tokenizers import llama_tokenizer
-from worker.grammar.tool_calls import calls_grammar
+from worker.grammar.tool_calls import tool_calls_grammar
 from worker.text.chat_template.template import ChatTemplate
 from worker.text.tool_call_format import DEFAULT_TOOL_CALL_FORMAT, ID
 
@@ -116,8 +116,8 @@ def test_a_grammar_names_the_tools_and_their_parameters() -> None:
         {"type": "function", "function": {"name": "a", "parameters": {"type": "object"}}},
         {"type": "function", "function": {"name": "b"}},
     ]
-    one = calls_grammar(DEFAULT_TOOL_CALL_FORMAT, tools, False, json.dumps)
-    more = calls_grammar(DEFAULT_TOOL_CALL_FORMAT, tools, True, json.dumps)
+    one = tool_calls_grammar(DEFAULT_TOOL_CALL_FORMAT, tools, False, json.dumps)
+    more = tool_calls_grammar(DEFAULT_TOOL_CALL_FORMAT, tools, True, json.dumps)
     assert "call_0 | call_1" in one
     assert '"additionalProperties": false' in one.splitlines()[3]
     assert ")*" not in one

@@ -10,7 +10,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from tests.unit.test_parser import FORMS, HARMONY
 from worker.generation.input_processor import ConstraintBuilder
-from worker.grammar.tool_calls import calls_grammar
+from worker.grammar.tool_calls import tool_calls_grammar
 from worker.messages.generation import Calls, Chat, Constraint, GenerationInput
 from worker.text.output_format import DEFAULT_OUTPUT_FORMAT
 from worker.text.tool_call_format import ToolCallFormat
@@ -79,7 +79,7 @@ def takes(
 ) -> bool:
     """Whether a whole answer may be just this."""
     tokenizer = LLTokenizer("byte")
-    grammar = calls_grammar(form, tools, several, json.dumps, started=started)
+    grammar = tool_calls_grammar(form, tools, several, json.dumps, started=started)
     matcher = LLMatcher(tokenizer, grammar)
     assert not matcher.get_error()
     tokens = tokenizer.tokenize_str(text)
@@ -190,7 +190,7 @@ def test_what_stands_before_a_call_in_a_message_may_come() -> None:
     form = HARMONY.tool_calls
     assert form is not None
     tokenizer = LLTokenizer("byte")
-    grammar = calls_grammar(form, TOOLS, False, json.dumps, ["<|start|>assistant"])
+    grammar = tool_calls_grammar(form, TOOLS, False, json.dumps, ["<|start|>assistant"])
     text = " to=functions.put<|channel|>commentary json<|message|>{}<|call|>"
     for begins in ("<|start|>assistant", ""):
         matcher = LLMatcher(tokenizer, grammar)
@@ -198,19 +198,19 @@ def test_what_stands_before_a_call_in_a_message_may_come() -> None:
         assert matcher.try_consume_tokens(tokens) == len(tokens)
 
 
-class Written:
-    """Stands for what compiles grammars: it keeps what is written."""
+class GrammarRecorder:
+    """In place of GrammarCompiler: records the grammar."""
 
-    quoted = staticmethod(json.dumps)
+    quote = staticmethod(json.dumps)
 
-    def compiled(self, grammar: str, param: str) -> None:
+    def compile(self, grammar: str, param: str) -> None:
         self.grammar = grammar
 
 
 def test_a_document_in_place_of_calls_has_its_own_header() -> None:
     template: Any = SimpleNamespace(forms=lambda _: (HARMONY, HARMONY.tool_calls))
     plans: Any = ConstraintBuilder.__new__(ConstraintBuilder)
-    plans._template, plans.grammars = template, Written()
+    plans._template, plans.grammars = template, GrammarRecorder()
     chat = Chat(({"role": "user", "content": "?"},), (TOOL,))
     constraint = Constraint("json_schema", {"type": "object"}, "response_format")
     plans.of(GenerationInput(chat, calls=Calls(("get",)), constraint=constraint), "")
@@ -252,7 +252,7 @@ def test_any_schema_makes_a_grammar(name: str, schema: object) -> None:
         not isinstance(schema, dict) or schema.get("properties") in (3, {"a": 7})
     ):
         pytest.skip("llguidance says what it thinks of those")
-    matcher = LLMatcher(LLTokenizer("byte"), calls_grammar(form, [tool], True, json.dumps))
+    matcher = LLMatcher(LLTokenizer("byte"), tool_calls_grammar(form, [tool], True, json.dumps))
     assert not matcher.get_error()
 
 
@@ -314,7 +314,7 @@ def test_nonsense_in_a_schema_is_no_bug_of_ours(name: str, schema: dict[str, Any
     assert form is not None
     parameters = {"properties": {"a": schema}, "required": [["a"], {}]}
     function = {"name": "get", "parameters": parameters}
-    assert calls_grammar(form, [{"function": function}], True, json.dumps)
+    assert tool_calls_grammar(form, [{"function": function}], True, json.dumps)
     assert read_value("1", parameter_types({"function": function})["a"]) is not None
 
 

@@ -13,7 +13,7 @@ from batching.errors import InvalidInput
 from tests.unit.test_calls_grammar import takes
 from tests.unit.test_parser import FORMS
 from worker.grammar.string_formats import FORMATS
-from worker.grammar.tool_calls import calls_grammar
+from worker.grammar.tool_calls import tool_calls_grammar
 
 FREE = ["coder", "pairs", "typed", "python", "bare python"]
 GOOD = {
@@ -201,7 +201,7 @@ def test_alternatives_of_all_arguments(name: str) -> None:
 )
 def test_what_cannot_be_held_to_is_refused(parameters: Any) -> None:
     with pytest.raises(InvalidInput):
-        calls_grammar(FORMS["typed"], [tool(parameters)], True, json.dumps)
+        tool_calls_grammar(FORMS["typed"], [tool(parameters)], True, json.dumps)
 
 
 def test_hostile_schemas_cost_little() -> None:
@@ -218,7 +218,7 @@ def test_hostile_schemas_cost_little() -> None:
     ):
         started = time.process_time()
         try:
-            made = len(calls_grammar(FORMS["typed"], [tool(schema)], True, json.dumps))
+            made = len(tool_calls_grammar(FORMS["typed"], [tool(schema)], True, json.dumps))
             assert not refused
             assert made < 100_000
         except InvalidInput:
@@ -231,7 +231,7 @@ def test_what_many_parameters_share_is_written_where_it_is_referred_to(name: str
     shared = {f"d{n}": {"type": "string", "pattern": "d" * 900} for n in range(20)}
     numbers = {f"k{n}": {"type": "number", "description": "d" * 900} for n in range(100)}
     tree = {"type": "array", "items": {"$ref": "#/$defs/d0"}}
-    made = calls_grammar(
+    made = tool_calls_grammar(
         FORMS[name],
         [tool({"$defs": shared, "properties": {**numbers, "t": tree}})],
         True,
@@ -246,4 +246,4 @@ def test_a_grammar_does_not_outgrow_what_is_done_about_it() -> None:
     many = {f"k{n}": {"type": "array", "items": {"$ref": "#/$defs/d0"}} for n in range(800)}
     parameters = {"$defs": shared, "properties": many}
     with pytest.raises(InvalidInput, match="too many"):
-        calls_grammar(FORMS["coder"], [tool(parameters)], True, json.dumps)
+        tool_calls_grammar(FORMS["coder"], [tool(parameters)], True, json.dumps)

@@ -285,13 +285,13 @@ class GenerationEngine:
             output, drafts = self._outputs[chunk.sequence], chunk.drafts
             assert isinstance(output, SequenceOutput)
             constraints = output.constraints
-            if constraints and chunk.runs and (request := constraints.mask(drafts)):
+            if constraints and chunk.runs and (request := constraints.mask_request(drafts)):
                 requests.append((len(rows), request))
             rows += [
                 SamplingRow(output.sampling, output.tokens + n, drafts[:n])
                 for n in range(chunk.to_sample)
             ]
-        return rows, self._masks.begin(requests) if requests else None
+        return rows, self._masks.start(requests) if requests else None
 
     def _prompt_scores(self, batch: Batch, logits: Tensor) -> dict[Sequence, list[SampledToken]]:
         """Return the scores of prompts' tokens, or of labels that may follow one: read at once."""

@@ -20,10 +20,10 @@ from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
 from worker.generation.decisions import Decisions
 from worker.generation.output import PreparedPrompt, create_outputs
-from worker.grammar.compiler import Grammar, Grammars
+from worker.grammar.compiler import Grammar, GrammarCompiler
 from worker.grammar.constraints import OutputConstraints
-from worker.grammar.lark import either, unusable
-from worker.grammar.tool_calls import accepts, calls_grammar
+from worker.grammar.lark import content_or_calls, unusable_grammar
+from worker.grammar.tool_calls import accepts, tool_calls_grammar
 from worker.messages.decisions import DecisionInput
 from worker.messages.generation import Calls, Chat, GenerationInput, Sampling, Stopping
 from worker.messages.protocol import Batching
@@ -170,7 +170,7 @@ class InputProcessor:
             constraints = self.constraint_builder.build(request, output_format, prefix)
         if not rendered:
             return None, constraints
-        document = constraints is not None and constraints.document
+        document = constraints is not None and constraints.is_document
         return response_parser(request, output_format, prefix, document), constraints
 
     def _encode_prompt(self, request: GenerationInput, cache_namespace: bytes) -> EncodedPrompt:
@@ -274,7 +274,7 @@ class ConstraintBuilder:
         vocab_size: int,
         eos_token_ids: Sequence[int],
     ) -> None:
-        self.grammars = Grammars(tokenizer, vocab_size, eos_token_ids)
+        self.grammars = GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
         self._template = template
 
     def build(
@@ -293,19 +293,21 @@ class ConstraintBuilder:
             )
         elif constraint:
             headers = self._headers(output_format) if isinstance(request.prompt, Chat) else ""
-            answer = self.grammars.matcher(constraint, headers)
+            answer = self.grammars.compile_constraint(constraint, headers)
         single = calls is not None and not calls.parallel
         if not (answer or call or single or budget is not None):
             return None
         opens = answer and reasoning_requested(request) and not output_format.ends_reasoning(prefix)
         return OutputConstraints(
             tokenizer=self.grammars.tokenizer("tools") if answer or call else None,
-            answer=answer,
-            document=answer is not None and not (calls and calls.required),
+            content=answer,
+            is_document=answer is not None and not (calls and calls.required),
             call=call,
-            may_think=self._template.opens_thoughts if opens else (),
-            budget=budget,
-            close=self._template.end_of_thoughts(output_format) if budget is not None else (),
+            reasoning_start=self._template.opens_thoughts if opens else (),
+            reasoning_end=self._template.end_of_thoughts(output_format)
+            if budget is not None
+            else (),
+            reasoning_budget=budget,
             single_call=single,
         )
 
@@ -323,8 +325,10 @@ class ConstraintBuilder:
         several = calls.parallel and (not optional or call_format.shares_delimiters)
         starts = [output_format.message_start] if output_format.message_start else []
         try:
-            grammar = calls_grammar(call_format, tools, several, grammars.quoted, starts, optional)
-            compiled = grammars.compiled(grammar, "tools")
+            grammar = tool_calls_grammar(
+                call_format, tools, several, grammars.quote, starts, optional
+            )
+            compiled = grammars.compile(grammar, "tools")
         except InvalidInput:
             if optional:
                 return None, None
@@ -337,8 +341,8 @@ class ConstraintBuilder:
         if output_format.undelimited_calls:
             both = "this model's calls cannot be told from JSON: leave out either this or tools"
             raise InvalidInput(f"{constraint.param}: {both}", constraint.param)
-        whole = either(constraint, grammar, self._headers(output_format))
-        return grammars.compiled(whole, constraint.param), None
+        whole = content_or_calls(constraint, grammar, self._headers(output_format))
+        return grammars.compile(whole, constraint.param), None
 
     def _check_each_tool(self, request: GenerationInput, call_format: ToolCallFormat) -> None:
         """Raise InvalidInput that names the tool whose grammar cannot be compiled."""
@@ -346,15 +350,15 @@ class ConstraintBuilder:
         for tool in request.called_tools:
             param = f"tools[{request.prompt.tools.index(tool)}]"
             try:
-                grammar = calls_grammar(call_format, [tool], False, self.grammars.quoted)
+                grammar = tool_calls_grammar(call_format, [tool], False, self.grammars.quote)
             except InvalidInput as error:
-                raise unusable(str(error), param) from None
+                raise unusable_grammar(str(error), param) from None
             self.grammars.check(grammar, param)
 
     def _headers(self, output_format: OutputFormat) -> str:
         """A rule, in Lark's notation, for the delimiters that may precede content."""
         headers = (output_format.message_start, output_format.content and output_format.content[0])
-        return "".join(f"({self.grammars.quoted(text)})? " for text in headers if text)
+        return "".join(f"({self.grammars.quote(text)})? " for text in headers if text)
 
 
 def verify_tool_call_format(template: ChatTemplate) -> ChatTemplate:

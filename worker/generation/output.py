@@ -154,7 +154,7 @@ class SequenceOutput:
                 break
             self.push(sample)
             tokens.append(sample.token)
-            if sample.token != draft or (self.constraints and self.constraints.turned):
+            if sample.token != draft or (self.constraints and self.constraints.drafts_stale):
                 break
         return tokens
 
@@ -167,7 +167,7 @@ class SequenceOutput:
             self._delta.token_ids.append(token)
         reasoning = parser is not None and parser.phase == "reasoning"
         if constraints:
-            constraints.accept(token)
+            constraints.accept_token(token)
         if self.sampling.processes_logits:
             self.sampling.accept(token)
         if token in self.prepared.stop_token_ids and self.tokens > self._stopping.min_tokens:
@@ -181,7 +181,7 @@ class SequenceOutput:
         if parser:
             self._delta.reasoning_tokens += reasoning or parser.phase == "reasoning"
         if constraints:
-            constraints.follow()
+            constraints.update_phase()
         if self._stop_string_complete:
             self._finish("stop", self._matched, sampled)
         elif constraints and constraints.finished:
@@ -214,7 +214,7 @@ class SequenceOutput:
         if self._parser is None:
             self._add_content(span)
         else:
-            constrained = self.constraints is not None and self.constraints.constrains
+            constrained = self.constraints is not None and self.constraints.is_constrained
             self._handle(self._parser.feed(span, constrained))
 
     def _handle(self, events: abc.Iterable[OutputEvent]) -> None:

@@ -1,10 +1,9 @@
-"""Rules for arguments that are not written as JSON, in Lark's notation, from a tool's schema.
+"""The Lark rules of arguments that are not written as JSON, from a tool's schema.
 
-    schemas  --schema_analysis.py-->  facts of each way to fit them  -->  a rule of each type that
-    is left
+    schema  --schema_analysis.py-->  an analysis of each branch  -->  a rule of each possible type
 
-They hold to what JSON's are held to by llguidance: types, choices, what is required, bounds,
-patterns, formats, numbers of items. A schema that nothing fits has no rule, which is "".
+They enforce what llguidance enforces for JSON: types, listed values, required properties, bounds,
+patterns, formats and array lengths. A schema that nothing matches has no rule: "".
 """
 
 import json
@@ -14,265 +13,285 @@ from math import inf
 from typing import Any
 
 from batching.errors import InvalidInput
-from worker.grammar.lark import Quote, frame, schema_rule, terminal
-from worker.grammar.one_of import exclusive
-from worker.grammar.schema_analysis import Document, SchemaAnalysis, branches, kind_of, list_in
+from worker.grammar.lark import Quote, format_literals, regex_terminal, schema_rule
+from worker.grammar.one_of import make_exclusive
+from worker.grammar.schema_analysis import (
+    SchemaAnalysis,
+    SchemaDocument,
+    branches,
+    kind_of,
+    list_in,
+)
 from worker.grammar.string_formats import FORMATS
 from worker.text.tool_call_format import ArgumentFormat
 
-MOST_DEPTH = 64  # of alternatives within alternatives
+MAX_DEPTH = 64  # of nested alternatives
+MAX_COUNT = 1 << 31  # of repetitions
 DEFINITIONS = ("$defs", "definitions")
-MOST = 1 << 31  # that anything is counted to
-NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
-HELD = {  # keywords that bound a type
+NUMBER_KEYWORDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+BOUNDING_KEYWORDS = {  # by kind
     "string": {"pattern", "minLength", "maxLength", "format"},
-    **{"integer": NUMBERS, "fraction": NUMBERS},
+    **{"integer": NUMBER_KEYWORDS, "fraction": NUMBER_KEYWORDS},
     "array": {"items", "prefixItems", "minItems", "maxItems"},
     "object": {"properties", "required", "additionalProperties", "minProperties", "maxProperties"},
 }
-# What is read as a type, where a text might stand without quotes.
-LIKE = dict.fromkeys(("integer", "fraction"), r"\s*[+-]?[0-9.][0-9._eE+-]*[ \t]*(\n(?s:.*))?")
-LIKE |= {"array": r"\s*[\[(](?s:.*)", "object": r"\s*\{(?s:.*)"}
+# Text that is read as a value of a kind, where a string may stand unquoted.
+READS_AS = dict.fromkeys(("integer", "fraction"), r"\s*[+-]?[0-9.][0-9._eE+-]*[ \t]*(\n(?s:.*))?")
+READS_AS |= {"array": r"\s*[\[(](?s:.*)", "object": r"\s*\{(?s:.*)"}
 ANY = "(?s:.*)"
-# A JSON value, in the ways that templates write it.
-LOOSE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-LOOSE |= {"lenient": True}
-SINGLE = r"/'([^'\\\n]|\\.)*'/"
-WORDS = {
+# JSON, with the white space that templates write.
+JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+JSON_OPTIONS |= {"lenient": True}
+SINGLE_QUOTED = r"/'([^'\\\n]|\\.)*'/"
+WORDS = {  # by notation
     "python": {"boolean": "/True|False|true|false/", "null": '"None"'},
-    "typed": {"boolean": "/true|false/", "null": '"null"'},
+    "quoted": {"boolean": "/true|false/", "null": '"null"'},
     "raw": {"boolean": "/[Tt]rue|[Ff]alse/", "null": '"null"'},
 }
+ANY_KEY = r'/[^\s:{}<>"]+/ ":"'  # where strings have quotes of their own
 Bounds = tuple[int, float]
-KEY = r'/[^\s:{}<>"]+/ ":"'  # any, where texts have quotes of their own
+Entry = tuple[str, bool]  # a rule, and whether it is required
 
 
 class ArgumentGrammar:
-    """Those of one tool. `made`: where rules are put that others refer to."""
+    """The rules of one tool's arguments. `rules`: a list to which named rules are added."""
 
     def __init__(
-        self, form: ArgumentFormat, quote: Quote, made: list[str], parameters: Any
+        self, form: ArgumentFormat, quote: Quote, rules: list[str], parameters: Any
     ) -> None:
-        self._root = exclusive(parameters) if isinstance(parameters, dict) else {}
+        self._root = make_exclusive(parameters) if isinstance(parameters, dict) else {}
         self._definitions = {key: self._root[key] for key in DEFINITIONS if key in self._root}
-        self._document = Document(self._root)
-        self._known: dict[tuple[int, ...], str] = {}  # rules by the schemas that they are of
-        self._form, self._quote, self._made = form, quote, made
-        self._notation = "python" if form.style == "python" else "typed" if form.quotes else "raw"
+        self._document = SchemaDocument(self._root)
+        self._value_rules: dict[tuple[int, ...], str] = {}  # by the ids of their schemas
+        self._form, self._quote, self._rules = form, quote, rules
+        self._notation = "python" if form.style == "python" else "quoted" if form.quotes else "raw"
 
     def arguments(self) -> str:
-        """All of them, as entries in their order; InvalidInput with the reason."""
+        """Return the rule of all arguments, as entries in order; InvalidInput with the reason."""
         try:
-            written = self._written()
+            alternatives = self._argument_lists()
         except RecursionError:
             raise InvalidInput("it is nested too deeply") from None
-        if not written:
+        if not alternatives:
             raise InvalidInput("its schema allows no arguments at all")
-        return f"({' | '.join(written)})"
+        return f"({' | '.join(alternatives)})"
 
-    def _written(self) -> list[str]:
-        comma, written = self._form.comma, []
-        for facts in self._ways([self._root, {"type": "object"}]):
-            if (entries := self._members(facts, self._entry)) is not None:
-                written.append(self._sequence([*entries.values()], comma))
+    def _argument_lists(self) -> list[str]:
+        comma, alternatives = self._form.comma, []
+        for analysis in self._branches([self._root, {"type": "object"}]):
+            if (entries := self._properties(analysis, self._entry)) is not None:
+                alternatives.append(self._sequence([*entries.values()], comma))
                 by_key = [entries[key] for key in sorted(entries)]
-                if self._notation == "typed" and by_key != [*entries.values()]:  # some sort them
-                    written.append(self._sequence(by_key, comma))
-        return written
+                if self._notation == "quoted" and by_key != [*entries.values()]:
+                    alternatives.append(self._sequence(by_key, comma))  # some models sort keys
+        return alternatives
 
-    def _frame(self, text: str) -> str:
-        return frame(text, self._quote)
+    def _literals(self, text: str) -> str:
+        return format_literals(text, self._quote)
 
-    def _ways(self, schemas: Sequence[Any]) -> Iterator[SchemaAnalysis]:
-        return branches(SchemaAnalysis(self._document, schemas, MOST_DEPTH))
+    def _branches(self, schemas: Sequence[Any]) -> Iterator[SchemaAnalysis]:
+        return branches(SchemaAnalysis(self._document, schemas, MAX_DEPTH))
 
-    def _members(
-        self, facts: SchemaAnalysis, written: Callable[[str, Sequence[Any]], str]
-    ) -> dict[str, tuple[str, bool]] | None:
-        """Entries by their keys, and whether they must be there; None if one cannot be."""
-        found = {}
-        for key in facts.declared | facts.required:
-            if entry := written(key, facts.member(key).schemas):
-                found[key] = entry, key in facts.required
-            elif key in facts.required:
+    def _properties(
+        self, analysis: SchemaAnalysis, make_entry: Callable[[str, Sequence[Any]], str]
+    ) -> dict[str, Entry] | None:
+        """Return entries by key; None if a required one has no possible value."""
+        entries = {}
+        for key in analysis.declared | analysis.required:
+            if entry := make_entry(key, analysis.property_value(key).schemas):
+                entries[key] = entry, key in analysis.required
+            elif key in analysis.required:
                 return None
-        return found
+        return entries
 
     def _entry(self, key: str, schemas: Sequence[Any]) -> str:
-        """A key and its value, between what stands around them."""
+        """Return the rule of a key and its value, with the format's text around them."""
         form, middle = self._form, "=" if self._notation == "python" else self._form.middle
-        before, after = self._quote(form.open + key + middle), self._frame(form.close)
+        before, after = self._quote(form.open + key + middle), self._literals(form.close)
         if self._notation != "raw":
             value = self._value(schemas)
             return value and f"{before} {value} {after}"
-        written = []
-        for facts in self._ways(schemas):
-            others = facts.kinds
-            if "string" in facts.kinds and facts.values is None:
+        alternatives = []
+        for analysis in self._branches(schemas):
+            others = analysis.kinds
+            if "string" in analysis.kinds and analysis.values is None:
                 others -= {"string"}
-                held = [kind for kind in sorted(others) if _held(kind, facts)]
-                written.append(self._text(form.close, facts, held))
-                if not held and not _held("string", facts):  # it may read as anything
-                    continue
-            if either := self._each(facts, others):
-                written.append(f"({' | '.join(either)}) {after}")
-        return self._rule(f"{before} ({' | '.join(written)})") if written else ""
+                bounded = [kind for kind in sorted(others) if _is_bounded(kind, analysis)]
+                alternatives.append(self._string(form.close, analysis, bounded))
+                if not bounded and not _is_bounded("string", analysis):
+                    continue  # an unquoted string matches everything
+            if values := self._alternatives(analysis, others):
+                alternatives.append(f"({' | '.join(values)}) {after}")
+        return self._add_rule(f"{before} ({' | '.join(alternatives)})") if alternatives else ""
 
     # ── rules ──
 
-    def _rule(self, body: str, name: str = "rule") -> str:
+    def _add_rule(self, body: str, name: str = "rule") -> str:
         self._document.spend()
-        name = f"{name}_{len(self._made)}"
-        self._made.append(f"{name}{'[lazy]' if name.startswith('text') else ''}: {body}")
+        name = f"{name}_{len(self._rules)}"
+        self._rules.append(f"{name}{'[lazy]' if name.startswith('text') else ''}: {body}")
         return name
 
     def _value(self, schemas: Sequence[Any]) -> str:
-        """What fits all of these; it may refer to itself."""
+        """Return the name of the rule of values that match all schemas. It may be recursive."""
         key = tuple(dict.fromkeys(map(id, schemas)))
-        if key not in self._known:
-            name = self._known[key] = f"value_{len(self._made)}_{len(self._known)}"
-            branches = self._ways(schemas)
-            either = [each for facts in branches for each in self._each(facts, facts.kinds)]
-            self._made += [f"{name}: {' | '.join(either)}"] if either else []
-            self._known[key] = name if either else ""
-        return self._known[key]
+        if key not in self._value_rules:
+            name = f"value_{len(self._rules)}_{len(self._value_rules)}"
+            self._value_rules[key] = name
+            alternatives = [
+                alternative
+                for analysis in self._branches(schemas)
+                for alternative in self._alternatives(analysis, analysis.kinds)
+            ]
+            if alternatives:
+                self._rules.append(f"{name}: {' | '.join(alternatives)}")
+            self._value_rules[key] = name if alternatives else ""
+        return self._value_rules[key]
 
-    def _sequence(self, entries: Sequence[tuple[str, bool]], comma: str) -> str:
-        """In their order; those that are not required may be left out."""
-        between = self._frame(comma)
+    def _sequence(self, entries: Sequence[Entry], comma: str) -> str:
+        """Return the rule of entries in their order, of which the optional ones may be missing."""
+        between = self._literals(comma)
         if not between:
-            return " ".join(entry if must else f"({entry})?" for entry, must in entries)
-        first, rest = "", ""  # of what follows, where nothing or something stands before it
-        needed = False  # one of them
-        for entry, must in reversed(entries):
-            needed |= must
-            entry = self._rule(entry)
-            following = f"{between} {entry}" if must else f"({between} {entry})?"
+            return " ".join(entry if required else f"({entry})?" for entry, required in entries)
+        # The rules of the remaining entries: without and with an entry before them.
+        first, rest = "", ""
+        any_required = False
+        for entry, required in reversed(entries):
+            any_required |= required
+            entry = self._add_rule(entry)
+            following = f"{between} {entry}" if required else f"({between} {entry})?"
             alone = f"{entry} {rest}"
-            first = self._rule(alone if must or not first else f"{alone} | {first}")
-            first = first if needed else f"({first})?"
-            rest = self._rule(f"{following} {rest}")
+            first = self._add_rule(alone if required or not first else f"{alone} | {first}")
+            first = first if any_required else f"({first})?"
+            rest = self._add_rule(f"{following} {rest}")
         return first
 
-    # ── each type ──
+    # ── values of each kind ──
 
-    def _each(self, facts: SchemaAnalysis, kinds: frozenset[str]) -> list[str]:
-        """The ways to write what fits and is of these types."""
-        if facts.values is not None:
-            fit = (value for value in facts.values.values() if kind_of(value) in kinds)
-            return [each for value in fit for each in self._constant(value)]
+    def _alternatives(self, analysis: SchemaAnalysis, kinds: frozenset[str]) -> list[str]:
+        """Return rules of the matching values of these kinds."""
+        if analysis.values is not None:
+            values = (value for value in analysis.values.values() if kind_of(value) in kinds)
+            return [literal for value in values for literal in self._constant(value)]
         if "fraction" in kinds:
             kinds = kinds - {"fraction", "integer"} | {"number"}
-        return [each for kind in sorted(kinds) for each in self._of(kind, facts)]
+        return [rule for kind in sorted(kinds) for rule in self._of_kind(kind, analysis)]
 
-    def _of(self, kind: str, facts: SchemaAnalysis) -> list[str]:
+    def _of_kind(self, kind: str, analysis: SchemaAnalysis) -> list[str]:
         if word := WORDS[self._notation].get(kind):
             return [word]
-        if self._notation == "typed" and kind == "string":
-            return [f"{self._frame(self._form.quotes)} {self._text(self._form.quotes, facts)}"]
-        if self._notation == "typed" and kind == "array":
-            return self._array(facts)
-        if self._notation == "typed" and kind == "object":
-            return self._object(facts)
-        written = [self._json({"allOf": facts.parts, "type": kind})]
-        free = kind == "string" and not _held(kind, facts)
-        return [*written, SINGLE] if free and self._notation == "python" else written
+        if self._notation == "quoted" and kind == "string":
+            quotes = self._form.quotes
+            return [f"{self._literals(quotes)} {self._string(quotes, analysis)}"]
+        if self._notation == "quoted" and kind == "array":
+            return self._array(analysis)
+        if self._notation == "quoted" and kind == "object":
+            return self._object(analysis)
+        json_rule = self._json({"allOf": analysis.parts, "type": kind})
+        is_free = kind == "string" and not _is_bounded(kind, analysis)
+        return [json_rule, SINGLE_QUOTED] if is_free and self._notation == "python" else [json_rule]
 
     def _json(self, schema: dict[str, Any]) -> str:
-        written = schema_rule(schema, LOOSE)
-        if '"$ref"' in written:
-            written = schema_rule({**schema, **self._definitions}, LOOSE)
-        self._document.spend(len(written) // 20)
-        return written
+        rule = schema_rule(schema, JSON_OPTIONS)
+        if '"$ref"' in rule:
+            rule = schema_rule({**schema, **self._definitions}, JSON_OPTIONS)
+        self._document.spend(len(rule) // 20)
+        return rule
 
     def _constant(self, value: Any) -> list[str]:
-        """A choice, in the ways to write it."""
+        """Return the literals of a listed value."""
         if self._notation == "python":
             return [self._quote(json.dumps(value)), self._quote(repr(value))]
-        return [self._quote(self._shown(value))]
+        return [self._quote(self._write(value))]
 
-    def _shown(self, value: Any) -> str:
+    def _write(self, value: Any) -> str:
         if isinstance(value, str):
             return f"{self._form.quotes}{value}{self._form.quotes}"
-        if self._notation == "typed" and isinstance(value, list):
-            return f"[{','.join(map(self._shown, value))}]"
-        if self._notation == "typed" and isinstance(value, dict):
-            return f"{{{','.join(f'{key}:{self._shown(each)}' for key, each in value.items())}}}"
+        if self._notation == "quoted" and isinstance(value, list):
+            return f"[{','.join(map(self._write, value))}]"
+        if self._notation == "quoted" and isinstance(value, dict):
+            return f"{{{','.join(f'{key}:{self._write(item)}' for key, item in value.items())}}}"
         return json.dumps(value)
 
-    def _array(self, facts: SchemaAnalysis) -> list[str]:
-        own = max(1, *(len(list_in(part, "prefixItems")) for part in facts.every_part), 1)
-        *first, more = (self._value(facts.item(place).schemas) for place in range(own + 1))
-        return self._repeated("[]", first, more, _between("array", facts))
+    def _array(self, analysis: SchemaAnalysis) -> list[str]:
+        own = max(1, *(len(list_in(part, "prefixItems")) for part in analysis.counted_parts), 1)
+        *first, more = (self._value(analysis.item(index).schemas) for index in range(own + 1))
+        return self._repeated("[]", first, more, _bounds("array", analysis))
 
-    def _object(self, facts: SchemaAnalysis) -> list[str]:
+    def _object(self, analysis: SchemaAnalysis) -> list[str]:
         def member(key: str, schemas: Sequence[Any]) -> str:
             value = self._value(schemas)
             return value and f"{self._quote(key + ':')} {value}"
 
-        if (entries := self._members(facts, member)) is None:
+        if (entries := self._properties(analysis, member)) is None:
             return []
         if entries:
             return [f'"{{" {self._sequence([*entries.values()], ",")} "}}"']
-        other = self._value(facts.member("").schemas)
-        entry = other and f"{KEY} {other}"
-        return self._repeated("{}", [entry], entry, _between("object", facts))
+        value = self._value(analysis.property_value("").schemas)
+        entry = value and f"{ANY_KEY} {value}"
+        return self._repeated("{}", [entry], entry, _bounds("object", analysis))
 
-    def _repeated(self, around: str, first: Sequence[str], more: str, bounds: Bounds) -> list[str]:
-        """Between so many of them; the first ones each by its rule, then more by another."""
+    def _repeated(
+        self, brackets: str, first: Sequence[str], more: str, bounds: Bounds
+    ) -> list[str]:
+        """Return the rule of a bounded number of items in brackets: the first ones each by its own
+        rule, the others by `more`."""
         own = first.index("") if "" in first else len(first)
-        least, most = bounds
-        most = most if more and own == len(first) else min(most, own)
-        if least > most:
+        min_count, max_count = bounds
+        max_count = max_count if more and own == len(first) else min(max_count, own)
+        if min_count > max_count:
             return []
-        written = ""
-        if most > own:
-            written = f'("," {more}){_times(max(0, least - own), most - own)}'
-        for place in reversed(range(int(min(own, most)))):
-            comma = '"," ' if place else ""
-            written = f"{comma}{first[place]} {written}"
-            written = written if place < least else f"({written})?"
-        return [f'"{around[0]}" {written} "{around[1]}"']
+        items = ""
+        if max_count > own:
+            items = f'("," {more}){_repetition(max(0, min_count - own), max_count - own)}'
+        for index in reversed(range(int(min(own, max_count)))):
+            comma = '"," ' if index else ""
+            items = f"{comma}{first[index]} {items}"
+            items = items if index < min_count else f"({items})?"
+        return [f'"{brackets[0]}" {items} "{brackets[1]}"']
 
-    # ── texts ──
+    # ── strings ──
 
-    def _text(self, close: str, facts: SchemaAnalysis, others: Sequence[str] = ()) -> str:
-        """Any text up to what closes it, as far as the schema goes; not what reads as one of these
-        other types."""
-        bare = self._frame(close.lstrip())
-        special = bare.startswith("<[")  # a token, which is no text
-        end = "" if special else re.escape(close.rstrip())
-        rest = bare if special else self._frame(close[len(close.rstrip()) :])
-        least, most = _between("string", facts)
-        held = [*self._patterns(facts)]
-        if not (special or held or others or least > 0 or most < inf):
-            return f"{self._rule(terminal(ANY + end), 'text')} {rest}"
-        letter = "(?s:.)" if special else f"[^{re.escape(close.strip()[0])}]"
-        parts = [f"{letter}{_times(least, most)}{end}", *(f"({each}){end}" for each in held)]
-        unlike = [f"~{terminal(LIKE[kind] + end)}" for kind in others]
-        return f"{self._rule(' & '.join([*map(terminal, parts), *unlike]), 'TEXT')} {rest}"
+    def _string(self, close: str, analysis: SchemaAnalysis, others: Sequence[str] = ()) -> str:
+        """Return the rule of a string up to the text that closes it, within the schema's bounds.
+        Text that is read as one of the kinds `others` is excluded."""
+        closing = self._literals(close.lstrip())
+        is_token = closing.startswith("<[")  # a special token, which is no text
+        end = "" if is_token else re.escape(close.rstrip())
+        rest = closing if is_token else self._literals(close[len(close.rstrip()) :])
+        min_length, max_length = _bounds("string", analysis)
+        patterns = [*self._patterns(analysis)]
+        if not (is_token or patterns or others or min_length > 0 or max_length < inf):
+            return f"{self._add_rule(regex_terminal(ANY + end), 'text')} {rest}"
+        char = "(?s:.)" if is_token else f"[^{re.escape(close.strip()[0])}]"
+        parts = [f"{char}{_repetition(min_length, max_length)}{end}"]
+        parts += [f"({pattern}){end}" for pattern in patterns]
+        excluded = [f"~{regex_terminal(READS_AS[kind] + end)}" for kind in others]
+        rule = " & ".join([*map(regex_terminal, parts), *excluded])
+        return f"{self._add_rule(rule, 'TEXT')} {rest}"
 
     @staticmethod
-    def _patterns(facts: SchemaAnalysis) -> Iterator[str]:
-        """What all of a text must match."""
-        for part in facts.every_part:
+    def _patterns(analysis: SchemaAnalysis) -> Iterator[str]:
+        """Yield the patterns that the whole string must match."""
+        for part in analysis.counted_parts:
             if isinstance(pattern := part.get("pattern"), str):
-                ends = pattern.endswith("$") and not pattern.endswith(r"\$")
-                before, after = "" if pattern.startswith("^") else ANY, "" if ends else ANY
-                found = pattern.removeprefix("^")
-                yield f"{before}({found[: len(found) - ends]}){after}"
-            if (named := part.get("format")) in FORMATS:
-                yield FORMATS[named]
+                is_closed = pattern.endswith("$") and not pattern.endswith(r"\$")
+                before, after = "" if pattern.startswith("^") else ANY, "" if is_closed else ANY
+                bare = pattern.removeprefix("^")
+                yield f"{before}({bare[: len(bare) - is_closed]}){after}"
+            if (name := part.get("format")) in FORMATS:
+                yield FORMATS[name]
 
 
-def _held(kind: str, facts: SchemaAnalysis) -> bool:
-    return any(HELD.get(kind, set()) & part.keys() for part in facts.parts)
+def _is_bounded(kind: str, analysis: SchemaAnalysis) -> bool:
+    keywords = BOUNDING_KEYWORDS.get(kind, set())
+    return any(keywords & part.keys() for part in analysis.parts)
 
 
-def _between(kind: str, facts: SchemaAnalysis) -> Bounds:
-    (least, _), (most, _) = facts.bounds(kind)
-    return int(min(max(least, 0), MOST)), most
+def _bounds(kind: str, analysis: SchemaAnalysis) -> Bounds:
+    (lower, _), (upper, _) = analysis.bounds(kind)
+    return int(min(max(lower, 0), MAX_COUNT)), upper
 
 
-def _times(least: int, most: float) -> str:
-    return f"{{{least},{'' if most == inf else int(most)}}}"
+def _repetition(min_count: int, max_count: float) -> str:
+    return f"{{{min_count},{'' if max_count == inf else int(max_count)}}}"

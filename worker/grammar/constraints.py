@@ -1,10 +1,9 @@
-"""What one choice may say next: the grammar of its answer or of a call, and when to stop thinking.
+"""The constraints on one output: the grammar of its content or of a call, and a reasoning budget.
 
-    thinking ──▶ answer, by a grammar             (a constraint, or calls that must be made)
-    answer, free ──▶ call, by its tool ──▶ answer    (calls that may be made)
+    reasoning ──▶ content, by a grammar                 (a constraint, or required tool calls)
+    content, free ──▶ call, by its tool ──▶ content     (optional tool calls)
 
-Follows the tokens as they are chosen; which phase the text is in, the parser tells. On the
-worker's thread.
+Follows the sampled tokens; the parser reports the phase of their text. On the worker's thread.
 """
 
 import time
@@ -21,26 +20,26 @@ from worker.grammar.compiler import Grammar
 from worker.text.parser import OutputParser, Phase
 
 T = TypeVar("T")
-STEP_S = 0.25  # of CPU time on the worker's thread, for what a grammar is asked there at once
+STEP_S = 0.25  # of CPU time on the worker's thread, for one operation on a matcher
 
 
 @dataclass(frozen=True, slots=True)
 class OutputConstraints:
-    """What a request asks of its choices, compiled."""
+    """The constraints of a request, compiled; shared by its choices."""
 
-    tokenizer: LLTokenizer | None = None  # where there is a grammar
-    answer: Grammar | None = None  # what follows the reasoning, up to the end
-    document: bool = False  # the answer is one: nothing in it is a mark
-    call: Grammar | None = None  # a call that the model begins by itself; not beside `answer`
-    may_think: tuple[int, ...] = ()  # the tokens that begin reasoning in place of the answer
-    budget: int | None = None  # tokens of reasoning
-    close: tuple[int, ...] = ()  # the tokens that end it
+    tokenizer: LLTokenizer | None = None  # None without a grammar
+    content: Grammar | None = None  # of the text after the reasoning, up to the end
+    is_document: bool = False  # the content has no delimiters in it
+    call: Grammar | None = None  # of a call that the model starts itself; not with `content`
+    reasoning_start: tuple[int, ...] = ()  # tokens with which reasoning may begin the output
+    reasoning_end: tuple[int, ...] = ()  # tokens
+    reasoning_budget: int | None = None  # tokens
     single_call: bool = False
 
 
 class GrammarState:
-    """Where a choice is in a grammar. The copy of the grammar's matcher is made when it is first
-    needed: many choices may wait."""
+    """The state of one output in a grammar. Copies the grammar's matcher at the first use, since
+    many choices may wait."""
 
     def __init__(self, grammar: Grammar) -> None:
         self.grammar = grammar
@@ -49,115 +48,118 @@ class GrammarState:
     def matcher(self) -> LLMatcher:
         return self.grammar.matcher.deep_copy()
 
-    def in_time(self, run: Callable[[LLMatcher], T]) -> T:
-        """On the worker's thread, where the library's limits bound it. What takes long all the
-        same is done once: the grammar is not followed any further, here or for another."""
-        if self.grammar.slow:
+    def run(self, operation: Callable[[LLMatcher], T]) -> T:
+        """Run an operation, which llguidance's limits bound. After one that still took long, the
+        grammar is used by no output any more."""
+        if self.grammar.too_slow:
             raise ItemFailed("the grammar of this answer takes too long to be followed")
         started = time.thread_time()
-        made = run(self.matcher)
+        result = operation(self.matcher)
         if time.thread_time() - started > STEP_S:
-            self.grammar.slow = True
-        return made
+            self.grammar.too_slow = True
+        return result
 
 
 class ConstraintState:
-    """`parser` is None where the text is nothing but content."""
+    """The state of one output in its constraints: per token `mask_request`, `accept_token`, and
+    `update_phase` once its text is parsed. `parser` is None where all text is content."""
 
-    def __init__(self, plan: OutputConstraints, parser: OutputParser | None) -> None:
-        self.finished = False  # nothing may follow
-        self.turned = False  # what was drafted does not know of the last token's effect
-        self._plan = plan
+    def __init__(self, constraints: OutputConstraints, parser: OutputParser | None) -> None:
+        self.finished = False  # the output must end
+        self.drafts_stale = False  # the last token changed the constraints after drafting
+        self._constraints = constraints
         self._parser = parser
-        thinking = parser is not None and parser.phase == "reasoning"
-        self._phase: Phase = "reasoning" if thinking else "content"  # that the rest here is for
-        self._state: GrammarState | None = None
-        if plan.answer and not thinking:
-            self._state = GrammarState(plan.answer)
-        self._may_think = () if thinking else plan.may_think
-        self._thought = 0
+        reasoning = parser is not None and parser.phase == "reasoning"
+        self._phase: Phase = "reasoning" if reasoning else "content"
+        self._grammar: GrammarState | None = None
+        if constraints.content and not reasoning:
+            self._grammar = GrammarState(constraints.content)
+        self._reasoning_start = () if reasoning else constraints.reasoning_start
+        self._reasoning_tokens = 0
         self._forced: list[int] = []
-        self._limit()
+        self._apply_budget()
 
     @property
-    def constrains(self) -> bool:
-        """Whether the last token is one that a grammar took."""
-        return self._state is not None
+    def is_constrained(self) -> bool:
+        """Whether a grammar allowed the last token, and constrains the next."""
+        return self._grammar is not None
 
-    def draft(self, looked_up: tuple[int, ...], most: int) -> tuple[int, ...]:
-        """Tokens that are sure to come, or those of a draft that may."""
+    def draft(self, drafts: tuple[int, ...], limit: int) -> tuple[int, ...]:
+        """Return at most `limit` tokens that the grammar forces, or else the drafts it allows."""
         if self._forced:
             return ()
-        if self._state is None:
-            return looked_up
-        if sure := self._state.in_time(lambda matcher: matcher.compute_ff_tokens()):
-            return tuple(sure[:most])
-        if not looked_up:
+        if self._grammar is None:
+            return drafts
+        if forced_tokens := self._grammar.run(lambda matcher: matcher.compute_ff_tokens()):
+            return tuple(forced_tokens[:limit])
+        if not drafts:
             return ()
-        fitting = self._state.in_time(lambda matcher: matcher.validate_tokens(list(looked_up)))
-        return looked_up[:fitting]
+        valid = self._grammar.run(lambda matcher: matcher.validate_tokens(list(drafts)))
+        return drafts[:valid]
 
-    def mask(self, drafts: tuple[int, ...] = ()) -> MaskRequest | None:
-        """What the next row needs, and those after each draft; None: all tokens may come."""
-        self.turned = False
+    def mask_request(self, drafts: tuple[int, ...] = ()) -> MaskRequest | None:
+        """Return the mask of the next token and of those after each draft; None without one."""
+        self.drafts_stale = False
         if self._forced:
             return MaskRequest(only=self._forced[0])
-        if state := self._state:
-            also = self._may_think[0] if self._may_think else None
+        if state := self._grammar:
+            also = self._reasoning_start[0] if self._reasoning_start else None
             return MaskRequest(state.matcher, drafts, also=also, grammar=state.grammar)
-        if self._plan.answer:  # not begun: these are thoughts
-            return MaskRequest(None, drafts, no_end=True)
+        if self._constraints.content:  # still reasoning
+            return MaskRequest(None, drafts, forbids_stop=True)
         return None
 
-    def accept(self, token: int) -> None:
-        """A token was chosen; its text has not been read yet."""
+    def accept_token(self, token: int) -> None:
+        """Advance by a sampled token, before its text is parsed."""
         if self._forced:
             self._forced.pop(0)
-        elif self._may_think and token == self._may_think[0]:
-            self._state, self.turned = None, True
-            self._forced = [*self._may_think[1:]]
-        elif self._state and not self._state.in_time(lambda matcher: matcher.consume_token(token)):
+        elif self._reasoning_start and token == self._reasoning_start[0]:
+            self._grammar, self.drafts_stale = None, True
+            self._forced = [*self._reasoning_start[1:]]
+        elif self._grammar and not self._grammar.run(lambda matcher: matcher.consume_token(token)):
             raise ItemFailed("the grammar of this answer is too complex to be followed any further")
-        self._may_think = ()
+        self._reasoning_start = ()
 
-    def follow(self) -> None:
-        """The token's text has been read."""
+    def update_phase(self) -> None:
+        """Follow the parser, which has parsed the token's text."""
         if self._parser is not None:
             if self._parser.phase != self._phase:
                 self._enter(self._parser.phase, self._parser.phase_text.lstrip())
             if self._phase == "reasoning":
-                self._thought += 1
-                self._limit()
-            if self._plan.single_call and self._parser.calls_finished:
+                self._reasoning_tokens += 1
+                self._apply_budget()
+            if self._constraints.single_call and self._parser.calls_finished:
                 self.finished = True
-        if self._state is not None and self._state.matcher.is_stopped():
-            self._state = None
-            self.finished = self.finished or self._plan.call is None or self._plan.single_call
+        if self._grammar is not None and self._grammar.matcher.is_stopped():
+            self._grammar = None
+            if self._constraints.call is None or self._constraints.single_call:
+                self.finished = True
 
-    def _enter(self, phase: Phase, begun: str) -> None:
-        """`begun`: what has come of the phase already."""
+    def _enter(self, phase: Phase, text: str) -> None:
+        """`text`: the phase's text so far."""
         left, self._phase = self._phase, phase
-        if left == "reasoning" and self._plan.answer:
-            self._state, self.turned = GrammarState(self._plan.answer), True
-            self._takes(begun)
-        elif self._plan.call and "call" in (left, phase):
-            self._state, self.turned = None, True
+        if left == "reasoning" and self._constraints.content:
+            self._grammar, self.drafts_stale = GrammarState(self._constraints.content), True
+            self._accept_text(text)
+        elif self._constraints.call and "call" in (left, phase):
+            self._grammar, self.drafts_stale = None, True
             if phase == "call":
-                self._state = GrammarState(self._plan.call)
-                if not self._takes(begun):
-                    self._state = None  # it writes calls in another way than its template
+                self._grammar = GrammarState(self._constraints.call)
+                if not self._accept_text(text):
+                    self._grammar = None  # the model does not write calls like its template
 
-    def _takes(self, begun: str) -> bool:
-        """Text that has come already; whether it is of the grammar."""
-        assert self._state is not None
-        assert self._plan.tokenizer is not None
-        tokens = self._plan.tokenizer.tokenize_str(begun, parse_special=True)
-        return self._state.in_time(lambda matcher: matcher.try_consume_tokens(tokens)) == len(
-            tokens
-        )
+    def _accept_text(self, text: str) -> bool:
+        """Advance the grammar by text; return whether it allows all of it."""
+        assert self._grammar is not None
+        assert self._constraints.tokenizer is not None
+        tokens = self._constraints.tokenizer.tokenize_str(text, parse_special=True)
+        accepted = self._grammar.run(lambda matcher: matcher.try_consume_tokens(tokens))
+        return accepted == len(tokens)
 
-    def _limit(self) -> None:
-        budget, thinking = self._plan.budget, self._phase == "reasoning"
-        if thinking and budget is not None and self._thought >= budget and not self._forced:
-            self._forced = list(self._plan.close)
-            self.turned = True
+    def _apply_budget(self) -> None:
+        budget = self._constraints.reasoning_budget
+        if self._phase != "reasoning" or budget is None or self._forced:
+            return
+        if self._reasoning_tokens >= budget:
+            self._forced = list(self._constraints.reasoning_end)
+            self.drafts_stale = True

@@ -1,6 +1,6 @@
-"""What an answer or its calls may be, in Lark's notation as llguidance reads it.
+"""The constraints of a request as grammars in Lark syntax, as llguidance reads it.
 
-Its size is bounded here; what it takes to compile, in sandbox.py.
+The size of a grammar is bounded here; the cost of compiling it, in sandbox.py.
 """
 
 import json
@@ -9,140 +9,147 @@ from collections.abc import Callable
 from typing import Any
 
 from batching.errors import InvalidInput
-from worker.grammar.one_of import LITERAL, exclusive
+from worker.grammar.one_of import LITERAL_KEYWORDS, make_exclusive
 from worker.grammar.string_formats import FORMATS
 from worker.messages.generation import Constraint
 from worker.text.tool_call_format import PLACEHOLDER_PATTERNS
 from worker.text.tool_call_parser import JSON_TYPES
 
-Quote = Callable[[str], str]  # a text in the notation
+Quote = Callable[[str], str]  # from a text to Lark literals
 
-COMPACT = {"whitespace_flexible": False}
-LONGEST = 1_000_000  # characters of a grammar, tools and all
-LONGEST_TEXT = {"regex": 50_000, "choice": 100_000, "grammar": 100_000}
-MOST_CHOICES = 2_000
-REASON = 500  # characters of what the library says
-# Where a schema may declare properties besides.
-ELSEWHERE = ("allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties", "dependentSchemas")
-UNESCAPED = re.compile(r"(\\.)|/|\\?\n")  # in a regex that is to stand between slashes
+COMPACT_JSON = {"whitespace_flexible": False}
+MAX_LENGTH = 1_000_000  # characters of a grammar, with all tools
+MAX_LENGTH_OF = {"regex": 50_000, "choice": 100_000, "grammar": 100_000}  # by kind
+MAX_CHOICES = 2_000
+MAX_REASON = 500  # characters of llguidance's message
+# Keywords beside `properties` that may declare properties.
+APPLICATORS = ("allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties", "dependentSchemas")
+UNESCAPED = re.compile(r"(\\.)|/|\\?\n")  # in a regex between slashes
 ESCAPED = {"/": r"\/", "\n": r"\n"}
 POSITION = re.compile(r"^at \d+\(\d+\): ")
-QUOTED = re.compile(r"\s*(\d+ \||\^)")
+QUOTED_LINE = re.compile(r"\s*(\d+ \||\^)")
 
 
-def rule(constraint: Constraint) -> str:
-    """What follows `start:`, or a whole grammar; InvalidInput if it is none, or too long."""
+def content_rule(constraint: Constraint) -> str:
+    """Return the body of a rule, or a whole grammar for the kind `grammar`; InvalidInput if the
+    constraint is invalid or too long."""
     value, kind, param = constraint.value, constraint.kind, constraint.param
     if kind == "json_schema" and not isinstance(value, dict):
         raise InvalidInput(f"{param}: must be an object", param)
     if kind in ("regex", "grammar"):
-        check_length(value, param, LONGEST_TEXT[kind])
-    if kind == "choice" and len(value) > MOST_CHOICES:
-        raise InvalidInput(f"{param}: takes at most {MOST_CHOICES} texts", param)
+        check_length(value, param, MAX_LENGTH_OF[kind])
+    if kind == "choice" and len(value) > MAX_CHOICES:
+        raise InvalidInput(f"{param}: takes at most {MAX_CHOICES} texts", param)
     try:
         if kind == "json_schema":
-            written = schema_rule(_without_unknown_formats(value), COMPACT)
+            rule = schema_rule(_without_unknown_formats(value), COMPACT_JSON)
         elif kind == "regex":
-            written = terminal(value)
+            rule = regex_terminal(value)
         elif kind == "choice":
-            written = " | ".join(map(literal, value))
+            rule = " | ".join(map(string_literal, value))
         else:
-            written = str(value)
-    except Exception as error:  # whatever makes it no schema, or no grammar
-        raise unusable(str(error) or type(error).__name__, param) from None
-    check_length(written, param, LONGEST_TEXT.get(kind, LONGEST))
-    return written
+            rule = str(value)
+    except Exception as error:  # anything that is wrong with the schema or grammar
+        raise unusable_grammar(str(error) or type(error).__name__, param) from None
+    check_length(rule, param, MAX_LENGTH_OF.get(kind, MAX_LENGTH))
+    return rule
 
 
-def either(constraint: Constraint, calls: str, before: str) -> str:
-    """An answer as the constraint says, after what may stand `before` it; or calls."""
+def content_or_calls(constraint: Constraint, calls: str, before: str) -> str:
+    """Return a grammar of constrained content, after the rules `before` it, or of tool calls."""
     if constraint.kind != "json_schema":
         only = "goes with tools only where it asks for JSON"
         raise InvalidInput(f"{constraint.param}: {only}", constraint.param)
-    lines = [f"calls: {calls.removeprefix('start:')}", f"answer: {before}document"]
-    return "\n".join(["start: calls | answer", *lines, f"document: {rule(constraint)}"])
+    return "\n".join(
+        [
+            "start: calls | answer",
+            f"calls: {calls.removeprefix('start:')}",
+            f"answer: {before}document",
+            f"document: {content_rule(constraint)}",
+        ]
+    )
 
 
 def schema_rule(schema: dict[str, Any], options: dict[str, Any]) -> str:
-    """A JSON schema; `options` replace what a client says to llguidance itself. InvalidInput with
-    the reason for one with a `oneOf` that cannot be held to."""
-    return f"%json {json.dumps({**exclusive(schema), 'x-guidance': options})}"
+    """Return the rule of a JSON schema. `options` replace those that the client set for llguidance
+    in it. InvalidInput if a `oneOf` cannot be made exclusive."""
+    return f"%json {json.dumps({**make_exclusive(schema), 'x-guidance': options})}"
 
 
-def schema_of_arguments(parameters: Any) -> dict[str, Any]:
-    """Arguments are an object of what is declared; a function that declares none takes none."""
+def arguments_schema(parameters: Any) -> dict[str, Any]:
+    """Return the schema of a function's arguments: an object of the declared properties; an empty
+    one if none are declared."""
     if not parameters:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     schema = dict(parameters)
     if "$ref" not in schema:
         schema["type"] = "object"
-    declared = schema.get("properties")
-    if isinstance(declared, dict) and not any(key in schema for key in ELSEWHERE):
+    properties = schema.get("properties")
+    if isinstance(properties, dict) and not any(key in schema for key in APPLICATORS):
         required = schema.get("required")
-        if all(key in [*declared] for key in (required if isinstance(required, list) else ())):
+        if all(key in [*properties] for key in (required if isinstance(required, list) else ())):
             schema.setdefault("additionalProperties", False)
     return schema
 
 
-def rules_of(schema: Any) -> Any:
-    """A tool's schema without descriptions, and without types that JSON has not: what is of one may
-    be anything."""
+def without_annotations(schema: Any) -> Any:
+    """Remove descriptions from a tool's schema, and types that JSON does not have: their values are
+    unconstrained."""
     if isinstance(schema, list):
-        return [rules_of(each) for each in schema]
+        return [without_annotations(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     return {
-        key: value if key in LITERAL else rules_of(value)
+        key: value if key in LITERAL_KEYWORDS else without_annotations(value)
         for key, value in schema.items()
         if not (key == "description" and isinstance(value, str))
-        and not (key == "type" and _is_unknown(value))
+        and not (key == "type" and _has_unknown_type(value))
     }
 
 
-def _is_unknown(kind: Any) -> bool:
-    named = kind if isinstance(kind, list) else [kind]
-    return any(isinstance(each, str) and each not in JSON_TYPES for each in named)
+def _has_unknown_type(types: Any) -> bool:
+    names = types if isinstance(types, list) else [types]
+    return any(isinstance(name, str) and name not in JSON_TYPES for name in names)
 
 
-def literal(text: str) -> str:
+def string_literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def frame(text: str, quote: Quote) -> str:
-    """A text of a form, with indices and ids."""
+def format_literals(text: str, quote: Quote) -> str:
+    """Return a text of a ToolCallFormat as literals, and its placeholders as patterns."""
     parts = re.split(f"([{''.join(PLACEHOLDER_PATTERNS)}])", text)
-    each = (
+    return " ".join(
         f"/{PLACEHOLDER_PATTERNS[part]}/" if part in PLACEHOLDER_PATTERNS else quote(part)
         for part in parts
         if part
     )
-    return " ".join(each)
 
 
-def terminal(pattern: str) -> str:
-    """A regular expression, which the notation has between slashes."""
-    return f"/{UNESCAPED.sub(lambda found: found[1] or ESCAPED[found[0][-1]], pattern)}/"
+def regex_terminal(pattern: str) -> str:
+    """Return a regular expression between slashes."""
+    return f"/{UNESCAPED.sub(lambda match: match[1] or ESCAPED[match[0][-1]], pattern)}/"
 
 
-def check_length(grammar: str, param: str, longest: int = LONGEST) -> None:
-    if len(grammar) > longest:
-        raise unusable(f"it is longer than {longest} characters", param)
+def check_length(grammar: str, param: str, max_length: int = MAX_LENGTH) -> None:
+    if len(grammar) > max_length:
+        raise unusable_grammar(f"it is longer than {max_length} characters", param)
 
 
-def unusable(reason: str, param: str) -> InvalidInput:
-    """With the library's reason, without the lines of the grammar that it quotes."""
+def unusable_grammar(reason: str, param: str) -> InvalidInput:
+    """Return an error with llguidance's reason, without the lines of the grammar that it quotes."""
     reason = re.split("<backtrace>|<state>|<non-verbose/>", reason)[0]
     if reason.startswith("panic:"):
         reason = "it is more than the library for grammars can take"
-    lines = [line for line in reason.splitlines() if not QUOTED.match(line)]
+    lines = [line for line in reason.splitlines() if not QUOTED_LINE.match(line)]
     reason = POSITION.sub("", " ".join(" ".join(lines).split()).rstrip(": "))
-    return InvalidInput(f"{param}: cannot be used: {reason[:REASON]}", param)
+    return InvalidInput(f"{param}: cannot be used: {reason[:MAX_REASON]}", param)
 
 
 def _without_unknown_formats(schema: Any) -> Any:
-    """A format is a remark, not a rule, where it is not known."""
+    """JSON Schema takes an unknown format as an annotation; llguidance would reject it."""
     if isinstance(schema, list):
-        return [_without_unknown_formats(each) for each in schema]
+        return [_without_unknown_formats(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     return {

@@ -1,10 +1,10 @@
-"""Makes the branches of every `oneOf` exclusive, so that a grammar may take any of them.
+"""Makes the branches of every `oneOf` exclusive, so that a grammar may choose any of them.
 
-    oneOf [A, B] → anyOf [A, B] where nothing fits both
-                 → anyOf [A and X, B and Y] where X and Y keep each from the other
+    oneOf [A, B] → anyOf [A, B] where no document matches both
+                 → anyOf [A and X, B and Y] where X and Y exclude the other branch
                  → InvalidInput
 
-A grammar of overlapping branches gives documents that fit two of them, which `oneOf` forbids.
+A grammar of overlapping branches would generate documents that match two, which `oneOf` forbids.
 """
 
 import json
@@ -13,63 +13,69 @@ from itertools import combinations
 from typing import Any
 
 from batching.errors import InvalidInput
-from worker.grammar.schema_analysis import Document, Schema, SchemaAnalysis, disjoint, list_in
+from worker.grammar.schema_analysis import (
+    Schema,
+    SchemaAnalysis,
+    SchemaDocument,
+    disjoint,
+    list_in,
+)
 
-LITERAL = ("const", "enum", "default", "examples")  # keywords whose values are no schemas
-NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+LITERAL_KEYWORDS = ("const", "enum", "default", "examples")  # their values are no schemas
+NAMING_KEYWORDS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 
-def exclusive(schema: Schema) -> Schema:
-    """The schema with no `oneOf` left; InvalidInput where branches cannot be kept apart."""
+def make_exclusive(schema: Schema) -> Schema:
+    """Return the schema without `oneOf`; InvalidInput if branches cannot be made exclusive."""
     try:
         if '"oneOf"' not in json.dumps(schema):
             return schema
-        made: Schema = _rewritten(Document(schema), schema)
+        rewritten: Schema = _rewrite(SchemaDocument(schema), schema)
     except RecursionError:
         raise InvalidInput("it is nested too deeply") from None
-    return made
+    return rewritten
 
 
-def _rewritten(document: Document, node: Any) -> Any:
+def _rewrite(document: SchemaDocument, node: Any) -> Any:
     if isinstance(node, list):
-        return [_rewritten(document, each) for each in node]
+        return [_rewrite(document, item) for item in node]
     if not isinstance(node, dict):
         return node
-    made: Schema = {}
+    schema: Schema = {}
     for key, value in node.items():
-        if key in NAMED and isinstance(value, dict):
-            made[key] = {name: _rewritten(document, each) for name, each in value.items()}
+        if key in NAMING_KEYWORDS and isinstance(value, dict):
+            schema[key] = {name: _rewrite(document, item) for name, item in value.items()}
         else:
-            made[key] = value if key in LITERAL else _rewritten(document, value)
-    if branches := list_in(made, "oneOf"):
-        del made["oneOf"]
-        around = {key: value for key, value in node.items() if key != "oneOf"}
-        limits = _limits([SchemaAnalysis(document, [around, each]) for each in node["oneOf"]])
-        either = [
-            {"allOf": [branch, *more]} if more else branch
-            for branch, more in zip(branches, limits, strict=True)
+            schema[key] = value if key in LITERAL_KEYWORDS else _rewrite(document, value)
+    if branches := list_in(schema, "oneOf"):
+        del schema["oneOf"]
+        rest = {key: value for key, value in node.items() if key != "oneOf"}
+        limits = _limits([SchemaAnalysis(document, [rest, branch]) for branch in node["oneOf"]])
+        any_of = [
+            {"allOf": [branch, *added]} if added else branch
+            for branch, added in zip(branches, limits, strict=True)
         ]
-        if "anyOf" in made:
-            made["allOf"] = [*list_in(made, "allOf"), {"anyOf": either}]
+        if "anyOf" in schema:
+            schema["allOf"] = [*list_in(schema, "allOf"), {"anyOf": any_of}]
         else:
-            made["anyOf"] = either
-    return made
+            schema["anyOf"] = any_of
+    return schema
 
 
 def _limits(branches: list[SchemaAnalysis]) -> list[list[Schema]]:
-    """What each must fit besides, so that it fits no other."""
+    """Return the schemas that each branch must match too, so that it excludes the others."""
     limits: list[list[Schema]] = [[] for _ in branches]
-    if (names := _told_by(branches)) is not None:
-        for facts, more in zip(branches, limits, strict=True):
-            more += [{"required": [name]} for name in names if name not in facts.required]
+    if (names := _discriminators(branches)) is not None:
+        for branch, added in zip(branches, limits, strict=True):
+            added += [{"required": [name]} for name in names if name not in branch.required]
         return limits
     for (n, a), (m, b) in combinations(enumerate(branches), 2):
         if disjoint(a, b):
             continue
-        for of_a, of_b in _narrowings(a, b):
-            if disjoint(a.and_(of_a), b) and disjoint(a, b.and_(of_b)):
-                limits[n] += [of_a] if of_a not in limits[n] else []
-                limits[m] += [of_b] if of_b not in limits[m] else []
+        for limit_a, limit_b in _narrowings(a, b):
+            if disjoint(a.with_schema(limit_a), b) and disjoint(a, b.with_schema(limit_b)):
+                limits[n] += [limit_a] if limit_a not in limits[n] else []
+                limits[m] += [limit_b] if limit_b not in limits[m] else []
                 break
         else:
             both = f"the branches {n} and {m} of a oneOf may fit the same document"
@@ -77,43 +83,43 @@ def _limits(branches: list[SchemaAnalysis]) -> list[list[Schema]]:
     return limits
 
 
-def _told_by(branches: list[SchemaAnalysis]) -> list[str] | None:
-    """What tells any number of branches apart at once: values that are all different, as a whole
-    (no names) or in a property, which all of them are to have then."""
-    if _differ(branches):
+def _discriminators(branches: list[SchemaAnalysis]) -> list[str] | None:
+    """Return the properties to require so that the branches' listed values differ: none if the
+    documents themselves do, one if a property's do. None if no values tell all branches apart."""
+    if _values_differ(branches):
         return []
-    if all(facts.kinds <= {"object"} for facts in branches):
+    if all(branch.kinds <= {"object"} for branch in branches):
         for name in branches[0].declared:
-            if _differ(facts.member(name) for facts in branches):
-                missing = sum(name not in facts.required for facts in branches)
-                return [name] if missing > 1 else []
+            if _values_differ(branch.property_value(name) for branch in branches):
+                optional = sum(name not in branch.required for branch in branches)
+                return [name] if optional > 1 else []
     return None
 
 
-def _differ(branches: Iterable[SchemaAnalysis]) -> bool:
+def _values_differ(analyses: Iterable[SchemaAnalysis]) -> bool:
     seen: set[Hashable] = set()
-    for facts in branches:
-        if facts.values is None or not seen.isdisjoint(facts.values):
+    for analysis in analyses:
+        if analysis.values is None or not seen.isdisjoint(analysis.values):
             return False
-        seen |= facts.values.keys()
+        seen |= analysis.values.keys()
     return True
 
 
 def _narrowings(a: SchemaAnalysis, b: SchemaAnalysis) -> Iterator[tuple[Schema, Schema]]:
-    """What may keep two branches apart that are not: what the one must fit, and the other."""
+    """Yield candidates for schemas that separate two overlapping branches: one for each."""
     if limits := _differences(a, b):
         yield limits
-    if (of_a := _typed(a.kinds - b.kinds)) and (of_b := _typed(b.kinds - a.kinds)):
-        yield of_a, of_b
-    # What follows is about objects: other documents that fit both are given up.
-    type_a, type_b = _objects(a, b), _objects(b, a)
+    if (limit_a := _of_kinds(a.kinds - b.kinds)) and (limit_b := _of_kinds(b.kinds - a.kinds)):
+        yield limit_a, limit_b
+    # The rest separates objects, and excludes other documents that match both.
+    type_a, type_b = _objects_only(a, b), _objects_only(b, a)
     for name in [name for name in a.declared if name in b.declared]:
-        has, in_a, in_b = {"required": [name]}, a.member(name), b.member(name)
+        has, in_a, in_b = {"required": [name]}, a.property_value(name), b.property_value(name)
         if disjoint(in_a, in_b):
             yield type_a | has, type_b | has
         elif limits := _differences(in_a, in_b):
-            of_a, of_b = ({**has, "properties": {name: limit}} for limit in limits)
-            yield type_a | of_a, type_b | of_b
+            limit_a, limit_b = ({**has, "properties": {name: limit}} for limit in limits)
+            yield type_a | limit_a, type_b | limit_b
     only_a = next((name for name in a.required if name not in b.required), None)
     only_b = next((name for name in b.required if name not in a.required), None)
     if only_a is not None and only_b is not None:
@@ -123,24 +129,24 @@ def _narrowings(a: SchemaAnalysis, b: SchemaAnalysis) -> Iterator[tuple[Schema, 
         )
 
 
-def _objects(a: SchemaAnalysis, b: SchemaAnalysis) -> Schema:
-    """What leaves objects, and what cannot fit the other for its type, if that takes saying."""
+def _objects_only(a: SchemaAnalysis, b: SchemaAnalysis) -> Schema:
+    """Return a schema of `a`'s objects and of kinds that `b` does not have; {} if that is all."""
     if a.kinds & b.kinds <= {"object"}:
         return {}
-    return _typed((a.kinds - b.kinds) | {"object"}) or {"type": "object"}
+    return _of_kinds((a.kinds - b.kinds) | {"object"}) or {"type": "object"}
 
 
 def _differences(a: SchemaAnalysis, b: SchemaAnalysis) -> tuple[Schema, Schema] | None:
-    """The listed values that only the one has, and only the other."""
+    """Return schemas of the listed values that only one of the two has."""
     if not a.values or not b.values:
         return None
-    of_a = [value for key, value in a.values.items() if key not in b.values]
-    of_b = [value for key, value in b.values.items() if key not in a.values]
-    return ({"enum": of_a}, {"enum": of_b}) if of_a and of_b else None
+    only_a = [value for key, value in a.values.items() if key not in b.values]
+    only_b = [value for key, value in b.values.items() if key not in a.values]
+    return ({"enum": only_a}, {"enum": only_b}) if only_a and only_b else None
 
 
-def _typed(kinds: frozenset[str]) -> Schema | None:
-    """Documents of these kinds and no others; None where there is no type for that."""
+def _of_kinds(kinds: frozenset[str]) -> Schema | None:
+    """Return a schema of exactly these kinds; None if no JSON Schema type expresses that."""
     if not kinds or ("fraction" in kinds and "integer" not in kinds):
         return None
     kinds -= {"integer"} if "fraction" in kinds else set()

@@ -1,11 +1,11 @@
-"""A stranger's grammar is tried here first, in another process.
+"""A separate process in which untrusted grammars are compiled first.
 
-    compiler.py: GrammarSandbox ═ pipe ═▶ main: a fork for each grammar, limited → its SandboxResult
+    compiler.py: GrammarSandbox ═ pipe ═▶ main: a limited fork for each grammar → SandboxResult
 
-Nothing stops the library once it compiles, and a small schema can ask for hours and all memory. So
-this file runs as a program (`main`), without torch: it makes the tokenizer once, then tries each
-grammar in a fork that the kernel ends when it takes too much. `to_lark`, `compile_grammar` and
-`with_large_stack` are what the server does with those that pass.
+llguidance cannot be interrupted while it compiles, and a small schema can need hours and all
+memory. So this file runs as a program (`main`), without torch: it creates the tokenizer once, then
+compiles each grammar in a fork that the kernel ends beyond its limits. The server compiles those
+that pass again, by `to_lark`, `compile_grammar` and `start_with_large_stack`.
 """
 
 import contextlib
@@ -27,18 +27,18 @@ from typing import IO, Any, NamedTuple
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
-# Every copy of a grammar learns while it is followed; these bound a step of it, and what it keeps.
+# The lexer of every copy of a grammar grows during decoding; these bound a step, and its states.
 LIMITS = LLParserLimits(
     max_items_in_row=5_000, step_max_items=50_000, max_lexer_states=50_000, verbose_errors=False
 )
-STACK_BYTES = 1 << 29  # of address space; a chain of references as long as LONGEST fits
-MEMORY_BYTES = 192 << 20  # for one grammar, its stack not counted
-ARENA_BYTES = 128 << 20  # of address space, that a thread's allocator sets aside
-WALL_S = 20.0  # on a busy machine; the limit proper is on CPU time
-STEPS = 12  # that are tried after compiling: the lexer is made as it is needed
-SURE = 32  # tokens of a step, where they must come: before a call's arguments there are some
-STEP_S = 0.1  # of CPU time for what is done once a token
-NICE = 10  # the model goes first
+STACK_BYTES = 1 << 29  # of address space; enough for a chain of references in the longest grammar
+MEMORY_BYTES = 192 << 20  # for one grammar, without its stack
+ARENA_BYTES = 128 << 20  # of address space that a thread's allocator reserves
+WALL_S = 20.0  # generous for a busy machine: the actual limit is on CPU time
+STEPS = 12  # that are decoded after compilation: the lexer is built on demand
+MAX_FORCED = 32  # forced tokens of a step, such as those before a call's arguments
+STEP_S = 0.1  # of CPU time for one operation on a token
+NICE = 10  # the model has priority
 TOO_LONG = "it takes too long to compile"
 TOO_SLOW = "it takes too long to be followed"
 TOO_LARGE = "it takes too much memory, or is nested too deeply"
@@ -47,33 +47,33 @@ ANY_BIT = re.compile(rb"[^\0]")
 
 
 class Unusable(Exception):
-    """With the reason."""
+    """A grammar cannot be used; the text is the reason."""
 
 
 class SandboxResult(NamedTuple):
-    reason: str | None = None  # why it cannot be used
-    lark: str | None = None  # as it is to be compiled, where it was foreign
-    size: int = 0  # bytes that it takes
+    reason: str | None = None  # why the grammar cannot be used
+    lark: str | None = None  # a client grammar as it is compiled
+    size: int = 0  # bytes
 
 
-def to_lark(grammar: str, foreign: bool, forcing: bool) -> str:
-    """As it is compiled. `foreign`: in a client's notation, GBNF perhaps. `forcing`: whether
-    the library may work out as text what must come."""
-    lark: str = any_to_lark(grammar) if foreign else grammar
-    return lark if forcing else f'%llguidance {{"no_forcing": true}}\n{lark}'
+def to_lark(grammar: str, is_client_grammar: bool, forces_text: bool) -> str:
+    """Return the grammar as it is compiled. `is_client_grammar`: it may be GBNF. `forces_text`:
+    llguidance may tokenize forced text itself."""
+    lark: str = any_to_lark(grammar) if is_client_grammar else grammar
+    return lark if forces_text else f'%llguidance {{"no_forcing": true}}\n{lark}'
 
 
 def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """`grammar`: in Lark's notation."""
-    made = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
-    if made.is_error():
-        raise Unusable(made.get_error())
-    return made
+    """Compile a grammar in Lark syntax; Unusable with llguidance's reason."""
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+    if matcher.is_error():
+        raise Unusable(matcher.get_error())
+    return matcher
 
 
-def with_large_stack(run: Callable[[], None]) -> threading.Thread:
-    """A started thread, for the library's recursion."""
-    with _starting:
+def start_with_large_stack(run: Callable[[], None]) -> threading.Thread:
+    """Start a thread whose stack fits llguidance's recursion."""
+    with _stack_size_lock:
         before = threading.stack_size(STACK_BYTES)
         try:
             thread = threading.Thread(target=run, name="grammar", daemon=True)
@@ -83,38 +83,40 @@ def with_large_stack(run: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-_starting = threading.Lock()  # the stack's size is the whole process's setting
+_stack_size_lock = threading.Lock()  # the stack size is a setting of the process
 
 
 class GrammarSandbox:
-    """The server's end: the process in which grammars are tried.
+    """The server's side: starts the process with the first grammar, and again if it died.
 
-    Started with the first grammar, and again if it has died. It ends when its pipe does: with
-    `close`, with its owner, or with the server, however that ends. One caller at a time.
+    The process ends with its pipe: on `close`, with its owner, or with the server, however that
+    ends. Not thread-safe, except `close`.
     """
 
-    def __init__(self, tokenizer: str, rows: int, ends: Sequence[int]) -> None:
-        """`tokenizer`: its file's text."""
-        self._tokenizer = (tokenizer, rows, list(ends) or None)
+    def __init__(self, tokenizer: str, vocab_size: int, stop_token_ids: Sequence[int]) -> None:
+        """`tokenizer`: the text of its file."""
+        self._tokenizer = (tokenizer, vocab_size, list(stop_token_ids) or None)
         self._process: subprocess.Popen[bytes] | None = None
-        self._end: weakref.finalize[..., GrammarSandbox] | None = None
+        self._finalizer: weakref.finalize[..., GrammarSandbox] | None = None
         self._closed = False
 
-    def attempt(self, grammar: str, foreign: bool, forcing: bool, cpu_s: float) -> SandboxResult:
-        """OSError if there can be no such process."""
+    def check(
+        self, grammar: str, is_client_grammar: bool, forces_text: bool, cpu_s: float
+    ) -> SandboxResult:
+        """Compile a grammar within `cpu_s` seconds of CPU time; OSError if no process starts."""
         for _ in range(2):
-            with contextlib.suppress(OSError, EOFError):  # it has been killed, not by a grammar
+            with contextlib.suppress(OSError, EOFError):  # the process was killed from outside
                 process = self._process or self.start()
-                _send(process.stdin, (cpu_s, grammar, foreign, forcing))
+                _send(process.stdin, (cpu_s, grammar, is_client_grammar, forces_text))
                 return SandboxResult(*_receive(process.stdout))
-            self._drop()
-        raise OSError("the process that tries grammars ends at once")
+            self._stop_process()
+        raise OSError("the grammar sandbox exits immediately")
 
     def start(self) -> "subprocess.Popen[bytes]":
         if self._closed:
-            raise OSError("it is closed")
-        # By its file, which imports nothing of ours: `worker` may not be on the path. In a session
-        # of its own, so that a terminal's signals do not reach it.
+            raise OSError("the grammar sandbox is closed")
+        # Run by path: this file imports none of our packages, which may not be on the path. In a
+        # session of its own, a terminal's signals do not reach it.
         process = self._process = subprocess.Popen(
             [sys.executable, "-P", __file__],
             stdin=subprocess.PIPE,
@@ -122,35 +124,35 @@ class GrammarSandbox:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        self._end = weakref.finalize(self, _stop, process)
+        self._finalizer = weakref.finalize(self, _kill, process)
         _send(process.stdin, self._tokenizer)
         return process
 
     def close(self) -> None:
-        """From any thread."""
+        """May be called from any thread."""
         self._closed = True
-        self._drop()
+        self._stop_process()
 
-    def _drop(self) -> None:
-        if self._end:
-            self._end()
+    def _stop_process(self) -> None:
+        if self._finalizer:
+            self._finalizer()
         self._process = None
 
 
-def _stop(process: "subprocess.Popen[bytes]") -> None:
-    with contextlib.suppress(OSError), process:  # what it did not read
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    with contextlib.suppress(OSError), process:  # OSError: unread input
         process.kill()
 
 
 def _send(pipe: IO[bytes] | None, message: Sequence[Any]) -> None:
-    """A line of JSON."""
+    """Write a line of JSON."""
     assert pipe is not None
     pipe.write(json.dumps(message).encode() + b"\n")
     pipe.flush()
 
 
 def _receive(pipe: IO[bytes] | None) -> list[Any]:
-    """EOFError when the other side has ended."""
+    """Read a line of JSON; EOFError when the other side has ended."""
     assert pipe is not None
     line = pipe.readline()
     if not line.endswith(b"\n"):
@@ -162,48 +164,48 @@ def _receive(pipe: IO[bytes] | None) -> list[Any]:
 
 
 def main() -> None:
-    """The tokenizer comes first, then grammars, each answered before the next."""
-    requests, verdicts = sys.stdin.buffer, sys.stdout.buffer
+    """Read the tokenizer, then grammars, and answer each before the next."""
+    requests, results = sys.stdin.buffer, sys.stdout.buffer
     with contextlib.suppress(EOFError, BrokenPipeError):
-        text, rows, ends = _receive(requests)
-        tokenizer = LLTokenizer(text, n_vocab=rows, eos_token=ends)
+        text, vocab_size, stop_token_ids = _receive(requests)
+        tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=stop_token_ids)
         while True:
-            _send(verdicts, _in_a_fork(tokenizer, *_receive(requests)))
+            _send(results, _check_in_fork(tokenizer, *_receive(requests)))
 
 
-def _in_a_fork(tokenizer: LLTokenizer, cpu_s: float, *asked: Any) -> Sequence[Any]:
-    ours, its = os.pipe()
+def _check_in_fork(tokenizer: LLTokenizer, cpu_s: float, *request: Any) -> Sequence[Any]:
+    read_end, write_end = os.pipe()
     if (pid := os.fork()) == 0:
         try:
-            os.close(0)  # the pipes are the parent's: they end with it
+            os.close(0)  # the parent's pipes must end with the parent
             os.close(1)
-            _limit(cpu_s)
-            with os.fdopen(its, "wb") as pipe:
-                _send(pipe, _verdict(tokenizer, *asked))
+            _set_limits(cpu_s)
+            with os.fdopen(write_end, "wb") as pipe:
+                _send(pipe, _check(tokenizer, *request))
         finally:
             os._exit(0)
-    os.close(its)
-    verdict: Sequence[Any] = ()
-    with os.fdopen(ours, "rb") as pipe, contextlib.suppress(EOFError):
-        verdict = _receive(pipe)
+    os.close(write_end)
+    result: Sequence[Any] = ()
+    with os.fdopen(read_end, "rb") as pipe, contextlib.suppress(EOFError):
+        result = _receive(pipe)
     _, status = os.waitpid(pid, 0)
-    out_of_time = os.waitstatus_to_exitcode(status) in (-signal.SIGPROF, -signal.SIGALRM)
-    return verdict or SandboxResult(TOO_LONG if out_of_time else TOO_LARGE)
+    timed_out = os.waitstatus_to_exitcode(status) in (-signal.SIGPROF, -signal.SIGALRM)
+    return result or SandboxResult(TOO_LONG if timed_out else TOO_LARGE)
 
 
-def _limit(cpu_s: float) -> None:
-    """Beyond any of these the kernel ends this process, whatever it is doing."""
+def _set_limits(cpu_s: float) -> None:
+    """The kernel ends this process beyond any of these limits."""
     os.nice(NICE)
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     signal.setitimer(signal.ITIMER_REAL, WALL_S)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if used := _memory()[0]:
-        most = used + STACK_BYTES + ARENA_BYTES + MEMORY_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        limit = used + STACK_BYTES + ARENA_BYTES + MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def _memory() -> tuple[int, int]:
-    """Bytes of address space and of memory, where the system tells."""
+    """Return bytes of address space and of resident memory; zeros where /proc is missing."""
     try:
         with open("/proc/self/statm") as file:
             size, resident = file.read().split()[:2]
@@ -213,36 +215,38 @@ def _memory() -> tuple[int, int]:
     return int(size) * page, int(resident) * page
 
 
-def _verdict(tokenizer: LLTokenizer, grammar: str, foreign: bool, forcing: bool) -> SandboxResult:
-    verdict = SandboxResult(TOO_LARGE)
+def _check(
+    tokenizer: LLTokenizer, grammar: str, is_client_grammar: bool, forces_text: bool
+) -> SandboxResult:
+    result = SandboxResult(TOO_LARGE)
     before = _memory()[1]
 
-    def attempt() -> None:
-        nonlocal verdict
+    def compile_and_decode() -> None:
+        nonlocal result
         try:
-            lark = to_lark(grammar, foreign, forcing)
-            _follow(compile_grammar(tokenizer, lark))
+            lark = to_lark(grammar, is_client_grammar, forces_text)
+            _decode_some(compile_grammar(tokenizer, lark))
             size = max(0, _memory()[1] - before)
-            verdict = SandboxResult(None, lark if foreign else None, size)
-        except Exception as error:  # whatever makes it no grammar
+            result = SandboxResult(None, lark if is_client_grammar else None, size)
+        except Exception as error:  # anything that is wrong with the grammar
             if not isinstance(error, MemoryError):
-                verdict = SandboxResult(str(error) or type(error).__name__)
+                result = SandboxResult(str(error) or type(error).__name__)
 
-    with_large_stack(attempt).join()
-    return verdict
+    start_with_large_stack(compile_and_decode).join()
+    return result
 
 
-def _follow(matcher: LLMatcher) -> None:
-    """A few tokens that the grammar allows, as an answer would follow it; else Unusable."""
-    chance = random.Random(0)
+def _decode_some(matcher: LLMatcher) -> None:
+    """Decode a few random tokens that the grammar allows; Unusable if that fails or takes long."""
+    rng = random.Random(0)
     for _ in range(STEPS):
         mask = _in_time(matcher.compute_bitmask)
         if "NoExtension" in f"{matcher.stop_reason()} {matcher.get_error()}":
             raise Unusable("no text fits it")
         if matcher.is_error() or not ANY_BIT.search(mask):
             break
-        sure = _in_time(matcher.compute_ff_tokens)[:SURE]
-        for token in sure or [_any_of(mask, chance)]:
+        forced = _in_time(matcher.compute_ff_tokens)[:MAX_FORCED]
+        for token in forced or [_random_token(mask, rng)]:
             _in_time(partial(matcher.validate_tokens, [token]))
             _in_time(partial(matcher.consume_token, token))
         if matcher.is_stopped():
@@ -251,19 +255,19 @@ def _follow(matcher: LLMatcher) -> None:
         raise Unusable(TOO_COMPLEX)
 
 
-def _any_of(mask: bytes, chance: random.Random) -> int:
-    found = ANY_BIT.search(mask, chance.randrange(len(mask))) or ANY_BIT.search(mask)
-    assert found is not None
-    byte = mask[found.start()]
-    return found.start() * 8 + chance.choice([bit for bit in range(8) if byte >> bit & 1])
+def _random_token(mask: bytes, rng: random.Random) -> int:
+    match = ANY_BIT.search(mask, rng.randrange(len(mask))) or ANY_BIT.search(mask)
+    assert match is not None
+    byte = mask[match.start()]
+    return match.start() * 8 + rng.choice([bit for bit in range(8) if byte >> bit & 1])
 
 
 def _in_time(run: Callable[[], Any]) -> Any:
     started = time.thread_time()
-    made = run()
+    result = run()
     if time.thread_time() - started > STEP_S:
         raise Unusable(TOO_SLOW)
-    return made
+    return result
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What is known of the documents that fit a JSON schema, to tell whether two schemas exclude each
-other.
+"""Properties that all documents matching a JSON schema have: types, values, bounds, properties.
 
-It may be less than the schemas say, never more: keywords that are not looked at here only make a
-schema take less, so that what is apart by the facts is apart. Schemas come from strangers: all that
-is done about one is counted.
+one_of.py uses them to decide whether two schemas exclude each other, argument_grammar.py to write
+rules. An analysis may know less than the schema says, never more: an ignored keyword only makes a
+schema match less, so schemas that are disjoint by their analyses are disjoint. Schemas are
+untrusted: every step is counted against a limit.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -15,38 +15,43 @@ from batching.errors import InvalidInput
 from worker.text.tool_call_parser import json_type, resolve_reference
 
 Schema = dict[str, Any]
+Bound = tuple[float, int]  # a value, and whether it is excluded: 1 from below, -1 from above, 0 not
 
-MOST_STEPS = 50_000
-MOST_DEPTH = 8  # of properties, items and alternatives, one in the other
-# An integer is a number too, and 1.0 is one; `fraction` are the other numbers.
-KINDS = {kind: {kind} for kind in ("null", "boolean", "integer", "string", "array", "object")}
-KINDS["number"] = {"integer", "fraction"}
-ALL = frozenset({"fraction", *KINDS} - {"number"})
-NUMBERS = (("minimum", 0), ("exclusiveMinimum", 1)), (("maximum", 0), ("exclusiveMaximum", -1))
-# Of each kind: the keywords that bound it from below and above, and which way past their value.
+MAX_STEPS = 50_000
+MAX_DEPTH = 8  # of nested properties, items and alternatives
+# An integer is a number too, and 1.0 is an integer; a `fraction` is any other number.
+KINDS_OF_TYPE = {kind: {kind} for kind in ("null", "boolean", "integer", "string")}
+KINDS_OF_TYPE |= {"array": {"array"}, "object": {"object"}, "number": {"integer", "fraction"}}
+ALL_KINDS = frozenset({"fraction", *KINDS_OF_TYPE} - {"number"})
+NUMBER_BOUNDS = (
+    (("minimum", 0), ("exclusiveMinimum", 1)),
+    (("maximum", 0), ("exclusiveMaximum", -1)),
+)
+# The keywords of each kind's lower and upper bounds, with the second part of a Bound.
 BOUNDS = {
-    "integer": NUMBERS,
-    "fraction": NUMBERS,
+    "integer": NUMBER_BOUNDS,
+    "fraction": NUMBER_BOUNDS,
     "string": ((("minLength", 0),), (("maxLength", 0),)),
     "array": ((("minItems", 0),), (("maxItems", 0),)),
     "object": ((("minProperties", 0),), (("maxProperties", 0),)),
 }
 
 
-class Document:
-    """A whole schema, and how much may still be done about it."""
+class SchemaDocument:
+    """The schema that references point into, and the steps that are left for it."""
 
     def __init__(self, root: Schema) -> None:
         self._root = root
-        self._left = MOST_STEPS
+        self._steps_left = MAX_STEPS
 
     def spend(self, steps: int = 1) -> None:
-        self._left -= steps
-        if self._left < 0:
+        """Count steps; InvalidInput beyond the limit."""
+        self._steps_left -= steps
+        if self._steps_left < 0:
             raise InvalidInput("it has too many properties or branches")
 
-    def resolve_reference(self, reference: Any) -> Any:
-        """What a `$ref` means; True, which takes anything, where it is none."""
+    def resolve(self, reference: Any) -> Any:
+        """Return the target of a `$ref`; True, the schema of anything, if it has none."""
         if not isinstance(reference, str):
             return True
         self.spend(1 + len(reference) // 10)
@@ -54,13 +59,15 @@ class Document:
 
 
 class SchemaAnalysis:
-    """What holds for all documents that fit some schemas at once."""
+    """The properties of documents that match all of several schemas."""
 
-    def __init__(self, document: Document, schemas: Sequence[Any], depth: int = MOST_DEPTH) -> None:
+    def __init__(
+        self, document: SchemaDocument, schemas: Sequence[Any], depth: int = MAX_DEPTH
+    ) -> None:
         self.document, self.schemas, self.depth = document, schemas, depth
-        self.parts: list[Schema] = []
-        self._members: dict[str, SchemaAnalysis] = {}
-        self._bounds: dict[str, tuple[tuple[float, int], tuple[float, int]]] = {}
+        self.parts: list[Schema] = []  # the schemas, without references and `allOf`
+        self._properties: dict[str, SchemaAnalysis] = {}
+        self._bounds: dict[str, tuple[Bound, Bound]] = {}
         waiting, seen = list(schemas) if depth > 0 else [], set()
         while waiting:
             document.spend()
@@ -72,155 +79,164 @@ class SchemaAnalysis:
                 seen.add(id(part))
                 waiting += list_in(part, "allOf")
                 if "$ref" in part:
-                    waiting.append(document.resolve_reference(part["$ref"]))
+                    waiting.append(document.resolve(part["$ref"]))
                 self.parts.append({key: part[key] for key in part if key not in ("allOf", "$ref")})
 
     @property
-    def every_part(self) -> list[Schema]:
-        """For whoever goes through all of them."""
+    def counted_parts(self) -> list[Schema]:
+        """The parts, with a step for each."""
         self.document.spend(len(self.parts))
         return self.parts
 
-    def and_(self, schema: Schema) -> "SchemaAnalysis":
+    def with_schema(self, schema: Schema) -> "SchemaAnalysis":
         return SchemaAnalysis(self.document, [*self.parts, schema], self.depth)
 
     @cached_property
     def kinds(self) -> frozenset[str]:
-        found = ALL
-        for part in self.every_part:
-            if (type_ := part.get("type")) is not None:
-                names = type_ if isinstance(type_, list) else [type_]
-                self.document.spend(len(names))
-                known = [KINDS[name] for name in names if isinstance(name, str) and name in KINDS]
-                found &= frozenset().union(*known)
-            for key in ("anyOf", "oneOf"):
-                if (alternatives := list_in(part, key)) and self.depth > 1:
-                    each = [
-                        SchemaAnalysis(self.document, [one], self.depth - 1) for one in alternatives
+        kinds = ALL_KINDS
+        for part in self.counted_parts:
+            if (declared := part.get("type")) is not None:
+                types = declared if isinstance(declared, list) else [declared]
+                self.document.spend(len(types))
+                kinds &= frozenset().union(
+                    *(
+                        KINDS_OF_TYPE[type_]
+                        for type_ in types
+                        if isinstance(type_, str) and type_ in KINDS_OF_TYPE
+                    )
+                )
+            for keyword in ("anyOf", "oneOf"):
+                if (alternatives := list_in(part, keyword)) and self.depth > 1:
+                    analyses = [
+                        SchemaAnalysis(self.document, [schema], self.depth - 1)
+                        for schema in alternatives
                     ]
-                    found &= frozenset().union(*(facts.kinds for facts in each))
+                    kinds &= frozenset().union(*(analysis.kinds for analysis in analyses))
         if self.values is not None:
-            found &= {kind_of(value) for value in self.values.values()}
-        return found
+            kinds &= {kind_of(value) for value in self.values.values()}
+        return kinds
 
     @cached_property
     def values(self) -> dict[Hashable, Any] | None:
-        """All that there can be, by what they equal; None: they are not listed."""
-        found: dict[Hashable, Any] | None = None
-        for part in self.every_part:
-            given = [part["const"]] if "const" in part else part.get("enum")
-            if isinstance(given, list):
-                listed = {self._key(value): value for value in given}
-                kept = listed if found is None else found
-                found = {key: value for key, value in kept.items() if key in listed}
-        return found
+        """All possible documents, by keys that are equal for equal documents; None if the schemas
+        do not list them."""
+        values: dict[Hashable, Any] | None = None
+        for part in self.counted_parts:
+            listed = [part["const"]] if "const" in part else part.get("enum")
+            if isinstance(listed, list):
+                by_key = {self._key(value): value for value in listed}
+                before = by_key if values is None else values
+                values = {key: value for key, value in before.items() if key in by_key}
+        return values
 
     def _key(self, value: Any) -> Hashable:
-        """Equal for what JSON Schema takes as equal: 1 and 1.0, but not 1 and true."""
+        """Equal as JSON Schema defines it: 1 equals 1.0, but not true."""
         self.document.spend()
         if isinstance(value, list):
-            return "array", tuple([self._key(each) for each in value])
+            return "array", tuple([self._key(item) for item in value])
         if isinstance(value, dict):
-            return "object", frozenset([(name, self._key(each)) for name, each in value.items()])
+            return "object", frozenset([(name, self._key(item)) for name, item in value.items()])
         return kind_of(value), value
 
     @cached_property
     def required(self) -> dict[str, None]:
-        found: dict[str, None] = {}
-        for part in self.every_part:
+        """The names of required properties, in order."""
+        required: dict[str, None] = {}
+        for part in self.counted_parts:
             names = list_in(part, "required")
             self.document.spend(len(names))
-            found |= dict.fromkeys(name for name in names if isinstance(name, str))
-        return found
+            required |= dict.fromkeys(name for name in names if isinstance(name, str))
+        return required
 
     @cached_property
     def declared(self) -> dict[str, None]:
-        """The properties that are named."""
-        found: dict[str, None] = {}
-        for part in self.every_part:
-            if isinstance(named := part.get("properties"), dict):
-                self.document.spend(len(named))
-                found |= dict.fromkeys(named)
-        return found
+        """The names of declared properties, in order."""
+        declared: dict[str, None] = {}
+        for part in self.counted_parts:
+            if isinstance(properties := part.get("properties"), dict):
+                self.document.spend(len(properties))
+                declared |= dict.fromkeys(properties)
+        return declared
 
-    def member(self, name: str) -> "SchemaAnalysis":
-        """Of its value, where there is one."""
-        if name not in self._members:
+    def property_value(self, name: str) -> "SchemaAnalysis":
+        """Return the analysis of a property's value, if it has one."""
+        if name not in self._properties:
             schemas = []
-            for part in self.every_part:
-                named = part.get("properties")
-                if isinstance(named, dict) and name in named:
-                    schemas.append(named[name])
+            for part in self.counted_parts:
+                properties = part.get("properties")
+                if isinstance(properties, dict) and name in properties:
+                    schemas.append(properties[name])
                 elif not part.get("patternProperties"):
                     schemas.append(part.get("additionalProperties", True))
-            self._members[name] = SchemaAnalysis(self.document, schemas, self.depth - 1)
-        return self._members[name]
+            self._properties[name] = SchemaAnalysis(self.document, schemas, self.depth - 1)
+        return self._properties[name]
 
-    def item(self, place: int) -> "SchemaAnalysis":
-        """Of the one there, if there are so many."""
+    def item(self, index: int) -> "SchemaAnalysis":
+        """Return the analysis of an array's item, if it has so many."""
         schemas = []
-        for part in self.every_part:
+        for part in self.counted_parts:
             first = list_in(part, "prefixItems")
-            schemas.append(first[place] if place < len(first) else part.get("items", True))
+            schemas.append(first[index] if index < len(first) else part.get("items", True))
         return SchemaAnalysis(self.document, schemas, self.depth - 1)
 
-    def bounds(self, kind: str) -> tuple[tuple[float, int], tuple[float, int]]:
-        """The least and the most that a document of this kind counts or is."""
+    def bounds(self, kind: str) -> tuple[Bound, Bound]:
+        """Return the lower and the upper bound of the value or length of documents of a kind."""
         if kind not in self._bounds:
-            lows, highs = [(-float("inf"), 0)], [(float("inf"), 0)]
-            for found, keywords in zip((lows, highs), BOUNDS[kind], strict=True):
-                for part in self.every_part:
+            lower, upper = [(-float("inf"), 0)], [(float("inf"), 0)]
+            for bounds, keywords in zip((lower, upper), BOUNDS[kind], strict=True):
+                for part in self.counted_parts:
                     for keyword, side in keywords:
                         value = part.get(keyword)
                         if isinstance(value, int | float) and not isinstance(value, bool):
-                            found.append((value, side))
-            self._bounds[kind] = max(lows), min(highs)
+                            bounds.append((value, side))
+            self._bounds[kind] = max(lower), min(upper)
         return self._bounds[kind]
 
     @property
-    def cases(self) -> Iterator[list["SchemaAnalysis"]]:
-        """For each list of alternatives, what holds with the one or the other."""
-        for n, part in enumerate(self.every_part if self.depth > 1 else ()):
-            for key in ("anyOf", "oneOf"):
-                if alternatives := list_in(part, key):
-                    rest = {name: value for name, value in part.items() if name != key}
+    def alternatives(self) -> Iterator[list["SchemaAnalysis"]]:
+        """For each `anyOf` and `oneOf`, the analyses with each of its schemas."""
+        for n, part in enumerate(self.counted_parts if self.depth > 1 else ()):
+            for keyword in ("anyOf", "oneOf"):
+                if schemas := list_in(part, keyword):
+                    rest = {name: value for name, value in part.items() if name != keyword}
                     others = [*self.parts[:n], *self.parts[n + 1 :], rest]
                     yield [
-                        SchemaAnalysis(self.document, [one, *others], self.depth - 1)
-                        for one in alternatives
+                        SchemaAnalysis(self.document, [schema, *others], self.depth - 1)
+                        for schema in schemas
                     ]
 
 
-def branches(facts: SchemaAnalysis) -> Iterator[SchemaAnalysis]:
-    """For each choice among all alternatives, what holds with it."""
-    facts.document.spend()
-    if (cases := next(facts.cases, None)) is None:
-        yield facts
+def branches(analysis: SchemaAnalysis) -> Iterator[SchemaAnalysis]:
+    """Yield the analysis of each combination of alternatives."""
+    analysis.document.spend()
+    if (alternatives := next(analysis.alternatives, None)) is None:
+        yield analysis
     else:
-        yield from chain.from_iterable(map(branches, cases))
+        yield from chain.from_iterable(map(branches, alternatives))
 
 
 def disjoint(a: SchemaAnalysis, b: SchemaAnalysis) -> bool:
-    """Whether no document can fit both."""
+    """Whether it is certain that no document matches both."""
     a.document.spend()
-    if all(_apart_in(kind, a, b) for kind in a.kinds & b.kinds):
+    if all(_disjoint_in(kind, a, b) for kind in a.kinds & b.kinds):
         return True
     return any(
-        all(disjoint(case, other) for case in cases)
-        for facts, other in ((a, b), (b, a))
-        for cases in facts.cases
+        all(disjoint(alternative, other) for alternative in alternatives)
+        for analysis, other in ((a, b), (b, a))
+        for alternatives in analysis.alternatives
     )
 
 
-def _apart_in(kind: str, a: SchemaAnalysis, b: SchemaAnalysis) -> bool:
+def _disjoint_in(kind: str, a: SchemaAnalysis, b: SchemaAnalysis) -> bool:
     if a.values is not None and b.values is not None:
         return all(kind_of(a.values[key]) != kind for key in a.values.keys() & b.values.keys())
     if kind in BOUNDS:
         (low_a, high_a), (low_b, high_b) = a.bounds(kind), b.bounds(kind)
         if low_a > high_b or low_b > high_a:
             return True
-    if kind == "object":  # what has a property that one of them asks for
-        return any(disjoint(a.member(n), b.member(n)) for n in chain(a.required, b.required))
+    if kind == "object":  # by a property that one of them requires
+        names = chain(a.required, b.required)
+        return any(disjoint(a.property_value(name), b.property_value(name)) for name in names)
     if kind == "array" and max(a.bounds(kind)[0], b.bounds(kind)[0]) > (0, 0):
         return disjoint(a.item(0), b.item(0))
     return False
@@ -233,5 +249,5 @@ def kind_of(value: Any) -> str:
 
 
 def list_in(part: Schema, key: str) -> list[Any]:
-    found = part.get(key)
-    return found if isinstance(found, list) else []
+    value = part.get(key)
+    return value if isinstance(value, list) else []

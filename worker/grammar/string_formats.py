@@ -1,7 +1,7 @@
-"""The formats of strings that are held to, each as a regular expression for the whole text.
+"""The string formats of JSON Schema that are enforced, as regular expressions of the whole string.
 
-They are those that llguidance holds to in JSON; here for arguments that are written otherwise. Any
-other format is a remark, not a rule.
+These are the formats that llguidance enforces in JSON, for arguments in other styles. Any other
+format is an annotation.
 """
 
 DAY_OF_30, DAY_OF_31 = "(0[1-9]|[12][0-9]|30)", "(0[1-9]|[12][0-9]|3[01])"
@@ -22,9 +22,9 @@ IPV4 = rf"({OCTET}\.){{3}}{OCTET}"
 GROUP = "[0-9a-fA-F]{1,4}"
 
 
-def _groups(most: int) -> str:
-    """Up to so many, with colons between them."""
-    return f"({GROUP}(:{GROUP}){{0,{most - 1}}})?" if most else ""
+def _groups(max_count: int) -> str:
+    """Up to `max_count` groups, separated by colons."""
+    return f"({GROUP}(:{GROUP}){{0,{max_count - 1}}})?" if max_count else ""
 
 
 IPV6 = f"(({GROUP}:){{7}}{GROUP}|{'|'.join(f'{_groups(n)}::{_groups(7 - n)}' for n in range(8))})"

@@ -1,6 +1,6 @@
-"""The grammar of calls: a model's form of them, its tools and their parameters, in Lark's notation.
+"""The grammar of tool calls, in Lark syntax, from a model's format, its tools and their parameters.
 
-JSON arguments are left to llguidance; the rules of others are made in argument_grammar.py.
+llguidance constrains JSON arguments itself; argument_grammar.py has the rules of other styles.
 """
 
 import json
@@ -12,79 +12,89 @@ from llguidance import LLMatcher, LLTokenizer
 
 from batching.errors import InvalidInput
 from worker.grammar.argument_grammar import ArgumentGrammar
-from worker.grammar.lark import Quote, frame, rules_of, schema_of_arguments, schema_rule
+from worker.grammar.lark import (
+    Quote,
+    arguments_schema,
+    format_literals,
+    schema_rule,
+    without_annotations,
+)
 from worker.text.tool_call_format import ArgumentFormat, ToolCallFormat
 
 Tool = Mapping[str, Any]
 
 
-def calls_grammar(
+def tool_calls_grammar(
     form: ToolCallFormat,
     tools: Sequence[Tool],
     several: bool,
     quote: Quote,
-    begins: Sequence[str] = (),
+    message_starts: Sequence[str] = (),
     started: bool = False,
 ) -> str:
-    """Nothing but calls of these tools; one if not `several`. `begins`: what may stand before
-    them. `started`: the model has begun by itself, perhaps in the middle of a section."""
-    made: list[str] = []  # rules that others refer to
+    """Return a grammar of calls of these tools and nothing else, of one call unless `several`.
+    `message_starts`: texts that may stand before them. `started`: the model has started the call
+    itself, perhaps inside a section."""
+    rules: list[str] = []  # that others refer to
     section, end = form.section
-    before = " ".join(f"({frame(text, quote)})?" for text in begins)
-    begin = (frame if section.strip() else _first)(form.call[0], quote)
-    opens = _first(section, quote)
+    before = " ".join(f"({format_literals(text, quote)})?" for text in message_starts)
+    first_call = (format_literals if section.strip() else _optional_space)(form.call[0], quote)
+    opens = _optional_space(section, quote)
     if started and form.call[0].strip() and opens:
         opens = f"({opens})?"
-    between = frame((form.separator or "") + form.call[0], quote)
+    between = format_literals((form.separator or "") + form.call[0], quote)
     more = f"({between} call)*" if several and form.separator is not None else ""
-    ends = frame(end.rstrip(), quote)
-    ends = f"({ends})?" if ends and not section.strip() else ends
+    closes = format_literals(end.rstrip(), quote)
+    closes = f"({closes})?" if closes and not section.strip() else closes
     calls = []
     for tool in tools:
-        name, parameters = tool["function"]["name"], _rules(tool["function"].get("parameters"))
+        name = tool["function"]["name"]
+        parameters = _parameters(tool["function"].get("parameters"))
         if form.arguments.style == "json":
-            arguments = _json(form.arguments, parameters)
+            arguments = _json_arguments(form.arguments, parameters)
         else:
-            arguments = ArgumentGrammar(form.arguments, quote, made, parameters).arguments()
-        begun = frame(form.braces[0] + name + form.middle, quote)
-        calls.append(f"{begun} {arguments} {frame(form.braces[1] + form.call[1], quote)}")
+            arguments = ArgumentGrammar(form.arguments, quote, rules, parameters).arguments()
+        prefix = format_literals(form.braces[0] + name + form.middle, quote)
+        suffix = format_literals(form.braces[1] + form.call[1], quote)
+        calls.append(f"{prefix} {arguments} {suffix}")
     return "\n".join(
         [
-            f"start: {before} {opens} {begin} call {more} {ends}",
+            f"start: {before} {opens} {first_call} call {more} {closes}",
             "call: " + " | ".join(f"call_{n}" for n in range(len(tools))),
             *(f"call_{n}: {call}" for n, call in enumerate(calls)),
-            *made,
+            *rules,
         ]
     )
 
 
 def accepts(form: ToolCallFormat, tools: Sequence[Tool], text: str) -> bool:
-    """Whether the grammar of a form takes calls as they are written."""
+    """Whether the grammar of a format accepts the text of calls."""
     tokenizer = LLTokenizer("byte")
-    matcher = LLMatcher(tokenizer, calls_grammar(form, tools, True, json.dumps))
+    matcher = LLMatcher(tokenizer, tool_calls_grammar(form, tools, True, json.dumps))
     tokens = tokenizer.tokenize_str(text.strip())
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
-def _first(text: str, quote: Quote) -> str:
-    """The space before the first text may be left out."""
+def _optional_space(text: str, quote: Quote) -> str:
+    """White space before the text may be missing."""
     bare = text.lstrip()
-    space = frame(text[: len(text) - len(bare)], quote)
-    return f"({space})? {frame(bare, quote)}" if space else frame(bare, quote)
+    space = format_literals(text[: len(text) - len(bare)], quote)
+    literals = format_literals(bare, quote)
+    return f"({space})? {literals}" if space else literals
 
 
-def _rules(parameters: Any) -> Any:
+def _parameters(schema: Any) -> Any:
     try:
-        return rules_of(parameters)
+        return without_annotations(schema)
     except RecursionError:
         raise InvalidInput("it is nested too deeply") from None
 
 
-def _json(form: ArgumentFormat, parameters: Any) -> str:
+def _json_arguments(form: ArgumentFormat, parameters: Any) -> str:
     options = {
         "whitespace_flexible": False,
         "item_separator": re.escape(form.comma),
         "key_separator": re.escape(form.colon),
-        "lenient": True,  # schemas of tools come from everywhere
+        "lenient": True,  # tools' schemas may have keywords that llguidance does not support
     }
-    return schema_rule(schema_of_arguments(parameters), options)
+    return schema_rule(arguments_schema(parameters), options)
