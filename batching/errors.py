@@ -1,33 +1,33 @@
-"""What can happen to a work item, by the stage that says so.
+"""The errors of a work item, by the stage that raises them.
 
     OnequeueError
     ├─ InvalidInput        parsing or preparing: the client's input cannot be served
     ├─ Refused             admission: not accepted, try again after `retry_after_s`
-    │  ├─ QueueFull        as many accepted and unanswered as allowed
+    │  ├─ QueueFull        the allowed number of items is accepted and unanswered
     │  ├─ DeadlineHopeless the measured service rate cannot meet the deadline
-    │  ├─ NotReady         loading or warming up
+    │  ├─ NotReady         the models are loading or warming up
     │  ├─ Draining         the server is stopping
-    │  ├─ BreakerOpen      the model keeps failing, a probe is due
+    │  ├─ BreakerOpen      the model keeps failing; a probe is due
     │  └─ WorkerDown       the worker thread is dead or stuck
-    │     └─ DeviceLost    what raised leaves no device to run anything on
-    ├─ DeadlineExceeded    accepted, but the deadline passed in the queue or while running
-    ├─ ClientGone          the client left; nobody waits for an answer
-    └─ ItemFailed          the model raised on this item, and on it alone
+    │     └─ DeviceLost    the error leaves the device unusable
+    ├─ DeadlineExceeded    the deadline passed after acceptance
+    ├─ ClientGone          the client disconnected
+    └─ ItemFailed          the model raised on this item alone
        ├─ OutOfMemory      this item alone does not fit into memory
-       └─ WrongResultCount the model answered a batch with too few or too many results
+       └─ WrongResultCount the model returned too few or too many results for a batch
 
-HTTP statuses are given in server/http/errors.py, not here.
+server/http/errors.py maps them to HTTP statuses.
 """
 
 
 class OnequeueError(Exception):
-    """Base of all; `str()` of it is fit to be shown to a client."""
+    """Base of all; `str()` of it may be shown to a client."""
 
     retry_after_s: float | None = None
 
 
 class InvalidInput(OnequeueError):
-    """`param` names the offending field, as in `parameters.top_k`."""
+    """`param` is the path of the invalid field, such as `parameters.top_k`."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -35,7 +35,7 @@ class InvalidInput(OnequeueError):
 
     @classmethod
     def at(cls, param: str, reason: str) -> "InvalidInput":
-        """Of one field of the request; the message begins with its name."""
+        """Return an error whose message starts with the field's path."""
         return cls(f"{param}: {reason}", param)
 
 

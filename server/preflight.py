@@ -176,7 +176,7 @@ def put_openmp(cores: Cores) -> None:
     idle machine; on a busy one, steps take four times as long."""
     if openmp_threads() is None:  # OpenMP would use all cores for an invalid number
         os.environ["OMP_NUM_THREADS"] = str(cores.threads)
-    if cores.metered and "OMP_WAIT_POLICY" not in os.environ:
+    if cores.limited and "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
         os.environ.setdefault("KMP_BLOCKTIME", "1")  # milliseconds; LLVM's and Intel's library
 

@@ -1,7 +1,8 @@
-"""What an exception means: the fault of an item, too little memory, or a device that is lost; and
-a batch that raises, run again in halves, until only the guilty items fail.
+"""Classification of exceptions, and bisection of batches that raise.
 
-For both products. It goes by the names of torch's errors, as the server starts without torch.
+An exception is the fault of an item, a lack of memory, or a lost device. `run_in_halves` runs a
+failing batch again in halves until only the guilty items fail; all engines use it. torch's errors
+are recognized by name, since the server starts without torch.
 """
 
 import sys
@@ -14,7 +15,7 @@ from batching.errors import DeviceLost, ItemFailed, OnequeueError, OutOfMemory
 T = TypeVar("T")
 
 OUT_OF_MEMORY = (
-    "can't allocate memory",  # what torch's CPU allocator says
+    "can't allocate memory",  # torch's CPU allocator
     "not enough memory",
     "CUDA error: out of memory",  # an allocation outside torch's allocator
     "CUBLAS_STATUS_ALLOC_FAILED",
@@ -22,18 +23,18 @@ OUT_OF_MEMORY = (
 
 
 def failure_of(error: BaseException) -> OnequeueError:
-    """The failure of an item whose work raised `error`, on the worker's thread.
+    """Return the failure of an item whose work on the worker's thread raised `error`.
 
-    OutOfMemory: less at a time may fit. DeviceLost: a CUDA error other than out of memory poisons
-    the context, nothing runs after it; the thread raises. Anything else, a panic in a library too,
-    which is no Exception, is an ItemFailed.
+    OutOfMemory: a smaller batch may fit. DeviceLost: a CUDA error other than out of memory corrupts
+    the context and nothing runs after it; callers raise it. Anything else is an ItemFailed, panics
+    of Rust libraries included, which are not Exceptions.
     """
     if isinstance(error, OnequeueError):
         return error
-    names = {each.__name__ for each in type(error).__mro__}
+    names = {cls.__name__ for cls in type(error).__mro__}
     message = str(error) if isinstance(error, RuntimeError) else ""
-    too_much = any(words in message for words in OUT_OF_MEMORY)
-    if too_much or names & {"MemoryError", "OutOfMemoryError"}:
+    no_memory = any(text in message for text in OUT_OF_MEMORY)
+    if no_memory or names & {"MemoryError", "OutOfMemoryError"}:
         if (torch := sys.modules.get("torch")) and torch.cuda.is_available():
             torch.cuda.empty_cache()
         failure: OnequeueError = OutOfMemory("this input does not fit into memory")
@@ -51,8 +52,8 @@ def run_in_halves(
     failed: Callable[[Sequence[T], OnequeueError], None],
     wanted: Callable[[T], bool],
 ) -> None:
-    """`run(items)`. If that raises, `failed` is given the failure, and each half runs again, as far
-    as it is still wanted, down to one item. A lost device is raised."""
+    """Call `run(items)`. If it raises, call `failed` with the failure and run each half again, down
+    to one item. Items that are no longer `wanted` are left out. A lost device is raised."""
     try:
         run(items)
     except BaseException as error:
@@ -60,18 +61,18 @@ def run_in_halves(
 
 
 def run_halves(
-    raised: BaseException,
+    error: BaseException,
     items: Sequence[T],
     run: Callable[[Sequence[T]], None],
     failed: Callable[[Sequence[T], OnequeueError], None],
     wanted: Callable[[T], bool],
 ) -> None:
-    """As `run_in_halves`, after `run(items)` has raised."""
-    # The frames hold the items and what the forward had allocated, and the halves need it.
-    traceback.clear_frames(raised.__traceback__)
-    if isinstance(failure := failure_of(raised), DeviceLost):
-        raise raised
-    raised.with_traceback(None)
+    """Continue `run_in_halves` after `run(items)` has raised `error`."""
+    # The frames hold the items and the forward pass's memory, which the halves need.
+    traceback.clear_frames(error.__traceback__)
+    if isinstance(failure := failure_of(error), DeviceLost):
+        raise error
+    error.with_traceback(None)
     failed(items, failure)
     middle = len(items) // 2
     for half in (items[:middle], items[middle:]) if middle else ():
@@ -80,6 +81,7 @@ def run_halves(
 
 
 def first_line(error: Exception) -> str:
-    """Of its message, which a library may follow with a long trace; its repr if there is none."""
+    """Return the first line of an error's message, which a library may follow with a long trace;
+    its repr if it has no message."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else repr(error)

@@ -116,7 +116,7 @@ class Worker:
         """Before any computation: OpenMP's threads inherit this thread's cores."""
         if cores := self.cores:
             pin(cores)
-            pinned = ",".join(map(str, sorted(cores.kept))) or "none"
+            pinned = ",".join(map(str, sorted(cores.pinned))) or "none"
             log.info("compute threads=%d pinned=%s %s", cores.threads, pinned, cores.why)
 
     def _load(self) -> None:
@@ -163,8 +163,8 @@ class Worker:
             self._fail(item.model, [item], error)
 
     def _tune_threads(self) -> None:
-        if (tuner := self._thread_tuner) and (now := self.clock()) >= tuner.look_at:
-            tuner.follow(now)
+        if (tuner := self._thread_tuner) and (now := self.clock()) >= tuner.next_at:
+            tuner.tune(now)
 
     def _run_steps(self) -> None:
         """Run a step of each engine that has one due, and the probes that are due."""

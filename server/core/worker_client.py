@@ -29,7 +29,7 @@ from batching import errors
 from batching.errors import OnequeueError
 from batching.request_queue import RequestQueue, Stream, WorkItem
 from server.core.metrics import MAX_REPORTS, Metrics
-from worker.cores import compute_alone
+from worker.cores import use_one_core
 from worker.messages.protocol import Generator, Pending, State, StepOutcome
 from worker.registry import ServedModel
 from worker.worker import Worker
@@ -67,7 +67,7 @@ class Pool:
             self._groups.put(None)
 
     def _run(self) -> None:
-        compute_alone()
+        use_one_core()
         while (group := self._groups.get()) is not None:
             started = time.perf_counter()
             try:

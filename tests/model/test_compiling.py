@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from batching.sequence import Batch, Span
 from tests import tiny
 from tests.generating import engine, runner_of
-from worker.cores import compute_alone
+from worker.cores import use_one_core
 from worker.device.self_check import CannotRun
 from worker.model import paged_runner
 from worker.model.attention.kv_cache import KVCache
@@ -85,7 +85,7 @@ def test_the_code_is_made_for_the_workers_threads_whatever_others_have(
     )
     torch.set_num_threads(3)
     try:
-        other = threading.Thread(target=compute_alone)  # as a pool's does
+        other = threading.Thread(target=use_one_core)  # as a pool's does
         other.start()
         other.join()
         compile_state(runner)

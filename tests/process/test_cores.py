@@ -1,4 +1,4 @@
-"""Which cores a model computes on, and that the worker's thread and OpenMP's stay on them."""
+"""The choice of CPU cores, and pinning of the worker's thread and OpenMP's."""
 
 import os
 import subprocess
@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 
 from server.preflight import SPIN_COUNT, openmp_threads, put_openmp
-from worker.cores import Cores, choose_cores, find_cores, lines_of, one_each, pin, quota, release
+from worker.cores import (
+    Cores,
+    choose_cores,
+    cpu_quota,
+    find_cores,
+    lines_of,
+    one_per_physical_core,
+    pin,
+    unpin,
+)
 
 ROOT = Path(__file__).parents[2]
 ALONE = {core: str(core) for core in range(4)}
@@ -31,23 +40,23 @@ def test_each_physical_core_gets_a_thread() -> None:
     assert choose_cores(range(4), ALONE, None, None, "auto").threads == 4
     assert choose_cores(range(4), HYPERTHREADS, None, None, "auto").threads == 2
     assert choose_cores({1, 2, 3}, HYPERTHREADS, None, None, "auto").threads == 2
-    assert one_each({1, 2, 3}, HYPERTHREADS) == [1, 2]
+    assert one_per_physical_core({1, 2, 3}, HYPERTHREADS) == [1, 2]
 
 
-def test_cores_of_which_nothing_is_known_count_each() -> None:
+def test_cores_without_a_known_topology_count_each() -> None:
     assert choose_cores(range(4), dict.fromkeys(range(4), ""), None, None, "auto").threads == 4
 
 
-@pytest.mark.parametrize(("paid", "threads"), [(0.5, 1), (1.9, 1), (2.0, 2), (3.5, 3), (9.0, 4)])
-def test_no_more_threads_than_the_quota_pays_for(paid: float, threads: int) -> None:
-    assert choose_cores(range(4), ALONE, paid, None, "auto").threads == threads
+@pytest.mark.parametrize(("quota", "threads"), [(0.5, 1), (1.9, 1), (2.0, 2), (3.5, 3), (9.0, 4)])
+def test_threads_do_not_exceed_the_quota(quota: float, threads: int) -> None:
+    assert choose_cores(range(4), ALONE, quota, None, "auto").threads == threads
 
 
-def test_what_the_operator_asks_for_wins() -> None:
+def test_a_requested_number_of_threads_wins() -> None:
     assert choose_cores(range(4), ALONE, 2.0, 3, "auto").threads == 3
 
 
-def test_the_operators_number_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_requested_number_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert openmp_threads() is None
     for text, number in (("3", 3), ("4,2", 4), ("many", None), ("0", None), ("", None)):
@@ -55,72 +64,72 @@ def test_the_operators_number_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         assert openmp_threads() == number
 
 
-# ── the control group's quota ──
+# ── the cgroup's quota ──
 
 
 def test_the_quota_of_version_2_is_the_least_up_to_the_root(tmp_path: Path) -> None:
     group(tmp_path, "", cpu__max="max 100000")
     group(tmp_path, "a", cpu__max="150000 100000")
     group(tmp_path, "a/b", cpu__max="400000 100000")
-    assert quota(tmp_path, ["0::/a/b"]) == 1.5
-    assert quota(tmp_path, ["0::/"]) is None
+    assert cpu_quota(tmp_path, ["0::/a/b"]) == 1.5
+    assert cpu_quota(tmp_path, ["0::/"]) is None
 
 
-def test_the_quota_of_version_1_is_that_of_its_controller(tmp_path: Path) -> None:
+def test_the_quota_of_version_1_is_its_controllers(tmp_path: Path) -> None:
     group(tmp_path, "cpu,cpuacct/pod", cpu__cfs_quota_us="250000", cpu__cfs_period_us="100000")
     group(tmp_path, "cpu,cpuacct", cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
     lines = ["5:memory:/pod", "3:cpu,cpuacct:/pod", "0::/"]
-    assert quota(tmp_path, lines) == 2.5
+    assert cpu_quota(tmp_path, lines) == 2.5
 
 
-def test_a_path_that_is_the_hosts_falls_back_to_the_containers_root(tmp_path: Path) -> None:
+def test_a_host_path_falls_back_to_the_containers_root(tmp_path: Path) -> None:
     group(tmp_path, "cpu", cpu__cfs_quota_us="300000", cpu__cfs_period_us="100000")
-    assert quota(tmp_path, ["3:cpu:/docker/0123"]) == 3.0
+    assert cpu_quota(tmp_path, ["3:cpu:/docker/0123"]) == 3.0
 
 
-def test_without_control_groups_there_is_no_quota(tmp_path: Path) -> None:
-    assert quota(tmp_path, []) is None
-    assert quota(tmp_path / "missing", ["0::/a"]) is None
+def test_without_cgroups_there_is_no_quota(tmp_path: Path) -> None:
+    assert cpu_quota(tmp_path, []) is None
+    assert cpu_quota(tmp_path / "missing", ["0::/a"]) is None
 
 
-def test_a_groups_path_in_another_encoding_is_one_that_is_not_there(tmp_path: Path) -> None:
+def test_a_cgroup_path_in_another_encoding_counts_as_missing(tmp_path: Path) -> None:
     group(tmp_path, "", cpu__max="150000 100000")
     membership = tmp_path / "cgroup"
     membership.write_bytes(b"0::/caf\xe9\n")
-    assert quota(tmp_path, lines_of(membership)) == 1.5
+    assert cpu_quota(tmp_path, lines_of(membership)) == 1.5
 
 
-# ── which cores are kept ──
+# ── pinned cores ──
 
 
-def test_auto_keeps_one_core_of_each_physical_one() -> None:
-    assert choose_cores(range(4), HYPERTHREADS, None, None, "auto").kept == {0, 1}
+def test_auto_pins_to_one_core_per_physical_core() -> None:
+    assert choose_cores(range(4), HYPERTHREADS, None, None, "auto").pinned == {0, 1}
 
 
 @pytest.mark.parametrize(
-    ("paid", "asked"),
+    ("quota", "requested"),
     [(2.0, None), (None, 2), (None, None)],
-    ids=["others have such a quota too", "others were asked for as many", "none are left over"],
+    ids=["same quota", "same request", "no spare cores"],
 )
-def test_auto_keeps_none_where_others_would_choose_the_same(
-    paid: float | None, asked: int | None
+def test_auto_does_not_pin_where_other_processes_would_choose_the_same_cores(
+    quota: float | None, requested: int | None
 ) -> None:
-    assert not choose_cores(range(4), ALONE, paid, asked, "auto").kept
+    assert not choose_cores(range(4), ALONE, quota, requested, "auto").pinned
 
 
-def test_on_keeps_as_many_as_there_are_threads_and_off_none() -> None:
-    assert choose_cores(range(4), ALONE, None, 2, "on").kept == {0, 1}
-    assert choose_cores(range(4), HYPERTHREADS, None, 3, "on").kept == {0, 1, 2}
-    assert not choose_cores(range(4), HYPERTHREADS, None, None, "off").kept
+def test_on_pins_to_as_many_cores_as_threads_and_off_to_none() -> None:
+    assert choose_cores(range(4), ALONE, None, 2, "on").pinned == {0, 1}
+    assert choose_cores(range(4), HYPERTHREADS, None, 3, "on").pinned == {0, 1, 2}
+    assert not choose_cores(range(4), HYPERTHREADS, None, None, "off").pinned
 
 
-def test_where_there_is_no_affinity_torch_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_affinity_torch_chooses_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     assert find_cores("on", None) is None
-    release()
+    unpin()
 
 
-def test_a_system_that_lets_no_thread_choose_its_cores_stops_nothing(
+def test_a_refused_affinity_is_logged_and_ignored(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refused(thread: int, cores: object) -> None:
@@ -130,7 +139,7 @@ def test_a_system_that_lets_no_thread_choose_its_cores_stops_nothing(
     affinities = iter([{0, 1}, {0}])
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: next(affinities), raising=False)
     pin(Cores(1, frozenset({0}), False, ""))
-    release()
+    unpin()
     assert [record.message for record in caplog.records] == [
         "a thread stays on its cores: Operation not permitted"
     ] * 2
@@ -141,14 +150,14 @@ PINNED = """
     import torch
     from server.app import create_app
     from server.core.settings import Settings
-    from worker.cores import release
+    from worker.cores import unpin
 
     tasks = lambda: set(os.listdir("/proc/self/task"))
-    masks = lambda ids: {tuple(sorted(os.sched_getaffinity(int(each)))) for each in ids}
+    masks = lambda ids: {tuple(sorted(os.sched_getaffinity(int(id)))) for id in ids}
     whole, found = tuple(sorted(os.sched_getaffinity(0))), queue.SimpleQueue()
 
-    def helps():
-        release()
+    def help():
+        unpin()
         found.put(masks([threading.get_native_id()]))
 
     def load():
@@ -157,7 +166,7 @@ PINNED = """
         torch.ones(1 << 22).add_(1)  # in parallel
         found.put(masks([threading.get_native_id()]))
         found.put(masks(tasks() - before))
-        threading.Thread(target=helps).start()
+        threading.Thread(target=help).start()
 
     app = create_app(Settings(chat_model="none", pin_worker="on"), load)
     app.worker_client.worker.start(app.worker_client, lambda *_: None)
@@ -173,12 +182,12 @@ def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="affinity is Linux's")
-def test_the_worker_and_openmps_threads_stay_and_helpers_do_not() -> None:
+def test_the_worker_and_openmps_threads_are_pinned_and_helpers_are_not() -> None:
     done = run(PINNED, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
 
 
-ALONE_IN_THE_POOL = """
+POOL_THREAD = """
     import os, queue, threading
     import torch
     from server.core.worker_client import Pool
@@ -205,31 +214,31 @@ ALONE_IN_THE_POOL = """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
-def test_a_pools_thread_gets_no_openmp_team() -> None:
-    done = run(ALONE_IN_THE_POOL)
+def test_a_pool_thread_gets_no_openmp_team() -> None:
+    done = run(POOL_THREAD)
     assert done.returncode == 0, done.stderr
 
 
-# ── what OpenMP is told ──
+# ── OpenMP's environment ──
 
-TOLD = """
+ENVIRONMENT = """
     from server.preflight import put_openmp
     from worker.cores import Cores
 
-    put_openmp(Cores(1, frozenset(), metered=True, why=""))
+    put_openmp(Cores(1, frozenset(), limited=True, why=""))
     import torch
     print(torch.get_num_threads())
 """
 
 
-def test_openmp_reads_what_it_is_told_before_torch_is_loaded(
+def test_openmp_reads_its_environment_when_torch_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in OPENMP:
         monkeypatch.delenv(name, raising=False)
-    done = run(TOLD, OMP_DISPLAY_ENV="verbose")
+    done = run(ENVIRONMENT, OMP_DISPLAY_ENV="verbose")
     assert done.stdout == "1\n", done.stderr
-    if "GOMP_SPINCOUNT" in done.stderr:  # a build with another library has its own words
+    if "GOMP_SPINCOUNT" in done.stderr:  # builds with another library print other names
         assert f"GOMP_SPINCOUNT = '{SPIN_COUNT}'" in done.stderr
 
 
@@ -241,22 +250,22 @@ SERVED = """
 """
 
 
-def test_the_app_tells_it() -> None:
+def test_the_app_sets_openmps_environment() -> None:
     done = run(SERVED, CHAT_MODEL="none")
     assert done.stdout == "True\n", done.stderr
 
 
-@pytest.mark.parametrize(("metered", "told"), [(True, str(SPIN_COUNT)), (False, None)])
-def test_waiting_is_bounded_where_a_quota_pays_for_it(
-    monkeypatch: pytest.MonkeyPatch, metered: bool, told: str | None
+@pytest.mark.parametrize(("limited", "spin_count"), [(True, str(SPIN_COUNT)), (False, None)])
+def test_spinning_is_bounded_under_a_quota(
+    monkeypatch: pytest.MonkeyPatch, limited: bool, spin_count: str | None
 ) -> None:
     forget(monkeypatch)
-    put_openmp(Cores(2, frozenset(), metered, ""))
+    put_openmp(Cores(2, frozenset(), limited, ""))
     assert os.environ["OMP_NUM_THREADS"] == "2"
-    assert os.environ.get("GOMP_SPINCOUNT") == told
+    assert os.environ.get("GOMP_SPINCOUNT") == spin_count
 
 
-def test_what_the_operator_said_of_openmp_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_operators_openmp_settings_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     forget(monkeypatch)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
@@ -266,10 +275,10 @@ def test_what_the_operator_said_of_openmp_stays(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("nonsense", ["abc", "0", "-1", ""])
-def test_a_number_of_threads_that_is_none_is_not_left_to_openmp(
+def test_an_invalid_number_of_threads_is_replaced(
     monkeypatch: pytest.MonkeyPatch, nonsense: str
 ) -> None:
-    """It would take all cores, whatever a quota pays for."""
+    """OpenMP would use all cores, whatever the quota."""
     forget(monkeypatch)
     monkeypatch.setenv("OMP_NUM_THREADS", nonsense)
     put_openmp(Cores(2, frozenset(), True, ""))

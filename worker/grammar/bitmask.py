@@ -22,7 +22,7 @@ from llguidance import LLExecutor, LLMatcher
 from numpy.typing import NDArray
 
 from batching.errors import ItemFailed
-from worker.cores import release
+from worker.cores import unpin
 from worker.grammar.compiler import Grammar
 from worker.model.sampler import TokenMask
 
@@ -184,7 +184,7 @@ class PendingMask:
 
 
 def _work(todo: "queue.SimpleQueue[PendingMask | None]", executor: LLExecutor) -> None:
-    release()
+    unpin()
     while (pending := todo.get()) is not None and pending.compute(executor):
         del pending  # it refers to the computer, whose finalizer ends this thread
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from batching.sequence import Batch, Span
-from worker.cores import release
+from worker.cores import unpin
 from worker.device.async_copy import fill_placeholders, to_device
 from worker.device.self_check import CannotRun, length_beyond_windows
 from worker.error_classification import first_line
@@ -119,7 +119,7 @@ class PagedRunner:
 
     def _compile(self, threads: int) -> None:
         """`threads`: of the worker's thread; the code is made for so many."""
-        release()
+        unpin()
         torch.set_num_threads(threads)
         self._take_native_attention()
         if self.language.model.base_model is self.language.model:

@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from worker.cores import compute_alone, release
+from worker.cores import unpin, use_one_core
 from worker.device.device import free_bytes
 from worker.device.self_check import MIN_PROMPT_TOKENS, TOLERANCE, CannotRun, compare, set_attention
 from worker.error_classification import first_line
@@ -356,8 +356,8 @@ def start_native_kernels(
 
 
 def _enable_native_kernels(packing: Packing) -> None:
-    release()
-    compute_alone()
+    unpin()
+    use_one_core()
     try:
         load_native_ops()
         for config in list(packing.attention_configs):

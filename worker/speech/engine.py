@@ -18,7 +18,7 @@ from typing import Any
 
 from batching.errors import DeviceLost, OnequeueError
 from batching.request_queue import WorkItem
-from worker.cores import compute_alone
+from worker.cores import use_one_core
 from worker.error_classification import failure_of, run_in_halves
 from worker.messages.protocol import ModelInfo, Pending, StepOutcome, StepReport
 from worker.messages.transcription import TranscriptDelta, TranscriptionInput
@@ -65,9 +65,9 @@ class SpeechEngine:
         self._example = example
         self._align = align
         self._encoded = ENCODED[info.device.split(":")[0]]
-        self._pool = ThreadPoolExecutor(READERS, "speech", compute_alone)
-        self._openers = ThreadPoolExecutor(OPENERS, "open", compute_alone)
-        self._scans = ThreadPoolExecutor(SCANNERS, "scan", compute_alone)
+        self._pool = ThreadPoolExecutor(READERS, "speech", use_one_core)
+        self._openers = ThreadPoolExecutor(OPENERS, "open", use_one_core)
+        self._scans = ThreadPoolExecutor(SCANNERS, "scan", use_one_core)
         self.live: dict[WorkItem, Work] = {}
         self._waiting: deque[WorkItem] = deque()  # for a row
         # of the step that is under way

@@ -1,4 +1,4 @@
-"""What an exception of a forward pass says about the input, the memory and the device."""
+"""Exceptions of a forward pass are classified as an item's fault, lack of memory or a lost device."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from worker.error_classification import failure_of
 
 
 @pytest.mark.parametrize(
-    ("error", "meaning"),
+    ("error", "kind"),
     [
         (MemoryError(), OutOfMemory),
         (torch.OutOfMemoryError("CUDA out of memory"), OutOfMemory),
@@ -35,14 +35,14 @@ from worker.error_classification import failure_of
         (IndexError("index out of range in self"), ItemFailed),
     ],
 )
-def test_errors_mean_the_item_the_memory_or_the_device(
-    error: Exception, meaning: type[OnequeueError]
+def test_an_exception_is_classified_with_its_cause(
+    error: Exception, kind: type[OnequeueError]
 ) -> None:
     failure = failure_of(error)
-    assert type(failure) is meaning
+    assert type(failure) is kind
     assert failure.__cause__ is error
 
 
-def test_what_is_known_already_stays() -> None:
+def test_an_error_of_ours_is_returned_as_it_is() -> None:
     late = DeadlineExceeded("too late")
     assert failure_of(late) is late
