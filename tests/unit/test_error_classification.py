@@ -1,4 +1,4 @@
-"""Exceptions of a forward pass are classified as an item's fault, lack of memory or a lost device."""
+"""Exceptions are classified as an item's fault, a lack of memory or a lost device."""
 
 import pytest
 import torch
