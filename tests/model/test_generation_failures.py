@@ -123,7 +123,7 @@ def test_a_choice_that_breaks_late_takes_its_item_along() -> None:
             items = [request(prompt, sampling, 30, n=4), request(mate, max_tokens=NEW)]
             (broken, well), _ = serve(generator, items)
         assert type(broken.error) is ItemFailed
-        assert str(broken.error) == "the model's output for this input is no number"
+        assert str(broken.error) == "the model's output for this input is not a number"
         assert any(ids[-1] == POISON for ids in broken.ids)
         assert not all(POISON in ids for ids in broken.ids)
         assert_greedy("llama", [well], NEW)
@@ -282,6 +282,6 @@ def test_a_default_gives_way_to_the_end_of_the_context() -> None:
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_output_tokens"])
 def test_more_than_the_context_holds_is_told_by_the_fields_own_name(name: str) -> None:
-    with pytest.raises(InvalidInput, match=f"{name} is 1000") as caught:
+    with pytest.raises(InvalidInput, match=f"^{name}: 1000 tokens") as caught:
         engine("llama").prepare(request([7], max_tokens=1000, param=name))
     assert caught.value.param == name

@@ -151,8 +151,8 @@ class Decisions:
             error.param = request.param
             raise
         if not separator or marker in after:
-            reason = "the model's chat template does not show a message as it is"
-            raise InvalidInput(reason, request.param)
+            reason = "this model's chat template changes the text of messages"
+            raise InvalidInput.at(request.param, reason)
         if len(text) > self._max_model_len * self._max_token_chars:
             raise self._too_long(f"more than {len(text) // self._max_token_chars}", request.param)
         matches = WORD_END.finditer(text, max(0, len(text) - WORD_END_CHARS))
@@ -182,7 +182,7 @@ class Decisions:
         if question.kind == "predicate":
             labels = self._yes_no
         if count > len(labels):
-            reason = f"has {count} options; this model can tell {len(labels)} apart"
+            reason = f"has {count} options; this model distinguishes at most {len(labels)}"
             raise InvalidInput.at(question.param, reason)
         return dict(list(labels.items())[:count])
 

@@ -193,7 +193,7 @@ class GenerationEngine:
             for start, count in ((0, 2), (2, 1)):
                 logits = self.runner.forward(Batch.from_chunks([Chunk(sequence, start, count)]))
                 if not bool(logits.isfinite().all()):
-                    raise ItemFailed("the model's output is no number")
+                    raise ItemFailed("the model's output is not a number")
                 tokens.append(0)
         finally:
             pool.close(sequence.table)
@@ -334,7 +334,7 @@ class GenerationEngine:
     ) -> None:
         sequence, output = chunk.sequence, self._outputs[chunk.sequence]
         if (sampled and sampled[0].token < 0) or any(score.token < 0 for score in scores):
-            raise ItemFailed("the model's output for this input is no number")
+            raise ItemFailed("the model's output for this input is not a number")
         if chunk.prefills:
             self._counts["prefill_tokens"] += chunk.count
         if scores:

@@ -138,7 +138,8 @@ class InputProcessor:
         if not stopping.ignore_eos:
             stop_token_ids |= dict.fromkeys(self.eos_token_ids)
         if stopping.min_tokens and len(stop_token_ids) == self._vocab_size:
-            raise InvalidInput.at("min_tokens", "every token of this model ends the answer")
+            reason = "every token of this model ends the response"
+            raise InvalidInput.at("min_tokens", reason)
         echoed = request.sampling.logprobs if request.echo else None
         params = self._sampling_params(request.sampling, stopping, tuple(stop_token_ids))
         max_tokens = self._max_tokens(len(prompt.ids), request)
@@ -187,12 +188,12 @@ class InputProcessor:
             encoded = EncodedPrompt(self._tokenize(rendered.text, False, param), rendered)
         length = len(encoded.ids)
         if not length:
-            raise InvalidInput("the prompt has no tokens", param)
+            raise InvalidInput.at(param, "the prompt has no tokens; at least one is needed")
         if length >= self.max_model_len + (request.stopping.max_tokens == 0):
-            raise InvalidInput(
-                f"the prompt has {length} tokens; this model's context holds "
-                f"{self.max_model_len}, with the answer",
+            raise InvalidInput.at(
                 param,
+                f"the prompt has {length} tokens; this model's context holds "
+                f"{self.max_model_len}, the response included",
             )
         return encoded
 
@@ -220,16 +221,17 @@ class InputProcessor:
     def _check_length(self, text: str, param: str) -> None:
         """Refuse by its characters a text that cannot fit, before it is tokenized."""
         if len(text) > self.max_model_len * self.max_token_chars:
-            raise InvalidInput(
+            raise InvalidInput.at(
+                param,
                 f"the prompt has more than {len(text) // self.max_token_chars} tokens; this "
                 f"model's context holds {self.max_model_len}",
-                param,
             )
 
     def _check_ids(self, ids: Iterable[int], param: str) -> None:
         for id_ in ids:
             if not 0 <= id_ < self._vocab_size:
-                raise InvalidInput(f"{id_} is no token id of this model", param)
+                last = self._vocab_size - 1
+                raise InvalidInput.at(param, f"{id_} is not a token id of this model: 0 to {last}")
 
     def _max_tokens(self, prompt_tokens: int, request: GenerationInput) -> int:
         """Return the output's limit, in tokens: as asked, or what the context has left."""
@@ -238,10 +240,10 @@ class InputProcessor:
         max_tokens = default if stopping.max_tokens is None else stopping.max_tokens
         for name, value in ((stopping.param, max_tokens), ("min_tokens", stopping.min_tokens)):
             if value > room:
-                raise InvalidInput(
-                    f"{name} is {value} and the prompt has {prompt_tokens} tokens; this model's "
-                    f"context holds {self.max_model_len} in all",
+                raise InvalidInput.at(
                     name,
+                    f"{value} tokens do not fit behind a prompt of {prompt_tokens}: this model's "
+                    f"context holds {self.max_model_len}, which leaves {max(0, room)}",
                 )
         return max_tokens
 
@@ -339,8 +341,8 @@ class ConstraintBuilder:
         if constraint is None:
             return None, compiled
         if output_format.undelimited_calls:
-            both = "this model's calls cannot be told from JSON: leave out either this or tools"
-            raise InvalidInput(f"{constraint.param}: {both}", constraint.param)
+            reason = "this model writes tool calls as plain JSON: give either this or tools"
+            raise InvalidInput.at(constraint.param, reason)
         whole = content_or_calls(constraint, grammar, self._headers(output_format))
         return grammars.compile(whole, constraint.param), None
 
@@ -368,7 +370,9 @@ def verify_tool_call_format(template: ChatTemplate) -> ChatTemplate:
     if call_format and (call_format.arguments.style != "python" or call_format.arguments.quotes):
         texts = [text for text, calls in template.examples if calls[0][1] == ARGUMENTS]
         if not all(accepts(call_format, TOOLS, text) for text in texts):
-            template.refuse_calls("their grammar does not take what the template writes")
+            template.refuse_calls(
+                "their grammar does not accept the calls that the template writes"
+            )
     return template
 
 
