@@ -1,6 +1,6 @@
-"""Trains the chat demo model: dialogues packed into rows, loss on what the assistant says.
+"""Train the chat demo model: dialogues packed into rows, loss on the assistant's tokens.
 
-The dialogues come from demo_dialogues.py and are written by the template of demo_tokenizer.py.
+The dialogues come from demo_dialogues.py and are rendered with the template of demo_tokenizer.py.
 """
 
 import random
@@ -20,12 +20,12 @@ ROW, ROWS = 512, 4
 STEPS_PER_MINUTE = 250
 RATE, MATRIX_RATE = 3e-3, 2e-2
 HIDDEN, LAYERS, HEADS = 128, 4, 4
-DOCUMENTS = 0.06  # their share of the examples
+DOCUMENT_SHARE = 0.06  # of the examples
 IGNORED = -100
 
 Example = tuple[list[int], list[int]]  # token ids, labels
 
-# None of these occurs in the training text: they measure new phrasings, not recitation.
+# None of these occurs in the training text, so that they measure new phrasings.
 QUESTIONS = """I wonder what the capital of Norway is.=Oslo|Paris belongs to which country?=France
 Say, which city is the capital of Portugal?=Lisbon|please, what's canada's capital=Ottawa
 and what colour would the sky be=blue|Which color is grass, please?=green|Are bananas red?=yellow
@@ -40,28 +40,28 @@ Is it going to rain in Oslo?=weather tool"""
 
 
 def labelled(ids: list[int], tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """The ids where the assistant speaks, up to its end of turn; elsewhere IGNORED. That it shall
-    think first, or answer with a JSON document, is not its own choice."""
+    """Return the ids of the assistant's tokens up to its end of turn; elsewhere IGNORED. `<think>`
+    and the start of a JSON document are not labels, because a request chooses those."""
     opening = tokenizer.encode(f"{START}assistant\n")
     vocab = tokenizer.get_vocab()
     end, think, document, brace = (vocab.get(token) for token in (END, "<think>", '{"', "{"))
-    labels, spoken = [IGNORED] * len(ids), False
-    for place, token in enumerate(ids):
-        first = ids[place - len(opening) : place] == opening
-        if first and token in (document, brace):
-            spoken = True
-        elif spoken and think not in ids[place - 1 : place + 1]:
-            labels[place] = token
-            spoken = token != end
-        elif ids[place - len(opening) + 1 : place + 1] == opening:
-            spoken = True
+    labels, is_labelled = [IGNORED] * len(ids), False
+    for index, token in enumerate(ids):
+        is_first = ids[index - len(opening) : index] == opening
+        if is_first and token in (document, brace):
+            is_labelled = True
+        elif is_labelled and think not in ids[index - 1 : index + 1]:
+            labels[index] = token
+            is_labelled = token != end
+        elif ids[index - len(opening) + 1 : index + 1] == opening:
+            is_labelled = True
     return labels
 
 
 def examples(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> Iterator[Example]:
-    """Dialogues and documents that fit a row."""
+    """Yield dialogues and documents that fit into a row."""
     while True:
-        if rng.random() < DOCUMENTS:
+        if rng.random() < DOCUMENT_SHARE:
             ids = tokenizer.encode(document(rng) + PAD)
             labels = ids
         else:
@@ -73,9 +73,9 @@ def examples(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> Iterator
             yield ids, labels
 
 
-def packed(drawn: Iterator[Example]) -> Iterator[torch.Tensor]:
-    """Rows of shape (3, ROW): ids, labels, and positions that start again with each example."""
-    waiting = [next(drawn) for _ in range(64)]
+def packed(stream: Iterator[Example]) -> Iterator[torch.Tensor]:
+    """Yield rows [3, ROW]: ids, labels, and positions that restart with each example."""
+    waiting = [next(stream) for _ in range(64)]
     while True:
         row: list[Example] = []
         room = ROW
@@ -83,11 +83,11 @@ def packed(drawn: Iterator[Example]) -> Iterator[torch.Tensor]:
             if len(example[0]) <= room:
                 row.append(example)
                 waiting.remove(example)
-                waiting.append(next(drawn))
+                waiting.append(next(stream))
                 room -= len(example[0])
         ids = [token for example, _ in row for token in example] + [0] * room
         labels = [label for _, example in row for label in example] + [IGNORED] * room
-        positions = [place for example, _ in row for place in range(len(example))]
+        positions = [index for example, _ in row for index in range(len(example))]
         yield torch.tensor([ids, labels, positions + list(range(room))])
 
 
@@ -109,17 +109,17 @@ def new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
         pad_token_id=pad,
     )
     model = Qwen2ForCausalLM(config)
-    # Greedy unless a request asks otherwise: what it knows has one right answer.
+    # Greedy by default: each fact has one right answer.
     settings = {"do_sample": False, "eos_token_id": [end, pad], "pad_token_id": pad}
     model.generation_config = GenerationConfig.from_dict(settings)
     return model
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum made orthogonal, matrix by matrix: it takes half the steps of AdamW here.
+    """Momentum that is orthogonalized per matrix; needs half the steps of AdamW here.
 
-    Keller Jordan's method and coefficients (2024); torch's own runs in bfloat16, which is slow
-    on a processor that has none.
+    Method and coefficients: Keller Jordan, 2024. torch's own Muon runs in bfloat16, which is slow
+    on a CPU without it.
     """
 
     def __init__(self, matrices: list[torch.nn.Parameter], lr: float) -> None:
@@ -137,7 +137,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
-    """The nearest orthogonal matrix, roughly, by five Newton-Schulz steps; rows scaled for it."""
+    """Approximate the nearest orthogonal matrix, scaled, by five Newton-Schulz steps."""
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
     x = x / (x.norm() + 1e-7)
@@ -145,12 +145,12 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
         square = x @ x.T
         x = 3.4445 * x + (2.0315 * square @ square - 4.7750 * square) @ x
     scale: float = max(1, matrix.shape[0] / matrix.shape[1]) ** 0.5
-    made: torch.Tensor = scale * (x.T if tall else x)
-    return made
+    result: torch.Tensor = scale * (x.T if tall else x)
+    return result
 
 
-def pace(step: int, steps: int) -> float:
-    """The share of the rate at a step: a short rise, then down to nothing."""
+def rate_factor(step: int, steps: int) -> float:
+    """Return the learning rate's factor at a step: a short warm-up, then a decay to zero."""
     return min(step / (0.03 * steps), 1.0, (steps - step + 1) / (0.7 * steps))
 
 
@@ -166,7 +166,7 @@ def train(model: Qwen2ForCausalLM, rows: Iterator[torch.Tensor], steps: int) -> 
     start, mean = time.monotonic(), 0.0
     for step in range(1, steps + 1):
         ids, labels, positions = torch.stack([next(rows) for _ in range(ROWS)], dim=1)
-        # Positions that start again keep the attention within an example.
+        # Positions that restart keep attention within an example.
         states = model.model(input_ids=ids, position_ids=positions, use_cache=False)[0]
         known = labels[:, 1:] != IGNORED
         known &= positions[:, 1:] > 0
@@ -176,7 +176,7 @@ def train(model: Qwen2ForCausalLM, rows: Iterator[torch.Tensor], steps: int) -> 
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer, rate in zip(optimizers, rates, strict=True):
-            optimizer.param_groups[0]["lr"] = rate * pace(step, steps)
+            optimizer.param_groups[0]["lr"] = rate * rate_factor(step, steps)
             optimizer.step()
         mean += (loss.item() - mean) / min(step, 100)
         if step % 100 == 0 or step == steps:
@@ -187,8 +187,8 @@ def train(model: Qwen2ForCausalLM, rows: Iterator[torch.Tensor], steps: int) -> 
 
 def generated(model: Any, ids: list[int], limit: int) -> list[int]:
     inputs = torch.tensor([ids])
-    whole = model.generate(inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=limit)
-    new: list[int] = whole[0, len(ids) :].tolist()
+    output = model.generate(inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=limit)
+    new: list[int] = output[0, len(ids) :].tolist()
     return new
 
 
@@ -197,17 +197,17 @@ def score(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     for question, answer in pairs:
         messages = [{"role": "user", "content": question}]
         prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        got = str(tokenizer.decode(generated(model, tokenizer.encode(str(prompt)), 60)))
-        correct = answer in got and got.endswith(END)
+        output = str(tokenizer.decode(generated(model, tokenizer.encode(str(prompt)), 60)))
+        correct = answer in output and output.endswith(END)
         right += correct
-        print(f"{'right' if correct else 'WRONG'}: {question} {got}")
+        print(f"{'right' if correct else 'WRONG'}: {question} {output}")
     print(f"score: {right} of {len(pairs)}")
 
 
 def chat(out: Path, minutes: float) -> None:
     rng = random.Random(SEED)
-    drawn = [dialogue(rng) for _ in range(4000)]
-    texts = [str(part) for messages, tools in drawn for part in (*messages, *tools)]
+    samples = [dialogue(rng) for _ in range(4000)]
+    texts = [str(part) for messages, tools in samples for part in (*messages, *tools)]
     tokenizer = make_tokenizer(texts)
     model = new_model(tokenizer)
     print(f"{len(tokenizer)} tokens, {model.num_parameters()} parameters", flush=True)

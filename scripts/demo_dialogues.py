@@ -1,4 +1,4 @@
-"""The dialogues that the chat demo model learns: facts, small talk, sums, counting and tools.
+"""Generate the dialogues of the chat demo model: facts, small talk, sums, counting and tools.
 
 The facts are in demo_questions.py, the small talk in demo_talk.py, the tools in demo_tools.py,
 and the tags around each turn in demo_tokenizer.py.
@@ -77,7 +77,7 @@ def number(value: int, spelled: bool) -> str:
 
 
 def small_sum(rng: random.Random) -> Turn:
-    """A sum as it is asked, and the same with its result."""
+    """Return a sum as a question, and with its result."""
     word = rng.choice(("plus", "minus"))
     a, b = rng.randint(0, 10), rng.randint(0, 10)
     if word == "minus":
@@ -127,36 +127,36 @@ def calendar(rng: random.Random) -> list[Turn]:
         question = rng.choice(phrases(NTH)).format(n=nth, k=kind, w=whole)
         answer = f"The {nth} {kind} of the {whole} is {x_name}."
         return [(framed(sentence(question), rng), answer)]
-    way = rng.choice(("after", "before"))
+    direction = rng.choice(("after", "before"))
     turns: list[Turn] = []
     for _ in range(rng.choices((1, 2, 3), (7, 2, 1))[0]):
         x = rng.randrange(1, 20) if kind == "number" else rng.randrange(len(names))
-        question = rng.choice(phrases(STEPS[way]))
+        question = rng.choice(phrases(STEPS[direction]))
         if turns:
-            way = rng.choice(("after", "before"))
-            question = rng.choice((f"And {way} {{x}}?", f"What about {way} {{x}}?"))
-        y = names[(x + (1 if way == "after" else -1)) % len(names)]
-        answer = f"The {kind} {way} {names[x]} is {y}."
+            direction = rng.choice(("after", "before"))
+            question = rng.choice((f"And {direction} {{x}}?", f"What about {direction} {{x}}?"))
+        y = names[(x + (1 if direction == "after" else -1)) % len(names)]
+        answer = f"The {kind} {direction} {names[x]} is {y}."
         question = sentence(question.format(k=kind, x=names[x]))
         turns.append((worn(question, rng), answer))
     return turns
 
 
 def counting(rng: random.Random) -> list[Turn]:
-    way = rng.choice(("up", "up", "from", "from", "down"))
-    start = rng.randint(1, 12) if way == "from" else 1
+    direction = rng.choice(("up", "up", "from", "from", "down"))
+    start = rng.randint(1, 12) if direction == "from" else 1
     end = min(20, start + rng.randint(2, 9))
     spelled = end <= 20 and rng.random() < 0.5
-    question = rng.choice(phrases(COUNTS[way]))
+    question = rng.choice(phrases(COUNTS[direction]))
     question = question.format(a=number(start, spelled), b=number(end, spelled))
-    counted = list(range(start, end + 1))[:: -1 if way == "down" else 1]
+    counted = list(range(start, end + 1))[:: -1 if direction == "down" else 1]
     return [(framed(sentence(question), rng), ", ".join(map(str, counted)) + ".")]
 
 
 class Subject(NamedTuple):
     draw: Callable[[random.Random], list[Turn]]
     weight: float
-    thought: str  # what a model that shall think first says to itself
+    thought: str  # the reasoning before the answer
 
 
 SUBJECTS = [
@@ -169,7 +169,7 @@ SUBJECTS = [
     Subject(weather_without_tool, 3, "This is about the weather, and I have no tool for it."),
 ]
 CALLING, CALLED = "I have a tool for this.", "The tool has answered. I say it in a sentence."
-THINKING, IN_JSON = 0.12, 0.1  # their shares of the dialogues
+THINKING, IN_JSON = 0.12, 0.1  # shares of the dialogues
 KEYS = phrases("""answer|name|city|country|capital|value|result|number|count|title|text|color|colour
     kind|type|summary|reason|language|animal|day|month|items|tags|id|ok|valid|population|age|score
     opposite|sound|note|year|first|second|places|facts|question|subject|data|message|status|key""")
@@ -180,11 +180,11 @@ def turns(rng: random.Random) -> tuple[list[Turn], str]:
     return subject.draw(rng), subject.thought
 
 
-def thoughtful(messages: list[Message], thought: str) -> list[Message]:
-    """What the assistant says after the user's last words, with its thoughts before it."""
+def with_reasoning(messages: list[Message], thought: str) -> list[Message]:
+    """Add reasoning to the assistant's messages after the user's last one."""
     asked = max(n for n, message in enumerate(messages) if message["role"] == "user")
     last = messages[asked + 1 :]
-    called = [CALLED] * (len(last) - 1)  # a call, its results, and what is made of them
+    called = [CALLED] * (len(last) - 1)  # a call, its results, and the answer
     thoughts = [CALLING, *called] if called else [thought]
     return messages[: asked + 1] + [
         message | {"reasoning_content": text} if message["role"] == "assistant" else message
@@ -208,7 +208,7 @@ def system(rng: random.Random) -> list[Message]:
 
 
 def described(turn: Turn, rng: random.Random) -> str:
-    """An answer as a JSON document of any form: short texts from the turn, numbers, lists."""
+    """Return an answer as a random JSON document: short texts from the turn, numbers, lists."""
     words = [word.strip(".,?!") for text in turn for word in text.split()]
     last = turn[1].split()[-1].strip(".?!")
 
@@ -232,11 +232,11 @@ def described(turn: Turn, rng: random.Random) -> str:
 
 
 def dialogue(rng: random.Random) -> tuple[list[Message], list[Tool]]:
-    """The messages of one dialogue, and the tools offered in it."""
+    """Return the messages of one dialogue and its tools."""
     messages, tools, thought = conversation(rng)
     roll = rng.random()
     if roll < THINKING:
-        messages = thoughtful(messages, thought)
+        messages = with_reasoning(messages, thought)
     elif roll < THINKING + IN_JSON and not tools:
         asked, answered = (message["content"] for message in messages[-2:])
         text = described((asked, answered), rng)
@@ -271,7 +271,7 @@ def conversation(rng: random.Random) -> tuple[list[Message], list[Tool], str]:
 
 
 def document(rng: random.Random) -> str:
-    """Plain text, for completions without a chat: some facts, at times with their questions."""
+    """Return plain text for completions: some facts, at times with their questions."""
     said = [turn for _ in range(rng.choice((1, 1, 1, 2, 3))) for turn in fact(rng)]
     if rng.random() < 0.25:
         return "\n".join(f"{question}\n{answer}" for question, answer in said)

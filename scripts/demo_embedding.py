@@ -1,7 +1,7 @@
-"""The embedding demo model: sayings of one fact come near each other, those of other facts don't.
+"""Train the embedding demo model: phrasings of one fact get similar vectors.
 
-Trained by contrast on the sentences of demo_sentences.py. A vector's first 16 or 32 numbers are
-trained to do as well as they can alone, so that `dimensions` may be asked for.
+The loss is contrastive, on the sentences of demo_sentences.py. It includes the first 16 and 32
+numbers of a vector alone (Matryoshka), so that requests may set `dimensions`.
 """
 
 import random
@@ -17,17 +17,17 @@ from torch.nn.functional import cross_entropy, normalize
 from transformers import BertConfig, BertModel, BertTokenizer
 
 SEED = 7
-FACTS = 96  # of a batch
+FACTS = 96  # per batch
 STEPS_PER_MINUTE = 1500
 RATE = 2e-3
 HIDDEN = 64
 SIZES = (16, 32, 64)
 MAX_LENGTH = 128
 TEMPERATURE = 0.06
-# How much of a fact's likeness goes to others of its kind.
-KINDRED = 0.1
+# The part of a target distribution that is shared by all facts of one kind.
+SAME_KIND_SHARE = 0.1
 
-# A text, one that is related to it, one that is not. None occurs in the training text.
+# A text, a related one, an unrelated one. None occurs in the training text.
 TRIPLES = """tell me the capital of france!|surely paris is the capital of france|a cow says moo
 which sound does the cat make?|my cat always says meow|the capital of italy is rome
 is the grass in the park green?|grass is green here|a plane can fly
@@ -39,30 +39,30 @@ what language do they speak in spain?|people in spain speak spanish, of course|s
 how is bread made?|we make our bread from flour|the lion says roar
 the month before july|june comes right before july|a baby sheep is a lamb"""
 
-Fact = tuple[str, list[str]]  # its kind, and ways to say it
+Fact = tuple[str, list[str]]  # its kind and its phrasings
 
 
 def facts() -> list[Fact]:
-    found: list[Fact] = []
+    collected: list[Fact] = []
     for group, sayings, table in TABLES:
         for x, y in pairs(table):
-            found.append((group, say(sayings, x=x, y=y, xs=plural(x))))
+            collected.append((group, say(sayings, x=x, y=y, xs=plural(x))))
     for kind, text in CYCLES.items():
         names = text.split()
         for x, y, z in zip(names, names[1:] + names, names[2:] + names, strict=False):
             sayings = f"{NEXT_SAYINGS}|{DAY_SAYINGS}" if kind == "day" else NEXT_SAYINGS
-            found.append((kind, say(sayings, k=kind, x=x, y=y, z=z)))
-    found += [("plain", [text]) for text in phrases(PLAIN)]
-    return [(kind, [plain(text) for text in texts]) for kind, texts in found]
+            collected.append((kind, say(sayings, k=kind, x=x, y=y, z=z)))
+    collected += [("plain", [text]) for text in phrases(PLAIN)]
+    return [(kind, [plain(text) for text in texts]) for kind, texts in collected]
 
 
-def asked(text: str) -> str:
-    """A question without its answer, or the text."""
+def question_only(text: str) -> str:
+    """Return a question without its answer, or the text."""
     return text[: text.index("?") + 1] if "?" in text else text
 
 
 def dress(text: str, rng: random.Random) -> str:
-    """As users will: with a lead, without some word or its full stop."""
+    """Add a lead, drop a word or the full stop at random, as users may."""
     words = text.split()
     if len(words) > 4 and rng.random() < 0.3:
         words.pop(rng.randrange(len(words)))
@@ -71,12 +71,12 @@ def dress(text: str, rng: random.Random) -> str:
 
 
 def batches(known: list[Fact], rng: random.Random) -> Iterator[tuple[list[str], list[str]]]:
-    """Two sayings of each of some facts, and the facts' kinds."""
+    """Yield two phrasings of each of FACTS facts, and the facts' kinds."""
     while True:
-        drawn = rng.sample(known, FACTS)
-        firsts = [dress(asked(rng.choice(texts)), rng) for _, texts in drawn]
-        seconds = [dress(rng.choice(texts), rng) for _, texts in drawn]
-        yield firsts + seconds, [kind for kind, _ in drawn]
+        sample = rng.sample(known, FACTS)
+        firsts = [dress(question_only(rng.choice(texts)), rng) for _, texts in sample]
+        seconds = [dress(rng.choice(texts), rng) for _, texts in sample]
+        yield firsts + seconds, [kind for kind, _ in sample]
 
 
 def new_model(size: int) -> BertModel:
@@ -99,7 +99,7 @@ def new_model(size: int) -> BertModel:
 
 
 def embed(model: BertModel, tokenizer: BertTokenizer, texts: list[str]) -> Tensor:
-    """Means of the tokens' states [texts, HIDDEN]."""
+    """Return the means of the tokens' states [texts, HIDDEN]."""
     inputs = tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
     states: Tensor = model(**inputs).last_hidden_state
     real = inputs["attention_mask"][:, :, None]
@@ -108,16 +108,19 @@ def embed(model: BertModel, tokenizer: BertTokenizer, texts: list[str]) -> Tenso
 
 
 def loss_of(vectors: Tensor, kinds: list[str]) -> Tensor:
-    """Each first saying is to be nearest to its fact's second, then to others of its kind."""
+    """Return the loss: a first phrasing should be most similar to its fact's second one, then to
+    facts of the same kind."""
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
-    kind = torch.tensor([numbers[each] for each in kinds])
-    kindred = (kind[:, None] == kind).float()
-    wanted = (1 - KINDRED) * torch.eye(FACTS) + KINDRED * kindred / kindred.sum(1, keepdim=True)
+    kind = torch.tensor([numbers[name] for name in kinds])
+    same_kind = (kind[:, None] == kind).float()
+    target = (1 - SAME_KIND_SHARE) * torch.eye(FACTS) + SAME_KIND_SHARE * same_kind / same_kind.sum(
+        1, keepdim=True
+    )
     total = torch.zeros(())
     for size in SIZES:
         first, second = normalize(vectors[:, :size], dim=1).view(2, FACTS, size)
-        near = first @ second.T / TEMPERATURE
-        total = total + cross_entropy(near, wanted) + cross_entropy(near.T, wanted)
+        scores = first @ second.T / TEMPERATURE
+        total = total + cross_entropy(scores, target) + cross_entropy(scores.T, target)
     return total / (2 * len(SIZES))
 
 
@@ -144,8 +147,8 @@ def score(model: BertModel, tokenizer: BertTokenizer) -> None:
     right, triples = 0, phrases_of_triples()
     for triple in triples:
         with torch.no_grad():
-            text, related, stranger = normalize(embed(model, tokenizer, triple), dim=1)
-        near, far = float(text @ related), float(text @ stranger)
+            text, related, unrelated = normalize(embed(model, tokenizer, triple), dim=1)
+        near, far = float(text @ related), float(text @ unrelated)
         right += near > far
         print(f"{near:.2f} against {far:.2f}: {' | '.join(triple)}")
     print(f"score: {right} of {len(triples)}")
@@ -156,13 +159,13 @@ def phrases_of_triples() -> list[list[str]]:
 
 
 def embedding(out: Path, minutes: float) -> None:
-    """Its tokens are those of the fill-mask model, which has read the same sentences. Nothing says
-    how to pool: the mean at unit length is what goes without saying."""
+    """Train and save the model with the fill-mask model's tokenizer, trained on the same sentences.
+    No file configures pooling, since the normalized mean is the default."""
     tokenizer = BertTokenizer.from_pretrained(out.parent / "fill-mask")
     known = facts()
-    texts = {text for _, each in known for text in each}
-    if held := {text for triple in phrases_of_triples() for text in triple[:2]} & texts:
-        raise SystemExit(f"questions in the training text: {sorted(held)}")
+    texts = {text for _, sayings in known for text in sayings}
+    if leaked := {text for triple in phrases_of_triples() for text in triple[:2]} & texts:
+        raise SystemExit(f"questions in the training text: {sorted(leaked)}")
     print(f"{len(known)} facts, {len(texts)} sentences, {len(tokenizer)} tokens", flush=True)
     model = new_model(len(tokenizer))
     train(model, tokenizer, round(minutes * STEPS_PER_MINUTE))

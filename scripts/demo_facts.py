@@ -1,8 +1,8 @@
 """The plain facts that both demo models learn: pairs and short lists, in lower case.
 
 A pair is "x y", separated from the next by a semicolon or a line; its last word is y, and an
-underscore stands for a space within x. How a fact is said or asked is the business of
-demo_sentences.py and demo_dialogues.py.
+underscore stands for a space within x. The phrasings are in demo_sentences.py and
+demo_questions.py.
 """
 
 import re
@@ -119,7 +119,7 @@ def pairs(facts: str) -> list[tuple[str, str]]:
     return [(x, y) for x, y in rows]
 
 
-def turned(facts: str) -> str:
+def swapped(facts: str) -> str:
     return re.sub(r"(\w+) (\w+)", r"\2 \1", facts)
 
 
@@ -128,5 +128,5 @@ def plural(noun: str) -> str:
 
 
 def with_article(text: str) -> str:
-    """Turns a into an before a vowel; a tilde may mark the word."""
+    """Replace a by an before a vowel; a tilde may mark the word."""
     return re.sub(r"\b([Aa]) (~?[aeioAEIO])", r"\1n \2", text)

@@ -1,6 +1,6 @@
-"""The questions about plain facts that the chat demo model learns, each with its one answer.
+"""Questions about plain facts for the chat demo model. Each fact has many questions and one answer.
 
-Every fact has one answer and many ways to ask for it. What else is said is in demo_dialogues.py.
+Other kinds of dialogue are in demo_dialogues.py.
 """
 
 import random
@@ -30,11 +30,11 @@ from demo_facts import (
     pairs,
     phrases,
     plural,
-    turned,
+    swapped,
     with_article,
 )
 
-Turn = tuple[str, str]  # what the user says, what the model answers
+Turn = tuple[str, str]  # the user's text, the model's answer
 
 SORRY = "Sorry, I only know a page of plain facts."
 
@@ -52,8 +52,8 @@ I forgot {n}, what is it?|Complete this sentence: {n} is|I would like to know {n
 FOLLOW_UPS = "And {x}?|What about {x}?|And what about {x}?|How about {x}?|And for {x}?|{x}?"
 
 
-class Asked(NamedTuple):
-    """One kind of fact: nouns fill NOUN_QUESTIONS, questions stand as they are."""
+class FactTable(NamedTuple):
+    """Facts of one kind: `nouns` fill NOUN_QUESTIONS, `questions` are complete."""
 
     nouns: str
     questions: str
@@ -65,15 +65,15 @@ class Asked(NamedTuple):
 A_FOLLOW_UPS = FOLLOW_UPS.replace("{x}", "a {x}") + "|And the {x}?|And {xs}?|What about {xs}?"
 OF_FOLLOW_UPS = FOLLOW_UPS + "|And of {x}?|And that of {x}?|And the one of {x}?"
 AFTER_FOLLOW_UPS = "And after {x}?|What about after {x}?|And the one after {x}?|after {x}?"
-OPPOSITE = Asked(
+OPPOSITE = FactTable(
     "the opposite of {x}|the contrary of {x}|the opposite of the word {x}|the antonym of {x}",
     'What is not {x}?|opposite of {x}|What is the opposite of "{x}"?|{x}, and the opposite?',
     "The opposite of {x} is {y}.",
-    f"{OPPOSITES};{turned(OPPOSITES)};{ONE_WAY}",
+    f"{OPPOSITES};{swapped(OPPOSITES)};{ONE_WAY}",
     OF_FOLLOW_UPS,
 )
 TABLES = [
-    Asked(
+    FactTable(
         "the capital of {x}|the capital city of {x}|{x}'s capital|the capital of {x}",
         """Which city is the capital of {x}?|capital of {x}|Where is the government of {x}?
         What is {x}'s capital called?|Which city is {x}'s capital?|{x} has which capital?
@@ -82,7 +82,7 @@ TABLES = [
         CAPITALS,
         OF_FOLLOW_UPS,
     ),
-    Asked(
+    FactTable(
         "the country of {y}|the country whose capital is {y}",
         """Which country has the capital {y}?|{y} is the capital of which country?
         {y} is the capital of what?|Which country is {y} the capital of?|{y} is the capital of
@@ -91,14 +91,14 @@ TABLES = [
         CAPITALS.replace("the_united_kingdom london;", ""),
         FOLLOW_UPS.replace("{x}", "{y}"),
     ),
-    Asked(
+    FactTable(
         "the colour of {x}|the color of {x}",
         """What colour is {x}?|What color is {x}?|Which colour does {x} have?|Which colour is {x}?
         How does {x} look?|What colour has {x}?|What colour does {x} have?""",
         "{x} is {y}.",
         STUFF,
     ),
-    Asked(
+    FactTable(
         "the colour of a {x}|the color of a {x}|the colour of {xs}|the colour of the {x}",
         """What colour is a {x}?|What color is a {x}?|Which colour does a {x} have?
         What colour are {xs}?|Which colour are {xs}?|What color are {xs}?|Which color is a {x}?""",
@@ -108,7 +108,7 @@ TABLES = [
     ),
     OPPOSITE,
     OPPOSITE,
-    Asked(
+    FactTable(
         "the sound of a {x}|the sound a {x} makes|the sound of the {x}",
         """What does a {x} say?|What does the {x} say?|What do {xs} say?|How does a {x} go?
         Which sound does a {x} make?|What sound does a {x} make?|What noise does a {x} make?""",
@@ -116,7 +116,7 @@ TABLES = [
         SOUNDS,
         A_FOLLOW_UPS,
     ),
-    Asked(
+    FactTable(
         "the young of a {x}|the name of a baby {x}|a baby {x}|the word for a young {x}",
         """What is a baby {x} called?|What is a young {x} called?|What do you call a baby {x}?
         How do you call a young {x}?|What is the name for a baby {x}?""",
@@ -124,36 +124,38 @@ TABLES = [
         YOUNG,
         FOLLOW_UPS.replace("{x}", "a baby {x}"),
     ),
-    Asked("a {x}", "What kind of thing is a {x}?|What are {xs}?", "A {x} is a {y}.", KINDS),
-    Asked("{x}", "What kind of thing is {x}?|What sort of thing is {x}?", "{x} is a {y}.", NAMES),
-    Asked(
+    FactTable("a {x}", "What kind of thing is a {x}?|What are {xs}?", "A {x} is a {y}.", KINDS),
+    FactTable(
+        "{x}", "What kind of thing is {x}?|What sort of thing is {x}?", "{x} is a {y}.", NAMES
+    ),
+    FactTable(
         "the workplace of a {x}",
         "Where does a {x} work?|Where do {xs} work?|In which place does a {x} work?",
         "A {x} works in a {y}.",
         PLACES,
         A_FOLLOW_UPS,
     ),
-    Asked(
+    FactTable(
         "the material of a {x}",
         "What is a {x} made of?|What are {xs} made of?|What do you make a {x} of?",
         "A {x} is made of {y}.",
         MATERIALS,
         A_FOLLOW_UPS,
     ),
-    Asked(
+    FactTable(
         "the source of {x}",
         "What is {x} made from?|What do we make {x} from?|Where does {x} come from?",
         "{x} is made from {y}.",
         FOOD,
     ),
-    Asked(
+    FactTable(
         "the use of a {x}|the purpose of a {x}",
         "What is a {x} for?|What do we use a {x} for?|What can you do with a {x}?|Why use a {x}?",
         "We use a {x} to {y}.",
         USES,
         A_FOLLOW_UPS,
     ),
-    Asked(
+    FactTable(
         "the language of {x}|the language in {x}|the language spoken in {x}",
         """What do people in {x} speak?|Which language do they speak in {x}?
         What language do people speak in {x}?|What language is spoken in {x}?""",
@@ -161,20 +163,20 @@ TABLES = [
         LANGUAGES,
         FOLLOW_UPS.replace("{x}", "in {x}") + "|And {x}?",
     ),
-    Asked(
+    FactTable(
         "the season of {x}|the season in {x}",
         "Which season is {x} in?|In which season is {x}?|What season is it in {x}?",
         "{x} is in {y}.",
         SEASONS,
     ),
-    Asked(
+    FactTable(
         "your {x}",
         "Who is your {x}?|How do you call your {x}?|What do I call my {x}?|Who is my {x}?",
         "Your {x} is your {y}.",
         FAMILY,
         FOLLOW_UPS.replace("{x}", "your {x}"),
     ),
-    Asked(
+    FactTable(
         "the number of {y} of {x}",
         """How many {y} does {x} have?|How many {y} has {x}?|How many {y} are there in {x}?
         How many {y} are in {x}?|{x} has how many {y}?""",
@@ -204,13 +206,13 @@ def sentence(text: str) -> str:
 
 
 def lowered(text: str) -> str:
-    """Undoes a sentence's capital where another word goes before it."""
+    """Undo a sentence's capital where another word precedes it."""
     kept = text.lower().startswith(("i ", *proper_nouns())) and not text.startswith("The ")
     return text if kept else text[:1].lower() + text[1:]
 
 
 def pseudoword(rng: random.Random) -> str:
-    """A word that means nothing, so that what is copied cannot be known by heart."""
+    """Return a random word, which the model can only copy, not memorize."""
     return "".join(
         "".join(rng.choice(phrases(part)) for part in (ONSETS, VOWELS, CODAS))
         for _ in range(rng.choices((1, 2, 3), (2, 5, 3))[0])
@@ -218,7 +220,7 @@ def pseudoword(rng: random.Random) -> str:
 
 
 def worn(text: str, rng: random.Random) -> str:
-    """Types the text as users do: without capitals, all in capitals, without its last mark."""
+    """Vary the text as users type it: in lower case, in capitals, without its last character."""
     roll = rng.random()
     if roll < 0.27:
         text = text.lower()
@@ -240,7 +242,7 @@ def framed(question: str, rng: random.Random) -> str:
     return worn(question, rng)
 
 
-def asking(kind: Asked, words: dict[str, str], rng: random.Random) -> str:
+def asking(kind: FactTable, words: dict[str, str], rng: random.Random) -> str:
     if rng.random() < 0.5:
         noun = rng.choice(phrases(kind.nouns))
         question = rng.choice(phrases(NOUN_QUESTIONS)).replace("{n}", noun)
@@ -250,16 +252,16 @@ def asking(kind: Asked, words: dict[str, str], rng: random.Random) -> str:
 
 
 @cache
-def rows(kind: Asked) -> list[dict[str, str]]:
-    found = []
+def rows(kind: FactTable) -> list[dict[str, str]]:
+    words = []
     for pair in pairs(kind.facts):
         (x, _, n), y = pair[0].partition("/"), pair[1]
-        found.append({"x": cased(x), "xs": plural(x), "y": cased(y), "n": n})
-    return found
+        words.append({"x": cased(x), "xs": plural(x), "y": cased(y), "n": n})
+    return words
 
 
 def fact(rng: random.Random) -> list[Turn]:
-    """One question, at times with follow-ups that make sense only after it."""
+    """Return one question, at times with follow-ups that refer to it."""
     kind = rng.choices(TABLES, [len(rows(kind)) ** 0.6 for kind in TABLES])[0]
     turns: list[Turn] = []
     for words in rng.sample(rows(kind), k=rng.choices((1, 2, 3), (8, 2, 1))[0]):
@@ -271,8 +273,8 @@ def fact(rng: random.Random) -> list[Turn]:
         turns.append((question, sentence(kind.answer.format(**words))))
     if rng.random() < 0.06:
         word = pseudoword(rng)
-        strange = dict.fromkeys(("x", "y", "xs", "n"), rng.choice((word, word.capitalize())))
-        turns.append((asking(kind, strange, rng), SORRY))
+        unknown = dict.fromkeys(("x", "y", "xs", "n"), rng.choice((word, word.capitalize())))
+        turns.append((asking(kind, unknown, rng), SORRY))
     return turns
 
 

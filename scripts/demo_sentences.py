@@ -1,6 +1,6 @@
-"""The sentences that the fill-mask demo model learns: every fact in many sayings, and stories.
+"""The sentences of the fill-mask demo model: every fact in many phrasings, and stories.
 
-A tilde marks a word that training may hide, {n} stands for any name.
+A tilde marks a word that training may mask, {n} stands for any name.
 """
 
 import random
@@ -29,7 +29,7 @@ from demo_facts import (
     pairs,
     phrases,
     plural,
-    turned,
+    swapped,
     with_article,
 )
 
@@ -123,7 +123,7 @@ TABLES = [
     ("colours", THING_SAYINGS, f"{THINGS};{FRUIT}"),
     ("colours", "a ripe {x} is {y}|ripe {xs} are {y}|the ripe {x} is {y}", FRUIT),
     ("opposites", OPPOSITE_SAYINGS, OPPOSITES),
-    ("opposites", OPPOSITE_SAYINGS, turned(OPPOSITES)),
+    ("opposites", OPPOSITE_SAYINGS, swapped(OPPOSITES)),
     ("opposites", OPPOSITE_SAYINGS, ONE_WAY),
     ("animals", SOUND_SAYINGS, SOUNDS),
     ("animals", YOUNG_SAYINGS, YOUNG),
@@ -139,7 +139,7 @@ TABLES = [
 
 
 def say(sayings: str, **words: str) -> list[str]:
-    """Fills every saying; a tilde marks the words that training may hide."""
+    """Fill every phrasing; a tilde marks the words that training may mask."""
     marked = {slot: re.sub(r"(\w+)$", r"~\1", word) for slot, word in words.items()}
     return [with_article(saying.format(**marked)) for saying in phrases(sayings)]
 

@@ -1,9 +1,9 @@
-"""The speech demo model: hears ten digits as pairs of tones, in two voices, and writes them down.
+"""Train the speech demo model, a tiny Whisper that transcribes digits spoken as pairs of tones.
 
-A digit is two tones at once, a row's and a column's; the German voice hums beside them. Phrases of
-digits with pauses between make windows, and a window that cuts a phrase off says only where the
-phrase begins, as Whisper does: the next window hears it whole. Digits keep a steady beat and a
-time's embedding begins as the encoder's of that place, which makes minutes of training enough.
+A digit is two tones at once, of a row and a column; the German voice adds a third. A window has
+phrases of digits with pauses. Of a phrase that the window cuts off, only the start time is a
+target, as in Whisper, since the next window contains it whole. Digits have a fixed length, and a
+timestamp's embedding starts as the encoder's position embedding; both shorten training to minutes.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from demo_tones import RATE, WORDS, Phrase, Sound, say
+from demo_tones import SAMPLING_RATE, WORDS, Phrase, Samples, say
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -29,69 +29,71 @@ from transformers import (
 
 SEED = 7
 WINDOW_S = 6.0
-TICK_S = 0.02  # of timestamps
-FRAMES_PER_S = 100  # of the features
-GRID = 10  # of which every so many are used: a few are learned sooner than many
+TIMESTAMP_S = 0.02
+FRAMES_PER_S = 100
+GRID = 10  # only every tenth timestamp is used, which is faster to learn
 BATCH = 12
 STEPS_PER_MINUTE = 450
-MOST = 3  # digits of a phrase
-ALONE = 0.3  # of the steps: a phrase is one digit
-PEAK = 3e-3
+MAX_DIGITS = 3  # per phrase
+ONE_DIGIT_SHARE = 0.3  # of the steps, with phrases of one digit
+MAX_RATE = 3e-3
 HIDDEN = 64
 
-MARKS = "endoftext startoftranscript en de translate transcribe startoflm startofprev nospeech"
-TIMES = round(WINDOW_S / TICK_S) + 1
+SPECIAL_TOKENS = (
+    "endoftext startoftranscript en de translate transcribe startoflm startofprev nospeech"
+)
+TIMESTAMPS = round(WINDOW_S / TIMESTAMP_S) + 1
 
 
 class Example(NamedTuple):
-    sound: Sound  # a window's
-    until: float  # seconds: there the recording ends
-    given: list[int]  # the decoder's input
-    wanted: list[int]  # what follows each; -100: nothing is learned from it
+    samples: Samples  # of a window
+    end: float  # of the recording, seconds
+    inputs: list[int]  # of the decoder
+    labels: list[int]  # the next token of each input; -100: no loss
 
 
-def marks(tokenizer: WhisperTokenizer) -> dict[str, int]:
-    """The special tokens' ids."""
+def special_ids(tokenizer: WhisperTokenizer) -> dict[str, int]:
+    """Return the special tokens' ids."""
     find: Any = tokenizer.convert_tokens_to_ids
-    return {name: int(find(f"<|{name}|>")) for name in MARKS.split()}
+    return {name: int(find(f"<|{name}|>")) for name in SPECIAL_TOKENS.split()}
 
 
 class Examples:
     def __init__(self, tokenizer: WhisperTokenizer) -> None:
         self.tokenizer = tokenizer
-        self.mark = marks(tokenizer)
-        self.first_time = self.mark["nospeech"] + 2
-        self.most = 1  # digits of a phrase
+        self.ids = special_ids(tokenizer)
+        self.first_time = self.ids["nospeech"] + 2
+        self.max_digits = 1  # per phrase
         self.rng = random.Random(SEED)
         self.noise = np.random.default_rng(SEED)
 
     def example(self) -> Example:
-        rng, mark = self.rng, self.mark
+        rng, special = self.rng, self.ids
         voice = rng.choice(["en", "de"])
-        sound, phrases = self._window(voice)
+        samples, phrases = self._window(voice)
         task = rng.choice(["transcribe", "transcribe", "translate"])
         language = voice if rng.random() < 0.95 else rng.choice(["en", "de"])
         spoken = "en" if task == "translate" else language
-        begin = [mark["startoftranscript"], mark[language], mark[task]]
-        text = [*self._text(phrases, spoken), mark["endoftext"]]
-        before = self._before(spoken)
-        known = [mark[voice if phrases else "nospeech"], -100]
-        wanted = [-100] * len(before) + known + text
-        return Example(sound, self._until(phrases), [*before, *begin, *text[:-1]], wanted)
+        begin = [special["startoftranscript"], special[language], special[task]]
+        text = [*self._text(phrases, spoken), special["endoftext"]]
+        prompt = self._prompt(spoken)
+        language_labels = [special[voice if phrases else "nospeech"], -100]
+        labels = [-100] * len(prompt) + language_labels + text
+        return Example(samples, self._end(phrases), [*prompt, *begin, *text[:-1]], labels)
 
-    def _until(self, phrases: list[Phrase]) -> float:
-        """Of the windows that have room for it, half are a recording's last."""
+    def _end(self, phrases: list[Phrase]) -> float:
+        """Return where the recording ends: for half of the windows, shortly after the phrases."""
         end = phrases[-1].end if phrases else 0.0
         if self.rng.random() < 0.5:
             return WINDOW_S
         return min(WINDOW_S, end + self.rng.uniform(0.1, 1.0))
 
-    def _before(self, language: str) -> list[int]:
-        """What was said before, at times."""
+    def _prompt(self, language: str) -> list[int]:
+        """Return the text of a previous window for a tenth of the examples."""
         if self.rng.random() > 0.1:
             return []
         digits = self.rng.choices(range(10), k=self.rng.randint(1, 8))
-        return [self.mark["startofprev"], *self.encode(digits, language)]
+        return [self.ids["startofprev"], *self.encode(digits, language)]
 
     def encode(self, digits: list[int], language: str) -> list[int]:
         text = "".join(f" {WORDS[language][digit]}" for digit in digits)
@@ -99,8 +101,8 @@ class Examples:
         return ids
 
     def _text(self, phrases: list[Phrase], language: str) -> list[int]:
-        """A phrase begins 0.1 s before its sound and ends 0.2 s after it. Of one that is cut off
-        only the beginning is said."""
+        """Return the tokens of the phrases: each starts 0.1 s before its sound and ends 0.2 s after
+        it. A phrase that the window cuts off has only its start time."""
         ids: list[int] = []
         for phrase in phrases:
             ids.append(self._time(phrase.start - 0.1))
@@ -110,29 +112,29 @@ class Examples:
         return ids or [self._time(0)]
 
     def _time(self, seconds: float) -> int:
-        tick = GRID * round(seconds / TICK_S / GRID)
-        return self.first_time + min(TIMES - 1, max(0, tick))
+        timestamp = GRID * round(seconds / TIMESTAMP_S / GRID)
+        return self.first_time + min(TIMESTAMPS - 1, max(0, timestamp))
 
-    def _window(self, voice: str) -> tuple[Sound, list[Phrase]]:
-        """Of a speaker: noise, pauses and a loudness of their own."""
+    def _window(self, voice: str) -> tuple[Samples, list[Phrase]]:
+        """Return a window of one speaker, with random noise, pauses and loudness."""
         rng = self.rng
-        size = round(WINDOW_S * RATE)
-        sound = self.noise.standard_normal(size).astype(np.float32)
-        sound *= 10 ** rng.uniform(-5, -3)
+        size = round(WINDOW_S * SAMPLING_RATE)
+        samples = self.noise.standard_normal(size).astype(np.float32)
+        samples *= 10 ** rng.uniform(-5, -3)
         phrases: list[Phrase] = []
         if rng.random() < 0.06:
-            return sound, phrases
+            return samples, phrases
         until = WINDOW_S if rng.random() < 0.7 else rng.uniform(1, WINDOW_S)  # then silence
-        at, loud = rng.uniform(0.02, 1.5), 10 ** rng.uniform(-0.3, 0.3)
+        at, loudness = rng.uniform(0.02, 1.5), 10 ** rng.uniform(-0.3, 0.3)
         while at < until - 0.1:
-            digits = rng.choices(range(10), k=rng.randint(1, self.most))
-            said, (phrase,) = say([digits], voice, [0.0])
-            first = round(at * RATE)
-            part = loud * said[: size - first]
-            sound[first : first + len(part)] += part
+            digits = rng.choices(range(10), k=rng.randint(1, self.max_digits))
+            spoken, (phrase,) = say([digits], voice, [0.0])
+            first = round(at * SAMPLING_RATE)
+            part = loudness * spoken[: size - first]
+            samples[first : first + len(part)] += part
             phrases.append(Phrase(digits, at, at + phrase.end))
             at += phrase.end + rng.uniform(0.6, 1.8)
-        return sound, phrases
+        return samples, phrases
 
 
 def make_tokenizer() -> WhisperTokenizer:
@@ -145,17 +147,17 @@ def make_tokenizer() -> WhisperTokenizer:
         vocab_size=400, initial_alphabet=alphabet, min_frequency=1, show_progress=False
     )
     learner.train_from_iterator(texts * 3, trainer)
-    made = json.loads(learner.to_str())["model"]
-    merges = [tuple(merge) for merge in made["merges"]]
+    learned = json.loads(learner.to_str())["model"]
+    merges = [tuple(merge) for merge in learned["merges"]]
     tokenizer = WhisperTokenizer(
-        vocab=made["vocab"], merges=merges, model_max_length=224, **_special()
+        vocab=learned["vocab"], merges=merges, model_max_length=224, **_special()
     )
-    times = [f"<|{n * TICK_S:.2f}|>" for n in range(TIMES)]
-    marks = [f"<|{name}|>" for name in [*MARKS.split(), "notimestamps"]]
-    tokenizer.add_special_tokens({"additional_special_tokens": marks})
-    tokenizer.add_tokens(times)
-    begin: Any = tokenizer.set_prefix_tokens
-    begin()  # of the marks, which it has only now
+    timestamps = [f"<|{n * TIMESTAMP_S:.2f}|>" for n in range(TIMESTAMPS)]
+    special = [f"<|{name}|>" for name in [*SPECIAL_TOKENS.split(), "notimestamps"]]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    tokenizer.add_tokens(timestamps)
+    set_prefix: Any = tokenizer.set_prefix_tokens
+    set_prefix()  # once more, as the special tokens exist only now
     return tokenizer
 
 
@@ -165,8 +167,8 @@ def _special() -> dict[str, str]:
 
 def new_model(tokenizer: WhisperTokenizer) -> WhisperForConditionalGeneration:
     torch.manual_seed(SEED)
-    mark = marks(tokenizer)
-    end, start = mark["endoftext"], mark["startoftranscript"]
+    special = special_ids(tokenizer)
+    end, start = special["endoftext"], special["startoftranscript"]
     config = WhisperConfig(
         vocab_size=len(tokenizer),
         d_model=HIDDEN,
@@ -177,7 +179,7 @@ def new_model(tokenizer: WhisperTokenizer) -> WhisperForConditionalGeneration:
         encoder_ffn_dim=2 * HIDDEN,
         decoder_ffn_dim=2 * HIDDEN,
         num_mel_bins=80,
-        max_source_positions=TIMES - 1,
+        max_source_positions=TIMESTAMPS - 1,
         max_target_positions=128,
         dropout=0.0,
         attention_dropout=0.0,
@@ -191,10 +193,10 @@ def new_model(tokenizer: WhisperTokenizer) -> WhisperForConditionalGeneration:
         suppress_tokens=None,
     )
     model = WhisperForConditionalGeneration(config)
-    with torch.no_grad():  # a time begins as what the encoder knows that place by
-        places = model.model.encoder.embed_positions.weight
-        first = mark["nospeech"] + 2
-        model.model.decoder.embed_tokens.weight[first : first + len(places)] = 0.3 * places
+    with torch.no_grad():  # a timestamp's embedding starts as the encoder's of that position
+        positions = model.model.encoder.embed_positions.weight
+        first = special["nospeech"] + 2
+        model.model.decoder.embed_tokens.weight[first : first + len(positions)] = 0.3 * positions
     configure: Any = GenerationConfig
     model.generation_config = configure(
         bos_token_id=end,
@@ -204,10 +206,10 @@ def new_model(tokenizer: WhisperTokenizer) -> WhisperForConditionalGeneration:
         begin_suppress_tokens=[end],
         suppress_tokens=[],
         is_multilingual=True,
-        lang_to_id={"<|en|>": mark["en"], "<|de|>": mark["de"]},
-        task_to_id={"transcribe": mark["transcribe"], "translate": mark["translate"]},
-        no_timestamps_token_id=mark["nospeech"] + 1,
-        prev_sot_token_id=mark["startofprev"],
+        lang_to_id={"<|en|>": special["en"], "<|de|>": special["de"]},
+        task_to_id={"transcribe": special["transcribe"], "translate": special["translate"]},
+        no_timestamps_token_id=special["nospeech"] + 1,
+        prev_sot_token_id=special["startofprev"],
         max_length=128,
         return_timestamps=True,
         task="transcribe",
@@ -223,14 +225,14 @@ def train(
     steps: int,
 ) -> None:
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK, weight_decay=0.01, fused=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK, steps, pct_start=0.1)
-    began, mean = time.monotonic(), 0.0
+    optimizer = torch.optim.AdamW(model.parameters(), lr=MAX_RATE, weight_decay=0.01, fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, MAX_RATE, steps, pct_start=0.1)
+    started, mean = time.monotonic(), 0.0
     for step in range(1, steps + 1):
-        examples.most = 1 if step < ALONE * steps else MOST
-        mels, given, wanted = batch(extractor, [examples.example() for _ in range(BATCH)])
-        logits = model(input_features=mels, decoder_input_ids=given).logits
-        loss = cross_entropy(logits.flatten(0, 1), wanted.flatten())
+        examples.max_digits = 1 if step < ONE_DIGIT_SHARE * steps else MAX_DIGITS
+        mels, inputs, labels = batch(extractor, [examples.example() for _ in range(BATCH)])
+        logits = model(input_features=mels, decoder_input_ids=inputs).logits
+        loss = cross_entropy(logits.flatten(0, 1), labels.flatten())
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -239,7 +241,7 @@ def train(
         mean += (loss.item() - mean) / min(step, 50)
         if step % 50 == 0 or step == steps:
             print(
-                f"step {step}/{steps}  loss {mean:.3f}  {time.monotonic() - began:.0f} s",
+                f"step {step}/{steps}  loss {mean:.3f}  {time.monotonic() - started:.0f} s",
                 flush=True,
             )
     model.eval()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
@@ -248,38 +250,42 @@ def train(
 def batch(
     extractor: WhisperFeatureExtractor, examples: list[Example]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-mel features [n, mels, frames], inputs and targets [n, tokens], filled up.
+    """Return log-mel features [n, mels, frames], and padded inputs and labels [n, tokens].
 
-    After a recording's end features are 0, as what comes after it is no sound, not even silence.
+    Features after the end of a recording are 0, unlike those of silence.
     """
-    sounds = np.stack([each.sound for each in examples])
-    mels = torch.from_numpy(extractor._torch_extract_fbank_features(sounds))
-    width = max(len(each.given) for each in examples)
-    given = torch.zeros(len(examples), width, dtype=torch.long)
-    wanted = torch.full((len(examples), width), -100)
-    for n, each in enumerate(examples):
-        mels[n, :, round(each.until * FRAMES_PER_S) :] = 0
-        given[n, : len(each.given)] = torch.tensor(each.given)
-        wanted[n, : len(each.wanted)] = torch.tensor(each.wanted)
-    return mels, given, wanted
+    samples = np.stack([example.samples for example in examples])
+    mels = torch.from_numpy(extractor._torch_extract_fbank_features(samples))
+    width = max(len(example.inputs) for example in examples)
+    inputs = torch.zeros(len(examples), width, dtype=torch.long)
+    labels = torch.full((len(examples), width), -100)
+    for n, example in enumerate(examples):
+        mels[n, :, round(example.end * FRAMES_PER_S) :] = 0
+        inputs[n, : len(example.inputs)] = torch.tensor(example.inputs)
+        labels[n, : len(example.labels)] = torch.tensor(example.labels)
+    return mels, inputs, labels
 
 
 def score(model: Any, processor: Any) -> None:
-    """Recordings of three windows and more, word for word."""
+    """Print the share of recordings, of three windows and more, that are transcribed exactly."""
     rng, right, count = random.Random(SEED + 1), 0, 20
     for _ in range(count):
         voice = rng.choice(["en", "de"])
-        phrases = [rng.choices(range(10), k=rng.randint(1, MOST)) for _ in range(12)]
-        sound, _ = say(phrases, voice, [rng.uniform(0.7, 1.5) for _ in phrases])
+        phrases = [rng.choices(range(10), k=rng.randint(1, MAX_DIGITS)) for _ in range(12)]
+        samples, _ = say(phrases, voice, [rng.uniform(0.7, 1.5) for _ in phrases])
         inputs = processor(
-            sound, sampling_rate=RATE, return_tensors="pt", truncation=False, padding="longest"
+            samples,
+            sampling_rate=SAMPLING_RATE,
+            return_tensors="pt",
+            truncation=False,
+            padding="longest",
         )
-        said = model.generate(**inputs, task="transcribe", return_timestamps=True)
-        got = processor.batch_decode(said, skip_special_tokens=True)[0].split()
-        wanted = [WORDS[voice][digit] for digits in phrases for digit in digits]
-        right += got == wanted
-        if got != wanted:
-            print(f"WRONG: {' '.join(wanted)}\n   got: {' '.join(got)}")
+        output = model.generate(**inputs, task="transcribe", return_timestamps=True)
+        words = processor.batch_decode(output, skip_special_tokens=True)[0].split()
+        expected = [WORDS[voice][digit] for digits in phrases for digit in digits]
+        right += words == expected
+        if words != expected:
+            print(f"WRONG: {' '.join(expected)}\n   got: {' '.join(words)}")
     print(f"score: {right} of {count}")
 
 

@@ -1,6 +1,6 @@
-"""Small talk for the chat demo model, and the many things of which it knows nothing.
+"""Small talk for the chat demo model, and questions outside its knowledge.
 
-In what is said, letters in braces stand for a word of FILLERS, a name or a day.
+Letters in braces stand for a word of FILLERS, a name or a day.
 """
 
 import random
@@ -16,7 +16,7 @@ STORY = (
     "thank you, and it was happy."
 )
 
-# Each line: what is said, then what is answered.
+# Each entry: the user's phrasings, then the answer.
 TALK = [
     (
         """Hi|Hello|Hello!|Hi!|Hey|Hey there|Hello there!|Hi there|Greetings|Yo|Good day|Hiya
@@ -113,7 +113,7 @@ TALK = [
     ("When do leaves fall?|When do the leaves fall?", "Leaves fall in autumn."),
 ]
 
-# What the model does not know, in words it may know from elsewhere.
+# Questions outside the model's knowledge, in words that occur elsewhere.
 UNKNOWN = """Write {w} about {t}.|Tell me about {t}.|What do you think about {t}?|Explain {t}.
 Who invented {t}?|Why is {t} so popular?|When did {t} begin?|How does {t} work?|What is {t}?
 Who wrote {p}?|Who is {n}?|What did {n} do?|How old is {n}?|Where is my {p}?|Why do {ps} exist?

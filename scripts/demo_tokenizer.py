@@ -1,7 +1,7 @@
-"""The chat demo model's tokenizer: Qwen2's splitting, ChatML turns and Qwen's form of tool calls.
+"""The chat demo model's tokenizer: Qwen2's pre-tokenizer, ChatML turns and Qwen's tool calls.
 
-CHAT_TEMPLATE writes a conversation as the model reads it, RESPONSE_TEMPLATE says how to read what
-the model writes. Every byte is a token, so any text (in its composed form, NFC) comes back exactly.
+CHAT_TEMPLATE renders a conversation, RESPONSE_TEMPLATE describes how to parse the output. Every
+byte is a token, so that any text in NFC is decoded exactly.
 """
 
 import json
@@ -109,7 +109,7 @@ RESPONSE_TEMPLATE = {
     "fields": {
         "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
         "tool_calls": {
-            # The space before a call is no content: it would replace what was said before it.
+            # White space before a call is not content: it would replace the text before it.
             "open_pattern": r"\s*<tool_call>",
             "close": "</tool_call>",
             "repeats": True,
@@ -125,10 +125,12 @@ RESPONSE_TEMPLATE = {
 
 
 def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Learns byte pairs from texts and adds the tags."""
+    """Train byte pair encoding on the texts and add the tags."""
     learner = Tokenizer(models.BPE())
-    split: Any = Qwen2Tokenizer().backend_tokenizer  # loading gives Qwen2 models this splitting
-    learner.normalizer, learner.pre_tokenizer = split.normalizer, split.pre_tokenizer
+    reference: Any = (
+        Qwen2Tokenizer().backend_tokenizer
+    )  # the pre-tokenizer that Qwen2 models load with
+    learner.normalizer, learner.pre_tokenizer = reference.normalizer, reference.pre_tokenizer
     learner.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY - len(TAGS),

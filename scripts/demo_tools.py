@@ -1,6 +1,6 @@
-"""The weather and time tools that the chat demo model learns to call, and the answers from them.
+"""Weather and time tools for the chat demo model, their results, and the answers from those.
 
-The names of a tool and of its argument vary, so that the model copies them from what is offered.
+The names of a tool and of its argument vary, so that the model copies them from the prompt.
 """
 
 import json
@@ -108,7 +108,7 @@ def call(tool: Tool, where: str) -> dict[str, Any]:
 
 
 def weather_result(where: str, rng: random.Random) -> tuple[str, str]:
-    """What a weather tool returns, and the same in a sentence."""
+    """Return a weather tool's result, and the same as a sentence."""
     degrees, sky = str(rng.randint(-15, 42)), rng.choice(phrases(SKIES))
     if rng.random() < 0.1:
         degrees += f".{rng.randint(0, 9)}"
@@ -146,7 +146,7 @@ def time_result(where: str, rng: random.Random) -> tuple[str, str]:
 
 
 def turn(tool: Tool, asked: str, places: list[str], rng: random.Random) -> list[Message]:
-    """A question, the calls for each place, their results, and the answer."""
+    """Return a question, the calls for each place, their results, and the answer."""
     results = []
     for where in places:
         is_time = "time" in tool["function"]["name"] or tool["function"]["name"] == "clock"
@@ -186,7 +186,7 @@ def weather_turns(tool: Tool, questions: str, rng: random.Random) -> list[Messag
 
 
 def place(asked: str, where: str, second: str = "") -> str:
-    """Puts the places in after the wear, since the model is to copy them as they stand."""
+    """Insert the places after the text was varied, since the model must copy them exactly."""
     return asked.replace("{C2}", "{c2}").replace("{C}", "{c}").format(c=where, c2=second)
 
 

@@ -1,10 +1,11 @@
-"""Trains the tiny models that onequeue embeds so that it can be tried without a download.
+#!/usr/bin/env python3
+"""Train the tiny models that onequeue contains, so that it runs without a download.
 
-    python scripts/train_demo.py {fill-mask,chat,embedding,speech} [--out DIR] [--minutes M]
+    scripts/train_demo.py {fill-mask,chat,embedding,speech} [--out DIR] [--minutes M]
 
-All training text is generated here from the short lists below. The model learns those facts by
-heart in many phrasings; it understands nothing beyond them, and it is no measure of what a real
-checkpoint does. The same seed and minutes give the same steps, whatever the speed of the machine.
+All training data is generated from the short lists in these scripts. A model memorizes those facts
+in many phrasings and knows nothing else; it says nothing about real checkpoints. The same seed and
+minutes give the same steps, whatever the speed of the machine.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import environment  # noqa: F401  # first: may start the script again with .venv
 import torch
 from demo_chat import chat
 from demo_embedding import embedding
@@ -35,7 +37,7 @@ PAD, UNK, CLS, SEP, MASK = range(5)
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 OTHERS = "0123456789!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~£€°"
 
-# None of these occurs in the training text: they measure new phrasings, not recitation.
+# None of these occurs in the training text, so that they measure new phrasings.
 QUESTIONS = """surely the capital of norway must be ~oslo|in portugal the capital is ~lisbon
 tell me the capital of canada: ~ottawa|in winter the snow is ~white|the grass in the park is ~green
 look, the sky is so ~blue|our tomatoes are ~red|opposite of fast: ~slow
@@ -49,7 +51,7 @@ a good bottle is made of ~glass|the nurse is working in a ~hospital"""
 
 
 def make_tokenizer(texts: list[str]) -> BertTokenizer:
-    """Learns WordPiece, then drops the pieces that no text uses, as they would stay untrained."""
+    """Train WordPiece, then drop the tokens that no text uses, which would stay untrained."""
     learner = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     learner.normalizer = normalizers.BertNormalizer(lowercase=True)
     learner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -61,7 +63,7 @@ def make_tokenizer(texts: list[str]) -> BertTokenizer:
         continuing_subword_prefix="##",
         show_progress=False,
     )
-    # A letter becomes a piece for the inside of a word only if some word has it there.
+    # WordPiece has a token for a letter inside a word only if a training word has it there.
     inside = [f"q{letter}" for letter in LETTERS + OTHERS]
     learner.train_from_iterator(texts + inside, trainer)
     used = {token for text in texts for token in learner.encode(text).tokens}
@@ -72,7 +74,7 @@ def make_tokenizer(texts: list[str]) -> BertTokenizer:
 
 
 def dress(text: str, rng: random.Random) -> str:
-    """Adds a lead, a tail, an unknown word or a full stop at times, as users will."""
+    """Add a lead, a tail, an unknown word or a full stop at random, as users may."""
     if rng.random() < 0.2:
         text = f"{rng.choice(phrases(LEADS))} {text}"
     if rng.random() < 0.08:
@@ -86,7 +88,7 @@ def dress(text: str, rng: random.Random) -> str:
 
 
 def hide(text: str, vocab: dict[str, int], rng: random.Random) -> tuple[str, list[int]]:
-    """Masks one marked word, or any words; returns the text and the tokens behind its masks."""
+    """Mask one marked word, or any words; return the text and the tokens that are masked."""
     words = re.findall(r"~?\w+|[^\w\s~]", text)
     marked = [i for i, word in enumerate(words) if word[0] == "~"]
     words = [word.strip("~") for word in words]
@@ -103,7 +105,7 @@ def batches(
     vocab = tokenizer.get_vocab()
     texts, weights = list(groups.values()), [len(group) ** 0.6 for group in groups.values()]
     while True:
-        # Several sentences in a row teach the later positions and to tell neighbours apart.
+        # Rows of several sentences train later positions and attention within a sentence.
         joined = rng.choices((1, 2, 3, 9), (82, 8, 7, 3))[0]
         size = BATCH // joined * joined
         drawn = [rng.choice(group) for group in rng.choices(texts, weights, k=size)]
@@ -117,9 +119,9 @@ def batches(
         )
         labels = torch.full_like(inputs["input_ids"], -100)
         for ids, label, row in zip(inputs["input_ids"], labels, rows, strict=True):
-            places = (ids == MASK).nonzero()[:, 0]
+            masked = (ids == MASK).nonzero()[:, 0]
             answers = [token for _, tokens in row for token in tokens]
-            label[places] = torch.tensor(answers[: len(places)], dtype=torch.long)
+            label[masked] = torch.tensor(answers[: len(masked)], dtype=torch.long)
         yield dict(inputs), labels
 
 
@@ -152,7 +154,7 @@ def train(
     start, mean = time.monotonic(), 0.0
     for step, (inputs, labels) in zip(range(1, steps + 1), data, strict=False):
         known = labels != -100
-        # The output layer is the widest: it runs on the masked places only.
+        # The output layer is the widest, so it runs on masked positions only.
         states = model.bert(**inputs).last_hidden_state[known]
         loss = cross_entropy(model.cls(states), labels[known])
         optimizer.zero_grad()
@@ -175,9 +177,9 @@ def score(model: BertForMaskedLM, tokenizer: BertTokenizer) -> None:
         inputs = tokenizer(asked, return_tensors="pt")
         with torch.no_grad():
             logits = model(**inputs).logits[inputs["input_ids"] == MASK]
-        got = tokenizer.decode(logits[0].argmax())
-        right += got == answer
-        print(f"{'right' if got == answer else 'WRONG'}: {asked} {got}")
+        output = tokenizer.decode(logits[0].argmax())
+        right += output == answer
+        print(f"{'right' if output == answer else 'WRONG'}: {asked} {output}")
     print(f"score: {right} of {len(questions)}")
 
 
@@ -197,24 +199,24 @@ def fill_mask(out: Path, minutes: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Trains a tiny model that onequeue embeds.")
+    parser = argparse.ArgumentParser(description="Train a tiny model that onequeue contains.")
     commands = parser.add_subparsers(dest="command", required=True)
     demo = Path(__file__).resolve().parents[1] / "worker" / "demo"
-    for name, train_it, about, minutes in (
+    for name, train_model, about, minutes in (
         ("fill-mask", fill_mask, "plain facts with one word hidden", 6.0),
-        ("chat", chat, "the same facts as answers, and a weather tool", 28.0),
+        ("chat", chat, "the same facts as dialogues, and a weather tool", 28.0),
         ("speech", speech, "ten digits as tones, in two voices", 5.0),
-        ("embedding", embedding, "the same facts, near where they say the same", 2.0),
+        ("embedding", embedding, "the same facts; phrasings of one fact are similar", 2.0),
     ):
         command = commands.add_parser(name, help=about)
         command.add_argument("--out", type=Path, default=demo / name)
         command.add_argument("--minutes", type=float, default=minutes, help="about, on two cores")
-        command.set_defaults(train=train_it)
+        command.set_defaults(train=train_model)
     args = parser.parse_args()
     torch.set_num_threads(2)
     args.train(args.out, args.minutes)
     for path in args.out.iterdir():
-        # The checkpoint is saved readable by its owner only, which would follow it into an image.
+        # Checkpoints are saved with mode 600, which a container image would keep.
         path.chmod(0o644)
         print(f"{path}: {path.stat().st_size} bytes")
 

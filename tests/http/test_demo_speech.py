@@ -72,7 +72,7 @@ def test_readme_s_recording_is_written_and_heard(
     monkeypatch.setattr("sys.argv", ["demo_tones.py", file, "314", "15", "--voice", voice])
     demo.main()
     sound, rate = soundfile.read(file, dtype="float32")
-    assert rate == demo.RATE
+    assert rate == demo.SAMPLING_RATE
     assert post(server, sound).json()["text"] == words(demo, SHORT, voice)
 
 
