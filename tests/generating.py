@@ -1,5 +1,5 @@
-"""Runs a GenerationEngine as the worker would, without HTTP or threads; and transformers' own
-`generate` beside it."""
+"""Runs a GenerationEngine step by step as the worker does, without HTTP or threads, and
+transformers' own `generate` to compare with."""
 
 import logging
 import random
@@ -32,7 +32,7 @@ logging.getLogger("transformers").setLevel(logging.ERROR)
 T = TypeVar("T")
 
 GREEDY = Sampling(temperature=0.0)
-ORDINARY = range(6, 300)  # token ids that are no special ones
+ORDINARY = range(6, 300)  # ids of tokens that are not special
 
 
 @cache
@@ -50,7 +50,7 @@ def engine(
     model: str, blocks: int = 400, speculation: str = "auto", max_running: int = 256,
     metadata: Callable[[KVCache, Batch], AttentionBackend] = AttentionMetadata,
 ) -> GenerationEngine:  # fmt: skip
-    """A fresh one, of a model that is loaded once. Its memory is full of what are no numbers."""
+    """A new engine of a model that is loaded once. Its KV cache is filled with NaN."""
     language = loaded(model).runner.language
     options = GeneratorOptions("", speculation=speculation, max_running=max_running)
     room = min(language.context, blocks * BLOCK)
@@ -68,7 +68,7 @@ def runner_of(generator: GenerationEngine) -> PagedRunner:
 
 @dataclass(eq=False)
 class Served:
-    """A request and what has come of it."""
+    """A request and its results."""
 
     item: WorkItem
     prompt: abc.Sequence[int]
@@ -85,7 +85,7 @@ class Served:
 
     @property
     def ids(self) -> list[list[int]]:
-        """Output tokens of each choice, the one that ended it included."""
+        """Output tokens of each choice, its stop token included."""
         return [sequence.tokens[sequence.prompt_len :] for sequence in self.sequences]
 
 
@@ -109,14 +109,14 @@ def request(
 
 
 def when_ready(run: Callable[[], T]) -> T:
-    """As the engine has it, again once the grammars that it takes are compiled."""
+    """Run it, again after each grammar that it waits for is compiled."""
     while True:
         try:
             return run()
         except Pending as pending:
             again = threading.Event()
             pending.then(lambda: True, again.set)
-            assert again.wait(60), "nobody compiles"
+            assert again.wait(60), "the grammar is not compiled"
 
 
 def prepare(generator: Generator, item: WorkItem) -> None:
@@ -130,14 +130,14 @@ class Driver:
         self.generator = generator
         self.reports: list[StepReport] = []
         self.served: dict[WorkItem, Served] = {}
-        self.ended: list[WorkItem] = []  # in this order
+        self.ended: list[WorkItem] = []  # in the order of their ends
         self.deltas: list[Delta] = []  # of the last step
         self.partial = 0  # chunks that ended before their sequence did
         self._schedule: Any = generator.scheduler.schedule
         scheduler: Any = generator.scheduler
-        scheduler.schedule = self._watched
+        scheduler.schedule = self._watched_schedule
 
-    def _watched(self, *arguments: Any) -> list[Chunk]:
+    def _watched_schedule(self, *arguments: Any) -> list[Chunk]:
         chunks: list[Chunk] = self._schedule(*arguments)
         self.partial += sum(not chunk.reaches_end for chunk in chunks)
         return chunks
@@ -154,7 +154,7 @@ class Driver:
         assert isinstance(outcome.report, StepReport)
         for item, delta in outcome.deltas:
             served = self.served[item]
-            assert item.open, "a delta for somebody who has gone"
+            assert item.open, "a delta for a cancelled request"
             assert not served.done, "a delta after the end"
             if delta.choice in served.deltas:
                 assert served.deltas[delta.choice].finish_reason is None, "a delta after the last"
@@ -173,12 +173,12 @@ class Driver:
         self.reports.append(outcome.report)
         return outcome.report
 
-    def finish(self, most_steps: int = 5000) -> None:
-        for _ in range(most_steps):
+    def finish(self, max_steps: int = 5000) -> None:
+        for _ in range(max_steps):
             if not self.generator.busy:
                 break
             self.step()
-        assert not self.generator.busy, "it goes on and on"
+        assert not self.generator.busy, "it does not finish"
         assert self.generator.scheduler.pool.used == 0
         assert not self.generator.scheduler.running
         assert not self.generator.scheduler.waiting
@@ -190,7 +190,7 @@ class Driver:
 def serve(
     generator: GenerationEngine, items: Iterable[WorkItem], seed: int | None = None
 ) -> tuple[list[Served], Driver]:
-    """Everything to its end; with a seed, items arrive at random steps, else all at once."""
+    """Run all items to their ends. With a seed they arrive at random steps, else all at once."""
     driver = Driver(generator)
     chance = random.Random(seed)
     served = []
@@ -203,74 +203,77 @@ def serve(
 
 
 def prompts(seed: int, lengths: abc.Sequence[int], each: int = 4) -> list[list[int]]:
-    """`each` of every length in random order; half begin like others."""
+    """`each` prompts of every length in random order; half share a prefix with others."""
     chance = random.Random(seed)
     trunk = chance.choices(ORDINARY, k=max(lengths))
-    made = []
+    result = []
     for length in lengths:
         for number in range(each):
             shared = chance.randrange(length) if number % 2 else 0
-            made.append(trunk[:shared] + chance.choices(ORDINARY, k=length - shared))
-    chance.shuffle(made)
-    return made
+            result.append(trunk[:shared] + chance.choices(ORDINARY, k=length - shared))
+    chance.shuffle(result)
+    return result
 
 
-# ── what transformers makes of it ──
+# ── the reference: transformers ──
 
 
 @cache
-def oracle(model: str) -> Any:
+def reference_model(model: str) -> Any:
     auto: Any = AutoModelForCausalLM
-    made = auto.from_pretrained(
+    reference = auto.from_pretrained(
         tiny_decoders.folder(model), dtype=torch.float32, attn_implementation="eager"
     )
-    made.generation_config.eos_token_id = None
-    return made.eval()
+    reference.generation_config.eos_token_id = None
+    return reference.eval()
 
 
 @torch.inference_mode()
 def raw_logits(model: str, ids: abc.Sequence[int]) -> torch.Tensor:
-    """[L, V] in float64, by the model's own forward."""
-    logits: torch.Tensor = oracle(model)(torch.tensor([list(ids)]), use_cache=False).logits[0]
+    """Return the logits [L, V] of the model's own forward, in float64."""
+    logits: torch.Tensor = reference_model(model)(
+        torch.tensor([list(ids)]), use_cache=False
+    ).logits[0]
     return logits.double()
 
 
-def greedy(model: str, given: Iterable[abc.Sequence[int]], count: int) -> list[list[int]]:
-    """`count` tokens after each prompt."""
-    return _greedy(model, tuple(map(tuple, given)), count)
+def greedy(model: str, prompts: Iterable[abc.Sequence[int]], count: int) -> list[list[int]]:
+    """Return `count` tokens after each prompt."""
+    return _greedy(model, tuple(map(tuple, prompts)), count)
 
 
 @cache
-def _greedy(model: str, given: abc.Sequence[tuple[int, ...]], count: int) -> list[list[int]]:
+def _greedy(model: str, prompts: abc.Sequence[tuple[int, ...]], count: int) -> list[list[int]]:
     """By `generate`, in batches of equal length."""
     expected: dict[tuple[int, ...], list[int]] = {}
-    for length in sorted(set(map(len, given))):
-        rows = [prompt for prompt in given if len(prompt) == length]
+    for length in sorted(set(map(len, prompts))):
+        rows = [prompt for prompt in prompts if len(prompt) == length]
         ids = torch.tensor(rows)
-        output = oracle(model).generate(
+        output = reference_model(model).generate(
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,
             max_new_tokens=count,
             pad_token_id=2,
         )
-        for row, made in zip(rows, output.tolist(), strict=True):
-            expected[row] = made[length:]
-    return [expected[prompt] for prompt in given]
+        for row, tokens in zip(rows, output.tolist(), strict=True):
+            expected[row] = tokens[length:]
+    return [expected[prompt] for prompt in prompts]
 
 
 def assert_greedy(model: str, served: abc.Sequence[Served], count: int) -> None:
-    """Token for token what `generate` gives; a mismatch is shown with its margin."""
-    expected = greedy(model, [each.prompt for each in served], count)
-    for each, wanted in zip(served, expected, strict=True):
-        assert each.choices[0].finish_reason == "length"
-        got = each.ids[0]
-        if got == wanted:
+    """Compare outputs token for token with those of `generate`; report the logits' difference at
+    the first mismatch."""
+    expected = greedy(model, [request.prompt for request in served], count)
+    for request, wanted in zip(served, expected, strict=True):
+        assert request.choices[0].finish_reason == "length"
+        output = request.ids[0]
+        if output == wanted:
             continue
-        at = next(i for i, (a, b) in enumerate(zip(got, wanted, strict=True)) if a != b)
-        logits = raw_logits(model, [*each.prompt, *wanted[:at]])[-1]
-        margin = float(logits[wanted[at]] - logits[got[at]])
+        index = next(i for i, (a, b) in enumerate(zip(output, wanted, strict=True)) if a != b)
+        logits = raw_logits(model, [*request.prompt, *wanted[:index]])[-1]
+        margin = float(logits[wanted[index]] - logits[output[index]])
         raise AssertionError(
-            f"{model}: a prompt of {len(each.prompt)} tokens goes on differently at {at}: "
-            f"{got[at]} for {wanted[at]}, whose logit is {margin:.2e} larger"
+            f"{model}: the output of a prompt of {len(request.prompt)} tokens differs at {index}: "
+            f"{output[index]} for {wanted[index]}, whose logit is {margin:.2e} larger"
         )

@@ -1,3 +1,5 @@
+"""The block pool: allocation, the prefix cache, and what is evicted first."""
+
 import weakref
 from collections.abc import Sequence
 
@@ -20,7 +22,7 @@ def computed(pool: BlockPool, tokens: Sequence[int]) -> BlockTable:
 
 
 def cached(pool: BlockPool, tokens: Sequence[int]) -> list[int]:
-    """The blocks of tokens that were computed, and that nobody uses any more."""
+    """The blocks of tokens that were computed and are no longer used."""
     table = computed(pool, tokens)
     blocks = list(table.blocks)
     pool.close(table)
@@ -34,12 +36,12 @@ def found(pool: BlockPool, tokens: Sequence[int]) -> list[int]:
 A, B, C = [[letter] * 4 for letter in (1, 2, 3)]  # a block each
 
 
-def pool_of(count: int, size: int = 4, share: float = 1.0) -> BlockPool:
-    return BlockPool(count, size, share)
+def pool_of(num_blocks: int, block_size: int = 4, fresh_fraction: float = 1.0) -> BlockPool:
+    return BlockPool(num_blocks, block_size, fresh_fraction)
 
 
 def test_blocks_for_rounds_up() -> None:
-    pool = pool_of(1, size=4)
+    pool = pool_of(1, block_size=4)
     assert [pool.blocks_for(n) for n in (0, 1, 4, 5, 8, 9)] == [0, 1, 1, 2, 2, 3]
 
 
@@ -55,7 +57,7 @@ def test_a_table_has_room_for_every_token() -> None:
     assert_sound(pool, [table])
 
 
-def test_too_little_room_takes_nothing() -> None:
+def test_too_few_free_blocks_change_nothing() -> None:
     pool = pool_of(3)
     table = opened(pool, [1] * 8)
     assert pool.open([2] * 5, []) is None
@@ -90,17 +92,17 @@ def test_only_full_and_computed_blocks_are_found() -> None:
 
 
 def matched(pool: BlockPool, tokens: list[int]) -> tuple[list[int], bool]:
-    """And whether more of it is just being computed."""
-    blocks, awaited = pool.match(tokens)
-    return blocks, awaited is not None
+    """The matched blocks, and whether more of the prefix is being computed."""
+    blocks, pending = pool.match(tokens)
+    return blocks, pending is not None
 
 
-def test_what_is_being_computed_is_announced_until_it_is_there_or_given_up() -> None:
+def test_blocks_being_computed_are_pending_until_registered_or_closed() -> None:
     pool = pool_of(8)
     tokens = [*A, *B, *C, 0]
     table = opened(pool, tokens)
     assert matched(pool, tokens) == ([], True)
-    assert matched(pool, A) == ([], False)  # its last token is wanted
+    assert matched(pool, A) == ([], False)  # the last token is never matched
     assert matched(pool, B + A) == ([], False)
     pool.register(table, tokens, 5)
     assert matched(pool, tokens) == (list(table.blocks[:1]), True)
@@ -111,7 +113,7 @@ def test_what_is_being_computed_is_announced_until_it_is_there_or_given_up() -> 
     assert_sound(pool, [])
 
 
-def test_what_was_generated_is_found_too() -> None:
+def test_generated_tokens_are_found_too() -> None:
     pool = pool_of(8)
     tokens = list(A)
     table = opened(pool, tokens)
@@ -123,7 +125,7 @@ def test_what_was_generated_is_found_too() -> None:
     assert found(pool, tokens) == list(table.blocks)
 
 
-def test_a_matched_block_is_not_given_out_while_in_use() -> None:
+def test_a_matched_block_is_not_reallocated_while_in_use() -> None:
     pool = pool_of(3)
     blocks = cached(pool, A)
     assert pool.count_unused(blocks) == 1
@@ -139,7 +141,7 @@ def test_a_matched_block_is_not_given_out_while_in_use() -> None:
     assert_sound(pool, [second])
 
 
-def test_a_matched_block_that_nobody_used_counts_as_room_taken() -> None:
+def test_a_matched_block_that_was_unused_counts_as_taken() -> None:
     pool = pool_of(2)
     blocks = cached(pool, A)
     assert pool.open(A + B + C, blocks) is None
@@ -149,7 +151,7 @@ def test_a_matched_block_that_nobody_used_counts_as_room_taken() -> None:
     assert pool.free == 0
 
 
-def test_least_recently_used_goes_first_and_tails_before_heads() -> None:
+def test_the_least_recently_used_is_evicted_first_and_tails_before_heads() -> None:
     pool = pool_of(6)
     cached(pool, A + B)
     cached(pool, C + B)
@@ -159,12 +161,12 @@ def test_least_recently_used_goes_first_and_tails_before_heads() -> None:
     table = opened(pool, [])
     for count in range(1, 7):
         assert pool.grow(table, 4 * count)
-        left.append("".join(str(len(found(pool, each))) for each in (A + B, C + B, B + A)))
-    # the odd block that held the last token goes first; it had taken the place of C's tail
+        left.append("".join(str(len(found(pool, tokens))) for tokens in (A + B, C + B, B + A)))
+    # the block of the last token goes first; it was the tail of C before
     assert left == ["212", "202", "201", "200", "100", "000"]
 
 
-def test_blocks_that_hold_nothing_of_use_go_before_cached_ones() -> None:
+def test_unregistered_blocks_are_reused_before_cached_ones() -> None:
     pool = pool_of(4)
     cached(pool, A + B)
     pool.close(opened(pool, [3] * 7))
@@ -172,7 +174,7 @@ def test_blocks_that_hold_nothing_of_use_go_before_cached_ones() -> None:
     assert len(found(pool, A + B)) == 2
 
 
-def test_used_blocks_that_hold_nothing_go_before_fresh_ones() -> None:
+def test_unregistered_blocks_are_reused_before_fresh_ones() -> None:
     pool = pool_of(8)
     first = opened(pool, [1] * 7)
     blocks = sorted(first.blocks)
@@ -180,20 +182,20 @@ def test_used_blocks_that_hold_nothing_go_before_fresh_ones() -> None:
     assert sorted(opened(pool, [2] * 7).blocks) == blocks
 
 
-def test_fresh_blocks_go_before_prefixes_until_a_share_of_all_has_been_used() -> None:
-    pool = pool_of(8, share=0.5)
+def test_fresh_blocks_are_used_before_eviction_up_to_a_fraction() -> None:
+    pool = pool_of(8, fresh_fraction=0.5)
     used = {block for n in range(4) for block in cached(pool, [n] * 4)}
     assert len(used) == 4
     assert all(found(pool, [n] * 4) for n in range(4))
-    for n in range(4, 20):  # from here on the least recently used gives way
+    for n in range(4, 20):  # from here on the least recently used is evicted
         used.update(cached(pool, [n] * 4))
         assert [m for m in range(20) if found(pool, [m] * 4)] == list(range(n - 3, n + 1))
     assert len(used) == 4
     assert_sound(pool, [])
 
 
-def test_beyond_the_share_fresh_blocks_are_used_when_all_others_are_in_use() -> None:
-    pool = pool_of(8, share=0.5)
+def test_beyond_the_fraction_fresh_blocks_are_used_when_all_others_are_in_use() -> None:
+    pool = pool_of(8, fresh_fraction=0.5)
     cached(pool, A + B)
     table = opened(pool, [0] * 16)
     assert found(pool, A + B) == []  # its blocks went before the fifth
@@ -203,15 +205,15 @@ def test_beyond_the_share_fresh_blocks_are_used_when_all_others_are_in_use() -> 
     assert_sound(pool, [table])
 
 
-def test_tails_go_before_heads_within_the_share_too() -> None:
-    pool = pool_of(8, share=0.5)
+def test_tails_are_evicted_before_heads_within_the_fraction_too() -> None:
+    pool = pool_of(8, fresh_fraction=0.5)
     cached(pool, A + B)
     cached(pool, C + A)
     cached(pool, B)
-    assert [len(found(pool, each)) for each in (A + B, C + A, B)] == [1, 2, 1]
+    assert [len(found(pool, tokens)) for tokens in (A + B, C + A, B)] == [1, 2, 1]
 
 
-def test_room_for_drafts_goes_back_and_is_the_next_to_be_given_out() -> None:
+def test_trimmed_blocks_are_allocated_next() -> None:
     pool = pool_of(5)
     cached(pool, C + B)
     table = opened(pool, A)
@@ -224,7 +226,7 @@ def test_room_for_drafts_goes_back_and_is_the_next_to_be_given_out() -> None:
     assert_sound(pool, [table])
 
 
-def test_trimming_keeps_room_for_the_tokens() -> None:
+def test_trimming_keeps_the_blocks_of_the_tokens() -> None:
     pool = pool_of(5)
     table = opened(pool, A + B)
     blocks = table.blocks[:]
@@ -233,7 +235,7 @@ def test_trimming_keeps_room_for_the_tokens() -> None:
         assert table.blocks == blocks
 
 
-def test_prefixes_computed_twice_are_kept_once() -> None:
+def test_a_prefix_computed_twice_is_registered_once() -> None:
     pool = pool_of(8)
     first = computed(pool, A + B)
     second = pool.open(A + B + C, [])  # takes no prefix
@@ -247,7 +249,7 @@ def test_prefixes_computed_twice_are_kept_once() -> None:
     assert_sound(pool, [])
 
 
-def test_a_promise_survives_another_who_computes_the_same() -> None:
+def test_a_pending_block_survives_another_that_computes_the_same() -> None:
     pool = pool_of(8)
     slow = opened(pool, [*A, *B, 0])
     fast = pool.open([*A, *B, 0], [])
@@ -261,7 +263,7 @@ def test_a_promise_survives_another_who_computes_the_same() -> None:
     assert_sound(pool, [slow])
 
 
-def test_what_is_forgotten_is_not_found() -> None:
+def test_unregistered_blocks_are_not_found() -> None:
     pool = pool_of(8)
     table = computed(pool, A + B)
     pool.unregister(table)
@@ -273,7 +275,7 @@ def test_what_is_forgotten_is_not_found() -> None:
     assert_sound(pool, [again])
 
 
-def test_what_others_use_is_not_forgotten() -> None:
+def test_blocks_that_others_use_stay_registered() -> None:
     pool = pool_of(8)
     head = cached(pool, A)
     broken = computed(pool, A + B)
@@ -284,7 +286,7 @@ def test_what_others_use_is_not_forgotten() -> None:
     assert_sound(pool, [other])
 
 
-def test_choices_that_are_forgotten_one_after_another_leave_nothing() -> None:
+def test_choices_unregistered_one_by_one_leave_nothing() -> None:
     pool = pool_of(8)
     tables = [computed(pool, [*A, *B, choice]) for choice in range(3)]
     for table in tables:
@@ -294,7 +296,7 @@ def test_choices_that_are_forgotten_one_after_another_leave_nothing() -> None:
     assert_sound(pool, [])
 
 
-def test_what_a_runner_kept_with_a_table_goes_when_it_is_closed_though_a_step_holds_it() -> None:
+def test_closing_a_table_drops_its_runner_state_while_a_step_holds_the_table() -> None:
     pool = pool_of(2)
     held = opened(pool, A)
     held.runner_state = group = pool_of(1)  # anything that can be watched

@@ -1,3 +1,5 @@
+"""The scheduler: admission, chunks, preemption, background work and batches."""
+
 from collections import Counter, abc
 from typing import Any
 
@@ -12,7 +14,7 @@ from tests.scheduling import Simulation, assert_sound
 
 
 @pytest.mark.parametrize("group", matrix(range(10), 0, 1))
-def test_whatever_happens_each_sequence_ends_as_if_it_were_alone(
+def test_random_schedules_give_each_sequence_its_own_output(
     group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduler, "MAX_SCORED_TOKENS", 7)
@@ -26,12 +28,12 @@ def test_whatever_happens_each_sequence_ends_as_if_it_were_alone(
             error.add_note(f"seed {seed}")
             raise
         seen += simulation.seen
-    assert seen["drafted"] > seen["drafts right"] > 100  # and all of it did happen
-    for event in ("preempted", "cached", "chunked", "awaiting a prefix"):
+    assert seen["drafted"] > seen["drafts right"] > 100  # every kind of event occurs
+    for event in ("preempted", "cached", "chunked", "waiting for a prefix"):
         assert seen[event] > 100
-    assert seen["gave way"] > 2
-    assert seen["rested"] > 3
-    assert seen["promised"] > seen["dropped"] > 100
+    assert seen["background preempted"] > 2
+    assert seen["background idle"] > 3
+    assert seen["placeholders"] > seen["dropped"] > 100
     for event in ("cancelled", "broken"):
         assert seen[f"{event} while running"] > 10
         assert seen[f"{event} while waiting"] > 10
@@ -44,10 +46,10 @@ def scheduler_of(blocks: int, size: int = 4, max_running: int = 64) -> Continuou
 def arriving(
     scheduler: ContinuousScheduler, *prompts: abc.Sequence[int], reuse: bool = True
 ) -> list[Sequence]:
-    made = [Sequence([*prompt], scores_prompt=not reuse) for prompt in prompts]
-    for sequence in made:
+    sequences = [Sequence([*prompt], scores_prompt=not reuse) for prompt in prompts]
+    for sequence in sequences:
         scheduler.add(sequence)
-    return made
+    return sequences
 
 
 def step(scheduler: ContinuousScheduler, budget: int = 1000) -> dict[Sequence, Chunk]:
@@ -63,19 +65,19 @@ def finish(scheduler: ContinuousScheduler, sequence: Sequence) -> None:
     scheduler.remove(sequence)
 
 
-def fresh(count: int, since: int = 1000) -> list[int]:
-    return list(range(since, since + count))
+def fresh(count: int, first: int = 1000) -> list[int]:
+    return list(range(first, first + count))
 
 
-def test_a_shared_prefix_is_computed_once_for_all_who_arrive_at_once() -> None:
+def test_a_prefix_shared_by_simultaneous_arrivals_is_computed_once() -> None:
     s = scheduler_of(1000, size=16)
     prefix = fresh(2000)
-    sequences = arriving(s, *([*prefix, *fresh(5, since=10 * n)] for n in range(16)))
+    sequences = arriving(s, *([*prefix, *fresh(5, first=10 * n)] for n in range(16)))
     computed = 0
-    while any(each.computed < 2005 for each in sequences):
+    while any(sequence.computed < 2005 for sequence in sequences):
         computed += sum(chunk.count for chunk in step(s, budget=512).values())
     assert computed < 2005 + 15 * 5 + 16 * 5  # the rest are a few tokens generated meanwhile
-    assert [each.cached for each in sequences] == [0] + [2000] * 15
+    assert [sequence.cached for sequence in sequences] == [0] + [2000] * 15
     assert s.pool.used == 125 + 16
 
 
@@ -84,11 +86,11 @@ def test_equal_prompts_are_prefilled_once() -> None:
     sequences = arriving(s, *[fresh(18)] * 8)
     assert list(step(s)) == sequences[:1]
     chunks = step(s)
-    assert [chunks[each].start for each in sequences] == [18] + [16] * 7
-    assert [each.cached for each in sequences] == [0] + [16] * 7
+    assert [chunks[sequence].start for sequence in sequences] == [18] + [16] * 7
+    assert [sequence.cached for sequence in sequences] == [0] + [16] * 7
 
 
-def test_a_prompt_that_goes_on_after_another_waits_for_the_whole_of_it() -> None:
+def test_a_prompt_that_extends_another_waits_for_all_of_it() -> None:
     s = scheduler_of(100)
     first, second = arriving(s, fresh(8), fresh(11))
     step(s, budget=6)
@@ -106,26 +108,26 @@ def test_the_last_token_of_a_prompt_is_always_computed(length: int, cached: int)
     assert chunk.start + chunk.count == length
 
 
-def test_a_conversation_finds_its_earlier_turns() -> None:
+def test_a_conversation_reuses_its_earlier_turns() -> None:
     s = scheduler_of(100)
     (first,) = arriving(s, fresh(6))
     for _ in range(12):
         step(s)
     s.remove(first)
-    (second,) = arriving(s, [*first.tokens, *fresh(3, since=0)])
+    (second,) = arriving(s, [*first.tokens, *fresh(3, first=0)])
     step(s)
-    assert second.cached == 16  # of 6 given and 11 that were generated and computed
+    assert second.cached == 16  # of 6 prompt tokens and 11 that were generated and computed
 
 
-def test_others_pass_by_those_who_wait_for_a_prefix() -> None:
+def test_sequences_that_wait_for_a_prefix_are_passed_by_others() -> None:
     s = scheduler_of(100)
     first, second = arriving(s, *[fresh(18)] * 2)
-    (other,) = arriving(s, fresh(3, since=0))
+    (other,) = arriving(s, fresh(3, first=0))
     assert list(step(s)) == [first, other]
     assert second in step(s)
 
 
-def test_nobody_takes_the_place_of_those_who_wait_for_a_prefix() -> None:
+def test_sequences_that_wait_for_a_prefix_keep_their_slots() -> None:
     s = scheduler_of(100, max_running=3)
     first, second = arriving(s, *[fresh(18)] * 2)
     other, late = arriving(s, [0], [1])
@@ -135,7 +137,7 @@ def test_nobody_takes_the_place_of_those_who_wait_for_a_prefix() -> None:
 
 
 @pytest.mark.parametrize("reuse", [True, False])
-def test_a_prefix_that_is_given_up_is_computed_by_the_next(reuse: bool) -> None:
+def test_an_abandoned_prefix_is_computed_by_the_next_sequence(reuse: bool) -> None:
     s = scheduler_of(100)
     (first,) = arriving(s, fresh(18), reuse=reuse)
     second, third = arriving(s, *[fresh(18)] * 2)
@@ -148,7 +150,7 @@ def test_a_prefix_that_is_given_up_is_computed_by_the_next(reuse: bool) -> None:
     assert third.cached == 16
 
 
-def test_who_takes_no_prefix_computes_all_and_leaves_the_cache_as_it_is() -> None:
+def test_without_reuse_all_is_computed_and_the_cache_is_unchanged() -> None:
     s = scheduler_of(100)
     finish(s, *arriving(s, fresh(20)))
     before = s.pool.match(fresh(20))
@@ -163,14 +165,14 @@ def test_who_takes_no_prefix_computes_all_and_leaves_the_cache_as_it_is() -> Non
     assert s.pool.match(fresh(20)) == before
 
 
-def test_prompts_whose_log_probabilities_are_wanted_come_in_small_chunks() -> None:
+def test_scored_prompts_run_in_small_chunks() -> None:
     s = scheduler_of(1000)
     (sequence,) = arriving(s, fresh(MAX_SCORED_TOKENS + 1), reuse=False)
     assert step(s)[sequence].count == MAX_SCORED_TOKENS
     assert step(s)[sequence].count == 1
 
 
-def test_long_prompts_come_in_chunks_beside_running_streams() -> None:
+def test_long_prompts_run_in_chunks_beside_decoding_sequences() -> None:
     s = scheduler_of(1000)
     streams = arriving(s, [1], [2])
     step(s)
@@ -178,7 +180,7 @@ def test_long_prompts_come_in_chunks_beside_running_streams() -> None:
     for turn in range(4):
         chunks = step(s, budget=25)
         assert (chunks[long].start, chunks[long].count) == (25 * turn, 25)
-        assert all(chunks[each].count == 1 for each in streams)
+        assert all(chunks[stream].count == 1 for stream in streams)
     assert long.tokens[100:] == [7]
 
 
@@ -186,14 +188,14 @@ def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
     s = scheduler_of(1000, size=100)
     (long,) = arriving(s, fresh(30_000))
     step(s, budget=512)
-    (short,) = arriving(s, fresh(20, since=50_000))
+    (short,) = arriving(s, fresh(20, first=50_000))
     chunks = step(s, budget=512)
-    assert {each: chunk.count for each, chunk in chunks.items()} == {long: 492, short: 20}
+    assert {sequence: chunk.count for sequence, chunk in chunks.items()} == {long: 492, short: 20}
 
 
-def test_short_prompts_do_not_wait_behind_several_long_ones() -> None:
+def test_short_prompts_do_not_wait_background_several_long_ones() -> None:
     s = scheduler_of(3000, size=100)
-    longs = arriving(s, *(fresh(30_000, since=100_000 * n) for n in (3, 1, 2)))
+    longs = arriving(s, *(fresh(30_000, first=100_000 * n) for n in (3, 1, 2)))
     (short,) = arriving(s, fresh(300))
     step(s, budget=512)
     step(s, budget=512)
@@ -201,66 +203,66 @@ def test_short_prompts_do_not_wait_behind_several_long_ones() -> None:
     assert longs[0].computed >= 512
 
 
-def test_a_stream_of_short_prompts_does_not_hold_up_a_long_one() -> None:
+def test_constant_short_prompts_do_not_delay_a_long_one() -> None:
     s = scheduler_of(4000, size=10, max_running=10_000)
     (long,) = arriving(s, fresh(10_000))
     for turn in range(40):
         assert long.computed == 256 * turn
-        newcomers = arriving(s, *(fresh(100, since=100_000 + 1000 * turn + n) for n in range(9)))
+        newcomers = arriving(s, *(fresh(100, first=100_000 + 1000 * turn + n) for n in range(9)))
         step(s, budget=512)
-        for each in newcomers:
-            s.remove(each)
+        for newcomer in newcomers:
+            s.remove(newcomer)
     assert long.tokens[10_000:] == [7]
 
 
-def test_of_equal_prompts_the_oldest_comes_first() -> None:
+def test_the_oldest_of_equal_prompts_runs_first() -> None:
     s = scheduler_of(1000)
-    first, second, third = arriving(s, *(fresh(30, since=100 * n) for n in range(3)))
+    first, second, third = arriving(s, *(fresh(30, first=100 * n) for n in range(3)))
     chunks = step(s, budget=40)
-    assert {each: chunk.count for each, chunk in chunks.items()} == {first: 30, second: 10}
+    assert {sequence: chunk.count for sequence, chunk in chunks.items()} == {first: 30, second: 10}
     assert s.running == [first, second, third]
     assert s.starved
     step(s, budget=60)
     assert not s.starved
 
 
-# ── in the background ──
+# ── background work ──
 
 
 def in_background(scheduler: ContinuousScheduler, *prompts: abc.Sequence[int]) -> list[Sequence]:
-    made = [Sequence([*prompt], background=True) for prompt in prompts]
-    for sequence in made:
+    sequences = [Sequence([*prompt], background=True) for prompt in prompts]
+    for sequence in sequences:
         scheduler.add(sequence)
-    return made
+    return sequences
 
 
-def test_background_work_waits_for_all_other_but_its_oldest() -> None:
+def test_background_work_except_the_oldest_waits_for_all_other() -> None:
     s = scheduler_of(100, max_running=3)
     oldest, *rest = in_background(s, [1], [2], [3])
     newcomers = arriving(s, [4], [5])
     assert list(step(s)) == [oldest, *newcomers]
     assert s.waiting == rest
-    assert not s.starved  # those that do not wait for anybody do not count
+    assert not s.starved  # background work does not count
 
 
-def test_beside_others_most_of_the_background_rests() -> None:
+def test_beside_others_most_background_work_idles() -> None:
     s = scheduler_of(1000)
-    behind = in_background(s, *([n] for n in range(50)))
+    background = in_background(s, *([n] for n in range(50)))
     assert len(step(s)) == 50
     newcomers = arriving(s, [100])
     chunks = step(s)
-    assert set(chunks) == {*behind[:SMALL_STEP], *newcomers}
+    assert set(chunks) == {*background[:SMALL_STEP], *newcomers}
     newcomers += arriving(s, *([n] for n in range(101, 120)))
     step(s)
     chunks = step(s)
-    assert set(chunks) == {*behind[: 1 + 21], *newcomers}  # the oldest is one of the others
+    assert set(chunks) == {*background[: 1 + 21], *newcomers}  # the oldest is promoted
     assert s.preempted == 0
-    for each in newcomers:
-        s.remove(each)
-    assert set(step(s)) == set(behind)
+    for newcomer in newcomers:
+        s.remove(newcomer)
+    assert set(step(s)) == set(background)
 
 
-def test_background_work_gives_its_place_to_a_newcomer() -> None:
+def test_a_newcomer_preempts_background_work_for_its_slot() -> None:
     s = scheduler_of(100, max_running=3)
     oldest, second, third = in_background(s, [1], [2], [3])
     step(s)
@@ -274,21 +276,21 @@ def test_background_work_gives_its_place_to_a_newcomer() -> None:
     assert s.starved
 
 
-def test_background_work_gives_its_blocks_to_a_newcomer() -> None:
+def test_a_newcomer_preempts_background_work_for_its_blocks() -> None:
     s = scheduler_of(10)
-    oldest, second = in_background(s, fresh(8), fresh(20, since=0))
+    oldest, second = in_background(s, fresh(8), fresh(20, first=0))
     step(s)
-    (newcomer,) = arriving(s, fresh(20, since=2000))
+    (newcomer,) = arriving(s, fresh(20, first=2000))
     assert set(step(s)) == {oldest, newcomer}
     assert s.waiting == [second]
 
 
-def test_background_work_is_put_back_before_younger_sequences() -> None:
+def test_background_work_is_preempted_before_younger_sequences() -> None:
     s = scheduler_of(7)
     arriving(s, fresh(4))
-    _, second = in_background(s, [1], fresh(8, since=0))
+    _, second = in_background(s, [1], fresh(8, first=0))
     step(s)
-    (young,) = arriving(s, fresh(4, since=2000))
+    (young,) = arriving(s, fresh(4, first=2000))
     step(s)
     assert (second.table is None, young.table is None) == (False, False)
     step(s)  # the young one needs a second block
@@ -296,47 +298,47 @@ def test_background_work_is_put_back_before_younger_sequences() -> None:
     assert young.table
 
 
-def test_prompts_in_the_background_get_what_others_leave_of_a_step() -> None:
+def test_background_prompts_get_what_others_leave_of_the_budget() -> None:
     s = scheduler_of(1000)
     in_background(s, [1])
-    (behind,) = in_background(s, fresh(30))
+    (background,) = in_background(s, fresh(30))
     step(s, budget=10)
-    (newcomer,) = arriving(s, fresh(30, since=0))
+    (newcomer,) = arriving(s, fresh(30, first=0))
     chunks = step(s, budget=15)
     assert chunks[newcomer].count == 15
-    assert behind not in chunks
+    assert background not in chunks
     chunks = step(s, budget=20)
-    assert (chunks[newcomer].count, chunks[behind].count) == (15, 5)
+    assert (chunks[newcomer].count, chunks[background].count) == (15, 5)
 
 
-def test_under_constant_other_work_the_background_still_ends_in_order() -> None:
+def test_background_work_finishes_in_order_under_constant_other_work() -> None:
     s = scheduler_of(60, max_running=2)
-    behind = in_background(s, *(fresh(10, since=100 * n) for n in range(4)))
+    background = in_background(s, *(fresh(10, first=100 * n) for n in range(4)))
     ended: list[Sequence] = []
     for turn in range(200):
-        while len(s.waiting) < 8:  # there is always more than can run
-            arriving(s, fresh(10, since=10_000 + 100 * turn))
+        while len(s.waiting) < 8:  # always more than can run
+            arriving(s, fresh(10, first=10_000 + 100 * turn))
         step(s, budget=10)
-        for each in [each for each in s.running if len(each.tokens) > 20]:
-            s.remove(each)
-            ended += [each] if each in behind else []
-    assert ended == behind
+        for sequence in [sequence for sequence in s.running if len(sequence.tokens) > 20]:
+            s.remove(sequence)
+            ended += [sequence] if sequence in background else []
+    assert ended == background
 
 
-def test_others_do_not_wait_for_a_prefix_that_the_background_never_gets_to() -> None:
+def test_a_prefix_pending_in_idle_background_work_is_computed_for_others() -> None:
     s = scheduler_of(4000, max_running=1000)
     in_background(s, [1])
-    (behind,) = in_background(s, fresh(400))
+    (background,) = in_background(s, fresh(400))
     step(s, budget=40)
     (waits,) = arriving(s, fresh(400))
     for turn in range(60):
-        arriving(s, *(fresh(20, since=10_000 + 1000 * turn + 50 * n) for n in range(3)))
+        arriving(s, *(fresh(20, first=10_000 + 1000 * turn + 50 * n) for n in range(3)))
         step(s, budget=40)
-    assert behind.table
+    assert background.table
     assert waits.tokens[400:]
 
 
-def test_who_computes_a_prefix_that_others_wait_for_does_not_rest() -> None:
+def test_background_work_that_computes_a_pending_prefix_does_not_idle() -> None:
     s = scheduler_of(1000)
     in_background(s, *([n] for n in range(20)))
     in_background(s, fresh(400))
@@ -347,9 +349,9 @@ def test_who_computes_a_prefix_that_others_wait_for_does_not_rest() -> None:
     assert waits.tokens[400:]
 
 
-def test_nobody_overtakes_for_being_smaller() -> None:
+def test_a_smaller_sequence_does_not_overtake() -> None:
     s = scheduler_of(10)
-    first, second, third = arriving(s, fresh(20), fresh(30, since=0), [1])
+    first, second, third = arriving(s, fresh(20), fresh(30, first=0), [1])
     step(s)
     assert (s.running, s.waiting) == ([first], [second, third])
     s.remove(first)
@@ -357,11 +359,11 @@ def test_nobody_overtakes_for_being_smaller() -> None:
     assert s.running == [second, third]
 
 
-def test_a_newcomer_leaves_room_for_those_who_run_to_grow() -> None:
+def test_a_newcomer_leaves_room_for_running_sequences_to_grow() -> None:
     s = scheduler_of(RESERVE_DIVISOR)
     (first,) = arriving(s, fresh(4))
     step(s)
-    (second,) = arriving(s, fresh(4 * (RESERVE_DIVISOR - 2), since=0))
+    (second,) = arriving(s, fresh(4 * (RESERVE_DIVISOR - 2), first=0))
     step(s)
     assert not second.table  # the last block is for the first's next tokens
     s.remove(first)
@@ -369,18 +371,18 @@ def test_a_newcomer_leaves_room_for_those_who_run_to_grow() -> None:
     assert second.table
 
 
-def test_the_youngest_is_put_back_and_finds_its_blocks_again() -> None:
+def test_the_youngest_is_preempted_and_reuses_its_blocks_later() -> None:
     s = scheduler_of(6)
-    old, young = arriving(s, fresh(8), fresh(14, since=0))
+    old, young = arriving(s, fresh(8), fresh(14, first=0))
     step(s)
     chunks = step(s)  # the old one needs a third block
     assert list(chunks) == [old]
     assert (s.preempted, s.waiting) == (1, [young])
     s.remove(old)
-    (younger,) = arriving(s, fresh(4, since=2000))
+    (younger,) = arriving(s, fresh(4, first=2000))
     chunks = step(s)
     assert list(chunks) == [young, younger]
-    assert chunks[young].start == 12  # of 14 given and one generated
+    assert chunks[young].start == 12  # of 14 prompt tokens and one generated
     assert young.cached == 0
     assert young not in s.admitted  # not for the first time
     assert young.tokens[14:] == [7, 7]
@@ -390,19 +392,19 @@ def four_drafts(sequence: Sequence) -> tuple[int, ...]:
     return (7,) * 4
 
 
-def test_drafts_put_nobody_back() -> None:
+def test_drafts_preempt_no_sequence() -> None:
     s = scheduler_of(5)
-    old, young = arriving(s, fresh(6), fresh(8, since=0))
+    old, young = arriving(s, fresh(6), fresh(8, first=0))
     step(s)  # the young one needs the last block now
     chunks = s.schedule(1000, four_drafts)
     assert [(chunk.sequence, chunk.drafts) for chunk in chunks] == [(old, ()), (young, ())]
 
 
-def test_drafts_keep_nobody_waiting_and_give_their_room_back() -> None:
+def test_drafts_delay_no_admission_and_free_their_blocks() -> None:
     s = scheduler_of(6)
-    old, young = arriving(s, fresh(6), fresh(7, since=0))
+    old, young = arriving(s, fresh(6), fresh(7, first=0))
     step(s)
-    (late,) = arriving(s, fresh(3, since=2000))
+    (late,) = arriving(s, fresh(3, first=2000))
     chunks = s.schedule(1000, four_drafts)  # of the two free blocks one is for the late one
     assert [(chunk.sequence, len(chunk.drafts)) for chunk in chunks] == [
         (old, 4),
@@ -415,7 +417,7 @@ def test_drafts_keep_nobody_waiting_and_give_their_room_back() -> None:
     assert s.pool.free == 1
 
 
-def test_right_drafts_are_many_steps_in_one() -> None:
+def test_accepted_drafts_advance_a_sequence_by_several_tokens() -> None:
     s = scheduler_of(10)
     (sequence,) = arriving(s, fresh(6))
     step(s)
@@ -427,7 +429,7 @@ def test_right_drafts_are_many_steps_in_one() -> None:
     assert step(s)[sequence].start == 9
 
 
-def test_those_who_wait_can_leave() -> None:
+def test_waiting_sequences_can_be_removed() -> None:
     s = scheduler_of(4)
     first, second, third = arriving(s, fresh(14), [1], [2])
     step(s)
@@ -439,16 +441,16 @@ def test_those_who_wait_can_leave() -> None:
     assert_sound(s.pool, [])
 
 
-def test_a_long_line_is_not_looked_at_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thousand who wait for one prefix cost a step no more than there are places."""
+def test_a_long_queue_is_not_scanned_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand sequences that wait for one prefix cost a step one match per slot at most."""
     s = scheduler_of(1000, max_running=16)
     arriving(s, *[fresh(400)] * 1000)
     matched = []
     match = BlockPool.match
 
-    def counted(pool: BlockPool, tokens: abc.Sequence[int], root: bytes) -> Any:
+    def counted(pool: BlockPool, tokens: abc.Sequence[int], cache_namespace: bytes) -> Any:
         matched.append(tokens)
-        return match(pool, tokens, root)
+        return match(pool, tokens, cache_namespace)
 
     monkeypatch.setattr(BlockPool, "match", counted)
     for budget in (401, 1000, 1000):
@@ -461,14 +463,14 @@ def test_a_long_line_is_not_looked_at_as_a_whole(monkeypatch: pytest.MonkeyPatch
 # ── the batch ──
 
 
-def test_a_batch_lays_its_chunks_out_one_after_another() -> None:
+def test_a_batch_lays_out_its_chunks_in_order() -> None:
     s = scheduler_of(20)
     decoding, drafted = arriving(s, [1, 2], [3, 4, 5])
     step(s)
     (prompt,) = arriving(s, [20, 21, 22, 23, 24, 25])
     scoring = Sequence([10, 11, 12, 13, 14], scores_prompt=True)
     s.add(scoring)
-    chunks = s.schedule(11, lambda each: (8, 9) if each is drafted else ())
+    chunks = s.schedule(11, lambda sequence: (8, 9) if sequence is drafted else ())
     batch = Batch.from_chunks(chunks)
     assert [chunk.sequence for chunk in batch.chunks] == [decoding, drafted, prompt, scoring]
     assert batch.ids == [7, 7, 8, 9, 20, 21, 22, 23, 24, 25, 10, 11, 12, 13, 14]
@@ -476,22 +478,12 @@ def test_a_batch_lays_its_chunks_out_one_after_another() -> None:
     assert batch.positions == [2, 3, 4, 5, 0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4]
     assert [(span.start, span.width) for span in batch.spans] == [(2, 1), (3, 3), (0, 6), (0, 5)]
     assert [span.blocks for span in batch.spans] == [c.sequence.table.blocks for c in chunks]  # type: ignore[union-attr]  # all are running
-    assert batch.rows == [
-        10,
-        11,
-        12,
-        13,
-        0,
-        1,
-        2,
-        3,
-        9,
-        14,
-    ]  # the prompt's that is scored come first
+    scored, sampled = [10, 11, 12, 13], [0, 1, 2, 3, 9, 14]
+    assert batch.rows == scored + sampled
     assert batch.scored == 4
 
 
-def test_what_was_scored_before_it_was_put_back_is_not_scored_again() -> None:
+def test_tokens_scored_before_a_preemption_are_not_scored_again() -> None:
     s = scheduler_of(20)
     scoring = Sequence(fresh(9), scores_prompt=True)
     s.add(scoring)
@@ -507,7 +499,7 @@ def test_what_was_scored_before_it_was_put_back_is_not_scored_again() -> None:
     assert not s.schedule(1000)[0].to_score
 
 
-def test_a_sequence_that_may_have_no_tokens_samples_none() -> None:
+def test_a_sequence_with_max_tokens_0_samples_none() -> None:
     s = scheduler_of(20)
     s.add(Sequence(fresh(3), max_tokens=0))
     (chunk,) = s.schedule(1000)

@@ -1,4 +1,4 @@
-"""A sequence and those that share its prompt."""
+"""Sequences that share a prompt or a prefix."""
 
 from collections import Counter
 from typing import Any
@@ -23,17 +23,17 @@ def test_choices_of_a_request_share_their_prompt_until_they_run() -> None:
     assert prompt == [1, 2, 3]
 
 
-def test_while_a_prefix_is_computed_it_is_looked_up_once_by_each_who_waits_for_it() -> None:
+def test_each_sequence_that_waits_for_a_prefix_matches_it_twice_at_most() -> None:
     pool = BlockPool(8000, 4)
     scheduler = ContinuousScheduler(pool, 256)
     prefix = list(range(400))
     for number in range(64):
         scheduler.add(Sequence([*prefix, number]))
-    looked_up: Counter[int] = Counter()
+    matches: Counter[int] = Counter()
     match = pool.match
 
     def counting(tokens: Any, cache_namespace: bytes = b"") -> tuple[list[int], BlockKey | None]:
-        looked_up[tokens[-1]] += 1
+        matches[tokens[-1]] += 1
         return match(tokens, cache_namespace)
 
     pool.match = counting  # type: ignore[method-assign]  # to count its calls
@@ -43,12 +43,12 @@ def test_while_a_prefix_is_computed_it_is_looked_up_once_by_each_who_waits_for_i
         for chunk in chunks:
             scheduler.advance(chunk, [0] if chunk.reaches_end else [])
         running = len(scheduler.running) - 1
-    assert running == 63  # all at once, when it was there
-    assert max(looked_up.values()) == 2
+    assert running == 63  # all at once, when it is computed
+    assert max(matches.values()) == 2
 
 
 @pytest.mark.parametrize("shared", [[], [7]])
-def test_a_joined_prompt_ends_with_its_own_token(shared: list[int]) -> None:
+def test_a_prefixed_prompt_ends_with_its_own_token(shared: list[int]) -> None:
     sequence = Sequence(PrefixedTokens(shared, [5]), max_tokens=0)
     assert sequence.tokens[-1] == 5
     assert not sequence.has_placeholder
