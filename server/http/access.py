@@ -1,4 +1,4 @@
-"""Who may come in: API keys, and pages from elsewhere."""
+"""Access control: API keys, and cross-origin requests."""
 
 import hmac
 from collections.abc import Sequence
@@ -12,19 +12,20 @@ from starlette.types import Scope
 from server.http.errors import HttpError
 from server.http.json import to_json
 
-# These need no key: a load balancer's probes have none, nor has a browser that looks for an icon.
+# No key is needed here: probes of a load balancer and a browser's request for an icon have none.
 OPEN_PATHS = {"/health", "/ready", "/ping", "/metrics", "/version", "/favicon.ico"}
 
 
-def key_of(scope: Scope, keys: Sequence[bytes]) -> bytes:
-    """The request's API key, empty where it needs none; HttpError (401) if it is none of `keys`."""
+def key_from_headers(scope: Scope, keys: Sequence[bytes]) -> bytes:
+    """Return the request's API key; empty where none is needed. HttpError (401) if it is not one
+    of `keys`."""
     if scope["method"] == "OPTIONS" or is_open(scope["method"], get_route_path(scope)):
         return b""
-    headers = dict(reversed(scope["headers"]))  # of several, the first
+    headers = dict(reversed(scope["headers"]))  # the first of repeated headers
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     if scheme.lower() != b"bearer":
         key = headers.get(b"x-api-key", b"")
-    matches = [hmac.compare_digest(key.strip(), known) for known in keys]
+    matches = [hmac.compare_digest(key.strip(), valid) for valid in keys]
     if not any(matches):
         needed = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
         raise HttpError(401, needed, headers=[(b"www-authenticate", b"Bearer")])
@@ -32,17 +33,17 @@ def key_of(scope: Scope, keys: Sequence[bytes]) -> bytes:
 
 
 def is_open(method: str, path: str) -> bool:
-    """Whether no key is needed: by probes, and by the page, which asks for one itself."""
-    page = path == "/" and method in ("GET", "HEAD")
-    return page or path in OPEN_PATHS or path.startswith("/assets/")
+    """Return whether no key is needed: for probes, and for the page, which asks the user for one."""
+    is_page = path == "/" and method in ("GET", "HEAD")
+    return is_page or path in OPEN_PATHS or path.startswith("/assets/")
 
 
 class Cors(CORSMiddleware):
-    """Starlette's, with our envelope for a preflight that is refused."""
+    """Starlette's middleware, with the error envelope for a refused preflight request."""
 
     def preflight_response(self, request_headers: Headers) -> Response:
         response = super().preflight_response(request_headers)
         if response.status_code < 400:
             return response
-        refused = HttpError(400, bytes(response.body).decode())
-        return Response(to_json(refused.document), 400, media_type="application/json")
+        error = HttpError(400, bytes(response.body).decode())
+        return Response(to_json(error.document), 400, media_type="application/json")

@@ -1,9 +1,8 @@
-"""Exception → HTTP status and envelope: one table, one shape.
+"""HTTP statuses and the error envelope, by exception class.
 
     {"error": {"message", "type", "param", "code"}}
 
-An HttpError is such an answer. It is raised where HTTP itself is at fault; all else that may be
-raised becomes one by `as_http_error`.
+HTTP-level errors are raised as an HttpError; `as_http_error` converts all other exceptions.
 """
 
 import logging
@@ -22,8 +21,8 @@ log = logging.getLogger("onequeue.errors")
 MAX_MESSAGE = 4000
 MAX_PARAM = 200
 
-# What is posted to a path that is there with a model only: the setting that names one.
-PATHS_OF: Mapping[str, Sequence[str]] = {
+# POST paths that need a model, by the setting that names it.
+PATHS_BY_SETTING: Mapping[str, Sequence[str]] = {
     "PIPELINE_MODEL": ["/"],
     "CHAT_MODEL": [
         "/v1/chat/completions",
@@ -37,9 +36,9 @@ PATHS_OF: Mapping[str, Sequence[str]] = {
     "RERANK_MODEL or EMBEDDING_MODEL": ["/v1/score"],
     "TRANSCRIPTION_MODEL": ["/v1/audio/transcriptions", "/v1/audio/translations"],
 }
-NEEDS = {path: setting for setting, paths in PATHS_OF.items() for path in paths}
+SETTING_FOR_PATH = {path: name for name, paths in PATHS_BY_SETTING.items() for path in paths}
 
-# exception, or the nearest of its bases: (status, type, code)
+# exception class, or its nearest base: (status, type, code)
 TABLE: Mapping[type[Exception], tuple[int, str, str]] = {
     errors.InvalidInput: (400, "invalid_request_error", "invalid_value"),
     errors.QueueFull: (503, "overloaded_error", "queue_full"),
@@ -52,7 +51,7 @@ TABLE: Mapping[type[Exception], tuple[int, str, str]] = {
     errors.ItemFailed: (500, "server_error", "item_failed"),
     errors.OutOfMemory: (500, "server_error", "out_of_memory"),
     errors.WrongResultCount: (500, "server_error", "wrong_result_count"),
-    errors.ClientGone: (499, "invalid_request_error", "client_gone"),  # nobody reads it
+    errors.ClientGone: (499, "invalid_request_error", "client_gone"),  # not received
 }
 
 # status of an HttpError: (type, code)
@@ -71,9 +70,9 @@ STATUSES: Mapping[int, tuple[str, str]] = {
 
 
 class HttpError(Exception):
-    """An answer of 4xx or 5xx. `type` and `code` are the status's, unless given.
+    """A 4xx or 5xx response. `type` and `code` default to those of the status.
 
-    `kind` is its label in the metric of errors, empty if it is not counted; `headers` have names in
+    `kind` is the label in the errors metric; an empty one is not counted. Names of `headers` are in
     lower case."""
 
     def __init__(
@@ -88,11 +87,11 @@ class HttpError(Exception):
         kind: str | None = None,
     ) -> None:
         super().__init__(message[:MAX_MESSAGE])
-        usual = STATUSES.get(status, ("invalid_request_error", "http_error"))
+        default_type, default_code = STATUSES.get(status, ("invalid_request_error", "http_error"))
         self.status = status
-        self.type, self.code = type or usual[0], code or usual[1]
-        self.kind = usual[1] if kind is None else kind
-        self.param = param and param[:MAX_PARAM]  # it may quote the client's own keys
+        self.type, self.code = type or default_type, code or default_code
+        self.kind = default_code if kind is None else kind
+        self.param = param and param[:MAX_PARAM]  # it may quote keys of the client's JSON
         self.headers = headers
 
     @property
@@ -102,18 +101,18 @@ class HttpError(Exception):
 
 
 def as_http_error(error: Exception, scope: Scope, debug: bool) -> HttpError:
-    """The answer for whatever a route raised; what is the server's own fault is logged.
+    """Return the response for an exception that a route raised, and log the server's own errors.
 
-    Internals (the chained cause) are shown in debug mode only."""
+    The chained cause is shown in debug mode only."""
     if isinstance(error, HttpError):
         return error
     if isinstance(error, HTTPException):
-        return _of_routing(error, scope)
+        return _from_routing(error, scope)
     request_id, cause = scope["request_id"].decode(), error.__cause__
     if not isinstance(error, errors.OnequeueError):
         log.error("bug id=%s path=%r", request_id, scope["path"], exc_info=error)
-        return HttpError(500, "the server made a mistake")
-    status, type_, code = next(TABLE[each] for each in type(error).__mro__ if each in TABLE)
+        return HttpError(500, "internal server error")
+    status, type_, code = next(TABLE[base] for base in type(error).__mro__ if base in TABLE)
     message, headers = str(error), []
     if status == 500:
         log.error("request failed id=%s error=%r", request_id, cause)
@@ -126,23 +125,23 @@ def as_http_error(error: Exception, scope: Scope, debug: bool) -> HttpError:
 
 
 def as_client_gone(error: OSError | RuntimeError) -> Exception:
-    """What sending to a closed connection raises: servers an OSError, uvloop's transports a
-    RuntimeError. Anything else stays as it is."""
+    """Convert the error of sending to a closed connection: an OSError of servers, a RuntimeError of
+    uvloop's transports. Return any other error as it is."""
     if isinstance(error, RuntimeError) and "closed=True" not in str(error):
         return error
-    gone = errors.ClientGone("the client has gone")
-    gone.__cause__ = error
-    return gone
+    client_gone = errors.ClientGone("the client has disconnected")
+    client_gone.__cause__ = error
+    return client_gone
 
 
-def _of_routing(error: HTTPException, scope: Scope) -> HttpError:
-    """Raised by Starlette's router: no such route, method not allowed."""
+def _from_routing(error: HTTPException, scope: Scope) -> HttpError:
+    """Convert an error of Starlette's router: no such route, or method not allowed."""
     path = get_route_path(scope)[:200]
     message = {
-        404: f"there is no {path} here",
+        404: f"there is no route {path}",
         405: f"{path} does not take {scope['method'][:20]}",
     }.get(error.status_code, error.detail)
-    if scope["method"] == "POST" and (setting := NEEDS.get(path)):
+    if scope["method"] == "POST" and (setting := SETTING_FOR_PATH.get(path)):
         message += f": it needs {setting}"
     headers = [(k.lower().encode(), v.encode()) for k, v in (error.headers or {}).items()]
     return HttpError(error.status_code, message, None, headers, kind="routing")

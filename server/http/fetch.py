@@ -1,10 +1,10 @@
-"""Images behind links: fetched from public addresses alone, within bounds of bytes and time.
+"""Fetch images of chats by URL, from public addresses only, within limits of bytes and time.
 
-    link → is its host allowed? → addresses → all public? → connected to one of them → redirected?
+    URL → is its host allowed? → addresses → all public? → connect to one of them → redirect?
 
-Between the check of an address and the connection nothing is looked up again: the backend below
-resolves, checks and connects, while TLS and the Host header keep the name. Each redirect is a
-link like the first. Nothing but the default headers goes out, no proxy is asked.
+An address is not looked up again between the check and the connection: `PublicBackend` resolves,
+checks and connects, while TLS and the Host header keep the name. A redirect is checked like the
+first URL. Requests carry default headers only, and no proxy is used.
 """
 
 import asyncio
@@ -20,12 +20,12 @@ import httpx
 from batching.errors import InvalidInput
 from server.core.metrics import Metrics
 
-AT_ONCE = 16  # connections of the whole server
-FETCH_S = 10.0  # an image, with its redirects
-MOST_REDIRECTS = 3
+MAX_CONNECTIONS = 16  # of the whole server
+FETCH_S = 10.0  # one image, with its redirects
+MAX_REDIRECTS = 3
 PORTS = {"http": 80, "https": 443}
 UNICAST = ipaddress.IPv6Network("2000::/3")
-TYPES = ("image/", "application/octet-stream", "binary/octet-stream")
+MEDIA_TYPES = ("image/", "application/octet-stream", "binary/octet-stream")
 REDIRECTS = (301, 302, 303, 307, 308)
 HEADERS = [
     ("Accept", "image/*"),
@@ -36,28 +36,106 @@ HEADERS = [
 
 
 class NotFetched(Exception):
-    """Why; for the client to read."""
+    """The message is the reason, for the client."""
 
 
-def is_public(address: str) -> bool:
-    """Whether an IP address is one of the whole internet, and leads to no other inside."""
-    ip = ipaddress.ip_address(address)
-    if ip.is_multicast or ip.is_reserved or not ip.is_global:
-        return False
-    if isinstance(ip, ipaddress.IPv6Address):
-        return ip in UNICAST and not (ip.ipv4_mapped or ip.sixtofour or ip.teredo)
-    return True
+@dataclass(eq=False)
+class Fetcher:
+    """`hosts`: those from which images may be fetched, or `any`; `max_bytes`: of one image."""
 
+    hosts: tuple[str, ...]
+    max_bytes: int
+    metrics: Metrics
 
-async def addresses_of(host: str, port: int) -> list[str]:
-    """Of a name, or of an address in whatever form the system reads."""
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+    def __post_init__(self) -> None:
+        self.allowed = {host.lower() for host in self.hosts}
+        self.slots = asyncio.Semaphore(MAX_CONNECTIONS)
+        self.pool = httpcore.AsyncConnectionPool(
+            max_keepalive_connections=0, network_backend=PublicBackend()
+        )
+
+    def check(self, link: str, param: str) -> None:
+        """Raise InvalidInput for a URL that may not be fetched; nothing is sent."""
+        try:
+            self._parse(link)
+        except NotFetched as error:
+            raise InvalidInput.at(param, str(error)) from None
+
+    async def fetch(self, link: str, param: str, count: Callable[[int], None]) -> bytes:
+        """Return the bytes of a URL.
+
+        `count` is called with the number of bytes of each chunk and may raise. Raises InvalidInput
+        with the reason why the image cannot be fetched."""
+        try:
+            async with self.slots, asyncio.timeout(FETCH_S):
+                with self.metrics.fetch_seconds.time():
+                    return await self._follow(link, count)
+        except TimeoutError:
+            reason = f"was not fetched within {FETCH_S:g} seconds"
+        except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError):
+            reason = "cannot be fetched: the connection to its host fails"
+        except NotFetched as error:
+            reason = f"cannot be fetched: {error}"
+        raise InvalidInput.at(param, reason)
+
+    async def _follow(self, link: str, count: Callable[[int], None]) -> bytes:
+        for _ in range(MAX_REDIRECTS + 1):
+            url = self._parse(link)
+            async with self.pool.stream("GET", str(url), headers=HEADERS) as response:
+                headers = httpx.Headers(response.headers)
+                if response.status not in REDIRECTS or "location" not in headers:
+                    return await self._read(response, headers, count)
+                try:
+                    link = str(url.join(headers["location"]))
+                except httpx.InvalidURL:
+                    raise NotFetched("it redirects to an invalid URL") from None
+        raise NotFetched(f"it redirects more than {MAX_REDIRECTS} times")
+
+    async def _read(
+        self, response: httpcore.Response, headers: httpx.Headers, count: Callable[[int], None]
+    ) -> bytes:
+        media = headers.get("content-type", MEDIA_TYPES[0]).strip().lower()
+        length = headers.get("content-length", "0")
+        if response.status != 200:
+            raise NotFetched(f"its host responds with status {response.status}")
+        if not media.startswith(MEDIA_TYPES):
+            raise NotFetched(f"its content type is {media.partition(';')[0][:50]!r}, not image/…")
+        if headers.get("content-encoding", "identity").lower() != "identity":
+            raise NotFetched("its host compresses the response though identity was requested")
+        large = f"it is larger than {self.max_bytes / 1_000_000:g} MB"
+        if length.isdigit() and int(length[:20]) > self.max_bytes:
+            raise NotFetched(large)
+        chunks, size = [], 0
+        async for chunk in response.aiter_stream():
+            size += len(chunk)
+            if size > self.max_bytes:
+                raise NotFetched(large)
+            count(len(chunk))
+            chunks.append(chunk)
+        return b"".join(chunks)
+
+    def _parse(self, link: str) -> httpx.URL:
+        """Raise NotFetched for a URL that is not allowed, without any look-up."""
+        if not self.allowed:
+            raise NotFetched(
+                "this server fetches no images: send a data: URL (the operator allows URLs by the "
+                "setting IMAGE_FETCH=host,… or IMAGE_FETCH=any)"
+            )
+        try:
+            url = httpx.URL(link)
+        except httpx.InvalidURL:
+            raise NotFetched("it is not a valid URL") from None
+        if url.scheme not in PORTS or not url.host:
+            raise NotFetched("only http:// and https:// URLs with a host are fetched")
+        if url.userinfo:
+            raise NotFetched("URLs with a user name or password are not fetched")
+        if "any" not in self.allowed and url.host.lower() not in self.allowed:
+            raise NotFetched(f"IMAGE_FETCH does not name the host {url.host[:100]!r}")
+        return url
 
 
 class PublicBackend(httpcore.AsyncNetworkBackend):
-    """Connects to the addresses that it has checked."""
+    """Connect to the addresses that have been checked."""
 
     def __init__(self) -> None:
         self._backend = httpcore.AnyIOBackend()
@@ -71,7 +149,7 @@ class PublicBackend(httpcore.AsyncNetworkBackend):
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.AsyncNetworkStream:
         try:
-            addresses = await addresses_of(host, port)
+            addresses = await resolve(host, port)
         except (OSError, UnicodeError):
             raise NotFetched("there is no such host") from None
         if not all(map(is_public, addresses)):
@@ -84,94 +162,18 @@ class PublicBackend(httpcore.AsyncNetworkBackend):
         return await self._backend.connect_tcp(addresses[-1], port, timeout)
 
 
-@dataclass(eq=False)
-class Fetcher:
-    """`hosts`: from which images may be fetched, `any`, or none. `most_bytes`: of an image."""
+async def resolve(host: str, port: int) -> list[str]:
+    """Return the addresses of a name, or of an address in any form that the system reads."""
+    loop = asyncio.get_running_loop()
+    infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(address[0]) for *_, address in infos))
 
-    hosts: tuple[str, ...]
-    most_bytes: int
-    metrics: Metrics
 
-    def __post_init__(self) -> None:
-        self.allowed = {host.lower() for host in self.hosts}
-        self.turns = asyncio.Semaphore(AT_ONCE)
-        self.pool = httpcore.AsyncConnectionPool(
-            max_keepalive_connections=0, network_backend=PublicBackend()
-        )
-
-    def check(self, link: str, param: str) -> None:
-        """InvalidInput for a link that is not even tried."""
-        try:
-            self._url(link)
-        except NotFetched as error:
-            raise InvalidInput.at(param, str(error)) from None
-
-    async def fetch(self, link: str, param: str, count: Callable[[int], None]) -> bytes:
-        """The bytes behind a link. `count` is told how many there are while they arrive, and may
-        raise. InvalidInput says why there are none."""
-        try:
-            async with self.turns, asyncio.timeout(FETCH_S):
-                with self.metrics.fetch_seconds.time():
-                    return await self._follow(link, count)
-        except TimeoutError:
-            why = f"was not fetched within {FETCH_S:g} seconds"
-        except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError):
-            why = "cannot be fetched: the connection to its host fails"
-        except NotFetched as error:
-            why = f"cannot be fetched: {error}"
-        raise InvalidInput.at(param, why)
-
-    async def _follow(self, link: str, count: Callable[[int], None]) -> bytes:
-        for _ in range(MOST_REDIRECTS + 1):
-            url = self._url(link)
-            async with self.pool.stream("GET", str(url), headers=HEADERS) as response:
-                headers = httpx.Headers(response.headers)
-                if response.status not in REDIRECTS or "location" not in headers:
-                    return await self._read(response, headers, count)
-                try:
-                    link = str(url.join(headers["location"]))
-                except httpx.InvalidURL:
-                    raise NotFetched("it is redirected to what is no link") from None
-        raise NotFetched(f"it is redirected more than {MOST_REDIRECTS} times")
-
-    async def _read(
-        self, response: httpcore.Response, headers: httpx.Headers, count: Callable[[int], None]
-    ) -> bytes:
-        kind = headers.get("content-type", TYPES[0]).strip().lower()
-        length = headers.get("content-length", "0")
-        if response.status != 200:
-            raise NotFetched(f"its host answers {response.status}")
-        if not kind.startswith(TYPES):
-            raise NotFetched(f"it is {kind.partition(';')[0][:50]!r}, no image")
-        if headers.get("content-encoding", "identity").lower() != "identity":
-            raise NotFetched("its host compresses what it was not asked to")
-        large = f"it has more than {self.most_bytes / 1_000_000:g} MB"
-        if length.isdigit() and int(length[:20]) > self.most_bytes:
-            raise NotFetched(large)
-        chunks, size = [], 0
-        async for chunk in response.aiter_stream():
-            size += len(chunk)
-            if size > self.most_bytes:
-                raise NotFetched(large)
-            count(len(chunk))
-            chunks.append(chunk)
-        return b"".join(chunks)
-
-    def _url(self, link: str) -> httpx.URL:
-        """NotFetched for what is not allowed, whatever it leads to."""
-        if not self.allowed:
-            raise NotFetched(
-                "images are not fetched here: send a data: URL (whoever runs this server allows "
-                "links by the setting IMAGE_FETCH=host,… or IMAGE_FETCH=any)"
-            )
-        try:
-            url = httpx.URL(link)
-        except httpx.InvalidURL:
-            raise NotFetched("it is no link that can be read") from None
-        if url.scheme not in PORTS or not url.host:
-            raise NotFetched("only http:// and https:// links to a host are fetched")
-        if url.userinfo:
-            raise NotFetched("links with a user's name or password are not fetched")
-        if "any" not in self.allowed and url.host.lower() not in self.allowed:
-            raise NotFetched(f"IMAGE_FETCH does not name the host {url.host[:100]!r}")
-        return url
+def is_public(address: str) -> bool:
+    """Return whether an IP address is globally routed and embeds no other address."""
+    ip = ipaddress.ip_address(address)
+    if ip.is_multicast or ip.is_reserved or not ip.is_global:
+        return False
+    if isinstance(ip, ipaddress.IPv6Address):
+        return ip in UNICAST and not (ip.ipv4_mapped or ip.sixtofour or ip.teredo)
+    return True

@@ -1,8 +1,10 @@
-"""What a body of multipart/form-data holds: fields in memory, and one file that goes to disk.
+"""A body of multipart/form-data: fields in memory, and one file on disk.
 
-    pieces of a body → parser (python-multipart) → fields and a file, within bounds
+    chunks of a body → python-multipart → fields and a file, within limits
 
-Runs in pool threads. How the pieces get here is upload.py's matter.
+Runs in pool threads; upload.py reads the chunks. Starlette's MultiPartParser is no replacement: it
+accepts a form that is cut off, reads invalid UTF-8 as Latin-1, parses on the event loop, and its
+spooled file has no path for the decoders to open.
 """
 
 import contextlib
@@ -16,135 +18,136 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from batching.errors import InvalidInput
 from server.http.errors import HttpError
 
-FILE = "file"  # the field that the file comes in
-MOST_PARTS = 64
-MAX_FIELD = 1 << 16  # bytes of one field
-CURL = "with curl: -F file=@PATH"
-PREFIX = "onequeue-"  # of files on disk
+FILE = "file"  # name of the field with the file
+MAX_PARTS = 64
+MAX_FIELD_BYTES = 1 << 16
+CURL_HINT = "with curl: -F file=@PATH"
+PREFIX = "onequeue-"  # of file names on disk
 
 
 class Form:
-    """Fed piece by piece; `finish` says whether it was whole. `remove` its file in the end.
+    """A form that is fed in chunks. Call `finish` after the last one, and `remove` in the end.
 
-    InvalidInput names the field that does not fit; HttpError (413) is raised for a file of more
-    than `most` bytes, OSError where the disk takes no more."""
+    Raises InvalidInput with the invalid field, HttpError (413) for a file of more than `max_bytes`,
+    OSError for a full disk."""
 
-    def __init__(self, boundary: bytes, most: int) -> None:
-        self.most = most
+    def __init__(self, boundary: bytes, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
         self.fields: dict[str, list[str]] = {}
-        self.received = 0  # bytes of the body, as whoever feeds it counts
-        self.size = 0  # of them, the file's
-        self._file = -1  # its descriptor, while it is being written
+        self.received = 0  # bytes of the body; upload.py counts them
+        self.file_bytes = 0
+        self._descriptor = -1  # of the file, while it is open
         self._path = ""
         self._parts = 0
-        self._name = ""  # of the part that is being read
+        self._name = ""  # of the current part
         self._is_file = False
         self._text = bytearray()
-        self._header = bytearray()  # the value of one of its headers
-        self._options: dict[bytes, bytes] = {}  # of its Content-Disposition
-        self._ended = False
+        self._header = bytearray()  # value of the current header
+        self._options: dict[bytes, bytes] = {}  # of the part's Content-Disposition
+        self._complete = False
         self._removed = False
-        self._using = threading.Lock()
+        self._lock = threading.Lock()
         try:
             self._parser = MultipartParser(
                 boundary,
                 {
-                    "on_part_begin": self._begin_part,
-                    "on_header_value": self._extend_header,
-                    "on_header_end": self._end_header,
-                    "on_headers_finished": self._end_headers,
-                    "on_part_data": self._take,
-                    "on_part_end": self._end_part,
-                    "on_end": self._end,
+                    "on_part_begin": self._on_part_begin,
+                    "on_header_value": self._on_header_value,
+                    "on_header_end": self._on_header_end,
+                    "on_headers_finished": self._on_headers_finished,
+                    "on_part_data": self._on_part_data,
+                    "on_part_end": self._on_part_end,
+                    "on_end": self._on_end,
                 },
             )
         except FormParserError:
             raise InvalidInput("the boundary of the form is too long") from None
 
-    def feed(self, piece: bytes) -> None:
+    def feed(self, chunk: bytes) -> None:
         try:
-            with self._using:
+            with self._lock:
                 if not self._removed:
-                    self._parser.write(piece)
+                    self._parser.write(chunk)
         except FormParserError:
-            wrong = "the body is not the form that its Content-Type says: its boundary may be wrong"
+            wrong = "the body is not a form with the boundary of its Content-Type"
             raise InvalidInput(wrong) from None
 
     def finish(self) -> None:
-        if not self._ended:
+        if not self._complete:
             raise InvalidInput("the form is cut off: its last boundary is missing")
 
     @property
     def path(self) -> str:
-        """Where the file is; InvalidInput if none was sent."""
+        """The path of the file. Raises InvalidInput if there is none."""
         if not self._path:
-            raise InvalidInput.at(FILE, f"is required; {CURL}")
-        if not self.size:
+            raise InvalidInput.at(FILE, f"is required; {CURL_HINT}")
+        if not self.file_bytes:
             raise InvalidInput.at(FILE, "is empty")
         return self._path
 
     def remove(self) -> None:
-        """A piece may still be fed by another thread, where the server was stopped meanwhile."""
-        with self._using:
+        """Remove the file. A thread may still feed a chunk when the server stops: it is dropped."""
+        with self._lock:
             self._removed = True
-            if self._file >= 0:
-                os.close(self._file)
-                self._file = -1
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+                self._descriptor = -1
             if self._path:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(self._path)
 
-    # ── what the parser finds ──
+    # ── the parser's callbacks ──
 
-    def _begin_part(self) -> None:
+    def _on_part_begin(self) -> None:
         self._parts += 1
-        if self._parts > MOST_PARTS:
-            raise InvalidInput(f"the form has more than {MOST_PARTS} fields")
+        if self._parts > MAX_PARTS:
+            raise InvalidInput(f"the form has more than {MAX_PARTS} fields")
         self._options = {}
         self._text.clear()
 
-    def _extend_header(self, data: bytes, start: int, end: int) -> None:
-        """The parser bounds how long one may be, and how many there are."""
+    def _on_header_value(self, data: bytes, start: int, end: int) -> None:
+        """The parser limits the length of a header and their number."""
         self._header += data[start:end]
 
-    def _end_header(self) -> None:
+    def _on_header_end(self) -> None:
         kind, options = parse_options_header(bytes(self._header))
-        if kind == b"form-data":  # which no other header says
+        if kind == b"form-data":  # of Content-Disposition alone
             self._options = options
         self._header.clear()
 
-    def _end_headers(self) -> None:
+    def _on_headers_finished(self) -> None:
         options = self._options
         if b"name" not in options:
             raise InvalidInput("a part of the form has no name")
         self._name = options[b"name"].decode(errors="replace")[:100]
         self._is_file = b"filename" in options
         if not self._is_file and self._name == FILE:
-            raise InvalidInput.at(FILE, f"must be a file, with a file name; {CURL}")
+            raise InvalidInput.at(FILE, f"must be a file, with a file name; {CURL_HINT}")
         if self._is_file:
             if self._name != FILE:
-                raise InvalidInput.at(self._name, f"is not taken as a file: send it as {FILE!r}")
+                raise InvalidInput.at(self._name, f"must not be a file: send it as {FILE!r}")
             if self._path:
-                raise InvalidInput.at(FILE, "comes twice")
-            self._file, self._path = tempfile.mkstemp(prefix=PREFIX)
+                raise InvalidInput.at(FILE, "must be sent once")
+            self._descriptor, self._path = tempfile.mkstemp(prefix=PREFIX)
 
-    def _take(self, data: bytes, start: int, end: int) -> None:
+    def _on_part_data(self, data: bytes, start: int, end: int) -> None:
         if not self._is_file:
-            if len(self._text) + end - start > MAX_FIELD:
-                raise InvalidInput.at(self._name, f"is longer than {MAX_FIELD} bytes")
+            if len(self._text) + end - start > MAX_FIELD_BYTES:
+                raise InvalidInput.at(self._name, f"is longer than {MAX_FIELD_BYTES} bytes")
             self._text += data[start:end]
             return
-        self.size += end - start
-        if self.size > self.most:
-            raise HttpError(413, f"the file is larger than {self.most / 1_000_000:g} MB", FILE)
+        self.file_bytes += end - start
+        if self.file_bytes > self.max_bytes:
+            large = f"the file is larger than {self.max_bytes / 1_000_000:g} MB"
+            raise HttpError(413, large, FILE)
         rest = memoryview(data)[start:end]
         while rest:
-            rest = rest[os.write(self._file, rest) :]
+            rest = rest[os.write(self._descriptor, rest) :]
 
-    def _end_part(self) -> None:
+    def _on_part_end(self) -> None:
         if self._is_file:
-            os.close(self._file)
-            self._file = -1
+            os.close(self._descriptor)
+            self._descriptor = -1
             return
         try:
             text = self._text.decode()
@@ -152,5 +155,5 @@ class Form:
             raise InvalidInput.at(self._name, "is not valid UTF-8") from None
         self.fields.setdefault(self._name, []).append(text)
 
-    def _end(self) -> None:
-        self._ended = True
+    def _on_end(self) -> None:
+        self._complete = True

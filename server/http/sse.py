@@ -1,8 +1,8 @@
-"""Server-sent events to a client at its own pace.
+"""Server-sent events, at the client's pace.
 
 Each event is one write. An idle connection gets a comment now and then. uvicorn's `send` waits
-while its buffer is full, and returns silently once the client has left or been given up
-(connections.py); the watcher of the request notices that.
+while its buffer is full, and returns silently once the client has disconnected or connections.py
+has disconnected it; the request's disconnect watcher notices that.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from starlette.types import Scope, Send
 from server.http.errors import as_client_gone
 from server.http.json import Document
 
-LOOK_S = 10.0  # who has sent nothing since the last look sends a comment
+KEEP_ALIVE_S = 10.0  # a stream without an event in this interval sends a comment
 
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -27,26 +27,28 @@ COMMENT = b": keep-alive\n\n"
 
 
 def data_frame(document: Document) -> bytes:
-    """An event without a name."""
+    """Return an event without a name."""
     return b"data: %b\n\n" % orjson.dumps(document)
 
 
 class EventStream:
-    """`wake` is called when the connection has been idle, so that whoever waits for something to
-    send sends a comment."""
+    """A response of events. `wake` is called when the connection is idle: it makes the sending
+    coroutine send a comment."""
 
     def __init__(self, scope: Scope, send: Send, wake: Callable[[], None]) -> None:
-        self.sent = 0  # events: whoever sends one counts it
+        self.sent = 0  # events; the sender counts them
         self._start = send
         self._send: Send = scope["send"]
         self._wake = wake
         self._loop = asyncio.get_running_loop()
 
     async def run(self, sending: Callable[[Self], Coroutine[None, None, None]]) -> None:
-        """The coroutine sends all events. It runs in a task of its own: resuming it, token by
-        token, would resume every caller up to the server's. ClientGone by what sending raises."""
+        """Run the coroutine that sends all events. Raises ClientGone for errors of sending.
+
+        It runs in its own task: resuming it for each token would resume every caller up to the
+        server's."""
         await self._start({"type": "http.response.start", "status": 200, "headers": HEADERS})
-        self._timer = self._loop.call_later(LOOK_S, self._look, self.sent)
+        self._timer = self._loop.call_later(KEEP_ALIVE_S, self._check_idle, self.sent)
         try:
             await self._loop.create_task(sending(self))
         except (OSError, RuntimeError) as error:
@@ -55,8 +57,7 @@ class EventStream:
             self._timer.cancel()
         await self._send({"type": "http.response.body", "body": b""})
 
-    def _look(self, sent: int) -> None:
-        """`sent`: at the last look."""
-        if self.sent == sent:
+    def _check_idle(self, sent_before: int) -> None:
+        if self.sent == sent_before:
             self._wake()
-        self._timer = self._loop.call_later(LOOK_S, self._look, self.sent)
+        self._timer = self._loop.call_later(KEEP_ALIVE_S, self._check_idle, self.sent)

@@ -1,9 +1,9 @@
-"""Uploads: forms with a file, spooled to disk as they arrive, apart from bodies in memory.
+"""Uploads: forms with a file, spooled to disk while they arrive.
 
-    receive → pieces → pool thread: parse, write → Form → … → its file is removed
+    receive → chunks → pool thread: parse, write (form.py) → Form → … → its file is removed
 
-An upload is read before a place in the queue is taken, so that slow ones fill no queue. What they
-take is disk: a file has a limit, all files together another, and an upload must go on arriving.
+An upload is read before it takes a slot of the queue, so slow uploads do not fill the queue. They
+take disk space: one file is limited, all files together are, and an upload needs a minimum speed.
 """
 
 import asyncio
@@ -20,53 +20,53 @@ from starlette.types import Receive, Scope
 from batching.errors import InvalidInput, OnequeueError, QueueFull
 from server.core.worker_client import Deadlines
 from server.http.errors import HttpError, as_http_error
-from server.http.form import MAX_FIELD, MOST_PARTS, Form
+from server.http.form import MAX_FIELD_BYTES, MAX_PARTS, Form
 from server.http.request import (
-    BODIES,
     CLOSE,
+    MAX_BODIES,
     Headers,
-    begin,
     linger,
     media_type,
+    read_headers,
     receive_until,
 )
 
-PIECE = 1 << 18  # bytes that are parsed and written at a time
-SLOWEST = 8_000  # bytes a second that an upload must make on the whole
-WRITERS = 4  # threads
-FIELDS = MOST_PARTS * MAX_FIELD  # bytes beside the file
+CHUNK_BYTES = 1 << 18  # parsed and written at once
+MIN_BYTES_PER_S = 8_000  # average speed of an upload
+WRITER_THREADS = 4
+MAX_FIELDS_BYTES = MAX_PARTS * MAX_FIELD_BYTES  # beside the file
 
 
 @dataclass(eq=False)
 class Uploads:
-    """Those of an app that are not answered yet."""
+    """The uploads of an app whose requests have no response yet."""
 
     max_mb: float  # of one file
     spooled: int = field(init=False, default=0)  # bytes of all of them
 
     def __post_init__(self) -> None:
-        self.most = int(self.max_mb * 1_000_000)
-        self._turns = anyio.CapacityLimiter(WRITERS)
+        self.max_bytes = int(self.max_mb * 1_000_000)
+        self._threads = anyio.CapacityLimiter(WRITER_THREADS)
 
     @asynccontextmanager
     async def form(
         self, scope: Scope, receive: Receive, model: str
     ) -> AsyncIterator[tuple[Form, Deadlines]]:
-        """A request's form, its file on disk until the block ends, and the time limits from there
-        on: that for the answer to begin counts from the upload's end.
+        """Yield a request's form and its deadlines; the file is on disk until the block ends. The
+        deadline of the first result counts from the end of the upload.
 
-        Raises what `begin` does, a Refused (503) if the model of that name in the registry takes
-        nothing now, HttpError 415 for what is no form, 413 and 408, InvalidInput for a form that
-        is not well-formed, QueueFull where there is no room on disk, ClientGone."""
-        headers, limits = begin(scope)
+        Raises the errors of `read_headers`, a Refused (503) if the model of that name in the
+        registry accepts nothing now, HttpError (415) for another content type, HttpError (413 and
+        408), InvalidInput for a malformed form, QueueFull for a full disk, ClientGone."""
+        headers, deadlines = read_headers(scope)
         app = scope["app"]
         if (refusal := app.worker_client.refusal(model)) is not None:
             raise refusal
-        form = Form(boundary_of(headers), self.most)
+        form = Form(boundary_from(headers), self.max_bytes)
         try:
-            await self._read(form, headers, limits.whole, scope, receive)
-            first = min(time.monotonic() + app.settings.request_timeout_s, limits.whole)
-            yield form, Deadlines(first, limits.whole)
+            await self._read(form, headers, deadlines.whole, scope, receive)
+            first = min(time.monotonic() + app.settings.request_timeout_s, deadlines.whole)
+            yield form, Deadlines(first, deadlines.whole)
         finally:
             self.spooled -= form.received
             asyncio.get_running_loop().run_in_executor(None, form.remove)
@@ -74,56 +74,59 @@ class Uploads:
     async def _read(
         self, form: Form, headers: Headers, deadline: float, scope: Scope, receive: Receive
     ) -> None:
-        """The whole body, into the form."""
-        settings, began = scope["app"].settings, time.monotonic()
-        declared = headers.get(b"content-length", b"")
-        if declared.isdigit() and int(declared[:20]) > self.most + FIELDS:
-            if headers.get(b"expect", b"").lower() != b"100-continue":  # else it will not be sent
+        """Feed the whole body to the form."""
+        settings, started = scope["app"].settings, time.monotonic()
+        content_length = headers.get(b"content-length", b"")
+        if (
+            content_length.isdigit()
+            and int(content_length[:20]) > self.max_bytes + MAX_FIELDS_BYTES
+        ):
+            if headers.get(b"expect", b"").lower() != b"100-continue":  # else no body is sent
                 await linger(receive)
             raise self._too_large()
-        piece, more = bytearray(), True
+        chunk, more = bytearray(), True
         while more:
-            slowest = began + settings.body_timeout_s + form.received / SLOWEST
+            slowest = started + settings.body_timeout_s + form.received / MIN_BYTES_PER_S
             until = min(time.monotonic() + settings.body_timeout_s, slowest, deadline)
             data, more = await receive_until(receive, until)
-            piece += data
+            chunk += data
             form.received += len(data)
             self.spooled += len(data)
             try:
                 self._check(form)
-                if len(piece) >= PIECE or not more:
-                    await self._feed(form, bytes(piece))
-                    piece.clear()
+                if len(chunk) >= CHUNK_BYTES or not more:
+                    await self._feed(form, bytes(chunk))
+                    chunk.clear()
             except (OnequeueError, HttpError) as error:
                 if not more:
                     raise
                 await linger(receive)
-                answer = as_http_error(error, scope, settings.debug)
-                answer.headers = [*answer.headers, *CLOSE]
-                raise answer from error
+                response = as_http_error(error, scope, settings.debug)
+                response.headers = [*response.headers, *CLOSE]
+                raise response from error
         form.finish()
 
     def _check(self, form: Form) -> None:
-        if form.received > self.most + FIELDS:
+        if form.received > self.max_bytes + MAX_FIELDS_BYTES:
             raise self._too_large()
-        if self.spooled > BODIES * self.most:
-            raise QueueFull("uploads take all the disk that there is for them")
+        if self.spooled > MAX_BODIES * self.max_bytes:
+            raise QueueFull("the disk space for uploads is in use")
 
     def _too_large(self) -> HttpError:
         return HttpError(413, f"the file is larger than {self.max_mb:g} MB", headers=CLOSE)
 
-    async def _feed(self, form: Form, piece: bytes) -> None:
+    async def _feed(self, form: Form, chunk: bytes) -> None:
         try:
-            await anyio.to_thread.run_sync(form.feed, piece, limiter=self._turns)
+            await anyio.to_thread.run_sync(form.feed, chunk, limiter=self._threads)
         except OSError:
-            raise QueueFull("the server's disk has no room for the file") from None
+            raise QueueFull("the server's disk has no space for the file") from None
 
 
-def boundary_of(headers: Headers) -> bytes:
-    """Of a form's parts; HttpError (415) for what is no form."""
+def boundary_from(headers: Headers) -> bytes:
+    """Return the boundary of a form's parts. HttpError (415) for another content type."""
     if (media := media_type(headers)) != "multipart/form-data":
-        raise HttpError(415, f"this takes multipart/form-data, not {media[:100]!r}")
+        raise HttpError(415, f"Content-Type must be multipart/form-data, not {media[:100]!r}")
     boundary = parse_options_header(headers[b"content-type"])[1].get(b"boundary", b"")
     if not boundary:
-        raise InvalidInput("the Content-Type has no boundary: leave it to the client's library")
+        raise InvalidInput("the Content-Type has no boundary: let the client's library set it")
     return boundary
