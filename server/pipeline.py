@@ -1,8 +1,8 @@
-"""`POST /`: raw text, image or sound bytes, or JSON, to whatever pipeline is loaded.
+"""`POST /`: raw text, image or audio bytes, or JSON, for the loaded pipeline.
 
-    body → inputs, a work item each → their answers, or the deadline, or the client leaves
+    body → inputs, one work item each → results, or the deadline, or a disconnect
 
-The answer is what `pipeline(...)` returns for that input; those of a list are answered together.
+A result is the return value of `pipeline(...)` as JSON; a list of inputs gets a list of results.
 """
 
 from dataclasses import dataclass
@@ -26,13 +26,13 @@ from worker.messages.protocol import PipelineInput
 from worker.tasks import TASKS, check_parameters
 
 JSON = "application/json"
-FORM = "application/x-www-form-urlencoded"  # what curl -d sends, whatever it is
-CURL = "with curl, post a file by --data-binary @FILE: -d leaves out its line breaks"
+FORM = "application/x-www-form-urlencoded"  # the type that curl -d sends
+CURL_HINT = "with curl, post a file by --data-binary @FILE: -d leaves out its line breaks"
 
 
 @dataclass(eq=False)
 class PipelineEndpoint:
-    """All methods of `/`, as a bare ASGI app: `page` answers GET. This is the hot path."""
+    """All methods of `/`, as an ASGI app: `page` serves GET. This is the hot path."""
 
     settings: Settings
     worker_client: WorkerClient
@@ -41,42 +41,45 @@ class PipelineEndpoint:
     def __post_init__(self) -> None:
         self.task_name = self.settings.pipeline_task
         self.task = TASKS[self.task_name]
-        self.parsing = JsonBodyParser()
+        self.body_parser = JsonBodyParser()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] != "POST":
             return await self.page(scope, receive, send)
-        posted = await read_request(scope, receive)
-        self.check_media(posted.media)
-        await self.answer(scope, receive, send, posted)
+        request_body = await read_request(scope, receive)
+        self.check_media(request_body.media)
+        await self.respond(scope, receive, send, request_body)
 
-    async def answer(self, scope: Scope, receive: Receive, send: Send, posted: RequestBody) -> None:
-        media, body, deadlines = posted
+    async def respond(
+        self, scope: Scope, receive: Receive, send: Send, request_body: RequestBody
+    ) -> None:
+        media, body, deadlines = request_body
         if len(body) > INLINE_BYTES and (self.task.kind == "text" or may_be_json(body, media)):
             parse = partial(self.parse, media=media)
-            inputs, is_list = await self.parsing.run(parse, body, deadlines.first)
-        else:  # bytes stay as they are
+            inputs, is_list = await self.body_parser.run(parse, body, deadlines.first)
+        else:  # raw bytes need no parsing
             inputs, is_list = self.parse(body, media)
-        answers: list[bytes] = []
+        results: list[bytes] = []
         try:
             with Submission(self.worker_client, "pipeline", inputs, deadlines, receive) as work:
                 for item in work.items:
-                    answers.append(await item.future)  # noqa: PERF401  # its length says which failed
+                    results.append(await item.future)  # noqa: PERF401  # its length tells which failed
         except InvalidInput as error:
             if is_list and error.param and error.param.startswith("inputs"):
-                error.param = f"inputs[{len(answers)}]" + error.param.removeprefix("inputs")
+                error.param = f"inputs[{len(results)}]" + error.param.removeprefix("inputs")
             if media == FORM and isinstance(inputs[0].inputs, bytes):
-                raise InvalidInput(f"{error}; {CURL}", error.param) from error
+                raise InvalidInput(f"{error}; {CURL_HINT}", error.param) from error
             raise
-        if not is_list or (self.task.unwraps_single and len(answers) == 1):
-            content = answers[0]
+        if not is_list or (self.task.unwraps_single and len(results) == 1):
+            content = results[0]
         else:
-            content = b"[" + b",".join(answers) + b"]"
+            content = b"[" + b",".join(results) + b"]"
         await send_json(send, content, headers=work.timing_headers())
 
     def check_media(self, media: str) -> None:
-        """415 for a content type that the task does not take. curl's form type counts as raw."""
-        kind, takes = self.task.kind, JSON
+        """Raise HttpError (415) for a content type that the task does not take. A form's content
+        type, curl's default, counts as raw."""
+        kind, accepted = self.task.kind, JSON
         if media in ("", JSON, FORM):
             return
         if kind != "json":
@@ -84,50 +87,52 @@ class PipelineEndpoint:
                 return
             if kind == "audio" and media == "video/webm":
                 return
-            takes = f"{kind}/…, raw bytes or {JSON}"
-        raise HttpError(415, f"{self.task_name} takes {takes}, not {media[:100]!r}")
+            accepted = f"{kind}/…, application/octet-stream or {JSON}"
+        message = f"Content-Type of {self.task_name} must be {accepted}, not {media[:100]!r}"
+        raise HttpError(415, message)
 
     def parse(self, body: bytes, media: str) -> tuple[list[PipelineInput], bool]:
-        """The inputs of a request, and whether they came as a list."""
+        """Return the inputs of a request, and whether it has a list of them."""
         if not body:
-            empty = f"the body is empty: post the {self.task.kind} itself, or JSON"
+            empty = f"the body is empty: post raw {self.task.kind}, or JSON"
             raise InvalidInput(empty, "inputs")
         document = self.parse_object(body, media) if may_be_json(body, media) else None
         if document is None:
             return [self.parse_raw(body)], False
         if "inputs" not in document:
-            raise InvalidInput('the object needs a field "inputs"', "inputs")
+            raise InvalidInput('the object must have a field "inputs"', "inputs")
         parameters = document.get("parameters")
         if parameters is None:
             parameters = {}
         if not isinstance(parameters, dict):
             raise InvalidInput("must be an object", "parameters")
         check_parameters(self.task_name, parameters)
-        inputs, most = document["inputs"], self.settings.max_queue_size
-        if isinstance(inputs, list) and not 0 < len(inputs) <= most:
-            raise InvalidInput(f"a list takes 1 to {most} inputs, not {len(inputs)}", "inputs")
+        inputs, max_inputs = document["inputs"], self.settings.max_queue_size
+        if isinstance(inputs, list) and not 0 < len(inputs) <= max_inputs:
+            message = f"a list must have 1 to {max_inputs} inputs, not {len(inputs)}"
+            raise InvalidInput(message, "inputs")
         if not isinstance(inputs, list) or is_conversation(inputs):
             return [PipelineInput(inputs, parameters)], False
-        budget = RequestLimiter()
-        return [PipelineInput(each, parameters, budget) for each in inputs], True
+        limiter = RequestLimiter()
+        return [PipelineInput(item, parameters, limiter) for item in inputs], True
 
     def parse_object(self, body: bytes, media: str) -> Document | None:
-        """None for a text that only looks like one."""
-        doubtful = media == FORM and self.task.kind == "text"
+        """Return the JSON object, or None for a text that only looks like one."""
+        may_be_text = media == FORM and self.task.kind == "text"
         try:
             document = parse_json(body)
         except InvalidInput:
-            if doubtful:
+            if may_be_text:
                 return None
             raise
-        return None if doubtful and "inputs" not in document else document
+        return None if may_be_text and "inputs" not in document else document
 
     def parse_raw(self, body: bytes) -> PipelineInput:
         task = self.task
         if task.kind == "json":
             keys = ", ".join(f'"{key}": …' for key in task.json_keys)
             example = f'{{"inputs": {{{keys}}}}}'
-            raise InvalidInput(f"{self.task_name} takes application/json: {example}", "inputs")
+            raise InvalidInput(f"{self.task_name} takes JSON: {example}", "inputs")
         if task.required:
             check_parameters(self.task_name, {})
         if task.kind != "text":
@@ -135,38 +140,44 @@ class PipelineEndpoint:
         try:
             return PipelineInput(body.decode())
         except UnicodeDecodeError as error:
-            wrong = f"{self.task_name} takes text; this is not valid UTF-8 at byte {error.start}"
-            raise InvalidInput(wrong, "inputs") from None
+            message = f"{self.task_name} takes text; byte {error.start} is not valid UTF-8"
+            raise InvalidInput(message, "inputs") from None
 
 
 @dataclass(eq=False)
 class DecisionPipelineEndpoint(PipelineEndpoint):
+    """`POST /` with the task decision, by a language model."""
+
     decisions: DecisionEndpoint
 
-    async def answer(self, scope: Scope, receive: Receive, send: Send, posted: RequestBody) -> None:
-        media, body, deadlines = posted
-        read = partial(self.read, media=media)
-        asked, is_list = await self.parsing.run(read, body, deadlines.first, blocks=True)
+    async def respond(
+        self, scope: Scope, receive: Receive, send: Send, request_body: RequestBody
+    ) -> None:
+        media, body, deadlines = request_body
+        parse = partial(self.parse_requests, media=media)
+        requests, is_list = await self.body_parser.run(parse, body, deadlines.first, blocks=True)
         answers = []
-        for request, payload in asked:
+        for request, payload in requests:
             deltas, usage = await self.decisions.ask(scope, receive, deadlines, request, payload)
-            document = request.document([each.probabilities for each in deltas], usage)
+            document = request.document([delta.probabilities for delta in deltas], usage)
             answers.append(document["answers"])
         await send_json(send, answers if is_list else answers[0])
 
-    def read(
+    def parse_requests(
         self, body: bytes, media: str
     ) -> tuple[list[tuple[SystemOneRequest, DecisionInput]], bool]:
-        """In a pool thread."""
+        """Return the requests, and whether the body has a list of them. Runs in a pool thread."""
         inputs, is_list = self.parse(body, media)
         paths = [f"inputs[{n}]" if is_list else "inputs" for n in range(len(inputs))]
-        return [self._request(*each) for each in zip(paths, inputs, strict=True)], is_list
+        requests = [self._request(*pair) for pair in zip(paths, inputs, strict=True)]
+        return requests, is_list
 
-    def _request(self, path: str, given: Any) -> tuple[SystemOneRequest, DecisionInput]:
-        if not isinstance(given.inputs, dict) or "model" in given.inputs:
-            raise InvalidInput(f"{self.task_name} takes an object of state and questions", path)
+    def _request(self, path: str, payload: PipelineInput) -> tuple[SystemOneRequest, DecisionInput]:
+        if not isinstance(payload.inputs, dict) or "model" in payload.inputs:
+            message = f"{self.task_name} takes an object with state and questions, without model"
+            raise InvalidInput(message, path)
         try:
-            request = decode(given.inputs, SystemOneRequest, self.decisions.models.called)
+            request = decode(payload.inputs, SystemOneRequest, self.decisions.models.called)
             return request, request.decision_input()
         except InvalidInput as error:
             error.param = f"{path}.{error.param}" if error.param else path
@@ -174,10 +185,10 @@ class DecisionPipelineEndpoint(PipelineEndpoint):
 
 
 def may_be_json(body: bytes, media: str) -> bool:
-    """By its media type, or by how it begins: `curl -d '{…}'` sends JSON as a form."""
+    """Decide by the media type, or by the first character: `curl -d '{…}'` sends JSON as a form."""
     return media == JSON or (media == FORM and body[:64].lstrip().startswith(b"{"))
 
 
 def is_conversation(inputs: list[Any]) -> bool:
-    """A list of messages is one input, not several."""
-    return all(isinstance(each, dict) and {"role", "content"} <= set(each) for each in inputs)
+    """Return whether a list is one input, the messages of a chat."""
+    return all(isinstance(item, dict) and {"role", "content"} <= set(item) for item in inputs)

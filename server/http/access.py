@@ -33,7 +33,7 @@ def key_from_headers(scope: Scope, keys: Sequence[bytes]) -> bytes:
 
 
 def is_open(method: str, path: str) -> bool:
-    """Return whether no key is needed: for probes, and for the page, which asks the user for one."""
+    """Return whether no key is needed: for probes, and for the page, which asks for one itself."""
     is_page = path == "/" and method in ("GET", "HEAD")
     return is_page or path in OPEN_PATHS or path.startswith("/assets/")
 

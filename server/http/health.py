@@ -1,7 +1,7 @@
-"""`GET /health`: is the process worth keeping. `GET /ready`, or `/ping`: should it get traffic.
-`GET /version`: which server this is.
+"""`GET /health`, whether the process works; `GET /ready` or `/ping`, whether it should get traffic;
+`GET /version`.
 
-It should as long as one of its models answers; those that keep failing are named.
+The server is ready while at least one of its models serves; the response names failing ones.
 """
 
 from typing import Literal
@@ -23,7 +23,7 @@ class Ready(Struct):
     status: Literal["ready"]
     compile: Literal["running", "done", "off"]
     task: str | UnsetType = UNSET
-    takes: Kind | UnsetType = UNSET  # what the pipeline's input is
+    takes: Kind | UnsetType = UNSET  # kind of the pipeline's input
     mask_token: str | UnsetType = UNSET
     model: str | UnsetType = UNSET
     chat_model: str | UnsetType = UNSET
@@ -46,8 +46,8 @@ async def health(request: Request) -> Health:
     if worker_client.worker.state == "dead":
         raise unavailable("the worker is dead", "worker_down")
     if worker_client.stuck:
-        long = f"a forward has been running for over {worker_client.stuck_after_s:g} s"
-        raise unavailable(long, "worker_stuck")
+        stuck = f"a forward pass has been running for over {worker_client.stuck_after_s:g} s"
+        raise unavailable(stuck, "worker_stuck")
     return Health("ok")
 
 
@@ -55,24 +55,24 @@ async def ready(request: Request) -> Ready:
     worker_client: WorkerClient = request.app.worker_client
     if worker_client.failure is not None:
         raise unavailable(str(worker_client.failure), "worker_down")
-    if (down := worker_client.refusal()) is not None:
-        raise unavailable(str(down))
+    if (refusal := worker_client.refusal()) is not None:
+        raise unavailable(str(refusal))
     failing = [name for name in worker_client.models if worker_client.refusal(name)]
     if len(failing) == len(worker_client.models):
-        raise unavailable("the models keep failing; they are tried again shortly")
-    answer = Ready("ready", "off", failing=failing or UNSET)
+        raise unavailable("all models keep failing; they are tried again shortly")
+    response = Ready("ready", "off", failing=failing or UNSET)
     for name, model in worker_client.models.items():
         info, generates = model.engine.info, model.generator is not None
         if model.generator:
-            answer.compile = model.generator.compile_state
+            response.compile = model.generator.compile_state
         if name == "pipeline":
-            answer.task, answer.model = "decision" if generates else info.task, info.model
-            answer.takes, answer.mask_token = TASKS[answer.task].kind, info.mask or UNSET
+            response.task, response.model = "decision" if generates else info.task, info.model
+            response.takes, response.mask_token = TASKS[response.task].kind, info.mask or UNSET
         else:
-            setattr(answer, "chat_model" if generates else f"{name}_model", info.model)
-    return answer
+            setattr(response, "chat_model" if generates else f"{name}_model", info.model)
+    return response
 
 
 def unavailable(message: str, code: str = "not_ready") -> HttpError:
-    """What a probe is told; no request has failed by it."""
+    """Return the 503 of a probe, which is not counted as an error."""
     return HttpError(503, message, headers=[(b"retry-after", b"5")], code=code, kind="")

@@ -1,11 +1,10 @@
-"""A request's way in and out, whatever its endpoint: the app itself, around the routes.
+"""The ASGI application around the routes, and the reading and sending of every endpoint.
 
-    id → API key → route → time limits → body, within bounds → … → JSON, or the envelope of what
-    was raised → counted
+    request id → API key → route → deadlines → body, within limits → … → JSON, or the error envelope
+    → counted
 
-One pure ASGI layer in the place of Starlette's application and its middleware, since each layer
-costs every request. Headers are bounded in connections.py, JSON in json.py; access.py decides who
-may come in at all.
+One ASGI layer instead of Starlette's application and middleware: each layer costs every request.
+connections.py limits headers, json.py limits JSON, and access.py checks API keys.
 """
 
 import asyncio
@@ -28,12 +27,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from batching.errors import ClientGone, Draining, InvalidInput, QueueFull
 from server.core.settings import Settings
 from server.core.worker_client import Deadlines, WorkerClient
-from server.http.access import Cors, key_of
+from server.http.access import Cors, key_from_headers
 from server.http.errors import HttpError, as_client_gone, as_http_error
 from server.http.json import Header, to_json
 
-BODIES = 16  # of MAX_BODY_MB each may be there at a time
-# A refused body is still read, and dropped, for so long, so that clients get to the answer.
+MAX_BODIES = 16  # all bodies together may take this many times MAX_BODY_MB
+# A refused body is still read, and dropped, for so long: the client then receives the response.
 LINGER_S = 5.0
 CLOSE = [(b"connection", b"close")]
 JSON = b"application/json"
@@ -42,33 +41,33 @@ _PLAIN_ID = re.compile(rb"[!-~]{1,128}")
 _PROCESS = secrets.token_hex(4).encode()
 _COUNT = itertools.count(1)
 
-Headers = Mapping[bytes, bytes]  # names in lower case, as ASGI gives them
+Headers = Mapping[bytes, bytes]  # names in lower case
 
 
 @dataclass(eq=False)
 class Application:
-    """`routes`, of which some are `mounted`, answers or raises. Starlette, too, wants to find the
-    app in the scope."""
+    """The ASGI app: `router` responds or raises, by `routes`."""
 
-    routes: ASGIApp
-    mounted: Sequence[Route]
+    router: ASGIApp
+    routes: Sequence[Route]
     settings: Settings
     worker_client: WorkerClient
 
     def __post_init__(self) -> None:
         settings, self.metrics = self.settings, self.worker_client.metrics
-        self.paths = {each.path_format for each in self.mounted}  # others are counted together
-        # Paths with a name in them are counted by their template.
-        named = [each for each in self.mounted if each.param_convertors]
-        self._templates: dict[Any, str] = {each.endpoint: each.path_format for each in named}
+        self.paths = {route.path_format for route in self.routes}  # others are counted as "other"
+        # Paths with parameters are counted by their template.
+        self._templates: dict[Any, str] = {
+            route.endpoint: route.path_format for route in self.routes if route.param_convertors
+        }
         self.keys = [key.encode() for key in settings.api_keys]
         self.max_body = int(settings.max_body_mb * 1_000_000)
-        self.body_bytes = 0  # of all requests that are not answered
+        self.body_bytes = 0  # of all requests without a response
         self._counters: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
-        self.answer: ASGIApp = self._answer
+        self.respond: ASGIApp = self._respond
         if settings.cors_origins:
-            self.answer = Cors(
-                self._answer,
+            self.respond = Cors(
+                self._respond,
                 allow_origins=settings.cors_origins,
                 allow_methods=["*"],
                 allow_headers=["*"],
@@ -76,36 +75,36 @@ class Application:
             )
 
     def count_body(self, scope: Scope, more: int) -> None:
-        """Bytes that a request holds, until there is an answer; QueueFull where those of all take
-        too much memory."""
-        if self.body_bytes + more > BODIES * self.max_body:
-            raise QueueFull("the bodies of the requests take all memory there is for them")
+        """Count bytes that a request holds until its response. QueueFull if the bodies of all
+        requests take too much memory."""
+        if self.body_bytes + more > MAX_BODIES * self.max_body:
+            raise QueueFull("the memory for request bodies is in use")
         self.body_bytes += more
         scope["body_bytes"] += more
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["app"] = self
+        scope["app"] = self  # where Starlette looks for it
         if scope["type"] != "http":
-            await self.routes(scope, receive, send)
+            await self.router(scope, receive, send)
             return
         started = time.monotonic()
         status = scope["body_bytes"] = 0
         scope["request_id"] = request_id = _request_id(scope)
-        scope["send"] = send  # for what follows a start
+        scope["send"] = send  # for an event stream's body
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
-                scope["begun"] = True
+                scope["started"] = True
             try:
                 await send(message)
             except (OSError, RuntimeError) as error:
                 raise as_client_gone(error) from None
 
         try:
-            await self.answer(scope, receive, send_with_id)
+            await self.respond(scope, receive, send_with_id)
         finally:
             self.body_bytes -= scope["body_bytes"]
             path = self._templates.get(scope.get("endpoint"), get_route_path(scope))
@@ -114,95 +113,97 @@ class Application:
 
     def _count(self, endpoint: str, status: int, started: float) -> None:
         if (counters := self._counters.get((endpoint, status))) is None:
-            metrics = self.metrics  # whose labels() take longer than counting
+            metrics = self.metrics  # labels() takes longer than counting
             counters = metrics.requests.labels(endpoint, status), metrics.latency.labels(endpoint)
             self._counters[endpoint, status] = counters
         requests, latency = counters
         requests.inc()
         latency.observe(time.monotonic() - started)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A route's answer, or the envelope of what it raised."""
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send a route's response, or the envelope of its exception."""
         try:
-            scope["api_key"] = key_of(scope, self.keys) if self.keys else b""
-            await self.routes(scope, receive, send)
+            scope["api_key"] = key_from_headers(scope, self.keys) if self.keys else b""
+            await self.router(scope, receive, send)
         except Exception as error:
-            answer = as_http_error(error, scope, self.settings.debug)
-            if answer.kind:
-                self.metrics.errors.labels(answer.kind).inc()
-            if "begun" not in scope:
+            response = as_http_error(error, scope, self.settings.debug)
+            if response.kind:
+                self.metrics.errors.labels(response.kind).inc()
+            if "started" not in scope:
                 with contextlib.suppress(ClientGone):
-                    await send_json(send, answer.document, answer.status, answer.headers)
+                    await send_json(send, response.document, response.status, response.headers)
             elif not isinstance(error, ClientGone):
-                raise  # half an answer must not look like a whole one
+                raise  # the server closes the connection: the response is incomplete
 
 
 def _request_id(scope: Scope) -> bytes:
-    """The client's own id if it is plain, else a new one. For logs only, never a key."""
+    """Return the client's id if it is printable ASCII, else a new one. It is for logs only."""
     for name, value in scope["headers"]:
         if name == b"x-request-id" and _PLAIN_ID.fullmatch(value):
             return bytes(value)
     return b"%s-%x" % (_PROCESS, next(_COUNT))
 
 
-# ── in ──
+# ── reading ──
 
 
-def begin(scope: Scope) -> tuple[Headers, Deadlines]:
-    """How every POST begins: its headers by name, its time limits.
+def read_headers(scope: Scope) -> tuple[Headers, Deadlines]:
+    """Return the headers by name, and the deadlines: the first step of every POST.
 
-    The header X-Request-Timeout-Ms may only shorten the setting. Raises InvalidInput (400) where
-    it is no time, HttpError (415) for a body that is compressed, and Draining (503)."""
+    X-Request-Timeout-Ms can only shorten the setting. Raises InvalidInput (400) for an invalid
+    one, HttpError (415) for a compressed body, and Draining (503)."""
     app: Application = scope["app"]
     headers, now = dict(scope["headers"]), time.monotonic()
     whole = math.inf
-    if (given := headers.get(b"x-request-timeout-ms")) is not None:
-        if not given.isdigit() or len(given) > 10 or not int(given):
+    if (timeout_ms := headers.get(b"x-request-timeout-ms")) is not None:
+        if not timeout_ms.isdigit() or len(timeout_ms) > 10 or not int(timeout_ms):
             raise InvalidInput("must be a positive whole number", "X-Request-Timeout-Ms")
-        whole = now + int(given) / 1000
+        whole = now + int(timeout_ms) / 1000
     if headers.get(b"content-encoding", b"").lower() in COMPRESSED:
-        raise HttpError(415, "the body must come as it is, not compressed", "Content-Encoding")
+        raise HttpError(415, "the body must not be compressed", "Content-Encoding")
     if app.worker_client.draining:
         raise Draining("the server is stopping", 5)
     return headers, Deadlines(min(now + app.settings.request_timeout_s, whole), whole)
 
 
 class RequestBody(NamedTuple):
-    """A body that is kept in memory."""
+    """A whole body, in memory."""
 
-    media: str  # its type, in lower case, without parameters; empty if there is none
+    media: str  # the content type in lower case, without parameters; may be empty
     body: bytes
     deadlines: Deadlines
 
 
 async def read_request(scope: Scope, receive: Receive) -> RequestBody:
-    """Raises what `begin` and `read_body` do."""
-    headers, deadlines = begin(scope)
+    """Raises the errors of `read_headers` and `read_body`."""
+    headers, deadlines = read_headers(scope)
     body = await read_body(scope, receive, headers, deadlines.first)
     return RequestBody(media_type(headers), body, deadlines)
 
 
 async def read_json_request(scope: Scope, receive: Receive) -> tuple[bytes, Deadlines]:
-    """The body, not parsed yet, and the time limits of a request in JSON.
+    """Return the unparsed body of a JSON request, and its deadlines.
 
-    Beyond what `read_request` raises: HttpError (415) for a media type that cannot be JSON,
-    and a Refused (503) if no model takes anything now. One by itself may when work is submitted."""
+    Raises, beyond the errors of `read_request`, HttpError (415) for a media type that cannot be
+    JSON, and a Refused (503) if no model accepts work now. A single model may still refuse it when
+    it is submitted."""
     media, body, deadlines = await read_request(scope, receive)
-    # curl's form type can be: it is what `curl -d '{…}'` sends
+    # a form's content type may be JSON: `curl -d '{…}'` sends it
     if media.partition("/")[0] in ("multipart", "image", "audio", "video"):
-        raise HttpError(415, f"this takes application/json, not {media[:100]!r}")
+        raise HttpError(415, f"Content-Type must be application/json, not {media[:100]!r}")
     if (refusal := scope["app"].worker_client.refusal()) is not None:
         raise refusal
     return body, deadlines
 
 
 async def read_body(scope: Scope, receive: Receive, headers: Headers, deadline: float) -> bytes:
-    """The whole body; HttpError (413), QueueFull where those of all requests take too much memory,
-    ClientGone, or HttpError (408) once nothing has arrived for BODY_TIMEOUT_S, or at the
-    deadline."""
+    """Return the whole body.
+
+    Raises HttpError (413) for a large one, HttpError (408) if nothing arrives for BODY_TIMEOUT_S or
+    at the deadline, QueueFull if all bodies take too much memory, and ClientGone."""
     app: Application = scope["app"]
-    limit, declared = app.max_body, headers.get(b"content-length", b"")
-    announced = int(declared[:20]) if declared.isdigit() else 0
+    limit, content_length = app.max_body, headers.get(b"content-length", b"")
+    announced = int(content_length[:20]) if content_length.isdigit() else 0
     chunks: list[bytes] = []
     size, more = 0, True
     while more and max(announced, size) <= limit:
@@ -213,27 +214,28 @@ async def read_body(scope: Scope, receive: Receive, headers: Headers, deadline: 
         size += len(chunk)
     if not more and size <= limit:
         return b"".join(chunks)
-    waits = not size and headers.get(b"expect", b"").lower() == b"100-continue"
-    if more and not waits:  # else nothing more will be sent
+    is_waiting = not size and headers.get(b"expect", b"").lower() == b"100-continue"
+    if more and not is_waiting:  # else the client sends no body
         await linger(receive)
     raise HttpError(413, f"the body is larger than {limit / 1_000_000:g} MB", headers=CLOSE)
 
 
 async def receive_until(receive: Receive, until: float) -> tuple[bytes, bool]:
-    """The next of a body, and whether there is more; HttpError (408) at that time, ClientGone."""
+    """Return the next chunk of a body, and whether there is more. HttpError (408) at that time, or
+    ClientGone."""
     try:
         async with asyncio.timeout(until - time.monotonic()):
             message = await receive()
     except TimeoutError:
-        late = "the body stopped arriving, or came too slowly"
+        late = "the body stopped arriving, or arrived too slowly"
         raise HttpError(408, late, headers=CLOSE) from None
     if message["type"] == "http.disconnect":
-        raise ClientGone("the client has gone")
+        raise ClientGone("the client has disconnected")
     return message.get("body", b""), message.get("more_body", False)
 
 
 async def linger(receive: Receive) -> None:
-    """Read on, for a while, what is sent of a body that is refused."""
+    """Read and drop the rest of a refused body, for at most LINGER_S."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(LINGER_S):
             while (await receive()).get("more_body", False):
@@ -244,7 +246,7 @@ def media_type(headers: Headers) -> str:
     return headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
 
 
-# ── out ──
+# ── sending ──
 
 
 def content_headers(length: int, media: bytes = JSON) -> list[Header]:
@@ -258,7 +260,7 @@ async def send_json(
     headers: Sequence[Header] = (),
     media: bytes = JSON,
 ) -> None:
-    """A whole answer: `document`, or bytes of a media type, as they are. `headers` come after the
+    """Send a whole response: a document as JSON, or bytes of a media type. `headers` follow the
     content's own."""
     content = document if isinstance(document, bytes) else to_json(document)
     await send_parts(send, [content], headers, status, media)
@@ -271,7 +273,7 @@ async def send_parts(
     status: int = 200,
     media: bytes = JSON,
 ) -> None:
-    """A whole answer that comes in parts: large ones need not be joined."""
+    """Send a whole response without joining its parts."""
     fields = [*content_headers(sum(map(len, parts)), media), *headers]
     await send({"type": "http.response.start", "status": status, "headers": fields})
     for n, part in enumerate(parts, start=1):
@@ -279,10 +281,10 @@ async def send_parts(
 
 
 class JsonEndpoint:
-    """A bare ASGI app that sends what `answer` makes of a request."""
+    """An ASGI app that sends the document which `respond` returns."""
 
-    def __init__(self, answer: Callable[[Request], Awaitable[object]]) -> None:
-        self.answer = answer
+    def __init__(self, respond: Callable[[Request], Awaitable[object]]) -> None:
+        self.respond = respond
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_json(send, await self.answer(Request(scope, receive)))
+        await send_json(send, await self.respond(Request(scope, receive)))

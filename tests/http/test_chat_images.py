@@ -12,7 +12,7 @@ import pytest
 from server.http import fetch
 from tests.event_streams import post
 from tests.fake_generator import FakeGenerator
-from tests.http.test_fetch import IMAGE, answering
+from tests.http.test_fetch import IMAGE, replying
 from tests.http.test_pipeline_http import error_of
 from tests.serving import Server, serving, wait_until
 from worker.messages.generation import Chat, ImageInput
@@ -145,7 +145,7 @@ def test_text_model_says_that_it_takes_no_images() -> None:
 def test_links_are_fetched_before_the_worker_hears_of_them(
     generator: FakeGenerator, server: Server
 ) -> None:
-    with answering(IMAGE, IMAGE) as (port, _):
+    with replying(IMAGE, IMAGE) as (port, _):
         link = f"http://127.0.0.1:{port}/a.png"
         got = chat(generator, server, user(image(link), image(), image(link)))
     assert [each.data for each in got.images] == [b"png"] * 3
@@ -168,7 +168,7 @@ def test_client_that_leaves_ends_its_fetches(server: Server) -> None:
         client.recv(1)  # until the other end closes
         left.set()
 
-    with answering(stall) as (port, _):
+    with replying(stall) as (port, _):
         body = httpx.Request(
             "POST", server.url + CHAT, json=user(image(f"http://127.0.0.1:{port}/"))
         )
@@ -186,7 +186,7 @@ def test_deadline_covers_the_fetches(server: Server) -> None:
         client.settimeout(60)
         client.recv(1)
 
-    with answering(stall) as (port, _):
+    with replying(stall) as (port, _):
         answer = httpx.post(
             server.url + CHAT,
             json=user(image(f"http://127.0.0.1:{port}/")),

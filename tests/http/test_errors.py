@@ -1,4 +1,4 @@
-"""What is raised becomes an answer by its class, or the nearest base that is known."""
+"""Exceptions become error responses by their class or its nearest known base."""
 
 import asyncio
 from typing import Any
@@ -11,7 +11,7 @@ from starlette.types import Message
 
 from batching.errors import ClientGone, InvalidInput, OutOfMemory, QueueFull
 from batching.request_queue import WorkItem
-from server.http.errors import MAX_MESSAGE, MAX_PARAM, NEEDS, HttpError, as_http_error
+from server.http.errors import MAX_MESSAGE, MAX_PARAM, SETTING_FOR_PATH, HttpError, as_http_error
 from server.http.sse import EventStream
 from server.openai.audio.endpoint import PATHS as AUDIO_PATHS
 from server.openai.embedding.embeddings import PATHS as EMBEDDING_PATHS
@@ -38,32 +38,32 @@ class VeryFull(QueueFull):
         (KeyError("a"), 500, "internal", "internal"),
     ],
 )
-def test_an_error_is_told_by_its_nearest_known_class(
+def test_an_error_gets_the_status_of_its_nearest_known_class(
     error: Exception, status: int, code: str, kind: str
 ) -> None:
-    answer = as_http_error(error, SCOPE, debug=False)
-    assert (answer.status, answer.code, answer.kind) == (status, code, kind)
-    assert (b"retry-after" in dict(answer.headers)) == isinstance(error, VeryFull)
+    response = as_http_error(error, SCOPE, debug=False)
+    assert (response.status, response.code, response.kind) == (status, code, kind)
+    assert (b"retry-after" in dict(response.headers)) == isinstance(error, VeryFull)
 
 
-def test_what_no_model_serves_names_the_setting_that_it_needs() -> None:
-    assert {*AUDIO_PATHS, *EMBEDDING_PATHS, *RERANK_PATHS} <= set(NEEDS)
+def test_a_path_without_its_model_names_the_setting() -> None:
+    assert {*AUDIO_PATHS, *EMBEDDING_PATHS, *RERANK_PATHS} <= set(SETTING_FOR_PATH)
     with serving(FakeRunner) as server:
-        for path in set(NEEDS) - {"/"}:
-            answer = httpx.post(server.url + path, json={})
-            assert answer.status_code == 404
-            assert answer.json()["error"]["message"].endswith(
-                f"{path} here: it needs {NEEDS[path]}"
+        for path in set(SETTING_FOR_PATH) - {"/"}:
+            response = httpx.post(server.url + path, json={})
+            assert response.status_code == 404
+            assert response.json()["error"]["message"].endswith(
+                f"{path}: it needs {SETTING_FOR_PATH[path]}"
             )
             assert "needs" not in httpx.get(server.url + path).text
         assert "needs" not in httpx.post(server.url + "/nope").text
-    posted = SCOPE | {"path": "/", "method": "POST"}
-    refused = as_http_error(HTTPException(405), posted, debug=False)
+    scope = SCOPE | {"path": "/", "method": "POST"}
+    refused = as_http_error(HTTPException(405), scope, debug=False)
     assert refused.document["error"]["message"] == "/ does not take POST: it needs PIPELINE_MODEL"
 
 
-def test_a_prefix_of_the_address_is_no_part_of_a_path() -> None:
-    """uvicorn puts what `--root-path` says before each path."""
+def test_the_root_path_is_not_part_of_a_path() -> None:
+    """uvicorn prefixes each path with `--root-path`."""
     with serving(FakeRunner, api_keys=("key",)) as server:
         server.uvicorn.config.root_path = "/llm"
         for path in ("/health", "/ready", "/", "/assets/chat.js"):
@@ -81,7 +81,7 @@ def test_messages_and_fields_are_cut() -> None:
     assert len(details["param"]) == MAX_PARAM
 
 
-def test_a_probe_that_says_no_is_no_error_of_a_request() -> None:
+def test_a_failed_probe_is_not_counted_as_an_error() -> None:
     with serving(FakeRunner) as server:
         server.worker_client.draining = True
         assert httpx.get(server.url + "/ready").json()["error"]["code"] == "not_ready"
@@ -100,7 +100,7 @@ def test_a_probe_that_says_no_is_no_error_of_a_request() -> None:
         (InvalidInput("x", "inputs"), 400, "invalid_value"),
     ],
 )
-def test_what_preparing_raises_is_the_input_s_fault_but_for_a_lack_of_memory(
+def test_an_error_of_preparing_is_400_unless_memory_runs_out(
     raised: Exception, status: int, code: str
 ) -> None:
     class Unpreparing(FakeRunner):
@@ -108,8 +108,8 @@ def test_what_preparing_raises_is_the_input_s_fault_but_for_a_lack_of_memory(
             raise raised
 
     with serving(Unpreparing) as server:
-        answer = httpx.post(server.url + "/", content="a text")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+        response = httpx.post(server.url + "/", content="a text")
+    assert (response.status_code, response.json()["error"]["code"]) == (status, code)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_what_preparing_raises_is_the_input_s_fault_but_for_a_lack_of_memory(
         (RuntimeError("a bug"), RuntimeError),
     ],
 )
-def test_an_event_that_cannot_be_sent_tells_that_the_client_has_gone(
+def test_an_error_of_sending_an_event_becomes_client_gone(
     error: Exception, raised: type[Exception]
 ) -> None:
     async def send(message: Message) -> None:

@@ -1,5 +1,6 @@
-"""Images behind links: fetched within bounds, from public addresses alone. Over real sockets; the
-loopback server counts as public where a test says so."""
+"""Images by URL: fetched within limits, from public addresses only, over real sockets.
+
+The fixture `loopback_is_public` makes a loopback server count as public."""
 
 import asyncio
 import inspect
@@ -19,33 +20,33 @@ import pytest
 from batching.errors import InvalidInput
 from server.core.metrics import Metrics
 from server.http import fetch
-from server.http.fetch import Fetcher, addresses_of, is_public
+from server.http.fetch import Fetcher, is_public, resolve
 
 ALLOWED = "127.0.0.1", "elsewhere.test", "here.test"
 IMAGE = b"HTTP/1.1 200 OK\r\nContent-Type: image/png\r\nContent-Length: 3\r\n\r\npng"
 
-Answer = bytes | Callable[[socket.socket], None]
+Reply = bytes | Callable[[socket.socket], None]
 
 
 @contextmanager
-def answering(
-    *answers: Answer, secure: ssl.SSLContext | None = None
+def replying(
+    *replies: Reply, secure: ssl.SSLContext | None = None
 ) -> Iterator[tuple[int, list[bytes]]]:
-    """A server that answers a connection after the other; its port, and the requests it got."""
+    """Run a server that replies to one connection after the other; yield its port and requests."""
     listener, requests = socket.create_server(("127.0.0.1", 0)), list[bytes]()
 
     def wrapped(accepted: socket.socket) -> socket.socket:
         return secure.wrap_socket(accepted, server_side=True) if secure else accepted
 
     def serve() -> None:
-        for answer in answers:
+        for reply in replies:
             try:
                 accepted, _ = listener.accept()
             except OSError:
                 return
             with suppress(OSError), wrapped(accepted) as client:
                 requests.append(client.recv(10_000))
-                answer(client) if callable(answer) else client.sendall(answer)
+                reply(client) if callable(reply) else client.sendall(reply)
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
@@ -57,8 +58,8 @@ def answering(
         thread.join(60)
 
 
-def fetched(link: str, hosts: tuple[str, ...] = ("any",), most_bytes: int = 1000) -> bytes:
-    fetcher = Fetcher(hosts, most_bytes, Metrics(lambda: 0.0))
+def fetched(link: str, hosts: tuple[str, ...] = ("any",), max_bytes: int = 1000) -> bytes:
+    fetcher = Fetcher(hosts, max_bytes, Metrics(lambda: 0.0))
     return asyncio.run(fetcher.fetch(link, "here", lambda more: None))
 
 
@@ -100,16 +101,17 @@ def test_addresses_that_are_public(address: str) -> None:
         *("[::1]", "[::ffff:127.0.0.1]", "[::]", "[fe80::1]", "169.254.169.254", "10.0.0.1"),
     ],
 )
-def test_private_host_is_refused_however_it_is_written(host: str) -> None:
-    with answering(IMAGE) as (port, requests):
-        said = refusal(f"http://{host}:{port}/a.png")
-        assert any(each in said for each in ("not public", "no such host", "no link")), said
+def test_a_private_host_is_refused_in_every_notation(host: str) -> None:
+    with replying(IMAGE) as (port, requests):
+        message = refusal(f"http://{host}:{port}/a.png")
+        reasons = ("not public", "no such host", "valid URL")
+        assert any(reason in message for reason in reasons), message
         assert not requests
 
 
 @pytest.mark.usefixtures("loopback_is_public")
-def test_bytes_behind_a_link_and_what_is_sent_for_them() -> None:
-    with answering(IMAGE) as (port, requests):
+def test_an_image_is_fetched_with_default_headers() -> None:
+    with replying(IMAGE) as (port, requests):
         assert fetched(f"http://127.0.0.1:{port}/a.png?b=c#d") == b"png"
     lines = requests[0].split(b"\r\n")
     assert lines[0] == b"GET /a.png?b=c HTTP/1.1"
@@ -117,34 +119,34 @@ def test_bytes_behind_a_link_and_what_is_sent_for_them() -> None:
     assert names == {b"host", b"accept", b"accept-encoding", b"connection", b"user-agent"}
 
 
-def test_no_link_is_followed_unless_the_operator_says_so() -> None:
+def test_no_url_is_fetched_without_the_setting() -> None:
     assert "IMAGE_FETCH" in refusal("http://127.0.0.1:1/", hosts=())
-    said = refusal("http://127.0.0.1:1/", hosts=("example.com",))
-    assert "IMAGE_FETCH does not name the host '127.0.0.1'" in said
+    message = refusal("http://127.0.0.1:1/", hosts=("example.com",))
+    assert "IMAGE_FETCH does not name the host '127.0.0.1'" in message
 
 
 @pytest.mark.parametrize(
-    ("link", "says"),
+    ("link", "message"),
     [
         ("https://user:secret@example.com/a.png", "password"),
         ("ftp://example.com/a.png", "only http"),
         ("file:///etc/passwd", "only http"),
         ("http:///a.png", "only http"),
-        ("http://[::1/a.png", "no link"),
+        ("http://[::1/a.png", "not a valid URL"),
         ("http://exa mple.com\x00/", "no"),
     ],
 )
-def test_links_of_other_kinds_are_refused(link: str, says: str) -> None:
-    assert says in refusal(link)
+def test_other_kinds_of_urls_are_refused(link: str, message: str) -> None:
+    assert message in refusal(link)
 
 
 @pytest.mark.usefixtures("loopback_is_public")
 @pytest.mark.parametrize(
-    ("answer", "says"),
+    ("reply", "message"),
     [
-        (b"HTTP/1.1 404 Not Found\r\n\r\n", "answers 404"),
-        (b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\nhi", "'text/html', no image"),
-        (IMAGE.replace(b": 3", b": 1001"), "more than 0.001 MB"),
+        (b"HTTP/1.1 404 Not Found\r\n\r\n", "responds with status 404"),
+        (b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\nhi", "'text/html', not image"),
+        (IMAGE.replace(b": 3", b": 1001"), "larger than 0.001 MB"),
         (IMAGE.replace(b"Length: 3", b"Encoding: gzip"), "compresses"),
         (IMAGE[:-2], "connection to its host fails"),
         (b"nonsense\r\n\r\n", "connection to its host fails"),
@@ -153,28 +155,28 @@ def test_links_of_other_kinds_are_refused(link: str, says: str) -> None:
         (b"HTTP/1.1 302 Found\r\nLocation: file:///etc/passwd\r\n\r\n", "only http"),
         (b"HTTP/1.1 302 Found\r\nLocation: http://u:p@127.0.0.1/\r\n\r\n", "password"),
         (b"HTTP/1.1 302 Found\r\nLocation: http://other.test/\r\n\r\n", "does not name the host"),
-        (b"HTTP/1.1 302 Found\r\nLocation: http://[::1/\r\n\r\n", "no link"),
+        (b"HTTP/1.1 302 Found\r\nLocation: http://[::1/\r\n\r\n", "invalid URL"),
     ],
 )
-def test_answers_that_are_not_taken(answer: bytes, says: str) -> None:
+def test_unusable_replies_are_refused(reply: bytes, message: str) -> None:
     hosts = *ALLOWED, "10.0.0.1", "fe80::1"
-    with answering(answer) as (port, _):
-        assert says in refusal(f"http://127.0.0.1:{port}/", hosts=hosts)
+    with replying(reply) as (port, _):
+        assert message in refusal(f"http://127.0.0.1:{port}/", hosts=hosts)
 
 
 @pytest.mark.usefixtures("loopback_is_public")
-def test_redirects_are_followed_and_counted() -> None:
+def test_redirects_are_followed_up_to_a_limit() -> None:
     moved = b"HTTP/1.1 302 Found\r\nLocation: /next\r\n\r\n"
-    with answering(moved, moved, moved, IMAGE) as (port, requests):
+    with replying(moved, moved, moved, IMAGE) as (port, requests):
         assert fetched(f"http://127.0.0.1:{port}/first") == b"png"
         assert [each.split()[1] for each in requests] == [b"/first", *[b"/next"] * 3]
-    with answering(*[moved] * 5) as (port, requests):
+    with replying(*[moved] * 5) as (port, requests):
         assert "more than 3 times" in refusal(f"http://127.0.0.1:{port}/first")
         assert len(requests) == 4
 
 
 @pytest.mark.usefixtures("loopback_is_public")
-def test_endless_body_is_read_no_further_than_its_bound() -> None:
+def test_an_endless_body_is_read_up_to_the_limit() -> None:
     sent = []
 
     def pour(client: socket.socket) -> None:
@@ -182,14 +184,14 @@ def test_endless_body_is_read_no_further_than_its_bound() -> None:
         while True:
             sent.append(client.send(b"x" * 1000))
 
-    with answering(pour) as (port, _):
-        said = refusal(f"http://127.0.0.1:{port}/", most_bytes=500_000)
-        assert "more than 0.5 MB" in said
-    assert sum(sent) < 20_000_000  # what the sockets' buffers take
+    with replying(pour) as (port, _):
+        message = refusal(f"http://127.0.0.1:{port}/", max_bytes=500_000)
+        assert "larger than 0.5 MB" in message
+    assert sum(sent) < 20_000_000  # of the sockets' buffers
 
 
 @pytest.mark.usefixtures("loopback_is_public")
-def test_slow_server_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_server_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch, "FETCH_S", 0.05)
     left = threading.Event()
 
@@ -199,15 +201,15 @@ def test_slow_server_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
         client.recv(1)  # until the other end closes
         left.set()
 
-    with answering(stall) as (port, _):
+    with replying(stall) as (port, _):
         assert "within 0.05 seconds" in refusal(f"http://127.0.0.1:{port}/")
         assert left.wait(60)
 
 
-def test_name_that_changes_after_the_check_is_not_looked_up_again(
+def test_a_name_is_looked_up_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """First public, then private: what was checked is what is connected to."""
+    """A second look-up would give a private address; the checked one is used."""
     lookups, connected = [], []
 
     async def changing(host: str, port: int) -> list[str]:
@@ -219,7 +221,7 @@ def test_name_that_changes_after_the_check_is_not_looked_up_again(
             connected.append(host)
             raise httpcore.ConnectError
 
-    monkeypatch.setattr(fetch, "addresses_of", changing)
+    monkeypatch.setattr(fetch, "resolve", changing)
     monkeypatch.setattr(httpcore, "AnyIOBackend", Backend)
     assert "connection to its host fails" in refusal("https://here.test/a.png")
     assert (lookups, connected) == (["here.test"], ["93.184.215.14"])
@@ -227,34 +229,34 @@ def test_name_that_changes_after_the_check_is_not_looked_up_again(
     assert connected == ["93.184.215.14"]
 
 
-def test_name_with_a_private_address_among_others_is_refused(
+def test_a_name_with_one_private_address_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def both(host: str, port: int) -> list[str]:
         return ["93.184.215.14", "10.0.0.1"]
 
-    monkeypatch.setattr(fetch, "addresses_of", both)
+    monkeypatch.setattr(fetch, "resolve", both)
     assert "not public" in refusal("https://here.test/a.png")
 
 
 @pytest.mark.usefixtures("loopback_is_public")
-def test_host_header_keeps_the_name_of_a_pinned_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_header_keeps_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
     async def here(host: str, port: int) -> list[str]:
         return ["127.0.0.1"]
 
-    monkeypatch.setattr(fetch, "addresses_of", here)
-    with answering(IMAGE) as (port, requests):
+    monkeypatch.setattr(fetch, "resolve", here)
+    with replying(IMAGE) as (port, requests):
         assert fetched(f"http://here.test:{port}/", hosts=ALLOWED) == b"png"
     assert f"\r\nhost: here.test:{port}\r\n".encode() in requests[0].lower()
 
 
-def test_addresses_are_those_of_the_system() -> None:
-    assert asyncio.run(addresses_of("2130706433", 80)) == ["127.0.0.1"]
+def test_addresses_come_from_the_system_resolver() -> None:
+    assert asyncio.run(resolve("2130706433", 80)) == ["127.0.0.1"]
 
 
 @pytest.mark.usefixtures("loopback_is_public")
 @pytest.mark.skipif(not shutil.which("openssl"), reason="there is no openssl to make certificates")
-def test_certificate_is_checked_against_the_links_name(
+def test_the_certificate_is_checked_against_the_urls_host(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
@@ -271,12 +273,12 @@ def test_certificate_is_checked_against_the_links_name(
     async def addresses(host: str, port: int) -> list[str]:
         return ["127.0.0.1"]
 
-    monkeypatch.setattr(fetch, "addresses_of", addresses)
+    monkeypatch.setattr(fetch, "resolve", addresses)
     anew = inspect.unwrap(ssl.create_default_context)
     monkeypatch.setattr(ssl, "create_default_context", anew)
-    with answering(*[IMAGE] * 3, secure=secure) as (port, requests):
+    with replying(*[IMAGE] * 3, secure=secure) as (port, requests):
         link = f"https://here.test:{port}/"
-        assert "connection to its host fails" in refusal(link)  # nobody vouches for it
+        assert "connection to its host fails" in refusal(link)  # no authority has signed it
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
         assert "connection to its host fails" in refusal(link.replace("here", "elsewhere"))
         assert not requests

@@ -224,7 +224,7 @@ def test_each_event_is_one_write() -> None:
 
 
 def test_an_idle_stream_is_kept_alive_by_comments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "LOOK_S", 0.05)
+    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.05)
     with serving_fake() as (server, generator):
         generator.one_by_one = True
         started = time.monotonic()

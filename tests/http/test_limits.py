@@ -1,5 +1,4 @@
-"""Lists that cannot be served are refused before they cost: by their length, and by how many JSON
-values there are in all."""
+"""Limits of JSON: too many values and too long lists are refused before they are parsed."""
 
 import asyncio
 import contextlib
@@ -18,8 +17,8 @@ from hypothesis import strategies as st
 
 from batching.errors import DeadlineExceeded, InvalidInput
 from server.http import json
-from server.http.json import INLINE_BYTES, MOST_VALUES, JsonBodyParser, check_values, parse_json
-from server.http.request import BODIES
+from server.http.json import INLINE_BYTES, MAX_VALUES, JsonBodyParser, check_values, parse_json
+from server.http.request import MAX_BODIES
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
 from tests.http.test_pipeline_http import error_of
@@ -34,14 +33,14 @@ JSON = {"content-type": "application/json"}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving(FakeRunner, load_chat=FakeGenerator, max_queue_size=8) as made:
-        yield made
+    with serving(FakeRunner, load_chat=FakeGenerator, max_queue_size=8) as server:
+        yield server
 
 
 def count(value: Any) -> int:
-    """Keys and values, an empty list or object counting twice."""
+    """Count keys and values; an empty list or object counts twice."""
     if isinstance(value, dict):
-        return 1 + (sum(1 + count(each) for each in value.values()) or 1)
+        return 1 + (sum(1 + count(item) for item in value.values()) or 1)
     if isinstance(value, list):
         return 1 + (sum(map(count, value)) or 1)
     return 1
@@ -56,15 +55,15 @@ VALUES = st.recursive(
 
 
 @given(VALUES, st.integers(1, 9), st.booleans())
-def test_values_are_counted_wherever_strings_begin_and_end(
-    value: Any, piece: int, indented: bool
+def test_values_are_counted_across_chunks_and_strings(
+    value: Any, chunk: int, indented: bool
 ) -> None:
     body = orjson.dumps(value, option=orjson.OPT_INDENT_2 if indented else None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json, "_PIECE", piece)
-        patch.setattr(json, "MOST_VALUES", count(value))
+        patch.setattr(json, "_CHUNK_BYTES", chunk)
+        patch.setattr(json, "MAX_VALUES", count(value))
         check_values(body)
-        patch.setattr(json, "MOST_VALUES", count(value) - 1)
+        patch.setattr(json, "MAX_VALUES", count(value) - 1)
         if len(body) > count(value) - 1:
             with pytest.raises(InvalidInput, match="JSON values"):
                 check_values(body)
@@ -72,10 +71,10 @@ def test_values_are_counted_wherever_strings_begin_and_end(
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_body_of_too_many_values_is_refused_by_every_endpoint(server: Server, path: str) -> None:
-    body = b'{"other": [%b]}' % b",".join([b"1"] * MOST_VALUES)
-    answer = httpx.post(server.url + path, content=body, headers=JSON, timeout=60)
-    assert answer.status_code == 400
-    assert "1000000 JSON values" in error_of(answer)["message"]
+    body = b'{"other": [%b]}' % b",".join([b"1"] * MAX_VALUES)
+    response = httpx.post(server.url + path, content=body, headers=JSON, timeout=60)
+    assert response.status_code == 400
+    assert "1000000 JSON values" in error_of(response)["message"]
 
 
 @pytest.mark.parametrize(
@@ -95,28 +94,28 @@ def test_a_body_of_too_many_values_is_refused_by_every_endpoint(server: Server, 
         ("/detokenize", "tokens", -1, lambda many: {"tokens": many}),
     ],
 )
-def test_a_list_longer_than_the_context_is_not_looked_at(
+def test_a_list_longer_than_the_context_is_refused_before_its_entries(
     server: Server, path: str, param: str, entry: Any, body: Any
 ) -> None:
     for length, refused_for_it in ((CONTEXT, False), (CONTEXT + 1, True)):
-        answer = httpx.post(server.url + path, json=body([entry] * length))
-        assert answer.status_code == 400  # no entry is fine
-        error = error_of(answer)
-        says = f"{param}: takes at most {CONTEXT} entries, not {length}"
-        assert (error["message"] == says and error["param"] == param) is refused_for_it
+        response = httpx.post(server.url + path, json=body([entry] * length))
+        assert response.status_code == 400  # no entry is valid
+        error = error_of(response)
+        message = f"{param}: takes at most {CONTEXT} entries, not {length}"
+        assert (error["message"] == message and error["param"] == param) is refused_for_it
 
 
 def chat(*messages: Any) -> dict[str, Any]:
     return {"messages": messages}
 
 
-def test_lists_that_nothing_reads_may_be_long(server: Server) -> None:
+def test_unused_lists_may_be_long(server: Server) -> None:
     for path, body in ((CHAT, chat(USER)), (COMPLETIONS, {"prompt": "hi"})):
-        answer = httpx.post(server.url + path, json={**body, "other": [1] * (CONTEXT + 1)})
-        assert answer.status_code == 200, answer.text
+        response = httpx.post(server.url + path, json={**body, "other": [1] * (CONTEXT + 1)})
+        assert response.status_code == 200, response.text
 
 
-def test_many_prompts_are_bounded_by_the_queue_where_the_context_is_shorter() -> None:
+def test_the_number_of_prompts_is_limited_by_the_queue_size() -> None:
     with serving(load_chat=FakeGenerator, max_queue_size=CONTEXT + 1) as server:
         body = {"prompt": ["hi"] * (CONTEXT + 1), "max_tokens": 1}
         assert len(httpx.post(server.url + COMPLETIONS, json=body, timeout=60).json()["choices"])
@@ -126,15 +125,15 @@ def test_many_prompts_are_bounded_by_the_queue_where_the_context_is_shorter() ->
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("opening", [b"[", b'{"a":', b'[{"a":'])
-def test_what_is_nested_without_end_is_refused(server: Server, path: str, opening: bytes) -> None:
+def test_deeply_nested_json_is_refused(server: Server, path: str, opening: bytes) -> None:
     for field in (b"", b'{"messages":', b'{"input":', b'{"inputs":', b'{"metadata":', b'{"x":'):
         body = field + opening * 200_000
-        answer = httpx.post(server.url + path, content=body, headers=JSON)
-        assert answer.status_code == 400
-        assert error_of(answer)["param"] is None
+        response = httpx.post(server.url + path, content=body, headers=JSON)
+        assert response.status_code == 400
+        assert error_of(response)["param"] is None
 
 
-def test_half_a_character_is_named_without_writing_every_path() -> None:
+def test_a_lone_surrogate_is_located_without_building_every_path() -> None:
     key = b"k" * 800_000
     body = b'{"%b": {"a": [%b], "x": "\\ud800"}}' % (key, b",".join([b"1"] * 2000))
     tracemalloc.start()
@@ -148,47 +147,47 @@ def test_half_a_character_is_named_without_writing_every_path() -> None:
     assert peak < 20_000_000
 
 
-def test_large_bodies_wait_for_each_other_and_for_nobody_else() -> None:
-    large, gate, begun = b"x" * (INLINE_BYTES + 1), threading.Event(), threading.Semaphore(0)
+def test_large_bodies_of_an_endpoint_are_parsed_one_at_a_time() -> None:
+    large, gate, started = b"x" * (INLINE_BYTES + 1), threading.Event(), threading.Semaphore(0)
     running = 0
-    most = 0
+    max_running = 0
 
     def slow(body: bytes) -> int:
-        nonlocal running, most
+        nonlocal running, max_running
         running += 1
-        most = max(most, running)
-        begun.release()
+        max_running = max(max_running, running)
+        started.release()
         assert gate.wait(10)
         running -= 1
         return len(body)
 
     async def several() -> None:
-        parsing, later = JsonBodyParser(), time.monotonic() + 10
-        tasks = [asyncio.create_task(parsing.run(slow, large, later)) for _ in range(5)]
-        assert await asyncio.to_thread(begun.acquire, timeout=10)
-        assert await parsing.run(len, b"small", later) == 5
-        assert await parsing.run(len, b"small", later, blocks=True) == 5
+        parser, later = JsonBodyParser(), time.monotonic() + 10
+        tasks = [asyncio.create_task(parser.run(slow, large, later)) for _ in range(5)]
+        assert await asyncio.to_thread(started.acquire, timeout=10)
+        assert await parser.run(len, b"small", later) == 5
+        assert await parser.run(len, b"small", later, blocks=True) == 5
         assert await JsonBodyParser().run(len, large, later) == len(large)  # another endpoint's
         with pytest.raises(DeadlineExceeded):
-            await parsing.run(len, large, time.monotonic())
+            await parser.run(len, large, time.monotonic())
         gate.set()
         assert await asyncio.gather(*tasks) == [len(large)] * 5
 
     asyncio.run(several())
-    assert most == 1
+    assert max_running == 1
 
 
-def test_bodies_that_are_there_at_a_time_are_bounded_together() -> None:
-    """Of connections that send nearly all of one and stop."""
+def test_all_bodies_in_memory_are_limited_together() -> None:
+    """Connections send nearly all of a body and stop."""
     head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 100000\r\n\r\n"
     with (
         serving(FakeRunner, max_body_mb=0.1, body_timeout_s=3600) as server,
         contextlib.ExitStack() as stack,
     ):
-        for _ in range(BODIES):
+        for _ in range(MAX_BODIES):
             client = socket.create_connection(("127.0.0.1", server.port))
             stack.enter_context(client).sendall(head + b"x" * 99_999)
-        wait_until(lambda: server.app.body_bytes == BODIES * 99_999)
+        wait_until(lambda: server.app.body_bytes == MAX_BODIES * 99_999)
         refused = httpx.post(server.url, content=b"x" * 1000)
         assert refused.status_code == 503
         assert error_of(refused)["code"] == "queue_full"

@@ -1,4 +1,4 @@
-"""What `POST /` promises over a real socket, with a runner without a model."""
+"""`POST /` over a real socket, with a fake runner."""
 
 import asyncio
 import select
@@ -28,7 +28,7 @@ def server() -> Iterator[Server]:
 
 
 def error_of(response: httpx.Response) -> dict[str, str]:
-    """The envelope, checked for its promises."""
+    """Return the error of a checked envelope."""
     assert response.headers["content-type"] == "application/json"
     assert len(response.content) < 32_000
     document = response.json()
@@ -40,7 +40,7 @@ def error_of(response: httpx.Response) -> dict[str, str]:
     return error
 
 
-def test_raw_text_is_answered_with_timings(server: Server) -> None:
+def test_raw_text_gets_a_result_with_timings(server: Server) -> None:
     response = httpx.post(server.url, content="hello there")
     assert response.status_code == 200
     assert response.json() == {"echo": "hello there"}
@@ -51,12 +51,12 @@ def test_raw_text_is_answered_with_timings(server: Server) -> None:
     assert all(duration >= 0 for duration in durations)
 
 
-def test_curls_own_content_type_counts_as_raw_text(server: Server) -> None:
+def test_curls_default_content_type_counts_as_raw_text(server: Server) -> None:
     for body in ("a=b", "{a}", '{"input": "a"}', '{"inputs": [mask]}', '"inputs"'):
         assert httpx.post(server.url, content=body, headers=FORM).json() == {"echo": body}
 
 
-def test_curls_own_content_type_may_be_json(server: Server) -> None:
+def test_curls_default_content_type_may_be_json(server: Server) -> None:
     one = httpx.post(server.url, content=' {"inputs": "a"}', headers=FORM)
     assert one.json() == {"echo": "a"}
     body = '{"inputs": ["a", "b"], "parameters": {"top_k": 1}}'
@@ -75,7 +75,7 @@ class Anything(FakeRunner):
         item.prepared = str(item.payload.inputs)
 
 
-def test_a_file_without_its_line_breaks_is_told_of_curls_other_flag() -> None:
+def test_a_binary_file_posted_with_d_gets_a_hint_at_data_binary() -> None:
     with serving(Anything, pipeline_task="image-classification") as server:
         for media, hinted in ((FORM, True), ({"content-type": "image/png"}, False)):
             answer = httpx.post(server.url, content=b"refused", headers=media)
@@ -86,7 +86,7 @@ def test_a_file_without_its_line_breaks_is_told_of_curls_other_flag() -> None:
         assert "not valid JSON" in error_of(broken)["message"]
 
 
-def test_a_form_is_json_for_a_task_that_takes_nothing_else() -> None:
+def test_a_form_is_json_for_a_task_that_takes_json_only() -> None:
     with serving(Anything, pipeline_task="table-question-answering") as server:
         answer = httpx.post(server.url, content='{"inputs": {"query": "a"}}', headers=FORM)
         assert answer.json() == {"echo": "{'query': 'a'}"}
@@ -94,7 +94,7 @@ def test_a_form_is_json_for_a_task_that_takes_nothing_else() -> None:
             assert httpx.post(server.url, content=body, headers=FORM).status_code == 400
 
 
-def test_json_form_with_one_input_and_with_several(server: Server) -> None:
+def test_json_takes_one_input_or_several(server: Server) -> None:
     assert httpx.post(server.url, json={"inputs": "a"}).json() == {"echo": "a"}
     many = httpx.post(server.url, json={"inputs": ["a", "b", "c"]})
     assert many.json() == [{"echo": "a"}, {"echo": "b"}, {"echo": "c"}]
@@ -104,10 +104,10 @@ def test_json_form_with_one_input_and_with_several(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "media", "status", "param", "says"),
+    ("body", "media", "status", "param", "message"),
     [
         (b"", "text/plain", 400, "inputs", "empty"),
-        (b"\xff\xfe", "text/plain", 400, "inputs", "takes text; this is not valid UTF-8 at byte 0"),
+        (b"\xff\xfe", "text/plain", 400, "inputs", "takes text; byte 0 is not valid UTF-8"),
         (b"{", "application/json", 400, None, "not valid JSON"),
         (b"\xff", "application/json", 400, None, "not valid JSON"),
         (b"[]", "application/json", 400, None, "object"),
@@ -131,7 +131,7 @@ def test_json_form_with_one_input_and_with_several(server: Server) -> None:
         ),
         (b"refused", "text/plain", 400, "inputs", "this text is refused"),
         (b"x", "image/png", 415, None, "text/"),
-        (b"x", "multipart/form-data", 415, None, "raw bytes"),
+        (b"x", "multipart/form-data", 415, None, "octet-stream"),
         (b"x" * 1_000_001, "text/plain", 413, None, "larger than 1 MB"),
         (b'{"inputs": [' + b'"a",' * 9 + b'"a"]}', "application/json", 400, "inputs", "1 to 8"),
         (b'{"inputs": ["a", "refused"]}', "application/json", 400, "inputs[1]", "is refused"),
@@ -139,13 +139,13 @@ def test_json_form_with_one_input_and_with_several(server: Server) -> None:
         (b"unfinished", "text/plain", 500, None, "could not be processed"),
     ],
 )
-def test_bad_use_gets_an_envelope_that_says_what_to_do(
+def test_invalid_requests_get_an_envelope_with_the_reason(
     server: Server,
     body: bytes,
     media: str,
     status: int,
     param: str | None,
-    says: str,
+    message: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("server.http.request.LINGER_S", 3600)  # no answer waits for it
@@ -155,7 +155,7 @@ def test_bad_use_gets_an_envelope_that_says_what_to_do(
     assert response.status_code == status
     error = error_of(response)
     assert error["param"] == param
-    assert says in error["message"]
+    assert message in error["message"]
     assert httpx.post(server.url, content="fine").status_code == 200
 
 
@@ -233,7 +233,7 @@ def test_a_slow_body_that_makes_progress_is_served(slow: Slow) -> None:
     assert read_answer(slow.client) == (200, b'{"echo":"hello"}')
 
 
-def test_a_body_has_no_longer_than_its_request() -> None:
+def test_a_body_must_arrive_within_the_requests_deadline() -> None:
     head = b"POST / HTTP/1.1\r\nHost: x\r\nX-Request-Timeout-Ms: 1\r\nContent-Length: 5\r\n\r\n"
     with (
         serving(FakeRunner, body_timeout_s=3600) as server,
@@ -251,7 +251,7 @@ def test_a_large_body_with_expect_is_refused_before_it_is_sent(server: Server) -
         assert read_answer(client)[0] == 413
 
 
-def test_request_id_is_echoed_or_made(server: Server) -> None:
+def test_the_request_id_is_echoed_or_generated(server: Server) -> None:
     echoed = httpx.post(server.url, content="x", headers={"X-Request-Id": "abc-1"})
     assert echoed.headers["x-request-id"] == "abc-1"
     made = {httpx.post(server.url, content="x").headers["x-request-id"] for _ in range(3)}
@@ -294,7 +294,7 @@ def test_keys_and_origins() -> None:
         assert refused.headers["access-control-allow-origin"] == "https://a.example"
 
 
-def test_a_long_list_does_not_hold_up_others() -> None:
+def test_a_long_list_does_not_delay_other_requests() -> None:
     with serving(FakeRunner) as server, ThreadPoolExecutor(1) as pool:
         body = b'{"inputs": [' + b'"a",' * 5_000_000 + b'"a"]}'
         headers = {"content-type": "application/json"}
@@ -308,7 +308,7 @@ def test_a_long_list_does_not_hold_up_others() -> None:
         assert slowest < 2
 
 
-def test_our_own_mistake_is_an_envelope_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_internal_error_gets_an_envelope(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(FakeRunner) as server:
         monkeypatch.setattr(server.worker_client, "submit", None)
         response = httpx.post(server.url, content="x")
@@ -316,7 +316,7 @@ def test_our_own_mistake_is_an_envelope_too(monkeypatch: pytest.MonkeyPatch) -> 
         assert error_of(response)["code"] == "internal"
 
 
-def test_debug_shows_internals_and_only_debug_does() -> None:
+def test_only_debug_shows_internal_errors() -> None:
     with serving(FakeRunner, debug=True) as server:
         assert "bad text" in httpx.post(server.url, content="bad").json()["error"]["message"]
     with serving(FakeRunner) as server:
@@ -339,7 +339,7 @@ def test_metrics_count_requests_batches_and_errors(server: Server) -> None:
     assert 'task="fill-mask"' in text
 
 
-def test_a_failed_warm_up_is_said_on_ready_and_turns_health_red() -> None:
+def test_a_failed_warm_up_turns_ready_and_health_to_503() -> None:
     runner = FakeRunner()
     runner.healthy = False
     with serving(lambda: runner, ready=False) as server:
@@ -362,7 +362,7 @@ def test_a_model_that_cannot_be_loaded_is_named_on_ready(tmp_path: Path) -> None
         assert httpx.get(server.url + "/health").status_code == 503
 
 
-def test_health_answers_while_loading() -> None:
+def test_health_responds_while_loading() -> None:
     gate = threading.Event()
 
     def load() -> FakeRunner:

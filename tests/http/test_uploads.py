@@ -1,4 +1,4 @@
-"""Uploads over real sockets: forms that are none, files that are too large, slow or endless."""
+"""Uploads over real sockets: malformed forms, and files that are too large, slow or endless."""
 
 import io
 import json
@@ -18,6 +18,8 @@ import pytest
 import soundfile
 
 from server.http.form import PREFIX, Form
+from server.http.upload import Uploads
+from server.openai.audio.endpoint import SpeechEndpoint
 from tests.event_streams import CLIENT
 from tests.fake_transcriber import RATE, FakeTranscriber
 from tests.http.test_pipeline_http import error_of
@@ -31,12 +33,12 @@ __all__ = ["_all_is_removed", "server", "speaker", "spool"]  # fixtures
 
 
 def multipart(*parts: tuple[str, bytes], boundary: str = "xyz", end: str = "--") -> bytes:
-    """A form, of the parameters of its parts' headers and what they hold."""
-    made = [
+    """Return a form; a part is the parameters of its header and its content."""
+    encoded = [
         f"--{boundary}\r\nContent-Disposition: form-data; {head}\r\n\r\n".encode() + body + b"\r\n"
         for head, body in parts
     ]
-    return b"".join(made) + f"--{boundary}{end}\r\n".encode()
+    return b"".join(encoded) + f"--{boundary}{end}\r\n".encode()
 
 
 def send(server: Server, body: bytes, media: str = "multipart/form-data; boundary=xyz") -> Any:
@@ -48,7 +50,7 @@ def send(server: Server, body: bytes, media: str = "multipart/form-data; boundar
 FILE = ('name="file"; filename="a.wav"', tone(1.0, RATE))
 
 
-def test_forms_that_are_none(server: Server) -> None:
+def test_malformed_forms_are_refused(server: Server) -> None:
     assert send(server, b"{}", "application/json")[0] == 415
     status, error = send(server, multipart(FILE), "multipart/form-data")
     assert (status, error["message"][:30]) == (400, "the Content-Type has no bounda")
@@ -68,15 +70,15 @@ def test_forms_that_are_none(server: Server) -> None:
         ([], "file: is required"),
         ([('name="model"', b"demo")], "file: is required"),
         ([('name="file"', wav())], "file: must be a file"),
-        ([FILE, FILE], "file: comes twice"),
+        ([FILE, FILE], "file: must be sent once"),
         ([('name="file"; filename="a.wav"', b"")], "file: is empty"),
-        ([('name="sound"; filename="a.wav"', b"x")], "sound: is not taken as a file"),
+        ([('name="sound"; filename="a.wav"', b"x")], "sound: must not be a file"),
         ([("filename", b"x")], "has no name"),
         ([FILE, ('name="prompt"', b"\xff")], "prompt: is not valid UTF-8"),
         ([(f'name="n{n}"', b"x") for n in range(65)], "more than 64 fields"),
     ],
 )
-def test_forms_that_do_not_fit(
+def test_invalid_parts_are_refused_by_name(
     parts: list[tuple[str, bytes]], message: str, server: Server
 ) -> None:
     status, error = send(server, multipart(*parts))
@@ -84,11 +86,11 @@ def test_forms_that_do_not_fit(
     assert message in error["message"]
 
 
-def test_files_that_are_too_large(server: Server, spool: Path) -> None:
+def test_too_large_files_get_413(server: Server, spool: Path) -> None:
     answer = post(server, b"\0" * 4_000_000)
     assert (answer.status_code, error_of(answer)["code"]) == (413, "body_too_large")
     assert answer.headers["connection"] == "close"
-    with socket.create_connection(("127.0.0.1", server.port)) as client:  # says so beforehand
+    with socket.create_connection(("127.0.0.1", server.port)) as client:  # by its Content-Length
         head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=x"
         client.sendall(
             f"{head}\r\nExpect: 100-continue\r\nContent-Length: 200000000\r\n\r\n".encode()
@@ -97,8 +99,8 @@ def test_files_that_are_too_large(server: Server, spool: Path) -> None:
 
 
 @contextmanager
-def begun(server: Server, waits: bool = True) -> Iterator[socket.socket]:
-    """An upload under way, of which a part is there."""
+def started_upload(server: Server, waits: bool = True) -> Iterator[socket.socket]:
+    """Start an upload and send a part of it."""
     with socket.create_connection(("127.0.0.1", server.port)) as client:
         head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=xyz"
         client.sendall(f"{head}\r\nContent-Length: 100000\r\n\r\n".encode())
@@ -109,13 +111,14 @@ def begun(server: Server, waits: bool = True) -> Iterator[socket.socket]:
         yield client
 
 
-def uploads(server: Server) -> Any:
-    [route] = [each for each in server.app.routes.routes if each.path == PATH]  # type: ignore[attr-defined]
-    return route.app.uploads
+def uploads(server: Server) -> Uploads:
+    [endpoint] = [route.app for route in server.app.routes if route.path == PATH]
+    assert isinstance(endpoint, SpeechEndpoint)
+    return endpoint.uploads
 
 
-def test_slow_uploads_take_no_place_in_the_queue(server: Server) -> None:
-    with begun(server), begun(server):
+def test_uploads_take_no_slot_of_the_queue(server: Server) -> None:
+    with started_upload(server), started_upload(server):
         assert server.worker_client.queue.pending == 0
         assert post(server).status_code == 200
     wait_until(lambda: uploads(server).spooled == 0)
@@ -124,22 +127,20 @@ def test_slow_uploads_take_no_place_in_the_queue(server: Server) -> None:
 def test_an_upload_that_stops_arriving_gets_408(spool: Path) -> None:
     with (
         serving(load_transcriber=FakeTranscriber, body_timeout_s=0.2) as server,
-        begun(server) as client,
+        started_upload(server) as client,
     ):
         status, body = read_answer(client)
     assert (status, json.loads(body)["error"]["code"]) == (408, "body_timeout")
 
 
-def test_uploads_together_take_no_more_disk_than_they_may(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_uploads_are_limited_together(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uploads(server), "spooled", 16 * 2_000_000)
     answer = post(server)
     assert (answer.status_code, error_of(answer)["code"]) == (503, "queue_full")
 
 
 def test_a_full_disk_is_a_503(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(**given: Any) -> Any:
+    def full(**kwargs: Any) -> Any:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(tempfile, "mkstemp", full)
@@ -147,7 +148,7 @@ def test_a_full_disk_is_a_503(server: Server, monkeypatch: pytest.MonkeyPatch) -
     assert (answer.status_code, error_of(answer)["code"]) == (503, "queue_full")
 
 
-def test_a_client_that_leaves_ends_its_recording(server: Server, speaker: FakeTranscriber) -> None:
+def test_a_disconnect_ends_the_transcription(server: Server, speaker: FakeTranscriber) -> None:
     dropped = speaker.dropped
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(
@@ -159,7 +160,7 @@ def test_a_client_that_leaves_ends_its_recording(server: Server, speaker: FakeTr
     wait_until(lambda: speaker.dropped == dropped + 1)
 
 
-def test_the_time_limit_covers_the_first_segment(server: Server, speaker: FakeTranscriber) -> None:
+def test_the_deadline_covers_the_first_segment(server: Server, speaker: FakeTranscriber) -> None:
     late = CLIENT.post(
         server.url + PATH,
         files={"file": ("a.wav", wav())},
@@ -169,8 +170,8 @@ def test_the_time_limit_covers_the_first_segment(server: Server, speaker: FakeTr
     assert (late.status_code, error_of(late)["code"]) == (504, "deadline_exceeded")
 
 
-def test_an_upload_of_200_mb_is_never_whole_in_memory(spool: Path) -> None:
-    """Silence of half an hour in two channels, as a file that is read as it is sent."""
+def test_an_upload_of_180_mb_is_never_whole_in_memory(spool: Path) -> None:
+    """Half an hour of silence in two channels."""
 
     def pieces() -> Iterator[bytes]:
         head, end = multipart(('name="file"; filename="a.wav"', b"@")).split(b"@")
@@ -190,7 +191,7 @@ def test_an_upload_of_200_mb_is_never_whole_in_memory(spool: Path) -> None:
 
 
 def test_ten_hours_of_silence_are_refused_in_little_memory(spool: Path) -> None:
-    """By the header, and where that does not say, as soon as it is too long."""
+    """By the length in the header, or without one as soon as the audio is too long."""
     sound = io.BytesIO()
     with soundfile.SoundFile(sound, "w", 1000, 1, format="FLAC") as made:
         for _ in range(36):
@@ -211,7 +212,7 @@ def test_ten_hours_of_silence_are_refused_in_little_memory(spool: Path) -> None:
 
 @contextmanager
 def growing_less_than(most: int) -> Iterator[None]:
-    """This process, in bytes of memory."""
+    """Check the growth of this process's memory, in bytes."""
     before, peak, done = resident(), 0, threading.Event()
 
     def watch() -> None:
@@ -232,7 +233,7 @@ def resident() -> int:
     return pages * 4096
 
 
-def test_a_form_that_is_removed_while_it_is_fed_leaves_nothing(
+def test_a_form_removed_while_it_is_fed_leaves_no_file(
     spool: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     form, writing, gate = Form(b"xyz", 1_000_000), threading.Event(), threading.Event()
