@@ -35,7 +35,7 @@ from server.preflight import (
 from server.routes import make_routes
 from worker.cores import find_cores
 from worker.messages.protocol import Engine, Generator, Runner
-from worker.messages.scoring import PIECE
+from worker.messages.scoring import MAX_PART_INPUTS
 from worker.registry import ServedModel, language_model
 from worker.tasks import resolve_task
 from worker.worker import Worker
@@ -132,7 +132,7 @@ def shares_speech_model(settings: Settings) -> bool:
 
 def make_round_robin(batch_rows: int) -> RoundRobin[WorkItem]:
     """Return a round robin between lists, which runs the pieces of two batches at a time."""
-    return RoundRobin(max(2, 2 * batch_rows // min(PIECE, batch_rows)))
+    return RoundRobin(max(2, 2 * batch_rows // min(MAX_PART_INPUTS, batch_rows)))
 
 
 def load_engine(load: Callable[[], Runner], batcher: DynamicBatcher) -> Engine:

@@ -23,7 +23,7 @@ from batching.errors import ClientGone, InvalidInput, ItemFailed
 from batching.request_queue import WorkItem
 from worker.messages.decisions import DecisionInput
 from worker.messages.deltas import Delta, DeltaPart, FinishReason, Kind, TokenLogprob
-from worker.messages.generation import TEXT_ALONE, Chat, GenerationInput
+from worker.messages.generation import TEXT_ONLY, Chat, GenerationInput
 from worker.messages.protocol import ModelInfo, StepOutcome, StepReport, TextModel
 
 INFO = ModelInfo("text-generation", "fake", "cpu", "float32", 0, "continuous")
@@ -57,7 +57,7 @@ class Running:
 class FakeGenerator:
     info = INFO
     max_model_len = 4096
-    no_images = TEXT_ALONE  # a test may empty it
+    no_images = TEXT_ONLY  # a test may empty it
     compile_state: Literal["running", "done", "off"] = "off"
     defaults = Defaults()
 

@@ -14,8 +14,8 @@ from batching.request_queue import WorkItem
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
 from tests.serving import Server, serving
-from worker.messages.generation import TEXT_ALONE
-from worker.messages.scoring import Embedded
+from worker.messages.generation import TEXT_ONLY
+from worker.messages.scoring import EmbeddingOutput
 
 KEY = "the-key"
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,image/webp,*/*;q=0.8"
@@ -33,7 +33,7 @@ class Letters(FakeRunner):
     """A text's vector says whether it has an a, and whether a b."""
 
     max_model_len = 8
-    no_images = TEXT_ALONE
+    no_images = TEXT_ONLY
 
     def prepare(self, item: WorkItem) -> None:
         item.prepared = list(item.payload.inputs)
@@ -47,7 +47,7 @@ class Letters(FakeRunner):
             orjson.dumps({"object": "embedding", "index": n, "embedding": vector})
             for n, vector in enumerate(raw)
         ]
-        return Embedded(b",".join(parts), np.array(raw, np.float32), item.tokens)
+        return EmbeddingOutput(b",".join(parts), np.array(raw, np.float32), item.tokens)
 
 
 class Elsewhere(BaseHTTPRequestHandler):

@@ -22,7 +22,7 @@ from batching.errors import InvalidInput
 from worker.error_classification import first_line
 from worker.generation.input_processor import eos_token_ids
 from worker.generation.response_reader import ResponseReader
-from worker.messages.generation import Calls
+from worker.messages.generation import ToolCallPolicy
 from worker.model.loading import local_path
 from worker.text.chat_template.byte_tokenizer import byte_tokenizer
 from worker.text.chat_template.history import QUESTION, Render
@@ -162,7 +162,7 @@ def report(template: ChatTemplate, end_tokens: tuple[str, ...]) -> dict[str, Any
 
 def _calls(template: ChatTemplate) -> dict[str, Any]:
     """How they are written where they must be made, and whether that was learned."""
-    form = template.output_format_for(Calls((), required=True)).tool_calls
+    form = template.output_format_for(ToolCallPolicy((), required=True)).tool_calls
     assert form is not None
     one, two = (shown_calls(template.examples, count) for count in (1, 2))
     made = {"learned": bool(template.examples), "arguments": form.arguments.style, "one": one}

@@ -93,7 +93,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
         prompt = conversation(self, self.messages, offered, self.reasoning_effort)
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self._input(
-            prompt, logprobs, calls=calls, thinking_tokens=self.thinking_token_budget
+            prompt, logprobs, tool_calls=calls, thinking_tokens=self.thinking_token_budget
         )
 
 
@@ -106,7 +106,7 @@ class ChatResponseBuilder(ChoicesResponseBuilder):
         super().__init__(request, [payload])
         assert isinstance(payload.prompt, Chat)
         self.called: Counter[int] = Counter()  # calls so far, by choice
-        self._called_before = payload.prompt.calls if payload.calls else 0
+        self._called_before = payload.prompt.num_tool_calls if payload.tool_calls else 0
         self._call_id = call_id
 
     def begin(self, first: Sequence[Delta]) -> Iterator[bytes]:

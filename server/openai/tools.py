@@ -1,6 +1,6 @@
 """The tools of a request and which of them may be called.
 
-    tools → their names, tool_choice → a mode and the tools that it leaves; both → Calls
+    tools → their names, tool_choice → a mode and the tools that it leaves; both → ToolCallPolicy
 
 Chat nests a function's fields, as chat templates read them; the Responses API has them flat. Only
 functions are served: whatever would run here (web_search, code_interpreter, mcp, …) is refused.
@@ -15,7 +15,7 @@ from batching.errors import InvalidInput
 from server.http.json import Document
 from server.openai.request_fields import convert
 from server.openai.response_format import check_depth
-from worker.messages.generation import Calls
+from worker.messages.generation import ToolCallPolicy
 
 MOST_TOOLS = 128
 Tools = Annotated[list[dict[str, Any]], Meta(max_length=MOST_TOOLS)]  # a template gets all of them
@@ -25,7 +25,7 @@ Mode = Literal["none", "auto", "required"]
 
 def _calls(
     names: Mapping[str, str], mode: Mode, chosen: Mapping[str, str], parallel: bool | None
-) -> Calls | None:
+) -> ToolCallPolicy | None:
     """What may be called, of the tools' `names` and those `chosen` among them, each by the field
     that it stands in. None: nothing. InvalidInput for two of a name, and one that is not there."""
     known: set[str] = set()
@@ -39,7 +39,7 @@ def _calls(
     if mode == "none" or not names:
         return None
     left = dict.fromkeys((chosen or names).values())
-    return Calls(tuple(left), mode == "required", parallel is not False)
+    return ToolCallPolicy(tuple(left), mode == "required", parallel is not False)
 
 
 # ── nested, as Chat Completions has them ──
@@ -81,7 +81,7 @@ ChatToolChoice: TypeAlias = Mode | ChosenFunction | AllowedChoice
 
 def chat_calls(
     tools: Tools | None, choice: ChatToolChoice | None, parallel: bool | None
-) -> Calls | None:
+) -> ToolCallPolicy | None:
     """None: nothing may be called. InvalidInput for tools that are none, and a choice among
     them that cannot be made."""
     if tools is None:
@@ -133,7 +133,7 @@ ToolChoice: TypeAlias = Mode | ChosenTool | AllowedTools
 
 def flat_calls(
     tools: Sequence[Tool], choice: ToolChoice | None, parallel: bool | None
-) -> Calls | None:
+) -> ToolCallPolicy | None:
     """As `chat_calls`; without tools there is nothing to call."""
     names = {f"tools[{n}].name": tool.name for n, tool in enumerate(tools)}
     for n, tool in enumerate(tools):

@@ -9,7 +9,7 @@ import pytest
 from tests.event_streams import chat, chunks
 from tests.fake_generator import FakeGenerator
 from tests.serving import Server, serving
-from worker.messages.generation import Calls, Chat, Constraint, GenerationInput
+from worker.messages.generation import Chat, Constraint, GenerationInput, ToolCallPolicy
 
 WEATHER = {
     "type": "function",
@@ -116,14 +116,14 @@ def test_calls_of_several_choices_are_counted_apart(server: Server) -> None:
 @pytest.mark.parametrize(
     ("fields", "calls"),
     [
-        ({}, Calls(("get_weather", "clock"))),
-        ({"tool_choice": "auto"}, Calls(("get_weather", "clock"))),
-        ({"tool_choice": "required"}, Calls(("get_weather", "clock"), required=True)),
+        ({}, ToolCallPolicy(("get_weather", "clock"))),
+        ({"tool_choice": "auto"}, ToolCallPolicy(("get_weather", "clock"))),
+        ({"tool_choice": "required"}, ToolCallPolicy(("get_weather", "clock"), required=True)),
         (
             {"tool_choice": {"type": "function", "function": {"name": "clock"}}},
-            Calls(("clock",), required=True),
+            ToolCallPolicy(("clock",), required=True),
         ),
-        ({"parallel_tool_calls": False}, Calls(("get_weather", "clock"), parallel=False)),
+        ({"parallel_tool_calls": False}, ToolCallPolicy(("get_weather", "clock"), parallel=False)),
         (
             {
                 "tool_choice": {
@@ -131,15 +131,15 @@ def test_calls_of_several_choices_are_counted_apart(server: Server) -> None:
                     "allowed_tools": {"mode": "auto", "tools": [CLOCK]},
                 }
             },
-            Calls(("clock",)),
+            ToolCallPolicy(("clock",)),
         ),
     ],
 )
 def test_the_choice_of_tools_arrives(
-    generator: FakeGenerator, server: Server, fields: dict[str, Any], calls: Calls
+    generator: FakeGenerator, server: Server, fields: dict[str, Any], calls: ToolCallPolicy
 ) -> None:
     payload = asked(generator, server, tools=TOOLS, **fields)
-    assert payload.calls == calls
+    assert payload.tool_calls == calls
     assert isinstance(payload.prompt, Chat)
     assert payload.prompt.tools == tuple(TOOLS)
 
@@ -148,7 +148,7 @@ def test_tools_that_may_not_be_called_are_not_offered(
     generator: FakeGenerator, server: Server
 ) -> None:
     payload = asked(generator, server, tools=TOOLS, tool_choice="none")
-    assert payload.calls is None
+    assert payload.tool_calls is None
     assert isinstance(payload.prompt, Chat)
     assert payload.prompt.tools == ()
 

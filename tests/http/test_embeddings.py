@@ -22,7 +22,7 @@ from tests.fakes import FakeRunner
 from tests.http.test_pipeline_http import error_of
 from tests.process.test_sdk_node import FOLDER, NODE
 from tests.serving import Server, serving, wait_until
-from worker.messages.scoring import PIECE, Embedded, PieceSize, pieces
+from worker.messages.scoring import MAX_PART_INPUTS, EmbeddingOutput, PartSize, split_parts
 
 PATH = "/v1/embeddings"
 FACTS = ["the capital of france is paris", "a cow says moo", "bread is made from flour"]
@@ -172,7 +172,7 @@ class GatedRunner(FakeRunner):
 
     def finish(self, item: WorkItem, raw: Any) -> Any:
         rows = np.zeros((len(raw), 1), np.float32)
-        return Embedded(b",".join([b"[0]"] * len(raw)), rows, len(raw))
+        return EmbeddingOutput(b",".join([b"[0]"] * len(raw)), rows, len(raw))
 
 
 def test_one_text_beside_four_long_lists_waits_for_two_batches() -> None:
@@ -181,7 +181,7 @@ def test_one_text_beside_four_long_lists_waits_for_two_batches() -> None:
     with serving(load_embedder=lambda: runner) as server, ThreadPoolExecutor(5) as threads:
         lists = [{"inputs": [f"{name}{n}" for n in range(2048)]} for name in "abcd"]
         answers = [threads.submit(post, server, "/embed", body) for body in lists]
-        places = 4 * 2048 // PIECE
+        places = 4 * 2048 // MAX_PART_INPUTS
         wait_until(lambda: server.worker_client.queue.pending == places)
         assert runner.entered.acquire(timeout=60)
         running = len(runner.batches)
@@ -233,9 +233,13 @@ def test_a_batch_is_no_larger_than_it_may_be() -> None:
 
 
 def test_a_piece_ends_by_count_and_by_size() -> None:
-    found = list(pieces("abcdefgh", [1, 1, 9, 1, 1, 1, 1, 1], PieceSize(16, 4)))
+    found = list(split_parts("abcdefgh", [1, 1, 9, 1, 1, 1, 1, 1], PartSize(16, 4)))
     assert found == [(0, "ab"), (2, "c"), (3, "defg"), (7, "h")]
-    assert [len(part) for _, part in pieces(range(40), [1] * 40, PieceSize(16, 999))] == [16, 16, 8]
+    assert [len(part) for _, part in split_parts(range(40), [1] * 40, PartSize(16, 999))] == [
+        16,
+        16,
+        8,
+    ]
 
 
 def test_the_loop_is_free_while_a_long_list_is_embedded(server: Server) -> None:

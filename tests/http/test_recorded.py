@@ -24,7 +24,7 @@ from tests.fake_generator import FakeGenerator
 from tests.fake_transcriber import FakeTranscriber
 from tests.serving import Server, serving, wait_until
 from worker.messages.protocol import ModelInfo, StepOutcome
-from worker.messages.scoring import Scored
+from worker.messages.scoring import ScoringOutput
 
 RECORDED = Path(__file__).parent / "recorded" / "responses.json"
 HEADERS = ("content-type", "retry-after", "allow", "cache-control", "connection")
@@ -401,7 +401,7 @@ class FakeReranker:
         return prepared
 
     def finish(self, item: WorkItem, raw: Any) -> Any:
-        return Scored([1 - 1 / (1 + each / 3) for each in raw], sum(raw))
+        return ScoringOutput([1 - 1 / (1 + each / 3) for each in raw], sum(raw))
 
     def warm_up(self) -> None: ...
 

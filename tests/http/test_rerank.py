@@ -18,7 +18,7 @@ from tests.serving import Server, serving
 from tests.tiny_embedders import checkpoint, write
 from worker.embedding.loading import ScoringOptions, load_reranker
 from worker.embedding.reranker import Reranker
-from worker.messages.scoring import PairsInput, Scored, Truncation
+from worker.messages.scoring import ScoringInput, ScoringOutput, Truncation
 from worker.model.loading import LoadingFailed
 from worker.registry import Breaker
 
@@ -31,7 +31,7 @@ DOCUMENTS = ["paris is a city", "a cow says moo " * 4, "the cat sat on the mat",
 def scores(reranker: Reranker, documents: list[str], **options: Any) -> list[float]:
     paths = [("query", f"documents[{n}]") for n in range(len(documents))]
     pairs = [(QUERY, document) for document in documents]
-    made: Scored = reranker.run(PairsInput(pairs, paths, **options))
+    made: ScoringOutput = reranker.run(ScoringInput(pairs, paths, **options))
     return made.scores
 
 
@@ -76,7 +76,7 @@ def test_a_long_document_is_cut_and_a_query_is_not(tmp_path: Path) -> None:
     expected = logits(folder, long, truncation="only_second", max_length=16)
     assert scores(reranker, [long], raw=True)[0] == pytest.approx(expected, abs=1e-3)
     short = scores(reranker, ["a a a"])
-    assert scores(reranker, ["a " * 30], document_tokens=3) == pytest.approx(short, abs=1e-5)
+    assert scores(reranker, ["a " * 30], max_document_tokens=3) == pytest.approx(short, abs=1e-5)
     with pytest.raises(InvalidInput, match=r"documents\[0\]: has"):
         scores(reranker, [long], truncation=Truncation())
     with pytest.raises(InvalidInput, match="instruction"):

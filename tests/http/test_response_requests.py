@@ -11,7 +11,14 @@ from tests.fake_generator import FakeGenerator
 from tests.http.test_pipeline_http import error_of
 from tests.response_events import PATH, answered, look_up, respond
 from tests.serving import Server, serving
-from worker.messages.generation import Calls, Chat, Constraint, GenerationInput, Sampling, Stopping
+from worker.messages.generation import (
+    Chat,
+    Constraint,
+    GenerationInput,
+    Sampling,
+    Stopping,
+    ToolCallPolicy,
+)
 
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 OTHER = {"type": "function", "name": "g", "description": "goes", "strict": False}
@@ -58,7 +65,7 @@ def test_a_bare_request_leaves_everything_to_the_checkpoint(asked: Any) -> None:
     assert payload.prompt == BARE
     assert payload.sampling == Sampling()
     assert payload.stopping == Stopping()
-    assert (payload.n, payload.constraint, payload.calls) == (1, None, None)
+    assert (payload.n, payload.constraint, payload.tool_calls) == (1, None, None)
 
 
 def test_null_counts_as_absent(asked: Any) -> None:
@@ -192,20 +199,20 @@ def test_tools_are_nested_for_the_template(asked: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "calls"),
     [
-        ({}, Calls(("f", "g"))),
-        ({"tool_choice": "auto"}, Calls(("f", "g"))),
+        ({}, ToolCallPolicy(("f", "g"))),
+        ({"tool_choice": "auto"}, ToolCallPolicy(("f", "g"))),
         ({"tool_choice": "none"}, None),
-        ({"tool_choice": "required"}, Calls(("f", "g"), required=True)),
-        ({"tool_choice": {"type": "function", "name": "g"}}, Calls(("g",), required=True)),
-        ({"parallel_tool_calls": False}, Calls(("f", "g"), parallel=False)),
-        ({"parallel_tool_calls": True}, Calls(("f", "g"))),
+        ({"tool_choice": "required"}, ToolCallPolicy(("f", "g"), required=True)),
+        ({"tool_choice": {"type": "function", "name": "g"}}, ToolCallPolicy(("g",), required=True)),
+        ({"parallel_tool_calls": False}, ToolCallPolicy(("f", "g"), parallel=False)),
+        ({"parallel_tool_calls": True}, ToolCallPolicy(("f", "g"))),
         (
             {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [TOOL]}},
-            Calls(("f",)),
+            ToolCallPolicy(("f",)),
         ),
         (
             {"tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [OTHER, TOOL]}},
-            Calls(("g", "f"), required=True),
+            ToolCallPolicy(("g", "f"), required=True),
         ),
         ({"tools": []}, None),
         ({"tools": [], "tool_choice": "auto"}, None),
@@ -213,10 +220,10 @@ def test_tools_are_nested_for_the_template(asked: Any) -> None:
     ],
 )
 def test_a_choice_of_tools_says_what_may_be_called(
-    asked: Any, fields: dict[str, Any], calls: Calls | None
+    asked: Any, fields: dict[str, Any], calls: ToolCallPolicy | None
 ) -> None:
     payload = asked(**{"tools": [TOOL, OTHER], **fields})
-    assert payload.calls == calls
+    assert payload.tool_calls == calls
     offered = [tool["function"]["name"] for tool in payload.prompt.tools]
     assert offered == (["f", "g"] if calls else [])  # what may not be called is not offered
 

@@ -16,7 +16,7 @@ from tests.tiny import SMALL, hf
 from tests.tiny_chat import CONTEXT, asking, tokenizer
 from worker.generation.engine import GenerationEngine
 from worker.generation.loading import load_generator
-from worker.messages.generation import Calls, Constraint, Sampling
+from worker.messages.generation import Constraint, Sampling, ToolCallPolicy
 from worker.model.language_model import GeneratorOptions
 
 PARAMETERS = {
@@ -146,9 +146,9 @@ def opening(made: GenerationEngine, name: str, seed: int) -> Sampling:
 def test_what_must_be_called_is_called_in_the_models_form(name: str, special: bool) -> None:
     made = engine(name, special)
     assert made.input_processor.template.notes == []
-    calls = Calls(("weather", "travel"), required=True)
+    calls = ToolCallPolicy(("weather", "travel"), required=True)
     asked = [
-        asking(sampling=Sampling(temperature=1.0, seed=seed), tools=TOOLS, calls=calls)
+        asking(sampling=Sampling(temperature=1.0, seed=seed), tools=TOOLS, tool_calls=calls)
         for seed in range(4)
     ]
     ended = 0
@@ -185,7 +185,7 @@ def test_formats_and_numbers_of_items_are_held(name: str) -> None:
         asking(
             sampling=Sampling(temperature=1.0, seed=seed),
             tools=({"type": "function", "function": function},),
-            calls=Calls(("book",), required=True, parallel=False),
+            tool_calls=ToolCallPolicy(("book",), required=True, parallel=False),
             max_tokens=400,
         )
         for seed in range(4)
@@ -205,7 +205,7 @@ def test_a_call_that_the_model_begins_is_held_to_its_tool(name: str, special: bo
         asking(
             sampling=opening(made, name, seed),
             tools=TOOLS,
-            calls=Calls(("weather",), parallel=False),
+            tool_calls=ToolCallPolicy(("weather",), parallel=False),
         )
         for seed in range(5)
     ]
@@ -234,7 +234,7 @@ def test_a_document_or_a_call(name: str) -> None:
         item = asking(
             sampling=Sampling(temperature=2.0, seed=seed),
             tools=TOOLS,
-            calls=Calls(("weather",)),
+            tool_calls=ToolCallPolicy(("weather",)),
             constraint=Constraint("json_schema", schema, "response_format"),
             max_tokens=200,
         )

@@ -15,7 +15,7 @@ from tests.generating import when_ready
 from tests.tiny_tokenizers import llama_tokenizer
 from worker.generation.input_processor import InputProcessor
 from worker.generation.output import PreparedPrompt
-from worker.messages.generation import Calls, Chat
+from worker.messages.generation import Chat, ToolCallPolicy
 from worker.model.language_model import LanguageModel
 from worker.text.chat_template.history import QUESTION
 from worker.text.chat_template.inference import TOOLS
@@ -114,12 +114,12 @@ def prepared(source: str, **fields: Any) -> PreparedPrompt:
 
 
 def test_a_plain_chat_needs_no_plan_and_is_read_only_where_there_may_be_marks() -> None:
-    calls = Calls(("clock",))
+    calls = ToolCallPolicy(("clock",))
     for source, fields, reads, plans in (
         (CALLS, {}, False, False),
         (THOUGHTS, {}, True, False),
-        (CALLS, {"calls": calls}, True, True),
-        (CALLS, {"calls": Calls(("clock",), required=True)}, True, True),
+        (CALLS, {"tool_calls": calls}, True, True),
+        (CALLS, {"tool_calls": ToolCallPolicy(("clock",), required=True)}, True, True),
         (THOUGHTS, {"thinking_tokens": 3}, True, True),
     ):
         made = prepared(source, **fields)

@@ -40,7 +40,7 @@ def test_the_tokens_are_those_of_each_prompt_as_a_whole(text: str) -> None:
     asked = about(text, predicates(3))
     tokenizer = tiny_decisions.engine().runner.language.tokenizer
     for question, ids in zip(asked.questions, prompts_of(asked), strict=True):
-        content = f"{text}\n\n{question.asked(['Yes', 'No'])}"
+        content = f"{text}\n\n{question.text(['Yes', 'No'])}"
         whole: Any = tokenizer.apply_chat_template(
             [{"role": "user", "content": content}],
             add_generation_prompt=True,
@@ -153,7 +153,7 @@ def test_a_clients_control_tokens_are_text_as_for_the_library(text: str) -> None
     )
     for question, ids in zip(questions, prompts_of(about(text, questions)), strict=True):
         labels = ["Yes", "No"] if question.kind == "predicate" else ["A", "B"]
-        content = f"{text}\n\n{question.asked(labels)}"
+        content = f"{text}\n\n{question.text(labels)}"
         whole: Any = tokenizer.apply_chat_template(
             [{"role": "user", "content": content}],
             add_generation_prompt=True,

@@ -13,7 +13,7 @@ from batching.errors import InvalidInput
 from tests import tiny
 from tests.tiny_embedders import NEW, OLD, checkpoint, dense, load, states, write
 from worker.embedding.embedder import Embedder
-from worker.messages.scoring import Embedded, EmbeddingInput, Truncation
+from worker.messages.scoring import EmbeddingInput, EmbeddingOutput, Truncation
 from worker.model.loading import LoadingFailed
 
 TEXTS = [
@@ -24,8 +24,8 @@ TEXTS = [
 ]
 
 
-def embed(embedder: Embedder, texts: list[Any], **options: Any) -> Embedded:
-    result: Embedded = embedder.run(EmbeddingInput(texts, 0, **options))
+def embed(embedder: Embedder, texts: list[Any], **options: Any) -> EmbeddingOutput:
+    result: EmbeddingOutput = embedder.run(EmbeddingInput(texts, 0, **options))
     return result
 
 

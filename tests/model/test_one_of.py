@@ -18,7 +18,7 @@ from tests.serving import serving
 from tests.tiny_chat import asking, engine
 from worker.grammar.lark import content_rule
 from worker.grammar.one_of import make_exclusive
-from worker.messages.generation import Calls, Constraint, Sampling
+from worker.messages.generation import Constraint, Sampling, ToolCallPolicy
 
 Schema = dict[str, Any]
 TEXT = {"type": "string", "maxLength": 3}
@@ -283,7 +283,7 @@ def test_arguments_fit_one_branch_alone() -> None:
         asked = asking(
             sampling=Sampling(temperature=1.0, seed=seed),
             tools=(tool(parameters),),
-            calls=Calls(("f",), required=True, parallel=False),
+            tool_calls=ToolCallPolicy(("f",), required=True, parallel=False),
         )
         [choice] = alone(asked).choices
         [arguments] = [part.text for part in choice.parts if part.kind == "call"]
@@ -293,9 +293,13 @@ def test_arguments_fit_one_branch_alone() -> None:
 def test_a_tool_whose_branches_overlap_is_named_where_it_must_be_called() -> None:
     tools = (CLOCK, tool(thing(a=OVERLAPPING)))
     with pytest.raises(InvalidInput, match="branches 0 and 1 of a oneOf") as caught:
-        prepare(engine(), asking(tools=tools, calls=Calls(("clock", "f"), required=True)))
+        prepare(
+            engine(), asking(tools=tools, tool_calls=ToolCallPolicy(("clock", "f"), required=True))
+        )
     assert caught.value.param == "tools[1]"
-    prepare(engine(), asking(tools=tools, calls=Calls(("clock", "f"))))  # it may be called freely
+    prepare(
+        engine(), asking(tools=tools, tool_calls=ToolCallPolicy(("clock", "f")))
+    )  # it may be called freely
 
 
 def test_the_answer_names_the_field() -> None:

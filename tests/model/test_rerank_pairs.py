@@ -14,14 +14,14 @@ from tests.tiny_embedders import checkpoint
 from worker.embedding.pairs import CrossEncoderTokenizer
 from worker.embedding.reranker import Reranker
 from worker.embedding.tokenization import TextTokenizer, TokenRow
-from worker.messages.scoring import PairsInput, Truncation
+from worker.messages.scoring import ScoringInput, Truncation
 
 hf: Any = importlib.import_module("transformers")  # half of it is not annotated
 
 
 def row_of(reranker: Reranker, query: str, document: str, **options: Any) -> TokenRow:
     [row] = reranker.pair_tokenizer(
-        PairsInput([(query, document)], [("query", "documents[0]")], **options)
+        ScoringInput([(query, document)], [("query", "documents[0]")], **options)
     )
     return row
 
@@ -33,7 +33,7 @@ def test_the_row_of_a_pair_equals_the_tokenizers(name: str) -> None:
         TextTokenizer(hf.AutoTokenizer.from_pretrained(tiny.folder(name)), 64, 999, False)
     )
     for text in ("paris", "a cow, says moo", "é ü"):
-        [row] = pairs(PairsInput([(QUERY, text)], [("query", "documents[0]")]))
+        [row] = pairs(ScoringInput([(QUERY, text)], [("query", "documents[0]")]))
         expected = tokenizer(QUERY, text)
         assert row.ids == expected["input_ids"]
         assert row.token_type_ids == expected.get("token_type_ids")
@@ -57,7 +57,7 @@ def test_each_text_is_tokenized_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     reranker = load(folder)
     texts = tokenized(reranker, monkeypatch)
     long = [f"a cow says moo {n} " * 30 for n in range(3)]
-    scores(reranker, long, document_tokens=12)
+    scores(reranker, long, max_document_tokens=12)
     assert len(texts) == 4
     assert texts[0] == QUERY
 
@@ -68,7 +68,7 @@ def test_a_document_is_truncated_at_either_end(tmp_path: Path, name: str) -> Non
     whole = "cow says moo on the mat"
     around = len(row_of(reranker, QUERY, "a").ids) - 1
     for left, kept, removed in ((False, "cow", "mat"), (True, "mat", "cow")):
-        truncation = Truncation(cuts=True, tokens=around + 3, left=left)
+        truncation = Truncation(enabled=True, max_tokens=around + 3, keep_end=left)
         ids = row_of(reranker, QUERY, whole, truncation=truncation).ids
         assert len(ids) == around + 3
         assert kept in reranker.tokenizer.decode(ids)
@@ -105,7 +105,7 @@ def test_a_decoders_long_document_is_truncated(
     assert sum(long in text for text in texts) == 1
     assert "a cow says moo a cow says moo a" in reranker.tokenizer.decode(row.ids)
     assert row.ids[-1:] == row_of(reranker, QUERY, "a").ids[-1:]
-    assert len(row_of(reranker, QUERY, long, document_tokens=2).ids) <= around + 2
+    assert len(row_of(reranker, QUERY, long, max_document_tokens=2).ids) <= around + 2
     with pytest.raises(InvalidInput, match=r"documents\[0\]: has"):
         row_of(reranker, QUERY, long, truncation=Truncation())
     with pytest.raises(InvalidInput, match="query: "):

@@ -18,7 +18,7 @@ from tests import tiny_chat
 from tests.generating import Served, prepare, serve, when_ready
 from tests.tiny_chat import asking, engine
 from worker.generation.loading import cached_engine
-from worker.messages.generation import Calls, Constraint, Sampling
+from worker.messages.generation import Constraint, Sampling, ToolCallPolicy
 from worker.model.cached_runner import CachedRunner
 from worker.model.language_model import GeneratorOptions, load_language_model
 
@@ -167,7 +167,7 @@ def test_speculation_changes_nothing() -> None:
     def made(speculation: str) -> list[tuple[str, list[int]]]:
         items = [asking(sampling=s, constraint=schema(n)) for n in SCHEMAS for s in (BUSY, greedy)]
         items += [
-            asking(sampling=s, tools=TOOLS, calls=Calls(NAMES, required=True))
+            asking(sampling=s, tools=TOOLS, tool_calls=ToolCallPolicy(NAMES, required=True))
             for s in (BUSY, greedy)
         ]
         each = together(items, speculation=speculation)
@@ -201,8 +201,8 @@ def test_mates_do_not_notice_each_other() -> None:
             asking("two", BUSY, 60),
             asking("three", BUSY, 60, constraint=FORMS["regex"]),
             asking("four", Sampling(temperature=0.0), 60),
-            asking("five", BUSY, 120, tools=TOOLS, calls=Calls(NAMES, required=True)),
-            asking("six", BUSY, 60, tools=TOOLS, calls=Calls(NAMES), n=3),
+            asking("five", BUSY, 120, tools=TOOLS, tool_calls=ToolCallPolicy(NAMES, required=True)),
+            asking("six", BUSY, 60, tools=TOOLS, tool_calls=ToolCallPolicy(NAMES), n=3),
         ]
 
     alones = [alone(item) for item in asked()]
@@ -236,7 +236,7 @@ def test_log_probabilities_are_those_of_the_content() -> None:
         asking(
             sampling=replace(sampling, seed=seed),
             tools=TOOLS,
-            calls=Calls(NAMES),
+            tool_calls=ToolCallPolicy(NAMES),
             variables={"thinking_begun": seed % 2 == 0},
             thinking_tokens=4,
             max_tokens=120,
@@ -316,10 +316,10 @@ def test_a_long_chain_of_references_does_no_harm(constraint: Constraint) -> None
 
 def test_tools_of_any_length_do_no_harm() -> None:
     tool = {"type": "function", "function": {"name": "t", "parameters": chain(15_000)}}
-    item = asking(tools=(tool,), calls=Calls(("t",)), max_tokens=3)
+    item = asking(tools=(tool,), tool_calls=ToolCallPolicy(("t",)), max_tokens=3)
     assert alone(item).choices[0].tokens  # it is served, and not held to that
     with pytest.raises(InvalidInput, match="longer than") as caught:
-        prepare(engine(), asking(tools=(tool,), calls=Calls(("t",), required=True)))
+        prepare(engine(), asking(tools=(tool,), tool_calls=ToolCallPolicy(("t",), required=True)))
     assert caught.value.param == "tools[0]"
 
 
@@ -407,12 +407,12 @@ def test_a_format_that_is_not_known_is_a_remark() -> None:
 def test_a_tool_that_cannot_be_used_is_named() -> None:
     parameters = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(foo"}}}
     broken = {"type": "function", "function": {"name": "b", "parameters": parameters}}
-    calls = Calls(("clock", "b"), required=True)
+    calls = ToolCallPolicy(("clock", "b"), required=True)
     with pytest.raises(InvalidInput, match="foo") as caught:
-        prepare(engine(), asking(tools=(CLOCK, broken), calls=calls))
+        prepare(engine(), asking(tools=(CLOCK, broken), tool_calls=calls))
     assert caught.value.param == "tools[1]"
     assert "start" not in str(caught.value)  # nothing of our own grammar
-    prepare(engine(), asking(tools=(CLOCK, broken), calls=Calls(("clock", "b"))))
+    prepare(engine(), asking(tools=(CLOCK, broken), tool_calls=ToolCallPolicy(("clock", "b"))))
 
 
 # ── tools ──
@@ -424,7 +424,7 @@ def test_calls_that_must_be_made_are_made() -> None:
         asking(
             sampling=Sampling(temperature=1.0, seed=seed, logit_bias=line_break),
             tools=TOOLS,
-            calls=Calls(NAMES, required=True),
+            tool_calls=ToolCallPolicy(NAMES, required=True),
         )
         for seed in range(30)
     ]
@@ -442,17 +442,21 @@ def test_calls_that_must_be_made_are_made() -> None:
 
 
 def test_one_call_where_only_one_may_be_made() -> None:
-    calls = Calls(NAMES, required=True, parallel=False)
+    calls = ToolCallPolicy(NAMES, required=True, parallel=False)
     drawn = [Sampling(temperature=1.0, seed=seed) for seed in range(5)]
-    for served in together([asking(sampling=each, tools=TOOLS, calls=calls) for each in drawn]):
+    for served in together(
+        [asking(sampling=each, tools=TOOLS, tool_calls=calls) for each in drawn]
+    ):
         assert len(calls_in(served)) == 1
         assert_of_tools(calls_in(served))
 
 
 def test_a_named_tool_is_the_one_that_is_called() -> None:
-    calls = Calls(("clock",), required=True)
+    calls = ToolCallPolicy(("clock",), required=True)
     drawn = [Sampling(temperature=1.0, seed=seed) for seed in range(3)]
-    for served in together([asking(sampling=each, tools=TOOLS, calls=calls) for each in drawn]):
+    for served in together(
+        [asking(sampling=each, tools=TOOLS, tool_calls=calls) for each in drawn]
+    ):
         assert {name for name, _ in calls_in(served)} == {"clock"}
 
 
@@ -465,7 +469,12 @@ def opening_call(seed: int) -> Sampling:
 def test_a_call_that_the_model_begins_is_held_to_its_tool() -> None:
     made = 0
     items = [
-        asking(sampling=opening_call(seed), tools=TOOLS, calls=Calls(NAMES), max_tokens=400)
+        asking(
+            sampling=opening_call(seed),
+            tools=TOOLS,
+            tool_calls=ToolCallPolicy(NAMES),
+            max_tokens=400,
+        )
         for seed in range(40)
     ]
     for served in together(items):
@@ -480,7 +489,7 @@ def test_a_call_that_the_model_begins_is_held_to_its_tool() -> None:
 
 def test_the_first_call_is_the_last_where_only_one_may_be_made() -> None:
     made = 0
-    asked: Any = {"tools": TOOLS, "calls": Calls(NAMES, parallel=False)}
+    asked: Any = {"tools": TOOLS, "calls": ToolCallPolicy(NAMES, parallel=False)}
     for served in together([asking(sampling=opening_call(seed), **asked) for seed in range(6)]):
         if served.choices[0].finish_reason == "tool_calls":
             assert len(calls_in(served)) == 1
@@ -500,7 +509,7 @@ def test_an_answer_in_a_form_may_be_a_call_instead() -> None:
         asking(
             sampling=Sampling(temperature=2.0, seed=seed),
             tools=TOOLS,
-            calls=Calls(NAMES),
+            tool_calls=ToolCallPolicy(NAMES),
             constraint=schema("flat"),
         )
         for seed in range(60)
@@ -529,8 +538,8 @@ def test_an_answer_in_a_form_may_be_a_call_instead() -> None:
 )
 def test_tools_of_any_schema_take_objects(parameters: dict[str, Any]) -> None:
     tool = {"type": "function", "function": {"name": "t", "parameters": parameters}}
-    calls = Calls(("t",), required=True, parallel=False)
-    item = asking(tools=(tool,), calls=calls, max_tokens=400, sampling=Sampling(seed=3))
+    calls = ToolCallPolicy(("t",), required=True, parallel=False)
+    item = asking(tools=(tool,), tool_calls=calls, max_tokens=400, sampling=Sampling(seed=3))
     served = alone(item)
     if served.choices[0].finish_reason == "tool_calls":
         [(name, arguments)] = calls_in(served)
@@ -541,7 +550,7 @@ def test_tools_of_any_schema_take_objects(parameters: dict[str, Any]) -> None:
 def test_a_tool_that_cannot_be_held_to_may_still_be_called() -> None:
     odd = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=a)b"}}}
     tool = {"type": "function", "function": {"name": "t", "parameters": odd}}
-    item = asking(tools=(tool,), calls=Calls(("t",)), max_tokens=5)
+    item = asking(tools=(tool,), tool_calls=ToolCallPolicy(("t",)), max_tokens=5)
     assert alone(item).choices[0].finish_reason
 
 
@@ -551,8 +560,8 @@ def test_stop_strings_do_not_get_in_the_way(stop: tuple[str, ...]) -> None:
     document = {"constraint": schema("flat"), "variables": {"thinking_begun": True}}
     asked: list[dict[str, Any]] = [
         {**document, "sampling": closing(1), "thinking_tokens": 9},
-        {"sampling": opening_call(1), "tools": TOOLS, "calls": Calls(NAMES)},
-        {"tools": TOOLS, "calls": Calls(NAMES, required=True)},
+        {"sampling": opening_call(1), "tools": TOOLS, "calls": ToolCallPolicy(NAMES)},
+        {"tools": TOOLS, "calls": ToolCallPolicy(NAMES, required=True)},
     ]
     without = together([asking(**fields) for fields in asked])
     stopped = together([asking(**fields, stopping={"stop": stop}) for fields in asked])
@@ -658,5 +667,7 @@ def _both() -> list[WorkItem]:
     return [
         asking("a", BUSY, constraint=schema("flat")),
         asking("b", BUSY, 40),
-        asking("c", BUSY, tools=TOOLS, calls=Calls(NAMES, required=True, parallel=False)),
+        asking(
+            "c", BUSY, tools=TOOLS, tool_calls=ToolCallPolicy(NAMES, required=True, parallel=False)
+        ),
     ]

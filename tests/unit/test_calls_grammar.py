@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tests.unit.test_parser import FORMS, HARMONY
 from worker.generation.input_processor import ConstraintBuilder
 from worker.grammar.tool_calls import tool_calls_grammar
-from worker.messages.generation import Calls, Chat, Constraint, GenerationInput
+from worker.messages.generation import Chat, Constraint, GenerationInput, ToolCallPolicy
 from worker.text.output_format import DEFAULT_OUTPUT_FORMAT
 from worker.text.tool_call_format import ToolCallFormat
 from worker.text.tool_call_parser import parameter_types, read_value
@@ -213,7 +213,7 @@ def test_a_document_in_place_of_calls_has_its_own_header() -> None:
     plans._template, plans.grammars = template, GrammarRecorder()
     chat = Chat(({"role": "user", "content": "?"},), (TOOL,))
     constraint = Constraint("json_schema", {"type": "object"}, "response_format")
-    plans.of(GenerationInput(chat, calls=Calls(("get",)), constraint=constraint), "")
+    plans.of(GenerationInput(chat, tool_calls=ToolCallPolicy(("get",)), constraint=constraint), "")
     tokenizer = LLTokenizer("byte")
     header = "<|channel|>final<|message|>"
     call = ' to=functions.get<|channel|>commentary json<|message|>{"s": "x"}<|call|>'

@@ -12,7 +12,7 @@ from tests import tiny_chat
 from tests.generating import GREEDY, request
 from worker.generation.output import PreparedPrompt, SequenceOutput, create_outputs
 from worker.messages.deltas import Delta, TokenLogprob
-from worker.messages.generation import Calls
+from worker.messages.generation import ToolCallPolicy
 from worker.model.sampler import SampledToken, SamplingParams
 from worker.text.detokenizer import TextSpan, TokenSpan, Vocabulary
 from worker.text.output_format import DEFAULT_OUTPUT_FORMAT
@@ -191,7 +191,7 @@ def test_pieces_fall_into_parts_that_make_the_whole(counts: tuple[int, ...]) -> 
 @pytest.mark.parametrize("parallel", [True, False])
 def test_where_one_call_may_be_made_one_is_told(parallel: bool) -> None:
     item = request([5], GREEDY)
-    item.payload = replace(item.payload, calls=Calls(("a", "b"), parallel=parallel))
+    item.payload = replace(item.payload, tool_calls=ToolCallPolicy(("a", "b"), parallel=parallel))
     prepared = PreparedPrompt(
         [5],
         SamplingParams(),

@@ -77,7 +77,7 @@ def read_in_pieces(case: dict[str, Any], cuts: list[int]) -> ParsedResponse:
     template = reader(case["template"]).template
     request = sample_request(tools_of(case), case["thinking"])
     assert isinstance(request.prompt, Chat)
-    prompt = template.render(request.prompt, request.calls)
+    prompt = template.render(request.prompt, request.tool_calls)
     prefix = response_prefix(request.prompt, prompt)
     parser = response_parser(request, prompt.output_format, prefix)
     text = case["output"]
@@ -92,7 +92,7 @@ def parse(parser: OutputParser, pieces: Iterable[str]) -> Delta:
     events = [event for piece in pieces for event in parser.feed(TextSpan(piece))]
     for kind, piece, call in events + parser.finish():
         if kind == "reasoning_end":
-            delta.end_thoughts()
+            delta.end_reasoning()
         else:
             delta.add(kind, piece.text, call)
     return delta
@@ -316,7 +316,7 @@ def test_what_a_model_calls_is_read_and_goes_back(name: str, answer: str) -> Non
 
     request = sample_request([LOOKUP], None)
     assert isinstance(request.prompt, Chat)
-    rendered = RenderedPrompt(begun, template.output_format_for(request.calls))
+    rendered = RenderedPrompt(begun, template.output_format_for(request.tool_calls))
     prefix = response_prefix(request.prompt, rendered)
     parser = response_parser(request, rendered.output_format, prefix)
     assert parser is not None

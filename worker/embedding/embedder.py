@@ -21,7 +21,7 @@ from worker.embedding.pooling_runner import PoolingRunner, RowModel
 from worker.embedding.sentence_transformers import SentenceTransformersConfig
 from worker.embedding.tokenization import TextTokenizer, TokenRow
 from worker.messages.protocol import ModelInfo
-from worker.messages.scoring import Embedded, EmbeddingInput
+from worker.messages.scoring import EmbeddingInput, EmbeddingOutput
 
 Vectors = NDArray[np.float32]
 
@@ -72,7 +72,7 @@ class Embedder(PoolingRunner):
             param, truncation = payload.path(n), payload.truncation
             length = self.tokenizer.truncated_length(len(ids), param, truncation)
             if length is not None:
-                ids = ids[-length:] if truncation.left else ids[:length]
+                ids = ids[-length:] if truncation.keep_end else ids[:length]
             rows.append(TokenRow(self.tokenizer.check_ids(ids, param)))
         return rows
 
@@ -111,7 +111,7 @@ class Embedder(PoolingRunner):
             "the model was not trained for others (Matryoshka)",
         )
 
-    def finish(self, item: WorkItem, raw: Tensor) -> Embedded:
+    def finish(self, item: WorkItem, raw: Tensor) -> EmbeddingOutput:
         """Return an item's vectors, encoded as its payload asks. Raises ItemFailed for NaN."""
         payload: EmbeddingInput = item.payload
         if not raw.isfinite().all():
@@ -124,8 +124,8 @@ class Embedder(PoolingRunner):
         if normalize:
             norms = np.linalg.norm(vectors, axis=1, keepdims=True)
             vectors = vectors / np.maximum(norms, np.float32(1e-12))
-        content = b"" if payload.form == "vectors" else encode_vectors(vectors, payload)
-        return Embedded(content, vectors, item.tokens)
+        content = b"" if payload.encoding == "vectors" else encode_vectors(vectors, payload)
+        return EmbeddingOutput(content, vectors, item.tokens)
 
     # ── worker thread ──
 
@@ -137,12 +137,12 @@ class Embedder(PoolingRunner):
 
 def encode_vectors(vectors: Vectors, payload: EmbeddingInput) -> bytes:
     """Encode vectors as JSON values, separated by commas, without brackets around them."""
-    if payload.form == "base64":
+    if payload.encoding == "base64":
         values = [b'"%b"' % base64.b64encode(vector.tobytes()) for vector in vectors]
     else:
         values = [orjson.dumps(vector, option=orjson.OPT_SERIALIZE_NUMPY) for vector in vectors]
-    if payload.form == "bare":
+    if payload.encoding == "bare":
         return b",".join(values)
-    first = payload.first or 0
+    first = payload.first_index or 0
     entry = b'{"object":"embedding","index":%d,"embedding":%b}'
     return b",".join(entry % (first + n, value) for n, value in enumerate(values))

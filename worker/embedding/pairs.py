@@ -11,7 +11,7 @@ from itertools import takewhile
 
 from batching.errors import InvalidInput
 from worker.embedding.tokenization import TextTokenizer, TokenRow
-from worker.messages.scoring import PairsInput, Truncation
+from worker.messages.scoring import ScoringInput, Truncation
 from worker.text.chat_template.special_token_escaping import SpecialTokenEscaper
 
 NO_TRUNCATION = Truncation()
@@ -26,7 +26,7 @@ QWEN3_TEMPLATE = (
 )
 
 Params = tuple[str, str]  # the request fields of a query and its document, for errors
-PairTokenizer = Callable[[PairsInput], list[TokenRow]]
+PairTokenizer = Callable[[ScoringInput], list[TokenRow]]
 
 
 class CrossEncoderTokenizer:
@@ -51,7 +51,7 @@ class CrossEncoderTokenizer:
         self.ids, self.types = ([values[part] for part in parts] for values in (ids, types))
         self.query_type, self.document_type = types[start], types[end - 1]
 
-    def __call__(self, payload: PairsInput) -> list[TokenRow]:
+    def __call__(self, payload: ScoringInput) -> list[TokenRow]:
         if payload.instruction is not None:
             raise InvalidInput.at("instruction", "this model takes no instruction")
         queries, documents = limit_characters(self.tokenizer, payload)
@@ -65,7 +65,7 @@ class CrossEncoderTokenizer:
         ]
 
     def _row(
-        self, payload: PairsInput, query: list[int], document: list[int], params: Params
+        self, payload: ScoringInput, query: list[int], document: list[int], params: Params
     ) -> TokenRow:
         before, between, after = self.ids
         around = len(before) + len(query) + len(between) + len(after)
@@ -94,7 +94,7 @@ class PromptTokenizer:
         is_for_pairs = isinstance(own, str) and "query" in own and "document" in own
         self.template = own if is_for_pairs else QWEN3_TEMPLATE
 
-    def __call__(self, payload: PairsInput) -> list[TokenRow]:
+    def __call__(self, payload: ScoringInput) -> list[TokenRow]:
         queries, documents = limit_characters(self.tokenizer, payload)
         instruction = payload.instruction
         around = {query: self._count_around(instruction, query) for query in dict.fromkeys(queries)}
@@ -127,7 +127,9 @@ class PromptTokenizer:
         return self.escaper.ids(text, key)
 
 
-def limit_characters(tokenizer: TextTokenizer, payload: PairsInput) -> tuple[list[str], list[str]]:
+def limit_characters(
+    tokenizer: TextTokenizer, payload: ScoringInput
+) -> tuple[list[str], list[str]]:
     """Return queries and documents of no more characters than the model's tokens may have. Raises
     InvalidInput for longer queries and, without truncation, for longer documents."""
     pairs = list(zip(payload.pairs, payload.paths, strict=True))
@@ -139,14 +141,14 @@ def limit_characters(tokenizer: TextTokenizer, payload: PairsInput) -> tuple[lis
 
 
 def document_slice(
-    payload: PairsInput, tokens: int, around: int, limit: int, params: Params
+    payload: ScoringInput, tokens: int, around: int, limit: int, params: Params
 ) -> slice:
     """Return the slice of a document's tokens that fits beside `around` others. Raises InvalidInput
     for a query without room for a document and, without truncation, for a long document."""
     truncation = payload.truncation
-    limit = min(limit, truncation.tokens or limit)
-    wanted, room = min(tokens, payload.document_tokens or tokens), limit - around
-    if wanted > room and not truncation.cuts:
+    limit = min(limit, truncation.max_tokens or limit)
+    wanted, room = min(tokens, payload.max_document_tokens or tokens), limit - around
+    if wanted > room and not truncation.enabled:
         raise InvalidInput.at(
             params[1], f"has {wanted + around} tokens with its query; the model takes {limit}"
         )
@@ -155,7 +157,7 @@ def document_slice(
             params[0], f"has {around} tokens with its prompt, no room for a document in {limit}"
         )
     count = min(wanted, room)
-    return slice(tokens - count, tokens) if truncation.left else slice(count)
+    return slice(tokens - count, tokens) if truncation.keep_end else slice(count)
 
 
 def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 from batching.request_queue import WorkItem
 from worker.embedding.pooling import PoolFunction
 from worker.embedding.tokenization import TextTokenizer, TokenRow
-from worker.messages.generation import TEXT_ALONE
+from worker.messages.generation import TEXT_ONLY
 from worker.messages.protocol import UNFINISHED, Batching, ModelInfo, TextModel
 
 
@@ -51,7 +51,7 @@ class PoolingRunner(ABC):
         self.tokenizer = tokenizer
         self.info = info
         self.max_model_len = tokenizer.limit
-        self.no_images = TEXT_ALONE
+        self.no_images = TEXT_ONLY
         self.encode, self.decode, self.token = tokenizer.encode, tokenizer.decode, tokenizer.token
 
     @property

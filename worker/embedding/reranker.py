@@ -16,13 +16,13 @@ from worker.embedding.pooling import PoolFunction
 from worker.embedding.pooling_runner import PoolingRunner, RowModel
 from worker.embedding.tokenization import TextTokenizer, TokenRow
 from worker.messages.protocol import ModelInfo
-from worker.messages.scoring import PairsInput, Scored
+from worker.messages.scoring import ScoringInput, ScoringOutput
 
 
 class Reranker(PoolingRunner):
     """`pair_tokenizer` makes a row of each pair; `pool` makes one number of a row."""
 
-    warm_up_input = PairsInput([("a", "a")], [("query", "documents")])
+    warm_up_input = ScoringInput([("a", "a")], [("query", "documents")])
 
     def __init__(
         self,
@@ -37,16 +37,16 @@ class Reranker(PoolingRunner):
         self.pair_tokenizer = pair_tokenizer
         self.activation = activation or nn.Sigmoid()
 
-    def tokenize(self, payload: PairsInput) -> list[TokenRow]:
+    def tokenize(self, payload: ScoringInput) -> list[TokenRow]:
         return self.pair_tokenizer(payload)
 
-    def finish(self, item: WorkItem, raw: Tensor) -> Scored:
+    def finish(self, item: WorkItem, raw: Tensor) -> ScoringOutput:
         """Return an item's scores, one per pair. Raises ItemFailed for NaN."""
-        payload: PairsInput = item.payload
+        payload: ScoringInput = item.payload
         if not raw.isfinite().all():
             raise ItemFailed("the model returned NaN or infinity for this input")
         scores: Tensor = raw if payload.raw else self.activation(raw)
-        return Scored(scores.tolist(), item.tokens)
+        return ScoringOutput(scores.tolist(), item.tokens)
 
 
 def label_logit(logits: Tensor, row: TokenRow) -> Tensor:

@@ -69,8 +69,8 @@ class TextTokenizer:
             if length is None:
                 rows.append(TokenRow(self.check_ids(ids, param), prompt_tokens=prompt_tokens))
                 continue
-            cut = truncate(ids, special, length, truncation.left, param)
-            removed = len(ids) - len(cut) if truncation.left else 0
+            cut = truncate(ids, special, length, truncation.keep_end, param)
+            removed = len(ids) - len(cut) if truncation.keep_end else 0
             remaining = max(0, prompt_tokens - removed)
             rows.append(TokenRow(self.check_ids(cut, param), prompt_tokens=remaining))
         return rows
@@ -83,19 +83,19 @@ class TextTokenizer:
         max_chars = MAX_CHARS_PER_TOKEN * self.limit
         if len(text) <= max_chars:
             return text
-        if not truncation.cuts:
+        if not truncation.enabled:
             raise InvalidInput.at(
                 param, f"has {len(text)} characters; the model takes {self.limit} tokens"
             )
-        return text[-max_chars:] if truncation.left else text[:max_chars]
+        return text[-max_chars:] if truncation.keep_end else text[:max_chars]
 
     def truncated_length(self, count: int, param: str, truncation: Truncation) -> int | None:
         """Return the tokens to keep of `count`; None for all. Raises InvalidInput for a text that
         is too long and not to be truncated."""
-        limit = min(self.limit, truncation.tokens or self.limit)
+        limit = min(self.limit, truncation.max_tokens or self.limit)
         if count <= limit:
             return None
-        if not truncation.cuts:
+        if not truncation.enabled:
             raise InvalidInput.at(param, f"has {count} tokens; the model takes {self.limit}")
         return limit
 

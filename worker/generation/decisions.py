@@ -123,7 +123,7 @@ class Decisions:
         item.prepared, question_tokens, characters = [], 0, 0
         for number, question in enumerate(request.questions):
             labels = self._labels(question)
-            asked = self._escaper.hidden(question.asked([*labels]), shared.key)
+            asked = self._escaper.hidden(question.text([*labels]), shared.key)
             text = f"{shared.before}{asked}{shared.after}"
             characters += len(text)
             self._check(characters <= MAX_QUESTION_TOKENS * self._max_token_chars, question)

@@ -25,7 +25,7 @@ from worker.grammar.constraints import OutputConstraints
 from worker.grammar.lark import content_or_calls, unusable_grammar
 from worker.grammar.tool_calls import accepts, tool_calls_grammar
 from worker.messages.decisions import DecisionInput
-from worker.messages.generation import Calls, Chat, GenerationInput, Sampling, Stopping
+from worker.messages.generation import Chat, GenerationInput, Sampling, Stopping, ToolCallPolicy
 from worker.messages.protocol import Batching
 from worker.model.language_model import LanguageModel
 from worker.model.loading import model_info
@@ -167,7 +167,7 @@ class InputProcessor:
                 rendered.output_format,
             )
         constraints = None
-        if request.calls or request.constraint or request.thinking_tokens is not None:
+        if request.tool_calls or request.constraint or request.thinking_tokens is not None:
             constraints = self.constraint_builder.build(request, output_format, prefix)
         if not rendered:
             return None, constraints
@@ -182,9 +182,9 @@ class InputProcessor:
         elif isinstance(prompt, str):
             encoded = EncodedPrompt(self._tokenize(prompt, True, param))
         elif prompt.images:
-            encoded = self._encode_images(prompt, request.calls, cache_namespace)
+            encoded = self._encode_images(prompt, request.tool_calls, cache_namespace)
         else:
-            rendered = self.template.render(prompt, request.calls)
+            rendered = self.template.render(prompt, request.tool_calls)
             encoded = EncodedPrompt(self._tokenize(rendered.text, False, param), rendered)
         length = len(encoded.ids)
         if not length:
@@ -198,7 +198,7 @@ class InputProcessor:
         return encoded
 
     def _encode_images(
-        self, chat: Chat, calls: Calls | None, cache_namespace: bytes
+        self, chat: Chat, calls: ToolCallPolicy | None, cache_namespace: bytes
     ) -> EncodedPrompt:
         preprocessor = self.image_preprocessor
         if preprocessor is None:
@@ -286,7 +286,7 @@ class ConstraintBuilder:
         what the prompt already contains of the response.
 
         Raise InvalidInput where a constraint cannot be compiled, Pending until it is."""
-        calls, constraint, budget = request.calls, request.constraint, request.thinking_tokens
+        calls, constraint, budget = request.tool_calls, request.constraint, request.thinking_tokens
         answer: Grammar | None = None  # of the whole response
         call: Grammar | None = None  # of a tool call that the model starts by itself
         if calls and output_format.tool_calls:
@@ -316,7 +316,7 @@ class ConstraintBuilder:
     def _tool_call_grammars(
         self,
         request: GenerationInput,
-        calls: Calls,
+        calls: ToolCallPolicy,
         output_format: OutputFormat,
         call_format: ToolCallFormat,
     ) -> tuple[Grammar | None, Grammar | None]:
@@ -401,10 +401,10 @@ def response_parser(
 ) -> OutputParser | None:
     """Return the parser of a chat's responses; None if all of their text is content."""
     delimited = output_format.initial_phase != CONTENT or output_format.delimiters
-    if not delimited and not request.calls:
+    if not delimited and not request.tool_calls:
         return None
-    tools = request.called_tools if request.calls else ()
-    return OutputParser(output_format, prefix, bool(request.calls), tools, document)
+    tools = request.called_tools if request.tool_calls else ()
+    return OutputParser(output_format, prefix, bool(request.tool_calls), tools, document)
 
 
 def eos_token_ids(

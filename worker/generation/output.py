@@ -105,7 +105,7 @@ class SequenceOutput:
         if echo and echo.token_texts:
             first = SampledToken(prepared.ids[0], None, ())
             self._prompt_logprobs.append(token_logprob(vocabulary, first, echo.token_texts[0]))
-        self._single_call = payload.calls is not None and not payload.calls.parallel
+        self._single_call = payload.tool_calls is not None and not payload.tool_calls.parallel
         self._calls = 0  # tool calls that have started
         self._delta = Delta(self.choice)
 
@@ -227,7 +227,7 @@ class SequenceOutput:
             elif self._matched is None:
                 self._end_content()
                 if kind == "reasoning_end":
-                    self._delta.end_thoughts()
+                    self._delta.end_reasoning()
                 else:
                     self._delta.add(kind, span.text, name)
 

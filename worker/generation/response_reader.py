@@ -19,7 +19,7 @@ from worker.generation.input_processor import (
 )
 from worker.generation.output import PreparedPrompt, create_outputs
 from worker.messages.deltas import Delta
-from worker.messages.generation import Calls, Chat, GenerationInput
+from worker.messages.generation import Chat, GenerationInput, ToolCallPolicy
 from worker.model.sampler import SampledToken, SamplingParams
 from worker.text.chat_template.template import ChatTemplate
 from worker.text.detokenizer import Vocabulary
@@ -52,7 +52,7 @@ class ResponseReader:
         Raise InvalidInput if the template refuses the message."""
         request = sample_request(tools, thinking)
         assert isinstance(request.prompt, Chat)
-        prompt = self.template.render(request.prompt, request.calls)
+        prompt = self.template.render(request.prompt, request.tool_calls)
         prefix = response_prefix(request.prompt, prompt)
         ids = self._encode(text)
         prepared = PreparedPrompt(
@@ -87,4 +87,4 @@ def sample_request(tools: Sequence[dict[str, Any]], thinking: bool | None) -> Ge
     variables = {} if thinking is None else {"enable_thinking": thinking}
     chat = Chat(({"role": "user", "content": "?"},), tuple(tools), variables)
     names = tuple(tool["function"]["name"] for tool in tools)
-    return GenerationInput(chat, calls=Calls(names) if names else None)
+    return GenerationInput(chat, tool_calls=ToolCallPolicy(names) if names else None)

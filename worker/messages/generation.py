@@ -1,4 +1,4 @@
-"""What a language model is asked for: a prompt, with its images, and how to continue it."""
+"""Messages of language models: a prompt with its images, and the options of its generation."""
 
 import hashlib
 from collections.abc import Mapping
@@ -6,21 +6,18 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
-TEXT_ALONE = "this model takes text, no images"
+TEXT_ONLY = "this model takes text, no images"
 
 
 @dataclass(frozen=True)
 class ImageInput:
-    """An image of a conversation, as a file's bytes, not yet decoded. `detail`: how large it is to
-    be looked at. `param`: the field of the request that errors about it name. `link`: where its
-    bytes are still to be fetched from. `cache_namespace`: the work item's, set when it is
-    prepared: the encoder's output is cached for requests of that namespace alone."""
+    """An image of a chat: the bytes of a file, or a link to fetch them from."""
 
     data: bytes
-    detail: str
-    param: str
+    detail: str  # `low` downscales the image
+    param: str  # the field that errors about it name
     link: str = ""
-    cache_namespace: bytes = b""
+    cache_namespace: bytes = b""  # the work item's; cached encoder outputs are not shared beyond it
 
     @property
     def is_low_detail(self) -> bool:
@@ -36,28 +33,30 @@ class ImageInput:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation, to be rendered by the model's chat template. Messages have `role` and
-    `content` (text or None), or whatever else the template reads. The content of one with images
-    is a list of parts, {"type": "text", "text": …} and {"type": "image"}: `images` are those
-    of all such parts, in order."""
+    """A conversation, which the model's chat template renders.
+
+    Messages have `role` and `content` (text or None), and any other key that the template reads. A
+    content with images is a list of parts, {"type": "text", "text": …} and {"type": "image"};
+    `images` has the images of all these parts, in order.
+    """
 
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    effort: str | None = None  # how much to think first: `none`, `minimal`, `low`, …
+    effort: str | None = None  # of the reasoning: `none`, `minimal`, `low`, …
     images: tuple[ImageInput, ...] = ()
 
     @property
-    def calls(self) -> int:
-        """How many have been made."""
+    def num_tool_calls(self) -> int:
+        """The number of tool calls in the messages."""
         return sum(len(message.get("tool_calls") or ()) for message in self.messages)
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a request wants its tokens chosen. None: as the checkpoint's generation_config says."""
+    """Sampling parameters. None: the default of the checkpoint's generation_config."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -68,11 +67,11 @@ class Sampling:
     repetition_penalty: float | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
-    logprobs: int | None = None  # None: none; 0: of the chosen token; k: of the best k as well
+    logprobs: int | None = None  # 0: of the chosen token; k: also of the k best
 
 
 class SamplingDefaults(Protocol):
-    """What a request that leaves these open gets."""
+    """The values that a request gets if it omits them."""
 
     @property
     def temperature(self) -> float: ...
@@ -83,66 +82,59 @@ class SamplingDefaults(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """When a choice ends, besides the model's end-of-sequence tokens."""
+    """The conditions that end a choice, besides the model's end-of-sequence tokens."""
 
-    max_tokens: int | None = None  # None: `default_tokens`, or fewer if the context is full
+    max_tokens: int | None = None  # None: `default_tokens`, as far as the context has room
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    default_tokens: int | None = None  # None: as many as the context holds
-    # the field of the request that errors about it name
+    default_tokens: int | None = None  # None: the room in the context
+    # the field that errors about `max_tokens` name
     param: str = field(default="max_tokens", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What an answer's text must be as a whole, whatever the model would rather say."""
+    """A constraint on the whole text of a response."""
 
     kind: Literal["json_schema", "regex", "choice", "grammar"]
-    value: Any  # a JSON schema, a regular expression, a list of texts, a grammar in Lark's notation
-    param: str  # the field of the request that errors about it name
+    value: Any  # a JSON schema, a regular expression, a list of texts, a Lark grammar
+    param: str  # the field that errors about it name
 
 
 @dataclass(frozen=True, slots=True)
-class Calls:
-    """Which of the chat's tools an answer may call."""
+class ToolCallPolicy:
+    """Which of the chat's tools a response may call."""
 
     names: tuple[str, ...]
-    required: bool = False  # nothing but calls, at least one
-    parallel: bool = True  # more than one
+    required: bool = False  # the response is one or more calls
+    parallel: bool = True  # more than one call is allowed
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationInput:
-    """One prompt and how to continue it, `n` times; the text goes to the item's stream as it comes.
-
-    A prompt is a conversation, text, or token ids. Choices are numbered from `first_choice` on,
-    so that the prompts of a list share a stream. `echo`: the prompt's text, and log-probabilities
-    if asked for, come first. `prompt_logprobs`: those of the prompt's tokens, with so many of the
-    likeliest others (as many as `sampling.logprobs` where that is echoed), and `token_ids`, of the
-    prompt and the output, come in deltas of their own fields. The item's future resolves to None
-    when all choices have ended.
-    """
+    """One prompt, to be continued `n` times. The text goes to the item's stream; the future
+    resolves to None when all choices have finished."""
 
     prompt: Chat | str | tuple[int, ...]
     sampling: Sampling = Sampling()
     stopping: Stopping = Stopping()
     n: int = 1
-    first_choice: int = 0
-    echo: bool = False
-    prompt_logprobs: int | None = None
-    token_ids: bool = False
+    first_choice: int = 0  # the number of the first choice: prompts of a list share a stream
+    echo: bool = False  # the response starts with the prompt's text and its log-probabilities
+    prompt_logprobs: int | None = None  # as `sampling.logprobs`, for the prompt's tokens
+    token_ids: bool = False  # deltas have the ids of the prompt and the output
     constraint: Constraint | None = None
-    calls: Calls | None = None  # None: what looks like a call is text
-    thinking_tokens: int | None = None  # reasoning is ended after so many; None: never
-    param: str = "messages"  # the field of the request that errors about the prompt name
-    background: bool = False  # nobody waits for it: it comes after all that somebody waits for
-    cache_salt: str = ""  # what the client makes its own part of the prefix cache by
+    tool_calls: ToolCallPolicy | None = None  # None: text that looks like a call stays text
+    thinking_tokens: int | None = None  # the limit of the reasoning; None: no limit
+    param: str = "messages"  # the field that errors about the prompt name
+    background: bool = False  # low priority: runs after all other requests
+    cache_salt: str = ""  # the client's separation of the prefix cache
 
     @property
     def called_tools(self) -> list[Mapping[str, Any]]:
-        """Those of the chat's tools that may be called."""
-        names = self.calls.names if self.calls else ()
+        """The chat's tools that may be called."""
+        names = self.tool_calls.names if self.tool_calls else ()
         tools = self.prompt.tools if isinstance(self.prompt, Chat) else ()
         return [tool for tool in tools if tool["function"]["name"] in names]

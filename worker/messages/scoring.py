@@ -1,7 +1,7 @@
-"""What crosses between the event loop, the pool and the worker thread for embeddings and reranking.
+"""Messages of embeddings, reranking and scoring.
 
-A request's inputs travel in pieces of a few, each piece a work item, so that nothing is done for
-thousands of texts in one go and a batch holds pieces of several requests. No torch here.
+A request's list is split into parts of a few inputs, a work item each: no stage handles thousands
+of texts at once, and a batch holds parts of several requests. No torch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,43 +11,42 @@ from typing import Literal, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-# A piece ends after so many inputs: a list of 2,048 takes 128 of the queue's places.
-PIECE = 16
+# The inputs of a part: a list of 2,048 takes 128 of the queue's slots.
+MAX_PART_INPUTS = 16
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """What becomes of a text that is too long: cut, or refused."""
+    """How a text that is too long is handled: it is truncated, or refused."""
 
-    cuts: bool = False
-    tokens: int | None = None  # at most so many are kept; None: as many as the model takes
-    left: bool = False  # the end is kept, not the beginning
+    enabled: bool = False
+    max_tokens: int | None = None  # None: the model's limit
+    keep_end: bool = False  # remove tokens at the beginning instead of the end
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingInput:
-    """Some of a request's texts, or token ids as they are. `first` is the number of the first among
-    all; None where the request had no list."""
+    """A part of a request's texts; those given as token ids are used as they are."""
 
     inputs: Sequence[str | list[int]]
-    first: int | None
-    prompt: str | None = None  # a prompt's name
-    role: str | None = None  # what the text is: a query, a document or a prompt's name
+    first_index: int | None  # of the first input in the request's list; None if it is no list
+    prompt: str | None = None  # the name of a prompt
+    role: str | None = None  # query, document, or the name of a prompt
     dimensions: int | None = None
-    normalize: bool | None = None  # None: as the checkpoint does
+    normalize: bool | None = None  # None: the checkpoint's setting
     truncation: Truncation = Truncation()
-    form: Literal["float", "base64", "bare", "vectors"] = "float"
+    encoding: Literal["float", "base64", "bare", "vectors"] = "float"
     param: str = "input"
 
     def path(self, n: int) -> str:
-        """What errors about the n-th of these inputs name."""
-        return self.param if self.first is None else f"{self.param}[{self.first + n}]"
+        """Return the path of the n-th of these inputs in the request, for errors."""
+        return self.param if self.first_index is None else f"{self.param}[{self.first_index + n}]"
 
 
 @dataclass(frozen=True, slots=True)
-class Embedded:
-    """The answer: JSON of the inputs' vectors, between commas, or the vectors [inputs, D]."""
+class EmbeddingOutput:
+    """The vectors of a part: as JSON with commas between, or as an array [inputs, D]."""
 
     content: bytes
     vectors: NDArray[np.float32]
@@ -55,38 +54,38 @@ class Embedded:
 
 
 @dataclass(frozen=True, slots=True)
-class PairsInput:
-    """Some of a request's pairs, each a query and a document, and where in the request they are."""
+class ScoringInput:
+    """A part of a request's pairs, each a query and a document, with their paths in the request."""
 
     pairs: Sequence[tuple[str, str]]
     paths: Sequence[tuple[str, str]]
     instruction: str | None = None
-    document_tokens: int | None = None  # so many of a document's tokens are read at most
-    truncation: Truncation = Truncation(cuts=True)  # of rows, in documents; queries stay whole
-    raw: bool = False  # scores as the model gives them, without an activation
+    max_document_tokens: int | None = None
+    truncation: Truncation = Truncation(enabled=True)  # of the documents; queries stay whole
+    raw: bool = False  # scores without the model's activation function
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
-    scores: list[float]  # one for each pair
+class ScoringOutput:
+    scores: list[float]  # one per pair
     tokens: int
 
 
-class PieceSize(NamedTuple):
-    """What a piece may have: inputs, and characters or tokens in all."""
+class PartSize(NamedTuple):
+    """The limits of a part: inputs, and characters or tokens in all."""
 
     inputs: int
     total: int
 
 
-def pieces(
-    inputs: Sequence[T], sizes: Sequence[int], most: PieceSize
+def split_parts(
+    inputs: Sequence[T], sizes: Sequence[int], limit: PartSize
 ) -> Iterator[tuple[int, Sequence[T]]]:
-    """Inputs in pieces, each with the number of its first; `sizes` are theirs. A piece has more
-    than `most` only if it is one input that alone has."""
+    """Yield parts of `inputs`, each with the index of its first one. `sizes` are the inputs' own.
+    Only a part of one input may exceed the limit."""
     start = total = 0
     for end, size in enumerate(sizes):
-        if end > start and (end - start == most.inputs or total + size > most.total):
+        if end > start and (end - start == limit.inputs or total + size > limit.total):
             yield start, inputs[start:end]
             start, total = end, 0
         total += size

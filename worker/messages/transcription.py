@@ -1,8 +1,8 @@
-"""What crosses between the event loop, the pool and the worker thread for transcriptions.
+"""Messages of transcriptions and translations of audio.
 
-A recording is on disk, and is read window by window. What it says comes to the item's stream in
-deltas, a segment each, as windows are finished; the item's future resolves to None after the last.
-One transcript feeds all formats of an answer. No torch here.
+A recording is a file that is read window by window. Its transcript arrives at the item's stream in
+deltas of one segment, as windows are decoded; the item's future resolves to None after the last.
+The deltas serve all response formats. No torch.
 """
 
 from collections.abc import Sequence
@@ -14,20 +14,21 @@ from worker.messages.deltas import TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class TranscriptionInput:
-    """Errors name `file`, `language` or `prompt`, the fields of a request."""
+    """A recording and the options of a request. Errors name the fields `file`, `language` or
+    `prompt`."""
 
-    path: str  # of the recording, which stays there until the item is answered
+    path: str  # the file must exist until the item is resolved
     task: Literal["transcribe", "translate"] = "transcribe"
-    language: str | None = None  # a code or a name; None: the model tells
+    language: str | None = None  # a code or a name; None: detected
     prompt: str = ""
-    temperature: float = 0.0  # 0: rises by itself where an attempt looks wrong
-    words: bool = False  # each with its times
+    temperature: float = 0.0  # 0: raised where an attempt fails the quality checks
+    words: bool = False  # word timestamps
     logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """`text` as it stands in the transcript, with the space before it. Times in seconds."""
+    """A word with its timestamps in seconds. `text` includes the space before it."""
 
     text: str
     start: float
@@ -37,31 +38,31 @@ class Word:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A stretch of the transcript. Times in seconds from the recording's beginning.
+    """A segment of the transcript. Times are seconds from the start of the recording.
 
-    Texts of segments, joined, are the transcript. What a CTC model has no notion of is zero.
+    The joined texts of all segments are the transcript. Fields that a CTC model does not compute
+    are zero.
     """
 
     id: int
-    seek: int  # where the window that it was heard in begins, in frames of 10 ms
+    seek: int  # start of the window, in frames of 10 ms
     start: float
     end: float
     text: str
     tokens: tuple[int, ...]
-    temperature: float = 0.0  # that it was sampled at
+    temperature: float = 0.0  # of the sampling
     avg_logprob: float = 0.0
-    compression_ratio: float = 0.0  # of its text's bytes: much above 2, it repeats itself
+    compression_ratio: float = 0.0  # of the text's bytes; well above 2 means repetition
     no_speech_prob: float = 0.0
-    words: tuple[Word, ...] = ()  # if they were asked for
+    words: tuple[Word, ...] = ()  # if requested
 
 
 @dataclass(frozen=True, slots=True)
 class TranscriptDelta:
-    """What was added to a transcript: a segment, or none where nothing was said. There is at least
-    one; `language` is a name such as `english`, or empty where the model has no notion of it."""
+    """An addition to a transcript: a segment, or None for silence. Each item gets at least one."""
 
     text: str
     segment: Segment | None = None
-    logprobs: Sequence[TokenLogprob] = ()  # of the tokens of text, if they were asked for
-    language: str = ""
-    seconds: float = 0.0  # that the whole recording lasts
+    logprobs: Sequence[TokenLogprob] = ()  # of the text's tokens, if requested
+    language: str = ""  # a name such as `english`; empty if the model does not detect it
+    seconds: float = 0.0  # the length of the whole recording

@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from worker.device.device import free_bytes
 from worker.device.self_check import TOLERANCE, compare, explicit_masks
-from worker.messages.generation import TEXT_ALONE
+from worker.messages.generation import TEXT_ONLY
 from worker.model.attention.kv_cache import LayerShape
 from worker.model.attention.native import native_ops_loaded
 from worker.model.cpu import linear
@@ -78,7 +78,7 @@ class LanguageModel:
         self.name = name
         self.folder = folder
         self.is_multimodal = is_multimodal
-        self.no_images = TEXT_ALONE  # reason for refusing images, if they are refused
+        self.no_images = TEXT_ONLY  # reason for refusing images, if they are refused
         self.model = model
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config()

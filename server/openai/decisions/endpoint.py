@@ -23,7 +23,7 @@ from server.http.json import INLINE_BYTES, Document, JsonBodyParser, parse_json,
 from server.http.request import read_json_request, send_json
 from server.openai.models import ModelNames
 from server.openai.request_fields import Body, decode
-from worker.messages.decisions import MOST_QUESTIONS, DecisionInput
+from worker.messages.decisions import MAX_QUESTIONS, DecisionInput
 from worker.messages.deltas import Delta
 from worker.task_detection import decides_in_its_own_way
 
@@ -49,7 +49,7 @@ class DecisionEndpoint:
 
     def parse(self, body: bytes) -> tuple[DecisionBody, DecisionInput]:
         """In a pool thread: 400 questions take milliseconds."""
-        most = max(MOST_QUESTIONS, self.models.text_model.max_model_len)
+        most = max(MAX_QUESTIONS, self.models.text_model.max_model_len)
         request = decode(parse_json(body), self.kind, self.models.called, most)
         return request, request.decision_input()
 

@@ -20,10 +20,10 @@ from server.openai.response_schemas import (
     ScoreAnswer,
     ScoreProbability,
 )
-from worker.messages.decisions import MOST_OPTIONS, Question
+from worker.messages.decisions import MAX_OPTIONS, Question
 
 KINDS = ("input_text", "input_json")
-SOME = Meta(min_length=2, max_length=MOST_OPTIONS)
+SOME = Meta(min_length=2, max_length=MAX_OPTIONS)
 
 
 class QuestionPart(TextPart):

@@ -21,7 +21,7 @@ from server.openai.responses.items import (
     documents,
     messages,
 )
-from worker.messages.decisions import MOST_QUESTIONS, DecisionInput
+from worker.messages.decisions import MAX_QUESTIONS, DecisionInput
 
 # As a response has them, and what that has instead of calls of tools that take a text.
 Kind = Literal["message", "function_call", "function_call_output"]
@@ -83,7 +83,7 @@ def unescaped(arguments: str, path: str) -> str:
 class DecisionRequest(Struct, kw_only=True):
     model: str | None = None
     input: Filled | Annotated[list[DecisionItem], FILLED]
-    questions: Annotated[list[AnyQuestion], Meta(min_length=1, max_length=MOST_QUESTIONS)]
+    questions: Annotated[list[AnyQuestion], Meta(min_length=1, max_length=MAX_QUESTIONS)]
     cache_salt: Salt | None = None
     prompt_cache_options: CacheOptions | None = None
     prompt_cache_key: str | None = None

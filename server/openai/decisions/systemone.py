@@ -15,7 +15,7 @@ from server.http.json import Document
 from server.openai.decisions import confidence
 from server.openai.decisions.questions import described, written
 from server.openai.request_fields import Salt
-from worker.messages.decisions import MOST_OPTIONS, DecisionInput, Question
+from worker.messages.decisions import MAX_OPTIONS, DecisionInput, Question
 
 MOST_NAMED = 64
 
@@ -39,7 +39,7 @@ class NamedNoul(Struct, tag_field="type", tag="noul"):
 
 
 class NamedChoice(Struct, tag_field="type", tag="choice"):
-    criteria: Annotated[dict[str, Content | None], Meta(min_length=1, max_length=MOST_OPTIONS)]
+    criteria: Annotated[dict[str, Content | None], Meta(min_length=1, max_length=MAX_OPTIONS)]
     instructions: Content | None = None
 
     def asked(self, path: str) -> Question:
@@ -59,7 +59,7 @@ class NamedChoice(Struct, tag_field="type", tag="choice"):
 class NamedScore(Struct, tag_field="type", tag="score"):
     """The levels, lowest first."""
 
-    criteria: Annotated[list[Content], Meta(min_length=1, max_length=MOST_OPTIONS)]
+    criteria: Annotated[list[Content], Meta(min_length=1, max_length=MAX_OPTIONS)]
     instructions: Content | None = None
 
     def asked(self, path: str) -> Question:

@@ -16,7 +16,7 @@ from server.http.json import to_json
 from server.openai.embedding.endpoint import MOST_INPUTS, Truncatable
 from server.openai.request_fields import Salt, TokenId, read_inputs
 from server.openai.response_schemas import EmbeddingUsage
-from worker.messages.scoring import Embedded, EmbeddingInput, PieceSize, pieces
+from worker.messages.scoring import EmbeddingInput, EmbeddingOutput, PartSize, split_parts
 
 PATHS = ("/v1/embeddings", "/embed")
 Inputs = Annotated[
@@ -41,7 +41,7 @@ class EmbeddingRequest(Truncatable, kw_only=True):
         """Whether it is text-embeddings-inference's."""
         return self.inputs is not None
 
-    def payloads(self, most: PieceSize, serves: str) -> list[EmbeddingInput]:
+    def payloads(self, most: PartSize, serves: str) -> list[EmbeddingInput]:
         if (self.input is None) == (self.inputs is None):
             required = "is required" if self.input is None else "takes either this or inputs"
             raise InvalidInput.at("input", required)
@@ -59,13 +59,13 @@ class EmbeddingRequest(Truncatable, kw_only=True):
             "dimensions": self.dimensions,
             "normalize": self.normalize,
             "truncation": self.truncation(),
-            "form": form,
+            "encoding": form,
             "param": param,
         }
-        single, parts = param in found, pieces(inputs, [len(each) for each in inputs], most)
+        single, parts = param in found, split_parts(inputs, [len(each) for each in inputs], most)
         return [EmbeddingInput(part, None if single else n, **options) for n, part in parts]
 
-    def content(self, outputs: list[Embedded]) -> list[bytes]:
+    def content(self, outputs: list[EmbeddingOutput]) -> list[bytes]:
         parts = [part for each in outputs for part in (b",", each.content)][1:]
         if self.is_bare:
             return [b"[", *parts, b"]"]

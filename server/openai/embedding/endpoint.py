@@ -20,7 +20,7 @@ from server.http.json import INLINE_BYTES, JsonBodyParser, parse_json
 from server.http.request import read_json_request, send_parts
 from server.openai.models import ModelNames, id_of
 from server.openai.request_fields import Body, decode
-from worker.messages.scoring import PIECE, PieceSize, Truncation
+from worker.messages.scoring import MAX_PART_INPUTS, PartSize, Truncation
 
 MOST_INPUTS = 2048
 
@@ -46,7 +46,7 @@ class Truncatable(Struct, kw_only=True):
 class ScoringBody(Body, Protocol):
     cache_salt: str | None
 
-    def payloads(self, most: PieceSize, serves: str) -> Sequence[Any]:
+    def payloads(self, most: PartSize, serves: str) -> Sequence[Any]:
         """Pieces for the model of a name in the registry; InvalidInput."""
 
     def content(self, outputs: list[Any]) -> list[bytes]:
@@ -89,7 +89,7 @@ class ScoringEndpoint:
         request = decode(parse_json(body), self.kind, partial(id_of, self.models))
         [names] = [each for each in self.models if each.id == request.model]
         settings = self.settings
-        size = PieceSize(min(PIECE, settings.max_batch_size), settings.max_batch_tokens)
+        size = PartSize(min(MAX_PART_INPUTS, settings.max_batch_size), settings.max_batch_tokens)
         made = request.payloads(size, names.serves)
         if len(made) > settings.max_queue_size:
             places = f"{len(made)} places; the queue has {settings.max_queue_size}"

@@ -17,7 +17,7 @@ from server.http.json import Document, to_json
 from server.openai.embedding.endpoint import MOST_INPUTS, Truncatable
 from server.openai.request_fields import Count, Filled, Salt
 from server.openai.response_schemas import EmbeddingUsage, Ranked, Reranked, TextDocument
-from worker.messages.scoring import PairsInput, PieceSize, Scored, pieces
+from worker.messages.scoring import PartSize, ScoringInput, ScoringOutput, split_parts
 
 PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
 
@@ -57,7 +57,7 @@ class RerankRequest(Truncatable, kw_only=True):
         given: Sequence[Any] = self.documents or self.texts or ()
         return [each.text if isinstance(each, TextDocument) else each for each in given]
 
-    def payloads(self, most: PieceSize, serves: str) -> list[PairsInput]:
+    def payloads(self, most: PartSize, serves: str) -> list[ScoringInput]:
         documents = self.read()
         param = "texts" if self.is_bare else "documents"
         return pairs_in_pieces(
@@ -65,12 +65,12 @@ class RerankRequest(Truncatable, kw_only=True):
             [("query", f"{param}[{n}]") for n in range(len(documents))],
             most,
             instruction=self.instruction,
-            document_tokens=self.max_tokens_per_doc,
+            max_document_tokens=self.max_tokens_per_doc,
             truncation=self.truncation(cuts=not self.is_bare),
             raw=bool(self.raw_scores) or self.use_activation is False,
         )
 
-    def content(self, outputs: list[Scored]) -> list[bytes]:
+    def content(self, outputs: list[ScoringOutput]) -> list[bytes]:
         scores = [score for each in outputs for score in each.scores]
         ranked = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
         ranked = ranked[: self.top_n or None]
@@ -89,11 +89,11 @@ class RerankRequest(Truncatable, kw_only=True):
 def pairs_in_pieces(
     pairs: Sequence[tuple[str, str]],
     paths: Sequence[tuple[str, str]],
-    most: PieceSize,
+    most: PartSize,
     **options: Any,
-) -> list[PairsInput]:
+) -> list[ScoringInput]:
     sizes = [len(query) + len(document) for query, document in pairs]
     return [
-        PairsInput(part, paths[first : first + len(part)], **options)
-        for first, part in pieces(pairs, sizes, most)
+        ScoringInput(part, paths[first : first + len(part)], **options)
+        for first, part in split_parts(pairs, sizes, most)
     ]

@@ -17,11 +17,11 @@ from server.openai.embedding.endpoint import Truncatable
 from server.openai.embedding.rerank import Texts, pairs_in_pieces
 from server.openai.request_fields import Filled, Salt, required
 from worker.messages.scoring import (
-    Embedded,
     EmbeddingInput,
-    PairsInput,
-    PieceSize,
-    pieces,
+    EmbeddingOutput,
+    PartSize,
+    ScoringInput,
+    split_parts,
 )
 
 
@@ -49,10 +49,10 @@ class ScoreRequest(Truncatable, kw_only=True):
             raise InvalidInput.at(second, unequal)
         return read[0], read[1]
 
-    def payloads(self, most: PieceSize, serves: str) -> Sequence[PairsInput | EmbeddingInput]:
+    def payloads(self, most: PartSize, serves: str) -> Sequence[ScoringInput | EmbeddingInput]:
         return self.pairs(most) if serves == "rerank" else self.texts(most)
 
-    def pairs(self, most: PieceSize) -> list[PairsInput]:
+    def pairs(self, most: PartSize) -> list[ScoringInput]:
         (first, ones), (second, others) = self.sides()
         count = max(len(ones), len(others))
         return pairs_in_pieces(
@@ -64,19 +64,23 @@ class ScoreRequest(Truncatable, kw_only=True):
             raw=self.use_activation is False,
         )
 
-    def texts(self, most: PieceSize) -> list[EmbeddingInput]:
+    def texts(self, most: PartSize) -> list[EmbeddingInput]:
         if self.instruction is not None:
             raise InvalidInput.at("instruction", "is for a reranker; this is an embedding model")
         made = []
         for name, texts in self.sides():
-            for first, part in pieces(texts, [len(text) for text in texts], most):
+            for first, part in split_parts(texts, [len(text) for text in texts], most):
                 place = first if isinstance(getattr(self, name), list) else None
-                options: Any = {"truncation": self.truncation(), "form": "vectors", "param": name}
+                options: Any = {
+                    "truncation": self.truncation(),
+                    "encoding": "vectors",
+                    "param": name,
+                }
                 made.append(EmbeddingInput(part, place, normalize=True, **options))
         return made
 
     def content(self, outputs: list[Any]) -> list[bytes]:
-        if isinstance(outputs[0], Embedded):
+        if isinstance(outputs[0], EmbeddingOutput):
             scores = cosines(outputs, len(self.sides()[0][1]))
         else:
             scores = [score for each in outputs for score in each.scores]
@@ -94,7 +98,7 @@ def _path(name: str, texts: Sequence[str], n: int) -> str:
     return f"{name}[{n}]" if len(texts) > 1 else name
 
 
-def cosines(outputs: Sequence[Embedded], count: int) -> list[float]:
+def cosines(outputs: Sequence[EmbeddingOutput], count: int) -> list[float]:
     """Of unit vectors, of which the first `count` are one side."""
     vectors = np.concatenate([each.vectors for each in outputs])
     one, other = vectors[:count], vectors[count:]

@@ -60,7 +60,7 @@ class ResponsesResponseBuilder(GenerationResponseBuilder):
     ) -> None:
         super().__init__([payload], bool(request.stream))
         assert isinstance(payload.prompt, Chat)
-        self.output = ResponseOutput(generator.call_id, payload.prompt.calls)
+        self.output = ResponseOutput(generator.call_id, payload.prompt.num_tool_calls)
         self.document = _blank(request, generator.defaults) | {"output": self.output.items}
         self.id = str(self.document["id"])
         self.stored = Stored(self.document, items)

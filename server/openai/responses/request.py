@@ -131,7 +131,7 @@ class ResponseRequest(GenerationRequest, kw_only=True):
         return self._input(
             prompt,
             self.logprobs,
-            calls=calls,
+            tool_calls=calls,
             thinking_tokens=self.thinking_token_budget,
             param="input",
             background=bool(self.background),

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import chat_template_utils
 
 from batching.errors import InvalidInput
-from worker.messages.generation import Calls, Chat
+from worker.messages.generation import Chat, ToolCallPolicy
 from worker.text.chat_template.history import (
     QUESTION,
     HistoryAdapter,
@@ -116,7 +116,7 @@ class ChatTemplate:
 
     # ── what is known of it ──
 
-    def output_format_for(self, calls: Calls | None) -> OutputFormat:
+    def output_format_for(self, calls: ToolCallPolicy | None) -> OutputFormat:
         """Return the format of responses: the default one, where tool calls are requested and the
         format in which this model writes them is unknown."""
         known = self.answers
@@ -147,7 +147,7 @@ class ChatTemplate:
 
     # ── requests ──
 
-    def render(self, chat: Chat, calls: Calls | None = None) -> RenderedPrompt:
+    def render(self, chat: Chat, calls: ToolCallPolicy | None = None) -> RenderedPrompt:
         """Render a chat's prompt. `calls`: the tool calls that the response may contain.
 
         Raise InvalidInput, with the template's own reason if it gives one."""
