@@ -1,7 +1,7 @@
-"""Compiles the Triton kernels for GPUs that are not there, as their callers would launch them.
+"""Compile the Triton kernels for GPUs that are absent, with the arguments of their callers.
 
-A process of its own: where there is no GPU, the tests' own has Triton's interpreter in the
-compiler's place. Prints a line of JSON for each kernel: what it is for and what it takes.
+A process of its own: without a GPU, the tests' process uses Triton's interpreter in place of the
+compiler. Prints one line of JSON per kernel, with its parameters and its resources.
 """
 
 import itertools
@@ -27,7 +27,7 @@ HEADS, ROWS = 2, 3
 
 
 class AbsentGpu:
-    """What Triton asks of a driver before it launches anything."""
+    """The part of a driver that Triton uses before a launch."""
 
     def __init__(self, capability: int) -> None:
         self.target = GPUTarget("cuda", capability, 32)
@@ -43,7 +43,7 @@ class AbsentGpu:
 
 
 def compiled(dtype: torch.dtype, size: int, group: int, **options: Any) -> list[Any]:
-    """The kernels of a step: written keys and values, attention, its parts put together."""
+    """Return the compiled kernels of a step: write, attend and merge."""
     kernels: list[Any] = []
     launch = JITFunction.run
 
@@ -55,40 +55,40 @@ def compiled(dtype: torch.dtype, size: int, group: int, **options: Any) -> list[
         keys, values = torch.zeros(2, 4, BLOCK, HEADS, size, dtype=dtype)
         query = torch.zeros(ROWS, HEADS * group, size, dtype=dtype)
         new = torch.zeros(2, ROWS, HEADS, size, dtype=dtype)
-        places = torch.zeros(3, ROWS, dtype=torch.long)
+        slots, tails, positions = torch.zeros(3, ROWS, dtype=torch.long)
         tables = torch.zeros(ROWS, 4, dtype=torch.int32)
         sinks = torch.zeros(HEADS * group, dtype=dtype) if options.pop("sinks", False) else None
-        triton_decode.write(new[0], new[1], keys, values, places[0], places[1])
+        triton_decode.write(new[0], new[1], keys, values, slots, tails)
         triton_decode.attend(
-            query, keys, values, tables, places[2], programs=400, scale=0.1, sinks=sinks, **options
+            query, keys, values, tables, positions, programs=400, scale=0.1, sinks=sinks, **options
         )
     finally:
         JITFunction.run = launch
     return kernels
 
 
-def taken(kernel: Any) -> dict[str, int]:
-    """Bytes of shared memory; registers of a thread, and bytes of them that went to memory."""
+def resources(kernel: Any) -> dict[str, int]:
+    """Return the bytes of shared memory, the registers of a thread and the bytes it spills."""
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         command = [str(tools / "cuobjdump"), "--dump-resource-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
-    assert found, said
-    registers, spilled = map(int, found.groups())
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    match = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert match, usage
+    registers, spilled = map(int, match.groups())
     return {"shared": kernel.metadata.shared, "registers": registers, "spilled": spilled}
 
 
 def main(capabilities: str, dtypes: str, sizes: str, groups: str, options: str) -> None:
     for capability in map(int, capabilities.split(",")):
         driver.set_active(AbsentGpu(capability))
-        every = itertools.product(dtypes.split(","), sizes.split(","), groups.split(","))
-        for dtype, size, group in every:
+        variants = itertools.product(dtypes.split(","), sizes.split(","), groups.split(","))
+        for dtype, size, group in variants:
             for kernel in compiled(DTYPES[dtype], int(size), int(group), **json.loads(options)):
                 line = {"kernel": kernel.src.fn.__name__, "dtype": dtype, "size": int(size)}
-                print(json.dumps(line | taken(kernel)), flush=True)
+                print(json.dumps(line | resources(kernel)), flush=True)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from tests import tiny
 from tests.model.test_native_linear import of_any_shape, threads
 from tests.unit.test_fused_linear import Fan, parts
 from worker.model import language_model
-from worker.model.attention.native import _library, build_native_ops, native_ops_loaded
+from worker.model.attention.native import _library, native_ops_loaded, native_ops_path
 from worker.model.cpu.linear import (
     Bf16WeightLinear,
     Int8Linear,
@@ -221,7 +221,7 @@ def test_a_library_that_does_not_load_is_logged_and_unused(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     _library.cache_clear()
     assert not native_ops_loaded(build=False)
-    build_native_ops(needed=False).write_bytes(b"half")
+    native_ops_path().write_bytes(b"half")
     assert not native_ops_loaded(build=False)
     assert "no native operations" in caplog.messages[-1]
     monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""The compiled model takes over between steps and says the same; without a compiler, nothing."""
+"""The compiled model and native attention replace the eager ones between steps, if they agree."""
 
 import logging
 import shutil
@@ -34,7 +34,7 @@ def loaded(quantization: str = "none") -> PagedRunner:
 
 
 def compile_state(runner: PagedRunner) -> str:
-    """Once it is known."""
+    """Compile in the thread and return the final state."""
     runner.compile()
     deadline = time.monotonic() + 1200
     while runner.compile_state == "running":
@@ -48,7 +48,7 @@ def compile_state(runner: PagedRunner) -> str:
     ("quantization", "rounding"),
     [("none", 1e-4), pytest.param("int8", 5e-2, marks=pytest.mark.slow)],
 )
-def test_the_compiled_model_takes_over_and_gives_the_same_logits(
+def test_the_compiled_model_is_used_and_gives_the_same_logits(
     quantization: str, rounding: float
 ) -> None:
     runner = loaded(quantization)
@@ -56,7 +56,7 @@ def test_the_compiled_model_takes_over_and_gives_the_same_logits(
     assert language.tolerance == rounding
     eager = runner.model
     assert compile_state(runner) == "done"
-    assert runner.model is eager, "it takes over in the middle of a step"
+    assert runner.model is eager, "it is used before the next step"
     assert runner.metadata is NativeMetadata
     # a prompt with a chunk of another, then a token each, then one alone
     for spans in (
@@ -67,16 +67,16 @@ def test_the_compiled_model_takes_over_and_gives_the_same_logits(
     ):
         width = sum(span.width for span in spans)
         batch = Batch(spans, [1 + n % 50 for n in range(width)], range(width))
-        got = runner.forward(batch)
+        logits = runner.forward(batch)
         assert runner.model is not eager
-        language.compare(got, run_model(eager, batch, AttentionMetadata(runner.cache, batch)))
-        # the operation in the graph leaves steps that are not its own to torch's attention
+        language.compare(logits, run_model(eager, batch, AttentionMetadata(runner.cache, batch)))
+        # the operation in the graph falls back to torch's attention in steps of that backend
         language.compare(
-            got, run_model(runner.model, batch, AttentionMetadata(runner.cache, batch))
+            logits, run_model(runner.model, batch, AttentionMetadata(runner.cache, batch))
         )
 
 
-def test_the_code_is_made_for_the_workers_threads_whatever_others_have(
+def test_code_is_compiled_for_the_workers_number_of_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runner, threads, seen = loaded(), torch.get_num_threads(), []
@@ -85,7 +85,7 @@ def test_the_code_is_made_for_the_workers_threads_whatever_others_have(
     )
     torch.set_num_threads(3)
     try:
-        other = threading.Thread(target=use_one_core)  # as a pool's does
+        other = threading.Thread(target=use_one_core)  # as threads of a pool do
         other.start()
         other.join()
         compile_state(runner)
@@ -94,7 +94,7 @@ def test_the_code_is_made_for_the_workers_threads_whatever_others_have(
     assert seen == [3]
 
 
-def test_where_compiling_fails_serving_goes_on_and_the_log_says_so(
+def test_a_failed_compilation_is_logged_and_the_eager_model_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     runner = loaded()
@@ -111,13 +111,13 @@ def test_where_compiling_fails_serving_goes_on_and_the_log_says_so(
     assert runner.model is eager
     assert runner.metadata is AttentionMetadata
     assert [record.message for record in caplog.records] == [
-        "no native attention, torch's serves: no compiler here",
-        "not compiled, serving goes on as it is: no compiler here",
+        "no native attention, torch's goes on: no compiler here",
+        "not compiled, the eager model goes on: no compiler here",
     ]
 
 
 class Scaled(nn.Module):
-    """A model whose body multiplies, and adds one if it has been told so."""
+    """A model whose body multiplies by a scale, and adds one if `adds` is set."""
 
     device = torch.device("cpu")
 
@@ -130,30 +130,28 @@ class Scaled(nn.Module):
         self.base_model: Any = body
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.base_model.forward(x=x)
-        return made
+        output: Tensor = self.base_model.forward(x=x)
+        return output
 
 
 @pytest.mark.matrix
 @pytest.mark.skipif(not shutil.which("g++"), reason="there is no compiler")
 @torch.inference_mode()
-def test_graphs_of_two_models_are_kept_apart_though_a_call_checks_its_inputs_alone() -> None:
-    def check(made: Any) -> None:
+def test_two_models_run_their_own_graphs_with_guards_on_inputs_only() -> None:
+    def check(compiled: Any) -> None:
         for width in (7, 1):
-            made(torch.ones(width, 4))
+            compiled(torch.ones(width, 4))
 
     models = [Scaled(scale) for scale in (2.0, 3.0)]
-    both = [compile_model(model, check) for model in models]
+    compiled = [compile_model(model, check) for model in models]
     for model in models:
-        model.base_model.adds = False  # a graph would be made anew, were that looked at
+        model.base_model.adds = False  # guards on this would compile again
     for width in (1, 5, 7, 1):
-        assert [float(made(torch.ones(width, 4)).mean()) for made in both] == [3.0, 4.0]
+        assert [float(model(torch.ones(width, 4)).mean()) for model in compiled] == [3.0, 4.0]
 
 
 @pytest.mark.parametrize("name", ["llama", "llama4", "gpt2"])
-def test_the_body_is_compiled_whatever_the_model_calls_it(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_the_body_is_compiled_whatever_its_name(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     model = runner_of(engine(name)).language.model
     bodies: list[Any] = []
 
@@ -162,58 +160,61 @@ def test_the_body_is_compiled_whatever_the_model_calls_it(
         return forward
 
     monkeypatch.setattr(torch, "compile", compile_)
-    made = compile_model(model, lambda made: None)
+    compiled = compile_model(model, lambda compiled: None)
     assert bodies
-    assert bodies[-1] in [part.forward for part in made.children()]
+    assert bodies[-1] in [part.forward for part in compiled.children()]
     assert bodies[-1] not in [part.forward for part in model.children()]
 
 
-def test_a_model_whose_body_is_not_known_is_not_said_to_be_compiled() -> None:
+def test_a_model_without_a_body_is_not_compiled() -> None:
     model = Scaled(1.0)
     model.base_model = None
     with pytest.raises(CannotRun, match="body"):
-        compile_model(model, lambda made: None)
+        compile_model(model, lambda compiled: None)
 
 
-def test_where_the_compiler_makes_no_caller_of_kernels_python_calls_them(
+def test_without_a_cpp_wrapper_kernels_are_called_from_python(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tried: list[dict[str, bool]] = []
 
-    def refuses(model: Any, path: str, check: Any, settings: dict[str, bool]) -> Any:
+    def fails_with_wrapper(model: Any, path: str, check: Any, settings: dict[str, bool]) -> Any:
         tried.append(settings)
         if settings.get("cpp_wrapper"):
             raise RuntimeError("not here")
         return model
 
-    monkeypatch.setattr(paged_runner, "_compile_model", refuses)
+    monkeypatch.setattr(paged_runner, "_compile_model", fails_with_wrapper)
     model = Scaled(1.0)
-    assert compile_model(model, lambda made: None) is model
-    assert tried == [paged_runner.ON_CPU | {"cpp_wrapper": True}, paged_runner.ON_CPU]
+    assert compile_model(model, lambda compiled: None) is model
+    assert tried == [
+        paged_runner.CPU_COMPILE_SETTINGS | {"cpp_wrapper": True},
+        paged_runner.CPU_COMPILE_SETTINGS,
+    ]
 
 
 def attending(change: Callable[..., tuple[Any, ...]]) -> Callable[[pytest.MonkeyPatch], None]:
-    """`change` sees and returns (step, query, …, sinks, layer, scale, window, softcap)."""
-    ordinary = NativeMetadata.attend
+    """`change` maps the arguments (step, query, …, sinks, layer, scale, window, softcap)."""
+    original = NativeMetadata.attend
     return lambda patch: patch.setattr(
-        NativeMetadata, "attend", lambda *arguments: ordinary(*change(*arguments))
+        NativeMetadata, "attend", lambda *arguments: original(*change(*arguments))
     )
 
 
-def telling(change: Callable[[Tensor], object]) -> Callable[[pytest.MonkeyPatch], None]:
-    """`change` alters the spans: row, width, start, and place of the table of each."""
-    ordinary = NativeMetadata.__init__
+def with_spans(change: Callable[[Tensor], object]) -> Callable[[pytest.MonkeyPatch], None]:
+    """`change` alters the spans: row, width, start and table offset of each."""
+    original = NativeMetadata.__init__
 
     def init(step: NativeMetadata, cache: KVCache, batch: Batch) -> None:
-        ordinary(step, cache, batch)
+        original(step, cache, batch)
         change(step._spans)
 
     return lambda patch: patch.setattr(NativeMetadata, "__init__", init)
 
 
 FAULTS: list[tuple[str, str, Callable[[pytest.MonkeyPatch], None]]] = [
-    ("llama", "another's blocks", telling(lambda spans: spans[:, 3].zero_())),
-    ("llama", "a token earlier", telling(lambda spans: spans[:, 2].sub_(1).clamp_(min=0))),
+    ("llama", "another sequence's blocks", with_spans(lambda spans: spans[:, 3].zero_())),
+    ("llama", "a token earlier", with_spans(lambda spans: spans[:, 2].sub_(1).clamp_(min=0))),
     ("llama", "another scale", attending(lambda *a: (*a[:6], a[6] * 1.1, *a[7:]))),
     ("mistral", "window too long", attending(lambda *a: (*a[:7], a[7] + 1, a[8]))),
     ("mistral", "window too short", attending(lambda *a: (*a[:7], a[7] - 1, a[8]))),
@@ -226,21 +227,21 @@ FAULTS: list[tuple[str, str, Callable[[pytest.MonkeyPatch], None]]] = [
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize(
     ("model", "patch"),
-    [pytest.param(model, patch, id=f"{model}: {what}") for model, what, patch in FAULTS],
+    [pytest.param(model, patch, id=f"{model}: {fault}") for model, fault, patch in FAULTS],
 )
-def test_native_attention_that_says_something_else_is_not_used(
+def test_native_attention_with_other_logits_is_not_used(
     model: str,
     patch: Callable[[pytest.MonkeyPatch], None],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     runner = runner_of(engine(model))
-    runner._take_native_attention()
+    runner._use_native_ops()
     assert runner.metadata is NativeMetadata
     runner.metadata = AttentionMetadata
     patch(monkeypatch)
     caplog.clear()
-    runner._take_native_attention()
+    runner._use_native_ops()
     assert runner.metadata is AttentionMetadata
     [record] = caplog.records
-    assert record.message.startswith("no native attention, torch's serves: logits differ")
+    assert record.message.startswith("no native attention, torch's goes on: logits differ")

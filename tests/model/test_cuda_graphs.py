@@ -1,4 +1,7 @@
-"""Steps of captured size: what they say, when they are taken, and what happens without them."""
+"""CUDA graphs: the same output, which batches they run, and what happens without them.
+
+A recorder stands in for the capture and Python functions for the kernels: no GPU is needed.
+"""
 
 import logging
 import shutil
@@ -18,7 +21,7 @@ from worker.device.self_check import CannotRun
 from worker.model import attention as attention_package
 from worker.model import cuda_graphs
 from worker.model.attention.kv_cache import BLOCK
-from worker.model.cuda_graphs import WIDEST, CudaGraphs, RowsMetadata, Run
+from worker.model.cuda_graphs import MAX_SPAN_WIDTH, CudaGraphs, RowsMetadata, Run
 from worker.model.paged_runner import PagedRunner
 
 pytestmark = pytest.mark.usefixtures("poisoned_cache")
@@ -26,28 +29,28 @@ BLOCKS = 60
 
 
 def write(
-    key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor, rests: Tensor
+    key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor, tails: Tensor
 ) -> None:
-    """What the kernel of this name does."""
+    """Do what the kernel of this name does."""
     for stored, new in ((keys, key), (values, value)):
         flat = stored.view(-1, *stored.shape[2:])
         for row in range(len(slots)):
             flat[slots[row]] = new[row]
-            flat[slots[row] + 1 : slots[row] + 1 + rests[row]] = 0
+            flat[slots[row] + 1 : slots[row] + 1 + tails[row]] = 0
 
 
 def attend(
     query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, positions: Tensor, *,
     programs: int, scale: float, window: int, chunk: int, softcap: float, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """What the kernel of this name does."""
+    """Do what the kernel of this name does."""
     out = []
     for q, table, position in zip(query, tables, positions.tolist(), strict=True):
         first = max(0, position - window + 1) if window else 0
         first = max(first, position // chunk * chunk) if chunk else first
         blocks = table[: position // BLOCK + 1].long()
         k, v = (s[blocks].flatten(0, 1)[first : position + 1] for s in (keys, values))
-        k, v = (each.repeat_interleave(len(q) // each.shape[1], 1) for each in (k, v))
+        k, v = (x.repeat_interleave(len(q) // x.shape[1], 1) for x in (k, v))
         scores = torch.einsum("hd,khd->hk", q, k) * scale
         scores = torch.tanh(scores / softcap) * softcap if softcap else scores
         if sinks is not None:
@@ -58,13 +61,13 @@ def attend(
 
 
 @pytest.fixture(autouse=True)
-def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def python_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = SimpleNamespace(write=write, attend=attend)
     monkeypatch.setattr(attention_package, "triton_decode", kernels, raising=False)
 
 
 class Recorder:
-    """Does again what it was given to capture; says how often."""
+    """Stands in for a capture: a replay runs the function again. Counts both."""
 
     def __init__(self) -> None:
         self.captured = self.replayed = 0
@@ -89,45 +92,46 @@ def captured(runner: PagedRunner, recorder: Any, rows: int = 32) -> CudaGraphs:
 @pytest.mark.parametrize(
     "model", matrix(["llama", "gemma2", "gemma3", "gpt-oss", "llama4", "deepseek-v3"], "llama")
 )
-def test_output_is_the_same_with_them(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_is_the_same_with_graphs(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = engine(model, blocks=BLOCKS)
     recorder = Recorder()
     runner_of(generator)._graphs = captured(runner_of(generator), recorder)
-    assert recorder.captured == recorder.replayed == 6  # each is tried once
-    given = prompts(1, (1, 7, 17, 48), each=2)
-    served, driver = serve(generator, [request(each) for each in given], seed=3)
+    assert recorder.captured == recorder.replayed == 6  # each size is checked once
+    prompt_ids = prompts(1, (1, 7, 17, 48), each=2)
+    served, driver = serve(generator, [request(ids) for ids in prompt_ids], seed=3)
     assert_greedy(model, served, 12)
-    assert len(driver.reports) > recorder.replayed - 6 > 5  # prompts are too wide for them
+    assert len(driver.reports) > recorder.replayed - 6 > 5  # prompts are too wide for graphs
 
 
-def test_a_block_that_a_graph_began_can_be_read_by_a_plain_step() -> None:
-    """Memory is full of what are no numbers; drafts make some steps wide, others not."""
+def test_an_eager_step_can_read_a_block_that_a_graph_started() -> None:
+    """The cache is full of NaN; drafts make some steps wide."""
     generator = engine("llama", blocks=BLOCKS)
     runner = runner_of(generator)
     graphs = runner._graphs = captured(runner, Recorder())
     for stored in (*runner.cache.keys, *runner.cache.values):
         stored.fill_(float("nan"))
-    takes, turn = graphs.takes, iter(range(10_000))
-    graphs.takes = lambda batch: next(turn) % 2 == 0 and takes(batch)  # type: ignore[method-assign]
-    given = prompts(2, (3, 30), each=3)
-    served, _ = serve(generator, [request(each, max_tokens=40) for each in given], seed=1)
+    supports, turn = graphs.supports, iter(range(10_000))
+    graphs.supports = lambda batch: next(turn) % 2 == 0 and supports(batch)  # type: ignore[method-assign]
+    prompt_ids = prompts(2, (3, 30), each=3)
+    requests = [request(ids, max_tokens=40) for ids in prompt_ids]
+    served, _ = serve(generator, requests, seed=1)
     assert_greedy("llama", served, 40)
 
 
-def test_what_is_wide_or_many_goes_another_way() -> None:
+def test_wide_and_large_batches_are_not_supported() -> None:
     graphs = captured(runner_of(engine("llama", blocks=BLOCKS)), Recorder(), rows=20)
 
-    def takes(*widths: int) -> bool:
+    def supports(*widths: int) -> bool:
         spans = [Span([0, 1, 2], 5, width) for width in widths]
-        return graphs.takes(Batch(spans, [0] * sum(widths), []))
+        return graphs.supports(Batch(spans, [0] * sum(widths), []))
 
-    assert takes(*[1] * 20)
-    assert not takes(*[1] * 21)
-    assert takes(WIDEST, 4)
-    assert not takes(WIDEST + 1)
+    assert supports(*[1] * 20)
+    assert not supports(*[1] * 21)
+    assert supports(MAX_SPAN_WIDTH, 4)
+    assert not supports(MAX_SPAN_WIDTH + 1)
 
 
-def test_a_graph_that_says_something_else_is_not_used() -> None:
+def test_a_graph_with_other_logits_is_not_used() -> None:
     def wrong(run: Run) -> tuple[Callable[[], None], Tensor]:
         return lambda: None, run() + 1
 
@@ -135,7 +139,7 @@ def test_a_graph_that_says_something_else_is_not_used() -> None:
         captured(runner_of(engine("llama", blocks=BLOCKS)), wrong)
 
 
-def test_where_capturing_fails_steps_are_launched_one_by_one_and_the_log_says_so(
+def test_a_failed_capture_is_logged_and_steps_are_launched(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken() -> Any:
@@ -155,8 +159,8 @@ def test_where_capturing_fails_steps_are_launched_one_by_one_and_the_log_says_so
 
 @pytest.mark.matrix
 @pytest.mark.skipif(not shutil.which("g++"), reason="there is no compiler")
-def test_what_was_compiled_in_its_thread_is_captured_without_compiling_more() -> None:
-    """It would be on the worker's thread, while streams wait."""
+def test_a_compiled_model_is_captured_without_compiling_again() -> None:
+    """Compiling again would block the worker's thread."""
     runner = runner_of(engine("llama", blocks=BLOCKS))
     eager = runner.model
     thread = threading.Thread(target=runner._compile, args=(torch.get_num_threads(),))
@@ -169,11 +173,11 @@ def test_what_was_compiled_in_its_thread_is_captured_without_compiling_more() ->
         captured(runner, Recorder())
 
 
-def test_on_a_cpu_there_are_none() -> None:
+def test_a_cpu_has_no_graphs() -> None:
     assert runner_of(loaded("llama"))._graphs is None
 
 
-def test_a_model_that_is_compiled_meanwhile_is_captured_anew(
+def test_a_model_is_captured_again_once_it_is_compiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     generator = engine("llama", blocks=BLOCKS)

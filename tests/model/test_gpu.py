@@ -1,4 +1,4 @@
-"""What only a GPU can show: kernels as they are compiled, captured steps, the model compiled."""
+"""Tests that need a GPU: compiled kernels, CUDA graphs, the compiled model."""
 
 import random
 import time
@@ -24,31 +24,31 @@ FEW_ROWS = [case for case in CASES if case.kind in ("decodes", "spread decodes",
 
 
 @pytest.mark.parametrize("case", FEW_ROWS, ids=name)
-def test_kernels_of_single_tokens(case: Case) -> None:
+def test_kernels_attend_as_expected(case: Case) -> None:
     torch.manual_seed(0)
     mix = mixes(random.Random(name(case)), case.kind)
-    there = memory(case, mix, random.Random(0))
-    cache = KVCache(there.cache.layers, len(there.cache.keys[0]), torch.float32, GPU)
-    cache.keys[0].copy_(there.cache.keys[0])
-    cache.values[0].copy_(there.cache.values[0])
+    cached = memory(case, mix, random.Random(0))
+    cache = KVCache(cached.cache.layers, len(cached.cache.keys[0]), torch.float32, GPU)
+    cache.keys[0].copy_(cached.cache.keys[0])
+    cache.values[0].copy_(cached.cache.values[0])
     widths = [width for _, width in mix]
     step = RowsMetadata(cache, sum(widths), 200)
-    step.fill(there.batch, sum(widths), 0)
+    step.fill(cached.batch, sum(widths), 0)
     query = [torch.randn(width, case.heads, case.key_size) for width in widths]
     new = [
-        torch.cat([whole[start:] for (start, _), whole in zip(mix, given, strict=True)])
-        for given in (there.keys, there.values)
+        torch.cat([whole[start:] for (start, _), whole in zip(mix, sequences, strict=True)])
+        for sequences in (cached.keys, cached.values)
     ]
     sinks = torch.randn(case.heads)
-    q, k, v = (each.transpose(0, 1)[None].to(GPU) for each in (torch.cat(query), *new))
+    q, k, v = (x.transpose(0, 1)[None].to(GPU) for x in (torch.cat(query), *new))
     with forward_context(step):
-        given = sinks.to(GPU) if case.sinks else None
-        out = attend(q, k, v, given, 0, case.scale, case.window, case.softcap)
+        gpu_sinks = sinks.to(GPU) if case.sinks else None
+        out = attend(q, k, v, gpu_sinks, 0, case.scale, case.window, case.softcap)
     rows: Any = out[0].double().cpu()  # split is not annotated
-    for place, got in enumerate(rows.split(widths)):
-        keys, values = there.keys[place], there.values[place]
-        right = expected(case, query[place], keys, values, mix[place][0], sinks)
-        torch.testing.assert_close(got, right, atol=1e-5, rtol=1e-5)
+    for n, actual in enumerate(rows.split(widths)):
+        keys, values = cached.keys[n], cached.values[n]
+        right = expected(case, query[n], keys, values, mix[n][0], sinks)
+        torch.testing.assert_close(actual, right, atol=1e-5, rtol=1e-5)
 
 
 def generator_of(model: str, compile: str = "off") -> GenerationEngine:
@@ -56,16 +56,16 @@ def generator_of(model: str, compile: str = "off") -> GenerationEngine:
     options = GeneratorOptions(
         folder, dtype="float32", device="cuda", kv_cache_gb=0.05, compile=compile
     )
-    made = load_generator(options)
-    assert made.info.batching == "continuous", made.info.why
-    return made
+    generator = load_generator(options)
+    assert generator.info.batching == "continuous", generator.info.why
+    return generator
 
 
 @pytest.mark.parametrize("model", tiny_decoders.ARCHITECTURES)
 def test_greedy_output_equals_generate(model: str) -> None:
     generator = generator_of(model)
-    given = prompts(1, (1, 2, 7, 16, 17, 33, 48, 60))
-    served, _ = serve(generator, [request(each) for each in given], seed=1)
+    prompt_ids = prompts(1, (1, 2, 7, 16, 17, 33, 48, 60))
+    served, _ = serve(generator, [request(ids) for ids in prompt_ids], seed=1)
     assert_greedy(model, served, 12)
 
 
@@ -80,8 +80,8 @@ def test_steps_are_captured_again_once_the_model_is_compiled(model: str) -> None
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert generator.compile_state == "done"
-    given = prompts(1, (1, 7, 17, 48))
-    served, _ = serve(generator, [request(each) for each in given], seed=1)
+    prompt_ids = prompts(1, (1, 7, 17, 48))
+    served, _ = serve(generator, [request(ids) for ids in prompt_ids], seed=1)
     assert_greedy(model, served, 12)
     assert runner._graphs is not None
     assert runner._graphs is not first

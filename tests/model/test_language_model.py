@@ -1,4 +1,4 @@
-"""Which models run on paged memory, and that the check at load would notice if they ran wrongly."""
+"""Which models run on a paged cache, and that the check at load detects faults."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,43 +32,43 @@ def language(model: str) -> LanguageModel:
 
 
 @pytest.mark.parametrize("model", matrix(ARCHITECTURES, "llama", "gpt2", "qwen3-moe"))
-def test_an_architecture_runs_on_paged_memory(model: str) -> None:
-    made = language(model)
-    PagingCheck(made).page()
+def test_an_architecture_runs_on_a_paged_cache(model: str) -> None:
+    loaded = language(model)
+    PagingCheck(loaded).enable()
     second = WINDOW if model in ("mistral", "starcoder2") else 0
-    assert made.windows == [WINDOW if model in WINDOWED else 0, second]
-    assert [layer.chunk for layer in made.layers] == [WINDOW if model == "llama4" else 0, 0]
-    assert made.context == tiny_decoders.CONTEXT
+    assert loaded.windows == [WINDOW if model in WINDOWED else 0, second]
+    assert [layer.chunk for layer in loaded.layers] == [WINDOW if model == "llama4" else 0, 0]
+    assert loaded.context == tiny_decoders.CONTEXT
 
 
 @pytest.mark.parametrize("model", sorted(UNPAGED))
-def test_a_model_that_attends_in_its_own_way_is_refused(model: str) -> None:
-    made = language(model)
-    before = made.model.config._attn_implementation
+def test_a_model_without_an_attention_interface_is_refused(model: str) -> None:
+    loaded = language(model)
+    before = loaded.model.config._attn_implementation
     with pytest.raises(CannotRun, match="takes no attention function"):
-        PagingCheck(made).page()
-    assert made.model.config._attn_implementation == before
+        PagingCheck(loaded).enable()
+    assert loaded.model.config._attn_implementation == before
 
 
 @pytest.mark.parametrize("model", sorted(LONG_ROPES))
-def test_positions_that_depend_on_the_longest_sequence_limit_the_context(model: str) -> None:
-    made = language(model)
-    assert made.context == 64
-    PagingCheck(made).page()
+def test_rope_tables_that_depend_on_the_longest_sequence_limit_the_context(model: str) -> None:
+    loaded = language(model)
+    assert loaded.context == 64
+    PagingCheck(loaded).enable()
 
 
 @pytest.mark.parametrize("model", sorted(LONG_ROPES))
-def test_a_context_beyond_such_a_limit_would_be_noticed(
+def test_a_context_beyond_that_limit_fails_the_check(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sequence far ahead in the context turns everybody's tables."""
-    made = language(model)
+    """A sequence far ahead in the context changes the tables of all sequences."""
+    loaded = language(model)
     monkeypatch.setattr(LanguageModel, "context", 256)
     with pytest.raises(CannotRun, match="differ"):
-        PagingCheck(made).page()
+        PagingCheck(loaded).enable()
 
 
-def test_more_than_the_context_cannot_be_asked_for() -> None:
+def test_a_max_model_len_beyond_the_context_is_an_error() -> None:
     path = str(tiny_decoders.folder("phi3-longrope"))
     options = GeneratorOptions(path, dtype="float32", device="cpu", kv_cache_gb=0.01)
     assert load_generator(options).max_model_len == 64
@@ -85,56 +85,56 @@ def test_more_than_the_context_cannot_be_asked_for() -> None:
         ("llama-wide", [0, 0]),
     ],
 )
-def test_a_window_longer_than_the_prompts_of_the_check_is_told(
+def test_a_window_longer_than_the_checks_prompts_is_recorded(
     model: str, windows: list[int]
 ) -> None:
-    made = language(model)
-    PagingCheck(made).page()
-    assert made.windows == windows
-    assert made.config.sliding_window == 320
+    loaded = language(model)
+    PagingCheck(loaded).enable()
+    assert loaded.windows == windows
+    assert loaded.config.sliding_window == 320
 
 
 @pytest.mark.parametrize("model", ["mistral-wide", "phi3-wide", "gemma2-wide", "phimoe-wide"])
-def test_a_longer_window_that_layers_are_not_told_is_noticed(
+def test_a_window_that_layers_do_not_pass_on_is_detected(
     model: str,
 ) -> None:
-    ordinary: Any = paged.attention_function
+    original: Any = paged.attention_function
 
-    def untold(*arguments: Any, sliding_window: int | None = None, **more: Any) -> Any:
-        return ordinary(*arguments, sliding_window=None, **more)
+    def without_window(*arguments: Any, sliding_window: int | None = None, **more: Any) -> Any:
+        return original(*arguments, sliding_window=None, **more)
 
-    made = language(model)
-    AttentionInterface.register(ATTENTION, untold)
+    loaded = language(model)
+    AttentionInterface.register(ATTENTION, without_window)
     try:
-        with pytest.raises(CannotRun, match="its sliding window is not told to its layers"):
-            PagingCheck(made).page()
+        with pytest.raises(CannotRun, match="its layers do not pass on its sliding window"):
+            PagingCheck(loaded).enable()
     finally:
-        AttentionInterface.register(ATTENTION, ordinary)
-    assert made.config.sliding_window == 320
+        AttentionInterface.register(ATTENTION, original)
+    assert loaded.config.sliding_window == 320
 
 
-# ── an implementation with a fault is noticed ──
+# ── a faulty implementation is detected ──
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 def attending(change: Callable[..., tuple[Any, ...]]) -> Patch:
-    """`change` sees and returns (query, …, sinks, layer, scale, window, softcap)."""
-    ordinary = paged.attend
+    """`change` maps the arguments (query, …, sinks, layer, scale, window, softcap)."""
+    original = paged.attend
     return lambda patch: patch.setattr(
-        paged, "attend", lambda *arguments: ordinary(*change(*arguments))
+        paged, "attend", lambda *arguments: original(*change(*arguments))
     )
 
 
-def seeing(first: int, last: int) -> Patch:
-    """Queries see so much beyond what is theirs, or less."""
-    ordinary = AttentionMetadata._seen
+def range_off_by(first: int, last: int) -> Patch:
+    """Shift the bounds of the keys that each query attends to."""
+    original = AttentionMetadata._visible_range
 
-    def seen(step: AttentionMetadata, *arguments: Any) -> Any:
-        begin, end = ordinary(step, *arguments)
+    def visible_range(step: AttentionMetadata, *arguments: Any) -> Any:
+        begin, end = original(step, *arguments)
         return np.minimum(begin + first, end), np.maximum(end + last, 0)
 
-    return lambda patch: patch.setattr(AttentionMetadata, "_seen", seen)
+    return lambda patch: patch.setattr(AttentionMetadata, "_visible_range", visible_range)
 
 
 def window_off_by(amount: int) -> Patch:
@@ -142,50 +142,50 @@ def window_off_by(amount: int) -> Patch:
 
 
 def chunks(change: Callable[[int], int]) -> Patch:
-    ordinary = AttentionMetadata._first_seen
+    original = AttentionMetadata._first_visible
 
-    def first_seen(step: AttentionMetadata, position: Any, window: int, chunk: int) -> Any:
-        return ordinary(step, position, window, change(chunk) if chunk else 0)
+    def first_visible(step: AttentionMetadata, position: Any, window: int, chunk: int) -> Any:
+        return original(step, position, window, change(chunk) if chunk else 0)
 
-    return lambda patch: patch.setattr(AttentionMetadata, "_first_seen", first_seen)
+    return lambda patch: patch.setattr(AttentionMetadata, "_first_visible", first_visible)
 
 
 def positions_off(patch: pytest.MonkeyPatch) -> None:
-    ordinary = AttentionMetadata.__init__
+    original = AttentionMetadata.__init__
 
     def init(step: AttentionMetadata, *arguments: Any) -> None:
-        ordinary(step, *arguments)
+        original(step, *arguments)
         step.positions = torch.arange(len(step.positions))
 
     patch.setattr(AttentionMetadata, "__init__", init)
 
 
 def slots_off(patch: pytest.MonkeyPatch) -> None:
-    ordinary = AttentionMetadata.__init__
+    original = AttentionMetadata.__init__
 
     def init(step: AttentionMetadata, *arguments: Any) -> None:
-        ordinary(step, *arguments)
+        original(step, *arguments)
         step.slots = step.slots.roll(1)
 
     patch.setattr(AttentionMetadata, "__init__", init)
 
 
 def queries_scaled_by_row(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LayerShape, "rescaled", lambda shape, query, positions: query)
+    patch.setattr(LayerShape, "rescale", lambda shape, query, positions: query)
 
 
 FAULTS: list[tuple[str, str, Patch]] = [
-    ("llama", "mask sees one more", seeing(0, 1)),
-    ("llama", "mask sees one less", seeing(1, 0)),
-    ("mistral", "mask sees one more", seeing(0, 1)),
-    ("gpt-oss", "mask sees one less", seeing(0, -1)),
+    ("llama", "one more token visible", range_off_by(0, 1)),
+    ("llama", "one token less visible", range_off_by(1, 0)),
+    ("mistral", "one more token visible", range_off_by(0, 1)),
+    ("gpt-oss", "one token less visible", range_off_by(0, -1)),
     *((m, "window ignored", attending(lambda *a: (*a[:6], 0, a[7]))) for m in WINDOWED),
     *((m, "window too long", window_off_by(1)) for m in WINDOWED),
     *((m, "window too short", window_off_by(-1)) for m in WINDOWED),
     ("llama", "positions by row", positions_off),
     ("gpt2", "positions by row", positions_off),
     ("opt", "positions by row", positions_off),
-    ("llama", "keys in the wrong place", slots_off),
+    ("llama", "keys in wrong slots", slots_off),
     ("gemma2", "capping ignored", attending(lambda *a: (*a[:7], 0.0))),
     ("gpt-oss", "sinks ignored", attending(lambda *a: (*a[:3], None, *a[4:]))),
     ("llama4", "chunks ignored", chunks(lambda chunk: 0)),
@@ -198,10 +198,10 @@ FAULTS: list[tuple[str, str, Patch]] = [
 
 @pytest.mark.parametrize(
     ("model", "patch"),
-    [pytest.param(model, patch, id=f"{model}: {what}") for model, what, patch in FAULTS],
+    [pytest.param(model, patch, id=f"{model}: {fault}") for model, fault, patch in FAULTS],
 )
-def test_a_fault_is_noticed(model: str, patch: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = language(model)
+def test_a_fault_is_detected(model: str, patch: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = language(model)
     patch(monkeypatch)
     with pytest.raises(CannotRun, match="differ"):
-        PagingCheck(made).page()
+        PagingCheck(loaded).enable()

@@ -371,7 +371,7 @@ def test_images_are_injected_into_the_compiled_decoder(
     injected, original = [], DecoderHook.inject
 
     def inject(self: DecoderHook, *args: Any) -> Any:
-        if self is runner._quick:
+        if self is runner._compiled_hook:
             injected.append(args)
         return original(self, *args)
 

@@ -38,9 +38,9 @@ class Remembering:
         self.vocabulary = vocabulary
         self.memory: dict[int, int] = {}
 
-    def forward(self, batch: Batch, drawn: Tensor | None = None) -> Tensor:
-        ids = fill_placeholders(torch.tensor(batch.ids), drawn).tolist()
-        assert min(ids) >= 0, "a promised token that nobody has drawn"
+    def forward(self, batch: Batch, sampled: Tensor | None = None) -> Tensor:
+        ids = fill_placeholders(torch.tensor(batch.ids), sampled).tolist()
+        assert min(ids) >= 0, "a promised token that nobody has sampled"
         states: list[int] = []
         for (blocks, start, width), offset in zip(batch.spans, batch.offsets, strict=True):
             places = [blocks[at // BLOCK] * BLOCK + at % BLOCK for at in range(start + width)]

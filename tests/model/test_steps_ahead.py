@@ -51,9 +51,9 @@ def counted(generator: GenerationEngine) -> list[int]:
     """How many tokens each forward has been given."""
     forward, widths = generator.runner.forward, list[int]()
 
-    def count(batch: Any, drawn: Any = None) -> Any:
+    def count(batch: Any, sampled: Any = None) -> Any:
         widths.append(len(batch.ids))
-        return forward(batch, drawn)
+        return forward(batch, sampled)
 
     generator.runner.forward = count  # type: ignore[method-assign]
     return widths
@@ -216,11 +216,11 @@ def test_a_forward_that_raises_leaves_what_flies_its_tokens() -> None:
     driver.step()
     forward, calls = runner.forward, list[int]()
 
-    def guarded(batch: Any, drawn: Any = None) -> Any:
+    def guarded(batch: Any, sampled: Any = None) -> Any:
         calls.append(len(batch.ids))
         if served[1].sequences[0] in [chunk.sequence for chunk in batch.chunks]:
             raise ItemFailed("not this one")
-        return forward(batch, drawn)
+        return forward(batch, sampled)
 
     runner.forward = guarded  # type: ignore[method-assign]
     driver.finish()
@@ -230,6 +230,6 @@ def test_a_forward_that_raises_leaves_what_flies_its_tokens() -> None:
 
 
 def test_promised_ids_are_filled_in_where_they_are() -> None:
-    ids, drawn = torch.tensor([[5, -1, -3, 0]]), torch.tensor([7, 8, -1])
-    assert fill_placeholders(ids, drawn).tolist() == [[5, 7, 0, 0]]
+    ids, sampled = torch.tensor([[5, -1, -3, 0]]), torch.tensor([7, 8, -1])
+    assert fill_placeholders(ids, sampled).tolist() == [[5, 7, 0, 0]]
     assert fill_placeholders(ids, None) is ids

@@ -1,4 +1,4 @@
-"""The Triton kernels of single tokens, run by Triton's interpreter: no GPU is needed."""
+"""The Triton kernels for rows of single tokens, run by Triton's interpreter: no GPU is needed."""
 
 import os
 import random
@@ -12,11 +12,11 @@ from worker.model.attention.kv_cache import BLOCK
 from worker.model.attention.paged import attend, forward_context
 from worker.model.cuda_graphs import RowsMetadata
 
-pytest.importorskip("triton", reason="triton is made for Linux only")
+pytest.importorskip("triton", reason="triton exists for Linux only")
 from worker.model.attention import triton_decode
 
 if not os.environ.get("TRITON_INTERPRET"):
-    pytest.skip("they run on the GPU: test_gpu.py", allow_module_level=True)
+    pytest.skip("the GPU runs them in test_gpu.py", allow_module_level=True)
 
 DECODES = [(0, 1), (1, 1), (15, 1), (63, 1), (64, 1), (200, 1)]
 DRAFTS = [(0, 3), (14, 5), (60, 6), (33, 2)]
@@ -30,65 +30,65 @@ CASES = [
 ]
 
 
-def rows_of(there: Memory) -> RowsMetadata:
-    """The same step; what its tables do not say is no block."""
-    rows = len(there.batch.ids)
-    step = RowsMetadata(there.cache, rows, 3 + max(len(s.blocks) for s in there.batch.spans))
+def rows_metadata(cached: Memory) -> RowsMetadata:
+    """Return the same step; unused table entries are no valid block."""
+    rows = len(cached.batch.ids)
+    step = RowsMetadata(cached.cache, rows, 3 + max(len(s.blocks) for s in cached.batch.spans))
     step.tables.fill_(9999)
-    step.fill(there.batch, rows, 0)
+    step.fill(cached.batch, rows, 0)
     return step
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter, about no numbers
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter, about NaN
 @pytest.mark.parametrize(("case", "mix", "programs"), CASES)
-def test_each_row_sees_its_own_sequence_only(
+def test_each_row_attends_to_its_own_sequence_only(
     case: Case, mix: list[tuple[int, int]], programs: int
 ) -> None:
-    """What is nobody's, and one of the sequences, is no number: not to be seen by others."""
+    """Unused memory and one of the sequences are NaN, which must not reach other rows."""
     torch.manual_seed(0)
     broken = len(mix) - 2
-    there = memory(case, mix, random.Random(0), broken)
-    step = rows_of(there)
+    cached = memory(case, mix, random.Random(0), broken)
+    step = rows_metadata(cached)
     step.programs = programs
     query = [torch.randn(width, case.heads, case.key_size) for _, width in mix]
     query[broken].fill_(float("nan"))
     new = [
-        torch.cat([whole[start:] for (start, _), whole in zip(mix, given, strict=True)])
-        for given in (there.keys, there.values)
+        torch.cat([whole[start:] for (start, _), whole in zip(mix, sequences, strict=True)])
+        for sequences in (cached.keys, cached.values)
     ]
     sinks = torch.randn(case.heads)
-    q, k, v = (each.transpose(0, 1)[None] for each in (torch.cat(query), *new))
+    q, k, v = (x.transpose(0, 1)[None] for x in (torch.cat(query), *new))
     with forward_context(step):
         out = attend(
             q, k, v, sinks if case.sinks else None, 0, case.scale, case.window, case.softcap
         )
     assert out.shape == (1, len(step.ids), case.heads, case.value_size)
     rows: Any = out[0].double()  # split is not annotated
-    for place, got in enumerate(rows.split([width for _, width in mix])):
-        if place == broken:
-            assert bool(got.isnan().all())
+    for n, actual in enumerate(rows.split([width for _, width in mix])):
+        if n == broken:
+            assert bool(actual.isnan().all())
             continue
-        keys, values = there.keys[place], there.values[place]
-        right = expected(case, query[place], keys, values, mix[place][0], sinks)
-        torch.testing.assert_close(got, right, atol=1e-5, rtol=1e-5)
+        keys, values = cached.keys[n], cached.values[n]
+        right = expected(case, query[n], keys, values, mix[n][0], sinks)
+        torch.testing.assert_close(actual, right, atol=1e-5, rtol=1e-5)
 
 
-def test_what_follows_a_sequences_last_token_is_zeroed() -> None:
-    """Plain steps multiply what they mask: nothing of others must be left there."""
-    there = memory(Case("drafts"), DRAFTS, random.Random(0))
-    step = rows_of(there)
-    stored = there.cache.keys[0], there.cache.values[0]
-    for each in stored:
-        each.fill_(float("nan"))
+def test_the_rest_of_a_started_block_is_zeroed() -> None:
+    """Eager steps multiply masked positions, so no old values may be left in a block."""
+    cached = memory(Case("drafts"), DRAFTS, random.Random(0))
+    step = rows_metadata(cached)
+    stored = cached.cache.keys[0], cached.cache.values[0]
+    for tensor in stored:
+        tensor.fill_(float("nan"))
     new = torch.ones(len(step.ids), 2, 8)
-    triton_decode.write(new, new, *stored, step.slots, step.rests)
-    taken = {block for span in there.batch.spans for block in span.blocks}
-    for each in stored:
-        for blocks, start, width in there.batch.spans:
-            whole = each[list(blocks)].flatten(0, 1)
-            assert bool(whole[:start].isnan().all()), "it writes before its first token"
+    triton_decode.write(new, new, *stored, step.slots, step.tails)
+    used = {block for span in cached.batch.spans for block in span.blocks}
+    for tensor in stored:
+        for blocks, start, width in cached.batch.spans:
+            whole = tensor[list(blocks)].flatten(0, 1)
+            assert bool(whole[:start].isnan().all()), "it wrote before its first token"
             assert bool((whole[start : start + width] == 1).all())
-            begun = start == 0 or start + width > -(-start // BLOCK) * BLOCK  # its last block
+            started = start == 0 or start + width > -(-start // BLOCK) * BLOCK  # its last block
             rest = whole[start + width :]
-            assert bool((rest == 0).all() if begun else rest.isnan().all())
-        assert bool(each[[n for n in range(len(each)) if n not in taken]].isnan().all())
+            assert bool((rest == 0).all() if started else rest.isnan().all())
+        assert bool(tensor[[n for n in range(len(tensor)) if n not in used]].isnan().all())

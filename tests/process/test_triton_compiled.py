@@ -28,7 +28,7 @@ def kernels(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     made = list(map(json.loads, done.stdout.splitlines()))
-    assert {each["kernel"] for each in made} == {"_write", "_attend", "_together"}
+    assert {each["kernel"] for each in made} == {"_write", "_attend", "_merge"}
     for each in made:
         assert each["shared"] <= LEAST_SHARED, each
     return made

@@ -111,7 +111,7 @@ def test_an_architectures_layers_are_found_and_give_the_same_logits(
     )
     language = load_language_model(options)
     check = PagingCheck(language)
-    check.page()
+    check.enable()
     groups = find_shared_inputs(language.model, check.compare)
     layers = [f"model.layers.{number}." for number in range(2)]
     assert groups == [[at + name for name in names] for at in layers for names in expected]

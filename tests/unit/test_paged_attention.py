@@ -1,4 +1,4 @@
-"""Paged attention equals attention written down token by token, however chunks are grouped."""
+"""Paged attention equals attention computed token by token, however spans are grouped."""
 
 import random
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from batching.sequence import Batch, Span
 from worker.model.attention import paged
 from worker.model.attention.kv_cache import BLOCK, KVCache, LayerShape
 from worker.model.attention.paged import (
-    SLACK,
-    SPREAD,
+    MAX_REACH_EXCESS,
+    MAX_REACH_RATIO,
     AttentionMetadata,
     SpanGroup,
     attend,
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Case:
-    """One layer; `kind` says how chunks are drawn."""
+    """One layer; `kind` selects the mix of spans."""
 
     kind: str
     window: int = 0
@@ -42,10 +42,10 @@ class Case:
 
 
 def mixes(chance: random.Random, kind: str) -> list[tuple[int, int]]:
-    """(start, width) of each chunk of a step."""
+    """Return (start, width) of each span of a step."""
     if kind == "decodes":
         return [(chance.randrange(1, 90), 1) for _ in range(12)]
-    if kind == "spread decodes":  # far apart: not in one call
+    if kind == "spread decodes":  # of reaches too different for one call
         return [(chance.choice((0, 3, 40, 700, 1500)) + n, 1) for n in range(8)]
     if kind == "drafts":
         return [(chance.randrange(1, 90), chance.randrange(1, 8)) for _ in range(8)]
@@ -56,11 +56,11 @@ def mixes(chance: random.Random, kind: str) -> list[tuple[int, int]]:
     if kind == "one":
         return [(chance.choice((0, 0, 7, 16, 31)), chance.choice((1, 2, 16, 17, 33)))]
     assert kind == "all"
-    drawn = [
-        each for part in ("decodes", "drafts", "fresh", "continued") for each in mixes(chance, part)
+    spans = [
+        span for part in ("decodes", "drafts", "fresh", "continued") for span in mixes(chance, part)
     ]
-    chance.shuffle(drawn)
-    return drawn
+    chance.shuffle(spans)
+    return spans
 
 
 KINDS = ("decodes", "spread decodes", "drafts", "fresh", "continued", "one", "all")
@@ -68,11 +68,11 @@ KINDS = ("decodes", "spread decodes", "drafts", "fresh", "continued", "one", "al
 
 @dataclass
 class Memory:
-    """A batch in a cache whose blocks are in no order; what is nobody's is NaN."""
+    """A batch in a cache whose blocks are in random order; unused memory is NaN."""
 
     cache: KVCache
     batch: Batch
-    step: AttentionMetadata
+    metadata: AttentionMetadata
     keys: list[Tensor]  # [L, heads, size] of each whole sequence
     values: list[Tensor]
 
@@ -81,7 +81,7 @@ def memory(
     case: Case, mix: Sequence[tuple[int, int]], chance: random.Random, broken: int | None = None,
     dtype: torch.dtype = FLOAT32, zeroed: bool = True,
 ) -> Memory:  # fmt: skip
-    """`zeroed`: the rest of a sequence's last block is; otherwise NaN too."""
+    """`zeroed`: the rest of a sequence's last block is zeros, otherwise NaN."""
     shape = LayerShape(case.key_heads, case.key_size, case.value_size, case.chunk)
     tables = [[0] * -(-(start + width) // BLOCK) for start, width in mix]
     count = sum(map(len, tables))
@@ -93,45 +93,45 @@ def memory(
     if broken is not None:
         keys[broken].fill_(float("nan"))
         values[broken].fill_(float("nan"))
-    for stored, given in ((cache.keys[0], keys), (cache.values[0], values)):
+    for stored, sequences in ((cache.keys[0], keys), (cache.values[0], values)):
         stored.fill_(float("nan"))
-        for table, (start, _), whole in zip(tables, mix, given, strict=True):
+        for table, (start, _), whole in zip(tables, mix, sequences, strict=True):
             used = table[: -(-start // BLOCK)]
             if zeroed:
                 stored[used] = 0
-            places = torch.tensor(table)[:, None] * BLOCK + torch.arange(BLOCK)
-            stored.view(-1, *stored.shape[2:])[places.ravel()[:start]] = whole[:start]
-    spans = [Span(table, *each) for table, each in zip(tables, mix, strict=True)]
+            slots = torch.tensor(table)[:, None] * BLOCK + torch.arange(BLOCK)
+            stored.view(-1, *stored.shape[2:])[slots.ravel()[:start]] = whole[:start]
+    spans = [Span(table, *bounds) for table, bounds in zip(tables, mix, strict=True)]
     batch = Batch(spans, [0] * sum(width for _, width in mix), [])
     return Memory(cache, batch, AttentionMetadata(cache, batch), keys, values)
 
 
-def step_of(mix: Sequence[tuple[int, int]]) -> AttentionMetadata:
-    return memory(Case("one", key_heads=1), mix, random.Random(0)).step
+def metadata_of(mix: Sequence[tuple[int, int]]) -> AttentionMetadata:
+    return memory(Case("one", key_heads=1), mix, random.Random(0)).metadata
 
 
-def sees(case: Case, position: int, key: int) -> bool:
-    near = not case.window or key > position - case.window
+def attends(case: Case, position: int, key: int) -> bool:
+    in_window = not case.window or key > position - case.window
     same_chunk = not case.chunk or key // case.chunk == position // case.chunk
-    return key <= position and near and same_chunk
+    return key <= position and in_window and same_chunk
 
 
 def expected(
     case: Case, query: Tensor, keys: Tensor, values: Tensor, start: int, sinks: Tensor
 ) -> Tensor:
-    """[w, H, Dv] for a chunk's [w, H, D], in float64."""
-    seen = torch.tensor(
-        [[sees(case, start + at, key) for key in range(len(keys))] for at in range(len(query))]
+    """Return a span's output [w, H, Dv] for its queries [w, H, D], in float64."""
+    visible = torch.tensor(
+        [[attends(case, start + at, key) for key in range(len(keys))] for at in range(len(query))]
     )
     out = []
     for head in range(case.heads):
-        own = head // (case.heads // case.key_heads)
-        scores = query[:, head].double() @ keys[:, own].double().T * case.scale
+        key_head = head // (case.heads // case.key_heads)
+        scores = query[:, head].double() @ keys[:, key_head].double().T * case.scale
         if case.softcap:
             scores = torch.tanh(scores / case.softcap) * case.softcap
-        weights = torch.where(seen, scores.exp(), 0.0)
+        weights = torch.where(visible, scores.exp(), 0.0)
         extra = float(sinks[head].double().exp()) if case.sinks else 0.0
-        out.append(weights / (weights.sum(1, keepdim=True) + extra) @ values[:, own].double())
+        out.append(weights / (weights.sum(1, keepdim=True) + extra) @ values[:, key_head].double())
     return torch.stack(out, 1)
 
 
@@ -156,95 +156,102 @@ def name(case: Case) -> str:
 
 
 @pytest.mark.parametrize("case", CASES, ids=name)
-def test_each_token_sees_its_own_sequence_only(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one sequence nothing is a number: that is not to be seen by others, even masked. The first
-    time all masks are made in pieces."""
-    chance, ordinary = random.Random(name(case)), paged.MOST
+def test_each_token_attends_to_its_own_sequence_only(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One sequence is all NaN, which must not reach others, not even masked. In the first round all
+    masks are made in pieces."""
+    chance, limit = random.Random(name(case)), paged.MAX_MASK_ELEMENTS
     torch.manual_seed(len(name(case)))
     for turn in range(3):
         mix = mixes(chance, case.kind)
         broken = (None, 0, len(mix) // 2)[turn]
-        monkeypatch.setattr(paged, "MOST", (2000, ordinary, ordinary)[turn])
-        there = memory(case, mix, chance, broken)
+        monkeypatch.setattr(paged, "MAX_MASK_ELEMENTS", (2000, limit, limit)[turn])
+        cached = memory(case, mix, chance, broken)
         query = [torch.randn(width, case.heads, case.key_size) for _, width in mix]
         if broken is not None:
             query[broken].fill_(float("nan"))
         new = [
-            torch.cat([whole[start:] for (start, _), whole in zip(mix, given, strict=True)])
-            for given in (there.keys, there.values)
+            torch.cat([whole[start:] for (start, _), whole in zip(mix, sequences, strict=True)])
+            for sequences in (cached.keys, cached.values)
         ]
         sinks = torch.randn(case.heads)
-        q, k, v = (each.transpose(0, 1)[None] for each in (torch.cat(query), *new))
-        with forward_context(there.step):
+        q, k, v = (x.transpose(0, 1)[None] for x in (torch.cat(query), *new))
+        with forward_context(cached.metadata):
             out = attend(
                 q, k, v, sinks if case.sinks else None, 0, case.scale, case.window, case.softcap
             )
         assert out.shape == (1, q.shape[2], case.heads, case.value_size)
         rows: Any = out[0].double()  # split is not annotated
-        got = rows.split([width for _, width in mix])
-        for place, (start, _) in enumerate(mix):
-            if place == broken:
-                assert bool(got[place].isnan().all())
+        outputs = rows.split([width for _, width in mix])
+        for n, (start, _) in enumerate(mix):
+            if n == broken:
+                assert bool(outputs[n].isnan().all())
                 continue
-            keys, values = there.keys[place], there.values[place]
-            right = expected(case, query[place], keys, values, start, sinks)
-            torch.testing.assert_close(got[place], right, atol=1e-5, rtol=1e-5)
+            keys, values = cached.keys[n], cached.values[n]
+            right = expected(case, query[n], keys, values, start, sinks)
+            torch.testing.assert_close(outputs[n], right, atol=1e-5, rtol=1e-5)
 
 
 def rows_of(group: SpanGroup, tokens: int) -> list[int]:
     rows = torch.arange(tokens) if group.rows is None else group.rows
-    assert (group.target is None) == (group.rows is None)
-    listed: list[int] = rows[slice(None) if group.real is None else group.real].tolist()
-    assert group.target is None or group.target.tolist() == listed
-    return listed
+    assert (group.target_rows is None) == (group.rows is None)
+    unpadded: list[int] = rows[slice(None) if group.unpadded is None else group.unpadded].tolist()
+    assert group.target_rows is None or group.target_rows.tolist() == unpadded
+    return unpadded
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("window", "chunk"), [(0, 0), (8, 0), (300, 0), (0, 24)])
-def test_groups_take_each_row_once_and_pad_little(kind: str, window: int, chunk: int) -> None:
+def test_groups_contain_each_row_once_with_little_padding(
+    kind: str, window: int, chunk: int
+) -> None:
     chance = random.Random(kind)
     for _ in range(20):
         mix = mixes(chance, kind)
-        step = step_of(mix)
+        metadata = metadata_of(mix)
         tokens = sum(width for _, width in mix)
-        for masked in (False, True):
-            groups = step.groups(window, chunk, masked)
+        for needs_mask in (False, True):
+            groups = metadata.groups(window, chunk, needs_mask)
             assert sorted(r for group in groups for r in rows_of(group, tokens)) == list(
                 range(tokens)
             )
             for group in groups:
-                chunks, width = group.shape
-                assert width <= BLOCK or chunks * width <= SPREAD * len(rows_of(group, tokens))
-                if masked:
-                    assert group.seen is not None
-                if group.seen is not None:
-                    first, last = group.seen
-                    seen = last.max(1) + 1 - first.min(1)  # keys that matter, of each
-                    most = max(float(seen.min()) * SPREAD, float(seen.min()) + SLACK)
-                    keys = chunks * width if group.blocks is None else len(group.blocks) * BLOCK
-                    assert keys / chunks <= most + 2 * BLOCK
+                spans, width = group.shape
+                assert width <= BLOCK or spans * width <= MAX_REACH_RATIO * len(
+                    rows_of(group, tokens)
+                )
+                if needs_mask:
+                    assert group.ranges is not None
+                if group.ranges is not None:
+                    first, last = group.ranges
+                    visible = last.max(1) + 1 - first.min(1)  # keys of each span
+                    shortest = float(visible.min())
+                    limit = max(shortest * MAX_REACH_RATIO, shortest + MAX_REACH_EXCESS)
+                    keys = spans * width if group.blocks is None else len(group.blocks) * BLOCK
+                    assert keys / spans <= limit + 2 * BLOCK
 
 
 def test_decodes_of_similar_length_share_a_call() -> None:
-    step = step_of([(n, 1) for n in range(40, 72)])
-    [group] = step.groups(0, 0, False)
+    metadata = metadata_of([(n, 1) for n in range(40, 72)])
+    [group] = metadata.groups(0, 0, False)
     assert group.shape == (32, 1)
     assert group.rows is None
-    assert group.real is None
+    assert group.unpadded is None
 
 
-def test_fresh_prompts_of_one_length_need_no_mask_and_no_gathering() -> None:
-    step = step_of([(0, 20)] * 3)
-    [group] = step.groups(0, 0, False)
-    assert (group.blocks, group.seen, group.rows) == (None, None, None)
-    [windowed] = step.groups(8, 0, False)
+def test_new_prompts_of_one_length_need_no_mask_and_no_gathering() -> None:
+    metadata = metadata_of([(0, 20)] * 3)
+    [group] = metadata.groups(0, 0, False)
+    assert (group.blocks, group.ranges, group.rows) == (None, None, None)
+    [windowed] = metadata.groups(8, 0, False)
     assert windowed.blocks is None
-    assert windowed.seen is not None
+    assert windowed.ranges is not None
 
 
-def test_a_window_reads_the_blocks_it_sees_only() -> None:
-    step = step_of([(1500, 1), (1410, 1)])
-    [group] = step.groups(8, 0, False)
+def test_a_window_reads_only_the_blocks_within_it() -> None:
+    metadata = metadata_of([(1500, 1), (1410, 1)])
+    [group] = metadata.groups(8, 0, False)
     assert group.blocks is not None
     assert len(group.blocks) == 2 * 2
 
@@ -254,22 +261,22 @@ def test_a_window_reads_the_blocks_it_sees_only() -> None:
 def test_masks_of_long_chunks_take_little_memory(
     mix: list[tuple[int, int]], window: int, softcap: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counted in places: of masks, and of all heads' scores where they are written out."""
-    made: list[int] = []
+    """Counts elements of masks, or of all heads' scores where those are materialized."""
+    elements: list[int] = []
 
     def attended(q: Tensor, k: Tensor, v: Tensor, mask: None, *rest: Any) -> Tensor:
         several = 2 if softcap or len(q) > 1 else 1  # query heads of a key head
         several *= case.key_heads if softcap else 1
-        made.append(len(q) * q.shape[1] * k.shape[1] * several)
+        elements.append(len(q) * q.shape[1] * k.shape[1] * several)
         return q.new_zeros(1)
 
-    monkeypatch.setattr(paged, "mask_of", lambda *arguments: None)
-    monkeypatch.setattr(paged, "_attend", attended)
+    monkeypatch.setattr(paged, "make_mask", lambda *arguments: None)
+    monkeypatch.setattr(paged, "_masked_attention", attended)
     case = Case("one", window, softcap=softcap)
-    step = memory(case, mix, random.Random(0)).step
+    metadata = memory(case, mix, random.Random(0)).metadata
     tokens = sum(width for _, width in mix)
     q, k, v = (torch.zeros(1, heads, tokens, 8) for heads in (4, 2, 2))
-    with forward_context(step):
+    with forward_context(metadata):
         attend(q, k, v, None, 0, 0.35, window, softcap)
-    assert max(made) <= paged.MOST <= 1 << 26
-    assert len(made) > 1
+    assert max(elements) <= paged.MAX_MASK_ELEMENTS <= 1 << 26
+    assert len(elements) > 1

@@ -140,7 +140,7 @@ def load_chunked_prefill(
         check = PagingCheck(language, check_room)
     except Exception as error:  # encoders refuse a decoder's arguments
         raise CannotRun(f"it is not called like a decoder: {first_line(error)[:200]}") from error
-    check.page()
+    check.enable()
     compiles = is_worth_compiling(compile, language.parameters)
     language.pack_weights("none", check.compare, native=compiles)
     blocks = cache_blocks(language, None, limit + EXTRA_CACHE_TOKENS)

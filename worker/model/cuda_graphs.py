@@ -1,9 +1,9 @@
-"""Steps of few rows on a GPU, captured as CUDA graphs: decoding, and drafts to verify.
+"""CUDA graphs for steps of few rows: decoding, and verifying drafts.
 
-Launching a model's some thousand kernels takes longer than running them for a few tokens. So a
-step is captured once for each size of batch and replayed: its inputs are buffers that are filled
-anew, and what a smaller batch leaves empty is padded with rows of a block that no sequence has.
-Each row has a table of blocks (triton_decode.py), whatever its sequence's length.
+Launching a model's thousand kernels takes longer than running them for a few tokens. A step is
+captured once per batch size, rounded up to SIZES, and replayed with its input buffers refilled.
+Unused rows are padding that writes to a spare block. Each row is one token with a block table
+(attention/triton_decode.py), whatever the length of its sequence.
 """
 
 import copy
@@ -28,85 +28,92 @@ from worker.model.language_model import LanguageModel
 log = logging.getLogger("onequeue.cuda_graphs")
 
 Run = Callable[[], Tensor]
-# What captures a run: something that does it again, and where its output lies.
+# Captures a run; returns the function that replays it, and its output buffer.
 Capture = Callable[[Run], tuple[Callable[[], Any], Tensor]]
 
+# Numbers of rows that steps are padded to.
 SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
-# The cache's last blocks, which no sequence gets: one that padding is written to, one for the check
-SPARE = 2
-# A span of more tokens is a prompt: as rows, each would read all that is before it.
-WIDEST = 16
-# Programs that a processor of the GPU should have to choose from.
-PROGRAMS = 4
+# The cache's last blocks, which no sequence gets: one for padding rows, one for the check.
+SPARE_BLOCKS = 2
+# A span of more tokens is a prompt: as rows, each token would read the whole prefix again.
+MAX_SPAN_WIDTH = 16
+PROGRAMS_PER_SM = 4  # Triton programs per streaming multiprocessor
 
 
 class RowsMetadata(AttentionBackend):
-    """The attention metadata of a captured step: each row is a token with a table of blocks.
-    `table`: the most blocks that a sequence has."""
+    """The attention backend of captured steps: each row is a token with a block table.
 
-    def __init__(self, cache: KVCache, rows: int, table: int) -> None:
+    Holds the input buffers of the graphs: `ids`, `positions`, `slots` (where the key and value go),
+    `tails` (slots after it to zero in a block that the step starts), `position_ids` (passed to the
+    model; they differ from `positions` behind images), int64 [rows] each, and `tables`, int32
+    [rows, max_blocks], where `max_blocks` are those of the longest sequence.
+    """
+
+    def __init__(self, cache: KVCache, rows: int, max_blocks: int) -> None:
         self.cache = cache
-        self.programs = PROGRAMS
+        self.programs = PROGRAMS_PER_SM
         if cache.device.type == "cuda":
             self.programs *= torch.cuda.get_device_properties(cache.device).multi_processor_count
-        self._filled = torch.zeros(5, rows, dtype=torch.long, device=cache.device)
-        # `rests`: places after it in a block that the step begins; `told`: positions as the model
-        # is told them, behind pictures
-        self.ids, self.positions, self.slots, self.rests, self.told = self._filled
-        self.tables = torch.zeros(rows, table, dtype=torch.int32, device=cache.device)
+        self._buffer = torch.zeros(5, rows, dtype=torch.long, device=cache.device)
+        self._take_rows(self._buffer)
+        self.tables = torch.zeros(rows, max_blocks, dtype=torch.int32, device=cache.device)
+
+    def _take_rows(self, buffer: Tensor) -> None:
+        self.ids, self.positions, self.slots, self.tails, self.position_ids = buffer
 
     def first(self, rows: int) -> "RowsMetadata":
-        """A view of the first rows."""
+        """Return a view of the first rows."""
         view = copy.copy(self)
-        view.ids, view.positions, view.slots, view.rests, view.told = self._filled[:, :rows]
+        view._take_rows(self._buffer[:, :rows])
         view.tables = self.tables[:rows]
         return view
 
-    def fill(self, batch: Batch, rows: int, spare: int, drawn: Tensor | None = None) -> None:
-        """The batch's tokens, and the first place of block `spare` for the rest of the `rows`."""
+    def fill(self, batch: Batch, rows: int, spare: int, sampled: Tensor | None = None) -> None:
+        """Write the batch's tokens into the first of `rows` rows; the others are padding, at the
+        first slot of block `spare`. `sampled`: tokens for the placeholders in the batch's ids."""
         count = len(batch.ids)
         starts = np.array([span.start for span in batch.spans])
         widths = np.array([span.width for span in batch.spans])
         lasts = starts + widths - 1
-        seen = lasts // BLOCK + 1  # blocks of each span
-        blocks = np.zeros((len(seen), seen.max()), np.int32)
-        for row, (table, _, _) in enumerate(batch.spans):
-            blocks[row, : seen[row]] = table[: seen[row]]
-        span = np.repeat(np.arange(len(seen)), widths)  # of each row
+        counts = lasts // BLOCK + 1  # blocks of each span
+        blocks = np.zeros((len(counts), counts.max()), np.int32)
+        for n, (table, _, _) in enumerate(batch.spans):
+            blocks[n, : counts[n]] = table[: counts[n]]
+        span = np.repeat(np.arange(len(counts)), widths)  # of each row
         positions = np.array(batch.positions)
-        told = np.full((rows, 5 + blocks.shape[1]), spare, np.int32)
-        told[:count, 5:] = blocks[span]
-        filled = told[:, :5].T
-        filled[:] = 0
-        filled[0, :count] = batch.ids
-        filled[1, :count] = positions
-        filled[4, :count] = batch.position_ids if batch.shifts else positions
-        filled[2] = spare * BLOCK
-        filled[2, :count] = blocks[span, positions // BLOCK] * BLOCK + positions % BLOCK
-        begun = lasts % BLOCK < widths
+        # one array for all buffers, as each copy to the device costs a launch
+        packed = np.full((rows, 5 + blocks.shape[1]), spare, np.int32)
+        packed[:count, 5:] = blocks[span]
+        ids, row_positions, slots, tails, position_ids = columns = packed[:, :5].T
+        columns[:] = 0
+        ids[:count] = batch.ids
+        row_positions[:count] = positions
+        position_ids[:count] = batch.position_ids if batch.shifts else positions
+        slots[:] = spare * BLOCK
+        slots[:count] = blocks[span, positions // BLOCK] * BLOCK + positions % BLOCK
+        starts_block = lasts % BLOCK < widths
         ends = np.array(batch.offsets) + widths
-        filled[3, ends - 1] = np.where(begun, BLOCK - 1 - lasts % BLOCK, 0)
-        sent = to_device(told, self.tables.device)
-        self._filled[:, :rows] = sent[:, :5].T
-        self.tables[:rows, : blocks.shape[1]] = sent[:, 5:]
-        if drawn is not None:
-            self.ids[:rows] = fill_placeholders(self.ids[:rows], drawn)
+        tails[ends - 1] = np.where(starts_block, BLOCK - 1 - lasts % BLOCK, 0)
+        on_device = to_device(packed, self.tables.device)
+        self._buffer[:, :rows] = on_device[:, :5].T
+        self.tables[:rows, : blocks.shape[1]] = on_device[:, 5:]
+        if sampled is not None:
+            self.ids[:rows] = fill_placeholders(self.ids[:rows], sampled)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None,
         layer: int, scale: float, window: int, softcap: float,
     ) -> Tensor:  # fmt: skip
-        from worker.model.attention import (
-            triton_decode,  # needs triton, which comes with torch for GPUs
-        )
+        # triton comes with torch's builds for GPUs only
+        from worker.model.attention import triton_decode
 
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         shape = self.cache.layers[layer]
         if shape.temperature:
-            query = shape.rescaled(query, self.positions)
+            query = shape.rescale(query, self.positions)
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
         q, k, v = (t if t.stride(2) == 1 else t.contiguous() for t in (q, k, v))
-        triton_decode.write(k, v, keys, values, self.slots, self.rests)
+        triton_decode.write(k, v, keys, values, self.slots, self.tails)
         return triton_decode.attend(
             q, keys, values, self.tables, self.positions, programs=self.programs, scale=scale,
             window=window, chunk=shape.chunk, softcap=softcap, sinks=sinks,
@@ -114,8 +121,11 @@ class RowsMetadata(AttentionBackend):
 
 
 class CudaGraphs:
-    """Captures the model for every size of batch up to `rows`; CannotRun, or whatever the capture
-    raises, where that fails. `reference` gives a batch's logits as they must be."""
+    """Graphs of the model for every batch size up to the metadata's number of rows.
+
+    Each is compared with the logits of `reference` after its capture. Raise CannotRun if they
+    differ, or what the capture raises.
+    """
 
     def __init__(
         self, language: LanguageModel, model: Callable[..., Any], metadata: RowsMetadata,
@@ -124,41 +134,46 @@ class CudaGraphs:
         self._model = model
         self._metadata = metadata
         rows = len(metadata.ids)
-        self._spare = len(metadata.cache.keys[0]) - SPARE
+        self._spare = len(metadata.cache.keys[0]) - SPARE_BLOCKS
         self._sizes = [size for size in SIZES if size < rows] + [rows]
         self._captured: dict[int, tuple[Callable[[], Any], Tensor]] = {}
-        prompt = [1 + 7 * n % (language.vocab_size - 1) for n in range(min(rows, WIDEST))]
+        prompt = [1 + 7 * n % (language.vocab_size - 1) for n in range(min(rows, MAX_SPAN_WIDTH))]
 
-        def trial(width: int) -> Batch:
+        def check_batch(width: int) -> Batch:
             return Batch([Span([self._spare + 1], 0, width)], prompt[:width], range(width))
 
-        expected = reference(trial(len(prompt)))
-        for size in reversed(self._sizes):  # the smaller ones fit into the largest's memory
+        expected = reference(check_batch(len(prompt)))
+        for size in reversed(self._sizes):  # smaller graphs reuse the memory of the largest
             width = min(size, len(prompt))
-            metadata.fill(trial(width), size, self._spare)
+            metadata.fill(check_batch(width), size, self._spare)
             replay, logits = self._captured[size] = capture(functools.partial(self._run, size))
             replay()
             language.compare(logits[:width], expected[:width])
 
-    def takes(self, batch: Batch) -> bool:
-        return len(batch.ids) <= self._sizes[-1] and all(s.width <= WIDEST for s in batch.spans)
+    def supports(self, batch: Batch) -> bool:
+        """Return whether the batch is small enough, and of decodes and drafts only."""
+        is_small = len(batch.ids) <= self._sizes[-1]
+        return is_small and all(span.width <= MAX_SPAN_WIDTH for span in batch.spans)
 
-    def forward(self, batch: Batch, drawn: Tensor | None = None) -> Tensor:
-        """Logits [R, V] of the batch's rows, until the next call; keys and values are written."""
+    def forward(self, batch: Batch, sampled: Tensor | None = None) -> Tensor:
+        """Return the logits [R, V] of the batch's rows, valid until the next call.
+
+        Writes the keys and values of its tokens. `sampled`: tokens for the placeholders.
+        """
         size = next(size for size in self._sizes if size >= len(batch.ids))
-        self._metadata.fill(batch, size, self._spare, drawn)
+        self._metadata.fill(batch, size, self._spare, sampled)
         replay, logits = self._captured[size]
         replay()
-        wanted = list(batch.rows)
-        if wanted == list(range(len(wanted))):
-            return logits[: len(wanted)]
-        return logits[to_device(wanted, logits.device)]
+        rows = list(batch.rows)
+        if rows == list(range(len(rows))):
+            return logits[: len(rows)]
+        return logits[to_device(rows, logits.device)]
 
     @torch.inference_mode()
     def _run(self, size: int) -> Tensor:
         metadata = self._metadata.first(size)
-        # clones are to the compiler what an eager step passes: it compiles no more
-        ids, positions = metadata.ids[None].clone(), metadata.told[None].clone()
+        # views of the buffer would make the compiler compile once more
+        ids, positions = metadata.ids[None].clone(), metadata.position_ids[None].clone()
         with forward_context(metadata):
             output = self._model(input_ids=ids, position_ids=positions, use_cache=False)
         logits: Tensor = output.logits[0]
@@ -169,11 +184,11 @@ def capture_graphs(
     language: LanguageModel, model: Callable[..., Any], metadata: RowsMetadata,
     reference: Callable[[Batch], Tensor],
 ) -> CudaGraphs | None:  # fmt: skip
-    """None, with a line in the log, where the model or its device does not capture."""
+    """Return the graphs; None, with a log line, if capturing fails or gives other logits."""
     started = time.monotonic()
     try:
         graphs = CudaGraphs(language, model, metadata, reference, CudaCapture())
-    except Exception as error:  # a model that looks at its numbers, a kernel that does not compile
+    except Exception as error:  # a model that reads values, a kernel that does not compile
         log.warning("no CUDA graphs, steps are launched one by one: %.300s", first_line(error))
         return None
     rows = len(metadata.ids)
@@ -182,37 +197,40 @@ def capture_graphs(
 
 
 class CudaCapture:
-    """On the current GPU. Its graphs share their memory, as only one runs at a time."""
+    """Capture on the current GPU. The graphs share their memory, as only one runs at a time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def __call__(self, run: Run) -> tuple[Callable[[], Any], Tensor]:
-        ordinary = torch.cuda.current_stream()
-        self._aside.wait_stream(ordinary)
-        with torch.cuda.stream(self._aside):
-            run()  # compiles kernels and makes what libraries keep, neither of which is captured
-            with waiting_is_an_error():
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            run()  # compile kernels and allocate workspaces, which cannot be captured
+            with synchronizing_raises():
                 run()
-        ordinary.wait_stream(self._aside)
+        current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         try:
             # other threads may use the GPU meanwhile
             with torch.cuda.graph(
-                graph, pool=self._pool, stream=self._aside, capture_error_mode="thread_local"
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
             ):
                 logits = run()
         except Exception:
-            torch.cuda.set_stream(ordinary)  # torch leaves the other
+            torch.cuda.set_stream(current)  # torch leaves the capturing one
             raise
         return graph.replay, logits
 
 
 @contextmanager
-def waiting_is_an_error() -> Iterator[None]:
-    """A model that looks at its numbers cannot be captured, and a capture that fails leaves
-    torch's allocator broken: so the run before it raises."""
+def synchronizing_raises() -> Iterator[None]:
+    """Make reads of device values raise.
+
+    A model that reads values cannot be captured, and a failing capture would leave torch's
+    allocator broken; so the run before the capture must fail instead.
+    """
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -27,7 +27,7 @@ class EncodedInputs(MultimodalInputs):
     rows: Sequence[DecoderRows] = ()
 
 
-def position_ids(batch: Batch) -> Tensor:
+def multimodal_position_ids(batch: Batch) -> Tensor:
     """Return the position ids of the batch's T tokens: int64 [A, 1, T], or [1, T] if A is 1."""
     parts: list[Tensor] = []
     for number, (_, start, width) in enumerate(batch.spans):

@@ -1,13 +1,8 @@
 """The model runner over a paged KV cache: a batch goes in, the logits of its rows come out.
 
-How a step is run is decided here and nowhere else: by the eager model, by the compiled one and with
-native attention once those have been made in the background, or by CUDA graphs (cuda_graphs.py).
-
-A model with its body compiled, for the paged runner: what it is made of, and what a call checks.
-
-The compiler's function checks at every call whatever its graph was made from, which for the
-hundreds of modules of a model takes as long as some of its layers. Nothing of that changes once it
-serves: only what it is called with is looked at.
+Which implementation runs a step is decided here only: the eager model or its compiled copy, torch's
+or native attention, or a CUDA graph (cuda_graphs.py). Compiling and native operations are prepared
+in a background thread and used from the next step on, if they give the same logits.
 """
 
 import itertools
@@ -34,53 +29,88 @@ from worker.model.attention.paged import (
     AttentionMetadata,
     BidirectionalMetadata,
     forward_context,
-    has_blocks,
+    has_bidirectional_spans,
 )
 from worker.model.cpu.linear import use_bf16_weights, use_native_linear, warm_up_onednn
-from worker.model.cuda_graphs import SIZES, SPARE, CudaGraphs, RowsMetadata, capture_graphs
+from worker.model.cuda_graphs import (
+    SIZES,
+    SPARE_BLOCKS,
+    CudaGraphs,
+    RowsMetadata,
+    capture_graphs,
+)
 from worker.model.decoder_hook import DecoderHook, copy_path, path_to_decoder
 from worker.model.language_model import LanguageModel
-from worker.model.multimodal_batch import injected_rows, position_ids
+from worker.model.multimodal_batch import injected_rows, multimodal_position_ids
 
 log = logging.getLogger("onequeue.paged_runner")
 
-# Widths of the batches that the compiled model is made and checked with: several tokens, then one,
-# and several again by the graph that was made for them.
+# Tokens of the batches that the compiled model is made and checked with: several, then one, and
+# several again, which runs the first graph with another size.
 COMPILED_WIDTHS = (24, 7, 1, 7)
+# Inductor's settings on a CPU. With dynamic_threads, kernels read the number of threads when they
+# run (worker/cores.py).
+CPU_COMPILE_SETTINGS = {"freezing": True, "cpp.dynamic_threads": True}
 
 
 class PagedRunner:
-    """`blocks`: how many sequences may have between them. `max_model_len`: tokens of the longest
-    sequence. `max_running`: the most sequences of a step; 0: no graphs are captured."""
+    """Runs batches of a language model over a paged cache.
 
-    idempotent = True  # a batch may be run again, with other tokens: that is as if it ran once
+    `blocks`: number of cache blocks that sequences share. `max_model_len`: tokens of the longest
+    sequence. `max_running`: most sequences in a step; 0: no CUDA graphs.
+    """
+
+    idempotent = True  # a batch may be run again with other tokens: only the last run counts
 
     def __init__(
         self, language: LanguageModel, blocks: int, max_model_len: int, max_running: int
     ) -> None:
         self.language = language
         self.decoder_hook = DecoderHook(language.model) if language.is_multimodal else None
-        self._quick: DecoderHook | None = None  # of the model compiled, where embeddings alone join
+        self._compiled_hook: DecoderHook | None = None  # of the compiled model
         self.blocks = blocks
         self.max_model_len = max_model_len
         self.compile_state: Literal["running", "done", "off"] = "off"
-        self.cache = KVCache(language.layers, blocks + SPARE, language.dtype, language.device)
-        self.model: Callable[..., Any] = language.model  # or it compiled
+        self.cache = KVCache(
+            language.layers, blocks + SPARE_BLOCKS, language.dtype, language.device
+        )
+        self.model: Callable[..., Any] = language.model  # or its compiled copy
         self.metadata: Callable[[KVCache, Batch], AttentionBackend] = AttentionMetadata
-        self._compiled: Callable[..., Any] | None = None  # by the thread, to be taken over
+        self._compiled: Callable[..., Any] | None = None  # set by the thread, for the next step
         self._rows = min(max_running, SIZES[-1])
         self._graphs = self._capture()
 
-    def forward(self, batch: Batch, drawn: Tensor | None = None) -> Tensor:
-        """Logits [R, vocabulary] of the batch's rows, or states [R, H], valid until the next call;
-        keys and values of all its tokens are written. `drawn`: what promised ones stand for."""
+    def forward(self, batch: Batch, sampled: Tensor | None = None) -> Tensor:
+        """Run the batch and write the keys and values of all its tokens.
+
+        `sampled`: int64, the previous step's tokens by row, for placeholders in the batch's ids.
+        Return the logits [R, vocabulary] of the batch's rows, or hidden states [R, H] of a model
+        without a head; both are valid until the next call.
+        """
         if self._compiled:
-            self._take_over(self._compiled)
+            self._use_compiled(self._compiled)
         if batch.multimodal_spans:
-            return self._run_pictured(batch, drawn)
-        if self._graphs and self._graphs.takes(batch):
-            return self._graphs.forward(batch, drawn)
-        return self._run(batch, drawn)
+            return self._run_multimodal(batch, sampled)
+        if self._graphs and self._graphs.supports(batch):
+            return self._graphs.forward(batch, sampled)
+        return self._run(batch, sampled)
+
+    def _run(self, batch: Batch, sampled: Tensor | None = None) -> Tensor:
+        return run_model(self.model, batch, self.metadata(self.cache, batch), sampled)
+
+    def _run_multimodal(self, batch: Batch, sampled: Tensor | None) -> Tensor:
+        """Run a batch with image tokens through a decoder hook: the compiled model's if only
+        embeddings are injected, which is what was checked."""
+        backend = BidirectionalMetadata if has_bidirectional_spans(batch) else self.metadata
+        metadata = backend(self.cache, batch)
+        positions = to_device(multimodal_position_ids(batch).numpy(), self.cache.device)
+        indices, rows = injected_rows(batch)
+        only_embeddings = positions.dim() == 2 and rows.keys() <= {"inputs_embeds"}
+        hook = self._compiled_hook if only_embeddings else None
+        hook = hook or self.decoder_hook
+        assert hook is not None
+        with hook.inject(to_device(indices.numpy(), self.cache.device), rows):
+            return run_model(hook.model, batch, metadata, sampled, positions)
 
     def _capture(self) -> CudaGraphs | None:
         if self.language.device.type != "cuda" or not self._rows:
@@ -89,27 +119,17 @@ class PagedRunner:
         metadata = RowsMetadata(self.cache, self._rows, blocks)
         return capture_graphs(self.language, self.model, metadata, self._run)
 
-    def _run(self, batch: Batch, drawn: Tensor | None = None) -> Tensor:
-        return run_model(self.model, batch, self.metadata(self.cache, batch), drawn)
+    def _use_compiled(self, compiled: Callable[..., Any]) -> None:
+        self.model, self._compiled = compiled, None
+        self._compiled_hook = DecoderHook(compiled) if self.decoder_hook else None
+        if self._graphs:
+            self._graphs = None  # frees their memory first
+            self._graphs = self._capture()
 
-    def _run_pictured(self, batch: Batch, drawn: Tensor | None) -> Tensor:
-        """Pictures join on the way to the decoder: the compiled one where they do so as when it was
-        checked."""
-        metadata = (BidirectionalMetadata if has_blocks(batch) else self.metadata)(
-            self.cache, batch
-        )
-        positions = to_device(position_ids(batch).numpy(), self.cache.device)
-        places, rows = injected_rows(batch)
-        usual = positions.dim() == 2 and rows.keys() <= {"inputs_embeds"}
-        decoder_hook = self._quick if self._quick and usual else self.decoder_hook
-        assert decoder_hook is not None
-        with decoder_hook.inject(to_device(places.numpy(), self.cache.device), rows):
-            return run_model(decoder_hook.model, batch, metadata, drawn, positions)
-
-    # ── compiling ──
+    # ── in the background thread ──
 
     def compile(self) -> None:
-        """Begin, in a separate thread; `compile_state` tells when it is done."""
+        """Start to compile in a thread; `compile_state` shows when it is done."""
         self.compile_state = "running"
         threads = torch.get_num_threads()
         thread = threading.Thread(
@@ -118,12 +138,12 @@ class PagedRunner:
         thread.start()
 
     def _compile(self, threads: int) -> None:
-        """`threads`: of the worker's thread; the code is made for so many."""
+        """`threads`: number of torch threads of the worker, for which the code is made."""
         unpin()
         torch.set_num_threads(threads)
-        self._take_native_attention()
+        self._use_native_ops()
         if self.language.model.base_model is self.language.model:
-            self.compile_state = "off"  # without a head only prompts are run: nothing to win
+            self.compile_state = "off"  # a model without a head runs prompts only: nothing to gain
             return
         started = time.monotonic()
         try:
@@ -132,14 +152,14 @@ class PagedRunner:
                 language.model, self._check_compiled, language.is_multimodal
             )
         except Exception as error:
-            log.warning("not compiled, serving goes on as it is: %.300s", first_line(error))
+            log.warning("not compiled, the eager model goes on: %.300s", first_line(error))
             self.compile_state = "off"
         else:
             log.info("compiled seconds=%.0f", time.monotonic() - started)
             self.compile_state = "done"
 
-    def _take_native_attention(self) -> None:
-        """From the next step on, if it is for this model, can be built, and says the same."""
+    def _use_native_ops(self) -> None:
+        """Use native attention from the next step on, if it supports the model and is checked."""
         language = self.language
         if language.device.type != "cpu" or language.dtype not in NATIVE_DTYPES:
             return
@@ -148,19 +168,19 @@ class PagedRunner:
             load_native_ops()
             use_bf16_weights(language.model)
             if self.decoder_hook:
-                self.decoder_hook = DecoderHook(language.model)  # of what stands there now
+                self.decoder_hook = DecoderHook(language.model)  # copies the replaced layers
             use_native_linear(language.model)
             self._check_native()
             warm_up_onednn(language.model.base_model)
         except Exception as error:
-            log.warning("no native attention, torch's serves: %.300s", first_line(error))
+            log.warning("no native attention, torch's goes on: %.300s", first_line(error))
         else:
             self.metadata = NativeMetadata
             log.info("native attention seconds=%.0f", time.monotonic() - started)
 
     def _check_native(self) -> None:
-        """CannotRun unless chunks of two sequences, beyond the windows, give the logits that they
-        give without it."""
+        """Raise CannotRun unless chunks of two sequences, longer than the attention windows, give
+        the logits of torch's attention."""
         language = self.language
         longest = length_beyond_windows(language.config, language.context - 2, 3 * BLOCK)
         blocks = -(-longest // BLOCK)
@@ -172,66 +192,65 @@ class PagedRunner:
             spans = [
                 Span(t, start, end - start) for t, (start, end) in zip(tables, chunks, strict=True)
             ]
-            width = sum(span.width for span in spans)
-            ids = [1 + 7 * n % (language.vocab_size - 1) for n in range(width)]
-            batch = Batch(spans, ids, range(width))
-            kinds = (AttentionMetadata, NativeMetadata)
-            steps = [kind(cache, batch) for kind, cache in zip(kinds, caches, strict=True)]
-            reference, got = (run_model(language.model, batch, step) for step in steps)
-            language.compare(got, reference)
+            batch = _check_batch(language, spans)
+            backends = (AttentionMetadata, NativeMetadata)
+            steps = [kind(cache, batch) for kind, cache in zip(backends, caches, strict=True)]
+            reference, logits = (run_model(language.model, batch, step) for step in steps)
+            language.compare(logits, reference)
 
     def _check_compiled(self, compiled: Callable[..., Any]) -> None:
-        """CannotRun unless it gives the logits of the eager model."""
+        """Raise CannotRun unless the compiled model gives the logits of the eager one."""
         language = self.language
         cache = KVCache(language.layers, 2, language.dtype, language.device)
         for width in COMPILED_WIDTHS:
-            ids = [1 + 7 * n % (language.vocab_size - 1) for n in range(width)]
-            batch = Batch([Span([0, 1], 0, width)], ids, range(width))
+            batch = _check_batch(language, [Span([0, 1], 0, width)])
             metadata = self.metadata(cache, batch)
             reference = run_model(language.model, batch, metadata)
             language.compare(run_model(compiled, batch, metadata), reference)
             if language.is_multimodal:
-                self._check_entered(compiled, batch, metadata)
+                self._check_injected(compiled, batch, metadata)
 
-    def _check_entered(self, compiled: Any, batch: Batch, metadata: AttentionBackend) -> None:
-        """CannotRun unless it does with what a picture could bring, too."""
+    def _check_injected(self, compiled: Any, batch: Batch, metadata: AttentionBackend) -> None:
+        """Raise CannotRun unless both models agree on injected embeddings too."""
         language, width = self.language, len(batch.ids)
-        places = torch.arange(0, width, 2, device=language.device)
+        indices = torch.arange(0, width, 2, device=language.device)
         generator = torch.Generator().manual_seed(0)
-        rows = torch.randn(len(places), language.config.hidden_size, generator=generator)
-        made = []
+        rows = torch.randn(len(indices), language.config.hidden_size, generator=generator)
+        outputs = []
         for model in (language.model, compiled):
-            decoder_hook = DecoderHook(model)
-            with decoder_hook.inject(places, {"inputs_embeds": rows.to(language.device)}):
-                made.append(run_model(decoder_hook.model, batch, metadata))
-        language.compare(made[1], made[0])
+            hook = DecoderHook(model)
+            with hook.inject(indices, {"inputs_embeds": rows.to(language.device)}):
+                outputs.append(run_model(hook.model, batch, metadata))
+        language.compare(outputs[1], outputs[0])
 
-    def _take_over(self, compiled: Callable[..., Any]) -> None:
-        self.model, self._compiled = compiled, None
-        self._quick = DecoderHook(compiled) if self.decoder_hook else None
-        if self._graphs:
-            self._graphs = None  # their memory is needed
-            self._graphs = self._capture()
+
+def _check_batch(language: LanguageModel, spans: Sequence[Span]) -> Batch:
+    """Return a batch of arbitrary tokens in these spans, with the logits of all rows."""
+    width = sum(span.width for span in spans)
+    ids = [1 + 7 * n % (language.vocab_size - 1) for n in range(width)]
+    return Batch(spans, ids, range(width))
 
 
 @torch.inference_mode()
 def run_model(
-    model: Callable[..., Any], batch: Batch, metadata: AttentionBackend, drawn: Tensor | None =
-    None,
-    positions: Tensor | None = None,
+    model: Callable[..., Any], batch: Batch, metadata: AttentionBackend,
+    sampled: Tensor | None = None, positions: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Logits [R, vocabulary] by the model, or states [R, H] by one without a head, whose layers
-    attend by the metadata. `drawn`: what promised tokens stand for. `positions`: as the model is
-    told them, where that is not [1, T]."""
+    """Run a model whose layers attend by `metadata`.
+
+    `sampled`: tokens for the placeholders in the batch's ids. `positions`: the model's position
+    ids, if they are not the batch's own. Return the logits [R, vocabulary] of the batch's rows, or
+    the hidden states [R, H] of a model without a head.
+    """
     device = metadata.cache.device
     if positions is None:
-        told = to_device(batch.position_ids, device) if batch.shifts else metadata.positions
-        positions = told[None]
+        row = to_device(batch.position_ids, device) if batch.shifts else metadata.positions
+        positions = row[None]
     rows = to_device(batch.rows, device)
     with forward_context(metadata):
         output = model(
-            input_ids=fill_placeholders(to_device([batch.ids], device), drawn),
-            position_ids=positions.clone(),  # made here, for the compiler's guards
+            input_ids=fill_placeholders(to_device([batch.ids], device), sampled),
+            position_ids=positions.clone(),  # a new tensor, as the compiler's guards expect
             use_cache=False,
             logits_to_keep=rows,
         )
@@ -239,28 +258,28 @@ def run_model(
     return logits if len(logits) == len(rows) else logits[rows]
 
 
-# Kernels ask how many threads there are when they run (cores.py).
-ON_CPU = {"freezing": True, "cpp.dynamic_threads": True}
+# ── compiling ──
 
 
 def compile_model(model: Any, check: Callable[[Any], None], is_multimodal: bool = False) -> Any:
-    """A copy of the model, with the same weights, whose body's forward is compiled; of one that
-    sees, its decoder's. It is when `check`, which raises if it must not be used, runs it. Whatever
-    the compiler raises is raised.
+    """Return a copy of the model whose body, or multimodal decoder, has a compiled forward.
 
-    One graph for any number of tokens, since attention and its memory are opaque to the compiler,
-    and one for a single token; on a CPU weights are constants in it, those of packed layers the
-    same, and what calls its kernels is compiled too, where the compiler can do that. The output
-    head stays outside: its number of rows changes with every step.
+    Weights are shared. `check` runs the copy, which compiles it, and raises if it must not be used.
+    Raise what the compiler or `check` raises.
+
+    There is one graph for any number of tokens, since attention and its memory are opaque to the
+    compiler, and one for a single token. On a CPU weights are constants of the graph, and the code
+    that calls kernels is compiled too where the compiler supports that. The output head stays
+    eager, as its number of rows changes with every step.
     """
-    path = path_to_decoder(model) if is_multimodal else _body_of(model)
+    path = path_to_decoder(model) if is_multimodal else _path_to_body(model)
     if model.device.type != "cpu":
         return _compile_model(model, path, check, {})
     try:
-        return _compile_model(model, path, check, ON_CPU | {"cpp_wrapper": True})
+        return _compile_model(model, path, check, CPU_COMPILE_SETTINGS | {"cpp_wrapper": True})
     except Exception as error:
         log.info("kernels are called from Python: %.300s", first_line(error))
-        return _compile_model(model, path, check, ON_CPU)
+        return _compile_model(model, path, check, CPU_COMPILE_SETTINGS)
 
 
 def _compile_model(
@@ -269,29 +288,35 @@ def _compile_model(
     from torch._inductor import config as inductor  # seconds to import
 
     with inductor.patch(settings):
-        made, *_, body = copy_path(model, path)
+        compiled, *_, body = copy_path(model, path)
         body.forward = torch.compile(
             _forward_of(model.get_submodule(path)),
             dynamic=True,
-            options={"guard_filter_fn": _on_inputs},
+            options={"guard_filter_fn": _keep_input_guards},
         )
-        check(made)
-    return made
+        check(compiled)
+    return compiled
 
 
-def _body_of(model: Any) -> str:
-    """What the model calls it. Some classes give a name that they don't use (Llama 4): there it is
-    the part that is a model itself."""
+def _path_to_body(model: Any) -> str:
+    """Return the name of the model's body; raise CannotRun if there is none.
+
+    Some classes declare a name that they don't use (Llama 4): there it is the child that is a model
+    itself.
+    """
     misnamed = model.base_model is model
     for name, part in model.named_children():
         if part is model.base_model or (misnamed and isinstance(part, PreTrainedModel)):
             return str(name)
-    raise CannotRun("which part is its body is not known")
+    raise CannotRun("its body is not one of its children")
 
 
 def _forward_of(body: Any) -> Callable[..., Any]:
-    """With code of its own: graphs are kept with the code that they were made from, and without
-    the checks those of two models could not be told apart."""
+    """Return the body's forward as a function with its own code object.
+
+    Graphs are cached by code object. With most guards dropped, two models that shared one would run
+    each other's graphs.
+    """
 
     def forward(**inputs: Any) -> Any:
         return body.forward(**inputs)
@@ -300,6 +325,10 @@ def _forward_of(body: Any) -> Callable[..., Any]:
     return FunctionType(code, forward.__globals__, "forward", None, forward.__closure__)
 
 
-def _on_inputs(guards: Sequence[Any]) -> list[bool]:
-    """Of what a graph depends on, what each call checks: the tensors and the sizes it is given."""
+def _keep_input_guards(guards: Sequence[Any]) -> list[bool]:
+    """Keep only the guards on input tensors and sizes.
+
+    Guards on the model's hundreds of modules never fail while it serves, and checking them takes as
+    long as some of its layers.
+    """
     return [guard.guard_type == "SHAPE_ENV" or guard.name.startswith("inputs[") for guard in guards]

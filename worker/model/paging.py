@@ -1,10 +1,10 @@
-"""Whether a language model runs on a paged KV cache, which is asked of the model itself at load.
+"""The check at load whether a language model runs on a paged KV cache, and the size of that cache.
 
-No list of names says which do: a few random prompts go through the paged runner's step, in chunks,
-and through transformers' forward; where logits differ, or a layer refuses, the model keeps the
-cache that it came with (cached_runner.py) and the reason is logged. A sliding window that is longer
-than the prompts is made narrow in the configuration, on both ways: layers that their model masks,
-but that are not told the window, are found whatever its size.
+There is no list of model families. A few random prompts run through paged steps, in chunks, and
+through transformers' own forward. If the logits differ, or a layer does not support it, the model
+keeps transformers' cache (cached_runner.py) and the reason is logged. A sliding window longer than
+the prompts is narrowed on both sides, which detects layers that rely on the model's mask and do not
+pass the window on.
 """
 
 import functools
@@ -38,28 +38,32 @@ from worker.model.paged_runner import PagedRunner, run_model
 
 log = logging.getLogger("onequeue.paging")
 
-PROBE = "onequeue_probe"
-# How far ahead in the context the other sequence of the check is at most: so many positions are
-# gathered quickly.
-FAR = 1 << 17
-# A window that the shortest prompts of the check exceed, whatever the configured one.
-NARROW = 5
-# Of what is free once the weights are there, the part that keys and values may take.
+PROBE = "onequeue_probe"  # the attention function that records the layers
+# Position limit of a sequence at the end of the context: so many keys are gathered quickly.
+MAX_FAR_POSITION = 1 << 17
+# A window that the prompts of the check exceed.
+NARROW_WINDOW = 5
+# Share of the memory that is free after loading, for keys and values.
 CACHE_SHARE = {"cpu": 0.5, "cuda": 0.85}
 
 
 def load_paged_runner(
-    language: LanguageModel, options: GeneratorOptions, also: Callable[[], None] = lambda: None
+    language: LanguageModel,
+    options: GeneratorOptions,
+    extra_check: Callable[[], None] = lambda: None,
 ) -> PagedRunner:
-    """CannotRun, and the model is as it was; LoadingFailed if there is no room for a cache. `also`:
-    what else is to be checked once its layers attend over one."""
-    check = PagingCheck(language, also)
-    check.page()
+    """Make the model attend over a paged cache, pack its weights and size the cache.
+
+    `extra_check` raises CannotRun for other reasons against it, once the layers do. Raise CannotRun
+    if they do not, with the model unchanged, and LoadingFailed if there is no memory for a cache.
+    """
+    check = PagingCheck(language, extra_check)
+    check.enable()
     native = is_worth_compiling(options.compile, language.parameters)
     language.pack_weights(options.quantization, check.compare, native)
-    wanted = min(options.max_model_len or language.context, language.context)
-    blocks = cache_blocks(language, options.kv_cache_gb, options.max_running * wanted)
-    max_model_len = min(wanted, blocks * BLOCK)
+    length = min(options.max_model_len or language.context, language.context)
+    blocks = cache_blocks(language, options.kv_cache_gb, options.max_running * length)
+    max_model_len = min(length, blocks * BLOCK)
     if options.max_model_len and max_model_len < options.max_model_len:
         raise LoadingFailed(
             f"MAX_MODEL_LEN={options.max_model_len}: the model takes {language.context} tokens "
@@ -69,36 +73,43 @@ def load_paged_runner(
     return PagedRunner(language, blocks, max_model_len, options.max_running)
 
 
-def cache_blocks(language: LanguageModel, given_gb: float | None, most_tokens: int) -> int:
-    """How many blocks to allocate: what was given, or a share of what is free; not more than
-    all running sequences could fill. LoadingFailed if that is not even two."""
+def cache_blocks(language: LanguageModel, size_gb: float | None, max_tokens: int) -> int:
+    """Return the number of cache blocks to allocate, at most for `max_tokens` tokens.
+
+    `size_gb`: size of the cache, None: a share of the free memory. Raise LoadingFailed if that is
+    less than two blocks.
+    """
     sizes = sum(layer.heads * (layer.key_size + layer.value_size) for layer in language.layers)
-    each = BLOCK * sizes * language.dtype.itemsize
+    block_bytes = BLOCK * sizes * language.dtype.itemsize
     free = free_bytes(language.device) * CACHE_SHARE[language.device.type]
-    room = free if given_gb is None else given_gb * GB
-    blocks = min(int(room // each), -(-most_tokens // BLOCK))
+    room = free if size_gb is None else size_gb * GB
+    blocks = min(int(room // block_bytes), -(-max_tokens // BLOCK))
     if blocks < 2:
         raise LoadingFailed(
-            f"its keys and values need {each / 1e6:.1f} MB for {BLOCK} tokens and there is room "
-            f"for {room / 1e6:.1f} MB"
+            f"its keys and values need {block_bytes / 1e6:.1f} MB for {BLOCK} tokens and there "
+            f"is room for {room / 1e6:.1f} MB"
         )
     return blocks
 
 
 class NarrowMetadata(AttentionMetadata):
-    """As if the layers that get a window got NARROW."""
+    """AttentionMetadata with every window narrowed to NARROW_WINDOW."""
 
-    def groups(self, window: int, chunk: int, masked: bool) -> list[SpanGroup]:
-        return super().groups(min(window, NARROW), chunk, masked)
+    def groups(self, window: int, chunk: int, needs_mask: bool) -> list[SpanGroup]:
+        return super().groups(min(window, NARROW_WINDOW), chunk, needs_mask)
 
 
 class PagingCheck:
-    """Random prompts, and the reference: transformers' logits [L, V] of each. `also` raises for
-    what else speaks against running paged."""
+    """Compares paged steps on random prompts with transformers' logits [L, V] of each.
 
-    def __init__(self, language: LanguageModel, also: Callable[[], None] = lambda: None) -> None:
+    `extra_check` raises CannotRun for other reasons against a paged cache.
+    """
+
+    def __init__(
+        self, language: LanguageModel, extra_check: Callable[[], None] = lambda: None
+    ) -> None:
         self.language = language
-        self.also = also
+        self.extra_check = extra_check
         self.model = language.model
         limit = language.context - 2
         longest = length_beyond_windows(language.config, limit, MIN_PROMPT_TOKENS + BLOCK)
@@ -108,8 +119,12 @@ class PagingCheck:
             self.reference = [self._reference(prompt) for prompt in self.prompts]
             self.narrow_reference = self._narrow_reference()
 
-    def page(self) -> None:
-        """Have the layers attend over a paged cache; CannotRun if they don't, or not rightly."""
+    def enable(self) -> None:
+        """Make the layers attend over a paged cache.
+
+        Raise CannotRun, with the model unchanged, if they do not or if logits differ. Fill in
+        `layers` and `windows` of the language model.
+        """
         decoder = self.language.decoder
         before = decoder.config._attn_implementation
         try:
@@ -124,29 +139,29 @@ class PagingCheck:
                 raise
             raise CannotRun(f"a packed step failed: {first_line(error)[:200]}") from error
 
-    # ── what the layers tell ──
+    # ── the layers ──
 
     @torch.inference_mode()
     def _probe_layers(self) -> None:
-        """Fills in the language model's layers and windows."""
-        found: dict[int, tuple[LayerShape, int]] = {}
-        record = functools.partial(_record, found, self.language.is_multimodal)
+        """Run the model with an attention function that records each layer."""
+        recorded: dict[int, tuple[LayerShape, int]] = {}
+        record = functools.partial(_record, recorded, self.language.is_multimodal)
         AttentionInterface.register(PROBE, record)
         set_attention(self.language.decoder, PROBE)
         positions = torch.arange(2, device=self.model.device)[None]
         self.model(input_ids=positions * 0, position_ids=positions, use_cache=False)
         config = self.language.config
-        if sorted(found) != list(range(config.num_hidden_layers)):
+        if sorted(recorded) != list(range(config.num_hidden_layers)):
             raise CannotRun("not every layer calls a registered attention function")
-        kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(found)
-        for layer in range(len(found)):
-            (shape, window), kind = found[layer], kinds[layer]
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(recorded)
+        for layer in range(len(recorded)):
+            (shape, window), kind = recorded[layer], kinds[layer]
             if kind == "chunked_attention":
                 shape = replace(shape, chunk=int(config.attention_chunk_size))
             elif kind not in ("full_attention", "sliding_attention"):
                 raise CannotRun(f"it has layers of {kind}")
             elif kind == "sliding_attention" and not window:
-                raise CannotRun("its sliding window is not told to its attention function")
+                raise CannotRun("its attention function is not passed its sliding window")
             self.language.layers.append(shape)
             self.language.windows.append(window)
 
@@ -159,21 +174,23 @@ class PagingCheck:
         return logits
 
     def _narrow_reference(self) -> Tensor | None:
-        """Of the second prompt when the window of the configuration, which is longer, is NARROW;
-        None if that makes no difference, or there is no such window."""
+        """Return the second prompt's logits with a configured window narrowed to NARROW_WINDOW.
+
+        Return None if no window is longer than the prompt, or narrowing changes nothing.
+        """
         prompt, reference = self.prompts[1], self.reference[1]
         modules = self.model.modules()
-        configs = {id(each): each for m in modules if (each := getattr(m, "config", None))}
+        configs = {id(config): config for m in modules if (config := getattr(m, "config", None))}
         windows = [
-            (each, window)
-            for each in configs.values()
-            if isinstance(window := getattr(each, "sliding_window", None), int)
+            (config, window)
+            for config in configs.values()
+            if isinstance(window := getattr(config, "sliding_window", None), int)
         ]
         if not any(len(prompt) < window < self.language.context for _, window in windows):
             return None
         try:
             for config, _ in windows:
-                config.sliding_window = NARROW
+                config.sliding_window = NARROW_WINDOW
             narrow = self._reference(prompt)
         finally:
             for config, window in windows:
@@ -184,40 +201,41 @@ class PagingCheck:
             return narrow
         return None
 
-    # ── what paged steps say ──
+    # ── paged steps ──
 
     def compare(self) -> None:
-        """CannotRun unless chunks of the prompts, in shared batches, give the reference's logits,
-        and so does a last token beside one near the end of the context."""
+        """Raise CannotRun unless paged steps give the reference's logits: chunks of the prompts in
+        shared batches, and a last token beside one near the end of the context."""
         cache, tables = self._compare(self.prompts, self.reference)
-        far = min(self.language.context, FAR) - 1
+        far = min(self.language.context, MAX_FAR_POSITION) - 1
         last = len(self.prompts[1]) - 1
         spans = [Span(tables[1], last, 1), Span([0] * (far // BLOCK + 1), far, 1)]
         batch = Batch(spans, [self.prompts[1][last], self.prompts[0][0]], range(2))
         logits = run_model(self.model, batch, AttentionMetadata(cache, batch))
         self.language.compare(logits[:1], self.reference[1][last:])
-        self.also()
+        self.extra_check()
 
     def _compare_narrow(self, narrow: Tensor) -> None:
         try:
             self._compare(self.prompts[1:2], [narrow], NarrowMetadata)
         except CannotRun as error:
-            raise CannotRun(f"its sliding window is not told to its layers: {error}") from error
+            raise CannotRun(f"its layers do not pass on its sliding window: {error}") from error
 
     def _compare(
         self, prompts: Sequence[Sequence[int]], reference: Sequence[Tensor],
         metadata: type[AttentionMetadata] = AttentionMetadata,
     ) -> tuple[KVCache, list[range]]:  # fmt: skip
-        """The cache that the prompts are in then, and the blocks of each."""
+        """Compare chunk by chunk; return the cache with all prompts in it, and their blocks."""
         language = self.language
         ends = list(itertools.accumulate(-(-len(prompt) // BLOCK) for prompt in prompts))
-        tables = [range(*each) for each in itertools.pairwise([0, *ends])]
+        tables = [range(*bounds) for bounds in itertools.pairwise([0, *ends])]
         cache = KVCache(language.layers, ends[-1], language.dtype, language.device)
         done = [0] * len(prompts)
-        # in chunks of half, then all but one, then a token each
+        # chunks up to the half, then up to the last token, then the last token
         for divisor, less in ((2, 0), (1, 1), (1, 0)):
             ends = [len(prompt) // divisor - less for prompt in prompts]
-            chunks = [each for each in zip(itertools.count(), done, ends) if each[1] < each[2]]
+            bounds = zip(itertools.count(), done, ends)
+            chunks = [(n, start, end) for n, start, end in bounds if start < end]
             spans = [Span(tables[n], start, end - start) for n, start, end in chunks]
             ids = [token for n, start, end in chunks for token in prompts[n][start:end]]
             batch = Batch(spans, ids, range(len(ids)))
@@ -229,23 +247,25 @@ class PagingCheck:
 
 
 def _record(
-    found: dict[int, tuple[LayerShape, int]], masked: bool,
+    recorded: dict[int, tuple[LayerShape, int]], masked: bool,
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
     sliding_window: int | None = None, position_bias: Tensor | None = None,
     is_causal: bool | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """In place of attention: a layer's shape and window are noted, its output is nothing.
-    `masked`: its model's masks may be what makes it causal."""
+    """Record a layer's shape and window in place of attention; return zeros.
+
+    `masked`: a mask of the model may make the layer causal.
+    """
     if position_bias is not None:
         raise CannotRun("its attention adds a bias")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if not (causal or masked) or not hasattr(module, "layer_idx"):
-        raise CannotRun("its attention is not causal, or does not know its layer")
-    if module.layer_idx in found:
+        raise CannotRun("its attention is not causal, or has no layer_idx")
+    if module.layer_idx in recorded:
         raise CannotRun("a layer attends twice")
     temperature = None
     if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
         temperature = float(module.floor_scale), float(module.attn_scale)
     shape = LayerShape(key.shape[1], key.shape[3], value.shape[3], temperature=temperature)
-    found[module.layer_idx] = shape, sliding_window or 0
+    recorded[module.layer_idx] = shape, sliding_window or 0
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None

@@ -1,6 +1,6 @@
-"""The KV cache: keys and values of all layers in blocks.
+"""The KV cache: keys and values of all layers, in blocks of BLOCK token positions.
 
-Which block holds which tokens, and what is reused, is decided in batching/block_pool.py.
+Which block holds which tokens, and which blocks are reused, is decided in batching/block_pool.py.
 """
 
 from collections.abc import Sequence
@@ -14,48 +14,51 @@ BLOCK = 16  # token positions in a block
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one layer keeps per token, and how far it looks back."""
+    """The shape of one layer's cache entries, and the limits of its attention."""
 
     heads: int  # of keys and values
     key_size: int
     value_size: int
-    chunk: int = 0  # tokens see only the chunk of so many that they are in (Llama 4); 0: all
-    # Llama 4's temperature tuning, floor_scale and attn_scale: queries grow with their position
+    chunk: int = 0  # attention is limited to aligned chunks of so many tokens (Llama 4); 0: not
+    # Llama 4's temperature tuning: floor_scale and attn_scale
     temperature: tuple[float, float] | None = None
 
-    def rescaled(self, query: Tensor, positions: Tensor) -> Tensor:
-        """Llama 4 scales queries by 1 + attn_scale · log(1 + ⌊(place + 1) / floor_scale⌋) and takes
-        a token's row in the step for its place: made right for its position."""
+    def rescale(self, query: Tensor, positions: Tensor) -> Tensor:
+        """Correct Llama 4's temperature tuning for a packed step.
+
+        The model scales queries by 1 + attn_scale · log(1 + ⌊(p + 1) / floor_scale⌋) and takes a
+        token's row in the step for its position p. query: [1, H, T, D]; positions: [T].
+        """
         assert self.temperature
         floor_scale, attn_scale = self.temperature
         rows = torch.arange(len(positions), device=positions.device)
-        right, given = (
-            torch.log1p(torch.floor((place.float() + 1) / floor_scale)) * attn_scale + 1
-            for place in (positions, rows)
+        correct, applied = (
+            torch.log1p(torch.floor((index.float() + 1) / floor_scale)) * attn_scale + 1
+            for index in (positions, rows)
         )
-        return (query * (right / given)[:, None]).to(query.dtype)
+        return (query * (correct / applied)[:, None]).to(query.dtype)
 
 
 class KVCache:
     """Keys and values of all layers, [blocks, BLOCK, heads, size] each.
 
-    Reserved, not touched: a system gives memory when it is first written to. torch's attention
-    multiplies masked positions, so not even there may a NaN be: the rest of a block is zeroed when
-    its first token is written, and padding repeats blocks of the sequence itself.
+    Memory is reserved, not touched: the system provides a page at its first write. torch's
+    attention multiplies masked positions too, so none of them may hold a NaN: a block is zeroed
+    when its first token is written, and padding repeats blocks of the same sequence.
     """
 
     def __init__(
         self, layers: Sequence[LayerShape], blocks: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.layers = layers
-        # [layers, 3] as the native operation reads them: chunk, floor_scale and attn_scale
+        # float64 [layers, 3] for the native operation: chunk, floor_scale and attn_scale
         limits = [(layer.chunk, *(layer.temperature or (0, 0))) for layer in layers]
         self.limits = torch.tensor(limits, dtype=torch.double)
         self.dtype = dtype
         self.device = device
 
-        def reserved(heads: int, size: int) -> Tensor:
+        def reserve(heads: int, size: int) -> Tensor:
             return torch.empty(blocks, BLOCK, heads, size, dtype=dtype, device=device)
 
-        self.keys = [reserved(layer.heads, layer.key_size) for layer in layers]
-        self.values = [reserved(layer.heads, layer.value_size) for layer in layers]
+        self.keys = [reserve(layer.heads, layer.key_size) for layer in layers]
+        self.values = [reserve(layer.heads, layer.value_size) for layer in layers]

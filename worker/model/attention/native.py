@@ -1,9 +1,9 @@
-"""Attention on a CPU as one native operation, from the C++ in native/: keys and values are written
-to the paged cache and attended to where they lie. Linear layers (cpu/linear.py) come with it.
+"""Native operations for CPUs, from the C++ in cpu/native: their build, and paged attention by them.
 
-Built by the compiler that torch.compile uses and into the same folder (TORCHINDUCTOR_CACHE_DIR),
-which processes may share; where that fails, attention/paged.py goes on. Loading it gives the
-operation that layers call (attention/paged.py) a kernel for CPUs.
+The library is built by torch.compile's compiler into its folder (TORCHINDUCTOR_CACHE_DIR), which
+processes may share. Loading it registers CPU kernels: of onequeue::paged_attention, which layers
+call (paged.py), and of the linear operations (cpu/linear.py, cpu/amx_linear.py). Without a compiler
+the torch backend goes on.
 """
 
 import ctypes
@@ -27,19 +27,22 @@ from worker.model.attention.paged import AttentionBackend
 
 log = logging.getLogger("onequeue.native_attention")
 
-FOLDER = Path(__file__).parents[1] / "cpu" / "native"
+SOURCE_FOLDER = Path(__file__).parents[1] / "cpu" / "native"
 SOURCES = (
     "vectors", "panels", "matmul", "attention_tile", "attention", "attention_ops", "packed_linear",
     "amx_linear", "bf16_weight_linear",
 )  # fmt: skip
 FLAGS = ("-fno-fast-math", "-ffp-contract=fast", "-Wno-psabi")
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
-_loading = threading.Lock()
+_lock = threading.Lock()
 
 
 def load_native_ops() -> None:
-    """Build it, unless that is done, and load it: half a minute. Whatever the compiler raises."""
-    with _loading:
+    """Load the library; build it first, in half a minute, if it is not there.
+
+    Raise what the compiler or the loader raises.
+    """
+    with _lock:
         _library()
 
 
@@ -49,42 +52,53 @@ def _library() -> ctypes.CDLL:
 
 
 def native_ops_loaded(build: bool) -> bool:
-    """Whether it could be loaded; only if it is there, unless it is to be built."""
+    """Load the library if it is built already, or if `build`; return whether it is loaded."""
     try:
-        if not build and not build_native_ops(needed=False).exists():
+        if not build and not native_ops_path().exists():
             return False
         load_native_ops()
-    except Exception as error:  # there is no compiler, or what it made cannot be loaded
+    except Exception as error:  # no compiler, or a library that does not load
         log.warning("no native operations: %.300s", first_line(error))
         return False
     return True
 
 
-def build_native_ops(needed: bool = True) -> Path:
-    """Where it is, as a whole: a build that is cut off leaves nothing there. Unless it is `needed`,
-    where it would be."""
+def build_native_ops() -> Path:
+    """Build the library unless it is there, and return its path.
+
+    It appears there complete: an interrupted build leaves nothing.
+    """
+    return _library_path(build=True)
+
+
+def native_ops_path() -> Path:
+    """Return the path of the library for this source, compiler and CPU, built or not."""
+    return _library_path(build=False)
+
+
+def _library_path(build: bool) -> Path:
     from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions  # seconds to import
     from torch._inductor.cpu_vec_isa import pick_vec_isa
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    source = "".join((FOLDER / f"{name}.cpp").read_text() for name in SOURCES)
+    source = "".join((SOURCE_FOLDER / f"{name}.cpp").read_text() for name in SOURCES)
     options = CppTorchDeviceOptions(pick_vec_isa(), device_type="cpu", extra_flags=FLAGS)
     command = CppBuilder("native", "native.cpp", options).get_command_line()
-    # the folder may be another machine's too
-    built_for = "\n".join((source, command, torch.__version__, _cpu()))
-    place = Path(cache_dir()) / f"onequeue-{sha256(built_for.encode()).hexdigest()}.so"
-    if needed and not place.exists():
-        with TemporaryDirectory(dir=place.parent) as folder:
-            written = Path(folder) / "native.cpp"
-            written.write_text(source)
-            builder = CppBuilder("native", str(written), options, folder)
+    # other machines may share the folder
+    key = "\n".join((source, command, torch.__version__, _cpu_features()))
+    path = Path(cache_dir()) / f"onequeue-{sha256(key.encode()).hexdigest()}.so"
+    if build and not path.exists():
+        with TemporaryDirectory(dir=path.parent) as folder:
+            file = Path(folder) / "native.cpp"
+            file.write_text(source)
+            builder = CppBuilder("native", str(file), options, folder)
             builder.build()
-            os.replace(builder.get_target_file_path(), place)
-    return place
+            os.replace(builder.get_target_file_path(), path)
+    return path
 
 
-def _cpu() -> str:
-    """What code for this CPU may use."""
+def _cpu_features() -> str:
+    """Return the instruction set extensions of this CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -93,7 +107,7 @@ def _cpu() -> str:
 
 
 class NativeMetadata(AttentionBackend):
-    """A step's tokens for the native operation, which holds them while the step runs."""
+    """Paged attention by the native operation, which holds the step's layout while it runs."""
 
     def __init__(self, cache: KVCache, batch: Batch) -> None:
         self.cache = cache
@@ -101,7 +115,7 @@ class NativeMetadata(AttentionBackend):
         spans: list[int] = []
         tables = array("i")
         for offset, (blocks, start, width) in zip(batch.offsets, batch.spans, strict=True):
-            spans += (offset, width, start, len(tables))
+            spans += (offset, width, start, len(tables))  # as begin_step in C++ reads them
             tables.extend(blocks[: (start + width - 1) // BLOCK + 1])
         self._spans = torch.tensor(spans).view(-1, 4)
         self._tables = torch.frombuffer(tables, dtype=torch.int32)
@@ -119,7 +133,7 @@ class NativeMetadata(AttentionBackend):
         self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None,
         layer: int, scale: float, window: int, softcap: float,
     ) -> Tensor:  # fmt: skip
-        made: Tensor = torch.ops.onequeue.paged_attention(
+        out: Tensor = torch.ops.onequeue.paged_attention(
             query, key, value, sinks, layer, scale, window, softcap
         )
-        return made
+        return out

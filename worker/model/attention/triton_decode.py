@@ -1,8 +1,8 @@
-"""Attention of single tokens over paged keys and values, in Triton: for steps of few rows on a GPU.
+"""Triton kernels for steps of few rows on a GPU: one query token over paged keys and values.
 
-Every row has a table of blocks and a position, read from memory: a captured graph of a
-step serves any lengths. Few rows leave a GPU idle, so a row's keys are split among programs and the
-parts put together by a second kernel, as in Dao et al., "Flash-Decoding" (2023).
+Each row has a block table and a position, both read from memory, so that a captured graph of a step
+serves sequences of any length. Few rows leave a GPU idle: a row's keys are split among programs,
+and a second kernel merges the parts, as in Dao et al., "Flash-Decoding" (2023).
 """
 
 from typing import Any
@@ -12,24 +12,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 64  # keys that a program looks at together
-WIDE = 512  # bytes of a key beyond which it looks at half as many: they are to fit on the chip
-SPLITS = 16  # parts at most that a row's keys are split into
-# What the matrix units take at least in each direction.
-LEAST = 16
+TILE_KEYS = 64  # keys that a program loads at a time
+# A longer key halves TILE_KEYS, so that a tile fits into shared memory.
+MAX_TILE_KEY_BYTES = 512
+MAX_SPLITS = 16  # parts of a row's keys
+MIN_DOT_SIZE = 16  # smallest dimension of tl.dot
 
 
 @triton.jit
 def _write(
-    key, value, keys, values, slots, rests,
+    key, value, keys, values, slots, tails,
     key_row, key_head, value_row, value_head,
     heads: tl.constexpr, key_size: tl.constexpr, key_pad: tl.constexpr,
     value_size: tl.constexpr, value_pad: tl.constexpr,
 ):  # fmt: skip
-    """A row's key and value go to its slot; the `rests` slots after it are zeroed, as eager steps
-    multiply what they mask there."""
+    """Store a row's key and value in its slot, and zero the `tails` slots after it, which eager
+    steps mask but multiply."""
     row, head = tl.program_id(0), tl.program_id(1)
-    slot, rest = tl.load(slots + row), tl.load(rests + row)
+    slot, tail = tl.load(slots + row), tl.load(tails + row)
     d, e = tl.arange(0, key_pad), tl.arange(0, value_pad)
     new_key = tl.load(key + row * key_row + head * key_head + d, mask=d < key_size, other=0.0)
     new_value = tl.load(
@@ -37,15 +37,15 @@ def _write(
     )
     tl.store(keys + (slot * heads + head) * key_size + d, new_key, mask=d < key_size)
     tl.store(values + (slot * heads + head) * value_size + e, new_value, mask=e < value_size)
-    for after in range(1, rest + 1):
-        place = (slot + after) * heads + head
-        tl.store(keys + place * key_size + d, tl.zeros_like(new_key), mask=d < key_size)
-        tl.store(values + place * value_size + e, tl.zeros_like(new_value), mask=e < value_size)
+    for after in range(1, tail + 1):
+        zeroed = (slot + after) * heads + head
+        tl.store(keys + zeroed * key_size + d, tl.zeros_like(new_key), mask=d < key_size)
+        tl.store(values + zeroed * value_size + e, tl.zeros_like(new_value), mask=e < value_size)
 
 
 @triton.jit
 def _attend(
-    query, keys, values, tables, positions, peaks, totals, parts, scale, softcap,
+    query, keys, values, tables, positions, maxima, totals, sums, scale, softcap,
     query_row, query_head, table_row,
     heads: tl.constexpr, group: tl.constexpr, group_pad: tl.constexpr,
     key_size: tl.constexpr, key_pad: tl.constexpr,
@@ -53,8 +53,8 @@ def _attend(
     block_size: tl.constexpr, tile_size: tl.constexpr, count: tl.constexpr,
     window: tl.constexpr, chunk: tl.constexpr, capped: tl.constexpr,
 ):  # fmt: skip
-    """One part of what a row sees, for the queries of one key head: the sums of weighted values and
-    of weights, and the largest score, which weights are relative to."""
+    """Compute one part of a row's attention for the queries of one key head: the maximum score, and
+    the sums of the weights relative to it and of the weighted values."""
     row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     last = tl.load(positions + row)
     first = last * 0
@@ -63,73 +63,76 @@ def _attend(
     if chunk:
         first = tl.maximum(first, last // chunk * chunk)
     begin = first // tile_size
-    each = (last // tile_size - begin + count) // count  # tiles a part, rounded up
-    begin += part * each
-    end = tl.minimum(begin + each, last // tile_size + 1)
+    tiles = (last // tile_size - begin + count) // count  # of a part, rounded up
+    begin += part * tiles
+    end = tl.minimum(begin + tiles, last // tile_size + 1)
     g, d, e = tl.arange(0, group_pad), tl.arange(0, key_pad), tl.arange(0, value_pad)
-    asking = query + row * query_row + (head * group + g)[:, None] * query_head + d[None, :]
-    q = tl.load(asking, mask=(g < group)[:, None] & (d < key_size)[None, :], other=0.0)
-    peak = tl.full([group_pad], float("-inf"), tl.float32)
+    q_pointers = query + row * query_row + (head * group + g)[:, None] * query_head + d[None, :]
+    q = tl.load(q_pointers, mask=(g < group)[:, None] & (d < key_size)[None, :], other=0.0)
+    maximum = tl.full([group_pad], float("-inf"), tl.float32)
     total = tl.zeros([group_pad], tl.float32)
-    summed = tl.zeros([group_pad, value_pad], tl.float32)
+    values_sum = tl.zeros([group_pad, value_pad], tl.float32)
     for tile in range(begin, end):
-        place = tile * tile_size + tl.arange(0, tile_size)
-        seen = (place >= first) & (place <= last)
-        block = tl.load(tables + row * table_row + place // block_size, mask=seen, other=0)
-        slot = (block.to(tl.int64) * block_size + place % block_size) * heads + head
-        wanted = seen[:, None] & (d < key_size)[None, :]
-        k = tl.load(keys + slot[:, None] * key_size + d[None, :], mask=wanted, other=0.0)
+        position = tile * tile_size + tl.arange(0, tile_size)
+        visible = (position >= first) & (position <= last)
+        block = tl.load(tables + row * table_row + position // block_size, mask=visible, other=0)
+        slot = (block.to(tl.int64) * block_size + position % block_size) * heads + head
+        k_mask = visible[:, None] & (d < key_size)[None, :]
+        k = tl.load(keys + slot[:, None] * key_size + d[None, :], mask=k_mask, other=0.0)
         scores = tl.dot(q.to(k.dtype), tl.trans(k), input_precision="ieee") * scale
         if capped:  # softcap · tanh(scores / softcap)
             scores = softcap - 2 * softcap / (tl.exp(2 * scores / softcap) + 1)
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        largest = tl.maximum(peak, tl.max(scores, 1))
-        weights = tl.exp(scores - largest[:, None])
-        shrink = tl.exp(peak - largest)
-        wanted = seen[:, None] & (e < value_size)[None, :]
-        v = tl.load(values + slot[:, None] * value_size + e[None, :], mask=wanted, other=0.0)
-        more = tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        summed = summed * shrink[:, None] + more
-        total = total * shrink + tl.sum(weights, 1)
-        peak = largest
+        scores = tl.where(visible[None, :], scores, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+        weights = tl.exp(scores - new_maximum[:, None])
+        rescale = tl.exp(maximum - new_maximum)
+        v_mask = visible[:, None] & (e < value_size)[None, :]
+        v = tl.load(values + slot[:, None] * value_size + e[None, :], mask=v_mask, other=0.0)
+        weighted = tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        values_sum = values_sum * rescale[:, None] + weighted
+        total = total * rescale + tl.sum(weights, 1)
+        maximum = new_maximum
     at = ((row * heads + head) * group + g) * count + part
-    tl.store(peaks + at, peak, mask=g < group)
+    tl.store(maxima + at, maximum, mask=g < group)
     tl.store(totals + at, total, mask=g < group)
-    stored = (g < group)[:, None] & (e < value_size)[None, :]
-    tl.store(parts + at[:, None] * value_size + e[None, :], summed, mask=stored)
+    out_mask = (g < group)[:, None] & (e < value_size)[None, :]
+    tl.store(sums + at[:, None] * value_size + e[None, :], values_sum, mask=out_mask)
 
 
 @triton.jit
-def _together(
-    peaks, totals, parts, sinks, out,
+def _merge(
+    maxima, totals, sums, sinks, out,
     heads: tl.constexpr, value_size: tl.constexpr, value_pad: tl.constexpr,
     count: tl.constexpr, has_sinks: tl.constexpr,
 ):  # fmt: skip
-    """The parts of one row and query head become its output."""
+    """Merge the parts of one row and query head into its output."""
     row, head = tl.program_id(0), tl.program_id(1)
     p, e = tl.arange(0, count), tl.arange(0, value_pad)
     at = (row * heads + head) * count + p
-    peak = tl.load(peaks + at)
-    largest = tl.max(peak, 0)
-    weight = tl.exp(peak - largest)  # none where a part saw nothing
+    maximum = tl.load(maxima + at)
+    row_maximum = tl.max(maximum, 0)
+    weight = tl.exp(maximum - row_maximum)  # 0 for a part without keys
     total = tl.sum(weight * tl.load(totals + at), 0)
     if has_sinks:
-        total += tl.exp(tl.load(sinks + head).to(tl.float32) - largest)
-    summed = tl.load(
-        parts + at[:, None] * value_size + e[None, :], mask=(e < value_size)[None, :], other=0.0
+        total += tl.exp(tl.load(sinks + head).to(tl.float32) - row_maximum)
+    values_sum = tl.load(
+        sums + at[:, None] * value_size + e[None, :], mask=(e < value_size)[None, :], other=0.0
     )
-    made = tl.sum(weight[:, None] * summed, 0) / total
-    tl.store(out + (row * heads + head) * value_size + e, made, mask=e < value_size)
+    attended = tl.sum(weight[:, None] * values_sum, 0) / total
+    tl.store(out + (row * heads + head) * value_size + e, attended, mask=e < value_size)
 
 
 def write(
-    key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor, rests: Tensor
+    key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor, tails: Tensor
 ) -> None:
-    """[T, heads, size] into [blocks, BLOCK, heads, size] at slots [T]; `rests` [T] are zeroed."""
+    """Write key and value [T, heads, size] into keys and values [blocks, BLOCK, heads, size].
+
+    Row t goes to slot slots[t], counted over all blocks; the tails[t] slots after it are zeroed.
+    """
     rows, heads, _ = key.shape
     key_size, value_size = key.shape[2], value.shape[2]
     _write[rows, heads](
-        key, value, keys, values, slots, rests, *key.stride()[:2], *value.stride()[:2],
+        key, value, keys, values, slots, tails, *key.stride()[:2], *value.stride()[:2],
         heads=heads, key_size=key_size, key_pad=triton.next_power_of_2(key_size),
         value_size=value_size, value_pad=triton.next_power_of_2(value_size),
     )  # fmt: skip
@@ -140,30 +143,34 @@ def attend(
     programs: int, scale: float, window: int = 0, chunk: int = 0, softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """[T, H, D] queries at positions [T], each over the blocks in its row of tables [T, n], to
-    [T, H, Dv]. `programs`: how many the device should be given, at least."""
+    """Attend from each query [T, H, D], at positions [T], over the blocks of its table [T, n].
+
+    keys, values: [blocks, BLOCK, Hkv, size]; sinks: [H]. `window`, `chunk`: limits of the attention
+    in tokens, 0: none. `programs`: least number of programs to launch, as far as MAX_SPLITS allows.
+    Return [T, H, Dv] in the queries' dtype; sums are float32.
+    """
     rows, query_heads, size = query.shape
     _, block, heads, value_size = values.shape
     group = query_heads // heads
-    parts = min(SPLITS, triton.next_power_of_2(-(-programs // (rows * heads))))
-    made: dict[str, Any] = {"device": query.device, "dtype": torch.float32}
-    peaks = torch.empty(rows, query_heads, parts, **made)
-    totals = torch.empty_like(peaks)
-    summed = torch.empty(rows, query_heads, parts, value_size, **made)
-    value_pad = max(LEAST, triton.next_power_of_2(value_size))
-    wide = size * keys.element_size() > WIDE
+    parts = min(MAX_SPLITS, triton.next_power_of_2(-(-programs // (rows * heads))))
+    options: dict[str, Any] = {"device": query.device, "dtype": torch.float32}
+    maxima = torch.empty(rows, query_heads, parts, **options)
+    totals = torch.empty_like(maxima)
+    sums = torch.empty(rows, query_heads, parts, value_size, **options)
+    value_pad = max(MIN_DOT_SIZE, triton.next_power_of_2(value_size))
+    tile = TILE_KEYS if size * keys.element_size() <= MAX_TILE_KEY_BYTES else TILE_KEYS // 2
     _attend[rows, heads, parts](
-        query, keys, values, tables, positions, peaks, totals, summed, scale, softcap,
+        query, keys, values, tables, positions, maxima, totals, sums, scale, softcap,
         *query.stride()[:2], tables.stride(0),
-        heads=heads, group=group, group_pad=max(LEAST, triton.next_power_of_2(group)),
-        key_size=size, key_pad=max(LEAST, triton.next_power_of_2(size)),
+        heads=heads, group=group, group_pad=max(MIN_DOT_SIZE, triton.next_power_of_2(group)),
+        key_size=size, key_pad=max(MIN_DOT_SIZE, triton.next_power_of_2(size)),
         value_size=value_size, value_pad=value_pad,
-        block_size=block, tile_size=TILE // 2 if wide else TILE, count=parts,
+        block_size=block, tile_size=tile, count=parts,
         window=window, chunk=chunk, capped=softcap > 0,
     )  # fmt: skip
     out = query.new_empty(rows, query_heads, value_size)
-    _together[rows, query_heads](
-        peaks, totals, summed, totals if sinks is None else sinks, out,
+    _merge[rows, query_heads](
+        maxima, totals, sums, totals if sinks is None else sinks, out,
         heads=query_heads, value_size=value_size, value_pad=value_pad,
         count=parts, has_sinks=sinks is not None,
     )  # fmt: skip
