@@ -256,7 +256,7 @@ def test_stop_strings_ends_and_least_tokens_hold() -> None:
 
 
 def test_an_echoed_prompt_brings_its_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batching.scheduler.PROJECTED_WHOLE", 16)
+    monkeypatch.setattr("batching.scheduler.MAX_SCORED_TOKENS_WHOLE", 16)
     prompt = prompts(5)[LENGTHS.index(40)]
     scored = Sampling(temperature=0.0, logprobs=2)
     asked = [request(prompt, scored, n=2, max_tokens=3, echo=True)]
