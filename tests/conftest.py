@@ -1,6 +1,6 @@
-"""What must be set before anything is imported, and what keeps tests from depending on the clock.
+"""Settings that must precede imports, fixtures, and hooks that make tests independent of the clock.
 
-Limits in tests are for what never happens: on a busy machine a second is nothing.
+Time limits in tests are generous: they only end a test that hangs, also on a busy machine.
 """
 
 import collections
@@ -17,18 +17,18 @@ import httpx
 import hypothesis
 import pytest
 
-from tests.browser import Watched, launched
+from tests.browser import PageProblems, launch_browser
 from tests.matrix import matrix
 
-# Without a GPU, Triton's kernels are run by its interpreter: read when they, and triton's own, are
-# defined, and torch or transformers may be what imports triton.
+# Without a GPU, Triton's interpreter runs its kernels. The variable is read when kernels are
+# defined, and importing torch or transformers may import triton.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# Each of httpx's clients would read all certificates anew, for a tenth of a second.
+# Without the cache each httpx client would read all certificates again, for a tenth of a second.
 vars(ssl)["create_default_context"] = functools.cache(ssl.create_default_context)
 
-# What httpx.get and its like take where they are given no limit: 5 s otherwise.
+# The default timeout of httpx.get and the like would be 5 s.
 vars(httpx._config.DEFAULT_TIMEOUT_CONFIG).update(vars(httpx.Timeout(60)))
 
 hypothesis.settings.register_profile(
@@ -39,11 +39,11 @@ hypothesis.settings.load_profile("untimed")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Print a failure without collecting garbage.
+    """Report a failure without garbage collection.
 
-    pytest parses the test's source for it. While it makes the tree, CPython 3.11 counts its depth
-    in one place for all threads, and fails where another one parses meanwhile, as a traceback that
-    is logged does. Nothing but what the collector calls lets another thread in.
+    pytest parses the test's source for a report. CPython 3.11 counts the depth of the syntax tree
+    in one place for all threads, and fails if another thread parses at the same time, as logging a
+    traceback does. Only the garbage collector can switch threads there.
     """
     gc.disable()
     try:
@@ -53,7 +53,7 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts processes by its folder, and what drives a browser by its fixture."""
+    """Add the markers `process`, by folder, and `browser`, by fixture."""
     for item in items:
         if item.path.parent.name == "process":
             item.add_marker(pytest.mark.process)
@@ -80,8 +80,8 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]
 
 @pytest.fixture(params=matrix([False, True], False), ids=["at once", "ahead"])
 def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """A generation engine on the CPU, whose steps land at once as they do there, or fly as they do
-    on a GPU: whether they fly."""
+    """Return whether a generation engine on the CPU runs steps ahead, as on a GPU. Otherwise it
+    processes the results of each step at once."""
     from worker.generation import engine
 
     monkeypatch.setitem(engine.AHEAD, "cpu", request.param)
@@ -90,41 +90,41 @@ def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
 
 @pytest.fixture
 def poisoned_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory for keys and values that has never been written to is full of what are no numbers."""
+    """Fill new KV caches with NaN, so that reading memory that was not written shows."""
     from worker.model.attention.kv_cache import KVCache
 
-    ordinary = KVCache.__init__
+    original = KVCache.__init__
 
     def init(cache: KVCache, *arguments: Any) -> None:
-        ordinary(cache, *arguments)
-        for stored in (*cache.keys, *cache.values):
-            stored.fill_(float("nan"))
+        original(cache, *arguments)
+        for tensor in (*cache.keys, *cache.values):
+            tensor.fill_(float("nan"))
 
     monkeypatch.setattr(KVCache, "__init__", init)
 
 
 @pytest.fixture(scope="session")
 def native() -> None:
-    """The native attention is built, once, and loaded."""
+    """Compile and load the native operations."""
     if not shutil.which("g++"):
-        pytest.skip("there is no compiler")
+        pytest.skip("g++ is not installed")
     from worker.model.attention.native import load_native_ops
 
     load_native_ops()
 
 
-@pytest.fixture(scope="module")  # no longer: playwright's loop would be in the way of others
+@pytest.fixture(scope="module")  # a longer scope would leave playwright's event loop running
 def browser() -> Generator[Any, None, None]:
-    with launched() as made:
-        yield made
+    with launch_browser() as chromium:
+        yield chromium
 
 
 @pytest.fixture
 def visitor(browser: Any) -> Generator[Any, None, None]:
-    """A page of a fresh browser with a phone's window, in which nothing may go wrong."""
+    """Return a page in a new browser context with a phone's window; fail if it has problems."""
     with browser.new_context(viewport={"width": 360, "height": 740}) as context:
         page = context.new_page()
         page.set_default_timeout(60_000)
-        page.watched = Watched(page)
+        page.problems = PageProblems(page)
         yield page
-        assert page.watched.wrong == []
+        assert page.problems.messages == []

@@ -1,4 +1,4 @@
-"""Reading server-sent events in tests, strictly: no event may look otherwise."""
+"""Send requests and parse server-sent events strictly."""
 
 import json
 import socket
@@ -9,7 +9,7 @@ import httpx
 from tests.serving import Server
 
 Chunk = dict[str, Any]
-CLIENT = httpx.Client(verify=False, timeout=60)  # making one takes longer than most requests
+CLIENT = httpx.Client(verify=False, timeout=60)  # creating one takes longer than most requests
 
 
 def post(server: Server, path: str, body: Any, **headers: str) -> httpx.Response:
@@ -22,11 +22,11 @@ def chat(server: Server, text: str = "hi", **fields: Any) -> httpx.Response:
 
 
 def frames(text: str) -> list[str]:
-    """The data of each event; the last is [DONE]."""
+    """Return the data of each event; the last is [DONE]."""
     assert text.endswith("\n\n")
-    found = text.removesuffix("\n\n").split("\n\n")
-    assert all(frame.startswith("data: ") and "\n" not in frame for frame in found), found
-    data = [frame.removeprefix("data: ") for frame in found]
+    events = text.removesuffix("\n\n").split("\n\n")
+    assert all(event.startswith("data: ") and "\n" not in event for event in events), events
+    data = [event.removeprefix("data: ") for event in events]
     assert data[-1] == "[DONE]"
     assert data.count("[DONE]") == 1
     return data
@@ -41,7 +41,7 @@ def chunks(response: httpx.Response) -> list[Chunk]:
 
 
 def open_stream(server: Server, path: str, body: Any, *headers: str) -> socket.socket:
-    """A client that has sent its request and reads when it likes."""
+    """Send a request and return the socket, from which nothing has been read."""
     content = json.dumps(body).encode()
     lines = [f"POST {path} HTTP/1.1", "Host: x", f"Content-Length: {len(content)}", *headers]
     client = socket.socket()
@@ -52,21 +52,21 @@ def open_stream(server: Server, path: str, body: Any, *headers: str) -> socket.s
     return client
 
 
-def read_until(client: socket.socket, mark: bytes) -> bytes:
-    got = bytearray()
-    while mark not in got[-70_000:]:
-        more = client.recv(65536)
-        assert more, got
-        got += more
-    return bytes(got)
+def read_until(client: socket.socket, delimiter: bytes) -> bytes:
+    received = bytearray()
+    while delimiter not in received[-70_000:]:
+        data = client.recv(65536)
+        assert data, received
+        received += data
+    return bytes(received)
 
 
 def writes(raw: bytes) -> list[bytes]:
-    """What the server wrote at a time: the chunks of HTTP's chunked encoding."""
+    """Return the server's single writes: the chunks of HTTP's chunked encoding."""
     _, _, rest = raw.partition(b"\r\n\r\n")
-    found = []
+    chunks = []
     while rest:
         size, _, rest = rest.partition(b"\r\n")
-        found.append(rest[: int(size, 16)])
+        chunks.append(rest[: int(size, 16)])
         rest = rest[int(size, 16) + 2 :]
-    return found
+    return chunks

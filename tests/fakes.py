@@ -1,4 +1,4 @@
-"""A runner without a model: answers each text with what a gate and a script say."""
+"""A runner without a model, which tests can block and make fail."""
 
 import threading
 from collections.abc import Callable
@@ -17,9 +17,9 @@ INFO = ModelInfo("fill-mask", "fake", "cpu", "float32", 0, "packed")
 
 
 class FakeRunner:
-    """Answers `text` with `{"echo": text}`; raises on texts that contain `bad`.
+    """Returns `{"echo": text}` for a text; raises for texts that contain `bad`.
 
-    `gate`: forwards wait for it. `before`: called with the texts of each forward; may raise.
+    Forward passes wait for `gate`. `before` is called with the texts of each and may raise.
     """
 
     info = INFO
@@ -27,7 +27,7 @@ class FakeRunner:
     def __init__(self, before: Callable[[list[str]], object] | None = None) -> None:
         self.gate = threading.Event()
         self.gate.set()
-        self.entered = threading.Semaphore(0)  # released at each forward's start
+        self.entered = threading.Semaphore(0)  # released at the start of each forward
         self.before = before or (lambda texts: None)
         self.batches: list[list[str]] = []
         self.healthy = True
@@ -36,7 +36,7 @@ class FakeRunner:
 
     @property
     def text_model(self) -> Any:
-        return self  # subclasses that are called by name have its attributes
+        return self  # subclasses with a model name have its attributes
 
     def prepare(self, item: WorkItem) -> None:
         text = item.payload.inputs

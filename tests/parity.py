@@ -1,4 +1,4 @@
-"""Runs inputs through a PipelineRunner as the batcher would, and alone through the pipeline."""
+"""Compare a PipelineRunner's batches with the transformers pipeline called on each input alone."""
 
 import itertools
 import warnings
@@ -51,23 +51,19 @@ def item(inputs: Any, **parameters: Any) -> WorkItem:
 
 
 def serve(run: PipelineRunner, items: Sequence[WorkItem]) -> list[Any]:
-    """The answers, and on the way the batches: only items with equal keys share a forward."""
+    """Return the results of all items; items with equal keys share a forward, as in the batcher."""
     groups: dict[Hashable, list[WorkItem]] = {}
-    for each in items:
-        run.prepare(each)
-        groups.setdefault(each.key, []).append(each)
+    for item in items:
+        run.prepare(item)
+        groups.setdefault(item.key, []).append(item)
+    outputs: dict[int, Any] = {}
     for group in groups.values():
-        raw = run.forward([each.prepared for each in group])
+        raw = run.forward([item.prepared for item in group])
         assert len(raw) == len(group)
-        for each, output in zip(group, raw, strict=True):
-            each.batch_size = len(group)
-            each.payload = PipelineInput(each.payload.inputs, each.payload.parameters)
-            each.prepared = (each.prepared, output)
-    answers = []
-    for each in items:
-        each.prepared, output = each.prepared
-        answers.append(orjson.loads(run.finish(each, output)))
-    return answers
+        for item, output in zip(group, raw, strict=True):
+            item.batch_size = len(group)
+            outputs[id(item)] = output
+    return [orjson.loads(run.finish(item, outputs[id(item)])) for item in items]
 
 
 def refusal(task: str, model: str, inputs: Any, /, **parameters: Any) -> InvalidInput:
@@ -78,49 +74,49 @@ def refusal(task: str, model: str, inputs: Any, /, **parameters: Any) -> Invalid
 
 
 def plain(value: Any) -> Any:
-    """What JSON makes of a pipeline's output."""
+    """Convert a pipeline's output to plain values, as JSON does."""
     if isinstance(value, dict):
-        return {str(key): plain(each) for key, each in value.items()}
+        return {str(key): plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
+        return [plain(entry) for entry in value]
     if isinstance(value, (np.ndarray, np.generic, torch.Tensor)):
         return plain(value.tolist())
     return value
 
 
-def same(got: Any, expected: Any, where: str = "answer") -> None:
-    """Numbers within 1e-4, everything else exactly."""
+def assert_same(actual: Any, expected: Any, where: str = "answer") -> None:
+    """Assert that numbers are equal within 1e-4, and everything else exactly."""
     if isinstance(expected, float):
-        assert got == pytest.approx(expected, abs=1e-4, rel=1e-4), where
+        assert actual == pytest.approx(expected, abs=1e-4, rel=1e-4), where
     elif isinstance(expected, list):
-        assert isinstance(got, list), where
-        assert len(got) == len(expected), where
-        for i, (one, other) in enumerate(zip(got, expected, strict=True)):
-            same(one, other, f"{where}[{i}]")
+        assert isinstance(actual, list), where
+        assert len(actual) == len(expected), where
+        for i, (one, other) in enumerate(zip(actual, expected, strict=True)):
+            assert_same(one, other, f"{where}[{i}]")
     elif isinstance(expected, dict):
-        assert isinstance(got, dict), where
-        assert set(got) == set(expected), where
+        assert isinstance(actual, dict), where
+        assert set(actual) == set(expected), where
         for key in expected:
-            same(got[key], expected[key], f"{where}.{key}")
+            assert_same(actual[key], expected[key], f"{where}.{key}")
     else:
-        assert got == expected, where
-        assert type(got) is type(expected), where
+        assert actual == expected, where
+        assert type(actual) is type(expected), where
 
 
 def assert_parity(
     task: str, model: str, calls: Sequence[tuple[Any, dict[str, Any]]], max_rows: int = 8
 ) -> list[WorkItem]:
-    """Each (inputs, parameters), served in batches, is what the pipeline makes of it alone."""
+    """Assert that each (inputs, parameters) gives in a batch what the pipeline gives alone."""
     items = [item(inputs, **parameters) for inputs, parameters in calls]
     answers = serve(runner(task, model, max_rows), items)
     call = oracle(task, model)
     for answer, (inputs, parameters) in zip(answers, calls, strict=True):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            same(answer, plain(call(inputs, **parameters)))
+            assert_same(answer, plain(call(inputs, **parameters)))
     return items
 
 
 def mixed(inputs: list[Any], *parameters: dict[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
-    """Every input with every set of parameters, neighbours having different ones."""
-    return [(each, chosen) for each in inputs for chosen in parameters]
+    """Return every input with every set of parameters, in alternation."""
+    return [(value, chosen) for value in inputs for chosen in parameters]

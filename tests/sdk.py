@@ -1,7 +1,7 @@
-"""What tests ask for through the official SDKs, and of whom.
+"""Servers, schemas and tools for tests with the official SDKs.
 
-`demo` knows how to use a weather tool; `tiny` has random weights, can think, and does nothing
-that it is not held to.
+`demo` can use a weather tool. `tiny` has random weights and can reason; its output has a form only
+where it is constrained.
 """
 
 import json
@@ -50,8 +50,8 @@ WEATHER = openai.pydantic_function_tool(GetWeather, name="get_weather")
 CLOCK = openai.pydantic_function_tool(Clock, name="clock")
 
 
-def knows(text: str) -> bool:
-    """Whether an answer tells what the weather tool returned."""
+def reports_weather(text: str) -> bool:
+    """Return whether a text contains the weather tool's result."""
     return not {"18", "sunny", "Paris"} - set(re.findall(r"\w+", text))
 
 
@@ -65,19 +65,19 @@ class Sdk(NamedTuple):
 
 @contextmanager
 def demo() -> Iterator[Sdk]:
-    with of(chat_model="demo") as made:
-        yield made
+    with connect(chat_model="demo") as sdk:
+        yield sdk
 
 
 @contextmanager
 def tiny(template: str = tiny_chat.TEMPLATE) -> Iterator[Sdk]:
     folder = tiny_chat.folder(template=template)
-    with of(chat_model=str(folder), dtype="float32", kv_cache_gb=0.05) as made:
-        yield made
+    with connect(chat_model=str(folder), dtype="float32", kv_cache_gb=0.05) as sdk:
+        yield sdk
 
 
 @contextmanager
-def of(**settings: Any) -> Iterator[Sdk]:
+def connect(**settings: Any) -> Iterator[Sdk]:
     with serving(compile="off", **settings) as server:
         url = server.url + "/v1"
         with openai.OpenAI(base_url=url, api_key="-", max_retries=0) as client:

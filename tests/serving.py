@@ -1,4 +1,4 @@
-"""The real app over real sockets: uvicorn in a thread of this process."""
+"""Run the real app over real sockets, with uvicorn in a thread of this process."""
 
 import asyncio
 import http.client
@@ -20,16 +20,16 @@ from server.http.connections import LimitedH11, LimitedHttpTools
 from worker.messages.protocol import Engine, Generator, Runner
 
 Parser = Literal["httptools", "h11"]
-# off the main thread the lifespan does not find uvicorn's server to set these
+# the lifespan sets these only where it finds uvicorn's server, in the main thread
 PROTOCOLS = {"httptools": LimitedHttpTools, "h11": LimitedH11}
 
 
-async def moment(delay_s: float) -> None:
+async def short_sleep(delay_s: float) -> None:
     await asyncio.sleep(delay_s / 20)
 
 
-# uvicorn looks every tenth of a second whether it is to stop, and rests as long when it stops.
-vars(uvicorn.server)["asyncio"] = SimpleNamespace(**{**vars(asyncio), "sleep": moment})
+# uvicorn checks every tenth of a second whether to stop, and waits as long when it stops.
+vars(uvicorn.server)["asyncio"] = SimpleNamespace(**{**vars(asyncio), "sleep": short_sleep})
 
 
 class Server:
@@ -87,14 +87,14 @@ def serving(
     load_transcriber: Callable[[], Engine] | None = None,
     **settings: Any,
 ) -> Iterator[Server]:
-    """A started server; unless `ready` is false, one that answers /ready with 200.
+    """Run a server and wait until /ready returns 200, unless `ready` is false.
 
-    It has the models that are named or given, a pipeline if there are none.
+    It has the models that settings name or loaders return, or else a pipeline.
     """
     loaders: dict[str, Any] = {"chat": load_chat, "embedding": load_embedder}
     loaders |= {"rerank": load_reranker, "transcription": load_transcriber}
-    for name, given in loaders.items():
-        settings.setdefault(f"{name}_model", "none" if given is None else "demo")
+    for name, loader in loaders.items():
+        settings.setdefault(f"{name}_model", "none" if loader is None else "demo")
     if load is None and any(settings[f"{name}_model"] != "none" for name in loaders):
         settings.setdefault("pipeline_model", "none")
     others = load_embedder, load_reranker, load_transcriber
@@ -108,8 +108,8 @@ def serving(
         server.stop()
 
 
-class Timers:
-    """The worker client's event loop, whose timers fire only when the test fires them."""
+class ManualTimers:
+    """The worker client's event loop, with timers that fire only when a test fires them."""
 
     def __init__(self, server: Server) -> None:
         self._loop: Any = server.worker_client.loop
@@ -124,15 +124,15 @@ class Timers:
         self._set.append((delay_s, handle, partial(function, *args)))
         return handle
 
-    def go_off(self, within_s: float) -> None:
-        """Those that were set for at most so many seconds, unless they have been cancelled."""
+    def fire(self, within_s: float) -> None:
+        """Fire the timers with a delay of at most `within_s`, unless they were cancelled."""
         done = threading.Event()
-        self._loop.call_soon_threadsafe(self._go_off, within_s, done)
+        self._loop.call_soon_threadsafe(self._fire, within_s, done)
         assert done.wait(60)
 
-    def _go_off(self, within_s: float, done: threading.Event) -> None:
-        due = [each for each in self._set if each[0] <= within_s]
-        self._set = [each for each in self._set if each[0] > within_s]
+    def _fire(self, within_s: float, done: threading.Event) -> None:
+        due = [timer for timer in self._set if timer[0] <= within_s]
+        self._set = [timer for timer in self._set if timer[0] > within_s]
         for _, handle, function in due:
             if not handle.cancelled():
                 handle.cancel()
@@ -140,8 +140,8 @@ class Timers:
         done.set()
 
 
-def read_answer(client: socket.socket) -> tuple[int, bytes]:
-    """Status and body of one answer off a raw socket."""
+def read_response(client: socket.socket) -> tuple[int, bytes]:
+    """Return status and body of one response on a raw socket."""
     client.settimeout(60)
     response = http.client.HTTPResponse(client)
     response.begin()
@@ -149,15 +149,15 @@ def read_answer(client: socket.socket) -> tuple[int, bytes]:
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
-    """For what another thread is about to do, where there is no event to wait for."""
+    """Wait for a condition that another thread will fulfil, where there is no event for it."""
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
+        assert time.monotonic() < deadline, "the condition was not met in time"
         time.sleep(0.005)
 
 
 def metric(server: Server, name: str) -> float:
-    """A sample's value off /metrics, by its full name with labels."""
+    """Return a sample's value from /metrics, by its full name with labels."""
     for line in httpx.get(server.url + "/metrics").text.splitlines():
         if line.startswith(name + " "):
             return float(line.rsplit(" ", 1)[1])

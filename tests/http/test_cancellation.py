@@ -5,7 +5,7 @@ import socket
 import httpx
 
 from tests.fakes import FakeRunner
-from tests.serving import Server, metric, read_answer, serving, wait_until
+from tests.serving import Server, metric, read_response, serving, wait_until
 
 
 def send(server: Server, text: str) -> socket.socket:
@@ -29,8 +29,8 @@ def test_leaving_while_queued_frees_the_place_and_costs_no_forward() -> None:
         other = send(server, "other")
         wait_until(lambda: server.worker_client.queue.pending == 2)
         runner.gate.set()
-        assert read_answer(other) == (200, b'{"echo":"other"}')
-        assert read_answer(running) == (200, b'{"echo":"running"}')
+        assert read_response(other) == (200, b'{"echo":"other"}')
+        assert read_response(running) == (200, b'{"echo":"running"}')
         assert not any("queued" in batch for batch in runner.batches)
         assert httpx.post(server.url, content="x").status_code == 200
 

@@ -12,8 +12,8 @@ import soundfile
 
 from tests.fake_generator import FakeGenerator
 from tests.fake_transcriber import FakeTranscriber
+from tests.page_server import KEY, LetterEmbedder
 from tests.serving import Server, serving
-from tests.visited import KEY, Letters
 
 WEATHER: dict[str, Any] = {
     "name": "get_weather",
@@ -83,7 +83,7 @@ CHATS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    load: dict[str, Any] = {"load_chat": FakeGenerator, "load_embedder": Letters}
+    load: dict[str, Any] = {"load_chat": FakeGenerator, "load_embedder": LetterEmbedder}
     with serving(load_transcriber=FakeTranscriber, api_keys=(KEY,), **load) as made:
         yield made
 

@@ -18,7 +18,7 @@ from uvicorn.server import ServerState
 from server.http import connections
 from server.http.connections import MAX_HEADER_BYTES
 from tests.fakes import FakeRunner
-from tests.serving import Parser, Server, metric, read_answer, serving, wait_until
+from tests.serving import Parser, Server, metric, read_response, serving, wait_until
 
 START = b"GET /health HTTP/1.1\r\nHost: a\r\nX-Long: "
 END = b"\r\n\r\n"
@@ -94,7 +94,7 @@ def test_a_header_of_the_maximum_size_is_accepted(server: Server) -> None:
     with connect(server) as client:
         for _ in range(2):  # the limit is per request
             client.sendall(START + fits + END)
-            assert read_answer(client)[0] == 200
+            assert read_response(client)[0] == 200
         client.sendall(START + fits + b"a" + END)
         assert_refused(client, 431, "headers_too_large")
 
@@ -104,7 +104,7 @@ def test_a_header_of_the_maximum_size_may_precede_a_body(server: Server) -> None
     with connect(server) as client:
         client.sendall(head + b"a" * (MAX_HEADER_BYTES - len(head) - len(END)) + END)
         client.sendall(b"text")
-        assert read_answer(client)[0] == 200
+        assert read_response(client)[0] == 200
 
 
 def test_a_body_does_not_count_as_its_header(server: Server) -> None:
@@ -113,13 +113,13 @@ def test_a_body_does_not_count_as_its_header(server: Server) -> None:
     with connect(server) as client:
         for _ in range(2):
             client.sendall(head + b"a" * 60_000 + END + body)
-            assert read_answer(client)[0] == 200
+            assert read_response(client)[0] == 200
 
 
 def test_a_later_request_of_a_connection_is_limited_too(server: Server) -> None:
     with connect(server) as client:
         client.sendall(POST)
-        assert read_answer(client)[0] == 200
+        assert read_response(client)[0] == 200
         send_on(client, START, b"a" * 4096)
         assert_refused(client, 431, "headers_too_large")
 
@@ -172,7 +172,7 @@ def test_a_header_that_does_not_arrive_in_time_gets_408(http: Parser) -> None:
         first, later, idle = (connect(server) for _ in range(3))
         first.sendall(b"GET /health HT")
         later.sendall(POST)
-        assert read_answer(later)[0] == 200
+        assert read_response(later)[0] == 200
         later.sendall(b"G")
         assert_refused(first, 408, "header_timeout")
         assert_refused(later, 408, "header_timeout")
@@ -198,7 +198,7 @@ def test_an_unread_body_does_not_keep_a_connection() -> None:
     late = serving(FakeRunner, body_timeout_s=1, api_keys=("key",))
     with late as server, connect(server) as client:
         client.sendall(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 4000\r\n\r\n")
-        assert read_answer(client)[0] == 401
+        assert read_response(client)[0] == 401
         client.sendall(b"a")
         assert client.recv(13) in (b"", b"HTTP/1.1 408 ")
 
@@ -212,7 +212,7 @@ def test_a_slow_response_is_not_a_late_header() -> None:
         with connect(server) as other:  # closed when the limit has passed
             assert other.recv(1) == b""
         runner.gate.set()
-        assert read_answer(client)[0] == 200
+        assert read_response(client)[0] == 200
 
 
 @pytest.mark.parametrize("http", ["httptools", "h11"])
@@ -236,7 +236,7 @@ def test_a_refused_connection_is_closed_even_if_the_client_keeps_it_open(
         for sent in (b"\x16\x03\x01\r\n\r\n", CHUNKED + b"not a size\r\n"):
             with connect(server) as client:
                 client.sendall(sent)
-                assert read_answer(client)[0] == 400
+                assert read_response(client)[0] == 400
                 wait_until(lambda: not server.uvicorn.server_state.connections)
 
 
@@ -259,7 +259,7 @@ def test_a_malformed_body_after_expect_100_is_not_an_internal_error(server: Serv
     expecting = CHUNKED.replace(b"Host: a", b"Host: a\r\nExpect: 100-continue")
     with connect(server) as client:
         client.sendall(expecting.partition(b"4\r\n")[0] + b"no size\r\n")
-        assert read_answer(client)[0] == 400
+        assert read_response(client)[0] == 400
     wait_until(lambda: metric(server, "onequeue_queue_depth") == 0)
     assert metric(server, 'onequeue_errors_total{kind="internal"}') == before
 
@@ -295,4 +295,4 @@ def test_an_unread_response_is_dropped(http: Parser, monkeypatch: pytest.MonkeyP
             wait_until(lambda: not server.uvicorn.server_state.connections)
         with connect(server) as client:
             client.sendall(POST)
-            assert len(read_answer(client)[1]) > 40_000_000
+            assert len(read_response(client)[1]) > 40_000_000

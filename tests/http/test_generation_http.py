@@ -16,7 +16,7 @@ from server.http import connections, sse
 from tests.event_streams import CLIENT, chat, chunks, frames, open_stream, post, read_until, writes
 from tests.fake_generator import FakeGenerator
 from tests.http.test_pipeline_http import error_of
-from tests.serving import Server, Timers, metric, read_answer, serving, wait_until
+from tests.serving import ManualTimers, Server, metric, read_response, serving, wait_until
 
 CHAT = "/v1/chat/completions"
 PATHS = pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
@@ -110,10 +110,10 @@ def test_everything_is_a_503_while_loading(method: str, path: str) -> None:
 @STREAM
 def test_no_token_in_time_is_a_504(path: str, stream: bool) -> None:
     with serving_fake() as (server, generator), ThreadPoolExecutor(1) as pool:
-        timers = Timers(server)
+        timers = ManualTimers(server)
         asked = pool.submit(ask, server, path, "hang", limit_ms=40_000, stream=stream)
         wait_until(lambda: bool(generator.running))
-        timers.go_off(within_s=40)
+        timers.fire(within_s=40)
         answer = asked.result()
         assert answer.status_code == 504
         assert error_of(answer)["code"] == "deadline_exceeded"
@@ -157,12 +157,12 @@ def test_one_failing_prompt_of_a_list_ends_the_others(stream: bool) -> None:
 @STREAM
 def test_the_time_limit_ends_with_the_first_token(stream: bool) -> None:
     with serving_fake() as (server, generator), ThreadPoolExecutor(1) as pool:
-        timers = Timers(server)
+        timers = ManualTimers(server)
         generator.one_by_one = True
         asked = pool.submit(chat, server, stream=stream)
         generator.single.release()
         wait_until(lambda: metric(server, "onequeue_time_to_first_token_seconds_count") == 1)
-        timers.go_off(within_s=60)
+        timers.fire(within_s=60)
         generator.release()
         answer = asked.result()
         assert answer.status_code == 200
@@ -174,11 +174,11 @@ def test_the_time_limit_ends_with_the_first_token(stream: bool) -> None:
 @STREAM
 def test_the_clients_own_limit_bounds_the_whole(path: str, stream: bool) -> None:
     with serving_fake() as (server, generator), ThreadPoolExecutor(1) as pool:
-        timers = Timers(server)
+        timers = ManualTimers(server)
         fields = {"stream": stream, "max_tokens": 10**9}
         asked = pool.submit(ask, server, path, "long", limit_ms=40_000, **fields)
         wait_until(lambda: metric(server, "onequeue_time_to_first_token_seconds_count") == 1)
-        timers.go_off(within_s=40)
+        timers.fire(within_s=40)
         answer = asked.result()
         if stream:
             assert answer.status_code == 200
@@ -340,7 +340,7 @@ def test_keys_origins_limits_and_methods_hold_here_too() -> None:
     ):
         client.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\n".encode())
         client.sendall(b"Content-Length: 10\r\n\r\n{")
-        assert read_answer(client)[0] == 408
+        assert read_response(client)[0] == 408
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "abc", "1.5"])

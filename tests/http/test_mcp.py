@@ -12,7 +12,7 @@ from mcp import Client, StdioServerParameters
 from mcp_types import TextContent, Tool
 
 from tests import sdk
-from tests.sdk import QUESTION, Sdk, knows
+from tests.sdk import QUESTION, Sdk, reports_weather
 
 SERVER = """
 from mcp.server.mcpserver import MCPServer
@@ -109,4 +109,4 @@ def test_an_mcp_servers_tool_is_called_and_its_result_is_told(
 
     text = asyncio.run(run())
     assert asked == [("get_weather", {"city": "Paris"})]
-    assert knows(text)
+    assert reports_weather(text)

@@ -19,7 +19,7 @@ from batching.request_queue import BatchLane, WorkItem
 from tests.event_streams import chat, open_stream, read_until
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
-from tests.serving import Timers, metric, serving, wait_until
+from tests.serving import ManualTimers, metric, serving, wait_until
 from worker.messages.protocol import BatchReport, StepOutcome
 from worker.registry import ServedModel
 
@@ -97,18 +97,18 @@ def test_what_has_run_is_answered_while_others_are_being_prepared() -> None:
 def test_a_deadline_that_passes_gets_504_in_the_queue_and_while_running() -> None:
     runner = FakeRunner()
     with serving(lambda: runner) as server, ThreadPoolExecutor(2) as pool:
-        timers = Timers(server)
+        timers = ManualTimers(server)
         runner.gate.clear()
         running = pool.submit(post, server.url, "running", **{"X-Request-Timeout-Ms": "50000"})
         assert runner.entered.acquire(timeout=60)
         waiting = pool.submit(post, server.url, "queued", **{"X-Request-Timeout-Ms": "40000"})
         wait_until(lambda: server.worker_client.queue.pending == 2)
-        timers.go_off(within_s=40)
+        timers.fire(within_s=40)
         queued = waiting.result()
         assert queued.status_code == 504
         assert queued.json()["error"]["code"] == "deadline_exceeded"
         assert not running.done()
-        timers.go_off(within_s=50)
+        timers.fire(within_s=50)
         assert running.result().status_code == 504
         runner.gate.set()
         assert post(server.url, "after").status_code == 200
@@ -127,7 +127,7 @@ def test_the_header_may_only_shorten_the_time_limit() -> None:
 def test_a_stuck_worker_turns_health_red_and_everybody_is_answered() -> None:
     runner = FakeRunner()
     with serving(lambda: runner, stuck_after_s=30) as server, ThreadPoolExecutor(2) as pool:
-        Timers(server)
+        ManualTimers(server)
         runner.gate.clear()
         first = pool.submit(post, server.url, "stuck")
         assert runner.entered.acquire(timeout=60)

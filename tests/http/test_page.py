@@ -16,8 +16,8 @@ from server.pipeline import FORM, JSON, PipelineEndpoint
 from server.web.examples import ASSETS, curl_examples
 from server.web.page import POLICY, prefers_html
 from tests.fake_generator import FakeGenerator
+from tests.page_server import BROWSER, FillMaskRunner, run_shell, serving_all
 from tests.serving import Server, metric, serving, wait_until
-from tests.visited import BROWSER, Masks, serving_all, shell
 from worker.tasks import TASKS
 
 
@@ -94,7 +94,7 @@ def test_files_are_kept_by_their_tags_and_have_heads(server: Server) -> None:
 
 
 def test_the_page_is_there_when_the_queue_is_full() -> None:
-    with serving(Masks, max_queue_size=1) as server:
+    with serving(FillMaskRunner, max_queue_size=1) as server:
         engine: Any = server.worker_client.models["pipeline"].engine
         engine.runner.gate.clear()
         waiting = threading.Thread(target=httpx.post, args=(server.url,), kwargs={"content": "a"})
@@ -127,7 +127,7 @@ def test_curl_gets_lines_that_work(server: Server) -> None:
         "/v1/embeddings",
     ]
     for line in lines:
-        assert json.loads(shell(line))
+        assert json.loads(run_shell(line))
     forged = httpx.get(server.url, headers={"host": "a;b $(c)"}).text
     assert "$(c)" not in forged
 

@@ -16,7 +16,7 @@ import pytest
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
 from tests.fakes import FakeRunner
-from tests.serving import Server, metric, read_answer, serving, wait_until
+from tests.serving import Server, metric, read_response, serving, wait_until
 
 FORM = {"content-type": "application/x-www-form-urlencoded"}
 
@@ -219,7 +219,7 @@ def test_a_body_that_stops_arriving_gets_408(slow: Slow) -> None:
     slow.wait(59)
     assert not select.select([slow.client], [], [], 0)[0]
     slow.wait(2)
-    status, answer = read_answer(slow.client)
+    status, answer = read_response(slow.client)
     assert status == 408
     assert b"body_timeout" in answer
 
@@ -230,7 +230,7 @@ def test_a_slow_body_that_makes_progress_is_served(slow: Slow) -> None:
         slow.send(letter)
     slow.wait(40)
     slow.client.sendall(b"o")
-    assert read_answer(slow.client) == (200, b'{"echo":"hello"}')
+    assert read_response(slow.client) == (200, b'{"echo":"hello"}')
 
 
 def test_a_body_must_arrive_within_the_requests_deadline() -> None:
@@ -240,7 +240,7 @@ def test_a_body_must_arrive_within_the_requests_deadline() -> None:
         socket.create_connection(("127.0.0.1", server.port)) as client,
     ):
         client.sendall(head + b"h")
-        assert read_answer(client)[0] == 408
+        assert read_response(client)[0] == 408
 
 
 def test_a_large_body_with_expect_is_refused_before_it_is_sent(server: Server) -> None:
@@ -248,7 +248,7 @@ def test_a_large_body_with_expect_is_refused_before_it_is_sent(server: Server) -
         client.sendall(
             b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5000000\r\nExpect: 100-continue\r\n\r\n"
         )
-        assert read_answer(client)[0] == 413
+        assert read_response(client)[0] == 413
 
 
 def test_the_request_id_is_echoed_or_generated(server: Server) -> None:

@@ -16,7 +16,7 @@ from tests.event_streams import CLIENT, open_stream, post
 from tests.fake_generator import FakeGenerator
 from tests.http.test_pipeline_http import error_of
 from tests.response_events import PATH, WHOLE, answered, events, look_up, of, respond
-from tests.serving import Server, metric, read_answer, serving, wait_until
+from tests.serving import Server, metric, read_response, serving, wait_until
 from tests.unit.test_response_store import filled
 from worker.messages.generation import Chat
 
@@ -250,7 +250,7 @@ def test_a_background_response_outlives_its_client() -> None:
     generator.gate.clear()
     with serving(load_chat=lambda: generator) as server:
         with open_stream(server, PATH, {"input": "hi", "background": True}) as client:
-            _, answer = read_answer(client)
+            _, answer = read_response(client)
         id = json.loads(answer)["id"]
         generator.release()
         wait_until(lambda: look_up(server, id).json()["status"] == "completed")

@@ -218,7 +218,7 @@ def test_what_a_tool_returns_becomes_the_answer(demo: Sdk, streams: bool) -> Non
     messages.append({"role": "tool", "tool_call_id": call.id, "content": sdk.RESULT})
     answer = turn(messages).choices[0]
     assert answer.finish_reason == "stop"
-    assert sdk.knows(answer.message.content or ""), answer.message.content
+    assert sdk.reports_weather(answer.message.content or ""), answer.message.content
 
 
 @pytest.mark.parametrize("content", [{"content": None}, {"content": ""}, {}])
@@ -230,7 +230,7 @@ def test_a_call_goes_back_with_whatever_content_it_has(demo: Sdk, content: dict[
     messages.append({"role": "tool", "tool_call_id": "toolu_01", "content": sdk.RESULT})
     create = demo.client.chat.completions.create
     answer = create(model="demo", messages=messages, tools=[sdk.WEATHER])
-    assert sdk.knows(answer.choices[0].message.content or "")
+    assert sdk.reports_weather(answer.choices[0].message.content or "")
 
 
 @pytest.mark.parametrize("streams", [False, True])

@@ -41,7 +41,7 @@ def user(*parts: str) -> list[Any]:
 @pytest.fixture(scope="module")
 def seeing() -> Iterator[Sdk]:
     folder = str(tiny_multimodal.folder("llava"))
-    with sdk.of(chat_model=folder, dtype="float32", kv_cache_gb=0.05) as made:
+    with sdk.connect(chat_model=folder, dtype="float32", kv_cache_gb=0.05) as made:
         yield made
 
 

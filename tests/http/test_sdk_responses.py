@@ -157,7 +157,7 @@ def test_what_a_tool_returns_becomes_the_answer(demo: Sdk, stored: bool, streams
         answer = turn(input=[result], previous_response_id=asking.id)
     else:
         answer = turn(input=[*items, *asking.output, result])
-    assert sdk.knows(answer.output_text), answer.output_text
+    assert sdk.reports_weather(answer.output_text), answer.output_text
 
 
 def test_a_streamed_call_is_told_in_parts(asked: Sdk) -> None:

@@ -24,7 +24,7 @@ from tests.event_streams import CLIENT
 from tests.fake_transcriber import RATE, FakeTranscriber
 from tests.http.test_pipeline_http import error_of
 from tests.http.test_transcriptions import PATH, _all_is_removed, post, server, speaker, spool, wav
-from tests.serving import Server, read_answer, serving, wait_until
+from tests.serving import Server, read_response, serving, wait_until
 from tests.tiny import folder
 from tests.transcribing import WHISPER
 from tests.unit.test_media import tone, without_length
@@ -95,7 +95,7 @@ def test_too_large_files_get_413(server: Server, spool: Path) -> None:
         client.sendall(
             f"{head}\r\nExpect: 100-continue\r\nContent-Length: 200000000\r\n\r\n".encode()
         )
-        assert read_answer(client)[0] == 413
+        assert read_response(client)[0] == 413
 
 
 @contextmanager
@@ -129,7 +129,7 @@ def test_an_upload_that_stops_arriving_gets_408(spool: Path) -> None:
         serving(load_transcriber=FakeTranscriber, body_timeout_s=0.2) as server,
         started_upload(server) as client,
     ):
-        status, body = read_answer(client)
+        status, body = read_response(client)
     assert (status, json.loads(body)["error"]["code"]) == (408, "body_timeout")
 
 

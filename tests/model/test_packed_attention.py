@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tests import tiny
-from tests.parity import item, runner, same, serve
+from tests.parity import assert_same, item, runner, serve
 from tests.tiny_tokenizers import SENTENCES
 from worker.device.self_check import TOLERANCE, CannotRun
 from worker.pipeline import packed_attention as packing_module
@@ -197,7 +197,7 @@ def test_models_that_do_not_pack_report_why_and_give_correct_outputs(name: str) 
     parameters = {"do_sample": False, "max_new_tokens": 3} if run.generates else {}
     together = serve(run, [item(text, **parameters) for text in texts])
     for answer, text in zip(together, texts, strict=True):
-        same(answer, serve(run, [item(text, **parameters)])[0])
+        assert_same(answer, serve(run, [item(text, **parameters)])[0])
 
 
 # ── errors that the check at load detects ──

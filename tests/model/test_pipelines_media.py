@@ -7,7 +7,18 @@ import numpy as np
 import soundfile
 from PIL import Image
 
-from tests.parity import WORDS, assert_parity, item, mixed, oracle, plain, runner, same, serve, text
+from tests.parity import (
+    WORDS,
+    assert_parity,
+    assert_same,
+    item,
+    mixed,
+    oracle,
+    plain,
+    runner,
+    serve,
+    text,
+)
 
 
 def png(seed: int, size: tuple[int, int], mode: str = "RGB") -> bytes:
@@ -40,7 +51,7 @@ def assert_files_equal_the_pipeline(
     answers = serve(runner(task, model), items)
     for answer, (_, decoded, chosen) in zip(answers, calls, strict=True):
         decoded = decoded.copy()
-        same(answer, plain(oracle(task, model)(decoded, **chosen)))
+        assert_same(answer, plain(oracle(task, model)(decoded, **chosen)))
     return items
 
 

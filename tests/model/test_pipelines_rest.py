@@ -14,7 +14,7 @@ from PIL import Image
 from batching.errors import InvalidInput
 from tests import tiny_media as tiny_media  # adds its models to the list
 from tests.model.test_pipelines_media import noise, png, wav
-from tests.parity import item, oracle, refusal, runner, same, serve, text
+from tests.parity import assert_same, item, oracle, refusal, runner, serve, text
 from worker.media.inputs import to_json
 from worker.pipeline.limits import values_per_pixel
 
@@ -49,7 +49,7 @@ def answers_like_the_pipeline(
     for answer, (_, keywords, parameters) in zip(answers, calls, strict=True):
         given = [keywords[""]] if "" in keywords else []
         named = {key: value for key, value in keywords.items() if key}
-        same(answer, orjson.loads(to_json(call(*given, **named, **parameters))))
+        assert_same(answer, orjson.loads(to_json(call(*given, **named, **parameters))))
     return answers
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from tests.hub import hub
+from tests.hub import serving_hub
 from tests.process.test_start import ROOT, SERVER, assert_refused, pipe, process, run
 from worker.model.loading import LoadingFailed, load_errors
 
@@ -31,10 +31,10 @@ def ready(*words: str, **environment: str) -> str:
 
 @pytest.mark.slow
 def test_a_model_is_fetched_with_the_token_and_then_served_offline(cache: dict[str, str]) -> None:
-    with hub(MODEL, ROOT / "worker/demo/fill-mask", TOKEN["HF_TOKEN"]) as made:
+    with serving_hub(MODEL, ROOT / "worker/demo/fill-mask", TOKEN["HF_TOKEN"]) as made:
         said = ready(MODEL, **cache, **TOKEN, **made.environment)
     assert " ready " in said, said
-    assert f"GET /{MODEL}/resolve/main/model.safetensors" in made.asked
+    assert f"GET /{MODEL}/resolve/main/model.safetensors" in made.requests
     offline = made.environment | cache | {"HF_HUB_OFFLINE": "1"}  # and the hub is gone
     assert " ready " in ready(MODEL, **offline)
 
@@ -51,7 +51,7 @@ def test_a_model_is_fetched_with_the_token_and_then_served_offline(cache: dict[s
 def test_what_cannot_be_fetched_is_said_in_a_line(
     model: str, environment: dict[str, str], says: str, cache: dict[str, str]
 ) -> None:
-    with hub(MODEL, ROOT / "worker/demo/fill-mask", TOKEN["HF_TOKEN"]) as made:
+    with serving_hub(MODEL, ROOT / "worker/demo/fill-mask", TOKEN["HF_TOKEN"]) as made:
         done = run([*SERVER, model], **{**made.environment, **cache, **environment})
     assert_refused(done, f"MODEL={model!r}: ", says)
     assert done.stderr.count("\n") == 1

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from tests.fake_generator import FakeGenerator
+from tests.page_server import KEY, other_origin, serving_all
 from tests.serving import Server
-from tests.visited import KEY, serving_all, site
 
 
 @pytest.fixture(scope="module")
 def elsewhere() -> Iterator[int]:
-    with site() as port:
+    with other_origin() as port:
         yield port
 
 
@@ -45,7 +45,7 @@ def test_a_page_of_an_allowed_origin_can_call(visitor: Any, server: Server, else
     assert text.endswith("data: [DONE]\n\n")
     status, _, text = visitor.evaluate(ASK, [server.url, "wrong"])
     assert (status, json.loads(text)["error"]["code"]) == (401, "invalid_api_key")
-    visitor.watched.forgive(401)
+    visitor.problems.ignore_status(401)
 
 
 def test_a_page_of_another_origin_cannot(
@@ -58,5 +58,5 @@ def test_a_page_of_another_origin_cannot(
     )
     assert refused == "TypeError"
     assert len(generator.payloads) == asked
-    assert all("CORS" in each or "ERR_FAILED" in each for each in visitor.watched.wrong)
-    visitor.watched.wrong.clear()
+    assert all("CORS" in each or "ERR_FAILED" in each for each in visitor.problems.messages)
+    visitor.problems.messages.clear()

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.fake_generator import FakeGenerator
+from tests.page_server import KEY, run_shell, serving_all
 from tests.serving import Server, wait_until
-from tests.visited import KEY, serving_all, shell
 
 TABS = ["Chat", "Pipeline", "Embeddings", "Live"]
 GENERATOR = FakeGenerator()
@@ -84,7 +84,7 @@ def test_what_was_sent_and_the_same_to_type(page: Any) -> None:
     assert whole["usage"]["completion_tokens"] == 3
     curl = shown("curl")
     assert KEY not in curl
-    assert shell(curl).count(" there") == 1
+    assert run_shell(curl).count(" there") == 1
     assert heard()[0] == request["messages"][0]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:
@@ -140,11 +140,11 @@ def test_an_error_is_told_as_the_server_words_it(page: Any) -> None:
     alert = answer.get_by_role("alert")
     alert.get_by_text("this prompt is refused").wait_for()
     assert "400" in alert.inner_text()
-    page.watched.forgive(400)
+    page.problems.ignore_status(400)
     alert.get_by_role("button", name="Try again").click()
     page.locator("article.assistant").get_by_text("this prompt is refused").wait_for()
     assert page.locator("article.assistant").count() == 1
-    page.watched.forgive(400)
+    page.problems.ignore_status(400)
     say(page, "say fine").get_by_text("fine").wait_for()
     assert [message["content"] for message in heard()] == ["say fine"], "or it would fail for ever"
 
@@ -197,10 +197,10 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(visitor: Any, server: Server) ->
     visitor.goto(server.url)
     field = visitor.get_by_role("textbox", name="API key")
     field.fill("wrong")
-    visitor.watched.forgive(401)
+    visitor.problems.ignore_status(401)
     visitor.keyboard.press("Enter")
     visitor.get_by_text("The server does not know this key.").wait_for()
-    visitor.watched.forgive(401)
+    visitor.problems.ignore_status(401)
     field.fill(KEY)
     visitor.keyboard.press("Enter")
     say(visitor, "hello").get_by_text("Hello there").wait_for()

@@ -11,8 +11,8 @@ import pytest
 import soundfile
 
 from tests.fake_generator import FakeGenerator
+from tests.page_server import KEY, run_shell, serving_all
 from tests.serving import Server
-from tests.visited import KEY, serving_all, shell
 
 SVG = "<svg xmlns='http://www.w3.org/2000/svg' width='80' height='40'/>"
 
@@ -89,11 +89,11 @@ def test_a_pipeline(page: Any) -> None:
     assert page.get_by_text("batch of 1").is_visible()
     page.locator("#pipeline").get_by_text("Request and answer").click()
     page.locator("#pipeline").get_by_role("button", name="curl").click()
-    assert json.loads(shell(page.locator("#pipeline pre").text_content()))[0]["score"] == 0.9
+    assert json.loads(run_shell(page.locator("#pipeline pre").text_content()))[0]["score"] == 0.9
     page.get_by_label("Text", exact=True).fill("refused")
     page.keyboard.press("Enter")
     page.locator("#pipeline").get_by_role("alert").get_by_text("this text is refused").wait_for()
-    page.watched.forgive(400)
+    page.problems.ignore_status(400)
 
 
 def test_embeddings_become_a_table(page: Any) -> None:

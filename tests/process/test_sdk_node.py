@@ -123,7 +123,7 @@ def test_none_is_no_call(checks: Checks, side: str) -> None:
 def test_what_a_tool_returns_becomes_the_answer(checks: Checks, api: str, name: str) -> None:
     answer = got(checks, api, name)
     assert answer["called"] == [{"city": "Paris"}]
-    assert sdk.knows(answer["content"]), answer["content"]
+    assert sdk.reports_weather(answer["content"]), answer["content"]
 
 
 @apis

@@ -22,7 +22,7 @@ import pytest
 from server.app import create_app
 from server.core.settings import Settings, SettingsError
 from server.preflight import MISUSE, STARTUP_FAILURE
-from tests.serving import read_answer, wait_until
+from tests.serving import read_response, wait_until
 
 ROOT = Path(__file__).parents[2]
 UVICORN = [sys.executable, "-m", "uvicorn", "server.app:app"]
@@ -286,7 +286,7 @@ def test_every_start_command_limits_headers(script: list[str]) -> None:
             socket.create_connection(("127.0.0.1", port)) as client,
         ):
             client.sendall(LONG)
-            assert read_answer(client)[0] == 431
+            assert read_response(client)[0] == 431
 
 
 def test_a_server_whose_model_fails_to_load_answers_waiting_requests_and_exits() -> None:
@@ -299,7 +299,7 @@ def test_a_server_whose_model_fails_to_load_answers_waiting_requests_and_exits()
             pipe(child.stdin).flush()
             error = next(line for line in pipe(child.stderr) if line.startswith("onequeue: "))
             client.sendall(b"text")
-            status, body = read_answer(client)
+            status, body = read_response(client)
             assert (status, b"worker_down" in body) == (503, True)
         assert child.wait(20) == 3
         assert error == "onequeue: the model has failed: the weights are missing\n"

@@ -1,4 +1,4 @@
-"""What a page is tried on: a server without models, with a key, and a site of another origin."""
+"""Servers for tests of the page: one with fake models and a key, and one of another origin."""
 
 import subprocess
 import threading
@@ -21,16 +21,16 @@ KEY = "the-key"
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,image/webp,*/*;q=0.8"
 
 
-class Masks(FakeRunner):
-    """What fill-mask answers with."""
+class FillMaskRunner(FakeRunner):
+    """Returns results of fill-mask."""
 
     def finish(self, item: WorkItem, raw: Any) -> bytes:
         scores = {"paris": 0.9, "rome": 0.1}
         return orjson.dumps([{"score": s, "token_str": t} for t, s in scores.items()])
 
 
-class Letters(FakeRunner):
-    """A text's vector says whether it has an a, and whether a b."""
+class LetterEmbedder(FakeRunner):
+    """Returns vectors of two numbers: whether the text has an a, and whether it has a b."""
 
     max_model_len = 8
     no_images = TEXT_ONLY
@@ -40,7 +40,7 @@ class Letters(FakeRunner):
         item.tokens = item.rows = len(item.prepared)
 
     def forward(self, prepared: list[Any]) -> list[Any]:
-        return [[[float("a" in text), float("b" in text)] for text in each] for each in prepared]
+        return [[[float("a" in text), float("b" in text)] for text in texts] for texts in prepared]
 
     def finish(self, item: WorkItem, raw: Any) -> Any:
         parts = [
@@ -50,9 +50,7 @@ class Letters(FakeRunner):
         return EmbeddingOutput(b",".join(parts), np.array(raw, np.float32), item.tokens)
 
 
-class Elsewhere(BaseHTTPRequestHandler):
-    """Another site: an empty page."""
-
+class EmptyPage(BaseHTTPRequestHandler):
     def do_GET(self) -> None:  # http.server's name
         self.send_response(200)
         self.send_header("content-type", "text/html")
@@ -64,24 +62,24 @@ class Elsewhere(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def site() -> Iterator[int]:
-    """Another site's port."""
-    made = ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere)
-    threading.Thread(target=made.serve_forever, daemon=True).start()
-    yield made.server_address[1]
-    made.shutdown()
+def other_origin() -> Iterator[int]:
+    """Serve an empty page of another origin; yield its port."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), EmptyPage)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server.server_address[1]
+    server.shutdown()
 
 
 @contextmanager
 def serving_all(generator: FakeGenerator, **settings: Any) -> Iterator[Server]:
-    """A pipeline, a chat model and an embedder, for those who have the key."""
-    load: dict[str, Any] = {"load_chat": lambda: generator, "load_embedder": Letters}
-    with serving(Masks, api_keys=(KEY,), **load, **settings) as made:
-        yield made
+    """Run a server with a pipeline, a chat model and an embedder, for requests with the key."""
+    load: dict[str, Any] = {"load_chat": lambda: generator, "load_embedder": LetterEmbedder}
+    with serving(FillMaskRunner, api_keys=(KEY,), **load, **settings) as server:
+        yield server
 
 
-def shell(command: str) -> str:
-    """A line's answer; the line is to succeed."""
+def run_shell(command: str) -> str:
+    """Run a line with curl, which must succeed, and return its output."""
     command = command.replace("curl ", "curl --silent --show-error --fail --noproxy '*' ", 1)
     done = subprocess.run(
         ["sh", "-c", command], env={"API_KEY": KEY, "PATH": "/usr/bin:/bin"},
