@@ -489,7 +489,7 @@ def test_a_call_that_the_model_begins_is_held_to_its_tool() -> None:
 
 def test_the_first_call_is_the_last_where_only_one_may_be_made() -> None:
     made = 0
-    asked: Any = {"tools": TOOLS, "calls": ToolCallPolicy(NAMES, parallel=False)}
+    asked: Any = {"tools": TOOLS, "tool_calls": ToolCallPolicy(NAMES, parallel=False)}
     for served in together([asking(sampling=opening_call(seed), **asked) for seed in range(6)]):
         if served.choices[0].finish_reason == "tool_calls":
             assert len(calls_in(served)) == 1
@@ -560,8 +560,8 @@ def test_stop_strings_do_not_get_in_the_way(stop: tuple[str, ...]) -> None:
     document = {"constraint": schema("flat"), "variables": {"thinking_begun": True}}
     asked: list[dict[str, Any]] = [
         {**document, "sampling": closing(1), "thinking_tokens": 9},
-        {"sampling": opening_call(1), "tools": TOOLS, "calls": ToolCallPolicy(NAMES)},
-        {"tools": TOOLS, "calls": ToolCallPolicy(NAMES, required=True)},
+        {"sampling": opening_call(1), "tools": TOOLS, "tool_calls": ToolCallPolicy(NAMES)},
+        {"tools": TOOLS, "tool_calls": ToolCallPolicy(NAMES, required=True)},
     ]
     without = together([asking(**fields) for fields in asked])
     stopped = together([asking(**fields, stopping={"stop": stop}) for fields in asked])
