@@ -1,8 +1,8 @@
-"""What `scripts/template` runs: says what was learned from a chat template, and reads answers.
+"""The command `scripts/template`: reports the formats of a chat template, and parses outputs.
 
-    MODEL or FILE.jinja → tokenizer → ResponseReader → report, or a line for each that is read
+    MODEL or FILE.jinja → tokenizer → ResponseReader → report, or a line for each output
 
-It is what to run before a bug in the reading of calls or thoughts is filed.
+Run it before filing a bug about parsing tool calls or reasoning.
 """
 
 import argparse
@@ -26,10 +26,10 @@ from worker.messages.generation import ToolCallPolicy
 from worker.model.loading import local_path
 from worker.text.chat_template.byte_tokenizer import byte_tokenizer
 from worker.text.chat_template.history import QUESTION, Render
-from worker.text.chat_template.inference import CONTENT, TOOLS, assistant, shown_calls
+from worker.text.chat_template.inference import CONTENT, TOOLS, assistant, example_calls
 from worker.text.chat_template.template import ChatTemplate
 
-BAD = 2  # exit status, as argparse has it
+EXIT_USAGE = 2  # as argparse has it
 CONTENTS = {"absent": "left out", "null": "null", "dumped": "null", "empty": "an empty text"}
 IDS = {"any": "any", "nine": "nine letters or digits", "named": "functions.NAME:INDEX"}
 
@@ -41,7 +41,7 @@ class ToolFunction(msgspec.Struct):
 
 
 class HistoryLine(msgspec.Struct):
-    """What a model wrote, and what it was offered."""
+    """An output of a model, and the tools of its request."""
 
     output: str
     tools: list[ToolFunction] = []
@@ -49,22 +49,25 @@ class HistoryLine(msgspec.Struct):
 
 
 def main() -> None:
-    asked = arguments().parse_args()
+    arguments = make_parser().parse_args()
     try:
-        reader, ends = load(asked.template, asked.tokenizer)
+        reader, ends = load(arguments.template, arguments.tokenizer)
         lines: Iterable[bytes] = sys.stdin.buffer
-        if asked.read not in (None, "-"):
-            lines = Path(asked.read).read_bytes().splitlines()
-    except Exception as error:  # whatever a file, a hub or a library has against it
-        refuse(f"{asked.template}: {first_line(error)}")
-    if asked.read:
+        if arguments.read not in (None, "-"):
+            lines = Path(arguments.read).read_bytes().splitlines()
+    except Exception as error:  # of a file, the hub or a library
+        fail(f"{arguments.template}: {first_line(error)}")
+    if arguments.read:
         read(reader, lines)
     else:
-        made = report(reader.template, ends)
-        print(json.dumps(made, ensure_ascii=False, indent=2) if asked.json else as_text(made))
+        fields = report(reader.template, ends)
+        if arguments.json:
+            print(json.dumps(fields, ensure_ascii=False, indent=2))
+        else:
+            print(as_text(fields))
 
 
-def arguments() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="scripts/template",
         description="Say what is learned from a model's chat template, and what could not be.",
@@ -83,18 +86,18 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def load(name: str, tokenizer_folder: str | None) -> tuple[ResponseReader, tuple[str, ...]]:
-    """And the tokens that end an answer."""
+    """Return a reader of outputs, and the tokens that end one."""
     defaults: Any = None
     if name.endswith(".jinja"):
         source = Path(name).read_text()
-        tokenizer = of_file(source, tokenizer_folder)
+        tokenizer = tokenizer_for(source, tokenizer_folder)
     else:
         path = local_path(name, "chat")
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         with contextlib.suppress(OSError):
             defaults = GenerationConfig.from_pretrained(path)
         if tokenizer_folder:
-            tokenizer = of_file(tokenizer.chat_template, tokenizer_folder)
+            tokenizer = tokenizer_for(tokenizer.chat_template, tokenizer_folder)
     if not tokenizer.chat_template:
         raise InvalidInput("it has no chat template", None)
     ends = eos_token_ids(defaults, tokenizer)
@@ -102,23 +105,25 @@ def load(name: str, tokenizer_folder: str | None) -> tuple[ResponseReader, tuple
     return ResponseReader(tokenizer, ends), texts
 
 
-def of_file(source: str, folder: str | None) -> PreTrainedTokenizerBase:
-    """A tokenizer with this chat template alone. Without a folder, one is made."""
+def tokenizer_for(source: str, folder: str | None) -> PreTrainedTokenizerBase:
+    """Return a tokenizer with this chat template and no response template; without a folder, a
+    byte-level one."""
     if folder:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         tokenizer.chat_template, tokenizer.response_template = source, None
         return tokenizer
-    made = byte_tokenizer(source)
-    if (end := end_of_turn(ChatTemplate(made).tried)) and len(made.tokenize(end)) == 1:
-        made.eos_token = end
-    return made
+    tokenizer = byte_tokenizer(source)
+    end = end_of_turn(ChatTemplate(tokenizer).try_render)
+    if end and len(tokenizer.tokenize(end)) == 1:
+        tokenizer.eos_token = end
+    return tokenizer
 
 
-# ── answers ──
+# ── outputs ──
 
 
 def read(reader: ResponseReader, lines: Iterable[bytes]) -> None:
-    """A line for each. Stops at one that is bad."""
+    """Parse the output of each line and print a line; exit at an invalid one."""
     decoder = msgspec.json.Decoder(HistoryLine)
     for number, text in enumerate(lines, 1):
         if not text.strip():
@@ -130,100 +135,106 @@ def read(reader: ResponseReader, lines: Iterable[bytes]) -> None:
             ]
             answer = reader.read(line.output, tools, line.thinking)
         except (msgspec.MsgspecError, InvalidInput) as error:
-            refuse(f"line {number}: {error}")
+            fail(f"line {number}: {error}")
         print(msgspec.json.encode(answer).decode(), flush=True)
 
 
-def refuse(why: str) -> NoReturn:
-    print(f"template: {why}", file=sys.stderr)
-    raise SystemExit(BAD)
+def fail(reason: str) -> NoReturn:
+    print(f"template: {reason}", file=sys.stderr)
+    raise SystemExit(EXIT_USAGE)
 
 
 # ── the report ──
 
 
 def report(template: ChatTemplate, end_tokens: tuple[str, ...]) -> dict[str, Any]:
-    """`end_tokens`: the checkpoint's; what ends a turn in the template is told beside them."""
-    made = {
+    """`end_tokens`: the checkpoint's; the report has the template's end of a message as well."""
+    formats = {
         "calls": _calls(template),
-        "thoughts": _thoughts(template),
+        "thoughts": _reasoning(template),
         "history": _history(template),
         "tools_shown": template.shows_tools,
         "end_tokens": list(end_tokens),
-        "end_of_turn": end_of_turn(template.tried),
+        "end_of_turn": end_of_turn(template.try_render),
     }
     lacks = [*template.notes]
-    if not made["thoughts"]:
+    if not formats["thoughts"]:
         lacks.append("thoughts: no marks of them were found; an answer has none")
-    if not end_tokens and not made["end_of_turn"]:
+    if not end_tokens and not formats["end_of_turn"]:
         lacks.append("end: no token ends an answer")
-    return {**made, "lacks": lacks}
+    return {**formats, "lacks": lacks}
 
 
 def _calls(template: ChatTemplate) -> dict[str, Any]:
-    """How they are written where they must be made, and whether that was learned."""
+    """Return the format of required calls, and whether it was inferred."""
     form = template.output_format_for(ToolCallPolicy((), required=True)).tool_calls
     assert form is not None
-    one, two = (shown_calls(template.examples, count) for count in (1, 2))
-    made = {"learned": bool(template.examples), "arguments": form.arguments.style, "one": one}
-    return {**made, "two": two if form.separator is not None else None}
+    one, two = (example_calls(template.examples, count) for count in (1, 2))
+    return {
+        "learned": bool(template.examples),
+        "arguments": form.arguments.style,
+        "one": one,
+        "two": two if form.separator is not None else None,
+    }
 
 
-def _thoughts(template: ChatTemplate) -> dict[str, Any] | None:
-    """The marks, and what the prompt has written of them with each value of `enable_thinking`."""
-    form = template.answers
+def _reasoning(template: ChatTemplate) -> dict[str, Any] | None:
+    """Return the delimiters, and those in the prompt for each value of `enable_thinking`."""
+    form = template.output_format
     if form.reasoning is None:
         return None
     switches: dict[str, dict[str, Any]] = {"default": {}}
-    switches |= {str(way).lower(): {"enable_thinking": way} for way in (True, False)}
-    prompts = {name: template.tried([QUESTION], **given) for name, given in switches.items()}
-    begun = {name: form.reasoning_at_end(prompt) for name, prompt in prompts.items()}
-    return {"open": form.reasoning[0], "close": form.reasoning[1], "in_prompt": begun}
+    switches |= {str(value).lower(): {"enable_thinking": value} for value in (True, False)}
+    in_prompt = {
+        name: form.reasoning_at_end(template.try_render([QUESTION], **variables))
+        for name, variables in switches.items()
+    }
+    return {"open": form.reasoning[0], "close": form.reasoning[1], "in_prompt": in_prompt}
 
 
 def _history(template: ChatTemplate) -> dict[str, Any] | None:
-    """What the template takes of calls that were made before."""
-    turns = template.turns
-    if turns is None or turns.written:
+    """Return the form in which the template takes earlier calls."""
+    form = template.history_format
+    if form is None or form.calls_in_content:
         return None
     return {
-        "content_of_null": CONTENTS[turns.content],
-        "arguments": turns.arguments,
-        "ids": IDS[turns.ids],
-        "text_and_calls": "two messages" if turns.apart else "one message",
-        "calls_in_a_message": "one" if turns.single else "several",
+        "content_of_null": CONTENTS[form.empty_content],
+        "arguments": form.arguments,
+        "ids": IDS[form.call_ids],
+        "text_and_calls": "two messages" if form.separate_content else "one message",
+        "calls_in_a_message": "one" if form.one_call else "several",
     }
 
 
 def end_of_turn(render: Render) -> str | None:
-    """What a template writes after an assistant's last message."""
-    turns = [QUESTION, assistant(content=CONTENT)]
-    text = render(turns, add_generation_prompt=False)
-    text = text or render(turns, TOOLS, add_generation_prompt=False)
-    _, shown, rest = text.rpartition(CONTENT)
-    return (rest.strip() or None) if shown else None
+    """Return the text that a template writes after the assistant's last message."""
+    messages = [QUESTION, assistant(content=CONTENT)]
+    text = render(messages, add_generation_prompt=False)
+    text = text or render(messages, TOOLS, add_generation_prompt=False)
+    _, found, rest = text.rpartition(CONTENT)
+    return (rest.strip() or None) if found else None
 
 
-def as_text(made: Mapping[str, Any]) -> str:
-    """A line a fact, and a line for all that is lacking."""
-    lines = [*_facts(made, "")]
+def as_text(fields: Mapping[str, Any]) -> str:
+    """Return a line for each field of the report, and for each item of a list."""
+    lines = [*_lines(fields, "")]
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:{width}}  {value}" for name, value in lines)
 
 
-def _facts(made: Mapping[str, Any], of: str) -> Iterator[tuple[str, str]]:
-    for key, value in made.items():
-        name = f"{of}{key.replace('_', ' ')}"
+def _lines(fields: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+    for key, value in fields.items():
+        name = f"{prefix}{key.replace('_', ' ')}"
         if isinstance(value, dict):
-            yield from _facts(value, f"{name}: ")
+            yield from _lines(value, f"{name}: ")
         else:
-            for each in value if isinstance(value, list) else [value]:
-                # on one line, with what cannot be seen escaped
-                shown = json.dumps(each, ensure_ascii=False).replace('\\"', '"')
-                yield name, shown[1:-1] if isinstance(each, str) else shown
+            for item in value if isinstance(value, list) else [value]:
+                # On one line, with invisible characters escaped.
+                text = json.dumps(item, ensure_ascii=False).replace('\\"', '"')
+                yield name, text[1:-1] if isinstance(item, str) else text
 
 
 if __name__ == "__main__":
-    logging.disable(logging.WARNING)  # the report tells what is lacking
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
+    logging.disable(logging.WARNING)  # the report has them
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `| head` is no error
     main()

@@ -121,7 +121,7 @@ def test_a_template_that_does_not_show_the_input_is_no_basis(
 ) -> None:
     generator = tiny_decisions.engine()
     template = generator.input_processor.template
-    same = RenderedPrompt("always the same", template.answers)
+    same = RenderedPrompt("always the same", template.output_format)
     monkeypatch.setattr(template, "render", lambda chat: same)
     with pytest.raises(InvalidInput, match="changes the text"):
         generator.prepare(WorkItem(about(STATE, predicates(1)), float("inf"), 0.0))

@@ -91,7 +91,7 @@ def learned(template: str) -> ChatTemplate:
 def test_the_form_is_the_templates(name: str) -> None:
     source, expected = TEMPLATES[name]
     template = learned(source)
-    calls = template.answers.tool_calls
+    calls = template.output_format.tool_calls
     assert calls is not None
     if expected is None:
         assert calls == DEFAULT_TOOL_CALL_FORMAT
@@ -102,7 +102,7 @@ def test_the_form_is_the_templates(name: str) -> None:
 
 def test_what_a_template_lacks_is_a_warning_each(caplog: pytest.LogCaptureFixture) -> None:
     template = learned("<tool_call>")
-    template.refuse_calls("of a test")
+    template.disable_tool_call_format("of a test")
     ChatTemplate(llama_tokenizer(None))  # takes no chats
     told = [record for record in caplog.records if record.name == "onequeue.template"]
     assert [record.levelname for record in told] == ["WARNING"] * len(template.notes)

@@ -208,12 +208,12 @@ class GrammarRecorder:
 
 
 def test_a_document_in_place_of_calls_has_its_own_header() -> None:
-    template: Any = SimpleNamespace(forms=lambda _: (HARMONY, HARMONY.tool_calls))
-    plans: Any = ConstraintBuilder.__new__(ConstraintBuilder)
-    plans._template, plans.grammars = template, GrammarRecorder()
+    builder: Any = ConstraintBuilder.__new__(ConstraintBuilder)
+    builder._template, builder.grammars = SimpleNamespace(), GrammarRecorder()
     chat = Chat(({"role": "user", "content": "?"},), (TOOL,))
     constraint = Constraint("json_schema", {"type": "object"}, "response_format")
-    plans.of(GenerationInput(chat, tool_calls=ToolCallPolicy(("get",)), constraint=constraint), "")
+    request = GenerationInput(chat, tool_calls=ToolCallPolicy(("get",)), constraint=constraint)
+    builder.build(request, HARMONY, "")
     tokenizer = LLTokenizer("byte")
     header = "<|channel|>final<|message|>"
     call = ' to=functions.get<|channel|>commentary json<|message|>{"s": "x"}<|call|>'
@@ -223,7 +223,7 @@ def test_a_document_in_place_of_calls_has_its_own_header() -> None:
         f"<|start|>assistant{header}{{}}",
         f"<|start|>assistant{call}",
     ):
-        matcher = LLMatcher(tokenizer, plans.grammars.grammar)
+        matcher = LLMatcher(tokenizer, builder.grammars.grammar)
         tokens = tokenizer.tokenize_str(text)
         assert matcher.try_consume_tokens(tokens) == len(tokens), text
         assert matcher.is_accepting()

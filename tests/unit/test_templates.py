@@ -168,10 +168,12 @@ def test_what_is_garbled_is_read_the_same_however_it_comes(name: str) -> None:
     texts += [(case["output"], tools_of(case)) for case in cases().get(name, [])]
     for text, tools in texts:
         for _ in range(5):
-            written = garbled(text, template.answers.visible_texts, chance)
+            written = garbled(text, template.output_format.visible_texts, chance)
             cuts = sorted(chance.choices(range(len(written) + 1), k=6))
             whole, *others = (
-                parsed_response(parse(OutputParser(template.answers, "", True, tools), pieces))
+                parsed_response(
+                    parse(OutputParser(template.output_format, "", True, tools), pieces)
+                )
                 for pieces in (
                     [written],
                     written,
@@ -269,18 +271,18 @@ def written(name: str, message: dict[str, Any]) -> tuple[str, str]:
     begun, text = (
         tokenizer.convert_tokens_to_string(tokens) for tokens in (after[:same], after[same:])
     )
-    for end in (ENDS.get(name), end_of_turn(reader(name).template.tried)):
+    for end in (ENDS.get(name), end_of_turn(reader(name).template.try_render)):
         text = text.partition(end)[0] if end else text
     return begun, text
 
 
 def shown_by(name: str, parts: list[DeltaPart]) -> bool:
     """Whether the template can show it in one turn."""
-    turns = reader(name).template.turns
-    if turns is None or turns.written:
+    turns = reader(name).template.history_format
+    if turns is None or turns.calls_in_content:
         return False
     several = sum(part.kind == "call" for part in parts) > 1
-    return not (several and turns.single)
+    return not (several and turns.one_call)
 
 
 def leaves(value: Any) -> list[str]:

@@ -16,7 +16,7 @@ from server.openai.request_fields import decode
 from tests.tiny_tokenizers import llama_tokenizer
 from worker.messages.deltas import Delta, DeltaPart
 from worker.messages.generation import Chat
-from worker.text.chat_template.history import Content, HistoryAdapter, HistoryFormat
+from worker.text.chat_template.history import EmptyContent, HistoryAdapter, HistoryFormat
 from worker.text.chat_template.template import ChatTemplate
 
 REAL = Path(__file__).parents[3] / "shared" / "templates"
@@ -70,8 +70,8 @@ def results(message: dict[str, Any], *texts: str) -> list[dict[str, Any]]:
 
 
 def in_form(chat_template: ChatTemplate, messages: list[Any]) -> list[dict[str, Any]]:
-    assert chat_template.turns is not None
-    return HistoryAdapter(chat_template.turns).adapt(messages)
+    assert chat_template.history_format is not None
+    return HistoryAdapter(chat_template.history_format).adapt(messages)
 
 
 def second_turn(chat_template: ChatTemplate, parts: list[DeltaPart], *texts: str) -> str:
@@ -117,30 +117,30 @@ FIRST_ONLY = SAYS + OBJECTS.replace("m.tool_calls or []", "(m.tool_calls or [])[
 # Whether this version of transformers shows a template what is None.
 SHOWS_NONE = "{{ messages[0].content is none and messages[0].content is defined }}"
 SHOWN = llama_tokenizer(SHOWS_NONE).apply_chat_template([{"content": None}], tokenize=False)
-NULL: Content = "null" if SHOWN == "True" else "dumped"
+NULL: EmptyContent = "null" if SHOWN == "True" else "dumped"
 SMALL = [
     (SAYS + OBJECTS, HistoryFormat()),
-    ("{{ '' + m.content }}" + OBJECTS, HistoryFormat(content="empty")),
+    ("{{ '' + m.content }}" + OBJECTS, HistoryFormat(empty_content="empty")),
     ("{{ m.content }}" + OBJECTS, HistoryFormat()),
-    ("{{ m.get('content') }}" + OBJECTS, HistoryFormat(content="empty")),
+    ("{{ m.get('content') }}" + OBJECTS, HistoryFormat(empty_content="empty")),
     (
         "{%- if m.content is none -%}" + OBJECTS + "{%- else -%}{{ m.content }}{%- endif -%}",
-        HistoryFormat(content=NULL, apart=True),
+        HistoryFormat(empty_content=NULL, separate_content=True),
     ),
     (SAYS + TEXTS, HistoryFormat(arguments="text")),
-    (SAYS + NINE, HistoryFormat(ids="nine")),
-    (SAYS + NAMED, HistoryFormat(ids="named")),
-    (NOT_BOTH, HistoryFormat(apart=True)),
-    (OBJECTS + SAYS, HistoryFormat(apart=True)),
-    (FIRST_ONLY, HistoryFormat(single=True)),
-    (SAYS, HistoryFormat(written=True)),
+    (SAYS + NINE, HistoryFormat(call_ids="nine")),
+    (SAYS + NAMED, HistoryFormat(call_ids="named")),
+    (NOT_BOTH, HistoryFormat(separate_content=True)),
+    (OBJECTS + SAYS, HistoryFormat(separate_content=True)),
+    (FIRST_ONLY, HistoryFormat(one_call=True)),
+    (SAYS, HistoryFormat(calls_in_content=True)),
     (
         "{%- if m.role != 'tool' -%}" + SAYS + OBJECTS + "{%- endif -%}",
-        HistoryFormat(results="told"),
+        HistoryFormat(results="user"),
     ),
     (
         "{{ raise_exception('no') if m.role == 'tool' }}" + SAYS,
-        HistoryFormat(written=True, results="told"),
+        HistoryFormat(calls_in_content=True, results="user"),
     ),
     ("{{ (m.content or 0) / 0 }}", None),
     ("{%- macro f() -%}{{ f() }}{%- endmacro -%}{{ f() }}", None),
@@ -150,11 +150,11 @@ SMALL = [
 
 @pytest.mark.parametrize(("template", "form"), SMALL)
 def test_what_a_template_takes_is_found_out(template: str, form: HistoryFormat | None) -> None:
-    assert template_of(HEAD + template + END).turns == form
+    assert template_of(HEAD + template + END).history_format == form
 
 
 def test_a_model_without_a_template_loads() -> None:
-    assert ChatTemplate(llama_tokenizer(None)).turns is None
+    assert ChatTemplate(llama_tokenizer(None)).history_format is None
 
 
 @pytest.mark.parametrize("template", [each for each, form in SMALL if form])
@@ -394,7 +394,7 @@ def test_a_real_template_takes_ids_of_other_servers(name: str) -> None:
     text = chat_template.render(chat(messages)[1]).text
     for word in ("α0", "β0", "α1", "β1"):
         assert text.count(word) == 1, word
-    if chat_template.turns and chat_template.turns.ids == "nine":
+    if chat_template.history_format and chat_template.history_format.call_ids == "nine":
         assert not any(str(id) in text for id in FOREIGN)
 
 
@@ -406,20 +406,20 @@ def test_a_real_template_that_can_show_no_tools_says_so() -> None:
 
 @needs_templates
 def test_real_templates_differ_in_what_they_take() -> None:
-    forms = {name: real(name).turns or HistoryFormat() for name in NAMES}
+    forms = {name: real(name).history_format or HistoryFormat() for name in NAMES}
 
     def having(**fields: Any) -> set[str]:
         [(key, value)] = fields.items()
         return {name for name, form in forms.items() if getattr(form, key) == value}
 
-    assert having(ids="nine") == SILENT
-    assert having(ids="named") == {"moonshotai-Kimi-K2"}
+    assert having(call_ids="nine") == SILENT
+    assert having(call_ids="named") == {"moonshotai-Kimi-K2"}
     assert having(arguments="text") == {"tool_chat_template_phi4_mini"}
-    assert having(content=NULL) == {"deepseek-ai-DeepSeek-R1-Distill-Qwen-32B"}
-    assert having(content="empty") == {"Qwen-QwQ-32B", "Qwen-Qwen3-0.6B"}
-    assert having(single=True) == {"meta-llama-Llama-3.1-8B-Instruct", "openai-gpt-oss-120b"}
-    assert having(written=True) == {
+    assert having(empty_content=NULL) == {"deepseek-ai-DeepSeek-R1-Distill-Qwen-32B"}
+    assert having(empty_content="empty") == {"Qwen-QwQ-32B", "Qwen-Qwen3-0.6B"}
+    assert having(one_call=True) == {"meta-llama-Llama-3.1-8B-Instruct", "openai-gpt-oss-120b"}
+    assert having(calls_in_content=True) == {
         "HuggingFaceTB-SmolLM3-3B", "Kimi-K2-Instruct", "ibm-granite-granite-3.3-2B-Instruct",
         CANNOT, "microsoft-Phi-3.5-mini-instruct",
     }  # fmt: skip
-    assert having(results="told") == {CANNOT, "microsoft-Phi-3.5-mini-instruct"}
+    assert having(results="user") == {CANNOT, "microsoft-Phi-3.5-mini-instruct"}

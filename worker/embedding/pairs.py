@@ -119,7 +119,7 @@ class PromptTokenizer:
         messages += [{"role": "query", "content": query}, {"role": "document", "content": document}]
         key = self.escaper.new_key()
         text = self.tokenizer.tokenizer.apply_chat_template(
-            self.escaper.hidden(messages, key),
+            self.escaper.escape(messages, key),
             chat_template=self.template,
             tokenize=False,
             add_generation_prompt=True,

@@ -123,7 +123,7 @@ class Decisions:
         item.prepared, question_tokens, characters = [], 0, 0
         for number, question in enumerate(request.questions):
             labels = self._labels(question)
-            asked = self._escaper.hidden(question.text([*labels]), shared.key)
+            asked = self._escaper.escape(question.text([*labels]), shared.key)
             text = f"{shared.before}{asked}{shared.after}"
             characters += len(text)
             self._check(characters <= MAX_QUESTION_TOKENS * self._max_token_chars, question)
@@ -143,7 +143,7 @@ class Decisions:
 
     def _shared_prompt(self, request: DecisionInput) -> SharedPrompt:
         marker, key = secrets.token_hex(16), self._escaper.new_key()  # where the question goes
-        messages = self._escaper.hidden(request.messages, key)
+        messages = self._escaper.escape(request.messages, key)
         chat = Chat(with_question(messages, marker), (), {"enable_thinking": False})
         try:
             text, separator, after = self._template.render(chat).text.partition(marker)

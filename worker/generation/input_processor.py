@@ -84,7 +84,7 @@ class InputProcessor:
         self.constraint_builder = ConstraintBuilder(
             self.template, tokenizer, vocab_size, self.eos_token_ids
         )
-        self.vocabulary = Vocabulary(tokenizer, self.template.answers.keeps_special)
+        self.vocabulary = Vocabulary(tokenizer, self.template.output_format.keeps_special)
         self.max_token_chars = max(map(len, tokenizer.get_vocab()), default=1)
         self.decisions = Decisions(tokenizer, self.template, max_model_len, self.max_token_chars)
         self._tokenizer: Any = tokenizer  # calls of it are not annotated
@@ -159,7 +159,7 @@ class InputProcessor:
         self, request: GenerationInput, rendered: RenderedPrompt | None
     ) -> tuple[OutputParser | None, OutputConstraints | None]:
         """What parses the responses to a prompt, and what constrains them."""
-        prefix, output_format = "", self.template.answers
+        prefix, output_format = "", self.template.output_format
         if rendered:
             assert isinstance(request.prompt, Chat)
             prefix, output_format = (
@@ -305,10 +305,8 @@ class ConstraintBuilder:
             content=answer,
             is_document=answer is not None and not (calls and calls.required),
             call=call,
-            reasoning_start=self._template.opens_thoughts if opens else (),
-            reasoning_end=self._template.end_of_thoughts(output_format)
-            if budget is not None
-            else (),
+            reasoning_start=self._template.reasoning_start if opens else (),
+            reasoning_end=self._template.reasoning_end(output_format) if budget is not None else (),
             reasoning_budget=budget,
             single_call=single,
         )
@@ -366,11 +364,11 @@ class ConstraintBuilder:
 def verify_tool_call_format(template: ChatTemplate) -> ChatTemplate:
     """Check that the grammar of the template's tool calls accepts those that the template writes;
     else have it use the plain format. Python calls without quotes cannot be compared."""
-    call_format = template.answers.tool_calls
+    call_format = template.output_format.tool_calls
     if call_format and (call_format.arguments.style != "python" or call_format.arguments.quotes):
         texts = [text for text, calls in template.examples if calls[0][1] == ARGUMENTS]
         if not all(accepts(call_format, TOOLS, text) for text in texts):
-            template.refuse_calls(
+            template.disable_tool_call_format(
                 "their grammar does not accept the calls that the template writes"
             )
     return template

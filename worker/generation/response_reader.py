@@ -41,7 +41,7 @@ class ResponseReader:
         self.template = verify_tool_call_format(ChatTemplate(tokenizer))
         self.tokenizer = tokenizer
         self._stop_token_ids = dict.fromkeys((*stop_token_ids, END))
-        self._vocabulary = Vocabulary(tokenizer, self.template.answers.keeps_special)
+        self._vocabulary = Vocabulary(tokenizer, self.template.output_format.keeps_special)
 
     def read(
         self, text: str, tools: Sequence[dict[str, Any]] = (), thinking: bool | None = None

@@ -1,7 +1,7 @@
-"""A tokenizer for a chat template that came without one: it can spell everything, byte by byte.
+"""A byte-level tokenizer for a chat template that has none: it can encode any text.
 
-What looks like a mark in the template's source is a token of its own, as in a checkpoint's
-tokenizer, so that answers fall into the same pieces as there.
+Each delimiter in the template's source is one token, as in a checkpoint's tokenizer, so that
+outputs split into the same tokens.
 """
 
 import re
@@ -10,25 +10,26 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-START, END = "<s>", "</s>"
+BOS, EOS = "<s>", "</s>"
 DELIMITER = re.compile(
     r"""<\|[^\s<>{}']{1,40}>|<[^\s<>{}='"]{1,40}>|\[/?[A-Z][A-Z_]{1,30}\]|\[e~\[|\]~!?b\[|\]~b\]"""
 )
 
 
 def byte_tokenizer(source: str, special: bool = False) -> PreTrainedTokenizerFast:
-    """`source`: of the template. `special`: its marks are special tokens, else plain added ones."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({letter: id for id, letter in enumerate(letters)}, []))
+    """Return a tokenizer for a template's source. `special`: its delimiters are special tokens;
+    else they are plain added tokens."""
+    chars = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({char: id for id, char in enumerate(chars)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    make: Any = PreTrainedTokenizerFast
-    tokenizer: PreTrainedTokenizerFast = make(
-        tokenizer_object=backend, bos_token=START, eos_token=END, chat_template=source
+    tokenizer_class: Any = PreTrainedTokenizerFast
+    tokenizer: PreTrainedTokenizerFast = tokenizer_class(
+        tokenizer_object=backend, bos_token=BOS, eos_token=EOS, chat_template=source
     )
-    marks = sorted({*DELIMITER.findall(source)} - {START, END})
+    delimiters = sorted({*DELIMITER.findall(source)} - {BOS, EOS})
     tokenizer.add_tokens(
-        [AddedToken(mark, normalized=False, special=special) for mark in marks],
+        [AddedToken(text, normalized=False, special=special) for text in delimiters],
         special_tokens=special,
     )
     return tokenizer

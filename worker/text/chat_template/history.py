@@ -1,11 +1,10 @@
-"""How the model's chat template takes calls and their results back.
+"""The form in which a chat template takes earlier tool calls, their results and reasoning.
 
-    at load:    question, call, result in every form  --render-->  text: are they in it?  →
-    HistoryFormat
-    a request:  messages as the API has them  --adapt-->  messages as the template takes them
+    at load:    question, call, result in every form  --render-->  is it shown?  → HistoryFormat
+    a request:  messages of the API  --HistoryAdapter.adapt-->  messages of the template
 
-Templates differ in what they want beside calls without content, in arguments, in ids, and in what
-they show at all.
+Templates differ in the content they expect beside calls, in the type of arguments, in ids, and in
+which of these they show at all.
 """
 
 import hashlib
@@ -21,27 +20,21 @@ from typing import Any, Literal, get_args
 from worker.text.tool_call_format import DEFAULT_TOOL_CALL_FORMAT, ToolCallFormat
 
 Message = dict[str, Any]
-# Messages, tools and variables as the template's text; nothing where it raises.
+# From messages, tools and variables to the template's text; "" where the template raises.
 Render = Callable[..., str]
-BLOCKS = "blocks"
-Ids = Literal["any", "nine", "named"]
+CallIds = Literal["any", "nine", "named"]
 ArgumentsAs = Literal["object", "text"]
-Content = Literal["absent", "null", "dumped", "empty"]
-Results = Literal["shown", "told"]
+EmptyContent = Literal["absent", "null", "dumped", "empty"]
+ResultsAs = Literal["tool", "user"]  # the role of their messages
+REASONING_BLOCKS = "blocks"  # reasoning as a block of the content
 
-QUESTION: Message = {"role": "user", "content": "?"}
-NINE = re.compile("[A-Za-z0-9]{9}")
-# Of turns that are tried, with other names than those of the tools that are offered.
-NUMBERS = ("one", "two")
-IDS_TRIED = ("call_of_one", "callofone", "functions.name_one:0")
-BEFORE = "text_before"
-ALL_POINTS = 5
+NINE_CHARS = re.compile("[A-Za-z0-9]{9}")
 
 
 class Null:
-    """None, for templates that ask whether content is none: newer versions of transformers leave
-    out fields that are None, but put what `model_dump` returns in place of an object that has it.
-    Older ones show the object, which reads as the None that no template should show."""
+    """None, for templates that test whether content is none: newer versions of transformers remove
+    fields that are None, but replace an object by the result of its `model_dump`. Older versions
+    render the object, which then reads as the None that no template should show."""
 
     def model_dump(self) -> None:
         return None
@@ -50,7 +43,7 @@ class Null:
         return "None"
 
 
-CONTENTS: dict[Content, Message] = {
+EMPTY_CONTENT: dict[EmptyContent, Message] = {
     "absent": {},
     "null": {"content": None},
     "dumped": {"content": Null()},
@@ -60,243 +53,270 @@ CONTENTS: dict[Content, Message] = {
 
 @dataclass(frozen=True, slots=True)
 class HistoryFormat:
-    """What a template takes."""
+    """The form of earlier messages that a template takes."""
 
-    ids: Ids = "any"  # nine: letters or digits; named: functions.NAME:INDEX
+    call_ids: CallIds = "any"  # nine: letters or digits; named: functions.NAME:INDEX
     arguments: ArgumentsAs = "object"
-    content: Content = "absent"  # beside calls, where there is none
-    apart: bool = False  # content beside calls is a message of its own
-    single: bool = False  # one call a message, each with its results
-    written: bool = False  # it knows no calls: they are part of the content
-    results: Results = "shown"  # or told in the user's words, where it knows none
-    thoughts: str = "reasoning_content"  # the key of a message's thoughts, or `blocks` of content
+    empty_content: EmptyContent = "absent"  # beside calls
+    separate_content: bool = False  # content beside calls is a message of its own
+    one_call: bool = False  # a message has one call, followed by its results
+    calls_in_content: bool = False  # the template shows no calls: they are written as content
+    results: ResultsAs = "tool"
+    reasoning_key: str = "reasoning_content"  # of a message, or REASONING_BLOCKS
 
     def call_id(self, name: str, index: int) -> str:
-        """For a call that the model makes, its conversation's `index`-th."""
-        if self.ids == "named":
-            return _named(name, index)
-        return secrets.token_hex(5)[:9] if self.ids == "nine" else "call_" + secrets.token_hex(12)
+        """Return a new id for the `index`-th call of a conversation."""
+        if self.call_ids == "named":
+            return _named_id(name, index)
+        if self.call_ids == "nine":
+            return secrets.token_hex(5)[:9]
+        return "call_" + secrets.token_hex(12)
 
 
 class HistoryAdapter:
-    """Adapted message by message, so that calls and their results get the same ids."""
+    """Adapts the messages of one conversation; calls and their results get the same ids."""
 
     def __init__(
-        self, form: HistoryFormat, written: ToolCallFormat = DEFAULT_TOOL_CALL_FORMAT
+        self, form: HistoryFormat, content_calls: ToolCallFormat = DEFAULT_TOOL_CALL_FORMAT
     ) -> None:
-        """`written`: how calls are that the template does not show."""
-        self.form = form
-        self._written = written
-        self._made: list[Message] = []
-        self._known: dict[str | None, Message] = {}  # calls by the ids they came with
-        self._used: set[str] = set()
+        """`content_calls`: the format of calls that are written as content."""
+        self._form = form
+        self._content_calls = content_calls
+        self._messages: list[Message] = []
+        self._calls: dict[str | None, Message] = {}  # by the ids of the request
+        self._used_ids: set[str] = set()
 
     def adapt(self, messages: Iterable[Mapping[str, Any]]) -> list[Message]:
-        left = deque(map(self._thinking, map(dict, messages)))
-        while left:
-            message = left.popleft()
+        remaining = deque(self._with_reasoning(dict(message)) for message in messages)
+        while remaining:
+            message = remaining.popleft()
             if message["role"] == "tool":
-                self._result(message)
+                self._add_result(message)
             elif message.get("tool_calls"):
                 results = []
-                while left and left[0]["role"] == "tool":
-                    results.append(left.popleft())
-                self._turn(message, results)
+                while remaining and remaining[0]["role"] == "tool":
+                    results.append(remaining.popleft())
+                self._add_calls(message, results)
             else:
-                self._made.append(message)
-        return self._made
+                self._messages.append(message)
+        return self._messages
 
-    def _thinking(self, message: Message) -> Message:
-        """A message with its thoughts where the template looks for them."""
-        key = self.form.thoughts
+    def _with_reasoning(self, message: Message) -> Message:
+        """Move a message's reasoning to where the template reads it."""
+        key = self._form.reasoning_key
         if key == "reasoning_content" or "reasoning_content" not in message:
             return message
-        thought, content = message.pop("reasoning_content"), message.get("content") or ""
-        if key != BLOCKS:
-            return {**message, key: thought}
+        reasoning, content = message.pop("reasoning_content"), message.get("content") or ""
+        if key != REASONING_BLOCKS:
+            return {**message, key: reasoning}
         if not isinstance(content, str):
             return message
-        blocks = [{"type": "thinking", "thinking": thought}, {"type": "text", "text": content}]
+        blocks = [{"type": "thinking", "thinking": reasoning}, {"type": "text", "text": content}]
         return {**message, "content": blocks if content else blocks[:1]}
 
-    def _turn(self, message: Message, results: list[Message]) -> None:
-        """Results come in the order of their calls: many templates show no ids."""
-        given = message.pop("tool_calls")
-        answers, others = _matched(given, results)
-        if self.form.apart and message.get("content"):
-            self._made.append({"role": "assistant", "content": message.pop("content")})
-        size = 1 if self.form.single else len(given)
-        for start in range(0, len(given), size):
-            group = given[start : start + size]
-            calls = [self._call(call, place) for place, call in enumerate(group)]
+    def _add_calls(self, message: Message, results: list[Message]) -> None:
+        """Add a message's calls and their results, in the order of the calls: many templates show
+        no ids."""
+        calls = message.pop("tool_calls")
+        results_by_call, others = _match_results(calls, results)
+        if self._form.separate_content and message.get("content"):
+            self._messages.append({"role": "assistant", "content": message.pop("content")})
+        size = 1 if self._form.one_call else len(calls)
+        for start in range(0, len(calls), size):
+            group = [
+                self._adapt_call(call, index)
+                for index, call in enumerate(calls[start : start + size])
+            ]
             first = message if start == 0 else {"role": "assistant"}
-            self._made.append(self._calling(first, calls))
-            for call, found in zip(calls, answers[start : start + size], strict=True):
-                for result in found:
-                    self._result(result, call)
+            self._messages.append(self._call_message(first, group))
+            for call, own in zip(group, results_by_call[start : start + size], strict=True):
+                for result in own:
+                    self._add_result(result, call)
         for result in others:
-            self._result(result)
+            self._add_result(result)
 
-    def _calling(self, message: Message, calls: list[Message]) -> Message:
-        if self.form.written:
-            written = self._written.render(
+    def _call_message(self, message: Message, calls: list[Message]) -> Message:
+        if self._form.calls_in_content:
+            text = self._content_calls.render(
                 [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
             )
             content = message.get("content")
-            return {**message, "content": f"{content}\n{written}" if content else written}
-        made = {**message, "tool_calls": calls}
+            return {**message, "content": f"{content}\n{text}" if content else text}
+        message = {**message, "tool_calls": calls}
         if not message.get("content"):
-            made.pop("content", None)
-            made |= CONTENTS[self.form.content]
-        return made
+            message.pop("content", None)
+            message |= EMPTY_CONTENT[self._form.empty_content]
+        return message
 
-    def _call(self, given: Mapping[str, Any], place: int) -> Message:
-        name = given["function"]["name"]
-        arguments = _arguments(given["function"]["arguments"], self.form)
+    def _adapt_call(self, call: Mapping[str, Any], index: int) -> Message:
+        name = call["function"]["name"]
+        arguments = _adapt_arguments(call["function"]["arguments"], self._form)
         function = {"name": name, "arguments": arguments}
-        made = {**given, "id": self._id(given.get("id"), name, place), "function": function}
-        self._known[given.get("id")] = made
-        return made
+        id = self._call_id(call.get("id"), name, index)
+        adapted = {**call, "id": id, "function": function}
+        self._calls[call.get("id")] = adapted
+        return adapted
 
-    def _result(self, message: Message, call: Message | None = None) -> None:
-        """Of `call`, or of the one that it names."""
-        call = call or self._known.get(message.get("tool_call_id"))
+    def _add_result(self, message: Message, call: Message | None = None) -> None:
+        """Add the result of `call`, or of the call that it names."""
+        call = call or self._calls.get(message.get("tool_call_id"))
         if call is not None:
             message = {**message, "tool_call_id": call["id"], "name": call["function"]["name"]}
-        elif (id := message.get("tool_call_id")) and not self._fits(id):
-            message = {**message, "tool_call_id": self._fresh(id)}
-        if self.form.results == "told":
-            self._tell(message["content"])
+        elif (id := message.get("tool_call_id")) and not self._is_valid_id(id):
+            message = {**message, "tool_call_id": self._replacement_id(id)}
+        if self._form.results == "user":
+            self._add_user_result(message["content"])
         else:
-            self._made.append(message)
+            self._messages.append(message)
 
-    def _tell(self, result: str) -> None:
-        """As the user's words; those of one turn together, since many templates want turns."""
-        told = f"<tool_response>\n{result}\n</tool_response>"
-        if self._made and self._made[-1].get("told"):
-            told = f"{self._made.pop()['content']}\n{told}"
-        self._made.append({"role": "user", "content": told, "told": True})
+    def _add_user_result(self, result: str) -> None:
+        """Add a result as a user's message. Consecutive ones share a message, since many templates
+        want roles to alternate."""
+        text = f"<tool_response>\n{result}\n</tool_response>"
+        if self._messages and self._messages[-1].get("is_result"):
+            text = f"{self._messages.pop()['content']}\n{text}"
+        self._messages.append({"role": "user", "content": text, "is_result": True})
 
-    def _id(self, given: str | None, name: str, place: int) -> str:
-        if self.form.ids == "named":
-            return _named(name, place)
-        if not given or given in self._used or not self._fits(given):
-            given = self._fresh(given)
-        self._used.add(given)
-        return given
+    def _call_id(self, id: str | None, name: str, index: int) -> str:
+        if self._form.call_ids == "named":
+            return _named_id(name, index)
+        if not id or id in self._used_ids or not self._is_valid_id(id):
+            id = self._replacement_id(id)
+        self._used_ids.add(id)
+        return id
 
-    def _fits(self, id: str) -> bool:
-        return self.form.ids != "nine" or NINE.fullmatch(id) is not None
+    def _is_valid_id(self, id: str) -> bool:
+        return self._form.call_ids != "nine" or NINE_CHARS.fullmatch(id) is not None
 
-    def _fresh(self, given: str | None) -> str:
-        """The same each time, so that a conversation that goes on begins as it did."""
-        seed = f"{len(self._used)} {given}".encode(errors="replace")
+    def _replacement_id(self, id: str | None) -> str:
+        """Deterministic, so that a continued conversation keeps its prefix."""
+        seed = f"{len(self._used_ids)} {id}".encode(errors="replace")
         digits = hashlib.sha256(seed).hexdigest()
-        return digits[:9] if self.form.ids == "nine" else "call_" + digits[:24]
+        return digits[:9] if self._form.call_ids == "nine" else "call_" + digits[:24]
 
 
-def _named(name: str, index: int) -> str:
+def _named_id(name: str, index: int) -> str:
     return f"functions.{name}:{index}"
 
 
-def _matched(
+def _match_results(
     calls: Sequence[Mapping[str, Any]], results: Sequence[Message]
 ) -> tuple[list[list[Message]], list[Message]]:
-    """Each call's results, and those of none. Where ids are missing, their order tells."""
-    answers: list[list[Message]] = [[] for _ in calls]
+    """Return the results of each call, and those of none. Results without an id match by order."""
+    by_call: list[list[Message]] = [[] for _ in calls]
     others: list[Message] = []
-    places: dict[str | None, deque[int]] = defaultdict(deque)
-    for place, call in enumerate(calls):
-        places[call.get("id")].append(place)
+    indices: dict[str | None, deque[int]] = defaultdict(deque)
+    for index, call in enumerate(calls):
+        indices[call.get("id")].append(index)
     for position, result in enumerate(results):
         id = result.get("tool_call_id")
-        if found := places.get(id):
-            answers[found.popleft() if len(found) > 1 else found[0]].append(result)
+        if matching := indices.get(id):
+            by_call[matching.popleft() if len(matching) > 1 else matching[0]].append(result)
         elif id is None and position < len(calls):
-            answers[position].append(result)
+            by_call[position].append(result)
         else:
             others.append(result)
-    return answers, others
+    return by_call, others
 
 
-def _arguments(given: str | dict[str, Any], form: HistoryFormat) -> str | dict[str, Any]:
-    """What is no object, cut off or made up, is shown as it is."""
-    if form.arguments == "text" or form.written:
-        return (given or "{}") if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-    if isinstance(given, dict):
-        return given
+def _adapt_arguments(arguments: str | dict[str, Any], form: HistoryFormat) -> str | dict[str, Any]:
+    """Convert arguments; those that are no JSON object stay as they are."""
+    if form.arguments == "text" or form.calls_in_content:
+        if isinstance(arguments, str):
+            return arguments or "{}"
+        return json.dumps(arguments, ensure_ascii=False)
+    if isinstance(arguments, dict):
+        return arguments
     try:
-        parsed = json.loads(given or "{}")  # integers of any size
+        parsed = json.loads(arguments or "{}")  # integers of any size
     except (ValueError, RecursionError):
-        return given
-    return parsed if isinstance(parsed, dict) else given
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments
 
 
-# ── at load: what a template takes ──
+# ── at load: the format of a template ──
+
+QUESTION: Message = {"role": "user", "content": "?"}
+# Of probing conversations; TOOLS in inference.py have other names.
+NUMBERS = ("one", "two")
+PROBED_IDS = ("call_of_one", "callofone", "functions.name_one:0")
+TEXT_BEFORE = "text_before"
+MAX_SCORE = 5
 
 
-def history_format(render: Render, nones: int) -> HistoryFormat | None:
-    """The form in which a template shows calls and results best; None if it can show none.
-    `nones`: how often it writes None where no message has any."""
-    for results in get_args(Results):
-        best, most = HistoryFormat(written=True, results=results), 0
-        for ids, arguments, content in product(get_args(Ids), get_args(ArgumentsAs), CONTENTS):
+def infer_history_format(render: Render, none_count: int) -> HistoryFormat | None:
+    """Return the form in which a template shows calls and results best; None if it shows none.
+    `none_count`: how often it writes None where no message has one."""
+    for results in get_args(ResultsAs):
+        best, best_score = HistoryFormat(calls_in_content=True, results=results), 0
+        for ids, arguments, content in product(
+            get_args(CallIds), get_args(ArgumentsAs), get_args(EmptyContent)
+        ):
             form = HistoryFormat(ids, arguments, content, results=results)
-            if (points := _points(render(_conversation(form)), nones)) > most:
-                best, most = form, points
-            if most == ALL_POINTS:
+            score = _score(render(_conversation(form)), none_count)
+            if score > best_score:
+                best, best_score = form, score
+            if best_score == MAX_SCORE:
                 break
-        if most or _points(render(_conversation(best)), nones):
-            return _arranged(render, best)
+        if best_score or _score(render(_conversation(best)), none_count):
+            return _with_own_messages(render, best)
     return None
 
 
-def _points(text: str, nones: int) -> int:
-    """How well a call and its result are shown; 0: not both of them."""
+def _score(text: str, none_count: int) -> int:
+    """Rate how well a text shows a call and its result; 0 if not both."""
     if "name_one" not in text or "result_one" not in text:
         return 0
     misquoted = "'key_one'" in text or '\\"key_one' in text
-    arguments = "key_one" in text and text.count("value_one") == 1 and not misquoted
-    tied = all(text.count(id) != 1 for id in IDS_TRIED)  # as often with the call as its result
-    named = text.index("name_one") < text.find("value_one")  # the call is, not its result alone
-    return 1 + named + arguments + tied + (text.count("None") == nones)
+    has_arguments = "key_one" in text and text.count("value_one") == 1 and not misquoted
+    # An id appears with the call as often as with its result.
+    has_matching_ids = all(text.count(id) != 1 for id in PROBED_IDS)
+    # The name is the call's, and not only the result's.
+    names_call = text.index("name_one") < text.find("value_one")
+    has_no_none = text.count("None") == none_count
+    return 1 + names_call + has_arguments + has_matching_ids + has_no_none
 
 
-def _arranged(render: Render, best: HistoryFormat) -> HistoryFormat:
-    """In messages of their own, where the template does not show all that is in one."""
-    apart, single = replace(best, apart=True), replace(best, single=True)
-    if not _shows(render, best, BEFORE, 1) and _shows(render, apart, BEFORE, 1):
-        best, single = apart, replace(apart, single=True)
-    return single if not _shows(render, best, "", 2) and _shows(render, single, "", 2) else best
+def _with_own_messages(render: Render, best: HistoryFormat) -> HistoryFormat:
+    """Separate content and calls where the template does not show all parts of one message."""
+    separate, one_call = replace(best, separate_content=True), replace(best, one_call=True)
+    if not _shows_all(render, best, TEXT_BEFORE, 1) and _shows_all(
+        render, separate, TEXT_BEFORE, 1
+    ):
+        best, one_call = separate, replace(separate, one_call=True)
+    if not _shows_all(render, best, "", 2) and _shows_all(render, one_call, "", 2):
+        return one_call
+    return best
 
 
-def _shows(render: Render, form: HistoryFormat, content: str, calls: int) -> bool:
-    """Whether all calls and the content before them are shown, with an answer after them too."""
+def _shows_all(render: Render, form: HistoryFormat, content: str, calls: int) -> bool:
+    """Whether all calls and the content before them are shown, with a later message too."""
     messages = _conversation(form, content, calls)
     text = render(messages)
     shown = all(
-        f"name_{each}" in text and text.count(f"value_{each}") == text.count(f"result_{each}") == 1
-        for each in NUMBERS[:calls]
+        f"name_{number}" in text
+        and text.count(f"value_{number}") == text.count(f"result_{number}") == 1
+        for number in NUMBERS[:calls]
     )
     in_order = 0 <= text.find(content) < text.find("name_one")
     messages += [{"role": "assistant", "content": "!"}, QUESTION]
     return shown and in_order and "name_one" in render(messages)
 
 
-def call(id: str, name: str, arguments: dict[str, Any]) -> Message:
-    """As the API has it."""
+def make_call(id: str, name: str, arguments: dict[str, Any]) -> Message:
+    """Return a call in the API's form."""
     function = {"name": name, "arguments": json.dumps(arguments)}
     return {"id": id, "type": "function", "function": function}
 
 
 def _conversation(form: HistoryFormat, content: str = "", calls: int = 1) -> list[Message]:
-    """A question, calls and their results, as the form has them."""
-    made, results = [], []
+    """Return a question, calls and their results in this form."""
+    tool_calls, results = [], []
     for number in NUMBERS[:calls]:
-        id = f"call_of_{number}" if form.ids == "any" else f"callof{number}"
-        made.append(call(id, f"name_{number}", {f"key_{number}": f"value_{number}"}))
+        id = f"call_of_{number}" if form.call_ids == "any" else f"callof{number}"
+        tool_calls.append(make_call(id, f"name_{number}", {f"key_{number}": f"value_{number}"}))
         results.append({"role": "tool", "tool_call_id": id, "content": f"result_{number}"})
-    turn: Message = {"role": "assistant", "content": content, "tool_calls": made}
+    message: Message = {"role": "assistant", "content": content, "tool_calls": tool_calls}
     if content:
-        turn["reasoning_content"] = "thought"
-    return HistoryAdapter(form).adapt([QUESTION, turn, *results])
+        message["reasoning_content"] = "thought"
+    return HistoryAdapter(form).adapt([QUESTION, message, *results])

@@ -1,10 +1,10 @@
-"""A client's text in a prompt that a template writes: what reads like a control token in it stays
-text, so that nobody ends a message, or the document that is judged, but the template.
+"""Escapes special tokens in a client's text, so that only the template writes them in a prompt and
+no text can end a message or the document that is judged.
 
-    text --hidden--> no control tokens --template--> prompt --ids--> each of them as plain text
+    text --escape--> without special tokens --template--> prompt --ids--> each of them as plain text
 
-As transformers' `decision` pipeline has it: special tokens, and other added ones that the template
-writes. In pool threads, several at once.
+As in transformers' `decision` pipeline: special tokens, and other added tokens that the template
+contains. Called in several pool threads at once.
 """
 
 import re
@@ -16,10 +16,10 @@ from transformers import PreTrainedTokenizerBase
 
 from batching.errors import InvalidInput
 
-# Encoded before a text that goes on, as some tokenizers begin one otherwise; and taken off again.
+# Encoded before a continued text, then removed: some tokenizers encode the start differently.
 BREAK = "\n"
 
-# Texts to token ids, which knows control tokens and adds none.
+# From texts to token ids; recognizes special tokens and adds none.
 Encode = Callable[[list[str]], Sequence[list[int]]]
 
 
@@ -35,58 +35,57 @@ class SpecialTokenEscaper:
         }
         self._tokens = {id_: token for token, id_ in self._ids.items()}
         longest_first = sorted(self._ids, key=len, reverse=True)
-        # (?!) is never found
+        # (?!) never matches
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        self._as_text: dict[str, list[int]] = {}  # made as they are met
+        self._plain_ids_cache: dict[str, list[int]] = {}
 
     @staticmethod
     def new_key() -> str:
-        """What stands for control tokens in one prompt: nobody can write it beforehand, and no
-        template takes it apart."""
+        """Return a key for the placeholders of one prompt: no client can guess it, and no template
+        splits it."""
         return secrets.token_hex(8)
 
-    def hidden(self, given: Any, key: str) -> Any:
-        """A text, or all texts in lists and mappings, without control tokens."""
-        if isinstance(given, str):
-            return self._pattern.sub(lambda found: f"{key}{self._ids[found[0]]}x", given)
-        if isinstance(given, Mapping):
-            each = given.items()
-            return {self.hidden(name, key): self.hidden(value, key) for name, value in each}
-        if isinstance(given, (list, tuple)):
-            return type(given)(self.hidden(each, key) for each in given)
-        return given
+    def escape(self, value: Any, key: str) -> Any:
+        """Replace special tokens by placeholders, in a text or all texts in lists and mappings."""
+        if isinstance(value, str):
+            return self._pattern.sub(lambda match: f"{key}{self._ids[match[0]]}x", value)
+        if isinstance(value, Mapping):
+            return {self.escape(name, key): self.escape(item, key) for name, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.escape(item, key) for item in value)
+        return value
 
     def ids(self, text: str, key: str) -> list[int]:
-        """Of a prompt in which such were hidden; InvalidInput if one cannot be written as text."""
+        """Encode a prompt with placeholders; InvalidInput if a special token has no plain ids."""
         first, *others = re.split(rf"{key}(\d+)x", text)
-        [ids] = self._encode([first])
+        [first_ids] = self._encode([first])
         if not others:
-            return ids
-        made = [*ids]
-        for id_, following in zip(others[::2], self._going_on(others[1::2]), strict=True):
-            made += self._plain(self._tokens[int(id_)])
-            made += following
-        return made
+            return first_ids
+        ids = [*first_ids]
+        for id_, following in zip(others[::2], self._continued_ids(others[1::2]), strict=True):
+            ids += self._plain_ids(self._tokens[int(id_)])
+            ids += following
+        return ids
 
-    def _going_on(self, texts: list[str]) -> list[list[int]]:
-        """Of texts that have others before them."""
-        start, *made = self._encode([BREAK, *(BREAK + text for text in texts)])
+    def _continued_ids(self, texts: list[str]) -> list[list[int]]:
+        """Encode texts that follow other texts."""
+        start, *encoded = self._encode([BREAK, *(BREAK + text for text in texts)])
         return [
             ids[len(start) :] if ids[: len(start)] == start else self._encode([text])[0]
-            for text, ids in zip(texts, made, strict=True)
+            for text, ids in zip(texts, encoded, strict=True)
         ]
 
-    def _plain(self, token: str) -> list[int]:
-        if token not in self._as_text:
-            ids, start = self._spelled(BREAK + token), self._spelled(BREAK)
-            ids = ids[len(start) :] if ids[: len(start)] == start else self._spelled(token)
+    def _plain_ids(self, token: str) -> list[int]:
+        if token not in self._plain_ids_cache:
+            ids, start = self._spell(BREAK + token), self._spell(BREAK)
+            ids = ids[len(start) :] if ids[: len(start)] == start else self._spell(token)
             if not ids or self._ids[token] in ids:
                 raise InvalidInput(f"this model cannot read {token!r} as text")
-            self._as_text[token] = ids
-        return self._as_text[token]
+            self._plain_ids_cache[token] = ids
+        return self._plain_ids_cache[token]
 
-    def _spelled(self, text: str) -> list[int]:
-        """Without added tokens, whatever they are."""
+    def _spell(self, text: str) -> list[int]:
+        """Encode a text without added tokens."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
             ids: list[int] = self._tokenizer.encode(

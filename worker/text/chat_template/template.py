@@ -1,11 +1,10 @@
-"""A tokenizer's chat template: a conversation as its text, in the form that the template takes.
+"""A tokenizer's chat template: renders a conversation, and knows the formats that it implies.
 
-    at load:    messages made up for it  --tried-->  texts  --chat_template/inference.py-->  forms
-    a request:  messages  --history.py-->  messages as the template takes them  --render-->  text
+    at load:    probing messages  --try_render-->  texts  --inference.py-->  formats
+    a request:  messages  --history.py-->  messages of the template  --render-->  prompt
 
-A *form* is what is known of a template: how answers and their calls are written (output_format.py,
-tool_call_format.py), and how calls and results are taken back (history.py). Requests come in pool
-threads.
+The formats: how the model writes its output (output_format.py, tool_call_format.py), and how the
+template takes earlier calls and results (history.py). Requests are rendered in pool threads.
 """
 
 import copy
@@ -33,18 +32,19 @@ from worker.text.chat_template.history import (
 )
 from worker.text.chat_template.inference import (
     CONTENT,
-    INSTEAD,
+    FALLBACK,
     SWITCHES,
     TOOLS,
-    learn,
-    names_tools,
-    plain_calls,
-    shown_calls,
+    example_calls,
+    infer_profile,
+    shows_tools,
+    with_default_calls,
 )
 from worker.text.output_format import DEFAULT_OUTPUT_FORMAT, OutputFormat
 from worker.text.tool_call_format import DEFAULT_TOOL_CALL_FORMAT
 
 EFFORT = "reasoning_effort"
+MAX_REASON = 500  # characters of the template's own error
 INSTRUCTIONS = """# Tools
 
 You may call functions. Each is described by a line of JSON between <tools> and </tools>:
@@ -54,7 +54,7 @@ You may call functions. Each is described by a line of JSON between <tools> and 
 To call one, write its name and a value for each of its parameters just so:
 {example}"""
 log = logging.getLogger("onequeue.template")
-utils: Any = chat_template_utils
+utils: Any = chat_template_utils  # untyped
 
 
 class RenderedPrompt(NamedTuple):
@@ -65,11 +65,10 @@ class RenderedPrompt(NamedTuple):
 
 
 class ChatTemplate:
-    """`answers`: how they are written. `turns`: how calls and results are taken; None: not at all.
-    `examples`: calls as the template writes them, with the names and arguments that went in.
-    `notes`: what the template lacks, and what is done instead. `source`: nothing if there is no
-    template. `opens_thoughts`: the tokens by which the model does so; none if the prompt does.
-    Some templates of models that see take no text as content, but parts alone: they get those."""
+    """`source`: "" without a template. `history_format`: None if the template takes no calls or
+    results. `examples`: calls as the template renders them, with their names and arguments.
+    `notes`: what the template lacks, and what is done instead. `reasoning_start`: the tokens with
+    which the model starts reasoning; empty if the prompt has them."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -79,24 +78,31 @@ class ChatTemplate:
             source = source.get("tool_use") or source.get("default") or ""
         self.source = str(source)
         try:
-            found = find_undeclared_variables(self._environment.parse(self.source))
+            variables = find_undeclared_variables(self._environment.parse(self.source))
         except (TemplateError, RecursionError):
-            found = set()
-        self._thinking = [name for name in (EFFORT, *SWITCHES) if name in found]
-        self._reserved = self._own_names()
+            variables = set()
+        self._effort_variables = [name for name in (EFFORT, *SWITCHES) if name in variables]
+        self._reserved_names = self._find_reserved_names()
+        # Some templates of vision models render content only as a list of parts.
         self._wants_parts = False
-        asked = {"role": "user", "content": CONTENT}
-        if CONTENT not in self.tried([asked]):
-            self._wants_parts = CONTENT in self.tried([_in_parts(asked)])
-        response = getattr(tokenizer, "response_template", None)
-        learned = learn(self.tried, self._lenient(), self.source, response)
-        self.answers, self.turns, self.shows_tools, self.examples, lacks = learned
+        question = {"role": "user", "content": CONTENT}
+        if CONTENT not in self.try_render([question]):
+            self._wants_parts = CONTENT in self.try_render([_as_parts(question)])
+        response_template = getattr(tokenizer, "response_template", None)
+        profile = infer_profile(
+            self.try_render, self._lenient_render(), self.source, response_template
+        )
+        self.output_format, self.history_format = profile.output_format, profile.history_format
+        self.shows_tools, self.examples = profile.shows_tools, profile.examples
         self.notes: list[str] = []
-        # Or they are told in a system message. A template that takes nothing says so itself.
-        told = self.tried(self._instructed([QUESTION], TOOLS))
-        self.takes_tools = self.shows_tools or names_tools(told) or not self.tried([QUESTION])
-        self.opens_thoughts = self._start_of_thoughts()
-        for lack in lacks:
+        # A template that shows no tools gets them in a system message. One that renders nothing at
+        # all reports the reason itself, with the request.
+        prompt = self.try_render(self._with_instructions([QUESTION], TOOLS))
+        self.takes_tools = (
+            self.shows_tools or shows_tools(prompt) or not self.try_render([QUESTION])
+        )
+        self.reasoning_start = self._find_reasoning_start()
+        for lack in profile.lacks:
             self._note(lack)
         if not self.takes_tools:
             self._note("tools: the template shows neither tools nor a system message; refused")
@@ -109,40 +115,41 @@ class ChatTemplate:
             self.notes.append(lack)
             log.warning("chat template: %s", lack)
 
-    def refuse_calls(self, why: str) -> None:
-        """The form of calls is not used: it does not prove itself elsewhere."""
-        self._note(f"calls: {why}; {INSTEAD}")
-        self.answers, self.examples = plain_calls(self.answers), []
+    def disable_tool_call_format(self, reason: str) -> None:
+        """Use the default format of tool calls, since the inferred one failed a test."""
+        self._note(f"calls: {reason}; {FALLBACK}")
+        self.output_format, self.examples = with_default_calls(self.output_format), []
 
-    # ── what is known of it ──
+    # ── formats ──
 
     def output_format_for(self, calls: ToolCallPolicy | None) -> OutputFormat:
         """Return the format of responses: the default one, where tool calls are requested and the
         format in which this model writes them is unknown."""
-        known = self.answers
+        known = self.output_format
         if calls and (not known.call_delimiters or (calls.required and known.tool_calls is None)):
             return DEFAULT_OUTPUT_FORMAT
         return known
 
     def call_id(self, name: str, index: int) -> str:
-        """For a call that the model makes, its conversation's `index`-th."""
-        return (self.turns or HistoryFormat()).call_id(name, index)
+        """Return a new id for the `index`-th call of a conversation."""
+        return (self.history_format or HistoryFormat()).call_id(name, index)
 
-    def _start_of_thoughts(self) -> tuple[int, ...]:
-        form, prompt = self.answers, self.tried([QUESTION], enable_thinking=True)
-        begun = form.reasoning_at_end(prompt)
-        if form.reasoning is None or not prompt or (begun and not form.ends_reasoning(begun)):
-            return ()
-        return self._tokens(form.reasoning[0])
-
-    def end_of_thoughts(self, form: OutputFormat) -> tuple[int, ...]:
-        """The tokens of the mark that ends them; InvalidInput if there is none."""
+    def reasoning_end(self, form: OutputFormat) -> tuple[int, ...]:
+        """Return the tokens that end reasoning; InvalidInput if they are unknown."""
         if form.reasoning is None:
             param = "thinking_token_budget"
             raise InvalidInput(f"{param}: it is not known how this model ends its thoughts", param)
-        return self._tokens(form.reasoning[1])
+        return self._encode(form.reasoning[1])
 
-    def _tokens(self, text: str) -> tuple[int, ...]:
+    def _find_reasoning_start(self) -> tuple[int, ...]:
+        form = self.output_format
+        prompt = self.try_render([QUESTION], enable_thinking=True)
+        opened = form.reasoning_at_end(prompt)
+        if form.reasoning is None or not prompt or (opened and not form.ends_reasoning(opened)):
+            return ()
+        return self._encode(form.reasoning[0])
+
+    def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
     # ── requests ──
@@ -151,142 +158,150 @@ class ChatTemplate:
         """Render a chat's prompt. `calls`: the tool calls that the response may contain.
 
         Raise InvalidInput, with the template's own reason if it gives one."""
-        return RenderedPrompt(self._rendered(chat), self.output_format_for(calls))
+        return RenderedPrompt(self._render_chat(chat), self.output_format_for(calls))
 
-    def _rendered(self, chat: Chat) -> str:
+    def _render_chat(self, chat: Chat) -> str:
         if not self._tokenizer.chat_template:
             raise InvalidInput("this model has no chat template: use /v1/completions", "messages")
         for name in chat.template_kwargs:
-            if name in self._reserved:
+            if name in self._reserved_names:
                 param = f"chat_template_kwargs.{name}"
                 raise InvalidInput(f"{param}: is not a variable of the template", param)
         variables = {
             "add_generation_prompt": chat.add_generation_prompt,
             "continue_final_message": chat.continue_final_message,
-            **self._effort(chat),
+            **self._effort_values(chat),
             **chat.template_kwargs,
         }
         try:
-            messages, tools = self._taken(chat)
+            messages, tools = self._adapt(chat)
             try:
-                return self._text(messages, tools, **variables)
-            except Exception:  # some fail only where a tool or its parameters are not described
-                if (described := [_described(tool) for tool in tools]) == tools:
+                return self._apply(messages, tools, **variables)
+            except Exception:  # some templates require descriptions of tools and parameters
+                if (described := [_with_descriptions(tool) for tool in tools]) == tools:
                     raise
-                return self._text(messages, described, **variables)
+                return self._apply(messages, described, **variables)
         except InvalidInput:
             raise
-        except Exception as error:  # whatever a template raises
-            # What it says by raise_exception is meant to be read; other errors are its insides.
-            said = error.message if type(error) is TemplateError else None
-            why = f"refuses the messages: {said[:500]}" if said else "cannot render these messages"
+        except Exception as error:  # templates raise anything
+            # The text of raise_exception is for the client; other errors are internal.
+            reason = error.message if type(error) is TemplateError else None
+            cannot = "cannot render these messages"
+            why = f"refuses the messages: {reason[:MAX_REASON]}" if reason else cannot
             raise InvalidInput(f"the model's chat template {why}", "messages") from error
 
-    def _effort(self, chat: Chat) -> dict[str, Any]:
-        """The template's variables that say how much to think; it may know none."""
+    def _effort_values(self, chat: Chat) -> dict[str, Any]:
+        """Return the values of the template's variables for the reasoning effort."""
         if chat.effort is None:
             return {}
-        switch = chat.effort != "none"
-        return {name: chat.effort if name == EFFORT else switch for name in self._thinking}
+        enabled = chat.effort != "none"
+        return {name: chat.effort if name == EFFORT else enabled for name in self._effort_variables}
 
-    def _taken(self, chat: Chat) -> tuple[list[Message], list[Message]]:
-        """Messages and tools as the template takes them."""
-        # Newer versions of transformers show a template no None; older ones do.
+    def _adapt(self, chat: Chat) -> tuple[list[Message], list[Message]]:
+        """Return messages and tools in the form that the template takes."""
+        # Newer versions of transformers remove fields that are None; older ones do not.
         messages = [
             {key: value for key, value in message.items() if value is not None}
             for message in chat.messages
         ]
         if any(
-            each["role"] == "tool" or each.get("tool_calls") or each.get("reasoning_content")
-            for each in messages
+            message["role"] == "tool"
+            or message.get("tool_calls")
+            or message.get("reasoning_content")
+            for message in messages
         ):
-            if self.turns is None:
+            if self.history_format is None:
                 cannot = "the model's chat template cannot show calls and their results"
                 raise InvalidInput(cannot, "messages")
-            calls = self.answers.tool_calls
-            written = (
-                calls if calls and calls.arguments.style == "json" else DEFAULT_TOOL_CALL_FORMAT
-            )
-            messages = HistoryAdapter(self.turns, written).adapt(messages)
+            calls = self.output_format.tool_calls
+            is_json = calls is not None and calls.arguments.style == "json"
+            content_calls = calls if calls and is_json else DEFAULT_TOOL_CALL_FORMAT
+            messages = HistoryAdapter(self.history_format, content_calls).adapt(messages)
         tools = [dict(tool) for tool in chat.tools]
         if tools and not self.takes_tools:
             cannot = "the model's chat template can show neither tools nor a system message"
             raise InvalidInput(f"tools: {cannot}", "tools")
         if tools and not self.shows_tools:
-            return self._instructed(messages, tools), []
+            return self._with_instructions(messages, tools), []
         return messages, tools
 
-    def _instructed(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[Message]:
-        """With the tools in the system's message, for a template that does not show them."""
-        listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-        told = INSTRUCTIONS.format(tools=listed, example=shown_calls(self.examples, 1))
+    def _with_instructions(
+        self, messages: Sequence[Message], tools: Sequence[Message]
+    ) -> list[Message]:
+        """Add the tools to the system message, for a template that does not show them."""
+        lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        text = INSTRUCTIONS.format(tools=lines, example=example_calls(self.examples, 1))
         first, *others = messages
         if first["role"] not in ("system", "developer"):
-            return [{"role": "system", "content": told}, *messages]
+            return [{"role": "system", "content": text}, *messages]
         content = first["content"]
         if isinstance(content, str):
-            return [{**first, "content": f"{content}\n\n{told}"}, *others]
-        return [{**first, "content": [*content, {"type": "text", "text": told}]}, *others]
+            return [{**first, "content": f"{content}\n\n{text}"}, *others]
+        return [{**first, "content": [*content, {"type": "text", "text": text}]}, *others]
 
     # ── the template as a function ──
 
-    def tried(self, messages: list[Message], tools: Sequence[Any] = (), **variables: Any) -> str:
-        """With the generation prompt, if nothing else is said; "" where the template raises."""
+    def try_render(
+        self, messages: list[Message], tools: Sequence[Any] = (), **variables: Any
+    ) -> str:
+        """Render messages, by default with the generation prompt; "" where the template raises."""
         try:
-            return self._text(messages, tools, **{"add_generation_prompt": True, **variables})
-        except Exception:  # whatever it is
+            return self._apply(messages, tools, **{"add_generation_prompt": True, **variables})
+        except Exception:  # templates raise anything
             return ""
 
-    def _text(self, messages: list[Message], tools: Sequence[Message], **variables: Any) -> str:
-        render: Any = self._tokenizer.apply_chat_template
-        messages = self._given(messages)
-        given = {"tokenize": False, **variables}
+    def _apply(self, messages: list[Message], tools: Sequence[Message], **variables: Any) -> str:
+        apply: Any = self._tokenizer.apply_chat_template
+        messages = self._with_parts(messages)
+        options = {"tokenize": False, **variables}
         try:
-            text = render(messages, tools=list(tools) or None, **given)
+            text = apply(messages, tools=list(tools) or None, **options)
         except TypeError:
             if tools:
                 raise
-            text = render(messages, tools=[], **given)  # some take no None
+            text = apply(messages, tools=[], **options)  # some templates do not take None
         assert isinstance(text, str)
         return text
 
-    def _lenient(self) -> Render:
-        """As `tried`, in a sandbox where a template may add to its lists: the library's forbids it,
-        so that some templates cannot show calls. For messages that we have made up."""
+    def _lenient_render(self) -> Render:
+        """Return a `try_render` whose sandbox allows a template to change lists, which the
+        library's forbids: some templates show calls only so. For probing messages alone."""
         strict = self._environment
-        extensions = [type(each) for each in strict.extensions.values()]
+        extensions = [type(extension) for extension in strict.extensions.values()]
         sandbox = SandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         sandbox.filters, sandbox.globals = strict.filters, strict.globals
 
-        def tried(messages: list[Message], tools: Sequence[Any] = (), **variables: Any) -> str:
-            known = {"add_generation_prompt": True, **variables}
+        def render(messages: list[Message], tools: Sequence[Any] = (), **variables: Any) -> str:
             try:
                 template = sandbox.from_string(self.source)
-                given = self._given(messages)
-                messages, tools = copy.deepcopy((given, list(tools)))  # it may change them
-                known |= {"messages": messages, "tools": tools or None}
-                return template.render(self._tokenizer.special_tokens_map, **known)
-            except Exception:  # whatever it is
+                # Copied, since the template may change them.
+                messages, tools = copy.deepcopy((self._with_parts(messages), list(tools)))
+                return template.render(
+                    self._tokenizer.special_tokens_map,
+                    **{"add_generation_prompt": True, **variables},
+                    messages=messages,
+                    tools=tools or None,
+                )
+            except Exception:  # templates raise anything
                 return ""
 
-        return tried
+        return render
 
-    def _given(self, messages: list[Message]) -> list[Message]:
-        return [_in_parts(each) for each in messages] if self._wants_parts else messages
+    def _with_parts(self, messages: list[Message]) -> list[Message]:
+        return [_as_parts(message) for message in messages] if self._wants_parts else messages
 
-    def _own_names(self) -> set[str]:
-        """Names that `chat_template_kwargs` may not set: arguments on the way to the template,
-        which would be given twice or do something else, special tokens, and the functions it
-        finds."""
-        way = (
+    def _find_reserved_names(self) -> set[str]:
+        """Return the names that `chat_template_kwargs` may not set: parameters of the functions on
+        the way to the template, special tokens, and the template's functions."""
+        functions = (
             type(self._tokenizer).apply_chat_template,
             ProcessorMixin.apply_chat_template,
             utils.render_jinja_template,
             Template.render,
         )
         return {
-            "messages",  # what the library calls a conversation
-            *(name for function in way for name in inspect.signature(function).parameters),
+            "messages",  # the template's name of a conversation
+            *(name for function in functions for name in inspect.signature(function).parameters),
             *self._tokenizer.SPECIAL_TOKENS_ATTRIBUTES,
             *self._tokenizer.special_tokens_map,
             *self._environment.globals,
@@ -294,21 +309,23 @@ class ChatTemplate:
         }
 
 
-def _in_parts(message: Message) -> Message:
+def _as_parts(message: Message) -> Message:
+    """Write text content as a list of one part."""
     content = message.get("content")
     if not content or not isinstance(content, str):
         return message
     return {**message, "content": [{"type": "text", "text": content}]}
 
 
-def _described(tool: Message) -> Message:
+def _with_descriptions(tool: Message) -> Message:
+    """Add empty descriptions and parameters where a tool has none."""
     function = {"description": "", "parameters": {}, **tool["function"]}
     parameters = function["parameters"] or {"type": "object", "properties": {}}
     properties = parameters.get("properties")
     if isinstance(properties, dict):
         described = {
-            key: {"description": "", **each} if isinstance(each, dict) else each
-            for key, each in properties.items()
+            key: {"description": "", **schema} if isinstance(schema, dict) else schema
+            for key, schema in properties.items()
         }
         parameters = {**parameters, "properties": described}
     return {**tool, "function": {**function, "parameters": parameters}}
