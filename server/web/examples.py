@@ -1,6 +1,6 @@
-"""curl lines that work for what is served: for `GET /` without a browser.
+"""curl commands for the served models: the response of `GET /` without a browser.
 
-One line of the shell a way in; where API keys are set the key comes from $API_KEY.
+One shell command per endpoint. With API keys, the commands read the key from $API_KEY.
 """
 
 import json
@@ -17,7 +17,8 @@ from worker.tasks import TASKS
 ASSETS = Path(__file__).parent / "assets"
 JSON = "content-type: application/json"
 FILES = {"image": "picture.jpg", "audio": "recording.wav"}
-MASK, FILE = "[MASK]", "$FILE"  # in an example: the model's own token; a file in base64
+# Placeholders in examples.json: the model's mask token, and a file in base64.
+MASK, FILE = "[MASK]", "$FILE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,59 +28,64 @@ class CurlExample:
 
 
 def curl_examples(settings: Settings, address: str, mask: str = MASK) -> list[CurlExample]:
-    """For each thing that is served at `address` (http://host:port, no slash at its end), the
-    pipeline first. `mask`: the loaded model's own, for fill-mask."""
+    """Return an example for each endpoint, the pipeline first.
+
+    `address`: http://host:port without a slash at its end; `mask`: the loaded model's mask
+    token."""
     key = ' -H "Authorization: Bearer $API_KEY"' if settings.api_keys else ""
-    lines: list[CurlExample] = []
+    examples: list[CurlExample] = []
     if settings.pipeline_model != "none":
         command = f"curl {address}/{key} {pipeline_body(settings.pipeline_task, mask)}"
-        lines.append(CurlExample(settings.pipeline_task, command))
-    ways = [
+        examples.append(CurlExample(settings.pipeline_task, command))
+    endpoints = [
         ("chat_model", "chat", "/v1/chat/completions", {
             "messages": [{"role": "user", "content": "What is the capital of France?"}],
-            "max_tokens": 200,  # a model may think, or not know an end
+            "max_tokens": 200,  # the model may reason, or have no stop token
         }),
         ("embedding_model", "embeddings", "/v1/embeddings", {"input": ["a cat", "a dog"]}),
         ("rerank_model", "reranking", "/rerank", {
             "query": "What is a panda?", "documents": ["A bear of China.", "A city."],
         }),
     ]  # fmt: skip
-    for setting, about, path, document in ways:
+    for setting, about, path, document in endpoints:
         if getattr(settings, setting) != "none":
-            lines.append(CurlExample(about, f"curl {address}{path}{key} {json_body(document)}"))
+            command = f"curl {address}{path}{key} {json_body(document)}"
+            examples.append(CurlExample(about, command))
     if settings.transcription_model != "none":
         form = f"-F file=@{FILES['audio']}"
-        lines.append(CurlExample("speech", f"curl {address}/v1/audio/transcriptions{key} {form}"))
-    return lines
+        command = f"curl {address}/v1/audio/transcriptions{key} {form}"
+        examples.append(CurlExample("speech", command))
+    return examples
 
 
 @cache
-def examples() -> dict[str, Any]:
-    """Of inputs, by task: the page's own."""
+def example_inputs() -> dict[str, Any]:
+    """Return the page's example inputs, by task."""
     document: dict[str, Any] = json.loads((ASSETS / "examples.json").read_text())
     return document
 
 
 def pipeline_body(name: str, mask: str) -> str:
-    """curl's words for a body that the task takes."""
-    task = TASKS[name]
+    """Return curl's arguments for a body that the task takes."""
+    task, inputs = TASKS[name], example_inputs()
     if task.kind == "json":
-        return json_body({"inputs": examples()["objects"][name]})
+        return json_body({"inputs": inputs["objects"][name]})
     if task.kind in FILES:
         file = FILES[task.kind]
         if task.required:
-            document = {"inputs": FILE, "parameters": {"candidate_labels": examples()["labels"]}}
+            document = {"inputs": FILE, "parameters": {"candidate_labels": inputs["labels"]}}
             return json_body(document, file)
         return f"--data-binary @{file}"
-    texts = examples()["texts"]
+    texts = inputs["texts"]
     text = texts.get(name, texts["other"]).replace(MASK, mask)
     if task.required:
-        return json_body({"inputs": text, "parameters": {"candidate_labels": examples()["labels"]}})
+        return json_body({"inputs": text, "parameters": {"candidate_labels": inputs["labels"]}})
     return f"-d {shlex.quote(text)}"
 
 
 def json_body(document: object, file: str = FILES["image"]) -> str:
-    """Files go in by base64, from standard input: a command's words have a limit."""
+    """Return curl's arguments for JSON. A file goes in as base64 by standard input, since the
+    length of a command line is limited."""
     text = to_json(document).decode()
     if FILE not in text:
         return f"-H {shlex.quote(JSON)} -d {shlex.quote(text)}"

@@ -1,4 +1,4 @@
-"""`GET /` and the page's files, as they are sent: the page to browsers, lines of curl to others."""
+"""`GET /` and the page's files: HTML for browsers, curl examples for other clients."""
 
 import json
 import re
@@ -14,7 +14,7 @@ import pytest
 from server.core.settings import Settings
 from server.pipeline import FORM, JSON, PipelineEndpoint
 from server.web.examples import ASSETS, curl_examples
-from server.web.page import POLICY, prefers_html
+from server.web.page import CONTENT_SECURITY_POLICY, prefers_html
 from tests.fake_generator import FakeGenerator
 from tests.page_server import BROWSER, FillMaskRunner, run_shell, serving_all
 from tests.serving import Server, metric, serving, wait_until
@@ -23,8 +23,8 @@ from worker.tasks import TASKS
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving_all(FakeGenerator()) as made:
-        yield made
+    with serving_all(FakeGenerator()) as server:
+        yield server
 
 
 @pytest.mark.parametrize(
@@ -42,43 +42,47 @@ def server() -> Iterator[Server]:
         ("", False),
     ],
 )
-def test_html_is_for_those_who_name_it(accept: str, html: bool) -> None:
+def test_html_is_sent_if_the_accept_header_names_it(accept: str, html: bool) -> None:
     assert prefers_html(accept) is html
 
 
-def test_the_page_needs_no_key_and_is_held_to_its_own_files(server: Server) -> None:
-    answer = httpx.get(server.url, headers={"accept": BROWSER})
-    assert answer.status_code == 200
-    assert answer.headers["content-type"] == "text/html; charset=utf-8"
-    assert answer.headers["content-security-policy"] == POLICY
-    assert {"default-src 'none'", "frame-ancestors 'none'"} < set(POLICY.split("; "))
-    assert "unsafe" not in POLICY
-    assert httpx.post(server.url, content="a").status_code == 401, "what it asks for needs one"
+def test_the_page_needs_no_key_and_may_load_its_own_files_only(server: Server) -> None:
+    response = httpx.get(server.url, headers={"accept": BROWSER})
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    assert response.headers["content-security-policy"] == CONTENT_SECURITY_POLICY
+    assert {"default-src 'none'", "frame-ancestors 'none'"} < set(
+        CONTENT_SECURITY_POLICY.split("; ")
+    )
+    assert "unsafe" not in CONTENT_SECURITY_POLICY
+    assert httpx.post(server.url, content="a").status_code == 401, "the pipeline needs one"
     assert httpx.get(server.url + "/ready").json()["takes"] == "text"
-    assert answer.headers["x-content-type-options"] == "nosniff"
-    assert answer.headers["referrer-policy"] == "no-referrer"
-    assert "accept" in answer.headers["vary"].split(", ")
-    assert "//" not in answer.text.replace("<!--", "").replace("-->", ""), "nothing from elsewhere"
+    assert response.headers["x-content-type-options"] == "nosniff"
+    assert response.headers["referrer-policy"] == "no-referrer"
+    assert "accept" in response.headers["vary"].split(", ")
+    assert "//" not in response.text.replace("<!--", "").replace("-->", ""), (
+        "nothing from other hosts"
+    )
     for path in ("assets/page.js", "assets/page.css", "assets/icon.svg"):
-        assert path in answer.text
+        assert path in response.text
         assert httpx.get(f"{server.url}/{path}").status_code == 200
     for path in ("nothing.js", "..%2fpage.py", "%2e%2e%2fpage.py", ".js"):
         assert httpx.get(f"{server.url}/assets/{path}").status_code == 404
 
 
-def test_the_page_is_one_file_of_html_with_a_few_others_each_of_which_is_used() -> None:
+def test_the_page_is_one_html_file_and_every_other_file_is_used() -> None:
     files = {path.name: path.read_text() for path in ASSETS.iterdir()}
     assert [name for name in files if name.endswith(".html")] == ["index.html"]
     assert sum(map(len, files.values())) < 100_000
-    used, found = set(), {"index.html"}
-    while found:
-        used |= found
-        text = "".join(files[name] for name in found)
-        found = set(re.findall(r'"(?:\./|assets/)([\w.]+)"', text)) - used
+    used, new = set(), {"index.html"}
+    while new:
+        used |= new
+        text = "".join(files[name] for name in new)
+        new = set(re.findall(r'"(?:\./|assets/)([\w.]+)"', text)) - used
     assert used == set(files)
 
 
-def test_files_are_kept_by_their_tags_and_have_heads(server: Server) -> None:
+def test_files_have_etags_and_head_responses(server: Server) -> None:
     for path in ("/", "/assets/page.js"):
         whole = httpx.get(server.url + path, headers={"accept": BROWSER})
         assert whole.headers["cache-control"] == "no-cache"
@@ -93,7 +97,7 @@ def test_files_are_kept_by_their_tags_and_have_heads(server: Server) -> None:
         assert head.headers["content-length"] == whole.headers["content-length"]
 
 
-def test_the_page_is_there_when_the_queue_is_full() -> None:
+def test_the_page_is_served_while_the_queue_is_full() -> None:
     with serving(FillMaskRunner, max_queue_size=1) as server:
         engine: Any = server.worker_client.models["pipeline"].engine
         engine.runner.gate.clear()
@@ -109,7 +113,7 @@ def test_the_page_is_there_when_the_queue_is_full() -> None:
         wait_until(lambda: metric(server, posted) == 1)  # the page is counted apart
 
 
-def test_without_a_pipeline_there_is_the_page_and_no_post() -> None:
+def test_without_a_pipeline_only_get_is_served() -> None:
     with serving(load_chat=FakeGenerator) as server:
         assert httpx.get(server.url).status_code == 200
         refused = httpx.post(server.url, content="a")
@@ -117,10 +121,10 @@ def test_without_a_pipeline_there_is_the_page_and_no_post() -> None:
         assert set(refused.headers["allow"].split(", ")) == {"GET", "HEAD"}
 
 
-def test_curl_gets_lines_that_work(server: Server) -> None:
-    answer = httpx.get(server.url, headers={"accept": "*/*"})
-    assert answer.headers["content-type"] == "text/plain; charset=utf-8"
-    lines = [line for line in answer.text.splitlines() if line.startswith("curl ")]
+def test_curl_gets_commands_that_work(server: Server) -> None:
+    response = httpx.get(server.url, headers={"accept": "*/*"})
+    assert response.headers["content-type"] == "text/plain; charset=utf-8"
+    lines = [line for line in response.text.splitlines() if line.startswith("curl ")]
     assert [line.split()[1].removeprefix(server.url) for line in lines] == [
         "/",
         "/v1/chat/completions",
@@ -138,7 +142,7 @@ cat > input
 """
 
 
-def test_each_task_has_a_line_whose_body_it_takes(tmp_path: Path) -> None:
+def test_each_task_has_an_example_that_it_accepts(tmp_path: Path) -> None:
     program = tmp_path / "curl"
     program.write_text(FAKE_CURL)
     program.chmod(0o755)
@@ -146,23 +150,23 @@ def test_each_task_has_a_line_whose_body_it_takes(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"\xffbytes")
     for task in TASKS:
         settings = Settings(pipeline_task=task, chat_model="none", embedding_model="none")
-        (line,) = curl_examples(settings, "http://here", "<mask>")
+        (example,) = curl_examples(settings, "http://here", "<mask>")
         path = f"{tmp_path}:/usr/bin:/bin"
-        typed = ["sh", "-c", line.command]
+        command = ["sh", "-c", example.command]
         subprocess.run(
-            typed, cwd=tmp_path, env={"PATH": path}, stdin=subprocess.DEVNULL, check=True
+            command, cwd=tmp_path, env={"PATH": path}, stdin=subprocess.DEVNULL, check=True
         )
         url, *words = (tmp_path / "words").read_bytes().decode().split("\0")[:-1]
-        given = dict(zip(words[::2], words[1::2], strict=True))
-        body = given.get("-d", given.get("--data-binary", "")).encode()
+        options = dict(zip(words[::2], words[1::2], strict=True))
+        body = options.get("-d", options.get("--data-binary", "")).encode()
         if body == b"@-":
             body = (tmp_path / "input").read_bytes()
         elif body.startswith(b"@"):
             body = (tmp_path / body[1:].decode()).read_bytes()
         unused: Any = None
         inputs, _ = PipelineEndpoint(settings, unused, unused).parse(
-            body, JSON if "-H" in given else FORM
+            body, JSON if "-H" in options else FORM
         )
         assert (url, len(inputs)) == ("http://here/", 1)
-        assert ("<mask>" in line.command) is (task == "fill-mask")
+        assert ("<mask>" in example.command) is (task == "fill-mask")
         assert "$FILE" not in str(inputs)
