@@ -158,9 +158,8 @@ class DecisionPipelineEndpoint(PipelineEndpoint):
         requests, is_list = await self.body_parser.run(parse, body, deadlines.first, blocks=True)
         answers = []
         for request, payload in requests:
-            deltas, usage = await self.decisions.ask(scope, receive, deadlines, request, payload)
-            document = request.document([delta.probabilities for delta in deltas], usage)
-            answers.append(document["answers"])
+            results = await self.decisions.decide(scope, receive, deadlines, request, payload)
+            answers.append(request.response(*results).answers)
         await send_json(send, answers if is_list else answers[0])
 
     def parse_requests(
@@ -177,7 +176,7 @@ class DecisionPipelineEndpoint(PipelineEndpoint):
             message = f"{self.task_name} takes an object with state and questions, without model"
             raise InvalidInput(message, path)
         try:
-            request = decode(payload.inputs, SystemOneRequest, self.decisions.models.called)
+            request = decode(payload.inputs, SystemOneRequest, self.decisions.models.id_for)
             return request, request.decision_input()
         except InvalidInput as error:
             error.param = f"{path}.{error.param}" if error.param else path

@@ -32,8 +32,8 @@ T = TypeVar("T")
 
 
 def to_json(document: object) -> bytes:
-    """Encode dicts and structs by orjson."""
-    return orjson.dumps(document, default=msgspec.to_builtins)
+    """Encode structs, dicts and lists."""
+    return msgspec.json.encode(document)
 
 
 class JsonBodyParser:

@@ -1,37 +1,54 @@
-"""`POST /v1/chat/completions`: a conversation in, the next message out, whole or in chunks."""
+"""`POST /v1/chat/completions`: the next message of a conversation, whole or in chunks."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeAlias
 
 from msgspec import Meta
 
 from batching.errors import InvalidInput
+from server.core.delta_stream import UsageCounts
 from server.http.json import Document, parse_json
-from server.http.sse import data_frame
-from server.openai.choices import ChoicesResponseBuilder
-from server.openai.endpoint import GenerationEndpoint
-from server.openai.logprobs import logprob_document
+from server.openai.choices import ChoicesResponseBuilder, ChunkUsage, Head
+from server.openai.endpoint import GenerationEndpoint, ParsedRequest
+from server.openai.logprobs import prompt_fields, scored_token_with_top
 from server.openai.messages import Messages, conversation
 from server.openai.request_fields import (
     CacheOptions,
     Count,
     Effort,
     GenerationRequest,
+    PositiveInt,
     TopLogprobs,
     decode,
+)
+from server.openai.response_schemas import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatLogprobs,
+    FinishReason,
+    FunctionCallDelta,
+    FunctionCallText,
+    MessageDelta,
+    MessageToolCall,
+    ResponseMessage,
+    ToolCallDelta,
+    Usage,
 )
 from server.openai.tools import ChatToolChoice, Tools, chat_calls
 from worker.messages.deltas import Delta, DeltaPart, TokenLogprob
 from worker.messages.generation import Chat, GenerationInput
 
-# What `transformers chat` says of an answer, in transformers' words → ours.
-OF_CONFIG = {"min_new_tokens": "min_tokens"} | {
+# Fields of a `generation_config` → fields of a request.
+CONFIG_FIELDS = {"min_new_tokens": "min_tokens"} | {
     name: name
     for name in ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 }
 
-CallId = Callable[[str, int], str]  # for a call of this function, its conversation's n-th
+# Returns the id of a call, from its function's name and its number in the conversation.
+CallId: TypeAlias = Callable[[str, int], str]
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -60,17 +77,17 @@ class ChatRequest(GenerationRequest, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     prompt_cache_options: CacheOptions | None = None
-    generation_config: str | None = None  # JSON, for fields of ours that are missing
-    max_new_tokens: Annotated[int, Meta(ge=1)] | None = None  # of it
+    generation_config: str | None = None  # JSON; its fields stand in for absent ones
+    max_new_tokens: PositiveInt | None = None  # a field of generation_config
 
     @property
     def default_tokens(self) -> int | None:
         return self.max_new_tokens
 
     @property
-    def limit(self) -> tuple[str, int | None]:
+    def token_limit(self) -> tuple[str, int | None]:
         if self.max_completion_tokens is None:
-            return super().limit
+            return super().token_limit
         return "max_completion_tokens", self.max_completion_tokens
 
     def check(self, document: Document) -> None:
@@ -78,147 +95,169 @@ class ChatRequest(GenerationRequest, kw_only=True):
         self.refuse_unimplemented(document)
         for name in ("max_tokens", "max_completion_tokens"):
             if getattr(self, name) == 0:
-                raise InvalidInput.at(name, "must be at least 1")
+                raise InvalidInput.at(name, "must be at least 1, not 0")
         if self.top_logprobs and not self.logprobs:
-            raise InvalidInput.at("top_logprobs", "goes with logprobs: true only")
+            raise InvalidInput.at("top_logprobs", "requires logprobs: true")
         if self.add_generation_prompt and self.continue_final_message:
-            raise InvalidInput.at("continue_final_message", "excludes add_generation_prompt")
+            raise InvalidInput.at(
+                "continue_final_message", "cannot be combined with add_generation_prompt"
+            )
 
     def generation_input(self) -> GenerationInput:
-        """InvalidInput for tools, messages and a format that cannot be served."""
+        """Return the model's input; InvalidInput for unusable tools, messages or formats."""
         calls = None
         if self.tools is not None or self.tool_choice is not None:
             calls = chat_calls(self.tools, self.tool_choice, self.parallel_tool_calls)
-        offered = self.tools if calls else None  # not what may not be called
-        prompt = conversation(self, self.messages, offered, self.reasoning_effort)
+        tools = self.tools if calls else None  # tools that may not be called are not shown
+        prompt = conversation(self, self.messages, tools, self.reasoning_effort)
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self._input(
             prompt, logprobs, tool_calls=calls, thinking_tokens=self.thinking_token_budget
         )
 
 
-class ChatResponseBuilder(ChoicesResponseBuilder):
-    id_prefix = "chatcmpl-"
-    objects = ("chat.completion", "chat.completion.chunk")
-
-    def __init__(self, request: ChatRequest, call_id: CallId) -> None:
-        payload = request.generation_input()
-        super().__init__(request, [payload])
-        assert isinstance(payload.prompt, Chat)
-        self.called: Counter[int] = Counter()  # calls so far, by choice
-        self._called_before = payload.prompt.num_tool_calls if payload.tool_calls else 0
-        self._call_id = call_id
-
-    def begin(self, first: Sequence[Delta]) -> Iterator[bytes]:
-        for index in range(self.payloads[0].n):
-            prompt = self.of_prompt(first[0]) if first and index == 0 else {}
-            yield data_frame(self.chunk(_choice(index, {"role": "assistant"})) | prompt)
-
-    def choices(self, delta: Delta) -> Iterator[Document]:
-        index, logprobs = delta.choice, delta.logprobs
-        for part in delta.parts:
-            if part.kind == "call":
-                for call in self._call(index, part):
-                    yield _choice(index, {"tool_calls": [call]})
-            elif part.kind == "reasoning":
-                yield _choice(index, _thoughts(part.text))
-            else:
-                yield _choice(index, {"content": part.text}, logprobs)
-                logprobs = []
-        if delta.finish_reason is not None:
-            yield _choice(index, {}, logprobs, delta.finish_reason)
-        elif logprobs:
-            self.held[index] = Delta(index, logprobs=logprobs)
-
-    def whole(self, deltas: Sequence[Delta]) -> Document:
-        return super().whole(deltas) | self.of_prompt(deltas[0])
-
-    def _call(self, choice: int, part: DeltaPart) -> Iterator[Document]:
-        """A call's name comes whole and first, what follows are its arguments."""
-        if part.name is not None:
-            call = self._new_call(choice, part.name, "")
-            yield {"index": self.called[choice] - 1} | call
-        if part.text:
-            function = {"arguments": part.text}
-            yield {"index": self.called[choice] - 1, "function": function}
-
-    def choice(self, delta: Delta) -> Document:
-        return {
-            "index": delta.choice,
-            "message": self._message(delta),
-            "logprobs": _logprobs(delta.logprobs) if self.scored else None,
-            "finish_reason": delta.finish_reason,
-        }
-
-    def _message(self, delta: Delta) -> Document:
-        reasoning = "".join(part.text for part in delta.parts if part.kind == "reasoning")
-        calls: list[Document] = []
-        for part in delta.parts:
-            if part.kind == "call" and part.name is not None:
-                calls.append(self._new_call(delta.choice, part.name, part.text))
-            elif part.kind == "call":
-                calls[-1]["function"]["arguments"] += part.text
-        message: Document = {"role": "assistant", "content": delta.text, "refusal": None}
-        if reasoning:
-            message |= _thoughts(reasoning)
-        if calls:
-            message["content"] = delta.text or None
-            message["tool_calls"] = calls
-        return message
-
-    def _new_call(self, choice: int, name: str, arguments: str) -> Document:
-        id = self._call_id(name, self._called_before + self.called[choice])
-        self.called[choice] += 1
-        function = {"name": name, "arguments": arguments}
-        return {"id": id, "type": "function", "function": function}
-
-
-class ChatCompletions(GenerationEndpoint[ChatResponseBuilder]):
-    def parse(self, body: bytes) -> ChatResponseBuilder:
-        most = self.worker_client.generator.max_model_len
+class ChatCompletions(GenerationEndpoint[ParsedRequest]):
+    def parse(self, body: bytes) -> ParsedRequest:
+        max_entries = self.worker_client.generator.max_model_len
         try:
-            document = with_config(parse_json(body))
-            request = decode(document, ChatRequest, self.models.called, most)
+            document = with_generation_config(parse_json(body))
+            request = decode(document, ChatRequest, self.models.id_for, max_entries)
         except InvalidInput as error:
             if error.param == "messages" and b'"input"' in body:
-                meant = "is required; a request with `input` goes to /v1/responses"
-                raise InvalidInput.at("messages", meant) from None
+                hint = "is required; a request with `input` goes to /v1/responses"
+                raise InvalidInput.at("messages", hint) from None
             raise
-        return ChatResponseBuilder(request, self.worker_client.generator.call_id)
+        return ParsedRequest(request, [request.generation_input()])
+
+    def builder(
+        self, request: ParsedRequest, usage: UsageCounts
+    ) -> ChoicesResponseBuilder[ChatChoice, ChatChunkChoice]:
+        chat_format = ChatFormat(request.inputs[0], self.worker_client.generator.call_id)
+        return ChoicesResponseBuilder(request, usage, chat_format)
 
 
-def with_config(document: Document) -> Document:
-    """A body with what only its `generation_config` says."""
-    if not isinstance(given := document.get("generation_config"), str):
+def with_generation_config(document: Document) -> Document:
+    """Return a body with fields of its `generation_config`, which `transformers chat` sends."""
+    if not isinstance(text := document.get("generation_config"), str):
         return document
     try:
-        config = parse_json(given.encode())
+        config = parse_json(text.encode())
     except InvalidInput:
         raise InvalidInput.at("generation_config", "must be a JSON object, as text") from None
     if config.get("do_sample") is False:
         config["temperature"] = 0
-    told = {ours: config.get(theirs) for theirs, ours in OF_CONFIG.items()}
-    return told | {name: value for name, value in document.items() if value is not None}
+    defaults = {field: config.get(name) for name, field in CONFIG_FIELDS.items()}
+    return defaults | {name: value for name, value in document.items() if value is not None}
 
 
-def _thoughts(text: str) -> Document:
-    """By both of the names that clients look for."""
-    return {"reasoning": text, "reasoning_content": text}
+class ChatFormat:
+    """The choices of a chat completion: messages, or deltas of messages."""
+
+    id_prefix = "chatcmpl-"
+
+    def __init__(self, generation_input: GenerationInput, call_id: CallId) -> None:
+        assert isinstance(generation_input.prompt, Chat)
+        self._choices = generation_input.n
+        self._scored = generation_input.sampling.logprobs is not None
+        self._call_id = call_id
+        self._earlier_calls = (
+            generation_input.prompt.num_tool_calls if generation_input.tool_calls else 0
+        )
+        self._calls: Counter[int] = Counter()  # by choice
+
+    # ── whole ──
+
+    def choice(self, delta: Delta) -> ChatChoice:
+        logprobs = chat_logprobs(delta.logprobs) if self._scored else None
+        return ChatChoice(delta.choice, self._message(delta), logprobs, delta.finish_reason)
+
+    def response(
+        self, head: Head, choices: list[ChatChoice], usage: Usage, delta: Delta
+    ) -> ChatCompletion:
+        return ChatCompletion(
+            **head,
+            object="chat.completion",
+            choices=choices,
+            usage=usage,
+            **prompt_fields(delta),
+        )
+
+    def _message(self, delta: Delta) -> ResponseMessage:
+        message = ResponseMessage("assistant", delta.text, None)
+        if reasoning := "".join(part.text for part in delta.parts if part.kind == "reasoning"):
+            message.reasoning = message.reasoning_content = reasoning
+        calls: list[MessageToolCall] = []
+        for part in delta.parts:
+            if part.kind == "call" and part.name is not None:
+                id = self._new_call(delta.choice, part.name)
+                function = FunctionCallText(part.name, part.text)
+                calls.append(MessageToolCall(id, "function", function))
+            elif part.kind == "call":
+                calls[-1].function.arguments += part.text
+        if calls:
+            message.content = delta.text or None
+            message.tool_calls = calls
+        return message
+
+    # ── in chunks ──
+
+    def first_chunks(
+        self, head: Head, usage: ChunkUsage, delta: Delta | None
+    ) -> Iterator[ChatCompletionChunk]:
+        for index in range(self._choices):
+            choice = ChatChunkChoice(index, MessageDelta(role="assistant"))
+            yield ChatCompletionChunk(
+                **head,
+                object="chat.completion.chunk",
+                choices=[choice],
+                usage=usage,
+                **(prompt_fields(delta) if delta and index == 0 else {}),
+            )
+
+    def chunk_choices(self, delta: Delta) -> Iterator[ChatChunkChoice]:
+        for part in delta.parts:
+            if part.kind == "call":
+                for call in self._call_deltas(delta.choice, part):
+                    yield ChatChunkChoice(delta.choice, MessageDelta(tool_calls=[call]))
+            elif part.kind == "reasoning":
+                message = MessageDelta(reasoning=part.text, reasoning_content=part.text)
+                yield ChatChunkChoice(delta.choice, message)
+            else:
+                yield self._scored_choice(delta, MessageDelta(content=part.text))
+        if delta.finish_reason is not None:
+            yield self._scored_choice(delta, MessageDelta(), delta.finish_reason)
+
+    def chunk(
+        self, head: Head, choices: list[ChatChunkChoice], usage: ChunkUsage
+    ) -> ChatCompletionChunk:
+        return ChatCompletionChunk(
+            **head, object="chat.completion.chunk", choices=choices, usage=usage
+        )
+
+    def _scored_choice(
+        self, delta: Delta, message: MessageDelta, finish_reason: FinishReason | None = None
+    ) -> ChatChunkChoice:
+        """Return a choice with the delta's log-probabilities, which the delta loses."""
+        logprobs, delta.logprobs = delta.logprobs, []
+        scores = chat_logprobs(logprobs) if logprobs else None
+        return ChatChunkChoice(delta.choice, message, scores, finish_reason)
+
+    def _call_deltas(self, choice: int, part: DeltaPart) -> Iterator[ToolCallDelta]:
+        """Yield a call's id and name first, then its arguments."""
+        if part.name is not None:
+            id = self._new_call(choice, part.name)
+            function = FunctionCallDelta(part.name, "")
+            yield ToolCallDelta(self._calls[choice] - 1, id, "function", function)
+        if part.text:
+            function = FunctionCallDelta(arguments=part.text)
+            yield ToolCallDelta(self._calls[choice] - 1, function=function)
+
+    def _new_call(self, choice: int, name: str) -> str:
+        """Count a call; return its id."""
+        id = self._call_id(name, self._earlier_calls + self._calls[choice])
+        self._calls[choice] += 1
+        return id
 
 
-def _choice(
-    index: int,
-    delta: Document,
-    logprobs: Sequence[TokenLogprob] = (),
-    finish_reason: str | None = None,
-) -> Document:
-    return {
-        "index": index,
-        "delta": delta,
-        "logprobs": _logprobs(logprobs) if logprobs else None,
-        "finish_reason": finish_reason,
-    }
-
-
-def _logprobs(logprobs: Sequence[TokenLogprob]) -> Document:
-    return {"content": list(map(logprob_document, logprobs)), "refusal": None}
+def chat_logprobs(logprobs: Sequence[TokenLogprob]) -> ChatLogprobs:
+    return ChatLogprobs(list(map(scored_token_with_top, logprobs)))

@@ -1,115 +1,142 @@
-"""Numbered choices, in chunks or together: what answers of chat and text completions share."""
+"""Responses with numbered choices, in chunks or whole: chat and text completions.
+
+ChoicesResponseBuilder has what both endpoints share; a ChoiceFormat has what differs.
+"""
 
 import secrets
 import time
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
-import orjson
+from msgspec import UNSET, Struct, UnsetType
 
-from server.http.errors import HttpError
-from server.http.json import Document
+from server.core.delta_stream import UsageCounts
+from server.http.json import to_json
 from server.http.sse import data_frame
-from server.openai.endpoint import GenerationResponseBuilder
-from server.openai.logprobs import prompt_document
-from server.openai.request_fields import GenerationRequest
+from server.openai.endpoint import ParsedRequest, ResponseBuilder
+from server.openai.response_schemas import (
+    ChatChoice,
+    ChatChunkChoice,
+    CompletionChoice,
+    CompletionTokensDetails,
+    PromptTokensDetails,
+    Usage,
+)
 from worker.messages.deltas import Delta, DeltaPart
-from worker.messages.generation import GenerationInput
 
-TEXT = secrets.token_hex()  # where a chunk's text goes, in a template; nothing else is like it
+TEXT = secrets.token_hex()  # stands for the text in the template of a chunk
+
+# Keyword arguments of all chunks of a response, and of the response.
+Head = dict[str, Any]
+ChunkUsage = Usage | UnsetType | None
+C = TypeVar("C", bound=ChatChoice | CompletionChoice)
+K = TypeVar("K", bound=ChatChunkChoice | CompletionChoice)
 
 
-class ChoicesResponseBuilder(GenerationResponseBuilder):
+class ChoiceFormat(Protocol[C, K]):
+    """How an endpoint represents choices: `C` whole, `K` in chunks."""
+
     id_prefix: str
-    objects: tuple[str, str]  # what the document is called, and a chunk
 
-    def __init__(self, request: GenerationRequest, payloads: list[GenerationInput]) -> None:
-        super().__init__(payloads, bool(request.stream))
-        options = request.stream_options
+    def choice(self, delta: Delta) -> C:
+        """Return a whole choice, made of all its deltas."""
+
+    def response(self, head: Head, choices: list[C], usage: Usage, delta: Delta) -> Struct:
+        """Return the response; `delta` is the first choice's."""
+
+    def first_chunks(self, head: Head, usage: ChunkUsage, delta: Delta | None) -> Iterator[Struct]:
+        """Yield the chunks before those of the first delta."""
+
+    def chunk_choices(self, delta: Delta) -> Iterator[K]:
+        """Yield a delta's choices, one per chunk. Log-probabilities that a choice contains are
+        removed from the delta."""
+
+    def chunk(self, head: Head, choices: list[K], usage: ChunkUsage) -> Struct: ...
+
+
+class ChoicesResponseBuilder(ResponseBuilder[Delta], Generic[C, K]):
+    def __init__(
+        self, request: ParsedRequest, usage: UsageCounts, format: ChoiceFormat[C, K]
+    ) -> None:
+        body, options = request.body, request.body.stream_options
+        self.streams = bool(body.stream)
+        self.usage = usage
+        self.format = format
         self.includes_usage = bool(options and options.include_usage)
         self.continuous_usage = bool(options and options.continuous_usage_stats)
-        self.head: Document = {
-            "id": self.id_prefix + secrets.token_hex(12),
-            "object": self.objects[self.streams],
+        self.head: Head = {
+            "id": format.id_prefix + secrets.token_hex(12),
             "created": int(time.time()),
-            "model": request.model,
+            "model": body.model,
             "system_fingerprint": None,
         }
-        self.scored = payloads[0].sampling.logprobs is not None
-        self.tells_ids = payloads[0].token_ids
-        self.held: dict[int, Delta] = {}  # by choice: what goes with text that is still to come
-        # Whether chunks of text differ in nothing else; what is around the text, by choice.
-        self._alike = not (self.scored or self.tells_ids or self.continuous_usage)
-        self._around: dict[int, Sequence[bytes]] = {}
+        self.returns_ids = bool(body.return_token_ids)
+        # By choice: a delta without text, whose fields go with the next text.
+        self._held: dict[int, Delta] = {}
+        scored = request.inputs[0].sampling.logprobs is not None
+        # Chunks of one choice that differ in their text only, and the bytes around that text.
+        self._only_text = not (scored or self.returns_ids or self.continuous_usage)
+        self._templates: dict[int, Sequence[bytes]] = {}
 
-    @abstractmethod
-    def choice(self, delta: Delta) -> Document:
-        """A choice as a whole, or what a delta adds to it."""
+    def entries(self, delta: Delta) -> int:
+        return len(delta.logprobs) + len(delta.prompt_logprobs)
 
-    def choices(self, delta: Delta) -> Iterator[Document]:
-        """Choices, one a chunk, that say what a delta adds."""
-        yield self.choice(delta)
-
-    def of_prompt(self, delta: Delta) -> Document:
-        """What was asked for about a prompt's tokens, of the first delta; as vLLM has it."""
-        fields: Document = {}
-        if delta.prompt_ids:
-            fields["prompt_token_ids"] = delta.prompt_ids
-        if delta.prompt_logprobs:
-            fields["prompt_logprobs"] = list(map(prompt_document, delta.prompt_logprobs))
-        return fields
+    def start(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
+        first = deltas[0] if deltas else None
+        return map(data_frame, self.format.first_chunks(self.head, self._chunk_usage(), first))
 
     def add(self, delta: Delta) -> Iterator[bytes]:
-        """None as long as there is no text to show; what goes with it waits."""
-        if (held := self.held.pop(delta.choice, None)) is not None:
+        """Yield the chunks of a delta; none as long as there is no text."""
+        if (held := self._held.pop(delta.choice, None)) is not None:
             held.merge(delta)
             delta = held
-        ends, parts = delta.finish_reason is not None, delta.parts
-        if self._alike and len(parts) == 1 and parts[0].kind == "content" and not ends:
-            before, after = self._around.get(delta.choice) or self._text_chunk(delta.choice)
-            yield before + orjson.dumps(parts[0].text) + after
-        elif parts or ends:
+        finished, parts = delta.finish_reason is not None, delta.parts
+        if self._only_text and len(parts) == 1 and parts[0].kind == "content" and not finished:
+            before, after = self._templates.get(delta.choice) or self._template(delta.choice)
+            yield before + to_json(parts[0].text) + after
+        elif parts or finished:
             ids = delta.token_ids
-            for choice in self.choices(delta):
-                if self.tells_ids:
-                    choice["token_ids"], ids = ids, []
-                yield data_frame(self.chunk(choice))
+            for choice in self.format.chunk_choices(delta):
+                if self.returns_ids:
+                    choice.token_ids, ids = ids, []
+                yield data_frame(self._chunk([choice], self._chunk_usage()))
+            if delta.logprobs and not finished:
+                self._held[delta.choice] = Delta(delta.choice, logprobs=delta.logprobs)
         else:
-            self.held[delta.choice] = delta
-
-    def _text_chunk(self, choice: int) -> Sequence[bytes]:
-        """What is before and after the text in each of a choice's chunks."""
-        [made] = self.choices(Delta(choice, [DeltaPart("content", TEXT)]))
-        around = data_frame(self.chunk(made)).split(orjson.dumps(TEXT))
-        self._around[choice] = around
-        return around
+            self._held[delta.choice] = delta
 
     def finish(self) -> Iterator[bytes]:
         if self.includes_usage:
-            yield data_frame(self.head | {"choices": [], "usage": self._usage()})
+            yield data_frame(self._chunk([], self._usage()))
 
-    def fail(self, error: HttpError) -> Iterator[bytes]:
-        yield data_frame(error.document)
-
-    def whole(self, deltas: Sequence[Delta]) -> Document:
-        choices = [self.choice(delta) for delta in deltas]
-        if self.tells_ids:
+    def build(self, deltas: Sequence[Delta]) -> Struct:
+        choices = [self.format.choice(delta) for delta in deltas]
+        if self.returns_ids:
             for choice, delta in zip(choices, deltas, strict=True):
-                choice["token_ids"] = delta.token_ids
-        return self.head | {"choices": choices, "usage": self._usage()}
+                choice.token_ids = delta.token_ids
+        return self.format.response(self.head, choices, self._usage(), deltas[0])
 
-    def chunk(self, choice: Document) -> Document:
-        chunk = self.head | {"choices": [choice]}
-        if self.includes_usage:
-            chunk["usage"] = self._usage() if self.continuous_usage else None
-        return chunk
+    def _template(self, choice: int) -> Sequence[bytes]:
+        """Return the bytes before and after the text in a choice's chunks."""
+        [chunk_choice] = self.format.chunk_choices(Delta(choice, [DeltaPart("content", TEXT)]))
+        frame = data_frame(self._chunk([chunk_choice], self._chunk_usage()))
+        template = self._templates[choice] = frame.split(to_json(TEXT))
+        return template
 
-    def _usage(self) -> Document:
+    def _chunk(self, choices: list[K], usage: ChunkUsage) -> Struct:
+        return self.format.chunk(self.head, choices, usage)
+
+    def _chunk_usage(self) -> ChunkUsage:
+        if not self.includes_usage:
+            return UNSET
+        return self._usage() if self.continuous_usage else None
+
+    def _usage(self) -> Usage:
         usage = self.usage
-        return {
-            "prompt_tokens": usage.prompt,
-            "completion_tokens": usage.completion,
-            "total_tokens": usage.prompt + usage.completion,
-            "prompt_tokens_details": {"cached_tokens": usage.cached},
-            "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
-        }
+        return Usage(
+            usage.prompt,
+            usage.completion,
+            usage.prompt + usage.completion,
+            PromptTokensDetails(usage.cached),
+            CompletionTokensDetails(usage.reasoning),
+        )

@@ -1,23 +1,32 @@
-"""`POST /v1/completions`: text or token ids in, what follows them out, whole or in chunks."""
+"""`POST /v1/completions`: text or token ids in, their continuation out, whole or in chunks."""
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
 from batching.errors import InvalidInput
+from server.core.delta_stream import UsageCounts
 from server.http.json import Document, parse_json
-from server.openai.choices import ChoicesResponseBuilder
-from server.openai.endpoint import GenerationEndpoint
-from server.openai.logprobs import finite
+from server.openai.choices import ChoicesResponseBuilder, ChunkUsage, Head
+from server.openai.endpoint import GenerationEndpoint, ParsedRequest
+from server.openai.logprobs import clamp, prompt_fields
 from server.openai.request_fields import (
-    Filled,
     GenerationRequest,
+    NonEmpty,
     TokenId,
     TopLogprobs,
     decode,
     read_inputs,
+)
+from server.openai.response_schemas import (
+    Completion,
+    CompletionChoice,
+    CompletionChunk,
+    CompletionLogprobs,
+    Usage,
 )
 from worker.messages.deltas import Delta, TokenLogprob
 from worker.messages.generation import GenerationInput
@@ -29,7 +38,7 @@ OF_ONE_KIND = Meta(
         "anyOf": [IDS, {"items": IDS}, {"items": {"type": "string", "minLength": 1}}],
     }
 )
-ONE_ALONE = Meta(
+ONLY_ONE = Meta(
     extra_json_schema={"description": "Not implemented: leave it out", "enum": [None, 1]}
 )
 
@@ -37,10 +46,10 @@ ONE_ALONE = Meta(
 class CompletionRequest(GenerationRequest, kw_only=True):
     unimplemented: ClassVar = {"suffix": ()} | GenerationRequest.unimplemented
 
-    prompt: Filled | Annotated[list[str | TokenId | list[TokenId]], OF_ONE_KIND]
+    prompt: NonEmpty | Annotated[list[str | TokenId | list[TokenId]], OF_ONE_KIND]
     logprobs: TopLogprobs | None = None
     echo: bool | None = None
-    best_of: Annotated[int | None, ONE_ALONE] = None
+    best_of: Annotated[int | None, ONLY_ONE] = None
 
     @property
     def default_tokens(self) -> int:
@@ -48,79 +57,115 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
     def check(self, document: Document) -> None:
         super().check(document)
-        # As many candidates as answers leaves nothing to choose from.
+        # With as many candidates as choices, there is nothing to select.
         if self.best_of not in (None, 1, self.n or 1):
-            raise InvalidInput.at("best_of", "is not implemented here, leave it out")
+            raise InvalidInput.at("best_of", "is not implemented, leave it out")
         self.refuse_unimplemented(document)
         if self.max_tokens == 0 and not self.echo:
-            raise InvalidInput.at("max_tokens", "must be at least 1, or 0 with echo")
-        scored = self.logprobs if self.echo else None
-        if scored is not None and self.prompt_logprobs not in (None, scored):
-            raise InvalidInput.at("prompt_logprobs", "must be as many as logprobs with echo")
+            raise InvalidInput.at("max_tokens", "must be at least 1, or 0 with echo: true")
+        echoed_logprobs = self.logprobs if self.echo else None
+        if echoed_logprobs is not None and self.prompt_logprobs not in (None, echoed_logprobs):
+            raise InvalidInput.at(
+                "prompt_logprobs",
+                f"must equal logprobs ({echoed_logprobs}) with echo, not {self.prompt_logprobs}",
+            )
 
-    def generation_inputs(self, most: int) -> list[GenerationInput]:
-        """One a prompt. A list makes at most `most` choices in all."""
+    def generation_inputs(self, max_choices: int) -> list[GenerationInput]:
+        """Return an input for each prompt; InvalidInput if a list makes too many choices."""
         prompts, n = read_inputs(self.prompt, "prompt"), self.n or 1
-        if len(prompts) > 1 and len(prompts) * n > most:
-            many = f"{len(prompts)} times n={n} is more than {most} choices"
-            raise InvalidInput.at("prompt", many)
-        asked = self._input("", self.logprobs, echo=bool(self.echo))
+        if len(prompts) > 1 and len(prompts) * n > max_choices:
+            raise InvalidInput.at(
+                "prompt", f"{len(prompts)} prompts with n={n} exceed {max_choices} choices"
+            )
+        common = self._input("", self.logprobs, echo=bool(self.echo))
         if self.max_tokens == 0:
-            asked = replace(asked, constraint=None)  # no text is generated
-        given = [each if isinstance(each, str) else tuple(each) for each in prompts.values()]
+            common = replace(common, constraint=None)  # no text is generated
         return [
-            replace(asked, prompt=each, first_choice=number * n, param=path)
-            for number, (path, each) in enumerate(zip(prompts, given, strict=True))
+            replace(
+                common,
+                prompt=prompt if isinstance(prompt, str) else tuple(prompt),
+                first_choice=number * n,
+                param=path,
+            )
+            for number, (path, prompt) in enumerate(prompts.items())
         ]
 
 
-class CompletionResponseBuilder(ChoicesResponseBuilder):
+class Completions(GenerationEndpoint[ParsedRequest]):
+    def parse(self, body: bytes) -> ParsedRequest:
+        max_choices = self.settings.max_queue_size
+        # A list has prompts, or the tokens of one prompt.
+        max_entries = max(max_choices, self.worker_client.generator.max_model_len)
+        request = decode(parse_json(body), CompletionRequest, self.models.id_for, max_entries)
+        return ParsedRequest(request, request.generation_inputs(max_choices))
+
+    def builder(
+        self, request: ParsedRequest, usage: UsageCounts
+    ) -> ChoicesResponseBuilder[CompletionChoice, CompletionChoice]:
+        scored = request.inputs[0].sampling.logprobs is not None
+        return ChoicesResponseBuilder(request, usage, CompletionFormat(scored))
+
+
+class CompletionFormat:
+    """The choices of a text completion. `scored`: they have log-probabilities."""
+
     id_prefix = "cmpl-"
-    objects = ("text_completion", "text_completion")
 
-    def __init__(self, request: CompletionRequest, most: int) -> None:
-        super().__init__(request, request.generation_inputs(most))
-        self._offsets: Counter[int] = Counter()  # characters a choice has so far
+    def __init__(self, scored: bool) -> None:
+        self._scored = scored
+        self._offsets: Counter[int] = Counter()  # characters of a choice so far
 
-    def choice(self, delta: Delta) -> Document:
+    def choice(self, delta: Delta) -> CompletionChoice:
         offset, text = self._offsets[delta.choice], delta.text
         self._offsets[delta.choice] += len(text)
-        return self.of_prompt(delta) | {
-            "index": delta.choice,
-            "text": text,
-            "logprobs": _logprobs(delta.logprobs, offset) if self.scored else None,
-            "finish_reason": delta.finish_reason,
-        }
+        logprobs, delta.logprobs = delta.logprobs, []
+        return CompletionChoice(
+            **prompt_fields(delta),
+            index=delta.choice,
+            text=text,
+            logprobs=completion_logprobs(logprobs, offset) if self._scored else None,
+            finish_reason=delta.finish_reason,
+        )
+
+    def response(
+        self, head: Head, choices: list[CompletionChoice], usage: Usage, delta: Delta
+    ) -> Completion:
+        return Completion(**head, object="text_completion", choices=choices, usage=usage)
+
+    def first_chunks(
+        self, head: Head, usage: ChunkUsage, delta: Delta | None
+    ) -> Iterator[CompletionChunk]:
+        return iter(())
+
+    def chunk_choices(self, delta: Delta) -> Iterator[CompletionChoice]:
+        yield self.choice(delta)
+
+    def chunk(
+        self, head: Head, choices: list[CompletionChoice], usage: ChunkUsage
+    ) -> CompletionChunk:
+        return CompletionChunk(**head, object="text_completion", choices=choices, usage=usage)
 
 
-class Completions(GenerationEndpoint[CompletionResponseBuilder]):
-    def parse(self, body: bytes) -> CompletionResponseBuilder:
-        places = self.settings.max_queue_size
-        most = max(places, self.worker_client.generator.max_model_len)  # prompts, or tokens of one
-        request = decode(parse_json(body), CompletionRequest, self.models.called, most)
-        return CompletionResponseBuilder(request, places)
-
-
-def _logprobs(logprobs: list[TokenLogprob], offset: int) -> Document:
-    """OpenAI's older form; offsets count characters of the choice's text."""
+def completion_logprobs(logprobs: list[TokenLogprob], offset: int) -> CompletionLogprobs:
+    """Return OpenAI's older form; `offset` is the first token's, in characters of the text."""
     offsets = []
-    for each in logprobs:
+    for token in logprobs:
         offsets.append(offset)
-        offset += len(each.text)
-    return {
-        "tokens": [each.text for each in logprobs],
-        "token_logprobs": [finite(each.logprob) for each in logprobs],
-        "top_logprobs": [_top(each) for each in logprobs],
-        "text_offset": offsets,
-    }
+        offset += len(token.text)
+    return CompletionLogprobs(
+        [token.text for token in logprobs],
+        [clamp(token.logprob) for token in logprobs],
+        [top_logprobs(token) for token in logprobs],
+        offsets,
+    )
 
 
-def _top(chosen: TokenLogprob) -> Document | None:
-    """The likeliest tokens and the chosen one. Of two with the same text the likelier stays."""
+def top_logprobs(chosen: TokenLogprob) -> dict[str, float | None] | None:
+    """Return the likeliest tokens and the chosen one, by text; of equal texts the likelier."""
     if chosen.logprob is None:
         return None
-    top: Document = {}
-    for each in (*chosen.top, chosen):
-        text = chosen.text if each.token_id == chosen.token_id else each.text
-        top.setdefault(text, finite(each.logprob))
+    top: dict[str, float | None] = {}
+    for token in (*chosen.top, chosen):
+        text = chosen.text if token.token_id == chosen.token_id else token.text
+        top.setdefault(text, clamp(token.logprob))
     return top

@@ -1,159 +1,183 @@
-"""A request whose answer comes in parts, from its body to its last event, whatever its endpoint.
+"""The path of a request whose response is made of deltas.
 
     body → parse → images → submit → first delta or refusal → headers → events, or one document
 
-A stream's headers wait for the first delta, so that refusals and early failures are real status
-codes; what fails later is an event. What an answer looks like is its Reply's matter.
+The headers of a stream wait for the first delta, so refusals and early failures have real status
+codes; a later failure is an event. A ResponseBuilder turns deltas into the response's bytes.
 """
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
-from anyio.to_thread import run_sync as in_thread
+from anyio.to_thread import run_sync
+from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import ClientGone
-from server.core.answer_stream import AnswerStream, TokenStream, UsageCounts
 from server.core.cache_namespace import cache_namespace
+from server.core.delta_stream import DeltaStream, TokenStream, UsageCounts
 from server.core.settings import Settings
 from server.core.worker_client import Deadlines, WorkerClient
 from server.http.errors import HttpError, as_http_error
-from server.http.json import Document, JsonBodyParser, to_json
+from server.http.json import JsonBodyParser, to_json
 from server.http.request import read_json_request, send_json
-from server.http.sse import COMMENT, DONE, EventStream
+from server.http.sse import COMMENT, DONE, EventStream, data_frame
 from server.openai.images import ImageLoader
 from server.openai.models import ModelNames
+from server.openai.request_fields import GenerationRequest
 from worker.messages.deltas import Delta
-from worker.messages.generation import Chat, GenerationInput
+from worker.messages.generation import GenerationInput
 
-log = logging.getLogger("onequeue.answers")
+log = logging.getLogger("onequeue.responses")
 
-# Documents of an answer, or of a delta: more are made off the event loop.
-INLINE_DOCUMENTS = 64
+# Larger deltas and responses are encoded in a pool thread.
+MAX_INLINE_ENTRIES = 64
 D = TypeVar("D")
 
 
 class ResponseBuilder(ABC, Generic[D]):
-    """The answer to one request: events while it is made, as they are sent, or one document."""
+    """Builds one response from its deltas: server-sent events, or one document.
 
-    streams: bool  # it is sent as events
-    media = b"application/json"  # of what `whole` gives
+    `streams`: the client has asked for events. `media_type` is that of a document.
+    """
+
+    streams: bool
+    media_type = b"application/json"
 
     @abstractmethod
-    def documents(self, delta: D) -> int:
-        """About how many a delta becomes: tokens' log-probabilities, segments of speech."""
+    def entries(self, delta: D) -> int:
+        """Return about how many tokens or segments are encoded for a delta."""
 
-    def begin(self, first: Sequence[D]) -> Iterator[bytes]:
-        """The events before those of the first deltas."""
+    def start(self, deltas: Sequence[D]) -> Iterator[bytes]:
+        """Yield the events before those of the first deltas."""
         return iter(())
 
     @abstractmethod
     def add(self, delta: D) -> Iterator[bytes]:
-        """The events of what is new."""
+        """Yield the events of a delta."""
 
     @abstractmethod
     def finish(self) -> Iterator[bytes]:
-        """The events after the last delta's."""
+        """Yield the events after those of the last delta."""
 
-    @abstractmethod
     def fail(self, error: HttpError) -> Iterator[bytes]:
-        """The events of a failure after the start."""
+        """Yield the events of a failure after the start."""
+        yield data_frame(error.document)
 
-    def last(self) -> bytes:
-        """What ends a stream, however the request ended."""
+    def end(self) -> bytes:
+        """Return the last event of the stream, after success and failure alike."""
         return DONE
 
     @abstractmethod
-    def whole(self, deltas: Sequence[D]) -> Document | bytes:
-        """The answer at once, from all deltas."""
-
-
-R = TypeVar("R", bound=ResponseBuilder[Any])
+    def build(self, deltas: Sequence[D]) -> Struct | bytes:
+        """Return the document, made of all deltas."""
 
 
 @dataclass(eq=False)
-class Endpoint(ABC, Generic[R]):
-    """A bare ASGI app."""
+class Endpoint(ABC):
+    """An ASGI app whose responses are made of deltas."""
 
     settings: Settings
     worker_client: WorkerClient
     models: ModelNames
 
-    @abstractmethod
-    def submit(self, reply: R, deadlines: Deadlines, receive: Receive) -> AnswerStream[Any]:
-        """What it asks the model for, on its way; raises a Refused."""
-
-    async def keep(self, reply: R) -> bool:
-        """Store an answer before its last event is sent, so that a client can build on it."""
-        return False
-
-    async def answer(
-        self, scope: Scope, receive: Receive, send: Send, reply: R, deadlines: Deadlines
+    async def respond(
+        self,
+        scope: Scope,
+        send: Send,
+        stream: DeltaStream[D],
+        builder: ResponseBuilder[D],
+        before_end: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
-        with self.submit(reply, deadlines, receive) as stream:
-            if not reply.streams:
-                return await self._send_whole(send, reply, await stream.collect())
-            first = await stream.read()
-            try:
-                events = EventStream(scope, send, stream.arrival.set)
-                await events.run(partial(self._send, scope, reply, stream, first))
-            except ClientGone as error:
-                self.worker_client.metrics.errors.labels("client_gone").inc()
-                log.info("stream ended id=%s because=%r", scope["request_id"].decode(), str(error))
+        """Send the response to a request that has been submitted.
 
-    async def _send_whole(self, send: Send, reply: R, deltas: list[Any]) -> None:
-        large = sum(map(reply.documents, deltas)) > INLINE_DOCUMENTS
-        content = await in_thread(reply.whole, deltas) if large else reply.whole(deltas)
-        await self.keep(reply)
+        `before_end` is awaited before the last event, or the document, is sent.
+        """
+        if not builder.streams:
+            return await self._send_document(send, builder, await stream.collect(), before_end)
+        deltas = await stream.read()
+        sending = partial(self._send_events, scope, stream, builder, deltas, before_end)
+        try:
+            await EventStream(scope, send, stream.arrival.set).run(sending)
+        except ClientGone as error:
+            self.worker_client.metrics.errors.labels("client_gone").inc()
+            log.info("stream ended id=%s because=%r", scope["request_id"].decode(), str(error))
+
+    async def _send_document(
+        self,
+        send: Send,
+        builder: ResponseBuilder[D],
+        deltas: Sequence[D],
+        before_end: Callable[[], Awaitable[object]] | None,
+    ) -> None:
+        large = sum(map(builder.entries, deltas)) > MAX_INLINE_ENTRIES
+        content = await run_sync(builder.build, deltas) if large else builder.build(deltas)
+        if before_end:
+            await before_end()
         if large and not isinstance(content, bytes):
-            content = await in_thread(to_json, content)
-        await send_json(send, content, media=reply.media)
+            content = await run_sync(to_json, content)
+        await send_json(send, content, media=builder.media_type)
 
-    async def _send(
-        self, scope: Scope, reply: R, stream: AnswerStream[Any], first: list[Any], to: EventStream
+    async def _send_events(
+        self,
+        scope: Scope,
+        stream: DeltaStream[D],
+        builder: ResponseBuilder[D],
+        deltas: Sequence[D],
+        before_end: Callable[[], Awaitable[object]] | None,
+        connection: EventStream,
     ) -> None:
-        """All events of a stream, a failure's too. What sending raises is the connection's."""
+        """Send all events, also those of a failure. ClientGone and errors of `send` pass."""
         send: Send = scope["send"]
-        async for event in self._events(scope, reply, stream, first):
+        async for event in self._events(scope, stream, builder, deltas, before_end):
             await send({"type": "http.response.body", "body": event, "more_body": True})
-            to.sent += 1
+            connection.sent += 1
 
     async def _events(
-        self, scope: Scope, reply: R, stream: AnswerStream[Any], first: list[Any]
+        self,
+        scope: Scope,
+        stream: DeltaStream[D],
+        builder: ResponseBuilder[D],
+        deltas: Sequence[D],
+        before_end: Callable[[], Awaitable[object]] | None,
     ) -> AsyncIterator[bytes]:
         try:
-            async for event in events_of(reply, stream, first):
+            async for event in build_events(builder, stream, deltas):
                 yield event
         except ClientGone:
             raise
         except Exception as error:
-            for event in reply.fail(self.failed(error, scope)):
+            for event in builder.fail(self.count_failure(error, scope)):
                 yield event
-        await self.keep(reply)
-        yield reply.last()
+        if before_end:
+            await before_end()
+        yield builder.end()
 
-    def failed(self, error: Exception, scope: Scope) -> HttpError:
-        """Counts a failure; its envelope."""
+    def count_failure(self, error: Exception, scope: Scope) -> HttpError:
+        """Count an error in the metrics; return its envelope."""
         envelope = as_http_error(error, scope, self.settings.debug)
         self.worker_client.metrics.errors.labels(envelope.kind).inc()
         return envelope
 
 
-async def events_of(
-    reply: ResponseBuilder[D], stream: AnswerStream[D], deltas: Sequence[D]
+async def build_events(
+    builder: ResponseBuilder[D], stream: DeltaStream[D], deltas: Sequence[D]
 ) -> AsyncIterator[bytes]:
-    """An answer's events, from its first deltas on; a comment when the connection was idle."""
-    for event in reply.begin(deltas):
+    """Yield the events of a response, from its first deltas on.
+
+    An idle connection gets a comment; see EventStream.
+    """
+    for event in builder.start(deltas):
         yield event
     while True:
         for delta in deltas:
-            events = reply.add(delta)
-            if reply.documents(delta) > INLINE_DOCUMENTS:
-                events = iter(await in_thread(list, events))
+            events = builder.add(delta)
+            if builder.entries(delta) > MAX_INLINE_ENTRIES:
+                events = iter(await run_sync(list, events))
             for event in events:
                 yield event
         if not stream.unfinished:
@@ -161,48 +185,60 @@ async def events_of(
         deltas = await stream.read()
         if not deltas and stream.unfinished:
             yield COMMENT
-    for event in reply.finish():
+    for event in builder.finish():
         yield event
 
 
-class GenerationResponseBuilder(ResponseBuilder[Delta]):
-    """`payloads` are what it asks the language model for."""
-
-    def __init__(self, payloads: list[GenerationInput], streams: bool) -> None:
-        self.payloads = payloads
-        self.streams = streams
-        self.usage = UsageCounts()
-        self.cache_namespace = b""
-
-    def documents(self, delta: Delta) -> int:
-        return len(delta.logprobs) + len(delta.prompt_logprobs)
+# ── generation ──
 
 
-G = TypeVar("G", bound=GenerationResponseBuilder)
+@dataclass(frozen=True)
+class ParsedRequest:
+    """A checked body, and one input for each of its prompts."""
+
+    body: GenerationRequest
+    inputs: Sequence[GenerationInput]
+
+
+P = TypeVar("P", bound=ParsedRequest)
 
 
 @dataclass(eq=False)
-class GenerationEndpoint(Endpoint[G]):
-    blocks: ClassVar = False  # whether parsing even a small body would hold up the loop
+class GenerationEndpoint(Endpoint, Generic[P]):
+    """An endpoint of the language model. `parse_blocks`: parsing waits for a disk or a lock."""
+
+    parse_blocks: ClassVar = False
 
     images: ImageLoader
     parsing: JsonBodyParser = field(init=False, default_factory=JsonBodyParser)
 
     @abstractmethod
-    def parse(self, body: bytes) -> G:
-        """What is asked for; raises InvalidInput. In a pool thread if the body is large."""
+    def parse(self, body: bytes) -> P:
+        """Return the checked request, or raise InvalidInput. Large bodies are parsed in a pool
+        thread."""
+
+    @abstractmethod
+    def builder(self, request: P, usage: UsageCounts) -> ResponseBuilder[Delta]:
+        """Return the builder of the response; `usage` is counted while its deltas are read."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, deadlines = await read_json_request(scope, receive)
-        reply = await self.parsing.run(self.parse, body, deadlines.first, self.blocks)
-        salt = reply.payloads[0].cache_salt
-        reply.cache_namespace = cache_namespace(self.models.id, scope["api_key"], salt)
-        for n, payload in enumerate(reply.payloads):
-            if isinstance(payload.prompt, Chat) and payload.prompt.images:
-                fetched = self.images.fetched(scope, receive, payload.prompt, deadlines.first)
-                reply.payloads[n] = replace(payload, prompt=await fetched)
-        await self.answer(scope, receive, send, reply, deadlines)
+        request = await self.parsing.run(self.parse, body, deadlines.first, self.parse_blocks)
+        inputs = await self.images.load(scope, receive, request.inputs, deadlines.first)
+        await self.serve(scope, receive, send, replace(request, inputs=inputs), deadlines)
 
-    def submit(self, reply: G, deadlines: Deadlines, receive: Receive | None) -> TokenStream:
-        given = reply.payloads, deadlines, reply.usage, receive, reply.cache_namespace
-        return TokenStream(self.worker_client, "generation", *given)
+    async def serve(
+        self, scope: Scope, receive: Receive, send: Send, request: P, deadlines: Deadlines
+    ) -> None:
+        """Submit a request whose images have been loaded, and send the response."""
+        with self.submit(scope, request, deadlines, receive) as stream:
+            await self.respond(scope, send, stream, self.builder(request, stream.usage))
+
+    def submit(
+        self, scope: Scope, request: P, deadlines: Deadlines, receive: Receive | None
+    ) -> TokenStream:
+        """Submit the inputs, or raise a Refused. Without `receive` no client is waited for."""
+        namespace = cache_namespace(self.models.id, scope["api_key"], request.body.cache_salt)
+        return TokenStream(
+            self.worker_client, "generation", request.inputs, deadlines, receive, namespace
+        )

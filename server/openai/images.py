@@ -1,13 +1,13 @@
-"""Images of a conversation: parts of a message, checked, and fetched where they are links.
+"""The images of a conversation: checked when parsed, and fetched where they are links.
 
-    part → Picture (parse) → its link's bytes (http/fetch.py) → decoded with the prompt (a pool)
+    content part → ImageInput → bytes of its link (http/fetch.py) → decoded by the worker's pool
 
-A part is a data: URL or a link, never a path. How many a request may have is known before any is
-decoded from its base64.
+An image is a data: URL or a link, never a path.
 """
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -18,10 +18,10 @@ from batching.errors import ClientGone, DeadlineExceeded, InvalidInput, QueueFul
 from server.core.worker_client import WorkerClient
 from server.http.fetch import Fetcher
 from worker.media.data_urls import to_bytes
-from worker.messages.generation import Chat, ImageInput
+from worker.messages.generation import Chat, GenerationInput, ImageInput
 from worker.messages.protocol import TextModel
 
-MOST_PICTURES = 20  # of a request
+MAX_IMAGES = 20  # per request
 Detail = Literal["auto", "low", "high", "original"]
 
 
@@ -31,73 +31,87 @@ class ImageUrl(Struct):
 
 
 def image_input(url: str, detail: Detail | None, path: str) -> ImageInput:
-    """Of a part at `path`, whose URL errors call `path`.image_url."""
+    """Return the image of the content part at `path`; InvalidInput for an unsupported URL."""
     detail = detail or "auto"
     param, scheme = f"{path}.image_url", url[:8].lower()
     if scheme.startswith(("http://", "https://")):
         return ImageInput(b"", detail, param, url)
     if not scheme.startswith("data:"):
-        raise InvalidInput.at(param, "must be a data: URL, or a link; paths are not opened")
+        raise InvalidInput.at(param, "must be a data: URL or a link; file paths are not opened")
     return ImageInput(to_bytes(url, param), detail, param)
 
 
 def check_images(chat: Chat, model: TextModel) -> None:
-    """InvalidInput for images that the model does not see."""
+    """Raise InvalidInput if there are images and the model takes none."""
     if chat.images and model.no_images:
         raise InvalidInput.at(chat.images[0].param, model.no_images)
 
 
 @dataclass(eq=False)
 class ImageLoader:
-    """What fetches the images of requests."""
+    """Fetches the images of requests. `fetching` counts requests, which are not queued yet."""
 
     worker_client: WorkerClient
     fetcher: Fetcher
-    fetching: int = 0  # requests: they have no place in the queue yet
+    fetching: int = 0
 
-    async def fetched(self, scope: Scope, receive: Receive, chat: Chat, deadline: float) -> Chat:
-        """With the bytes of its links. InvalidInput where one is not fetched, QueueFull,
-        DeadlineExceeded, ClientGone."""
-        check_images(chat, self.worker_client.generator)
-        links = [each for each in chat.images if each.link]
-        if not links:
-            return chat
-        for each in links:
-            self.fetcher.check(each.link, each.param)
+    async def load(
+        self, scope: Scope, receive: Receive, inputs: Sequence[GenerationInput], deadline: float
+    ) -> list[GenerationInput]:
+        """Return the inputs with the bytes of all images.
+
+        Raises InvalidInput for an image that cannot be fetched or used, QueueFull,
+        DeadlineExceeded or ClientGone.
+        """
+        loaded = []
+        for generation_input in inputs:
+            chat = generation_input.prompt
+            if isinstance(chat, Chat) and chat.images:
+                check_images(chat, self.worker_client.generator)
+                if any(image.link for image in chat.images):
+                    chat = await self._fetch_all(scope, receive, chat, deadline)
+                generation_input = replace(generation_input, prompt=chat)
+            loaded.append(generation_input)
+        return loaded
+
+    async def _fetch_all(self, scope: Scope, receive: Receive, chat: Chat, deadline: float) -> Chat:
+        for image in chat.images:
+            if image.link:
+                self.fetcher.check(image.link, image.param)
         queue = self.worker_client.queue
-        if queue.pending + self.fetching >= queue.capacity:
-            full = f"the queue is full: {queue.pending + self.fetching} places are taken"
-            raise QueueFull(full, 1.0)
+        taken = queue.pending + self.fetching
+        if taken >= queue.capacity:
+            raise QueueFull(f"the queue is full: {taken} of {queue.capacity} slots are taken", 1.0)
         self.fetching += 1
         try:
             async with asyncio.timeout(deadline - time.monotonic()), asyncio.TaskGroup() as group:
                 watch = group.create_task(raise_when_gone(receive))
-                tasks = [group.create_task(self._picture(scope, each)) for each in chat.images]
+                tasks = [group.create_task(self._fetch(scope, image)) for image in chat.images]
                 await asyncio.wait(tasks)
                 watch.cancel()
         except TimeoutError:
             late = "the images were not fetched within the request's time limit"
             raise DeadlineExceeded(late) from None
-        except BaseExceptionGroup as several:
-            raise several.exceptions[0] from None
+        except BaseExceptionGroup as group_error:
+            raise group_error.exceptions[0] from None
         finally:
             self.fetching -= 1
         return replace(chat, images=tuple(task.result() for task in tasks))
 
-    async def _picture(self, scope: Scope, image_input: ImageInput) -> ImageInput:
-        if not image_input.link:
-            return image_input
+    async def _fetch(self, scope: Scope, image: ImageInput) -> ImageInput:
+        if not image.link:
+            return image
         app = scope["app"]
 
-        def count(more: int) -> None:
-            app.count_body(scope, more)
+        def count(size: int) -> None:
+            app.count_body(scope, size)
 
-        data = await self.fetcher.fetch(image_input.link, image_input.param, count)
-        return replace(image_input, data=data, link="")
+        data = await self.fetcher.fetch(image.link, image.param, count)
+        return replace(image, data=data, link="")
 
 
 async def raise_when_gone(receive: Receive) -> None:
-    """ClientGone as soon as the client leaves."""
+    """Raise ClientGone as soon as the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
     raise ClientGone("the client has gone")

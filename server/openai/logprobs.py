@@ -1,40 +1,51 @@
-"""Log-probabilities of tokens as answers have them."""
+"""Log-probabilities of tokens as responses have them."""
 
-import orjson
+from typing import Any
 
-from server.http.json import Document
-from worker.messages.deltas import TokenLogprob
+from msgspec import UNSET
 
-LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
+from server.openai.response_schemas import (
+    PromptLogprob,
+    ScoredToken,
+    ScoredTokenWithTop,
+    encode_now,
+)
+from worker.messages.deltas import Delta, TokenLogprob
+
+MIN_LOGPROB = -9999.0  # JSON has no minus infinity
 
 
-def prompt_document(chosen: TokenLogprob) -> orjson.Fragment | None:
-    """A prompt's token and the likeliest in its place, by their ids."""
+def prompt_fields(delta: Delta) -> dict[str, Any]:
+    """Return the fields about a prompt's tokens, of the first delta of a choice."""
+    return {
+        "prompt_token_ids": delta.prompt_ids or UNSET,
+        "prompt_logprobs": list(map(prompt_logprob, delta.prompt_logprobs)) or UNSET,
+    }
+
+
+def prompt_logprob(chosen: TokenLogprob) -> dict[str, PromptLogprob] | None:
+    """Return a prompt's token and the likeliest at its position, by token id.
+
+    None for the first token, which has no log-probability.
+    """
     if chosen.logprob is None:
         return None
-    ranked = [*enumerate(chosen.top, start=1), (chosen.rank, chosen)]
-    document: Document = {}
-    for rank, each in ranked:
-        scored = {"logprob": finite(each.logprob), "rank": rank, "decoded_token": each.text}
-        document.setdefault(str(each.token_id), scored)
-    return _written(document)
+    scores: dict[str, PromptLogprob] = {}
+    for rank, token in [*enumerate(chosen.top, start=1), (chosen.rank, chosen)]:
+        score = PromptLogprob(clamp(token.logprob), rank, token.text)
+        scores.setdefault(str(token.token_id), score)
+    return encode_now(scores)
 
 
-def logprob_document(each: TokenLogprob) -> orjson.Fragment:
-    """A token, its log-probability and the likeliest others, as chat and responses have it."""
-    return _written(token_document(each) | {"top_logprobs": list(map(token_document, each.top))})
+def scored_token_with_top(token: TokenLogprob) -> ScoredTokenWithTop:
+    top = list(map(scored_token, token.top))
+    scored = ScoredTokenWithTop(token.text, clamp(token.logprob), list(token.raw), top)
+    return encode_now(scored)
 
 
-def _written(document: Document) -> orjson.Fragment:
-    """At once: hundreds of thousands together would be slow to make, and hold the interpreter until
-    they are all written."""
-    return orjson.Fragment(orjson.dumps(document))
+def scored_token(token: TokenLogprob) -> ScoredToken:
+    return ScoredToken(token.text, clamp(token.logprob), list(token.raw))
 
 
-def token_document(each: TokenLogprob) -> Document:
-    """A token and its log-probability."""
-    return {"token": each.text, "logprob": finite(each.logprob), "bytes": list(each.raw)}
-
-
-def finite(logprob: float | None) -> float | None:
-    return None if logprob is None else max(logprob, LEAST_LOGPROB)
+def clamp(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, MIN_LOGPROB)

@@ -1,7 +1,7 @@
-"""The messages of a conversation: as clients send them, as chat templates read them.
+"""The messages of a conversation: as clients send them, and as chat templates read them.
 
-The items of the Responses API become such messages too. Parts of text are joined with line breaks,
-as vLLM does for templates that take strings; beside images they stay parts.
+The items of the Responses API are converted to these messages. Text parts are joined by line
+breaks, as in vLLM; in a message with images they stay parts.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,8 +11,8 @@ from msgspec import Meta, Struct, to_builtins
 
 from batching.errors import InvalidInput
 from server.http.json import Document
-from server.openai.images import MOST_PICTURES, ImageUrl, image_input
-from server.openai.request_fields import FILLED, required
+from server.openai.images import MAX_IMAGES, ImageUrl, image_input
+from server.openai.request_fields import NON_EMPTY, required
 from worker.messages.generation import Chat, ImageInput
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -22,12 +22,12 @@ PARTS = (*TEXTS, IMAGE)
 
 
 def any_of(*needs: tuple[Document, list[str]]) -> Meta:
-    """For the OpenAPI document: properties and which of them are required, beyond their types."""
-    each = [{"properties": properties, "required": names} for properties, names in needs]
-    return Meta(extra_json_schema={"anyOf": each})
+    """Return a JSON schema with alternatives, each of properties and their required names."""
+    schemas = [{"properties": properties, "required": names} for properties, names in needs]
+    return Meta(extra_json_schema={"anyOf": schemas})
 
 
-# For the OpenAPI document.
+# Which fields a part or a message requires, for the OpenAPI document.
 FULL_PART = any_of(
     *(({"type": {"const": kind}, kind: {"type": "string"}}, [kind]) for kind in TEXTS),
     ({"type": {"const": IMAGE}, IMAGE: {"type": ["object", "string"]}}, [IMAGE]),
@@ -39,17 +39,17 @@ FULL_MESSAGE = any_of(
 
 
 class TextPart(Struct):
-    """Of a message, in either API. What is neither text nor an image is refused by name."""
+    """A part of a message, in either API. Other types than text and images are refused."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
 
     def read(self, path: str, kinds: Sequence[str], prefix: str = "") -> str:
-        """Its text, if it is of one of the kinds; `prefix` begins the error otherwise."""
+        """Return the text; InvalidInput, with `prefix`, for a type that is not in `kinds`."""
         if self.type not in kinds:
-            only = f"{prefix}this model takes text, not {self.type[:50]!r}"
-            raise InvalidInput.at(f"{path}.type", only)
+            reason = f"{prefix}this model takes text, not {self.type[:50]!r}"
+            raise InvalidInput.at(f"{path}.type", reason)
         if self.type == "refusal":
             return required(self.refusal, f"{path}.refusal")
         return required(self.text, f"{path}.text")
@@ -60,9 +60,11 @@ class ContentPart(TextPart):
     image_url: ImageUrl | str | None = None
 
     def image_input(self, path: str) -> ImageInput:
-        url: ImageUrl | str | None = self.image_url
-        given = ImageUrl(url) if isinstance(url, str) else required(url, f"{path}.{IMAGE}")
-        return image_input(given.url, given.detail, path)
+        image: ImageUrl | str | None = self.image_url
+        if isinstance(image, str):
+            return image_input(image, None, path)
+        image = required(image, f"{path}.{IMAGE}")
+        return image_input(image.url, image.detail, path)
 
 
 class CalledFunction(Struct):
@@ -78,63 +80,65 @@ class ToolCall(Struct):
 
 class Message(Struct):
     role: Role
-    content: str | Annotated[list[Annotated[ContentPart, FULL_PART]], FILLED] | None = None
+    content: str | Annotated[list[Annotated[ContentPart, FULL_PART]], NON_EMPTY] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # the same, as vLLM names it
+    reasoning: str | None = None  # vLLM's name for reasoning_content
 
     def rendered(self, path: str) -> tuple[Document, list[ImageInput]]:
-        """What the template gets, and the images that it stands for; `path` is what errors call
-        this message."""
+        """Return the message as the template reads it, and its images.
+
+        `path` names this message in errors.
+        """
         content: str | list[Document] | None = None
-        pictures: list[ImageInput] = []
+        images: list[ImageInput] = []
         if isinstance(self.content, list):
-            content, pictures = self._parts(self.content, path)
+            content, images = self._parts(self.content, path)
         elif self.content is None and not (self.role == "assistant" and self.tool_calls):
             raise InvalidInput.at(f"{path}.content", "is required")
         else:
             content = self.content
         role = "system" if self.role == "developer" else self.role
-        thoughts = self.reasoning_content or self.reasoning or self.reasoning_content
-        if self.reasoning and self.reasoning != thoughts:
+        reasoning = self.reasoning_content or self.reasoning or self.reasoning_content
+        if self.reasoning and self.reasoning != reasoning:
             raise InvalidInput.at(f"{path}.reasoning", "differs from reasoning_content")
-        made: Document = {
+        optional: Document = {
             "name": self.name,
             "tool_call_id": self.tool_call_id,
-            "reasoning_content": thoughts,
+            "reasoning_content": reasoning,
         }
-        made = {key: value for key, value in made.items() if value is not None}
+        optional = {key: value for key, value in optional.items() if value is not None}
         if self.tool_calls:
-            made["tool_calls"] = [to_builtins(call) for call in self.tool_calls]
-        return {"role": role, "content": content, **made}, pictures
+            optional["tool_calls"] = [to_builtins(call) for call in self.tool_calls]
+        return {"role": role, "content": content, **optional}, images
 
     def _parts(
         self, parts: list[ContentPart], path: str
     ) -> tuple[str | list[Document], list[ImageInput]]:
-        """Content: text as long as there are no images."""
-        made: list[Document] = []
-        pictures: list[ImageInput] = []
+        """Return the content as text, or as parts if there are images; and the images."""
+        documents: list[Document] = []
+        images: list[ImageInput] = []
         for n, part in enumerate(parts):
             here = f"{path}.content[{n}]"
             if part.type != IMAGE:
-                made.append({"type": "text", "text": part.read(here, TEXTS)})
+                documents.append({"type": "text", "text": part.read(here, TEXTS)})
                 continue
             if self.role != "user":
-                raise InvalidInput.at(f"{here}.type", "images go into messages of the user alone")
-            made.append({"type": "image"})
-            pictures.append(part.image_input(here))
-        if pictures:
-            return made, pictures
-        return "\n".join(part["text"] for part in made), []
+                raise InvalidInput.at(f"{here}.type", "images are for messages of the user only")
+            documents.append({"type": "image"})
+            images.append(part.image_input(here))
+        if images:
+            return documents, images
+        return "\n".join(part["text"] for part in documents), []
 
 
-Messages = Annotated[list[Annotated[Message, FULL_MESSAGE]], FILLED]
+Messages = Annotated[list[Annotated[Message, FULL_MESSAGE]], NON_EMPTY]
 
 
-class Conversing(Protocol):
-    """What a request says about how its conversation is rendered."""
+class TemplateOptions(Protocol):
+    """The fields of a request that control the chat template."""
 
     add_generation_prompt: bool | None
     continue_final_message: bool | None
@@ -142,34 +146,36 @@ class Conversing(Protocol):
 
 
 def conversation(
-    asked: Conversing,
+    options: TemplateOptions,
     messages: list[Message],
     tools: Sequence[Document] | None,
     effort: str | None = None,
 ) -> Chat:
-    prompted = asked.add_generation_prompt
-    rendered, pictures = read_messages((f"messages[{n}]", each) for n, each in enumerate(messages))
+    prompted = options.add_generation_prompt
+    documents, images = render_messages(
+        (f"messages[{n}]", message) for n, message in enumerate(messages)
+    )
     return Chat(
-        rendered,
+        documents,
         tuple(tools or ()),
-        asked.chat_template_kwargs or {},
-        not asked.continue_final_message if prompted is None else prompted,
-        bool(asked.continue_final_message),
+        options.chat_template_kwargs or {},
+        not options.continue_final_message if prompted is None else prompted,
+        bool(options.continue_final_message),
         effort,
-        images=pictures,
+        images=images,
     )
 
 
-def read_messages(
+def render_messages(
     messages: Iterable[tuple[str, Message]],
 ) -> tuple[tuple[Document, ...], tuple[ImageInput, ...]]:
-    """What the template gets of messages, each after its path, and the images in them."""
-    made: list[Document] = []
-    pictures: list[ImageInput] = []
+    """Return messages as the template reads them, and their images. Each comes with its path."""
+    documents: list[Document] = []
+    images: list[ImageInput] = []
     for path, message in messages:
-        document, more = message.rendered(path)
-        made.append(document)
-        pictures += more
-        if len(pictures) > MOST_PICTURES:
-            raise InvalidInput.at(path, f"a request takes at most {MOST_PICTURES} images")
-    return tuple(made), tuple(pictures)
+        document, message_images = message.rendered(path)
+        documents.append(document)
+        images += message_images
+        if len(images) > MAX_IMAGES:
+            raise InvalidInput.at(path, f"a request takes at most {MAX_IMAGES} images")
+    return tuple(documents), tuple(images)

@@ -1,8 +1,7 @@
-"""`GET /v1/models`, `GET /v1/models/{id}`, `POST /load_model`, and which names models have."""
+"""`GET /v1/models`, `GET /v1/models/{id}`, `POST /load_model`, and the names of models."""
 
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -13,16 +12,23 @@ from starlette.routing import Route
 
 from server.core.worker_client import WorkerClient
 from server.http.errors import HttpError
-from server.http.json import JsonBodyParser, parse_json, to_json
+from server.http.json import JsonBodyParser, parse_json
 from server.http.request import JsonEndpoint, read_json_request
+from server.http.sse import data_frame
 from server.openai.request_fields import decode
 from worker.messages.protocol import TextModel
 
-ANY_MODEL = ("", "dummy", "tgi")  # what clients send that have to send something
+ANY_MODEL = ("", "dummy", "tgi")  # sent by clients that have to name a model
 
 
 class LoadRequest(Struct):
     model: str | None = None
+
+
+class LoadEvent(Struct):
+    status: Literal["ready"]
+    model: str | None
+    cached: bool
 
 
 class Model(Struct):
@@ -32,8 +38,7 @@ class Model(Struct):
     owned_by: str
     serves: str  # its name in the registry: generation, embedding, rerank, transcription
     input_modalities: list[Literal["text", "image", "audio"]]
-    # of models of text
-    max_model_len: int | UnsetType = UNSET
+    max_model_len: int | UnsetType = UNSET  # of text models, as the next
     context_length: int | UnsetType = UNSET
 
 
@@ -43,16 +48,18 @@ class ModelList(Struct):
 
 
 class ModelNames:
-    """A model, by the names that requests may call it; `serves` is its name in the registry."""
+    """A model and the names that requests may use for it.
+
+    `serves` is its name in the registry; `others` are models whose ids are taken.
+    """
 
     def __init__(
         self,
         setting: str,
         worker_client: WorkerClient,
         serves: str,
-        named: "Sequence[ModelNames]" = (),
+        others: "Sequence[ModelNames]" = (),
     ) -> None:
-        """`named`: those before it, whose ids are taken."""
         self.worker_client = worker_client
         self.serves = serves
         self.created = int(time.time())
@@ -60,19 +67,22 @@ class ModelNames:
         if setting.startswith(("/", ".", "~")) or (setting != "demo" and Path(setting).is_dir()):
             self.id = Path(setting).expanduser().resolve().name or setting
         self.names = {None, setting, self.id, *ANY_MODEL}
-        if self.id in [each.id for each in named]:
+        if self.id in [other.id for other in others]:
             self.id = f"{self.id}-{serves}"
             self.names.add(self.id)
-        self.called = partial(id_of, [self])  # what requests call it → its id
+
+    def id_for(self, name: str | None) -> str:
+        """Return the id for a name, or raise an HttpError (404)."""
+        return find([self], name).id
 
     @property
     def text_model(self) -> TextModel:
-        """Valid once the worker client's `refusal` has returned None."""
+        """The loaded model; valid only while the worker client's `refusal` is None."""
         text_model = self.worker_client.models[self.serves].engine.text_model
         assert text_model, f"{self.serves} takes no text"
         return text_model
 
-    def described(self) -> Model:
+    def describe(self) -> Model:
         if (refusal := self.worker_client.refusal()) is not None:
             raise refusal
         model = Model(self.id, "model", self.created, "onequeue", self.serves, ["audio"])
@@ -83,21 +93,21 @@ class ModelNames:
 
 
 def find(models: Sequence[ModelNames], name: str | None) -> ModelNames:
-    """The first that goes by a name; 404 with what there is."""
-    for each in models:
-        if name in each.names:
-            return each
-    ids = ", ".join(dict.fromkeys(repr(each.id) for each in models))
+    """Return the first model of a name, or raise an HttpError (404) that lists the models."""
+    for model in models:
+        if name in model.names:
+            return model
+    ids = ", ".join(dict.fromkeys(repr(model.id) for model in models))
     unknown = f"there is no model {(name or '')[:200]!r} here, only {ids}"
     raise HttpError(404, unknown, "model", code="model_not_found")
 
 
-def id_of(models: Sequence[ModelNames], name: str | None) -> str:
+def find_id(models: Sequence[ModelNames], name: str | None) -> str:
     return find(models, name).id
 
 
 class ModelListing:
-    """All models that are called by a name."""
+    """The endpoints about models."""
 
     def __init__(self, models: Sequence[ModelNames]) -> None:
         self.models = models
@@ -113,18 +123,20 @@ class ModelListing:
         return routes
 
     async def list(self, request: Request) -> ModelList:
-        return ModelList("list", [names.described() for names in self.models])
+        return ModelList("list", [model.describe() for model in self.models])
 
     async def one(self, request: Request) -> Model | ModelList:
         if not (name := request.path_params["id"]):
             return await self.list(request)
-        return find(self.models, name).described()
+        return find(self.models, name).describe()
 
     async def load(self, request: Request) -> Response:
-        """What `transformers chat` asks before its first message. It waits for an event that says
-        `ready`: the model is loaded from the start, so that this is the only one."""
+        """Answer `transformers chat`, which waits for a `ready` event before its first message.
+
+        The model is loaded at start-up, so this event is the only one.
+        """
         body, deadlines = await read_json_request(request.scope, request.receive)
         document = await self.parsing.run(parse_json, body, deadlines.first)
-        model = decode(document, LoadRequest, self.models[0].called).model
-        event = to_json({"status": "ready", "model": model, "cached": True})
-        return Response(b"data: %b\n\n" % event, media_type="text/event-stream")
+        model = decode(document, LoadRequest, self.models[0].id_for).model
+        frame = data_frame(LoadEvent("ready", model, cached=True))
+        return Response(frame, media_type="text/event-stream")

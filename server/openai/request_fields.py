@@ -1,10 +1,10 @@
-"""What requests for generated text have in common: typed fields, their ranges, their defaults.
+"""The fields that generation requests share: types, ranges, defaults, and their decoding.
 
     JSON → `decode` → a struct → Sampling, Stopping and Constraint
 
 Field names are OpenAI's, and vLLM's beyond those. null counts as absent; unknown fields are
-ignored; a parameter of the API that is not implemented is refused by name unless it has its
-documented default. What needs the model (token ids, lengths) is checked in `Generator.prepare`.
+ignored. A parameter of the API that is not implemented is an error, unless it has its documented
+default. Token ids and lengths are checked by the model's `prepare`.
 """
 
 import re
@@ -17,11 +17,16 @@ from msgspec import Meta, Struct, inspect
 
 from batching.errors import InvalidInput
 from server.http.json import Document
-from server.openai.response_format import Format, ResponseFormat, StructuredOutputs, constraint_of
+from server.openai.response_format import (
+    ResponseFormat,
+    StructuredOutputs,
+    TextFormat,
+    output_constraint,
+)
 from worker.messages.generation import Chat, GenerationInput, Sampling, Stopping
 
-MOST_STOPS = 16
-MOST_IDS = 1024  # tokens of the vocabulary that are treated in a way of their own
+MAX_STOPS = 16
+MAX_IDS = 1024  # token ids in logit_bias or stop_token_ids
 _PATH = re.compile(r"(.*?)(?: - at `(?:key` in `)?\$(.*)`)?", re.DOTALL)
 _UNKNOWN = re.compile(r"Invalid enum value '(.*)'", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*)`")
@@ -30,16 +35,17 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 TokenId = Annotated[int, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=0)]
+PositiveInt = Annotated[int, Meta(ge=1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-Filled = Annotated[str, Meta(min_length=1)]
-Stops = Annotated[list[Filled], Meta(max_length=MOST_STOPS)]
+NON_EMPTY = Meta(min_length=1)
+NonEmpty = Annotated[str, NON_EMPTY]
+Stops = Annotated[list[NonEmpty], Meta(max_length=MAX_STOPS)]
 Biases = Annotated[
     dict[str, Bias],
-    Meta(max_length=MOST_IDS, extra_json_schema={"propertyNames": {"pattern": "^[0-9]{1,9}$"}}),
+    Meta(max_length=MAX_IDS, extra_json_schema={"propertyNames": {"pattern": "^[0-9]{1,9}$"}}),
 ]
 Salt = Annotated[str, Meta(min_length=1, max_length=256)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
-FILLED = Meta(min_length=1)
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 CacheOptions = dict[Literal["mode", "ttl"], Literal["implicit", "30m"]]  # the API's defaults
 
@@ -50,7 +56,7 @@ class StreamOptions(Struct):
 
 
 class GenerationRequest(Struct, kw_only=True):
-    # Parameters of the API that nothing is done with, and the values that ask for nothing.
+    # Parameters of the API without effect here, and the values that are accepted.
     unimplemented: ClassVar[dict[str, tuple[Any, ...]]] = {
         "structured_outputs.whitespace_pattern": (),
         "structured_outputs.structural_tag": (),
@@ -68,8 +74,8 @@ class GenerationRequest(Struct, kw_only=True):
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     logit_bias: Biases | None = None
     seed: Seed | None = None
-    stop: Filled | Stops | None = None
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MOST_IDS)] | None = None
+    stop: NonEmpty | Stops | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_IDS)] | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
@@ -82,43 +88,45 @@ class GenerationRequest(Struct, kw_only=True):
 
     @property
     def default_tokens(self) -> int | None:
-        """An answer's most if none is given and there is room; None: what the context holds."""
+        """The most output tokens without a limit in the request; None: the rest of the context."""
         return None
 
     @property
-    def limit(self) -> tuple[str, int | None]:
-        """The field that bounds the tokens of an answer, and its value."""
+    def token_limit(self) -> tuple[str, int | None]:
+        """The field that limits the output tokens, and its value."""
         return "max_tokens", self.max_tokens
 
     @property
-    def format(self) -> tuple[str, ResponseFormat | Format | None]:
-        """The field that asks for a form of the answer, and its value."""
+    def output_format(self) -> tuple[str, ResponseFormat | TextFormat | None]:
+        """The field with the format of the output, and its value."""
         return "response_format", self.response_format
 
     def check(self, document: Document) -> None:
-        """Raise InvalidInput for what no field's type says; `document` is the body."""
+        """Raise InvalidInput for errors beyond the fields' types; `document` is the body."""
         if self.stream_options is not None and not self.stream:
-            raise InvalidInput.at("stream_options", "goes with stream: true only")
+            raise InvalidInput.at("stream_options", "requires stream: true")
         if self.prompt_logprobs is not None and (self.stream or (self.n or 1) > 1):
-            raise InvalidInput.at("prompt_logprobs", "goes with n: 1 and without stream only")
-        most = self.default_tokens if self.limit[1] is None else self.limit[1]
-        if self.min_tokens and most is not None and self.min_tokens > most:
-            more = f"{self.min_tokens} is more than max_tokens, {most}"
-            raise InvalidInput.at("min_tokens", more)
+            raise InvalidInput.at("prompt_logprobs", "requires n: 1 and stream: false")
+        name, max_tokens = self.token_limit
+        if max_tokens is None:
+            max_tokens = self.default_tokens
+        if self.min_tokens and max_tokens is not None and self.min_tokens > max_tokens:
+            raise InvalidInput.at("min_tokens", f"{self.min_tokens} exceeds {name}, {max_tokens}")
 
     def refuse_unimplemented(self, document: Document) -> None:
-        for path, harmless in self.unimplemented.items():
+        """Raise InvalidInput for a parameter that is not implemented."""
+        for path, accepted in self.unimplemented.items():
             value: Any = document
             for key in path.split("."):
                 value = None if value is None else value.get(key)
-            # False is not 0
-            if value is not None and (type(value), value) not in [(type(x), x) for x in harmless]:
-                raise InvalidInput.at(path, "is not implemented here, leave it out")
+            # Types are compared as well: False == 0.
+            if value is not None and (type(value), value) not in [(type(x), x) for x in accepted]:
+                raise InvalidInput.at(path, "is not implemented, leave it out")
 
     def _input(
         self, prompt: Chat | str | tuple[int, ...], logprobs: int | None, **fields: Any
     ) -> GenerationInput:
-        """What a request asks the model for; `fields` are the input's others."""
+        """Return the model's input; `fields` are those that this class does not set."""
         sampling = Sampling(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -131,7 +139,7 @@ class GenerationRequest(Struct, kw_only=True):
             seed=self.seed,
             logprobs=logprobs,
         )
-        param, max_tokens = self.limit
+        param, max_tokens = self.token_limit
         stopping = Stopping(
             max_tokens=max_tokens,
             min_tokens=self.min_tokens or 0,
@@ -141,55 +149,64 @@ class GenerationRequest(Struct, kw_only=True):
             default_tokens=self.default_tokens,
             param=param,
         )
-        path, format = self.format
-        constraint = None
-        if format is not None or self.structured_outputs is not None:
-            constraint = constraint_of(path, format, self.structured_outputs)
+        path, output_format = self.output_format
         return GenerationInput(
             prompt,
             sampling,
             stopping,
             self.n or 1,
-            constraint=constraint,
+            constraint=output_constraint(path, output_format, self.structured_outputs),
             prompt_logprobs=self.prompt_logprobs,
             token_ids=bool(self.return_token_ids),
-            cache_salt=self.cache_salt or "",
             **fields,
         )
 
 
-class Body(Protocol):
-    """A struct of the fields of a request to the model of a name."""
+def _biases(biases: dict[str, float] | None) -> dict[int, float]:
+    for key in biases or ():
+        if not (key.isascii() and key.isdigit() and len(key) < 10):
+            raise InvalidInput.at("logit_bias", f"{key[:50]!r} is not a token id")
+    return {int(key): bias for key, bias in (biases or {}).items()}
+
+
+# ── decoding ──
+
+
+class ModelRequest(Protocol):
+    """A struct with the fields of a request body."""
 
     __struct_fields__: ClassVar[tuple[str, ...]]
     model: str | None
 
 
-B = TypeVar("B", bound=Body)
+B = TypeVar("B", bound=ModelRequest)
 T = TypeVar("T")
 
 
 def decode(
-    document: Document, kind: type[B], name: Callable[[str | None], str], most: int | None = None
+    document: Document,
+    kind: type[B],
+    id_for: Callable[[str | None], str],
+    max_entries: int | None = None,
 ) -> B:
-    """A checked request; InvalidInput names the first field that does not fit. `name` says what its
-    `model` is called here.
+    """Return a checked request, with the id of its model by `id_for`.
 
-    `most` entries its lists may have, and the lists in those: what is to become tokens is not
-    looked at one by one if it cannot fit into the context."""
-    if most is not None:
-        for path, length in _lengths(document, kind.__struct_fields__):
-            if length > most:
-                raise InvalidInput.at(path, f"takes at most {most} entries, not {length}")
+    InvalidInput names the first field that is wrong. Lists of more than `max_entries`, and lists
+    within them, are refused before their entries are looked at.
+    """
+    if max_entries is not None:
+        for path, length in _list_lengths(document, kind.__struct_fields__):
+            if length > max_entries:
+                raise InvalidInput.at(path, f"takes at most {max_entries} entries, not {length}")
     request = convert(document, kind)
-    request.model = name(request.model)
+    request.model = id_for(request.model)
     if isinstance(request, GenerationRequest):
         request.check(document)
     return request
 
 
 def convert(document: Document, kind: type[T], strict: bool = True) -> T:
-    """A struct; unless `strict`, of fields that are all text, as a form has them."""
+    """Return a struct. Unless `strict`, values are converted from text, as those of a form."""
     try:
         return msgspec.convert(document, kind, strict=strict)
     except msgspec.ValidationError as error:
@@ -203,28 +220,31 @@ def required(value: T | None, path: str) -> T:
     return value
 
 
-def read_inputs(given: Any, param: str) -> dict[str, str | list[int]]:
-    """Each input by what errors call it: `param` for a single one. A list of ids is one."""
-    if not given:
+def read_inputs(inputs: Any, param: str) -> dict[str, str | list[int]]:
+    """Return texts or token ids by path; `param` itself for a single one.
+
+    InvalidInput for what is empty, and for a list of several kinds.
+    """
+    if not inputs:
         raise InvalidInput.at(param, "must not be empty")
-    kind = str if isinstance(given, str) else type(given[0])
-    for n, each in enumerate(given if isinstance(given, list) else ()):
-        if type(each) is not kind:
-            raise InvalidInput.at(f"{param}[{n}]", "a list is of one kind: texts or token ids")
-        if isinstance(each, (str, list)) and not each:
+    kind = str if isinstance(inputs, str) else type(inputs[0])
+    for n, entry in enumerate(inputs if isinstance(inputs, list) else ()):
+        if type(entry) is not kind:
+            raise InvalidInput.at(f"{param}[{n}]", "a list has either texts or token ids")
+        if isinstance(entry, (str, list)) and not entry:
             raise InvalidInput.at(f"{param}[{n}]", "must not be empty")
-    if isinstance(given, str) or kind is int:
-        return {param: given}
-    return {f"{param}[{n}]": each for n, each in enumerate(given)}
+    if isinstance(inputs, str) or kind is int:
+        return {param: inputs}
+    return {f"{param}[{n}]": entry for n, entry in enumerate(inputs)}
 
 
-def _lengths(document: Document, fields: Iterable[str]) -> Iterator[tuple[str, int]]:
-    """The lists among the fields, by their paths, each before those in its entries."""
+def _list_lengths(document: Document, fields: Iterable[str]) -> Iterator[tuple[str, int]]:
+    """Yield path and length of the lists in the fields, and of the lists in their entries."""
     for name in fields:
-        if not isinstance(found := document.get(name), list):
+        if not isinstance(entries := document.get(name), list):
             continue
-        yield name, len(found)
-        for n, entry in enumerate(found):
+        yield name, len(entries)
+        for n, entry in enumerate(entries):
             if isinstance(entry, list):
                 yield f"{name}[{n}]", len(entry)
             elif isinstance(entry, dict):
@@ -234,7 +254,7 @@ def _lengths(document: Document, fields: Iterable[str]) -> Iterator[tuple[str, i
 
 
 def _explain(error: str, kind: Any) -> tuple[str, str]:
-    """msgspec's words and path in ours: ("expected int, got str", "stop[1]")."""
+    """Return the reason and the path of a msgspec error: ("expected int, got str", "stop[1]")."""
     match = _PATH.fullmatch(error)
     assert match is not None
     reason, path = match[1], (match[2] or "").removeprefix(".").removesuffix("[...]")
@@ -243,8 +263,8 @@ def _explain(error: str, kind: Any) -> tuple[str, str]:
     if reason.endswith("of length >= 1"):
         return "must not be empty", path
     if value := _UNKNOWN.fullmatch(reason):
-        known = _values(type_info(kind), re.findall(r"\w+", path))
-        return f"must be {' or '.join(known)}, not {value[1][:50]!r}", path
+        accepted = _literals(type_info(kind), re.findall(r"\w+", path))
+        return f"must be {' or '.join(accepted)}, not {value[1][:50]!r}", path
     reason = reason.replace(" | null", "").replace("`", "")
     return reason[:1].lower() + reason[1:], path
 
@@ -252,27 +272,20 @@ def _explain(error: str, kind: Any) -> tuple[str, str]:
 type_info = cache(inspect.type_info)
 
 
-def _values(node: Any, steps: list[str]) -> list[str]:
-    """What a field may be, as its Literals say: the path of a type leads there."""
+def _literals(node: Any, steps: list[str]) -> list[str]:
+    """Return the values of the Literal at a path of a type."""
     match node:
         case inspect.LiteralType() if not steps:
             return list(map(str, node.values))
         case inspect.Metadata():
-            return _values(node.type, steps)
+            return _literals(node.type, steps)
         case inspect.UnionType():
-            return [found for each in node.types for found in _values(each, steps)]
+            return [value for member in node.types for value in _literals(member, steps)]
         case inspect.ListType() if steps and steps[0].isdigit():
-            return _values(node.item_type, steps[1:])
+            return _literals(node.item_type, steps[1:])
         case inspect.DictType() if steps:
-            return _values(node.value_type, steps[1:])
+            return _literals(node.value_type, steps[1:])
         case inspect.StructType() if steps:
-            of_name = [each.type for each in node.fields if each.encode_name == steps[0]]
-            return [found for each in of_name for found in _values(each, steps[1:])]
+            types = [field.type for field in node.fields if field.encode_name == steps[0]]
+            return [value for type_ in types for value in _literals(type_, steps[1:])]
     return []
-
-
-def _biases(given: dict[str, float] | None) -> dict[int, float]:
-    for key in given or ():
-        if not (key.isascii() and key.isdigit() and len(key) < 10):
-            raise InvalidInput.at("logit_bias", f"{key[:50]!r} is not a token id")
-    return {int(key): value for key, value in (given or {}).items()}

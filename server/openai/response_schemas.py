@@ -1,34 +1,55 @@
-"""What answers look like, as types: some are made of them, the OpenAPI document describes all."""
+"""The response bodies of all endpoints as structs.
 
-from typing import Annotated, Any, Literal
+Endpoints build and encode them, and the OpenAPI document describes them. The fields' order is the
+order of the keys. A field of type UnsetType is absent where it is UNSET.
+"""
 
-from msgspec import UNSET, Meta, Struct, UnsetType
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast
+
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType, json
+
+from server.openai.tools import Tool, ToolChoice
+
+T = TypeVar("T")
 
 ERRORS = {
-    400: "What was sent is malformed or out of range; `param` names the field",
-    401: "A valid API key is needed",
-    404: "It is not here",
-    405: "The path takes other methods",
-    408: "The body stopped arriving",
-    413: "The body is too large",
-    415: "The body's media type cannot be served",
-    500: "The model failed on this input, or the server made a mistake",
-    503: "Too busy, loading, failing or stopping: try again later",
+    400: "The request is malformed, or a value is out of range; `param` names the field",
+    401: "The API key is missing or invalid",
+    404: "The resource does not exist",
+    405: "The path does not support this method",
+    408: "The request body stopped arriving",
+    413: "The request body is too large",
+    415: "The media type of the request body is not supported",
+    500: "The model failed on this input, or the server has a bug",
+    503: "The server is overloaded, loading, failing or shutting down: retry later",
     504: "The time limit has passed; the header X-Request-Timeout-Ms shortens it",
 }
 ERROR_HEADERS = {401: "WWW-Authenticate", 405: "Allow", 503: "Retry-After"}
-OF_A_BODY = {400, 408, 413, 415, 503, 504}  # what may become of one
+BODY_ERRORS = {400, 408, 413, 415, 503, 504}  # of any endpoint that reads a body
+
+
+def encode_now(struct: T) -> T:
+    """Return the struct as encoded JSON, to be inserted into a larger response.
+
+    A response with hundreds of thousands of log-probabilities would take much memory as structs,
+    and encoding it in one call would block other threads for long.
+    """
+    return cast(T, Raw(json.encode(struct)))
 
 
 class ErrorDetails(Struct):
     message: str
     type: str
-    param: Annotated[str | None, Meta(description="The field it is about: messages[0].content")]
+    param: Annotated[str | None, Meta(description="The field with the error: messages[0].content")]
     code: str
 
 
 class Error(Struct):
     error: ErrorDetails
+
+
+# ── chat and text completions ──
 
 
 class PromptTokensDetails(Struct):
@@ -47,66 +68,180 @@ class Usage(Struct):
     completion_tokens_details: CompletionTokensDetails
 
 
-class AnswerMessage(Struct):
-    role: Literal["assistant"]
-    content: str | None
-    refusal: str | None
-    reasoning: str | UnsetType = UNSET
-    reasoning_content: Annotated[str | UnsetType, Meta(description="The same as reasoning")] = UNSET
-    tool_calls: list[dict[str, Any]] | UnsetType = UNSET
-
-
-TOKEN_IDS = Meta(description="With return_token_ids")
-TokenIds = Annotated[list[int] | UnsetType, TOKEN_IDS]
+TokenIds = Annotated[Sequence[int] | UnsetType, Meta(description="With return_token_ids")]
 
 
 class PromptLogprob(Struct):
-    logprob: float
+    logprob: float | None
     rank: Annotated[int, Meta(description="Among all tokens, from 1 on")]
     decoded_token: str
 
 
 PromptLogprobs = Annotated[
     list[dict[str, PromptLogprob] | None] | UnsetType,
-    Meta(description="With prompt_logprobs: of each token, by the ids of it and the likeliest"),
+    Meta(description="With prompt_logprobs: for each token, by the ids of it and the likeliest"),
 ]
 
 
-class Choice(Struct, kw_only=True):
+class ScoredToken(Struct):
+    token: str
+    logprob: float | None
+    bytes: list[int]
+
+
+class ScoredTokenWithTop(ScoredToken):
+    top_logprobs: list[ScoredToken]
+
+
+class ChatLogprobs(Struct):
+    content: list[ScoredTokenWithTop]
+    refusal: None = None
+
+
+class CompletionLogprobs(Struct):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float | None] | None]
+    text_offset: list[int]
+
+
+class FunctionCallText(Struct):
+    name: str
+    arguments: str
+
+
+class MessageToolCall(Struct):
+    id: str
+    type: Literal["function"]
+    function: FunctionCallText
+
+
+REASONING = Meta(description="The same as reasoning")
+
+
+class ResponseMessage(Struct):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: str | None
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: Annotated[str | UnsetType, REASONING] = UNSET
+    tool_calls: list[MessageToolCall] | UnsetType = UNSET
+
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class ChatChoice(Struct):
     index: int
-    logprobs: dict[str, Any] | None
-    finish_reason: Literal["stop", "length", "tool_calls"]
+    message: ResponseMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
     token_ids: TokenIds = UNSET
 
 
-class ChatChoice(Choice, kw_only=True):
-    message: AnswerMessage
+class CompletionChoice(Struct, kw_only=True):
+    """A choice of a text completion, whole or the part of it in a chunk."""
 
-
-class CompletionChoice(Choice, kw_only=True):
-    text: str
     prompt_token_ids: TokenIds = UNSET
     prompt_logprobs: PromptLogprobs = UNSET
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    token_ids: TokenIds = UNSET
 
 
-class Generated(Struct):
+class CompletionBase(Struct, kw_only=True):
     id: str
+    object: str
     created: int
     model: str
-    usage: Usage
     system_fingerprint: str | None
 
 
-class ChatCompletion(Generated):
+class ChatCompletion(CompletionBase, kw_only=True):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    usage: Usage
     prompt_token_ids: TokenIds = UNSET
     prompt_logprobs: PromptLogprobs = UNSET
 
 
-class Completion(Generated):
+class Completion(CompletionBase, kw_only=True):
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
+    usage: Usage
+
+
+class FunctionCallDelta(Struct):
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class ToolCallDelta(Struct):
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionCallDelta | UnsetType = UNSET
+
+
+class MessageDelta(Struct):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: Annotated[str | UnsetType, REASONING] = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+
+
+class ChatChunkChoice(Struct):
+    index: int
+    delta: MessageDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    token_ids: TokenIds = UNSET
+
+
+class ChatCompletionChunk(CompletionBase, kw_only=True):
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: TokenIds = UNSET
+    prompt_logprobs: PromptLogprobs = UNSET
+
+
+class CompletionChunk(CompletionBase, kw_only=True):
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+# ── responses ──
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputText(Struct, tag_field="type", tag="output_text"):
+    text: str = ""
+    annotations: list[None] = []
+    logprobs: list[ScoredTokenWithTop] = []
+
+
+class ReasoningText(Struct, tag_field="type", tag="reasoning_text"):
+    text: str = ""
+
+
+class OutputItem(Struct, kw_only=True):
+    """A message, a reasoning item or a function call, each with its own fields alone."""
+
+    id: str
+    type: Literal["message", "reasoning", "function_call"]
+    status: ItemStatus = "in_progress"
+    role: Literal["assistant"] | UnsetType = UNSET
+    summary: list[None] | UnsetType = UNSET
+    content: list[OutputText | ReasoningText] | UnsetType = UNSET
+    call_id: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
 
 
 class ResponseError(Struct):
@@ -114,12 +249,26 @@ class ResponseError(Struct):
     message: str
 
 
+class IncompleteDetails(Struct):
+    reason: Literal["max_output_tokens"]
+
+
+class InputTokensDetails(Struct):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
 class ResponseUsage(Struct):
     input_tokens: int
-    input_tokens_details: dict[str, int]
+    input_tokens_details: InputTokensDetails
     output_tokens: int
     output_tokens_details: CompletionTokensDetails
     total_tokens: int
+
+
+class ResponseReasoning(Struct):
+    effort: str | None
+    summary: str | None
 
 
 class ResponseText(Struct):
@@ -127,29 +276,41 @@ class ResponseText(Struct):
     verbosity: Literal["low", "medium", "high"]
 
 
-class Response(Struct):
+class Response(Struct, kw_only=True):
     id: str
-    object: Literal["response"]
+    object: Literal["response"] = "response"
     created_at: int
-    completed_at: int | None
-    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    completed_at: int | None = None
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"] = (
+        "queued"
+    )
     background: bool
-    error: ResponseError | None
-    incomplete_details: dict[str, str] | None
-    instructions: str | None
-    metadata: dict[str, str]
-    model: str
-    output: list[dict[str, Any]]
-    temperature: float
-    top_p: float
-    presence_penalty: float
+    error: ResponseError | None = None
     frequency_penalty: float
-    text: ResponseText
+    incomplete_details: IncompleteDetails | None = None
+    max_tool_calls: None = None
+    output: list[OutputItem]
     parallel_tool_calls: bool
-    previous_response_id: str | None
+    presence_penalty: float
+    reasoning: ResponseReasoning
+    service_tier: Literal["default"] = "default"
     store: bool
-    tools: list[dict[str, Any]]
-    usage: ResponseUsage | None
+    temperature: float
+    text: ResponseText
+    tool_choice: ToolChoice
+    tools: list[Tool]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponseUsage | None = None
+    metadata: dict[str, str]
+    instructions: str | None
+    max_output_tokens: int | None
+    model: str | None
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    safety_identifier: str | None
+    user: str | None
 
 
 class Deleted(Struct):
@@ -164,6 +325,63 @@ class ItemList(Struct):
     first_id: str | None
     last_id: str | None
     has_more: bool
+
+
+# Events of a streamed response. `sequence_number` is set when an event is sent.
+
+
+class ResponseEvent(Struct, kw_only=True):
+    type: str
+    response: Response
+    sequence_number: int = 0
+
+
+class ItemEventBase(Struct, kw_only=True):
+    type: str
+    output_index: int
+
+
+class ItemEvent(ItemEventBase, kw_only=True):
+    item: OutputItem
+    sequence_number: int = 0
+
+
+class PartEvent(ItemEventBase, kw_only=True):
+    item_id: str
+    content_index: int = 0
+    part: OutputText | ReasoningText
+    sequence_number: int = 0
+
+
+class TextDeltaEvent(ItemEventBase, kw_only=True):
+    item_id: str
+    delta: str
+    content_index: int | UnsetType = UNSET
+    logprobs: list[ScoredTokenWithTop] | UnsetType = UNSET
+    sequence_number: int = 0
+
+
+class TextDoneEvent(ItemEventBase, kw_only=True):
+    item_id: str
+    content_index: int = 0
+    text: str
+    logprobs: list[ScoredTokenWithTop] | UnsetType = UNSET
+    sequence_number: int = 0
+
+
+class ArgumentsDoneEvent(ItemEventBase, kw_only=True):
+    item_id: str
+    name: str
+    arguments: str
+    sequence_number: int = 0
+
+
+StreamEvent: TypeAlias = (
+    ResponseEvent | ItemEvent | PartEvent | TextDeltaEvent | TextDoneEvent | ArgumentsDoneEvent
+)
+
+
+# ── decisions ──
 
 
 class PredicateAnswer(Struct, tag_field="type", tag="predicate"):
@@ -198,8 +416,25 @@ class ScoreAnswer(Struct, tag_field="type", tag="score"):
 
 class Decision(Struct):
     answers: list[PredicateAnswer | ChoiceAnswer | ScoreAnswer]
-    model: str
+    model: str | None
     usage: ResponseUsage
+
+
+class NamedNoulAnswer(Struct, tag_field="type", tag="noul"):
+    noul: float
+
+
+class NamedChoiceAnswer(Struct, tag_field="type", tag="choice"):
+    choice: str
+    confidence: float
+    probabilities: dict[str, float]
+
+
+class NamedScoreAnswer(Struct, tag_field="type", tag="score"):
+    score: float
+    legend: Mapping[str, str | dict[str, Any] | list[Any]]
+    confidence: float
+    probabilities: dict[str, float]
 
 
 class StateUsage(Struct):
@@ -208,12 +443,17 @@ class StateUsage(Struct):
 
 
 class SystemOne(Struct):
-    model: str
-    answers: dict[str, dict[str, Any]]
+    model: str | None
+    answers: dict[str, NamedNoulAnswer | NamedChoiceAnswer | NamedScoreAnswer]
     usage: StateUsage
 
 
+# ── embeddings, reranking and scores ──
+
+
 class Embedding(Struct):
+    """Encoded by the embedding model's `finish`, in a pool thread."""
+
     object: Literal["embedding"]
     index: int
     embedding: Annotated[list[float] | str, Meta(description="base64: float32, little-endian")]
@@ -227,7 +467,7 @@ class EmbeddingUsage(Struct):
 class Embeddings(Struct):
     object: Literal["list"]
     data: list[Embedding]
-    model: str
+    model: str | None
     usage: EmbeddingUsage
 
 
@@ -235,17 +475,25 @@ class TextDocument(Struct):
     text: Annotated[str, Meta(min_length=1)]
 
 
-class Ranked(Struct):
+class RankedDocument(Struct):
     index: int
     relevance_score: float
     document: TextDocument | UnsetType = UNSET
 
 
-class Reranked(Struct):
+class Ranking(Struct):
     id: str
     model: str
     usage: EmbeddingUsage
-    results: list[Ranked]
+    results: list[RankedDocument]
+
+
+class RankedText(Struct):
+    """A result as text-embeddings-inference returns it."""
+
+    index: int
+    score: float
+    text: str | UnsetType = UNSET
 
 
 class Score(Struct):
@@ -263,19 +511,55 @@ class Scores(Struct):
     usage: EmbeddingUsage
 
 
+# ── audio ──
+
+
 class Duration(Struct):
     type: Literal["duration"]
     seconds: float
 
 
 class Transcription(Struct):
-    """Whole, or verbose."""
-
     text: str
     usage: Duration
-    logprobs: list[dict[str, Any]] | UnsetType = UNSET
-    task: Literal["transcribe", "translate"] | UnsetType = UNSET
-    language: str | UnsetType = UNSET
-    duration: float | UnsetType = UNSET
-    segments: list[dict[str, Any]] | UnsetType = UNSET
-    words: list[dict[str, Any]] | UnsetType = UNSET
+    logprobs: list[ScoredToken] | UnsetType = UNSET
+
+
+class TranscribedSegment(Struct):
+    id: int
+    seek: int
+    start: float
+    end: float
+    text: str
+    temperature: float
+    avg_logprob: float
+    compression_ratio: float
+    no_speech_prob: float
+    tokens: Sequence[int]
+
+
+class TranscribedWord(Struct):
+    word: str
+    start: float
+    end: float
+
+
+class VerboseTranscription(Struct, kw_only=True):
+    task: Literal["transcribe", "translate"]
+    language: str
+    duration: float
+    text: str
+    segments: list[TranscribedSegment] | UnsetType = UNSET
+    words: list[TranscribedWord] | UnsetType = UNSET
+    usage: Duration
+
+
+class TranscriptTextDelta(Struct, tag_field="type", tag="transcript.text.delta"):
+    delta: str
+    logprobs: list[ScoredToken] | UnsetType = UNSET
+
+
+class TranscriptTextDone(Struct, tag_field="type", tag="transcript.text.done"):
+    text: str
+    usage: Duration
+    logprobs: list[ScoredToken] | UnsetType = UNSET

@@ -1,6 +1,6 @@
-"""`POST /tokenize`, `POST /detokenize`: the token ids of a text or a conversation, and back.
+"""`POST /tokenize`, `POST /detokenize`: text or a conversation to token ids, and back, as in vLLM.
 
-As vLLM answers them. Both need the tokenizer and no forward pass, and run in a pool thread.
+Both use the tokenizer without a forward pass, and run in a pool thread.
 """
 
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ from server.http.json import in_thread, parse_json
 from server.http.request import read_json_request, send_json
 from server.openai.images import check_images
 from server.openai.messages import Messages, conversation
-from server.openai.models import ModelNames, id_of
+from server.openai.models import ModelNames, find, find_id
 from server.openai.request_fields import TokenId, decode
 from server.openai.tools import Tools
 from worker.messages.generation import Chat
 from worker.messages.protocol import TextModel
 
-THREADS = 2  # a long text delays other texts here, not what is being generated
+THREADS = 2  # a long text delays others here, but no generation
 
 
 class Tokens(Struct):
@@ -49,22 +49,22 @@ class TokenizeRequest(Struct):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def text(self, model: TextModel) -> Chat | str:
+    def input(self, model: TextModel) -> Chat | str:
         if (self.prompt is None) == (self.messages is None):
-            raise InvalidInput.at("prompt", "needs either this or messages")
+            raise InvalidInput.at("prompt", "is required, or messages instead; not both")
         if self.messages is None:
             return self.prompt or ""
         chat = conversation(self, self.messages, self.tools)
         check_images(chat, model)
-        for each in chat.images:
-            if each.link:
-                raise InvalidInput.at(each.param, "must be a data: URL: nothing is fetched")
+        for image in chat.images:
+            if image.link:
+                raise InvalidInput.at(image.param, "must be a data: URL; links are not fetched")
         return chat
 
-    def answer(self, model: TextModel) -> Tokens:
+    def run(self, model: TextModel) -> Tokens:
         special = True if self.add_special_tokens is None else self.add_special_tokens
-        ids = model.encode(self.text(model), special)
-        strings = [model.token(each) for each in ids] if self.return_token_strs else None
+        ids = model.encode(self.input(model), special)
+        strings = [model.token(id) for id in ids] if self.return_token_strs else None
         return Tokens(len(ids), model.max_model_len, ids, strings)
 
 
@@ -72,7 +72,7 @@ class DetokenizeRequest(Struct):
     tokens: list[TokenId]
     model: str | None = None
 
-    def answer(self, model: TextModel) -> Prompt:
+    def run(self, model: TextModel) -> Prompt:
         if self.tokens:
             largest = max(self.tokens)
             try:
@@ -94,7 +94,7 @@ def tokenizer_routes(models: Sequence[ModelNames]) -> list[Route]:
 
 @dataclass(eq=False)
 class TokenizerEndpoint:
-    """A bare ASGI app, for one of the requests above, of whichever model is named."""
+    """An ASGI app for one kind of request, to any of the models."""
 
     kind: type[TokenizeRequest | DetokenizeRequest]
     models: Sequence[ModelNames]
@@ -104,15 +104,14 @@ class TokenizerEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, deadlines = await read_json_request(scope, receive)
-        await send_json(send, await in_thread(self._answer, body, deadlines.first, self.threads))
+        await send_json(send, await in_thread(self._run, body, deadlines.first, self.threads))
 
-    def _answer(self, body: bytes) -> Tokens | Prompt:
-        longest = max(each.text_model.max_model_len for each in self.models)
+    def _run(self, body: bytes) -> Tokens | Prompt:
+        longest = max(model.text_model.max_model_len for model in self.models)
         try:
-            request = decode(parse_json(body), self.kind, partial(id_of, self.models), longest)
-            [names] = [each for each in self.models if each.id == request.model]
-            return request.answer(names.text_model)
+            request = decode(parse_json(body), self.kind, partial(find_id, self.models), longest)
+            return request.run(find(self.models, request.model).text_model)
         except Exception:
             raise
-        except BaseException as error:  # a panic in a tokenizer is no Exception
-            raise InvalidInput("the tokenizer cannot take this") from error
+        except BaseException as error:  # a panic of the Rust tokenizer
+            raise InvalidInput("the tokenizer failed on this input") from error

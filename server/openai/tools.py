@@ -1,9 +1,9 @@
 """The tools of a request and which of them may be called.
 
-    tools → their names, tool_choice → a mode and the tools that it leaves; both → ToolCallPolicy
+    tools, tool_choice → names of tools, a mode, the chosen tools → ToolCallPolicy
 
-Chat nests a function's fields, as chat templates read them; the Responses API has them flat. Only
-functions are served: whatever would run here (web_search, code_interpreter, mcp, …) is refused.
+Chat Completions nests the fields of a function, as chat templates read them; the Responses API has
+them flat. Functions are the only tools: tools that the server would run are refused.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,32 +17,13 @@ from server.openai.request_fields import convert
 from server.openai.response_format import check_depth
 from worker.messages.generation import ToolCallPolicy
 
-MOST_TOOLS = 128
-Tools = Annotated[list[dict[str, Any]], Meta(max_length=MOST_TOOLS)]  # a template gets all of them
+MAX_TOOLS = 128
+Tools = Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)]  # passed to the chat template
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,64}\Z")]
 Mode = Literal["none", "auto", "required"]
 
 
-def _calls(
-    names: Mapping[str, str], mode: Mode, chosen: Mapping[str, str], parallel: bool | None
-) -> ToolCallPolicy | None:
-    """What may be called, of the tools' `names` and those `chosen` among them, each by the field
-    that it stands in. None: nothing. InvalidInput for two of a name, and one that is not there."""
-    known: set[str] = set()
-    for path, name in names.items():
-        if name in known:
-            raise InvalidInput.at(path, f"there is a tool {name!r} before it")
-        known.add(name)
-    for path, name in chosen.items():
-        if name not in known:
-            raise InvalidInput.at(path, f"there is no tool {name[:50]!r}")
-    if mode == "none" or not names:
-        return None
-    left = dict.fromkeys((chosen or names).values())
-    return ToolCallPolicy(tuple(left), mode == "required", parallel is not False)
-
-
-# ── nested, as Chat Completions has them ──
+# ── nested, as in Chat Completions ──
 
 
 class Function(Struct):
@@ -55,21 +36,21 @@ class FunctionTool(Struct):
     function: Function
 
 
-class Offered(Struct):
+class ToolList(Struct):
     tools: list[FunctionTool]
 
 
-class ChosenName(Struct):
+class FunctionName(Struct):
     name: str
 
 
 class ChosenFunction(Struct, tag_field="type", tag="function"):
-    function: ChosenName
+    function: FunctionName
 
 
 class AllowedFunctions(Struct):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[ChosenFunction], Meta(min_length=1, max_length=MOST_TOOLS)]
+    tools: Annotated[list[ChosenFunction], Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
 class AllowedChoice(Struct, tag_field="type", tag="allowed_tools"):
@@ -82,27 +63,29 @@ ChatToolChoice: TypeAlias = Mode | ChosenFunction | AllowedChoice
 def chat_calls(
     tools: Tools | None, choice: ChatToolChoice | None, parallel: bool | None
 ) -> ToolCallPolicy | None:
-    """None: nothing may be called. InvalidInput for tools that are none, and a choice among
-    them that cannot be made."""
+    """Return which tools may be called, None for none.
+
+    InvalidInput for an invalid tool, and for a choice that the tools do not allow.
+    """
     if tools is None:
         if choice not in (None, "none"):
-            raise InvalidInput.at("tool_choice", "goes with tools only")
+            raise InvalidInput.at("tool_choice", "requires tools")
         return None
-    offered = convert({"tools": tools}, Offered).tools
-    names = {f"tools[{n}].function.name": each.function.name for n, each in enumerate(offered)}
+    functions = [tool.function for tool in convert({"tools": tools}, ToolList).tools]
+    names = {f"tools[{n}].function.name": function.name for n, function in enumerate(functions)}
     mode: Mode = "required"
     if isinstance(choice, ChosenFunction):
         chosen = {"tool_choice.function.name": choice.function.name}
     elif isinstance(choice, AllowedChoice):
         mode, allowed = choice.allowed_tools.mode, choice.allowed_tools.tools
         path = "tool_choice.allowed_tools.tools[{}].function.name"
-        chosen = {path.format(n): each.function.name for n, each in enumerate(allowed)}
+        chosen = {path.format(n): tool.function.name for n, tool in enumerate(allowed)}
     else:
         mode, chosen = choice or "auto", {}
     return _calls(names, mode, chosen, parallel)
 
 
-# ── flat, as the Responses API has them ──
+# ── flat, as in the Responses API ──
 
 
 class Tool(Struct):
@@ -113,7 +96,7 @@ class Tool(Struct):
     strict: bool | None = None
 
     def nested(self) -> Document:
-        """As chat templates read it."""
+        """Return the tool as chat templates read it."""
         fields = {name: getattr(self, name) for name in self.__struct_fields__ if name != "type"}
         function = {name: value for name, value in fields.items() if value is not None}
         return {"type": self.type, "function": function}
@@ -125,7 +108,7 @@ class ChosenTool(Struct, tag_field="type", tag="function"):
 
 class AllowedTools(Struct, tag_field="type", tag="allowed_tools"):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[ChosenTool], Meta(min_length=1, max_length=MOST_TOOLS)]
+    tools: Annotated[list[ChosenTool], Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
 ToolChoice: TypeAlias = Mode | ChosenTool | AllowedTools
@@ -134,18 +117,36 @@ ToolChoice: TypeAlias = Mode | ChosenTool | AllowedTools
 def flat_calls(
     tools: Sequence[Tool], choice: ToolChoice | None, parallel: bool | None
 ) -> ToolCallPolicy | None:
-    """As `chat_calls`; without tools there is nothing to call."""
+    """As `chat_calls`."""
     names = {f"tools[{n}].name": tool.name for n, tool in enumerate(tools)}
     for n, tool in enumerate(tools):
         check_depth(tool.parameters, f"tools[{n}].parameters")
     if choice == "required" and not tools:
-        raise InvalidInput.at("tool_choice", "required goes with tools only")
+        raise InvalidInput.at("tool_choice", "'required' requires tools")
     mode: Mode = "required"
     if isinstance(choice, ChosenTool):
         chosen = {"tool_choice.name": choice.name}
     elif isinstance(choice, AllowedTools):
         mode = choice.mode
-        chosen = {f"tool_choice.tools[{n}].name": each.name for n, each in enumerate(choice.tools)}
+        chosen = {f"tool_choice.tools[{n}].name": tool.name for n, tool in enumerate(choice.tools)}
     else:
         mode, chosen = choice or "auto", {}
     return _calls(names, mode, chosen, parallel)
+
+
+def _calls(
+    names: Mapping[str, str], mode: Mode, chosen: Mapping[str, str], parallel: bool | None
+) -> ToolCallPolicy | None:
+    """Return which tools may be called, from the names of all and of the chosen ones, by path."""
+    known: set[str] = set()
+    for path, name in names.items():
+        if name in known:
+            raise InvalidInput.at(path, f"a tool before it is named {name!r}, too")
+        known.add(name)
+    for path, name in chosen.items():
+        if name not in known:
+            raise InvalidInput.at(path, f"there is no tool {name[:50]!r}")
+    if mode == "none" or not names:
+        return None
+    callable_names = dict.fromkeys((chosen or names).values())
+    return ToolCallPolicy(tuple(callable_names), mode == "required", parallel is not False)

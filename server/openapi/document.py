@@ -1,10 +1,9 @@
-"""`GET /openapi.json`: what is mounted, described by the types that requests are read into.
+"""`GET /openapi.json`: the mounted routes, described by the structs of requests and responses.
 
-routes → their operations in the table → paths, and schemas of the structs they name
+    routes → their operations in the table → paths, and schemas of their structs
 
-The table is in operations.py, what answers look like in response_schemas.py; what of a
-request is not implemented, its struct says itself. A path that is mounted and not in the table, or
-not as it is there, fails a test.
+The table is in operations.py, the structs of responses in openai/response_schemas.py. Parameters
+that are not implemented are listed by the struct of a request. A test compares table and routes.
 """
 
 import re
@@ -32,29 +31,32 @@ COMPONENTS = "#/components"
 
 
 def openapi_route(settings: Settings, others: Sequence[Route]) -> Route:
-    """Serves the document of the other routes and itself, made when it is first asked for."""
+    """Return a route that serves the document of the other routes and itself."""
 
     @cache
     def content() -> bytes:
-        return to_json(build_document(settings, [*others, made]))
+        return to_json(build_document(settings, [*others, route]))
 
-    async def answer(request: Request) -> bytes:
+    async def respond(request: Request) -> bytes:
         return await anyio.to_thread.run_sync(content)
 
-    made = Route(PATH, JsonEndpoint(answer), methods=["GET"])
-    return made
+    route = Route(PATH, JsonEndpoint(respond), methods=["GET"])
+    return route
 
 
 def build_document(settings: Settings, routes: Sequence[Route]) -> dict[str, Any]:
-    mounted = {f"{method} {each.path_format}" for each in routes for method in each.methods or ()}
-    table = {"POST /": pipeline(settings.pipeline_task), **OPERATIONS}
-    operations = {key: each for key, each in table.items() if key in mounted}
-    keyed = bool(settings.api_keys)
+    mounted = {
+        f"{method} {route.path_format}" for route in routes for method in route.methods or ()
+    }
+    table = {"POST /": pipeline_operation(settings.pipeline_task), **OPERATIONS}
+    operations = {key: operation for key, operation in table.items() if key in mounted}
+    has_keys = bool(settings.api_keys)
     paths: dict[str, dict[str, Any]] = {}
-    for key, each in operations.items():
+    for key, operation in operations.items():
         method, path = key.split()
-        described = _described(method, path, each, keyed and not is_open(method, path))
-        paths.setdefault(path, {})[method.lower()] = described
+        requires_key = has_keys and not is_open(method, path)
+        document = _operation_document(method, path, operation, requires_key)
+        paths.setdefault(path, {})[method.lower()] = document
     errors: dict[str, Any] = {
         f"Error{status}": {"description": meaning, "content": _content(schemas.Error)}
         for status, meaning in schemas.ERRORS.items()
@@ -62,7 +64,7 @@ def build_document(settings: Settings, routes: Sequence[Route]) -> dict[str, Any
     for status, name in schemas.ERROR_HEADERS.items():
         errors[f"Error{status}"]["headers"] = {name: {"schema": {"type": "string"}}}
     components = {"schemas": _schemas(operations.values()), "responses": errors}
-    if keyed:
+    if has_keys:
         components["securitySchemes"] = {
             "bearer": {"type": "http", "scheme": "bearer"},
             "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -75,19 +77,19 @@ def build_document(settings: Settings, routes: Sequence[Route]) -> dict[str, Any
     }
 
 
-def pipeline(name: str) -> Operation:
-    """What `POST /` takes depends on the task."""
+def pipeline_operation(name: str) -> Operation:
+    """Return the operation `POST /` of a task."""
     task = TASKS[name]
-    request: dict[str, Schema] = {JSON: _inputs(task)}
+    request: dict[str, Schema] = {JSON: _pipeline_schema(task)}
     if task.kind == "text" and not task.required:
         request[TEXT] = {"type": "string", "minLength": 1}
     elif task.kind != "json" and not task.required:
         request |= {f"{task.kind}/*": {}, "application/octet-stream": {}}
-    summary = f"{name}: what the pipeline returns for an input, or for each of a list"
+    summary = f"The output of the {name} pipeline for an input, or for each of a list"
     return Operation(summary, {JSON: {}}, request)
 
 
-def _inputs(task: Task) -> Schema:
+def _pipeline_schema(task: Task) -> Schema:
     one: Schema = {"type": "string", "minLength": 1}
     if task.kind in ("image", "audio"):
         one["description"] = "base64, or a data: URL"
@@ -110,18 +112,22 @@ def _inputs(task: Task) -> Schema:
     }
 
 
-def _described(method: str, path: str, operation: Operation, keyed: bool) -> dict[str, Any]:
-    content = _content(operation.answer)
+def _operation_document(
+    method: str, path: str, operation: Operation, requires_key: bool
+) -> dict[str, Any]:
+    content = _content(operation.response)
+    alternatives = [_content(struct)[JSON]["schema"] for struct in operation.alternatives]
     if operation.bare:
-        bare = {"type": "array", "items": operation.bare}
-        content[JSON] = {"schema": {"anyOf": [content[JSON]["schema"], bare]}}
+        alternatives.append({"type": "array", "items": operation.bare})
+    if alternatives:
+        content[JSON] = {"schema": {"anyOf": [content[JSON]["schema"], *alternatives]}}
     content |= {media: {"schema": {"type": "string"}} for media in operation.others}
     if operation.stream:
         content[EVENTS] = {"schema": {"description": operation.stream}}
-    made: dict[str, Any] = {
+    document: dict[str, Any] = {
         "operationId": re.sub(r"\W+", "_", method.lower() + path).strip("_"),
         "summary": operation.summary,
-        "responses": {"200": {"description": "The answer", "content": content}},
+        "responses": {"200": {"description": "The response", "content": content}},
     }
     parameters: list[Schema] = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
@@ -132,46 +138,50 @@ def _described(method: str, path: str, operation: Operation, keyed: bool) -> dic
         for name, schema in components[query.__name__]["properties"].items():
             parameters.append({"name": name, "in": "query", "schema": schema})
     if parameters:
-        made["parameters"] = parameters
+        document["parameters"] = parameters
     errors = {405, 500, *operation.errors}
     if operation.request:
-        errors |= schemas.OF_A_BODY
+        errors |= schemas.BODY_ERRORS
         if "model" in getattr(operation.request, "__struct_fields__", ()):
             errors.add(404)
-        made["requestBody"] = {"required": True, "content": _content(operation.request)}
-    if keyed:
+        document["requestBody"] = {"required": True, "content": _content(operation.request)}
+    if requires_key:
         errors.add(401)
-        made["security"] = [{"bearer": []}, {"key": []}]
+        document["security"] = [{"bearer": []}, {"key": []}]
     for status in sorted(errors):
-        made["responses"][str(status)] = {"$ref": f"{COMPONENTS}/responses/Error{status}"}
-    return made
+        document["responses"][str(status)] = {"$ref": f"{COMPONENTS}/responses/Error{status}"}
+    return document
 
 
 def _content(body: type[Struct] | Body) -> dict[str, Any]:
-    """Structs are named, and found among the components by that."""
+    """Return the content of a body, by media type. A struct is a reference to a component."""
     if isinstance(body, type):
         return {JSON: {"schema": {"$ref": f"{COMPONENTS}/schemas/{body.__name__}"}}}
     return {media: {"schema": schema} for media, schema in body.items()}
 
 
 def _schemas(operations: Iterable[Operation]) -> dict[str, Any]:
-    """Of the operations' structs and those within, by name."""
+    """Return the schemas of the operations' structs and of those within them, by name."""
     bodies = [
         schemas.Error,
-        *(body for each in operations for body in (each.request, each.answer)),
+        *(
+            body
+            for operation in operations
+            for body in (operation.request, operation.response, *operation.alternatives)
+        ),
     ]
     kinds = [body for body in bodies if isinstance(body, type)]
     template = COMPONENTS + "/schemas/{name}"
     _, components = msgspec.json.schema_components(kinds, ref_template=template)
     for kind in kinds:
-        for path, harmless in getattr(kind, "unimplemented", {}).items():
+        for path, accepted in getattr(kind, "unimplemented", {}).items():
             *outer, name = path.split(".")
             schema = components[kind.__name__]
-            for each in outer:
-                [inner] = re.findall(r"/schemas/(\w+)", str(schema["properties"][each]))
+            for field in outer:
+                [inner] = re.findall(r"/schemas/(\w+)", str(schema["properties"][field]))
                 schema = components[inner]
             schema["properties"][name] = {
                 "description": "Not implemented: leave it out",
-                "enum": [None, *harmless],
+                "enum": [None, *accepted],
             }
     return dict(sorted(components.items()))

@@ -1,4 +1,4 @@
-"""What can be asked of the server: the table that `GET /openapi.json` is made of."""
+"""The table of operations that `GET /openapi.json` is made of."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,26 +33,30 @@ Body = Mapping[str, Schema]  # by media type
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One method of a path. A struct alone is a body in JSON. What a request may ask for instead of
-    it: `stream` describes events, `bare` is the schema of an entry of a list without an object
-    around it, `others` are media types of text. `errors` are the statuses beyond 401, 405, 500 and
-    those of every body (answers.OF_A_BODY); a struct with a `model` may get 404."""
+    """One method of a path. A struct is a JSON body.
+
+    Alternatives to the response: `stream` describes events, `bare` is the schema of an entry of a
+    bare list, `others` are media types of text, `alternatives` are other structs. `errors` are the
+    statuses beyond 401, 405, 500 and, with a request body, BODY_ERRORS; a request with a `model`
+    may get 404.
+    """
 
     summary: str
-    answer: type[Struct] | Body
+    response: type[Struct] | Body
     request: type[Struct] | Body | None = None
     errors: Sequence[int] = ()
     stream: str | None = None
     query: type[Struct] | None = None
     bare: Schema | None = None
     others: Sequence[str] = ()
+    alternatives: Sequence[type[Struct]] = ()
 
 
 AUDIO = [f"POST {path}" for path in AUDIO_PATHS]
 FORM, SUBTITLES = "multipart/form-data", (TEXT, "application/x-subrip", "text/vtt")
-HEARD = "With stream: true. Deltas of the text, then the whole; the last is [DONE]."
+TRANSCRIPT_EVENTS = "With stream: true. Deltas of the text, then the whole text, then [DONE]."
 CHUNKS = "With stream: true. Each event is a chunk, the last is [DONE]."
-RESPONSE_EVENTS = "With stream: true. The last event holds the response."
+RESPONSE_EVENTS = "With stream: true. The last event has the response."
 
 OPERATIONS: Mapping[str, Operation] = {
     "POST /v1/chat/completions": Operation(
@@ -62,7 +66,7 @@ OPERATIONS: Mapping[str, Operation] = {
         stream=CHUNKS,
     ),
     "POST /v1/completions": Operation(
-        "What follows a text or token ids",
+        "The continuation of a text or token ids",
         schemas.Completion,
         CompletionRequest,
         stream=CHUNKS,
@@ -74,28 +78,30 @@ OPERATIONS: Mapping[str, Operation] = {
         stream=RESPONSE_EVENTS,
     ),
     "GET /v1/responses/{id}": Operation("A response", schemas.Response, errors=[400, 404]),
-    "DELETE /v1/responses/{id}": Operation("Forget a response", schemas.Deleted, errors=[404]),
+    "DELETE /v1/responses/{id}": Operation("Delete a response", schemas.Deleted, errors=[404]),
     "GET /v1/responses/{id}/input_items": Operation(
-        "What a response was given, newest first",
+        "The input items of a response, newest first",
         schemas.ItemList,
         errors=[400, 404],
         query=Page,
     ),
     "POST /v1/responses/{id}/cancel": Operation(
-        "End a response that runs in the background", schemas.Response, errors=[400, 404]
+        "Cancel a background response", schemas.Response, errors=[400, 404]
     ),
     "POST /v1/decisions": Operation(
-        "How likely the answers to questions about an input are",
+        "The probabilities of answers to questions about an input",
         schemas.Decision,
         DecisionRequest,
     ),
     "POST /v1/systemone": Operation(
-        "The same, of named questions about a state", schemas.SystemOne, SystemOneRequest
+        "The probabilities of answers to named questions about a state",
+        schemas.SystemOne,
+        SystemOneRequest,
     ),
     **dict.fromkeys(
         (f"POST {path}" for path in EMBEDDING_PATHS),
         Operation(
-            "The vectors of texts or token ids; of `inputs` as a bare list",
+            "The vectors of texts or token ids; those of `inputs` as a bare list",
             schemas.Embeddings,
             EmbeddingRequest,
             bare={"type": "array", "items": {"type": "number"}},
@@ -104,27 +110,29 @@ OPERATIONS: Mapping[str, Operation] = {
     **dict.fromkeys(
         (f"POST {path}" for path in RERANK_PATHS),
         Operation(
-            "Documents by relevance to a query; `texts` as a bare list",
-            schemas.Reranked,
+            "Documents by relevance to a query; those of `texts` as a bare list",
+            schemas.Ranking,
             RerankRequest,
             bare={"type": "object", "required": ["index", "score"]},
         ),
     ),
-    "POST /v1/score": Operation("How well texts go together", schemas.Scores, ScoreRequest),
+    "POST /v1/score": Operation("The similarity of pairs of texts", schemas.Scores, ScoreRequest),
     AUDIO[0]: Operation(
-        "What a recording says",
+        "The text of a recording",
         schemas.Transcription,
         {FORM: form_schema(TranscriptionRequest)},
         [404],
-        HEARD,
+        TRANSCRIPT_EVENTS,
         others=SUBTITLES,
+        alternatives=[schemas.VerboseTranscription],
     ),
     AUDIO[1]: Operation(
-        "What a recording says, in English",
+        "The English translation of a recording",
         schemas.Transcription,
         {FORM: form_schema(TranslationRequest)},
         [404],
         others=SUBTITLES,
+        alternatives=[schemas.VerboseTranscription],
     ),
     "GET /v1/models": Operation("The models", ModelList, errors=[503]),
     "GET /v1/models/{id}": Operation("A model by its name", Model, errors=[404, 503]),
@@ -133,18 +141,18 @@ OPERATIONS: Mapping[str, Operation] = {
     ),
     "POST /detokenize": Operation("The text of token ids", Prompt, DetokenizeRequest),
     "POST /load_model": Operation(
-        "An event that says that the model is ready",
+        "A `ready` event: the model is loaded at start-up",
         {EVENTS: {"description": "One event, a JSON object."}},
         LoadRequest,
     ),
-    "GET /health": Operation("Is the process worth keeping", Health, errors=[503]),
-    "GET /ready": Operation("Should it get traffic", Ready, errors=[503]),
-    "GET /ping": Operation("The same as /ready", Ready, errors=[503]),
-    "GET /version": Operation("Which server this is", Version),
-    "GET /favicon.ico": Operation("Its icon", {"image/svg+xml": {}}),
-    "GET /metrics": Operation("For Prometheus", {TEXT: {"type": "string"}}),
+    "GET /health": Operation("Liveness", Health, errors=[503]),
+    "GET /ready": Operation("Readiness", Ready, errors=[503]),
+    "GET /ping": Operation("Readiness, the same as /ready", Ready, errors=[503]),
+    "GET /version": Operation("The version of the server", Version),
+    "GET /favicon.ico": Operation("The icon of the page", {"image/svg+xml": {}}),
+    "GET /metrics": Operation("Prometheus metrics", {TEXT: {"type": "string"}}),
     "GET /": Operation(
-        "A page for browsers; lines of curl for others",
+        "A page for browsers; examples with curl for other clients",
         {HTML: {"type": "string"}, TEXT: {"type": "string"}},
     ),
     "GET /assets/{name}": Operation("A file of the page", {"*/*": {}}, errors=[404]),

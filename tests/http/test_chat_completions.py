@@ -351,7 +351,7 @@ MESSAGE = {"role": "assistant", "content": "yes"}
         ({"max_tokens": -1}, "max_tokens", ">= 0"),
         ({"max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),
         ({"max_tokens": "9"}, "max_tokens", "got str"),
-        ({"min_tokens": 3, "max_tokens": 2}, "min_tokens", "more than max_tokens"),
+        ({"min_tokens": 3, "max_tokens": 2}, "min_tokens", "exceeds max_tokens"),
         ({"stop": 3}, "stop", "got int"),
         ({"stop": ["a", 1]}, "stop[1]", "got int"),
         ({"stop": ""}, "stop", "must not be empty"),
@@ -396,7 +396,7 @@ MESSAGE = {"role": "assistant", "content": "yes"}
         (
             {"response_format": {"type": "json_object", "schema": {"a": 1}, "value": {"a": 1}}},
             "response_format.value",
-            "excludes schema",
+            "cannot be combined with schema",
         ),
         (
             {"response_format": {"type": "json_object", "schema": "{}"}},
@@ -417,8 +417,12 @@ MESSAGE = {"role": "assistant", "content": "yes"}
         ),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "not be empty"),
         ({"structured_outputs": {"choice": [""]}}, "structured_outputs.choice", "not be empty"),
-        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "is not JSON"),
-        ({"structured_outputs": {"json": "[]"}}, "structured_outputs.json", "an object"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "is not valid JSON"),
+        (
+            {"structured_outputs": {"json": "[]"}},
+            "structured_outputs.json",
+            "must be a JSON object",
+        ),
         (
             {"structured_outputs": {"regex": "a", "structural_tag": "x"}},
             "structured_outputs.structural_tag",
@@ -427,7 +431,7 @@ MESSAGE = {"role": "assistant", "content": "yes"}
         (
             {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
             "structured_outputs",
-            "excludes",
+            "cannot be combined with",
         ),
         ({"reasoning_effort": "hard"}, "reasoning_effort", "must be high or"),
         ({"thinking_token_budget": -1}, "thinking_token_budget", ">= 0"),
@@ -447,7 +451,7 @@ MESSAGE = {"role": "assistant", "content": "yes"}
         (
             {"continue_final_message": True, "add_generation_prompt": True},
             "continue_final_message",
-            "excludes",
+            "cannot be combined with",
         ),
         ({"model": 3}, "model", "expected str"),
         ({"messages": [{"role": "user", "content": "refused"}]}, "messages", "is refused"),

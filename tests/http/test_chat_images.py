@@ -107,9 +107,9 @@ def test_responses_take_images_and_their_conversations_keep_them(
         (user(image(detail="huge")), "messages[0].content[0].image_url.detail", "'huge'"),
         (user(image(None)), "messages[0].content[0].image_url", "expected"),
         (user(text("a"), *[image()] * 21), "messages[0]", "at most 20 images"),
-        (user(image(), role="assistant"), "messages[0].content[0].type", "of the user alone"),
-        (user(image(), role="system"), "messages[0].content[0].type", "of the user alone"),
-        (user(image(), role="tool"), "messages[0].content[0].type", "of the user alone"),
+        (user(image(), role="assistant"), "messages[0].content[0].type", "of the user only"),
+        (user(image(), role="system"), "messages[0].content[0].type", "of the user only"),
+        (user(image(), role="tool"), "messages[0].content[0].type", "of the user only"),
         (user(image("https://example.com/a")), "messages[0].content[0].image_url", "IMAGE_FETCH"),
     ],
 )

@@ -7,7 +7,7 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from server.openai import choices, completions, endpoint
+from server.openai import completions, endpoint, logprobs
 from tests.event_streams import chunks, post
 from tests.fake_generator import FakeGenerator
 from tests.http.test_pipeline_http import error_of
@@ -131,8 +131,8 @@ def test_many_log_probabilities_are_made_into_documents_off_the_loop(
 
         monkeypatch.setattr(module, name, told)
 
-    watched(completions, "_logprobs")
-    watched(choices, "prompt_document")
+    watched(completions, "completion_logprobs")
+    watched(logprobs, "prompt_logprob")
     watched(endpoint, "to_json")
     scored = {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 1}
     for fields in ({"prompt_logprobs": 1}, {"stream": True}):
@@ -172,20 +172,20 @@ def test_a_stream_joins_to_the_whole_answer(server: Server) -> None:
         ({"prompt": [""]}, "prompt[0]", "empty"),
         ({"prompt": [[]]}, "prompt[0]", "empty"),
         ({"prompt": ["a", ""]}, "prompt[1]", "empty"),
-        ({"prompt": ["a", 1]}, "prompt[1]", "one kind"),
-        ({"prompt": [[1], "a"]}, "prompt[1]", "one kind"),
+        ({"prompt": ["a", 1]}, "prompt[1]", "either texts or token ids"),
+        ({"prompt": [[1], "a"]}, "prompt[1]", "either texts or token ids"),
         ({"prompt": [1, "a"]}, "prompt[1]", "token id"),
         ({"prompt": [1, True]}, "prompt[1]", "bool"),
         ({"prompt": [1, -1]}, "prompt[1]", ">= 0"),
         ({"prompt": [[1, -1]]}, "prompt[0][1]", ">= 0"),
         ({"prompt": [[1, 1.5]]}, "prompt[0][1]", "float"),
         ({"prompt": {"a": 1}}, "prompt", "object"),
-        ({"prompt": ["a"] * 9}, "prompt", "more than 8"),
-        ({"prompt": ["a"] * 3, "n": 3}, "prompt", "more than 8"),
+        ({"prompt": ["a"] * 9}, "prompt", "exceed 8 choices"),
+        ({"prompt": ["a"] * 3, "n": 3}, "prompt", "exceed 8 choices"),
         ({"prompt": ["a", "refused"]}, "prompt[1]", "is refused"),
         ({"prompt": "refused", "stream": True}, "prompt", "is refused"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens", "echo"),
-        ({"prompt": "a", "min_tokens": 17}, "min_tokens", "more than max_tokens, 16"),
+        ({"prompt": "a", "min_tokens": 17}, "min_tokens", "exceeds max_tokens, 16"),
         ({"prompt": "a", "logprobs": 21}, "logprobs", "<= 20"),
         ({"prompt": "a", "logprobs": True}, "logprobs", "bool"),
         ({"prompt": "a", "echo": 1}, "echo", "bool"),

@@ -96,12 +96,12 @@ def test_detokenize_gives_the_text_back(server: Server) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "param", "says"),
     [
-        ("tokenize", {}, "prompt", "either"),
+        ("tokenize", {}, "prompt", "not both"),
         (
             "tokenize",
             {"prompt": "a", "messages": [{"role": "user", "content": "b"}]},
             "prompt",
-            "either",
+            "not both",
         ),
         ("tokenize", {"prompt": 3}, "prompt", "got int"),
         ("tokenize", {"prompt": "refused"}, None, "the template refuses this"),

@@ -232,7 +232,7 @@ def test_a_background_response_is_polled_until_it_ends() -> None:
         assert answered(look_up(server, queued.id))["status"] == "queued"
         early = respond(server, previous_response_id=queued.id)
         assert early.status_code == 400
-        assert "has not ended" in error_of(early)["message"]
+        assert "is still being generated" in error_of(early)["message"]
         items = sdk.responses.input_items.list(queued.id).data
         assert [item.type for item in items] == ["message"]
         generator.one_by_one = True
@@ -391,7 +391,7 @@ def test_answers_without_the_store_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(routes, "open_store", lambda settings: filled(tmp_path / "responses.db"))
-    monkeypatch.setattr(endpoint, "MOST_UNSTORED", 2)
+    monkeypatch.setattr(endpoint, "MAX_UNSTORED", 2)
     with serving(load_chat=FakeGenerator) as server:
         ids = []
         for _ in range(3):

@@ -385,7 +385,7 @@ ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [TOOL]}
         (
             {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}},
             "structured_outputs",
-            "excludes text.format",
+            "cannot be combined with text.format",
         ),
         ({"tools": [{}]}, "tools[0].type", "is required"),
         ({"tools": [TOOL, {"type": "web_search"}]}, "tools[1].type", "'web_search'"),

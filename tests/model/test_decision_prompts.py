@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
-from server.core.answer_stream import UsageCounts
+from server.core.delta_stream import UsageCounts
 from server.http.json import to_json
 from server.openai.decisions.request import DecisionRequest
 from server.openai.decisions.systemone import SystemOneRequest
@@ -208,5 +208,5 @@ def test_what_is_nested_too_deeply_is_refused_by_name(body: str, param: str) -> 
 def test_a_level_that_is_nested_is_shown_as_it_is() -> None:
     named = nested(LEVEL_DEEP, 300)
     named.decision_input()
-    shown = to_json(named.document([[0.5, 0.5]], UsageCounts()))
+    shown = to_json(named.response([[0.5, 0.5]], UsageCounts()))
     assert b'"1":' + b"[" * 300 + b"]" * 300 in shown

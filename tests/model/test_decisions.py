@@ -10,7 +10,7 @@ import torch
 from batching import scheduler
 from batching.errors import ItemFailed
 from batching.request_queue import WorkItem
-from server.core.answer_stream import UsageCounts
+from server.core.delta_stream import UsageCounts
 from server.http.json import to_json
 from server.openai.decisions.systemone import SystemOneRequest
 from tests import tiny_decisions
@@ -55,8 +55,9 @@ def serve(generator: GenerationEngine, *asked: DecisionInput) -> tuple[list[Serv
 def answers(generator: GenerationEngine, named: SystemOneRequest) -> dict[str, Any]:
     [served], _ = serve(generator, named.decision_input())
     found = [delta.probabilities for delta in served.choices]
-    made: dict[str, Any] = json.loads(to_json(named.document(found, UsageCounts())))["answers"]
-    return made
+    response: dict[str, Any] = json.loads(to_json(named.response(found, UsageCounts())))
+    decided: dict[str, Any] = response["answers"]
+    return decided
 
 
 def probabilities(generator: GenerationEngine, asked: DecisionInput) -> list[list[float]]:

@@ -1,5 +1,6 @@
 """Output items and events made of deltas, where the fake model's would not get to."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import orjson
@@ -18,41 +19,46 @@ def score(text: str) -> TokenLogprob:
     return TokenLogprob(1, text, text.encode(), -1.0)
 
 
+def documents(structs: Iterable[object]) -> list[dict[str, Any]]:
+    """Structs as clients get them."""
+    return [orjson.loads(to_json(struct)) for struct in structs]
+
+
 def tokens(logprobs: list[Any]) -> list[str]:
-    return [each["token"] for each in orjson.loads(to_json(logprobs))]
+    return [logprob["token"] for logprob in logprobs]
 
 
 def test_log_probabilities_that_lag_behind_their_text_are_told_at_its_end() -> None:
     output = empty()
-    first = list(output.add(Delta(0, [DeltaPart("content", "abc")], logprobs=[score("ab")])))
+    first = documents(output.add(Delta(0, [DeltaPart("content", "abc")], logprobs=[score("ab")])))
     assert tokens(first[-1]["logprobs"]) == ["ab"]
     assert list(output.add(Delta(0, [], logprobs=[score("c")], finish_reason="stop"))) == []
-    done = list(output.end("completed"))
+    done = documents(output.close("completed"))
     assert tokens(done[0]["logprobs"]) == ["ab", "c"]
-    assert tokens(output.items[0]["content"][0]["logprobs"]) == ["ab", "c"]
+    assert tokens(documents(output.items)[0]["content"][0]["logprobs"]) == ["ab", "c"]
 
 
 def test_log_probabilities_go_to_the_message_that_has_their_text() -> None:
     output = empty()
     parts = [DeltaPart("content", "ab"), DeltaPart("call", "{}", "f"), DeltaPart("content", "cd")]
     delta = Delta(0, parts, logprobs=[score("a"), score("b"), score(""), score("cd")])
-    told = [event for event in output.add(delta) if event["type"].endswith("text.delta")]
-    assert [tokens(event["logprobs"]) for event in told] == [["a", "b", ""], ["cd"]]
+    events = [event for event in documents(output.add(delta)) if "text.delta" in event["type"]]
+    assert [tokens(event["logprobs"]) for event in events] == [["a", "b", ""], ["cd"]]
 
 
 def test_a_reasoning_item_follows_text_and_text_follows_it() -> None:
     output = empty()
     kinds: tuple[Kind, ...] = ("content", "reasoning", "content", "content")
     list(output.add(Delta(0, [DeltaPart(kind, kind[0]) for kind in kinds])))
-    list(output.end("incomplete"))
-    assert [item["content"][0]["text"] for item in output.items] == ["c", "r", "cc"]
-    assert [item["status"] for item in output.items] == ["completed", "completed", "incomplete"]
+    list(output.close("incomplete"))
+    assert [item["content"][0]["text"] for item in documents(output.items)] == ["c", "r", "cc"]
+    assert [item.status for item in output.items] == ["completed", "completed", "incomplete"]
 
 
 def test_nothing_but_an_end_makes_an_empty_message_unless_it_failed() -> None:
     output = empty()
-    assert list(output.end("incomplete")) == []
-    assert [event["type"].removeprefix("response.") for event in output.end("completed")] == [
+    assert list(output.close("incomplete")) == []
+    assert [event.type.removeprefix("response.") for event in output.close("completed")] == [
         "output_item.added", "content_part.added", "output_text.done",
         "content_part.done", "output_item.done",
     ]  # fmt: skip

@@ -93,7 +93,7 @@ def test_a_chain_is_told_from_its_beginning() -> None:
 
 
 def test_the_oldest_go_first_when_there_are_too_many() -> None:
-    store = ResponseStore(":memory:", most_responses=3)
+    store = ResponseStore(":memory:", max_responses=3)
     for id in "abcde":
         store.put(stored(id))
     assert ids(store, *"abcde") == ["c", "d", "e"]
@@ -101,7 +101,7 @@ def test_the_oldest_go_first_when_there_are_too_many() -> None:
 
 
 def test_the_oldest_go_first_when_they_are_too_large() -> None:
-    store = ResponseStore(":memory:", most_bytes=1000)
+    store = ResponseStore(":memory:", max_bytes=1000)
     for id in "abc":
         store.put(stored(id, text="x" * 300))
     assert ids(store, *"abc") == ["b", "c"]
@@ -114,7 +114,7 @@ def test_the_oldest_go_first_when_they_are_too_large() -> None:
 
 
 def test_a_conversation_in_use_keeps_its_beginning() -> None:
-    store = ResponseStore(":memory:", most_responses=3)
+    store = ResponseStore(":memory:", max_responses=3)
     store.put(stored("a"))
     store.put(stored("b", "a"))
     store.put(stored("other"))
@@ -131,7 +131,7 @@ def test_a_file_keeps_responses_their_order_and_its_bounds(tmp_path: Path) -> No
     store.chain("a")
     size = store.totals[1]
     store.close()
-    store = ResponseStore(path, most_responses=3)
+    store = ResponseStore(path, max_responses=3)
     assert store.totals == (3, size)
     assert store.get("b") == stored("b")
     store.put(stored("d"))
@@ -155,7 +155,7 @@ def test_a_full_disk_keeps_what_is_there_and_can_be_built_upon(tmp_path: Path) -
 
 
 def test_what_fails_halfway_is_not_counted() -> None:
-    store = ResponseStore(":memory:", most_responses=1)
+    store = ResponseStore(":memory:", max_responses=1)
     store.put(stored("a"))
     before = store.totals
 

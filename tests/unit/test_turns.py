@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import to_builtins
 
 from batching.errors import InvalidInput
-from server.openai.chat import ChatRequest, ChatResponseBuilder
+from server.openai.chat import ChatFormat, ChatRequest
 from server.openai.request_fields import decode
 from tests.tiny_tokenizers import llama_tokenizer
 from worker.messages.deltas import Delta, DeltaPart
@@ -52,9 +53,9 @@ def chat(messages: list[Any], **fields: Any) -> tuple[ChatRequest, Chat]:
 def answered(chat_template: ChatTemplate, messages: list[Any], *parts: DeltaPart) -> dict[str, Any]:
     """The message of an answer to a conversation."""
     request, _ = chat(messages)
-    reply = ChatResponseBuilder(request, chat_template.call_id)
-    message = reply.choice(Delta(0, list(parts), finish_reason="tool_calls"))["message"]
-    assert isinstance(message, dict)
+    chat_format = ChatFormat(request.generation_input(), chat_template.call_id)
+    choice = chat_format.choice(Delta(0, list(parts), finish_reason="tool_calls"))
+    message: dict[str, Any] = to_builtins(choice.message)
     return message
 
 

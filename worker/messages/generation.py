@@ -130,7 +130,6 @@ class GenerationInput:
     thinking_tokens: int | None = None  # the limit of the reasoning; None: no limit
     param: str = "messages"  # the field that errors about the prompt name
     background: bool = False  # low priority: runs after all other requests
-    cache_salt: str = ""  # the client's separation of the prefix cache
 
     @property
     def called_tools(self) -> list[Mapping[str, Any]]:

@@ -1,73 +1,65 @@
-"""`POST /v1/audio/transcriptions` and `/v1/audio/translations`: a recording in, what it says out.
+"""`POST /v1/audio/transcriptions` and `/v1/audio/translations`: a recording in, its text out.
 
     upload → fields → submit → first segment or refusal → headers → events, or one document
 
-The recording is on disk until it is answered, and is read from there (worker/speech). A stream's
-headers wait for the first segment, so that refusals are real status codes.
+The recording is a temporary file, which the worker reads (worker/speech), until the response is
+sent.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from msgspec import UNSET
 from prometheus_client import Counter
 from starlette.types import Receive, Scope, Send
 
-from server.core.answer_stream import AnswerStream
-from server.core.worker_client import Deadlines
-from server.http.errors import HttpError
-from server.http.json import Document
+from server.core.delta_stream import DeltaStream
 from server.http.sse import data_frame
 from server.http.upload import Uploads
-from server.openai.audio.formats import TranscriptDocument, json_document, render
+from server.openai.audio.formats import Transcript, encode, token_scores
 from server.openai.audio.request import TranscriptionRequest, read_fields
 from server.openai.endpoint import Endpoint, ResponseBuilder
-from server.openai.logprobs import token_document
-from worker.messages.transcription import TranscriptDelta, TranscriptionInput
+from server.openai.logprobs import scored_token
+from server.openai.response_schemas import TranscriptTextDelta, TranscriptTextDone
+from worker.messages.transcription import TranscriptDelta
 
 PATHS = "/v1/audio/transcriptions", "/v1/audio/translations"
 
 
-class TranscriptResponseBuilder(ResponseBuilder[TranscriptDelta]):
-    """Events are as OpenAI's SDKs type them. `seconds` counts what has been transcribed."""
+class TranscriptBuilder(ResponseBuilder[TranscriptDelta]):
+    """Builds a transcript. `seconds` counts the transcribed seconds of all recordings."""
 
-    def __init__(
-        self, request: TranscriptionRequest, payload: TranscriptionInput, seconds: Counter
-    ) -> None:
+    def __init__(self, request: TranscriptionRequest, seconds: Counter) -> None:
         self.request = request
-        self.payload = payload
         self.seconds = seconds
         self.streams = bool(request.stream)
-        self.transcript = TranscriptDocument()
+        self.transcript = Transcript()
 
-    def documents(self, delta: TranscriptDelta) -> int:
+    def entries(self, delta: TranscriptDelta) -> int:
         return 1 + len(delta.logprobs)
 
     def add(self, delta: TranscriptDelta) -> Iterator[bytes]:
-        if new := self.transcript.add(delta):
-            event: Document = {"type": "transcript.text.delta", "delta": new}
-            if self.request.include:
-                event["logprobs"] = list(map(token_document, delta.logprobs))
-            yield data_frame(event)
+        if text := self.transcript.add(delta):
+            logprobs = list(map(scored_token, delta.logprobs)) if self.request.include else UNSET
+            yield data_frame(TranscriptTextDelta(text, logprobs))
 
     def finish(self) -> Iterator[bytes]:
-        self.seconds.inc(self.transcript.seconds)
-        done = {"type": "transcript.text.done"}
-        yield data_frame(done | json_document(self.transcript, self.request))
+        transcript = self.transcript
+        self.seconds.inc(transcript.seconds)
+        logprobs = token_scores(transcript, self.request)
+        yield data_frame(TranscriptTextDone(transcript.text, transcript.duration, logprobs))
 
-    def fail(self, error: HttpError) -> Iterator[bytes]:
-        yield data_frame(error.document)
-
-    def whole(self, deltas: Sequence[TranscriptDelta]) -> bytes:
+    def build(self, deltas: Sequence[TranscriptDelta]) -> bytes:
         for delta in deltas:
             self.transcript.add(delta)
         self.seconds.inc(self.transcript.seconds)
-        content, self.media = render(self.transcript, self.request)
+        content, self.media_type = encode(self.transcript, self.request)
         return content
 
 
 @dataclass(eq=False)
-class SpeechEndpoint(Endpoint[TranscriptResponseBuilder]):
-    """`kind` says whether it transcribes or translates."""
+class SpeechEndpoint(Endpoint):
+    """`kind` determines whether it transcribes or translates."""
 
     uploads: Uploads
     kind: type[TranscriptionRequest]
@@ -75,13 +67,11 @@ class SpeechEndpoint(Endpoint[TranscriptResponseBuilder]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self.uploads.form(scope, receive, "transcription") as (form, deadlines):
             request = read_fields(form.fields, self.kind)
-            request.model = self.models.called(request.model)
-            payload, seconds = request.input(form.path), self.worker_client.metrics.audio_s
-            reply = TranscriptResponseBuilder(request, payload, seconds)
-            await self.answer(scope, receive, send, reply, deadlines)
-
-    def submit(
-        self, reply: TranscriptResponseBuilder, deadlines: Deadlines, receive: Receive
-    ) -> AnswerStream[TranscriptDelta]:
-        payloads = [reply.payload]
-        return AnswerStream(self.worker_client, "transcription", payloads, deadlines, receive)
+            request.model = self.models.id_for(request.model)
+            payloads = [request.transcription_input(form.path)]
+            builder = TranscriptBuilder(request, self.worker_client.metrics.audio_s)
+            stream: DeltaStream[TranscriptDelta] = DeltaStream(
+                self.worker_client, "transcription", payloads, deadlines, receive
+            )
+            with stream:
+                await self.respond(scope, send, stream, builder)

@@ -1,9 +1,9 @@
-"""What is asked of a recording: a form's fields, typed and checked.
+"""The fields of an audio request: a form, typed and checked.
 
-    fields → a struct → TranscriptionInput
+    fields → TranscriptionRequest → TranscriptionInput (worker)
 
-Names are OpenAI's. Empty fields count as absent, unknown ones are ignored, and what the API has and
-we have not is refused by name. What needs the model (languages, prompts) is checked in a pool.
+Names are OpenAI's. Empty fields count as absent, unknown ones are ignored. A parameter of the API
+that is not implemented is an error. Languages and prompts are checked by the model's `prepare`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,15 +18,15 @@ from server.http.json import Document
 from server.openai.request_fields import convert
 from worker.messages.transcription import TranscriptionInput
 
-Format = Literal["json", "text", "srt", "verbose_json", "vtt"]
+AudioFormat = Literal["json", "text", "srt", "verbose_json", "vtt"]
 MAX_LANGUAGE = 40  # characters
 
 
 class TranscriptionRequest(Struct, kw_only=True):
     task: ClassVar[Literal["transcribe", "translate"]] = "transcribe"
-    # fields that may come several times
+    # Fields that may be repeated.
     lists: ClassVar[Sequence[str]] = ("timestamp_granularities", "include")
-    # Parameters of the API that nothing is done with, and the values that ask for nothing.
+    # Parameters of the API without effect here, and the values that are accepted.
     unimplemented: ClassVar[dict[str, tuple[Any, ...]]] = {
         **dict.fromkeys(("keywords", "languages"), ()),
         **dict.fromkeys(("known_speaker_names", "known_speaker_references"), ()),
@@ -35,7 +35,7 @@ class TranscriptionRequest(Struct, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    response_format: Format | None = None
+    response_format: AudioFormat | None = None
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
     language: Annotated[str, Meta(max_length=MAX_LANGUAGE)] | None = None
     stream: bool | None = None
@@ -43,7 +43,7 @@ class TranscriptionRequest(Struct, kw_only=True):
     include: list[Literal["logprobs"]] | None = None
 
     @property
-    def format(self) -> Format:
+    def format(self) -> AudioFormat:
         return self.response_format or "json"
 
     @property
@@ -52,20 +52,20 @@ class TranscriptionRequest(Struct, kw_only=True):
 
     @property
     def segments(self) -> bool:
-        """Whether verbose_json has them."""
+        """Whether verbose_json has segments."""
         return "segment" in (self.timestamp_granularities or ("segment",))
 
     def check(self) -> None:
-        """InvalidInput for fields that do not go together."""
+        """Raise InvalidInput for fields that cannot be combined."""
         if self.timestamp_granularities and self.format != "verbose_json":
-            only = "goes with response_format: verbose_json only"
-            raise InvalidInput.at("timestamp_granularities", only)
+            reason = f"requires response_format verbose_json, not {self.format}"
+            raise InvalidInput.at("timestamp_granularities", reason)
         for name in ("include", "stream"):
             if getattr(self, name) and self.format != "json":
-                raise InvalidInput.at(name, "goes with response_format: json only")
+                raise InvalidInput.at(name, f"requires response_format json, not {self.format}")
 
-    def input(self, path: str) -> TranscriptionInput:
-        """`path`: where the recording is."""
+    def transcription_input(self, path: str) -> TranscriptionInput:
+        """Return the model's input for the recording at `path`."""
         return TranscriptionInput(
             path,
             self.task,
@@ -87,38 +87,37 @@ class TranslationRequest(TranscriptionRequest, kw_only=True):
 
 
 def form_schema(kind: type[TranscriptionRequest]) -> dict[str, Any]:
-    """For the OpenAPI document: lists have a field of the name and brackets for each entry."""
+    """Return the JSON schema of a form. A list is a field `name[]` for each of its entries."""
     _, components = msgspec.json.schema_components([kind])
     described = components[kind.__name__]["properties"]
-    fields = {f"{name}[]" if name in kind.lists else name: each for name, each in described.items()}
-    for name, harmless in kind.unimplemented.items():
-        nothing = {"description": "Not implemented: leave it out", "enum": ["", *harmless]}
-        fields[name] = nothing
-    recording = {"type": "string", "format": "binary", "description": "Sound, with a file name"}
+    fields = {
+        f"{name}[]" if name in kind.lists else name: schema for name, schema in described.items()
+    }
+    for name, accepted in kind.unimplemented.items():
+        fields[name] = {"description": "Not implemented: leave it out", "enum": ["", *accepted]}
+    recording = {"type": "string", "format": "binary", "description": "Audio, with a file name"}
     return {"type": "object", "required": [FILE], "properties": {FILE: recording} | fields}
 
 
 def read_fields(
     fields: Mapping[str, Sequence[str]], kind: type[TranscriptionRequest]
 ) -> TranscriptionRequest:
-    """A checked request, of a form's fields; InvalidInput names the first that does not fit."""
+    """Return a checked request; InvalidInput names the first field that is wrong."""
     document: Document = {}
-    for given, values in fields.items():
-        name, values = given.partition("[")[0], [value for value in values if value]
-        if name in kind.unimplemented and any(
-            value not in kind.unimplemented[name] for value in values
-        ):
-            raise InvalidInput.at(name, "is not implemented here, leave it out")
+    for key, values in fields.items():
+        name, values = key.partition("[")[0], [value for value in values if value]
+        if name in kind.unimplemented and not set(values) <= {*kind.unimplemented[name]}:
+            raise InvalidInput.at(name, "is not implemented, leave it out")
         if name not in kind.__struct_fields__ or not values:
             continue
         if name in kind.lists:
             document[name] = document.get(name, []) + values
         elif len(values) > 1 or name in document:
-            raise InvalidInput.at(name, "comes twice")
+            raise InvalidInput.at(name, "is given twice")
         else:
             document[name] = values[0]
-    if (form := document.get("response_format")) == "diarized_json":
-        raise InvalidInput.at("response_format", f"{form} is not implemented here")
+    if document.get("response_format") == "diarized_json":
+        raise InvalidInput.at("response_format", "diarized_json is not implemented")
     request = convert(document, kind, strict=False)
     request.check()
     return request

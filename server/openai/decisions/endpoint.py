@@ -1,11 +1,10 @@
-"""`POST /v1/decisions` and `POST /v1/systemone`: questions about one input, and how likely their
-answers are.
+"""`POST /v1/decisions` and `POST /v1/systemone`: the probabilities of answers to questions.
 
-    body → request → DecisionInput → submit → a delta for each question → probabilities → document
+    body → request → DecisionInput → submit → a delta per question → probabilities → response
 
-Nothing is generated and nothing streamed: an answer comes whole, within one time limit. `POST /`
-with the task `decision` takes the inputs of transformers' pipeline, and runs each as /v1/systemone
-would: by the chat model if it is the same, which is loaded once then.
+No token is generated, and a response is never streamed: it has one time limit. `POST /` with the
+task `decision` takes the inputs of transformers' pipeline and runs them like /v1/systemone, on the
+chat model if both are the same.
 """
 
 from collections.abc import Sequence
@@ -15,73 +14,82 @@ from typing import Protocol
 import anyio.to_thread
 from starlette.types import Receive, Scope, Send
 
-from server.core.answer_stream import TokenStream, UsageCounts
 from server.core.cache_namespace import cache_namespace
+from server.core.delta_stream import TokenStream, UsageCounts
 from server.core.settings import Settings
 from server.core.worker_client import Deadlines, WorkerClient
-from server.http.json import INLINE_BYTES, Document, JsonBodyParser, parse_json, to_json
+from server.http.json import INLINE_BYTES, JsonBodyParser, parse_json, to_json
 from server.http.request import read_json_request, send_json
 from server.openai.models import ModelNames
-from server.openai.request_fields import Body, decode
+from server.openai.request_fields import ModelRequest, decode
+from server.openai.response_schemas import Decision, SystemOne
 from worker.messages.decisions import MAX_QUESTIONS, DecisionInput
-from worker.messages.deltas import Delta
 from worker.task_detection import decides_in_its_own_way
 
 
-class DecisionBody(Body, Protocol):
+class DecisionBody(ModelRequest, Protocol):
     cache_salt: str | None
 
     def decision_input(self) -> DecisionInput: ...
 
-    def document(
+    def response(
         self, probabilities: Sequence[Sequence[float]], usage: UsageCounts
-    ) -> Document: ...
+    ) -> Decision | SystemOne: ...
 
 
 @dataclass(eq=False)
 class DecisionEndpoint:
-    """A bare ASGI app."""
+    """An ASGI app for one kind of request."""
 
     worker_client: WorkerClient
     models: ModelNames
     kind: type[DecisionBody]
     parsing: JsonBodyParser = field(init=False, default_factory=JsonBodyParser)
 
-    def parse(self, body: bytes) -> tuple[DecisionBody, DecisionInput]:
-        """In a pool thread: 400 questions take milliseconds."""
-        most = max(MAX_QUESTIONS, self.models.text_model.max_model_len)
-        request = decode(parse_json(body), self.kind, self.models.called, most)
-        return request, request.decision_input()
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, deadlines = await read_json_request(scope, receive)
-        request, payload = await self.parsing.run(self.parse, body, deadlines.first, blocks=True)
-        deltas, usage = await self.ask(scope, receive, deadlines, request, payload)
+        request, decision_input = await self.parsing.run(
+            self.parse, body, deadlines.first, blocks=True
+        )
+        results = await self.decide(scope, receive, deadlines, request, decision_input)
 
-        def write() -> bytes:
-            return to_json(request.document([each.probabilities for each in deltas], usage))
+        def encode() -> bytes:
+            return to_json(request.response(*results))
 
-        large = len(body) > INLINE_BYTES  # so is the answer
-        await send_json(send, await anyio.to_thread.run_sync(write) if large else write())
+        large = len(body) > INLINE_BYTES  # then the response is large, too
+        await send_json(send, await anyio.to_thread.run_sync(encode) if large else encode())
 
-    async def ask(
+    def parse(self, body: bytes) -> tuple[DecisionBody, DecisionInput]:
+        """Return the request and the model's input. In a pool thread: 400 questions take
+        milliseconds."""
+        max_entries = max(MAX_QUESTIONS, self.models.text_model.max_model_len)
+        request = decode(parse_json(body), self.kind, self.models.id_for, max_entries)
+        return request, request.decision_input()
+
+    async def decide(
         self,
         scope: Scope,
         receive: Receive,
         deadlines: Deadlines,
         request: DecisionBody,
-        payload: DecisionInput,
-    ) -> tuple[list[Delta], UsageCounts]:
+        decision_input: DecisionInput,
+    ) -> tuple[list[Sequence[float]], UsageCounts]:
+        """Return the probabilities of each question's options, in order, and the usage."""
         namespace = cache_namespace(self.models.id, scope["api_key"], request.cache_salt)
-        usage = UsageCounts()
-        deadlines = replace(deadlines, whole=deadlines.first)
-        given = self.models.serves, [payload], deadlines, usage, receive, namespace
-        with TokenStream(self.worker_client, *given) as stream:
-            return await stream.collect(), usage
+        with TokenStream(
+            self.worker_client,
+            self.models.serves,
+            [decision_input],
+            replace(deadlines, whole=deadlines.first),
+            receive,
+            namespace,
+        ) as stream:
+            deltas = await stream.collect()
+            return [delta.probabilities for delta in deltas], stream.usage
 
 
 def decides_in_steps(settings: Settings) -> bool:
-    """Whether a language model answers `POST /`, and no pipeline of the library."""
+    """Whether a language model serves `POST /`, instead of a transformers pipeline."""
     model = settings.pipeline_model
     decides = settings.pipeline_task == "decision" and model != "none"
     return decides and not decides_in_its_own_way(model)

@@ -1,6 +1,6 @@
-"""The questions of `POST /v1/decisions`: as clients send them, as they are asked, and the answers.
+"""The questions of `POST /v1/decisions`: as clients send them, as the model gets them, and answers.
 
-AnyQuestion  --asked-->  what the model gets  --answer-->  what the client gets
+AnyQuestion  --to_question-->  Question (worker)  --probabilities, answer-->  response
 """
 
 import json
@@ -10,9 +10,14 @@ from typing import Annotated, Any, TypeAlias
 from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
-from server.openai.decisions import confidence
+from server.openai.decisions.confidence import (
+    choice_confidence,
+    likeliest,
+    mean_level,
+    score_confidence,
+)
 from server.openai.messages import TextPart
-from server.openai.request_fields import FILLED, required
+from server.openai.request_fields import NON_EMPTY, required
 from server.openai.response_schemas import (
     ChoiceAnswer,
     ChoiceProbability,
@@ -22,32 +27,32 @@ from server.openai.response_schemas import (
 )
 from worker.messages.decisions import MAX_OPTIONS, Question
 
-KINDS = ("input_text", "input_json")
-SOME = Meta(min_length=2, max_length=MAX_OPTIONS)
+PART_TYPES = ("input_text", "input_json")
+OPTIONS = Meta(min_length=2, max_length=MAX_OPTIONS)
 
 
 class QuestionPart(TextPart):
-    """Text, or JSON that is shown as such."""
+    """Text, or JSON that the model gets as text."""
 
-    type: Annotated[str, Meta(extra_json_schema={"enum": KINDS})]
+    type: Annotated[str, Meta(extra_json_schema={"enum": PART_TYPES})]
     data: dict[str, Any] | list[dict[str, Any]] | None = None
 
-    def shown(self, path: str) -> str:
+    def to_text(self, path: str) -> str:
         if self.type == "input_json":
-            data = f"{path}.data"
-            return written(required(self.data, data), data)
-        return self.read(path, KINDS)
+            path = f"{path}.data"
+            return as_text(required(self.data, path), path)
+        return self.read(path, PART_TYPES)
 
 
-Parts = str | Annotated[list[QuestionPart], FILLED]
+Parts = str | Annotated[list[QuestionPart], NON_EMPTY]
 
 
 class PredicateQuestion(Struct, tag_field="type", tag="predicate"):
     instructions: Parts
     name: str | None = None
 
-    def asked(self, path: str) -> Question:
-        instructions = shown(self.instructions, f"{path}.instructions")
+    def to_question(self, path: str) -> Question:
+        instructions = join_parts(self.instructions, f"{path}.instructions")
         return Question("predicate", instructions, ("", ""), path)
 
     def answer(self, probabilities: Sequence[float]) -> PredicateAnswer:
@@ -61,24 +66,25 @@ class ChoiceOption(Struct):
 
 class ChoiceQuestion(Struct, tag_field="type", tag="choice"):
     instructions: Parts
-    choices: Annotated[list[ChoiceOption], SOME]
+    choices: Annotated[list[ChoiceOption], OPTIONS]
     name: str | None = None
 
-    def asked(self, path: str) -> Question:
-        values = {(type(each.value), each.value) for each in self.choices}  # True is not "true"
+    def to_question(self, path: str) -> Question:
+        values = {(type(option.value), option.value) for option in self.choices}
         if len(values) < len(self.choices):
-            raise InvalidInput.at(f"{path}.choices", "must differ from each other")
+            raise InvalidInput.at(f"{path}.choices", "must have different values")
         options = tuple(
-            described(written(each.value, path), each.description) for each in self.choices
+            described(as_text(option.value, path), option.description) for option in self.choices
         )
-        return Question("choice", shown(self.instructions, f"{path}.instructions"), options, path)
+        instructions = join_parts(self.instructions, f"{path}.instructions")
+        return Question("choice", instructions, options, path)
 
     def answer(self, probabilities: Sequence[float]) -> ChoiceAnswer:
-        values = [each.value for each in self.choices]
+        values = [option.value for option in self.choices]
         return ChoiceAnswer(
             self.name,
-            values[confidence.likeliest(probabilities)],
-            confidence.of_choice(probabilities),
+            values[likeliest(probabilities)],
+            choice_confidence(probabilities),
             list(map(ChoiceProbability, values, probabilities)),
         )
 
@@ -89,22 +95,23 @@ class ScoreLevel(Struct):
 
 
 class ScoreQuestion(Struct, tag_field="type", tag="score"):
-    """The first level counts as 0."""
+    """The first level is 0."""
 
     instructions: Parts
-    levels: Annotated[list[ScoreLevel], SOME]
+    levels: Annotated[list[ScoreLevel], OPTIONS]
     name: str | None = None
 
-    def asked(self, path: str) -> Question:
-        options = tuple(described(each.label, each.description) for each in self.levels)
-        return Question("score", shown(self.instructions, f"{path}.instructions"), options, path)
+    def to_question(self, path: str) -> Question:
+        options = tuple(described(level.label, level.description) for level in self.levels)
+        instructions = join_parts(self.instructions, f"{path}.instructions")
+        return Question("score", instructions, options, path)
 
     def answer(self, probabilities: Sequence[float]) -> ScoreAnswer:
-        labels = [each.label for each in self.levels]
+        labels = [level.label for level in self.levels]
         return ScoreAnswer(
             self.name,
-            confidence.mean_level(probabilities),
-            confidence.of_score(probabilities),
+            mean_level(probabilities),
+            score_confidence(probabilities),
             list(map(ScoreProbability, range(len(labels)), labels, probabilities)),
         )
 
@@ -112,19 +119,19 @@ class ScoreQuestion(Struct, tag_field="type", tag="score"):
 AnyQuestion: TypeAlias = PredicateQuestion | ChoiceQuestion | ScoreQuestion
 
 
-def shown(given: Parts, path: str) -> str:
-    """Parts are joined as those of a message."""
-    if isinstance(given, str):
-        return given
-    return "\n".join(part.shown(f"{path}[{n}]") for n, part in enumerate(given))
+def join_parts(parts: Parts, path: str) -> str:
+    """Return the text of parts, joined like those of a message."""
+    if isinstance(parts, str):
+        return parts
+    return "\n".join(part.to_text(f"{path}[{n}]") for n, part in enumerate(parts))
 
 
 def described(name: str, description: str | None) -> str:
     return f"{name}: {description}" if description else name
 
 
-def written(value: Any, path: str) -> str:
-    """A text as it is, else JSON."""
+def as_text(value: Any, path: str) -> str:
+    """Return a text as it is, any other value as JSON."""
     if isinstance(value, str):
         return value
     try:

@@ -1,59 +1,71 @@
-"""The body of `POST /v1/systemone`, which transformers serve has, and the document of its answers.
+"""`POST /v1/systemone`, an endpoint of `transformers serve`: its request, questions and answers.
 
-A state, of text or any JSON, and named questions about it.
+A request has a state, which is text or any JSON, and named questions about it.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, cast
 
-import orjson
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
 
 from batching.errors import InvalidInput
-from server.core.answer_stream import UsageCounts
-from server.http.json import Document
-from server.openai.decisions import confidence
-from server.openai.decisions.questions import described, written
+from server.core.delta_stream import UsageCounts
+from server.openai.decisions.confidence import (
+    choice_confidence,
+    likeliest,
+    mean_level,
+    score_confidence,
+)
+from server.openai.decisions.questions import as_text, described
 from server.openai.request_fields import Salt
+from server.openai.response_schemas import (
+    NamedChoiceAnswer,
+    NamedNoulAnswer,
+    NamedScoreAnswer,
+    StateUsage,
+    SystemOne,
+)
 from worker.messages.decisions import MAX_OPTIONS, DecisionInput, Question
 
-MOST_NAMED = 64
+MAX_NAMED = 64
 
 Content: TypeAlias = str | dict[str, Any] | list[Any]
 ASSETS = Meta(extra_json_schema={"maxProperties": 0}, description="Images: not implemented")
 
 
 class NamedNoul(Struct, tag_field="type", tag="noul"):
-    """How likely the answer is yes."""
+    """A yes-no question; its answer is the probability of yes."""
 
     instructions: Content | None = None
     criteria: dict[Literal["true", "false"], Content | None] | None = None
 
-    def asked(self, path: str) -> Question:
-        told: Mapping[Any, Content | None] = self.criteria or {}
-        options = tuple(shown(told.get(each), path) for each in ("true", "false"))
-        return Question("predicate", shown(self.instructions, path), options, path)
+    def to_question(self, path: str) -> Question:
+        criteria: Mapping[Any, Content | None] = self.criteria or {}
+        options = tuple(optional_text(criteria.get(key), path) for key in ("true", "false"))
+        return Question("predicate", optional_text(self.instructions, path), options, path)
 
-    def answer(self, probabilities: Sequence[float]) -> Document:
-        return {"type": "noul", "noul": probabilities[0]}
+    def answer(self, probabilities: Sequence[float]) -> NamedNoulAnswer:
+        return NamedNoulAnswer(probabilities[0])
 
 
 class NamedChoice(Struct, tag_field="type", tag="choice"):
     criteria: Annotated[dict[str, Content | None], Meta(min_length=1, max_length=MAX_OPTIONS)]
     instructions: Content | None = None
 
-    def asked(self, path: str) -> Question:
-        options = tuple(described(name, shown(told, path)) for name, told in self.criteria.items())
-        return Question("choice", shown(self.instructions, path), options, path)
+    def to_question(self, path: str) -> Question:
+        options = tuple(
+            described(name, optional_text(criterion, path))
+            for name, criterion in self.criteria.items()
+        )
+        return Question("choice", optional_text(self.instructions, path), options, path)
 
-    def answer(self, probabilities: Sequence[float]) -> Document:
+    def answer(self, probabilities: Sequence[float]) -> NamedChoiceAnswer:
         names = list(self.criteria)
-        return {
-            "type": "choice",
-            "choice": names[confidence.likeliest(probabilities)],
-            "confidence": confidence.of_choice(probabilities),
-            "probabilities": dict(zip(names, probabilities, strict=True)),
-        }
+        return NamedChoiceAnswer(
+            names[likeliest(probabilities)],
+            choice_confidence(probabilities),
+            dict(zip(names, probabilities, strict=True)),
+        )
 
 
 class NamedScore(Struct, tag_field="type", tag="score"):
@@ -62,19 +74,18 @@ class NamedScore(Struct, tag_field="type", tag="score"):
     criteria: Annotated[list[Content], Meta(min_length=1, max_length=MAX_OPTIONS)]
     instructions: Content | None = None
 
-    def asked(self, path: str) -> Question:
-        options = tuple(shown(level, path) for level in self.criteria)
-        return Question("score", shown(self.instructions, path), options, path)
+    def to_question(self, path: str) -> Question:
+        options = tuple(optional_text(level, path) for level in self.criteria)
+        return Question("score", optional_text(self.instructions, path), options, path)
 
-    def answer(self, probabilities: Sequence[float]) -> Document:
+    def answer(self, probabilities: Sequence[float]) -> NamedScoreAnswer:
         levels = list(map(str, range(len(probabilities))))
-        return {
-            "type": "score",
-            "score": confidence.mean_level(probabilities),
-            "legend": dict(zip(levels, map(fragment, self.criteria), strict=True)),
-            "confidence": confidence.of_score(probabilities),
-            "probabilities": dict(zip(levels, probabilities, strict=True)),
-        }
+        return NamedScoreAnswer(
+            mean_level(probabilities),
+            dict(zip(levels, map(legend_entry, self.criteria), strict=True)),
+            score_confidence(probabilities),
+            dict(zip(levels, probabilities, strict=True)),
+        )
 
 
 NamedQuestion: TypeAlias = NamedNoul | NamedChoice | NamedScore
@@ -83,32 +94,33 @@ NamedQuestion: TypeAlias = NamedNoul | NamedChoice | NamedScore
 class SystemOneRequest(Struct, kw_only=True):
     model: str | None = None
     state: Content
-    questions: Annotated[dict[str, NamedQuestion], Meta(min_length=1, max_length=MOST_NAMED)]
+    questions: Annotated[dict[str, NamedQuestion], Meta(min_length=1, max_length=MAX_NAMED)]
     assets: Annotated[dict[str, Any], ASSETS] | None = None
     cache_salt: Salt | None = None
 
     def decision_input(self) -> DecisionInput:
-        """InvalidInput for what cannot be asked."""
+        """Return the model's input, or raise InvalidInput."""
         if self.assets:
             raise InvalidInput.at("assets", "this model takes text, no images")
-        message = {"role": "user", "content": shown(self.state, "state")}
-        asked = (each.asked(f"questions.{name}") for name, each in self.questions.items())
-        return DecisionInput((message,), tuple(asked), param="state")
+        message = {"role": "user", "content": as_text(self.state, "state")}
+        questions = tuple(
+            question.to_question(f"questions.{name}") for name, question in self.questions.items()
+        )
+        return DecisionInput((message,), questions, param="state")
 
-    def document(self, probabilities: Sequence[Sequence[float]], usage: UsageCounts) -> Document:
-        """From the probabilities of each question's options, in order."""
+    def response(self, probabilities: Sequence[Sequence[float]], usage: UsageCounts) -> SystemOne:
+        """Return the response, from the probabilities of each question's options, in order."""
         pairs = zip(self.questions.items(), probabilities, strict=True)
-        return {
-            "model": self.model,
-            "answers": {name: each.answer(found) for (name, each), found in pairs},
-            "usage": {"input_tokens": usage.prompt, "output_tokens": 0},
-        }
+        answers = {name: question.answer(options) for (name, question), options in pairs}
+        return SystemOne(self.model, answers, StateUsage(usage.prompt, 0))
 
 
-def shown(given: Content | None, path: str) -> str:
-    return "" if given is None else written(given, path)
+def optional_text(content: Content | None, path: str) -> str:
+    return "" if content is None else as_text(content, path)
 
 
-def fragment(given: Content) -> str | orjson.Fragment:
-    """A level in the answer: orjson writes JSON less deep than it reads it."""
-    return given if isinstance(given, str) else orjson.Fragment(written(given, "criteria"))
+def legend_entry(level: Content) -> Content:
+    """Return a level as the response has it: JSON with the spaces of `json.dumps`."""
+    if isinstance(level, str):
+        return level
+    return cast(Content, Raw(as_text(level, "criteria").encode()))

@@ -1,10 +1,10 @@
-"""`POST /v1/embeddings`, and `/embed` as text-embeddings-inference has it.
+"""`POST /v1/embeddings`, and `/embed` of text-embeddings-inference.
 
-    body → checked inputs → pieces of a few, a work item each → their JSON, end to end
+    body → checked inputs → payloads, a work item each → their JSON, joined
 
-Texts or token ids; `inputs` in the place of `input` asks for the bare list of vectors that
-text-embeddings-inference and Hugging Face's client know. What needs the model (prompts, sizes,
-lengths) is checked in a pool (worker/embedding).
+Inputs are texts or token ids. `inputs` instead of `input` asks for a bare list of vectors, which
+text-embeddings-inference returns. Prompts, dimensions and lengths are checked by the model's
+`prepare` (worker/embedding).
 """
 
 from typing import Annotated, Any, Literal
@@ -13,24 +13,24 @@ from msgspec import Meta
 
 from batching.errors import InvalidInput
 from server.http.json import to_json
-from server.openai.embedding.endpoint import MOST_INPUTS, Truncatable
-from server.openai.request_fields import Salt, TokenId, read_inputs
-from server.openai.response_schemas import EmbeddingUsage
+from server.openai.embedding.endpoint import MAX_INPUTS, TruncationFields
+from server.openai.request_fields import PositiveInt, Salt, TokenId, read_inputs
+from server.openai.response_schemas import Embeddings, EmbeddingUsage
 from worker.messages.scoring import EmbeddingInput, EmbeddingOutput, PartSize, split_parts
 
 PATHS = ("/v1/embeddings", "/embed")
 Inputs = Annotated[
     list[str | TokenId | list[TokenId]],
-    Meta(extra_json_schema={"minItems": 1, "maxItems": MOST_INPUTS}),
+    Meta(extra_json_schema={"minItems": 1, "maxItems": MAX_INPUTS}),
 ]
 
 
-class EmbeddingRequest(Truncatable, kw_only=True):
+class EmbeddingRequest(TruncationFields, kw_only=True):
     input: str | Inputs | None = None
     inputs: str | Inputs | None = None
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Meta(ge=1)] | None = None
+    dimensions: PositiveInt | None = None
     input_type: str | None = None
     prompt_name: str | None = None
     normalize: bool | None = None
@@ -38,38 +38,40 @@ class EmbeddingRequest(Truncatable, kw_only=True):
 
     @property
     def is_bare(self) -> bool:
-        """Whether it is text-embeddings-inference's."""
+        """Whether the response is a bare list, as in text-embeddings-inference."""
         return self.inputs is not None
 
-    def payloads(self, most: PartSize, serves: str) -> list[EmbeddingInput]:
-        if (self.input is None) == (self.inputs is None):
-            required = "is required" if self.input is None else "takes either this or inputs"
-            raise InvalidInput.at("input", required)
+    def payloads(self, max_size: PartSize, serves: str) -> list[EmbeddingInput]:
+        if self.input is None and self.inputs is None:
+            raise InvalidInput.at("input", "is required")
+        if self.input is not None and self.inputs is not None:
+            raise InvalidInput.at("input", "cannot be combined with inputs")
         param = "inputs" if self.is_bare else "input"
-        given = self.inputs if self.input is None else self.input
-        found = read_inputs(given, param)
-        if len(found) > MOST_INPUTS:
-            many = f"takes at most {MOST_INPUTS} inputs, not {len(found)}"
-            raise InvalidInput.at(param, many)
-        inputs = [*found.values()]
-        form = "bare" if self.is_bare else self.encoding_format or "float"
+        by_path = read_inputs(self.inputs if self.is_bare else self.input, param)
+        if len(by_path) > MAX_INPUTS:
+            reason = f"takes at most {MAX_INPUTS} inputs, not {len(by_path)}"
+            raise InvalidInput.at(param, reason)
+        inputs, is_single = [*by_path.values()], param in by_path
         options: dict[str, Any] = {
             "prompt": self.prompt_name,
             "role": self.input_type,
             "dimensions": self.dimensions,
             "normalize": self.normalize,
             "truncation": self.truncation(),
-            "encoding": form,
+            "encoding": "bare" if self.is_bare else self.encoding_format or "float",
             "param": param,
         }
-        single, parts = param in found, split_parts(inputs, [len(each) for each in inputs], most)
-        return [EmbeddingInput(part, None if single else n, **options) for n, part in parts]
+        return [
+            EmbeddingInput(part, None if is_single else first, **options)
+            for first, part in split_parts(inputs, list(map(len, inputs)), max_size)
+        ]
 
     def content(self, outputs: list[EmbeddingOutput]) -> list[bytes]:
-        parts = [part for each in outputs for part in (b",", each.content)][1:]
+        """Return the response with the vectors as the pool has encoded them."""
+        vectors = [part for output in outputs for part in (b",", output.content)][1:]
         if self.is_bare:
-            return [b"[", *parts, b"]"]
-        tokens = sum(each.tokens for each in outputs)
+            return [b"[", *vectors, b"]"]
+        tokens = sum(output.tokens for output in outputs)
         usage = EmbeddingUsage(tokens, tokens)
-        tail = b'],"model":%b,"usage":%b}' % (to_json(self.model), to_json(usage))
-        return [b'{"object":"list","data":[', *parts, tail]
+        head, tail = to_json(Embeddings("list", [], self.model, usage)).split(b"[]", 1)
+        return [head + b"[", *vectors, b"]" + tail]

@@ -1,6 +1,6 @@
-"""What embeddings, reranking and scores of texts have in common: a list, in pieces of a few.
+"""The path of embeddings, reranking and scores: a list of texts, split over several work items.
 
-body → request → pieces, a work item each → their answers, end to end → what is sent
+body → request → payloads, a work item each → outputs → response
 """
 
 from collections.abc import Sequence
@@ -18,44 +18,43 @@ from server.core.settings import Settings
 from server.core.worker_client import Submission, WorkerClient
 from server.http.json import INLINE_BYTES, JsonBodyParser, parse_json
 from server.http.request import read_json_request, send_parts
-from server.openai.models import ModelNames, id_of
-from server.openai.request_fields import Body, decode
+from server.openai.models import ModelNames, find, find_id
+from server.openai.request_fields import ModelRequest, decode
 from worker.messages.scoring import MAX_PART_INPUTS, PartSize, Truncation
 
-MOST_INPUTS = 2048
+MAX_INPUTS = 2048
 
 
-class Truncatable(Struct, kw_only=True):
-    """A request whose texts may be too long, with what clients of vLLM and of
-    text-embeddings-inference say about that."""
+class TruncationFields(Struct, kw_only=True):
+    """The fields about texts that are too long: vLLM's and text-embeddings-inference's."""
 
     truncate: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
     truncation_direction: Literal["left", "right", "Left", "Right"] | None = None
 
-    def truncation(self, cuts: bool = False) -> Truncation:
-        """`cuts`: whether they are cut where nothing is said."""
+    def truncation(self, by_default: bool = False) -> Truncation:
+        """Return how to truncate. `by_default`: texts are truncated unless a field forbids it."""
         tokens = self.truncate_prompt_tokens
         if tokens == 0:
             raise InvalidInput.at("truncate_prompt_tokens", "must be -1 or at least 1, not 0")
-        cuts = cuts or tokens is not None if self.truncate is None else self.truncate
+        cuts = by_default or tokens is not None if self.truncate is None else self.truncate
         kept = tokens if tokens and tokens > 0 else None
         return Truncation(cuts, kept, (self.truncation_direction or "").lower() == "left")
 
 
-class ScoringBody(Body, Protocol):
+class ScoringBody(ModelRequest, Protocol):
     cache_salt: str | None
 
-    def payloads(self, most: PartSize, serves: str) -> Sequence[Any]:
-        """Pieces for the model of a name in the registry; InvalidInput."""
+    def payloads(self, max_size: PartSize, serves: str) -> Sequence[Any]:
+        """Return the payloads for a kind of model, or raise InvalidInput."""
 
     def content(self, outputs: list[Any]) -> list[bytes]:
-        """The answer's JSON, of what came of the payloads. In a pool thread if it may be large."""
+        """Return the response's JSON in parts. In a pool thread for large requests."""
 
 
 @dataclass(eq=False)
 class ScoringEndpoint:
-    """A bare ASGI app, of the models that requests of this `kind` may name."""
+    """An ASGI app for one kind of request, to any of the models."""
 
     settings: Settings
     worker_client: WorkerClient
@@ -65,34 +64,36 @@ class ScoringEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, deadlines = await read_json_request(scope, receive)
-        request, names, payloads = await self.parsing.run(self.parse, body, deadlines.first)
-        namespace = cache_namespace(names.id, scope["api_key"], request.cache_salt)
+        request, model, payloads = await self.parsing.run(self.parse, body, deadlines.first)
+        namespace = cache_namespace(model.id, scope["api_key"], request.cache_salt)
         submission = Submission(
             self.worker_client,
-            names.serves,
+            model.serves,
             payloads,
             deadlines,
             receive,
             cache_namespace=namespace,
         )
-        with submission as work:
-            outputs = [await item.future for item in work.items]
+        with submission:
+            outputs = [await item.future for item in submission.items]
         if len(body) > INLINE_BYTES:
             parts = await anyio.to_thread.run_sync(request.content, outputs)
         else:
             parts = request.content(outputs)
-        await send_parts(send, parts, work.timing_headers())
+        await send_parts(send, parts, submission.timing_headers())
 
     def parse(self, body: bytes) -> tuple[ScoringBody, ModelNames, Sequence[Any]]:
-        """InvalidInput for more than the queue could ever take, in pieces for which a batch has
-        room."""
-        request = decode(parse_json(body), self.kind, partial(id_of, self.models))
-        [names] = [each for each in self.models if each.id == request.model]
-        settings = self.settings
-        size = PartSize(min(MAX_PART_INPUTS, settings.max_batch_size), settings.max_batch_tokens)
-        made = request.payloads(size, names.serves)
-        if len(made) > settings.max_queue_size:
-            places = f"{len(made)} places; the queue has {settings.max_queue_size}"
-            many = f"these inputs are too many or too long together: they need {places}"
-            raise InvalidInput(many)
-        return request, names, made
+        """Return the request, its model and the payloads, each of which fits into a batch.
+
+        Raises InvalidInput, also for more payloads than the queue has slots.
+        """
+        request = decode(parse_json(body), self.kind, partial(find_id, self.models))
+        model, settings = find(self.models, request.model), self.settings
+        max_size = PartSize(
+            min(MAX_PART_INPUTS, settings.max_batch_size), settings.max_batch_tokens
+        )
+        payloads = request.payloads(max_size, model.serves)
+        if len(payloads) > settings.max_queue_size:
+            slots = f"{len(payloads)} slots of the queue, which has {settings.max_queue_size}"
+            raise InvalidInput(f"the inputs are too many or too long together: they need {slots}")
+        return request, model, payloads

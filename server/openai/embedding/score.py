@@ -1,6 +1,7 @@
-"""`POST /v1/score`, as vLLM has it: how well texts go together, each pair by itself.
+"""`POST /v1/score`, as in vLLM: the similarity of pairs of texts.
 
-By the rerank model, or by the cosine of embeddings where that model is named or there is no other.
+Scores are those of the rerank model, or the cosine of embeddings if the embedding model is named
+or is the only one.
 """
 
 import secrets
@@ -12,95 +13,95 @@ import numpy as np
 
 from batching.errors import InvalidInput
 from server.http.json import to_json
-from server.openai import response_schemas as schemas
-from server.openai.embedding.endpoint import Truncatable
-from server.openai.embedding.rerank import Texts, pairs_in_pieces
-from server.openai.request_fields import Filled, Salt, required
+from server.openai.embedding.endpoint import TruncationFields
+from server.openai.embedding.rerank import Texts, split_pairs
+from server.openai.request_fields import NonEmpty, Salt, required
+from server.openai.response_schemas import EmbeddingUsage, Score, Scores
 from worker.messages.scoring import (
     EmbeddingInput,
     EmbeddingOutput,
     PartSize,
     ScoringInput,
+    ScoringOutput,
     split_parts,
 )
 
 
-class ScoreRequest(Truncatable, kw_only=True):
-    text_1: Filled | Texts | None = None
-    text_2: Filled | Texts | None = None
-    queries: Filled | Texts | None = None
-    documents: Filled | Texts | None = None
+class ScoreRequest(TruncationFields, kw_only=True):
+    text_1: NonEmpty | Texts | None = None
+    text_2: NonEmpty | Texts | None = None
+    queries: NonEmpty | Texts | None = None
+    documents: NonEmpty | Texts | None = None
     model: str | None = None
     instruction: str | None = None
     use_activation: bool | None = None
     cache_salt: Salt | None = None
 
     def sides(self) -> tuple[tuple[str, list[str]], tuple[str, list[str]]]:
-        """Both fields and their texts: as many of either, or one of one."""
-        by_text = self.text_1 is not None or self.text_2 is not None
-        first, second = ("text_1", "text_2") if by_text else ("queries", "documents")
-        read = []
+        """Return the names and texts of both fields: equally many, or one on a side."""
+        has_texts = self.text_1 is not None or self.text_2 is not None
+        first, second = ("text_1", "text_2") if has_texts else ("queries", "documents")
+        sides = []
         for name in (first, second):
-            given: str | list[str] = required(getattr(self, name), name)
-            read.append((name, [given] if isinstance(given, str) else given))
-        counts = len(read[0][1]), len(read[1][1])
+            texts: str | list[str] = required(getattr(self, name), name)
+            sides.append((name, [texts] if isinstance(texts, str) else texts))
+        counts = len(sides[0][1]), len(sides[1][1])
         if counts[0] != counts[1] and 1 not in counts:
             unequal = f"has {counts[1]} texts for the {counts[0]} of {first}"
             raise InvalidInput.at(second, unequal)
-        return read[0], read[1]
+        return sides[0], sides[1]
 
-    def payloads(self, most: PartSize, serves: str) -> Sequence[ScoringInput | EmbeddingInput]:
-        return self.pairs(most) if serves == "rerank" else self.texts(most)
+    def payloads(self, max_size: PartSize, serves: str) -> Sequence[ScoringInput | EmbeddingInput]:
+        return self._pairs(max_size) if serves == "rerank" else self._texts(max_size)
 
-    def pairs(self, most: PartSize) -> list[ScoringInput]:
-        (first, ones), (second, others) = self.sides()
-        count = max(len(ones), len(others))
-        return pairs_in_pieces(
-            [(ones[n % len(ones)], others[n % len(others)]) for n in range(count)],
-            [(_path(first, ones, n), _path(second, others, n)) for n in range(count)],
-            most,
+    def _pairs(self, max_size: PartSize) -> list[ScoringInput]:
+        (first, firsts), (second, seconds) = self.sides()
+        count = max(len(firsts), len(seconds))
+        return split_pairs(
+            [(firsts[n % len(firsts)], seconds[n % len(seconds)]) for n in range(count)],
+            [(_path(first, firsts, n), _path(second, seconds, n)) for n in range(count)],
+            max_size,
             instruction=self.instruction,
             truncation=self.truncation(),
             raw=self.use_activation is False,
         )
 
-    def texts(self, most: PartSize) -> list[EmbeddingInput]:
+    def _texts(self, max_size: PartSize) -> list[EmbeddingInput]:
         if self.instruction is not None:
-            raise InvalidInput.at("instruction", "is for a reranker; this is an embedding model")
-        made = []
+            raise InvalidInput.at("instruction", "requires a reranker; this is an embedding model")
+        inputs = []
         for name, texts in self.sides():
-            for first, part in split_parts(texts, [len(text) for text in texts], most):
-                place = first if isinstance(getattr(self, name), list) else None
+            for first, part in split_parts(texts, list(map(len, texts)), max_size):
+                number = first if isinstance(getattr(self, name), list) else None
                 options: Any = {
                     "truncation": self.truncation(),
                     "encoding": "vectors",
                     "param": name,
                 }
-                made.append(EmbeddingInput(part, place, normalize=True, **options))
-        return made
+                inputs.append(EmbeddingInput(part, number, normalize=True, **options))
+        return inputs
 
-    def content(self, outputs: list[Any]) -> list[bytes]:
-        if isinstance(outputs[0], EmbeddingOutput):
-            scores = cosines(outputs, len(self.sides()[0][1]))
-        else:
-            scores = [score for each in outputs for score in each.scores]
-        tokens = sum(each.tokens for each in outputs)
-        id, usage = (
-            "score-" + secrets.token_hex(12),
-            schemas.EmbeddingUsage(tokens, tokens),
-        )
-        data = [schemas.Score(n, "score", each) for n, each in enumerate(scores)]
-        made = schemas.Scores(id, "list", int(time.time()), self.model or "", data, usage)
-        return [to_json(made)]
+    def content(self, outputs: list[EmbeddingOutput] | list[ScoringOutput]) -> list[bytes]:
+        scores: list[float] = []
+        vectors = []
+        for output in outputs:
+            if isinstance(output, EmbeddingOutput):
+                vectors.append(output.vectors)
+            else:
+                scores += output.scores
+        if vectors:
+            scores = cosines(np.concatenate(vectors), len(self.sides()[0][1]))
+        tokens = sum(output.tokens for output in outputs)
+        id, usage = "score-" + secrets.token_hex(12), EmbeddingUsage(tokens, tokens)
+        data = [Score(n, "score", score) for n, score in enumerate(scores)]
+        return [to_json(Scores(id, "list", int(time.time()), self.model or "", data, usage))]
 
 
 def _path(name: str, texts: Sequence[str], n: int) -> str:
     return f"{name}[{n}]" if len(texts) > 1 else name
 
 
-def cosines(outputs: Sequence[EmbeddingOutput], count: int) -> list[float]:
-    """Of unit vectors, of which the first `count` are one side."""
-    vectors = np.concatenate([each.vectors for each in outputs])
-    one, other = vectors[:count], vectors[count:]
-    scores: list[float] = (one * other).sum(1).tolist()
+def cosines(vectors: np.ndarray, count: int) -> list[float]:
+    """Return the cosines of unit vectors [N, D], of which the first `count` are one side."""
+    scores: list[float] = (vectors[:count] * vectors[count:]).sum(1).tolist()
     return scores

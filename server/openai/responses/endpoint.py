@@ -1,9 +1,9 @@
-"""`/v1/responses`: items in, items out, whole, in events, or in the background; `{id}`: once more.
+"""`/v1/responses`: items in, items out, whole, as events or in the background; `/{id}`: stored.
 
-    body → request, what it builds on (pool) → submit → deltas → response → store → answer
+    body → request, previous items (pool) → submit → deltas → response → store → client
 
-The way of every generation request (openai/request.py), with a store. A response that runs in the
-background is read here, by nobody's connection, until it has ended.
+The path of every generation request (openai/endpoint.py), with a store. A background response is
+read by a task of its own, without a connection, until it has ended.
 """
 
 import asyncio
@@ -24,44 +24,45 @@ from starlette.types import Receive, Scope, Send
 
 from batching.errors import ClientGone, InvalidInput
 from batching.request_queue import WorkItem
-from server.core.answer_stream import TokenStream
+from server.core.delta_stream import TokenStream, UsageCounts
 from server.core.worker_client import Deadlines
 from server.http.errors import HttpError
 from server.http.json import Document, parse_json
 from server.http.request import JsonEndpoint, send_json
-from server.openai.endpoint import GenerationEndpoint, events_of
+from server.openai.endpoint import GenerationEndpoint, build_events
 from server.openai.request_fields import convert, decode
-from server.openai.responses.events import ResponsesResponseBuilder
-from server.openai.responses.items import documents
-from server.openai.responses.request import ResponseRequest
+from server.openai.response_schemas import Deleted, ItemList
+from server.openai.responses.events import ResponsesBuilder
+from server.openai.responses.items import to_documents
+from server.openai.responses.request import ParsedResponseRequest, ResponseRequest
 from server.openai.responses.store import NotStored, ResponseStore, Stored, TooLarge
 
 log = logging.getLogger("onequeue.responses")
 
 PATH = "/v1/responses/{id}"
-MOST_UNSTORED = 1000
-MOST_UNSTORED_BYTES = 64_000_000
+MAX_UNSTORED = 1000
+MAX_UNSTORED_BYTES = 64_000_000
 
 T = TypeVar("T")
 
 
-class Job(NamedTuple):
-    """A response that runs in the background."""
+class BackgroundJob(NamedTuple):
+    """A response that is generated in the background."""
 
-    reply: ResponsesResponseBuilder
+    builder: ResponsesBuilder
     items: list[WorkItem]
     task: "asyncio.Task[None]"
 
 
 class Page(Struct):
-    """Which of a response's input items are asked for: newest first unless asked otherwise."""
+    """The query of a response's input items."""
 
     order: Literal["asc", "desc"] = "desc"
     limit: Annotated[int, Meta(ge=1, le=100)] = 20
     after: Annotated[str | None, Meta(description="The id of an item")] = None
 
     def of(self, items: list[Document]) -> tuple[list[Document], bool]:
-        """Some of the items, and whether there are more."""
+        """Return the page's items, and whether there are more."""
         items, start = items[:: -1 if self.order == "desc" else 1], 0
         if self.after is not None:
             ids = [item["id"] for item in items]
@@ -73,102 +74,115 @@ class Page(Struct):
 
 
 @dataclass(eq=False)
-class Responses(GenerationEndpoint[ResponsesResponseBuilder]):
-    """Bodies are posted here; `routes` find responses, 404 for one that neither is stored nor runs
-    in the background. `close` it once the worker client has stopped."""
+class Responses(GenerationEndpoint[ParsedResponseRequest]):
+    """The app itself takes new requests; `routes` find responses, stored or in the background.
 
-    blocks = True  # what a request builds on is in the store
+    Call `close` after the worker client has stopped.
+    """
+
+    parse_blocks = True  # previous items are read from the store
 
     store: ResponseStore
 
     def __post_init__(self) -> None:
-        # Answers in the background that `store` could not take.
-        self.unstored = ResponseStore(":memory:", MOST_UNSTORED, MOST_UNSTORED_BYTES)
-        self.jobs: dict[str, Job] = {}
+        # Background responses that `store` could not take.
+        self.unstored = ResponseStore(":memory:", MAX_UNSTORED, MAX_UNSTORED_BYTES)
+        self.jobs: dict[str, BackgroundJob] = {}
 
     def routes(self) -> list[Route]:
         return [
             Route(PATH, JsonEndpoint(self.one), methods=["GET", "DELETE"]),
             Route(PATH + "/input_items", JsonEndpoint(self.input_items), methods=["GET"]),
-            Route(PATH + "/cancel", JsonEndpoint(self.cancelled), methods=["POST"]),
+            Route(PATH + "/cancel", JsonEndpoint(self.cancel), methods=["POST"]),
         ]
 
-    # ── a new one ──
+    # ── a new response ──
 
-    def parse(self, body: bytes) -> ResponsesResponseBuilder:
-        most = self.worker_client.generator.max_model_len
-        request = decode(parse_json(body), ResponseRequest, self.models.called, most)
-        most_mb = self.settings.max_body_mb
-        look_up = partial(self.store.items, most_bytes=most_mb * 1_000_000)
+    def parse(self, body: bytes) -> ParsedResponseRequest:
+        max_entries = self.worker_client.generator.max_model_len
+        request = decode(parse_json(body), ResponseRequest, self.models.id_for, max_entries)
+        max_mb = self.settings.max_body_mb
+        look_up = partial(self.store.items, max_bytes=max_mb * 1_000_000)
         try:
-            items = documents(request.input, look_up)
+            items = to_documents(request.input, look_up)
         except TooLarge:
-            large = f"the responses that its items are of exceed {most_mb:g} MB"
-            raise InvalidInput.at("input", large) from None
-        payload = request.generation_input(self._before(request.previous_response_id), items)
-        return ResponsesResponseBuilder(request, payload, items, self.worker_client.generator)
+            reason = f"the stored responses with its items exceed {max_mb:g} MB"
+            raise InvalidInput.at("input", reason) from None
+        previous = self._previous_items(request.previous_response_id)
+        return ParsedResponseRequest(request, [request.generation_input(previous, items)], items)
 
-    def _before(self, id: str | None) -> list[Document]:
-        """All items of the conversation that a response ended. As stored, it may be as large as
-        it might be if it were sent."""
+    def _previous_items(self, id: str | None) -> list[Document]:
+        """Return all items of the conversation that ends with a response.
+
+        A stored conversation may be as large as a request body.
+        """
         if id is None:
             return []
-        path, most_mb = "previous_response_id", self.settings.max_body_mb
+        path, max_mb = "previous_response_id", self.settings.max_body_mb
         try:
-            turns = self.store.chain(id, most_mb * 1_000_000)
+            chain = self.store.chain(id, max_mb * 1_000_000)
         except TooLarge:
-            large = f"its conversation exceeds {most_mb:g} MB"
-            raise InvalidInput.at(path, large) from None
+            raise InvalidInput.at(path, f"its conversation exceeds {max_mb:g} MB") from None
         except NotStored as error:
             if error.id in self.jobs:
-                raise InvalidInput.at(path, f"{id!r} has not ended") from None
+                raise InvalidInput.at(path, f"{id!r} is still being generated") from None
             raise _not_found(error.id, path) from None
-        return [item for turn in turns for item in (*turn.input, *turn.response["output"])]
+        return [item for stored in chain for item in (*stored.input, *stored.response["output"])]
 
-    async def answer(
+    def builder(self, request: ParsedResponseRequest, usage: UsageCounts) -> ResponsesBuilder:
+        return ResponsesBuilder(request, usage, self.worker_client.generator)
+
+    async def serve(
         self,
         scope: Scope,
         receive: Receive,
         send: Send,
-        reply: ResponsesResponseBuilder,
+        request: ParsedResponseRequest,
         deadlines: Deadlines,
     ) -> None:
-        if not reply.payloads[0].background:
-            return await super().answer(scope, receive, send, reply, deadlines)
-        deadlines = replace(deadlines, first=math.inf)  # it begins when there is time for it
-        stream = self.submit(reply, deadlines, None)
-        task = self.worker_client.loop.create_task(self._run(scope, reply, stream))
-        self.jobs[reply.id] = Job(reply, stream.items, task)
-        await send_json(send, reply.document)
+        if request.body.background:
+            return await send_json(send, self._start_job(scope, request, deadlines).response)
+        with self.submit(scope, request, deadlines, receive) as stream:
+            builder = self.builder(request, stream.usage)
+            before_end = partial(self._store_response, builder)
+            await self.respond(scope, send, stream, builder, before_end)
 
-    async def _run(
-        self, scope: Scope, reply: ResponsesResponseBuilder, stream: TokenStream
-    ) -> None:
-        """In the background: whatever ends it is what its response says."""
+    def _start_job(
+        self, scope: Scope, request: ParsedResponseRequest, deadlines: Deadlines
+    ) -> ResponsesBuilder:
+        """Submit a request that waits for its first token without a limit."""
+        stream = self.submit(scope, request, replace(deadlines, first=math.inf), None)
+        builder = self.builder(request, stream.usage)
+        task = self.worker_client.loop.create_task(self._run_job(scope, builder, stream))
+        self.jobs[builder.response.id] = BackgroundJob(builder, stream.items, task)
+        return builder
+
+    async def _run_job(self, scope: Scope, builder: ResponsesBuilder, stream: TokenStream) -> None:
+        """Generate a response without a connection; errors become its status."""
         with stream:
             try:
-                async for _ in events_of(reply, stream, await stream.read()):
-                    pass  # nobody is sent any
+                async for _ in build_events(builder, stream, await stream.read()):
+                    pass  # events are built for their effect on the response
             except ClientGone:
-                reply.break_off("cancelled")
+                builder.break_off("cancelled")
             except Exception as error:
-                reply.fail(self.failed(error, scope))
+                builder.fail(self.count_failure(error, scope))
         try:
-            if not await self.keep(reply):  # the client has no other way to it
-                await anyio.to_thread.run_sync(self.unstored.put, reply.stored)
+            if not await self._store_response(builder):  # the client has no other way to get it
+                await anyio.to_thread.run_sync(lambda: self.unstored.put(builder.stored))
         finally:
-            del self.jobs[reply.id]
+            del self.jobs[builder.response.id]
 
-    async def keep(self, reply: ResponsesResponseBuilder) -> bool:
-        """Where it cannot be stored, as on a full disk, the response says so itself."""
-        if not reply.document["store"]:
+    async def _store_response(self, builder: ResponsesBuilder) -> bool:
+        """Store a response; if that fails, as on a full disk, the response has `store: false`."""
+        if not builder.response.store:
             return False
         try:
-            await anyio.to_thread.run_sync(self.store.put, reply.stored)
+            await anyio.to_thread.run_sync(lambda: self.store.put(builder.stored))
         except sqlite3.Error as error:
-            log.error("response not stored id=%s error=%r", reply.id, error)
+            log.error("response not stored id=%s error=%r", builder.response.id, error)
             self.worker_client.metrics.not_stored.inc()
-            reply.document["store"] = False
+            builder.response.store = False
             return False
         return True
 
@@ -179,38 +193,35 @@ class Responses(GenerationEndpoint[ResponsesResponseBuilder]):
         await anyio.to_thread.run_sync(self.store.close)
         self.unstored.close()
 
-    # ── one that there is ──
+    # ── a response by its id ──
 
-    async def one(self, request: Request) -> Document:
+    async def one(self, request: Request) -> Document | Deleted:
         id = request.path_params["id"]
         if request.method == "DELETE":
-            await self._cancel(id)
+            await self._cancel_job(id)
             await self._in_stores(ResponseStore.delete, id)
-            return {"id": id, "object": "response", "deleted": True}
+            return Deleted(id, "response", deleted=True)
         if request.query_params.get("stream", "false") != "false":
-            raise InvalidInput.at("stream", "a stored response is answered whole")
+            raise InvalidInput.at("stream", "must be false: a stored response is sent whole")
         return (await self._find(id)).response
 
-    async def input_items(self, request: Request) -> Document:
-        found = await self._find(request.path_params["id"])
-        items, more = convert(dict(request.query_params), Page, strict=False).of(found.input)
-        return {
-            "object": "list",
-            "data": items,
-            "first_id": items[0]["id"] if items else None,
-            "last_id": items[-1]["id"] if items else None,
-            "has_more": more,
-        }
+    async def input_items(self, request: Request) -> ItemList:
+        stored = await self._find(request.path_params["id"])
+        page = convert(dict(request.query_params), Page, strict=False)
+        items, has_more = page.of(stored.input)
+        first_id = items[0]["id"] if items else None
+        last_id = items[-1]["id"] if items else None
+        return ItemList("list", items, first_id, last_id, has_more)
 
-    async def cancelled(self, request: Request) -> Document:
+    async def cancel(self, request: Request) -> Document:
         id = request.path_params["id"]
         if not (await self._find(id)).response["background"]:
             raise InvalidInput.at("id", "only a response with background: true can be cancelled")
-        await self._cancel(id)
+        await self._cancel_job(id)
         return (await self._find(id)).response
 
-    async def _cancel(self, id: str) -> None:
-        """End a response in the background, and wait until it has; nothing if there is none."""
+    async def _cancel_job(self, id: str) -> None:
+        """Cancel a background response, if there is one, and wait until it has ended."""
         if (job := self.jobs.get(id)) is not None:
             for item in job.items:
                 item.resolve(ClientGone("the response was cancelled"))
@@ -218,8 +229,8 @@ class Responses(GenerationEndpoint[ResponsesResponseBuilder]):
 
     async def _find(self, id: str) -> Stored:
         if (job := self.jobs.get(id)) is not None:
-            if job.reply.document["status"] in ("queued", "in_progress"):
-                return job.reply.stored
+            if job.builder.response.status in ("queued", "in_progress"):
+                return job.builder.stored
             await asyncio.wait([job.task])  # it has ended, and is being stored
         return await self._in_stores(ResponseStore.get, id)
 

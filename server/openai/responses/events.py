@@ -1,10 +1,10 @@
-"""A response as it comes to be: the object that is answered and stored, and its events.
+"""A response while it is generated: the object that is sent and stored, and its events.
 
     created, in_progress → output items → completed | incomplete | failed | cancelled
     output_item.added → content_part.added → deltas → ….done → content_part.done → output_item.done
 
-An event is a document with its `type`; it shares items with the response, so it is written before
-the next is made. Calls have no content parts. A stretch of reasoning, text or arguments is an item.
+Each stretch of reasoning, text or arguments is an output item. Calls have no content parts. Events
+share their items with the response, so an event is encoded before the next one is built.
 """
 
 import secrets
@@ -14,32 +14,52 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
-import orjson
+from msgspec import UNSET
 
-from server.core.answer_stream import UsageCounts
+from server.core.delta_stream import UsageCounts
 from server.http.errors import HttpError
-from server.http.json import Document
+from server.http.json import Document, to_json
 from server.openai.chat import CallId
-from server.openai.endpoint import GenerationResponseBuilder
-from server.openai.logprobs import logprob_document
-from server.openai.response_format import Format
+from server.openai.endpoint import ResponseBuilder
+from server.openai.logprobs import scored_token_with_top
+from server.openai.response_format import TextFormat
+from server.openai.response_schemas import (
+    ArgumentsDoneEvent,
+    CompletionTokensDetails,
+    IncompleteDetails,
+    InputTokensDetails,
+    ItemEvent,
+    OutputItem,
+    OutputText,
+    PartEvent,
+    ReasoningText,
+    Response,
+    ResponseError,
+    ResponseEvent,
+    ResponseReasoning,
+    ResponseText,
+    ResponseUsage,
+    ScoredTokenWithTop,
+    StreamEvent,
+    TextDeltaEvent,
+    TextDoneEvent,
+)
 from server.openai.responses.items import new_id
-from server.openai.responses.request import ResponseRequest
+from server.openai.responses.request import ParsedResponseRequest, ResponseRequest
 from server.openai.responses.store import Stored
 from worker.messages.deltas import Delta, TokenLogprob
-from worker.messages.generation import Chat, GenerationInput, SamplingDefaults
+from worker.messages.generation import Chat, SamplingDefaults
 from worker.messages.protocol import Generator
 
-Ending = Literal["completed", "incomplete"]
+FinalStatus = Literal["completed", "incomplete"]
+ItemType = Literal["message", "reasoning", "function_call"]
 
-# Fields of a request that its response tells as they are.
-ECHOED = (
-    *("instructions", "max_output_tokens", "model", "previous_response_id"),
-    *("prompt_cache_key", "safety_identifier", "user"),
-)
-
-# A delta's kinds as items, and what items' events are called and about.
-ITEM_TYPES = {"content": "message", "reasoning": "reasoning", "call": "function_call"}
+ITEM_TYPES: dict[str, ItemType] = {
+    "content": "message",
+    "reasoning": "reasoning",
+    "call": "function_call",
+}
+# The events of an item's text, without `.delta` or `.done`.
 TEXT_EVENTS = {
     "message": "response.output_text",
     "reasoning": "response.reasoning_text",
@@ -47,227 +67,247 @@ TEXT_EVENTS = {
 }
 
 
-class ResponsesResponseBuilder(GenerationResponseBuilder):
-    """`items` are the request's input. One that failed has the error `invalid_prompt`, if the
-    request was wrong, or `server_error`."""
+class ResponsesBuilder(ResponseBuilder[Delta]):
+    """Builds a response. A failed one has the error code `invalid_prompt` if the request is the
+    cause, else `server_error`."""
 
     def __init__(
-        self,
-        request: ResponseRequest,
-        payload: GenerationInput,
-        items: list[Document],
-        generator: Generator,
+        self, request: ParsedResponseRequest, usage: UsageCounts, generator: Generator
     ) -> None:
-        super().__init__([payload], bool(request.stream))
-        assert isinstance(payload.prompt, Chat)
-        self.output = ResponseOutput(generator.call_id, payload.prompt.num_tool_calls)
-        self.document = _blank(request, generator.defaults) | {"output": self.output.items}
-        self.id = str(self.document["id"])
-        self.stored = Stored(self.document, items)
-        self._cut = False  # by max_output_tokens, or the end of the context
+        prompt = request.inputs[0].prompt
+        assert isinstance(prompt, Chat)
+        self.streams = bool(request.body.stream)
+        self.usage = usage
+        self.input_items = request.items
+        self.output = ResponseOutput(generator.call_id, prompt.num_tool_calls)
+        self.response = _new_response(request.body, generator.defaults, self.output.items)
+        self._is_cut = False  # by max_output_tokens or the end of the context
         self._events = 0
 
-    def begin(self, first: Sequence[Delta]) -> Iterator[bytes]:
-        self.document["status"] = "in_progress"
+    @property
+    def stored(self) -> Stored:
+        """The response as it is stored."""
+        return Stored(msgspec.json.decode(to_json(self.response)), self.input_items)
+
+    def entries(self, delta: Delta) -> int:
+        return len(delta.logprobs) + len(delta.prompt_logprobs)
+
+    def start(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
+        self.response.status = "in_progress"
         for name in ("created", "in_progress"):
             yield self._frame(self._event(name))
 
     def add(self, delta: Delta) -> Iterator[bytes]:
-        self._cut = self._cut or delta.finish_reason == "length"
+        self._is_cut = self._is_cut or delta.finish_reason == "length"
         return map(self._frame, self.output.add(delta))
 
     def finish(self) -> Iterator[bytes]:
-        """The last item's end; the response's own is the last event."""
-        status: Ending = "incomplete" if self._cut else "completed"
-        yield from map(self._frame, self.output.end(status))
-        if self._cut:
-            self.document["incomplete_details"] = {"reason": "max_output_tokens"}
-        self._end(status)
+        """Yield the events that close the last item. The event of the response is `end`."""
+        status: FinalStatus = "incomplete" if self._is_cut else "completed"
+        yield from map(self._frame, self.output.close(status))
+        if self._is_cut:
+            self.response.incomplete_details = IncompleteDetails("max_output_tokens")
+        self._set_final(status)
 
     def fail(self, error: HttpError) -> Iterator[bytes]:
-        """What was open is closed without its last events."""
+        """Close the open item without events."""
         code = "invalid_prompt" if error.code == "invalid_value" else "server_error"
-        self.document["error"] = {"code": code, "message": str(error)}
+        self.response.error = ResponseError(code, str(error))
         self.break_off("failed")
         return iter(())
 
-    def whole(self, deltas: Sequence[Delta]) -> Document:
+    def end(self) -> bytes:
+        return self._frame(self._event(self.response.status))
+
+    def build(self, deltas: Sequence[Delta]) -> Response:
         for delta in deltas:
             consume(self.add(delta))
         consume(self.finish())
-        return self.document
-
-    def _frame(self, event: Document) -> bytes:
-        numbered = event | {"sequence_number": self._events}
-        self._events += 1
-        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), orjson.dumps(numbered))
-
-    def last(self) -> bytes:
-        return self._frame(self._event(self.document["status"]))
-
-    def _event(self, name: str) -> Document:
-        return {"type": f"response.{name}", "response": self.document}
+        return self.response
 
     def break_off(self, status: Literal["failed", "cancelled"]) -> None:
-        consume(self.output.end("incomplete"))
-        self._end(status)
+        """End the response before its output is complete."""
+        consume(self.output.close("incomplete"))
+        self._set_final(status)
 
-    def _end(self, status: str) -> None:
-        self.document["status"] = status
+    def _set_final(self, status: Literal["completed", "incomplete", "failed", "cancelled"]) -> None:
+        self.response.status = status
         if self.usage.prompt:
-            self.document["usage"] = usage_document(self.usage)
+            self.response.usage = response_usage(self.usage)
         if status == "completed":
-            self.document["completed_at"] = int(time.time())
+            self.response.completed_at = int(time.time())
+
+    def _event(self, name: str) -> ResponseEvent:
+        return ResponseEvent(type=f"response.{name}", response=self.response)
+
+    def _frame(self, event: StreamEvent) -> bytes:
+        event.sequence_number = self._events
+        self._events += 1
+        return b"event: %b\ndata: %b\n\n" % (event.type.encode(), to_json(event))
 
 
-def usage_document(usage: UsageCounts) -> Document:
-    return {
-        "input_tokens": usage.prompt,
-        "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
-        "output_tokens": usage.completion,
-        "output_tokens_details": {"reasoning_tokens": usage.reasoning},
-        "total_tokens": usage.prompt + usage.completion,
-    }
+def response_usage(usage: UsageCounts) -> ResponseUsage:
+    return ResponseUsage(
+        usage.prompt,
+        InputTokensDetails(usage.cached, 0),
+        usage.completion,
+        CompletionTokensDetails(usage.reasoning),
+        usage.prompt + usage.completion,
+    )
+
+
+def consume(events: Iterator[object]) -> None:
+    """Build events that are not sent, for their effect on the response."""
+    deque(events, maxlen=0)
 
 
 class ResponseOutput:
-    """The output items made of deltas. `called`: calls in the conversation before."""
+    """Builds output items from deltas. `earlier_calls`: calls in the conversation before."""
 
-    def __init__(self, call_id: CallId, called: int) -> None:
-        self.items: list[Document] = []
+    def __init__(self, call_id: CallId, earlier_calls: int) -> None:
+        self.items: list[OutputItem] = []
         self._call_id = call_id
-        self._called = called
-        self._open: Document | None = None  # the last one, if more may come
+        self._calls = earlier_calls
+        self._open: OutputItem | None = None  # the last item, unless it is closed
         self._texts: list[str] = []  # of the open item
-        # Not yet in an event: they may lag behind the text, or be of the message after the next.
+        # Log-probabilities that no event has had. They may lag behind the text, or belong to a
+        # later message.
         self._logprobs: deque[TokenLogprob] = deque()
-        self._unscored = 0  # characters of the open message that have none yet
+        self._unscored = 0  # characters of the open message without log-probabilities
 
-    def add(self, delta: Delta) -> Iterator[Document]:
+    def add(self, delta: Delta) -> Iterator[StreamEvent]:
         self._logprobs += delta.logprobs
         for part in delta.parts:
             kind = ITEM_TYPES[part.kind]
-            if self._open is None or self._open["type"] != kind or part.name is not None:
+            if self._open is None or self._open.type != kind or part.name is not None:
                 yield from self._close("completed")
                 yield from self._begin(kind, part.name or "")
             if part.text:
                 self._texts.append(part.text)
                 self._unscored += len(part.text)
-                yield self._delta(self.items[-1], part.text)
+                yield self._delta_event(self.items[-1], part.text)
 
-    def end(self, status: Ending) -> Iterator[Document]:
-        """Close what is open. An answer without any text is an empty message."""
+    def close(self, status: FinalStatus) -> Iterator[StreamEvent]:
+        """Close the open item. A completed output without items gets an empty message."""
         if status == "completed" and not self.items:
             yield from self._begin("message")
         yield from self._close(status)
 
-    def _begin(self, kind: str, name: str = "") -> Iterator[Document]:
-        item: Document = {"id": new_id(kind), "type": kind, "status": "in_progress"}
-        part: Document | None = None
+    def _begin(self, kind: ItemType, name: str = "") -> Iterator[StreamEvent]:
+        item = OutputItem(id=new_id(kind), type=kind)
+        part: OutputText | ReasoningText | None = None
         if kind == "message":
-            item |= {"role": "assistant", "content": []}
-            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            item.role, item.content = "assistant", []
+            part = OutputText()
         elif kind == "reasoning":
-            item |= {"summary": [], "content": []}
-            part = {"type": "reasoning_text", "text": ""}
+            item.summary, item.content = [], []
+            part = ReasoningText()
         else:
-            call_id = self._call_id(name, self._called)
-            self._called += 1
-            item |= {"call_id": call_id, "name": name, "arguments": ""}
+            item.call_id = self._call_id(name, self._calls)
+            self._calls += 1
+            item.name, item.arguments = name, ""
         self.items.append(item)
         self._open, self._texts, self._unscored = item, [], 0
-        yield self._event("response.output_item.added", item=item)
+        added = "response.output_item.added"
+        yield ItemEvent(type=added, output_index=self._index, item=item)
         if part is not None:
-            of_part = {"item_id": item["id"], "content_index": 0, "part": part}
-            yield self._event("response.content_part.added", **of_part)
-            item["content"].append(part)
+            added = "response.content_part.added"
+            yield PartEvent(type=added, output_index=self._index, item_id=item.id, part=part)
+            assert item.content is not UNSET
+            item.content.append(part)
 
-    def _delta(self, item: Document, text: str) -> Document:
-        kind = item["type"]
-        event = self._event(TEXT_EVENTS[kind] + ".delta", item_id=item["id"], delta=text)
-        if kind != "function_call":
-            event["content_index"] = 0
-        if kind == "message":
-            event["logprobs"] = self._scores()
-            item["content"][0]["logprobs"] += event["logprobs"]
+    def _delta_event(self, item: OutputItem, text: str) -> TextDeltaEvent:
+        type = TEXT_EVENTS[item.type] + ".delta"
+        event = TextDeltaEvent(type=type, output_index=self._index, item_id=item.id, delta=text)
+        if item.content is not UNSET:
+            event.content_index, [part] = 0, item.content
+            if isinstance(part, OutputText):
+                event.logprobs = self._take_logprobs()
+                part.logprobs += event.logprobs
         return event
 
-    def _scores(self) -> list[orjson.Fragment]:
-        """Log-probabilities of the open message's text: their tokens join to it."""
-        found = []
+    def _take_logprobs(self) -> list[ScoredTokenWithTop]:
+        """Return the log-probabilities of the open message's text, whose tokens join to it."""
+        scores = []
         while self._logprobs and len(self._logprobs[0].text) <= self._unscored:
-            found.append(self._logprobs.popleft())
-            self._unscored -= len(found[-1].text)
-        return list(map(logprob_document, found))
+            token = self._logprobs.popleft()
+            self._unscored -= len(token.text)
+            scores.append(scored_token_with_top(token))
+        return scores
 
-    def _close(self, status: Ending) -> Iterator[Document]:
+    def _close(self, status: FinalStatus) -> Iterator[StreamEvent]:
         if (item := self._open) is None:
             return
-        text, done = "".join(self._texts), TEXT_EVENTS[item["type"]] + ".done"
-        if item["type"] == "function_call":
-            item["arguments"] = text
-            call = {"item_id": item["id"], "name": item["name"], "arguments": text}
-            yield self._event(done, **call)
+        text, index = "".join(self._texts), self._index
+        done = TEXT_EVENTS[item.type] + ".done"
+        if item.content is UNSET:
+            assert item.name is not UNSET
+            item.arguments = text
+            yield ArgumentsDoneEvent(
+                type=done, output_index=index, item_id=item.id, name=item.name, arguments=text
+            )
         else:
-            part, place = item["content"][0], {"item_id": item["id"], "content_index": 0}
-            part["text"] = text
-            scored = {}
-            if item["type"] == "message":
-                part["logprobs"] += self._scores()
-                scored = {"logprobs": part["logprobs"]}
-            yield self._event(done, **place, text=text, **scored)
-            yield self._event("response.content_part.done", **place, part=part)
-        item["status"] = status
+            [part] = item.content
+            part.text = text
+            event = TextDoneEvent(type=done, output_index=index, item_id=item.id, text=text)
+            if isinstance(part, OutputText):
+                part.logprobs += self._take_logprobs()
+                event.logprobs = part.logprobs
+            yield event
+            done = "response.content_part.done"
+            yield PartEvent(type=done, output_index=index, item_id=item.id, part=part)
+        item.status = status
         self._open = None
-        yield self._event("response.output_item.done", item=item)
+        yield ItemEvent(type="response.output_item.done", output_index=index, item=item)
 
-    def _event(self, type: str, **fields: Any) -> Document:
-        return {"type": type, "output_index": len(self.items) - 1, **fields}
-
-
-def consume(events: Iterator[object]) -> None:
-    """Make the changes that come with events which nobody gets."""
-    deque(events, maxlen=0)
+    @property
+    def _index(self) -> int:
+        return len(self.items) - 1
 
 
-def _blank(request: ResponseRequest, defaults: SamplingDefaults) -> Document:
-    """All fields of the API, before anything is generated."""
-    choice, reasoning, text = request.tool_choice, request.reasoning, request.text
-    format = text.format if text and text.format else Format(type="text")
-    described: Format | Document = format if format.type == "json_schema" else {"type": format.type}
-    if format.type == "json_object" and format.schema:
-        described = {"type": format.type, "schema": format.schema}
-    return {
-        "id": "resp_" + secrets.token_hex(24),
-        "object": "response",
-        "created_at": int(time.time()),
-        "completed_at": None,
-        "status": "queued",
-        "background": bool(request.background),
-        "error": None,
-        "frequency_penalty": request.frequency_penalty or 0.0,
-        "incomplete_details": None,
-        "max_tool_calls": None,
-        "output": [],
-        "parallel_tool_calls": request.parallel_tool_calls is not False,
-        "presence_penalty": request.presence_penalty or 0.0,
-        "reasoning": {
-            "effort": reasoning.effort if reasoning else None,
-            "summary": reasoning.summary if reasoning else None,
-        },
-        "service_tier": "default",
-        "store": request.store is not False,
-        "temperature": defaults.temperature if request.temperature is None else request.temperature,
-        "text": {
-            "format": msgspec.to_builtins(described),
-            "verbosity": (text and text.verbosity) or "medium",
-        },
-        "tool_choice": "auto" if choice is None else msgspec.to_builtins(choice),
-        "tools": msgspec.to_builtins(request.tools or ()),
-        "top_logprobs": request.top_logprobs or 0,
-        "top_p": defaults.top_p if request.top_p is None else request.top_p,
-        "truncation": "disabled",
-        "usage": None,
-        "metadata": request.metadata or {},
-        **{name: getattr(request, name) for name in ECHOED},
-    }
+def _new_response(
+    request: ResponseRequest, defaults: SamplingDefaults, output: list[OutputItem]
+) -> Response:
+    """Return a response before anything is generated, with the request's parameters."""
+    text, reasoning = request.text, request.reasoning
+    return Response(
+        id="resp_" + secrets.token_hex(24),
+        created_at=int(time.time()),
+        background=bool(request.background),
+        frequency_penalty=request.frequency_penalty or 0.0,
+        output=output,
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        presence_penalty=request.presence_penalty or 0.0,
+        reasoning=ResponseReasoning(
+            reasoning.effort if reasoning else None, reasoning.summary if reasoning else None
+        ),
+        store=request.store is not False,
+        temperature=defaults.temperature if request.temperature is None else request.temperature,
+        text=ResponseText(
+            _format_document(text.format if text else None), (text and text.verbosity) or "medium"
+        ),
+        tool_choice="auto" if request.tool_choice is None else request.tool_choice,
+        tools=request.tools or [],
+        top_logprobs=request.top_logprobs or 0,
+        top_p=defaults.top_p if request.top_p is None else request.top_p,
+        metadata=request.metadata or {},
+        instructions=request.instructions,
+        max_output_tokens=request.max_output_tokens,
+        model=request.model,
+        previous_response_id=request.previous_response_id,
+        prompt_cache_key=request.prompt_cache_key,
+        safety_identifier=request.safety_identifier,
+        user=request.user,
+    )
+
+
+def _format_document(text_format: TextFormat | None) -> Document:
+    """Return a format with the fields of its type alone."""
+    if text_format is None:
+        return {"type": "text"}
+    if text_format.type == "json_schema":
+        document: dict[str, Any] = msgspec.to_builtins(text_format)
+        return document
+    if text_format.type == "json_object" and text_format.schema:
+        return {"type": text_format.type, "schema": text_format.schema}
+    return {"type": text_format.type}

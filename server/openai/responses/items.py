@@ -1,9 +1,9 @@
-"""The items of a Responses request: as clients send them, as they are stored, as messages.
+"""The input items of a Responses request: as clients send them, as stored, and as messages.
 
-    Item  --document-->  what is stored and listed  --messages-->  what the chat template reads
+    Item  --to_documents-->  stored and listed documents  --to_messages-->  chat template
 
-An assistant's reasoning, text and calls are separate items; a template takes them as one
-message. Images are in messages of the user; other items and parts are refused by name.
+An assistant's reasoning, text and calls are separate items; a template takes them as one message.
+Images are allowed in messages of the user. Other items and parts are refused.
 """
 
 import secrets
@@ -26,7 +26,7 @@ from server.openai.messages import (
 )
 from server.openai.request_fields import required
 
-PREFIXES = {
+ID_PREFIXES = {
     "message": "msg_",
     "reasoning": "rs_",
     "function_call": "fc_",
@@ -35,33 +35,33 @@ PREFIXES = {
 ItemType = Literal[
     "message", "reasoning", "function_call", "function_call_output", "item_reference", "input_text"
 ]
-NEEDS: Mapping[ItemType, Sequence[str]] = {
+REQUIRED_FIELDS: Mapping[ItemType, Sequence[str]] = {
     "message": ("role", "content"),
     "reasoning": (),
     "function_call": ("call_id", "name", "arguments"),
     "function_call_output": ("call_id", "output"),
     "item_reference": ("id",),
-    "input_text": ("text",),  # a part of a message, without one: the user's
+    "input_text": ("text",),  # a content part in place of an item: a message of the user
 }
 Role = Literal["user", "assistant", "system", "developer"]
 MESSAGE_PARTS = ("input_text", "output_text", "refusal")
 IMAGE = "input_image"
-# For the OpenAPI document: what an item needs, beyond its fields' types. A type may be left out
-# where `Item.document` tells it from other fields.
-UNTYPED = ("message", "item_reference")
-THERE = {"not": {"type": "null"}}
+# Which fields an item requires, for the OpenAPI document. The type is optional where other fields
+# determine it; see `Item.kind`.
+OPTIONAL_TYPES = ("message", "item_reference")
+NOT_NULL = {"not": {"type": "null"}}
 FULL_ITEM = any_of(
     *(
-        ({"type": {"enum": [kind, None]}, **dict.fromkeys(needs, THERE)}, [*needs])
-        if kind in UNTYPED
-        else ({"type": {"enum": [kind]}, **dict.fromkeys(needs, THERE)}, [*needs, "type"])
-        for kind, needs in NEEDS.items()
+        ({"type": {"enum": [kind, None]}, **dict.fromkeys(fields, NOT_NULL)}, [*fields])
+        if kind in OPTIONAL_TYPES
+        else ({"type": {"enum": [kind]}, **dict.fromkeys(fields, NOT_NULL)}, [*fields, "type"])
+        for kind, fields in REQUIRED_FIELDS.items()
     )
 )
 
 
 def new_id(kind: str) -> str:
-    return PREFIXES[kind] + secrets.token_hex(24)
+    return ID_PREFIXES[kind] + secrets.token_hex(24)
 
 
 class InputPart(TextPart):
@@ -71,10 +71,10 @@ class InputPart(TextPart):
     detail: Detail | None = None
     file_id: str | None = None
 
-    def image(self, path: str) -> Document:
-        """As it is stored. What it refers to is read when the conversation is."""
+    def image_document(self, path: str) -> Document:
+        """Return the image as it is stored. Its data is checked with the conversation."""
         if self.file_id is not None:
-            raise InvalidInput.at(f"{path}.file_id", "there are no stored files here")
+            raise InvalidInput.at(f"{path}.file_id", "is not supported: files are not stored here")
         url = required(self.image_url, f"{path}.image_url")
         return {"type": IMAGE, "image_url": url, "detail": self.detail or "auto"}
 
@@ -101,7 +101,7 @@ class Item(Struct):
         return "item_reference" if self.role is None and self.id else "message"
 
     def document(self, path: str, stored: Mapping[str, Document]) -> Document:
-        """Checked, with an id; `path` is what errors call it, `stored` has what is referred to."""
+        """Return the checked item with an id; `stored` has the items that are referred to."""
         kind = self.kind
         if kind == "item_reference":
             id = required(self.id, f"{path}.id")
@@ -112,12 +112,14 @@ class Item(Struct):
         if kind == "input_text":
             text = required(self.text, f"{path}.text")
             return Item(role=self.role or "user", content=text).document(path, stored)
-        made: Document = getattr(self, f"_{kind}")(path)
-        return {"id": self.id or new_id(kind), "type": kind, "status": "completed", **made}
+        fields: Document = getattr(self, f"_{kind}")(path)
+        return {"id": self.id or new_id(kind), "type": kind, "status": "completed", **fields}
 
     def _message(self, path: str) -> Document:
         role = required(self.role, f"{path}.role")
-        content = _parts(self.content, f"{path}.content", MESSAGE_PARTS, role == "user")
+        content = _part_documents(
+            self.content, f"{path}.content", MESSAGE_PARTS, allow_images=role == "user"
+        )
         if not content:
             raise InvalidInput.at(f"{path}.content", "must not be empty")
         if role == "assistant":
@@ -126,119 +128,128 @@ class Item(Struct):
         return {"role": role, "content": content}
 
     def _reasoning(self, path: str) -> Document:
-        summary = _parts(self.summary or [], f"{path}.summary", ("summary_text",))
-        content = _parts(self.content or [], f"{path}.content", ("reasoning_text",))
+        summary = _part_documents(self.summary or [], f"{path}.summary", ("summary_text",))
+        content = _part_documents(self.content or [], f"{path}.content", ("reasoning_text",))
         return {
             "summary": [part for part in summary if part["text"]],
             "content": [part for part in content if part["text"]],
         }
 
     def _function_call(self, path: str) -> Document:
-        names = NEEDS["function_call"]
+        names = REQUIRED_FIELDS["function_call"]
         return {name: required(getattr(self, name), f"{path}.{name}") for name in names}
 
     def _function_call_output(self, path: str) -> Document:
         call_id = required(self.call_id, f"{path}.call_id")
-        parts = _parts(self.output, f"{path}.output", ("input_text",))
+        parts = _part_documents(self.output, f"{path}.output", ("input_text",))
         return {
             "call_id": call_id,
             "output": self.output if isinstance(self.output, str) else parts,
         }
 
 
-def documents(
-    given: str | list[Item], look_up: Callable[[set[str]], Mapping[str, Document]]
+def _part_documents(
+    parts: Parts | None, path: str, kinds: Sequence[str], allow_images: bool = False
 ) -> list[Document]:
-    """`look_up` finds stored items by their ids, those that there are."""
-    items = [Item(role="user", content=given)] if isinstance(given, str) else given
-    referred: set[str] = set()
+    """Return parts as they are stored; texts of any of the kinds get the first of them."""
+    if parts is None:
+        raise InvalidInput.at(path, "is required")
+    if isinstance(parts, str):
+        return [{"type": kinds[0], "text": parts}]
+    prefix = f"must be {' or '.join(kinds)}: "
+    return [
+        part.image_document(f"{path}[{n}]")
+        if allow_images and part.type == IMAGE
+        else {"type": kinds[0], "text": part.read(f"{path}[{n}]", kinds, prefix)}
+        for n, part in enumerate(parts)
+    ]
+
+
+def to_documents(
+    items: str | list[Item], look_up: Callable[[set[str]], Mapping[str, Document]]
+) -> list[Document]:
+    """Return items as they are stored. `look_up` returns those of the ids that are stored."""
+    if isinstance(items, str):
+        items = [Item(role="user", content=items)]
+    references: set[str] = set()
     for n, item in enumerate(items):
         if item.id and item.kind == "item_reference":
-            if item.id in referred:
+            if item.id in references:
                 raise InvalidInput.at(f"input[{n}].id", "is referred to twice")
-            referred.add(item.id)
-    stored = look_up(referred) if referred else {}
+            references.add(item.id)
+    stored = look_up(references) if references else {}
     return [item.document(f"input[{n}]", stored) for n, item in enumerate(items)]
 
 
-def messages(before: Sequence[Document], items: Sequence[Document]) -> list[tuple[str, Message]]:
-    """The conversation: what came before, then a request's items. Each message after the path
-    by which errors call it."""
-    made: list[Message] = []
+def to_messages(
+    previous: Sequence[Document], items: Sequence[Document]
+) -> list[tuple[str, Message]]:
+    """Return a conversation: its previous items, then a request's. Each message has a path, which
+    names it in errors."""
+    messages: list[Message] = []
     paths: list[str] = []
-    names: dict[str, str] = {}  # of the functions called, by call_id
-    for n, item in enumerate((*before, *items), start=-len(before)):
-        kind, turn = item["type"], _open_turn(made, item)
-        if turn is None:
-            made.append(_of_others(item, names, f"input[{n}].call_id"))
+    functions: dict[str, str] = {}  # names by call_id
+    for n, item in enumerate((*previous, *items), start=-len(previous)):
+        kind, message = item["type"], _assistant_message(messages, item)
+        if message is None:
+            messages.append(_other_message(item, functions, f"input[{n}].call_id"))
         elif kind == "reasoning":
             parts = item["content"] or item["summary"]
-            turn.reasoning_content = _joined(parts) or None
+            message.reasoning_content = _join(parts) or None
         elif kind == "message":
-            turn.content = _joined(item["content"])
+            message.content = _join(item["content"])
         else:
-            names[item["call_id"]] = item["name"]
-            called = CalledFunction(item["name"], item["arguments"])
-            turn.tool_calls = [*(turn.tool_calls or ()), ToolCall(called, item["call_id"])]
-        if len(made) > len(paths):
+            functions[item["call_id"]] = item["name"]
+            function = CalledFunction(item["name"], item["arguments"])
+            message.tool_calls = [*(message.tool_calls or ()), ToolCall(function, item["call_id"])]
+        if len(messages) > len(paths):
             paths.append(f"input[{n}]" if n >= 0 else "previous_response_id")
-    for message in made:
+    for message in messages:
         if message.content is None and not message.tool_calls:
-            message.content = ""  # reasoning, cut off before any text
-    return list(zip(paths, made, strict=True))
+            message.content = ""  # reasoning that was cut off before any text
+    return list(zip(paths, messages, strict=True))
 
 
-def _open_turn(made: list[Message], item: Document) -> Message | None:
-    """The assistant's message that an item belongs to; None for what others say."""
+def _assistant_message(messages: list[Message], item: Document) -> Message | None:
+    """Return the assistant's message that an item belongs to, a new one if the last is complete.
+
+    None for an item of another role.
+    """
     kind = item["type"]
     if kind == "function_call_output" or item.get("role", "assistant") != "assistant":
         return None
-    if made and made[-1].role == "assistant":
-        last = made[-1]
-        ended = last.content or last.tool_calls or (kind == "reasoning" and last.reasoning_content)
-        if kind == "function_call" or not ended:
+    if messages and messages[-1].role == "assistant":
+        last = messages[-1]
+        complete = (
+            last.content or last.tool_calls or (kind == "reasoning" and last.reasoning_content)
+        )
+        if kind == "function_call" or not complete:
             return last
-    made.append(Message("assistant"))
-    return made[-1]
+    messages.append(Message("assistant"))
+    return messages[-1]
 
 
-def _of_others(item: Document, names: dict[str, str], path: str) -> Message:
+def _other_message(item: Document, functions: dict[str, str], path: str) -> Message:
     if item["type"] == "message":
-        return Message(item["role"], _shown(item["content"]))
+        return Message(item["role"], _content(item["content"]))
     call_id = item["call_id"]
-    if call_id not in names:
+    if call_id not in functions:
         raise InvalidInput.at(path, "no function_call before it has this call_id")
-    return Message("tool", _joined(item["output"]), name=names[call_id], tool_call_id=call_id)
+    output = _join(item["output"])
+    return Message("tool", output, name=functions[call_id], tool_call_id=call_id)
 
 
-def _joined(parts: str | list[Document]) -> str:
+def _join(parts: str | list[Document]) -> str:
     return parts if isinstance(parts, str) else "\n".join(part["text"] for part in parts)
 
 
-def _shown(parts: list[Document]) -> str | list[ContentPart]:
-    """Parts as long as there are images."""
+def _content(parts: list[Document]) -> str | list[ContentPart]:
+    """Return a message's content: text, or parts if there are images."""
     if all(part["type"] != IMAGE for part in parts):
-        return _joined(parts)
+        return _join(parts)
     return [
         ContentPart("image_url", image_url=ImageUrl(part["image_url"], part["detail"]))
         if part["type"] == IMAGE
         else ContentPart("text", part["text"])
         for part in parts
-    ]
-
-
-def _parts(
-    given: Parts | None, path: str, kinds: Sequence[str], images: bool = False
-) -> list[Document]:
-    """Text as the first of the kinds that it may be of; `images`, too, if they may be there."""
-    if given is None:
-        raise InvalidInput.at(path, "is required")
-    if isinstance(given, str):
-        return [{"type": kinds[0], "text": given}]
-    prefix = f"must be {' or '.join(kinds)}: "
-    return [
-        part.image(f"{path}[{n}]")
-        if images and part.type == IMAGE
-        else {"type": kinds[0], "text": part.read(f"{path}[{n}]", kinds, prefix)}
-        for n, part in enumerate(given)
     ]

@@ -1,32 +1,35 @@
-"""The body of `POST /v1/responses`, checked, as a GenerationInput."""
+"""The request of `POST /v1/responses`, and the model's input of it."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
 from server.http.json import Document
-from server.openai.messages import Message, read_messages
+from server.openai.endpoint import ParsedRequest
+from server.openai.messages import Message, render_messages
 from server.openai.request_fields import (
-    FILLED,
+    NON_EMPTY,
     CacheOptions,
     Count,
     Effort,
-    Filled,
     GenerationRequest,
+    NonEmpty,
+    PositiveInt,
     TopLogprobs,
 )
-from server.openai.response_format import Format
-from server.openai.responses.items import FULL_ITEM, Item, messages
-from server.openai.tools import MOST_TOOLS, Tool, ToolChoice, flat_calls
+from server.openai.response_format import TextFormat
+from server.openai.responses.items import FULL_ITEM, Item, to_messages
+from server.openai.tools import MAX_TOOLS, Tool, ToolChoice, flat_calls
 from worker.messages.generation import Chat, GenerationInput
 
 LOGPROBS = "message.output_text.logprobs"
-# What an answer may include; the second is an empty promise, since nothing is encrypted here.
+# reasoning.encrypted_content is accepted without effect: reasoning is not encrypted.
 Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 
-# As OpenAI bounds it: it is stored, and sent in most events.
+# With OpenAI's limits: metadata is stored, and sent in most events.
 Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
     Meta(max_length=16),
@@ -35,7 +38,7 @@ Summary = Literal["auto", "concise", "detailed"]
 
 
 class TextOptions(Struct):
-    format: Format | None = None
+    format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
@@ -66,14 +69,14 @@ class ResponseRequest(GenerationRequest, kw_only=True):
         "reasoning.mode": ("standard",),
     } | GenerationRequest.unimplemented
 
-    input: Filled | Annotated[list[Annotated[Item, FULL_ITEM]], FILLED]
+    input: NonEmpty | Annotated[list[Annotated[Item, FULL_ITEM]], NON_EMPTY]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
     background: bool | None = None
     metadata: Metadata | None = None
-    max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
-    tools: Annotated[list[Tool], Meta(max_length=MOST_TOOLS)] | None = None
+    max_output_tokens: PositiveInt | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -89,44 +92,44 @@ class ResponseRequest(GenerationRequest, kw_only=True):
     service_tier: str | None = None
 
     @property
-    def limit(self) -> tuple[str, int | None]:
+    def token_limit(self) -> tuple[str, int | None]:
         return "max_output_tokens", self.max_output_tokens
 
     @property
     def logprobs(self) -> int | None:
-        """Of how many likely tokens; None: not even of the chosen one."""
+        """How many of the likeliest tokens are scored; None: not even the chosen one."""
         return (self.top_logprobs or 0) if LOGPROBS in (self.include or ()) else None
 
     @property
-    def format(self) -> tuple[str, Format | None]:
+    def output_format(self) -> tuple[str, TextFormat | None]:
         return "text.format", self.text.format if self.text else None
 
     def check(self, document: Document) -> None:
         self.refuse_unimplemented(document)
         super().check(document)
         if self.top_logprobs and self.logprobs is None:
-            raise InvalidInput.at("top_logprobs", f"goes with {LOGPROBS} in include only")
+            raise InvalidInput.at("top_logprobs", f"requires {LOGPROBS} in include")
         if self.background and self.store is False:
-            raise InvalidInput.at("background", "excludes store: false")
+            raise InvalidInput.at("background", "cannot be combined with store: false")
         if self.background and self.stream:
-            raise InvalidInput.at("stream", "is not implemented with background: true")
+            raise InvalidInput.at("stream", "cannot be combined with background: true")
 
     def generation_input(
-        self, before: Sequence[Document], items: Sequence[Document]
+        self, previous: Sequence[Document], items: Sequence[Document]
     ) -> GenerationInput:
-        """Of a checked request, what came before in its conversation, and its items."""
-        conversation = messages(before, items)
+        """Return the model's input, from the conversation's previous items and the request's."""
+        conversation = to_messages(previous, items)
         if self.instructions is not None:
             conversation.insert(0, ("instructions", Message("system", self.instructions)))
         tools = self.tools or ()
         calls = flat_calls(tools, self.tool_choice, self.parallel_tool_calls)
-        rendered, pictures = read_messages(conversation)
+        messages, images = render_messages(conversation)
         prompt = Chat(
-            rendered,
+            messages,
             tuple(tool.nested() for tool in tools if calls),
             self.chat_template_kwargs or {},
             effort=self.reasoning.effort if self.reasoning else None,
-            images=pictures,
+            images=images,
         )
         return self._input(
             prompt,
@@ -136,3 +139,11 @@ class ResponseRequest(GenerationRequest, kw_only=True):
             param="input",
             background=bool(self.background),
         )
+
+
+@dataclass(frozen=True)
+class ParsedResponseRequest(ParsedRequest):
+    """`items` are the request's own, as they are stored, without those of earlier responses."""
+
+    body: ResponseRequest
+    items: list[Document]

@@ -1,8 +1,8 @@
-"""Stored responses, by id: what `GET /v1/responses/{id}` and `previous_response_id` look up.
+"""The store of responses by id, for `GET /v1/responses/{id}` and `previous_response_id`.
 
-One sqlite database, in memory or in a file. It is bounded: what was stored or built upon longest
-ago goes first. A conversation is a chain of responses, each with its input alone, so that a turn
-costs as much room as it adds. Methods block; call them in a pool thread.
+An sqlite database, in memory or in a file. It is bounded: the least recently used responses are
+dropped. A conversation is a chain of responses, each with its own input only. Methods block: call
+them in a pool thread.
 """
 
 import contextlib
@@ -17,8 +17,8 @@ import orjson
 
 from server.http.json import Document
 
-MOST_RESPONSES = 10_000
-MOST_BYTES = 256_000_000
+MAX_RESPONSES = 10_000
+MAX_BYTES = 256_000_000
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
@@ -41,7 +41,7 @@ NEXT_USE = "(SELECT coalesce(max(used), 0) + 1 FROM responses)"
 
 
 class NotStored(Exception):
-    """`id` is of no stored response, or of no item of one."""
+    """There is no stored response with this id."""
 
     def __init__(self, id: str) -> None:
         super().__init__(id)
@@ -49,36 +49,36 @@ class NotStored(Exception):
 
 
 class TooLarge(Exception):
-    """What a response builds on."""
+    """The stored items that a request refers to exceed the limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A response as it ended, and the items it was given, oldest first, without its chain's."""
+    """A response and its own input items, oldest first, without those of earlier responses."""
 
     response: Document
     input: list[Document]
 
 
 class ResponseStore:
-    """Raises sqlite3.Error if the file at `path` cannot be used. `:memory:` is no file."""
+    """`path` is a file, or `:memory:`. Raises sqlite3.Error if the file cannot be used."""
 
     def __init__(
-        self, path: str, most_responses: int = MOST_RESPONSES, most_bytes: int = MOST_BYTES
+        self, path: str, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES
     ) -> None:
-        self.most_responses = most_responses
-        self.most_bytes = most_bytes
+        self.max_responses = max_responses
+        self.max_bytes = max_bytes
         self._lock = threading.Lock()
         self._database = sqlite3.connect(path, check_same_thread=False)
         run = self._database.execute
         run("PRAGMA foreign_keys = ON")
         run("PRAGMA journal_mode = WAL")
-        run("PRAGMA synchronous = NORMAL")  # a power cut may cost the last ones, never the file
+        run("PRAGMA synchronous = NORMAL")  # a power cut may lose the last responses only
         self._database.executescript(SCHEMA)
 
     @property
     def totals(self) -> tuple[int, int]:
-        """How many responses there are, and their bytes."""
+        """The number of responses, and their bytes."""
         totals = "SELECT count(*), coalesce(sum(size), 0) FROM responses"
         count, size = self._database.execute(totals).fetchone()
         return count, size
@@ -88,17 +88,17 @@ class ResponseStore:
             self._database.close()
 
     def put(self, stored: Stored) -> None:
-        """Keep a response, and drop others until both bounds hold."""
-        response, given = orjson.dumps(stored.response), orjson.dumps(stored.input)
-        id, size = stored.response["id"], len(response) + len(given)
+        """Store a response, and drop the least recently used ones beyond the bounds."""
+        response, input_items = orjson.dumps(stored.response), orjson.dumps(stored.input)
+        id, size = stored.response["id"], len(response) + len(input_items)
         items = {(item["id"], id) for item in (*stored.input, *stored.response["output"])}
-        with self._lock, self._database as database:  # all of it or, if it raises, nothing
+        with self._lock, self._database as database:  # a transaction
             inserted = f"INSERT INTO responses VALUES (?, {NEXT_USE}, ?, ?, ?)"
-            database.execute(inserted, (id, size, response, given))
+            database.execute(inserted, (id, size, response, input_items))
             database.executemany("INSERT INTO items VALUES (?, ?)", items)
             count, total = self.totals
             oldest = "SELECT id FROM responses ORDER BY used LIMIT 1"
-            while count > self.most_responses or total > self.most_bytes:
+            while count > self.max_responses or total > self.max_bytes:
                 dropped = f"DELETE FROM responses WHERE id = ({oldest}) RETURNING size"
                 count, total = count - 1, total - database.execute(dropped).fetchone()[0]
 
@@ -106,26 +106,31 @@ class ResponseStore:
         with self._lock:
             return self._read(id)
 
-    def chain(self, id: str, most_bytes: float = math.inf) -> list[Stored]:
-        """A response and all before it in its conversation, first one first; or TooLarge."""
-        found: list[Stored] = []
-        following: str | None = id
-        with self._lock:
-            while following is not None:
-                most_bytes -= self._size(following)
-                if most_bytes < 0:
-                    raise TooLarge(id)
-                stored = self._read(following)
-                found.append(stored)
-                following = stored.response["previous_response_id"]
-            with contextlib.suppress(sqlite3.Error), self._database:  # a full disk can be read
-                used = f"UPDATE responses SET used = {NEXT_USE} WHERE id = ?"
-                self._database.executemany(used, [(each.response["id"],) for each in found])
-        return found[::-1]
+    def chain(self, id: str, max_bytes: float = math.inf) -> list[Stored]:
+        """Return the responses of a conversation, oldest first, up to the one with this id.
 
-    def items(self, ids: Set[str], most_bytes: float = math.inf) -> dict[str, Document]:
-        """Those input and output items of any stored response that there are, by their ids; or
-        TooLarge. Each response is read once, however many are of it."""
+        Raises NotStored or TooLarge.
+        """
+        chain: list[Stored] = []
+        next_id: str | None = id
+        with self._lock:
+            while next_id is not None:
+                max_bytes -= self._size(next_id)
+                if max_bytes < 0:
+                    raise TooLarge(id)
+                stored = self._read(next_id)
+                chain.append(stored)
+                next_id = stored.response["previous_response_id"]
+            with contextlib.suppress(sqlite3.Error), self._database:  # the disk may be full
+                used = f"UPDATE responses SET used = {NEXT_USE} WHERE id = ?"
+                self._database.executemany(used, [(stored.response["id"],) for stored in chain])
+        return chain[::-1]
+
+    def items(self, ids: Set[str], max_bytes: float = math.inf) -> dict[str, Document]:
+        """Return the input and output items of stored responses that have one of the ids.
+
+        Raises TooLarge if their responses exceed `max_bytes`. A response is read once.
+        """
         found: dict[str, Document] = {}
         of_item = "SELECT response_id FROM items WHERE id = ? LIMIT 1"
         for id in ids:
@@ -135,8 +140,8 @@ class ResponseStore:
                 row = self._database.execute(of_item, (id,)).fetchone()
                 if row is None:
                     continue
-                most_bytes -= self._size(row[0])
-                if most_bytes < 0:
+                max_bytes -= self._size(row[0])
+                if max_bytes < 0:
                     raise TooLarge(id)
                 stored = self._read(row[0])
             for item in (*stored.input, *stored.response["output"]):
@@ -150,15 +155,15 @@ class ResponseStore:
                 raise NotStored(id)
 
     def _read(self, id: str) -> Stored:
-        response, given = self._row("response, input", id)
-        return Stored(orjson.loads(response), orjson.loads(given))
+        response, input_items = self._row("response, input", id)
+        return Stored(orjson.loads(response), orjson.loads(input_items))
 
     def _size(self, id: str) -> int:
         return int(self._row("size", id)[0])
 
     def _row(self, columns: str, id: str) -> tuple[Any, ...]:
-        found = f"SELECT {columns} FROM responses WHERE id = ?"
-        row: tuple[Any, ...] | None = self._database.execute(found, (id,)).fetchone()
+        select = f"SELECT {columns} FROM responses WHERE id = ?"
+        row: tuple[Any, ...] | None = self._database.execute(select, (id,)).fetchone()
         if row is None:
             raise NotStored(id)
         return row

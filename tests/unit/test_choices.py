@@ -2,15 +2,18 @@
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import orjson
 import pytest
 
 from batching.errors import InvalidInput
-from server.openai.chat import ChatRequest, ChatResponseBuilder, with_config
+from server.core.delta_stream import UsageCounts
+from server.openai.chat import ChatFormat, ChatRequest, with_generation_config
 from server.openai.choices import ChoicesResponseBuilder
-from server.openai.completions import CompletionRequest, CompletionResponseBuilder
+from server.openai.completions import CompletionFormat, CompletionRequest
+from server.openai.endpoint import ParsedRequest
 from server.openai.request_fields import decode
 from tests.fake_generator import FakeGenerator
 from worker.messages.deltas import Delta, DeltaPart, TokenLogprob
@@ -32,35 +35,44 @@ TOKENS = [
 ]
 
 
-def chat(**fields: Any) -> ChoicesResponseBuilder:
+Builder = ChoicesResponseBuilder[Any, Any]
+
+
+def chat(**fields: Any) -> Builder:
     body = {"messages": [{"role": "user", "content": "x"}], "stream": True, **fields}
     request = decode(body, ChatRequest, lambda _: "demo")
-    return ChatResponseBuilder(request, FakeGenerator().call_id)
+    parsed = ParsedRequest(request, [request.generation_input()])
+    chat_format = ChatFormat(parsed.inputs[0], FakeGenerator().call_id)
+    return ChoicesResponseBuilder(parsed, UsageCounts(), chat_format)
 
 
 def test_a_configuration_stands_in_for_fields_that_are_missing() -> None:
     """As `transformers chat` sends it."""
     body = {"generation_config": '{"temperature": 0.5, "top_p": 0.4, "max_new_tokens": 9}'}
     asked = {"messages": [{"role": "user", "content": "hi"}], "top_p": 1, "max_tokens": None}
-    told = decode(with_config(body | asked), ChatRequest, lambda _: "demo").generation_input()
+    document = with_generation_config(body | asked)
+    told = decode(document, ChatRequest, lambda _: "demo").generation_input()
     assert (told.sampling.temperature, told.sampling.top_p) == (0.5, 1)
     # as many as there is room for: it always asks for some
     assert (told.stopping.max_tokens, told.stopping.default_tokens) == (None, 9)
     for wrong in ("{", "[]", ""):
         with pytest.raises(InvalidInput) as refused:
-            with_config({"generation_config": wrong})
+            with_generation_config({"generation_config": wrong})
         assert refused.value.param == "generation_config"
 
 
-def completion(**fields: Any) -> ChoicesResponseBuilder:
+def completion(**fields: Any) -> Builder:
     body = {"prompt": "x", "stream": True, **fields}
-    return CompletionResponseBuilder(decode(body, CompletionRequest, lambda _: "demo"), 10)
+    request = decode(body, CompletionRequest, lambda _: "demo")
+    parsed = ParsedRequest(request, request.generation_inputs(10))
+    scored = request.logprobs is not None
+    return ChoicesResponseBuilder(parsed, UsageCounts(), CompletionFormat(scored))
 
 
-def choices(reply: ChoicesResponseBuilder) -> list[dict[str, Any]]:
-    deltas = copy.deepcopy(TOKENS)  # they are the reply's, once they are added
-    made = [*reply.begin([]), *(event for each in deltas for event in reply.add(each))]
-    return [choice_of(event) for event in made]
+def choices(builder: Builder) -> list[dict[str, Any]]:
+    deltas = copy.deepcopy(TOKENS)  # a builder changes the deltas that it is given
+    events = [*builder.start([]), *(event for delta in deltas for event in builder.add(delta))]
+    return [choice_of(event) for event in events]
 
 
 def choice_of(event: bytes) -> dict[str, Any]:
@@ -106,16 +118,20 @@ def test_the_chosen_token_is_among_the_top_by_its_own_text() -> None:
     assert logprobs["top_logprobs"] == [{"er": -0.1, "é": -1.0}]
 
 
-def test_a_chunk_of_text_alone_is_like_any_other() -> None:
-    for make in (chat, completion):
-        templated, made = make(), make(n=2)
-        made._alike = False
-        for text in ("a", '"{}"\n', "é\u2028", "b"):
-            for index in (0, 1):
-                told = [
-                    choice_of(event)
-                    for reply in (templated, made)
-                    for event in reply.add(Delta(index, [DeltaPart("content", text)], 1))
-                ]
-                assert told[0] == told[1]
-                assert text in (told[0].get("text"), told[0].get("delta", {}).get("content"))
+@pytest.mark.parametrize("make", [chat, completion])
+@pytest.mark.parametrize("text", ["a", '"{}"\n', "é\u2028", "b"])
+def test_chunk_made_from_a_template_equals_the_encoded_struct(
+    make: Callable[..., Builder], text: str
+) -> None:
+    templated, encoded = make(), make(n=2)
+    encoded.head = templated.head
+    encoded._only_text = False
+    for index in (0, 1):
+        chunks = [
+            list(builder.add(Delta(index, [DeltaPart("content", text)], 1)))
+            for builder in (templated, encoded)
+        ]
+        assert chunks[0] == chunks[1]
+        [event] = chunks[0]
+        choice = choice_of(event)
+        assert text in (choice.get("text"), choice.get("delta", {}).get("content"))

@@ -1,8 +1,8 @@
-"""What is generated or heard for a request comes in parts, kept here until the client reads.
+"""The deltas of one request, buffered until its handler reads them.
 
-    each step's deltas → an AnswerStream → its reader, at the client's pace
+    step → deltas → DeltaStream.push → DeltaStream.read → handler, at the client's pace
 
-Event loop only. How a request's items are submitted and let go is worker_client.py's.
+Runs on the event loop only. Submission (worker_client.py) submits and releases the work items.
 """
 
 import asyncio
@@ -22,8 +22,12 @@ from worker.messages.generation import GenerationInput
 D = TypeVar("D")
 
 
-class AnswerStream(Submission, Generic[D]):
-    """One request's deltas, of all its items, until these are done."""
+class DeltaStream(Submission, Generic[D]):
+    """The deltas of all work items of a request.
+
+    `arrival` is set when there is something to read; setting it wakes the reader. `unfinished`
+    counts the parts of the response whose end has not been read.
+    """
 
     def __init__(
         self,
@@ -35,82 +39,85 @@ class AnswerStream(Submission, Generic[D]):
         cache_namespace: bytes = b"",
     ) -> None:
         self.deadlines = deadlines
-        self.arrival = asyncio.Event()  # set it to wake the reader
-        self.begun = False  # the first deltas have been read
-        self.unfinished = 1  # parts of the answer whose end has not been read
+        self.arrival = asyncio.Event()
+        self.started = False  # the first deltas have been read
+        self.unfinished = 1
         self._unread: list[D] = []
-        self._error: BaseException | None = None  # what ends the stream after what is unread
+        self._end: BaseException | None = None  # raised once all deltas are read
         super().__init__(worker_client, serves, payloads, deadlines, receive, self, cache_namespace)
         self._running = len(self.items)
         for item in self.items:
             item.future.add_done_callback(self._on_done)
 
     def push(self, delta: D) -> None:
-        """What a step gave."""
+        """Add a delta of a step."""
         self._unread.append(delta)
         self.arrival.set()
 
     def take(self) -> list[D]:
-        """What is unread, if anything."""
-        self.unfinished = int(self._running > 0 or self._error is not None)
+        """Return the unread deltas without waiting."""
+        self.unfinished = int(self._running > 0 or self._end is not None)
         deltas, self._unread = self._unread, []
         return deltas
 
-    def begin(self) -> None:
-        """The first deltas are there."""
-        self.begun = True
+    def start(self) -> None:
+        """Switch from the time limit of the first delta to that of the whole response."""
+        self.started = True
         self._expire_at(self.deadlines.whole)
 
-    def ended(self) -> BaseException | None:
-        """The worker is done with all items: what is wrong with that, if anything."""
+    def failure_at_end(self) -> BaseException | None:
+        """Return an error if the work items have ended without a complete response."""
         return None
 
     async def read(self) -> list[D]:
-        """What is new; nothing if woken. Raises whatever ended the request."""
+        """Wait for deltas; none if `arrival` was set for another reason.
+
+        Raises the error that ended the request.
+        """
         await self.arrival.wait()
         deltas = self.take()
-        if self._error is None:
+        if self._end is None:
             self.arrival.clear()
         elif not deltas:
-            raise self._error
-        if deltas and not self.begun:
-            self.begin()
+            raise self._end
+        if deltas and not self.started:
+            self.start()
         return deltas
 
     async def collect(self) -> list[D]:
-        """The whole answer, of which nobody looks at the parts."""
+        """Wait for the whole response; return all deltas. Raises the error that ended it."""
         await self.arrival.wait()
-        if self._error is None:
-            self.begin()
+        if self._end is None:
+            self.start()
             futures = [item.future for item in self.items]
             await asyncio.wait(futures, return_when=asyncio.FIRST_EXCEPTION)
         deltas = self.take()
-        if self.unfinished and self._error:
-            raise self._error
-        if not self.begun:
-            self.begin()
+        if self.unfinished and self._end:
+            raise self._end
+        if not self.started:
+            self.start()
         return deltas
 
     def _on_done(self, future: "asyncio.Future[None]") -> None:
-        """The worker is done with an item: no more deltas will come."""
+        """Count a work item that has ended; the first failure of an item ends the stream."""
         self._running -= 1
-        if self._error is not None:
-            return  # the first failure is the one that counts
-        self._error = ClientGone("the server is gone") if future.cancelled() else future.exception()
-        if self._error is None and not self._running:
-            self._error = self.ended()
-        if self._error is not None or not self._running:
+        if self._end is not None:
+            return
+        self._end = ClientGone("the server is gone") if future.cancelled() else future.exception()
+        if self._end is None and not self._running:
+            self._end = self.failure_at_end()
+        if self._end is not None or not self._running:
             self.arrival.set()
 
 
 @dataclass(slots=True)
 class UsageCounts:
-    """Tokens so far, of all choices."""
+    """Tokens of all choices so far. `reasoning` tokens are part of the completion's."""
 
     prompt: int = 0
     cached: int = 0
     completion: int = 0
-    reasoning: int = 0  # of the completion
+    reasoning: int = 0
 
     def count(self, delta: Delta) -> None:
         self.prompt += delta.prompt_tokens
@@ -119,35 +126,33 @@ class UsageCounts:
         self.reasoning += delta.reasoning_tokens
 
 
-class TokenStream(AnswerStream[Delta]):
-    """All choices of all a request's prompts, counted in `usage` when they are read.
+class TokenStream(DeltaStream[Delta]):
+    """The choices of all prompts of a request; `usage` counts the tokens that have been read.
 
-    What has not been read yet is merged, one delta a choice, so a slow reader costs no more memory
-    than its text.
+    Unread deltas of a choice are merged, so a slow reader takes no more memory than its text.
     """
 
     def __init__(
         self,
         worker_client: WorkerClient,
-        name: str,
+        serves: str,
         payloads: Sequence[GenerationInput | DecisionInput],
         deadlines: Deadlines,
-        usage: UsageCounts,
         receive: Receive | None,
         cache_namespace: bytes,
     ) -> None:
-        super().__init__(worker_client, name, payloads, deadlines, receive, cache_namespace)
-        self.usage = usage
+        super().__init__(worker_client, serves, payloads, deadlines, receive, cache_namespace)
+        self.usage = UsageCounts()
         self.unfinished = sum(payload.n for payload in payloads)  # choices
         self._choices: dict[int, Delta] = {}  # unread
 
     def push(self, delta: Delta) -> None:
-        if (earlier := self._choices.setdefault(delta.choice, delta)) is not delta:
-            earlier.merge(delta)
+        if (unread := self._choices.setdefault(delta.choice, delta)) is not delta:
+            unread.merge(delta)
         self.arrival.set()
 
     def take(self) -> list[Delta]:
-        """One delta a choice, in order."""
+        """Return one delta per choice, in order."""
         deltas = [self._choices[choice] for choice in sorted(self._choices)]
         self._choices = {}
         for delta in deltas:
@@ -155,10 +160,10 @@ class TokenStream(AnswerStream[Delta]):
             self.unfinished -= delta.finish_reason is not None
         return deltas
 
-    def begin(self) -> None:
-        super().begin()
+    def start(self) -> None:
+        super().start()
         waited_s = time.monotonic() - self.items[0].accepted_at
         self.worker_client.metrics.first_token.observe(waited_s)
 
-    def ended(self) -> BaseException:
+    def failure_at_end(self) -> BaseException:
         return ItemFailed("the model ended without a finish_reason")

@@ -12,12 +12,12 @@ import pytest
 
 from batching.errors import ItemFailed
 from batching.request_queue import RequestQueue, StepLane
-from server.core.answer_stream import AnswerStream
+from server.core.delta_stream import DeltaStream
 from server.core.worker_client import Deadlines
 
 
 @asynccontextmanager
-async def streaming() -> AsyncIterator[AnswerStream[str]]:
+async def streaming() -> AsyncIterator[DeltaStream[str]]:
     """Of one item, without a worker."""
     queue, loop = RequestQueue(10, time.monotonic), asyncio.get_running_loop()
 
@@ -27,9 +27,7 @@ async def streaming() -> AsyncIterator[AnswerStream[str]]:
         return queue.accept(payloads, deadline, StepLane(name, 10), name, stream, cache_namespace)
 
     worker_client: Any = SimpleNamespace(loop=loop, queue=queue, submit=submit)
-    with AnswerStream[str](
-        worker_client, "x", ["a"], Deadlines(math.inf, math.inf), None
-    ) as stream:
+    with DeltaStream[str](worker_client, "x", ["a"], Deadlines(math.inf, math.inf), None) as stream:
         yield stream
 
 
