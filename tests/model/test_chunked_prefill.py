@@ -220,16 +220,16 @@ def test_a_row_that_fails_in_a_later_chunk_fails_alone(
 
 
 class Slow(FakeRunner):
-    """Each text takes as many batches as it has words, and each batch a second."""
+    """Needs as many batches for a text as it has words, each of one second."""
 
     now = 1.0
 
     def forward(self, prepared: list[Any]) -> list[Any]:
         self.now += 1.0
-        self.batches.append([each[0] for each in prepared])
-        for each in prepared:
-            each.pop()
-        return [UNFINISHED if each else "done" for each in prepared]
+        self.batches.append([words[0] for words in prepared])
+        for words in prepared:
+            words.pop()
+        return [UNFINISHED if words else "done" for words in prepared]
 
 
 def slow_engine() -> tuple[PipelineEngine, Slow]:

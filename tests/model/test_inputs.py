@@ -1,4 +1,4 @@
-"""Which inputs are refused, in which words, and that it takes no time."""
+"""Unsuitable inputs are refused quickly, with messages that name what is accepted."""
 
 import io
 import json
@@ -22,7 +22,7 @@ from worker.pipeline.loading import PipelineOptions, load_runner
 
 
 def words(count: int) -> list[str]:
-    """Of the vocabulary."""
+    """Return words of the vocabulary."""
     return sorted(wordpiece())[:count]
 
 
@@ -49,12 +49,12 @@ def test_text_beyond_the_context_is_refused_with_both_counts() -> None:
     assert len(serve(run, [item("the " * 100, truncation=True)])[0][0]) == 64
 
 
-def test_limit_of_models_that_count_positions_from_padding_is_known() -> None:
+def test_the_context_of_models_that_count_positions_from_padding_is_shorter() -> None:
     run = runner("fill-mask", "roberta-mlm")
     assert run.pipe.model.config.max_position_embeddings == 66
     assert run.limit == 64
     texts = ["the " * n + "<mask>" for n in range(70)]
-    by_count = {len(run.pipe.tokenizer(each)["input_ids"]): each for each in texts}
+    by_count = {len(run.pipe.tokenizer(value)["input_ids"]): value for value in texts}
     assert len(serve(run, [item(by_count[64])])[0]) == 5
     assert "65 tokens" in str(refusal("fill-mask", "roberta-mlm", by_count[65]))
 
@@ -85,7 +85,7 @@ def test_hundred_thousand_words_are_refused_in_under_a_second(
     inputs = wrap("hello " * 100_000)
     labels = {"candidate_labels": "a"} if task == "zero-shot-classification" else {}
     runner(task, model)
-    started = time.process_time()  # ours alone: the machine may have more to do
+    started = time.process_time()  # of this process only: the machine may be busy
     refusal(task, model, inputs, **labels)
     assert time.process_time() - started < 1
 
@@ -99,7 +99,7 @@ def test_hundred_thousand_words_are_refused_in_under_a_second(
         ("text-generation", "llama-lm"),
     ],
 )
-def test_anything_but_a_text_is_refused(task: str, model: str) -> None:
+def test_inputs_other_than_texts_are_refused(task: str, model: str) -> None:
     for inputs in ("", None, 7, True, ["a"], [["a", "b"]], {"a": "b"}, b"bytes", {}, []):
         assert refusal(task, model, inputs).param in ("inputs", "inputs[0]")
     if task != "text-generation":
@@ -132,7 +132,7 @@ def test_messages_of_other_than_strings_are_refused(messages: list[Any], param: 
     assert refusal("text-generation", "llama-lm", messages).param == param
 
 
-def test_conversation_needs_a_chat_template() -> None:
+def test_a_conversation_needs_a_chat_template() -> None:
     run = runner("text-generation", "gpt2-nopad-lm")
     assert run.pipe.tokenizer.chat_template
     with pytest.MonkeyPatch.context() as patch:
@@ -145,24 +145,24 @@ def test_conversation_needs_a_chat_template() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "fine", "too_many"),
+    ("model", "accepted", "too_many"),
     [
         ("bert-mlm", {"top_k": 100}, {"top_k": 101}),
         ("deberta-mlm", {"top_k": 100}, {"top_k": 101}),  # it is not packed
         ("bert-mlm", {"top_k": 200, "targets": words(100)}, {"top_k": 200, "targets": words(101)}),
     ],
 )
-def test_answers_that_repeat_a_text_too_often_are_refused(
-    monkeypatch: pytest.MonkeyPatch, model: str, fine: Any, too_many: Any
+def test_a_fill_mask_response_that_repeats_a_long_text_is_refused(
+    monkeypatch: pytest.MonkeyPatch, model: str, accepted: Any, too_many: Any
 ) -> None:
     monkeypatch.setattr(limits, "MAX_FILLED_TOKENS", 20 * 100 * 35)  # 140 characters
-    runner("fill-mask", model).prepare(item("[MASK] " * 20, **fine))
+    runner("fill-mask", model).prepare(item("[MASK] " * 20, **accepted))
     assert refusal("fill-mask", model, "[MASK] " * 20, **too_many).param == "parameters.top_k"
     monkeypatch.setattr(limits, "MAX_FILLED_TOKENS", 20 * 4 * 35)
     assert refusal("fill-mask", model, "[MASK] " * 20).param == "inputs"
 
 
-def test_masks_of_more_scores_than_there_is_room_for_are_refused(
+def test_too_many_masks_for_the_vocabulary_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(limits, "MAX_MASK_SCORES", 20 * 260)
@@ -172,15 +172,15 @@ def test_masks_of_more_scores_than_there_is_room_for_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("labels", "fine"), [(["a"] * 10, 40), (",".join(["many words"] * 10), 40), (["a"] * 40, 10)]
+    ("labels", "longest"), [(["a"] * 10, 40), (",".join(["many words"] * 10), 40), (["a"] * 40, 10)]
 )
-def test_a_text_that_is_read_with_each_of_many_labels_is_short(
-    monkeypatch: pytest.MonkeyPatch, labels: Any, fine: int
+def test_a_text_with_many_labels_must_be_short(
+    monkeypatch: pytest.MonkeyPatch, labels: Any, longest: int
 ) -> None:
     monkeypatch.setattr("worker.pipeline.inputs.MAX_LABELLED_CHARS", 400)
     task, model = "zero-shot-classification", "bert-nli"
-    runner(task, model).prepare(item("a" * fine, candidate_labels=labels))
-    wrong = refusal(task, model, "a" * (fine + 1), candidate_labels=labels)
+    runner(task, model).prepare(item("a" * longest, candidate_labels=labels))
+    wrong = refusal(task, model, "a" * (longest + 1), candidate_labels=labels)
     assert "at most 400 characters times labels are accepted" in str(wrong)
 
 
@@ -224,10 +224,10 @@ def test_cells_that_are_numbers_or_empty_are_read_as_text() -> None:
     assert "answer" in serve(runner("table-question-answering", "tapas"), [item(inputs)])[0]
 
 
-# ── sound ──
+# ── audio ──
 
 
-def test_pieces_of_sound_that_bring_nothing_new_are_refused() -> None:
+def test_audio_chunks_that_only_overlap_are_refused() -> None:
     for chunk_s, stride_s in ((0.2, 0.1), (0.1, 0.049995)):
         wrong = refusal(
             ASR,
@@ -239,18 +239,18 @@ def test_pieces_of_sound_that_bring_nothing_new_are_refused() -> None:
         assert wrong.param == "parameters.chunk_length_s"
 
 
-def test_pieces_that_are_filled_up_are_few_for_their_sound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whisper hears a whole window, however short a piece is: here of two seconds."""
+def test_the_number_of_padded_chunks_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whisper runs a whole window, here of two seconds, for a chunk of any length."""
     monkeypatch.setattr(limits, "MAX_UNCHUNKED_S", 10.0)
     wrong = refusal(ASR, "whisper", tone(20), chunk_length_s=0.4, stride_length_s=0)
     assert "cut the 20 seconds into at most 45 chunks" in str(wrong)
     assert wrong.param == "parameters.chunk_length_s"
-    fine = item(tone(20), chunk_length_s=0.5, stride_length_s=0)
-    runner(ASR, "whisper").prepare(fine)
-    assert fine.rows == 40
+    accepted = item(tone(20), chunk_length_s=0.5, stride_length_s=0)
+    runner(ASR, "whisper").prepare(accepted)
+    assert accepted.rows == 40
 
 
-def test_long_sound_must_be_cut_into_pieces() -> None:
+def test_a_long_recording_must_be_cut_into_chunks() -> None:
     wrong = refusal(ASR, "wav2vec2-ctc", tone(301))
     assert "set chunk_length_s" in str(wrong)
 
@@ -265,7 +265,7 @@ def test_long_sound_must_be_cut_into_pieces() -> None:
         ("task", "translate"),
     ],
 )
-def test_what_whisper_cannot_do_is_refused_by_name(
+def test_parameters_that_whisper_does_not_support_are_refused(
     monkeypatch: pytest.MonkeyPatch, name: str, value: Any
 ) -> None:
     config = runner(ASR, "whisper").pipe.model.generation_config
@@ -277,19 +277,23 @@ def test_what_whisper_cannot_do_is_refused_by_name(
         refusal(ASR, "whisper", tone(1), language="en")
 
 
-def test_long_sound_is_heard_where_the_checkpoint_has_no_timestamps_by_default(
+def test_a_long_recording_is_transcribed_without_timestamps_by_default(
     tmp_path: Path,
 ) -> None:
-    """As OpenAI's own have it."""
+    """OpenAI's own checkpoints have this setting."""
     shutil.copytree(tiny.folder("whisper"), tmp_path, dirs_exist_ok=True)
     file = tmp_path / "generation_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "return_timestamps": False}))
     run = load_runner(PipelineOptions(str(tmp_path), task=ASR, device="cpu"), 8)
-    asked: list[dict[str, Any]] = [{}, {"return_timestamps": False}, {"return_timestamps": True}]
-    answers = serve(run, [item(tone(3), max_new_tokens=6, **each) for each in asked])
-    assert answers[0] == answers[1] == {"text": answers[2]["text"]}
-    assert answers[2]["chunks"]
+    parameters: list[dict[str, Any]] = [
+        {},
+        {"return_timestamps": False},
+        {"return_timestamps": True},
+    ]
+    results = serve(run, [item(tone(3), max_new_tokens=6, **chosen) for chosen in parameters])
+    assert results[0] == results[1] == {"text": results[2]["text"]}
+    assert results[2]["chunks"]
     short = serve(run, [item(tone(1), max_new_tokens=6)])[0]
     make: Any = pipeline
-    sound, _ = soundfile.read(io.BytesIO(tone(1)), dtype="float32")
-    assert short == make(ASR, model=str(tmp_path), device="cpu")(sound, max_new_tokens=6)
+    samples, _ = soundfile.read(io.BytesIO(tone(1)), dtype="float32")
+    assert short == make(ASR, model=str(tmp_path), device="cpu")(samples, max_new_tokens=6)

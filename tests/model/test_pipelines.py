@@ -1,4 +1,4 @@
-"""Each task's answers in a batch equal `transformers.pipeline` called on each input alone."""
+"""Results of text tasks in a batch equal `transformers.pipeline` called on each input alone."""
 
 import itertools
 import json
@@ -50,7 +50,7 @@ MASKED = [(9, 4), (1, 0), (20, 3), (5, 4), (14, 2, 7, 9), (3, 1), (17, 0, 16)]
     ],
 )
 def test_fill_mask_equals_the_pipeline(model: str, mask: str) -> None:
-    texts = [masked(mask, *each) for each in MASKED]
+    texts = [masked(mask, *positions) for positions in MASKED]
     parameters: tuple[dict[str, Any], ...] = (
         {},
         {"top_k": 2},
@@ -95,7 +95,7 @@ def test_token_classification_of_long_texts_in_strides_equals_the_pipeline() -> 
         mixed(long, *strides, {"aggregation_strategy": "simple"}),
         max_rows=4,
     )
-    assert max(each.rows for each in items) > 4, "wants an item with more rows than a batch"
+    assert max(item.rows for item in items) > 4, "needs an item with more rows than a batch"
 
 
 def test_zero_shot_classification_equals_the_pipeline() -> None:
@@ -115,45 +115,46 @@ def test_feature_extraction_equals_the_pipeline(model: str) -> None:
 
 def test_rows_as_wide_as_the_number_of_labels_keep_their_scores() -> None:
     calls: list[tuple[Any, dict[str, Any]]] = [
-        (each, {"top_k": None}) for each in ("xqz", "q", "zx")
+        (word, {"top_k": None}) for word in ("xqz", "q", "zx")
     ]
     items = assert_parity("text-classification", "llama-classify", calls)
-    assert [each.tokens for each in items] == [3, 1, 2]
+    assert [item.tokens for item in items] == [3, 1, 2]
     assert runner("text-classification", "llama-classify").pipe.model.config.num_labels == 3
 
 
-def test_truncating_and_other_calls_at_once_get_the_right_ids() -> None:
+def test_concurrent_calls_with_and_without_truncation_get_their_own_ids() -> None:
     run = runner("feature-extraction", "bert-base")
     long, short = text(300), text(11)
     expected = {
-        (each, truncation): oracle("feature-extraction", "bert-base").tokenizer(
-            each, truncation=truncation
+        (value, truncation): oracle("feature-extraction", "bert-base").tokenizer(
+            value, truncation=truncation
         )["input_ids"]
-        for each, truncation in ((long, True), (short, False))
+        for value, truncation in ((long, True), (short, False))
     }
     wrong: list[object] = []
 
-    def prepare_many(each: str, truncation: bool) -> None:
+    def prepare_many(value: str, truncation: bool) -> None:
         for _ in range(400):
-            one = item(each, truncation=truncation)
+            one = item(value, truncation=truncation)
             try:
                 run.prepare(one)
                 ids = one.prepared.chunks[0]["input_ids"][0].tolist()
-                assert ids == expected[each, truncation]
+                assert ids == expected[value, truncation]
             except (AssertionError, InvalidInput) as error:
                 wrong.append(error)
 
-    usual = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)  # threads take turns as often as they can
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # switch threads as often as possible
     threads = [
-        threading.Thread(target=prepare_many, args=each) for each in ((long, True), (short, False))
+        threading.Thread(target=prepare_many, args=arguments)
+        for arguments in ((long, True), (short, False))
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    sys.setswitchinterval(usual)
-    assert not wrong, f"{len(wrong)} times"
+    sys.setswitchinterval(interval)
+    assert not wrong, f"{len(wrong)} wrong results"
 
 
 # ── generation ──
@@ -173,7 +174,7 @@ def test_text_generation_equals_the_pipeline(model: str) -> None:
         {**GREEDY, "min_new_tokens": 5},
     )
     items = assert_parity("text-generation", model, mixed([*TEXTS, " \n"], *parameters))
-    assert max(each.batch_size for each in items) >= 9
+    assert max(item.batch_size for item in items) >= 9
 
 
 def test_conversations_equal_the_pipeline() -> None:
@@ -187,50 +188,56 @@ def test_conversations_equal_the_pipeline() -> None:
 
 
 def generated(run: PipelineRunner) -> list[list[int]]:
-    """The new tokens of each text, all texts in one batch."""
-    items = [item(each, **GREEDY) for each in TEXTS]
-    for each in items:
-        run.prepare(each)
-    outputs = [output for (output,) in run.forward([each.prepared for each in items])]
+    """Return the new tokens of each text, from one batch."""
+    items = [item(value, **GREEDY) for value in TEXTS]
+    for one in items:
+        run.prepare(one)
+    outputs = [output for (output,) in run.forward([one.prepared for one in items])]
     return [o["generated_sequence"][0, 0, o["input_ids"].shape[1] :].tolist() for o in outputs]
 
 
-def test_rows_that_end_early_get_no_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_finish_early_contain_no_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     run = runner("text-generation", "llama-lm")
     before = generated(run)
     frequent = Counter(itertools.chain.from_iterable(map(set, before)))
-    end = next(token for token, rows in frequent.most_common() if rows < len(TEXTS))
+    stop = next(token for token, rows in frequent.most_common() if rows < len(TEXTS))
     for pipe in (run.pipe, oracle("text-generation", "llama-lm")):
-        monkeypatch.setattr(base_generation_config(pipe), "eos_token_id", end)
+        monkeypatch.setattr(base_generation_config(pipe), "eos_token_id", stop)
     after = generated(run)
-    for row, cut in zip(before, after, strict=True):
-        assert cut == (row[: row.index(end) + 1] if end in row else row)
+    for row, shortened in zip(before, after, strict=True):
+        assert shortened == (row[: row.index(stop) + 1] if stop in row else row)
     assert len(set(map(len, after))) > 1
     assert_parity("text-generation", "llama-lm", mixed(TEXTS, GREEDY))
 
 
 @pytest.mark.parametrize("parameter", [{"repetition_penalty": 1.5}, {"no_repeat_ngram_size": 2}])
-def test_prompts_that_are_looked_back_at_are_not_padded(parameter: dict[str, Any]) -> None:
+def test_prompts_are_not_padded_where_parameters_read_them(
+    parameter: dict[str, Any],
+) -> None:
     run = runner("text-generation", "llama-lm")
-    plain, looking = ([item(each, **GREEDY, **more) for each in TEXTS] for more in ({}, parameter))
-    for each in (*plain, *looking):
-        run.prepare(each)
-    assert len({each.key for each in plain}) == 1
-    assert len({each.key for each in looking}) == len({each.tokens for each in looking}) > 1
+    plain, dependent = (
+        [item(value, **GREEDY, **more) for value in TEXTS] for more in ({}, parameter)
+    )
+    for one in (*plain, *dependent):
+        run.prepare(one)
+    assert len({one.key for one in plain}) == 1
+    assert len({one.key for one in dependent}) == len({one.tokens for one in dependent}) > 1
 
 
-def test_sampling_returns_as_many_sequences_as_asked_for() -> None:
+def test_sampling_returns_num_return_sequences() -> None:
     sample = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 6}
-    answers = serve(runner("text-generation", "llama-lm"), [item(each, **sample) for each in TEXTS])
-    for answer, prompt in zip(answers, TEXTS, strict=True):
-        assert len(answer) == 3
-        assert all(each["generated_text"].startswith(prompt) for each in answer)
+    results = serve(
+        runner("text-generation", "llama-lm"), [item(value, **sample) for value in TEXTS]
+    )
+    for result, prompt in zip(results, TEXTS, strict=True):
+        assert len(result) == 3
+        assert all(sequence["generated_text"].startswith(prompt) for sequence in result)
 
 
-def test_default_length_is_cut_to_the_context_for_each_prompt_alone() -> None:
+def test_the_default_length_is_reduced_to_the_context_per_prompt() -> None:
     run = runner("text-generation", "llama-lm")
     short, long = item(text(2), do_sample=False), item(text(60), do_sample=False)
-    alone = [serve(run, [item(each.payload.inputs, do_sample=False)])[0] for each in (short, long)]
+    alone = [serve(run, [item(one.payload.inputs, do_sample=False)])[0] for one in (short, long)]
     assert serve(run, [short, long]) == alone
     room = run.limit - long.prepared.tokens
     assert room < 256
@@ -241,8 +248,8 @@ def test_default_length_is_cut_to_the_context_for_each_prompt_alone() -> None:
 # ── the runner ──
 
 
-def test_forward_of_an_item_can_be_repeated() -> None:
-    """After a batch that ran out of memory its halves are run again."""
+def test_the_forward_of_an_item_can_be_repeated() -> None:
+    """A batch that runs out of memory is run again in halves."""
     for task, model, inputs in (
         ("token-classification", "bert-ner", text(5)),
         ("text-generation", "llama-lm", text(5)),
@@ -251,31 +258,31 @@ def test_forward_of_an_item_can_be_repeated() -> None:
         run = runner(task, model)
         one = item(inputs, **(GREEDY if task == "text-generation" else {}))
         run.prepare(one)
-        answers = [run.finish(one, run.forward([one.prepared])[0]) for _ in range(2)]
-        assert answers[0] == answers[1]
+        results = [run.finish(one, run.forward([one.prepared])[0]) for _ in range(2)]
+        assert results[0] == results[1]
 
 
-def test_a_short_text_passes_two_files_of_the_worker() -> None:
+def test_a_short_text_runs_code_of_two_worker_files() -> None:
     run, entered = runner("fill-mask", "bert-mlm"), set()
 
-    def note(frame: FrameType, event: str, argument: object) -> None:
+    def record(frame: FrameType, event: str, argument: object) -> None:
         path = Path(frame.f_code.co_filename)
         if event == "call" and path.is_relative_to(Path(linear.__file__).parents[2]):
             entered.add(path.name)
 
     one = item("the capital of [MASK] is paris")
-    sys.setprofile(note)
+    sys.setprofile(record)
     try:
         run.prepare(one)
-        answer = run.finish(one, run.forward([one.prepared])[0])
+        result = run.finish(one, run.forward([one.prepared])[0])
     finally:
         sys.setprofile(None)
     assert entered == {"runner.py", "packed_attention.py"}
-    read = item("the capital of [MASK] is paris", top_k=5)  # its parameters are looked at
-    assert [json.loads(answer)] == serve(run, [read])
+    checked = item("the capital of [MASK] is paris", top_k=5)  # parameters take the longer path
+    assert [json.loads(result)] == serve(run, [checked])
 
 
-def test_as_many_replicas_are_made_as_threads_work_at_once() -> None:
+def test_one_replica_is_copied_per_concurrent_thread() -> None:
     run = load_runner(PipelineOptions("demo", task="fill-mask", device="cpu"), 8)
     for _ in range(3):
         run.prepare(item("a [MASK] b"))
@@ -288,7 +295,7 @@ def test_as_many_replicas_are_made_as_threads_work_at_once() -> None:
 
 
 @pytest.mark.parametrize("model", sorted(tiny.TASKS))
-def test_warm_up_passes_for_every_model(model: str) -> None:
+def test_warm_up_succeeds_for_every_model(model: str) -> None:
     run: PipelineRunner = runner(tiny.TASKS[model], model)
     run.warm_up()
     assert json.dumps(run.info.batching)
@@ -310,7 +317,7 @@ def linears(run: PipelineRunner) -> set[type]:
     return {type(module) for module in run.pipe.model.modules() if isinstance(module, kinds)}
 
 
-def test_bfloat16_weights_are_multiplied_in_float32_where_it_is_emulated(
+def test_bfloat16_weights_are_multiplied_in_float32_where_bfloat16_is_emulated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = emulating(monkeypatch)
@@ -320,29 +327,29 @@ def test_bfloat16_weights_are_multiplied_in_float32_where_it_is_emulated(
         "text-classification", model=str(tiny.folder("bert-classify")), dtype=torch.bfloat16
     )
     texts = [text(3 + 4 * number, number) for number in range(6)]
-    every = {"top_k": None}
-    answers = serve(run, [item(each, **every) for each in texts])
-    for answer, each in zip(answers, texts, strict=True):
-        own = {score["label"]: score["score"] for score in call(each, **every)}
-        ours = {score["label"]: score["score"] for score in answer}
-        assert ours == pytest.approx(own, abs=0.02)
+    all_labels = {"top_k": None}
+    results = serve(run, [item(value, **all_labels) for value in texts])
+    for result, value in zip(results, texts, strict=True):
+        expected = {score["label"]: score["score"] for score in call(value, **all_labels)}
+        scores = {score["label"]: score["score"] for score in result}
+        assert scores == pytest.approx(expected, abs=0.02)
 
 
 def test_without_packed_products_nothing_is_laid_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not every CPU has them: Apple's has not."""
+    """Not every CPU has them; Apple's has not."""
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert linears(emulating(monkeypatch)) == {nn.Linear}
 
 
-def test_layers_whose_weights_are_looked_at_stay_as_they_are(
+def test_layers_whose_weights_are_read_are_not_replaced(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def looks(run: PipelineRunner) -> None:
+    def read_weights(run: PipelineRunner) -> None:
         for module in run.pipe.model.modules():
             if isinstance(module, PackedLinear):
                 _ = module.weight.sum()
 
-    monkeypatch.setattr(PipelineRunner, "warm_up", looks)
+    monkeypatch.setattr(PipelineRunner, "warm_up", read_weights)
     run = emulating(monkeypatch)
     assert linears(run) == {nn.Linear}
     assert "DTYPE=float32 is faster here" in caplog.records[-1].message

@@ -1,4 +1,4 @@
-"""Answers about images, sounds, documents and tables equal the pipeline's."""
+"""Results for images, audio, documents and tables equal the pipeline's."""
 
 import io
 from typing import Any
@@ -45,13 +45,13 @@ def noise(seed: int, seconds: float) -> np.ndarray:
 def assert_files_equal_the_pipeline(
     task: str, model: str, files: list[tuple[bytes, Any]], *parameters: dict[str, Any]
 ) -> list[Any]:
-    """Our runner gets bytes; the pipeline the decoded image or samples."""
+    """Give the runner bytes, and the pipeline the decoded image or samples."""
     calls = [(data, decoded, chosen) for data, decoded in files for chosen in parameters]
     items = [item(data, **chosen) for data, _, chosen in calls]
-    answers = serve(runner(task, model), items)
-    for answer, (_, decoded, chosen) in zip(answers, calls, strict=True):
+    results = serve(runner(task, model), items)
+    for result, (_, decoded, chosen) in zip(results, calls, strict=True):
         decoded = decoded.copy()
-        assert_same(answer, plain(oracle(task, model)(decoded, **chosen)))
+        assert_same(result, plain(oracle(task, model)(decoded, **chosen)))
     return items
 
 
@@ -59,25 +59,25 @@ def test_image_classification_equals_the_pipeline() -> None:
     shapes = [(40, 30), (32, 32), (100, 7), (64, 64)]
     data = [png(i, size) for i, size in enumerate(shapes)]
     data += [png(7, (33, 20), "L"), png(8, (20, 33), "RGBA")]
-    files = [(each, Image.open(io.BytesIO(each))) for each in data]
+    files = [(png_file, Image.open(io.BytesIO(png_file))) for png_file in data]
     items = assert_files_equal_the_pipeline(
         "image-classification", "vit", files, {}, {"top_k": 2}, {"function_to_apply": "none"}
     )
-    assert {each.batch_size for each in items} == {len(items)}
+    assert {item.batch_size for item in items} == {len(items)}
 
 
 def test_audio_classification_equals_the_pipeline() -> None:
-    sounds = [noise(i, seconds) for i, seconds in enumerate((0.5, 0.8, 0.5, 0.5, 0.31))]
-    files = [(wav(each), each) for each in sounds]
+    recordings = [noise(i, seconds) for i, seconds in enumerate((0.5, 0.8, 0.5, 0.5, 0.31))]
+    files = [(wav(samples), samples) for samples in recordings]
     items = assert_files_equal_the_pipeline(
         "audio-classification", "wav2vec2-classify", files, {}, {"top_k": 1}, {"top_k": None}
     )
-    assert max(each.batch_size for each in items) == 9, "only sounds of one length share a batch"
+    assert max(item.batch_size for item in items) == 9, "recordings of one length share a batch"
 
 
 def test_speech_recognition_with_ctc_equals_the_pipeline() -> None:
-    sounds = [noise(i, seconds) for i, seconds in enumerate((0.5, 2.7, 0.5, 1.3))]
-    files = [(wav(each), each) for each in sounds]
+    recordings = [noise(i, seconds) for i, seconds in enumerate((0.5, 2.7, 0.5, 1.3))]
+    files = [(wav(samples), samples) for samples in recordings]
     chunked = {"chunk_length_s": 0.6, "stride_length_s": 0.1}
     items = assert_files_equal_the_pipeline(
         "automatic-speech-recognition",
@@ -89,12 +89,12 @@ def test_speech_recognition_with_ctc_equals_the_pipeline() -> None:
         {**chunked, "return_timestamps": "word"},
         {"return_timestamps": "char"},
     )
-    assert max(each.rows for each in items) > 5
+    assert max(item.rows for item in items) > 5
 
 
 def test_speech_recognition_with_whisper_equals_the_pipeline() -> None:
-    sounds = [noise(i, seconds) for i, seconds in enumerate((0.5, 1.1, 3.5, 3.5))]
-    files = [(wav(each), each) for each in sounds]
+    recordings = [noise(i, seconds) for i, seconds in enumerate((0.5, 1.1, 3.5, 3.5))]
+    files = [(wav(samples), samples) for samples in recordings]
     short = {"max_new_tokens": 6}
     items = assert_files_equal_the_pipeline(
         "automatic-speech-recognition",
@@ -105,7 +105,9 @@ def test_speech_recognition_with_whisper_equals_the_pipeline() -> None:
         {"return_timestamps": "word", **short},
         {"return_timestamps": True, "chunk_length_s": 1.5, **short},
     )
-    assert max(each.batch_size for each in items) >= 2, "up to two seconds are one shape"
+    assert max(item.batch_size for item in items) >= 2, (
+        "recordings of up to two seconds are stacked"
+    )
 
 
 def table(rows: int) -> dict[str, list[str]]:
@@ -121,7 +123,7 @@ def test_table_question_answering_equals_the_pipeline() -> None:
     assert_parity(
         "table-question-answering",
         "tapas",
-        [(each, chosen) for each in inputs for chosen in ({}, {"sequential": True})],
+        [(value, chosen) for value in inputs for chosen in ({}, {"sequential": True})],
     )
 
 

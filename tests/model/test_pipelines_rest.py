@@ -1,4 +1,4 @@
-"""Answers about images and sounds, and in sound, equal the pipeline's: the remaining tasks."""
+"""Results of the remaining tasks, with images and audio, equal the pipeline's."""
 
 import base64
 import io
@@ -18,7 +18,7 @@ from tests.parity import assert_same, item, oracle, refusal, runner, serve, text
 from worker.media.inputs import to_json
 from worker.pipeline.limits import values_per_pixel
 
-PICTURES = [
+IMAGES = [
     png(1, (40, 30)),
     png(2, (32, 32)),
     png(3, (50, 70)),
@@ -39,56 +39,56 @@ def encoded(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def answers_like_the_pipeline(
+def assert_equal_to_the_pipeline(
     task: str, model: str, calls: list[tuple[Any, dict[str, Any], dict[str, Any]]]
 ) -> list[Any]:
-    """Each call: what a client sends, the same as the pipeline's keywords, the parameters."""
+    """Compare the results of calls, each of inputs, the pipeline's arguments, and parameters."""
     run, call = runner(task, model), oracle(task, model)
     run.warm_up()
-    answers = serve(run, [item(sent, **parameters) for sent, _, parameters in calls])
+    answers = serve(run, [item(inputs, **parameters) for inputs, _, parameters in calls])
     for answer, (_, keywords, parameters) in zip(answers, calls, strict=True):
-        given = [keywords[""]] if "" in keywords else []
+        positional = [keywords[""]] if "" in keywords else []
         named = {key: value for key, value in keywords.items() if key}
-        assert_same(answer, orjson.loads(to_json(call(*given, **named, **parameters))))
+        assert_same(answer, orjson.loads(to_json(call(*positional, **named, **parameters))))
     return answers
 
 
-def pictures_like_the_pipeline(
+def assert_images_equal_to_the_pipeline(
     task: str, model: str, *parameters: dict[str, Any]
 ) -> list[list[Any]]:
-    """A list of answers for each set of parameters."""
-    calls = [(data, {"": opened(data)}, chosen) for chosen in parameters for data in PICTURES]
-    answers = answers_like_the_pipeline(task, model, calls)
-    return [answers[i : i + len(PICTURES)] for i in range(0, len(answers), len(PICTURES))]
+    """Return a list of results for each set of parameters."""
+    calls = [(data, {"": opened(data)}, chosen) for chosen in parameters for data in IMAGES]
+    answers = assert_equal_to_the_pipeline(task, model, calls)
+    return [answers[i : i + len(IMAGES)] for i in range(0, len(answers), len(IMAGES))]
 
 
-def unlike(answers: list[Any]) -> bool:
-    return len({orjson.dumps(answer) for answer in answers}) == len(answers)
+def all_differ(results: list[Any]) -> bool:
+    return len({orjson.dumps(result) for result in results}) == len(results)
 
 
 def test_image_feature_extraction_equals_the_pipeline() -> None:
-    whole, pooled = pictures_like_the_pipeline(
+    whole, pooled = assert_images_equal_to_the_pipeline(
         "image-feature-extraction", "vit-base", {}, {"pool": True}
     )
-    assert unlike(whole)
+    assert all_differ(whole)
     assert len(whole[0][0]) == 17, "16 patches and one token"
-    assert unlike(pooled)
+    assert all_differ(pooled)
 
 
 @recent
 def test_semantic_segmentation_equals_the_pipeline() -> None:
-    default, semantic = pictures_like_the_pipeline(
+    default, semantic = assert_images_equal_to_the_pipeline(
         "image-segmentation", "segformer", {}, {"subtask": "semantic"}
     )
     assert default == semantic
-    assert unlike(default)
+    assert all_differ(default)
     mask = Image.open(io.BytesIO(base64.b64decode(default[2][0]["mask"])))
     assert (mask.mode, mask.size) == ("L", (70, 50))
 
 
 def test_panoptic_segmentation_equals_the_pipeline() -> None:
     low = {"threshold": 0.0, "mask_threshold": 0.3, "overlap_mask_area_threshold": 0.0}
-    _, panoptic, instance, strict = pictures_like_the_pipeline(
+    _, panoptic, instance, strict = assert_images_equal_to_the_pipeline(
         "image-segmentation",
         "detr-panoptic",
         {},
@@ -103,42 +103,42 @@ def test_panoptic_segmentation_equals_the_pipeline() -> None:
 
 @pytest.mark.parametrize("model", ["yolos", "detr"])
 def test_object_detection_equals_the_pipeline(model: str) -> None:
-    _, everything, strict = pictures_like_the_pipeline(
+    _, everything, strict = assert_images_equal_to_the_pipeline(
         "object-detection", model, {}, {"threshold": 0.0}, {"threshold": 0.85}
     )
     assert strict != everything
-    assert unlike(everything)
+    assert all_differ(everything)
     assert set(everything[0][0]) == {"score", "label", "box"}
 
 
 def test_depth_estimation_equals_the_pipeline() -> None:
-    (answers,) = pictures_like_the_pipeline("depth-estimation", "glpn", {})
-    assert unlike(answers)
+    (answers,) = assert_images_equal_to_the_pipeline("depth-estimation", "glpn", {})
+    assert all_differ(answers)
     assert len(answers[2]["predicted_depth"]) == 50
     assert opened(base64.b64decode(answers[2]["depth"])).size == (70, 50)
 
 
 def test_zero_shot_image_classification_equals_the_pipeline() -> None:
     labels = {"candidate_labels": ["cat", "deep blue sky", "seven people in Berlin"]}
-    for answers in pictures_like_the_pipeline(
+    for answers in assert_images_equal_to_the_pipeline(
         "zero-shot-image-classification",
         "clip",
         labels,
         {**labels, "hypothesis_template": "The {} film."},
         {"candidate_labels": ["snow"]},
     )[:2]:
-        assert unlike(answers)
+        assert all_differ(answers)
 
 
 def test_zero_shot_audio_classification_equals_the_pipeline() -> None:
     labels = {"candidate_labels": ["music", "a lazy dog", "people in the city"]}
     calls: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
-        (wav(sound), {"": sound}, chosen)
-        for sound in (noise(i, seconds) for i, seconds in enumerate((0.4, 0.9, 0.9)))
+        (wav(samples), {"": samples}, chosen)
+        for samples in (noise(i, seconds) for i, seconds in enumerate((0.4, 0.9, 0.9)))
         for chosen in (labels, {**labels, "hypothesis_template": "It is {}."})
     ]
-    answers = answers_like_the_pipeline("zero-shot-audio-classification", "clap", calls)
-    assert unlike(answers)
+    answers = assert_equal_to_the_pipeline("zero-shot-audio-classification", "clap", calls)
+    assert all_differ(answers)
 
 
 def test_zero_shot_object_detection_equals_the_pipeline() -> None:
@@ -150,12 +150,12 @@ def test_zero_shot_object_detection_equals_the_pipeline() -> None:
             {"": opened(data), "candidate_labels": labels},
             chosen,
         )
-        for data in PICTURES
+        for data in IMAGES
         for chosen in parameters
     ]
-    answers = answers_like_the_pipeline("zero-shot-object-detection", "owlvit", calls)
+    answers = assert_equal_to_the_pipeline("zero-shot-object-detection", "owlvit", calls)
     assert all(answers[1::3])
-    assert unlike(answers[1::3])
+    assert all_differ(answers[1::3])
     assert {len(answer) for answer in answers[2::3]} == {3}
 
 
@@ -171,21 +171,21 @@ def test_image_text_to_text_equals_the_pipeline() -> None:
             {"images": opened(data), "text": f"<image> {text(4, i)}"},
             chosen,
         )
-        for i, data in enumerate(PICTURES)
+        for i, data in enumerate(IMAGES)
         for chosen in parameters
     ]
-    answers = answers_like_the_pipeline("image-text-to-text", "llava", calls)
-    assert unlike(answers[::3])
+    answers = assert_equal_to_the_pipeline("image-text-to-text", "llava", calls)
+    assert all_differ(answers[::3])
 
 
 @recent
 def test_text_to_audio_equals_the_pipeline() -> None:
     texts = ["hello", "the film was wonderful", "grass is green and snow is white"]
     calls: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
-        (each, {"": each}, {}) for each in texts
+        (value, {"": value}, {}) for value in texts
     ]
-    answers = answers_like_the_pipeline("text-to-audio", "vits", calls)
-    assert unlike(answers)
+    answers = assert_equal_to_the_pipeline("text-to-audio", "vits", calls)
+    assert all_differ(answers)
     assert {answer["sampling_rate"] for answer in answers} == {16000}
 
 
@@ -193,26 +193,26 @@ def test_keypoint_matching_equals_the_pipeline() -> None:
     parameters: list[dict[str, Any]] = [{}, {"threshold": 0.1}]
     calls: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
         ({"images": [encoded(one), encoded(other)]}, {"": [opened(one), opened(other)]}, chosen)
-        for one, other in ((PICTURES[0], PICTURES[2]), (PICTURES[1], PICTURES[3]))
+        for one, other in ((IMAGES[0], IMAGES[2]), (IMAGES[1], IMAGES[3]))
         for chosen in parameters
     ]
-    answers = answers_like_the_pipeline("keypoint-matching", "superglue", calls)
+    answers = assert_equal_to_the_pipeline("keypoint-matching", "superglue", calls)
     assert all(answers[::2])
-    assert unlike(answers[::2])
+    assert all_differ(answers[::2])
     assert set(answers[0][0]) == {"keypoint_image_0", "keypoint_image_1", "score"}
 
 
 @pytest.mark.parametrize(
-    "images", [None, [], [PICTURES[0]], PICTURES[:3]], ids=["one", "none", "a list of one", "three"]
+    "images", [None, [], [IMAGES[0]], IMAGES[:3]], ids=["one", "none", "a list of one", "three"]
 )
-def test_keypoints_are_matched_in_two_images(images: list[bytes] | None) -> None:
-    given = encoded(PICTURES[0]) if images is None else list(map(encoded, images))
-    error = refusal("keypoint-matching", "superglue", {"images": given})
+def test_keypoint_matching_needs_two_images(images: list[bytes] | None) -> None:
+    value = encoded(IMAGES[0]) if images is None else list(map(encoded, images))
+    error = refusal("keypoint-matching", "superglue", {"images": value})
     assert (str(error), error.param) == ("must be a list of two images", "inputs.images")
 
 
-def test_an_image_that_is_a_path_is_said_which() -> None:
-    images = [encoded(PICTURES[0]), "/etc/passwd"]
+def test_an_error_names_the_image_that_is_a_path() -> None:
+    images = [encoded(IMAGES[0]), "/etc/passwd"]
     error = refusal("keypoint-matching", "superglue", {"images": images})
     assert error.param == "inputs.images[1]"
     assert "paths and links are not opened" in str(error)
@@ -221,19 +221,19 @@ def test_an_image_that_is_a_path_is_said_which() -> None:
 @pytest.mark.parametrize(
     ("task", "model", "inputs", "parameters"),
     [
-        ("image-feature-extraction", "vit-base", PICTURES[0], {}),
-        ("zero-shot-image-classification", "clip", PICTURES[0], {"candidate_labels": ["a"]}),
+        ("image-feature-extraction", "vit-base", IMAGES[0], {}),
+        ("zero-shot-image-classification", "clip", IMAGES[0], {"candidate_labels": ["a"]}),
         (
             "zero-shot-object-detection",
             "owlvit",
-            {"image": encoded(PICTURES[0]), "candidate_labels": ["one", "two"]},
+            {"image": encoded(IMAGES[0]), "candidate_labels": ["one", "two"]},
             {},
         ),
-        ("image-text-to-text", "llava", {"images": encoded(PICTURES[0]), "text": "<image> a"}, {}),
-        ("keypoint-matching", "superglue", {"images": [encoded(PICTURES[0])] * 2}, {}),
+        ("image-text-to-text", "llava", {"images": encoded(IMAGES[0]), "text": "<image> a"}, {}),
+        ("keypoint-matching", "superglue", {"images": [encoded(IMAGES[0])] * 2}, {}),
     ],
 )
-def test_no_decoded_image_waits_for_the_worker(
+def test_a_prepared_item_holds_no_decoded_image(
     task: str, model: str, inputs: Any, parameters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, taken = runner(task, model), []
@@ -248,19 +248,19 @@ def test_no_decoded_image_waits_for_the_worker(
     run.prepare(prepared)
     assert taken[0] == 40 * 30 * (2 if task == "keypoint-matching" else 1)
     assert run.decode_limiter.taken == 0
-    assert not [each for each in leaves(prepared.prepared.chunks) if isinstance(each, Image.Image)]
+    assert not [leaf for leaf in leaves(prepared.prepared.chunks) if isinstance(leaf, Image.Image)]
 
 
 def leaves(value: Any) -> list[Any]:
     if isinstance(value, (dict, UserDict)):
         return leaves(list(value.values()))
     if isinstance(value, (list, tuple)):
-        return [leaf for each in value for leaf in leaves(each)]
+        return [leaf for element in value for leaf in leaves(element)]
     return [value]
 
 
-def test_an_image_is_kept_once_for_all_labels() -> None:
-    inputs = {"image": encoded(PICTURES[0]), "candidate_labels": ["one", "two", "three"]}
+def test_an_image_is_stored_once_for_all_labels() -> None:
+    inputs = {"image": encoded(IMAGES[0]), "candidate_labels": ["one", "two", "three"]}
     prepared = item(inputs)
     runner("zero-shot-object-detection", "owlvit").prepare(prepared)
     assert len({id(chunk["pixel_values"]) for chunk in prepared.prepared.chunks}) == 1
@@ -268,7 +268,7 @@ def test_an_image_is_kept_once_for_all_labels() -> None:
 
 
 def test_the_number_of_labels_for_detection_is_bounded() -> None:
-    inputs = {"image": encoded(PICTURES[0]), "candidate_labels": ["one"] * 129}
+    inputs = {"image": encoded(IMAGES[0]), "candidate_labels": ["one"] * 129}
     wrong = refusal("zero-shot-object-detection", "owlvit", inputs)
     assert (str(wrong), wrong.param) == (
         "there are 129 labels; at most 128 are accepted",
@@ -276,20 +276,26 @@ def test_the_number_of_labels_for_detection_is_bounded() -> None:
     )
 
 
-PICTURE = {"image": encoded(PICTURES[0]), "candidate_labels": ["one", "two", "three"]}
-SPEAK = {"max_new_tokens": 20}
+DETECTION_INPUT = {"image": encoded(IMAGES[0]), "candidate_labels": ["one", "two", "three"]}
+SHORT = {"max_new_tokens": 20}
 
 
 @pytest.mark.parametrize(
     ("task", "model", "inputs", "parameters", "forwards"),
     [
-        ("text-generation", "llama-lm", "hello", {**SPEAK, "do_sample": False}, 20),
-        ("text-generation", "llama-lm", "hello", {**SPEAK, "num_beams": 8, "do_sample": False}, 20),
-        ("automatic-speech-recognition", "whisper", wav(noise(1, 4.0)), SPEAK, 20),
-        ("zero-shot-object-detection", "owlvit", PICTURE, {}, 3),
+        ("text-generation", "llama-lm", "hello", {**SHORT, "do_sample": False}, 20),
+        (
+            "text-generation",
+            "llama-lm",
+            "hello",
+            {**SHORT, "num_beams": 8, "do_sample": False},
+            20,
+        ),
+        ("automatic-speech-recognition", "whisper", wav(noise(1, 4.0)), SHORT, 20),
+        ("zero-shot-object-detection", "owlvit", DETECTION_INPUT, {}, 3),
     ],
 )
-def test_what_nobody_waits_for_ends_before_the_next_forward(
+def test_a_cancelled_batch_stops_before_the_next_forward(
     task: str, model: str, inputs: Any, parameters: dict[str, Any], forwards: int
 ) -> None:
     run, items, after = runner(task, model), [item(inputs, **parameters) for _ in range(2)], 2
@@ -299,19 +305,22 @@ def test_what_nobody_waits_for_ends_before_the_next_forward(
         nonlocal count
         count += 1
         if count == after:
-            for each in leaving:
-                each.prepared.future.done.return_value = True
+            for one in cancelled:
+                one.prepared.future.done.return_value = True
 
-    for each in items:
-        run.prepare(each)
-        each.prepared.future = Mock(**{"done.return_value": False})
+    for one in items:
+        run.prepare(one)
+        one.prepared.future = Mock(**{"done.return_value": False})
     hook = run.pipe.model.register_forward_hook(step)
     try:
-        for leaving in (items[:1], items):  # somebody still waits; nobody does
+        for cancelled in (items[:1], items):  # one item is still open; none is
             count = 0
-            raw = run.forward([each.prepared for each in items])
-            assert (count == after, count >= forwards) == (leaving is items, leaving is not items)
-            assert (raw == [None, None]) == (leaving is items)
+            raw = run.forward([one.prepared for one in items])
+            assert (count == after, count >= forwards) == (
+                cancelled is items,
+                cancelled is not items,
+            )
+            assert (raw == [None, None]) == (cancelled is items)
     finally:
         hook.remove()
 
@@ -320,27 +329,27 @@ def test_what_nobody_waits_for_ends_before_the_next_forward(
     ("task", "model", "values"),
     [("depth-estimation", "glpn", 16), ("image-segmentation", "detr-panoptic", 10)],
 )
-def test_an_answer_as_large_as_the_image_takes_of_the_budget_too(
+def test_an_output_as_large_as_the_image_uses_the_decode_limit_too(
     task: str, model: str, values: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, taken = runner(task, model), []
-    prepared = item(PICTURES[0])
+    prepared = item(IMAGES[0])
     run.prepare(prepared)
     (raw,) = run.forward([prepared.prepared])
     monkeypatch.setattr(run.pipe.model.config, "num_queries", values, raising=False)
     monkeypatch.setattr(run.reader, "values_per_pixel", values_per_pixel(task, run.pipe))
 
-    def seen(answer: Any) -> bytes:
+    def record(result: Any) -> bytes:
         taken.append(run.decode_limiter.taken)
-        return to_json(answer)
+        return to_json(result)
 
-    monkeypatch.setattr("worker.pipeline.runner.to_json", seen)
+    monkeypatch.setattr("worker.pipeline.runner.to_json", record)
     run.finish(prepared, raw)
     assert taken == [40 * 30 * values // 8]
     assert run.decode_limiter.taken == 0
     monkeypatch.setattr(run.decode_limiter, "size", 40 * 30 + 1)
     with pytest.raises(InvalidInput, match=f"where each gets {values} values"):
-        run.prepare(item(PICTURES[0]))
+        run.prepare(item(IMAGES[0]))
 
 
 QUESTIONS = {
@@ -357,8 +366,8 @@ def test_decision_equals_the_pipeline() -> None:
         for state in ("I was charged twice.", {"message": ["hello", 3]})
         for request in ({"state": state, "questions": QUESTIONS},)
     ]
-    answers = answers_like_the_pipeline("decision", "decider", calls)
-    assert unlike(answers)
+    answers = assert_equal_to_the_pipeline("decision", "decider", calls)
+    assert all_differ(answers)
     assert {name: answer["type"] for name, answer in answers[0].items()} == {
         "refund": "noul",
         "tone": "choice",
@@ -379,7 +388,7 @@ def test_decision_equals_the_pipeline() -> None:
         ({"state": "a", "questions": QUESTIONS, "assets": {"a": "/etc/passwd"}}, "takes an object"),
     ],
 )
-def test_decisions_that_cannot_be_taken(request_: Any, message: str) -> None:
+def test_malformed_decisions_are_refused(request_: Any, message: str) -> None:
     assert message in str(refusal("decision", "decider", request_))
 
 

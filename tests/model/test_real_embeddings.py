@@ -1,4 +1,4 @@
-"""all-MiniLM-L6-v2 as sentence-transformers has it, where both are installed."""
+"""Vectors of all-MiniLM-L6-v2 equal sentence-transformers', where both are installed."""
 
 import importlib
 from pathlib import Path
@@ -26,16 +26,16 @@ def embedder() -> Embedder:
     return load_embedder(ScoringOptions(MODEL))
 
 
-def test_paraphrases_are_nearer_than_strangers(embedder: Embedder) -> None:
+def test_paraphrases_are_more_similar_than_other_sentences(embedder: Embedder) -> None:
     sides = [embed(embedder, list(side)).vectors for side in zip(*PARAPHRASES, strict=True)]
-    near = sides[0] @ sides[1].T
-    assert (near.argmax(1) == np.arange(len(PARAPHRASES))).all()
+    similarities = sides[0] @ sides[1].T
+    assert (similarities.argmax(1) == np.arange(len(PARAPHRASES))).all()
 
 
-def test_vectors_are_sentence_transformers(embedder: Embedder) -> None:
+def test_vectors_equal_sentence_transformers(embedder: Embedder) -> None:
     module: Any = pytest.importorskip("sentence_transformers")
     oracle = importlib.import_module(module.__name__).SentenceTransformer(MODEL, device="cpu")
     texts = [text for pair in PARAPHRASES for text in pair]
     texts += ["word", "a long one: " + "the quick brown fox jumps over the lazy dog " * 15]
-    ours = embed(embedder, texts).vectors
-    assert ((ours * oracle.encode(texts)).sum(1) > 0.9999).all()
+    vectors = embed(embedder, texts).vectors
+    assert ((vectors * oracle.encode(texts)).sum(1) > 0.9999).all()
