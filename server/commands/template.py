@@ -70,15 +70,15 @@ def main() -> None:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="scripts/template",
-        description="Say what is learned from a model's chat template, and what could not be.",
+        description="Report the formats inferred from a model's chat template, and what it lacks.",
     )
     parser.add_argument("template", metavar="MODEL|FILE.jinja", help="a checkpoint, or a template")
-    parser.add_argument("--tokenizer", metavar="DIR", help="the tokenizer to go with the template")
-    parser.add_argument("--json", action="store_true", help="the same as JSON")
+    parser.add_argument("--tokenizer", metavar="DIR", help="the tokenizer to use with the template")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(
         "--read",
         metavar="FILE",
-        help='read answers instead: lines {"tools": [{"name", "description", "parameters"}], '
+        help='parse outputs instead: lines {"tools": [{"name", "description", "parameters"}], '
         '"thinking": true, false or null, "output": text} from a file, or - for stdin; a line '
         '{"content", "reasoning", "calls": [[name, arguments]]} is printed for each',
     )
@@ -159,9 +159,9 @@ def report(template: ChatTemplate, end_tokens: tuple[str, ...]) -> dict[str, Any
     }
     lacks = [*template.notes]
     if not formats["thoughts"]:
-        lacks.append("thoughts: no marks of them were found; an answer has none")
+        lacks.append("thoughts: no delimiters were found; outputs have no reasoning")
     if not end_tokens and not formats["end_of_turn"]:
-        lacks.append("end: no token ends an answer")
+        lacks.append("end: no token ends an output")
     return {**formats, "lacks": lacks}
 
 

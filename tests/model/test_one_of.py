@@ -121,7 +121,9 @@ def test_each_branch_may_still_come() -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_made_exclusive_is_refused_with_the_reason(name: str) -> None:
-    with pytest.raises(InvalidInput, match="f: cannot be used: the branches 0 and 1 of a oneOf"):
+    with pytest.raises(
+        InvalidInput, match="f: cannot be compiled: the branches 0 and 1 of a oneOf"
+    ):
         content_rule(Constraint("json_schema", REFUSED[name], "f"))
 
 
@@ -310,4 +312,4 @@ def test_the_answer_names_the_field() -> None:
         answer = httpx.post(server.url + "/v1/chat/completions", json=body)
         error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, "response_format.json_schema.schema")
-    assert "the branches 0 and 1 of a oneOf may fit the same document" in error["message"]
+    assert "the branches 0 and 1 of a oneOf may match the same document" in error["message"]

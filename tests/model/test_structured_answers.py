@@ -272,7 +272,7 @@ def test_least_tokens_and_ignored_ends_do_not_break_a_document() -> None:
         (Constraint("json_schema", {"not": {"type": "string"}}, "f"), "not"),
         (Constraint("json_schema", ["no", "schema"], "f"), "object"),
         (Constraint("regex", "a(", "f"), "unclosed group"),
-        (Constraint("json_schema", {"$ref": "#"}, "f"), "no text fits"),
+        (Constraint("json_schema", {"$ref": "#"}, "f"), "no text matches"),
         (Constraint("json_schema", False, "f"), "object"),
         (Constraint("grammar", "start: UNKNOWN", "f"), "UNKNOWN"),
     ],
@@ -318,7 +318,7 @@ def test_tools_of_any_length_do_no_harm() -> None:
     tool = {"type": "function", "function": {"name": "t", "parameters": chain(15_000)}}
     item = asking(tools=(tool,), tool_calls=ToolCallPolicy(("t",)), max_tokens=3)
     assert alone(item).choices[0].tokens  # it is served, and not held to that
-    with pytest.raises(InvalidInput, match="longer than") as caught:
+    with pytest.raises(InvalidInput, match="more than") as caught:
         prepare(engine(), asking(tools=(tool,), tool_calls=ToolCallPolicy(("t",), required=True)))
     assert caught.value.param == "tools[0]"
 

@@ -107,7 +107,7 @@ def test_what_a_template_lacks_is_a_warning_each(caplog: pytest.LogCaptureFixtur
     told = [record for record in caplog.records if record.name == "onequeue.template"]
     assert [record.levelname for record in told] == ["WARNING"] * len(template.notes)
     assert [f"chat template: {note}" for note in template.notes] == [r.message for r in told]
-    assert template.notes[-1] == "calls: of a test; taken as JSON in <tool_call>"
+    assert template.notes[-1] == "calls: of a test; JSON in <tool_call> is used"
     assert all(note.count("; ") == 1 for note in template.notes)
 
 

@@ -289,7 +289,7 @@ def test_calls_that_cannot_be_shown_are_refused() -> None:
     only = "{{ raise_exception('one') if messages | length > 2 }}{{ m.content }}"
     chat_template = template_of(HEAD + only + END)
     assert chat_template.render(chat([ASKED])[1]).text
-    with pytest.raises(InvalidInput, match="cannot show calls and their results"):
+    with pytest.raises(InvalidInput, match="does not support tool calls and results"):
         second_turn(chat_template, [calling()], "sunny")
 
 

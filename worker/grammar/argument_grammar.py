@@ -73,7 +73,7 @@ class ArgumentGrammar:
         except RecursionError:
             raise InvalidInput("it is nested too deeply") from None
         if not alternatives:
-            raise InvalidInput("its schema allows no arguments at all")
+            raise InvalidInput("its schema allows no arguments")
         return f"({' | '.join(alternatives)})"
 
     def _argument_lists(self) -> list[str]:

@@ -67,7 +67,7 @@ class BitmaskComputer:
         if len(self._stuck) >= MAX_STUCK_THREADS and any(
             request.matcher for _, request in requests
         ):
-            raise ItemFailed("answers cannot be held to grammars now: some take all the time")
+            raise ItemFailed("constrained decoding is temporarily unavailable: grammars are stuck")
         starts = [0, *accumulate(request.rows for _, request in requests)]
         bits: Bits = np.full((starts[-1], (self.vocab_size + 31) // 32), -1, np.int32)
         pending = PendingMask(self, requests, starts, bits)

@@ -38,8 +38,8 @@ MAX_RESULTS = 1_000  # of the sandbox, that are cached
 MAX_QUEUED, MAX_QUEUED_SLOW = 64, 8
 ERROR_TTL_S = 1.0  # of an error that may not recur
 SANDBOX_S, SLOW_SANDBOX_S = 0.25, 2.0  # CPU time in the sandbox, of the first and second attempt
-UNSUPPORTED_TOKENIZER = "answers cannot be constrained with this model's tokenizer"
-UNAVAILABLE = "answers cannot be held to grammars now"
+UNSUPPORTED_TOKENIZER = "constrained decoding does not support this model's tokenizer"
+UNAVAILABLE = "constrained decoding is temporarily unavailable"
 
 T = TypeVar("T")
 
@@ -175,7 +175,7 @@ class GrammarCompiler:
         if task is None:
             if len(self._tasks) - self._slow_tasks >= MAX_QUEUED:
                 wait_s = SANDBOX_S * MAX_QUEUED + SLOW_SANDBOX_S
-                raise QueueFull("too many grammars wait to be compiled", wait_s)
+                raise QueueFull("too many grammars are waiting to be compiled", wait_s)
             task = self._tasks[new.digest] = new
         task.compiles |= new.compiles
         if not self._thread_runs and not self._closed:
@@ -246,7 +246,7 @@ class GrammarCompiler:
             )
             if reason == sandbox.TOO_LONG and task.cpu_s < SLOW_SANDBOX_S:
                 if self._slow_tasks >= MAX_QUEUED_SLOW:
-                    full = "too many grammars that take long wait to be compiled"
+                    full = "too many slow grammars are waiting to be compiled"
                     raise QueueFull(full, SLOW_SANDBOX_S * MAX_QUEUED_SLOW)
                 task.cpu_s = SLOW_SANDBOX_S
                 return False
@@ -290,7 +290,7 @@ class GrammarCompiler:
             ):
                 self._cache.popitem(last=False)
             if self._used_bytes + size > MAX_BYTES:
-                raise QueueFull("the grammars in use take all memory there is for them", 5)
+                raise QueueFull("the memory for compiled grammars is exhausted", 5)
 
     @property
     def _slow_tasks(self) -> int:

@@ -52,7 +52,7 @@ class GrammarState:
         """Run an operation, which llguidance's limits bound. After one that still took long, the
         grammar is used by no output any more."""
         if self.grammar.too_slow:
-            raise ItemFailed("the grammar of this answer takes too long to be followed")
+            raise ItemFailed("the grammar of this response takes too long to compute a token mask")
         started = time.thread_time()
         result = operation(self.matcher)
         if time.thread_time() - started > STEP_S:
@@ -117,7 +117,7 @@ class ConstraintState:
             self._grammar, self.drafts_stale = None, True
             self._forced = [*self._reasoning_start[1:]]
         elif self._grammar and not self._grammar.run(lambda matcher: matcher.consume_token(token)):
-            raise ItemFailed("the grammar of this answer is too complex to be followed any further")
+            raise ItemFailed("the grammar of this response has become too complex")
         self._reasoning_start = ()
 
     def update_phase(self) -> None:

@@ -39,7 +39,7 @@ def content_rule(constraint: Constraint) -> str:
     if kind in ("regex", "grammar"):
         check_length(value, param, MAX_LENGTH_OF[kind])
     if kind == "choice" and len(value) > MAX_CHOICES:
-        raise InvalidInput(f"{param}: takes at most {MAX_CHOICES} texts", param)
+        raise InvalidInput(f"{param}: takes at most {MAX_CHOICES} choices, not {len(value)}", param)
     try:
         if kind == "json_schema":
             rule = schema_rule(_without_unknown_formats(value), COMPACT_JSON)
@@ -58,7 +58,7 @@ def content_rule(constraint: Constraint) -> str:
 def content_or_calls(constraint: Constraint, calls: str, before: str) -> str:
     """Return a grammar of constrained content, after the rules `before` it, or of tool calls."""
     if constraint.kind != "json_schema":
-        only = "goes with tools only where it asks for JSON"
+        only = "must be a JSON schema where tools are given"
         raise InvalidInput(f"{constraint.param}: {only}", constraint.param)
     return "\n".join(
         [
@@ -133,17 +133,17 @@ def regex_terminal(pattern: str) -> str:
 
 def check_length(grammar: str, param: str, max_length: int = MAX_LENGTH) -> None:
     if len(grammar) > max_length:
-        raise unusable_grammar(f"it is longer than {max_length} characters", param)
+        raise unusable_grammar(f"it has {len(grammar)} characters, more than {max_length}", param)
 
 
 def unusable_grammar(reason: str, param: str) -> InvalidInput:
     """Return an error with llguidance's reason, without the lines of the grammar that it quotes."""
     reason = re.split("<backtrace>|<state>|<non-verbose/>", reason)[0]
     if reason.startswith("panic:"):
-        reason = "it is more than the library for grammars can take"
+        reason = "the grammar library cannot process it"
     lines = [line for line in reason.splitlines() if not QUOTED_LINE.match(line)]
     reason = POSITION.sub("", " ".join(" ".join(lines).split()).rstrip(": "))
-    return InvalidInput(f"{param}: cannot be used: {reason[:MAX_REASON]}", param)
+    return InvalidInput(f"{param}: cannot be compiled: {reason[:MAX_REASON]}", param)
 
 
 def _without_unknown_formats(schema: Any) -> Any:

@@ -78,8 +78,8 @@ def _limits(branches: list[SchemaAnalysis]) -> list[list[Schema]]:
                 limits[m] += [limit_b] if limit_b not in limits[m] else []
                 break
         else:
-            both = f"the branches {n} and {m} of a oneOf may fit the same document"
-            raise InvalidInput(f"{both}, and cannot be made exclusive")
+            both = f"the branches {n} and {m} of a oneOf may match the same document"
+            raise InvalidInput(f"{both} and cannot be made exclusive")
     return limits
 
 

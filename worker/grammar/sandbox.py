@@ -40,9 +40,9 @@ MAX_FORCED = 32  # forced tokens of a step, such as those before a call's argume
 STEP_S = 0.1  # of CPU time for one operation on a token
 NICE = 10  # the model has priority
 TOO_LONG = "it takes too long to compile"
-TOO_SLOW = "it takes too long to be followed"
-TOO_LARGE = "it takes too much memory, or is nested too deeply"
-TOO_COMPLEX = "it is too complex to be followed, or asks for a text without end"
+TOO_SLOW = "computing the next token takes too long"
+TOO_LARGE = "it needs too much memory, or is nested too deeply"
+TOO_COMPLEX = "it is too complex, or requires text without end"
 ANY_BIT = re.compile(rb"[^\0]")
 
 
@@ -242,7 +242,7 @@ def _decode_some(matcher: LLMatcher) -> None:
     for _ in range(STEPS):
         mask = _in_time(matcher.compute_bitmask)
         if "NoExtension" in f"{matcher.stop_reason()} {matcher.get_error()}":
-            raise Unusable("no text fits it")
+            raise Unusable("no text matches it")
         if matcher.is_error() or not ANY_BIT.search(mask):
             break
         forced = _in_time(matcher.compute_ff_tokens)[:MAX_FORCED]

@@ -112,7 +112,7 @@ def shows_tools(text: str) -> bool:
 
 # A template's text of calls, and their names and arguments.
 Example = tuple[str, list[tuple[str, Any]]]
-FALLBACK = "taken as JSON in <tool_call>"
+FALLBACK = "JSON in <tool_call> is used"
 SWITCHES = ("enable_thinking", "thinking")  # variables of templates
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking", REASONING_BLOCKS)
 
@@ -142,21 +142,21 @@ def infer_profile(
         output = replace(declared_output_format(response_template), tool_calls=calls)
         if output.call_delimiters and calls and not reads_back(output, examples):
             output = replace(output, tool_calls=None)
-            lacks.append("calls: the response template reads others; they are not held to a form")
+            lacks.append("calls: the response template has another format; not constrained")
     else:
         output = prober.output_format(calls)
         if calls is None:
-            lacks.append(f"calls: the template writes none that are understood; {FALLBACK}")
+            lacks.append(f"calls: the template writes none in a known format; {FALLBACK}")
         elif not reads_back(output, examples):
-            lacks.append(f"calls: those that the template writes are not read back; {FALLBACK}")
+            lacks.append(f"calls: the parser does not read back the template's own; {FALLBACK}")
         if lacks:
             output, examples = with_default_calls(output), []
     if history is None:
-        lacks.append("turns: the template cannot show calls and their results; refused")
+        lacks.append("history: the template does not support calls and results; refused")
     elif history.calls_in_content:
-        lacks.append("turns: the template cannot show calls; told in the content")
+        lacks.append("history: the template does not show calls; the content does")
     if history and history.results == "user":
-        lacks.append("turns: the template cannot show results; told in the user's words")
+        lacks.append("history: the template does not show results; user messages do")
     return TemplateProfile(output, history, template_shows_tools, examples, lacks)
 
 

@@ -80,7 +80,7 @@ class SpecialTokenEscaper:
             ids, start = self._spell(BREAK + token), self._spell(BREAK)
             ids = ids[len(start) :] if ids[: len(start)] == start else self._spell(token)
             if not ids or self._ids[token] in ids:
-                raise InvalidInput(f"this model cannot read {token!r} as text")
+                raise InvalidInput(f"the tokenizer cannot encode {token!r} as plain text")
             self._plain_ids_cache[token] = ids
         return self._plain_ids_cache[token]
 

@@ -105,9 +105,9 @@ class ChatTemplate:
         for lack in profile.lacks:
             self._note(lack)
         if not self.takes_tools:
-            self._note("tools: the template shows neither tools nor a system message; refused")
+            self._note("tools: the template supports neither them nor a system message; refused")
         elif not self.shows_tools:
-            self._note("tools: the template does not show them; told in the system message")
+            self._note("tools: the template does not show them; the system message does")
 
     def _note(self, lack: str) -> None:
         """A checkpoint without a template lacks nothing: it takes no chats."""
@@ -138,7 +138,8 @@ class ChatTemplate:
         """Return the tokens that end reasoning; InvalidInput if they are unknown."""
         if form.reasoning is None:
             param = "thinking_token_budget"
-            raise InvalidInput(f"{param}: it is not known how this model ends its thoughts", param)
+            unknown = "the delimiter that ends this model's reasoning is unknown"
+            raise InvalidInput(f"{param}: {unknown}", param)
         return self._encode(form.reasoning[1])
 
     def _find_reasoning_start(self) -> tuple[int, ...]:
@@ -211,7 +212,7 @@ class ChatTemplate:
             for message in messages
         ):
             if self.history_format is None:
-                cannot = "the model's chat template cannot show calls and their results"
+                cannot = "the model's chat template does not support tool calls and results"
                 raise InvalidInput(cannot, "messages")
             calls = self.output_format.tool_calls
             is_json = calls is not None and calls.arguments.style == "json"
@@ -219,7 +220,7 @@ class ChatTemplate:
             messages = HistoryAdapter(self.history_format, content_calls).adapt(messages)
         tools = [dict(tool) for tool in chat.tools]
         if tools and not self.takes_tools:
-            cannot = "the model's chat template can show neither tools nor a system message"
+            cannot = "the model's chat template supports neither tools nor a system message"
             raise InvalidInput(f"tools: {cannot}", "tools")
         if tools and not self.shows_tools:
             return self._with_instructions(messages, tools), []
