@@ -80,7 +80,7 @@ EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 4 4\n%%EndComments\nshowpage
         (EPS, "not an image that can be read"),
         (b"", "not an image that can be read"),
         (b"GIF89a", "not an image that can be read"),
-        (png_header(20_000, 20_000), "20000 x 20000 pixels; at most 1000000 are taken"),
+        (png_header(20_000, 20_000), "20000 x 20000 pixels; at most 1000000 are accepted"),
         (png_header(1001, 1000), "1001 x 1000 pixels"),
         (file(plain(1, 201)), "at most 200 times the other"),
     ],

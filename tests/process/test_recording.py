@@ -81,8 +81,8 @@ def test_no_more_is_kept_than_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     with Recording(path_of(tone(5.0, RATE)), RATE) as made:
         for start in range(0, 5 * RATE, 4000):
             made.window(start, 4000)
-            assert made._kept.base is None
-            assert len(made._kept) <= 5000
+            assert made._buffer.base is None
+            assert len(made._buffer) <= 5000
 
 
 def test_a_header_that_promises_too_little_or_too_much() -> None:
@@ -168,7 +168,7 @@ def test_a_recording_that_is_closed_ends_its_process(monkeypatch: pytest.MonkeyP
 def test_processes_are_bounded_and_a_short_recording_keeps_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(container, "_places", threading.BoundedSemaphore(1))
+    monkeypatch.setattr(container, "_slots", threading.BoundedSemaphore(1))
     (tmp_path / "a.webm").write_bytes(contained("webm", "libopus"))
     payload = TranscriptionInput(str(tmp_path / "a.webm"))
     waiting = [accepted(engine(kind), payload) for kind in (WHISPER, CTC, WHISPER)]
@@ -182,7 +182,7 @@ def test_processes_are_bounded_and_a_short_recording_keeps_none(
 
 def test_a_refused_recording_is_closed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """And its process with it, while the refusal is still at hand."""
-    monkeypatch.setattr(container, "_places", threading.BoundedSemaphore(1))
+    monkeypatch.setattr(container, "_slots", threading.BoundedSemaphore(1))
     broken = np.full(RATE, np.nan, np.float32)
     (tmp_path / "a.webm").write_bytes(contained("webm", "libopus"))
     payload, refusals = TranscriptionInput(str(tmp_path / "a.webm")), []
@@ -201,7 +201,7 @@ def test_a_refused_recording_is_closed(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 def test_a_recording_that_is_forgotten_is_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its client has left before the worker had it."""
-    monkeypatch.setattr(container, "_places", threading.BoundedSemaphore(1))
+    monkeypatch.setattr(container, "_slots", threading.BoundedSemaphore(1))
     path = path_of(contained("webm", "libopus", 60.0))
     gc.disable()
     try:

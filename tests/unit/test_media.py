@@ -211,7 +211,7 @@ def test_a_rate_that_would_unpack_into_hours_is_refused_undecoded(
 ) -> None:
     sound = tone(7000 / rate, rate)
     monkeypatch.setattr(soundfile.SoundFile, "read", None)
-    with pytest.raises(InvalidInput, match=f"{rate} samples a second; 1000 to 384000 are taken"):
+    with pytest.raises(InvalidInput, match=f"{rate} samples a second; 1000 to 384000 are accepted"):
         to_audio(sound, RATE)
 
 
@@ -245,7 +245,9 @@ def test_images_given_together_have_together_as_many_pixels_as_one() -> None:
 def test_an_image_that_many_masks_are_made_of_has_fewer_pixels() -> None:
     fine, large = picture(size=(1000, 1000)), picture(size=(1001, 1000))
     assert to_image(fine, values=64 * inputs.FREE_VALUES_PER_PIXEL).size == (1000, 1000)
-    with pytest.raises(InvalidInput, match="at most 1000000 in all are taken where each gets 512"):
+    with pytest.raises(
+        InvalidInput, match="at most 1000000 in all are accepted where each gets 512"
+    ):
         to_image(large, values=64 * inputs.FREE_VALUES_PER_PIXEL)
 
 

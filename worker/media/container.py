@@ -1,12 +1,11 @@
 """m4a and WebM, decoded by FFmpeg (PyAV) in a process of its own.
 
-    Container ═ pipe ═ main: open, of one format → a header → blocks of samples, as they are read
+    Container ═ pipe ═ main: open the file as one format → a header → blocks of samples
 
-FFmpeg reads much else: playlists, scripts, addresses. So this file runs as a program (`main`) that
-is told the format by how the file begins, is given its open file and no name, knows no protocol,
-and decodes one stream of sound by a codec of a short list. What a broken file costs is the
-process's: it is held to a memory of its own and to a time that grows with the sound that it gives,
-and its end by those is an unreadable file.
+FFmpeg also reads playlists, scripts and URLs. So this file runs as a program (`main`) with the open
+file and without its name, one format by the file's first bytes, no protocols, and a short list of
+codecs. The process has a limit of memory, and one of CPU time that grows with the decoded audio: a
+file that exceeds either is unreadable.
 """
 
 import contextlib
@@ -23,10 +22,10 @@ from typing import IO, Any
 
 import numpy as np
 
-# How a file begins, from which byte on, and FFmpeg's name for what it then is.
+# Offset and bytes of a file's signature, and FFmpeg's name for the format.
 FORMATS = ((4, b"ftyp", "mov"), (0, b"\x1a\x45\xdf\xa3", "matroska"))
 CODECS = "aac,alac,flac,mp3float,opus,libopus,vorbis,libvorbis,pcm_s16le"
-# Nothing beside the file that is given is opened; few streams, and no long search for more.
+# Open nothing but the given file; few streams, and a short search for them.
 OPTIONS = {
     "protocol_whitelist": "none",
     "codec_whitelist": CODECS,
@@ -34,48 +33,48 @@ OPTIONS = {
     "probesize": "5000000",
     "analyzeduration": "5000000",
 }
-MEMORY_BYTES = 256 << 20  # of address space, beyond the libraries'
-CPU_S = 5  # of a core, before there is any sound
-SLOWEST = 40  # times as fast as it is heard, from there on; 300 is usual
-MOST_CPU_S = 180
-MOST = 32  # processes at a time
-NICE = 10  # the model goes first
+MEMORY_BYTES = 256 << 20  # of address space, beside the libraries'
+CPU_S = 5  # CPU time before the first samples
+MIN_SPEED = 40  # seconds of audio per second of CPU time, from then on; 300 is usual
+MAX_CPU_S = 180
+MAX_PROCESSES = 32
+NICE = 10  # lower priority than the model's
 FLOAT_BYTES = 4
 NO_DECODER = (
-    "m4a, WebM and their like are read where the server has its extra [audio] installed, and here "
-    "it is not: send WAV, FLAC, OGG or MP3"
+    "m4a and WebM need the server's extra [audio], which is not installed: send WAV, FLAC, OGG or "
+    "MP3"
 )
 
-_places = threading.BoundedSemaphore(MOST)
+_slots = threading.BoundedSemaphore(MAX_PROCESSES)
 
 
-class Unreadable(Exception):
-    """It is not what it looks like, or broken, or read where more is installed: then it says so."""
+class UnreadableAudio(Exception):
+    """The file is broken or of another format. With a message if a package is missing."""
 
 
-class TooMany(Exception):
-    """As many are being read as may be at a time."""
+class TooManyProcesses(Exception):
+    """MAX_PROCESSES recordings are being read."""
 
 
 def container_format(path: str) -> str | None:
-    """FFmpeg's name for a file; None: it is not left to FFmpeg."""
-    with open(path, "rb") as opened:
-        head = opened.read(16)
-    return next((name for at, mark, name in FORMATS if head.startswith(mark, at)), None)
+    """Return FFmpeg's name for a file's format; None for files that libsndfile reads."""
+    with open(path, "rb") as file:
+        head = file.read(16)
+    return next((name for at, magic, name in FORMATS if head.startswith(magic, at)), None)
 
 
 class Container:
-    """The server's end: the samples of a file's first stream of sound, as SoundFile gives them."""
+    """The server's end: the samples of a file's first audio stream. Same interface as SoundFile."""
 
     def __init__(self, path: str, kind: str) -> None:
         if importlib.util.find_spec("av") is None:
-            raise Unreadable(NO_DECODER)
-        if not _places.acquire(blocking=False):
-            raise TooMany
+            raise UnreadableAudio(NO_DECODER)
+        if not _slots.acquire(blocking=False):
+            raise TooManyProcesses
         try:
             self._process = self._start(path, kind)
         except BaseException:
-            _places.release()
+            _slots.release()
             raise
         self._end = weakref.finalize(self, _stop, self._process)
         try:
@@ -83,12 +82,12 @@ class Container:
             self.rate, self.channels, self.frames = map(int, header)
         except (ValueError, TypeError):
             self.close()
-            raise Unreadable from None
+            raise UnreadableAudio from None
 
     @staticmethod
     def _start(path: str, kind: str) -> "subprocess.Popen[bytes]":
-        # By its file, which imports nothing of ours: `worker` may not be on the path. In a session
-        # of its own, so that a terminal's signals do not reach it.
+        # Run by path: `worker` may not be importable. In a session of its own, out of reach of a
+        # terminal's signals.
         with open(path, "rb") as file:
             return subprocess.Popen(
                 [sys.executable, "-P", __file__, kind, str(CPU_S)],
@@ -106,7 +105,7 @@ class Container:
     def read(self, count: int) -> np.ndarray:
         data = self._output.read(count * FLOAT_BYTES)
         if not data and self._process.wait():
-            raise Unreadable
+            raise UnreadableAudio
         return np.frombuffer(data, np.float32, len(data) // FLOAT_BYTES)
 
     def close(self) -> None:
@@ -117,7 +116,7 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
     process.kill()
     with contextlib.suppress(OSError), process:
         pass
-    _places.release()
+    _slots.release()
 
 
 # ── the process ──
@@ -127,44 +126,44 @@ def main() -> None:
     import av
 
     kind, cpu_s = sys.argv[1], int(sys.argv[2])
-    limit()
-    allow(cpu_s)
-    output, heard = sys.stdout.buffer, 0
-    opened: Any = av.open(sys.stdin.buffer, format=kind, options=OPTIONS)
-    with opened as container:
+    set_limits()
+    allow_cpu(cpu_s)
+    output, samples = sys.stdout.buffer, 0
+    file: Any = av.open(sys.stdin.buffer, format=kind, options=OPTIONS)
+    with file as container:
         stream = container.streams.audio[0]
         if stream.codec_context.name not in CODECS.split(","):
             raise SystemExit(f"{stream.codec_context.name} is not decoded")
         rate, channels = stream.codec_context.sample_rate, stream.codec_context.channels
-        # A browser writes while it records, and leaves the duration out.
+        # Browsers write while they record and leave the duration out.
         frames = round((container.duration or 0) / 1_000_000 * rate)
         output.write(json.dumps([rate, channels, frames]).encode() + b"\n")
         output.flush()
         for mono in blocks(container, stream):
-            heard += len(mono)
+            samples += len(mono)
             output.write(mono.tobytes())
-            allow(cpu_s + heard // (rate * SLOWEST))
+            allow_cpu(cpu_s + samples // (rate * MIN_SPEED))
     output.flush()
 
 
-def limit() -> None:
-    """What the kernel lets the process have from here on; it writes no files."""
+def set_limits() -> None:
+    """Limit the process's memory and priority; it may write no files."""
     os.nice(NICE)
     limits = {resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0}
     with contextlib.suppress(OSError), open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
         limits[resource.RLIMIT_AS] = used + MEMORY_BYTES
-    for kind, most in limits.items():
-        resource.setrlimit(kind, (most, most))
+    for kind, value in limits.items():
+        resource.setrlimit(kind, (value, value))
 
 
-def allow(cpu_s: int) -> None:
-    """So many seconds of a core in all."""
-    resource.setrlimit(resource.RLIMIT_CPU, (min(cpu_s, MOST_CPU_S), MOST_CPU_S))
+def allow_cpu(cpu_s: int) -> None:
+    """Set the limit of the process's total CPU time."""
+    resource.setrlimit(resource.RLIMIT_CPU, (min(cpu_s, MAX_CPU_S), MAX_CPU_S))
 
 
 def blocks(container: Any, stream: Any) -> Iterator[np.ndarray]:
-    """Mono float32 samples; what cannot be decoded is left out, as players do."""
+    """Yield mono float32 samples. Packets that cannot be decoded are skipped, as players do."""
     import av
 
     planes = av.AudioResampler(format="fltp")

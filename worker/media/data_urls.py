@@ -1,6 +1,6 @@
-"""Bytes that came as base64 in JSON. Torch-free.
+"""Base64 strings and data URLs in JSON, decoded to bytes.
 
-Strings are decoded and never handed on: pipelines open strings as local paths or links.
+Strings are never passed on: pipelines would open them as local paths or links. No torch.
 """
 
 import base64
@@ -10,7 +10,8 @@ from batching.errors import InvalidInput
 
 
 def to_bytes(value: Any, param: str) -> bytes:
-    """Bytes as they are; a JSON string must be base64 or a base64 data URL."""
+    """Return bytes unchanged, and those of a string that is base64 or a base64 data URL. Raises
+    InvalidInput for any other value."""
     if isinstance(value, bytes):
         return value
     if not isinstance(value, str):
@@ -22,6 +23,6 @@ def to_bytes(value: Any, param: str) -> bytes:
             raise InvalidInput("a data: URL must be base64-encoded", param)
     try:
         return base64.b64decode("".join(encoded.split()), validate=True)
-    except ValueError:  # also what is not ASCII
-        unopened = "must be a base64 string or a data: URL; paths and links are not opened"
-        raise InvalidInput(unopened, param) from None
+    except ValueError:  # also raised for text that is not ASCII
+        invalid = "must be a base64 string or a data: URL; paths and links are not opened"
+        raise InvalidInput(invalid, param) from None

@@ -1,8 +1,8 @@
-"""How many pixels of images and samples of sound are decoded at the same time.
+"""A limit on the pixels and audio samples that are decoded at the same time.
 
-An image of a few hundred kilobytes may unpack into a gigabyte, and each pool thread decodes one:
-together they hold no more than the largest image that is taken may have. Torch-free; what is
-decoded, and how much it takes, is for inputs.py to say.
+An image of a few hundred kilobytes may unpack into a gigabyte, and each pool thread decodes one.
+All threads together hold no more than the largest accepted image. Callers decide how much an input
+takes. No torch.
 """
 
 import threading
@@ -12,13 +12,13 @@ from typing import Self
 
 from batching.errors import InvalidInput
 
-# A request's inputs, one after another, may take the budget this many times.
-TIMES_PER_REQUEST = 16
+# A request's inputs, one after another, may take the limiter's size this many times.
+SIZES_PER_REQUEST = 16
 
 
 @dataclass(slots=True)
 class RequestLimiter:
-    """What the inputs of one request take together."""
+    """The sum over the inputs of one request."""
 
     taken: int = 0
 
@@ -29,7 +29,7 @@ class DecodeLimiter:
     def __init__(self, size: int) -> None:
         self.size = size
         self.taken = 0
-        self.line: deque[Lease] = deque()  # those that wait, the first in front
+        self.queue: deque[Lease] = deque()  # waiting, the next one first
         self.changed = threading.Condition()
 
     def lease(self, request: RequestLimiter | None = None) -> "Lease":
@@ -38,9 +38,9 @@ class DecodeLimiter:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One input's part of the budget, given back at the end."""
+    """One input's share of the limiter, returned at the end of the block."""
 
-    budget: DecodeLimiter
+    limiter: DecodeLimiter
     request: RequestLimiter | None
     taken: int = 0
 
@@ -49,29 +49,30 @@ class Lease:
 
     def __exit__(self, *raised: object) -> None:
         if self.taken:
-            with self.budget.changed:
-                self.budget.taken -= self.taken
-                self.budget.changed.notify_all()
+            with self.limiter.changed:
+                self.limiter.taken -= self.taken
+                self.limiter.changed.notify_all()
 
     def take(self, count: int) -> None:
-        """Wait, first come first served, for so much; call it once, as two that wait for each
-        other's would wait forever. What exceeds the budget waits until it has all of it."""
+        """Wait for `count` pixels or samples, first come, first served. More than the limiter has
+        waits for all of it. Only once per lease: two leases that hold some and wait for more would
+        deadlock. Raises InvalidInput if the request has taken too much."""
         assert not self.taken
-        budget, most = self.budget, TIMES_PER_REQUEST * self.budget.size
-        with budget.changed:
+        limiter, request_limit = self.limiter, SIZES_PER_REQUEST * self.limiter.size
+        with limiter.changed:
             if self.request:
                 self.request.taken += count
-                if self.request.taken > most:
-                    much = f"the inputs have more than {most} pixels or samples in all: send fewer"
-                    raise InvalidInput(much, "inputs")
-            count = min(count, budget.size)
-            budget.line.append(self)
+                if self.request.taken > request_limit:
+                    much = f"the inputs have more than {request_limit} pixels or samples in all"
+                    raise InvalidInput(f"{much}: send fewer", "inputs")
+            count = min(count, limiter.size)
+            limiter.queue.append(self)
             try:
-                budget.changed.wait_for(
-                    lambda: budget.line[0] is self and budget.taken + count <= budget.size
+                limiter.changed.wait_for(
+                    lambda: limiter.queue[0] is self and limiter.taken + count <= limiter.size
                 )
-                budget.taken += count
+                limiter.taken += count
                 self.taken = count
             finally:
-                budget.line.remove(self)
-                budget.changed.notify_all()
+                limiter.queue.remove(self)
+                limiter.changed.notify_all()

@@ -1,8 +1,7 @@
-"""Images and sound from bytes, base64 or data URLs, and images in answers; runs in pool threads.
+"""Images and audio of pipelines: inputs from bytes, base64 or data URLs, and responses as JSON.
 
-Sizes are read from headers and checked before anything is decoded, against files that unpack
-into gigabytes, and no decoder gives more than its header says. How an image file is read is
-images.py's.
+Runs in pool threads. Sizes are checked before decoding (images.py, audio.py), and a DecodeLimiter
+bounds what all threads decode at a time.
 """
 
 import base64
@@ -22,35 +21,36 @@ from worker.media.data_urls import to_bytes
 from worker.media.decode_limiter import Lease
 from worker.media.images import decode_image, open_image
 
-# Values (float32) that an answer may have for each pixel before fewer pixels are taken.
+# Output values (float32) per pixel above which fewer pixels are accepted.
 FREE_VALUES_PER_PIXEL = 8
 
 
 def to_images(
     values: Sequence[tuple[Any, str]], lease: Lease, values_per_pixel: int = 1
 ) -> list[Image.Image]:
-    """Decoded images, each given with its parameter's name, together within the decode budget;
-    of fewer pixels where an answer has many values for each. Pipelines turn them upright and make
-    them RGB."""
-    size = lease.budget.size
-    opened = [open_image(to_bytes(value, param), param, size) for value, param in values]
-    pixels = sum(image.width * image.height for image in opened)
-    most = size * FREE_VALUES_PER_PIXEL // max(FREE_VALUES_PER_PIXEL, values_per_pixel)
-    if pixels > most:
-        large = f"the image has {opened[0].width} x {opened[0].height} pixels"
-        many = f", {pixels} together with the others" if len(opened) > 1 else ""
-        why = f" where each gets {values_per_pixel} values (labels, masks)" if most < size else ""
-        raise InvalidInput(f"{large}{many}; at most {most} in all are taken{why}", values[0][1])
+    """Decode images, each given with the field that errors name, all in one lease.
+
+    Fewer pixels are accepted where the output has many values per pixel. Pipelines rotate the
+    images and convert them to RGB themselves."""
+    size = lease.limiter.size
+    images = [open_image(to_bytes(value, param), param, size) for value, param in values]
+    pixels = sum(image.width * image.height for image in images)
+    limit = size * FREE_VALUES_PER_PIXEL // max(FREE_VALUES_PER_PIXEL, values_per_pixel)
+    if pixels > limit:
+        large = f"the image has {images[0].width} x {images[0].height} pixels"
+        many = f", {pixels} together with the others" if len(images) > 1 else ""
+        why = f" where each gets {values_per_pixel} values (labels, masks)" if limit < size else ""
+        raise InvalidInput(f"{large}{many}; at most {limit} in all are accepted{why}", values[0][1])
     lease.take(pixels)
-    for image, (_, param) in zip(opened, values, strict=True):
+    for image, (_, param) in zip(images, values, strict=True):
         decode_image(image, param)
-    return opened
+    return images
 
 
 def to_image(
     value: Any, lease: Lease, param: str = "inputs", values_per_pixel: int = 1
 ) -> Image.Image:
-    """One decoded image; see `to_images`."""
+    """Decode one image; see `to_images`."""
     return to_images([(value, param)], lease, values_per_pixel)[0]
 
 
@@ -60,22 +60,22 @@ def to_audio(
     lease: Lease,
     check_seconds: Callable[[float], None] = lambda seconds: None,
 ) -> np.ndarray:
-    """Mono float32 samples [n] at `sampling_rate` Hz of a sound file (audio.py).
+    """Return mono float32 samples [n] at `sampling_rate` Hz of a sound file.
 
-    `check_seconds` raises for a length that is not taken."""
-    sound = to_bytes(value, "inputs")
+    `check_seconds` raises for a length that is not accepted."""
+    data = to_bytes(value, "inputs")
     with NamedTemporaryFile() as file:
-        file.write(sound)
+        file.write(data)
         file.flush()
         with Recording(file.name, sampling_rate, MAX_AUDIO_S, "inputs") as recording:
             seconds = recording.length()
             check_seconds(seconds)
             count = int(seconds * sampling_rate)
             lease.take(count)
-            return recording.window(0, count + sampling_rate)  # a header may be a little off
+            return recording.window(0, count + sampling_rate)  # the header's length may be inexact
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     if isinstance(value, Image.Image):
         buffer = io.BytesIO()
         value.save(buffer, format="PNG")
@@ -89,5 +89,5 @@ def _plain(value: Any) -> Any:
 
 # Tensors and arrays become nested lists, images base64 PNG, NaN and infinities null.
 to_json: Callable[[Any], bytes] = partial(
-    orjson.dumps, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+    orjson.dumps, default=_json_value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 )

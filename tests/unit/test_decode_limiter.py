@@ -12,7 +12,7 @@ from PIL import Image
 
 from tests import tiny
 from tests.serving import serving, wait_until
-from worker.media.decode_limiter import TIMES_PER_REQUEST, DecodeLimiter
+from worker.media.decode_limiter import SIZES_PER_REQUEST, DecodeLimiter
 
 
 def take(budget: DecodeLimiter, count: int, go_on: threading.Event) -> None:
@@ -28,9 +28,9 @@ def test_what_does_not_fit_waits_its_turn() -> None:
         one = pool.submit(take, budget, 6, first)
         wait_until(lambda: budget.taken == 6)
         two = pool.submit(take, budget, 9, second)
-        wait_until(lambda: len(budget.line) == 1)
+        wait_until(lambda: len(budget.queue) == 1)
         three = pool.submit(take, budget, 1, third)  # there is some left, but it came later
-        wait_until(lambda: len(budget.line) == 2)
+        wait_until(lambda: len(budget.queue) == 2)
         assert budget.taken == 6
         first.set()
         one.result(10)
@@ -91,7 +91,7 @@ def test_the_images_of_a_list_have_a_sum() -> None:
     with serving(
         pipeline_model=str(tiny.folder("vit")), max_image_mp=1, device="cpu", max_body_mb=1
     ) as server:
-        most = TIMES_PER_REQUEST
+        most = SIZES_PER_REQUEST
         for count, status in ((most, 200), (most + 1, 400), (most, 200)):
             answer = httpx.post(server.url, json={"inputs": [image] * count}, timeout=60)
             assert answer.status_code == status, answer.text
