@@ -202,13 +202,13 @@ def serve(
     return served, driver
 
 
-def prompts(seed: int, lengths: abc.Sequence[int], each: int = 4) -> list[list[int]]:
-    """`each` prompts of every length in random order; half share a prefix with others."""
+def prompts(seed: int, lengths: abc.Sequence[int], count: int = 4) -> list[list[int]]:
+    """`count` prompts of every length in random order; half share a prefix with others."""
     chance = random.Random(seed)
     trunk = chance.choices(ORDINARY, k=max(lengths))
     result = []
     for length in lengths:
-        for number in range(each):
+        for number in range(count):
             shared = chance.randrange(length) if number % 2 else 0
             result.append(trunk[:shared] + chance.choices(ORDINARY, k=length - shared))
     chance.shuffle(result)

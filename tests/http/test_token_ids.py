@@ -1,4 +1,4 @@
-"""`return_token_ids` and `prompt_logprobs`: the tokens themselves, named as vLLM names them."""
+"""`return_token_ids` and `prompt_logprobs`, with vLLM's names."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -24,14 +24,14 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     settings: dict[str, Any] = {"chat_model": "demo"}
     if request.param == "tiny":
         settings = {"chat_model": str(tiny_chat.folder()), "dtype": "float32"}
-    with serving(compile="off", kv_cache_gb=0.05, **settings) as made:
-        yield made
+    with serving(compile="off", kv_cache_gb=0.05, **settings) as running:
+        yield running
 
 
 def answered(server: Server, path: str, **fields: Any) -> dict[str, Any]:
-    answer = post(server, path, {**BODIES[path], "return_token_ids": True, **fields})
-    assert answer.status_code == 200, answer.text
-    document: dict[str, Any] = answer.json()
+    response = post(server, path, {**BODIES[path], "return_token_ids": True, **fields})
+    assert response.status_code == 200, response.text
+    document: dict[str, Any] = response.json()
     return document
 
 
@@ -50,31 +50,31 @@ def ids_of(server: Server, **prompt: Any) -> list[int]:
     return ids
 
 
-def test_a_message_has_its_tokens_and_those_of_the_prompt(server: Server) -> None:
+def test_a_chat_response_has_its_token_ids_and_those_of_the_prompt(server: Server) -> None:
     for fields in ({}, {"n": 3}, {"stop": ["e"]}, {"tools": [sdk.WEATHER]}):
-        answer = answered(server, CHAT, **fields)
+        response = answered(server, CHAT, **fields)
         prompt = {"messages": MESSAGES, "tools": fields.get("tools")}
-        assert answer["prompt_token_ids"] == ids_of(server, **prompt)
-        assert len(answer["prompt_token_ids"]) == answer["usage"]["prompt_tokens"]
-        tokens = [choice["token_ids"] for choice in answer["choices"]]
-        assert sum(map(len, tokens)) == answer["usage"]["completion_tokens"] > 0
-        for choice in answer["choices"]:
-            said = text_of(server, choice["token_ids"])
-            assert (choice["message"]["content"] or "").strip() in said
+        assert response["prompt_token_ids"] == ids_of(server, **prompt)
+        assert len(response["prompt_token_ids"]) == response["usage"]["prompt_tokens"]
+        tokens = [choice["token_ids"] for choice in response["choices"]]
+        assert sum(map(len, tokens)) == response["usage"]["completion_tokens"] > 0
+        for choice in response["choices"]:
+            text = text_of(server, choice["token_ids"])
+            assert (choice["message"]["content"] or "").strip() in text
             for call in choice["message"].get("tool_calls", ()):
-                assert call["function"]["name"] in said
+                assert call["function"]["name"] in text
 
 
-def test_a_completion_has_them_in_each_choice(server: Server) -> None:
+def test_a_completion_has_token_ids_in_each_choice(server: Server) -> None:
     prompts = ["Hello", [*ids_of(server, prompt="What is ä?")]]
     for prompt in prompts:
-        answer = answered(server, COMPLETIONS, prompt=prompt, n=2)
-        given = ids_of(server, prompt=prompt) if isinstance(prompt, str) else prompt
-        for choice in answer["choices"]:
-            assert choice["prompt_token_ids"] == given
+        response = answered(server, COMPLETIONS, prompt=prompt, n=2)
+        prompt_ids = ids_of(server, prompt=prompt) if isinstance(prompt, str) else prompt
+        for choice in response["choices"]:
+            assert choice["prompt_token_ids"] == prompt_ids
             assert choice["text"] in text_of(server, choice["token_ids"])
-    answer = answered(server, COMPLETIONS, prompt=["one", "two"], echo=True, logprobs=1)
-    for choice, prompt in zip(answer["choices"], ["one", "two"], strict=True):
+    response = answered(server, COMPLETIONS, prompt=["one", "two"], echo=True, logprobs=1)
+    for choice, prompt in zip(response["choices"], ["one", "two"], strict=True):
         assert choice["prompt_token_ids"] == ids_of(server, prompt=prompt)
         tokens = choice["logprobs"]["tokens"]
         assert len(choice["prompt_token_ids"]) + len(choice["token_ids"]) >= len(tokens)
@@ -96,7 +96,7 @@ def test_a_completion_has_them_in_each_choice(server: Server) -> None:
         {"response_format": {"type": "json_object"}},
     ],
 )
-def test_a_stream_joins_to_the_whole_answer(
+def test_streamed_token_ids_join_to_those_of_the_whole_response(
     server: Server, path: str, fields: dict[str, Any]
 ) -> None:
     if path == CHAT and "logprobs" in fields:
@@ -104,10 +104,10 @@ def test_a_stream_joins_to_the_whole_answer(
     stream_only = {name: fields[name] for name in fields if name == "stream_options"}
     fields = {name: fields[name] for name in fields if name not in stream_only}
     whole = answered(server, path, **fields)
-    said = streamed(server, path, **fields, **stream_only)
+    stream = streamed(server, path, **fields, **stream_only)
     joined: dict[int, list[int]] = defaultdict(list)
     prompts: dict[int, list[list[int]]] = defaultdict(list)
-    for chunk in said:
+    for chunk in stream:
         for choice in chunk["choices"]:
             joined[choice["index"]] += choice.get("token_ids", ())  # none with a role
             if "prompt_token_ids" in choice:
@@ -117,33 +117,33 @@ def test_a_stream_joins_to_the_whole_answer(
         if path == COMPLETIONS:
             assert prompts[choice["index"]] == [choice["prompt_token_ids"]]
     if path == CHAT:  # in the first chunk alone
-        assert said[0]["prompt_token_ids"] == whole["prompt_token_ids"]
-        assert not any("prompt_token_ids" in chunk for chunk in said[1:])
+        assert stream[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+        assert not any("prompt_token_ids" in chunk for chunk in stream[1:])
 
 
-def test_thoughts_are_tokens_too() -> None:
+def test_reasoning_tokens_are_included() -> None:
     with sdk.tiny() as tiny:
         fields: dict[str, Any] = {"model": tiny.model, "messages": MESSAGES, "max_tokens": 40}
         extra = {**sdk.THINK, "thinking_token_budget": 8, "return_token_ids": True}
-        answer = tiny.client.chat.completions.create(**fields, **sdk.SAMPLED, extra_body=extra)
-        choice: Any = answer.choices[0]
-        assert answer.usage is not None
-        assert len(choice.token_ids) == answer.usage.completion_tokens
+        response = tiny.client.chat.completions.create(**fields, **sdk.SAMPLED, extra_body=extra)
+        choice: Any = response.choices[0]
+        assert response.usage is not None
+        assert len(choice.token_ids) == response.usage.completion_tokens
         stream = tiny.client.chat.completions.create(
             **fields, **sdk.SAMPLED, extra_body=extra, stream=True
         )
-        told: list[Any] = [chunk.choices[0] for chunk in stream]
-        assert [id for each in told for id in getattr(each, "token_ids", ())] == choice.token_ids
-        thoughts = [each.delta.reasoning for each in told if hasattr(each.delta, "reasoning")]
-        assert "".join(thoughts) == choice.message.reasoning == choice.message.reasoning_content
+        parts: list[Any] = [chunk.choices[0] for chunk in stream]
+        assert [id for part in parts for id in getattr(part, "token_ids", ())] == choice.token_ids
+        reasoning = [part.delta.reasoning for part in parts if hasattr(part.delta, "reasoning")]
+        assert "".join(reasoning) == choice.message.reasoning == choice.message.reasoning_content
 
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("value", [None, False])
-def test_nothing_is_told_unasked(server: Server, path: str, value: bool | None) -> None:
-    answer = answered(server, path, return_token_ids=value, prompt_logprobs=None)
-    for told in (answer, *answer["choices"]):
-        assert NAMES.isdisjoint(told)
+def test_token_ids_are_absent_by_default(server: Server, path: str, value: bool | None) -> None:
+    response = answered(server, path, return_token_ids=value, prompt_logprobs=None)
+    for fields in (response, *response["choices"]):
+        assert NAMES.isdisjoint(fields)
     for chunk in streamed(server, path, return_token_ids=value):
         assert NAMES.isdisjoint({*chunk, *chunk["choices"][0]})
 
@@ -151,7 +151,7 @@ def test_nothing_is_told_unasked(server: Server, path: str, value: bool | None) 
 # ── the prompt's log-probabilities ──
 
 
-def test_a_prompt_is_scored_as_where_it_is_echoed(server: Server) -> None:
+def test_prompt_logprobs_equal_those_of_an_echo(server: Server) -> None:
     fields = {"logprobs": 3, "echo": True, "max_tokens": 0}
     echoed = answered(server, COMPLETIONS, **fields)["choices"][0]["logprobs"]
     for more in ({"prompt_logprobs": 3}, {"prompt_logprobs": 3, **fields}):
@@ -164,26 +164,26 @@ def test_a_prompt_is_scored_as_where_it_is_echoed(server: Server) -> None:
         ):
             assert score[str(token)]["logprob"] == pytest.approx(echoed["token_logprobs"][n])
             assert 3 <= len(score) <= 4
-            ranks = [each["rank"] for each in score.values()]
+            ranks = [entry["rank"] for entry in score.values()]
             assert ranks[:3] == [1, 2, 3]
             assert score[str(token)]["rank"] > 3 or len(score) == 3
-            best = sorted((each["logprob"] for each in score.values()), reverse=True)
+            best = sorted((entry["logprob"] for entry in score.values()), reverse=True)
             assert best[0] == score[next(iter(score))]["logprob"]
-            assert {type(each["decoded_token"]) for each in score.values()} == {str}
+            assert {type(entry["decoded_token"]) for entry in score.values()} == {str}
 
 
-def test_scores_of_a_conversation_come_beside_its_answer(server: Server) -> None:
+def test_prompt_logprobs_of_a_chat_come_with_its_response(server: Server) -> None:
     plain = answered(server, CHAT, logprobs=True)
-    answer = answered(server, CHAT, prompt_logprobs=0, logprobs=True, top_logprobs=2)
-    scores = answer["prompt_logprobs"]
-    assert [None if each is None else [*each] for each in scores] == [
+    response = answered(server, CHAT, prompt_logprobs=0, logprobs=True, top_logprobs=2)
+    scores = response["prompt_logprobs"]
+    assert [None if score is None else [*score] for score in scores] == [
         None,
-        *([str(token)] for token in answer["prompt_token_ids"][1:]),
+        *([str(token)] for token in response["prompt_token_ids"][1:]),
     ]
-    assert all(each is None or len(each) == 1 for each in scores)
-    choice = answer["choices"][0]
+    assert all(score is None or len(score) == 1 for score in scores)
+    choice = response["choices"][0]
     assert choice["token_ids"] == plain["choices"][0]["token_ids"]
-    assert all(len(each["top_logprobs"]) == 2 for each in choice["logprobs"]["content"])
+    assert all(len(token["top_logprobs"]) == 2 for token in choice["logprobs"]["content"])
     without = answered(server, CHAT, prompt_logprobs=1, return_token_ids=None)
     assert without["choices"][0]["logprobs"] is None
     assert len(without["prompt_logprobs"]) == len(scores)
@@ -203,23 +203,23 @@ def test_scores_of_a_conversation_come_beside_its_answer(server: Server) -> None
         ({"return_token_ids": "yes"}, "return_token_ids"),
     ],
 )
-def test_what_cannot_be_told_is_refused_by_name(
+def test_unsupported_combinations_are_refused_by_name(
     server: Server, path: str, fields: dict[str, Any], param: str
 ) -> None:
-    answer = post(server, path, BODIES[path] | fields)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+    response = post(server, path, BODIES[path] | fields)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
 
 
-def test_other_numbers_beside_an_echo_are_refused(server: Server) -> None:
+def test_prompt_logprobs_that_differ_from_an_echo_are_refused(server: Server) -> None:
     fields = {"echo": True, "logprobs": 2, "prompt_logprobs": 1}
-    answer = post(server, COMPLETIONS, BODIES[COMPLETIONS] | fields)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt_logprobs")
+    response = post(server, COMPLETIONS, BODIES[COMPLETIONS] | fields)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt_logprobs")
 
 
 @pytest.mark.parametrize("fields", [{"return_token_ids": True}, {"prompt_logprobs": 0}])
-def test_responses_refuse_them(server: Server, fields: dict[str, Any]) -> None:
-    answer = post(server, "/v1/responses", {"input": "hi", **fields})
+def test_responses_refuse_both_fields(server: Server, fields: dict[str, Any]) -> None:
+    response = post(server, "/v1/responses", {"input": "hi", **fields})
     [param] = fields
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-    fine = {"input": "hi", "max_output_tokens": 16, "return_token_ids": False}
-    assert post(server, "/v1/responses", fine).is_success
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    accepted = {"input": "hi", "max_output_tokens": 16, "return_token_ids": False}
+    assert post(server, "/v1/responses", accepted).is_success

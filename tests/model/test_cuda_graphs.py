@@ -97,7 +97,7 @@ def test_output_is_the_same_with_graphs(model: str, monkeypatch: pytest.MonkeyPa
     recorder = Recorder()
     runner_of(generator)._graphs = captured(runner_of(generator), recorder)
     assert recorder.captured == recorder.replayed == 6  # each size is checked once
-    prompt_ids = prompts(1, (1, 7, 17, 48), each=2)
+    prompt_ids = prompts(1, (1, 7, 17, 48), count=2)
     served, driver = serve(generator, [request(ids) for ids in prompt_ids], seed=3)
     assert_greedy(model, served, 12)
     assert len(driver.reports) > recorder.replayed - 6 > 5  # prompts are too wide for graphs
@@ -112,7 +112,7 @@ def test_an_eager_step_can_read_a_block_that_a_graph_started() -> None:
         stored.fill_(float("nan"))
     supports, turn = graphs.supports, iter(range(10_000))
     graphs.supports = lambda batch: next(turn) % 2 == 0 and supports(batch)  # type: ignore[method-assign]
-    prompt_ids = prompts(2, (3, 30), each=3)
+    prompt_ids = prompts(2, (3, 30), count=3)
     requests = [request(ids, max_tokens=40) for ids in prompt_ids]
     served, _ = serve(generator, requests, seed=1)
     assert_greedy("llama", served, 40)

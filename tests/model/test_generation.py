@@ -1,4 +1,5 @@
-"""The generation engine gives what transformers' `generate` gives, whatever runs beside it."""
+"""Greedy output of the generation engine equals that of transformers' `generate`, with any features
+and other requests."""
 
 import itertools
 import random
@@ -22,26 +23,26 @@ pytestmark = pytest.mark.usefixtures("steps")
 
 LENGTHS = (1, 2, 7, 16, 17, 33, 48, 60)
 NEW = 12
-MOST = 24  # prompt tokens a step
+PREFILL_TOKENS = 24  # prompt tokens a step
 FEW_BLOCKS = 7  # for one or two of the longest sequences
 FEATURES = frozenset({"chunked prefill", "prefix cache", "preemption", "speculation"})
 
 
-def foreseeing(
-    given: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]
+def drafting(
+    texts: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]
 ) -> Callable[[NgramDrafter, Sequence[int], int], tuple[int, ...]]:
-    """Drafts that are right up to a random place, where random weights repeat nothing."""
-    whole = [[*prompt, *tokens] for prompt, tokens in zip(given, expected, strict=True)]
+    """Drafts that are right up to a random position, since random weights repeat nothing."""
+    whole = [[*prompt, *tokens] for prompt, tokens in zip(texts, expected, strict=True)]
     chance = random.Random(0)
     ordinary = NgramDrafter.draft
 
-    def draft(lookup: NgramDrafter, tokens: Sequence[int], most: int) -> tuple[int, ...]:
-        found = ordinary(lookup, tokens, most)
-        if found or most < 1:
-            return found
-        following = next(each for each in whole if each[: len(tokens)] == [*tokens])[len(tokens) :]
-        right = following[: min(most, chance.randrange(5))]
-        return (*right, 7)[:most]
+    def draft(drafter: NgramDrafter, tokens: Sequence[int], limit: int) -> tuple[int, ...]:
+        drafts = ordinary(drafter, tokens, limit)
+        if drafts or limit < 1:
+            return drafts
+        following = next(text for text in whole if text[: len(tokens)] == [*tokens])[len(tokens) :]
+        right = following[: min(limit, chance.randrange(5))]
+        return (*right, 7)[:limit]
 
     return draft
 
@@ -50,35 +51,33 @@ def check_parity(
     model: str, features: frozenset[str], seed: int, monkeypatch: pytest.MonkeyPatch,
     metadata: Callable[[KVCache, Batch], AttentionBackend] = AttentionMetadata,
 ) -> None:  # fmt: skip
-    """32 prompts at random times; what is switched on must have happened, what is off not."""
-    given = prompts(seed, LENGTHS)
-    most = MOST if "chunked prefill" in features else 512
-    monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", {"cpu": most})
-    monkeypatch.setattr(
-        scheduler, "MIN_PREFILL_TOKENS", most
-    )  # whatever it has learned of the time
+    """Serve 32 prompts at random times. Each feature occurs if and only if it is on."""
+    texts = prompts(seed, LENGTHS)
+    prefill = PREFILL_TOKENS if "chunked prefill" in features else 512
+    monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", {"cpu": prefill})
+    monkeypatch.setattr(scheduler, "MIN_PREFILL_TOKENS", prefill)  # whatever was measured
     if "prefix cache" not in features:
         monkeypatch.setattr(BlockPool, "match", lambda *arguments: ([], None))
     if "speculation" in features:
         monkeypatch.setattr(Speculation, "worthwhile", lambda budget, acceptance, limit: limit)
-        monkeypatch.setattr(NgramDrafter, "draft", foreseeing(given, greedy(model, given, NEW)))
+        monkeypatch.setattr(NgramDrafter, "draft", drafting(texts, greedy(model, texts, NEW)))
     generator = engine(
         model,
         blocks=FEW_BLOCKS if "preemption" in features else 400,
         speculation="auto" if "speculation" in features else "off",
         metadata=metadata,
     )
-    served, driver = serve(generator, [request(each, max_tokens=NEW) for each in given], seed)
+    served, driver = serve(generator, [request(prompt, max_tokens=NEW) for prompt in texts], seed)
     assert_greedy(model, served, NEW)
-    happened = {
+    occurred = {
         "chunked prefill": driver.partial > 0,
         "prefix cache": driver.total("cached_tokens") > 0,
         "preemption": driver.total("preempted") > 0,
         "speculation": 0 < driver.total("accepted") < driver.total("drafted"),
     }
-    assert {feature for feature, did in happened.items() if did} == features
-    assert driver.total("decode_tokens") == len(given) * NEW
-    assert driver.total("admitted") == len(given)
+    assert {feature for feature, did in occurred.items() if did} == features
+    assert driver.total("decode_tokens") == len(texts) * NEW
+    assert driver.total("admitted") == len(texts)
 
 
 @pytest.mark.parametrize("model", matrix(ARCHITECTURES, "llama", "gemma3", "deepseek-v3"))
@@ -96,7 +95,7 @@ def test_greedy_output_with_native_attention_equals_generate(
 
 @pytest.mark.parametrize("feature", [*sorted(FEATURES), None])
 @pytest.mark.parametrize("model", matrix(["llama", "gemma3", "qwen3-moe"], "llama"))
-def test_each_feature_alone_leaves_the_output_as_it_is(
+def test_each_feature_alone_leaves_the_output_unchanged(
     model: str, feature: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_parity(model, frozenset({feature} if feature else ()), 2, monkeypatch)
@@ -112,7 +111,7 @@ COMBINATIONS = [
 @pytest.mark.parametrize("metadata", [AttentionMetadata, NativeMetadata])
 @pytest.mark.parametrize("features", COMBINATIONS, ids=lambda chosen: "+".join(sorted(chosen)))
 @pytest.mark.parametrize("model", ARCHITECTURES)
-def test_any_features_leave_the_output_as_it_is(
+def test_all_combinations_of_features_leave_the_output_unchanged(
     model: str, features: frozenset[str], metadata: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_parity(model, features, 3, monkeypatch, metadata)

@@ -1,4 +1,4 @@
-"""What a request asks of its answer: log-probabilities, seeds, choices, ends and counts."""
+"""Outputs as requested: log-probabilities, seeds, choices, stop conditions and token counts."""
 
 import random
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from worker.messages.generation import Sampling
 
 pytestmark = pytest.mark.usefixtures("steps")
 
-# the token of a byte that begins a character
+# the token of a byte that starts a character
 HALF = llama_tokenizer().convert_tokens_to_ids("Ã")
 SAMPLED = Sampling(temperature=1.0, top_p=1.0, top_k=0, seed=11)
 BUSY = Sampling(
@@ -60,25 +60,27 @@ def alone(prompt: Sequence[int], sampling: Sampling, n: int = 1, spec: str = "of
 def assert_scored(
     entries: Sequence[TokenLogprob], ids: Sequence[int], first: int, top: int
 ) -> None:
-    """`entries` are of ids[first:], as the model's raw distribution has them."""
+    """Check that `entries` score ids[first:] by the model's raw distribution."""
     expected = torch.log_softmax(raw_logits("llama", ids), -1)
     assert [entry.token_id for entry in entries] == list(ids[first:])
-    for place, entry in enumerate(entries, first):
-        if place == 0:
+    for index, entry in enumerate(entries, first):
+        if index == 0:
             assert entry.logprob is None
             continue
-        row = expected[place - 1]
-        assert entry.logprob == pytest.approx(float(row[ids[place]]), abs=1e-3)
+        row = expected[index - 1]
+        assert entry.logprob == pytest.approx(float(row[ids[index]]), abs=1e-3)
         best = row.topk(top)
-        assert [each.logprob for each in entry.top] == pytest.approx(best.values.tolist(), abs=1e-3)
-        assert [each.token_id for each in entry.top] == best.indices.tolist()
+        assert [token.logprob for token in entry.top] == pytest.approx(
+            best.values.tolist(), abs=1e-3
+        )
+        assert [token.token_id for token in entry.top] == best.indices.tolist()
 
 
 def test_logprobs_are_of_the_raw_distribution() -> None:
     items = [request(prompt, BUSY) for prompt in prompts(5, (1, 9, 40))]
     served, _ = serve(engine("llama"), items, seed=5)
-    for each in served:
-        assert_scored(each.choices[0].logprobs, [*each.prompt, *each.ids[0]], len(each.prompt), 4)
+    for one in served:
+        assert_scored(one.choices[0].logprobs, [*one.prompt, *one.ids[0]], len(one.prompt), 4)
 
 
 def test_logprobs_beside_a_draft_are_the_same() -> None:
@@ -92,7 +94,7 @@ def test_logprobs_beside_a_draft_are_the_same() -> None:
 @pytest.mark.parametrize(
     "length", [1, 2, MAX_SCORED_TOKENS, MAX_SCORED_TOKENS + 1, MAX_SCORED_TOKENS + 72]
 )
-def test_an_echoed_prompt_is_scored_whole_and_takes_nothing_from_the_cache(length: int) -> None:
+def test_an_echoed_prompt_is_scored_whole_without_the_prefix_cache(length: int) -> None:
     generator = engine("llama")
     prompt = prompt_of(length)
     for _ in range(2):
@@ -105,22 +107,22 @@ def test_an_echoed_prompt_is_scored_whole_and_takes_nothing_from_the_cache(lengt
         assert "".join(entry.text for entry in choice.logprobs) == choice.text
 
 
-def test_an_echoed_prompt_is_scored_once_though_it_is_put_back(
+def test_an_echoed_prompt_is_scored_once_when_it_is_preempted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", {"cpu": 24})
     monkeypatch.setattr(scheduler, "MIN_PREFILL_TOKENS", 24)
     older, younger = request(prompt_of(14), BUSY, 20), request(prompt_of(110, 1), BUSY, echo=True)
-    # the older needs its second block while the younger is in its prompt
+    # the older needs its second block while the younger is in prefill
     served, driver = serve(engine("llama", blocks=8), [older, younger])
     assert [report.preempted for report in driver.reports[:4]] == [0, 0, 0, 1]
     assert_scored(served[1].choices[0].logprobs, [*served[1].prompt, *served[1].ids[0]], 0, 4)
-    # and after it
-    items = [request(p, BUSY, 30, echo=True) for p in prompts(6, (30, 50, 70), each=3)]
+    # and after the prefill
+    items = [request(p, BUSY, 30, echo=True) for p in prompts(6, (30, 50, 70), count=3)]
     served, driver = serve(engine("llama", blocks=12), items)
     assert driver.total("preempted") > 0
-    for each in served:
-        assert_scored(each.choices[0].logprobs, [*each.prompt, *each.ids[0]], 0, 4)
+    for one in served:
+        assert_scored(one.choices[0].logprobs, [*one.prompt, *one.ids[0]], 0, 4)
 
 
 def test_a_prompt_can_be_scored_without_an_output() -> None:
@@ -155,13 +157,13 @@ def test_a_seed_gives_the_same_output_beside_other_traffic() -> None:
         items = [request(i.payload.prompt, i.payload.sampling) for i in mixed]
         generator = engine("llama", blocks=16, speculation=speculation)
         served, driver = serve(generator, items, seed=7)
-        assert [each.ids for each in served if list(each.prompt) == prompt] == [expected] * 3
+        assert [one.ids for one in served if list(one.prompt) == prompt] == [expected] * 3
         assert driver.total("preempted") > 0
 
 
 def test_a_seed_gives_the_same_output_with_speculation() -> None:
     prompt = prompt_of(4) * 2
-    few = replace(SAMPLED, logit_bias=dict.fromkeys(prompt, 40.0))  # so that they repeat
+    few = replace(SAMPLED, logit_bias=dict.fromkeys(prompt, 40.0))  # so that tokens repeat
     accepted = 0
     for seed in range(3):
         items = [request(prompt, replace(few, seed=seed), 40) for _ in range(2)]
@@ -181,7 +183,7 @@ def test_seeds_make_the_difference() -> None:
     assert alone(prompt, unseeded).ids != alone(prompt, unseeded).ids
 
 
-def test_choices_differ_and_can_be_had_again() -> None:
+def test_choices_differ_and_are_reproducible() -> None:
     prompt = prompt_of(30)
     first, second = alone(prompt, SAMPLED, n=4), alone(prompt, SAMPLED, n=4, spec="auto")
     assert first.ids == second.ids
@@ -205,7 +207,7 @@ def test_choices_share_the_blocks_of_their_prompt() -> None:
     assert again.ids == served.ids
 
 
-# ── ends ──
+# ── stop conditions ──
 
 
 def greedy_choice(prompt: Sequence[int], max_tokens: int, **stopping: Any) -> tuple[Served, Delta]:
@@ -230,7 +232,7 @@ def test_logprobs_join_to_the_text_wherever_it_ends() -> None:
         assert choice.tokens == len(choice.logprobs) == served.item.payload.stopping.max_tokens
 
 
-def test_half_a_character_before_the_end_token_has_its_log_probability() -> None:
+def test_half_a_character_before_the_stop_token_has_its_log_probability() -> None:
     prompt = prompt_of(8)
     bias = {HALF: 100.0, 1: 99.0}
     toward_end = replace(GREEDY, logprobs=0, frequency_penalty=2.0, logit_bias=bias)
@@ -263,7 +265,7 @@ def test_a_stop_string_may_span_tokens_and_is_cut_off() -> None:
     assert cut > 5
 
 
-def test_what_could_have_become_a_stop_string_comes_in_the_end() -> None:
+def test_a_partial_stop_string_is_released_at_the_end() -> None:
     prompt = prompt_of(8)
     _, whole = greedy_choice(prompt, 24)
     _, choice = greedy_choice(prompt, 24, stop=(whole.text[-3:] + "…",))
@@ -272,7 +274,7 @@ def test_what_could_have_become_a_stop_string_comes_in_the_end() -> None:
 
 
 def first_at(ids: Sequence[int], at: int) -> int:
-    """An index from `at` on whose token has not come before."""
+    """Return the first index from `at` on whose token does not occur before it."""
     return next(i for i in range(at, len(ids)) if ids[i] not in ids[:i])
 
 
@@ -288,7 +290,7 @@ def test_a_stop_token_ends_the_choice_and_adds_no_text() -> None:
     assert (choice.text, choice.tokens) == (before.text, at + 1)
 
 
-def test_the_end_token_ends_a_choice_unless_it_is_to_be_ignored() -> None:
+def test_the_end_token_ends_a_choice_unless_ignored() -> None:
     prompt = prompt_of(8)
     toward_end = replace(GREEDY, logit_bias={1: 100.0})
     items = [
@@ -296,7 +298,7 @@ def test_the_end_token_ends_a_choice_unless_it_is_to_be_ignored() -> None:
         request(prompt, toward_end, ignore_eos=True),
         request(prompt, toward_end, ignore_eos=False, min_tokens=5),
     ]
-    ended, ignored, later = (each for each in serve(engine("llama"), items)[0])
+    ended, ignored, later = serve(engine("llama"), items)[0]
     assert ended.ids == [[1]]
     assert (ended.choices[0].finish_reason, ended.choices[0].stop_reason) == ("stop", None)
     assert (ended.choices[0].text, ended.choices[0].tokens) == ("", 1)
@@ -306,7 +308,7 @@ def test_the_end_token_ends_a_choice_unless_it_is_to_be_ignored() -> None:
     assert later.ids[0][5:] == [1]
 
 
-def test_nothing_ends_a_choice_before_its_least_tokens() -> None:
+def test_nothing_ends_a_choice_before_min_tokens() -> None:
     prompt = prompt_of(8)
     whole, full = greedy_choice(prompt, 24)
     at = first_at(whole.ids[0], 3)
@@ -321,7 +323,7 @@ def test_nothing_ends_a_choice_before_its_least_tokens() -> None:
 
 
 @pytest.mark.parametrize(("length", "hit"), [(50, 48), (49, 48), (48, 32), (16, 0), (17, 16)])
-def test_prompt_and_output_are_counted_and_prefix_hits_told(length: int, hit: int) -> None:
+def test_prompt_output_and_cached_tokens_are_counted(length: int, hit: int) -> None:
     generator = engine("llama")
     prompt = prompt_of(length)
     for cached in (0, hit):

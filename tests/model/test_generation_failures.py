@@ -1,4 +1,4 @@
-"""What breaks one request's generation leaves its mates and the memory as they are."""
+"""A request that fails in generation affects neither other requests nor the KV cache."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,19 +37,19 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def poisoned(generator: GenerationEngine) -> Iterator[None]:
-    """POISON's embedding is no number, nor are the keys and values of whoever sees it."""
+    """The embedding of POISON is NaN, and so are the keys and values that attend to it."""
     embedding: Any = generator.runner.language.model.get_input_embeddings()
-    was = embedding.weight.data[POISON].clone()
+    original = embedding.weight.data[POISON].clone()
     embedding.weight.data[POISON] = float("nan")
     try:
         yield
     finally:
-        embedding.weight.data[POISON] = was
+        embedding.weight.data[POISON] = original
 
 
 @contextmanager
 def raising(generator: GenerationEngine, error: Callable[[], Exception]) -> Iterator[list[int]]:
-    """A step that has POISON among its tokens raises; gives how many rows the steps had."""
+    """Steps with POISON among their tokens raise. Yields the widths of the steps."""
     runner: Any = generator.runner
     model = runner.model
     rows: list[int] = []
@@ -67,41 +67,41 @@ def raising(generator: GenerationEngine, error: Callable[[], Exception]) -> Iter
         runner.model = model
 
 
-def with_guilty(given: Sequence[Sequence[int]], places: Sequence[int]) -> list[list[int]]:
-    """Some prompts get POISON in their middle."""
-    made = [list(prompt) for prompt in given]
-    for place in places:
-        made[place][len(made[place]) // 2] = POISON
-    return made
+def with_guilty(prompts: Sequence[Sequence[int]], indices: Sequence[int]) -> list[list[int]]:
+    """Put POISON into the middle of some prompts."""
+    result = [list(prompt) for prompt in prompts]
+    for index in indices:
+        result[index][len(result[index]) // 2] = POISON
+    return result
 
 
 def assert_only_guilty_failed(served: Sequence[Served], kind: type[Exception]) -> None:
-    assert any(POISON in each.prompt for each in served)
-    for each in served:
-        assert each.done
-        if POISON in each.prompt:
-            assert type(each.error) is kind
-    assert_greedy("llama", [each for each in served if POISON not in each.prompt], NEW)
+    assert any(POISON in one.prompt for one in served)
+    for one in served:
+        assert one.done
+        if POISON in one.prompt:
+            assert type(one.error) is kind
+    assert_greedy("llama", [one for one in served if POISON not in one.prompt], NEW)
 
 
 @pytest.mark.parametrize("seed", [None, 1, 2, 3])
-def test_numbers_that_are_none_fail_their_own_item_only(seed: int | None) -> None:
+def test_nan_fails_its_own_item_only(seed: int | None) -> None:
     generator = engine("llama", blocks=24)
-    given = with_guilty(prompts(8, LENGTHS), (0, 5, 6, 11))
+    texts = with_guilty(prompts(8, LENGTHS), (0, 5, 6, 11))
     with poisoned(generator):
         for _ in range(2):  # the second time over the same blocks
-            items = [request(prompt, max_tokens=NEW) for prompt in given]
+            items = [request(prompt, max_tokens=NEW) for prompt in texts]
             served, _ = serve(generator, items, seed)
             assert_only_guilty_failed(served, ItemFailed)
-    healed, _ = serve(generator, [request(prompt, max_tokens=NEW) for prompt in given], seed)
-    assert_greedy("llama", healed, NEW)  # nobody has found what the broken ones left
+    healed, _ = serve(generator, [request(prompt, max_tokens=NEW) for prompt in texts], seed)
+    assert_greedy("llama", healed, NEW)  # nothing of the failed ones is in the prefix cache
 
 
-def test_a_broken_choice_fails_its_item_and_its_blocks_are_not_found_again() -> None:
+def test_a_failed_choice_fails_its_item_and_its_blocks_are_not_reused() -> None:
     generator = engine("llama", blocks=24)
-    [broken] = with_guilty(prompts(8, (45,), each=1), (0,))
+    [broken] = with_guilty(prompts(8, (45,), count=1), (0,))
     sampling = Sampling(temperature=1.0, seed=5)
-    whole = prompts(9, LENGTHS, each=1)
+    whole = prompts(9, LENGTHS, count=1)
     with poisoned(generator):
         items = [request(broken, sampling, NEW, n=3), *(request(p, max_tokens=NEW) for p in whole)]
         served, driver = serve(generator, items)
@@ -112,27 +112,27 @@ def test_a_broken_choice_fails_its_item_and_its_blocks_are_not_found_again() -> 
     assert_greedy("llama", [again], NEW)
 
 
-def test_a_choice_that_breaks_late_takes_its_item_along() -> None:
-    """One choice draws the token that breaks it, the others are well."""
+def test_a_choice_that_fails_late_fails_its_item() -> None:
+    """One choice samples the token that fails it, the others do not."""
     generator = engine("llama", blocks=40)
-    prompt, mate = prompts(10, (20,), each=2)
+    prompt, mate = prompts(10, (20,), count=2)
     sampling = Sampling(temperature=1.0, seed=3, logit_bias={POISON: 6.0})
     for speculation in (Speculation("cpu"), None):
         generator._speculation = speculation
         with poisoned(generator):
             items = [request(prompt, sampling, 30, n=4), request(mate, max_tokens=NEW)]
-            (broken, well), _ = serve(generator, items)
-        assert type(broken.error) is ItemFailed
-        assert str(broken.error) == "the model's output for this input is not a number"
-        assert any(ids[-1] == POISON for ids in broken.ids)
-        assert not all(POISON in ids for ids in broken.ids)
-        assert_greedy("llama", [well], NEW)
+            (failed, other), _ = serve(generator, items)
+        assert type(failed.error) is ItemFailed
+        assert str(failed.error) == "the model's output for this input is not a number"
+        assert any(ids[-1] == POISON for ids in failed.ids)
+        assert not all(POISON in ids for ids in failed.ids)
+        assert_greedy("llama", [other], NEW)
 
 
-def test_an_abandoned_prompt_leaves_nothing_to_its_blocks_next_owner() -> None:
-    """Nobody has looked at its output yet: that it is no number was not known."""
+def test_a_cancelled_prompt_leaves_nothing_in_its_blocks() -> None:
+    """It is cancelled before its NaN output is read."""
     generator = engine("llama", blocks=8)
-    [broken] = with_guilty(prompts(8, (100,), each=1), (0,))
+    [broken] = with_guilty(prompts(8, (100,), count=1), (0,))
     broken[10] = POISON
     with poisoned(generator):
         driver = Driver(generator)
@@ -140,7 +140,7 @@ def test_an_abandoned_prompt_leaves_nothing_to_its_blocks_next_owner() -> None:
         driver.step()
         assert generator.scheduler.pool.used
         gone.item.open = False
-        mates = [driver.add(request(p, max_tokens=NEW)) for p in prompts(11, (5, 20), each=3)]
+        mates = [driver.add(request(p, max_tokens=NEW)) for p in prompts(11, (5, 20), count=3)]
         driver.finish()
     assert_greedy("llama", mates, NEW)
 
@@ -153,15 +153,15 @@ def test_an_abandoned_prompt_leaves_nothing_to_its_blocks_next_owner() -> None:
         (lambda: RuntimeError("DefaultCPUAllocator: can't allocate memory"), OutOfMemory),
     ],
 )
-def test_a_step_that_raises_fails_the_guilty_only(
+def test_a_step_that_raises_fails_the_guilty_items_only(
     error: Callable[[], Exception], kind: type[Exception]
 ) -> None:
     generator = engine("llama", blocks=24)
-    given = with_guilty(prompts(8, LENGTHS), (0, 5, 6, 11))
+    texts = with_guilty(prompts(8, LENGTHS), (0, 5, 6, 11))
     with raising(generator, error):
-        served, _ = serve(generator, [request(prompt, max_tokens=NEW) for prompt in given], 4)
+        served, _ = serve(generator, [request(prompt, max_tokens=NEW) for prompt in texts], 4)
     assert_only_guilty_failed(served, kind)
-    healed, _ = serve(generator, [request(prompt, max_tokens=NEW) for prompt in given])
+    healed, _ = serve(generator, [request(prompt, max_tokens=NEW) for prompt in texts])
     assert_greedy("llama", healed, NEW)
 
 
@@ -175,13 +175,13 @@ def test_a_lost_device_is_raised_at_once() -> None:
         with pytest.raises(RuntimeError, match="CUDA error"):
             driver.finish()
         steps = len(rows)
-    assert steps == len(driver.reports) + 1, "no half of it was tried again"
+    assert steps == len(driver.reports) + 1, "no half of the step ran again"
     assert set(generator.clear()) == set(items)
     assert generator.scheduler.pool.used == 0
     assert not generator.busy
 
 
-def test_who_leaves_frees_its_blocks_at_the_next_step() -> None:
+def test_a_cancelled_onefrees_its_blocks_at_the_next_step() -> None:
     generator = engine("llama", blocks=200)
     driver = Driver(generator)
     served = [driver.add(request(prompt, max_tokens=40)) for prompt in prompts(8, LENGTHS)]
@@ -190,18 +190,18 @@ def test_who_leaves_frees_its_blocks_at_the_next_step() -> None:
         driver.step()
     before = generator.scheduler.pool.used
     leaving = [*served[::2], several]
-    for each in leaving:
-        each.item.open = False
+    for one in leaving:
+        one.item.open = False
     report = driver.step()
     assert report.blocks_used < before
-    assert not {each.item for each in leaving} & set(generator.live)
+    assert not {one.item for one in leaving} & set(generator.live)
     driver.finish()
-    assert not any(each.done for each in leaving)
+    assert not any(one.done for one in leaving)
     staying = served[1::2]
-    assert [each.ids[0] for each in staying] == greedy("llama", [e.prompt for e in staying], 40)
+    assert [one.ids[0] for one in staying] == greedy("llama", [one.prompt for one in staying], 40)
 
 
-def test_clear_gives_everything_back() -> None:
+def test_clear_frees_all_blocks_and_returns_all_items() -> None:
     generator = engine("llama", blocks=12)
     driver = Driver(generator)
     items = [driver.add(request(prompt, n=2)).item for prompt in prompts(8, LENGTHS)]
@@ -229,16 +229,16 @@ def test_a_warm_up_beside_running_sequences_changes_nothing() -> None:
     assert_greedy("llama", served, NEW)
 
 
-def test_a_warm_up_tells_that_the_model_is_broken() -> None:
+def test_a_warm_up_of_a_broken_model_raises() -> None:
     generator = engine("llama")
     weights: Any = generator.runner.language.model.get_input_embeddings()
-    was = weights.weight.data[0].clone()
+    original = weights.weight.data[0].clone()
     weights.weight.data[0] = float("nan")
     try:
         with pytest.raises(ItemFailed):
             generator.warm_up()
     finally:
-        weights.weight.data[0] = was
+        weights.weight.data[0] = original
     assert generator.scheduler.pool.used == 0
     generator.warm_up()
 
@@ -256,7 +256,7 @@ def test_a_warm_up_tells_that_the_model_is_broken() -> None:
         ([7], {"sampling": Sampling(logit_bias={9999: 1.0})}, "logit_bias"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_it_runs(
+def test_invalid_requests_are_refused_before_they_run(
     prompt: list[int], changes: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(InvalidInput) as caught:
@@ -264,24 +264,24 @@ def test_what_does_not_fit_is_refused_before_it_runs(
     assert caught.value.param == param
 
 
-def test_least_tokens_are_refused_where_every_token_ends_the_answer() -> None:
+def test_min_tokens_is_refused_where_every_token_ends_the_response() -> None:
     generator = engine("llama")
-    every = tuple(range(generator.runner.language.vocab_size))
+    all_tokens = tuple(range(generator.runner.language.vocab_size))
     with pytest.raises(InvalidInput, match=r"^min_tokens: every token"):
-        generator.prepare(request([7], stop_token_ids=every, min_tokens=1))
-    generator.prepare(request([7], stop_token_ids=every))
-    generator.prepare(request([7], stop_token_ids=every[1:], min_tokens=1, ignore_eos=True))
+        generator.prepare(request([7], stop_token_ids=all_tokens, min_tokens=1))
+    generator.prepare(request([7], stop_token_ids=all_tokens))
+    generator.prepare(request([7], stop_token_ids=all_tokens[1:], min_tokens=1, ignore_eos=True))
 
 
-def test_a_default_gives_way_to_the_end_of_the_context() -> None:
-    for length, most in ((200, 16), (250, 6), (255, 1)):
+def test_a_default_limit_shrinks_to_the_rest_of_the_context() -> None:
+    for length, limit in ((200, 16), (250, 6), (255, 1)):
         item = request([7] * length, max_tokens=None, default_tokens=16)
         engine("llama").prepare(item)
-        assert item.prepared[0].prepared.max_tokens == most
+        assert item.prepared[0].prepared.max_tokens == limit
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_output_tokens"])
-def test_more_than_the_context_holds_is_told_by_the_fields_own_name(name: str) -> None:
+def test_a_limit_beyond_the_context_is_refused_by_its_own_name(name: str) -> None:
     with pytest.raises(InvalidInput, match=f"^{name}: 1000 tokens") as caught:
         engine("llama").prepare(request([7], max_tokens=1000, param=name))
     assert caught.value.param == name

@@ -1,5 +1,5 @@
-"""Whole requests at random, each step launched ahead or landed at once: both give the same, and
-what a step knows of its tokens before they are read is nowhere afterwards."""
+"""Random requests, with steps launched ahead or not: both give the same outputs, and placeholders
+leave no trace."""
 
 import random
 import zlib
@@ -25,42 +25,42 @@ from worker.model import sampler
 from worker.model.attention.kv_cache import BLOCK
 
 POISON = 310  # a step with this token raises
-WORDS = 12  # so few that texts repeat and prefixes are shared
+TOKENS = 12  # so few that texts repeat and prefixes are shared
 BLOCKS = 9
 
 
-class Remembering:
-    """In a runner's place: logits that are a function of the tokens, found through the blocks."""
+class FakeRunner:
+    """A model runner whose logits are a function of the tokens, read through the block tables."""
 
     idempotent = True
 
-    def __init__(self, vocabulary: int) -> None:
-        self.vocabulary = vocabulary
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
         self.memory: dict[int, int] = {}
 
     def forward(self, batch: Batch, sampled: Tensor | None = None) -> Tensor:
         ids = fill_placeholders(torch.tensor(batch.ids), sampled).tolist()
-        assert min(ids) >= 0, "a promised token that nobody has sampled"
+        assert min(ids) >= 0, "a placeholder without a sampled token"
         states: list[int] = []
         for (blocks, start, width), offset in zip(batch.spans, batch.offsets, strict=True):
-            places = [blocks[at // BLOCK] * BLOCK + at % BLOCK for at in range(start + width)]
-            state = self.memory[places[start - 1]] if start else 0
-            for place, token in zip(places[start:], ids[offset : offset + width], strict=True):
-                state = self.memory[place] = zlib.crc32(b"%d %d" % (state, token))
+            slots = [blocks[at // BLOCK] * BLOCK + at % BLOCK for at in range(start + width)]
+            state = self.memory[slots[start - 1]] if start else 0
+            for slot, token in zip(slots[start:], ids[offset : offset + width], strict=True):
+                state = self.memory[slot] = zlib.crc32(b"%d %d" % (state, token))
                 states.append(state)
         if POISON in ids:
             raise ItemFailed("not this one")
-        logits = torch.full((len(batch.rows), self.vocabulary), -20.0)
-        for row, place in enumerate(batch.rows):
-            likely = np.random.default_rng(states[place]).normal(size=WORDS)
-            logits[row, ORDINARY[0] : ORDINARY[0] + WORDS] = torch.from_numpy(likely).float()
+        logits = torch.full((len(batch.rows), self.vocab_size), -20.0)
+        for row, index in enumerate(batch.rows):
+            likely = np.random.default_rng(states[index]).normal(size=TOKENS)
+            logits[row, ORDINARY[0] : ORDINARY[0] + TOKENS] = torch.from_numpy(likely).float()
         return logits
 
 
 def items_of(seed: int) -> list[Any]:
     chance = random.Random(seed)
-    trunk = [chance.randrange(WORDS) + ORDINARY[0] for _ in range(50)]
-    made = []
+    trunk = [chance.randrange(TOKENS) + ORDINARY[0] for _ in range(50)]
+    items = []
     for _ in range(12):
         prompt = trunk[: chance.randrange(1, 50)] + chance.choices(trunk, k=chance.randrange(3))
         if chance.random() < 0.15:
@@ -71,31 +71,31 @@ def items_of(seed: int) -> list[Any]:
             top_k=chance.choice((0, 3)), frequency_penalty=penalty,
             logprobs=chance.choice((None, 2)),
         )  # fmt: skip
-        ends = tuple(chance.sample(trunk, chance.randrange(3)))
+        stop_tokens = tuple(chance.sample(trunk, chance.randrange(3)))
         item = request(
             prompt, sampling, chance.choice((1, 2, 5, 30)), n=chance.choice((1, 1, 3)),
-            stop_token_ids=ends, min_tokens=chance.choice((0, 1)),
+            stop_token_ids=stop_tokens, min_tokens=chance.choice((0, 1)),
         )  # fmt: skip
         item.payload = replace(
             item.payload, background=chance.random() < 0.2, token_ids=True,
             prompt_logprobs=chance.choice((None, None, 1)),
         )  # fmt: skip
-        made.append(item)
-    return made
+        items.append(item)
+    return items
 
 
-def play(seed: int, leaving: bool) -> list[Served]:
+def play(seed: int, cancels: bool) -> list[Served]:
     chance = random.Random(seed)
     generator = engine(
         "llama", BLOCKS, chance.choice(("auto", "off")), max_running=chance.choice((2, 5, 16))
     )
-    generator.runner = Remembering(generator.runner.language.vocab_size)  # type: ignore[assignment]
+    generator.runner = FakeRunner(generator.runner.language.vocab_size)  # type: ignore[assignment]
     driver, served = Driver(generator), list[Served]()
     to_come = items_of(seed)
     while to_come or generator.busy:
         if to_come and chance.random() < 0.4:
             served.append(driver.add(to_come.pop()))
-        if leaving and served and chance.random() < 0.1:
+        if cancels and served and chance.random() < 0.1:
             chance.choice(served).item.open = False
         driver.step()
         check(generator)
@@ -107,9 +107,9 @@ def play(seed: int, leaving: bool) -> list[Served]:
 def check(generator: GenerationEngine) -> None:
     scheduler = generator.scheduler
     pool, running = scheduler.pool, scheduler.running
-    assert_sound(pool, [each.table for each in running if each.table])
+    assert_sound(pool, [sequence.table for sequence in running if sequence.table])
     keys = pool._computed | pool.computing
-    assert not any(isinstance(each, int) and each < 0 for _, held in keys for each in held)
+    assert not any(isinstance(token, int) and token < 0 for _, held in keys for token in held)
     for sequence in (*running, *scheduler.waiting):
         assert min([0, *sequence.tokens[:-1]]) == 0
         assert sequence.has_placeholder <= (
@@ -117,12 +117,12 @@ def check(generator: GenerationEngine) -> None:
         )
 
 
-def told(served: Served) -> list[Any]:
+def deltas_of(served: Served) -> list[Any]:
     return [served.deltas[number] for number in sorted(served.deltas)]
 
 
 @pytest.mark.parametrize("seed", matrix(range(16), *range(4)))
-def test_ahead_or_at_once_everybody_gets_the_same(
+def test_outputs_are_the_same_with_steps_ahead_or_not(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", {"cpu": 20})
@@ -131,15 +131,15 @@ def test_ahead_or_at_once_everybody_gets_the_same(
     monkeypatch.setitem(module.AHEAD, "cpu", True)
     monkeypatch.setattr(sampler, "CANDIDATES", 2)  # steps are run again for rows that need more
     ahead = play(seed, False)
-    assert [type(each.error) for each in ahead] == [type(each.error) for each in at_once]
+    assert [type(one.error) for one in ahead] == [type(one.error) for one in at_once]
     for some, others in zip(ahead, at_once, strict=True):
         if some.error is None:
-            for a, b in zip(told(some), told(others), strict=True):
-                a.cached_tokens = b.cached_tokens = 0  # as who comes first found it
+            for a, b in zip(deltas_of(some), deltas_of(others), strict=True):
+                a.cached_tokens = b.cached_tokens = 0  # depends on the order of admissions
                 assert a == b
-    left = play(seed, True)
-    for some, others in zip(left, at_once, strict=True):
-        for got, whole in zip(some.ids, others.ids, strict=True):
-            assert min([0, *got]) == 0
+    cancelled = play(seed, True)
+    for some, others in zip(cancelled, at_once, strict=True):
+        for output, whole in zip(some.ids, others.ids, strict=True):
+            assert min([0, *output]) == 0
             if others.error is None:
-                assert got == whole[: len(got)]
+                assert output == whole[: len(output)]

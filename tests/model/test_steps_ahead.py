@@ -1,4 +1,4 @@
-"""Steps that are launched before the last has landed: what is found late changes no answer."""
+"""Steps launched before the last one's results are read: outputs do not change."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def _ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(module.AHEAD, "cpu", True)
 
 
-def flying(**options: Any) -> GenerationEngine:
+def engine_ahead(**options: Any) -> GenerationEngine:
     return engine("llama", speculation="off", **options)
 
 
@@ -47,8 +47,8 @@ def cached() -> GenerationEngine:
     return cached_engine(runner, GeneratorOptions("", speculation="off"), "")
 
 
-def counted(generator: GenerationEngine) -> list[int]:
-    """How many tokens each forward has been given."""
+def count_widths(generator: GenerationEngine) -> list[int]:
+    """The number of tokens of each forward, as they run."""
     forward, widths = generator.runner.forward, list[int]()
 
     def count(batch: Any, sampled: Any = None) -> Any:
@@ -59,10 +59,10 @@ def counted(generator: GenerationEngine) -> list[int]:
     return widths
 
 
-def test_a_step_is_launched_before_the_text_of_the_last_is_made(
+def test_a_step_is_launched_before_the_last_ones_results_are_processed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    generator, order = flying(), list[str]()
+    generator, order = engine_ahead(), list[str]()
     forward, push = generator.runner.forward, SequenceOutput.push
 
     def launched(*arguments: Any) -> Any:
@@ -80,56 +80,56 @@ def test_a_step_is_launched_before_the_text_of_the_last_is_made(
     assert_greedy("llama", [served], 4)
 
 
-@pytest.mark.parametrize("found_at", [3, 8])
-def test_what_is_run_beyond_a_stop_is_neither_delivered_nor_found_in_the_cache(
-    found_at: int,
+@pytest.mark.parametrize("stop_index", [3, 8])
+def test_tokens_beyond_a_stop_are_neither_delivered_nor_cached(
+    stop_index: int,
 ) -> None:
-    """The token that ends it fills a block: that would be found if the step after it counted."""
-    prompt = prompts(3, (2 * BLOCK - found_at - 1,), each=1)[0]
-    [tokens] = greedy("llama", [prompt], found_at + 2)
-    generator = flying()
-    ends = tokens[found_at]
-    assert ends not in tokens[:found_at]
+    """The stop token fills a block, which would be registered if the next step counted."""
+    prompt = prompts(3, (2 * BLOCK - stop_index - 1,), count=1)[0]
+    [tokens] = greedy("llama", [prompt], stop_index + 2)
+    generator = engine_ahead()
+    stop_token = tokens[stop_index]
+    assert stop_token not in tokens[:stop_index]
     driver = Driver(generator)
-    served = driver.add(request(prompt, max_tokens=40, stop_token_ids=(ends,)))
-    other = driver.add(request(prompts(5, (20,), each=1)[0], max_tokens=20))  # steps go on
+    served = driver.add(request(prompt, max_tokens=40, stop_token_ids=(stop_token,)))
+    other = driver.add(request(prompts(5, (20,), count=1)[0], max_tokens=20))  # keeps steps running
     driver.finish()
-    assert served.ids == [tokens[: found_at + 1]]
-    assert served.choices[0].tokens == found_at + 1
-    assert driver.total("decode_tokens") == found_at + 1 + 20
+    assert served.ids == [tokens[: stop_index + 1]]
+    assert served.choices[0].tokens == stop_index + 1
+    assert driver.total("decode_tokens") == stop_index + 1 + 20
     assert_greedy("llama", [other], 20)
-    blocks, awaited = generator.scheduler.pool.match([*prompt, *tokens[: found_at + 1], 7])
-    assert (len(blocks), awaited) == (1, None)
-    again, later = serve(generator, [request([*prompt, *tokens[: found_at + 1]], max_tokens=6)])
+    blocks, pending = generator.scheduler.pool.match([*prompt, *tokens[: stop_index + 1], 7])
+    assert (len(blocks), pending) == (1, None)
+    again, later = serve(generator, [request([*prompt, *tokens[: stop_index + 1]], max_tokens=6)])
     assert later.total("cached_tokens") == BLOCK
     assert_greedy("llama", again, 6)
 
 
-def test_a_client_that_leaves_while_a_step_flies_gets_nothing_of_it() -> None:
-    generator = flying()
+def test_a_request_cancelled_while_a_step_is_in_flight_gets_nothing_of_it() -> None:
+    generator = engine_ahead()
     driver = Driver(generator)
-    stays, leaves = (driver.add(request(p, max_tokens=12)) for p in prompts(4, (20,), each=2))
+    stays, leaves = (driver.add(request(p, max_tokens=12)) for p in prompts(4, (20,), count=2))
     for _ in range(4):
         driver.step()
     leaves.item.open = False
-    told = leaves.deltas[0].tokens
+    delivered = leaves.deltas[0].tokens
     driver.finish()
-    assert leaves.deltas[0].tokens == told
+    assert leaves.deltas[0].tokens == delivered
     assert_greedy("llama", [stays], 12)
 
 
-def test_a_prompt_whose_client_leaves_while_it_flies_counts_as_one_in_the_steps_time(
+def test_a_prompt_cancelled_in_flight_counts_in_the_steps_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Or what decoding takes would be learned from it."""
-    generator, learned = flying(), list[tuple[int, int]]()
+    """Else the time of decoding would be learned from it."""
+    generator, learned = engine_ahead(), list[tuple[int, int]]()
     monkeypatch.setattr(
         generator._budget, "learn", lambda prompt, others, seconds: learned.append((prompt, others))
     )
     driver = Driver(generator)
     driver.add(request(list(ORDINARY[:5]), max_tokens=4))
     driver.step()
-    leaves = driver.add(request(prompts(4, (20,), each=1)[0], max_tokens=4))
+    leaves = driver.add(request(prompts(4, (20,), count=1)[0], max_tokens=4))
     driver.step()
     leaves.item.open = False
     driver.finish()
@@ -137,20 +137,20 @@ def test_a_prompt_whose_client_leaves_while_it_flies_counts_as_one_in_the_steps_
     assert driver.total("prefill_tokens") == 5
 
 
-def test_who_reaches_the_most_tokens_with_what_flies_is_not_run_again() -> None:
-    generator = flying()
-    rows = counted(generator)
+def test_a_sequence_whose_last_token_is_in_flight_is_not_run_again() -> None:
+    generator = engine_ahead()
+    rows = count_widths(generator)
     serve(generator, [request(list(ORDINARY[:5]), max_tokens=3)])
     assert rows == [5, 1, 1]
 
 
-def test_penalties_and_grammars_know_the_token_that_flew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_penalties_include_the_token_that_was_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     penalized = Sampling(temperature=0.0, repetition_penalty=1.9, frequency_penalty=1.5)
-    given = prompts(6, (9, 30), each=2)
+    texts = prompts(6, (9, 30), count=2)
 
     def served() -> list[list[int]]:
-        items = [request(prompt, penalized, 20) for prompt in given]
-        return [each.ids[0] for each in serve(flying(), items)[0]]
+        items = [request(prompt, penalized, 20) for prompt in texts]
+        return [request.ids[0] for request in serve(engine_ahead(), items)[0]]
 
     ahead = served()
     monkeypatch.setitem(module.AHEAD, "cpu", False)
@@ -158,60 +158,60 @@ def test_penalties_and_grammars_know_the_token_that_flew(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("paged", [True, False])
-def test_rows_that_looked_at_too_few_logits_are_drawn_anew(
+def test_rows_with_too_few_candidates_are_resampled(
     paged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That is known once they are read, when the next step runs with what they gave first."""
-    given = prompts(6, (9, 30), each=2)
+    """That is known when they are read: the next step already runs with their first samples."""
+    texts = prompts(6, (9, 30), count=2)
 
     def served() -> tuple[list[list[int]], int]:
-        generator = flying() if paged else cached()
-        widths = counted(generator)
+        generator = engine_ahead() if paged else cached()
+        widths = count_widths(generator)
         items = [
             request(prompt, Sampling(temperature=1.5, top_p=0.9, top_k=n % 2 * 9, seed=n), 12)
-            for n, prompt in enumerate(given)
+            for n, prompt in enumerate(texts)
         ]
-        return [each.ids[0] for each in serve(generator, items)[0]], len(widths)
+        return [request.ids[0] for request in serve(generator, items)[0]], len(widths)
 
     monkeypatch.setattr(sampler, "CANDIDATES", 1)
     ahead, steps = served()
     monkeypatch.setattr(sampler, "CANDIDATES", 64)
     monkeypatch.setitem(module.AHEAD, "cpu", False)
-    at_once, least = served()
+    at_once, fewest = served()
     assert ahead == at_once
-    assert (steps > least) == paged  # such a step is run again, or not before that is known
+    assert (steps > fewest) == paged  # the paged runner runs such a step again; the other waits
 
 
-def test_an_error_that_shows_when_a_step_is_read_delivers_nothing_more(
+def test_an_error_in_reading_a_step_delivers_nothing_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    generator = flying()
+    generator = engine_ahead()
     driver = Driver(generator)
-    items = [request(prompt, max_tokens=12) for prompt in prompts(4, (20,), each=2)]
+    items = [request(prompt, max_tokens=12) for prompt in prompts(4, (20,), count=2)]
     served = [driver.add(item) for item in items]
     for _ in range(3):
         driver.step()
-    told = [each.deltas[0].tokens for each in served]
+    delivered = [request.deltas[0].tokens for request in served]
 
     def broken(sampled: SamplerOutput) -> Any:
-        raise RuntimeError("it shows late")
+        raise RuntimeError("it is raised late")
 
     with monkeypatch.context() as patch:
         patch.setattr(SamplerOutput, "read", broken)
         with pytest.raises(RuntimeError, match="late"):
             driver.step()
     assert generator.clear() == items  # as the worker does
-    assert [each.deltas[0].tokens for each in served] == told
+    assert [request.deltas[0].tokens for request in served] == delivered
     generator.warm_up()
-    again, _ = serve(generator, [request(each.prompt, max_tokens=12) for each in served])
+    again, _ = serve(generator, [request(earlier.prompt, max_tokens=12) for earlier in served])
     assert_greedy("llama", again, 12)
 
 
-def test_a_forward_that_raises_leaves_what_flies_its_tokens() -> None:
-    """The step before lands, and its tokens go on from there."""
-    generator = flying()
+def test_a_forward_that_raises_keeps_the_tokens_in_flight() -> None:
+    """The results of the step before are processed, and its sequences continue from there."""
+    generator = engine_ahead()
     driver, runner = Driver(generator), runner_of(generator)
-    served = [driver.add(request(p, max_tokens=12)) for p in prompts(4, (20,), each=3)]
+    served = [driver.add(request(p, max_tokens=12)) for p in prompts(4, (20,), count=3)]
     driver.step()
     driver.step()
     forward, calls = runner.forward, list[int]()
@@ -229,7 +229,7 @@ def test_a_forward_that_raises_leaves_what_flies_its_tokens() -> None:
     assert_greedy("llama", [served[0], served[2]], 12)
 
 
-def test_promised_ids_are_filled_in_where_they_are() -> None:
+def test_placeholders_are_filled_in_place() -> None:
     ids, sampled = torch.tensor([[5, -1, -3, 0]]), torch.tensor([7, 8, -1])
     assert fill_placeholders(ids, sampled).tolist() == [[5, 7, 0, 0]]
     assert fill_placeholders(ids, None) is ids

@@ -1,5 +1,4 @@
-"""From tokens to text: however a text falls into tokens, the same comes of it, and its tokens'
-log-probabilities with it."""
+"""From tokens to text and log-probabilities, independently of how a text is tokenized."""
 
 import random
 import re
@@ -37,38 +36,38 @@ def output(
     stop: tuple[str, ...] = (),
     logprobs: int | None = 0,
     form: Any = DEFAULT_OUTPUT_FORMAT,
-    begun: str = "",
+    prefix: str = "",
     calls: bool = True,
 ) -> SequenceOutput:
     item = request([5], replace(GREEDY, logprobs=logprobs), stop=stop)
-    parser = None if form is None else OutputParser(form, begun, calls)
+    parser = None if form is None else OutputParser(form, prefix, calls)
     params = SamplingParams(logprobs=logprobs)
     prepared = PreparedPrompt([5], params, max_tokens, {END: None}, parser=parser)
-    [made] = create_outputs(item, prepared, VOCABULARY)
-    made.start(0)
-    return made
+    [result] = create_outputs(item, prepared, VOCABULARY)
+    result.start(0)
+    return result
 
 
 def tokens_of(text: str, chance: random.Random) -> list[int]:
-    """Any tokens that have this text, half characters and all."""
-    left, tokens = text.encode(), []
-    while left:
-        fitting = [i for i, piece in BYTES.items() if piece and left.startswith(piece) and i > 5]
+    """Return random tokens with this text; some are parts of characters."""
+    rest, tokens = text.encode(), []
+    while rest:
+        fitting = [i for i, piece in BYTES.items() if piece and rest.startswith(piece) and i > 5]
         tokens.append(chance.choice(fitting))
-        left = left[len(BYTES[tokens[-1]]) :]
+        rest = rest[len(BYTES[tokens[-1]]) :]
     return tokens
 
 
-def said(made: SequenceOutput, tokens: list[int], logprobs: bool = True) -> Delta:
-    """All that comes of these tokens; each one's log-probability is its number."""
+def delta_of(output: SequenceOutput, tokens: list[int], logprobs: bool = True) -> Delta:
+    """Push these tokens and merge the deltas; a token's log-probability is its index."""
     whole = Delta(0)
     for number, token in enumerate(tokens):
-        made.push(SampledToken(token, float(number) if logprobs else None, ()))
-        if delta := made.take_delta():
+        output.push(SampledToken(token, float(number) if logprobs else None, ()))
+        if delta := output.take_delta():
             whole.merge(delta)
-        if made.finished:
+        if output.finished:
             break
-    assert made.finished
+    assert output.finished
     return whole
 
 
@@ -80,9 +79,9 @@ def assert_of_their_tokens(entries: list[TokenLogprob], tokens: list[int]) -> No
         assert entry.token_id == tokens[int(entry.logprob)]
 
 
-@pytest.mark.parametrize("begun", ["", "<think>\n", "The "])
-def test_however_a_text_falls_into_tokens_the_same_comes_of_it(begun: str) -> None:
-    chance = random.Random(begun)
+@pytest.mark.parametrize("prefix", ["", "<think>\n", "The "])
+def test_the_output_does_not_depend_on_how_a_text_is_tokenized(prefix: str) -> None:
+    chance = random.Random(prefix)
     for _ in range(150):
         text = "".join(chance.choices(FRAGMENTS, k=chance.randrange(1, 8)))
         stop = chance.choice(STOPS)
@@ -92,10 +91,10 @@ def test_however_a_text_falls_into_tokens_the_same_comes_of_it(begun: str) -> No
             if ends := chance.random() < 0.5:
                 tokens.append(END)
             limit = len(tokens) + ends
-            delta = said(output(limit, stop, begun=begun), tokens)
+            delta = delta_of(output(limit, stop, prefix=prefix), tokens)
             assert "".join(entry.text for entry in delta.logprobs) == delta.text
             assert_of_their_tokens(delta.logprobs, tokens)
-            plain = said(output(limit, stop, None, begun=begun), tokens, logprobs=False)
+            plain = delta_of(output(limit, stop, None, prefix=prefix), tokens, logprobs=False)
             assert plain.parts == delta.parts
             expected = expected or delta.parts
             assert delta.parts == expected, (text, stop)
@@ -109,35 +108,35 @@ def test_a_text_that_ends_in_half_a_character() -> None:
         tokens = tokens[: chance.randrange(1, len(tokens) + 1)]
         whole = b"".join(BYTES[token] for token in tokens).decode("utf-8", "replace")
         for ids, limit in ((tokens, len(tokens)), ([*tokens, END], 10**6)):
-            delta = said(output(limit, form=None), ids)
+            delta = delta_of(output(limit, form=None), ids)
             assert "".join(entry.text for entry in delta.logprobs) == delta.text == whole
             assert_of_their_tokens(delta.logprobs, ids)
             assert {entry.logprob for entry in delta.logprobs} >= set(range(len(tokens)))
 
 
-def test_what_is_cut_off_takes_no_token_along() -> None:
+def test_text_that_is_cut_off_has_no_log_probabilities() -> None:
     tokens = tokens_of("Hello", random.Random(0)) + tokens_of("<tool_call>", random.Random(1))
-    delta = said(output(len(tokens)), tokens)
+    delta = delta_of(output(len(tokens)), tokens)
     assert "".join(entry.text for entry in delta.logprobs) == delta.text == "Hello"
 
 
-def test_log_probabilities_of_content_come_before_what_interrupts_it() -> None:
-    """White space after the content is nobody's: its token is not waited for."""
-    made, whole = output(10**6), Delta(0)
+def test_log_probabilities_of_content_come_before_an_interruption() -> None:
+    """White space after the content belongs to no part: its token is not waited for."""
+    sequence, whole = output(10**6), Delta(0)
     for token in (OK, *tokens_of("<think>", random.Random(0)), OK):
-        made.push(SampledToken(token, -1.0, ()))
-        whole.merge(made.take_delta() or Delta(0))
+        sequence.push(SampledToken(token, -1.0, ()))
+        whole.merge(sequence.take_delta() or Delta(0))
     assert [part.kind for part in whole.parts] == ["content", "reasoning"]
     assert [(entry.token_id, entry.text, entry.raw) for entry in whole.logprobs] == [
         (OK, "ok", b"ok")
     ]
 
 
-def test_tokens_without_text_go_with_the_content_beside_them() -> None:
-    for begun, counted in (("", [BEGIN, OK, BEGIN, BEGIN]), ("<think>\n", [])):
-        delta = said(output(4, begun=begun), [BEGIN, OK, BEGIN, BEGIN])
+def test_tokens_without_text_belong_to_the_content_before_them() -> None:
+    for prefix, counted in (("", [BEGIN, OK, BEGIN, BEGIN]), ("<think>\n", [])):
+        delta = delta_of(output(4, prefix=prefix), [BEGIN, OK, BEGIN, BEGIN])
         assert [entry.token_id for entry in delta.logprobs] == counted
-    delta = said(output(2), [BEGIN, BEGIN])
+    delta = delta_of(output(2), [BEGIN, BEGIN])
     assert [entry.token_id for entry in delta.logprobs] == [BEGIN, BEGIN]
 
 
@@ -145,7 +144,7 @@ CALL = '<tool_call>{"name": "w", "arguments": {}}</tool_call>'
 
 
 @pytest.mark.parametrize(
-    ("text", "stop", "calls", "run", "told"),
+    ("text", "stop", "calls", "run", "expected"),
     [
         ("Hello\n\n\n\n</s>", "\n", False, "Hello\n", ("Hello", "stop", "\n")),
         ("Hello\n\n\n\n</s>", "\n\n", False, "Hello\n\n", ("Hello", "stop", "\n\n")),
@@ -155,41 +154,41 @@ CALL = '<tool_call>{"name": "w", "arguments": {}}</tool_call>'
         ("Hello <", "<", False, "Hello <", ("Hello ", "stop", "<")),
         ("<think>\n</think>\nHi\n.", "\n", False, "<think>\n</think>\nHi\n", ("Hi", "stop", "\n")),
         ("\n<think>.</think>\nHi", "\n", False, "\n<think>.</think>\nHi", ("Hi", "length", None)),
-        # where calls may be made, white space may stand before one
+        # where tool calls are allowed, white space may precede one
         ("Hello\n\n", "\n", True, "Hello\n\n", ("Hello", "stop", "\n")),
         ("Hello\nworld", "\n", True, "Hello\nw", ("Hello", "stop", "\n")),
         (f"Hello\n{CALL}</s>", "\n", True, f"Hello\n{CALL}</s>", ("Hello", "tool_calls", None)),
     ],
 )
-def test_stop_strings_in_what_may_stand_before_a_mark(
-    text: str, stop: str, calls: bool, run: str, told: tuple[Any, ...]
+def test_stop_strings_in_white_space_before_a_delimiter(
+    text: str, stop: str, calls: bool, run: str, expected: tuple[Any, ...]
 ) -> None:
-    """`run`: as far as tokens are; each has a mark or a character, and all of them end the text."""
+    """`run`: the part of the text that is generated, a token for each delimiter or character."""
     ids = {piece: id_ for id_, piece in BYTES.items()}
     units = [ids[unit.encode()] for unit in re.findall(r"</?\w+>|.|\n", text)]
-    made = output(len(units), (stop,), None, calls=calls)
-    delta = said(made, units, logprobs=False)
-    assert (delta.text, delta.finish_reason, delta.stop_reason) == told
+    sequence = output(len(units), (stop,), None, calls=calls)
+    delta = delta_of(sequence, units, logprobs=False)
+    assert (delta.text, delta.finish_reason, delta.stop_reason) == expected
     assert delta.tokens == len(re.findall(r"</?\w+>|.|\n", run))
 
 
 @pytest.mark.parametrize("counts", [(3,), (1, 1, 1, 9), (0, 4), (2, 0, 3), (40,)])
-def test_pieces_fall_into_parts_that_make_the_whole(counts: tuple[int, ...]) -> None:
+def test_a_text_span_divides_into_parts_that_join_to_it(counts: tuple[int, ...]) -> None:
     tokens = [(TokenLogprob(n, text, b"", 0.0),) for n, text in enumerate(("ab", "cde", "f"))]
-    left = TextSpan("abcdef", [TokenSpan(each[0].text, each) for each in tokens])
-    parts = [left.take(count) for count in counts]
-    assert "".join(part.text for part in [*parts, left]) == "abcdef"
-    for part in [*parts, left]:
+    rest = TextSpan("abcdef", [TokenSpan(group[0].text, group) for group in tokens])
+    parts = [rest.take(count) for count in counts]
+    assert "".join(part.text for part in [*parts, rest]) == "abcdef"
+    for part in [*parts, rest]:
         assert "".join(span.text for span in part.token_spans) == part.text
     joined = TextSpan("")
-    for part in [*parts, left]:
+    for part in [*parts, rest]:
         joined.append(part)
     ends = [span.tokens for span in joined.token_spans if span.ends_token]
     assert ends == tokens
 
 
 @pytest.mark.parametrize("parallel", [True, False])
-def test_where_one_call_may_be_made_one_is_told(parallel: bool) -> None:
+def test_parallel_calls_false_returns_the_first_call_only(parallel: bool) -> None:
     item = request([5], GREEDY)
     item.payload = replace(item.payload, tool_calls=ToolCallPolicy(("a", "b"), parallel=parallel))
     prepared = PreparedPrompt(
@@ -199,10 +198,10 @@ def test_where_one_call_may_be_made_one_is_told(parallel: bool) -> None:
         {END: None},
         parser=OutputParser(DEFAULT_OUTPUT_FORMAT, "", True),
     )
-    [made] = create_outputs(item, prepared, VOCABULARY)
-    made.start(0)
+    [sequence] = create_outputs(item, prepared, VOCABULARY)
+    sequence.start(0)
     text = '<tool_call>[{"name": "a", "arguments": {"n": 1}}, {"name": "b"}]</tool_call>'
     for token in [*tokens_of(text, random.Random(0)), END]:
-        made.push(SampledToken(token, None, ()))
-    calls = [(part.name, part.text) for part in made.take_delta().parts if part.kind == "call"]
+        sequence.push(SampledToken(token, None, ()))
+    calls = [(part.name, part.text) for part in sequence.take_delta().parts if part.kind == "call"]
     assert calls == [("a", '{"n": 1}'), ("b", "{}")][: 1 + parallel]

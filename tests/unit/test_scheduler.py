@@ -193,7 +193,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
     assert {sequence: chunk.count for sequence, chunk in chunks.items()} == {long: 492, short: 20}
 
 
-def test_short_prompts_do_not_wait_background_several_long_ones() -> None:
+def test_short_prompts_do_not_wait_behind_several_long_ones() -> None:
     s = scheduler_of(3000, size=100)
     longs = arriving(s, *(fresh(30_000, first=100_000 * n) for n in (3, 1, 2)))
     (short,) = arriving(s, fresh(300))
