@@ -32,7 +32,7 @@ import statistics, sys, time, torch
 sys.path.insert(0, '.')
 from worker.speech.loading import SpeechOptions, load_speech
 engine = load_speech(SpeechOptions(sys.argv[1]))
-window = engine.try_example()
+window = engine.run_example()
 seconds = []
 for _ in range(6):
     started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Tiny speech engines, recordings for them, and what transformers itself says to those."""
+"""Tiny speech engines and recordings for them."""
 
 import threading
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ from tests.tiny import BUILDERS
 from worker.messages.protocol import Pending
 from worker.messages.transcription import TranscriptDelta, TranscriptionInput
 from worker.speech.engine import SpeechEngine
-from worker.speech.loading import Speech, SpeechOptions, speech_engine
+from worker.speech.loading import SpeechCheckpoint, SpeechOptions, new_engine
 
 RATE = 16000
 WHISPER, CTC = "whisper", "wav2vec2-ctc"
-# Thresholds that no attempt exceeds: what random models say looks wrong by any other.
+# Thresholds that no attempt exceeds: output of random models exceeds the default ones.
 LENIENT = {
     "compression_ratio_threshold": 1e9,
     "logprob_threshold": -1e9,
@@ -29,30 +29,31 @@ LENIENT = {
 
 
 @cache
-def speech(name: str) -> Speech:
+def checkpoint(name: str) -> SpeechCheckpoint:
     torch.manual_seed(0)
     model, *rest = BUILDERS[name]()
-    tokenizer, extractor = sorted(rest, key=lambda each: hasattr(each, "sampling_rate"))
+    tokenizer, extractor = sorted(rest, key=lambda part: hasattr(part, "sampling_rate"))
     model.eval()
     if name == WHISPER:
         for key, value in LENIENT.items():
             setattr(model.generation_config, key, value)
-    return Speech(model, tokenizer, extractor)
+    return SpeechCheckpoint(model, tokenizer, extractor)
 
 
-def engine(name: str = WHISPER, **settings: Any) -> SpeechEngine:
-    return speech_engine(speech(name), SpeechOptions("tiny", **settings))
+def new_speech_engine(name: str = WHISPER, **settings: Any) -> SpeechEngine[Any]:
+    return new_engine(checkpoint(name), SpeechOptions("tiny", **settings))
 
 
 def noise(seconds: float, seed: int = 0) -> NDArray[np.float32]:
-    """That changes twice a second, in pitch and in loudness."""
+    """Samples whose pitch and loudness change twice a second."""
     generator = np.random.default_rng(seed)
     count = int(seconds * RATE)
     pieces = generator.uniform((100, 0.02), (3000, 0.5), (count // (RATE // 2) + 1, 2))
-    pitch, loud = pieces.repeat(RATE // 2, 0)[:count].T
+    pitch, loudness = pieces.repeat(RATE // 2, 0)[:count].T
     tone = np.sin(2 * np.pi * np.cumsum(pitch) / RATE)
-    made: NDArray[np.float32] = (loud * (tone + generator.normal(size=count) / 4)).astype("float32")
-    return made
+    samples = loudness * (tone + generator.normal(size=count) / 4)
+    single: NDArray[np.float32] = samples.astype("float32")
+    return single
 
 
 def saved(folder: Path, samples: NDArray[np.float32], name: str = "sound.wav") -> str:
@@ -61,8 +62,8 @@ def saved(folder: Path, samples: NDArray[np.float32], name: str = "sound.wav") -
     return str(path)
 
 
-def accepted(engine: SpeechEngine, payload: TranscriptionInput) -> WorkItem:
-    """Prepared as pool threads do it."""
+def prepared(engine: SpeechEngine[Any], payload: TranscriptionInput) -> WorkItem:
+    """An item, prepared as pool threads do it."""
     item = WorkItem(payload, float("inf"), 0.0)
     while True:
         try:
@@ -75,10 +76,10 @@ def accepted(engine: SpeechEngine, payload: TranscriptionInput) -> WorkItem:
 
 
 def transcribed(
-    engine: SpeechEngine, payloads: Sequence[TranscriptionInput]
+    engine: SpeechEngine[Any], payloads: Sequence[TranscriptionInput]
 ) -> list[list[TranscriptDelta]]:
-    """What the engine says of recordings that are there at the same time."""
-    items = [accepted(engine, payload) for payload in payloads]
+    """The engine's deltas for concurrent recordings."""
+    items = [prepared(engine, payload) for payload in payloads]
     deltas: dict[WorkItem, list[TranscriptDelta]] = {item: [] for item in items}
     for item in items:
         engine.add(item)

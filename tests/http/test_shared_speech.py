@@ -1,5 +1,5 @@
-"""POST / and the endpoints of transcriptions with one model, which is loaded once for both; and
-what a CTC model says there, in every format."""
+"""POST / and the transcription endpoint share one loaded model; and transcripts of a CTC model in
+every format."""
 
 import html
 import json
@@ -17,11 +17,11 @@ from tests.http.test_pipeline_http import error_of
 from tests.serving import Server, serving
 from tests.tiny import BUILDERS, folder
 from tests.transcribing import CTC, RATE, WHISPER, noise, saved
-from worker.speech.ctc import CHUNK_S
+from worker.speech.ctc import WINDOW_S
 
 ASR = "automatic-speech-recognition"
 PATH = "/v1/audio/transcriptions"
-LONG_S = 75.0  # three chunks and a part
+LONG_S = 75.0  # three windows and a part
 
 
 def serving_both(model: Path) -> Any:
@@ -31,15 +31,15 @@ def serving_both(model: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def speaker(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random wav2vec2, which is made to say the end of a word at a third of all moments."""
+    """A random wav2vec2 whose output ends a word at a third of all frames."""
     path = tmp_path_factory.mktemp("ctc")
     model, extractor, tokenizer = BUILDERS[CTC]()
     inputs = extractor(noise(5.0), sampling_rate=RATE, return_tensors="pt")
     with torch.inference_mode():
         logits = model.eval()(**inputs).logits[0]
     end = tokenizer.word_delimiter_token_id
-    lacking = logits.amax(-1) - logits[:, end]
-    model.lm_head.bias.data[end] += lacking.quantile(1 / 3)
+    gap = logits.amax(-1) - logits[:, end]
+    model.lm_head.bias.data[end] += gap.quantile(1 / 3)
     for part in (model, extractor, tokenizer):
         part.save_pretrained(path)
     return path
@@ -47,31 +47,31 @@ def speaker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(speaker: Path) -> Iterator[Server]:
-    with serving_both(speaker) as made:
-        yield made
+    with serving_both(speaker) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def audio(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return Path(saved(tmp_path_factory.mktemp("sound"), noise(LONG_S))).read_bytes()
 
 
 @pytest.fixture(scope="module")
-def piped(speaker: Path) -> dict[str, Any]:
-    """What the pipeline says, chunk by chunk."""
-    make: Any = pipeline
-    pipe = make(ASR, model=str(speaker))
-    given = {"raw": noise(LONG_S), "sampling_rate": RATE}
-    said: dict[str, Any] = pipe(given, chunk_length_s=CHUNK_S, return_timestamps="word")
-    return said
+def expected(speaker: Path) -> dict[str, Any]:
+    """The output of transformers' pipeline."""
+    untyped: Any = pipeline
+    pipe = untyped(ASR, model=str(speaker))
+    audio = {"raw": noise(LONG_S), "sampling_rate": RATE}
+    output: dict[str, Any] = pipe(audio, chunk_length_s=WINDOW_S, return_timestamps="word")
+    return output
 
 
-def post(server: Server, sound: bytes, **fields: Any) -> Any:
-    return CLIENT.post(server.url + PATH, files={"file": ("a.wav", sound)}, data=fields)
+def post(server: Server, audio: bytes, **fields: Any) -> Any:
+    return CLIENT.post(server.url + PATH, files={"file": ("a.wav", audio)}, data=fields)
 
 
 @pytest.mark.parametrize("name", [CTC, WHISPER])
-def test_one_model_for_both_is_loaded_once(name: str) -> None:
+def test_model_of_both_settings_is_loaded_once(name: str) -> None:
     with serving_both(folder(name)) as server:
         assert CLIENT.get(f"{server.url}/ready").json()["transcription_model"] == str(folder(name))
         models: Any = server.worker_client.models
@@ -79,51 +79,51 @@ def test_one_model_for_both_is_loaded_once(name: str) -> None:
         assert transcriber.runner.model is recognizer.pipe.model
 
 
-def test_both_say_the_same(server: Server, tmp_path: Path) -> None:
+def test_both_endpoints_give_the_same_text(server: Server, tmp_path: Path) -> None:
     short = Path(saved(tmp_path, noise(3.0))).read_bytes()
     recognized = CLIENT.post(server.url, content=short).json()["text"]
     assert post(server, short).json()["text"] == recognized.strip()
 
 
 def test_every_format_has_the_text_of_the_pipeline(
-    server: Server, sound: bytes, piped: dict[str, Any]
+    server: Server, audio: bytes, expected: dict[str, Any]
 ) -> None:
-    heard = {
-        form: post(server, sound, response_format=form).text
+    texts = {
+        form: post(server, audio, response_format=form).text
         for form in ("json", "verbose_json", "text", "srt", "vtt")
     }
-    verbose = json.loads(heard["verbose_json"])
-    heard["json"], heard["verbose_json"] = json.loads(heard["json"])["text"], verbose["text"]
-    heard["segments"] = "".join(segment["text"] for segment in verbose["segments"])
+    verbose = json.loads(texts["verbose_json"])
+    texts["json"], texts["verbose_json"] = json.loads(texts["json"])["text"], verbose["text"]
+    texts["segments"] = "".join(segment["text"] for segment in verbose["segments"])
     for form in ("srt", "vtt"):
-        cues = re.findall(r"-->.*\n((?:.+\n)+)", heard[form])
-        heard[form] = html.unescape(" ".join(cues))
-    said = {form: text.split() for form, text in heard.items()}
+        cues = re.findall(r"-->.*\n((?:.+\n)+)", texts[form])
+        texts[form] = html.unescape(" ".join(cues))
+    words = {form: text.split() for form, text in texts.items()}
     assert len(verbose["segments"]) > 1
-    assert said == dict.fromkeys(said, piped["text"].split())
+    assert words == dict.fromkeys(words, expected["text"].split())
     assert verbose["duration"] == LONG_S
 
 
-def test_a_stream_has_the_text_of_the_pipeline(
-    server: Server, sound: bytes, piped: dict[str, Any]
+def test_stream_has_the_text_of_the_pipeline(
+    server: Server, audio: bytes, expected: dict[str, Any]
 ) -> None:
-    *deltas, done = chunks(post(server, sound, stream="true"))
+    *deltas, done = chunks(post(server, audio, stream="true"))
     assert len(deltas) > 1
-    assert "".join(each["delta"] for each in deltas) == done["text"] == piped["text"].strip()
+    assert "".join(delta["delta"] for delta in deltas) == done["text"] == expected["text"].strip()
     assert done["usage"] == {"type": "duration", "seconds": LONG_S}
 
 
 def test_words_have_the_times_of_the_pipeline(
-    server: Server, sound: bytes, piped: dict[str, Any]
+    server: Server, audio: bytes, expected: dict[str, Any]
 ) -> None:
     fields = {"response_format": "verbose_json", "timestamp_granularities[]": "word"}
-    words = post(server, sound, **fields).json()["words"]
-    assert [each["word"] for each in words] == [each["text"] for each in piped["chunks"]]
-    times = [at for each in words for at in (each["start"], each["end"])]
-    wanted = [at for each in piped["chunks"] for at in each["timestamp"]]
-    assert times == pytest.approx(wanted, abs=0.001)
+    words = post(server, audio, **fields).json()["words"]
+    assert [word["word"] for word in words] == [chunk["text"] for chunk in expected["chunks"]]
+    times = [time for word in words for time in (word["start"], word["end"])]
+    reference = [time for chunk in expected["chunks"] for time in chunk["timestamp"]]
+    assert times == pytest.approx(reference, abs=0.001)
 
 
-def test_what_the_model_has_no_notion_of_is_refused_by_name(server: Server, sound: bytes) -> None:
-    answer = post(server, sound, language="en")
-    assert (answer.status_code, error_of(answer)["param"]) == (400, "language")
+def test_unsupported_option_is_rejected_by_name(server: Server, audio: bytes) -> None:
+    response = post(server, audio, language="en")
+    assert (response.status_code, error_of(response)["param"]) == (400, "language")

@@ -1,4 +1,4 @@
-"""The real speech engine behind the real app: in every format what `generate` says."""
+"""The real speech engine in the real app gives the text of `generate` in every format."""
 
 import html
 from collections.abc import Iterator
@@ -11,9 +11,9 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.event_streams import CLIENT, chunks
-from tests.model.test_speech import generated, says
+from tests.model.test_speech import generated, segment_tokens
 from tests.serving import Server, serving
-from tests.transcribing import WHISPER, noise, saved, speech
+from tests.transcribing import WHISPER, checkpoint, noise, saved
 
 PATH = "/v1/audio/transcriptions"
 ALL = {"response_format": "verbose_json", "timestamp_granularities[]": ["word", "segment"]}
@@ -21,72 +21,73 @@ ALL = {"response_format": "verbose_json", "timestamp_granularities[]": ["word", 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder, made = tmp_path_factory.mktemp("whisper"), speech(WHISPER)
-    for part in (made.model, made.tokenizer, made.extractor):
+    folder, whisper = tmp_path_factory.mktemp("whisper"), checkpoint(WHISPER)
+    for part in (whisper.model, whisper.tokenizer, whisper.extractor):
         part.save_pretrained(folder)
-    with serving(transcription_model=str(folder), dtype="float32", compile="off") as serves:
-        yield serves
+    with serving(transcription_model=str(folder), dtype="float32", compile="off") as server:
+        yield server
 
 
 @pytest.fixture
-def sound(tmp_path: Path) -> bytes:
-    """Four windows."""
+def audio(tmp_path: Path) -> bytes:
+    """A file of four windows."""
     return Path(saved(tmp_path, noise(7.3))).read_bytes()
 
 
 def post(server: Server, file: bytes, **fields: Any) -> Any:
-    answer = CLIENT.post(server.url + PATH, files={"file": ("a.wav", file)}, data=fields)
-    assert answer.status_code == 200, answer.text
-    return answer
+    response = CLIENT.post(server.url + PATH, files={"file": ("a.wav", file)}, data=fields)
+    assert response.status_code == 200, response.text
+    return response
 
 
-def spoken(samples: NDArray[np.float32]) -> str:
-    """By transformers."""
-    text: str = speech(WHISPER).tokenizer.decode(says(generated(samples)), skip_special_tokens=True)
+def reference_text(samples: NDArray[np.float32]) -> str:
+    """The text of `generate`."""
+    tokens = segment_tokens(generated(samples))
+    text: str = checkpoint(WHISPER).tokenizer.decode(tokens, skip_special_tokens=True)
     return text
 
 
-def solid(text: str) -> str:
-    """A random model has no words, and its segments begin anywhere."""
+def without_spaces(text: str) -> str:
+    """Formats join segments differently, and segments of a random model begin within words."""
     return "".join(text.split())
 
 
-def cues(subtitles: str) -> str:
+def cue_text(subtitles: str) -> str:
     lines = [cue.split("\n")[-1] for cue in subtitles.removesuffix("\n\n").split("\n\n")]
     return html.unescape("".join(lines).removeprefix("WEBVTT"))
 
 
-def test_a_long_recording_has_the_text_of_generate_in_all_formats(
-    server: Server, sound: bytes
-) -> None:
-    told = {form: post(server, sound, response_format=form).text for form in ("text", "srt", "vtt")}
-    document = post(server, sound, **ALL).json()
-    said = {
-        "json": post(server, sound).json()["text"],
-        "text": told["text"],
-        "srt": cues(told["srt"]),
-        "vtt": cues(told["vtt"]),
+def test_all_formats_have_the_text_of_generate(server: Server, audio: bytes) -> None:
+    raw = {form: post(server, audio, response_format=form).text for form in ("text", "srt", "vtt")}
+    document = post(server, audio, **ALL).json()
+    texts = {
+        "json": post(server, audio).json()["text"],
+        "text": raw["text"],
+        "srt": cue_text(raw["srt"]),
+        "vtt": cue_text(raw["vtt"]),
         "verbose_json": document["text"],
-        "segments": "".join(each["text"] for each in document["segments"]),
-        "words": "".join(each["word"] for each in document["words"]),
+        "segments": "".join(segment["text"] for segment in document["segments"]),
+        "words": "".join(word["word"] for word in document["words"]),
     }
-    expected = solid(spoken(noise(7.3)))
+    expected = without_spaces(reference_text(noise(7.3)))
     assert expected
-    assert {form: solid(text) for form, text in said.items()} == dict.fromkeys(said, expected)
+    for form, text in texts.items():
+        assert without_spaces(text) == expected, form
     assert document["duration"] == 7.3
 
 
-def test_a_stream_has_the_text_of_generate(server: Server, sound: bytes) -> None:
-    *deltas, done = chunks(post(server, sound, stream="true"))
-    assert "".join(each["delta"] for each in deltas) == done["text"]
-    assert solid(done["text"]) == solid(spoken(noise(7.3)))
+def test_stream_has_the_text_of_generate(server: Server, audio: bytes) -> None:
+    *deltas, done = chunks(post(server, audio, stream="true"))
+    assert "".join(delta["delta"] for delta in deltas) == done["text"]
+    assert without_spaces(done["text"]) == without_spaces(reference_text(noise(7.3)))
 
 
-def test_recordings_at_the_same_time_have_each_its_own_text(server: Server, tmp_path: Path) -> None:
+def test_concurrent_recordings_have_their_own_text(server: Server, tmp_path: Path) -> None:
     lengths = (7.3, 2.0, 3.1, 5.0)
-    sounds = [noise(length, seed) for seed, length in enumerate(lengths)]
-    files = [Path(saved(tmp_path, each)).read_bytes() for each in sounds]
+    clips = [noise(length, seed) for seed, length in enumerate(lengths)]
+    files = [Path(saved(tmp_path, clip)).read_bytes() for clip in clips]
     with ThreadPoolExecutor(len(files)) as pool:
-        answers = list(pool.map(lambda file: post(server, file).json()["text"], files))
-    assert [solid(text) for text in answers] == [solid(spoken(each)) for each in sounds]
-    assert len(set(answers)) == len(answers)
+        texts = list(pool.map(lambda file: post(server, file).json()["text"], files))
+    expected = [without_spaces(reference_text(clip)) for clip in clips]
+    assert [without_spaces(text) for text in texts] == expected
+    assert len(set(texts)) == len(texts)

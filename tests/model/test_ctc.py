@@ -1,4 +1,4 @@
-"""Recordings through tiny random wav2vec2: what the pipeline of transformers says to them."""
+"""Recordings through a tiny random wav2vec2 give the text of transformers' pipeline."""
 
 from pathlib import Path
 from typing import Any
@@ -7,57 +7,66 @@ import pytest
 from transformers import pipeline
 
 from batching.errors import InvalidInput
-from tests.transcribing import CTC, RATE, accepted, engine, noise, saved, speech, transcribed
+from tests.transcribing import (
+    CTC,
+    RATE,
+    checkpoint,
+    new_speech_engine,
+    noise,
+    prepared,
+    saved,
+    transcribed,
+)
 from worker.messages.transcription import TranscriptionInput
-from worker.speech.ctc import CHUNK_S
+from worker.speech.ctc import WINDOW_S
 
 
-def piped(samples: Any) -> dict[str, Any]:
-    made = speech(CTC)
-    make: Any = pipeline
-    pipe = make(
+def pipeline_output(samples: Any) -> dict[str, Any]:
+    ctc = checkpoint(CTC)
+    untyped: Any = pipeline
+    pipe = untyped(
         "automatic-speech-recognition",
-        model=made.model,
-        tokenizer=made.tokenizer,
-        feature_extractor=made.extractor,
+        model=ctc.model,
+        tokenizer=ctc.tokenizer,
+        feature_extractor=ctc.extractor,
     )
-    sound = {"raw": samples, "sampling_rate": RATE}
-    answer: dict[str, Any] = pipe(sound, chunk_length_s=CHUNK_S, return_timestamps="word")
-    return answer
+    audio = {"raw": samples, "sampling_rate": RATE}
+    output: dict[str, Any] = pipe(audio, chunk_length_s=WINDOW_S, return_timestamps="word")
+    return output
 
 
 @pytest.mark.parametrize("seconds", [0.5, 12.0, 30.0, 30.1, 75.0])
-def test_a_recording_says_what_the_pipeline_says(tmp_path: Path, seconds: float) -> None:
+def test_recording_gives_text_and_times_of_the_pipeline(tmp_path: Path, seconds: float) -> None:
     samples = noise(seconds)
     path = saved(tmp_path, samples)
-    [deltas] = transcribed(engine(CTC), [TranscriptionInput(path, words=True)])
-    expected = piped(samples)
+    [deltas] = transcribed(new_speech_engine(CTC), [TranscriptionInput(path, words=True)])
+    expected = pipeline_output(samples)
     assert "".join(delta.text for delta in deltas) == expected["text"]
     words = [word for delta in deltas if delta.segment for word in delta.segment.words]
-    assert [word.text.strip() for word in words] == [each["text"] for each in expected["chunks"]]
-    times = [time for each in expected["chunks"] for time in each["timestamp"]]
+    assert [word.text.strip() for word in words] == [chunk["text"] for chunk in expected["chunks"]]
+    times = [time for chunk in expected["chunks"] for time in chunk["timestamp"]]
     ours = [time for word in words for time in (word.start, word.end)]
     assert ours == pytest.approx(times)
     assert deltas[-1].seconds == pytest.approx(seconds)
 
 
-def test_times_are_right_whatever_the_configuration_says(
+def test_times_do_not_depend_on_the_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of Parakeet and its like say nothing of samples."""
+    """Configurations such as Parakeet's do not give samples per frame."""
     samples = noise(2.0)
-    expected = piped(samples)["chunks"]
-    config = type(speech(CTC).model.config)
+    expected = pipeline_output(samples)["chunks"]
+    config = type(checkpoint(CTC).model.config)
     monkeypatch.setattr(config, "inputs_to_logits_ratio", 1)
     payload = TranscriptionInput(saved(tmp_path, samples), words=True)
-    [[delta]] = transcribed(engine(CTC), [payload])
+    [[delta]] = transcribed(new_speech_engine(CTC), [payload])
     assert delta.segment
-    ours = [at for word in delta.segment.words for at in (word.start, word.end)]
-    assert ours == pytest.approx([at for each in expected for at in each["timestamp"]])
+    ours = [time for word in delta.segment.words for time in (word.start, word.end)]
+    assert ours == pytest.approx([time for chunk in expected for time in chunk["timestamp"]])
 
 
 @pytest.mark.parametrize(
-    ("field", "asked"),
+    ("field", "options"),
     [
         ("language", {"language": "en"}),
         ("prompt", {"prompt": "Hello"}),
@@ -66,21 +75,21 @@ def test_times_are_right_whatever_the_configuration_says(
         ("model", {"task": "translate"}),
     ],
 )
-def test_what_a_ctc_model_has_no_notion_of_is_refused_by_name(
-    tmp_path: Path, field: str, asked: dict[str, Any]
+def test_options_that_ctc_models_do_not_support_are_rejected(
+    tmp_path: Path, field: str, options: dict[str, Any]
 ) -> None:
     path = saved(tmp_path, noise(0.5))
-    with pytest.raises(InvalidInput) as refusal:
-        accepted(engine(CTC), TranscriptionInput(path, **asked))
-    assert refusal.value.param == field
+    with pytest.raises(InvalidInput) as error:
+        prepared(new_speech_engine(CTC), TranscriptionInput(path, **options))
+    assert error.value.param == field
 
 
-def test_times_of_words_and_segments_can_be_sent(tmp_path: Path) -> None:
-    """They are counted in numpy's numbers, which JSON has not."""
+def test_times_are_python_floats(tmp_path: Path) -> None:
+    """The tokenizer counts them in numpy integers, which JSON does not encode."""
     path = saved(tmp_path, noise(12.0))
-    [deltas] = transcribed(engine(CTC), [TranscriptionInput(path, words=True)])
+    [deltas] = transcribed(new_speech_engine(CTC), [TranscriptionInput(path, words=True)])
     segments = [delta.segment for delta in deltas if delta.segment]
     words = [word for segment in segments for word in segment.words]
     assert words
-    times = [(each.start, each.end) for each in segments] + [(w.start, w.end) for w in words]
-    assert {type(at) for pair in times for at in pair} == {float}
+    timed: list[Any] = [*segments, *words]
+    assert {type(time) for part in timed for time in (part.start, part.end)} == {float}

@@ -1,4 +1,4 @@
-"""The speech engine: who leaves, who fails, who has to wait."""
+"""The speech engine: cancelled, failing and waiting recordings."""
 
 import threading
 from collections.abc import Sequence
@@ -10,11 +10,18 @@ import pytest
 
 from batching.errors import ItemFailed
 from batching.request_queue import WorkItem
-from tests.transcribing import accepted, engine, noise, saved, tokens_of, transcribed
+from tests.transcribing import (
+    new_speech_engine,
+    noise,
+    prepared,
+    saved,
+    tokens_of,
+    transcribed,
+)
 from worker.messages.protocol import Pending, StepReport
 from worker.messages.transcription import TranscriptDelta, TranscriptionInput
 from worker.speech.engine import SpeechEngine
-from worker.speech.features import BLOCK
+from worker.speech.log_mel import BLOCK_FRAMES
 
 
 def payloads(folder: Path, *seconds: float) -> list[TranscriptionInput]:
@@ -24,170 +31,170 @@ def payloads(folder: Path, *seconds: float) -> list[TranscriptionInput]:
     ]
 
 
-def finish(engine: SpeechEngine, items: Sequence[Any]) -> dict[Any, Any]:
-    """Deltas of each item, or its failure."""
-    answers: dict[Any, Any] = {item: [] for item in items}
+def finish(engine: SpeechEngine[Any], items: Sequence[Any]) -> dict[Any, Any]:
+    """The deltas of each item, or its error."""
+    results: dict[Any, Any] = {item: [] for item in items}
     while engine.busy:
         outcome = engine.step()
         for item, delta in outcome.deltas:
-            answers[item].append(delta)
-        answers |= {item: error for item, error in outcome.done if error}
-    return answers
+            results[item].append(delta)
+        results |= {item: error for item, error in outcome.done if error}
+    return results
 
 
-def test_a_recording_ends_within_a_step_of_its_client_leaving(tmp_path: Path) -> None:
-    speaking = engine()
-    items = [accepted(speaking, each) for each in payloads(tmp_path, 40.0, 2.0)]
+def test_cancelled_recording_is_dropped_in_the_next_step(tmp_path: Path) -> None:
+    engine = new_speech_engine()
+    items = [prepared(engine, payload) for payload in payloads(tmp_path, 40.0, 2.0)]
     for item in items:
-        speaking.add(item)
+        engine.add(item)
     for _ in range(5):
-        speaking.step()
-    assert len(speaking.runner.running) == 2
+        engine.step()
+    assert len(engine.runner.running) == 2
     items[0].open = False
-    speaking.step()
-    assert items[0] not in speaking.live
-    assert [window.owner for window in speaking.runner.running] == [items[1]]
-    assert finish(speaking, items)[items[1]]
+    engine.step()
+    assert items[0] not in engine.jobs
+    assert [window.item for window in engine.runner.running] == [items[1]]
+    assert finish(engine, items)[items[1]]
 
 
-def test_rows_are_bounded_and_recordings_take_turns(
+def test_rows_are_limited_and_recordings_alternate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    speaking = engine()
-    monkeypatch.setattr(speaking.runner, "rows", 2)
-    items = [accepted(speaking, each) for each in payloads(tmp_path, 30.0, 30.0, 2.0)]
+    engine = new_speech_engine()
+    monkeypatch.setattr(engine.runner, "max_rows", 2)
+    items = [prepared(engine, payload) for payload in payloads(tmp_path, 30.0, 30.0, 2.0)]
     for item in items:
-        speaking.add(item)
-    most, ended = 0, []
-    while speaking.busy:
-        outcome = speaking.step()
+        engine.add(item)
+    max_running, finished = 0, []
+    while engine.busy:
+        outcome = engine.step()
         assert isinstance(outcome.report, StepReport)
-        most = max(most, outcome.report.running)
-        ended += [item for item, _ in outcome.done]
-    assert most == 2
-    assert ended[0] is items[2]  # which came last, and is short
+        max_running = max(max_running, outcome.report.running)
+        finished += [item for item, _ in outcome.done]
+    assert max_running == 2
+    assert finished[0] is items[2]  # the short one, which was added last
 
 
 @pytest.mark.parametrize("part", ["_encode", "_decode"])
-def test_a_window_that_raises_fails_its_recording_alone(
+def test_window_that_raises_fails_its_recording_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     inputs = payloads(tmp_path, 5.0, 5.0, 5.0)
-    expected = [tokens_of(deltas) for deltas in transcribed(engine(), inputs)]
-    speaking = engine()
-    items = [accepted(speaking, each) for each in inputs]
-    run = getattr(speaking.runner, part)
+    expected = [tokens_of(deltas) for deltas in transcribed(new_speech_engine(), inputs)]
+    engine = new_speech_engine()
+    items = [prepared(engine, payload) for payload in inputs]
+    original = getattr(engine.runner, part)
 
-    def fails(*args: Any) -> Any:
+    def fail(*args: Any) -> Any:
         windows = args[0] if part == "_encode" else args[1]
-        if any(window.owner is items[1] and window.seek for window in windows):
-            raise ValueError("a window of the second recording")
-        return run(*args)
+        if any(window.item is items[1] and window.seek for window in windows):
+            raise ValueError("a later window of the second recording")
+        return original(*args)
 
-    monkeypatch.setattr(speaking.runner, part, fails)
+    monkeypatch.setattr(engine.runner, part, fail)
     for item in items:
-        speaking.add(item)
-    answers = finish(speaking, items)
-    assert isinstance(answers[items[1]], ItemFailed)
-    others: list[list[TranscriptDelta]] = [answers[items[0]], answers[items[2]]]
+        engine.add(item)
+    results = finish(engine, items)
+    assert isinstance(results[items[1]], ItemFailed)
+    others: list[list[TranscriptDelta]] = [results[items[0]], results[items[2]]]
     assert [tokens_of(deltas) for deltas in others] == [expected[0], expected[2]]
-    assert not speaking.runner.running
+    assert not engine.runner.running
 
 
-def test_what_is_dropped_leaves_its_rows(tmp_path: Path) -> None:
-    speaking = engine()
-    items = [accepted(speaking, each) for each in payloads(tmp_path, 5.0, 2.0)]
+def test_clear_frees_all_rows(tmp_path: Path) -> None:
+    engine = new_speech_engine()
+    items = [prepared(engine, payload) for payload in payloads(tmp_path, 5.0, 2.0)]
     for item in items:
-        speaking.add(item)
+        engine.add(item)
     for _ in range(4):
-        speaking.step()
-    assert speaking.clear() == items
-    assert not speaking.busy
-    assert not speaking.runner.running
-    speaking.warm_up()
+        engine.step()
+    assert engine.clear() == items
+    assert not engine.busy
+    assert not engine.runner.running
+    engine.warm_up()
 
 
-def test_a_step_is_one_window_through_the_encoder_or_a_token_of_each(
+def test_step_encodes_one_window_or_generates_one_token_of_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    speaking = engine()
-    runner, calls = speaking.runner, list[str]()
-    encode, decode = getattr(runner, "_encode"), runner.step  # noqa: B009
+    engine = new_speech_engine()
+    runner, calls = engine.runner, list[str]()
+    original_encode, original_step = getattr(runner, "_encode"), runner.step  # noqa: B009
 
-    def encoded(windows: Sequence[Any]) -> None:
+    def encode(windows: Sequence[Any]) -> None:
         calls.append(f"encode {len(windows)}")
-        encode(windows)
+        original_encode(windows)
 
-    def said(windows: Sequence[Any]) -> None:
-        calls.append("say")
-        decode(windows)
+    def step(windows: Sequence[Any]) -> None:
+        calls.append("generate")
+        original_step(windows)
 
-    monkeypatch.setattr(runner, "_encode", encoded)
-    monkeypatch.setattr(runner, "step", said)
+    monkeypatch.setattr(runner, "_encode", encode)
+    monkeypatch.setattr(runner, "step", step)
     for payload in payloads(tmp_path, 5.0, 2.0, 3.0):
-        speaking.add(accepted(speaking, payload))
-    while speaking.busy:
+        engine.add(prepared(engine, payload))
+    while engine.busy:
         calls.clear()
-        speaking.step()
-        assert calls in (["encode 1"], ["say"], [])
+        engine.step()
+        assert calls in (["encode 1"], ["generate"], [])
 
 
-def test_recordings_are_read_beside_the_worker_and_let_go_of(
+def test_recordings_are_read_ahead_in_pool_threads_and_dropped_after_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    speaking, kept, threads = engine(), list[int](), set[int]()
-    item = accepted(speaking, payloads(tmp_path, 200.0)[0])
-    frames = item.prepared.text.frames
-    powers = frames.mel.powers
+    engine, stored, threads = new_speech_engine(), list[int](), set[int]()
+    item = prepared(engine, payloads(tmp_path, 200.0)[0])
+    reader = item.prepared.reader
+    original = reader.mel.powers
 
-    def watched(samples: Any) -> Any:
+    def powers(samples: Any) -> Any:
         threads.add(threading.get_ident())
-        kept.append(frames._kept[1].shape[1])
-        return powers(samples)
+        stored.append(reader._stored[1].shape[1])
+        return original(samples)
 
-    monkeypatch.setattr(frames.mel, "powers", watched)
+    monkeypatch.setattr(reader.mel, "powers", powers)
     seek = 0
-    while seek < frames.total:
-        speaking._pool.submit(frames.read, seek).result()
-        assert frames.window(seek) is not None
-        seek += frames.mel.window
+    while seek < reader.total_frames:
+        engine._readers.submit(reader.read_ahead, seek).result()
+        assert reader.window(seek) is not None
+        seek += reader.mel.window_frames
     assert threading.get_ident() not in threads
-    assert max(kept) <= frames.mel.window + 2 * BLOCK < frames.total / 3
+    assert max(stored) <= reader.mel.window_frames + 2 * BLOCK_FRAMES < reader.total_frames / 3
 
 
-def test_a_recording_that_is_slow_to_open_keeps_no_thread_of_others(
+def test_recording_that_opens_slowly_occupies_no_pool_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    speaking, gate, ready = engine(), threading.Event(), threading.Event()
-    opened = speaking._open
+    engine, gate, ready = new_speech_engine(), threading.Event(), threading.Event()
+    original = engine._open_decoder
 
-    def slowly(payload: TranscriptionInput) -> Any:
+    def open_slowly(payload: TranscriptionInput) -> Any:
         assert gate.wait(60)
-        return opened(payload)
+        return original(payload)
 
-    monkeypatch.setattr(speaking, "_open", slowly)
+    monkeypatch.setattr(engine, "_open_decoder", open_slowly)
     item = WorkItem(payloads(tmp_path, 1.0)[0], float("inf"), 0.0)
     with pytest.raises(Pending) as pending:
-        speaking.prepare(item)
+        engine.prepare(item)
     pending.value.then(lambda: True, ready.set)
     assert not ready.is_set()
     gate.set()
     assert ready.wait(60)
-    speaking.prepare(item)
-    speaking.add(item)
-    assert finish(speaking, [item])[item]
+    engine.prepare(item)
+    engine.add(item)
+    assert finish(engine, [item])[item]
 
 
-def test_recordings_that_are_read_through_hold_up_no_other(tmp_path: Path) -> None:
-    speaking, gate = engine(), threading.Event()
-    item = accepted(speaking, payloads(tmp_path, 70.0)[0])
+def test_scans_of_long_recordings_do_not_delay_others(tmp_path: Path) -> None:
+    engine, gate = new_speech_engine(), threading.Event()
+    item = prepared(engine, payloads(tmp_path, 70.0)[0])
     scans = [Mock() for _ in range(3)]
-    for work in scans:
-        work.text.frames.scan = lambda wanted: gate.wait(60)
-        speaking._scans.submit(speaking._scan, work, lambda: True, work.ended)
-    speaking.add(item)
+    for job in scans:
+        job.decoder.reader.scan = lambda is_wanted: gate.wait(60)
+        engine._scanners.submit(engine._scan, job, lambda: True, job.notify)
+    engine.add(item)
     try:
-        assert finish(speaking, [item])[item]
-        assert not any(work.ended.called for work in scans)
+        assert finish(engine, [item])[item]
+        assert not any(job.notify.called for job in scans)
     finally:
         gate.set()

@@ -16,7 +16,7 @@ import pytest
 import soundfile
 
 from batching.errors import InvalidInput, QueueFull
-from tests.transcribing import CTC, WHISPER, accepted, engine
+from tests.transcribing import CTC, WHISPER, new_speech_engine, prepared
 from tests.unit.test_media import tone, without_length
 from worker.media import audio, container
 from worker.media.audio import Recording
@@ -171,7 +171,7 @@ def test_processes_are_bounded_and_a_short_recording_keeps_none(
     monkeypatch.setattr(container, "_slots", threading.BoundedSemaphore(1))
     (tmp_path / "a.webm").write_bytes(contained("webm", "libopus"))
     payload = TranscriptionInput(str(tmp_path / "a.webm"))
-    waiting = [accepted(engine(kind), payload) for kind in (WHISPER, CTC, WHISPER)]
+    waiting = [prepared(new_speech_engine(kind), payload) for kind in (WHISPER, CTC, WHISPER)]
     with Recording(payload.path, RATE), pytest.raises(QueueFull, match="m4a and WebM"):
         Recording(payload.path, RATE)
     with pytest.raises(InvalidInput):
@@ -189,12 +189,12 @@ def test_a_refused_recording_is_closed(monkeypatch: pytest.MonkeyPatch, tmp_path
     for asked in (replace(payload, language="klingon"), replace(payload, prompt="<|en|>")):
         for kind in (WHISPER, CTC):
             with pytest.raises(InvalidInput) as refusal:
-                accepted(engine(kind), asked)
+                prepared(new_speech_engine(kind), asked)
             refusals.append(refusal)
     monkeypatch.setattr(container.Container, "read", lambda self, count: broken)
     for kind in (WHISPER, CTC):
         with pytest.raises(InvalidInput, match="too large") as refusal:
-            accepted(engine(kind), payload)
+            prepared(new_speech_engine(kind), payload)
         refusals.append(refusal)
     assert len(refusals) == 6
 

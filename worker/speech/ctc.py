@@ -1,8 +1,8 @@
-"""Speech models that say a letter, or none, for each moment (CTC): wav2vec2 and its like.
+"""CTC models (wav2vec2 and others): one forward gives a letter or a blank for each frame.
 
-A recording is cut into chunks that overlap; of each, what lies in the middle of an overlap and
-beyond is left to its neighbour, as transformers' pipeline does with `chunk_length_s`. A text is
-sent as far as its last whole word. One forward is all that a window needs.
+A recording is cut into overlapping windows. Of each overlap, either window keeps the half that it
+has more context for, as transformers' pipeline does with `chunk_length_s`. Text is sent up to the
+last whole word of a window. A frame is what the model gives one letter for, some 20 ms.
 """
 
 from collections.abc import Sequence
@@ -18,177 +18,193 @@ from torch import Tensor
 from batching.errors import InvalidInput, ItemFailed
 from worker.media.audio import Recording
 from worker.messages.transcription import Segment, TranscriptDelta, TranscriptionInput, Word
-from worker.speech.work import Audio, Decoder, SpeechRunner
+from worker.speech.interfaces import AudioReader, Decoder, SpeechRunner, Window
 
-CHUNK_S = 30.0
-# Of a chunk, so much on either side is heard for the sake of the rest.
-STRIDE_S = CHUNK_S / 6
+WINDOW_S = 30.0
+STRIDE_S = WINDOW_S / 6  # context on either side of a window, whose output is dropped
 
 
 @dataclass(eq=False, slots=True)
-class AudioChunk:
-    """A window; `left` and `right` of its `samples` are its neighbours'."""
+class CtcWindow(Window):
+    """`left_stride` and `right_stride`: how many of the `samples` are context."""
 
     inputs: dict[str, Tensor]  # [1, …] each
     samples: int
-    left: int
-    right: int
-    last: bool
-    said: list[int] = field(default_factory=list)  # the likeliest of each moment
-    probabilities: list[float] = field(default_factory=list)
-    ended: bool = False
-    owner: Any = None  # the item that it is of
+    left_stride: int
+    right_stride: int
+    is_last: bool
+    ids: list[int] = field(default_factory=list)  # the most likely of each frame
+    probabilities: list[float] = field(default_factory=list)  # of the ids
 
 
-class AudioChunks(Audio):
-    """Of one recording, read a chunk ahead."""
+class CtcReader(AudioReader):
+    """Windows of one recording, read one ahead. Positions are in samples."""
 
-    def __init__(self, extractor: Any, moment: int, recording: Recording) -> None:
-        """`moment`: samples for which a letter is said."""
+    def __init__(self, extractor: Any, samples_per_frame: int, recording: Recording) -> None:
         super().__init__(recording)
         self.extractor = extractor
-        self._kept: dict[int, AudioChunk] = {}
-        samples = [int(round(s * recording.rate / moment) * moment) for s in (CHUNK_S, STRIDE_S)]
-        self.length, self.stride = samples
+        self._windows: dict[int, CtcWindow] = {}
+        self.length, self.stride = (
+            int(round(seconds * recording.rate / samples_per_frame) * samples_per_frame)
+            for seconds in (WINDOW_S, STRIDE_S)
+        )
         self.step = self.length - 2 * self.stride
 
-    def read(self, seek: int) -> None:
+    def read_ahead(self, seek: int) -> None:
         with self._reading:
-            kept = {at: chunk for at, chunk in self._kept.items() if at >= seek}
-            for at in (seek, seek + self.step):
-                if at not in kept and (at == seek or not kept[seek].last):
-                    kept[at] = self._chunk(at)
-            self._kept = kept
+            windows = {start: window for start, window in self._windows.items() if start >= seek}
+            for start in (seek, seek + self.step):
+                if start not in windows and (start == seek or not windows[seek].is_last):
+                    windows[start] = self._read(start)
+            self._windows = windows
 
-    def chunk(self, seek: int) -> AudioChunk | None:
-        """From sample `seek` on; None: it is not read yet."""
-        return self._kept.get(seek)
+    def window(self, seek: int) -> CtcWindow | None:
+        """Return the window at sample `seek`; None if it is not read yet."""
+        return self._windows.get(seek)
 
-    def _chunk(self, at: int) -> AudioChunk:
-        read = self._recording.window(at, self.length + 1)
-        samples, last = read[: self.length], len(read) <= self.length
-        if last:
+    def _read(self, start: int) -> CtcWindow:
+        read = self._recording.window(start, self.length + 1)
+        samples, is_last = read[: self.length], len(read) <= self.length
+        if is_last:
             self._recording.close()
-        inputs = inputs_of(self.extractor, samples)
-        left, right = (self.stride if at else 0), (0 if last else self.stride)
-        return AudioChunk(inputs, len(samples), left, right, last)
+        inputs = extract(self.extractor, samples)
+        left, right = (self.stride if start else 0), (0 if is_last else self.stride)
+        return CtcWindow(inputs, len(samples), left, right, is_last)
 
 
-def inputs_of(extractor: Any, samples: NDArray[np.float32]) -> dict[str, Tensor]:
-    """Of samples at the extractor's rate, what the model takes: [1, …] each."""
-    asked = {"return_tensors": "pt", "return_attention_mask": True}
-    return dict(extractor(samples, sampling_rate=extractor.sampling_rate, **asked))
+def extract(extractor: Any, samples: NDArray[np.float32]) -> dict[str, Tensor]:
+    """Return the model's inputs, [1, …] each, of samples at the extractor's rate."""
+    options = {"return_tensors": "pt", "return_attention_mask": True}
+    return dict(extractor(samples, sampling_rate=extractor.sampling_rate, **options))
 
 
-class CtcDecoder(Decoder):
-    frames: AudioChunks
+class CtcDecoder(Decoder[CtcWindow]):
+    """Raises InvalidInput for options of a request that CTC models do not support. `seek` counts
+    samples."""
+
+    reader: CtcReader
 
     def __init__(
-        self, payload: TranscriptionInput, frames: AudioChunks, tokenizer: Any, moment_s: float
+        self,
+        payload: TranscriptionInput,
+        reader: CtcReader,
+        tokenizer: Any,
+        seconds_per_frame: float,
     ) -> None:
-        """`moment_s`: seconds for which a letter is said."""
-        super().__init__(payload, frames)
+        super().__init__(payload, reader)
         self.tokenizer = tokenizer
-        self.moment_s = moment_s
-        self.delimiter = getattr(tokenizer, "word_delimiter_token_id", None)
-        check(payload, words=self.delimiter is not None)
+        self.seconds_per_frame = seconds_per_frame
+        self.word_delimiter = getattr(tokenizer, "word_delimiter_token_id", None)
+        check_options(payload, has_words=self.word_delimiter is not None)
         self._segments = 0
-        self._ids: list[int] = []  # that are no text yet
+        # of frames that are not sent yet, the first of which is `_frame`
+        self._ids: list[int] = []
         self._probabilities: list[float] = []
-        self._moment = 0  # the first of them
+        self._frame = 0
 
-    def next(self) -> AudioChunk | None:
-        return self.frames.chunk(self.seek)
+    def next_window(self) -> CtcWindow | None:
+        return self.reader.window(self.seek)
 
-    def take(self, window: AudioChunk, times: None = None) -> list[TranscriptDelta]:
-        total = len(window.said)
-        left, right = (round(side / window.samples * total) for side in (window.left, window.right))
-        self._ids += window.said[left : total - right]
-        self._probabilities += window.probabilities[left : total - right]
-        self.seek += self.frames.step
-        self.ended = window.last
+    def accept(
+        self, window: CtcWindow, token_ends: Sequence[float] | None = None
+    ) -> list[TranscriptDelta]:
+        frames = len(window.ids)
+        left, right = (
+            round(stride / window.samples * frames)
+            for stride in (window.left_stride, window.right_stride)
+        )
+        self._ids += window.ids[left : frames - right]
+        self._probabilities += window.probabilities[left : frames - right]
+        self.seek += self.reader.step
+        self.finished = window.is_last
         end = len(self._ids)
-        while end and not window.last and self._ids[end - 1] != self.delimiter:
-            end -= 1  # to the end of the last whole word
+        while end and not window.is_last and self._ids[end - 1] != self.word_delimiter:
+            end -= 1  # after the last whole word
         delta = self._delta(end)
-        self._moment += end
+        self._frame += end
         del self._ids[:end], self._probabilities[:end]
-        if delta is None and self.ended:
-            delta = TranscriptDelta("", seconds=self.frames.seconds)
+        if delta is None and self.finished:
+            delta = TranscriptDelta("", seconds=self.reader.seconds)
         return [delta] if delta else []
 
     def _delta(self, end: int) -> TranscriptDelta | None:
-        """Of so many ids; None: they say nothing."""
-        ids, start = self._ids[:end], self._moment
-        asked = {"output_word_offsets": True} if self.delimiter is not None else {}
-        decoded = self.tokenizer.decode(ids, skip_special_tokens=False, **asked)
-        text = str(decoded.text if asked else decoded)
+        """Return the segment of the first `end` frames that are not sent; None if it has no
+        text."""
+        ids, start = self._ids[:end], self._frame
+        has_words = self.word_delimiter is not None
+        options = {"output_word_offsets": True} if has_words else {}
+        decoded = self.tokenizer.decode(ids, skip_special_tokens=False, **options)
+        text = str(decoded.text if has_words else decoded)
         if not text.strip():
             return None
         space = " " if self._segments else ""
-        words = self._words(decoded.word_offsets, space) if asked else ()
+        words = self._words(decoded.word_offsets, space) if has_words else ()
         segment = Segment(
             id=self._segments,
-            seek=int(start * self.moment_s * 100),
-            start=words[0].start if words else start * self.moment_s,
-            end=words[-1].end if words else (start + end) * self.moment_s,
+            seek=int(start * self.seconds_per_frame * 100),
+            start=words[0].start if words else start * self.seconds_per_frame,
+            end=words[-1].end if words else (start + end) * self.seconds_per_frame,
             text=space + text,
             tokens=(),
             words=words if self.payload.words else (),
         )
         self._segments += 1
-        return TranscriptDelta(segment.text, segment, seconds=self.frames.seconds)
+        return TranscriptDelta(segment.text, segment, seconds=self.reader.seconds)
 
     def _words(self, offsets: Sequence[dict[str, Any]], space: str) -> tuple[Word, ...]:
         words: list[Word] = []
         for offset in offsets:
-            first, end = int(offset["start_offset"]), int(offset["end_offset"])  # numpy's
-            likely = self._probabilities[first:end]
-            start_s, end_s = ((self._moment + at) * self.moment_s for at in (first, end))
-            before = space if not words else " "
-            words.append(Word(before + offset["word"], start_s, end_s, sum(likely) / len(likely)))
+            # offsets are numpy's integers, which JSON does not encode
+            first, end = int(offset["start_offset"]), int(offset["end_offset"])
+            probabilities = self._probabilities[first:end]
+            start_s, end_s = (
+                (self._frame + frame) * self.seconds_per_frame for frame in (first, end)
+            )
+            text = (space if not words else " ") + offset["word"]
+            words.append(Word(text, start_s, end_s, sum(probabilities) / len(probabilities)))
         return tuple(words)
 
 
-def check(payload: TranscriptionInput, words: bool) -> None:
-    """InvalidInput for what no CTC model does; `words`: this one says where words end."""
+def check_options(payload: TranscriptionInput, has_words: bool) -> None:
+    """Raise InvalidInput for options that CTC models do not support. `has_words`: this one marks
+    the ends of words."""
     if payload.task != "transcribe":
         raise InvalidInput.at("model", "it does not translate")
-    for name, given in (
+    for name, value in (
         ("language", payload.language),
         ("prompt", payload.prompt),
         ("temperature", payload.temperature),
         ("include[]", payload.logprobs),
-        ("timestamp_granularities[]", payload.words and not words),
+        ("timestamp_granularities[]", payload.words and not has_words),
     ):
-        if given:
-            raise InvalidInput.at(name, "the model has no notion of it (CTC)")
+        if value:
+            raise InvalidInput.at(name, "the model does not support it (CTC)")
 
 
-class CtcRunner(SpeechRunner):
-    """Windows of one length run together, and all is said at once."""
+class CtcRunner(SpeechRunner[CtcWindow]):
+    """Windows of equal length share a forward, which finishes them."""
 
     @torch.inference_mode()
-    def begin(self, windows: Sequence[AudioChunk]) -> None:
+    def start(self, windows: Sequence[CtcWindow]) -> None:
         self.running += [window for window in windows if window not in self.running]
         for _, group in groupby(windows, lambda window: window.samples):
             self._run(list(group))
 
-    def leave(self, window: AudioChunk) -> None:
+    def remove(self, window: CtcWindow) -> None:
         if window in self.running:
             self.running.remove(window)
 
-    def _run(self, windows: Sequence[AudioChunk]) -> None:
+    def _run(self, windows: Sequence[CtcWindow]) -> None:
         model, names = self.model, windows[0].inputs
-        inputs = {name: torch.cat([each.inputs[name] for each in windows]) for name in names}
+        inputs = {name: torch.cat([window.inputs[name] for window in windows]) for name in names}
         moved = {
-            name: each.to(model.device, model.dtype if each.is_floating_point() else None)
-            for name, each in inputs.items()
+            name: tensor.to(model.device, model.dtype if tensor.is_floating_point() else None)
+            for name, tensor in inputs.items()
         }
         probabilities, ids = model(**moved).logits.float().softmax(-1).max(-1)
         if not bool(probabilities.isfinite().all()):
-            raise ItemFailed("the model's output for this input is no number")
+            raise ItemFailed("the model's output for this input is not a number")
         rows = zip(windows, ids.tolist(), probabilities.tolist(), strict=True)
         for window, window_ids, window_probabilities in rows:
-            window.said, window.probabilities = window_ids, window_probabilities
-            window.ended = True
+            window.ids, window.probabilities = window_ids, window_probabilities
+            window.finished = True

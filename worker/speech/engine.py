@@ -1,11 +1,11 @@
 """The speech engine: windows of many recordings, one step at a time.
 
-    drop who left → windows that are read join, or all that run say a token → judge those that ended
+    drop cancelled recordings → start windows, or generate a token of each → retry or accept windows
 
 Implements worker.messages.protocol.Engine. A step is one batch through the encoder or one token of
-every window, so that other models have their turns between. Recordings take turns, a window each.
-How a window is run is for whisper.py and ctc.py to say; pool threads of the engine read recordings
-ahead, and look where words are.
+every window, so that other models get steps in between. Recordings get windows in round robin.
+Runners compute windows (whisper.py, ctc.py). Pool threads of the engine read recordings ahead and
+compute the times of words.
 """
 
 import logging
@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Generic
 
 from batching.errors import DeviceLost, OnequeueError
 from batching.request_queue import WorkItem
@@ -22,56 +23,68 @@ from worker.cores import use_one_core
 from worker.error_classification import failure_of, run_in_halves
 from worker.messages.protocol import ModelInfo, Pending, StepOutcome, StepReport
 from worker.messages.transcription import TranscriptDelta, TranscriptionInput
-from worker.speech.work import Align, Audio, Decoder, SpeechRunner, Work
+from worker.speech.interfaces import Align, AudioReader, Decoder, SpeechRunner, W
 
 log = logging.getLogger("onequeue.speech")
 
-# Threads that open recordings, which may be slow to begin, and threads that read long ones through
-# before their turn, so that others wait for neither.
-OPENERS = 4
-SCANNERS = 2
-# Threads that read ahead, and how long the worker waits for them where nothing else is to be done.
-READERS = 2
-PATIENCE_S = 0.005
-# Windows that go through the encoder together: on a CPU one after another takes no longer.
-ENCODED = {"cpu": 1, "cuda": 8}
+# Threads that open recordings, which may be slow, and that scan long ones: separate pools, so that
+# other recordings wait for neither.
+OPEN_THREADS = 4
+SCAN_THREADS = 2
+# Threads that read ahead and align, and how long an otherwise idle step waits for them.
+READ_THREADS = 2
+IDLE_WAIT_S = 0.005
+# Windows per encoder run; on a CPU a batch takes as long as its windows one by one.
+ENCODER_BATCH = {"cpu": 1, "cuda": 8}
 
-# Those of Pending.
-Wanted = Callable[[], bool]
-Again = Callable[[], None]
+# Parameters of Pending's `then`.
+IsWanted = Callable[[], bool]
+Notify = Callable[[], None]
 
 
-class SpeechEngine:
-    """`prepare` runs in pool threads, the rest on the worker's."""
+@dataclass(eq=False, slots=True)
+class TranscriptionJob(Generic[W]):
+    """A recording from `prepare` to its last segment."""
+
+    reader: AudioReader | None = None  # once it is open
+    decoder: Decoder[W] = field(init=False)  # likewise
+    error: BaseException | None = None  # of opening or scanning
+    started: bool = False
+    window: W | None = None  # running, or waiting for its token times
+    reading: Future[None] | None = None
+    aligning: Future[Sequence[float]] | None = None
+
+
+class SpeechEngine(Generic[W]):
+    """`prepare` runs in pool threads, the rest on the worker's.
+
+    `open_decoder` opens a recording, and raises InvalidInput. `example`: a window for warming up.
+    `align` computes token times, for decoders that do not know them.
+    """
 
     text_model = None
 
     def __init__(
         self,
-        runner: SpeechRunner,
-        open_audio: Callable[[TranscriptionInput], Audio],
-        read_text: Callable[[TranscriptionInput, Any], Decoder],
+        runner: SpeechRunner[W],
+        open_decoder: Callable[[TranscriptionInput], Decoder[W]],
         info: ModelInfo,
-        example: Callable[[], Any],
-        align: Align | None = None,
+        example: Callable[[], W],
+        align: Align[W] | None = None,
     ) -> None:
-        """`open_audio` opens a recording, `read_text` begins what is said in it: InvalidInput from
-        either. `example` is a window to warm up with; without `align`, texts know of themselves
-        where their words are."""
         self.runner = runner
         self.info = info
-        self._open = open_audio
-        self._text = read_text
+        self._open_decoder = open_decoder
         self._example = example
         self._align = align
-        self._encoded = ENCODED[info.device.split(":")[0]]
-        self._pool = ThreadPoolExecutor(READERS, "speech", use_one_core)
-        self._openers = ThreadPoolExecutor(OPENERS, "open", use_one_core)
-        self._scans = ThreadPoolExecutor(SCANNERS, "scan", use_one_core)
-        self.live: dict[WorkItem, Work] = {}
+        self._encoder_batch = ENCODER_BATCH[info.device.split(":")[0]]
+        self._readers = ThreadPoolExecutor(READ_THREADS, "speech", use_one_core)
+        self._openers = ThreadPoolExecutor(OPEN_THREADS, "open", use_one_core)
+        self._scanners = ThreadPoolExecutor(SCAN_THREADS, "scan", use_one_core)
+        self.jobs: dict[WorkItem, TranscriptionJob[W]] = {}
         self._waiting: deque[WorkItem] = deque()  # for a row
-        # of the step that is under way
-        self._started = 0.0
+        # of the current step
+        self._started_at = 0.0
         self._deltas: list[tuple[WorkItem, TranscriptDelta]] = []
         self._done: dict[WorkItem, Exception | None] = {}
         self._waits: list[float] = []
@@ -79,216 +92,224 @@ class SpeechEngine:
     # ── in pool threads ──
 
     def prepare(self, item: WorkItem) -> None:
-        """Recordings are opened, and long ones read once, in threads of ours."""
-        work: Work | None = item.prepared
-        if work is None:
-            raise Pending(lambda *then: self._openers.submit(self._begin, item, *then))
-        if work.error:
-            raise work.error
+        """Raise Pending while the engine's own threads open the recording, and scan a long one."""
+        job: TranscriptionJob[W] | None = item.prepared
+        if job is None:
+            raise Pending(lambda *then: self._openers.submit(self._open, item, *then))
+        if job.error:
+            raise job.error
 
-    def _begin(self, item: WorkItem, wanted: Wanted, again: Again) -> None:
-        if not wanted():
+    def _open(self, item: WorkItem, is_wanted: IsWanted, notify: Notify) -> None:
+        if not is_wanted():
             return
-        item.prepared, is_short = Work(), True
-        with self._reading(item.prepared, wanted) as work:
-            work.audio = self._open(item.payload)
-            work.text = self._text(item.payload, work.audio)
-            is_short = work.audio.measure()
+        job: TranscriptionJob[W] = TranscriptionJob()
+        item.prepared, is_short = job, True
+        with self._keep_errors(job, is_wanted):
+            job.decoder = self._open_decoder(item.payload)
+            job.reader = job.decoder.reader
+            is_short = job.reader.read_if_short()
         if is_short:
-            again()
+            notify()
         else:
-            self._scans.submit(self._scan, work, wanted, again)
+            self._scanners.submit(self._scan, job, is_wanted, notify)
 
-    def _scan(self, work: Work, wanted: Wanted, again: Again) -> None:
-        with self._reading(work, wanted):
-            work.text.frames.scan(wanted)
-        again()
+    def _scan(self, job: TranscriptionJob[W], is_wanted: IsWanted, notify: Notify) -> None:
+        with self._keep_errors(job, is_wanted):
+            job.decoder.reader.scan(is_wanted)
+        notify()
 
     @contextmanager
-    def _reading(self, work: Work, wanted: Wanted) -> Iterator[Work]:
-        """Work keeps what is raised inside; after that, or if nobody wants it, its recording is
-        closed."""
+    def _keep_errors(self, job: TranscriptionJob[W], is_wanted: IsWanted) -> Iterator[None]:
+        """Store an exception in the job. Close the recording after one, or if the job is not wanted
+        any more."""
         try:
-            yield work
-        except BaseException as error:  # a panic in a tokenizer is no Exception
-            work.error = error.with_traceback(None)  # its frames hold the item
-        if work.audio and (work.error or not wanted()):
-            work.audio.close()
+            yield
+        except BaseException as error:  # a panic in a tokenizer is not an Exception
+            job.error = error.with_traceback(None)  # its frames hold the item
+        if job.reader and (job.error or not is_wanted()):
+            job.reader.close()
 
     def finish(self, item: WorkItem, raw: Any) -> Any:
-        raise NotImplementedError("a step has deltas, no outputs")
+        raise NotImplementedError("transcripts are sent as deltas")
 
     def close(self) -> None:
-        for pool in (self._pool, self._openers, self._scans):
+        for pool in (self._readers, self._openers, self._scanners):
             pool.shutdown(wait=False, cancel_futures=True)
 
     # ── on the worker's thread ──
 
     @property
     def busy(self) -> bool:
-        return bool(self.live)
+        return bool(self.jobs)
 
     def due_at(self, idle_since: float) -> float | None:
-        return idle_since if self.live else None
+        return idle_since if self.jobs else None
 
     def add(self, item: WorkItem) -> None:
-        self.live[item] = item.prepared
+        self.jobs[item] = item.prepared
         self._waiting.append(item)
 
     def clear(self) -> list[WorkItem]:
-        items = list(self.live)
+        items = list(self.jobs)
         for item in items:
-            self._forget(item)
+            self._release(item)
         return items
 
     def warm_up(self) -> None:
-        """A window, if there is a row for it."""
-        if len(self.runner.running) < self.runner.rows:
-            self.try_example()
+        """Run the example if there is a row for it."""
+        if len(self.runner.running) < self.runner.max_rows:
+            self.run_example()
 
-    def try_example(self) -> Any:
-        """The example through everything; the window, with what was said in it."""
+    def run_example(self) -> W:
+        """Return the example with its results."""
         window = self._example()
         try:
-            self.runner.begin([window])
-            if not window.ended:
+            self.runner.start([window])
+            if not window.finished:
                 self.runner.step([window])
         finally:
-            self.runner.leave(window)
+            self.runner.remove(window)
         return window
 
     def step(self, idle_since: float = 0.0) -> StepOutcome:
-        self._started = time.monotonic()
+        self._started_at = time.monotonic()
         self._deltas, self._done, self._waits = [], {}, []
-        self._drop_closed()
-        self._take_aligned()
-        running, said = self.runner.running, 0
-        if joining := self._joining():
-            self._guarded(self.runner.begin, joining)
+        self._drop_cancelled()
+        self._accept_aligned()
+        running, generated = self.runner.running, 0
+        if windows := self._next_windows():
+            self._run(self.runner.start, windows)
         elif running:
-            said = len(running)
-            self._guarded(self.runner.step, list(running))
+            generated = len(running)
+            self._run(self.runner.step, list(running))
         else:
-            self._wait()
-        for window in [window for window in running if window.ended]:
-            self._judge(window)
-        return self._outcome(said)
+            self._wait_for_pools()
+        for window in [window for window in running if window.finished]:
+            self._finish(window)
+        return self._outcome(generated)
 
-    def _drop_closed(self) -> None:
-        for item in [item for item in self.live if not item.open]:
-            self._forget(item)
+    def _drop_cancelled(self) -> None:
+        for item in [item for item in self.jobs if not item.open]:
+            self._release(item)
 
-    def _joining(self) -> list[Any]:
-        """Windows whose turn it is, and for which there is a row; they run from now on."""
-        room = min(self._encoded, self.runner.rows - len(self.runner.running))
-        windows: list[Any] = []
+    def _next_windows(self) -> list[W]:
+        """Return the next windows of waiting recordings, as many as there are rows."""
+        room = min(self._encoder_batch, self.runner.max_rows - len(self.runner.running))
+        windows: list[W] = []
         for item in list(self._waiting):
             if len(windows) >= room:
                 break
-            if (window := self._next(item)) is not None:
+            if (window := self._next_window(item)) is not None:
                 windows.append(window)
         return windows
 
-    def _next(self, item: WorkItem) -> Any:
-        """The item's next window, if it is read."""
-        work = self.live[item]
-        if work.reading and work.reading.done() and (error := work.reading.exception()):
+    def _next_window(self, item: WorkItem) -> W | None:
+        """Return the recording's next window, if it is read."""
+        job = self.jobs[item]
+        if job.reading and job.reading.done() and (error := job.reading.exception()):
             self._fail(item, error)
             return None
-        if (window := work.text.next()) is None:
+        if (window := job.decoder.next_window()) is None:
             return None
         self._waiting.remove(item)
-        if not work.begun:
-            work.begun = True
-            self._waits.append(self._started - item.accepted_at)
-        work.window, window.owner = window, item
+        if not job.started:
+            job.started = True
+            self._waits.append(self._started_at - item.accepted_at)
+        job.window, window.item = window, item
         return window
 
-    def _wait(self) -> None:
-        """For pool threads: nothing else is to be done."""
-        begun: list[Future[Any] | None] = [w.aligning or w.reading for w in self.live.values()]
-        wait([future for future in begun if future], PATIENCE_S, FIRST_COMPLETED)
+    def _wait_for_pools(self) -> None:
+        futures: list[Future[Any] | None] = [
+            job.aligning or job.reading for job in self.jobs.values()
+        ]
+        wait([future for future in futures if future], IDLE_WAIT_S, FIRST_COMPLETED)
 
-    def _judge(self, window: Any) -> None:
-        """It has ended: is it said again, and if not, what does it add?"""
-        item: WorkItem = window.owner
-        work = self.live[item]
+    def _finish(self, window: W) -> None:
+        """Retry a finished window, or align it, or accept it."""
+        item = _item(window)
+        job = self.jobs[item]
         try:
-            if work.text.again(window):
+            if job.decoder.retry(window):
                 return
-            if self._align and work.text.payload.words:
-                work.aligning = self._pool.submit(self._align(window))
-            self.runner.leave(window)
-            if not work.aligning:
-                self._take(item, None)
+            if self._align and job.decoder.payload.words:
+                job.aligning = self._readers.submit(self._align(window))
+            self.runner.remove(window)
+            if not job.aligning:
+                self._accept(item, None)
         except BaseException as error:
             self._fail(item, error)
 
-    def _take_aligned(self) -> None:
-        for item, work in list(self.live.items()):
-            if (aligning := work.aligning) and aligning.done():
-                work.aligning = None
+    def _accept_aligned(self) -> None:
+        for item, job in list(self.jobs.items()):
+            if (aligning := job.aligning) and aligning.done():
+                job.aligning = None
                 try:
-                    self._take(item, aligning.result())
+                    self._accept(item, aligning.result())
                 except BaseException as error:
                     self._fail(item, error)
 
-    def _take(self, item: WorkItem, times: Sequence[float] | None) -> None:
-        """What a window adds, and the recording waits for its next turn."""
-        work = self.live[item]
-        text, window = work.text, work.window
-        work.window = None
-        self._deltas += ((item, delta) for delta in text.take(window, times))
-        if text.ended:
+    def _accept(self, item: WorkItem, token_ends: Sequence[float] | None) -> None:
+        """Collect the segments of a window and queue the recording for its next one."""
+        job = self.jobs[item]
+        decoder, window = job.decoder, job.window
+        assert window is not None
+        job.window = None
+        self._deltas += ((item, delta) for delta in decoder.accept(window, token_ends))
+        if decoder.finished:
             self._done[item] = None
         else:
             self._waiting.append(item)
-            work.reading = self._pool.submit(text.frames.read, text.seek)
+            job.reading = self._readers.submit(decoder.reader.read_ahead, decoder.seek)
 
-    # ── failures and ends ──
+    # ── failures and results ──
 
-    def _guarded(self, run: Callable[[Sequence[Any]], None], windows: list[Any]) -> None:
-        run_in_halves(windows, run, self._forward_failed, self._is_running)
+    def _run(self, run: Callable[[Sequence[W]], None], windows: list[W]) -> None:
+        run_in_halves(windows, run, self._fail_windows, self._is_running)
 
-    def _is_running(self, window: Any) -> bool:
-        return window.owner not in self._done
+    def _is_running(self, window: W) -> bool:
+        return window.item not in self._done
 
-    def _forward_failed(self, windows: Sequence[Any], failure: OnequeueError) -> None:
+    def _fail_windows(self, windows: Sequence[W], failure: OnequeueError) -> None:
         if len(windows) == 1:
-            self._fail(windows[0].owner, failure)
+            self._fail(_item(windows[0]), failure)
 
     def _fail(self, item: WorkItem, error: BaseException) -> None:
-        """It raised while working on this item alone, which is dropped."""
+        """Drop an item whose own work raised."""
         if isinstance(failure := failure_of(error), DeviceLost):
             raise error
         log.warning("transcription failed error=%r", failure.__cause__ or failure)
         error.with_traceback(None)
         self._done[item] = failure
-        if (window := self.live[item].window) is not None:
-            self.runner.leave(window)
+        if (window := self.jobs[item].window) is not None:
+            self.runner.remove(window)
 
-    def _forget(self, item: WorkItem) -> None:
-        work = self.live.pop(item)
-        if work.window is not None:
-            self.runner.leave(work.window)
+    def _release(self, item: WorkItem) -> None:
+        job = self.jobs.pop(item)
+        if job.window is not None:
+            self.runner.remove(job.window)
         if item in self._waiting:
             self._waiting.remove(item)
         with suppress(RuntimeError):  # the engine is closed
-            self._pool.submit(work.text.frames.close)
+            self._readers.submit(job.decoder.reader.close)
 
-    def _outcome(self, said: int) -> StepOutcome:
+    def _outcome(self, generated: int) -> StepOutcome:
         for item in self._done:
-            self._forget(item)
+            self._release(item)
         failed = {item for item, error in self._done.items() if error}
         running = len(self.runner.running)
         report = StepReport(
-            decode_tokens=said,
+            decode_tokens=generated,
             admitted=len(self._waits),
             running=running,
             waiting=len(self._waiting),
-            saturated=bool(self._waiting) and running == self.runner.rows,
-            total_s=time.monotonic() - self._started,
+            saturated=bool(self._waiting) and running == self.runner.max_rows,
+            total_s=time.monotonic() - self._started_at,
             waits_s=tuple(self._waits),
         )
         deltas = [(item, delta) for item, delta in self._deltas if item not in failed]
         return StepOutcome(report, deltas, done=list(self._done.items()))
+
+
+def _item(window: W) -> WorkItem:
+    assert window.item is not None
+    return window.item

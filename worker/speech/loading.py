@@ -1,7 +1,8 @@
-"""From settings to a speech engine with its model, on the worker's thread."""
+"""From settings to a speech engine with its model. Runs on the worker's thread."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,18 +24,21 @@ from worker.model.loading import (
     model_info,
 )
 from worker.speech.alignment import Aligner
-from worker.speech.cache import row_bytes
-from worker.speech.ctc import AudioChunk, AudioChunks, CtcDecoder, CtcRunner, inputs_of
-from worker.speech.engine import ENCODED, SpeechEngine
-from worker.speech.features import Frames, LogMel
+from worker.speech.ctc import CtcDecoder, CtcReader, CtcRunner, CtcWindow, extract
+from worker.speech.engine import ENCODER_BATCH, SpeechEngine
+from worker.speech.interfaces import AudioReader
+from worker.speech.log_mel import LogMel, LogMelReader
+from worker.speech.row_cache import row_bytes
 from worker.speech.transcript import WhisperDecoder
 from worker.speech.vocabulary import WhisperVocabulary
-from worker.speech.whisper import WhisperRunner, Window
+from worker.speech.whisper import WhisperRunner, WhisperWindow
 
 TASK = "automatic-speech-recognition"
-# Windows that are decoded together at most, and the share of free memory that their rows may take.
-MOST_ROWS = {"cpu": 16, "cuda": 64}
-ROWS_SHARE = 0.5
+MAX_ROWS = {"cpu": 16, "cuda": 64}  # windows that are decoded together
+ROWS_MEMORY_SHARE = 0.5  # of the free memory
+
+R = TypeVar("R", bound=AudioReader)
+D = TypeVar("D")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,105 +47,129 @@ class SpeechOptions(ModelOptions):
 
 
 @dataclass(frozen=True, slots=True)
-class Speech:
-    """A checkpoint in memory."""
-
-    model: Any  # a PreTrainedModel; what one of speech has besides is not in its type
+class SpeechCheckpoint:
+    model: Any  # a PreTrainedModel, whose type lacks the attributes of speech models
     tokenizer: Any
     extractor: Any
-    lacking: dict[str, str] = field(default_factory=dict)  # weights that it has not, by name
+    missing_weights: dict[str, str] = field(default_factory=dict)  # by name
 
 
-def load_speech(options: SpeechOptions, pipe: Pipe | None = None) -> SpeechEngine:
-    """LoadingFailed if the model cannot be served. `pipe` has it loaded already, for POST /."""
+def load_speech(
+    options: SpeechOptions, pipe: Pipe | None = None
+) -> SpeechEngine[WhisperWindow] | SpeechEngine[CtcWindow]:
+    """Raise LoadingFailed if the model cannot be served. `pipe`: a loaded pipeline of the model,
+    whose weights are shared."""
     with load_errors(options.model, "transcription"):
-        given = pipe and Speech(pipe.model, pipe.tokenizer, pipe.feature_extractor)
-        speech = given or load_speech_checkpoint(options)
-        model, lacking, engine = speech.model, speech.lacking, speech_engine(speech, options)
-        if missing_weights_matter(model, lacking, lambda: repr(engine.try_example()).encode()):
-            raise LoadingFailed(describe_missing_weights(lacking))
+        if pipe:
+            checkpoint = SpeechCheckpoint(pipe.model, pipe.tokenizer, pipe.feature_extractor)
+        else:
+            checkpoint = load_speech_checkpoint(options)
+        model, missing = checkpoint.model, checkpoint.missing_weights
+        engine = new_engine(checkpoint, options)
+        if missing_weights_matter(model, missing, lambda: repr(engine.run_example()).encode()):
+            raise LoadingFailed(describe_missing_weights(missing))
     if model.device.type == "cpu" and packs_dtype(model.dtype):
         pack_weights(model, free_bytes(model.device), engine.warm_up)
     return engine
 
 
-def kind_of(config: Any) -> Any:
-    """The auto class for a configuration."""
-    kinds = config.architectures or ()
-    if any(kind.endswith("ForCTC") for kind in kinds):
+def load_speech_checkpoint(options: SpeechOptions) -> SpeechCheckpoint:
+    path = local_path(options.model, "speech")
+    model, tokenizer, missing = load_checkpoint(options, path, auto_class)
+    untyped: Any = AutoFeatureExtractor
+    extractor = untyped.from_pretrained(path, trust_remote_code=False)
+    return SpeechCheckpoint(model, tokenizer, extractor, missing)
+
+
+def auto_class(config: Any) -> Any:
+    """Return transformers' auto class for a configuration."""
+    architectures = config.architectures or ()
+    if any(architecture.endswith("ForCTC") for architecture in architectures):
         return AutoModelForCTC
     if config.model_type != "whisper":
-        raise LoadingFailed(f"it is neither Whisper nor a CTC model, but {', '.join(kinds)}")
+        raise LoadingFailed(
+            f"its architecture is {', '.join(architectures)}; Whisper and CTC models are supported"
+        )
     return AutoModelForSpeechSeq2Seq
 
 
-def load_speech_checkpoint(options: SpeechOptions) -> Speech:
-    path = local_path(options.model, "speech")
-    model, tokenizer, lacking = load_checkpoint(options, path, kind_of)
-    untyped: Any = AutoFeatureExtractor
-    extractor = untyped.from_pretrained(path, trust_remote_code=False)
-    return Speech(model, tokenizer, extractor, lacking)
+def new_engine(
+    checkpoint: SpeechCheckpoint, options: SpeechOptions
+) -> SpeechEngine[WhisperWindow] | SpeechEngine[CtcWindow]:
+    if checkpoint.model.config.model_type == "whisper":
+        return new_whisper_engine(checkpoint, options)
+    return new_ctc_engine(checkpoint, options)
 
 
-def speech_engine(speech: Speech, options: SpeechOptions) -> SpeechEngine:
-    is_whisper = speech.model.config.model_type == "whisper"
-    return (whisper_engine if is_whisper else ctc_engine)(speech, options)
-
-
-def whisper_engine(speech: Speech, options: SpeechOptions) -> SpeechEngine:
-    model, mel = speech.model, LogMel(speech.extractor)
+def new_whisper_engine(
+    checkpoint: SpeechCheckpoint, options: SpeechOptions
+) -> SpeechEngine[WhisperWindow]:
+    model, mel = checkpoint.model, LogMel(checkpoint.extractor)
     config = model.generation_config
-    vocabulary = WhisperVocabulary(speech.tokenizer, config, model.config.max_target_positions)
-    runner = WhisperRunner(model, vocabulary, rows_of(model))
+    vocabulary = WhisperVocabulary(checkpoint.tokenizer, config, model.config.max_target_positions)
+    runner = WhisperRunner(model, vocabulary, max_rows(model))
 
-    def open_audio(payload: TranscriptionInput) -> Frames:
-        return Frames(mel, Recording(payload.path, mel.rate, options.max_audio_s))
+    def open_decoder(payload: TranscriptionInput) -> WhisperDecoder:
+        recording = Recording(payload.path, mel.sampling_rate, options.max_audio_s)
+        reader = LogMelReader(mel, recording)
+        return _close_on_error(
+            reader, lambda reader: WhisperDecoder(payload, reader, vocabulary, config)
+        )
 
-    def read_text(payload: TranscriptionInput, frames: Frames) -> WhisperDecoder:
-        return WhisperDecoder(payload, frames, vocabulary, config)
-
-    def example() -> Window:
-        silence = torch.zeros(model.config.num_mel_bins, mel.window)
+    def example() -> WhisperWindow:
+        silence = torch.zeros(model.config.num_mel_bins, mel.window_frames)
         language = next(iter(vocabulary.languages), "en")
-        return Window(silence, mel.window, 0, (), language, "transcribe")
+        return WhisperWindow(silence, mel.window_frames, 0, (), language, "transcribe")
 
     info = model_info(TASK, options.model, model, model.num_parameters(), "continuous")
-    return SpeechEngine(runner, open_audio, read_text, info, example, Aligner(runner))
+    return SpeechEngine(runner, open_decoder, info, example, Aligner(runner))
 
 
-def rows_of(model: Any) -> int:
-    fit = int(ROWS_SHARE * free_bytes(model.device)) // row_bytes(model)
-    if not fit:
+def max_rows(model: Any) -> int:
+    """Return how many windows fit into memory. Raises LoadingFailed if none does."""
+    fitting = int(ROWS_MEMORY_SHARE * free_bytes(model.device)) // row_bytes(model)
+    if not fitting:
         raise LoadingFailed(f"a window needs {row_bytes(model) / 1e9:.1f} GB of memory")
-    return min(fit, MOST_ROWS[model.device.type])
+    return min(fitting, MAX_ROWS[model.device.type])
 
 
-def ctc_engine(speech: Speech, options: SpeechOptions) -> SpeechEngine:
-    model, extractor = speech.model, speech.extractor
+def new_ctc_engine(checkpoint: SpeechCheckpoint, options: SpeechOptions) -> SpeechEngine[CtcWindow]:
+    model, extractor = checkpoint.model, checkpoint.extractor
     rate: int = extractor.sampling_rate
-    runner = CtcRunner(model, ENCODED[model.device.type])
-    moment = moment_of(extractor, runner)
+    runner = CtcRunner(model, ENCODER_BATCH[model.device.type])
+    samples_per_frame = measure_samples_per_frame(extractor, runner)
 
-    def open_audio(payload: TranscriptionInput) -> AudioChunks:
-        return AudioChunks(extractor, moment, Recording(payload.path, rate, options.max_audio_s))
-
-    def read_text(payload: TranscriptionInput, chunks: AudioChunks) -> CtcDecoder:
-        return CtcDecoder(payload, chunks, speech.tokenizer, moment / rate)
+    def open_decoder(payload: TranscriptionInput) -> CtcDecoder:
+        recording = Recording(payload.path, rate, options.max_audio_s)
+        reader = CtcReader(extractor, samples_per_frame, recording)
+        seconds_per_frame = samples_per_frame / rate
+        return _close_on_error(
+            reader,
+            lambda reader: CtcDecoder(payload, reader, checkpoint.tokenizer, seconds_per_frame),
+        )
 
     info = model_info(TASK, options.model, model, model.num_parameters(), "same shape")
-    return SpeechEngine(runner, open_audio, read_text, info, lambda: silence(extractor, 1))
+    return SpeechEngine(runner, open_decoder, info, lambda: silent_window(extractor, 1))
 
 
-def silence(extractor: Any, seconds: int) -> AudioChunk:
+def silent_window(extractor: Any, seconds: int) -> CtcWindow:
     samples = np.zeros(seconds * extractor.sampling_rate, np.float32)
-    return AudioChunk(inputs_of(extractor, samples), len(samples), 0, 0, True)
+    return CtcWindow(extract(extractor, samples), len(samples), 0, 0, True)
 
 
-def moment_of(extractor: Any, runner: CtcRunner) -> int:
-    """Samples for which a letter is said, by what longer sound has more of: configurations count
-    them in frames of features, or not at all, and the ends of any sound have more or less."""
-    short, long = silence(extractor, 1), silence(extractor, 3)
-    for chunk in (short, long):
-        runner.begin([chunk])
-        runner.leave(chunk)
-    return round((long.samples - short.samples) / (len(long.said) - len(short.said)))
+def measure_samples_per_frame(extractor: Any, runner: CtcRunner) -> int:
+    """Return the samples per output frame, from the outputs of two lengths of silence.
+    Configurations give it in different units, or not at all."""
+    short, long = silent_window(extractor, 1), silent_window(extractor, 3)
+    for window in (short, long):
+        runner.start([window])
+        runner.remove(window)
+    return round((long.samples - short.samples) / (len(long.ids) - len(short.ids)))
+
+
+def _close_on_error(reader: R, new_decoder: Callable[[R], D]) -> D:
+    try:
+        return new_decoder(reader)
+    except BaseException:
+        reader.close()
+        raise

@@ -1,57 +1,39 @@
-"""What a Whisper decoder may say next, and how likely it finds it.
+"""The next-token distribution of a Whisper decoder: suppressed tokens and the rules of timestamps.
 
-The checkpoint's suppressed tokens, and the rules of timestamps: they come first, in pairs but for
-the last, never decrease, and are said wherever all together are likelier than any text (section 3.8
-of "Robust Speech Recognition via Large-Scale Weak Supervision").
+transformers' processor implements the rules: timestamps come first, come in pairs except for the
+last, never decrease, and are chosen where all of them together are more likely than any text token
+(section 3.8 of "Robust Speech Recognition via Large-Scale Weak Supervision").
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from worker.speech.vocabulary import WhisperVocabulary
-
-NEVER = float("-inf")
+from transformers import WhisperTimeStampLogitsProcessor
 
 
 class LogitsRules:
-    def __init__(self, vocabulary: WhisperVocabulary, device: torch.device) -> None:
-        self.vocabulary = vocabulary
-        never = [*vocabulary.never, vocabulary.no_timestamps]
-        self._never = torch.tensor(never, device=device)
-        self._never_first = torch.tensor(vocabulary.never_first, device=device, dtype=torch.long)
+    """`config`: the checkpoint's generation_config."""
 
-    def logprobs(self, logits: Tensor, said: Sequence[Sequence[int]]) -> Tensor:
-        """float32 [R, V] of logits [R, V], after the tokens that each row has said."""
-        scores = logits.to(torch.float32, copy=True)
-        scores.index_fill_(1, self._never, NEVER)
-        for row, tokens in zip(scores, said, strict=True):
-            self._restrict(row, tokens)
-        first = self.vocabulary.timestamps
-        logprobs = scores.log_softmax(1)
-        together = logprobs[:, first:].logsumexp(1, keepdim=True)
-        timed = together > logprobs[:, :first].amax(1, keepdim=True)
-        logprobs[:, :first].masked_fill_(timed, NEVER)
-        logprobs[:, first:].sub_(torch.where(timed, together, 0.0))
-        return logprobs
+    def __init__(self, config: Any, device: torch.device) -> None:
+        self._first_timestamp: int = config.no_timestamps_token_id + 1
+        self._timestamp_rules = WhisperTimeStampLogitsProcessor(config, begin_index=0)
+        # an index: SuppressTokensLogitsProcessor searches the whole vocabulary in each call
+        self._suppressed, self._suppressed_at_begin = (
+            torch.tensor(tokens or (), device=device, dtype=torch.long)
+            for tokens in (config.suppress_tokens, config.begin_suppress_tokens)
+        )
 
-    def _restrict(self, scores: Tensor, said: Sequence[int]) -> None:
-        """One row [V], in place."""
-        vocabulary = self.vocabulary
-        first = vocabulary.timestamps
-        if not said:
-            scores[self._never_first] = NEVER
-            scores[:first] = NEVER
-            if vocabulary.latest_first is not None:
-                scores[first + vocabulary.latest_first + 1 :] = NEVER
-            return
-        times = [token for token in said if token >= first]
-        opens = said[-1] >= first  # a text, or is the first of a pair
-        if opens and (len(said) < 2 or said[-2] >= first):
-            scores[first:] = NEVER
-        elif opens:
-            scores[: vocabulary.end] = NEVER
-            scores[first : times[-1]] = NEVER
-        elif times:
-            scores[first : times[-1] + 1] = NEVER
+    def logprobs(self, logits: Tensor, generated: Sequence[Sequence[int]]) -> Tensor:
+        """Return float32 log-probabilities [R, V] of logits [R, V], given the tokens that each row
+        has generated: none in all rows, or at least one in each."""
+        scores: Any = logits.to(torch.float32, copy=True)
+        scores.index_fill_(1, self._suppressed, -torch.inf)
+        width = max(map(len, generated))
+        if not width:
+            scores.index_fill_(1, self._suppressed_at_begin, -torch.inf)
+        # rows begin with a timestamp: an earlier one in front of it, as padding, changes no rule
+        padded = [[self._first_timestamp] * (width - len(ids)) + [*ids] for ids in generated]
+        input_ids: Any = torch.tensor(padded, dtype=torch.long)
+        return torch.log_softmax(self._timestamp_rules(input_ids, scores), 1)

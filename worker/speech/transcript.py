@@ -1,12 +1,11 @@
-"""One recording's way through a Whisper-type model: window after window, each where the last one's
-timestamps end, and what was said in them as segments.
+"""The transcript of one recording by a Whisper-type model.
 
-    window → (judge → again, at a higher temperature)* → segments → window → …
+    window → (retry at a higher temperature)* → segments → next window, where the last segment ends
 
-The sequential long-form method of section 3.8 of "Robust Speech Recognition via Large-Scale Weak
-Supervision", as transformers' `generate` does it. A window that repeats itself, or that the model
-is unsure of, is said again at a higher temperature, where the request leaves the temperature to us;
-one that has nothing but silence in it is left out.
+This is the sequential long-form method of section 3.8 of "Robust Speech Recognition via Large-Scale
+Weak Supervision", as transformers' `generate` implements it. A window whose text is repetitive or
+improbable is retried at a higher temperature, unless the request sets one. A window without speech
+adds nothing.
 """
 
 import math
@@ -17,18 +16,18 @@ from typing import Any
 
 from worker.messages.deltas import TokenLogprob
 from worker.messages.transcription import Segment, TranscriptDelta, TranscriptionInput, Word
-from worker.speech.features import Frames
+from worker.speech.interfaces import Decoder
+from worker.speech.log_mel import LogMelReader
 from worker.speech.vocabulary import WhisperVocabulary
-from worker.speech.whisper import Window
-from worker.speech.work import Decoder
+from worker.speech.whisper import WhisperWindow
 
-# Of the attempts at a window, where the request does not say which.
+# Of the attempts at a window, unless the request sets one.
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
-# From here on, what was said is too random to be shown to the next window.
-RANDOM = 0.5
-FRAMES = 2  # of the features, that a timestamp counts
-# When an attempt looks wrong: OpenAI's, in `generate`'s units, unless the checkpoint's
-# generation_config has others. Of its tokens' bytes; a mean; a probability.
+# At this temperature and above, the text is too random to be context of the next window.
+MAX_CONTEXT_TEMPERATURE = 0.5
+FRAMES_PER_TIMESTAMP = 2
+# When an attempt is retried: OpenAI's values in the units of `generate`, unless the checkpoint's
+# generation_config has others. The compression ratio is that of the tokens' bytes.
 THRESHOLDS = {
     "compression_ratio_threshold": 1.35,
     "logprob_threshold": -1.0,
@@ -37,180 +36,202 @@ THRESHOLDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class TranscriptPart:
-    """Tokens `begin` to `end` of a window, and from which frame of it to which they are said."""
+class SegmentSpan:
+    """Tokens [begin, end) of a window, and the frames of the window in which they are spoken."""
 
     begin: int
     end: int
-    first: int
-    last: int
+    start_frame: int
+    end_frame: int
 
 
-class WhisperDecoder(Decoder):
-    frames: Frames
+class WhisperDecoder(Decoder[WhisperWindow]):
+    """`config`: the checkpoint's generation_config. Raises InvalidInput for a language, task or
+    prompt that the model does not support. `seek` counts frames."""
+
+    reader: LogMelReader
 
     def __init__(
         self,
         payload: TranscriptionInput,
-        frames: Frames,
+        reader: LogMelReader,
         vocabulary: WhisperVocabulary,
         config: Any,
     ) -> None:
-        """`config` is the generation_config. InvalidInput if the model cannot do what is asked."""
-        super().__init__(payload, frames)
+        super().__init__(payload, reader)
         self.vocabulary = vocabulary
-        self.compression, self.logprob, self.no_speech = (
+        self.max_compression_ratio, self.min_logprob, self.max_no_speech_prob = (
             default if getattr(config, name, None) is None else float(getattr(config, name))
             for name, default in THRESHOLDS.items()
         )
-        self.hop_s = frames.mel.hop / frames.mel.rate
-        self.language = vocabulary.language(payload.language)
-        vocabulary.task(payload.task)
-        self.prompt = vocabulary.prompt(payload.prompt)
+        self.hop_s = reader.mel.hop_samples / reader.mel.sampling_rate
+        self.language = vocabulary.parse_language(payload.language)
+        vocabulary.task_tokens(payload.task)
+        self.prompt = vocabulary.context_tokens(payload.prompt)
         self.temperatures = (payload.temperature,) if payload.temperature else TEMPERATURES
-        self.conditions = bool(getattr(config, "condition_on_prev_tokens", False))
-        self.vocabulary_bytes = int(math.log2(len(vocabulary.tokenizer)) / 8) + 1
+        self.uses_previous_text = bool(getattr(config, "condition_on_prev_tokens", False))
+        self.token_size = int(math.log2(len(vocabulary.tokenizer)) / 8) + 1  # bytes
         self.segments = 0
-        self._before = self.prompt
-        self._said = self.prompt[1:]  # in earlier windows, as far as the next is shown it
+        self._context = self.prompt
+        self._previous_text = self.prompt[1:]  # tokens of earlier windows
 
-    def next(self) -> Window | None:
-        if (features := self.frames.window(self.seek)) is None:
+    def next_window(self) -> WhisperWindow | None:
+        if (features := self.reader.window(self.seek)) is None:
             return None
-        sound = min(self.frames.mel.window, self.frames.end - self.seek)
-        task, temperature = self.payload.task, self.temperatures[0]
-        return Window(features, sound, self.seek, self._before, self.language, task, temperature)
+        audio_frames = min(self.reader.mel.window_frames, self.reader.audio_frames - self.seek)
+        return WhisperWindow(
+            features, audio_frames, self.seek, self._context, self.language, self.payload.task,
+            self.temperatures[0],
+        )  # fmt: skip
 
-    def again(self, window: Window) -> bool:
-        untried = self.temperatures[window.attempt + 1 :]
-        if not untried or self._is_silent(window) or not self._looks_wrong(window):
+    def retry(self, window: WhisperWindow) -> bool:
+        remaining = self.temperatures[window.attempt + 1 :]
+        if not remaining or self._is_silent(window) or not self._looks_wrong(window):
             return False
-        window.begin_again(untried[0])
+        window.restart(remaining[0])
         return True
 
-    def take(self, window: Window, times: Sequence[float] | None = None) -> list[TranscriptDelta]:
+    def accept(
+        self, window: WhisperWindow, token_ends: Sequence[float] | None = None
+    ) -> list[TranscriptDelta]:
         self.language = window.language
-        left = self.frames.total - self.seek
-        frames = min(self.frames.mel.window, left)
-        said = window.said[:-1] if window.said[-1] == self.vocabulary.end else window.said
+        frames = min(self.reader.mel.window_frames, self.reader.total_frames - self.seek)
+        ends_text = window.tokens[-1] == self.vocabulary.end
+        tokens = window.tokens[:-1] if ends_text else window.tokens
         deltas: list[TranscriptDelta] = []
         covered = frames
-        if not self._is_silent(window) and said:
-            parts, covered = parts_of(said, self.vocabulary.timestamps, frames)
-            deltas = [delta for part in parts if (delta := self._delta(window, part, times))]
-            self._remember(window, [said[part.begin : part.end] for part in parts])
+        if not self._is_silent(window) and tokens:
+            spans, covered = split_segments(tokens, self.vocabulary.first_timestamp, frames)
+            deltas = [delta for span in spans if (delta := self._delta(window, span, token_ends))]
+            self._update_context(window, [tokens[span.begin : span.end] for span in spans])
         self.seek += covered
-        self.ended = self.seek >= self.frames.end
-        if self.ended and not self.segments:
-            deltas.append(TranscriptDelta("", language=self._language, seconds=self.frames.seconds))
+        self.finished = self.seek >= self.reader.audio_frames
+        if self.finished and not self.segments:
+            deltas.append(
+                TranscriptDelta("", language=self._language_name, seconds=self.reader.seconds)
+            )
         return deltas
 
-    def _is_silent(self, window: Window) -> bool:
-        return _mean(window) < self.logprob and window.no_speech > self.no_speech
+    # ── judging an attempt ──
 
-    def _looks_wrong(self, window: Window) -> bool:
-        size = self.vocabulary_bytes
-        data = b"".join(token.to_bytes(size, "little") for token in window.said)
-        return _compression(data) > self.compression or _mean(window) < self.logprob
+    def _is_silent(self, window: WhisperWindow) -> bool:
+        improbable = _mean_logprob(window) < self.min_logprob
+        return improbable and window.no_speech_prob > self.max_no_speech_prob
 
-    def _remember(self, window: Window, parts: Sequence[Sequence[int]]) -> None:
-        """What the next window's prompt begins with."""
-        if not self.conditions:
+    def _looks_wrong(self, window: WhisperWindow) -> bool:
+        data = b"".join(token.to_bytes(self.token_size, "little") for token in window.tokens)
+        repetitive = _compression_ratio(data) > self.max_compression_ratio
+        return repetitive or _mean_logprob(window) < self.min_logprob
+
+    def _update_context(self, window: WhisperWindow, segments: Sequence[Sequence[int]]) -> None:
+        if not self.uses_previous_text:
             return
-        first, most = self.vocabulary.timestamps, self.vocabulary.most_prompt
-        for part in parts:
-            doubled = len(part) > 2 and part[-2] >= first
-            self._said += part[:-1] if doubled else part
-        self._said = self._said[-most:]
-        shown = window.temperature < RANDOM
-        self._before = [self.vocabulary.before, *self._said] if shown else self.prompt
+        first_timestamp = self.vocabulary.first_timestamp
+        for tokens in segments:
+            ends_in_pair = len(tokens) > 2 and tokens[-2] >= first_timestamp
+            self._previous_text += tokens[:-1] if ends_in_pair else tokens
+        self._previous_text = self._previous_text[-self.vocabulary.max_context :]
+        if window.temperature < MAX_CONTEXT_TEMPERATURE:
+            self._context = [self.vocabulary.start_of_previous, *self._previous_text]
+        else:
+            self._context = self.prompt
 
-    # ── what is sent ──
+    # ── segments ──
 
     def _delta(
-        self, window: Window, part: TranscriptPart, times: Sequence[float] | None
+        self, window: WhisperWindow, span: SegmentSpan, token_ends: Sequence[float] | None
     ) -> TranscriptDelta | None:
-        """None: it has no text."""
-        tokens = window.said[part.begin : part.end]
+        """Return the segment of a span; None if it has no text."""
+        tokens = window.tokens[span.begin : span.end]
         text = self.vocabulary.text(tokens)
         if not text.strip():
             return None
-        start, end = ((self.seek + frame) * self.hop_s for frame in (part.first, part.last))
+        start, end = (
+            min((self.seek + frame) * self.hop_s, self.reader.seconds)
+            for frame in (span.start_frame, span.end_frame)
+        )
         segment = Segment(
             id=self.segments,
             seek=self.seek,
-            start=min(start, self.frames.seconds),
-            end=min(end, self.frames.seconds),
+            start=start,
+            end=end,
             text=text,
             tokens=tuple(tokens),
             temperature=window.temperature,
-            avg_logprob=_mean(window),
-            compression_ratio=_compression(text.encode()),
-            no_speech_prob=window.no_speech,
-            words=() if times is None else self._words(window, part, times),
+            avg_logprob=_mean_logprob(window),
+            compression_ratio=_compression_ratio(text.encode()),
+            no_speech_prob=window.no_speech_prob,
+            words=() if token_ends is None else self._words(window, span, token_ends),
         )
         self.segments += 1
-        logprobs = self._logprobs(window, part) if self.payload.logprobs else ()
-        return TranscriptDelta(text, segment, logprobs, self._language, self.frames.seconds)
+        logprobs = self._logprobs(window, span) if self.payload.logprobs else ()
+        return TranscriptDelta(text, segment, logprobs, self._language_name, self.reader.seconds)
 
     @property
-    def _language(self) -> str:
+    def _language_name(self) -> str:
         return self.vocabulary.language_name(self.language)
 
     def _words(
-        self, window: Window, part: TranscriptPart, times: Sequence[float]
+        self, window: WhisperWindow, span: SegmentSpan, token_ends: Sequence[float]
     ) -> tuple[Word, ...]:
-        places = self._text_places(window, part)
+        positions = self._text_positions(window, span)
         offset = self.seek * self.hop_s
-        tokens = [window.said[at] for at in places]
+        tokens = [window.tokens[position] for position in positions]
         words = []
         for text, indices in self.vocabulary.words(tokens, self.language or "en"):
-            first, last = places[indices[0]], places[indices[-1]]
-            start = times[first - 1] if first else 0.0
-            likely = [math.exp(window.logprobs[places[index]]) for index in indices]
-            first_s, last_s = (min(offset + at, self.frames.seconds) for at in (start, times[last]))
-            words.append(Word(text, first_s, last_s, sum(likely) / len(likely)))
+            first, last = positions[indices[0]], positions[indices[-1]]
+            start = token_ends[first - 1] if first else 0.0
+            probabilities = [math.exp(window.logprobs[positions[index]]) for index in indices]
+            start_s, end_s = (
+                min(offset + seconds, self.reader.seconds) for seconds in (start, token_ends[last])
+            )
+            words.append(Word(text, start_s, end_s, sum(probabilities) / len(probabilities)))
         return tuple(words)
 
-    def _logprobs(self, window: Window, part: TranscriptPart) -> list[TokenLogprob]:
-        made = []
-        for at in self._text_places(window, part):
-            token = window.said[at]
-            text, raw = self.vocabulary.text([token]), self.vocabulary.raw(token)
-            made.append(TokenLogprob(token, text, raw, window.logprobs[at]))
-        return made
+    def _logprobs(self, window: WhisperWindow, span: SegmentSpan) -> list[TokenLogprob]:
+        logprobs = []
+        for position in self._text_positions(window, span):
+            token = window.tokens[position]
+            text, raw = self.vocabulary.text([token]), self.vocabulary.token_bytes(token)
+            logprobs.append(TokenLogprob(token, text, raw, window.logprobs[position]))
+        return logprobs
 
-    def _text_places(self, window: Window, part: TranscriptPart) -> list[int]:
+    def _text_positions(self, window: WhisperWindow, span: SegmentSpan) -> list[int]:
         end = self.vocabulary.end
-        return [at for at in range(part.begin, part.end) if window.said[at] < end]
+        return [n for n in range(span.begin, span.end) if window.tokens[n] < end]
 
 
-def parts_of(said: Sequence[int], timestamps: int, frames: int) -> tuple[list[TranscriptPart], int]:
-    """Parts of what was said in a window of so many frames, the end of text left out, and how many
-    of them it covers; `timestamps` is the first token that is one. What comes after the last pair
-    of timestamps is heard again, unless the window ends with a single one, or has no pair."""
-    timed = [token >= timestamps for token in said]
-    pairs = [at + 1 for at in range(len(said) - 1) if timed[at] and timed[at + 1]]
+def split_segments(
+    tokens: Sequence[int], first_timestamp: int, frames: int
+) -> tuple[list[SegmentSpan], int]:
+    """Split the tokens of a window, without the end of text, into segments at pairs of timestamps.
+
+    Returns the segments and how many of the window's `frames` they cover. Tokens after the last
+    pair are left to the next window, unless the window ends with a single timestamp or has no pair.
+    """
+    is_timestamp = [token >= first_timestamp for token in tokens]
+    pairs = [n + 1 for n in range(len(tokens) - 1) if is_timestamp[n] and is_timestamp[n + 1]]
     if not pairs:
-        times = [token - timestamps for token in said if token >= timestamps]
-        last = times[-1] if times and times[-1] else frames // FRAMES
-        return [TranscriptPart(0, len(said), 0, last * FRAMES)], frames
-    single = timed[-2:] == [False, True]
-    ends = [*pairs, len(said)] if single else [*pairs[:-1], pairs[-1] + 1]
-    parts = []
+        timestamps = [token - first_timestamp for token in tokens if token >= first_timestamp]
+        last = timestamps[-1] if timestamps and timestamps[-1] else frames // FRAMES_PER_TIMESTAMP
+        return [SegmentSpan(0, len(tokens), 0, last * FRAMES_PER_TIMESTAMP)], frames
+    single_ending = is_timestamp[-2:] == [False, True]
+    ends = [*pairs, len(tokens)] if single_ending else [*pairs[:-1], pairs[-1] + 1]
+    spans = []
     begin = 0
     for end in ends:
-        closing = end - 1 if end != ends[-1] or single else end - 2
-        first, last = (said[at] - timestamps for at in (begin, closing))
-        parts.append(TranscriptPart(begin, end, first * FRAMES, last * FRAMES))
+        closing = end - 1 if end != ends[-1] or single_ending else end - 2
+        start_frame, end_frame = (
+            (tokens[n] - first_timestamp) * FRAMES_PER_TIMESTAMP for n in (begin, closing)
+        )
+        spans.append(SegmentSpan(begin, end, start_frame, end_frame))
         begin = end
-    covered = frames if single else (said[begin - 2] - timestamps) * FRAMES
-    return parts, covered
+    return spans, frames if single_ending else spans[-1].end_frame
 
 
-def _mean(window: Window) -> float:
+def _mean_logprob(window: WhisperWindow) -> float:
     return sum(window.logprobs) / len(window.logprobs)
 
 
-def _compression(data: bytes) -> float:
+def _compression_ratio(data: bytes) -> float:
     return len(data) / len(zlib.compress(data))

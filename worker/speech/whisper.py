@@ -1,9 +1,11 @@
-"""Whisper-type models: windows through the encoder, then a token of each window at a time.
+"""Whisper-type models: windows through the encoder, then through the decoder token by token.
 
-    begin (encode → cross-attention's keys and values → language → prompt) → step, step, …
+    start: encoder → keys and values of cross-attention → language → prompt → first token
+    step: one token of each window, …
 
-Windows of several recordings share a forward, and join and leave between any two steps. What they
-said is judged in transcript.py; where their words are in time, in alignment.py.
+Windows of several recordings share a forward; they join and leave between any two steps. Which
+windows there are, and whether one is computed again, is decided in transcript.py; word times are
+computed in alignment.py.
 """
 
 from collections.abc import Sequence
@@ -18,53 +20,52 @@ from transformers import PreTrainedModel
 
 from batching.errors import ItemFailed
 from worker.model.sampler import uniform
-from worker.speech.cache import RowCache
+from worker.speech.interfaces import SpeechRunner, Window
 from worker.speech.logits_rules import LogitsRules
+from worker.speech.row_cache import RowCache
 from worker.speech.vocabulary import WhisperVocabulary
-from worker.speech.work import SpeechRunner
 
 
 @dataclass(eq=False, slots=True)
-class Window:
-    """A stretch of a recording on its way through the decoder, and what has been said so far."""
+class WhisperWindow(Window):
+    """A window with its decoder prompt and the tokens generated so far."""
 
     features: Tensor  # [mels, frames]
-    frames: int  # that are sound
-    seek: int  # where it begins, in frames
-    before: Sequence[int]  # what its prompt begins with
-    language: str | None  # None: it is asked of the model
+    audio_frames: int  # without the padding
+    seek: int  # where the window starts, in frames
+    context: Sequence[int]  # of earlier windows or the request's prompt
+    language: str | None  # None: detected
     task: str
     temperature: float = 0.0
     attempt: int = 0
     row: int = -1  # in the cache; -1: none
-    prompt: Sequence[int] = ()
-    said: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)  # of what was said
-    no_speech: float = 0.0
-    ended: bool = False
-    owner: Any = None  # the item that it is of
+    prompt: Sequence[int] = ()  # the context and the start
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)  # one per token
+    no_speech_prob: float = 0.0
 
-    def begin_again(self, temperature: float) -> None:
+    def restart(self, temperature: float) -> None:
         self.temperature = temperature
         self.attempt += 1
-        self.said, self.logprobs, self.ended = [], [], False
+        self.tokens, self.logprobs, self.finished = [], [], False
 
 
-class WhisperRunner(SpeechRunner):
-    """`running` are in the order of rows."""
+class WhisperRunner(SpeechRunner[WhisperWindow]):
+    """`running` windows are in the order of their rows."""
 
     def __init__(self, model: PreTrainedModel, vocabulary: WhisperVocabulary, rows: int) -> None:
         super().__init__(model, rows)
-        parts: Any = model
-        config, defaults = parts.config, parts.generation_config
-        self.encoder, self.decoder = parts.model.encoder, parts.model.decoder
+        untyped: Any = model
+        config, generation_config = untyped.config, untyped.generation_config
+        self.encoder, self.decoder = untyped.model.encoder, untyped.model.decoder
         self.vocabulary = vocabulary
         self.device = model.device
-        self.rules = LogitsRules(vocabulary, model.device)
+        self.rules = LogitsRules(generation_config, model.device)
         self.cache = RowCache(model, rows)
-        self.positions: int = config.max_target_positions
-        # tokens that are said of a window at most
-        self.most_new: int = defaults.max_new_tokens or defaults.max_length or self.positions
+        self.max_positions: int = config.max_target_positions
+        self.max_new_tokens: int = (
+            generation_config.max_new_tokens or generation_config.max_length or self.max_positions
+        )
         self._heads: int = config.decoder_attention_heads
 
     @property
@@ -72,113 +73,117 @@ class WhisperRunner(SpeechRunner):
         return self.model.proj_out
 
     @torch.inference_mode()
-    def begin(self, windows: Sequence[Window]) -> None:
+    def start(self, windows: Sequence[WhisperWindow]) -> None:
         for window in windows:
             if window.row < 0:
                 window.row = len(self.running)
                 self.running.append(window)
         self._encode(windows)
-        self._tell_languages([window for window in windows if window.language is None])
-        self._prompt(windows)
+        self._detect_languages([window for window in windows if window.language is None])
+        self._prefill(windows)
 
     @torch.inference_mode()
-    def step(self, windows: Sequence[Window]) -> None:
-        going = [window for window in windows if window.said and not window.ended]
-        self._prompt(windows)
-        if going:
-            starts = [len(window.prompt) + len(window.said) - 1 for window in going]
-            hidden = self._decode([[window.said[-1]] for window in going], going, starts)
-            self._say(going, self.head(hidden[:, 0]))
+    def step(self, windows: Sequence[WhisperWindow]) -> None:
+        decoding = [window for window in windows if window.tokens and not window.finished]
+        self._prefill(windows)
+        if decoding:
+            starts = [len(window.prompt) + len(window.tokens) - 1 for window in decoding]
+            hidden = self._decode([[window.tokens[-1]] for window in decoding], decoding, starts)
+            self._sample(decoding, self.head(hidden[:, 0]))
 
-    def leave(self, window: Window) -> None:
-        """The last window's row moves there."""
+    def remove(self, window: WhisperWindow) -> None:
+        """Move the last window's row into the freed one."""
         if window.row < 0:
             return
         last = self.running.pop()
         if last is not window:
-            self.cache.move(last.row, window.row)
+            self.cache.move_row(last.row, window.row)
             self.running[window.row] = last
             last.row = window.row
         window.row = -1
 
     @torch.inference_mode()
-    def replay(self, window: Window, tokens: Sequence[int]) -> None:
-        """All of its prompt and `tokens` through the decoder once more, for whoever watches."""
+    def replay(self, window: WhisperWindow, tokens: Sequence[int]) -> None:
+        """Run the prompt and `tokens` through the decoder again, for its hooks."""
         self._decode([[*window.prompt, *tokens]], [window], 0)
 
     # ── parts of a step ──
 
-    def _prompt(self, windows: Sequence[Window]) -> None:
-        """The first token of those that have none."""
-        windows = [window for window in windows if not window.said]
-        for window in windows:
-            assert window.language is not None
-            begin = self.vocabulary.begin(window.language, window.task)
-            window.prompt = [*window.before, *begin]
-        for length, group in groupby(windows, lambda window: len(window.prompt)):
-            members = list(group)
-            hidden = self._decode([list(each.prompt) for each in members], members, 0)
-            starts = [len(each.before) for each in members]
-            at_start = self.head(hidden[range(len(members)), starts]).float().softmax(1)
-            told = at_start[:, self.vocabulary.no_speech].tolist()
-            for window, probability in zip(members, told, strict=True):
-                window.no_speech = probability
-            self._say(members, self.head(hidden[:, length - 1]))
-
-    def _encode(self, windows: Sequence[Window]) -> None:
+    def _encode(self, windows: Sequence[WhisperWindow]) -> None:
+        """Store keys and values of cross-attention."""
         features = torch.stack([window.features for window in windows])
         hidden = self.encoder(features.to(self.device, self.model.dtype)).last_hidden_state
         rows = [window.row for window in windows]
-        for layer, (keys, values) in zip(self.decoder.layers, self.cache.cross, strict=True):
+        layers = zip(self.decoder.layers, self.cache.cross_attention, strict=True)
+        for layer, (keys, values) in layers:
             attention = layer.encoder_attn
-            for kept, project in ((keys, attention.k_proj), (values, attention.v_proj)):
-                shaped = project(hidden).unflatten(-1, (self._heads, -1)).transpose(1, 2)
-                kept[rows] = shaped
+            for stored, project in ((keys, attention.k_proj), (values, attention.v_proj)):
+                stored[rows] = project(hidden).unflatten(-1, (self._heads, -1)).transpose(1, 2)
 
-    def _tell_languages(self, windows: Sequence[Window]) -> None:
+    def _detect_languages(self, windows: Sequence[WhisperWindow]) -> None:
         if not windows:
             return
-        vocabulary = self.vocabulary
-        hidden = self._decode([[vocabulary.start]] * len(windows), windows, 0)
-        codes, tokens = list(vocabulary.languages), list(vocabulary.languages.values())
+        languages = self.vocabulary.languages
+        hidden = self._decode([[self.vocabulary.start]] * len(windows), windows, 0)
+        codes, tokens = list(languages), list(languages.values())
         best = self.head(hidden[:, 0])[:, tokens].argmax(1).tolist()
         for window, index in zip(windows, best, strict=True):
             window.language = codes[index]
 
+    def _prefill(self, windows: Sequence[WhisperWindow]) -> None:
+        """Run the prompts of windows without tokens and generate their first."""
+        windows = [window for window in windows if not window.tokens]
+        for window in windows:
+            assert window.language is not None
+            start = self.vocabulary.start_tokens(window.language, window.task)
+            window.prompt = [*window.context, *start]
+        for length, group in groupby(windows, lambda window: len(window.prompt)):
+            members = list(group)
+            hidden = self._decode([list(window.prompt) for window in members], members, 0)
+            starts = [len(window.context) for window in members]
+            at_start = self.head(hidden[range(len(members)), starts]).float().softmax(1)
+            no_speech = at_start[:, self.vocabulary.no_speech].tolist()
+            for window, probability in zip(members, no_speech, strict=True):
+                window.no_speech_prob = probability
+            self._sample(members, self.head(hidden[:, length - 1]))
+
     def _decode(
-        self, tokens: list[list[int]], windows: Sequence[Window], starts: int | Sequence[int]
+        self,
+        tokens: list[list[int]],
+        windows: Sequence[WhisperWindow],
+        starts: int | Sequence[int],
     ) -> Tensor:
-        """Hidden states [R, N, size] of tokens that begin at `starts`."""
+        """Return hidden states [R, N, size] of tokens [R, N] at positions from `starts` on."""
         ids = torch.tensor(tokens, device=self.device)
         first = torch.tensor(starts, device=self.device).expand(len(windows))
         positions = first[:, None] + torch.arange(ids.shape[1], device=self.device)
-        self.cache.at([window.row for window in windows], positions)
+        self.cache.set_positions([window.row for window in windows], positions)
         decoder, mask = self.decoder, self.cache.mask()
         hidden: Tensor = decoder.embed_tokens(ids) + decoder.embed_positions.weight[positions]
         for layer in decoder.layers:
-            # cross-attention is asked for by what it would be made from: the cache has it made
+            # cross-attention runs if encoder states are given; it reads the cache, not these
             hidden = layer(hidden, mask, hidden, past_key_values=self.cache, use_cache=True)
-        made: Tensor = decoder.layer_norm(hidden)
-        return made
+        output: Tensor = decoder.layer_norm(hidden)
+        return output
 
-    def _say(self, windows: Sequence[Window], logits: Tensor) -> None:
-        logprobs = self.rules.logprobs(logits, [window.said for window in windows])
+    def _sample(self, windows: Sequence[WhisperWindow], logits: Tensor) -> None:
+        logprobs = self.rules.logprobs(logits, [window.tokens for window in windows])
         tokens = logprobs.argmax(1)
         for row, window in enumerate(windows):
             if window.temperature > 0:
-                tokens[row] = _drawn(logprobs[row], window)
-        found = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
-        if any(map(isnan, found)):
-            raise ItemFailed("the model's output for this input is no number")
-        for window, token, logprob in zip(windows, tokens.tolist(), found, strict=True):
-            window.said.append(token)
+                tokens[row] = _sample_at_temperature(logprobs[row], window)
+        sampled = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
+        if any(map(isnan, sampled)):
+            raise ItemFailed("the model's output for this input is not a number")
+        for window, token, logprob in zip(windows, tokens.tolist(), sampled, strict=True):
+            window.tokens.append(token)
             window.logprobs.append(logprob)
-            room = min(self.most_new, self.positions - len(window.prompt))
-            window.ended = token == self.vocabulary.end or len(window.said) >= room
+            limit = min(self.max_new_tokens, self.max_positions - len(window.prompt))
+            window.finished = token == self.vocabulary.end or len(window.tokens) >= limit
 
 
-def _drawn(logprobs: Tensor, window: Window) -> int:
-    """By the inverse distribution function, so that a request says the same again."""
+def _sample_at_temperature(logprobs: Tensor, window: WhisperWindow) -> int:
+    """Sample by the inverse distribution function; a repeated request gives the same tokens."""
     bounds = (logprobs / window.temperature).softmax(0).cumsum(0)
-    number = uniform(window.seek, window.attempt, len(window.said)) * float(bounds[-1])
+    number = uniform(window.seek, window.attempt, len(window.tokens)) * float(bounds[-1])
     return int(torch.searchsorted(bounds, number).clamp(max=len(bounds) - 1))

@@ -1,62 +1,65 @@
-"""Words of a transcript, from the tokens that spell them.
+"""Words of a Whisper transcript, from the bytes of its tokens.
 
-bytes of tokens → whole characters → words → words with the marks that stand beside them
+    bytes of tokens → whole characters → words → words with adjacent punctuation
+
+transformers groups words the same way, in private functions (_combine_tokens_into_words).
 """
 
 from collections.abc import Iterator, Sequence
 from string import punctuation
 
-# Codes of languages that are written without spaces: each character is a word.
-UNSPACED = {"zh", "ja", "th", "lo", "my", "yue"}
-OPENING = "\"'“¿¡([{-"  # after a space, they belong to the next word
-CLOSING = "\"'.。,，!！?？:：”)]}、"
+# Languages without spaces between words: each character is a word.
+UNSPACED_LANGUAGES = {"zh", "ja", "th", "lo", "my", "yue"}
+OPENING_PUNCTUATION = "\"'“¿¡([{-"  # after a space, part of the next word
+CLOSING_PUNCTUATION = "\"'.。,，!！?？:：”)]}、"
 
-# A text, and which tokens it is made of.
-Piece = tuple[str, list[int]]
-
-
-def split(tokens: Sequence[bytes], language: str) -> list[Piece]:
-    """Their texts, joined, are the transcript. `language` is a code."""
-    pieces = characters(tokens)
-    return list(with_marks(pieces if language in UNSPACED else spaced(pieces)))
+# A text, and the indices of its tokens.
+WordTokens = tuple[str, list[int]]
 
 
-def characters(tokens: Sequence[bytes]) -> Iterator[Piece]:
-    """A token that begins within a character comes with those that it began in."""
-    raw, places = b"", list[int]()
-    for place, token in enumerate(tokens):
-        if places and not 0x80 <= token[0] < 0xC0:
-            yield raw.decode(errors="replace"), places
-            raw, places = b"", []
-        raw += token
-        places.append(place)
-    if places:
-        yield raw.decode(errors="replace"), places
+def split_words(tokens: Sequence[bytes], language: str) -> list[WordTokens]:
+    """Return words whose joined texts are the transcript. `language` is a code."""
+    characters = split_characters(tokens)
+    words = characters if language in UNSPACED_LANGUAGES else join_characters(characters)
+    return list(merge_punctuation(words))
 
 
-def spaced(pieces: Iterator[Piece]) -> Iterator[Piece]:
-    """A word begins with a space; marks stand by themselves."""
-    word: Piece | None = None
-    for text, places in pieces:
+def split_characters(tokens: Sequence[bytes]) -> Iterator[WordTokens]:
+    """Group the tokens that share a character."""
+    data, indices = b"", list[int]()
+    for index, token in enumerate(tokens):
+        if indices and not 0x80 <= token[0] < 0xC0:
+            yield data.decode(errors="replace"), indices
+            data, indices = b"", []
+        data += token
+        indices.append(index)
+    if indices:
+        yield data.decode(errors="replace"), indices
+
+
+def join_characters(characters: Iterator[WordTokens]) -> Iterator[WordTokens]:
+    """Join characters to words that begin at a space; punctuation is a word by itself."""
+    word: WordTokens | None = None
+    for text, indices in characters:
         if word is None:
-            word = text, places
+            word = text, indices
         elif text.startswith(" ") or text.strip() in punctuation:
             yield word
-            word = text, places
+            word = text, indices
         else:
-            word = word[0] + text, word[1] + places
+            word = word[0] + text, word[1] + indices
     if word is not None:
         yield word
 
 
-def with_marks(words: Iterator[Piece]) -> Iterator[Piece]:
+def merge_punctuation(words: Iterator[WordTokens]) -> Iterator[WordTokens]:
     word, opens = ("", list[int]()), True
-    for text, places in words:
-        if opens or (text in CLOSING and not word[0].endswith(" ")):
-            word = word[0] + text, word[1] + places
+    for text, indices in words:
+        if opens or (text in CLOSING_PUNCTUATION and not word[0].endswith(" ")):
+            word = word[0] + text, word[1] + indices
         else:
             yield word
-            word = text, places
-        opens = text.startswith(" ") and text.strip() in OPENING
+            word = text, indices
+        opens = text.startswith(" ") and text.strip() in OPENING_PUNCTUATION
     if word[1]:
         yield word
