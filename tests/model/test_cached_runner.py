@@ -1,4 +1,4 @@
-"""Models that are not paged give what transformers' `generate` gives, whatever runs beside it."""
+"""Unpaged models generate the same as transformers' `generate`, beside any other requests."""
 
 import copy
 import logging
@@ -72,15 +72,15 @@ BUILDERS: dict[str, Callable[[], list[Any]]] = {
     "recurrent-gemma": decoder("RecurrentGemmaConfig", num_key_value_heads=1, **RECURRENT),
     "llama": tiny_decoders.BUILDERS["llama"],
 }
-# How rows may share a batch of each, and whether its cache is of use.
-WAYS = dict.fromkeys(BUILDERS, ("padded", True)) | {
+# How rows of each may share a batch, and whether its cache is used.
+MODES = dict.fromkeys(BUILDERS, ("padded", True)) | {
     "trocr": ("same length", True),  # counts positions from the left, padding included
     "rwkv": ("single", True),  # transformers mixes up the rows of a batch after the first step
     "recurrent-gemma": ("same length", False),  # keeps its state in its modules
 }
 LENGTHS = (3, 17, 40, 9, 9)
 TOKENS = 8
-WORD = 7  # a token that some tests make the model stumble over
+BAD_TOKEN = 7  # a token for which some tests make the model fail
 
 
 @cache
@@ -96,14 +96,14 @@ def checked(name: str) -> CachedRunner:
     return CachedRunner(language(name))
 
 
-def fresh(name: str = "bloom", max_running: int = 256) -> GenerationEngine:
-    """Of a model that was checked once."""
+def new_engine(name: str = "bloom", max_running: int = 256) -> GenerationEngine:
+    """Return an engine of a model that is checked once per process."""
     options = GeneratorOptions(name, max_running=max_running)
-    return cached_engine(copy.copy(checked(name)), options, "it is asked for")
+    return cached_engine(copy.copy(checked(name)), options, "a test asks for it")
 
 
 def prompts(seed: int, lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
-    """Without WORD."""
+    """Return prompts without BAD_TOKEN."""
     chance = random.Random(seed)
     return [chance.choices(ORDINARY[2:], k=length) for length in lengths]
 
@@ -119,12 +119,12 @@ def _oracle(name: str, prompt: tuple[int, ...], count: int) -> list[int]:
         max_new_tokens=count,
         pad_token_id=2,
     )
-    made: list[int] = output[0, len(prompt) :].tolist()
-    return made
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens
 
 
 def oracle(name: str, prompt: Sequence[int], count: int = TOKENS) -> list[int]:
-    """What `generate` makes of a prompt alone."""
+    """Return what `generate` outputs for a prompt alone."""
     return _oracle(name, tuple(prompt), count)
 
 
@@ -133,115 +133,120 @@ def serve(generator: GenerationEngine, *items: WorkItem) -> tuple[list[Served], 
 
 
 @contextmanager
-def stumbling(name: str, over: Callable[[torch.Tensor, torch.Tensor], Any]) -> Iterator[None]:
-    """`over` sees the ids that go in and their embeddings, and may raise or change them."""
+def with_embedding_hook(
+    name: str, change: Callable[[torch.Tensor, torch.Tensor], Any]
+) -> Iterator[None]:
+    """`change` gets the input ids and their embeddings, and may raise or return others."""
     embeddings = language(name).model.get_input_embeddings()
-    hook = embeddings.register_forward_hook(lambda module, given, made: over(given[0], made))
+    hook = embeddings.register_forward_hook(
+        lambda module, inputs, output: change(inputs[0], output)
+    )
     try:
         yield
     finally:
         hook.remove()
 
 
-# ── what comes out ──
+# ── outputs ──
 
 
 @pytest.mark.parametrize(
     "name", matrix([name for name in BUILDERS if name != "llama"], "mamba", "bloom")
 )
-def test_a_mixed_batch_goes_on_as_generate_does(name: str, steps: bool) -> None:
-    generator = fresh(name)
-    assert (checked(name).batching, checked(name).caches) == WAYS[name]
-    given = prompts(0)
-    served, driver = serve(generator, *(request(each, max_tokens=TOKENS) for each in given))
-    for each, prompt in zip(served, given, strict=True):
-        assert each.ids == [oracle(name, prompt)]
-        assert each.choices[0].finish_reason == "length"
-    reports = driver.reports[steps:]  # of those that fly, the first only sets off
+def test_a_mixed_batch_generates_as_generate_does(name: str, steps: bool) -> None:
+    generator = new_engine(name)
+    assert (checked(name).batching, checked(name).uses_cache) == MODES[name]
+    texts = prompts(0)
+    served, driver = serve(generator, *(request(prompt, max_tokens=TOKENS) for prompt in texts))
+    for response, prompt in zip(served, texts, strict=True):
+        assert response.ids == [oracle(name, prompt)]
+        assert response.choices[0].finish_reason == "length"
+    reports = driver.reports[steps:]  # with steps in flight, the first only launches one
     assert reports[0].prefill_tokens == sum(LENGTHS)
     assert sum(report.prefill_tokens for report in reports) == sum(LENGTHS)
-    assert [report.decode_tokens for report in reports] == [len(given)] * TOKENS
+    assert [report.decode_tokens for report in reports] == [len(texts)] * TOKENS
 
 
 @pytest.mark.parametrize("name", ["bloom", "mamba", "qwen3.5"])
-def test_rows_that_end_leave_the_others_as_they_were(name: str, steps: bool) -> None:
-    given = prompts(1)
-    items = [request(each, max_tokens=3 + 2 * at) for at, each in enumerate(given)]
-    served, driver = serve(fresh(name), *items)
-    for at, each in enumerate(served):
-        assert each.ids == [oracle(name, given[at], 3 + 2 * at)]
+def test_rows_that_end_do_not_change_the_others(name: str, steps: bool) -> None:
+    texts = prompts(1)
+    items = [request(prompt, max_tokens=3 + 2 * n) for n, prompt in enumerate(texts)]
+    served, driver = serve(new_engine(name), *items)
+    for n, response in enumerate(served):
+        assert response.ids == [oracle(name, texts[n], 3 + 2 * n)]
     running = [report.running for report in driver.reports[steps:]]
     assert running == [5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0]
 
 
-def behind(prompt: Sequence[int], **asked: Any) -> WorkItem:
-    """A request in the background."""
-    item = request(prompt, **asked)
+def background_request(prompt: Sequence[int], **options: Any) -> WorkItem:
+    item = request(prompt, **options)
     item.payload = replace(item.payload, background=True)
     return item
 
 
-def test_the_background_gives_its_place_to_a_newcomer_and_begins_anew() -> None:
-    driver = Driver(fresh(max_running=2))
-    given = prompts(4)
-    first = [driver.add(behind(prompt, max_tokens=30)) for prompt in given[:2]]
+def test_a_new_request_preempts_a_background_request() -> None:
+    driver = Driver(new_engine(max_running=2))
+    texts = prompts(4)
+    first = [driver.add(background_request(prompt, max_tokens=30)) for prompt in texts[:2]]
     driver.step()
-    waits = driver.add(behind(given[2], max_tokens=2))
+    waits = driver.add(background_request(texts[2], max_tokens=2))
     driver.step()
     assert (driver.reports[-1].running, driver.reports[-1].waiting) == (2, 1)
-    newcomer = driver.add(request(given[3], max_tokens=2))
+    newcomer = driver.add(request(texts[3], max_tokens=2))
     driver.step()
     assert (driver.reports[-1].preempted, driver.reports[-1].running) == (1, 2)
     driver.step()
     assert newcomer.done
     assert not waits.deltas
     driver.finish()
-    assert [each.ids[0] for each in first] == [oracle("bloom", each, 30) for each in given[:2]]
+    assert [response.ids[0] for response in first] == [
+        oracle("bloom", prompt, 30) for prompt in texts[:2]
+    ]
 
 
 @pytest.mark.usefixtures("steps")
-def test_under_constant_other_work_the_background_ends_in_order() -> None:
-    driver = Driver(fresh(max_running=2))
-    given = prompts(5)
-    waits = [driver.add(behind(prompt, max_tokens=3)).item for prompt in given[:3]]
+def test_background_requests_finish_in_order_beside_constant_work() -> None:
+    driver = Driver(new_engine(max_running=2))
+    texts = prompts(5)
+    waits = [driver.add(background_request(prompt, max_tokens=3)).item for prompt in texts[:3]]
     for _ in range(40):
         while len(driver.generator.scheduler.waiting) < 4:
-            driver.add(request(given[4], max_tokens=2))
+            driver.add(request(texts[4], max_tokens=2))
         driver.step()
     assert [item for item in driver.ended if item in waits] == waits
 
 
-def test_tokens_stream_a_step_at_a_time() -> None:
-    driver = Driver(fresh())
+def test_each_step_streams_a_token() -> None:
+    driver = Driver(new_engine())
     served = [driver.add(request(prompt, max_tokens=4)) for prompt in prompts(2)[:3]]
     for step in range(4):
         driver.step()
         assert [delta.tokens for delta in driver.deltas] == [1, 1, 1]
         assert [bool(delta.prompt_tokens) for delta in driver.deltas] == [step == 0] * 3
-        assert [each.done for each in served] == [step == 3] * 3
+        assert [response.done for response in served] == [step == 3] * 3
 
 
 @pytest.mark.usefixtures("steps")
-def test_seeds_give_the_same_alone_in_a_batch_and_on_paged_memory() -> None:
-    given = prompts(3)
-    hot = [Sampling(temperature=1.5, seed=seed) for seed in range(len(given))]
+def test_seeds_give_the_same_alone_in_a_batch_and_paged() -> None:
+    texts = prompts(3)
+    hot = [Sampling(temperature=1.5, seed=seed) for seed in range(len(texts))]
 
-    def asked() -> list[WorkItem]:
-        return [request(p, s, n=2) for p, s in zip(given, hot, strict=True)]
+    def requests() -> list[WorkItem]:
+        return [request(p, s, n=2) for p, s in zip(texts, hot, strict=True)]
 
-    together, _ = serve(fresh("llama"), *asked())
-    alone = [serve(fresh("llama"), item)[0][0] for item in asked()]
-    assert [each.ids for each in together] == [each.ids for each in alone]
-    assert all(first != second for first, second in (each.ids for each in together))
-    expected, _ = generating.serve(generating.engine("llama"), asked())
-    assert [each.ids for each in together] == [each.ids for each in expected]
+    together, _ = serve(new_engine("llama"), *requests())
+    alone = [serve(new_engine("llama"), item)[0][0] for item in requests()]
+    assert [response.ids for response in together] == [response.ids for response in alone]
+    assert all(first != second for first, second in (response.ids for response in together))
+    expected, _ = generating.serve(generating.engine("llama"), requests())
+    assert [response.ids for response in together] == [response.ids for response in expected]
 
 
 @pytest.mark.usefixtures("steps")
-def test_stop_strings_ends_and_least_tokens_hold() -> None:
+def test_stop_strings_stop_tokens_and_min_tokens_apply() -> None:
     prompt = prompts(4)[0]
     ids = oracle("bloom", prompt)
-    generator = fresh()
+    generator = new_engine()
     piece = generator.decode(ids[2:4]).strip()
     assert piece
     (cut,), _ = serve(generator, request(prompt, stop=(piece,)))
@@ -255,34 +260,37 @@ def test_stop_strings_ends_and_least_tokens_hold() -> None:
     assert later.deltas[0].tokens >= 7
 
 
-def test_an_echoed_prompt_brings_its_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_echoed_prompt_has_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("batching.scheduler.MAX_SCORED_TOKENS_WHOLE", 16)
     prompt = prompts(5)[LENGTHS.index(40)]
     scored = Sampling(temperature=0.0, logprobs=2)
-    asked = [request(prompt, scored, n=2, max_tokens=3, echo=True)]
-    asked += [request(prompt, scored, max_tokens=0, echo=True), request(prompts(6)[0])]
-    (told, only, _), driver = serve(fresh(), *asked)
+    requests = [request(prompt, scored, n=2, max_tokens=3, echo=True)]
+    requests += [request(prompt, scored, max_tokens=0, echo=True), request(prompts(6)[0])]
+    (echoed, only_prompt, _), driver = serve(new_engine(), *requests)
     with torch.inference_mode():
         logits = language("bloom").model(torch.tensor([prompt])).logits[0].log_softmax(-1)
     expected = [float(logits[at, token]) for at, token in enumerate(prompt[1:])]
-    for choice in (*told.choices, *only.choices):
+    for choice in (*echoed.choices, *only_prompt.choices):
         entries = choice.logprobs[: len(prompt)]
         assert [entry.token_id for entry in entries] == prompt
         assert entries[0].logprob is None
         assert [entry.logprob for entry in entries[1:]] == pytest.approx(expected, abs=1e-3)
         assert "".join(entry.text for entry in choice.logprobs) == choice.text
-    assert [len(choice.logprobs) for choice in told.choices] == [43, 43]
-    assert (only.choices[0].finish_reason, len(only.choices[0].logprobs)) == ("length", 40)
+    assert [len(choice.logprobs) for choice in echoed.choices] == [43, 43]
+    assert (only_prompt.choices[0].finish_reason, len(only_prompt.choices[0].logprobs)) == (
+        "length",
+        40,
+    )
     assert [report.running for report in driver.reports[:4]] == [4, 4, 3, 3]
 
 
-# ── who runs when ──
+# ── scheduling ──
 
 
-def test_an_item_that_closes_leaves_at_once() -> None:
-    driver = Driver(fresh())
-    given = prompts(7)[:3]
-    first, second, third = (driver.add(request(prompt, max_tokens=6)) for prompt in given)
+def test_a_cancelled_item_leaves_at_the_next_step() -> None:
+    driver = Driver(new_engine())
+    texts = prompts(7)[:3]
+    first, second, third = (driver.add(request(prompt, max_tokens=6)) for prompt in texts)
     driver.step()
     second.item.open = False
     driver.step()
@@ -290,21 +298,21 @@ def test_an_item_that_closes_leaves_at_once() -> None:
     driver.finish()
     assert not second.done
     assert second.deltas[0].tokens == 1
-    assert first.ids == [oracle("bloom", given[0], 6)]
-    assert third.ids == [oracle("bloom", given[2], 6)]
+    assert first.ids == [oracle("bloom", texts[0], 6)]
+    assert third.ids == [oracle("bloom", texts[2], 6)]
 
 
-def test_a_newcomer_begins_at_once_whatever_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also beside long answers that began one after another, each with a forward of its own."""
-    monkeypatch.setattr(checked("bloom"), "rejoined", 0)
-    driver = Driver(fresh())
-    given = prompts(8, (3, 200, 30, 9, 9))
+def test_a_new_request_starts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also beside long responses that started one by one, each a group of its own."""
+    monkeypatch.setattr(checked("bloom"), "max_rejoined_tokens", 0)
+    driver = Driver(new_engine())
+    texts = prompts(8, (3, 200, 30, 9, 9))
     lasting = []
-    for prompt in given[:3]:
+    for prompt in texts[:3]:
         lasting.append(driver.add(request(prompt, max_tokens=40)))
         driver.step()
     assert len(set(groups(driver))) == 3
-    for prompt in given[3:]:
+    for prompt in texts[3:]:
         newcomer = driver.add(request(prompt, max_tokens=2))
         driver.step()
         assert driver.reports[-1].admitted == 1
@@ -312,33 +320,33 @@ def test_a_newcomer_begins_at_once_whatever_runs(monkeypatch: pytest.MonkeyPatch
         assert newcomer.done
         assert newcomer.ids == [oracle("bloom", prompt, 2)]
     driver.finish()
-    for each, prompt in zip(lasting, given, strict=False):
-        assert each.ids == [oracle("bloom", prompt, 40)]
+    for response, prompt in zip(lasting, texts, strict=False):
+        assert response.ids == [oracle("bloom", prompt, 40)]
 
 
 @pytest.mark.usefixtures("steps")
-def test_small_groups_run_as_one_again_when_another_begins() -> None:
-    driver = Driver(fresh())
-    given = prompts(19, (3, 17, 40, 9, 9, 5, 8, 30))
+def test_small_groups_are_merged_when_another_request_starts() -> None:
+    driver = Driver(new_engine())
+    texts = prompts(19, (3, 17, 40, 9, 9, 5, 8, 30))
     served = []
-    for prompt in given:
+    for prompt in texts:
         served.append(driver.add(request(prompt, max_tokens=12)))
         driver.step()
         assert len(set(groups(driver))) <= 2
     driver.finish()
-    for each, prompt in zip(served, given, strict=True):
-        assert each.ids == [oracle("bloom", prompt, 12)]
+    for response, prompt in zip(served, texts, strict=True):
+        assert response.ids == [oracle("bloom", prompt, 12)]
 
 
-def test_what_a_group_kept_goes_with_the_last_of_it() -> None:
-    driver = Driver(fresh())
+def test_a_groups_cache_is_freed_with_its_last_sequence() -> None:
+    driver = Driver(new_engine())
     for prompt in prompts(20, (5, 9)):
         driver.add(request(prompt, max_tokens=4))
     driver.step()
     driver.generator.warm_up()
-    (kept,) = set(map(weakref.ref, groups(driver)))
+    (group,) = set(map(weakref.ref, groups(driver)))
     driver.finish()
-    assert kept() is None
+    assert group() is None
 
 
 def groups(driver: Driver) -> list[CacheGroup]:
@@ -347,123 +355,125 @@ def groups(driver: Driver) -> list[CacheGroup]:
     return [slot.group for slot in slots if isinstance(slot, CacheSlot)]
 
 
-def test_no_more_rows_run_than_allowed() -> None:
+def test_at_most_max_running_rows_run() -> None:
     items = [request(prompt, n=2, max_tokens=3) for prompt in prompts(9)]
-    served, driver = serve(fresh(max_running=3), *items)
-    assert all(len(each.choices) == 2 for each in served)
+    served, driver = serve(new_engine(max_running=3), *items)
+    assert all(len(response.choices) == 2 for response in served)
     assert max(report.running for report in driver.reports) == 3
 
 
-def test_a_step_takes_no_more_than_one_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_runs_at_most_its_prefill_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS_WHOLE", {"cpu": 60})
-    driver = Driver(fresh())
+    driver = Driver(new_engine())
     for length in (20, 20, 100, 20):
         driver.add(request(prompts(10, [length])[0], max_tokens=2))
     driver.finish()
     assert [report.prefill_tokens for report in driver.reports[:4]] == [40, 100, 20, 0]
 
 
-def test_clear_and_warm_up_leave_things_as_they_should() -> None:
-    driver = Driver(fresh("mamba"))
-    given = prompts(11)
-    served = driver.add(request(given[0], max_tokens=5))
+def test_warm_up_changes_nothing_and_clear_frees_all() -> None:
+    driver = Driver(new_engine("mamba"))
+    texts = prompts(11)
+    served = driver.add(request(texts[0], max_tokens=5))
     driver.step()
     driver.generator.warm_up()
     driver.finish()
-    assert served.ids == [oracle("mamba", given[0], 5)]
-    left = [driver.add(request(prompt)).item for prompt in given]
+    assert served.ids == [oracle("mamba", texts[0], 5)]
+    left = [driver.add(request(prompt)).item for prompt in texts]
     driver.step()
-    kept = set(map(weakref.ref, groups(driver)))
+    groups_before = set(map(weakref.ref, groups(driver)))
     assert driver.generator.clear() == left
     assert not driver.generator.busy
-    assert kept
-    assert all(group() is None for group in kept)
+    assert groups_before
+    assert all(group() is None for group in groups_before)
 
 
-# ── failing small ──
+# ── failures ──
 
 
-def test_an_output_that_is_no_number_fails_its_item_alone(
+def test_nan_logits_fail_only_their_item(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    given = prompts(12)
-    given[1][3] = WORD
+    texts = prompts(12)
+    texts[1][3] = BAD_TOKEN
 
-    def broken(ids: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-        return made.masked_fill((ids == WORD)[..., None], float("nan"))
+    def broken(ids: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        return output.masked_fill((ids == BAD_TOKEN)[..., None], float("nan"))
 
-    with stumbling("bloom", broken):
-        served, _ = serve(fresh(), *(request(each, max_tokens=TOKENS, n=2) for each in given))
+    with with_embedding_hook("bloom", broken):
+        served, _ = serve(
+            new_engine(), *(request(prompt, max_tokens=TOKENS, n=2) for prompt in texts)
+        )
     assert isinstance(served[1].error, ItemFailed)
     assert not served[1].deltas
     assert caplog.text.count("generation failed") == 1
     for at in (0, 2, 3, 4):
-        assert served[at].ids == [oracle("bloom", given[at])] * 2
+        assert served[at].ids == [oracle("bloom", texts[at])] * 2
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_a_step_that_raises_fails_the_guilty_item_alone(later: bool, steps: bool) -> None:
-    given = prompts(13)
-    if later:  # it says the word itself
-        saying = Sampling(temperature=0.0, logit_bias={WORD: 1e4})
+def test_a_step_that_raises_fails_only_the_guilty_item(later: bool, steps: bool) -> None:
+    texts = prompts(13)
+    if later:  # the model samples the token itself
+        bad = Sampling(temperature=0.0, logit_bias={BAD_TOKEN: 1e4})
     else:
-        given[2][1], saying = WORD, GREEDY
-    silent = Sampling(temperature=0.0, logit_bias={WORD: -1e4})
-    wanted = [silent, silent, saying, silent, silent]
+        texts[2][1], bad = BAD_TOKEN, GREEDY
+    good = Sampling(temperature=0.0, logit_bias={BAD_TOKEN: -1e4})
+    sampling = [good, good, bad, good, good]
 
-    def asked() -> list[WorkItem]:
-        return [request(p, s, max_tokens=TOKENS) for p, s in zip(given, wanted, strict=True)]
+    def requests() -> list[WorkItem]:
+        return [request(p, s, max_tokens=TOKENS) for p, s in zip(texts, sampling, strict=True)]
 
-    def refuse(ids: torch.Tensor, made: torch.Tensor) -> None:
-        if (ids == WORD).any():
+    def refuse(ids: torch.Tensor, output: torch.Tensor) -> None:
+        if (ids == BAD_TOKEN).any():
             raise ValueError("no")
 
-    expected, _ = serve(fresh(), *asked())
-    with stumbling("bloom", refuse):
-        served, _ = serve(fresh(), *asked())
+    expected, _ = serve(new_engine(), *requests())
+    with with_embedding_hook("bloom", refuse):
+        served, _ = serve(new_engine(), *requests())
     assert isinstance(served[2].error, ItemFailed)
     assert not isinstance(served[2].error, OutOfMemory)
-    assert bool(served[2].deltas) == (later and not steps)  # what lands as it fails goes with it
+    assert bool(served[2].deltas) == (later and not steps)  # a token in flight is dropped
     for at in (0, 1, 3, 4):
         assert served[at].choices == expected[at].choices
 
 
-class Short:
-    """Memory for a forward of so many rows."""
+class LimitedMemory:
+    """Raises out of memory in a forward of more rows."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
         self.refused = 0
 
-    def __call__(self, ids: torch.Tensor, made: torch.Tensor) -> None:
+    def __call__(self, ids: torch.Tensor, output: torch.Tensor) -> None:
         if len(ids) > self.rows:
             self.refused += 1
             raise torch.OutOfMemoryError("out of memory")
 
 
 @pytest.mark.usefixtures("steps")
-def test_what_does_not_fit_together_runs_in_parts() -> None:
-    given, short = prompts(14), Short(2)
-    with stumbling("bloom", short):
+def test_a_batch_that_does_not_fit_runs_in_parts() -> None:
+    texts, memory = prompts(14), LimitedMemory(2)
+    with with_embedding_hook("bloom", memory):
         served, driver = serve(
-            fresh(max_running=4), *(request(each, max_tokens=TOKENS) for each in given)
+            new_engine(max_running=4), *(request(prompt, max_tokens=TOKENS) for prompt in texts)
         )
-    for each, prompt in zip(served, given, strict=True):
-        assert each.ids == [oracle("bloom", prompt)]
-    assert short.refused == 2, "once with four rows, once to see whether three fit by now"
+    for response, prompt in zip(served, texts, strict=True):
+        assert response.ids == [oracle("bloom", prompt)]
+    assert memory.refused == 2, "once with four rows, once to try three again"
     assert sum(report.preempted for report in driver.reports) == 4
-    assert sum(report.admitted for report in driver.reports) == len(given)
+    assert sum(report.admitted for report in driver.reports) == len(texts)
     ends = [list(driver.served).index(item) for item in driver.ended]
     assert ends == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.usefixtures("steps")
-def test_where_others_run_what_does_not_fit_waits() -> None:
-    driver, given, short = Driver(fresh()), prompts(17), Short(1)
-    with stumbling("bloom", short):
-        served = [driver.add(request(given[0], max_tokens=20))]
+def test_sequences_that_do_not_fit_beside_others_wait() -> None:
+    driver, texts, memory = Driver(new_engine()), prompts(17), LimitedMemory(1)
+    with with_embedding_hook("bloom", memory):
+        served = [driver.add(request(texts[0], max_tokens=20))]
         driver.step()
-        served += [driver.add(request(prompt, max_tokens=4)) for prompt in given[1:]]
+        served += [driver.add(request(prompt, max_tokens=4)) for prompt in texts[1:]]
         driver.step()
         assert (driver.reports[-1].running, driver.reports[-1].preempted) == (2, 3)
         assert driver.reports[-1].waiting == 3
@@ -471,51 +481,51 @@ def test_where_others_run_what_does_not_fit_waits() -> None:
         driver.step()
         assert (driver.reports[-1].running, driver.reports[-1].preempted) == (2, 0)
         driver.finish()
-    for each, prompt in zip(served, given, strict=True):
-        assert each.ids == [oracle("bloom", prompt, 20 if each is served[0] else 4)]
+    for response, prompt in zip(served, texts, strict=True):
+        assert response.ids == [oracle("bloom", prompt, 20 if response is served[0] else 4)]
 
 
-def test_what_does_not_fit_alone_fails_alone() -> None:
-    given = prompts(15)
+def test_a_sequence_that_does_not_fit_alone_fails_alone() -> None:
+    texts = prompts(15)
 
-    def short(ids: torch.Tensor, made: torch.Tensor) -> None:
+    def memory(ids: torch.Tensor, output: torch.Tensor) -> None:
         if ids.shape[1] >= 40:
             raise torch.OutOfMemoryError("out of memory")
 
-    with stumbling("bloom", short):
-        served, _ = serve(fresh(), *(request(each, max_tokens=TOKENS) for each in given))
-    for each, prompt in zip(served, given, strict=True):
+    with with_embedding_hook("bloom", memory):
+        served, _ = serve(new_engine(), *(request(prompt, max_tokens=TOKENS) for prompt in texts))
+    for response, prompt in zip(served, texts, strict=True):
         if len(prompt) == 40:
-            assert isinstance(each.error, OutOfMemory)
+            assert isinstance(response.error, OutOfMemory)
         else:
-            assert each.ids == [oracle("bloom", prompt)]
+            assert response.ids == [oracle("bloom", prompt)]
 
 
-def test_a_lost_device_is_not_survived() -> None:
-    def lost(ids: torch.Tensor, made: torch.Tensor) -> None:
+def test_a_lost_device_is_fatal() -> None:
+    def lost(ids: torch.Tensor, output: torch.Tensor) -> None:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
-    with stumbling("bloom", lost), pytest.raises(RuntimeError, match="CUDA error"):
-        serve(fresh(), request(prompts(16)[0]))
+    with with_embedding_hook("bloom", lost), pytest.raises(RuntimeError, match="CUDA error"):
+        serve(new_engine(), request(prompts(16)[0]))
 
 
 # ── loading ──
 
 
-def test_a_model_that_remembers_other_calls_is_run_anew_for_each_token() -> None:
+def test_a_model_whose_cache_fails_the_check_is_recomputed_for_each_token() -> None:
     before = 0  # rows of the last call
 
-    def mixing(ids: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    def mixing(ids: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         nonlocal before
         rows, before = before, len(ids)
-        return made if ids.shape[1] > 1 or rows == len(ids) else made.flip(-1)
+        return output if ids.shape[1] > 1 or rows == len(ids) else output.flip(-1)
 
-    with stumbling("bloom", mixing):
+    with with_embedding_hook("bloom", mixing):
         runner = CachedRunner(language("bloom"))
-    assert (runner.batching, runner.caches) == ("padded", False)
+    assert (runner.batching, runner.uses_cache) == ("padded", False)
 
 
-def test_a_model_that_cannot_be_paged_is_served_static(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unpaged_model_is_served_by_static_batches(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "onequeue")
     folder = str(tiny_decoders.folder("bloom"))
     options = GeneratorOptions(folder, device="cpu", dtype="float32", max_model_len=100)

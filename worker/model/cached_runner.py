@@ -1,9 +1,9 @@
-"""The model runner for what is not paged: the forward and the cache that transformers gives it.
+"""The model runner for models that are not paged: transformers' own forward and cache.
 
-Sequences that begin together share a forward from then on, as a group, if the model is found at
-load to run them so: padded on the left, of one length only, or not at all. Whether what it keeps
-between steps is right is asked of the model too; without that, texts are run anew for each token.
-Prompts run whole. A sequence that was put back has lost what was kept, and begins anew.
+Sequences that start together form a group, which shares a forward and a cache from then on. A check
+at load compares outputs to decide how sequences may share a forward (left-padded, of equal length,
+or not at all) and whether the cache gives right results; without it, the whole text is recomputed
+for each token. Prompts run whole. A preempted sequence has lost its cache and is recomputed.
 """
 
 import inspect
@@ -32,261 +32,290 @@ from worker.model.language_model import LanguageModel
 
 log = logging.getLogger("onequeue.cached_runner")
 
-# What models call what they keep between steps, in their output and as an argument.
-NAMES = ("past_key_values", "cache_params", "state")
-RECURRENT = "cache_params"  # of models that know nothing of earlier tokens, nor of their mask
-# A step runs each group in turn. Beyond so many, small ones join the newcomers and run anew with
-# them, if that takes no more tokens than this, padding included.
-GROUPS = 2
-REJOINED = {"cpu": 512, "cuda": 8192}
-# Texts of the check: longer than the blocks in which linear attention works.
-LENGTH = 70
-STEPS = 4
-# What is kept may be rounded in other places than what is computed at once; if wrong, it is off
-# by more than this. Batches differ from single texts by less: recurrences amplify rounding.
-CACHED, BATCHED = 0.1, 1e-3
+# Names of the cache in models' outputs and arguments.
+CACHE_NAMES = ("past_key_values", "cache_params", "state")
+RECURRENT_CACHE = "cache_params"  # of models without attention, which take no mask for it
+# A step runs each group in turn. Beyond MAX_GROUPS the smallest ones are merged with new sequences
+# and recomputed, if that takes at most so many tokens, padding included.
+MAX_GROUPS = 2
+MAX_REJOINED_TOKENS = {"cpu": 512, "cuda": 8192}
+# Tokens of the check's texts: more than the chunks of linear attention.
+CHECK_TOKENS = 70
+CHECK_STEPS = 4
+# Largest relative difference of cached and recomputed logits. Both round at different points; a
+# wrong cache differs by more.
+CACHED_TOLERANCE = 0.1
+# The same for batched and single texts, which differ by less: recurrences amplify rounding.
+BATCHED_TOLERANCE = 1e-3
 
 Texts = abc.Sequence[abc.Sequence[int]]
-Steps = abc.Sequence[abc.Sequence[Tensor]]  # of each text, the logits after each step
+StepLogits = abc.Sequence[abc.Sequence[Tensor]]  # of each text, the logits after each step
 
 
 @dataclass(frozen=True, slots=True)
 class CacheState:
-    """What a batch has been through: the model's cache, and which of its tokens are no padding."""
+    """The model's cache of a batch, and the mask of its tokens that are no padding."""
 
-    name: str
+    name: str  # one of CACHE_NAMES
     cache: Any
     mask: Tensor  # [B, T]
 
 
 @dataclass(eq=False)
 class CacheGroup:
-    """Sequences that share a forward, and what came of the last."""
+    """Sequences that share a forward, and its output."""
 
     rows: int
     size: int  # tokens, padding included
-    logits: Tensor  # [rows, V] after the last of them
-    past: CacheState | None  # None: they are run anew
+    logits: Tensor  # [rows, V] after the last token
+    state: CacheState | None  # None: the texts are recomputed
 
 
 class CacheSlot(NamedTuple):
-    """Of a sequence in its group: kept with its table, so it goes when that does."""
+    """A sequence's row in its group. Stored in its block table, so it is freed with that."""
 
     group: CacheGroup
     row: int
-    tokens: int  # of the sequence, that have run
+    tokens: int  # of the sequence, in the cache
 
 
 class CachedRunner:
+    """Runs batches by the model's own forward.
+
+    `max_model_len`: tokens of the longest sequence. `batching` and `uses_cache` are what the check
+    found.
+    """
+
     compile_state: Literal["running", "done", "off"] = "off"
     decoder_hook: None = None
-    idempotent = False
+    idempotent = False  # a forward updates the cache
 
     def __init__(self, language: LanguageModel, max_model_len: int | None = None) -> None:
         self.language = language
         self.max_model_len = min(max_model_len or language.context, language.context)
         self.model = language.model
         self.device = language.device
-        self.rejoined = REJOINED[self.device.type]
-        self.takes = frozenset(inspect.signature(self.model.forward).parameters)
-        pad = language.tokenizer.pad_token_id
-        self.pad = pad if isinstance(pad, int) else 0
-        self._drawn: Tensor | None = None  # by the step before the one that runs
-        self.caches = False
+        self.max_rejoined_tokens = MAX_REJOINED_TOKENS[self.device.type]
+        self.argument_names = frozenset(inspect.signature(self.model.forward).parameters)
+        pad_token_id = language.tokenizer.pad_token_id
+        self.pad_token_id = pad_token_id if isinstance(pad_token_id, int) else 0
+        self._sampled: Tensor | None = None  # the previous step's tokens, for placeholders
+        self.uses_cache = False
         self.batching: Literal["padded", "same length", "single"] = "single"
-        self._choose()
-        log.info("static batches batching=%s cached=%s", self.batching, self.caches)
+        self._check()
+        log.info("static batches batching=%s cached=%s", self.batching, self.uses_cache)
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, drawn: Tensor | None = None) -> Tensor:
-        """Logits [R, vocabulary] of the batch's rows; `drawn`: what promised tokens stand for.
-        Sequences whose last token has been through are not run again: another group raised, and
-        parts of the batch are tried."""
-        self._drawn = drawn
-        scored = [self._scored(chunk) for chunk in batch.chunks if chunk.to_score]
+    def forward(self, batch: Batch, sampled: Tensor | None = None) -> Tensor:
+        """Return the logits [R, vocabulary] of the batch's rows.
+
+        `sampled`: int64, the previous step's tokens by row, for placeholders in the texts. After a
+        group has raised, parts of the batch are run again: sequences whose last token is in the
+        cache are then skipped.
+        """
+        self._sampled = sampled
+        scored = [self._prompt_logits(chunk) for chunk in batch.chunks if chunk.to_score]
         sequences = [chunk.sequence for chunk in batch.chunks if chunk.to_sample]
-        for group, members in self._to_run(sequences):
-            self._run(group, members)
+        for group, members in self._groups_to_run(sequences):
+            self._run_group(group, members)
         logits = [*scored, *map(self._logits, sequences)]
         return torch.cat(logits) if logits else torch.empty(0, self.language.vocab_size)
 
-    def _to_run(self, sequences: list[Sequence]) -> list[tuple[CacheGroup | None, list[Sequence]]]:
-        """Who runs together: groups go on, and those that have none, or lost it, form some."""
+    # ── groups ──
+
+    def _groups_to_run(
+        self, sequences: list[Sequence]
+    ) -> list[tuple[CacheGroup | None, list[Sequence]]]:
+        """Return the groups that continue, with their remaining sequences, and new groups (None) of
+        sequences without a cache."""
         ongoing: dict[CacheGroup, list[Sequence]] = {}
-        fresh: list[Sequence] = []
+        uncached: list[Sequence] = []
         for sequence in sequences:
-            place = find_cache_slot(sequence)
-            missing = len(sequence.tokens) - place.tokens if place else -1
-            if place and place.group.past and missing == 1:
-                ongoing.setdefault(place.group, []).append(sequence)
+            slot = find_cache_slot(sequence)
+            missing = len(sequence.tokens) - slot.tokens if slot else -1
+            if slot and slot.group.state and missing == 1:
+                ongoing.setdefault(slot.group, []).append(sequence)
             elif missing:
-                fresh.append(sequence)
-        self._rejoin(ongoing, fresh)
-        formed: dict[int, list[Sequence]] = {}
-        for number, sequence in enumerate(fresh):
-            ways = {"padded": 0, "same length": len(sequence.tokens), "single": number}
-            formed.setdefault(ways[self.batching], []).append(sequence)
-        return [*ongoing.items(), *((None, members) for members in formed.values())]
+                uncached.append(sequence)
+        self._rejoin(ongoing, uncached)
+        new_groups: dict[int, list[Sequence]] = {}
+        for number, sequence in enumerate(uncached):
+            keys = {"padded": 0, "same length": len(sequence.tokens), "single": number}
+            new_groups.setdefault(keys[self.batching], []).append(sequence)
+        return [*ongoing.items(), *((None, members) for members in new_groups.values())]
 
-    def _rejoin(self, ongoing: dict[CacheGroup, list[Sequence]], fresh: list[Sequence]) -> None:
-        """The smallest groups beyond GROUPS begin anew with those that do."""
-        while fresh and self.batching == "padded" and len(ongoing) >= GROUPS:
+    def _rejoin(self, ongoing: dict[CacheGroup, list[Sequence]], uncached: list[Sequence]) -> None:
+        """Move the smallest groups beyond MAX_GROUPS to the sequences to recompute."""
+        while uncached and self.batching == "padded" and len(ongoing) >= MAX_GROUPS:
             smallest = min(ongoing, key=lambda group: group.size)
-            joined = [*ongoing[smallest], *fresh]
-            if len(joined) * max(len(each.tokens) for each in joined) > self.rejoined:
+            joined = [*ongoing[smallest], *uncached]
+            longest = max(len(sequence.tokens) for sequence in joined)
+            if len(joined) * longest > self.max_rejoined_tokens:
                 return
-            fresh[:] = joined
+            uncached[:] = joined
             del ongoing[smallest]
-            smallest.past = None
+            smallest.state = None
 
-    def _run(self, group: CacheGroup | None, members: list[Sequence]) -> None:
-        past = None
+    def _run_group(self, group: CacheGroup | None, members: list[Sequence]) -> None:
+        state = None
         if group:
-            past, group.past = group.past, None  # in doubt until all went well
-            rows = [cache_slot(each).row for each in members]
-            if past and rows != list(range(group.rows)):
-                past = self.keep(past, rows)
-        texts = [each.tokens for each in members]
-        logits, past = self.run(texts, past)
-        made = CacheGroup(len(texts), len(texts) * max(map(len, texts)), logits, past)
-        for row, each in enumerate(members):
-            block_table(each).runner_state = CacheSlot(made, row, len(each.tokens))
+            state, group.state = group.state, None  # invalid if the forward raises
+            rows = [cache_slot(sequence).row for sequence in members]
+            if state and rows != list(range(group.rows)):
+                state = self.select_rows(state, rows)
+        texts = [sequence.tokens for sequence in members]
+        logits, state = self.run_texts(texts, state)
+        size = len(texts) * max(map(len, texts))
+        next_group = CacheGroup(len(texts), size, logits, state)
+        for row, sequence in enumerate(members):
+            slot = CacheSlot(next_group, row, len(sequence.tokens))
+            block_table(sequence).runner_state = slot
 
     def _logits(self, sequence: Sequence) -> Tensor:
-        """[1, V] after its last token."""
-        place = cache_slot(sequence)
-        return place.group.logits[place.row : place.row + 1]
+        """Return [1, V] after the sequence's last token."""
+        slot = cache_slot(sequence)
+        return slot.group.logits[slot.row : slot.row + 1]
 
-    def _scored(self, chunk: Chunk) -> Tensor:
-        """Logits [P, V] of the chunk's positions to score, by a run of the prompt up to there."""
+    def _prompt_logits(self, chunk: Chunk) -> Tensor:
+        """Return the logits [P, V] of the chunk's positions to score, from a separate forward."""
         positions = chunk.to_score
         ids = torch.tensor([chunk.sequence.tokens[: positions.stop]], device=self.device)
         rows = torch.arange(positions.start, positions.stop, device=self.device)
         logits: Tensor = self._call({"input_ids": ids}, False, rows).logits[0]
-        return logits[-len(positions) :]  # a model may give them all
+        return logits[-len(positions) :]  # a model may ignore logits_to_keep
 
     # ── the model's forward ──
 
     @torch.inference_mode()
-    def run(self, texts: Texts, past: CacheState | None) -> tuple[Tensor, CacheState | None]:
-        """Logits [B, V] for the token after each text, and what to give with the next. `past`,
-        which is used up, has been through all but the last token of each; None: through none."""
-        if past is None:
+    def run_texts(self, texts: Texts, state: CacheState | None) -> tuple[Tensor, CacheState | None]:
+        """Return the logits [B, V] after each text, and the state for its next token.
+
+        `state`: of all but the last token of each text; None: run the texts whole. It is updated in
+        place and must not be used again.
+        """
+        if state is None:
             width = max(map(len, texts))
-            rows = [[self.pad] * (width - len(text)) + [*text] for text in texts]
-            masked = [[0] * (width - len(text)) + [1] * len(text) for text in texts]
-            mask = to_device(masked, self.device)
+            rows = [[self.pad_token_id] * (width - len(text)) + [*text] for text in texts]
+            masks = [[0] * (width - len(text)) + [1] * len(text) for text in texts]
+            mask = to_device(masks, self.device)
         else:
             rows = [[text[-1]] for text in texts]
-            mask = torch.cat([past.mask, past.mask.new_ones(len(texts), 1)], 1)
+            mask = torch.cat([state.mask, state.mask.new_ones(len(texts), 1)], 1)
         positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -len(rows[0]) :]
-        ids = fill_placeholders(to_device(rows, self.device), self._drawn)
+        ids = fill_placeholders(to_device(rows, self.device), self._sampled)
         inputs: dict[str, Any] = {"input_ids": ids, "position_ids": positions}
-        return self.advance(inputs, mask, past, self.caches)
+        return self.run_inputs(inputs, mask, state, self.uses_cache)
 
-    def advance(
-        self, inputs: dict[str, Any], mask: Tensor, past: CacheState | None, keeps: bool
+    def run_inputs(
+        self, inputs: dict[str, Any], mask: Tensor, state: CacheState | None, use_cache: bool
     ) -> tuple[Tensor, CacheState | None]:
-        """As `run`, of inputs with a mask [B, T] of all tokens, those of the past included."""
-        if past:
-            inputs[past.name] = past.cache
-        if past is None or past.name != RECURRENT:
+        """Do the same for a forward's inputs; `mask` [B, T] covers the tokens in the cache too."""
+        if state:
+            inputs[state.name] = state.cache
+        if state is None or state.name != RECURRENT_CACHE:
             inputs["attention_mask"] = mask
-        output = self._call(inputs, keeps, 1)
-        now = None
-        if keeps:
-            now = next(
-                (CacheState(n, output[n], mask) for n in NAMES if output.get(n) is not None), None
-            )
+        output = self._call(inputs, use_cache, 1)
+        next_state = None
+        if use_cache:
+            names = (name for name in CACHE_NAMES if output.get(name) is not None)
+            next_state = next((CacheState(name, output[name], mask) for name in names), None)
         logits: Tensor = output.logits[:, -1]
-        return logits, now
+        return logits, next_state
 
     @torch.inference_mode()
-    def keep(self, past: CacheState, rows: abc.Sequence[int]) -> CacheState | None:
-        """What some rows of a batch have been through; None: it cannot be divided by row."""
-        if not isinstance(past.cache, Cache):
+    def select_rows(self, state: CacheState, rows: abc.Sequence[int]) -> CacheState | None:
+        """Return the state of some rows; None if the cache cannot be divided by row."""
+        if not isinstance(state.cache, Cache):
             return None
         try:
             index = to_device(rows, self.device)
-            past.cache.reorder_cache(index)  # type: ignore[arg-type]  # any integers will do
-            return CacheState(past.name, past.cache, past.mask[index])
-        except Exception as error:  # as when there is no memory for the copy
+            state.cache.reorder_cache(index)  # type: ignore[arg-type]  # any integers will do
+            return CacheState(state.name, state.cache, state.mask[index])
+        except Exception as error:  # such as a copy that does not fit into memory
             if isinstance(failure_of(error), DeviceLost):
                 raise
             return None
 
-    def _call(self, inputs: dict[str, Any], cache: bool, rows: int | Tensor) -> Any:
-        inputs |= {"use_cache": cache, "logits_to_keep": rows}
-        return self.model(**{name: inputs[name] for name in inputs if name in self.takes})
+    def _call(self, inputs: dict[str, Any], use_cache: bool, rows: int | Tensor) -> Any:
+        inputs |= {"use_cache": use_cache, "logits_to_keep": rows}
+        return self.model(**{name: inputs[name] for name in inputs if name in self.argument_names})
 
-    # ── the check ──
+    # ── the check at load ──
 
-    def _choose(self) -> None:
-        longest = max(length_beyond_windows(self.model.config, self.language.context), LENGTH)
+    def _check(self) -> None:
+        """Set `uses_cache` and `batching` to the fastest that give the logits of single texts."""
+        longest = max(length_beyond_windows(self.model.config, self.language.context), CHECK_TOKENS)
         longest = min(self.language.context, longest)
-        widths = [min(longest, STEPS + 2), longest, longest]
-        texts = random_prompts(self.model, self.language.tokenizer, widths)
-        alone = [self._stepped([text])[0] for text in texts]
-        self.caches = True
+        lengths = [min(longest, CHECK_STEPS + 2), longest, longest]
+        texts = random_prompts(self.model, self.language.tokenizer, lengths)
+        reference = [self._run_steps([text])[0] for text in texts]
+        self.uses_cache = True
         try:
-            cached = [self._stepped([text])[0] for text in texts]
-            _compare(cached, alone, CACHED)
-            alone = cached
+            cached = [self._run_steps([text])[0] for text in texts]
+            _compare(cached, reference, CACHED_TOLERANCE)
+            reference = cached
         except Exception as error:
-            self.caches = False
+            self.uses_cache = False
             log_refusal("cached", error)
-        tolerance = max(BATCHED, TOLERANCE[self.language.dtype])
-        ways: tuple[Any, ...] = (("padded", slice(0, 2)), ("same length", slice(1, 3)))
-        for way, part in ways:
+        tolerance = max(BATCHED_TOLERANCE, TOLERANCE[self.language.dtype])
+        modes: tuple[Any, ...] = (("padded", slice(0, 2)), ("same length", slice(1, 3)))
+        for mode, part in modes:
             try:
-                _compare(self._stepped(texts[part]), alone[part], tolerance)
-                self.batching = way
+                _compare(self._run_steps(texts[part]), reference[part], tolerance)
+                self.batching = mode
                 return
             except Exception as error:
-                log_refusal(way, error)
+                log_refusal(mode, error)
 
-    def _stepped(self, texts: list[list[int]]) -> list[list[Tensor]]:
-        """The last logits of each text, as batches give them: others have their turns between,
-        and rows end."""
-        gave: list[list[Tensor]] = [[] for _ in texts]
-        rows, past = list(range(len(texts))), None
-        for step in reversed(range(STEPS)):
-            begun = [texts[row][: len(texts[row]) - step] for row in rows]
-            logits, past = self.run(begun, past)
-            for row, got in zip(rows, logits, strict=True):
-                gave[row].append(got)
-            if self.caches and past is None:
-                raise CannotRun("it keeps nothing between steps")
-            self.run([texts[0][:2]] * 3, None)
-            if step == STEPS // 2 and len(rows) > 1:
-                rows, past = rows[1:], past and self.keep(past, [1])
-        return gave
+    def _run_steps(self, texts: list[list[int]]) -> list[list[Tensor]]:
+        """Run the last CHECK_STEPS tokens of the texts step by step, as one batch.
+
+        Other texts run between the steps, and a row ends halfway, as in serving. Return the logits
+        after each step, by text.
+        """
+        logits_of: list[list[Tensor]] = [[] for _ in texts]
+        rows, state = list(range(len(texts))), None
+        for step in reversed(range(CHECK_STEPS)):
+            prefixes = [texts[row][: len(texts[row]) - step] for row in rows]
+            logits, state = self.run_texts(prefixes, state)
+            for row, row_logits in zip(rows, logits, strict=True):
+                logits_of[row].append(row_logits)
+            if self.uses_cache and state is None:
+                raise CannotRun("its output has no cache")
+            self.run_texts([texts[0][:2]] * 3, None)
+            if step == CHECK_STEPS // 2 and len(rows) > 1:
+                rows, state = rows[1:], state and self.select_rows(state, [1])
+        return logits_of
+
+
+def block_table(sequence: Sequence) -> BlockTable:
+    """Return the block table of a running sequence."""
+    assert sequence.table is not None
+    return sequence.table
 
 
 def find_cache_slot(sequence: Sequence) -> CacheSlot | None:
+    """Return the running sequence's slot, None before its first step."""
     slot = block_table(sequence).runner_state
     assert slot is None or isinstance(slot, CacheSlot)
     return slot
 
 
 def cache_slot(sequence: Sequence) -> CacheSlot:
+    """Return the slot of a sequence that has run."""
     slot = find_cache_slot(sequence)
     assert slot is not None
     return slot
 
 
-def block_table(sequence: Sequence) -> BlockTable:
-    assert sequence.table is not None
-    return sequence.table
+def _compare(steps: StepLogits, reference: StepLogits, tolerance: float) -> None:
+    for text_steps, text_reference in zip(steps, reference, strict=True):
+        for logits, expected in zip(text_steps, text_reference, strict=False):
+            compare(logits, expected, tolerance)
 
 
-def _compare(got: Steps, reference: Steps, tolerance: float) -> None:
-    for some, expected in zip(got, reference, strict=True):
-        for logits, right in zip(some, expected, strict=False):
-            compare(logits, right, tolerance)
-
-
-def log_refusal(way: str, error: Exception) -> None:
+def log_refusal(mode: str, error: Exception) -> None:
+    """Log why a mode is not used; raise the error again if the device is lost."""
     if isinstance(failure_of(error), DeviceLost):
         raise error
-    log.info("not %s: %.200s", way, first_line(error))
+    log.info("not %s: %.200s", mode, first_line(error))

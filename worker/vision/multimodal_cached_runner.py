@@ -14,8 +14,8 @@ from batching.sequence import Chunk, Sequence
 from worker.device.async_copy import fill_placeholders
 from worker.device.self_check import CannotRun, compare, random_prompts
 from worker.model.cached_runner import (
-    CACHED,
-    STEPS,
+    CACHED_TOLERANCE,
+    CHECK_STEPS,
     CachedRunner,
     CacheGroup,
     CacheSlot,
@@ -39,7 +39,7 @@ class MultimodalCachedRunner(CachedRunner):
     ) -> None:
         super().__init__(language, max_model_len)
         self._processor = processor
-        self.caches_images = self.caches
+        self.caches_images = self.uses_cache
         try:
             self._hook: DecoderHook | None = DecoderHook(self.model)
         except CannotRun:
@@ -47,33 +47,37 @@ class MultimodalCachedRunner(CachedRunner):
         if self.caches_images:
             self._check_cached_images()
 
-    def _to_run(self, sequences: list[Sequence]) -> list[tuple[CacheGroup | None, list[Sequence]]]:
+    def _groups_to_run(
+        self, sequences: list[Sequence]
+    ) -> list[tuple[CacheGroup | None, list[Sequence]]]:
         with_images: list[tuple[CacheGroup | None, list[Sequence]]] = []
         for sequence in sequences:
             slot = find_cache_slot(sequence)
             missing = len(sequence.tokens) - slot.tokens if slot else -1
             if sequence.multimodal and missing:
-                group = slot.group if slot and slot.group.past and missing == 1 else None
+                group = slot.group if slot and slot.group.state and missing == 1 else None
                 with_images.append((group, [sequence]))
-        text = super()._to_run([sequence for sequence in sequences if not sequence.multimodal])
+        text = super()._groups_to_run(
+            [sequence for sequence in sequences if not sequence.multimodal]
+        )
         return [*text, *with_images]
 
-    def _run(self, group: CacheGroup | None, members: list[Sequence]) -> None:
+    def _run_group(self, group: CacheGroup | None, members: list[Sequence]) -> None:
         sequence, prompt = members[0], members[0].multimodal
         if not isinstance(prompt, MultimodalPrompt):
-            super()._run(group, members)
+            super()._run_group(group, members)
             return
-        past = None
+        state = None
         if group:
-            past, group.past = group.past, None  # invalid if the forward raises
-        logits, past = self.run_multimodal(prompt, sequence.tokens, past)
+            state, group.state = group.state, None  # invalid if the forward raises
+        logits, state = self.run_multimodal(prompt, sequence.tokens, state)
         size = len(sequence.tokens)
-        block_table(sequence).runner_state = CacheSlot(CacheGroup(1, size, logits, past), 0, size)
+        block_table(sequence).runner_state = CacheSlot(CacheGroup(1, size, logits, state), 0, size)
 
-    def _scored(self, chunk: Chunk) -> Tensor:
+    def _prompt_logits(self, chunk: Chunk) -> Tensor:
         prompt, positions = chunk.sequence.multimodal, chunk.to_score
         if not isinstance(prompt, MultimodalPrompt):
-            return super()._scored(chunk)
+            return super()._prompt_logits(chunk)
         rows = torch.arange(positions.start, positions.stop, device=self.device)
         inputs = self._whole_inputs(prompt, chunk.sequence.tokens)
         logits: Tensor = self._call(inputs, False, rows).logits[0]
@@ -81,21 +85,23 @@ class MultimodalCachedRunner(CachedRunner):
 
     @torch.inference_mode()
     def run_multimodal(
-        self, prompt: MultimodalPrompt, tokens: abc.Sequence[int], past: CacheState | None
+        self, prompt: MultimodalPrompt, tokens: abc.Sequence[int], state: CacheState | None
     ) -> tuple[Tensor, CacheState | None]:
-        """Run a prompt with images and the tokens generated since, as `run` does for text."""
-        if past is None:
+        """Run a prompt with images and the tokens generated since, as `run_texts` does for text."""
+        if state is None:
             inputs = self._whole_inputs(prompt, tokens)
-            return self.advance(inputs, inputs["attention_mask"], None, self.caches_images)
-        mask = torch.cat([past.mask, past.mask.new_ones(1, 1)], 1)
-        ids = fill_placeholders(torch.tensor([tokens[-1:]], device=self.device), self._drawn)
+            return self.run_inputs(inputs, inputs["attention_mask"], None, self.caches_images)
+        mask = torch.cat([state.mask, state.mask.new_ones(1, 1)], 1)
+        ids = fill_placeholders(torch.tensor([tokens[-1:]], device=self.device), self._sampled)
         positions = torch.tensor([[len(tokens) - 1 + prompt.shift]], device=self.device)
         last = {
             name: tensor[:, -1:].to(self.device)
-            for name, tensor in select_tensors(prompt.processed().inputs, self.takes).items()
+            for name, tensor in select_tensors(
+                prompt.processed().inputs, self.argument_names
+            ).items()
         }
         inputs = {**last, "input_ids": ids, "position_ids": positions}
-        return self.advance(inputs, mask, past, self.caches_images)
+        return self.run_inputs(inputs, mask, state, self.caches_images)
 
     def _whole_inputs(
         self, prompt: MultimodalPrompt, tokens: abc.Sequence[int]
@@ -111,32 +117,34 @@ class MultimodalCachedRunner(CachedRunner):
         output, width = prompt.processed(), len(tokens)
         of_tokens = {
             name: torch.cat([tensor, *[tensor[:, -1:]] * (width - tensor.shape[1])], 1)
-            for name, tensor in select_tensors(output.inputs, self.takes).items()
+            for name, tensor in select_tensors(output.inputs, self.argument_names).items()
         }
-        of_images = select_tensors(self._processor.concatenate(output.image_tensors), self.takes)
+        of_images = select_tensors(
+            self._processor.concatenate(output.image_tensors), self.argument_names
+        )
         inputs = {**of_tokens, **of_images}
         moved = {name: tensor.to(self.device) for name, tensor in inputs.items()}
-        ids = fill_placeholders(torch.tensor([tokens], device=self.device), self._drawn)
+        ids = fill_placeholders(torch.tensor([tokens], device=self.device), self._sampled)
         # a generated image token stands for no image
         generated = ids[:, len(prompt.ids) :]
-        generated.masked_fill_(generated == self._processor.image_token_id, self.pad)
+        generated.masked_fill_(generated == self._processor.image_token_id, self.pad_token_id)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **moved}
 
     def _check_cached_images(self) -> None:
         """Compare steps on the cache, with texts between them, with recomputed ones."""
         output = sample_output(self._processor)
         prompt = MultimodalPrompt.from_output(output)
-        [generated] = random_prompts(self.model, self.language.tokenizer, [STEPS])
-        texts = [[*output.ids, *generated[:count]] for count in range(STEPS)]
+        [generated] = random_prompts(self.model, self.language.tokenizer, [CHECK_STEPS])
+        texts = [[*output.ids, *generated[:count]] for count in range(CHECK_STEPS)]
         try:
-            past = None
+            state = None
             cached = []
             for text in texts:
-                logits, past = self.run_multimodal(prompt, text, past)
+                logits, state = self.run_multimodal(prompt, text, state)
                 cached.append(logits)
-                self.run([generated[:2]] * 3, None)
+                self.run_texts([generated[:2]] * 3, None)
             recomputed = [self.run_multimodal(prompt, text, None)[0] for text in texts]
-            compare(torch.cat(cached), torch.cat(recomputed), CACHED)
+            compare(torch.cat(cached), torch.cat(recomputed), CACHED_TOLERANCE)
         except Exception as error:
             self.caches_images = False
             log_refusal("cached with images", error)
