@@ -30,7 +30,7 @@ def alone(of: LLMatcher) -> torch.Tensor:
     return torch.from_numpy(np.unpackbits(bits, count=WIDTH, bitorder="little")).bool()
 
 
-def test_rows_and_drafts_each_get_their_own() -> None:
+def test_each_row_and_draft_has_its_mask() -> None:
     drafts = tuple(TOKENIZER.encode("Paris", add_special_tokens=False))
     first, second = matcher("(Paris|Pa)[0-9]"), matcher("[a-c]+")
     wanted = [(1, MaskRequest(first, drafts)), (9, MaskRequest(second))]
@@ -48,7 +48,7 @@ def test_rows_and_drafts_each_get_their_own() -> None:
     assert not allowed.tokens[:, len(TOKENIZER) :].any()
 
 
-def test_what_a_guide_asks_for_besides() -> None:
+def test_masks_of_single_and_additional_tokens() -> None:
     held = matcher("[a-c]+")
     wanted = [
         (0, MaskRequest(held, also=4)),
@@ -67,7 +67,7 @@ def test_what_a_guide_asks_for_besides() -> None:
     assert MASKS.start([]) is None
 
 
-def test_a_thread_that_cannot_start_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_thread_start_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     masks = BitmaskComputer(64, [])
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", out_of_threads)

@@ -63,7 +63,7 @@ def own_to_transformers() -> set[str]:
     return names
 
 
-def test_what_is_the_renderers_own_cannot_be_set() -> None:
+def test_reserved_variables_cannot_be_set() -> None:
     names = own_to_transformers()
     assert {"conversations", "messages", "tokenize", "tojson", "self"} <= names
     for name in names | {"bos_token", "eos_token", "pad_token", "mask_token", "range", "namespace"}:
@@ -72,12 +72,12 @@ def test_what_is_the_renderers_own_cannot_be_set() -> None:
         assert caught.value.param == f"chat_template_kwargs.{name}"
 
 
-def test_a_variable_that_the_template_does_not_know_is_fine() -> None:
+def test_unknown_variables_are_ignored() -> None:
     assert rendered(enable_thinkin=False, format="x", language="de") == rendered()
     assert rendered(enable_thinking=False) != rendered()
 
 
-def test_what_a_template_cannot_take_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_a_template_are_invalid_input(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = tiny_chat.engine().runner.language.tokenizer
     deep: Any = []
     for _ in range(5_000):
@@ -113,7 +113,7 @@ def prepared(source: str, **fields: Any) -> PreparedPrompt:
         processor.close()
 
 
-def test_a_plain_chat_needs_no_plan_and_is_read_only_where_there_may_be_marks() -> None:
+def test_plain_chat_has_no_constraints_and_a_parser_only_with_delimiters() -> None:
     calls = ToolCallPolicy(("clock",))
     for source, fields, reads, plans in (
         (CALLS, {}, False, False),
@@ -137,13 +137,13 @@ def test_a_plain_chat_needs_no_plan_and_is_read_only_where_there_may_be_marks() 
         "{% if %}",
     ],
 )
-def test_a_template_that_is_odd_is_loaded(template: str) -> None:
+def test_odd_templates_load(template: str) -> None:
     made = ChatTemplate(llama_tokenizer(template))
     assert made.examples == []
     assert made.notes
 
 
-def test_a_template_that_changes_its_input_changes_nothing_of_ours() -> None:
+def test_template_that_changes_its_input_does_not_change_the_probes() -> None:
     before = copy.deepcopy((QUESTION, TOOLS))
     ChatTemplate(
         llama_tokenizer("{% set _ = messages[0].pop('content') %}{% set _ = tools.pop() %}")
@@ -158,7 +158,7 @@ PARTS_ALONE = (
 )
 
 
-def test_template_that_shows_parts_alone_is_given_them() -> None:
+def test_template_that_renders_only_parts_gets_parts() -> None:
     template = ChatTemplate(llama_tokenizer(PARTS_ALONE))
     messages = {"role": "system", "content": "brief"}, *HI
     assert template.render(Chat(messages)).text == "<|system|>brief</s><|user|>hi</s><|assistant|>"

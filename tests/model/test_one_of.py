@@ -89,13 +89,13 @@ REFUSED: dict[str, Schema] = {
 
 
 @pytest.mark.parametrize("name", APART)
-def test_branches_that_exclude_each_other_are_used_as_they_are(name: str) -> None:
+def test_disjoint_branches_stay_unchanged(name: str) -> None:
     expected = json.loads(json.dumps(APART[name]).replace('"oneOf"', '"anyOf"'))
     assert make_exclusive(APART[name]) == expected
 
 
 @pytest.mark.parametrize("name", [*APART, *NARROWED])
-def test_a_document_fits_one_branch_alone(name: str) -> None:
+def test_documents_match_exactly_one_branch(name: str) -> None:
     schema = {**APART, **NARROWED}[name]
     for seed in range(3):
         sampling = Sampling(temperature=1.0, seed=seed)
@@ -105,7 +105,7 @@ def test_a_document_fits_one_branch_alone(name: str) -> None:
             assert jsonschema_rs.is_valid(schema, json.loads(choice.text)), choice.text
 
 
-def test_each_branch_may_still_come() -> None:
+def test_every_branch_stays_possible() -> None:
     for schema, documents in (
         (NARROWED["one or the other"], ['{"a":""}', '{"b":""}', '{"b":"","c":""}']),
         (NARROWED["a kind that all may lack"], ['{"kind":"a"}', '{"kind":"c"}']),
@@ -120,14 +120,14 @@ def test_each_branch_may_still_come() -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_made_exclusive_is_refused_with_the_reason(name: str) -> None:
+def test_inseparable_branches_are_an_error_with_the_reason(name: str) -> None:
     with pytest.raises(
         InvalidInput, match="f: cannot be compiled: the branches 0 and 1 of a oneOf"
     ):
         content_rule(Constraint("json_schema", REFUSED[name], "f"))
 
 
-def test_what_is_no_keyword_is_left_alone() -> None:
+def test_one_of_as_a_name_or_value_is_left_alone() -> None:
     schema = {
         "type": "object",
         "properties": {"oneOf": {"const": {"oneOf": [1, 1]}}, "const": {"oneOf": [{"const": 1}]}},
@@ -139,7 +139,7 @@ def test_what_is_no_keyword_is_left_alone() -> None:
     assert made["default"] == schema["default"]
 
 
-def test_alternatives_beside_it_hold_too() -> None:
+def test_any_of_beside_one_of_still_constrains() -> None:
     schema = {"anyOf": [TEXT, {"type": "null"}], "oneOf": [{"type": "null"}, {"const": "a"}]}
     assert takes(schema, '"a"')
     assert takes(schema, "null")
@@ -169,12 +169,12 @@ HOSTILE: dict[str, Schema] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_takes_too_much_is_refused_soon(name: str) -> None:
+def test_expensive_schemas_fail_early(name: str) -> None:
     with pytest.raises(InvalidInput, match=r"branches|nested"):
         make_exclusive(HOSTILE[name])
 
 
-def test_large_unions_are_fine() -> None:
+def test_large_unions_are_supported() -> None:
     union = [thing([], kind={"const": f"k{n}"}, a=TEXT) for n in range(300)]
     assert len(make_exclusive({"oneOf": union})["anyOf"]) == 300
 
@@ -213,7 +213,7 @@ def made_up(chance: random.Random, depth: int) -> Schema:
 
 
 @pytest.mark.parametrize("seed", matrix(range(4), 0))
-def test_no_document_of_a_made_up_schema_fits_two_branches(seed: int) -> None:
+def test_no_document_of_a_random_schema_matches_two_branches(seed: int) -> None:
     chance, documents = random.Random(seed), 0
     for _ in range(250):
         schema = {
@@ -278,7 +278,7 @@ def tool(parameters: Schema) -> Schema:
     return {"type": "function", "function": {"name": "f", "parameters": parameters}}
 
 
-def test_arguments_fit_one_branch_alone() -> None:
+def test_arguments_match_exactly_one_branch() -> None:
     branches = NARROWED["one or the other"]["oneOf"]
     parameters = {**closed(a=TEXT, b=TEXT), "required": [], "oneOf": branches}
     for seed in range(6):
@@ -292,7 +292,7 @@ def test_arguments_fit_one_branch_alone() -> None:
         assert jsonschema_rs.is_valid(parameters, json.loads(arguments)), arguments
 
 
-def test_a_tool_whose_branches_overlap_is_named_where_it_must_be_called() -> None:
+def test_error_names_a_required_tool_with_overlapping_branches() -> None:
     tools = (CLOCK, tool(thing(a=OVERLAPPING)))
     with pytest.raises(InvalidInput, match="branches 0 and 1 of a oneOf") as caught:
         prepare(
@@ -304,7 +304,7 @@ def test_a_tool_whose_branches_overlap_is_named_where_it_must_be_called() -> Non
     )  # it may be called freely
 
 
-def test_the_answer_names_the_field() -> None:
+def test_http_error_names_the_field() -> None:
     format = {"type": "json_schema", "json_schema": {"name": "n", "schema": OVERLAPPING}}
     folder = str(tiny_chat.folder())
     with serving(chat_model=folder, dtype="float32", kv_cache_gb=0.05, compile="off") as server:

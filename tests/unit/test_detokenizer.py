@@ -210,7 +210,7 @@ def some_ids(kind: str) -> st.SearchStrategy[list[int]]:
 @each_kind
 @settings(deadline=None)  # the first example makes the tokenizer
 @given(data=st.data(), skip=st.booleans())
-def test_a_stream_gives_what_decode_adds_to_its_context(
+def test_stream_equals_what_decode_adds_to_the_context(
     kind: str, data: st.DataObject, skip: bool
 ) -> None:
     context, ids = data.draw(some_ids(kind)), data.draw(some_ids(kind))
@@ -222,14 +222,14 @@ def test_a_stream_gives_what_decode_adds_to_its_context(
 @each_kind
 @settings(deadline=None)
 @given(data=st.data(), skip=st.booleans())
-def test_text_of_is_decode(kind: str, data: st.DataObject, skip: bool) -> None:
+def test_decode_equals_the_tokenizers(kind: str, data: st.DataObject, skip: bool) -> None:
     ids = data.draw(some_ids(kind))
     assert made(kind)[1].decode(ids, skip) == decoded(kind, ids, skip)
 
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("kind", SPELL_ANY_TEXT)
-def test_no_push_gives_part_of_a_character_and_nothing_complete_waits(kind: str, text: str) -> None:
+def test_push_returns_complete_characters_at_once(kind: str, text: str) -> None:
     ids = encoded(kind, text)
     for before in ("", "A", "Say it: ", "日本", "\n"):
         context = encoded(kind, before)
@@ -243,13 +243,13 @@ def test_no_push_gives_part_of_a_character_and_nothing_complete_waits(kind: str,
 
 @pytest.mark.parametrize("kind", SPELL_ANY_TEXT)
 @pytest.mark.parametrize("before", ["A", "日本", "日本の首都は東京"])
-def test_a_character_comes_with_its_last_byte(kind: str, before: str) -> None:
+def test_character_is_returned_with_its_last_byte(kind: str, before: str) -> None:
     ids = encoded(kind, "🚀é\n")[-7:]
     assert streamed(kind, encoded(kind, before), ids) == ["", "", "", "🚀", "", "é", "\n", ""]
 
 
 @pytest.mark.parametrize("kind", [*BYTE_LEVEL, *BYTE_FALLBACK])
-def test_an_incomplete_character_is_replaced_by_flush(kind: str) -> None:
+def test_flush_replaces_an_incomplete_character(kind: str) -> None:
     rocket = encoded(kind, "🚀")[-4:]
     *pushes, flushed = streamed(kind, [], [*encoded(kind, "is"), *rocket[:3]])
     assert "".join(pushes).strip() == "is"
@@ -257,7 +257,7 @@ def test_an_incomplete_character_is_replaced_by_flush(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [*BYTE_LEVEL, *BYTE_FALLBACK])
-def test_a_context_may_end_inside_a_character(kind: str) -> None:
+def test_context_may_end_inside_a_character(kind: str) -> None:
     rocket, mark = encoded(kind, "🚀")[-4:], encoded(kind, "a.")[-1]
     context = [*encoded(kind, "A"), *rocket[:2]]
     assert "".join(streamed(kind, context, [*rocket[2:], mark])) == "🚀."
@@ -265,7 +265,7 @@ def test_a_context_may_end_inside_a_character(kind: str) -> None:
     assert "".join(streamed(kind, context, [])) == ""
 
 
-def test_a_context_may_end_in_half_a_surrogate() -> None:
+def test_context_may_end_in_half_a_surrogate() -> None:
     """Python's decoder waits for its third byte, though it is invalid already."""
     vocabulary = made("byte-level")[1]
     id_of = {vocabulary.token(i)[1]: i for i in range(360)}
@@ -278,7 +278,7 @@ def test_a_context_may_end_in_half_a_surrogate() -> None:
 @pytest.mark.parametrize("kind", BYTE_FALLBACK)
 @settings(deadline=None)
 @given(data=st.data())
-def test_what_was_shown_stays_when_a_run_of_bytes_turns_out_invalid(
+def test_returned_text_stays_when_a_run_of_bytes_turns_out_invalid(
     kind: str, data: st.DataObject
 ) -> None:
     tokenizer, vocabulary = made(kind)
@@ -290,7 +290,7 @@ def test_what_was_shown_stays_when_a_run_of_bytes_turns_out_invalid(
 
 
 @pytest.mark.parametrize("kind", BYTE_FALLBACK)
-def test_half_a_character_leaves_the_whole_one_before_it(kind: str) -> None:
+def test_incomplete_character_keeps_the_complete_one_before_it(kind: str) -> None:
     one_and_a_half, stop = encoded(kind, "叫叫")[-6:-1], encoded(kind, "s.")[-1]
     ids = [*one_and_a_half[:4], stop, *one_and_a_half]
     *pushes, flushed = streamed(kind, encoded(kind, "A"), ids)
@@ -300,7 +300,7 @@ def test_half_a_character_leaves_the_whole_one_before_it(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", [*BYTE_FALLBACK, "bytes in Python", "wordpiece", "editing"])
 @pytest.mark.parametrize("byte", [0x41, 0x80, 0xE5])
-def test_the_window_stays_short(kind: str, byte: int) -> None:
+def test_window_stays_short(kind: str, byte: int) -> None:
     tokenizer = made(kind)[0]
     vocabulary, widths = Vocabulary(tokenizer), list[int]()
     join = vocabulary._join
@@ -322,7 +322,7 @@ def test_the_window_stays_short(kind: str, byte: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [*BYTE_LEVEL, *BYTE_FALLBACK])
-def test_the_bytes_of_the_tokens_are_those_of_the_text(kind: str) -> None:
+def test_bytes_of_tokens_are_those_of_the_text(kind: str) -> None:
     _, vocabulary = made(kind)
     for text in TEXTS:
         ids = encoded(kind, text)
@@ -354,13 +354,13 @@ def test_the_bytes_of_the_tokens_are_those_of_the_text(kind: str) -> None:
         ("stripping, in Python", "▁The", " The"),
     ],
 )
-def test_a_token_reads_as_it_does_inside_a_text(kind: str, token: str, text: str) -> None:
+def test_token_text_is_that_inside_a_text(kind: str, token: str, text: str) -> None:
     tokenizer, vocabulary = made(kind)
     assert vocabulary.token(tokenizer.convert_tokens_to_ids(token)) == (text, text.encode())
 
 
 @each_kind
-def test_an_unknown_id_is_nothing(kind: str) -> None:
+def test_unknown_id_has_no_text(kind: str) -> None:
     tokenizer, vocabulary = made(kind)
     for unknown in (max(tokenizer.get_vocab().values()) + 1, 10**6, 2**40):
         assert vocabulary.token(unknown) == ("", b"")
@@ -372,7 +372,7 @@ def test_an_unknown_id_is_nothing(kind: str) -> None:
     ("kind", "special"),
     [("byte-level", "<|end of turn|>"), ("llama-2", "</s>"), ("stripping, in Python", "</s>")],
 )
-def test_special_tokens_show_only_on_demand(kind: str, special: str) -> None:
+def test_special_tokens_are_hidden_by_default(kind: str, special: str) -> None:
     eos = made(kind)[0].convert_tokens_to_ids(special)
     word = encoded(kind, "s.")[-1]
     for context in ([], [word], [eos], [word, eos]):
@@ -381,7 +381,7 @@ def test_special_tokens_show_only_on_demand(kind: str, special: str) -> None:
         assert shown == f".{special}."
 
 
-def test_the_space_after_a_skipped_token_is_kept() -> None:
+def test_space_after_a_skipped_token_is_kept() -> None:
     the, eos = made("llama-2")[0].convert_tokens_to_ids(["▁the", "</s>"])
     assert streamed("llama-2", [], [the, eos, the]) == ["the", "", " the", ""]
     assert streamed("llama-2", [the, *[eos] * 20], [the]) == [" the", ""]
@@ -389,7 +389,7 @@ def test_the_space_after_a_skipped_token_is_kept() -> None:
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "llama-2", "wordpiece"])
-def test_a_fast_tokenizer_is_not_needed_any_more(kind: str) -> None:
+def test_fast_tokenizer_is_not_used_after_init(kind: str) -> None:
     """So that its users, who set its truncation and padding, do no harm."""
     tokenizer = KINDS[kind]()
     vocabulary, ids = Vocabulary(tokenizer), encoded(kind, SENTENCES[0])
@@ -418,9 +418,7 @@ few_letters = st.sampled_from("abcé🚀")
 @example(parts=["ab", "c"], stops=["abcd", "bc"])
 @example(parts=["abc"], stops=["bc", "abc", "ab"])
 @example(parts=["a", "bc", "b", "c"], stops=["bcc", "abc"])
-def test_what_is_shown_does_not_depend_on_how_the_text_is_cut(
-    parts: list[str], stops: list[str]
-) -> None:
+def test_stop_strings_match_whatever_the_chunks(parts: list[str], stops: list[str]) -> None:
     text = "".join(parts)
     expected, matched = shown_of(text, stops)
     search, shown, pushed = StopStrings(stops), "", ""
@@ -452,7 +450,7 @@ def test_what_is_shown_does_not_depend_on_how_the_text_is_cut(
         ([], "all of it", "all of it", None),
     ],
 )
-def test_the_first_stop_to_be_complete_wins(
+def test_first_complete_stop_string_wins(
     stops: list[str], text: str, shown: str, matched: str | None
 ) -> None:
     for parts in ([text], list(text)):
@@ -464,7 +462,7 @@ def test_the_first_stop_to_be_complete_wins(
 
 @pytest.mark.parametrize("kind", SPELL_ANY_TEXT)
 @pytest.mark.parametrize("stop", ["Paris", "is P", "🚀\n", "é"])
-def test_a_stop_may_span_tokens(kind: str, stop: str) -> None:
+def test_stop_string_may_span_tokens(kind: str, stop: str) -> None:
     text = "It is Paris, é 🚀\n, no?"
     search, stream = StopStrings(["never", stop]), made(kind)[1].stream(encoded(kind, "A"))
     shown = "".join(search.push(TextSpan(stream.push(i))).text for i in encoded(kind, text))

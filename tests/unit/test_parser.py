@@ -199,7 +199,7 @@ def texts(events: list[OutputEvent]) -> list[str]:
     return [event.span.text for event in events]
 
 
-def test_an_answer_falls_into_its_parts() -> None:
+def test_output_splits_into_reasoning_content_and_calls() -> None:
     assert read(HERMES, WHOLE) == {
         "reasoning": "hm,  ok",
         "content": "Hello  there.",
@@ -375,7 +375,7 @@ TEXTS: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), TEXTS)
-def test_each_form_is_read_however_it_is_cut(
+def test_every_format_is_parsed_whatever_the_chunks(
     name: str, text: str, expected: tuple[str, str, list[tuple[str, Any]]]
 ) -> None:
     chance = random.Random(0)
@@ -398,7 +398,7 @@ def garbled(text: str, marks: Sequence[str], chance: random.Random) -> str:
 
 
 @pytest.mark.parametrize("number", range(len(TEXTS)))
-def test_what_makes_no_sense_is_read_the_same_however_it_is_cut(number: int) -> None:
+def test_invalid_text_is_parsed_the_same_whatever_the_chunks(number: int) -> None:
     name, text, _ = TEXTS[number]
     chance, how = random.Random(number), form(name)
     for _ in range(60):
@@ -421,7 +421,7 @@ def joined(how: OutputFormat, pieces: Sequence[str]) -> list[tuple[str, str]]:
     return made
 
 
-def test_after_a_call_whose_end_is_garbled_others_are_read() -> None:
+def test_calls_after_one_with_a_garbled_end_are_parsed() -> None:
     text = CALL.replace("</tool_call>", "</tool>\nand\n") + CALL
     for cuts in ([], list(range(len(text)))):
         assert [name for name, _ in read(HERMES, text, cuts)["calls"]] == ["w", "w"]
@@ -444,14 +444,16 @@ def test_after_a_call_whose_end_is_garbled_others_are_read() -> None:
         ("list", "[TOOL_CALLS] [", "[TOOL_CALLS] ["),
     ],
 )
-def test_a_call_that_has_begun_is_told_in_its_form(name: str, text: str, begun: str) -> None:
+def test_phase_text_of_a_started_call_has_the_formats_delimiter(
+    name: str, text: str, begun: str
+) -> None:
     parser = OutputParser(form(name), "", True, [WEATHER])
     feed(parser, text)
     assert parser.phase == "call"
     assert parser.phase_text.split() == begun.split()
 
 
-def test_json_without_a_mark_is_an_answer_up_to_the_name_of_a_tool() -> None:
+def test_undelimited_json_is_content_up_to_the_name_of_a_tool() -> None:
     """So that the grammar of calls holds nothing but calls."""
     parser = OutputParser(form("llama"), "", True, [WEATHER])
     phases = []
@@ -468,7 +470,7 @@ def test_json_without_a_mark_is_an_answer_up_to_the_name_of_a_tool() -> None:
 
 @pytest.mark.parametrize("tool", ["ns:tool", "a/b", "3d_render", "-x", "a.b-c", "x" * 64])
 @pytest.mark.parametrize("name", [*FORMS, "channels"])
-def test_a_tool_may_have_any_name_that_a_request_may_give_it(name: str, tool: str) -> None:
+def test_every_valid_tool_name_is_parsed_in_every_format(name: str, tool: str) -> None:
     how = form(name)
     assert how.tool_calls is not None
     arguments = "n=1" if "python" in name else "n:1" if name == "typed" else '{"n": 1}'
@@ -482,14 +484,14 @@ def test_a_tool_may_have_any_name_that_a_request_may_give_it(name: str, tool: st
 
 
 @pytest.mark.parametrize("cut", range(1, 10))
-def test_of_a_call_that_is_cut_short_no_mark_is_shown(cut: int) -> None:
+def test_truncated_call_shows_no_delimiter(cut: int) -> None:
     text = "So <tool_call>\n<function=get>\n<parameter=n>\n7\n</parameter>\n<parameter=s>\nab"
     made = read(form("coder"), text[: len(text) * cut // 10], tools=[WEATHER])
     assert made["content"].strip() == "So"
     assert [name for name, _ in made["calls"]] in ([], ["get"])
 
 
-def test_thoughts_that_nothing_has_opened_are_told_where_they_end() -> None:
+def test_unopened_reasoning_is_reported_where_it_closes() -> None:
     open_ended = replace(DEFAULT_OUTPUT_FORMAT, may_close_unopened=True)
     for text, kinds in (
         ("a</think>b", ["content", "reasoning_end", "content"]),
@@ -591,7 +593,9 @@ TEMPLATES: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "text"), TEMPLATES)
-def test_the_library_reads_a_response_template_the_same(fields: dict[str, Any], text: str) -> None:
+def test_response_templates_are_parsed_as_by_transformers(
+    fields: dict[str, Any], text: str
+) -> None:
     spec = {"start_anchor": "\n", "fields": {**fields, "content": {"content": "text"}}}
     theirs = parse_response(text, copy.deepcopy(spec), prefix="", tools=[WEATHER])
     calls = theirs.get("tool_calls", [])
@@ -604,7 +608,7 @@ def test_the_library_reads_a_response_template_the_same(fields: dict[str, Any], 
         assert [(name, json.loads(arguments)) for name, arguments in ours["calls"]] == expected
 
 
-def test_arguments_come_while_they_are_written() -> None:
+def test_arguments_are_streamed() -> None:
     parser = OutputParser(HERMES, "", True)
     assert feed(parser, '<tool_call>\n{"name": "w"') == [("call", TextSpan(""), "w")]
     phases = [parser.phase]
@@ -615,7 +619,7 @@ def test_arguments_come_while_they_are_written() -> None:
     assert (parser.calls_started, parser.calls_finished) == (1, 1)
 
 
-def test_content_is_not_held_back_longer_than_it_must() -> None:
+def test_content_is_emitted_as_soon_as_it_is_certain() -> None:
     parser = OutputParser(HERMES, "", True)
     assert texts(feed(parser, "one two")) == ["one two"]
     assert feed(parser, " <too") == []
@@ -633,12 +637,14 @@ def test_content_is_not_held_back_longer_than_it_must() -> None:
         ("", "  Hi", {"reasoning": "", "content": "  Hi"}),
     ],
 )
-def test_what_the_prompt_has_begun_goes_on(begun: str, text: str, expected: dict[str, str]) -> None:
+def test_parsing_continues_from_the_prompts_prefix(
+    begun: str, text: str, expected: dict[str, str]
+) -> None:
     assert read(HERMES, text, begun=begun) == {**expected, "calls": []}
     assert read(HERMES, text, list(range(len(text))), begun) == {**expected, "calls": []}
 
 
-def test_a_call_that_the_prompt_has_begun_is_told_whole() -> None:
+def test_call_started_in_the_prompt_is_emitted_whole() -> None:
     begun = '<tool_call>\n{"name": "weather", "arguments": {"ci'
     text = 'ty": "Paris"}}\n</tool_call>'
     whole = [("weather", '{"city": "Paris"}')]
@@ -653,7 +659,7 @@ def test_a_call_that_the_prompt_has_begun_is_told_whole() -> None:
 
 
 @pytest.mark.parametrize("name", ['["x"', "12", '{"x": "y"', '""', "null", "[" * 2000 + '"x"'])
-def test_a_name_that_is_none_begins_no_call(name: str) -> None:
+def test_invalid_name_starts_no_call(name: str) -> None:
     text = '<tool_call>\n{"name": ' + name + ', "arguments": {}}\n</tool_call>'
     found = read(HERMES, text)
     assert found["calls"] == []
@@ -677,7 +683,7 @@ REFERRING = {
 }
 
 
-def test_arguments_have_the_types_that_their_schemas_refer_to() -> None:
+def test_arguments_have_the_types_of_referenced_schemas() -> None:
     arguments = {"place": {"city": "P"}, "kind": "1", "size": 2, "tree": "3", "odd": "4"}
     shown = [(key, x if isinstance(x, str) else json.dumps(x)) for key, x in arguments.items()]
     entries = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in shown)
@@ -686,12 +692,12 @@ def test_arguments_have_the_types_that_their_schemas_refer_to() -> None:
     assert [json.loads(written) for _, written in made["calls"]] == [arguments]
 
 
-def test_without_tools_calls_are_text() -> None:
+def test_calls_are_content_without_tools() -> None:
     assert read(HERMES, WHOLE, calls=False)["content"] == f"Hello  there. \n{CALL}\n{CALL}"
 
 
 @pytest.mark.parametrize("body", ["nonsense", '{"name": 3}', '{"arguments": {}}', ""])
-def test_a_call_that_makes_no_sense_is_text(body: str) -> None:
+def test_invalid_call_is_content(body: str) -> None:
     text = f"So: <tool_call>{body}</tool_call> yes"
     made = read(HERMES, text)
     assert made["content"] == text
@@ -706,7 +712,7 @@ def test_a_call_that_makes_no_sense_is_text(body: str) -> None:
         ("x" * 10_000, ["w"], "x" * 10_000),
     ],
 )
-def test_a_string_that_never_ends_ends_with_its_call(
+def test_unterminated_string_ends_with_its_call(
     follows: str, calls: list[str], content: str
 ) -> None:
     text = '<tool_call>\n{"name": "w", "arguments": {"s": "a}}\n</tool_call>' + follows
@@ -725,7 +731,7 @@ def test_a_string_that_never_ends_ends_with_its_call(
         ("bare python", "[get(n=1, s='a'"),
     ],
 )
-def test_of_a_bare_call_that_is_cut_short_nothing_is_shown(name: str, text: str) -> None:
+def test_truncated_undelimited_call_is_hidden(name: str, text: str) -> None:
     for end in range(1, len(text)):
         for cuts in ([], list(range(1, end))):
             assert read(form(name), text[:end], cuts)["content"] == "", text[:end]
@@ -741,19 +747,19 @@ def test_of_a_bare_call_that_is_cut_short_nothing_is_shown(name: str, text: str)
         ("bare python", "[see(n=1, s"),
     ],
 )
-def test_what_cannot_become_a_bare_call_is_shown(name: str, text: str) -> None:
+def test_text_that_cannot_become_an_undelimited_call_is_shown(name: str, text: str) -> None:
     assert read(form(name), text)["content"] == text
     assert read(form(name), text, calls=False)["content"] == text
 
 
-def test_a_call_that_is_cut_short_keeps_what_there_is() -> None:
+def test_truncated_call_keeps_its_partial_arguments() -> None:
     parser = OutputParser(HERMES, "", True)
     events = feed(parser, '<tool_call>\n{"name": "w", "arguments": {"ci') + parser.finish()
     assert [(event.name, event.span.text) for event in events] == [("w", ""), (None, '{"ci')]
 
 
 @pytest.mark.parametrize("cut", ["<tool_call>", '<tool_call>\n{"na', '<tool_call>\n{"name": "w'])
-def test_a_call_without_a_name_yet_is_not_shown(cut: str) -> None:
+def test_truncated_call_without_a_name_is_hidden(cut: str) -> None:
     parser = OutputParser(HERMES, "", True)
     events = feed(parser, "So " + cut) + parser.finish()
     assert [(event.kind, event.span.text) for event in events] == [("content", "So")]
@@ -771,7 +777,7 @@ def test_a_call_without_a_name_yet_is_not_shown(cut: str) -> None:
         ("", ""),
     ],
 )
-def test_what_a_prompt_has_begun(prompt: str, begun: str) -> None:
+def test_reasoning_at_the_end_of_a_prompt_is_found(prompt: str, begun: str) -> None:
     assert DEFAULT_OUTPUT_FORMAT.reasoning_at_end(prompt) == begun
     assert (
         inferred_output_format(None, None, DEFAULT_TOOL_CALL_FORMAT, None).reasoning_at_end(prompt)
@@ -779,7 +785,7 @@ def test_what_a_prompt_has_begun(prompt: str, begun: str) -> None:
     )
 
 
-def test_what_is_held_to_a_document_has_no_marks() -> None:
+def test_constrained_document_has_no_delimiters() -> None:
     parser = OutputParser(HERMES, "<think>\n\n</think>\n\n", False, is_document=True)
     text = f' "<think>{CALL}</think> '
     events = [event for letter in text for event in parser.feed(TextSpan(letter), True)]
@@ -788,7 +794,7 @@ def test_what_is_held_to_a_document_has_no_marks() -> None:
     assert {event.kind for event in events} == {"content"}
 
 
-def test_a_document_begins_where_it_is_held_to_its_grammar() -> None:
+def test_document_starts_where_the_grammar_constrains() -> None:
     parser = OutputParser(HERMES, "", False, is_document=True)
     events = feed(parser, "<think>a <b></think>")
     events += parser.feed(TextSpan("<think>1"), True) + parser.finish()
@@ -797,7 +803,7 @@ def test_a_document_begins_where_it_is_held_to_its_grammar() -> None:
     ]  # fmt: skip
 
 
-def test_calls_in_place_of_a_document_come_first() -> None:
+def test_calls_count_only_before_a_document() -> None:
     parser = OutputParser(HERMES, "", True, is_document=True)
     events = parser.feed(TextSpan(f"{CALL}\n{CALL}"), True)
     assert [event.name for event in events if event.name] == ["w", "w"]
@@ -807,7 +813,7 @@ def test_calls_in_place_of_a_document_come_first() -> None:
     assert parser.calls_started == 0
 
 
-def test_a_mark_within_a_string_ends_no_call_that_is_held_to_json() -> None:
+def test_delimiter_in_a_string_does_not_end_a_constrained_json_call() -> None:
     text = '<tool_call>\n{"name": "w", "arguments": {"s": "a</tool_call>b"}}\n</tool_call>'
     parser = OutputParser(HERMES, "", True)
     events = [event for letter in text for event in parser.feed(TextSpan(letter), True)]
@@ -823,9 +829,7 @@ def test_a_mark_within_a_string_ends_no_call_that_is_held_to_json() -> None:
         ("typed", '<|tool_call>call:get{{s:<|"|>{}<|"|>}}<tool_call|>'),
     ],
 )
-def test_a_mark_within_a_value_ends_no_call_that_is_held_to_its_grammar(
-    name: str, text: str
-) -> None:
+def test_delimiter_in_a_value_does_not_end_a_constrained_call(name: str, text: str) -> None:
     said = "a </function> b</tool_call><|tool_call>}<tool_call|> c"
     parser = OutputParser(form(name), "", True, [WEATHER])
     events = [
@@ -837,14 +841,14 @@ def test_a_mark_within_a_value_ends_no_call_that_is_held_to_its_grammar(
     assert cut["content"]
 
 
-def test_json_in_the_middle_of_a_text_is_no_call() -> None:
+def test_json_within_content_is_no_call() -> None:
     how = form("llama")
     text = 'Here: {"name": "Bob", "parameters": {}} done.'
     assert read(how, text) == {"content": text, "reasoning": "", "calls": []}
     assert read(how, text, list(range(len(text))))["content"] == text
 
 
-def test_plain_text_is_not_searched_for_marks() -> None:
+def test_text_without_first_characters_is_not_searched() -> None:
     parser = OutputParser(HERMES, "", True)
     parser._active = [mark._replace(pattern=None) for mark in parser._active]
     assert texts(feed(parser, "1 > 0")) == ["1 > 0"]
@@ -854,7 +858,7 @@ def test_plain_text_is_not_searched_for_marks() -> None:
     ("name", "arguments", "last"),
     [("section", '{"n": 1}', "</call>"), ("coder", "", "</function>")],
 )
-def test_the_end_of_calls_cut_short_is_no_content(name: str, arguments: str, last: str) -> None:
+def test_truncated_end_of_calls_is_no_content(name: str, arguments: str, last: str) -> None:
     text = FORMS[name].render([("get", arguments)])
     for cut in range(text.index(last) + len(last), len(text)):
         made = read(form(name), text[:cut])
@@ -862,7 +866,7 @@ def test_the_end_of_calls_cut_short_is_no_content(name: str, arguments: str, las
         assert [call for call, _ in made["calls"]] == ["get"]
 
 
-def test_spaces_and_marks_that_never_end_take_no_more_time_each() -> None:
+def test_endless_spaces_and_delimiters_take_linear_time() -> None:
     """Four times as many take about four times as long, not sixteen."""
     for how, text in (
         (HERMES, (" " * 4000 + "x") * 20),
@@ -881,7 +885,7 @@ def test_spaces_and_marks_that_never_end_take_no_more_time_each() -> None:
 
 
 @pytest.mark.parametrize("header", ["<|channel|>to=a", " to=functions.get_it<|channel|>comment"])
-def test_headers_that_never_end_are_looked_through_once(header: str) -> None:
+def test_endless_headers_take_linear_time(header: str) -> None:
     text = header * 100
     seconds, events = parsed_by_pieces(form("channels"), text)
     assert seconds < 0.5
@@ -917,5 +921,5 @@ def parsed_by_pieces(how: Any, text: str) -> tuple[float, list[Any]]:
         (r"a\\", "a\\"),
     ],
 )
-def test_patterns_that_stand_for_one_text(pattern: str, text: str | None) -> None:
+def test_literal_of_a_pattern(pattern: str, text: str | None) -> None:
     assert literal_of(pattern) == text

@@ -110,7 +110,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "arguments", "good"), CASES)
-def test_arguments_are_held_to_their_schema(name: str, arguments: str, good: bool) -> None:
+def test_arguments_are_constrained_by_their_schema(name: str, arguments: str, good: bool) -> None:
     form = FORMS[name]
     text = form.render([("get", arguments)]).replace("\1", "id1").lstrip()
     assert takes(form, text) == good
@@ -131,7 +131,7 @@ BOUND = {
     ("s", "p", "good"),
     [("abc", "ab/12", True), ("a", "ab/12", False), ("abcde", "ab/12", False), ("abc", "x", False)],
 )
-def test_texts_have_their_length_and_pattern(name: str, s: str, p: str, good: bool) -> None:
+def test_strings_have_their_length_and_pattern(name: str, s: str, p: str, good: bool) -> None:
     form = FORMS[name]
     shown = {
         "typed": f"p:{Q}{p}{Q},s:{Q}{s}{Q}",
@@ -160,7 +160,7 @@ REFERS = {
         ("coder", written(FORMS["coder"], [("n", "four")]), False),
     ],
 )
-def test_what_a_schema_refers_to_is_held_to(name: str, arguments: str, good: bool) -> None:
+def test_referenced_schemas_constrain(name: str, arguments: str, good: bool) -> None:
     form = FORMS[name]
     tool = {"type": "function", "function": {"name": "get", "parameters": REFERS}}
     assert takes(form, form.render([("get", arguments)]), tools=[tool]) == good
@@ -170,7 +170,7 @@ FORMS_OF_SEVERAL = [name for name in FORMS if FORMS[name].separator is not None]
 
 
 @pytest.mark.parametrize("name", FORMS_OF_SEVERAL)
-def test_several_calls_where_they_may_be(name: str) -> None:
+def test_several_calls_only_where_allowed(name: str) -> None:
     form = FORMS[name]
     empty = "{}" if form.arguments.style == "json" else ""
     two = form.render([("put", empty), ("put", empty)]).replace("\1", "id1").lstrip()
@@ -178,7 +178,7 @@ def test_several_calls_where_they_may_be(name: str) -> None:
     assert not takes(form, two, several=False)
 
 
-def test_a_call_within_a_section_is_held_as_well() -> None:
+def test_call_started_in_a_section_is_constrained() -> None:
     form = FORMS["section"]
     within = "<call>functions.put:1<args>{}</call>"
     assert takes(form, f"<calls>{within}</calls>", started=True)
@@ -186,7 +186,7 @@ def test_a_call_within_a_section_is_held_as_well() -> None:
     assert not takes(form, f"{within}</calls>")
 
 
-def test_what_stands_before_a_call_in_a_message_may_come() -> None:
+def test_message_start_may_precede_a_call() -> None:
     form = HARMONY.tool_calls
     assert form is not None
     tokenizer = LLTokenizer("byte")
@@ -207,7 +207,7 @@ class GrammarRecorder:
         self.grammar = grammar
 
 
-def test_a_document_in_place_of_calls_has_its_own_header() -> None:
+def test_document_instead_of_calls_has_its_own_header() -> None:
     builder: Any = ConstraintBuilder.__new__(ConstraintBuilder)
     builder._template, builder.grammars = SimpleNamespace(), GrammarRecorder()
     chat = Chat(({"role": "user", "content": "?"},), (TOOL,))
@@ -244,7 +244,7 @@ def test_a_document_in_place_of_calls_has_its_own_header() -> None:
     ],
 )
 @pytest.mark.parametrize("name", [*FORMS, "plain"])
-def test_any_schema_makes_a_grammar(name: str, schema: object) -> None:
+def test_any_schema_has_a_grammar(name: str, schema: object) -> None:
     form = DEFAULT_OUTPUT_FORMAT.tool_calls if name == "plain" else FORMS[name]
     assert form is not None
     tool = {"type": "function", "function": {"name": "get", "parameters": schema}}
@@ -293,7 +293,7 @@ def entry(name: str, key: str, value: object) -> str:
         ({"d": "other", "z": 1}, False),
     ],
 )
-def test_what_is_required_and_chosen(name: str, arguments: dict[str, Any], good: bool) -> None:
+def test_required_properties_and_choices(name: str, arguments: dict[str, Any], good: bool) -> None:
     form = FORMS[name]
     written = form.arguments.comma.join(entry(name, *each) for each in arguments.items())
     tool = {"type": "function", "function": {"name": "get", "parameters": HELD}}
@@ -309,7 +309,7 @@ def test_what_is_required_and_chosen(name: str, arguments: dict[str, Any], good:
     ],
 )
 @pytest.mark.parametrize("name", [*FORMS, "plain"])
-def test_nonsense_in_a_schema_is_no_bug_of_ours(name: str, schema: dict[str, Any]) -> None:
+def test_invalid_schemas_raise_no_internal_error(name: str, schema: dict[str, Any]) -> None:
     form = DEFAULT_OUTPUT_FORMAT.tool_calls if name == "plain" else FORMS[name]
     assert form is not None
     parameters = {"properties": {"a": schema}, "required": [["a"], {}]}
@@ -318,7 +318,7 @@ def test_nonsense_in_a_schema_is_no_bug_of_ours(name: str, schema: dict[str, Any
     assert read_value("1", parameter_types({"function": function})["a"]) is not None
 
 
-def test_a_value_of_any_type_has_its_key_in_python() -> None:
+def test_untyped_python_arguments_have_their_keys() -> None:
     tool = {"type": "function", "function": {"name": "get", "parameters": HELD}}
     assert takes(FORMS["python"], "<|calls|>[get(e='x', z=1)]<|end_calls|>", tools=[tool])
     assert not takes(FORMS["python"], "<|calls|>[get('x', z=1)]<|end_calls|>", tools=[tool])
@@ -326,7 +326,7 @@ def test_a_value_of_any_type_has_its_key_in_python() -> None:
 
 @pytest.mark.parametrize("kind", ["any", "int", ["string", "int"]])
 @pytest.mark.parametrize("name", ["llama", "coder", "python"])
-def test_what_is_of_a_type_that_json_has_not_may_be_anything(name: str, kind: Any) -> None:
+def test_types_unknown_to_json_are_unconstrained(name: str, kind: Any) -> None:
     parameters = {"type": "dict", "properties": {"n": {"type": kind}}, "required": ["n"]}
     tool = {"type": "function", "function": {"name": "get", "parameters": parameters}}
     form = FORMS[name]

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from server.commands.template import end_of_turn
+from tests.unit.test_history import answered, chat, results
 from tests.unit.test_parser import garbled
-from tests.unit.test_turns import answered, chat, results
 from worker.generation.input_processor import response_parser, response_prefix
 from worker.generation.response_reader import (
     ParsedResponse,
@@ -136,7 +136,7 @@ def all_ways(case: dict[str, Any]) -> dict[str, ParsedResponse]:
 
 
 @pytest.mark.parametrize(("name", "number"), NUMBERED)
-def test_what_a_model_writes_is_read_as_it_is_meant(name: str, number: int) -> None:
+def test_recorded_outputs_are_parsed_as_intended(name: str, number: int) -> None:
     case = cases()[name][number]
     why = OTHERWISE.get(name, {}).get(number)
     wrong = {}
@@ -150,7 +150,7 @@ def test_what_a_model_writes_is_read_as_it_is_meant(name: str, number: int) -> N
         assert wrong, "it is read as it is meant: take it out of OTHERWISE"
 
 
-def test_nearly_all_are_read_as_they_are_meant() -> None:
+def test_nearly_all_recorded_outputs_are_parsed_as_intended() -> None:
     right = 0
     for name, number in NUMBERED:
         case = cases()[name][number]
@@ -162,7 +162,7 @@ def test_nearly_all_are_read_as_they_are_meant() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_garbled_is_read_the_same_however_it_comes(name: str) -> None:
+def test_garbled_output_is_parsed_the_same_whatever_the_chunks(name: str) -> None:
     template, chance = reader(name).template, random.Random(0)
     texts = [(text, [LOOKUP]) for text, _ in template.examples]
     texts += [(case["output"], tools_of(case)) for case in cases().get(name, [])]
@@ -294,7 +294,7 @@ def leaves(value: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_tool_that_does_not_describe_itself_is_shown(name: str) -> None:
+def test_tool_without_descriptions_is_rendered(name: str) -> None:
     template, bare = reader(name).template, {"type": "function", "function": {"name": "clock"}}
     if not template.takes_tools:
         pytest.skip("the template shows no tools")
@@ -303,7 +303,7 @@ def test_a_tool_that_does_not_describe_itself_is_shown(name: str) -> None:
 
 @pytest.mark.parametrize("answer", ANSWERS)
 @pytest.mark.parametrize("name", NAMES)
-def test_what_a_model_calls_is_read_and_goes_back(name: str, answer: str) -> None:
+def test_generated_calls_are_parsed_and_rendered_back(name: str, answer: str) -> None:
     parts = ANSWERS[answer]
     if not shown_by(name, parts):
         pytest.skip("the template cannot show it in one turn")

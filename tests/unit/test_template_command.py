@@ -61,7 +61,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_what_was_learned_is_told_in_a_few_lines(run: Any) -> None:
+def test_report_is_a_few_lines_of_text(run: Any) -> None:
     ran = run("demo")
     assert ran.status == 0
     lines = ran.out.splitlines()
@@ -71,7 +71,7 @@ def test_what_was_learned_is_told_in_a_few_lines(run: Any) -> None:
     assert not any(line.startswith("lacks") for line in lines)
 
 
-def test_the_same_comes_as_json(run: Any) -> None:
+def test_report_as_json(run: Any) -> None:
     made = json.loads(run("demo", "--json").out)
     assert made["calls"]["learned"]
     assert made["calls"]["arguments"] == "json"
@@ -86,7 +86,7 @@ def test_the_same_comes_as_json(run: Any) -> None:
     assert made["lacks"] == []
 
 
-def test_a_file_takes_a_tokenizer_or_gets_one(run: Any, file: Path) -> None:
+def test_template_file_is_read_with_or_without_a_tokenizer(run: Any, file: Path) -> None:
     alone = json.loads(run(file, "--json").out)
     [told] = alone["lacks"]
     assert "tools" in told  # this template shows none
@@ -96,7 +96,7 @@ def test_a_file_takes_a_tokenizer_or_gets_one(run: Any, file: Path) -> None:
     assert alone["end_tokens"] == ["</s>"]
 
 
-def test_what_a_template_lacks_is_told(run: Any, tmp_path: Path) -> None:
+def test_report_has_what_a_template_lacks(run: Any, tmp_path: Path) -> None:
     path = tmp_path / "bare.jinja"
     path.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
     ran = run(path)
@@ -105,7 +105,7 @@ def test_what_a_template_lacks_is_told(run: Any, tmp_path: Path) -> None:
         assert any(word in line for line in lacks), word
 
 
-def test_answers_are_read_as_the_server_reads_them(run: Any, tmp_path: Path) -> None:
+def test_outputs_are_parsed_as_by_the_server(run: Any, tmp_path: Path) -> None:
     written = "\n".join(json.dumps(line) for line, _ in LINES)
     path = tmp_path / "lines.jsonl"
     path.write_text(written + "\n\n")
@@ -119,7 +119,7 @@ def test_answers_are_read_as_the_server_reads_them(run: Any, tmp_path: Path) -> 
     "bad",
     ["{", '{"tools": []}', '{"output": 3}', '{"output": "", "tools": [{"description": ""}]}', "[]"],
 )
-def test_a_bad_line_is_named(run: Any, bad: str) -> None:
+def test_error_names_an_invalid_line(run: Any, bad: str) -> None:
     ran = run("demo", "--read", "-", stdin=f'{{"output": "Hi"}}\n{bad}\n{{"output": "no more"}}')
     assert ran.status == 2
     assert ran.err.startswith("template: line 2: ")
@@ -127,7 +127,7 @@ def test_a_bad_line_is_named(run: Any, bad: str) -> None:
     assert len(ran.out.splitlines()) == 1
 
 
-def test_a_line_that_the_template_refuses_is_named(run: Any, tmp_path: Path) -> None:
+def test_error_names_a_line_that_the_template_refuses(run: Any, tmp_path: Path) -> None:
     path = tmp_path / "no.jinja"
     path.write_text(
         "{{ raise_exception('No tools!') if enable_thinking }}{{ messages[0].content }}"
@@ -148,14 +148,14 @@ def test_a_line_that_the_template_refuses_is_named(run: Any, tmp_path: Path) -> 
         ("demo", "--tokenizer", "./nowhere"),
     ],
 )
-def test_what_is_not_there_is_named(run: Any, arguments: tuple[str, ...]) -> None:
+def test_error_names_a_missing_file(run: Any, arguments: tuple[str, ...]) -> None:
     ran = run(*arguments)
     assert (ran.status, ran.out) == (2, "")
     assert "nowhere" in ran.err
     assert len(ran.err.splitlines()) == 1
 
 
-def test_the_script_runs_from_any_folder(file: Path) -> None:
+def test_script_runs_from_any_folder(file: Path) -> None:
     command = [sys.executable, "-P", "-m", "server.commands.template", file.name, "--json"]
     environ = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     ran = subprocess.run(command, cwd=file.parent, env=environ, capture_output=True, timeout=120)

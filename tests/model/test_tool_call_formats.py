@@ -143,7 +143,7 @@ def opening(made: GenerationEngine, name: str, seed: int) -> Sampling:
 
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("name", FORMS)
-def test_what_must_be_called_is_called_in_the_models_form(name: str, special: bool) -> None:
+def test_required_calls_are_in_the_models_format(name: str, special: bool) -> None:
     made = engine(name, special)
     assert made.input_processor.template.notes == []
     calls = ToolCallPolicy(("weather", "travel"), required=True)
@@ -168,7 +168,7 @@ def test_what_must_be_called_is_called_in_the_models_form(name: str, special: bo
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_formats_and_numbers_of_items_are_held(name: str) -> None:
+def test_formats_and_item_counts_are_enforced(name: str) -> None:
     address = {"type": "string", "format": "ipv4"}
     parameters = {
         "type": "object",
@@ -199,7 +199,7 @@ def test_formats_and_numbers_of_items_are_held(name: str) -> None:
 
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("name", FORMS)
-def test_a_call_that_the_model_begins_is_held_to_its_tool(name: str, special: bool) -> None:
+def test_call_that_the_model_starts_is_constrained_by_its_tool(name: str, special: bool) -> None:
     made = engine(name, special)
     asked = [
         asking(
@@ -222,7 +222,7 @@ def test_a_call_that_the_model_begins_is_held_to_its_tool(name: str, special: bo
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_a_document_or_a_call(name: str) -> None:
+def test_output_is_a_document_or_a_call(name: str) -> None:
     schema = {
         "type": "object",
         "properties": {"n": {"type": "integer", "maximum": 9}},

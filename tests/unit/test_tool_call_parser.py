@@ -39,7 +39,7 @@ def read(parser: JsonCallParser, text: str, cuts: Sequence[int]) -> list[tuple[s
 
 
 @given(st.lists(CALLS, min_size=1, max_size=3), STYLES, st.booleans(), st.data())
-def test_any_calls_however_they_are_cut(
+def test_calls_are_parsed_whatever_the_chunks(
     made: list[tuple[str, dict[str, Any], list[int], Any]],
     style: tuple[str, str, int | None],
     listed: bool,
@@ -60,7 +60,7 @@ def test_any_calls_however_they_are_cut(
     assert calls == read(JsonCallParser("fn", "args"), text, range(len(text)))
 
 
-def test_a_name_is_told_as_soon_as_it_is_whole() -> None:
+def test_name_is_emitted_as_soon_as_it_is_complete() -> None:
     parser = JsonCallParser("name", "arguments")
     assert parser.feed('{"name": "get_wea') == []
     assert not parser.started
@@ -71,13 +71,13 @@ def test_a_name_is_told_as_soon_as_it_is_whole() -> None:
     assert parser.feed("}\n") == []
 
 
-def test_arguments_alone_belong_to_the_name_that_stood_before() -> None:
+def test_bare_arguments_belong_to_the_fixed_name() -> None:
     assert read(JsonCallParser("", "", "f"), ' {"a": "b } "} \n', [3, 9]) == [
         ("f", '{"a": "b } "}')
     ]
 
 
-def test_what_names_no_function_is_no_call() -> None:
+def test_json_without_a_name_is_no_call() -> None:
     for text in (
         "nonsense",
         "{}",

@@ -150,16 +150,16 @@ SMALL = [
 
 
 @pytest.mark.parametrize(("template", "form"), SMALL)
-def test_what_a_template_takes_is_found_out(template: str, form: HistoryFormat | None) -> None:
+def test_history_format_is_inferred(template: str, form: HistoryFormat | None) -> None:
     assert template_of(HEAD + template + END).history_format == form
 
 
-def test_a_model_without_a_template_loads() -> None:
+def test_model_without_a_template_loads() -> None:
     assert ChatTemplate(llama_tokenizer(None)).history_format is None
 
 
 @pytest.mark.parametrize("template", [each for each, form in SMALL if form])
-def test_calls_and_what_is_said_before_them_are_shown(template: str) -> None:
+def test_calls_and_the_content_before_them_are_rendered(template: str) -> None:
     parts = [DeltaPart("content", "Well."), calling(), calling({}, "clock")]
     text = second_turn(template_of(HEAD + template + END), parts, "sunny", "noon")
     text = text[text.index("[user]") :]
@@ -170,7 +170,7 @@ def test_calls_and_what_is_said_before_them_are_shown(template: str) -> None:
     assert text.endswith("[assistant]")
 
 
-def test_one_call_at_a_time_is_followed_by_its_result() -> None:
+def test_single_calls_are_followed_by_their_results() -> None:
     text = second_turn(
         template_of(HEAD + FIRST_ONLY + END), [calling(), calling({}, "clock")], *"12"
     )
@@ -181,7 +181,7 @@ def test_one_call_at_a_time_is_followed_by_its_result() -> None:
     ]  # fmt: skip
 
 
-def test_results_come_in_the_order_of_their_calls() -> None:
+def test_results_follow_the_order_of_their_calls() -> None:
     chat_template = template_of(HEAD + SAYS + OBJECTS + END)
     message = answered(chat_template, [ASKED], calling(), calling({}, "clock"))
     told = results(message, "sunny", "noon")
@@ -199,7 +199,7 @@ FOREIGN = ["call_0123456789abcdef01234567", "toolu_01", "call_0", "call_0", None
 
 
 @pytest.mark.parametrize("ids", [FOREIGN[:2], FOREIGN[2:4], FOREIGN[3:], ["abcdefgh1", "x"]])
-def test_ids_of_another_server_fit_and_are_the_same_in_a_call_and_its_result(
+def test_foreign_ids_are_adapted_equally_in_calls_and_results(
     ids: list[str | None],
 ) -> None:
     marked = NINE.replace("{{ c.id }}", "%{{ c.id }}%")
@@ -230,7 +230,7 @@ def test_ids_of_another_server_fit_and_are_the_same_in_a_call_and_its_result(
 @pytest.mark.parametrize(
     ("template", "form"), [(OBJECTS, "call_[0-9a-f]{24}"), (NINE, "[0-9a-f]{9}")]
 )
-def test_ids_of_answers_have_the_templates_form(template: str, form: str) -> None:
+def test_new_call_ids_have_the_templates_form(template: str, form: str) -> None:
     chat_template = template_of(HEAD + SAYS + template + END)
     calls = answered(chat_template, [ASKED], calling(), calling())["tool_calls"]
     assert calls[0]["id"] != calls[1]["id"]
@@ -239,7 +239,7 @@ def test_ids_of_answers_have_the_templates_form(template: str, form: str) -> Non
     assert [call["id"] for call in message["tool_calls"]] == [call["id"] for call in calls]
 
 
-def test_ids_that_name_functions_count_through_the_conversation() -> None:
+def test_named_ids_count_through_the_conversation() -> None:
     chat_template = template_of(HEAD + SAYS + NAMED + END)
     first = answered(chat_template, [ASKED], calling(), calling({}, "clock"))
     assert [call["id"] for call in first["tool_calls"]] == [
@@ -252,14 +252,14 @@ def test_ids_that_name_functions_count_through_the_conversation() -> None:
     assert text.endswith("[tool]rainfunctions.get_weather:0[assistant]")
 
 
-def test_a_late_result_finds_its_call() -> None:
+def test_late_result_is_matched_to_its_call() -> None:
     chat_template = template_of(HEAD + "{{ m.name }}{{ m.tool_call_id }}" + SAYS + NAMED + END)
     message = answered(chat_template, [ASKED], calling())
     text = chat_template.render(chat([ASKED, message, ASKED, *results(message, "sunny")])[1]).text
     assert "[tool]get_weatherfunctions.get_weather:0" in text
 
 
-def test_results_of_earlier_calls_or_of_none_stay() -> None:
+def test_results_of_earlier_or_unknown_calls_are_kept() -> None:
     chat_template = template_of(HEAD + "{{ m.name }}" + SAYS + NINE + END)
     first, second = (answered(chat_template, [ASKED], calling(name=name)) for name in ("a", "b"))
     unknown = {"role": "tool", "tool_call_id": "call_unknown", "content": "lost"}
@@ -270,14 +270,14 @@ def test_results_of_earlier_calls_or_of_none_stay() -> None:
 
 
 @pytest.mark.parametrize("written", ['{"city": ', "[1]", "sunny"])
-def test_arguments_that_are_none_are_shown_as_they_are(written: str) -> None:
+def test_invalid_arguments_are_rendered_unchanged(written: str) -> None:
     for template in (SAYS + OBJECTS, SAYS + TEXTS, SAYS):
         part = DeltaPart("call", written, "get_weather")
         text = second_turn(template_of(HEAD + template + END), [part], "told")
         assert written in text or json.dumps(written) in text
 
 
-def test_integers_of_any_size_are_shown_as_they_are() -> None:
+def test_large_integers_are_rendered_unchanged() -> None:
     for template in (SAYS + OBJECTS, SAYS + TEXTS):
         part = DeltaPart("call", '{"city": 12345678901234567890123}', "get_weather")
         assert "12345678901234567890123" in second_turn(
@@ -285,7 +285,7 @@ def test_integers_of_any_size_are_shown_as_they_are() -> None:
         )
 
 
-def test_calls_that_cannot_be_shown_are_refused() -> None:
+def test_calls_are_an_error_where_the_template_supports_none() -> None:
     only = "{{ raise_exception('one') if messages | length > 2 }}{{ m.content }}"
     chat_template = template_of(HEAD + only + END)
     assert chat_template.render(chat([ASKED])[1]).text
@@ -301,9 +301,7 @@ def test_calls_that_cannot_be_shown_are_refused() -> None:
         ("messages[0].content + 1", "cannot render these messages"),
     ],
 )
-def test_a_refusal_says_what_the_template_says_and_nothing_of_its_insides(
-    raises: str, message: str
-) -> None:
+def test_error_quotes_the_templates_own_message_only(raises: str, message: str) -> None:
     with pytest.raises(InvalidInput) as refused:
         template_of("{{ " + raises + " }}").render(chat([ASKED])[1])
     assert str(refused.value) == f"the model's chat template {message}"
@@ -332,7 +330,7 @@ def real(name: str) -> ChatTemplate:
 @needs_templates
 @pytest.mark.parametrize("name", CAN)
 @pytest.mark.parametrize("arguments", [CITY, NESTED])
-def test_a_real_template_shows_a_call_and_its_result(name: str, arguments: Any) -> None:
+def test_real_template_renders_a_call_and_its_result(name: str, arguments: Any) -> None:
     text = second_turn(real(name), [calling(arguments)], "18° sunny")
     assert text.count("18° sunny") == 1
     before = real(name).render(chat([ASKED])[1]).text  # the tools are told there as well
@@ -348,7 +346,7 @@ def test_a_real_template_shows_a_call_and_its_result(name: str, arguments: Any) 
 
 @needs_templates
 @pytest.mark.parametrize("name", CAN)
-def test_a_real_template_shows_two_calls_and_two_results(name: str) -> None:
+def test_real_template_renders_two_calls_and_two_results(name: str) -> None:
     oslo = {"city": "Oslo"}
     text = second_turn(real(name), [calling(), calling(oslo), calling({}, "clock")], *"αβγ")
     for letter in "αβγ":
@@ -362,7 +360,7 @@ def test_a_real_template_shows_two_calls_and_two_results(name: str) -> None:
 
 @needs_templates
 @pytest.mark.parametrize("name", CAN)
-def test_a_real_template_shows_what_is_said_before_a_call(name: str) -> None:
+def test_real_template_renders_content_before_a_call(name: str) -> None:
     for parts in ([], [DeltaPart("reasoning", "let me see")]):
         text = second_turn(
             real(name), [*parts, DeltaPart("content", "Just so."), calling()], "sunny"
@@ -374,7 +372,7 @@ def test_a_real_template_shows_what_is_said_before_a_call(name: str) -> None:
 
 @needs_templates
 @pytest.mark.parametrize("name", CAN)
-def test_a_real_template_takes_thoughts_beside_a_call(name: str) -> None:
+def test_real_template_takes_reasoning_beside_a_call(name: str) -> None:
     text = second_turn(real(name), [DeltaPart("reasoning", "let me see"), calling()], "sunny")
     assert text.count("let me see") <= 1
     assert "let me see" in text or "Qwen3-0.6B" not in name
@@ -383,7 +381,7 @@ def test_a_real_template_takes_thoughts_beside_a_call(name: str) -> None:
 
 @needs_templates
 @pytest.mark.parametrize("name", CAN)
-def test_a_real_template_takes_ids_of_other_servers(name: str) -> None:
+def test_real_template_takes_foreign_ids(name: str) -> None:
     chat_template = real(name)
     messages: list[Any] = [ASKED]
     for turn in range(2):
@@ -400,13 +398,13 @@ def test_a_real_template_takes_ids_of_other_servers(name: str) -> None:
 
 
 @needs_templates
-def test_a_real_template_that_can_show_no_tools_says_so() -> None:
+def test_tools_are_an_error_where_a_real_template_supports_none() -> None:
     with pytest.raises(InvalidInput, match=r"tools: .* neither tools nor a system message"):
         second_turn(real(CANNOT), [calling()], "sunny")
 
 
 @needs_templates
-def test_real_templates_differ_in_what_they_take() -> None:
+def test_history_formats_of_real_templates() -> None:
     forms = {name: real(name).history_format or HistoryFormat() for name in NAMES}
 
     def having(**fields: Any) -> set[str]:

@@ -10,8 +10,8 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from batching.errors import InvalidInput
-from tests.unit.test_calls_grammar import takes
 from tests.unit.test_parser import FORMS
+from tests.unit.test_tool_calls_grammar import takes
 from worker.grammar.string_formats import FORMATS
 from worker.grammar.tool_calls import tool_calls_grammar
 
@@ -163,7 +163,7 @@ def tool(parameters: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("key", FORMATS)
 @pytest.mark.parametrize("name", FREE)
-def test_texts_have_their_format(name: str, key: str) -> None:
+def test_strings_have_their_format(name: str, key: str) -> None:
     asked = [tool({"properties": {"s": {"type": "string", "format": key}}})]
     for text in GOOD[key]:
         assert jsonschema_rs.is_valid({"format": key}, text, validate_formats=True)
@@ -174,7 +174,7 @@ def test_texts_have_their_format(name: str, key: str) -> None:
 
 
 @pytest.mark.parametrize(("key", "value", "good"), ARGUMENTS)
-def test_arguments_are_held_as_in_json(key: str, value: Any, good: bool) -> None:
+def test_arguments_are_constrained_as_in_json(key: str, value: Any, good: bool) -> None:
     for name in FREE:
         text = written(name, key, value)
         assert takes(FORMS[name], text, tools=[tool(PARAMETERS)]) == good, text
@@ -183,7 +183,7 @@ def test_arguments_are_held_as_in_json(key: str, value: Any, good: bool) -> None
 
 
 @pytest.mark.parametrize("name", ["typed", "coder"])
-def test_alternatives_of_all_arguments(name: str) -> None:
+def test_alternatives_of_the_whole_schema(name: str) -> None:
     either = {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}
     asked = [tool({"properties": {"a": {"type": "integer"}, "b": {"type": "null"}}, **either})]
     assert takes(FORMS[name], written(name, "a", 1), tools=asked)
@@ -199,7 +199,7 @@ def test_alternatives_of_all_arguments(name: str) -> None:
         {"properties": {"a": {"type": "array", "minItems": 3, "maxItems": 2}}, "required": ["a"]},
     ],
 )
-def test_what_cannot_be_held_to_is_refused(parameters: Any) -> None:
+def test_unsatisfiable_schemas_are_errors(parameters: Any) -> None:
     with pytest.raises(InvalidInput):
         tool_calls_grammar(FORMS["typed"], [tool(parameters)], True, json.dumps)
 
@@ -227,7 +227,7 @@ def test_hostile_schemas_cost_little() -> None:
 
 
 @pytest.mark.parametrize("name", ["coder", "python", "typed"])
-def test_what_many_parameters_share_is_written_where_it_is_referred_to(name: str) -> None:
+def test_shared_definitions_are_written_once(name: str) -> None:
     shared = {f"d{n}": {"type": "string", "pattern": "d" * 900} for n in range(20)}
     numbers = {f"k{n}": {"type": "number", "description": "d" * 900} for n in range(100)}
     tree = {"type": "array", "items": {"$ref": "#/$defs/d0"}}
@@ -241,7 +241,7 @@ def test_what_many_parameters_share_is_written_where_it_is_referred_to(name: str
     assert not LLMatcher(LLTokenizer("byte"), made).get_error()
 
 
-def test_a_grammar_does_not_outgrow_what_is_done_about_it() -> None:
+def test_size_of_a_grammar_is_bounded_by_counted_steps() -> None:
     shared = {f"d{n}": {"type": "string", "pattern": "d" * 900} for n in range(100)}
     many = {f"k{n}": {"type": "array", "items": {"$ref": "#/$defs/d0"}} for n in range(800)}
     parameters = {"$defs": shared, "properties": many}

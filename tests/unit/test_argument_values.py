@@ -31,7 +31,7 @@ INTEGER, NULL, NUMBER = ({"string", each} for each in ("integer", "null", "numbe
         ("'x'", (), "x"),
     ],
 )
-def test_what_may_be_a_text_is_one_unless_it_is_json_of_another_type(
+def test_possible_string_is_one_unless_it_is_json_of_another_type(
     text: str, types: Any, meant: Any
 ) -> None:
     made = read_value(text, types)
@@ -51,7 +51,9 @@ def test_what_may_be_a_text_is_one_unless_it_is_json_of_another_type(
         ("'true'", {"boolean", "null"}, True),
     ],
 )
-def test_what_is_quoted_is_a_text_where_it_may_be_one(written: str, types: Any, meant: Any) -> None:
+def test_quoted_value_is_a_string_where_the_schema_allows_one(
+    written: str, types: Any, meant: Any
+) -> None:
     assert read_python_calls(f"[f(o={written})]", {"f": {"o": types}}, False) == [
         ("f", {"o": meant})
     ]

@@ -88,7 +88,7 @@ def learned(template: str) -> ChatTemplate:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_the_form_is_the_templates(name: str) -> None:
+def test_tool_call_format_is_the_templates(name: str) -> None:
     source, expected = TEMPLATES[name]
     template = learned(source)
     calls = template.output_format.tool_calls
@@ -100,7 +100,7 @@ def test_the_form_is_the_templates(name: str) -> None:
     assert any(note.startswith("calls:") for note in template.notes) == (expected is None)
 
 
-def test_what_a_template_lacks_is_a_warning_each(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_note_is_logged_as_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     template = learned("<tool_call>")
     template.disable_tool_call_format("of a test")
     ChatTemplate(llama_tokenizer(None))  # takes no chats
@@ -111,7 +111,7 @@ def test_what_a_template_lacks_is_a_warning_each(caplog: pytest.LogCaptureFixtur
     assert all(note.count("; ") == 1 for note in template.notes)
 
 
-def test_a_grammar_names_the_tools_and_their_parameters() -> None:
+def test_grammar_has_the_names_of_tools_and_parameters() -> None:
     tools = [
         {"type": "function", "function": {"name": "a", "parameters": {"type": "object"}}},
         {"type": "function", "function": {"name": "b"}},

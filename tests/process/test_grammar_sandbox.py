@@ -72,7 +72,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return texts
 
 
-def test_a_grammar_that_takes_for_ever_is_refused_once(
+def test_endless_compilation_is_tried_once_per_limit(
     grammars: GrammarCompiler, tried: list[str]
 ) -> None:
     for _ in range(3):
@@ -88,7 +88,7 @@ def test_a_grammar_that_takes_for_ever_is_refused_once(
     [schema(ENDLESS), Constraint("grammar", DOUBLING, "f")],
     ids=["endless", "doubles"],
 )
-def test_what_no_answer_can_end_is_refused_with_the_reason(
+def test_grammar_without_a_finite_text_is_an_error_with_the_reason(
     grammars: GrammarCompiler, constraint: Constraint
 ) -> None:
     reason = "too complex, or requires text with|computing the next token takes too long"
@@ -96,21 +96,19 @@ def test_what_no_answer_can_end_is_refused_with_the_reason(
         when_ready(lambda: grammars.compile_constraint(constraint))
 
 
-def test_what_must_come_first_hides_nothing_from_a_trial(grammars: GrammarCompiler) -> None:
+def test_forced_text_hides_no_error_from_the_sandbox(grammars: GrammarCompiler) -> None:
     loop = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
     rule = f'start: "{string.ascii_letters}" %json {json.dumps(loop)}'
     with pytest.raises(InvalidInput, match="no text matches it"):
         when_ready(lambda: grammars.compile(rule, "f"))
 
 
-def test_a_text_that_takes_long_to_be_read_is_read_in_the_child(grammars: GrammarCompiler) -> None:
+def test_slow_parsing_happens_in_the_sandbox(grammars: GrammarCompiler) -> None:
     with pytest.raises(InvalidInput, match="too long"):
         when_ready(lambda: grammars.compile_constraint(SLOW))
 
 
-def test_grammars_that_are_the_same_are_tried_and_compiled_once(
-    grammars: GrammarCompiler, tried: list[str]
-) -> None:
+def test_equal_grammars_are_compiled_once(grammars: GrammarCompiler, tried: list[str]) -> None:
     with ThreadPoolExecutor(8) as pool:
         asked = [
             pool.submit(when_ready, lambda: grammars.compile_constraint(regex("a+")))
@@ -120,7 +118,7 @@ def test_grammars_that_are_the_same_are_tried_and_compiled_once(
     assert len(tried) == 1
 
 
-def test_a_verdict_is_remembered_longer_than_what_was_compiled(
+def test_sandbox_results_outlive_evicted_grammars(
     grammars: GrammarCompiler, tried: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiler, "MAX_CACHED", 2)
@@ -129,7 +127,7 @@ def test_a_verdict_is_remembered_longer_than_what_was_compiled(
     assert len(tried) == 4
 
 
-def test_what_is_in_use_has_a_limit_in_bytes(
+def test_grammars_in_use_are_limited_in_bytes(
     grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiler, "ERROR_TTL_S", 3600.0)
@@ -143,7 +141,7 @@ def test_what_is_in_use_has_a_limit_in_bytes(
     assert when_ready(lambda: grammars.compile_constraint(regex("[b-z]+")))
 
 
-def test_no_more_wait_than_there_is_room_for(
+def test_queue_of_grammars_is_limited(
     grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiler, "MAX_QUEUED", 2)
@@ -162,7 +160,7 @@ def test_no_more_wait_than_there_is_room_for(
     assert all(each.wait(30) for each in waiting)
 
 
-def test_what_nobody_waits_for_any_longer_is_not_tried(
+def test_cancelled_grammars_are_not_compiled(
     grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, tried = threading.Event(), []
@@ -199,7 +197,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_a_child_that_was_killed_is_replaced() -> None:
+def test_killed_sandbox_is_replaced() -> None:
     child = trials()
     assert child.check("start: /a/", False, True, 5).reason is None
     assert child._process
@@ -209,7 +207,7 @@ def test_a_child_that_was_killed_is_replaced() -> None:
     assert child._process is None
 
 
-def test_a_grammar_that_takes_all_memory_dies_of_it_alone() -> None:
+def test_grammar_out_of_memory_leaves_the_sandbox_running() -> None:
     child = trials()
     pid = child.start().pid
     nested = "start: " + "(" * 20_000 + '"a"' + ")" * 20_000
@@ -236,7 +234,7 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize("grammar", ["start: /a/", f"start: %json {json.dumps(HUNGRY)}"])
-def test_the_child_ends_with_a_server_that_is_killed(grammar: str, tmp_path: Path) -> None:
+def test_sandbox_ends_with_a_killed_server(grammar: str, tmp_path: Path) -> None:
     file = tmp_path / "tokenizer.json"
     file.write_text(TOKENIZER.backend_tokenizer.to_str())
     server = subprocess.Popen(
@@ -253,7 +251,7 @@ def test_the_child_ends_with_a_server_that_is_killed(grammar: str, tmp_path: Pat
     wait_until(lambda: not alive(pid), 30)
 
 
-def test_the_child_ends_with_the_server_and_imports_no_torch() -> None:
+def test_sandbox_ends_with_the_server_and_imports_no_torch() -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": 1}}}
     messages = [{"role": "user", "content": "hello"}]
     body = {"messages": messages, "response_format": schema}
@@ -294,7 +292,7 @@ class Waiting(FakeGenerator):
         super().prepare(item)
 
 
-def test_who_waits_for_a_grammar_holds_no_thread_of_the_pool() -> None:
+def test_requests_that_wait_for_a_grammar_block_no_pool_thread() -> None:
     generator = Waiting()
 
     def post(server: Any, text: str) -> int:
@@ -324,7 +322,7 @@ class Stuck:
         self.gate.wait()
 
 
-def test_a_mask_that_is_late_fails_its_own_grammar_only(
+def test_late_mask_fails_only_its_own_grammar(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(bitmask, "MAX_MASK_S", 0.3)
@@ -356,7 +354,7 @@ def test_a_mask_that_is_late_fails_its_own_grammar_only(
     assert made.start([(0, mates[0])])
 
 
-def test_an_answer_whose_grammar_is_slow_fails_alone_and_is_refused_from_then_on() -> None:
+def test_slow_grammar_fails_its_request_alone_and_all_later_ones() -> None:
     generator = engine()
     slow, mate = asking(constraint=regex("[ab]{20}x")), asking(constraint=regex("[cd]{20}y"))
     driver = Driver(generator)
@@ -371,14 +369,14 @@ def test_an_answer_whose_grammar_is_slow_fails_alone_and_is_refused_from_then_on
         prepare(generator, asking(constraint=regex("[ab]{20}x")))
 
 
-def test_choices_that_wait_have_no_copy_of_their_grammar() -> None:
+def test_waiting_choices_have_no_copy_of_their_grammar() -> None:
     item = asking(constraint=regex("[ab]{20}"), n=3)
     prepare(engine(), item)
     for choice in item.prepared:
         assert "matcher" not in vars(choice.constraints._grammar)
 
 
-def test_a_slow_grammar_is_not_asked_anything_more() -> None:
+def test_slow_grammar_is_not_used_any_more() -> None:
     item = asking(constraint=regex("[ab]{20}"))
     prepare(engine(), item)
     state = item.prepared[0].constraints
@@ -389,7 +387,7 @@ def test_a_slow_grammar_is_not_asked_anything_more() -> None:
     state._grammar.grammar.too_slow = False
 
 
-def test_closing_does_not_wait_for_a_grammar_that_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_does_not_wait_for_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     made = GrammarCompiler(tiny_chat.tokenizer(), len(tiny_chat.tokenizer()), [1])
     when_ready(lambda: made.tokenizer("f"))
     check: Any = GrammarSandbox.check
@@ -419,7 +417,7 @@ def trying(trials: Any) -> bool:
     return trials._process.pid in parents
 
 
-def test_a_grammar_thread_that_cannot_start_is_tried_again(
+def test_failed_start_of_the_grammar_thread_is_retried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = GrammarCompiler(tiny_chat.tokenizer(), len(tiny_chat.tokenizer()), [1])
@@ -435,7 +433,7 @@ def test_a_grammar_thread_that_cannot_start_is_tried_again(
     made.close()
 
 
-def test_grammars_that_take_long_keep_nobody_else_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_grammars_do_not_fill_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     gate, begun = threading.Event(), threading.Event()
     check = GrammarSandbox.check
 
@@ -471,7 +469,7 @@ def test_grammars_that_take_long_keep_nobody_else_out(monkeypatch: pytest.Monkey
     made.close()
 
 
-def test_a_failure_that_may_pass_is_told_to_all_who_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_temporary_failure_reaches_all_waiting_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     gate, attempts = threading.Event(), 0
 
     def failing(*asked: Any) -> SandboxResult:
