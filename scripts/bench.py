@@ -31,7 +31,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import environment  # noqa: F401  # first: may start the script again with .venv
+import bench_in_process
+import environment  # first: may start the script again with .venv
 from bench_beside import beside
 from bench_generation import generation
 from bench_pipeline import fill_mask, mixed_texts, pipeline
@@ -39,7 +40,6 @@ from bench_servers import Launch, free_port, print_json, running
 from bench_speech import speech
 from bench_vision import vision
 
-ROOT = Path(__file__).resolve().parent.parent
 T = TypeVar("T")
 TEXT = "The capital of France is [MASK]."
 SERVERS: dict[str, list[str]] = {  # the defaults of each benchmark
@@ -152,24 +152,9 @@ def wrk(script: str, port: int) -> float:
 
 def direct(arguments: argparse.Namespace) -> None:
     """Measure the median latency of one client, beside the pipeline called in a loop."""
-    code = (
-        "import json,sys,time,random,statistics; sys.path.insert(0,'.')\n"
-        "from server.commands.load_test.request_bodies import WORDS\n"
-        "from transformers import pipeline\n"
-        "pipe=pipeline('fill-mask',model=sys.argv[1]); r=random.Random(1); took=[]\n"
-        "for i in range(44):\n"
-        "    words=[r.choice(WORDS.split()) for _ in range(r.randint(4,60))]\n"
-        "    words[r.randrange(len(words))]='[MASK]'; t=time.perf_counter()\n"
-        "    pipe(' '.join(words)); took.append(time.perf_counter()-t)\n"
-        "print(json.dumps(statistics.median(took[4:])*1e3))"
-    )
     ours, loops = [], []
     for _ in range(arguments.rounds):
-        done = subprocess.run(
-            [sys.executable, "-c", code, arguments.model],
-            cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        loops.append(float(done.stdout))
+        loops.append(bench_in_process.measure("fill-mask", arguments.model))
         print_json(bench="direct", server="loop", p50_ms=round(loops[-1], 1))
         name = "onequeue:DTYPE=float32"
         with running(name, fill_mask(name, arguments.model)) as server, server.resumed():
@@ -185,7 +170,9 @@ def make_model() -> str:
 
     folder = Path(tempfile.gettempdir()) / "onequeue-bench-bert-base"
     if not folder.exists():
-        tokenizer = AutoTokenizer.from_pretrained(str(ROOT / "worker" / "demo" / "fill-mask"))
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(environment.ROOT / "worker" / "demo" / "fill-mask")
+        )
         tokenizer.model_max_length = 512
         BertForMaskedLM(BertConfig(vocab_size=30522)).save_pretrained(folder)
         tokenizer.save_pretrained(folder)

@@ -8,17 +8,16 @@ import argparse
 import asyncio
 import io
 import json
-import subprocess
-import sys
 import time
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import bench_in_process
 import numpy as np
 import soundfile
-from bench_servers import ROOT, free_port, onequeue, print_json, running
+from bench_servers import free_port, onequeue, print_json, running
 from bench_speech import BOUNDARY, PATH, SAMPLING_RATE, form, make_model, without_fallback
 
 from server.commands.load_test.http_client import ChatStream, Client
@@ -27,20 +26,6 @@ MINUTES = 60
 ALONE_S, BESIDE_S = 5.0, 25.0  # measuring time of the chats
 TARGET = 2.0  # windows of the encoder
 TOKENS = 100  # per chat
-ENCODER = """
-import statistics, sys, time, torch
-sys.path.insert(0, '.')
-from worker.speech.loading import SpeechOptions, load_speech
-engine = load_speech(SpeechOptions(sys.argv[1]))
-window = engine.run_example()
-seconds = []
-for _ in range(6):
-    started = time.perf_counter()
-    with torch.inference_mode():
-        engine.runner.encoder(window.features[None])
-    seconds.append(time.perf_counter() - started)
-print(statistics.median(seconds[1:]))
-"""
 
 
 def beside(arguments: argparse.Namespace) -> None:
@@ -48,9 +33,7 @@ def beside(arguments: argparse.Namespace) -> None:
     others = {f"{kind}_MODEL": "none" for kind in ("PIPELINE", "EMBEDDING", "RERANK")}
     with ExitStack() as stack:
         single_pass = without_fallback(model, stack)
-        command = [sys.executable, "-c", ENCODER, single_pass]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-        window_s = float(done.stdout)
+        window_s = bench_in_process.measure("encoder", single_pass)
         print_json(bench="beside", encoder_window_s=round(window_s, 3))
         settings = {"CHAT_MODEL": arguments.chat_model, "TRANSCRIPTION_MODEL": single_pass}
         launch = onequeue("onequeue", free_port(), settings | others)

@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # for the scripts that import this module and the package
+from environment import ROOT
+
 START_TIMEOUT_S = 400  # compilation included
 
 

@@ -13,7 +13,6 @@ import importlib
 import io
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,9 +22,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import bench_in_process
+import environment
 import numpy as np
 import soundfile
-from bench_servers import ROOT, Launch, Server, free_port, is_ours, onequeue, print_json, running
+from bench_servers import Launch, Server, free_port, is_ours, onequeue, print_json, running
 
 from server.commands.load_test.http_client import Client
 
@@ -36,23 +37,6 @@ TOKENS = 100  # per window
 MAX_TRANSCRIBED_S = {"transformers": 30}  # of each recording
 PATH = "/v1/audio/transcriptions"
 BOUNDARY = "onequeue-bench"
-IN_PROCESS = """
-import io, sys, time, soundfile
-sys.path.insert(0, 'scripts')
-from bench_speech import clips
-from transformers import pipeline
-pipe = pipeline('automatic-speech-recognition', model=sys.argv[1], device='cpu')
-options = {'num_beams': 1, 'language': 'en', 'task': 'transcribe'}
-def run(clip):
-    samples, rate = soundfile.read(io.BytesIO(clip), dtype='float32')
-    pipe({'raw': samples, 'sampling_rate': rate}, return_timestamps=True, generate_kwargs=options)
-all_clips = clips()
-run(all_clips[0])
-started = time.perf_counter()
-for clip in all_clips:
-    run(clip)
-print(time.perf_counter() - started)
-"""
 
 
 def speech(arguments: argparse.Namespace) -> None:
@@ -69,7 +53,7 @@ def speech(arguments: argparse.Namespace) -> None:
             measure(server, models[server.name], clips()[:1], 1)
         for _ in range(arguments.rounds):
             if "in-process" in arguments.servers:
-                record(factors, "in-process", 1, in_process(model))
+                record(factors, "in-process", 1, bench_in_process.measure("speech", model))
             for server in servers:
                 for clients in CLIENTS:
                     seconds = measure(server, models[server.name], clips(), clients)
@@ -110,7 +94,7 @@ def without_fallback(model: Path, stack: ExitStack) -> str:
 def launch(arguments: argparse.Namespace, name: str, model: str, single_pass: str) -> Launch:
     port, offline = free_port(), {"HF_HUB_OFFLINE": "1"}
     if name == "plain":
-        script = str(ROOT / "scripts" / "peers" / "serve_speech.py")
+        script = str(environment.ROOT / "scripts" / "peers" / "serve_speech.py")
         return Launch([sys.executable, script, model, str(port)], port, "/", offline)
     if name == "transformers":
         program = str(Path(arguments.peer_python).parent / "transformers")
@@ -157,12 +141,6 @@ def form(model: str, clip: bytes, **more: str) -> bytes:
         "content-type: audio/wav\r\n\r\n"
     )
     return f"{head}{file}".encode() + clip + f"\r\n--{BOUNDARY}--\r\n".encode()
-
-
-def in_process(model: str) -> float:
-    command = [sys.executable, "-c", IN_PROCESS, model]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return float(done.stdout)
 
 
 def clips() -> list[bytes]:

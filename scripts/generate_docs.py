@@ -12,11 +12,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from environment import ROOT
 
-from server.core.metrics import Metrics  # noqa: E402  # needs the path above
-from server.core.settings import Settings  # noqa: E402
+from server.core.metrics import Metrics
+from server.core.settings import Settings
 
 
 def default_text(default: Any) -> str:
