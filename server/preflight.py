@@ -29,13 +29,13 @@ from typing import Any, NoReturn
 from server.core.settings import Settings, SettingsError
 from worker.cores import Cores
 from worker.task_detection import (
-    TaskUnclear,
+    TaskError,
     architectures,
-    fetched,
+    detect_task,
+    download,
     is_path,
-    made_for,
-    reason,
-    settle_task,
+    load_error,
+    tasks_of,
 )
 from worker.tasks import TASKS, UnservedTask
 
@@ -104,10 +104,10 @@ def check_models(settings: Settings, with_loader: Container[str] = ()) -> Settin
         conflict = f"QUANTIZATION=int8 and DEVICE={settings.device}: int8 is for models on a CPU"
         raise SettingsError(conflict)
     try:
-        task = settle_task(task, settings.pipeline_model)
+        task = detect_task(task, settings.pipeline_model)
     except UnservedTask as error:
         raise SettingsError(f"PIPELINE_TASK: {error}") from None
-    except TaskUnclear as error:
+    except TaskError as error:
         raise SettingsError(str(error)) from None
     if all(getattr(settings, name) == "none" for name in MODELS):
         nones = ", ".join(f"{name.upper()}=none" for name in MODELS)
@@ -254,7 +254,7 @@ def setting_for(model: str) -> str:
             return "embedding_model"
     if config is None:
         raise SettingsError(f"MODEL={model!r}: it has no config.json")
-    [task] = made_for(config)[:1] or [""]
+    [task] = tasks_of(config)[:1] or [""]
     setting = SETTING_BY_TASK.get(task, "pipeline_model")
     if setting == "transcription_model" and not any(map(is_transcriber, architectures(config))):
         return "pipeline_model"
@@ -271,14 +271,14 @@ def _read_json(model: str, name: str) -> Any:
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     try:
-        path = Path(model).expanduser() / name if is_path(model) else fetched(model, name)
+        path = Path(model).expanduser() / name if is_path(model) else download(model, name)
         return json.loads(path.read_text())
     except LocalEntryNotFoundError as error:  # offline: the file may or may not exist
         if name != "config.json":
             return None
-        problem = f"there is no such folder; {reason(error)}"
+        problem = f"there is no such folder; {load_error(error)}"
     except (EntryNotFoundError, FileNotFoundError):
         return None
     except Exception as error:  # of the hub, the file or its content
-        problem = f"its {name} cannot be read: {reason(error)}"
+        problem = f"its {name} cannot be read: {load_error(error)}"
     raise SettingsError(f"MODEL={model!r}: {problem}")

@@ -1,8 +1,8 @@
-"""Which tasks a checkpoint was made for, by the architectures that its config.json names.
+"""The tasks of a checkpoint, by the architectures that its config.json names.
 
-Read before anything is loaded, without torch or transformers, to find the task where none is set
-and to refuse one that contradicts the checkpoint. What a model really lacks is found out when it
-has been loaded (loading.py).
+Runs before anything is loaded, without torch or transformers: it infers the task where none is set,
+and refuses a task that contradicts the checkpoint. Missing weights are found after loading
+(model/loading.py).
 """
 
 import json
@@ -19,11 +19,12 @@ from worker.tasks import resolve_task
 DEMO_TASK = "fill-mask"
 CONFIG, DECISIONS = "config.json", "decision.json"
 FETCH_S = 60.0
-HEARS = "(Wav2Vec2|Hubert|UniSpeech|WavLM|SEW|Data2VecAudio|Whisper)"
-# The first that fits the architecture's whole name. What ends in Model is a body without a head.
-MADE_FOR: Mapping[str, str | None] = {
-    rf"{HEARS}.*ForSequenceClassification": "audio-classification",
-    rf"{HEARS}.*(Model|ForPreTraining)|.*EncoderDecoderModel": None,
+SPEECH_MODELS = "(Wav2Vec2|Hubert|UniSpeech|WavLM|SEW|Data2VecAudio|Whisper)"
+# The first pattern that matches an architecture's whole name counts. Names that end in Model are
+# models without a head.
+TASK_PATTERNS: Mapping[str, str | None] = {
+    rf"{SPEECH_MODELS}.*ForSequenceClassification": "audio-classification",
+    rf"{SPEECH_MODELS}.*(Model|ForPreTraining)|.*EncoderDecoderModel": None,
     r".*ForSequenceClassification": "text-classification",
     r".*ForMaskedLM|.*WithLMHeadModel": "fill-mask",
     r".*(Bert|Albert|BigBird|Ernie|FNet)ForPreTraining": "fill-mask",
@@ -47,9 +48,9 @@ MADE_FOR: Mapping[str, str | None] = {
     r"ClapModel": "zero-shot-audio-classification",
     r"(Vits|Bark)Model|.*ForTextTo(Speech|Waveform)": "text-to-audio",
 }
-ENTAILS = re.compile("entail", re.IGNORECASE)  # begins a label of a model for zero-shot
-# Tasks that another model than one made for them cannot do: it has no such head.
-HEADS = {
+ENTAILMENT = re.compile("entail", re.IGNORECASE)  # starts a label of models for zero-shot
+# Tasks that need a head of their own, which other models lack.
+HEAD_TASKS = {
     "text-classification", "zero-shot-classification", "token-classification", "fill-mask",
     "table-question-answering", "image-classification", "image-segmentation", "object-detection",
     "depth-estimation", "keypoint-matching", "audio-classification",
@@ -57,51 +58,52 @@ HEADS = {
 }  # fmt: skip
 
 
-class TaskUnclear(OnequeueError):
-    """No task is set and the checkpoint leaves it open, or it contradicts the one that is set."""
+class TaskError(OnequeueError):
+    """The task is not set and cannot be inferred, or contradicts the checkpoint."""
 
 
-def settle_task(task: str, model: str) -> str:
-    """The task to run: the one that is set, or for `auto` what the checkpoint was made for."""
+def detect_task(task: str, model: str) -> str:
+    """Return the name of the task to run: the one that is set, or for `auto` the checkpoint's.
+    Raises TaskError, and UnservedTask for a task that is not served."""
     if model in ("demo", "none"):
         return DEMO_TASK if task == "auto" else resolve_task(task)
     if task == "auto":
-        return _only_task(read_config(model), model)
+        return _infer_task(read_config(model), model)
     task = resolve_task(task)
     if is_path(model) and (Path(model).expanduser() / CONFIG).is_file():
         config = read_config(model)
-        fitting = made_for(config)
-        if fitting and task not in fitting and task in HEADS:
-            why = f"{model} was not made for it: {advice(config)}"
-            raise TaskUnclear(f"PIPELINE_TASK={task}: {why}")
+        tasks = tasks_of(config)
+        if tasks and task not in tasks and task in HEAD_TASKS:
+            hint = task_hint(config)
+            raise TaskError(f"PIPELINE_TASK={task}: {model} was not made for it: {hint}")
     return task
 
 
-def _only_task(config: Mapping[str, Any], model: str) -> str:
-    fitting = made_for(config)
-    if len(fitting) == 1:
-        return fitting[0]
+def _infer_task(config: Mapping[str, Any], model: str) -> str:
+    tasks = tasks_of(config)
+    if len(tasks) == 1:
+        return tasks[0]
     names = " and ".join(architectures(config)) or "not named"
-    found = f"fits several: {', '.join(fitting)}" if fitting else "says none"
-    raise TaskUnclear(
-        f"PIPELINE_TASK is not set, and the architecture of {model} ({names}) {found}"
-    )
+    fits = f"fits several: {', '.join(tasks)}" if tasks else "fits no known task"
+    raise TaskError(f"PIPELINE_TASK is not set, and the architecture of {model} ({names}) {fits}")
 
 
-def made_for(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The tasks that a checkpoint's architecture is made for; empty where that is not known."""
+def tasks_of(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the tasks of a checkpoint's architecture; none if it is unknown."""
     for name in architectures(config):
-        for pattern, task in MADE_FOR.items():
+        for pattern, task in TASK_PATTERNS.items():
             if re.fullmatch(pattern, name):
                 labels = map(str, (config.get("id2label") or {}).values())
-                if task == "text-classification" and any(ENTAILS.match(each) for each in labels):
+                if task == "text-classification" and any(
+                    ENTAILMENT.match(label) for label in labels
+                ):
                     return task, "zero-shot-classification"
                 return (task,) if task else ()
         if name.endswith("ForConditionalGeneration") and "vision_config" in config:
             return ("image-text-to-text",)
-        if name.endswith("Model"):  # what comes in decides, and only a vision model has these
-            sees = "num_channels" in config and "vocab_size" not in config
-            return ("image-feature-extraction" if sees else "feature-extraction",)
+        if name.endswith("Model"):
+            is_vision = "num_channels" in config and "vocab_size" not in config
+            return ("image-feature-extraction" if is_vision else "feature-extraction",)
     return ()
 
 
@@ -109,9 +111,9 @@ def architectures(config: Mapping[str, Any]) -> list[str]:
     return [str(name) for name in config.get("architectures") or ()]
 
 
-def advice(config: Mapping[str, Any]) -> str:
-    """What the architecture is and which task to set for it."""
-    names, tasks = ", ".join(architectures(config)), " or ".join(made_for(config))
+def task_hint(config: Mapping[str, Any]) -> str:
+    """Return the end of an error text: the architecture and the setting for it."""
+    names, tasks = ", ".join(architectures(config)), " or ".join(tasks_of(config))
     if not tasks:
         return f"its architecture is {names or 'not named'}"
     return f"its architecture, {names}, is for PIPELINE_TASK={tasks}"
@@ -121,73 +123,74 @@ def is_path(model: str) -> bool:
     return model.startswith(("/", ".", "~")) or Path(model).is_dir()
 
 
-def decides_in_its_own_way(model: str) -> bool:
-    """Whether the checkpoint has settings for decisions, or that cannot be known."""
+def may_have_decision_settings(model: str) -> bool:
+    """Return whether the checkpoint has settings for decisions, or that cannot be looked up."""
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     if is_path(model):
         return (Path(model).expanduser() / DECISIONS).is_file()
     try:
-        fetched(model, DECISIONS)
+        download(model, DECISIONS)
     except EntryNotFoundError as error:
-        return isinstance(error, LocalEntryNotFoundError)  # neither there nor looked up
+        return isinstance(error, LocalEntryNotFoundError)  # not in the cache, and not looked up
     except Exception:
         return True
     return True
 
 
 def read_config(model: str) -> dict[str, Any]:
-    """config.json of a folder, or of a hub id: from the cache, or fetched."""
+    """Return the config.json of a folder or a hub id, downloaded if it is not cached. Raises
+    TaskError."""
     try:
-        path = Path(model).expanduser() / CONFIG if is_path(model) else fetched(model, CONFIG)
+        path = Path(model).expanduser() / CONFIG if is_path(model) else download(model, CONFIG)
         config = json.loads(path.read_text())
-    except Exception as error:  # of the hub, the file or its content
-        raise TaskUnclear(
+    except Exception as error:  # by the hub, the file or its content
+        raise TaskError(
             f"PIPELINE_MODEL={model}: its config.json cannot be read, and PIPELINE_TASK is not "
-            f"set: {reason(error)}"
+            f"set: {load_error(error)}"
         ) from error
     return config if isinstance(config, dict) else {}
 
 
-def fetched(model: str, name: str) -> Path:
-    """A file of a hub's model, from the cache or fetched. By a thread that nobody waits for longer
-    than FETCH_S: a start shall end one way or other."""
+def download(model: str, name: str) -> Path:
+    """Return the path of a hub model's file, from the cache or downloaded. Raises TimeoutError
+    after FETCH_S, so that a start does not hang; the thread is abandoned then."""
     from huggingface_hub import hf_hub_download
 
     path: Future[str] = Future()
 
-    def fetch() -> None:
+    def run() -> None:
         try:
             path.set_result(hf_hub_download(model, name))
-        except BaseException as error:  # raised where the result is awaited
+        except BaseException as error:  # raised by `result`
             path.set_exception(error)
 
-    threading.Thread(target=fetch, name="fetch", daemon=True).start()
+    threading.Thread(target=run, name="download", daemon=True).start()
     try:
         return Path(path.result(FETCH_S))
     except TimeoutError:
         raise TimeoutError(f"the hub did not answer within {FETCH_S:g} s") from None
 
 
-def reason(error: Exception) -> str:
-    """Why a checkpoint cannot be had or read, on one line: in our words where the hub is why."""
+def load_error(error: Exception) -> str:
+    """Return in one line why a checkpoint cannot be downloaded or read."""
     cause: BaseException | None = error
     while cause:
-        if said := _said_of_hub(cause):
-            return said
+        if text := _hub_error(cause):
+            return text
         cause = cause.__cause__
     return (str(error).strip().splitlines() or [repr(error)])[0]
 
 
-def _said_of_hub(error: BaseException) -> str:
+def _hub_error(error: BaseException) -> str:
     from huggingface_hub import constants, errors
 
     if isinstance(error, errors.GatedRepoError):
-        return "the model is gated, and HF_TOKEN is of nobody who was let in"
+        return "the model is gated, and HF_TOKEN has no access to it"
     if isinstance(error, errors.RepositoryNotFoundError):
-        return "the hub has no such model, or none that HF_TOKEN may see"
+        return "the hub has no such model, or HF_TOKEN has no access to it"
     if isinstance(error, errors.LocalEntryNotFoundError):
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
         return f"it is not in the cache, and {why}"
-    refused = getattr(getattr(error, "response", None), "status_code", None) == 401
-    return "the hub does not accept HF_TOKEN" if refused else ""
+    unauthorized = getattr(getattr(error, "response", None), "status_code", None) == 401
+    return "the hub does not accept HF_TOKEN" if unauthorized else ""

@@ -1,8 +1,8 @@
-"""The tasks `POST /` can run: what their input is, which parameters a request may set.
+"""The tasks of `POST /`: the kind of their input and the parameters that a request may set.
 
-The parameters are an allow-list, because pipelines forward what they don't know to `generate`,
-which can load and run a repository's code: no paths, models, callables or `trust_remote_code`.
-No torch here; how a task is run is in pipeline/runner.py.
+The parameters are an allow-list, because pipelines pass unknown ones on to `generate`, which can
+load and run a repository's code: no paths, models, callables or `trust_remote_code`. No torch;
+pipeline/runner.py runs the tasks.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,59 +12,60 @@ from typing import Any, Literal, TypeAlias
 from batching.errors import InvalidInput, OnequeueError
 
 Kind = Literal["text", "image", "audio", "json"]
-Check: TypeAlias = Callable[[Any], str | None]  # None if the value is fine, else what it must be
+Check: TypeAlias = Callable[[Any], str | None]  # None for a valid value, else "must be …"
 
 MAX_TEXTS = 512
 MAX_TEXT_CHARS = 10_000
 MAX_NEW_TOKENS = 1 << 20
 
 
-def check(words: str, fits: Callable[[Any], bool]) -> Check:
-    return lambda value: None if fits(value) else words
+def check(requirement: str, is_valid: Callable[[Any], bool]) -> Check:
+    return lambda value: None if is_valid(value) else requirement
 
 
-def or_also(other: Any, check: Check) -> Check:
-    """What fits, or one more value, which the words leave out."""
+def allow(other: Any, check: Check) -> Check:
+    """Return a check that also accepts `other`, which its error text does not mention."""
     return lambda value: None if value == other else check(value)
 
 
 def integer(low: int, high: int = 1 << 20) -> Check:
-    words = f"must be a whole number from {low} to {high}"
-    return check(words, lambda value: type(value) is int and low <= value <= high)
+    requirement = f"must be a whole number from {low} to {high}"
+    return check(requirement, lambda value: type(value) is int and low <= value <= high)
 
 
 def number(low: float, high: float) -> Check:
-    words = f"must be a number from {low:g} to {high:g}"
-    return check(words, lambda value: type(value) in (int, float) and low <= value <= high)
+    requirement = f"must be a number from {low:g} to {high:g}"
+    return check(requirement, lambda value: type(value) in (int, float) and low <= value <= high)
 
 
 def one_of(*choices: Any) -> Check:
-    kinds = [(type(each), each) for each in choices]  # True is no 1
-    words = "must be one of " + ", ".join(map(str, choices))
-    return check(words, lambda value: (type(value), value) in kinds)
+    typed = [(type(choice), choice) for choice in choices]  # True == 1
+    requirement = "must be one of " + ", ".join(map(str, choices))
+    return check(requirement, lambda value: (type(value), value) in typed)
 
 
 def is_short(value: Any) -> bool:
-    """A string that is no document."""
+    """Return whether a value is a string within the length limit."""
     return isinstance(value, str) and len(value) <= MAX_TEXT_CHARS
 
 
 def are_texts(value: Any) -> bool:
-    """A string or a list of strings, none empty."""
-    many = value if isinstance(value, list) else [value]
-    return 0 < len(many) <= MAX_TEXTS and all(is_short(each) and each.strip() for each in many)
+    """Return whether a value is a string or a list of strings, none empty."""
+    texts = value if isinstance(value, list) else [value]
+    return 0 < len(texts) <= MAX_TEXTS and all(is_short(text) and text.strip() for text in texts)
 
 
 def listed(value: Any) -> str | None:
-    """As `TEXTS`, but a list: some pipelines would take a string for a list of its characters."""
-    listed = isinstance(value, list)
-    return TEXTS(value) if listed else f"must be a list of 1 to {MAX_TEXTS} strings"
+    """Check a list as `TEXTS`; some pipelines would read a string as a list of its characters."""
+    is_list = isinstance(value, list)
+    return TEXTS(value) if is_list else f"must be a list of 1 to {MAX_TEXTS} strings"
 
 
 def is_template(value: Any) -> bool:
-    """Exactly one `{}` and no other braces: a format string may reach into objects."""
-    one = isinstance(value, str) and value.count("{}") == 1
-    return one and not set("{}") & set(value.replace("{}", ""))
+    """Return whether a string has exactly one `{}` and no other braces: other format fields could
+    read attributes of objects."""
+    has_one = isinstance(value, str) and value.count("{}") == 1
+    return has_one and not set("{}") & set(value.replace("{}", ""))
 
 
 FLAG = one_of(True, False)
@@ -74,7 +75,7 @@ TEXTS = check(f"must be a string or a list of 1 to {MAX_TEXTS} strings, none emp
 TEMPLATE = check("must be a string with one {} where the label goes", is_template)
 TOP_K = {"top_k": integer(1, 100_000)}
 SCORES = {"function_to_apply": one_of("sigmoid", "softmax", "none")}
-CLASSIFY = {"top_k": or_also(None, integer(1)), **SCORES}
+CLASSIFY = {"top_k": allow(None, integer(1)), **SCORES}
 ZERO_SHOT = {"candidate_labels": TEXTS, "hypothesis_template": TEMPLATE}
 ZERO_SHOT_MEDIA = {**ZERO_SHOT, "candidate_labels": listed}
 GENERATE = {
@@ -97,17 +98,16 @@ GENERATE = {
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """`stages`: run by the pipeline's own stages; otherwise the pipeline is called whole, one
-    input at a time. `batches`: whether rows of several requests may share a forward."""
+    """How a task is served."""
 
     kind: Kind
     parameters: Mapping[str, Check] = field(default_factory=dict)
     json_keys: tuple[str, ...] = ()  # keys a JSON input must have
     required: tuple[str, ...] = ()  # parameters
-    stages: bool = True
-    batches: bool = True
-    wraps_string: bool = False  # a lone string is answered with a list of one
-    unwraps_single: bool = False  # a list of one is answered without the list
+    stages: bool = True  # the pipeline's stages run apart; otherwise it is called, input by input
+    batches: bool = True  # rows of several requests may share a forward pass
+    wraps_string: bool = False  # the response to a single string is a list of one
+    unwraps_single: bool = False  # the response to a list of one is its element
 
 
 LABELS = ("candidate_labels",)
@@ -118,7 +118,7 @@ TASKS: Mapping[str, Task] = {
         "text",
         {
             "aggregation_strategy": one_of("none", "simple", "first", "average", "max"),
-            "ignore_labels": or_also([], listed),
+            "ignore_labels": allow([], listed),
             "stride": integer(0),
         },
     ),
@@ -170,7 +170,7 @@ TASKS: Mapping[str, Task] = {
     ),
     "keypoint-matching": Task("json", {"threshold": SHARE}, ("images",), batches=False),
     "decision": Task("json", {}, ("state", "questions"), stages=False),
-    "audio-classification": Task("audio", {"top_k": or_also(None, integer(1, 100_000)), **SCORES}),
+    "audio-classification": Task("audio", {"top_k": allow(None, integer(1, 100_000)), **SCORES}),
     "automatic-speech-recognition": Task(
         "audio",
         {
@@ -194,14 +194,14 @@ NOT_SERVED = {
 }
 
 CHAT_INSTEAD = "serve a chat model with text-generation instead"
-DROPPED = {  # what transformers 4 had and 5 has not
+DROPPED = {  # by transformers 5
     "text2text-generation": CHAT_INSTEAD,
     "summarization": CHAT_INSTEAD,
     "translation": CHAT_INSTEAD,
     "question-answering": CHAT_INSTEAD,
     "visual-question-answering": "serve a vision-language model with image-text-to-text instead",
     "vqa": "serve a vision-language model with image-text-to-text instead",
-    "image-to-image": "it is the diffusers library's now",
+    "image-to-image": "it has moved to the diffusers library",
 }
 
 ALIASES = {
@@ -212,11 +212,11 @@ ALIASES = {
 
 
 class UnservedTask(OnequeueError):
-    """No such task, or none that is served; the message says which and why."""
+    """The task is unknown or not served."""
 
 
 def resolve_task(name: str) -> str:
-    """The task's own name, from that or an alias."""
+    """Return a task's name, from its name or an alias. Raises UnservedTask."""
     task = ALIASES.get(name, name)
     if task in TASKS:
         return task
@@ -224,21 +224,21 @@ def resolve_task(name: str) -> str:
         raise UnservedTask(f"transformers 5 has dropped the task {task!r}: {DROPPED[task]}")
     if task in NOT_SERVED:
         raise UnservedTask(f"the task {task!r} is not served: {NOT_SERVED[task]}")
-    raise UnservedTask(f"unknown task {name!r}; known are: {', '.join(sorted(TASKS))}")
+    raise UnservedTask(f"unknown task {name!r}; the tasks are: {', '.join(sorted(TASKS))}")
 
 
 def check_parameters(task_name: str, parameters: dict[str, Any]) -> None:
-    """Raises InvalidInput unless every parameter is one of the task's and well-formed; makes
-    floats of whole numbers where any number will do."""
+    """Check a request's parameters against the task's. Whole numbers become floats, in place, where
+    any number is valid. Raises InvalidInput."""
     task = TASKS[task_name]
     for name, value in parameters.items():
         check = task.parameters.get(name)
         if check is None:
             known = ", ".join(sorted(task.parameters)) or "none"
-            unknown = f"{task_name} does not take the parameter {name[:100]!r}; it takes: {known}"
+            unknown = f"{task_name} has no parameter {name[:100]!r}; it accepts: {known}"
             raise InvalidInput(unknown, f"parameters.{name[:100]}")
-        if wrong := check(value):
-            raise InvalidInput(f"{name} {wrong}", f"parameters.{name}")
+        if requirement := check(value):
+            raise InvalidInput(f"{name} {requirement}", f"parameters.{name}")
         if type(value) is int and check(float(value)) is None:
             parameters[name] = float(value)
     for name in task.required:

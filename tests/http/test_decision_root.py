@@ -13,7 +13,7 @@ from tests.event_streams import CLIENT, post
 from tests.http.test_pipeline_http import error_of
 from tests.model.test_decisions import assert_alike, library
 from tests.serving import Server, metric, serving
-from worker.task_detection import decides_in_its_own_way
+from worker.task_detection import may_have_decision_settings
 
 QUESTIONS = {
     "refund": {"type": "noul", "instructions": "Is a refund requested?"},
@@ -121,7 +121,7 @@ def test_beside_another_chat_model_it_is_one_of_its_own(server: Server, tmp_path
 def test_a_checkpoint_with_its_own_settings_keeps_its_pipeline(tmp_path: Path) -> None:
     folder = tmp_path / "m"
     shutil.copytree(tiny_decisions.folder(), folder)
-    assert not decides_in_its_own_way(str(folder))
+    assert not may_have_decision_settings(str(folder))
     (folder / "decision.json").write_text(json.dumps({}))
-    assert decides_in_its_own_way(str(folder))
-    assert decides_in_its_own_way("nobody/nothing-of-the-kind")  # it cannot be asked for
+    assert may_have_decision_settings(str(folder))
+    assert may_have_decision_settings("nobody/nothing-of-the-kind")  # it cannot be asked for

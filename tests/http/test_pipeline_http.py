@@ -120,7 +120,7 @@ def test_json_takes_one_input_or_several(server: Server) -> None:
             "application/json",
             400,
             "parameters.trust_remote_code",
-            "it takes: targets, top_k",
+            "it accepts: targets, top_k",
         ),
         (
             b'{"inputs": "a", "parameters": {"top_k": "x"}}',

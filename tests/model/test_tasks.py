@@ -43,7 +43,7 @@ def test_dropped_tasks_are_refused_as_dropped(task: str) -> None:
 
 
 def test_unknown_and_unserved_tasks_are_refused_by_name() -> None:
-    with pytest.raises(UnservedTask, match=r"unknown task 'fill-mast'; known are: .*fill-mask"):
+    with pytest.raises(UnservedTask, match=r"unknown task 'fill-mast'; the tasks are: .*fill-mask"):
         resolve_task("fill-mast")
     with pytest.raises(UnservedTask, match="paths and URLs only"):
         resolve_task("video-classification")
@@ -101,7 +101,7 @@ def test_parameters_outside_the_list_are_refused_by_name(task: str, name: str) -
     with pytest.raises(InvalidInput) as caught:
         check_parameters(task, {name: "value"})
     assert caught.value.param == f"parameters.{name[:100]}"
-    assert "it takes:" in str(caught.value)
+    assert "it accepts:" in str(caught.value)
     assert len(str(caught.value)) < 1000
 
 

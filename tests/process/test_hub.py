@@ -42,8 +42,8 @@ def test_a_model_is_fetched_with_the_token_and_then_served_offline(cache: dict[s
 @pytest.mark.parametrize(
     ("model", "environment", "says"),
     [
-        ("a/missing", TOKEN, "the hub has no such model, or none that HF_TOKEN may see"),
-        ("a/gated", TOKEN, "the model is gated, and HF_TOKEN is of nobody who was let in"),
+        ("a/missing", TOKEN, "the hub has no such model, or HF_TOKEN has no access to it"),
+        ("a/gated", TOKEN, "the model is gated, and HF_TOKEN has no access to it"),
         (MODEL, {"HF_TOKEN": "wrong"}, "the hub does not accept HF_TOKEN"),
         (MODEL, {"HF_HUB_OFFLINE": "1"}, "it is not in the cache, and HF_HUB_OFFLINE is set"),
     ],

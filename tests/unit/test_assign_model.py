@@ -91,7 +91,7 @@ def test_files_of_a_hub_id_come_from_the_cache_or_the_hub(monkeypatch: pytest.Mo
         "config.json": DEMO / "chat" / "config.json",
         "modules.json": LocalEntryNotFoundError("offline"),
     }
-    monkeypatch.setattr(preflight, "fetched", hub(files))
+    monkeypatch.setattr(preflight, "download", hub(files))
     assert served(assign_model("owner/name", NO_FLAGS)) == {"chat_model": "owner/name"}
 
 
@@ -106,7 +106,7 @@ def test_files_of_a_hub_id_come_from_the_cache_or_the_hub(monkeypatch: pytest.Mo
 def test_a_hub_id_without_a_readable_config_is_refused(
     monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
 ) -> None:
-    monkeypatch.setattr(preflight, "fetched", hub({"config.json": error}))
+    monkeypatch.setattr(preflight, "download", hub({"config.json": error}))
     with pytest.raises(SettingsError, match=message):
         assign_model("owner/name", NO_FLAGS)
 

@@ -37,7 +37,7 @@ from worker.model.loading import (
     local_path,
     missing_weights_matter,
 )
-from worker.task_detection import advice
+from worker.task_detection import task_hint
 
 log = logging.getLogger("onequeue.language_model")
 
@@ -183,5 +183,5 @@ def check_generates(model: PreTrainedModel, missing: dict[str, str]) -> None:
     else:
         return
     raise LoadingFailed(
-        f"it was not made to generate text: {why}; {advice(model.config.to_dict())}"
+        f"it was not made to generate text: {why}; {task_hint(model.config.to_dict())}"
     )

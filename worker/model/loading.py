@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_log
 from batching.errors import OnequeueError
 from worker.device.device import choose_device, free_bytes
 from worker.messages.protocol import Batching, ModelInfo
-from worker.task_detection import is_path, reason
+from worker.task_detection import is_path, load_error
 
 log = logging.getLogger("onequeue.loading")
 
@@ -109,7 +109,7 @@ def load_errors(name: str, use: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        why = reason(error)
+        why = load_error(error)
         raise LoadingFailed(f"the model {name!r} could not be loaded for {use}: {why}") from error
     log.info("loaded seconds=%.1f", time.monotonic() - started)
 

@@ -45,7 +45,7 @@ from worker.pipeline.inputs import InputReader, warm_up_input
 from worker.pipeline.limits import context_limit, vocabulary_size
 from worker.pipeline.packed_attention import Packing, start_native_kernels
 from worker.pipeline.runner import PipelineRunner, split_output
-from worker.task_detection import DEMO_TASK, advice, made_for
+from worker.task_detection import DEMO_TASK, task_hint, tasks_of
 from worker.tasks import TASKS
 
 
@@ -88,7 +88,7 @@ def load_runner(options: PipelineOptions, max_rows: int) -> PipelineRunner:
     pipe, lacking = load_pipeline(options)
     if missing_weights_matter(pipe.model, lacking, partial(_warm_up_output, pipe, task)):
         config = pipe.model.config.to_dict()
-        advised = "" if task in made_for(config) else f"; {advice(config)}"
+        advised = "" if task in tasks_of(config) else f"; {task_hint(config)}"
         raise LoadingFailed(
             f"the model {options.model!r} was not made for {task}: "
             f"{describe_missing_weights(lacking)}{advised}"

@@ -24,7 +24,7 @@ from server.openai.models import ModelNames
 from server.openai.request_fields import ModelRequest, decode
 from server.openai.response_schemas import Decision, SystemOne
 from worker.messages.decisions import MAX_QUESTIONS, DecisionInput
-from worker.task_detection import decides_in_its_own_way
+from worker.task_detection import may_have_decision_settings
 
 
 class DecisionBody(ModelRequest, Protocol):
@@ -92,4 +92,4 @@ def decides_in_steps(settings: Settings) -> bool:
     """Whether a language model serves `POST /`, instead of a transformers pipeline."""
     model = settings.pipeline_model
     decides = settings.pipeline_task == "decision" and model != "none"
-    return decides and not decides_in_its_own_way(model)
+    return decides and not may_have_decision_settings(model)

@@ -1,4 +1,4 @@
-"""The task is read off the checkpoint, and one that contradicts it is refused before loading."""
+"""The task is inferred from the checkpoint; one that contradicts it is refused before loading."""
 
 import json
 import threading
@@ -11,7 +11,7 @@ from server.app import create_app
 from server.core.settings import Settings, SettingsError
 from tests.fakes import FakeRunner
 from worker import task_detection
-from worker.task_detection import TaskUnclear, made_for, settle_task
+from worker.task_detection import TaskError, detect_task, tasks_of
 from worker.tasks import TASKS
 
 NLI = {"id2label": {"0": "CONTRADICTION", "1": "entailment"}}
@@ -50,12 +50,12 @@ NLI = {"id2label": {"0": "CONTRADICTION", "1": "entailment"}}
         ("SomethingElse", {}, []),
     ],
 )
-def test_what_an_architecture_was_made_for(
+def test_an_architecture_has_its_tasks(
     architecture: str, more: dict[str, Any], tasks: list[str]
 ) -> None:
-    found = made_for({"architectures": [architecture], **more})
-    assert list(found) == tasks
-    assert set(found) <= set(TASKS)
+    inferred = tasks_of({"architectures": [architecture], **more})
+    assert list(inferred) == tasks
+    assert set(inferred) <= set(TASKS)
 
 
 def checkpoint(folder: Path, *names: str, **more: Any) -> str:
@@ -63,73 +63,73 @@ def checkpoint(folder: Path, *names: str, **more: Any) -> str:
     return str(folder)
 
 
-def test_a_task_that_is_not_set_is_read_off_the_checkpoint(tmp_path: Path) -> None:
+def test_a_task_that_is_not_set_is_inferred_from_the_checkpoint(tmp_path: Path) -> None:
     settings = Settings(pipeline_model=checkpoint(tmp_path, "BertForTokenClassification"))
     app = create_app(settings, FakeRunner)
     assert app.settings.pipeline_task == "token-classification"
-    assert settle_task("auto", "demo") == settle_task("auto", "none") == "fill-mask"
+    assert detect_task("auto", "demo") == detect_task("auto", "none") == "fill-mask"
 
 
 @pytest.mark.parametrize(
-    ("names", "says"),
+    ("names", "message"),
     [
         (["BertForSequenceClassification"], "several: text-classification, zero-shot-class"),
-        (["T5ForConditionalGeneration"], r"\(T5ForConditionalGeneration\) says none"),
-        ([], r"\(not named\) says none"),
+        (["T5ForConditionalGeneration"], r"\(T5ForConditionalGeneration\) fits no known task"),
+        ([], r"\(not named\) fits no known task"),
     ],
 )
-def test_a_checkpoint_that_leaves_the_task_open_is_refused(
-    names: list[str], says: str, tmp_path: Path
+def test_a_checkpoint_without_a_single_task_is_refused(
+    names: list[str], message: str, tmp_path: Path
 ) -> None:
     settings = Settings(pipeline_model=checkpoint(tmp_path, *names, **NLI))
-    with pytest.raises(SettingsError, match="PIPELINE_TASK is not set, and .*" + says):
+    with pytest.raises(SettingsError, match="PIPELINE_TASK is not set, and .*" + message):
         create_app(settings, FakeRunner)
 
 
-def test_a_task_that_the_checkpoint_has_no_head_for_is_refused_before_it_is_loaded(
+def test_a_task_without_a_head_in_the_checkpoint_is_refused_before_loading(
     tmp_path: Path,
 ) -> None:
     model = checkpoint(tmp_path, "BertForSequenceClassification")
-    with pytest.raises(TaskUnclear, match=r"not made for it: .* PIPELINE_TASK=text-class"):
-        settle_task("fill-mask", model)
-    for fine in ("text-classification", "sentiment-analysis", "feature-extraction"):
-        assert settle_task(fine, model) in TASKS
+    with pytest.raises(TaskError, match=r"not made for it: .* PIPELINE_TASK=text-class"):
+        detect_task("fill-mask", model)
+    for valid in ("text-classification", "sentiment-analysis", "feature-extraction"):
+        assert detect_task(valid, model) in TASKS
 
 
-def test_an_architecture_that_is_not_known_is_left_to_the_loading(tmp_path: Path) -> None:
-    assert settle_task("fill-mask", checkpoint(tmp_path, "Mine")) == "fill-mask"
-    assert settle_task("fill-mask", "/no/such/folder") == "fill-mask"
+def test_an_unknown_architecture_is_accepted_until_loading(tmp_path: Path) -> None:
+    assert detect_task("fill-mask", checkpoint(tmp_path, "Mine")) == "fill-mask"
+    assert detect_task("fill-mask", "/no/such/folder") == "fill-mask"
 
 
-def test_the_config_of_a_hub_id_is_fetched_where_the_task_is_not_set(
+def test_the_config_of_a_hub_id_is_downloaded_if_the_task_is_not_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint(tmp_path, "BertForMaskedLM")
-    asked = []
+    downloads = []
 
     def fetch(model: str, file: str) -> str:
-        asked.append((model, file))
+        downloads.append((model, file))
         return str(tmp_path / file)
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
-    assert settle_task("auto", "some/model") == "fill-mask"
-    assert asked == [("some/model", "config.json")]
-    assert settle_task("token-classification", "some/model") == "token-classification"
-    assert len(asked) == 1, "nothing is fetched for a task that is set"
+    assert detect_task("auto", "some/model") == "fill-mask"
+    assert downloads == [("some/model", "config.json")]
+    assert detect_task("token-classification", "some/model") == "token-classification"
+    assert len(downloads) == 1, "a task that is set needs no config"
 
 
-def test_a_config_that_cannot_be_read_is_said(tmp_path: Path) -> None:
+def test_an_unreadable_config_is_an_error(tmp_path: Path) -> None:
     for content in (None, "{"):
         if content:
             (tmp_path / "config.json").write_text(content)
-        with pytest.raises(TaskUnclear, match=r"PIPELINE_MODEL=/.*config.json cannot be read"):
-            settle_task("auto", str(tmp_path))
+        with pytest.raises(TaskError, match=r"PIPELINE_MODEL=/.*config.json cannot be read"):
+            detect_task("auto", str(tmp_path))
 
 
-def test_a_hub_that_does_not_answer_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_does_not_respond_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_: gate.wait(60))
     monkeypatch.setattr(task_detection, "FETCH_S", 0.01)
-    with pytest.raises(TaskUnclear, match=r"did not answer within 0\.01 s"):
-        settle_task("auto", "owner/name")
+    with pytest.raises(TaskError, match=r"did not answer within 0\.01 s"):
+        detect_task("auto", "owner/name")
     gate.set()
