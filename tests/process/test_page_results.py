@@ -1,4 +1,4 @@
-"""What models other than a chat's answer with, as the page shows it in a headless Chromium."""
+"""The page's results of pipelines, embeddings and speech, in a headless Chromium."""
 
 import base64
 import io
@@ -19,20 +19,20 @@ SVG = "<svg xmlns='http://www.w3.org/2000/svg' width='80' height='40'/>"
 
 @pytest.fixture(scope="module")
 def server(browser: Any) -> Iterator[Server]:
-    with serving_all(FakeGenerator()) as made:
-        yield made
+    with serving_all(FakeGenerator()) as server:
+        yield server
 
 
 @pytest.fixture
 def page(visitor: Any, server: Server) -> Any:
-    """The page, with the key."""
+    """Return the page, opened with the key."""
     visitor.add_init_script(f"sessionStorage.setItem('onequeue-key', '{KEY}')")
     visitor.goto(server.url)
     visitor.get_by_role("tab", name="Live").wait_for()
     return visitor
 
 
-WRITTEN = """
+MARKDOWN = """
 1. one
    goes on
 
@@ -47,7 +47,7 @@ Figures:
 | **1** | 2 |
 | 3
 > said"""
-SHOWN = (
+MARKUP = (
     "<ol start=1><li>one goes on<ul><li>inside <code>a</code><ol start=1><li>deeper</li></ol></li>"
     "</ul></li><li>two</li></ol><ul><li>another list</li></ul><hr><p>Figures:</p>"
     "<div class=scroll tabindex=0><table><thead><tr><th>a</th><th>b|c</th></tr></thead><tbody>"
@@ -59,7 +59,7 @@ SHOWN = (
 @pytest.mark.parametrize(
     ("text", "markup"),
     [
-        (WRITTEN, SHOWN),
+        (MARKDOWN, MARKUP),
         ("a | b\n--\n\n| a\nb", "<p>a | b\n--</p><p>| a\nb</p>"),
         ("- - -\n- [ ] x", "<hr><ul><li>[ ] x</li></ul>"),
         ("| a |\n|---|", "<div class=scroll tabindex=0><table><thead><tr><th>a</th></tr></thead>"
@@ -67,17 +67,17 @@ SHOWN = (
     ],
 )  # fmt: skip
 def test_markdown_becomes_elements(page: Any, text: str, markup: str) -> None:
-    made = page.evaluate(
+    elements = page.evaluate(
         """async text => {
             const { markdown } = await import("./assets/markdown.js");
-            return markdown(text).map(each => each.outerHTML).join("").replaceAll('"', "");
+            return markdown(text).map(block => block.outerHTML).join("").replaceAll('"', "");
         }""",
         text,
     )
-    assert made == markup
+    assert elements == markup
 
 
-def test_a_pipeline(page: Any) -> None:
+def test_a_pipeline_shows_scores_as_bars(page: Any) -> None:
     page.get_by_role("tab", name="Pipeline").click()
     page.get_by_label("Text", exact=True).press("Enter")
     bars = page.locator("#pipeline .bars li")
@@ -87,7 +87,7 @@ def test_a_pipeline(page: Any) -> None:
         ["rome", "10.0", "%"],
     ]
     assert page.get_by_text("batch of 1").is_visible()
-    page.locator("#pipeline").get_by_text("Request and answer").click()
+    page.locator("#pipeline").get_by_text("Request and response").click()
     page.locator("#pipeline").get_by_role("button", name="curl").click()
     assert json.loads(run_shell(page.locator("#pipeline pre").text_content()))[0]["score"] == 0.9
     page.get_by_label("Text", exact=True).fill("refused")
@@ -98,7 +98,7 @@ def test_a_pipeline(page: Any) -> None:
 
 def test_embeddings_become_a_table(page: Any) -> None:
     page.get_by_role("tab", name="Embeddings").click()
-    page.get_by_label("Texts, one a line").fill("a\nab\n\nb")
+    page.get_by_label("Texts, one per line").fill("a\nab\n\nb")
     page.keyboard.press("Control+Enter")
     rows = page.locator("#embeddings tbody tr")
     rows.first.wait_for()
@@ -109,45 +109,45 @@ def test_embeddings_become_a_table(page: Any) -> None:
     ]
 
 
-def draw(page: Any, answer: Any, **given: Any) -> Any:
-    """What results.js makes of it, in the page."""
+def draw(page: Any, result: Any, **inputs: Any) -> Any:
+    """Show a result in the page by results.js."""
     page.evaluate(
-        """async ([answer, given]) => {
+        """async ([result, inputs]) => {
             const { results } = await import("./assets/results.js");
-            document.body.replaceChildren(...await results(answer, given));
+            document.body.replaceChildren(...await results(result, inputs));
         }""",
-        [answer, given],
+        [result, inputs],
     )
     return page.locator("body")
 
 
-def test_found_words_are_marked_where_they_are(page: Any) -> None:
-    found = [
+def test_entities_are_highlighted_in_the_text(page: Any) -> None:
+    entities = [
         {"entity": "B-PER", "word": "A", "start": 2, "end": 3, "score": 0.9},
         {"entity": "I-PER", "word": "##da", "start": 3, "end": 5, "score": 0.7},
         {"entity": "I-PER", "word": "King", "start": 6, "end": 10, "score": 0.8},
         {"entity_group": "LOC", "word": "Rom", "start": 14, "end": 17, "score": 0.8},
     ]
-    shown = draw(page, found, text="😀 Ada King in Rom.")
+    shown = draw(page, entities, text="😀 Ada King in Rom.")
     assert shown.locator("mark").all_inner_texts() == ["Ada KingPER", "RomLOC"]
     assert shown.locator("mark").first.get_attribute("title") == "70.0 %"
     assert shown.text_content() == "😀 Ada KingPER in RomLOC."
 
 
-def test_boxes_lie_over_the_picture(page: Any) -> None:
+def test_boxes_are_drawn_over_the_image(page: Any) -> None:
     box = {"xmin": 10, "ymin": 5, "xmax": 30, "ymax": 35}
     shown = draw(
-        page, [{"label": "<b>cat", "score": 0.5, "box": box}], picture=f"data:image/svg+xml,{SVG}"
+        page, [{"label": "<b>cat", "score": 0.5, "box": box}], image=f"data:image/svg+xml,{SVG}"
     )
     assert shown.locator("svg").get_attribute("viewBox") == "0 0 80 40"
     rect = shown.locator("svg rect")
-    assert [rect.get_attribute(each) for each in ("x", "y", "width", "height")] == [
+    assert [rect.get_attribute(name) for name in ("x", "y", "width", "height")] == [
         "10", "5", "20", "30",
     ]  # fmt: skip
     assert shown.locator("svg text").text_content() == "<b>cat 50.0 %"
 
 
-def test_other_shapes(page: Any) -> None:
+def test_other_results_are_shown_by_their_shape(page: Any) -> None:
     zero_shot = {"sequence": "a", "labels": ["x", "y"], "scores": [0.75, 0.25]}
     assert draw(page, zero_shot).locator(".bars li").count() == 2
     assert draw(page, []).inner_text() == "Nothing was found."
@@ -157,7 +157,7 @@ def test_other_shapes(page: Any) -> None:
 
 
 def test_speech_is_recorded_and_sent(visitor: Any, server: Server) -> None:
-    """As the endpoint is described: nothing of it is served here."""
+    """The responses are mocked: no speech model is served here."""
     sent: list[bytes] = []
 
     def transcribe(route: Any) -> None:
@@ -182,11 +182,11 @@ def test_speech_is_recorded_and_sent(visitor: Any, server: Server) -> None:
     assert np.abs(samples).max() > 0.01, "the fake microphone beeps"
 
 
-def test_a_picture_goes_with_a_message(visitor: Any, server: Server) -> None:
-    """To a model that is listed as one that sees: none is served here."""
+def test_an_image_is_sent_with_a_message(visitor: Any, server: Server) -> None:
+    """The responses are mocked: no multimodal model is served here."""
     sent: list[Any] = []
 
-    def answer(route: Any) -> None:
+    def respond(route: Any) -> None:
         sent.append(route.request.post_data_json)
         choice = {"index": 0, "delta": {"content": "A cat."}, "finish_reason": "stop"}
         event = json.dumps({"id": "1", "choices": [choice]})
@@ -195,11 +195,11 @@ def test_a_picture_goes_with_a_message(visitor: Any, server: Server) -> None:
 
     model = {"id": "seer", "serves": "generation", "input_modalities": ["text", "image"]}
     visitor.route("**/v1/models", lambda route: route.fulfill(json={"data": [model]}))
-    visitor.route("**/v1/chat/completions", answer)
+    visitor.route("**/v1/chat/completions", respond)
     visitor.goto(server.url)
     visitor.get_by_role("tab", name="Live").wait_for()
-    picture = {"name": "cat.svg", "mimeType": "image/svg+xml", "buffer": SVG.encode()}
-    visitor.locator("#chat input[type=file]").set_input_files(picture)
+    image_file = {"name": "cat.svg", "mimeType": "image/svg+xml", "buffer": SVG.encode()}
+    visitor.locator("#chat input[type=file]").set_input_files(image_file)
     visitor.get_by_role("button", name="Remove cat.svg").wait_for()
     visitor.get_by_label("Message", exact=True).fill("What is this?")
     visitor.keyboard.press("Enter")
@@ -207,7 +207,7 @@ def test_a_picture_goes_with_a_message(visitor: Any, server: Server) -> None:
     [image, text] = sent[0]["messages"][0]["content"]
     assert text == {"type": "text", "text": "What is this?"}
     assert base64.b64decode(image["image_url"]["url"].partition(",")[2]).decode() == SVG
-    visitor.get_by_text("Request and answer").click()
+    visitor.get_by_text("Request and response").click()
     for view, line in [
         ("curl", "image/svg+xml;base64,$(base64 < 'cat.svg' | tr -d '\\n')"),
         ("Python", '"url": data_url("image/svg+xml", "cat.svg")'),

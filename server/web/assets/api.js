@@ -1,11 +1,11 @@
-// Requests to the server: with the key, which is asked for when the server wants one; errors as
-// the server words them; server-sent events.
+// Requests to the server, with the API key: after a 401 a dialog asks for it. Errors have the server's
+// message; server-sent events are parsed.
 
 import { element, find } from "./dom.js";
 
-const KEPT_AS = "onequeue-key"; // in this tab's own storage
-const listeners = [];
-let asking = null; // one dialog for all requests that wait for a key
+const STORAGE_KEY = "onequeue-key"; // in the tab's session storage
+const keyListeners = [];
+let keyDialog = null; // a promise; all requests that need a key share one dialog
 
 export class ServerError extends Error {
   constructor(status, error) {
@@ -14,18 +14,18 @@ export class ServerError extends Error {
   }
 }
 
-// A response that is fine, or a ServerError. `body` is JSON's value, a file or a form.
+// Returns a successful response or throws a ServerError. `body`: a value for JSON, a file or a form.
 export async function call(path, { body, media, signal } = {}) {
-  const wrapped = body === undefined || body instanceof Blob || body instanceof FormData;
+  const isRaw = body === undefined || body instanceof Blob || body instanceof FormData;
   for (;;) {
     const headers = {};
-    if (hasKey()) headers.authorization = `Bearer ${sessionStorage.getItem(KEPT_AS)}`;
+    if (hasKey()) headers.authorization = `Bearer ${sessionStorage.getItem(STORAGE_KEY)}`;
     if (body !== undefined && !(body instanceof FormData)) {
-      headers["content-type"] = media ?? (wrapped ? body.type : "application/json");
+      headers["content-type"] = media ?? (isRaw ? body.type : "application/json");
     }
     const response = await fetch(path, {
       method: body === undefined ? "GET" : "POST",
-      body: wrapped ? body : JSON.stringify(body),
+      body: isRaw ? body : JSON.stringify(body),
       headers, signal,
     }).catch(error => {
       if (error.name === "AbortError") throw error;
@@ -35,13 +35,13 @@ export async function call(path, { body, media, signal } = {}) {
     const { error } = await response.json().catch(
       () => ({ error: { message: response.statusText, code: "http_error" } }));
     if (response.status !== 401) throw new ServerError(response.status, error);
-    asking ??= askForKey(hasKey() ? "The server does not know this key." : "")
-      .finally(() => { asking = null; });
-    if (!await asking) throw new ServerError(401, error);
+    keyDialog ??= askForKey(hasKey() ? "The server does not accept this key." : "")
+      .finally(() => { keyDialog = null; });
+    if (!await keyDialog) throw new ServerError(401, error);
   }
 }
 
-// The JSON of each event, until the stream says [DONE].
+// Yields the JSON of each event, until [DONE].
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
@@ -54,34 +54,34 @@ export async function* events(response) {
       if (!part.startsWith("data: ")) continue; // a comment keeps the connection alive
       if (part === "data: [DONE]") return;
       const event = JSON.parse(part.slice(6));
-      if (event.error) throw new ServerError("broken off", event.error);
+      if (event.error) throw new ServerError("interrupted", event.error);
       yield event;
     }
   }
 }
 
-// What the server's own clock says of a request: {queue: seconds, model: seconds, …}.
+// Returns the server's timings of a request: {queue: seconds, model: seconds, …}.
 export function timings(response) {
-  const found = (response.headers.get("server-timing") ?? "").matchAll(/(\w+);dur=([\d.]+)/g);
-  return Object.fromEntries([...found].map(([, name, ms]) => [name, ms / 1000]));
+  const matches = (response.headers.get("server-timing") ?? "").matchAll(/(\w+);dur=([\d.]+)/g);
+  return Object.fromEntries([...matches].map(([, name, ms]) => [name, ms / 1000]));
 }
 
 // ── the key ──
 
 export function hasKey() {
-  return sessionStorage.getItem(KEPT_AS) !== null;
+  return sessionStorage.getItem(STORAGE_KEY) !== null;
 }
 
 export function forgetKey() {
-  sessionStorage.removeItem(KEPT_AS);
-  listeners.forEach(listener => listener());
+  sessionStorage.removeItem(STORAGE_KEY);
+  keyListeners.forEach(listener => listener());
 }
 
 export function whenKeyChanges(listener) {
-  listeners.push(listener);
+  keyListeners.push(listener);
 }
 
-// Whether one was given.
+// Resolves to whether the user entered a key.
 function askForKey(reason) {
   const dialog = find("#key");
   const form = find("form", dialog);
@@ -90,12 +90,12 @@ function askForKey(reason) {
   return new Promise(resolve => {
     form.onsubmit = event => {
       event.preventDefault();
-      sessionStorage.setItem(KEPT_AS, form.elements.key.value.trim());
-      listeners.forEach(listener => listener());
-      dialog.close("given");
+      sessionStorage.setItem(STORAGE_KEY, form.elements.key.value.trim());
+      keyListeners.forEach(listener => listener());
+      dialog.close("entered");
     };
     find("[data-action=cancel]", dialog).onclick = () => dialog.close("");
-    dialog.onclose = () => resolve(dialog.returnValue === "given");
+    dialog.onclose = () => resolve(dialog.returnValue === "entered");
     dialog.returnValue = "";
     dialog.showModal();
   });

@@ -1,10 +1,10 @@
-// The chat: a conversation that is kept here and sent whole each time, answers as they come.
+// The chat: the history is kept here and sent whole with each request; responses are streamed.
 //
-//   send → ask → stream → Answer.add, an event each → Answer.draw, once a frame → the conversation
+//   send → request → stream → AssistantMessage.add per event → .draw once a frame → history
 
-import { Answer } from "./answer.js";
+import { AssistantMessage } from "./message.js";
 import { call, events } from "./api.js";
-import { announce, element, find, growing, sendingOnEnter, unfolding } from "./dom.js";
+import { announce, autoGrow, element, find, setUpSettings, submitOnEnter } from "./dom.js";
 import { dataUrl } from "./files.js";
 
 const PATH = "v1/chat/completions";
@@ -25,9 +25,9 @@ const EXAMPLES = [
   { text: "Count from 3 to 7." },
   { text: "What is the weather in Paris?", tools: WEATHER },
 ];
-const NEAR_END_PX = 80; // whoever reads further up is left there
+const NEAR_END_PX = 80; // a reader further up is not scrolled down
 
-const seesImages = model => model?.input_modalities?.includes("image");
+const takesImages = model => model?.input_modalities?.includes("image");
 
 export function startChat(section, ready, models) {
   new Chat(section, models);
@@ -36,30 +36,30 @@ export function startChat(section, ready, models) {
 class Chat {
   constructor(section, models) {
     this.section = section;
-    this.messages = []; // as the API has them, without the system prompt
-    this.pictures = []; // {name, url} of the message that is being written
-    this.stopping = null; // an AbortController while an answer comes
+    this.messages = []; // in the API's form, without the system prompt
+    this.images = []; // {name, url} of the message being written
+    this.abort = null; // an AbortController while a response streams
     this.log = find(".log", section);
     this.form = find("form", section);
     this.text = find("#chat-text", section);
     this.settings = this.form.elements;
-    this.fit = growing(this.text);
+    this.fit = autoGrow(this.text);
     this.listen();
-    this.listModels(models.filter(each => each.serves === "generation"));
+    this.listModels(models.filter(model => model.serves === "generation"));
     this.listExamples();
   }
 
   listen() {
-    sendingOnEnter(this.text, this.form);
-    unfolding(this.form);
+    submitOnEnter(this.text, this.form);
+    setUpSettings(this.form);
     this.form.onsubmit = event => {
       event.preventDefault();
       this.send();
     };
-    this.button("stop").onclick = () => this.stopping?.abort();
+    this.button("stop").onclick = () => this.abort?.abort();
     this.button("clear").onclick = () => this.clear();
     document.addEventListener("keydown", event => {
-      if (event.key === "Escape" && !this.section.hidden) this.stopping?.abort();
+      if (event.key === "Escape" && !this.section.hidden) this.abort?.abort();
     });
     this.section.addEventListener("shown", () => {
       this.fit();
@@ -73,14 +73,14 @@ class Chat {
   }
 
   listModels(models) {
-    this.settings.model.replaceChildren(...models.map(each => element("option", { value: each.id }, each.id)));
+    this.settings.model.replaceChildren(...models.map(({ id }) => element("option", { value: id }, id)));
     this.settings.model.parentElement.hidden = models.length < 2;
-    const choose = () => {
-      const model = models.find(each => each.id === this.settings.model.value);
-      find(".picture", this.form).hidden = !seesImages(model);
+    const onModel = () => {
+      const model = models.find(({ id }) => id === this.settings.model.value);
+      find(".attach", this.form).hidden = !takesImages(model);
     };
-    this.settings.model.onchange = choose;
-    choose();
+    this.settings.model.onchange = onModel;
+    onModel();
   }
 
   listExamples() {
@@ -98,140 +98,140 @@ class Chat {
     return find(`[data-action=${action}]`, this.form);
   }
 
-  // ── a message on its way out ──
+  // ── the message being written ──
 
   async attach(files) {
-    if (find(".picture", this.form).hidden) return;
-    for (const file of files.filter(each => each.type.startsWith("image/"))) {
-      this.pictures.push({ name: file.name, url: await dataUrl(file) });
+    if (find(".attach", this.form).hidden) return;
+    for (const file of files.filter(({ type }) => type.startsWith("image/"))) {
+      this.images.push({ name: file.name, url: await dataUrl(file) });
     }
-    this.showPictures();
+    this.showImages();
   }
 
-  showPictures() {
-    const place = find(".attached", this.form);
-    place.hidden = !this.pictures.length;
-    place.replaceChildren(...this.pictures.map(picture => element("button", {
-      type: "button", class: "quiet", "aria-label": `Remove ${picture.name}`,
+  showImages() {
+    const attached = find(".attached", this.form);
+    attached.hidden = !this.images.length;
+    attached.replaceChildren(...this.images.map(image => element("button", {
+      type: "button", class: "quiet", "aria-label": `Remove ${image.name}`,
       onclick: () => {
-        this.pictures = this.pictures.filter(each => each !== picture);
-        this.showPictures();
+        this.images = this.images.filter(other => other !== image);
+        this.showImages();
       },
-    }, element("img", { src: picture.url, alt: "" }), "×")));
+    }, element("img", { src: image.url, alt: "" }), "×")));
   }
 
   send() {
     const text = this.text.value.trim();
-    if (this.stopping || !(text || this.pictures.length)) return;
+    if (this.abort || !(text || this.images.length)) return;
     let content = text;
-    if (this.pictures.length) {
-      content = this.pictures.map(({ url }) => ({ type: "image_url", image_url: { url } }));
+    if (this.images.length) {
+      content = this.images.map(({ url }) => ({ type: "image_url", image_url: { url } }));
       if (text) content.push({ type: "text", text });
     }
     this.log.append(element("article", { class: "user", "aria-label": "You" },
-      ...this.pictures.map(({ name, url }) => element("img", { src: url, alt: name })),
+      ...this.images.map(({ name, url }) => element("img", { src: url, alt: name })),
       element("p", {}, text)));
-    for (const open of this.log.querySelectorAll(".failure button, .results")) open.remove();
-    if (this.messages.at(-1)?.role === "user") this.messages.pop(); // it got no answer
+    for (const outdated of this.log.querySelectorAll(".failure button, .results")) outdated.remove();
+    if (this.messages.at(-1)?.role === "user") this.messages.pop(); // it has no response
     this.messages.push({ role: "user", content });
-    this.pictures = [];
-    this.showPictures();
+    this.images = [];
+    this.showImages();
     this.text.value = "";
     this.fit();
-    this.ask();
+    this.respond();
   }
 
-  // The API's request for the next message. Throws where the tools are no JSON.
+  // Returns the API's request for the next message. Throws if the tools are not valid JSON.
   request() {
-    const { model, system, temperature, max_tokens: most, reasoning_effort: effort, tools } = this.settings;
-    const before = system.value.trim() ? [{ role: "system", content: system.value.trim() }] : [];
+    const { model, system, temperature, max_tokens: maxTokens, reasoning_effort: effort, tools } = this.settings;
+    const systemMessages = system.value.trim() ? [{ role: "system", content: system.value.trim() }] : [];
     const body = {
       model: model.value || undefined,
-      messages: [...before, ...this.messages],
+      messages: [...systemMessages, ...this.messages],
       stream: true,
       stream_options: { include_usage: true },
     };
     if (temperature.value) body.temperature = Number(temperature.value);
-    if (most.value) body.max_tokens = Number(most.value);
+    if (maxTokens.value) body.max_tokens = Number(maxTokens.value);
     if (effort.value) body.reasoning_effort = effort.value;
-    if (tools.value.trim()) body.tools = parsed(tools.value);
+    if (tools.value.trim()) body.tools = parseTools(tools.value);
     return { path: PATH, body };
   }
 
-  async ask() {
+  async respond() {
     find(".welcome", this.section).hidden = true;
-    const answer = new Answer();
-    this.log.append(answer.shown);
-    this.show(true);
-    toTheEnd();
+    const reply = new AssistantMessage();
+    this.log.append(reply.element);
+    this.setStreaming(true);
+    scrollToEnd();
     try {
       const request = this.request();
-      answer.offer(request);
-      await this.stream(request, answer);
+      reply.addExchange(request);
+      await this.stream(request, reply);
     } catch (error) {
       if (error.name !== "AbortError") {
-        this.following(() => answer.fail(error, () => {
-          answer.shown.remove();
-          this.ask();
+        this.keepAtEnd(() => reply.fail(error, () => {
+          reply.element.remove();
+          this.respond();
         }));
         return;
       }
-      answer.finishReason = "stopped";
+      reply.finishReason = "stopped";
     } finally {
-      this.show(false);
+      this.setStreaming(false);
     }
-    this.following(() => answer.end());
-    this.keep(answer);
-    announce(`Answer: ${answer.message.content || "none"}`);
+    this.keepAtEnd(() => reply.end());
+    this.addToHistory(reply);
+    announce(`Answer: ${reply.message.content || "none"}`);
   }
 
-  async stream(request, answer) {
-    const response = await call(request.path, { body: request.body, signal: this.stopping.signal });
-    let drawing = 0;
+  async stream(request, reply) {
+    const response = await call(request.path, { body: request.body, signal: this.abort.signal });
+    let frame = 0;
     for await (const event of events(response)) {
-      answer.add(event);
-      drawing ||= requestAnimationFrame(() => {
-        drawing = 0;
-        this.following(() => answer.draw());
+      reply.add(event);
+      frame ||= requestAnimationFrame(() => {
+        frame = 0;
+        this.keepAtEnd(() => reply.draw());
       });
     }
-    cancelAnimationFrame(drawing);
+    cancelAnimationFrame(frame);
   }
 
-  // What was said goes on; an answer that was stopped before a word leaves no trace.
-  keep(answer) {
-    const { content, reasoning_content: thoughts, tool_calls: calls } = answer.message;
-    const called = answer.finishReason !== "stopped" && calls;
+  // A response without text that was stopped is left out of the history.
+  addToHistory(reply) {
+    const { content, reasoning_content: reasoning, tool_calls: calls } = reply.message;
+    const called = reply.finishReason !== "stopped" && calls;
     if (!content && !called) return;
     const message = { role: "assistant", content: content || null };
-    if (thoughts) message.reasoning_content = thoughts;
+    if (reasoning) message.reasoning_content = reasoning;
     if (called) message.tool_calls = calls;
     this.messages.push(message);
     if (called) {
-      this.following(() => this.log.append(resultsForm(calls, results => {
+      this.keepAtEnd(() => this.log.append(resultsForm(calls, results => {
         this.messages.push(...results);
-        this.ask();
+        this.respond();
       })));
     }
   }
 
-  // Does something to the log; whoever looks at its end goes on doing so.
-  following(change) {
+  // Changes the log; a view at its end stays there.
+  keepAtEnd(change) {
     const page = document.documentElement;
     const atEnd = page.scrollHeight - page.clientHeight - page.scrollTop < NEAR_END_PX;
     change();
-    if (atEnd) toTheEnd();
+    if (atEnd) scrollToEnd();
   }
 
-  show(answering) {
-    const stopped = document.activeElement === this.button("stop");
-    this.stopping = answering ? new AbortController() : null;
-    this.log.setAttribute("aria-busy", answering);
-    this.button("send").hidden = answering;
-    this.button("stop").hidden = !answering;
-    this.button("clear").hidden = answering || !this.log.children.length;
-    if (stopped) this.text.focus(); // the button that had it is gone
-    if (answering) announce("Answering. Escape stops.");
+  setStreaming(streaming) {
+    const hadFocus = document.activeElement === this.button("stop");
+    this.abort = streaming ? new AbortController() : null;
+    this.log.setAttribute("aria-busy", streaming);
+    this.button("send").hidden = streaming;
+    this.button("stop").hidden = !streaming;
+    this.button("clear").hidden = streaming || !this.log.children.length;
+    if (hadFocus) this.text.focus(); // the stop button is hidden now
+    if (streaming) announce("Answering. Escape stops.");
   }
 
   clear() {
@@ -243,12 +243,12 @@ class Chat {
   }
 }
 
-function toTheEnd() {
+function scrollToEnd() {
   document.documentElement.scrollTop = document.documentElement.scrollHeight;
 }
 
-// Asks for what the called functions return, and hands it on as the API's messages.
-function resultsForm(calls, hand) {
+// Returns a form for the results of the called functions; `submit` gets them as API messages.
+function resultsForm(calls, submit) {
   const form = element("form", { class: "results" },
     ...calls.map(({ function: { name } }, n) => element("label", {}, `${name} returns`,
       element("input", { name: `result-${n}`, required: true, autocomplete: "off", placeholder: "22 degrees, sunny" }))),
@@ -256,14 +256,14 @@ function resultsForm(calls, hand) {
   form.onsubmit = event => {
     event.preventDefault();
     form.remove();
-    hand(calls.map(({ id }, n) => ({
+    submit(calls.map(({ id }, n) => ({
       role: "tool", tool_call_id: id, content: form.elements[`result-${n}`].value,
     })));
   };
   return form;
 }
 
-function parsed(text) {
+function parseTools(text) {
   try {
     return JSON.parse(text);
   } catch (error) {

@@ -1,4 +1,4 @@
-// Making and finding elements. Text is always text: nothing here reads markup.
+// Create and find elements. Text is always text: nothing here parses markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -11,28 +11,28 @@ export function element(tag, properties = {}, ...children) {
   return fill(document.createElement(tag), properties, children);
 }
 
-export function drawing(tag, properties = {}, ...children) {
+export function svgElement(tag, properties = {}, ...children) {
   return fill(document.createElementNS(SVG, tag), properties, children);
 }
 
-function fill(made, properties, children) {
+function fill(node, properties, children) {
   for (const [name, value] of Object.entries(properties)) {
-    if (name.startsWith("--")) made.style.setProperty(name, value);
-    else if (name.startsWith("on")) made[name] = value;
-    else if (typeof value === "boolean") made.toggleAttribute(name, value);
-    else made.setAttribute(name, value);
+    if (name.startsWith("--")) node.style.setProperty(name, value);
+    else if (name.startsWith("on")) node[name] = value;
+    else if (typeof value === "boolean") node.toggleAttribute(name, value);
+    else node.setAttribute(name, value);
   }
-  made.append(...children.filter(child => child !== null));
-  return made;
+  node.append(...children.filter(child => child !== null));
+  return node;
 }
 
-// Tell those who listen rather than look.
+// Announces a text to screen readers.
 export function announce(text) {
   find("#announcer").textContent = text;
 }
 
-// Does a section's work, and shows what comes of it: elements, or what went wrong.
-export async function showing(section, work) {
+// Shows the elements that `work` returns in a section, or its error.
+export async function showResult(section, work) {
   const output = find(".output", section);
   const button = find("[data-action=send]", section);
   button.disabled = true;
@@ -47,8 +47,8 @@ export async function showing(section, work) {
   }
 }
 
-// Grow with what is typed.
-export function growing(textarea) {
+// Lets a textarea grow with its text; returns a function that fits it.
+export function autoGrow(textarea) {
   const fit = () => {
     textarea.style.height = "auto";
     textarea.style.height = `${textarea.scrollHeight + 2}px`;
@@ -57,21 +57,22 @@ export function growing(textarea) {
   return fit;
 }
 
-// A button that shows and hides a part of its form.
-export function unfolding(form) {
+// Lets the settings button of a form show and hide its settings.
+export function setUpSettings(form) {
   const button = find("[data-action=settings]", form);
-  const part = find(".settings", form);
+  const settings = find(".settings", form);
   button.onclick = () => {
-    part.hidden = !part.hidden;
-    button.setAttribute("aria-expanded", !part.hidden);
+    settings.hidden = !settings.hidden;
+    button.setAttribute("aria-expanded", !settings.hidden);
   };
 }
 
-// Enter sends a form; Shift+Enter, and Enter that ends a composition of letters, do not.
-export function sendingOnEnter(textarea, form, withControl = false) {
+// Enter submits a form; Shift+Enter, and Enter in an input method, do not. With `withControl`, only
+// Ctrl+Enter does.
+export function submitOnEnter(textarea, form, withControl = false) {
   textarea.addEventListener("keydown", event => {
-    const meant = withControl ? event.ctrlKey || event.metaKey : !event.shiftKey;
-    if (event.key === "Enter" && meant && !event.isComposing) {
+    const submits = withControl ? event.ctrlKey || event.metaKey : !event.shiftKey;
+    if (event.key === "Enter" && submits && !event.isComposing) {
       event.preventDefault();
       form.requestSubmit();
     }
@@ -79,10 +80,10 @@ export function sendingOnEnter(textarea, form, withControl = false) {
 }
 
 export function failure(error, retry = null) {
-  const again = retry && element("button", { type: "button", class: "quiet", onclick: retry }, "Try again");
+  const button = retry && element("button", { type: "button", class: "quiet", onclick: retry }, "Try again");
   return element("div", { class: "failure", role: "alert" },
-    element("strong", {}, error.title ?? "It did not work"),
-    element("p", {}, error.message), again);
+    element("strong", {}, error.title ?? "Something went wrong"),
+    element("p", {}, error.message), button);
 }
 
 export function seconds(value) {

@@ -1,12 +1,12 @@
-// Embeddings: texts, one a line, and how alike each two are: the cosine of their vectors.
+// Embeddings: a table of the cosine similarities of texts, one text per line.
 
 import { call } from "./api.js";
-import { element, find, growing, sendingOnEnter, showing } from "./dom.js";
+import { autoGrow, element, find, showResult, submitOnEnter } from "./dom.js";
 import { exchange } from "./exchange.js";
-import { figures } from "./pipeline.js";
+import { timingText } from "./pipeline.js";
 
 const PATH = "v1/embeddings";
-const MOST = 24; // texts in one table
+const MAX_TEXTS = 24;
 const EXAMPLE = [
   "The capital of France is Paris.",
   "What is the capital of France?",
@@ -18,28 +18,28 @@ const EXAMPLE = [
 export function startEmbeddings(section, ready, models) {
   const form = find("form", section);
   const text = find("#embeddings-text", section);
-  const model = models.find(each => each.serves === "embedding")?.id;
+  const model = models.find(({ serves }) => serves === "embedding")?.id;
   text.value = EXAMPLE.join("\n");
-  sendingOnEnter(text, form, true);
+  submitOnEnter(text, form, true);
   form.onsubmit = event => {
     event.preventDefault();
-    showing(section, () => compare(text.value, model));
+    showResult(section, () => compare(text.value, model));
   };
-  section.addEventListener("shown", growing(text));
+  section.addEventListener("shown", autoGrow(text));
 }
 
 async function compare(text, model) {
   const texts = text.split("\n").map(line => line.trim()).filter(Boolean);
-  if (texts.length < 2 || texts.length > MOST) throw new Error(`2 to ${MOST} texts can be compared`);
+  if (texts.length < 2 || texts.length > MAX_TEXTS) throw new Error(`2 to ${MAX_TEXTS} texts can be compared`);
   const request = { path: PATH, body: { model, input: texts } };
   const response = await call(PATH, { body: request.body });
-  const answer = await response.json();
-  const vectors = answer.data.map(each => each.embedding);
+  const document = await response.json();
+  const vectors = document.data.map(({ embedding }) => embedding);
   return [
     element("div", { class: "scroll" }, table(texts, vectors)),
     element("p", { class: "note" },
-      [`${vectors[0].length} dimensions`, figures(response)].filter(Boolean).join(" · ")),
-    exchange(request, () => answer),
+      [`${vectors[0].length} dimensions`, timingText(response)].filter(Boolean).join(" · ")),
+    exchange(request, () => document),
   ];
 }
 
@@ -49,13 +49,13 @@ function table(texts, vectors) {
     element("th", { scope: "row" }, element("span", { class: "number" }, `${row + 1}`), ` ${text}`),
     ...vectors.map((vector, column) => cell(cosine(vectors[row], vector), row === column))));
   return element("table", { class: "heat" },
-    element("caption", { class: "unseen" }, "How alike each two texts are, up to 1"),
+    element("caption", { class: "visually-hidden" }, "Cosine similarity of each pair of texts"),
     element("thead", {}, element("tr", {}, element("td", {}), ...numbers)),
     element("tbody", {}, ...rows));
 }
 
-function cell(likeness, same) {
-  return element("td", { "--share": Math.max(0, likeness), class: same ? "same" : "" }, likeness.toFixed(2));
+function cell(similarity, same) {
+  return element("td", { "--share": Math.max(0, similarity), class: same ? "same" : "" }, similarity.toFixed(2));
 }
 
 function cosine(one, other) {

@@ -1,19 +1,19 @@
-// A request and its answer, to look at: the JSON of both, and the same request by curl and Python.
+// A request and its response for inspection: the JSON of both, and the request as curl and Python.
 //
 // A request is {path, body} with a value for JSON, {path, file} with bytes, or {path, form, file}.
-// Pictures in JSON are data: URLs; they are shown short, and lines to type read them from files.
+// Images in JSON are data: URLs: they are shown shortened, and the commands read them from files.
 
 import { hasKey } from "./api.js";
 import { element } from "./dom.js";
 import { fileNameOf } from "./files.js";
 
-const LONGEST_TEXT = 400; // of a string that is shown
-const LONGEST_LIST = 12; // of numbers
+const MAX_CHARS = 400; // of a shown string
+const MAX_NUMBERS = 12; // of a shown list
 
-export function exchange(request, answer) {
+export function exchange(request, responseDocument) {
   const views = {
-    Request: () => request.body ? json(request.body) : described(request),
-    Answer: () => json(answer()),
+    Request: () => request.body ? json(request.body) : describeUpload(request),
+    Response: () => json(responseDocument()),
     curl: () => asCurl(request),
     Python: () => asPython(request),
   };
@@ -21,7 +21,7 @@ export function exchange(request, answer) {
   const buttons = Object.entries(views).map(([name, view]) => element("button", {
     type: "button", class: "quiet", "aria-pressed": "false",
     onclick: event => {
-      buttons.forEach(each => each.setAttribute("aria-pressed", each === event.currentTarget));
+      buttons.forEach(button => button.setAttribute("aria-pressed", button === event.currentTarget));
       text.textContent = view();
     },
   }, name));
@@ -33,14 +33,14 @@ export function exchange(request, answer) {
       setTimeout(() => { copy.textContent = "Copy"; }, 1500);
     },
   }, "Copy");
-  copy.hidden = !navigator.clipboard; // there is none on a plain http:// address
-  const made = element("details", { class: "exchange" },
-    element("summary", {}, "Request and answer"),
+  copy.hidden = !navigator.clipboard; // undefined on plain http:// addresses
+  const details = element("details", { class: "exchange" },
+    element("summary", {}, "Request and response"),
     element("div", { class: "toolbar" }, ...buttons, copy), text);
-  made.ontoggle = () => {
-    if (made.open && !text.textContent) buttons[0].click();
+  details.ontoggle = () => {
+    if (details.open && !text.textContent) buttons[0].click();
   };
-  return made;
+  return details;
 }
 
 // ── JSON ──
@@ -50,51 +50,51 @@ export function json(value) {
 }
 
 function shortened(value) {
-  if (typeof value === "string" && value.length > LONGEST_TEXT) {
+  if (typeof value === "string" && value.length > MAX_CHARS) {
     return `${value.slice(0, 40)}… (${value.length.toLocaleString("en")} characters)`;
   }
   if (Array.isArray(value)) {
-    const long = value.length > LONGEST_LIST && typeof value[0] === "number";
+    const long = value.length > MAX_NUMBERS && typeof value[0] === "number";
     if (!long) return value.map(shortened);
     return [...value.slice(0, 4), `… ${value.length - 4} more numbers`];
   }
   if (value && typeof value === "object") {
-    return Object.fromEntries(Object.entries(value).map(([key, each]) => [key, shortened(each)]));
+    return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, shortened(item)]));
   }
   return value;
 }
 
-function described({ file, form }) {
+function describeUpload({ file, form }) {
   const fields = Object.entries(form ?? {}).map(([name, value]) => `${name}: ${value}\n`).join("");
   return `${fields}${form ? "file: " : ""}${file.name}, ${file.type}, ${file.size.toLocaleString("en")} bytes`;
 }
 
-// ── what can be typed ──
+// ── commands ──
 
 function address(path) {
   return new URL(path, document.baseURI).href;
 }
 
 export function asCurl(request) {
-  const words = [`curl ${address(request.path)}`];
-  if (hasKey()) words.push('-H "Authorization: Bearer $API_KEY"');
+  const args = [`curl ${address(request.path)}`];
+  if (hasKey()) args.push('-H "Authorization: Bearer $API_KEY"');
   if (request.form) {
-    for (const [name, value] of Object.entries(request.form)) words.push(`-F ${quoted(`${name}=${value}`)}`);
-    words.push(`-F ${quoted(`file=@${request.file.name}`)}`);
+    for (const [name, value] of Object.entries(request.form)) args.push(`-F ${quoted(`${name}=${value}`)}`);
+    args.push(`-F ${quoted(`file=@${request.file.name}`)}`);
   } else if (request.file) {
-    words.push(`-H ${quoted(`content-type: ${request.file.type}`)}`);
-    words.push(`--data-binary ${quoted(`@${request.file.name}`)}`);
+    args.push(`-H ${quoted(`content-type: ${request.file.type}`)}`);
+    args.push(`--data-binary ${quoted(`@${request.file.name}`)}`);
   } else {
-    words.push("-H 'content-type: application/json'");
+    args.push("-H 'content-type: application/json'");
     const text = JSON.stringify(request.body, null, 2);
-    words.push(text.includes('"data:') ? `-d @- <<END\n${withFiles(text)}\nEND` : `-d ${quoted(text)}`);
+    args.push(text.includes('"data:') ? `-d @- <<END\n${withFiles(text)}\nEND` : `-d ${quoted(text)}`);
   }
-  return words.join(" \\\n  ");
+  return args.join(" \\\n  ");
 }
 
 const quoted = text => `'${text.replaceAll("'", "'\\''")}'`;
 
-// For a here-document, in which the shell puts files in.
+// Escapes JSON for a here-document in which the shell inserts files.
 function withFiles(text) {
   return text.replace(/[\\$`]/g, "\\$&").replace(/"data:([\w/+.-]+);base64,[^"]*"/g, (url, media) =>
     `"data:${media};base64,$(base64 < ${quoted(fileNameOf(url.slice(1, -1)))} | tr -d '\\n')"`);
@@ -108,7 +108,7 @@ export function asPython(request) {
     "v1/embeddings": "embeddings.create",
     "v1/audio/transcriptions": "audio.transcriptions.create",
   }[request.path];
-  if (!sdk) return asPythonRequest(request);
+  if (!sdk) return asHttpx(request);
   const fields = Object.entries(request.body ?? request.form).map(
     ([name, value]) => `    ${name}=${literal(value, 1)},\n`).join("");
   const file = request.file ? `    file=open(${JSON.stringify(request.file.name)}, "rb"),\n` : "";
@@ -116,9 +116,9 @@ export function asPython(request) {
   return `${imports.join("")}${imports.length ? "\n" : ""}from openai import OpenAI
 
 ${usesFiles(request) ? DATA_URL : ""}client = OpenAI(base_url="${root}", api_key=${key})
-answer = client.${sdk}(
+response = client.${sdk}(
 ${fields}${file})
-${request.body?.stream ? CHUNKS : "print(answer)"}
+${request.body?.stream ? CHUNKS : "print(response)"}
 `;
 }
 
@@ -130,11 +130,11 @@ def data_url(media, name):
 
 
 `;
-const CHUNKS = `for chunk in answer:
+const CHUNKS = `for chunk in response:
     if chunk.choices:
         print(chunk.choices[0].delta.content or "", end="", flush=True)`;
 
-function asPythonRequest(request) {
+function asHttpx(request) {
   const headers = hasKey() ? ['"authorization": f"Bearer {os.environ[\'API_KEY\']}"'] : [];
   let body = `json=${literal(request.body, 1)}`;
   if (request.file) {
@@ -145,16 +145,16 @@ function asPythonRequest(request) {
     (request.file || usesFiles(request)) && "from pathlib import Path\n"].filter(Boolean).join("");
   return `${imports}${imports ? "\n" : ""}import httpx
 
-${usesFiles(request) ? DATA_URL : ""}answer = httpx.post(
+${usesFiles(request) ? DATA_URL : ""}response = httpx.post(
     "${address(request.path)}",
     ${body},
 ${headers.length ? `    headers={${headers.join(", ")}},\n` : ""}    timeout=60,
 )
-print(answer.json())
+print(response.json())
 `;
 }
 
-// A value as Python writes it; `depth` is that of the line it begins on.
+// Returns a Python literal; `depth` is the indentation of its first line.
 function literal(value, depth) {
   if (value === null || value === undefined) return "None";
   if (typeof value === "boolean") return value ? "True" : "False";
@@ -165,10 +165,10 @@ function literal(value, depth) {
   if (typeof value !== "object") return String(value);
   const [open, close] = Array.isArray(value) ? "[]" : "{}";
   const inside = Array.isArray(value)
-    ? value.map(each => literal(each, depth + 1))
-    : Object.entries(value).map(([key, each]) => `${JSON.stringify(key)}: ${literal(each, depth + 1)}`);
+    ? value.map(item => literal(item, depth + 1))
+    : Object.entries(value).map(([key, item]) => `${JSON.stringify(key)}: ${literal(item, depth + 1)}`);
   const line = `${open}${inside.join(", ")}${close}`;
   if (line.length < 70 && !line.includes("\n")) return line;
   const indent = "    ".repeat(depth);
-  return `${open}\n${inside.map(each => `${indent}    ${each},\n`).join("")}${indent}${close}`;
+  return `${open}\n${inside.map(item => `${indent}    ${item},\n`).join("")}${indent}${close}`;
 }

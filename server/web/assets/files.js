@@ -1,9 +1,9 @@
-// Pictures and sounds on their way in: chosen, dropped, pasted or recorded.
+// Image and audio files as input: chosen, dropped, pasted or recorded.
 
 import { element, failure } from "./dom.js";
 import { record } from "./record.js";
 
-const names = new Map(); // of files by their data: URLs, for lines to type
+const names = new Map(); // of files, by data: URL, for the commands
 
 export async function dataUrl(file) {
   const url = await new Promise((resolve, reject) => {
@@ -17,45 +17,44 @@ export async function dataUrl(file) {
 }
 
 export function fileNameOf(url) {
-  return names.get(url) ?? "picture.png";
+  return names.get(url) ?? "image.png";
 }
 
-// A place to drop a file, with a button to choose one and, for sound, one to record it.
-// `file` is what is there now; `onFile` hears of each new one.
+// A drop zone for a file, with a button to choose one and, for audio, one to record it.
+// `file` is the current one; `onFile` is called with each new one.
 export class FileField {
   file = null;
   onFile = () => {};
 
-  constructor(place, kind) {
+  constructor(zone, kind) {
     this.kind = kind;
-    this.place = place;
-    const chooser = element("input", {
-      type: "file", class: "unseen", accept: kind === "audio" ? "audio/*,video/webm" : "image/*",
+        const chooser = element("input", {
+      type: "file", class: "visually-hidden", accept: kind === "audio" ? "audio/*,video/webm" : "image/*",
       onchange: event => this.take(event.target.files[0]),
     });
-    const noun = kind === "audio" ? "sound file" : "picture";
-    this.shown = element("div", { class: "shown" });
-    place.classList.add("dropzone");
-    place.append(this.shown, element("div", { class: "ways" },
+    const noun = kind === "audio" ? "audio file" : "picture";
+    this.preview = element("div", { class: "preview" });
+    zone.classList.add("dropzone");
+    zone.append(this.preview, element("div", { class: "sources" },
       element("label", { class: "button quiet" }, `Choose a ${noun}`, chooser),
       kind === "audio" ? recorderButton(this) : null,
       element("span", { class: "hint" }, `or drop one here${kind === "image" ? ", or paste it" : ""}`)));
-    this.listen(place);
+    this.listen(zone);
   }
 
-  listen(place) {
-    place.ondragover = event => {
+  listen(zone) {
+    zone.ondragover = event => {
       event.preventDefault();
-      place.classList.add("over");
+      zone.classList.add("over");
     };
-    place.ondragleave = () => place.classList.remove("over");
-    place.ondrop = event => {
+    zone.ondragleave = () => zone.classList.remove("over");
+    zone.ondrop = event => {
       event.preventDefault();
-      place.classList.remove("over");
+      zone.classList.remove("over");
       this.take(event.dataTransfer.files[0]);
     };
     document.addEventListener("paste", event => {
-      if (place.checkVisibility() && event.clipboardData.files.length) {
+      if (zone.checkVisibility() && event.clipboardData.files.length) {
         this.take(event.clipboardData.files[0]);
       }
     });
@@ -66,9 +65,9 @@ export class FileField {
     if (this.url) URL.revokeObjectURL(this.url);
     this.file = file;
     this.url = URL.createObjectURL(file);
-    const played = this.kind === "audio";
-    this.shown.replaceChildren(
-      played ? element("audio", { controls: true, src: this.url, "aria-label": file.name })
+    const isAudio = this.kind === "audio";
+    this.preview.replaceChildren(
+      isAudio ? element("audio", { controls: true, src: this.url, "aria-label": file.name })
         : element("img", { src: this.url, alt: file.name }),
       element("span", { class: "note" }, `${file.name} · ${Math.ceil(file.size / 1000).toLocaleString("en")} kB`));
     this.onFile(file);
@@ -91,7 +90,7 @@ function recorderButton(field) {
       }
     } catch (error) {
       recording = null;
-      field.shown.replaceChildren(failure(error));
+      field.preview.replaceChildren(failure(error));
     }
     if (!recording) label.textContent = "Record";
     button.setAttribute("aria-pressed", recording !== null);

@@ -1,17 +1,17 @@
-// What the server is doing, from /metrics: cards with a line of the last minute each, and a table.
+// Live metrics: a card per figure with a line of the last minute, and a table of the endpoints.
 //
-//   poll, a second each while looked at → prometheus.js → samples → figures of each card → drawn
+//   poll /metrics every second while visible → prometheus.js → samples → figures → draw
 
-import { drawing, element, find, seconds } from "./dom.js";
+import { element, find, seconds, svgElement } from "./dom.js";
 import { parse } from "./prometheus.js";
 
-const EVERY_MS = 1000;
-const KEPT = 61; // samples: a minute
-const WINDOW = 30; // samples that rates and percentiles are taken over
-const OURS = ["/metrics", "/ready", "/health", "/assets/{name}"]; // not what a server is there for
-const asked = labels => !OURS.includes(labels.endpoint);
+const POLL_MS = 1000;
+const MAX_SAMPLES = 61; // a minute
+const WINDOW = 30; // samples of a rate or percentile
+const INTERNAL = ["/metrics", "/ready", "/health", "/assets/{name}"];
+const isRequest = labels => !INTERNAL.includes(labels.endpoint);
 
-// `now` and `then` are samples, `over` the seconds between them; a figure is a number or NaN.
+// `now` and `then` are samples, `over` the seconds between them; `figure` returns a number or NaN.
 const CARDS = [
   {
     title: "Queue", unit: whole,
@@ -20,14 +20,14 @@ const CARDS = [
       && `${now.sum("running_sequences")} running · ${now.sum("waiting_sequences")} waiting`,
   },
   {
-    title: "Answers/s", unit: rounded,
-    figure: (now, then, over) => now.since(then, "requests_total", asked) / over,
+    title: "Responses/s", unit: rounded,
+    figure: (now, then, over) => now.since(then, "requests_total", isRequest) / over,
     more: (now, then, over) => `${rounded(now.since(then, "errors_total") / over)} errors/s`,
   },
   {
     title: "Latency p95", unit: seconds,
-    figure: (now, then) => now.percentile("request_seconds", 0.95, then, asked),
-    more: (now, then) => `p50 ${seconds(now.percentile("request_seconds", 0.5, then, asked))}`,
+    figure: (now, then) => now.percentile("request_seconds", 0.95, then, isRequest),
+    more: (now, then) => `p50 ${seconds(now.percentile("request_seconds", 0.5, then, isRequest))}`,
   },
   {
     title: "Queue wait p95", unit: seconds,
@@ -42,7 +42,7 @@ const CARDS = [
   {
     title: "Tokens/s", unit: rounded, serves: ["generation"],
     figure: (now, then, over) => now.since(then, "tokens_total", kind("output")) / over,
-    more: (now, then, over) => `${rounded(now.since(then, "tokens_total", kind("prompt")) / over)} of prompts`,
+    more: (now, then, over) => `${rounded(now.since(then, "tokens_total", kind("prompt")) / over)} prompt tokens/s`,
   },
   {
     title: "First token p95", unit: seconds, serves: ["generation"],
@@ -70,9 +70,9 @@ function rounded(value) {
 }
 
 export function startLive(section, ready) {
-  const served = { generation: ready.chat_model, pipeline: ready.task, embedding: ready.embedding_model, rerank: ready.rerank_model };
-  const cards = CARDS.filter(card => !card.serves || card.serves.some(name => served[name])).map(card => new Card(card));
-  find(".cards", section).append(...cards.map(card => card.shown));
+  const models = { generation: ready.chat_model, pipeline: ready.task, embedding: ready.embedding_model, rerank: ready.rerank_model };
+  const cards = CARDS.filter(card => !card.serves || card.serves.some(name => models[name])).map(card => new Card(card));
+  find(".cards", section).append(...cards.map(card => card.element));
   const samples = [];
   let timer = 0;
   const poll = async () => {
@@ -80,14 +80,14 @@ export function startLive(section, ready) {
     if (section.hidden || document.hidden) return;
     try {
       samples.push(parse(await (await fetch("metrics")).text(), performance.now() / 1000));
-      samples.splice(0, samples.length - KEPT);
+      samples.splice(0, samples.length - MAX_SAMPLES);
       cards.forEach(card => card.draw(samples));
       drawEndpoints(find("tbody", section), samples.at(-1));
     } catch {
-      cards.forEach(card => card.fade());
+      cards.forEach(card => card.setStale());
     }
     clearTimeout(timer);
-    timer = setTimeout(poll, EVERY_MS);
+    timer = setTimeout(poll, POLL_MS);
   };
   section.addEventListener("shown", poll);
   document.addEventListener("visibilitychange", poll);
@@ -97,11 +97,11 @@ class Card {
   constructor({ title, unit, figure, more }) {
     Object.assign(this, { unit, figure, more });
     this.value = element("strong", {}, "–");
-    this.line = drawing("path", { "vector-effect": "non-scaling-stroke" });
-    this.area = drawing("path", { class: "area" });
+    this.line = svgElement("path", { "vector-effect": "non-scaling-stroke" });
+    this.area = svgElement("path", { class: "area" });
     this.note = element("p", { class: "note" });
-    this.shown = element("article", { class: "card" }, element("h3", {}, title), this.value,
-      drawing("svg", { viewBox: `0 0 ${KEPT - 1} 20`, preserveAspectRatio: "none", "aria-hidden": "true" }, this.area, this.line),
+    this.element = element("article", { class: "card" }, element("h3", {}, title), this.value,
+      svgElement("svg", { viewBox: `0 0 ${MAX_SAMPLES - 1} 20`, preserveAspectRatio: "none", "aria-hidden": "true" }, this.area, this.line),
       this.note);
   }
 
@@ -111,33 +111,33 @@ class Card {
       return this.figure(now, then, now.at - then.at || NaN);
     });
     const [now, then] = [samples.at(-1), samples[Math.max(0, samples.length - 1 - WINDOW)]];
-    this.shown.classList.remove("old");
+    this.element.classList.remove("stale");
     this.value.textContent = this.unit(figures.at(-1));
     this.note.textContent = this.more(now, then, now.at - then.at || NaN) || "";
     this.drawLine(figures.map(figure => (Number.isFinite(figure) ? figure : 0)));
   }
 
-  // The last sample at the right edge, the largest figure near the top.
+  // Draws the last sample at the right edge, the largest figure near the top.
   drawLine(figures) {
-    const most = Math.max(...figures) || 1;
-    const points = figures.map((figure, n) => `${KEPT - figures.length + n} ${19 - 17 * figure / most}`);
-    const first = KEPT - figures.length;
+    const largest = Math.max(...figures) || 1;
+    const points = figures.map((figure, n) => `${MAX_SAMPLES - figures.length + n} ${19 - 17 * figure / largest}`);
+    const first = MAX_SAMPLES - figures.length;
     this.line.setAttribute("d", `M${points.join("L")}`);
-    this.area.setAttribute("d", `M${first} 20L${points.join("L")}L${KEPT - 1} 20Z`);
+    this.area.setAttribute("d", `M${first} 20L${points.join("L")}L${MAX_SAMPLES - 1} 20Z`);
   }
 
-  fade() {
-    this.shown.classList.add("old");
+  setStale() {
+    this.element.classList.add("stale");
   }
 }
 
 function drawEndpoints(body, now) {
-  const endpoints = [...new Set(now.labels("requests_total", asked).map(each => each.endpoint))].sort();
+  const endpoints = [...new Set(now.labels("requests_total", isRequest).map(({ endpoint }) => endpoint))].sort();
   body.replaceChildren(...endpoints.map(endpoint => {
-    const here = labels => labels.endpoint === endpoint;
-    const wrong = labels => here(labels) && !(labels.status < 400);
-    const percentiles = [0.5, 0.95, 0.99].map(share => seconds(now.percentile("request_seconds", share, null, here)));
-    const cells = [whole(now.sum("requests_total", here)), whole(now.sum("requests_total", wrong)), ...percentiles];
-    return element("tr", {}, element("th", { scope: "row" }, endpoint), ...cells.map(each => element("td", {}, each)));
+    const ofEndpoint = labels => labels.endpoint === endpoint;
+    const isError = labels => ofEndpoint(labels) && !(labels.status < 400);
+    const percentiles = [0.5, 0.95, 0.99].map(share => seconds(now.percentile("request_seconds", share, null, ofEndpoint)));
+    const cells = [whole(now.sum("requests_total", ofEndpoint)), whole(now.sum("requests_total", isError)), ...percentiles];
+    return element("tr", {}, element("th", { scope: "row" }, endpoint), ...cells.map(text => element("td", {}, text)));
   }));
 }

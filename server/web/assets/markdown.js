@@ -1,5 +1,5 @@
-// The little of Markdown that models write, as elements: paragraphs, headings, lists within lists,
-// quotes, code, tables, rules, bold, italic, links. The text itself only ever becomes text.
+// Markdown as elements, as far as models write it: paragraphs, headings, nested lists, quotes, code,
+// tables, rules, bold, italic, links. Text never becomes markup.
 
 import { element } from "./dom.js";
 
@@ -8,8 +8,8 @@ const HEADING = /^(#{1,6})\s+(.*)$/;
 const RULE = /^ {0,3}([-*_])(?: *\1){2,} *$/;
 const ITEM = /^(\s*)(?:[-*+]|(\d{1,9})[.)])\s+(.*)$/;
 const QUOTE = /^>\s?(.*)$/;
-const COLUMNS = /^ *\|? *:?-+:? *(?:\| *:?-+:? *)+\|? *$|^ *\| *:?-+:? *\| *$/; // below a table's head
-// The first that begins soonest: `code`, **bold**, *italic*, [text](https://…).
+const COLUMNS = /^ *\|? *:?-+:? *(?:\| *:?-+:? *)+\|? *$|^ *\| *:?-+:? *\| *$/; // below a table's header
+// The leftmost match is used: `code`, **bold**, *italic*, [text](https://…).
 const INLINE = /`([^`\n]+)`|\*\*(?=\S)([^\n]+?)\*\*|\*(?=\S)([^*\n]+?)\*|\[([^\]\n]+)\]\((https?:\/\/[^\s)]+)\)/;
 
 export function markdown(text) {
@@ -17,19 +17,19 @@ export function markdown(text) {
 }
 
 function blocks(lines) {
-  const made = [];
-  while (lines.length) made.push(takeBlock(lines));
-  return made.filter(block => block !== null);
+  const elements = [];
+  while (lines.length) elements.push(takeBlock(lines));
+  return elements.filter(block => block !== null);
 }
 
-// Takes the lines of one block from the front.
+// Removes the lines of the first block; returns its element.
 function takeBlock(lines) {
-  const beginsTable = isTable(lines[0], 0, lines);
+  const startsTable = isTable(lines[0], 0, lines);
   const line = lines.shift();
   if (!line.trim()) return null;
   const fence = FENCE.exec(line);
   if (fence) {
-    const end = lines.findIndex(each => each.trim() === fence[1]);
+    const end = lines.findIndex(next => next.trim() === fence[1]);
     const code = lines.splice(0, end < 0 ? lines.length : end + 1);
     if (end >= 0) code.pop();
     return element("pre", { tabindex: "0" }, element("code", {}, code.join("\n")));
@@ -39,35 +39,35 @@ function takeBlock(lines) {
   if (RULE.test(line)) return element("hr");
   if (ITEM.test(line)) return takeList(line, lines);
   if (QUOTE.test(line)) {
-    const quoted = [line, ...takeWhile(lines, each => QUOTE.test(each))];
-    return element("blockquote", {}, ...inline(quoted.map(each => QUOTE.exec(each)[1]).join("\n")));
+    const quoted = [line, ...takeWhile(lines, next => QUOTE.test(next))];
+    return element("blockquote", {}, ...inline(quoted.map(next => QUOTE.exec(next)[1]).join("\n")));
   }
-  if (beginsTable) return takeTable(line, lines);
-  return element("p", {}, ...inline([line, ...takeWhile(lines, goesOn)].join("\n")));
+  if (startsTable) return takeTable(line, lines);
+  return element("p", {}, ...inline([line, ...takeWhile(lines, continues)].join("\n")));
 }
 
-function takeWhile(lines, fits) {
-  const end = lines.findIndex((...at) => !fits(...at));
+function takeWhile(lines, matches) {
+  const end = lines.findIndex((...args) => !matches(...args));
   return lines.splice(0, end < 0 ? lines.length : end);
 }
 
-// Whether a line belongs to the paragraph before it.
-function goesOn(line, n, lines) {
-  const begins = [FENCE, HEADING, RULE, ITEM, QUOTE].some(kind => kind.test(line));
-  return line.trim() && !begins && !isTable(line, n, lines);
+// Returns whether a line continues the paragraph before it.
+function continues(line, n, lines) {
+  const startsBlock = [FENCE, HEADING, RULE, ITEM, QUOTE].some(kind => kind.test(line));
+  return line.trim() && !startsBlock && !isTable(line, n, lines);
 }
 
-// What stands deeper than an item's mark is the item's.
+// Lines indented deeper than an item's marker belong to the item.
 function takeList(line, lines) {
   const first = ITEM.exec(line)[2];
   const items = [];
   for (;;) {
     const [, indent, , text] = ITEM.exec(line);
-    const inside = takeWhile(lines, each => !each.trim() || indentOf(each) > indent.length);
-    const least = Math.min(...inside.filter(each => each.trim()).map(indentOf));
-    const own = inside.map(each => each.slice(least));
-    const words = [text, ...takeWhile(own, goesOn)].join(" ");
-    items.push(element("li", {}, ...inline(words), ...blocks(own)));
+    const inside = takeWhile(lines, next => !next.trim() || indentOf(next) > indent.length);
+    const minIndent = Math.min(...inside.filter(next => next.trim()).map(indentOf));
+    const content = inside.map(next => next.slice(minIndent));
+    const paragraph = [text, ...takeWhile(content, continues)].join(" ");
+    items.push(element("li", {}, ...inline(paragraph), ...blocks(content)));
     const next = ITEM.exec(lines[0] ?? "");
     if (!next || RULE.test(lines[0]) || (next[2] === undefined) !== (first === undefined)) break;
     line = lines.shift();
@@ -79,28 +79,28 @@ const indentOf = line => line.length - line.trimStart().length;
 
 const isTable = (line, n, lines) => line.includes("|") && COLUMNS.test(lines[n + 1] ?? "");
 
-function takeTable(head, lines) {
-  const width = cells(head).length;
-  lines.shift(); // the line below the head
-  const rows = takeWhile(lines, each => each.includes("|")).map(cells);
-  const row = (tag, words) => element("tr", {},
-    ...Array.from({ length: width }, (_, n) => element(tag, {}, ...inline(words[n] ?? ""))));
+function takeTable(header, lines) {
+  const width = cells(header).length;
+  lines.shift(); // the line below the header
+  const rows = takeWhile(lines, next => next.includes("|")).map(cells);
+  const row = (tag, texts) => element("tr", {},
+    ...Array.from({ length: width }, (_, n) => element(tag, {}, ...inline(texts[n] ?? ""))));
   return element("div", { class: "scroll", tabindex: "0" }, element("table", {},
-    element("thead", {}, row("th", cells(head))),
-    element("tbody", {}, ...rows.map(words => row("td", words)))));
+    element("thead", {}, row("th", cells(header))),
+    element("tbody", {}, ...rows.map(texts => row("td", texts)))));
 }
 
 function cells(line) {
   const inner = line.trim().replace(/^\|/, "").replace(/\|$/, "");
-  return inner.split(/(?<!\\)\|/).map(each => each.trim().replaceAll("\\|", "|"));
+  return inner.split(/(?<!\\)\|/).map(text => text.trim().replaceAll("\\|", "|"));
 }
 
 function inline(text) {
-  const made = [];
-  for (let found; (found = INLINE.exec(text)); text = text.slice(found.index + found[0].length)) {
-    made.push(text.slice(0, found.index), inlineElement(found));
+  const nodes = [];
+  for (let match; (match = INLINE.exec(text)); text = text.slice(match.index + match[0].length)) {
+    nodes.push(text.slice(0, match.index), inlineElement(match));
   }
-  return [...made, text].filter(each => each !== "");
+  return [...nodes, text].filter(node => node !== "");
 }
 
 function inlineElement([, code, bold, italic, label, link]) {

@@ -1,8 +1,7 @@
-// Where the page begins: what is served, a tab for each of it, the server's state in words.
+// The page's entry point: a tab for each served model, and the server's state.
 //
-//   page.js → api.js (requests, the key) → chat.js, pipeline.js, embeddings.js, speech.js, live.js
-//             answer.js (of a chat), exchange.js (a request and its answer, to look at), results.js,
-//             files.js, dom.js
+//   page.js → chat.js, pipeline.js, embeddings.js, speech.js, live.js → api.js (requests, the key)
+//             message.js (of a chat), exchange.js (inspect a request), results.js, files.js, dom.js
 
 import { call, hasKey, forgetKey, whenKeyChanges } from "./api.js";
 import { element, find } from "./dom.js";
@@ -14,7 +13,7 @@ import { startLive } from "./live.js";
 
 const RETRY_MS = 1000; // while a model loads
 
-// What decides over a section: `served` reads what /ready says.
+// `served` returns whether a section is shown, by the response of /ready.
 const SECTIONS = [
   { id: "chat", served: ready => ready.chat_model, start: startChat },
   { id: "pipeline", served: ready => ready.task, start: startPipeline },
@@ -23,41 +22,41 @@ const SECTIONS = [
   { id: "live", served: () => true, start: startLive },
 ];
 
-async function begin() {
+async function start() {
   showKeyButton();
   whenKeyChanges(showKeyButton);
   const ready = await waitUntilReady();
   const models = await listModels(ready);
-  for (const { id, served, start } of SECTIONS) {
+  for (const { id, served, start: startSection } of SECTIONS) {
     if (served(ready)) {
       addTab(id);
-      start(find(`#${id}`), ready, models);
+      startSection(find(`#${id}`), ready, models);
     }
   }
-  openTab(wantedTab());
-  window.addEventListener("hashchange", () => openTab(wantedTab()));
+  openTab(tabFromAddress());
+  window.addEventListener("hashchange", () => openTab(tabFromAddress()));
 }
 
 async function waitUntilReady() {
   for (;;) {
     try {
       const response = await fetch("ready");
-      const answer = await response.json();
+      const document = await response.json();
       if (response.ok) {
-        const names = [answer.chat_model, answer.model, answer.embedding_model,
-          answer.rerank_model, answer.transcription_model].filter(Boolean);
+        const names = [document.chat_model, document.model, document.embedding_model,
+          document.rerank_model, document.transcription_model].filter(Boolean);
         showState("ready", [...new Set(names)].join(" · "));
-        return answer;
+        return document;
       }
-      showState("waiting", answer.error.message);
+      showState("waiting", document.error.message);
     } catch {
-      showState("down", "the server does not answer");
+      showState("down", "the server does not respond");
     }
     await new Promise(resolve => setTimeout(resolve, RETRY_MS));
   }
 }
 
-// What /v1/models says, in its order. There is no such path where only a pipeline is served.
+// Returns the list of /v1/models, a path that a server without named models lacks.
 async function listModels(ready) {
   const named = ["chat", "embedding", "rerank", "transcription"];
   if (!named.some(name => ready[`${name}_model`])) return [];
@@ -69,10 +68,10 @@ async function listModels(ready) {
   }
 }
 
-function showState(state, words) {
-  const shown = find("#state");
-  shown.className = state;
-  find(".words", shown).textContent = words;
+function showState(state, text) {
+  const status = find("#state");
+  status.className = state;
+  find(".text", status).textContent = text;
 }
 
 function showKeyButton() {
@@ -81,35 +80,35 @@ function showKeyButton() {
   button.onclick = forgetKey;
 }
 
-// ── tabs: one is in the order of focus, arrows lead to the others ──
+// ── tabs: the selected one is in the tab order, arrow keys reach the others ──
 
 function addTab(id) {
   const section = find(`#${id}`);
   const tab = element("button", {
     type: "button", role: "tab", id: `tab-${id}`, "aria-controls": id,
-    onclick: () => openTab(id), onkeydown: moveAmongTabs,
+    onclick: () => openTab(id), onkeydown: onTabKey,
   }, section.dataset.title);
   section.setAttribute("aria-labelledby", tab.id);
   find("nav").append(tab);
 }
 
-function wantedTab() {
+function tabFromAddress() {
   const id = location.hash.slice(1);
   return document.getElementById(`tab-${id}`) ? id : find("nav [role=tab]").id.slice(4);
 }
 
 function openTab(id) {
   for (const tab of document.querySelectorAll("nav [role=tab]")) {
-    const chosen = tab.id === `tab-${id}`;
-    tab.setAttribute("aria-selected", chosen);
-    tab.tabIndex = chosen ? 0 : -1;
-    find(`#${tab.getAttribute("aria-controls")}`).hidden = !chosen;
+    const selected = tab.id === `tab-${id}`;
+    tab.setAttribute("aria-selected", selected);
+    tab.tabIndex = selected ? 0 : -1;
+    find(`#${tab.getAttribute("aria-controls")}`).hidden = !selected;
   }
-  if (wantedTab() !== id) history.replaceState(null, "", `#${id}`);
+  if (tabFromAddress() !== id) history.replaceState(null, "", `#${id}`);
   find(`#${id}`).dispatchEvent(new Event("shown"));
 }
 
-function moveAmongTabs(event) {
+function onTabKey(event) {
   const tabs = [...document.querySelectorAll("nav [role=tab]")];
   const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
   if (!step) return;
@@ -118,4 +117,4 @@ function moveAmongTabs(event) {
   next.click();
 }
 
-begin();
+start();

@@ -1,13 +1,13 @@
-// POST /: whatever task is loaded. Its input is text, a picture, a sound or JSON, as /ready says;
-// what comes back is shown by its shape (results.js).
+// POST /: the loaded pipeline. /ready names its kind of input: text, image, audio or JSON. results.js
+// shows the result by its shape.
 
 import { call, timings } from "./api.js";
-import { element, find, growing, seconds, sendingOnEnter, showing, unfolding } from "./dom.js";
+import { autoGrow, element, find, seconds, setUpSettings, showResult, submitOnEnter } from "./dom.js";
 import { exchange, json } from "./exchange.js";
 import { dataUrl, FileField } from "./files.js";
 import { results } from "./results.js";
 
-const FILE = "$FILE"; // in an example: the dropped picture
+const FILE = "$FILE"; // placeholder in an example: the dropped image
 
 export async function startPipeline(section, ready) {
   const examples = await (await fetch("assets/examples.json")).json();
@@ -20,7 +20,7 @@ export async function startPipeline(section, ready) {
     labels: task.startsWith("zero-shot-") && takes !== "json",
     objects: takes === "json",
   };
-  for (const [name, needed] of Object.entries(parts)) find(`.${name}`, form).hidden = !needed;
+  for (const [name, shown] of Object.entries(parts)) find(`.${name}`, form).hidden = !shown;
   find("h2", section).textContent = title(task);
   const text = find("#pipeline-text", section);
   text.value = (examples.texts[task] ?? examples.texts.other).replace("[MASK]", ready.mask_token ?? "[MASK]");
@@ -30,14 +30,14 @@ export async function startPipeline(section, ready) {
 
   const field = parts.file ? new FileField(find(".file", form), takes === "audio" ? "audio" : "image") : null;
   if (field && !parts.objects && !parts.labels) field.onFile = () => form.requestSubmit();
-  const run = () => showing(section, () => send(() => read(form, parts, takes, field), field));
+  const run = () => showResult(section, () => send(() => readForm(form, parts, takes, field), field));
   form.onsubmit = event => {
     event.preventDefault();
     run();
   };
-  sendingOnEnter(text, form);
-  unfolding(form);
-  section.addEventListener("shown", growing(text));
+  submitOnEnter(text, form);
+  setUpSettings(form);
+  section.addEventListener("shown", autoGrow(text));
 }
 
 function title(task) {
@@ -45,67 +45,67 @@ function title(task) {
   return words[0].toUpperCase() + words.slice(1);
 }
 
-// The request that the form asks for: raw where it can be, otherwise JSON.
-async function read(form, parts, takes, field) {
+// Returns the form's request: raw input where possible, otherwise JSON.
+async function readForm(form, parts, takes, field) {
   const { parameters, labels, objects } = form.elements;
-  const chosen = parameters.value.trim() ? parsed(parameters.value, "parameters") : {};
+  const values = parameters.value.trim() ? parseJson(parameters.value, "parameters") : {};
   if (parts.labels) {
-    chosen.candidate_labels = labels.value.split(",").map(each => each.trim()).filter(Boolean);
+    values.candidate_labels = labels.value.split(",").map(label => label.trim()).filter(Boolean);
   }
   const file = field?.file;
   if (field && !file && (!parts.objects || objects.value.includes(FILE))) {
-    throw new Error(`choose a ${takes === "audio" ? "sound file" : "picture"} first`);
+    throw new Error(`choose a ${takes === "audio" ? "audio file" : "picture"} first`);
   }
-  const plain = !Object.keys(chosen).length;
+  const hasParameters = Object.keys(values).length > 0;
   if (takes === "image" || takes === "audio") {
-    if (plain) return { path: "./", file: typed(file, takes) };
-    return { path: "./", body: { inputs: await dataUrl(file), parameters: chosen } };
+    if (!hasParameters) return { path: "./", file: withMediaType(file, takes) };
+    return { path: "./", body: { inputs: await dataUrl(file), parameters: values } };
   }
   let inputs = find("#pipeline-text", form).value;
   if (parts.objects) {
-    inputs = parsed(objects.value, "input");
+    inputs = parseJson(objects.value, "input");
     if (file) inputs = withFile(inputs, await dataUrl(file));
   }
-  return { path: "./", body: plain ? { inputs } : { inputs, parameters: chosen } };
+  return { path: "./", body: hasParameters ? { inputs, parameters: values } : { inputs } };
 }
 
-// A file whose media type the server takes: browsers don't know all of them.
-function typed(file, takes) {
+// Returns a file with a media type that the server takes: browsers do not know all types.
+function withMediaType(file, takes) {
   const known = file.type.startsWith(`${takes}/`) || file.type === "video/webm";
   return known ? file : new File([file], file.name, { type: "application/octet-stream" });
 }
 
 function withFile(value, url) {
   if (value === FILE) return url;
-  if (Array.isArray(value)) return value.map(each => withFile(each, url));
+  if (Array.isArray(value)) return value.map(item => withFile(item, url));
   if (!value || typeof value !== "object") return value;
-  return Object.fromEntries(Object.entries(value).map(([key, each]) => [key, withFile(each, url)]));
+  return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, withFile(item, url)]));
 }
 
-async function send(read, field) {
-  const request = await read();
+async function send(readRequest, field) {
+  const request = await readRequest();
   const response = await call(request.path, { body: request.body ?? request.file });
-  const answer = await response.json();
-  const given = { picture: field?.kind === "image" ? field.url : null, text: request.body?.inputs };
-  return [...await results(answer, given), element("p", { class: "note" }, figures(response)),
-    exchange(request, () => answer)];
+  const result = await response.json();
+  const input = { image: field?.kind === "image" ? field.url : null, text: request.body?.inputs };
+  return [...await results(result, input), element("p", { class: "note" }, timingText(response)),
+    exchange(request, () => result)];
 }
 
-export function figures(response) {
+export function timingText(response) {
   const { queue, batch, model } = timings(response);
   const size = response.headers.get("x-batch-size");
-  const made = [
+  const parts = [
     model !== undefined && `${seconds(model)} in the model`,
-    queue !== undefined && `${seconds(queue + (batch ?? 0))} of waiting`,
+    queue !== undefined && `${seconds(queue + (batch ?? 0))} waiting`,
     size && `batch of ${size}`,
   ];
-  return made.filter(Boolean).join(" · ");
+  return parts.filter(Boolean).join(" · ");
 }
 
-function parsed(text, what) {
+function parseJson(text, name) {
   try {
     return JSON.parse(text);
   } catch (error) {
-    throw new Error(`the ${what} is not valid JSON: ${error.message}`);
+    throw new Error(`${name}: not valid JSON: ${error.message}`);
   }
 }

@@ -1,4 +1,4 @@
-// The text that /metrics answers with, as numbers to ask for by name and labels.
+// Parse the text of /metrics; look up values by name and labels.
 
 const LINE = /^onequeue_(\w+?)(?:\{(.*)\})? (\S+)$/;
 const LABEL = /(\w+)="((?:[^"\\]|\\.)*)"/g;
@@ -6,19 +6,19 @@ const LABEL = /(\w+)="((?:[^"\\]|\\.)*)"/g;
 export function parse(text, at) {
   const series = new Map(); // by name: [{labels, value}]
   for (const line of text.split("\n")) {
-    const found = LINE.exec(line);
-    if (!found) continue;
-    const [, name, labels = "", value] = found;
-    const named = Object.fromEntries([...labels.matchAll(LABEL)].map(([, key, each]) => [key, each]));
+    const match = LINE.exec(line);
+    if (!match) continue;
+    const [, name, labels = "", value] = match;
+    const pairs = [...labels.matchAll(LABEL)].map(([, key, text]) => [key, text]);
     if (!series.has(name)) series.set(name, []);
-    series.get(name).push({ labels: named, value: Number(value) });
+    series.get(name).push({ labels: Object.fromEntries(pairs), value: Number(value) });
   }
   return new Sample(series, at);
 }
 
 const any = () => true;
 
-// All that the server said at one time, in seconds.
+// The metrics at one time, `at` seconds.
 class Sample {
   constructor(series, at) {
     this.series = series;
@@ -29,36 +29,36 @@ class Sample {
     return this.series.has(name);
   }
 
-  labels(name, fits = any) {
-    return (this.series.get(name) ?? []).map(each => each.labels).filter(fits);
+  labels(name, matches = any) {
+    return (this.series.get(name) ?? []).map(({ labels }) => labels).filter(matches);
   }
 
-  sum(name, fits = any) {
-    const found = (this.series.get(name) ?? []).filter(each => fits(each.labels));
-    return found.reduce((total, { value }) => total + value, 0);
+  sum(name, matches = any) {
+    const values = (this.series.get(name) ?? []).filter(({ labels }) => matches(labels));
+    return values.reduce((total, { value }) => total + value, 0);
   }
 
-  // How much a counter has grown; without an earlier sample, since the start.
-  since(then, name, fits = any) {
-    return this.sum(name, fits) - (then?.sum(name, fits) ?? 0);
+  // Returns the increase of a counter since an earlier sample, or since the server's start.
+  since(then, name, matches = any) {
+    return this.sum(name, matches) - (then?.sum(name, matches) ?? 0);
   }
 
   mean(histogram, then = null) {
     return this.since(then, `${histogram}_sum`) / this.since(then, `${histogram}_count`);
   }
 
-  // Within the bucket that it falls into, as if that were filled evenly; NaN where nothing was.
-  percentile(histogram, share, then = null, fits = any) {
+  // Interpolates within the percentile's bucket; NaN without observations.
+  percentile(histogram, share, then = null, matches = any) {
     const name = `${histogram}_bucket`;
-    const limits = [...new Set(this.labels(name, fits).map(each => each.le))].sort((a, b) => bound(a) - bound(b));
-    const upTo = le => this.since(then, name, labels => labels.le === le && fits(labels));
-    const wanted = share * (limits.length ? upTo(limits.at(-1)) : 0);
+    const limits = [...new Set(this.labels(name, matches).map(({ le }) => le))].sort((a, b) => bound(a) - bound(b));
+    const upTo = le => this.since(then, name, labels => labels.le === le && matches(labels));
+    const rank = share * (limits.length ? upTo(limits.at(-1)) : 0);
     let [below, low] = [0, 0];
     for (const le of limits) {
       const count = upTo(le);
-      if (count >= wanted && count > 0) {
+      if (count >= rank && count > 0) {
         const high = bound(le) === Infinity ? low : bound(le);
-        return low + (high - low) * (wanted - below) / (count - below);
+        return low + (high - low) * (rank - below) / (count - below);
       }
       [below, low] = [count, bound(le)];
     }

@@ -1,43 +1,43 @@
-// What a pipeline answers, shown by its shape: bars, boxes over the picture, highlighted words,
-// masks, a picture, a sound, text; anything else as JSON.
+// Show a pipeline's result by its shape: bars, boxes over the image, highlighted words, masks, an
+// image, audio, text; any other shape as JSON.
 
-import { drawing, element } from "./dom.js";
+import { element, svgElement } from "./dom.js";
 import { json } from "./exchange.js";
 import { wav } from "./record.js";
 
-const HUES = [165, 25, 250, 320, 90, 210, 55, 285]; // of labels, in the order in which they come
+const HUES = [165, 25, 250, 320, 90, 210, 55, 285]; // of labels, in order of appearance
 
-const WIDEST = 760; // pixels of the column, as in page.css
+const MAX_WIDTH = 760; // pixels of the column, as in page.css
 
-// The first that fits draws. `given` is {picture: its address or null, text: what was asked}.
+// The first shape that matches draws. `input` is {image: its URL or null, text}.
 const SHAPES = [
-  { fits: each => each.length === 0, draw: () => [element("p", {}, "Nothing was found.")] },
-  { fits: all(each => each.box), draw: boxes },
-  { fits: all(each => typeof each.mask === "string"), draw: masks },
-  { fits: all(each => "start" in each && ("entity" in each || "entity_group" in each)), draw: words },
-  { fits: all(each => typeof each.score === "number"), draw: list => bars(list) },
-  { fits: all(all(each => typeof each.score === "number")), draw: several },
-  { fits: all(each => typeof each.generated_text === "string"), draw: texts },
+  { matches: list => list.length === 0, draw: () => [element("p", {}, "Nothing was found.")] },
+  { matches: all(item => item.box), draw: boxes },
+  { matches: all(item => typeof item.mask === "string"), draw: masks },
+  { matches: all(item => "start" in item && ("entity" in item || "entity_group" in item)), draw: words },
+  { matches: all(item => typeof item.score === "number"), draw: list => bars(list) },
+  { matches: all(all(item => typeof item.score === "number")), draw: barsOfLists },
+  { matches: all(item => typeof item.generated_text === "string"), draw: texts },
 ];
 
-export async function results(answer, given) {
-  const list = listed(answer);
-  const shape = list && SHAPES.find(each => each.fits(list));
-  if (shape) return shape.draw(list, given);
-  if (typeof answer.text === "string") return [element("p", { class: "said" }, answer.text)];
-  if (typeof answer.depth === "string") return [picture(answer.depth, "Depth")];
-  if (answer.audio && answer.sampling_rate) return [sound(answer)];
-  return [element("pre", { tabindex: "0" }, json(answer))];
+export async function results(result, input) {
+  const list = asList(result);
+  const shape = list && SHAPES.find(({ matches }) => matches(list));
+  if (shape) return shape.draw(list, input);
+  if (typeof result.text === "string") return [element("p", { class: "transcript" }, result.text)];
+  if (typeof result.depth === "string") return [imageFigure(result.depth, "Depth")];
+  if (result.audio && result.sampling_rate) return [audioPlayer(result)];
+  return [element("pre", { tabindex: "0" }, json(result))];
 }
 
-function all(fits) {
-  return list => Array.isArray(list) && list.length > 0 && list.every(each => each && fits(each));
+function all(matches) {
+  return list => Array.isArray(list) && list.length > 0 && list.every(item => item && matches(item));
 }
 
-// zero-shot-classification answers with two lists side by side.
-function listed(answer) {
-  if (Array.isArray(answer)) return answer;
-  const { labels, scores } = answer;
+// The result of zero-shot-classification has two parallel lists.
+function asList(result) {
+  if (Array.isArray(result)) return result;
+  const { labels, scores } = result;
   return labels && scores ? labels.map((label, n) => ({ label, score: scores[n] })) : null;
 }
 
@@ -50,45 +50,45 @@ function bars(scores, hueOf = null) {
   return [element("ol", { class: "bars" }, ...rows)];
 }
 
-function several(lists) {
+function barsOfLists(lists) {
   return lists.flatMap((list, n) => [element("h3", {}, `${n + 1}`), ...bars(list)]);
 }
 
 function texts(list) {
-  return list.map(each => element("p", { class: "said" }, each.generated_text));
+  return list.map(item => element("p", { class: "transcript" }, item.generated_text));
 }
 
 const percent = score => `${(100 * score).toFixed(score < 0.1 ? 2 : 1)} %`;
 
-// ── in a picture ──
+// ── over an image ──
 
-async function boxes(found, { picture: address }) {
-  if (!address) return bars(found);
-  const image = await loaded(address);
+async function boxes(objects, { image: url }) {
+  if (!url) return bars(objects);
+  const image = await loadImage(url);
   const { naturalWidth: width, naturalHeight: height } = image;
-  const hueOf = hues(found.map(each => each.label));
-  const unit = width / Math.min(width, document.body.clientWidth, WIDEST); // a pixel of the screen
-  const drawn = found.map(({ label, score, box: { xmin, ymin, xmax, ymax } }) => drawing("g", { "--hue": hueOf(label) },
-    drawing("rect", { x: xmin, y: ymin, width: xmax - xmin, height: ymax - ymin, "stroke-width": 2 * unit }),
-    drawing("text", { x: xmin + 4 * unit, y: ymin + 14 * unit, "font-size": 13 * unit },
+  const hueOf = hues(objects.map(({ label }) => label));
+  const unit = width / Math.min(width, document.body.clientWidth, MAX_WIDTH); // image pixels per screen pixel
+  const groups = objects.map(({ label, score, box: { xmin, ymin, xmax, ymax } }) => svgElement("g", { "--hue": hueOf(label) },
+    svgElement("rect", { x: xmin, y: ymin, width: xmax - xmin, height: ymax - ymin, "stroke-width": 2 * unit }),
+    svgElement("text", { x: xmin + 4 * unit, y: ymin + 14 * unit, "font-size": 13 * unit },
       `${label} ${percent(score)}`)));
-  const over = drawing("svg", { viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" }, ...drawn);
-  image.alt = `The picture, with ${found.length} boxes`;
-  return [element("figure", { class: "overlaid" }, image, over), ...bars(found, hueOf)];
+  const over = svgElement("svg", { viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" }, ...groups);
+  image.alt = `The picture, with ${objects.length} boxes`;
+  return [element("figure", { class: "overlaid" }, image, over), ...bars(objects, hueOf)];
 }
 
-async function masks(found, { picture: address }) {
-  const hueOf = hues(found.map(each => each.label));
-  const layers = await Promise.all(found.map(each => layer(each.mask, hueOf(each.label))));
-  const legend = element("ul", { class: "legend" }, ...found.map(({ label, score }) => element("li", { "--hue": hueOf(label) },
+async function masks(segments, { image: url }) {
+  const hueOf = hues(segments.map(({ label }) => label));
+  const layers = await Promise.all(segments.map(({ mask, label }) => layer(mask, hueOf(label))));
+  const legend = element("ul", { class: "legend" }, ...segments.map(({ label, score }) => element("li", { "--hue": hueOf(label) },
     score === null || score === undefined ? label : `${label} ${percent(score)}`)));
-  const below = address ? [await loaded(address)] : [];
+  const below = url ? [await loadImage(url)] : [];
   return [element("figure", { class: "overlaid" }, ...below, ...layers), legend];
 }
 
-// A mask's white as a see-through colour.
+// Returns a canvas with the mask's white as a translucent colour.
 async function layer(mask, hue) {
-  const image = await loaded(`data:image/png;base64,${mask}`);
+  const image = await loadImage(`data:image/png;base64,${mask}`);
   const canvas = element("canvas", { width: image.naturalWidth, height: image.naturalHeight, "aria-hidden": "true" });
   const context = canvas.getContext("2d");
   context.drawImage(image, 0, 0);
@@ -101,23 +101,23 @@ async function layer(mask, hue) {
   return canvas;
 }
 
-async function loaded(address) {
-  const image = element("img", { src: address, alt: "The picture" });
+async function loadImage(url) {
+  const image = element("img", { src: url, alt: "The picture" });
   await image.decode();
   return image;
 }
 
-function picture(base64, name) {
+function imageFigure(base64, name) {
   return element("figure", {}, element("img", { src: `data:image/png;base64,${base64}`, alt: name }));
 }
 
 // ── in a text ──
 
-// Each found word in the colour of its label; what lies between as it is.
-function words(found, { text }) {
-  const letters = Array.from(String(text)); // the server counts characters, not UTF-16's halves
-  const spans = joined(found.toSorted((one, other) => one.start - other.start));
-  const hueOf = hues(spans.map(each => each.name));
+// Highlights each entity in the colour of its label.
+function words(entities, { text }) {
+  const letters = Array.from(String(text)); // the server counts characters, not UTF-16 units
+  const spans = mergeTokens(entities.toSorted((one, other) => one.start - other.start));
+  const hueOf = hues(spans.map(({ name }) => name));
   const parts = [];
   let at = 0;
   for (const { name, start, end, score } of spans) {
@@ -129,25 +129,25 @@ function words(found, { text }) {
   return [element("p", { class: "marked" }, ...parts, letters.slice(at).join(""))];
 }
 
-// Pieces of a word, and words that go on with an entity (I-), as one: the least sure score is its own.
-function joined(pieces) {
+// Merges tokens of a word, and words that continue an entity (I-); the score is the lowest one.
+function mergeTokens(tokens) {
   const spans = [];
-  for (const { entity, entity_group: group, start, end, score } of pieces) {
+  for (const { entity, entity_group: group, start, end, score } of tokens) {
     const name = (group ?? entity).replace(/^[BI]-/, "");
     const last = spans.at(-1);
-    const goesOn = last?.name === name && (start === last.end || (entity?.startsWith("I-") && start === last.end + 1));
-    if (goesOn) Object.assign(last, { end, score: Math.min(last.score, score) });
+    const continues = last?.name === name && (start === last.end || (entity?.startsWith("I-") && start === last.end + 1));
+    if (continues) Object.assign(last, { end, score: Math.min(last.score, score) });
     else spans.push({ name, start, end, score });
   }
   return spans;
 }
 
 function hues(labels) {
-  const known = [...new Set(labels)];
-  return label => HUES[known.indexOf(label) % HUES.length];
+  const unique = [...new Set(labels)];
+  return label => HUES[unique.indexOf(label) % HUES.length];
 }
 
-function sound({ audio, sampling_rate: rate }) {
+function audioPlayer({ audio, sampling_rate: rate }) {
   const samples = Array.isArray(audio[0]) ? audio[0] : audio;
   return element("audio", { controls: true, src: URL.createObjectURL(wav(samples, rate)) });
 }
