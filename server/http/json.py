@@ -24,6 +24,7 @@ INLINE_BYTES = 1 << 16  # larger JSON is parsed off the event loop
 MAX_VALUES = 1_000_000  # keys and values of one body
 _DELIMITERS = b",", b":", b"[", b"{"  # each value and key but the first follows one
 _CHUNK_BYTES = 1 << 16  # counted at once
+_ENCODER = msgspec.json.Encoder()
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 Document = dict[str, Any]  # a JSON object
@@ -33,7 +34,7 @@ T = TypeVar("T")
 
 def to_json(document: object) -> bytes:
     """Encode structs, dicts and lists."""
-    return msgspec.json.encode(document)
+    return _ENCODER.encode(document)
 
 
 class JsonBodyParser:

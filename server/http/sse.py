@@ -9,11 +9,10 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Self
 
-from msgspec import Struct
 from starlette.types import Scope, Send
 
 from server.http.errors import as_client_gone
-from server.http.json import Document, to_json
+from server.http.json import to_json
 
 KEEP_ALIVE_S = 10.0  # a stream without an event in this interval sends a comment
 
@@ -26,7 +25,7 @@ DONE = b"data: [DONE]\n\n"
 COMMENT = b": keep-alive\n\n"
 
 
-def data_frame(document: Document | Struct) -> bytes:
+def data_frame(document: object) -> bytes:
     """Return an event without a name."""
     return b"data: %b\n\n" % to_json(document)
 

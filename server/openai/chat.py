@@ -227,12 +227,8 @@ class ChatFormat:
         if delta.finish_reason is not None:
             yield self._scored_choice(delta, MessageDelta(), delta.finish_reason)
 
-    def chunk(
-        self, head: Head, choices: list[ChatChunkChoice], usage: ChunkUsage
-    ) -> ChatCompletionChunk:
-        return ChatCompletionChunk(
-            **head, object="chat.completion.chunk", choices=choices, usage=usage
-        )
+    def chunk(self, head: Head, usage: ChunkUsage) -> ChatCompletionChunk:
+        return ChatCompletionChunk(**head, object="chat.completion.chunk", choices=[], usage=usage)
 
     def _scored_choice(
         self, delta: Delta, message: MessageDelta, finish_reason: FinishReason | None = None

@@ -22,15 +22,22 @@ from server.openai.response_schemas import (
     PromptTokensDetails,
     Usage,
 )
-from worker.messages.deltas import Delta, DeltaPart
+from worker.messages.deltas import Delta, DeltaPart, Kind
 
 TEXT = secrets.token_hex()  # stands for the text in the template of a chunk
 
 # Keyword arguments of all chunks of a response, and of the response.
 Head = dict[str, Any]
 ChunkUsage = Usage | UnsetType | None
+# Kinds of a delta's parts whose chunks are made from a template.
+TEMPLATE_KINDS = ("content", "reasoning")
 C = TypeVar("C", bound=ChatChoice | CompletionChoice)
 K = TypeVar("K", bound=ChatChunkChoice | CompletionChoice)
+
+
+class Chunk(Protocol[K]):
+    choices: list[K]
+    usage: ChunkUsage
 
 
 class ChoiceFormat(Protocol[C, K]):
@@ -51,7 +58,8 @@ class ChoiceFormat(Protocol[C, K]):
         """Yield a delta's choices, one per chunk. Log-probabilities that a choice contains are
         removed from the delta."""
 
-    def chunk(self, head: Head, choices: list[K], usage: ChunkUsage) -> Struct: ...
+    def chunk(self, head: Head, usage: ChunkUsage) -> Chunk[K]:
+        """Return a chunk without choices."""
 
 
 class ChoicesResponseBuilder(ResponseBuilder[Delta], Generic[C, K]):
@@ -74,9 +82,11 @@ class ChoicesResponseBuilder(ResponseBuilder[Delta], Generic[C, K]):
         # By choice: a delta without text, whose fields go with the next text.
         self._held: dict[int, Delta] = {}
         scored = request.inputs[0].sampling.logprobs is not None
-        # Chunks of one choice that differ in their text only, and the bytes around that text.
+        # Whether chunks of a kind differ in their text only; the bytes around the text.
         self._only_text = not (scored or self.returns_ids or self.continuous_usage)
-        self._templates: dict[int, Sequence[bytes]] = {}
+        self._templates: dict[tuple[int, str], list[bytes]] = {}
+        # Reused: a chunk is encoded before the next one is built.
+        self._chunk = format.chunk(self.head, self._chunk_usage())
 
     def entries(self, delta: Delta) -> int:
         return len(delta.logprobs) + len(delta.prompt_logprobs)
@@ -91,15 +101,20 @@ class ChoicesResponseBuilder(ResponseBuilder[Delta], Generic[C, K]):
             held.merge(delta)
             delta = held
         finished, parts = delta.finish_reason is not None, delta.parts
-        if self._only_text and len(parts) == 1 and parts[0].kind == "content" and not finished:
-            before, after = self._templates.get(delta.choice) or self._template(delta.choice)
-            yield before + to_json(parts[0].text) + after
+        if (
+            self._only_text
+            and len(parts) == 1
+            and (kind := parts[0].kind) in TEMPLATE_KINDS
+            and not finished
+        ):
+            key = delta.choice, kind
+            yield to_json(parts[0].text).join(self._templates.get(key) or self._template(*key))
         elif parts or finished:
             ids = delta.token_ids
             for choice in self.format.chunk_choices(delta):
                 if self.returns_ids:
                     choice.token_ids, ids = ids, []
-                yield data_frame(self._chunk([choice], self._chunk_usage()))
+                yield self._frame([choice], self._chunk_usage())
             if delta.logprobs and not finished:
                 self._held[delta.choice] = Delta(delta.choice, logprobs=delta.logprobs)
         else:
@@ -107,7 +122,7 @@ class ChoicesResponseBuilder(ResponseBuilder[Delta], Generic[C, K]):
 
     def finish(self) -> Iterator[bytes]:
         if self.includes_usage:
-            yield data_frame(self._chunk([], self._usage()))
+            yield self._frame([], self._usage())
 
     def build(self, deltas: Sequence[Delta]) -> Struct:
         choices = [self.format.choice(delta) for delta in deltas]
@@ -116,15 +131,16 @@ class ChoicesResponseBuilder(ResponseBuilder[Delta], Generic[C, K]):
                 choice.token_ids = delta.token_ids
         return self.format.response(self.head, choices, self._usage(), deltas[0])
 
-    def _template(self, choice: int) -> Sequence[bytes]:
-        """Return the bytes before and after the text in a choice's chunks."""
-        [chunk_choice] = self.format.chunk_choices(Delta(choice, [DeltaPart("content", TEXT)]))
-        frame = data_frame(self._chunk([chunk_choice], self._chunk_usage()))
-        template = self._templates[choice] = frame.split(to_json(TEXT))
+    def _template(self, choice: int, kind: Kind) -> list[bytes]:
+        """Return the bytes between the places of the text in a choice's chunks."""
+        [chunk_choice] = self.format.chunk_choices(Delta(choice, [DeltaPart(kind, TEXT)]))
+        frame = self._frame([chunk_choice], self._chunk_usage())
+        template = self._templates[choice, kind] = frame.split(to_json(TEXT))
         return template
 
-    def _chunk(self, choices: list[K], usage: ChunkUsage) -> Struct:
-        return self.format.chunk(self.head, choices, usage)
+    def _frame(self, choices: list[K], usage: ChunkUsage) -> bytes:
+        self._chunk.choices, self._chunk.usage = choices, usage
+        return data_frame(self._chunk)
 
     def _chunk_usage(self) -> ChunkUsage:
         if not self.includes_usage:

@@ -140,10 +140,8 @@ class CompletionFormat:
     def chunk_choices(self, delta: Delta) -> Iterator[CompletionChoice]:
         yield self.choice(delta)
 
-    def chunk(
-        self, head: Head, choices: list[CompletionChoice], usage: ChunkUsage
-    ) -> CompletionChunk:
-        return CompletionChunk(**head, object="text_completion", choices=choices, usage=usage)
+    def chunk(self, head: Head, usage: ChunkUsage) -> CompletionChunk:
+        return CompletionChunk(**head, object="text_completion", choices=[], usage=usage)
 
 
 def completion_logprobs(logprobs: list[TokenLogprob], offset: int) -> CompletionLogprobs:

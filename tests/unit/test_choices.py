@@ -16,7 +16,7 @@ from server.openai.completions import CompletionFormat, CompletionRequest
 from server.openai.endpoint import ParsedRequest
 from server.openai.request_fields import decode
 from tests.fake_generator import FakeGenerator
-from worker.messages.deltas import Delta, DeltaPart, TokenLogprob
+from worker.messages.deltas import Delta, DeltaPart, Kind, TokenLogprob
 
 
 def delta(text: str, tokens: int, logprobs: list[TokenLogprob] | None = None, **ends: Any) -> Delta:
@@ -118,20 +118,22 @@ def test_the_chosen_token_is_among_the_top_by_its_own_text() -> None:
     assert logprobs["top_logprobs"] == [{"er": -0.1, "é": -1.0}]
 
 
-@pytest.mark.parametrize("make", [chat, completion])
+@pytest.mark.parametrize(
+    ("make", "kind"), [(chat, "content"), (chat, "reasoning"), (completion, "content")]
+)
 @pytest.mark.parametrize("text", ["a", '"{}"\n', "é\u2028", "b"])
 def test_chunk_made_from_a_template_equals_the_encoded_struct(
-    make: Callable[..., Builder], text: str
+    make: Callable[..., Builder], kind: Kind, text: str
 ) -> None:
-    templated, encoded = make(), make(n=2)
-    encoded.head = templated.head
+    templated = make()
+    encoded = copy.copy(templated)
     encoded._only_text = False
     for index in (0, 1):
         chunks = [
-            list(builder.add(Delta(index, [DeltaPart("content", text)], 1)))
+            list(builder.add(Delta(index, [DeltaPart(kind, text)], 1)))
             for builder in (templated, encoded)
         ]
         assert chunks[0] == chunks[1]
         [event] = chunks[0]
         choice = choice_of(event)
-        assert text in (choice.get("text"), choice.get("delta", {}).get("content"))
+        assert text in (choice.get("text"), choice.get("delta", {}).get(kind))
