@@ -35,7 +35,7 @@ C = TypeVar("C", bound=ChatChoice | CompletionChoice)
 K = TypeVar("K", bound=ChatChunkChoice | CompletionChoice)
 
 
-class Chunk(Protocol[K]):
+class ChoicesChunk(Protocol[K]):
     choices: list[K]
     usage: ChunkUsage
 
@@ -58,7 +58,7 @@ class ChoiceFormat(Protocol[C, K]):
         """Yield a delta's choices, one per chunk. Log-probabilities that a choice contains are
         removed from the delta."""
 
-    def chunk(self, head: Head, usage: ChunkUsage) -> Chunk[K]:
+    def chunk(self, head: Head, usage: ChunkUsage) -> ChoicesChunk[K]:
         """Return a chunk without choices."""
 
 
