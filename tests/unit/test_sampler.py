@@ -1,4 +1,4 @@
-"""A draw depends on its own row, parameters and counter, and follows the distribution asked for."""
+"""A sampled token depends on its row, parameters and counter, and follows the distribution."""
 
 import random
 import warnings
@@ -22,7 +22,7 @@ from worker.model.sampler import (
     uniform,
 )
 
-WIDE = 20_000  # blocks of candidates, two widenings, and the sort of everything
+WIDE = 20_000  # needs blocks of candidates, two widenings and a full sort
 INF, NAN = float("inf"), float("nan")
 
 
@@ -57,7 +57,7 @@ def tokens(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
 def reference(
     logits: torch.Tensor, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]
 ) -> torch.Tensor:
-    """Probabilities [V] by the book: float64, a full sort, one filter after the other."""
+    """Return probabilities [V] in float64, by a full sort and one filter after the other."""
     scores = logits.double().clone()
     for token, bias in params.logit_bias:
         scores[token] += bias
@@ -67,7 +67,7 @@ def reference(
     for token in set(output):
         scores[token] -= params.presence_penalty + params.frequency_penalty * output.count(token)
     if len(output) < params.min_tokens:
-        scores[list(params.end_ids)] = -INF
+        scores[list(params.stop_token_ids)] = -INF
     if params.temperature == 0:
         return torch.zeros_like(scores).scatter_(0, scores.argmax(0, keepdim=True), 1.0)
     p = (scores / params.temperature).softmax(0)
@@ -100,7 +100,7 @@ def random_params(rng: random.Random, vocabulary: int) -> SamplingParams:
         logit_bias=maybe(0.3, tuple((rng.randrange(vocabulary), 5.0) for _ in range(1)), ()),
         seed=rng.getrandbits(64),
         min_tokens=maybe(0.3, rng.randrange(8), 0),
-        end_ids=(rng.randrange(vocabulary), rng.randrange(vocabulary)),
+        stop_token_ids=(rng.randrange(vocabulary), rng.randrange(vocabulary)),
     )
 
 
@@ -115,15 +115,15 @@ def random_params(rng: random.Random, vocabulary: int) -> SamplingParams:
         (WIDE, 30, 0.3, torch.float32),
     ],
 )
-def test_tokens_are_those_of_a_full_sort_in_float64(
+def test_tokens_equal_a_full_sort_in_float64(
     vocabulary: int, count: int, scale: float, dtype: torch.dtype
 ) -> None:
     rng = random.Random(vocabulary)
     logits = normal(count, vocabulary, scale).to(dtype)
-    rows, wanted = [], []
-    for line in logits:
+    rows, accepted = [], []
+    for row_logits in logits:
         params = random_params(rng, vocabulary)
-        likely = line.topk(5).indices.tolist()
+        likely = row_logits.topk(5).indices.tolist()
         prompt = [*likely[:3], *rng.choices(range(vocabulary), k=rng.randrange(20))]
         output = rng.choices([*likely, *range(min(vocabulary, 50))], k=rng.randrange(10))
         choice = rng.randrange(4)
@@ -133,15 +133,15 @@ def test_tokens_are_those_of_a_full_sort_in_float64(
             state.accept(token)
         rows.append(SamplingRow(state, len(output), tuple(output[:drafted])))
         u = uniform(params.seed, choice, len(output))
-        either = [  # both the same but where rounding decides
-            reference(line, replace(params, top_p=top_p), prompt, output)
+        either = [  # the same, except where rounding decides
+            reference(row_logits, replace(params, top_p=top_p), prompt, output)
             for top_p in (params.top_p, min(params.top_p * (1 + 1e-6), 1.0))
         ]
-        wanted.append({inverse(p, u + slack) for p in either for slack in (-1e-6, 0.0, 1e-6)})
-    drawn = tokens(logits, rows)
-    wrong = [(i, drawn[i], w) for i, w in enumerate(wanted) if drawn[i] not in w]
+        accepted.append({inverse(p, u + slack) for p in either for slack in (-1e-6, 0.0, 1e-6)})
+    sampled = tokens(logits, rows)
+    wrong = [(i, sampled[i], ids) for i, ids in enumerate(accepted) if sampled[i] not in ids]
     assert not wrong
-    assert sum(len(w) == 1 for w in wanted) > 0.95 * count
+    assert sum(len(ids) == 1 for ids in accepted) > 0.95 * count
 
 
 @pytest.mark.parametrize(
@@ -155,15 +155,15 @@ def test_tokens_are_those_of_a_full_sort_in_float64(
         {"top_k": 8, "top_p": 0.9, "temperature": 2.0},
     ],
 )
-def test_tokens_come_as_often_as_their_probability_says(params: dict[str, Any]) -> None:
+def test_tokens_are_as_frequent_as_they_are_likely(params: dict[str, Any]) -> None:
     logits = normal(1, 12, 1.0)
     n = 8000
-    drawn = tokens(logits.expand(n, -1), [row(i, seed=7, **params) for i in range(n)])
+    sampled = tokens(logits.expand(n, -1), [row(i, seed=7, **params) for i in range(n)])
     p = reference(logits[0], SamplingParams(**params), [], [])
-    often = torch.bincount(torch.tensor(drawn), minlength=12).double()
-    assert often[p == 0].sum() == 0
+    frequency = torch.bincount(torch.tensor(sampled), minlength=12).double()
+    assert frequency[p == 0].sum() == 0
     kept = p > 0
-    chi_square = ((often - n * p) ** 2 / (n * p))[kept].sum()
+    chi_square = ((frequency - n * p) ** 2 / (n * p))[kept].sum()
     assert chi_square < 35  # 11 degrees of freedom: 1 in 4000
 
 
@@ -178,7 +178,7 @@ MIXED: list[dict[str, Any]] = [
     {"top_k": 1000},
     {"min_p": 0.02},
     {"min_p": 0.0001, "top_p": 0.9},
-    {"logit_bias": ((5, 4.0),), "min_tokens": 9, "end_ids": (6,)},
+    {"logit_bias": ((5, 4.0),), "min_tokens": 9, "stop_token_ids": (6,)},
     {"repetition_penalty": 1.2, "top_p": 0.9},
     {"presence_penalty": 1.0, "frequency_penalty": 0.5, "top_k": 50},
 ]
@@ -189,7 +189,7 @@ def mixed(count: int) -> list[SamplingRow]:
     return [row(i % 5, i % 3, range(50), seed=i, **kind) for i, kind in enumerate(kinds)]
 
 
-def test_a_row_gives_the_same_alone_among_mates_and_in_any_order() -> None:
+def test_a_row_is_independent_of_the_other_rows_and_their_order() -> None:
     logits, rows = normal(32, WIDE), mixed(32)
     together = sample(logits, rows)
     order = random.Random(1).sample(range(32), 32)
@@ -203,7 +203,7 @@ def test_a_row_gives_the_same_alone_among_mates_and_in_any_order() -> None:
 
 
 @pytest.mark.parametrize("params", [{}, {"top_p": 0.99}, {"top_k": 900}])
-def test_seed_choice_and_position_each_change_the_draws(params: dict[str, Any]) -> None:
+def test_seed_choice_and_position_each_change_the_tokens(params: dict[str, Any]) -> None:
     logits = normal(1, 1000, 0.1).expand(30, -1)
     first = tokens(logits, [row(i, seed=1, **params) for i in range(30)])
     assert first == tokens(logits, [row(i, seed=1, **params) for i in range(30)])
@@ -217,8 +217,8 @@ def test_seed_choice_and_position_each_change_the_draws(params: dict[str, Any]) 
         assert sum(a == b for a, b in zip(first, other, strict=True)) < 5
 
 
-def test_logits_that_differ_by_rounding_hardly_change_a_draw() -> None:
-    """Two nearly equal candidates swap ranks; what is drawn must not swap with them."""
+def test_logits_that_differ_by_rounding_rarely_change_a_token() -> None:
+    """Two nearly equal candidates swap ranks; the sampled tokens must not swap with them."""
     logits = torch.full((1, WIDE), -20.0)
     logits[0, [3, 9000]] = 5.0
     swapped = logits.clone()
@@ -228,7 +228,7 @@ def test_logits_that_differ_by_rounding_hardly_change_a_draw() -> None:
     assert tokens(logits.expand(100, -1), rows) == tokens(swapped.expand(100, -1), rows)
 
 
-def test_repetition_penalty_is_that_of_transformers() -> None:
+def test_repetition_penalty_equals_transformers() -> None:
     logits = normal(200, 30, 2.0)
     prompt, output = [1, 4, 4, 9, 20], [2, 4, 27, 27]
     for penalty in (0.5, 1.3, 2.0):
@@ -239,16 +239,16 @@ def test_repetition_penalty_is_that_of_transformers() -> None:
         assert expected.argmax(-1).tolist() != logits.argmax(-1).tolist()
 
 
-def test_presence_and_frequency_penalties_are_those_of_openai() -> None:
+def test_presence_and_frequency_penalties_follow_openais_formula() -> None:
     """mu[j] -> mu[j] - c[j] * frequency - (c[j] > 0) * presence, over output tokens only."""
     scores = torch.zeros(5)
     scores[:3] = torch.tensor([4.0, 3.0, 2.55])
 
     def best(output: list[int], presence: float, frequency: float) -> int:
-        made = after(
+        sampling_row = after(
             output, [1, 2], temperature=0.0, presence_penalty=presence, frequency_penalty=frequency
         )
-        return tokens(scores[None], [made])[0]
+        return tokens(scores[None], [sampling_row])[0]
 
     assert best([], 2.0, 2.0) == 0
     assert best([0, 0, 0], 0.9, 0.0) == 0
@@ -261,32 +261,32 @@ def test_presence_and_frequency_penalties_are_those_of_openai() -> None:
 
 
 @pytest.mark.parametrize("kind", MIXED)
-def test_drafted_tokens_count_as_accepted_ones_do(kind: dict[str, Any]) -> None:
+def test_drafted_tokens_count_like_accepted_ones(kind: dict[str, Any]) -> None:
     params: dict[str, Any] = {"presence_penalty": 0.7, "frequency_penalty": 0.9}
     params |= {"repetition_penalty": 1.4, "seed": 3} | kind
     logits = normal(50, 300, 1.0)
     drafting = after([4, 5], [5, 6], **params)
-    drafts = [tuple(line.topk(3).indices.tolist()[:2] * 2) for line in logits]
+    drafts = [tuple(row_logits.topk(3).indices.tolist()[:2] * 2) for row_logits in logits]
     drafted = [SamplingRow(drafting.state, 6, draft) for draft in drafts]
     accepted = [after([4, 5, *draft], [5, 6], **params) for draft in drafts]
     assert sample(logits, drafted) == sample(logits, accepted)
-    fresh = after([4, 5], [5, 6], **params)
-    assert sample(logits[:1], [drafting]) == sample(logits[:1], [fresh])
+    undrafted = after([4, 5], [5, 6], **params)
+    assert sample(logits[:1], [drafting]) == sample(logits[:1], [undrafted])
 
 
-def test_choices_of_a_request_share_what_does_not_change() -> None:
+def test_a_forked_state_shares_what_does_not_change() -> None:
     params = SamplingParams(logit_bias=((3, 1.5), (900, -2.0)), repetition_penalty=1.3)
     state = SamplingState(params, 0, [5, 6, 5])
     state.accept(7)
-    sibling = state.sibling(4)
-    assert sibling.choice == 4
-    assert sibling.bias is state.bias
-    assert sibling.prompt is state.prompt
+    fork = state.fork(4)
+    assert fork.choice == 4
+    assert fork.bias is state.bias
+    assert fork.prompt is state.prompt
     assert [*state.prompt] == [5, 6]
-    assert (list(state.counts), list(sibling.counts)) == ([7], [])
+    assert (list(state.counts), list(fork.counts)) == ([7], [])
 
 
-def test_draws_without_penalties_keep_no_history() -> None:
+def test_a_state_without_penalties_keeps_no_history() -> None:
     state = after([1, 2, 3], [4, 5], temperature=0.0).state
     assert not len(state.prompt)
     assert not state.counts
@@ -304,16 +304,16 @@ def test_bias_of_100_forces_and_of_minus_100_bans(params: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"top_k": 40}])
-def test_ends_cannot_be_chosen_before_min_tokens(params: dict[str, Any]) -> None:
+def test_stop_tokens_are_banned_before_min_tokens(params: dict[str, Any]) -> None:
     logits = torch.zeros(1, 300)
     logits[0, [7, 8]] = 50.0
-    ends: dict[str, Any] = {"min_tokens": 20, "end_ids": (7, 8), "logit_bias": ((7, 100.0),)}
-    drawn = tokens(logits.expand(40, -1), [row(i, **ends, **params) for i in range(40)])
-    assert not {7, 8} & set(drawn[:20])
-    assert set(drawn[20:]) == {7}
+    params = params | {"min_tokens": 20, "stop_token_ids": (7, 8), "logit_bias": ((7, 100.0),)}
+    sampled = tokens(logits.expand(40, -1), [row(i, **params) for i in range(40)])
+    assert not {7, 8} & set(sampled[:20])
+    assert set(sampled[20:]) == {7}
 
 
-def test_ids_out_of_range_touch_no_mate() -> None:
+def test_ids_out_of_range_change_no_other_row() -> None:
     logits = normal(3, 256)
     logits[:, 0] = 9.0
     odd = row(
@@ -330,7 +330,7 @@ def test_min_p_is_relative_to_the_largest_probability() -> None:
     p = torch.tensor([0.5, 0.26, 0.14, 0.06, 0.04])
     rows = [row(i, min_p=0.25) for i in range(300)]
     assert set(tokens(p.log().expand(300, -1), rows)) == {0, 1, 2}
-    # top_p is a part of what min_p kept: 0.9 of (0.5 + 0.26 + 0.14) needs all three
+    # top_p is relative to what min_p keeps: 0.9 of (0.5 + 0.26 + 0.14) needs all three
     for top_p, kept in [(0.85, {0, 1, 2}), (0.84, {0, 1})]:
         rows = [row(i, min_p=0.25, top_p=top_p) for i in range(300)]
         assert set(tokens(p.log().expand(300, -1), rows)) == kept
@@ -339,40 +339,40 @@ def test_min_p_is_relative_to_the_largest_probability() -> None:
 def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
     p = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15])
     for top_p, kept in [(0.01, {1}), (0.39, {1}), (0.41, {1, 3}), (0.84, {1, 3, 4}), (0.99, None)]:
-        drawn = set(tokens(p.log().expand(300, -1), [row(i, top_p=top_p) for i in range(300)]))
-        assert drawn == (kept or {0, 1, 2, 3, 4})
+        sampled = set(tokens(p.log().expand(300, -1), [row(i, top_p=top_p) for i in range(300)]))
+        assert sampled == (kept or {0, 1, 2, 3, 4})
     equal = tokens(torch.zeros(300, 4), [row(i, top_p=0.5) for i in range(300)])
     assert set(equal) == {0, 1}
 
 
 @pytest.mark.parametrize(("vocabulary", "scale"), [(200, 0.0), (WIDE, 0.0), (WIDE, 1e-3)])
-def test_a_flat_distribution_keeps_as_many_as_it_takes(vocabulary: int, scale: float) -> None:
+def test_a_flat_distribution_keeps_as_many_as_needed(vocabulary: int, scale: float) -> None:
     logits = normal(1, vocabulary, scale)
     order = logits[0].sort(descending=True, stable=True).indices.tolist()
     cases: list[tuple[dict[str, Any], float]] = [
         ({"top_p": 0.505}, 0.505),
         ({"top_k": vocabulary // 20}, 0.05),
     ]
-    for params, part in cases:
-        drawn = set(tokens(logits.expand(30, -1), [row(i, **params) for i in range(30)]))
-        assert drawn <= set(order[: int(part * vocabulary) + 1])
-        assert len(drawn) > (5 if vocabulary == 200 else 25)
+    for params, share in cases:
+        sampled = set(tokens(logits.expand(30, -1), [row(i, **params) for i in range(30)]))
+        assert sampled <= set(order[: int(share * vocabulary) + 1])
+        assert len(sampled) > (5 if vocabulary == 200 else 25)
 
 
-def test_of_equal_logits_at_a_cut_the_first_are_kept() -> None:
+def test_the_first_of_equal_logits_at_a_cutoff_are_kept() -> None:
     few = normal(1, WIDE)
     ties = [19_000, 77, 15_000, 300, 12_000, 4]
     few[0, ties] = 20.0
-    drawn = tokens(few.expand(100, -1), [row(i, top_k=3) for i in range(100)])
-    assert set(drawn) == {4, 77, 300}
+    sampled = tokens(few.expand(100, -1), [row(i, top_k=3) for i in range(100)])
+    assert set(sampled) == {4, 77, 300}
     logits = torch.zeros(1, WIDE)
     logits[0, 12_345] = 1.0
-    drawn = tokens(logits.expand(40, -1), [row(i, top_k=4) for i in range(40)])
-    assert set(drawn) == {0, 1, 2, 12_345}
+    sampled = tokens(logits.expand(40, -1), [row(i, top_k=4) for i in range(40)])
+    assert set(sampled) == {0, 1, 2, 12_345}
 
 
 @pytest.mark.parametrize("vocabulary", [10, 1000, WIDE])
-def test_greedy_takes_the_first_of_equals(vocabulary: int) -> None:
+def test_greedy_takes_the_first_of_equal_logits(vocabulary: int) -> None:
     logits = torch.zeros(3, vocabulary)
     logits[1, [4, vocabulary - 1]] = 2.0
     logits[2, -3:] = 1.0
@@ -395,10 +395,10 @@ def test_a_tiny_temperature_is_greedy(params: dict[str, Any], temperature: float
 def test_logprobs_are_of_the_raw_distribution(vocabulary: int, edits: dict[str, Any]) -> None:
     logits = normal(20, vocabulary)
     raw = logits.double().log_softmax(-1)
-    wanted = [None, 0, 1, 5, 20, 80]
-    rows = [row(i, prompt=range(60), logprobs=wanted[i % 6], **edits) for i in range(20)]
+    counts = [None, 0, 1, 5, 20, 80]
+    rows = [row(i, prompt=range(60), logprobs=counts[i % 6], **edits) for i in range(20)]
     for i, choice in enumerate(sample(logits, rows)):
-        count = wanted[i % 6]
+        count = counts[i % 6]
         if count is None:
             assert (choice.logprob, choice.top) == (None, ())
             continue
@@ -408,42 +408,42 @@ def test_logprobs_are_of_the_raw_distribution(vocabulary: int, edits: dict[str, 
         assert [p for _, p in choice.top] == pytest.approx(best.values.tolist(), abs=1e-5)
 
 
-def test_top_logprobs_leave_out_what_is_impossible() -> None:
+def test_top_logprobs_omit_impossible_tokens() -> None:
     logits = torch.full((1, 40), -INF)
     logits[0, [30, 2]] = torch.tensor([1.0, 0.0])
     choice = sample(logits, [row(temperature=0.0, logprobs=20)])[0]
     assert [token for token, _ in choice.top] == [30, 2]
-    everything = sample(torch.zeros(1, 5), [row(temperature=0.0, logprobs=20)])[0]
-    assert [token for token, _ in everything.top] == [0, 1, 2, 3, 4]
+    flat = sample(torch.zeros(1, 5), [row(temperature=0.0, logprobs=20)])[0]
+    assert [token for token, _ in flat.top] == [0, 1, 2, 3, 4]
 
 
-def test_the_greedy_token_leads_its_top_logprobs_whatever_mates_ask() -> None:
+def test_the_greedy_token_leads_its_top_logprobs_beside_any_row() -> None:
     rng = random.Random(5)
     logits = normal(60, WIDE)
-    for line in logits:
-        line[rng.sample(range(WIDE), 4)] = 20.0
+    for row_logits in logits:
+        row_logits[rng.sample(range(WIDE), 4)] = 20.0
     rows = [row(temperature=0.0, logprobs=count) for count in [1, 3] * 30]
     for at, choice in enumerate(sample(logits, rows)):
         assert choice.top[0][0] == choice.token
         assert choice.top == sample(logits[at : at + 1], [rows[at]])[0].top
 
 
-def test_what_a_model_has_no_output_for_is_never_said() -> None:
-    """As the places of images in some prompts."""
-    [found] = prompt_logprobs(torch.zeros(1, BLOCK), [BLOCK], 1)
-    assert found.token == BLOCK
-    assert found.logprob == float("-inf")
+def test_prompt_tokens_beyond_the_logits_are_impossible() -> None:
+    """Such as placeholder ids of images."""
+    [scored] = prompt_logprobs(torch.zeros(1, BLOCK), [BLOCK], 1)
+    assert scored.token == BLOCK
+    assert scored.logprob == float("-inf")
 
 
-def test_prompt_logprobs_score_the_tokens_given() -> None:
+def test_prompt_logprobs_score_the_targets() -> None:
     logits = normal(30, WIDE)
     logits[4, 7] = NAN
     targets = [(i * 977) % WIDE for i in range(30)]
     raw = logits.double().log_softmax(-1)
     for top in (0, 5):
-        found = prompt_logprobs(logits, targets, top)
-        assert found.pop(4) == SampledToken(-1, None, ())
-        for choice, i in zip(found, [i for i in range(30) if i != 4], strict=True):
+        scored = prompt_logprobs(logits, targets, top)
+        assert scored.pop(4) == SampledToken(-1, None, ())
+        for choice, i in zip(scored, [i for i in range(30) if i != 4], strict=True):
             assert choice.token == targets[i]
             assert choice.logprob == pytest.approx(float(raw[i, targets[i]]), abs=1e-5)
             assert [token for token, _ in choice.top] == raw[i].topk(top).indices.tolist()
@@ -452,73 +452,71 @@ def test_prompt_logprobs_score_the_tokens_given() -> None:
 
 
 def broken(kind: str, vocabulary: int) -> torch.Tensor:
-    line = normal(1, vocabulary)[0]
+    values = normal(1, vocabulary)[0]
     if kind == "one NaN":
-        line[vocabulary - 2] = NAN
+        values[vocabulary - 2] = NAN
     elif kind == "all NaN":
-        line[:] = NAN
+        values[:] = NAN
     elif kind == "+inf":
-        line[5] = INF
+        values[5] = INF
     else:
-        line[:] = -INF
-    return line
+        values[:] = -INF
+    return values
 
 
 @pytest.mark.parametrize("kind", ["one NaN", "all NaN", "+inf", "all -inf"])
 @pytest.mark.parametrize("vocabulary", [300, WIDE])
-def test_a_broken_row_is_marked_and_its_mates_do_not_notice(kind: str, vocabulary: int) -> None:
+def test_unusable_rows_are_marked_and_others_unchanged(kind: str, vocabulary: int) -> None:
     count = 2 * len(MIXED)
     logits, rows = normal(count, vocabulary), mixed(count)
     whole = sample(logits, rows)
     logits[1::2] = broken(kind, vocabulary)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = sample(logits, rows)
-    assert found[1::2] == [SampledToken(-1, None, ())] * len(MIXED)
-    assert [c.token for c in found[::2]] == [c.token for c in whole[::2]]
-    assert [c.top for c in found[::2]] == [c.top for c in whole[::2]]
+        sampled = sample(logits, rows)
+    assert sampled[1::2] == [SampledToken(-1, None, ())] * len(MIXED)
+    assert [c.token for c in sampled[::2]] == [c.token for c in whole[::2]]
+    assert [c.top for c in sampled[::2]] == [c.top for c in whole[::2]]
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
-def test_banning_a_broken_number_does_not_hide_it(value: float) -> None:
+def test_banning_a_token_with_nan_or_inf_does_not_hide_it(value: float) -> None:
     logits = normal(1, 300)
     logits[0, 9] = value
-    assert tokens(logits, [row(min_tokens=1, end_ids=(9,))]) == [-1]
+    assert tokens(logits, [row(min_tokens=1, stop_token_ids=(9,))]) == [-1]
 
 
-def test_banning_everything_possible_is_a_broken_row() -> None:
+def test_banning_every_possible_token_gives_an_unusable_row() -> None:
     logits = torch.full((1, 300), -INF)
     logits[0, 9] = 1.0
-    assert tokens(logits, [row(min_tokens=1, end_ids=(9,), logprobs=2)]) == [-1]
+    assert tokens(logits, [row(min_tokens=1, stop_token_ids=(9,), logprobs=2)]) == [-1]
     assert tokens(logits, [row(top_p=0.9)]) == [9]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("vocabulary", [256, 300, WIDE])
-def test_any_float_type_gives_what_its_values_give_in_float32(
-    dtype: torch.dtype, vocabulary: int
-) -> None:
+def test_any_float_dtype_gives_float32s_tokens(dtype: torch.dtype, vocabulary: int) -> None:
     logits = normal(26, vocabulary).to(dtype)
     assert sample(logits, mixed(26)) == sample(logits.float(), mixed(26))
 
 
 @pytest.mark.parametrize("vocabulary", [256, 300])
-def test_logits_of_the_caller_stay_as_they_are(vocabulary: int) -> None:
+def test_the_callers_logits_are_not_changed(vocabulary: int) -> None:
     whole = normal(2 * len(MIXED), 2 * vocabulary)
-    logits = whole[::2, :vocabulary]  # a view with gaps
+    logits = whole[::2, :vocabulary]  # a non-contiguous view
     before = whole.clone()
-    found = sample(logits, mixed(len(MIXED)))
+    sampled = sample(logits, mixed(len(MIXED)))
     prompt_logprobs(logits, [1] * len(MIXED), 3)
     assert torch.equal(whole, before)
-    assert found == sample(logits.clone(), mixed(len(MIXED)))
+    assert sampled == sample(logits.clone(), mixed(len(MIXED)))
 
 
-def test_no_rows_give_no_choices() -> None:
+def test_no_rows_give_no_tokens() -> None:
     assert sample(torch.zeros(0, 10), []) == []
 
 
 def test_uniform_is_philox_2x64_10() -> None:
-    """Known answers of Random123, the authors' own library: the first word, its 53 upper bits."""
+    """Known answers of Random123, the authors' library: the upper 53 bits of the first word."""
     pi = (0xA4093822299F31D0, 0x13198A2E03707344, 0x243F6A8885A308D3)
     ones = (2**64 - 1,) * 3
     known = {(0, 0, 0): 0xCA00A0459843D731, ones: 0x65B021D60CD8310F, pi: 0x0A5E742C2997341C}
@@ -529,7 +527,7 @@ def test_uniform_is_philox_2x64_10() -> None:
 @pytest.mark.parametrize(
     ("moving", "n"), [("position", 100_000), ("choice", 20_000), ("seed", 20_000)]
 )
-def test_uniform_looks_uniform_and_uncorrelated(moving: str, n: int) -> None:
+def test_uniform_numbers_are_uniform_and_uncorrelated(moving: str, n: int) -> None:
     fixed = {"seed": 42, "choice": 0, "position": 5}
     numbers = torch.tensor(
         [uniform(**(fixed | {moving: i})) for i in range(n)], dtype=torch.float64
@@ -545,10 +543,10 @@ def test_uniform_looks_uniform_and_uncorrelated(moving: str, n: int) -> None:
         assert abs(correlation) < 4 / n**0.5
 
 
-# ── what is allowed ──
+# ── token masks ──
 
 
-def test_only_what_is_allowed_is_chosen_and_the_rest_of_the_rows_are_as_before() -> None:
+def test_a_mask_limits_its_rows_and_changes_no_others() -> None:
     logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(5))
     rows = [
         SamplingRow(SamplingState(SamplingParams(temperature=t, seed=n), 0, []), 0)
@@ -558,14 +556,14 @@ def test_only_what_is_allowed_is_chosen_and_the_rest_of_the_rows_are_as_before()
     tokens = torch.zeros(2, 300, dtype=torch.bool)
     tokens[0, [7, 9]] = True
     tokens[1, 299] = True
-    held = [choice.token for choice in sample(logits, rows, TokenMask([1, 3], tokens))]
-    assert held[0] == free[0]
-    assert held[2] == free[2]
-    assert held[1] in (7, 9)
-    assert held[3] == 299
+    masked = [choice.token for choice in sample(logits, rows, TokenMask([1, 3], tokens))]
+    assert masked[0] == free[0]
+    assert masked[2] == free[2]
+    assert masked[1] in (7, 9)
+    assert masked[3] == 299
 
 
-def test_a_ban_changes_no_log_probability() -> None:
+def test_a_mask_changes_no_log_probability() -> None:
     logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(6))
     row = SamplingRow(SamplingState(SamplingParams(temperature=0.0, logprobs=3), 0, []), 0)
     tokens = torch.zeros(1, 300, dtype=torch.bool)
@@ -578,7 +576,7 @@ def test_a_ban_changes_no_log_probability() -> None:
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
-def test_a_broken_row_is_seen_through_a_ban(broken: float) -> None:
+def test_a_mask_does_not_hide_an_unusable_row(broken: float) -> None:
     logits = torch.zeros(1, 300)
     logits[0, 11] = broken
     tokens = torch.zeros(1, 300, dtype=torch.bool)

@@ -260,7 +260,7 @@ class InputProcessor:
             seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
             logprobs=sampling.logprobs,
             min_tokens=stopping.min_tokens,
-            end_ids=stop_token_ids if stopping.min_tokens else (),
+            stop_token_ids=stop_token_ids if stopping.min_tokens else (),
             **{name: value for name, value in requested.items() if value is not None},
         )
 

@@ -63,7 +63,7 @@ def create_outputs(
         echo.token_texts.extend(stream.push(token) for token in prepared.ids)
         echo.token_texts[-1] += stream.flush()
     return [
-        SequenceOutput(item, prepared, vocabulary, sampling.sibling(choice), echo)
+        SequenceOutput(item, prepared, vocabulary, sampling.fork(choice), echo)
         for choice in range(item.payload.n)
     ]
 

@@ -1,18 +1,11 @@
-"""What changes logits before a token is drawn from them: bias, penalties, bans, a grammar's mask.
+"""Sampling: a row of logits and a request's parameters become one output token.
 
-Here is also what a draw is made by: a request's parameters and the tokens that penalties look at.
-The draw itself is in sampler.py, which comes here only where one of its rows asks for a change.
+The last stage of a generation step. A token depends on its row's logits, its parameters and the
+uniform number of (seed, choice, position), never on the rest of the batch. That number comes from a
+counter-based generator, not a stream, and goes through the inverse distribution function of the
+kept tokens in order of id: logits that differ by rounding shift a few bounds by as little.
 
-Random numbers that are counted, not streamed: the same wherever and whenever they are drawn.
-
-Sampling: a row of logits and a request's parameters become one output token.
-
-The last stage of a generation step. A draw depends on the row's logits, its parameters and
-(seed, choice, position), never on the rest of the batch: its uniform number is counted, not
-streamed, and goes through the inverse distribution function of the kept tokens in order of id, so
-that logits that differ by rounding move a few bounds by as little.
-
-Not here: which rows there are, and what a token does to its request (stop strings, text).
+Not here: which rows there are, and the effect of a token on its request (stop strings, text).
 """
 
 import copy
@@ -28,12 +21,19 @@ from torch import Tensor
 
 from worker.device.async_copy import AsyncCopy, to_device
 
-Change: TypeAlias = tuple[int, ArrayLike, ArrayLike]  # row, token ids, amount of each or of all
+# Rows are processed in blocks: float32 sums of blocks stay accurate, and the blocks' maxima locate
+# the largest logits faster than an argmax or topk of the row.
+BLOCK = 128
+# Number of largest logits that a row is sampled from first, and its factor where they are too few.
+CANDIDATES, WIDEN_FACTOR = 64, 8
+MIN_TEMPERATURE = 1e-6  # keeps the division by it within float32
+
+# ── parameters ──
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """What a request asks of its draws, resolved: nothing is None but `logprobs`."""
+    """A request's sampling parameters, with all defaults resolved."""
 
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0  # in (0, 1]
@@ -44,120 +44,75 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # over prompt and output, as transformers' processor
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
-    logprobs: int | None = None  # None: none; 0: the chosen token's; k: the k best besides
-    min_tokens: int = 0  # before so many output tokens, `end_ids` cannot be chosen
-    end_ids: tuple[int, ...] = ()
+    logprobs: int | None = None  # None: none; 0: of the sampled token; k: of the k best as well
+    min_tokens: int = 0  # number of output tokens before which `stop_token_ids` are banned
+    stop_token_ids: tuple[int, ...] = ()
 
 
 class SamplingState:
-    """Of one sequence: its parameters, and the tokens that penalties look at."""
+    """One sequence's parameters, and the token counts that its penalties need."""
 
     def __init__(self, params: SamplingParams, choice: int, prompt: Sequence[int]) -> None:
         self.params = params
         self.choice = choice
         ids, amounts = zip(*params.logit_bias, strict=True) if params.logit_bias else ((), ())
         self.bias = np.array(ids, np.int64), np.array(amounts, np.float32)
-        self.ends = np.array(params.end_ids, np.int64)
-        self.repeats = params.repetition_penalty != 1.0
-        self.counted = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-        self.prompt = np.unique(np.array(prompt if self.repeats else (), np.int64))
+        self.stop_token_ids = np.array(params.stop_token_ids, np.int64)
+        self.has_repetition_penalty = params.repetition_penalty != 1.0
+        self.has_count_penalty = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+        in_prompt = prompt if self.has_repetition_penalty else ()
+        self.prompt = np.unique(np.array(in_prompt, np.int64))
         self.processes_logits = bool(
-            self.repeats or self.counted or params.logit_bias or params.min_tokens
+            self.has_repetition_penalty
+            or self.has_count_penalty
+            or params.logit_bias
+            or params.min_tokens
         )
-        self.counts: Counter[int] = Counter()  # of output tokens, where a penalty looks at them
+        self.counts: Counter[int] = Counter()  # of output tokens, if a penalty needs them
 
-    def sibling(self, choice: int) -> "SamplingState":
-        """Of another choice of the same request, before its first token: what does not change is
-        shared."""
-        made = copy.copy(self)
-        made.choice = choice
-        made.counts = Counter()
-        return made
+    def fork(self, choice: int) -> "SamplingState":
+        """Return the state of another choice of the request, before its first token.
+
+        What does not change is shared.
+        """
+        state = copy.copy(self)
+        state.choice = choice
+        state.counts = Counter()
+        return state
 
     def accept(self, token: int) -> None:
-        """A token became part of the output."""
-        if self.repeats or self.counted:
+        """Count a token of the output."""
+        if self.has_repetition_penalty or self.has_count_penalty:
             self.counts[token] += 1
 
 
 class SamplingRow(NamedTuple):
-    """What decides the token of one row of logits, besides these."""
+    """What determines the token of one row of logits, besides the logits."""
 
     state: SamplingState
     position: int  # index of the output token, from 0
-    drafted: tuple[int, ...] = ()  # speculated between the accepted history and this row
+    drafted: tuple[int, ...] = ()  # drafts between the accepted output and this row
 
 
 @dataclass(frozen=True, slots=True)
 class TokenMask:
-    """The tokens that may be chosen in some of the rows; in the others all may."""
+    """The tokens that are allowed in some of the rows; in the others all are."""
 
     rows: Sequence[int]
-    tokens: Tensor  # bool [len(rows), V]
+    tokens: Tensor  # bool [len(rows), V], true: allowed
 
 
-def processed(
-    raw: Tensor, draws: Sequence[SamplingRow], vocabulary: int, mask: TokenMask | None
-) -> Tensor:
-    """Logits [R, …], of which the first `vocabulary` of a row are tokens, as a copy with the mask,
-    bias, penalties and bans; `raw` itself where no row has any."""
-    added: list[Change] = []
-    repeated: list[Change] = []
-    counted: list[Change] = []
-    masked = set(mask.rows) if mask else ()  # they end when they must
-    for row, draw in enumerate(draws):
-        state, params = draw.state, draw.state.params
-        if params.logit_bias:
-            added.append((row, *state.bias))
-        if draw.position < params.min_tokens and row not in masked:
-            # added, so that NaN stays; what follows leaves -inf as it is
-            added.append((row, state.ends, -np.inf))
-        if state.repeats or state.counted:
-            counts = state.counts + Counter(draw.drafted) if draw.drafted else state.counts
-            output = np.fromiter(counts, np.int64, len(counts))
-            if state.repeats:
-                penalty = params.repetition_penalty
-                repeated += [(row, ids, penalty) for ids in (state.prompt, output)]
-            if state.counted:
-                often = np.fromiter(counts.values(), np.float32, len(counts))
-                less = -params.presence_penalty - params.frequency_penalty * often
-                counted.append((row, output, less))
-    if not (added or repeated or counted or mask):
-        return raw
-    scores = raw.clone(memory_format=torch.contiguous_format)
-    if mask:
-        banned = ~to_device(mask.tokens.numpy(), scores.device)
-        for row, ban in zip(mask.rows, banned, strict=True):
-            scores[row].view(-1)[:vocabulary].masked_fill_(ban, -torch.inf)
-    flat, size = scores.view(-1), (vocabulary, scores[0].numel())
-    if added:
-        flat.index_add_(0, *_places(added, size, flat.device))
-    if repeated:
-        index, factor = _places(repeated, size, flat.device)
-        was = flat[index]  # a token seen twice is read and written twice, and changed once
-        flat[index] = torch.where(was < 0, was * factor, was / factor)
-    if counted:
-        flat.index_add_(0, *_places(counted, size, flat.device))
-    return scores
+class SampledToken(NamedTuple):
+    """The token of a row. Log-probabilities are of the raw distribution, before any parameter."""
 
-
-def _places(
-    changes: Sequence[Change], size: tuple[int, int], device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Where in the flattened rows, and how much. An id out of range must not hit another row."""
-    vocabulary, width = size
-    index, amounts = [], []
-    for row, tokens, amount in changes:
-        ids = np.asarray(tokens, np.int64)
-        valid = (ids >= 0) & (ids < vocabulary)
-        index.append(ids[valid] + row * width)
-        amounts.append(np.broadcast_to(np.asarray(amount, np.float32), ids.shape)[valid])
-    places, values = np.concatenate(index), np.concatenate(amounts)
-    return to_device(places, device), to_device(values, device)
+    token: int  # -1: the logits are unusable (NaN, +inf, or all -inf)
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()  # (id, logprob), best first, without impossible tokens
+    rank: int = 0  # 1: the most likely token; 0: not scored
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
-    """The number in [0, 1), of 53 bits, that decides one output token.
+    """Return the number in [0, 1), of 53 bits, that determines one output token.
 
     Philox-2x64-10 with key `seed` and counter (position, choice): Salmon, Moraes, Dror and Shaw,
     "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
@@ -171,146 +126,206 @@ def uniform(seed: int, choice: int, position: int) -> float:
     return (x >> 11) * 2.0**-53
 
 
-# Rows are worked on in blocks: float32 sums stay exact enough, and the maxima of blocks tell
-# where the largest logits are, sooner than an argmax or topk of the row.
-BLOCK = 128
-# How many of the largest logits a row first gets, and how many times more where they are too few.
-CANDIDATES, WIDEN = 64, 8
-COLDEST = 1e-6  # keeps the division by a temperature within float32
-
-
-class SampledToken(NamedTuple):
-    """What a row gave. Log-probabilities are of the raw distribution, before any parameter."""
-
-    token: int  # -1: the row holds no usable numbers (NaN, +inf, or everything -inf)
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()  # (id, logprob), best first; impossible tokens left out
-    rank: int = 0  # 1: none is likelier; 0: not scored
-
-
-class SamplerOutput:
-    """What rows give. The next step can run with `tokens` [R] before they are read."""
-
-    def __init__(self, raw: Tensor, scores: Tensor, draws: Sequence[SamplingRow]) -> None:
-        """`raw` and `scores` [R, N, BLOCK]: before and after what changes the distribution."""
-        self._raw, self._blocks, self._draws = raw, scores, draws
-        self.tokens, few = _tokens(scores, draws, CANDIDATES)
-        self._few = None if few is None else AsyncCopy(few)
-        params = [draw.state.params for draw in draws]
-        # rows with log-probabilities, and of how many of the best
-        self._asked = {row: p.logprobs for row, p in enumerate(params) if p.logprobs is not None}
-        self._read_out()
-
-    def _read_out(self) -> None:
-        self._tokens, self._scores = AsyncCopy(self.tokens), None
-        if asked := self._asked:
-            index = to_device(list(asked), self.tokens.device)
-            raw = self._raw if len(asked) == len(self._raw) else self._raw[index]
-            self._scores = AsyncCopy(_scores(raw, self.tokens[index], max(asked.values())))
-
-    @torch.inference_mode()
-    def resample(self) -> bool:
-        """Waits to know which rows have looked at too few logits, and draws theirs anew: whether
-        `tokens` have changed."""
-        few, self._few = self._few.read() if self._few else (), None
-        rows, width = [row for row, is_few in enumerate(few) if is_few], CANDIDATES
-        changed = bool(rows)
-        while rows:
-            width *= WIDEN
-            index, draws = to_device(rows, self.tokens.device), [self._draws[row] for row in rows]
-            self.tokens[index], more = _tokens(self._blocks[index], draws, width)
-            rows = [] if more is None else index[more].tolist()
-        if changed:
-            self._read_out()
-        return changed
-
-    def read(self) -> list[SampledToken]:
-        """Waits until they are there."""
-        self.resample()
-        sampled = list(map(SampledToken, self._tokens.read()))
-        if self._scores:
-            scored = _scored_tokens(self._scores.read(), list(self._asked.values()))
-            for row, with_logprobs in zip(self._asked, scored, strict=True):
-                sampled[row] = with_logprobs
-        return sampled
+# ── sampling a step ──
 
 
 @torch.inference_mode()
 def sample(
-    logits: Tensor, draws: Sequence[SamplingRow], mask: TokenMask | None = None
-) -> SamplerOutput:
-    """One token for each row of logits [R, V], of any float type, on any device.
+    logits: Tensor, rows: Sequence[SamplingRow], mask: TokenMask | None = None
+) -> "SamplerOutput":
+    """Sample one token for each row of logits [R, V], of any float dtype, on any device.
 
-    Order: the mask, bias, penalties (repetition, then frequency and presence), ban of ends,
-    temperature, min_p, top_k, top_p. This is vLLM's; transformers has min_p last. Where they
-    differ: top_p is a part of what min_p and top_k keep.
+    Order: mask, logit bias and ban of stop tokens, repetition penalty, frequency and presence
+    penalties, temperature, min_p, top_k, top_p. This is vLLM's order; transformers applies min_p
+    last. top_p is relative to the probability that min_p and top_k keep.
     """
     raw = _blocked(logits)
     scores = raw
-    if mask or any(draw.state.processes_logits for draw in draws):
-        scores = processed(raw, draws, logits.shape[1], mask)
-    return SamplerOutput(raw, scores, draws)
+    if mask or any(row.state.processes_logits for row in rows):
+        scores = process_logits(raw, rows, logits.shape[1], mask)
+    return SamplerOutput(raw, scores, rows)
+
+
+class SamplerOutput:
+    """The tokens of a step. The next step can run on `tokens` [R] before they are read."""
+
+    def __init__(self, raw: Tensor, scores: Tensor, rows: Sequence[SamplingRow]) -> None:
+        """`raw` and `scores`, float32 [R, N, BLOCK]: logits before and after processing."""
+        self._raw, self._blocks, self._rows = raw, scores, rows
+        self.tokens, too_few = _sample_rows(scores, rows, CANDIDATES)
+        self._too_few = None if too_few is None else AsyncCopy(too_few)
+        params = [row.state.params for row in rows]
+        # rows with log-probabilities, and the number of best tokens to score
+        self._logprobs = {n: p.logprobs for n, p in enumerate(params) if p.logprobs is not None}
+        self._start_copies()
+
+    def _start_copies(self) -> None:
+        self._tokens, self._scores = AsyncCopy(self.tokens), None
+        if self._logprobs:
+            index = to_device(list(self._logprobs), self.tokens.device)
+            raw = self._raw if len(self._logprobs) == len(self._raw) else self._raw[index]
+            top = max(self._logprobs.values())
+            self._scores = AsyncCopy(_score_tokens(raw, self.tokens[index], top))
+
+    @torch.inference_mode()
+    def resample(self) -> bool:
+        """Sample rows again that had too few candidates; return whether `tokens` has changed.
+
+        Waits for the step to know those rows.
+        """
+        flags, self._too_few = self._too_few.read() if self._too_few else (), None
+        pending, width = [n for n, is_pending in enumerate(flags) if is_pending], CANDIDATES
+        changed = bool(pending)
+        while pending:
+            width *= WIDEN_FACTOR
+            index, rows = to_device(pending, self.tokens.device), [self._rows[n] for n in pending]
+            self.tokens[index], too_few = _sample_rows(self._blocks[index], rows, width)
+            pending = [] if too_few is None else index[too_few].tolist()
+        if changed:
+            self._start_copies()
+        return changed
+
+    def read(self) -> list[SampledToken]:
+        """Wait for the step and return the tokens of all rows."""
+        self.resample()
+        sampled = list(map(SampledToken, self._tokens.read()))
+        if self._scores:
+            scored = _scored_tokens(self._scores.read(), list(self._logprobs.values()))
+            for n, token in zip(self._logprobs, scored, strict=True):
+                sampled[n] = token
+        return sampled
 
 
 @torch.inference_mode()
 def prompt_logprobs(logits: Tensor, targets: Sequence[int], top: int) -> list[SampledToken]:
-    """Row i of logits [P, V] scored for token targets[i], with its `top` best; -1 as above. Takes
-    two float32 copies of the logits: long prompts come in slices."""
+    """Score the token targets[i] and the `top` best tokens by row i of logits [P, V].
+
+    A row with unusable logits has token -1. Takes two float32 copies of the logits, so callers
+    slice long prompts.
+    """
     if not targets:
         return []
-    if (unsaid := max(targets) + 1 - logits.shape[1]) > 0:  # as places of images may be
-        logits = torch.nn.functional.pad(logits, (0, unsaid), value=-torch.inf)
+    if (missing := max(targets) + 1 - logits.shape[1]) > 0:  # such as placeholder ids of images
+        logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
     raw = _blocked(logits)
-    wanted = torch.tensor(targets, device=logits.device)
-    tokens = torch.where(raw.amax((1, 2)).isfinite(), wanted, -1)
-    return _scored_tokens(_scores(raw, tokens, top).tolist(), [top] * len(targets))
+    ids = torch.tensor(targets, device=logits.device)
+    tokens = torch.where(raw.amax((1, 2)).isfinite(), ids, -1)
+    return _scored_tokens(_score_tokens(raw, tokens, top).tolist(), [top] * len(targets))
 
 
 def _blocked(logits: Tensor) -> Tensor:
-    """[R, V] as float32 [R, N, BLOCK]; copied, once, where type or width ask for it, and on a GPU:
-    rows may be looked at again when the next step's logits are where these were."""
+    """Return [R, V] as float32 [R, N, BLOCK], padded with -inf.
+
+    Copied only if dtype or width require it, and always on a GPU: rows may be sampled again after
+    the next step has overwritten the logits.
+    """
     rows, width = logits.shape
     if missing := -width % BLOCK:
         padded = logits.new_empty(rows, width + missing, dtype=torch.float32)
         padded[:, :width] = logits
         padded[:, width:] = -torch.inf
         logits = padded
-    made = logits.to(torch.float32, copy=logits.is_cuda)
-    return made.view(rows, logits.shape[1] // BLOCK, BLOCK)
+    float32 = logits.to(torch.float32, copy=logits.is_cuda)
+    return float32.view(rows, logits.shape[1] // BLOCK, BLOCK)
 
 
-def _tokens(
-    blocks: Tensor, draws: Sequence[SamplingRow], width: int
+# ── logits processors ──
+
+Change: TypeAlias = tuple[int, ArrayLike, ArrayLike]  # row, token ids, one amount or one for each
+
+
+def process_logits(
+    raw: Tensor, rows: Sequence[SamplingRow], vocab_size: int, mask: TokenMask | None
+) -> Tensor:
+    """Return a copy of the logits [R, …] with mask, bias, bans and penalties applied.
+
+    The first `vocab_size` values of a row are tokens. Return `raw` itself if nothing applies.
+    """
+    added: list[Change] = []
+    repeated: list[Change] = []
+    counted: list[Change] = []
+    masked = set(mask.rows) if mask else ()  # a grammar decides when these may stop
+    for n, row in enumerate(rows):
+        state, params = row.state, row.state.params
+        if params.logit_bias:
+            added.append((n, *state.bias))
+        if row.position < params.min_tokens and n not in masked:
+            # added, so that NaN stays NaN; later changes keep -inf
+            added.append((n, state.stop_token_ids, -np.inf))
+        if state.has_repetition_penalty or state.has_count_penalty:
+            counts = state.counts + Counter(row.drafted) if row.drafted else state.counts
+            output = np.fromiter(counts, np.int64, len(counts))
+            if state.has_repetition_penalty:
+                penalty = params.repetition_penalty
+                repeated += [(n, ids, penalty) for ids in (state.prompt, output)]
+            if state.has_count_penalty:
+                frequency = np.fromiter(counts.values(), np.float32, len(counts))
+                amounts = -params.presence_penalty - params.frequency_penalty * frequency
+                counted.append((n, output, amounts))
+    if not (added or repeated or counted or mask):
+        return raw
+    scores = raw.clone(memory_format=torch.contiguous_format)
+    if mask:
+        banned = ~to_device(mask.tokens.numpy(), scores.device)
+        for n, row_banned in zip(mask.rows, banned, strict=True):
+            scores[n].view(-1)[:vocab_size].masked_fill_(row_banned, -torch.inf)
+    flat, row_size = scores.view(-1), scores[0].numel()
+    if added:
+        flat.index_add_(0, *_flat_changes(added, vocab_size, row_size, flat.device))
+    if repeated:
+        index, factor = _flat_changes(repeated, vocab_size, row_size, flat.device)
+        before = flat[index]  # a token in prompt and output is read and written twice: one change
+        flat[index] = torch.where(before < 0, before * factor, before / factor)
+    if counted:
+        flat.index_add_(0, *_flat_changes(counted, vocab_size, row_size, flat.device))
+    return scores
+
+
+def _flat_changes(
+    changes: Sequence[Change], vocab_size: int, row_size: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the indices into the flattened rows and the amounts, without ids out of range, which
+    would change another row."""
+    indices, amounts = [], []
+    for row, tokens, amount in changes:
+        ids = np.asarray(tokens, np.int64)
+        valid = (ids >= 0) & (ids < vocab_size)
+        indices.append(ids[valid] + row * row_size)
+        amounts.append(np.broadcast_to(np.asarray(amount, np.float32), ids.shape)[valid])
+    index, values = np.concatenate(indices), np.concatenate(amounts)
+    return to_device(index, device), to_device(values, device)
+
+
+# ── sampling rows of one kind ──
+
+
+def _sample_rows(
+    blocks: Tensor, rows: Sequence[SamplingRow], width: int
 ) -> tuple[Tensor, Tensor | None]:
-    """[R], -1 where a row of scores [R, N, BLOCK] holds no usable numbers; and whether [R] a row
-    has to be drawn from more than the `width` largest, if any may. What a call costs counts more
-    than what it computes, so rows of one kind, as a step mostly has, are not picked out."""
+    """Sample a token for each row of scores [R, N, BLOCK].
+
+    Return the tokens [R], -1 for unusable scores, and whether [R] a row needs more than its `width`
+    largest scores, None if none does. Launching an operation costs more than its work, so rows of
+    one kind, the usual step, are not gathered.
+    """
     maxima = blocks.amax(-1)
-    peak = maxima.amax(-1)  # NaN where the row has one
-    kinds = [_kind(draw.state.params) for draw in draws]
-    few: Tensor | None = None
+    peak = maxima.amax(-1)  # NaN if the row has one
+    kinds = [_kind(row.state.params) for row in rows]
+    too_few: Tensor | None = None
     if len(set(kinds)) == 1:
-        tokens, few = _drawn(kinds[0], blocks, maxima, peak, draws, width)
+        tokens, too_few = _sample_kind(kinds[0], blocks, maxima, peak, rows, width)
     else:
-        tokens, few = torch.empty_like(peak, dtype=torch.long), peak != peak
+        tokens, too_few = torch.empty_like(peak, dtype=torch.long), peak != peak
         for kind in set(kinds):
-            group = [row for row, each in enumerate(kinds) if each == kind]
-            at, of_group = to_device(group, peak.device), [draws[row] for row in group]
-            made = _drawn(kind, blocks[at], maxima[at], peak[at], of_group, width)
-            tokens[at], few[at] = made[0], False if made[1] is None else made[1]
-    usable = peak - peak == 0  # it is finite
-    return torch.where(usable, tokens, -1), None if few is None else few & usable
-
-
-def _first_best(blocks: Tensor, maxima: Tensor) -> Tensor:
-    """The first index of each row's maximum; `maxima` [R, N] are those of its blocks."""
-    block = maxima.argmax(-1, keepdim=True)
-    return block[:, 0] * BLOCK + _inside(blocks, block).argmax(-1)
-
-
-def _inside(blocks: Tensor, block: Tensor) -> Tensor:
-    """[R, BLOCK]: one block [R, 1] of each row."""
-    return blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0]
+            members = [n for n, row_kind in enumerate(kinds) if row_kind == kind]
+            at, kind_rows = to_device(members, peak.device), [rows[n] for n in members]
+            kind_tokens, kind_too_few = _sample_kind(
+                kind, blocks[at], maxima[at], peak[at], kind_rows, width
+            )
+            tokens[at] = kind_tokens
+            too_few[at] = False if kind_too_few is None else kind_too_few
+    usable = peak - peak == 0  # finite
+    return torch.where(usable, tokens, -1), None if too_few is None else too_few & usable
 
 
 def _kind(params: SamplingParams) -> str:
@@ -321,42 +336,48 @@ def _kind(params: SamplingParams) -> str:
     return "nucleus" if params.top_p < 1.0 else "any"
 
 
-def _numbers(kind: str, draws: Sequence[SamplingRow], device: torch.device) -> Tensor:
-    """[2 or 5, R] float64: temperature and the uniform number; top_p, top_k and min_p."""
-    states = [draw.state for draw in draws]
-    every = [state.params for state in states]
-    rows: list[list[float]] = [
-        [max(params.temperature, COLDEST) for params in every],
-        [uniform(s.params.seed, s.choice, d.position) for s, d in zip(states, draws, strict=True)],
-    ]
-    if kind != "any":
-        rows += [[e.top_p for e in every], [e.top_k for e in every], [e.min_p for e in every]]
-    return to_device(np.array(rows), device)
-
-
-def _drawn(
+def _sample_kind(
     kind: str,
     blocks: Tensor,
     maxima: Tensor,
     peak: Tensor,
-    draws: Sequence[SamplingRow],
+    rows: Sequence[SamplingRow],
     width: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """Of rows of a kind: scores [R, N, BLOCK], the maxima of blocks and of rows."""
+    """Do the same for rows of one kind, given the maxima of blocks [R, N] and of rows [R]."""
     if kind == "greedy":
-        return _first_best(blocks, maxima), None
-    numbers = _numbers(kind, draws, blocks.device)
+        return _argmax(blocks, maxima), None
+    numbers = _row_numbers(kind, rows, blocks.device)
     if kind == "top":
-        return _drawn_from_top(blocks, peak, numbers, None, width)
-    even = all(draw.state.params.temperature == 1.0 for draw in draws)
-    weights = _weights(blocks, peak, None if even else numbers[0])
+        return _sample_top(blocks, peak, numbers, None, width)
+    has_temperature = any(row.state.params.temperature != 1.0 for row in rows)
+    weights = _weights(blocks, peak, numbers[0] if has_temperature else None)
     if kind == "any":
-        return _pick(weights, numbers[1]), None
-    return _drawn_from_top(blocks, peak, numbers, _sum(weights), width)
+        return _invert(weights, numbers[1]), None
+    return _sample_top(blocks, peak, numbers, _sum(weights), width)
+
+
+def _row_numbers(kind: str, rows: Sequence[SamplingRow], device: torch.device) -> Tensor:
+    """Return float64 [2 or 5, R]: temperature, uniform number; top_p, top_k and min_p."""
+    states = [row.state for row in rows]
+    params = [state.params for state in states]
+    numbers: list[list[float]] = [
+        [max(p.temperature, MIN_TEMPERATURE) for p in params],
+        [uniform(s.params.seed, s.choice, r.position) for s, r in zip(states, rows, strict=True)],
+    ]
+    if kind != "any":
+        numbers += [[p.top_p for p in params], [p.top_k for p in params], [p.min_p for p in params]]
+    return to_device(np.array(numbers), device)
+
+
+def _argmax(blocks: Tensor, maxima: Tensor) -> Tensor:
+    """Return the first index of each row's maximum, given the maxima of blocks [R, N]."""
+    block = maxima.argmax(-1, keepdim=True)
+    return block[:, 0] * BLOCK + _select_block(blocks, block).argmax(-1)
 
 
 def _weights(blocks: Tensor, peak: Tensor, temperature: Tensor | None = None) -> Tensor:
-    """Probabilities times a constant: the largest is 1. Without a temperature, that is 1."""
+    """Return probabilities relative to the largest, at a temperature [R], None: 1."""
     below = blocks - peak[:, None, None]
     if temperature is not None:
         below.div_(temperature[:, None, None].float())
@@ -364,17 +385,20 @@ def _weights(blocks: Tensor, peak: Tensor, temperature: Tensor | None = None) ->
 
 
 def _sum(weights: Tensor) -> Tensor:
-    """[R] float64, of weights [R, N, BLOCK]."""
+    """Return the float64 sums [R] of weights [R, N, BLOCK]."""
     return weights.sum(-1).double().sum(-1)
 
 
-def _drawn_from_top(
+def _sample_top(
     blocks: Tensor, peak: Tensor, numbers: Tensor, mass: Tensor | None, width: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Tokens [R] by the `width` largest logits, and whether [R] a row needs more, unless it was
-    all. top_p is a part of `mass` [R], or else of what min_p and top_k keep."""
+    """Sample from the `width` largest scores, filtered by min_p, top_k and top_p.
+
+    top_p is relative to `mass` [R], or without it to the weights that min_p and top_k keep. Return
+    tokens [R], and whether [R] a row needs more scores, None if all were considered.
+    """
     temperature, number, top_p, top_k, min_p = numbers[..., None]
-    values, ids = _top(blocks, width)  # each filter keeps a beginning of this order
+    values, ids = _largest(blocks, width)  # each filter keeps a prefix of this order
     weights = ((values.double() - peak[:, None]) / temperature).exp()
     rank = torch.arange(values.shape[1], device=values.device)
     allowed = (weights > 0) & (weights >= min_p) & ((top_k <= 0) | (rank < top_k))
@@ -384,71 +408,82 @@ def _drawn_from_top(
     count = ((sums < top_p * total).sum(-1, keepdim=True) + 1).minimum(limit)
     weights = weights.where(rank < count, 0.0)
     if values.shape[1] == blocks[0].numel():
-        whole = torch.zeros_like(weights).scatter_(1, ids, weights)
-        return _pick(whole.view_as(blocks), number[:, 0]), None
+        by_id = torch.zeros_like(weights).scatter_(1, ids, weights)
+        return _invert(by_id.view_as(blocks), number[:, 0]), None
     ids, order = ids.sort()
     sums = weights.gather(1, order).cumsum(-1)
-    tokens = ids.gather(1, _passed(sums, number[:, 0] * sums[:, -1])[:, None])[:, 0]
-    # Equals of the smallest value may be missing: the last one needed must be larger.
+    tokens = ids.gather(1, _count_passed(sums, number[:, 0] * sums[:, -1])[:, None])[:, 0]
+    # Tokens equal to the smallest value may be missing, so the last one needed must be larger.
     needed = values.gather(1, (limit if mass is None else count) - 1)
     return tokens, (needed == values[:, -1:])[:, 0]
 
 
-def _top(blocks: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The largest logits of each row, `width` or more, descending, equal ones by id; their ids."""
-    rows = blocks.flatten(1)
-    if width * WIDEN >= rows.shape[1]:
-        values, ids = rows.sort(descending=True, stable=True)
+def _largest(blocks: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Return the `width` or more largest scores of each row, descending, and their ids; equal
+    scores are in order of id."""
+    flat = blocks.flatten(1)
+    if width * WIDEN_FACTOR >= flat.shape[1]:
+        values, ids = flat.sort(descending=True, stable=True)
         return values, ids
     if width < blocks.shape[1]:
-        # they lie in the blocks with the largest maxima
+        # the largest values lie in the blocks with the largest maxima
         block = blocks.amax(-1).topk(width).indices
-        each = torch.arange(len(blocks), device=blocks.device)[:, None]
-        values, at = blocks[each, block].flatten(1).topk(width)
+        row = torch.arange(len(blocks), device=blocks.device)[:, None]
+        values, at = blocks[row, block].flatten(1).topk(width)
         ids = block.gather(1, at // BLOCK) * BLOCK + at % BLOCK
     else:
-        values, ids = rows.topk(width)
+        values, ids = flat.topk(width)
     ids, order = ids.sort()
     values, order = values.gather(1, order).sort(descending=True, stable=True)
     return values, ids.gather(1, order)
 
 
-def _pick(weights: Tensor, number: Tensor) -> Tensor:
-    """Tokens where the sums of weights [R, N, BLOCK] pass a part [R] of all: block, then place."""
+def _invert(weights: Tensor, number: Tensor) -> Tensor:
+    """Return the first tokens [R] at which the cumulative weights [R, N, BLOCK] exceed `number`
+    [R] times their sum: the block first, then the token in it."""
     sums = weights.sum(-1).cumsum(-1, dtype=torch.float64)
-    target = number * sums[:, -1]  # less than the last, as the number is less than 1
+    target = number * sums[:, -1]  # less than the sum, as the number is less than 1
     passed = sums <= target[:, None]
     block, below = passed.sum(-1, keepdim=True), (sums * passed).amax(-1)
-    inside = _inside(weights, block).cumsum(-1, dtype=torch.float64)
-    return block[:, 0] * BLOCK + _passed(inside, target - below)
+    in_block = _select_block(weights, block).cumsum(-1, dtype=torch.float64)
+    return block[:, 0] * BLOCK + _count_passed(in_block, target - below)
 
 
-def _passed(sums: Tensor, target: Tensor) -> Tensor:
-    """First place in sums [R, N] above target [R], at most that where they stop rising."""
+def _count_passed(sums: Tensor, target: Tensor) -> Tensor:
+    """Return the first index [R] in ascending sums [R, N] above target [R], at most the first index
+    of their maximum."""
     return ((sums <= target[:, None]) & (sums < sums[:, -1:])).sum(-1)
 
 
-def _scores(raw: Tensor, tokens: Tensor, most: int) -> Tensor:
-    """[R, 3 + 2 · most] float64: `tokens` [R], their log-probabilities and how many are likelier;
-    log-probabilities of the `most` best, and their ids."""
+def _select_block(blocks: Tensor, block: Tensor) -> Tensor:
+    """Return [R, BLOCK]: one block [R, 1] of each row."""
+    return blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0]
+
+
+# ── log-probabilities ──
+
+
+def _score_tokens(raw: Tensor, tokens: Tensor, top: int) -> Tensor:
+    """Return float64 [R, 3 + 2 · at most top]: each of `tokens` [R], its log-probability and the
+    number of more likely tokens; then the log-probabilities of the best tokens, and their ids."""
     peak = raw.amax((1, 2))
-    shift = _sum(_weights(raw, peak)).log() + peak
-    chosen = raw.flatten(1).gather(1, tokens[:, None].clamp(min=0))
-    likelier = (raw.flatten(1) > chosen).sum(1, keepdim=True)
-    parts = [tokens[:, None].double(), chosen - shift[:, None], likelier.double()]
-    if most:
-        values, ids = _top(raw, max(most, CANDIDATES))
-        parts += [values[:, :most] - shift[:, None], ids[:, :most].double()]
+    normalizer = _sum(_weights(raw, peak)).log() + peak
+    logits = raw.flatten(1).gather(1, tokens[:, None].clamp(min=0))
+    more_likely = (raw.flatten(1) > logits).sum(1, keepdim=True)
+    parts = [tokens[:, None].double(), logits - normalizer[:, None], more_likely.double()]
+    if top:
+        values, ids = _largest(raw, max(top, CANDIDATES))
+        parts += [values[:, :top] - normalizer[:, None], ids[:, :top].double()]
     return torch.cat(parts, 1)
 
 
 def _scored_tokens(rows: list[list[float]], counts: Sequence[int]) -> list[SampledToken]:
-    """Choices with log-probabilities: theirs, and of the best counts[i]; ranked."""
+    """Parse rows of _score_tokens, with the counts[i] best tokens of row i."""
     sampled = []
-    for count, (token, logprob, before, *rest) in zip(counts, rows, strict=True):
+    for count, (token, logprob, more_likely, *rest) in zip(counts, rows, strict=True):
         half = len(rest) // 2
         best = zip(map(int, rest[half:]), rest[:count], strict=False)
         top = tuple(pair for pair in best if pair[1] > -np.inf)
-        found = SampledToken(int(token), logprob, top, int(before) + 1)
-        sampled.append(found if token >= 0 else SampledToken(-1))
+        scored = SampledToken(int(token), logprob, top, int(more_likely) + 1)
+        sampled.append(scored if token >= 0 else SampledToken(-1))
     return sampled
