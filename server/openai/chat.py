@@ -118,7 +118,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
 class ChatCompletions(GenerationEndpoint[ParsedRequest]):
     def parse(self, body: bytes) -> ParsedRequest:
-        max_entries = self.worker_client.generator.max_model_len
+        max_entries = self.worker_client.generator.text_model.max_model_len
         try:
             document = with_generation_config(parse_json(body))
             request = decode(document, ChatRequest, self.models.id_for, max_entries)

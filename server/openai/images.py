@@ -67,7 +67,7 @@ class ImageLoader:
         for generation_input in inputs:
             chat = generation_input.prompt
             if isinstance(chat, Chat) and chat.images:
-                check_images(chat, self.worker_client.generator)
+                check_images(chat, self.worker_client.generator.text_model)
                 if any(image.link for image in chat.images):
                     chat = await self._fetch_all(scope, receive, chat, deadline)
                 generation_input = replace(generation_input, prompt=chat)

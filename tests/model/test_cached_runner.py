@@ -247,7 +247,7 @@ def test_stop_strings_stop_tokens_and_min_tokens_apply() -> None:
     prompt = prompts(4)[0]
     ids = oracle("bloom", prompt)
     generator = new_engine()
-    piece = generator.decode(ids[2:4]).strip()
+    piece = generator.text_model.decode(ids[2:4]).strip()
     assert piece
     (cut,), _ = serve(generator, request(prompt, stop=(piece,)))
     assert cut.choices[0].finish_reason == "stop"
@@ -535,13 +535,13 @@ def test_an_unpaged_model_is_served_by_static_batches(caplog: pytest.LogCaptureF
     assert "attention function" in generator.info.why
     assert generator.info.why in caplog.text
     assert "batching=padded cached=True" in caplog.text
-    assert generator.max_model_len == 100
+    assert generator.text_model.max_model_len == 100
     assert generator.compile_state == "off"
     generator.warm_up()
     (served,), _ = serve(generator, request("The capital of France", max_tokens=3))
     assert served.deltas[0].tokens == 3
     assert (
-        generator.encode("The capital")
+        generator.text_model.encode("The capital")
         == generator.runner.language.tokenizer("The capital")["input_ids"]
     )
-    assert generator.token(ORDINARY[0]) == generator.decode([ORDINARY[0]])
+    assert generator.text_model.token(ORDINARY[0]) == generator.text_model.decode([ORDINARY[0]])

@@ -162,7 +162,7 @@ def test_required_calls_are_in_the_models_format(name: str, special: bool) -> No
         for called_name, arguments in called(choice):
             assert called_name in ("weather", "travel")
             assert jsonschema_rs.is_valid(PARAMETERS, arguments)
-        text = made.decode(list(served.ids[0]))
+        text = made.text_model.decode(list(served.ids[0]))
         assert FORMS[name][1][0] in text
     assert ended
 

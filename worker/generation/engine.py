@@ -34,7 +34,7 @@ from worker.generation.output import SequenceOutput
 from worker.generation.speculation import Speculation
 from worker.grammar.bitmask import BitmaskComputer, MaskRequest, PendingMask
 from worker.messages.deltas import Delta
-from worker.messages.generation import Chat, SamplingDefaults
+from worker.messages.generation import SamplingDefaults
 from worker.messages.protocol import StepOutcome, StepReport, TextModel
 from worker.model.cached_runner import CachedRunner
 from worker.model.paged_runner import PagedRunner
@@ -62,8 +62,8 @@ class InFlightStep:
 
 
 class GenerationEngine:
-    """`new_scheduler` creates an empty one. `prepare`, `encode`, `decode` and `token` run in pool
-    threads, the rest on the worker's thread."""
+    """Runs a language model step by step, on the worker's thread; `prepare` and `call_id` run in
+    other threads. `new_scheduler` creates an empty one. `speculates`: tokens are drafted."""
 
     def __init__(
         self,
@@ -76,8 +76,6 @@ class GenerationEngine:
         self.runner = runner
         self.input_processor = input_processor
         self.info = input_processor.info
-        self.max_model_len = input_processor.max_model_len
-        self.no_images = input_processor.no_images
         self.scheduler = new_scheduler()
         self.live: dict[WorkItem, list[Sequence]] = {}  # until their end is reported
         self._outputs: dict[Sequence, Output] = {}  # of their sequences
@@ -103,6 +101,10 @@ class GenerationEngine:
         return EncoderScheduler(VisionEncoder(hook, preprocessor.cache), self._fail_multimodal)
 
     @property
+    def text_model(self) -> TextModel:
+        return self.input_processor
+
+    @property
     def defaults(self) -> SamplingDefaults:
         return self.input_processor.defaults
 
@@ -110,19 +112,8 @@ class GenerationEngine:
     def compile_state(self) -> Literal["running", "done", "off"]:
         return self.runner.compile_state
 
-    # ── in pool threads ──
-
     def prepare(self, item: WorkItem) -> None:
         self.input_processor.prepare(item)
-
-    def encode(self, prompt: Chat | str, add_special_tokens: bool = True) -> list[int]:
-        return self.input_processor.encode(prompt, add_special_tokens)
-
-    def decode(self, ids: list[int]) -> str:
-        return self.input_processor.decode(ids)
-
-    def token(self, token_id: int) -> str:
-        return self.input_processor.token(token_id)
 
     def call_id(self, name: str, index: int) -> str:
         return self.input_processor.call_id(name, index)
@@ -154,10 +145,6 @@ class GenerationEngine:
         if sequence.multimodal and not self._encoder_scheduler:
             sequence.multimodal.ready = True  # its images are encoded in its first step
         return sequence
-
-    @property
-    def text_model(self) -> TextModel:
-        return self
 
     @property
     def busy(self) -> bool:

@@ -213,8 +213,11 @@ class Engine(Protocol):
         """Stop the engine's own threads. Called on the event loop, after the last `prepare`."""
 
 
-class Generator(Engine, TextModel, Protocol):
+class Generator(Engine, Protocol):
     """The engine of a language model."""
+
+    @property
+    def text_model(self) -> TextModel: ...
 
     @property
     def defaults(self) -> SamplingDefaults: ...
