@@ -1,11 +1,11 @@
-"""A transcriber without a model: reads the recording, and says scripted segments, one a step.
+"""A transcriber without a model: reads the recording and sends scripted segments, one per step.
 
-A request is scripted by its prompt:
+The prompt of a request selects the script:
 
     "refused"      prepare raises InvalidInput
     "bad"          the first step fails the item; "bad later": the third does
-    "hang"         never says anything
-    "silence"      says nothing, to the end
+    "hang"         the transcript never starts
+    "silence"      the transcript is empty
     anything else  SAID
 
 Steps wait for `gate`.
@@ -29,7 +29,7 @@ SAID = [[" Good", " morning", ","], [" <Jürgen>", " &", " co", "."], [" Three",
 
 
 @dataclass
-class Running:
+class RunningItem:
     item: WorkItem
     seconds: float
     steps: int = 0
@@ -40,9 +40,9 @@ class FakeTranscriber:
     info: ModelInfo = field(
         default=ModelInfo("automatic-speech-recognition", "fake", "cpu", "float32", 0, "continuous")
     )
-    running: list[Running] = field(default_factory=list)
+    running: list[RunningItem] = field(default_factory=list)
     payloads: list[TranscriptionInput] = field(default_factory=list)
-    dropped: int = 0  # whose clients had left
+    dropped: int = 0  # items that were cancelled
     max_s: float = 7200.0
     text_model: None = None
 
@@ -68,7 +68,7 @@ class FakeTranscriber:
 
     def add(self, item: WorkItem) -> None:
         self.payloads.append(item.payload)
-        self.running.append(Running(item, item.prepared))
+        self.running.append(RunningItem(item, item.prepared))
 
     @property
     def busy(self) -> bool:
@@ -83,47 +83,47 @@ class FakeTranscriber:
     def step(self, idle_since: float = 0.0) -> StepOutcome:
         assert self.gate.wait(60)
         outcome = StepOutcome(StepReport(admitted=1, running=len(self.running)))
-        for each in list(self.running):
-            if not each.item.open:
+        for running in list(self.running):
+            if not running.item.open:
                 self.dropped += 1
-                self._end(each, ClientGone("the client has gone"), outcome)
+                self._end(running, ClientGone("the client has gone"), outcome)
                 continue
-            each.steps += 1
-            self._advance(each, outcome)
+            running.steps += 1
+            self._advance(running, outcome)
         if not outcome.deltas:
-            threading.Event().wait(0.002)  # there is always a step to do: not in a hot loop
+            threading.Event().wait(0.002)  # the item is due again at once: avoid a busy loop
         return outcome
 
-    def _advance(self, each: Running, outcome: StepOutcome) -> None:
-        payload: TranscriptionInput = each.item.payload
-        n, prompt = each.steps - 1, payload.prompt
+    def _advance(self, running: RunningItem, outcome: StepOutcome) -> None:
+        payload: TranscriptionInput = running.item.payload
+        n, prompt = running.steps - 1, payload.prompt
         if prompt == "hang":
             return
         if prompt.startswith("bad") and n == 2 * (prompt == "bad later"):
-            self._end(each, ItemFailed("the model failed on this input"), outcome)
+            self._end(running, ItemFailed("the model failed on this input"), outcome)
             return
         if prompt == "silence":
-            delta = TranscriptDelta("", None, (), "en", each.seconds)
+            delta = TranscriptDelta("", None, (), "en", running.seconds)
         else:
-            delta = said(n, payload, each.seconds)
-        outcome.deltas.append((each.item, delta))
+            delta = scripted_delta(n, payload, running.seconds)
+        outcome.deltas.append((running.item, delta))
         if prompt == "silence" or n == len(SAID) - 1:
-            self._end(each, None, outcome)
+            self._end(running, None, outcome)
 
-    def _end(self, each: Running, error: Exception | None, outcome: StepOutcome) -> None:
-        self.running.remove(each)
-        outcome.done.append((each.item, error))
+    def _end(self, running: RunningItem, error: Exception | None, outcome: StepOutcome) -> None:
+        self.running.remove(running)
+        outcome.done.append((running.item, error))
 
     def clear(self) -> list[WorkItem]:
-        items = [each.item for each in self.running]
+        items = [running.item for running in self.running]
         self.running.clear()
         return items
 
     def close(self) -> None: ...
 
 
-def said(n: int, payload: TranscriptionInput, seconds: float) -> TranscriptDelta:
-    """The n-th segment: a second long, a word every quarter of it."""
+def scripted_delta(n: int, payload: TranscriptionInput, seconds: float) -> TranscriptDelta:
+    """The n-th segment: one second long, a word each quarter of a second."""
     words = SAID[n]
     text = "".join(words)
     timed = [Word(word, n + k / 4, n + k / 4 + 0.2, 0.9) for k, word in enumerate(words)]

@@ -1,4 +1,4 @@
-"""Tiny models that see, hear or speak, beside those of tiny.py; adds itself to its list."""
+"""Tiny models of images and audio; importing the module adds them to the builders of tiny.py."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ PYRAMID = {
     "decoder_hidden_size": 16,
     "initializer_range": 0.5,
 }
-SEES = {**SMALL, "image_size": 32, "patch_size": 8, "projection_dim": 32}
+VISION = {**SMALL, "image_size": 32, "patch_size": 8, "projection_dim": 32}
 
 
 def vit_base() -> list[Any]:
@@ -72,14 +72,14 @@ def detr(head: str) -> list[Any]:
     return [model, hf.DetrImageProcessorPil(size=size)]
 
 
-def words() -> Any:
-    """BERT's tokenizer without the token types, which these models don't take."""
+def new_tokenizer() -> Any:
+    """BERT's tokenizer without token types, which these models do not accept."""
     tokenizer = bert_tokenizer(32)
     tokenizer.model_input_names = ["input_ids", "attention_mask"]
     return tokenizer
 
 
-def reads(tokenizer: Any, **more: Any) -> dict[str, Any]:
+def text_config(tokenizer: Any, **more: Any) -> dict[str, Any]:
     return {
         **SMALL,
         "vocab_size": len(tokenizer),
@@ -93,18 +93,24 @@ def reads(tokenizer: Any, **more: Any) -> dict[str, Any]:
 
 
 def clip() -> list[Any]:
-    tokenizer = words()
+    tokenizer = new_tokenizer()
     config = hf.CLIPConfig(
-        text_config=reads(tokenizer), vision_config=SEES, projection_dim=32, initializer_factor=5.0
+        text_config=text_config(tokenizer),
+        vision_config=VISION,
+        projection_dim=32,
+        initializer_factor=5.0,
     )
     processor = hf.CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size=SIZE)
     return [hf.CLIPModel(config), processor, tokenizer]
 
 
 def owlvit() -> list[Any]:
-    tokenizer = words()
+    tokenizer = new_tokenizer()
     config = hf.OwlViTConfig(
-        text_config=reads(tokenizer), vision_config=SEES, projection_dim=32, initializer_factor=5.0
+        text_config=text_config(tokenizer),
+        vision_config=VISION,
+        projection_dim=32,
+        initializer_factor=5.0,
     )
     return [
         hf.OwlViTForObjectDetection(config),
@@ -115,7 +121,7 @@ def owlvit() -> list[Any]:
 
 def clap() -> list[Any]:
     tokenizer = roberta_tokenizer()
-    hears = {
+    audio = {
         "window_size": 4,
         "num_mel_bins": 16,
         "spec_size": 64,
@@ -130,8 +136,8 @@ def clap() -> list[Any]:
         "initializer_factor": 5.0,
     }
     config = hf.ClapConfig(
-        text_config=reads(tokenizer, initializer_factor=5.0, max_position_embeddings=34),
-        audio_config=hears,
+        text_config=text_config(tokenizer, initializer_factor=5.0, max_position_embeddings=34),
+        audio_config=audio,
         projection_dim=32,
     )
     extractor = hf.ClapFeatureExtractor(
@@ -147,7 +153,7 @@ def clap() -> list[Any]:
 
 
 def vits() -> list[Any]:
-    """Without the noise that makes its speech differ from call to call."""
+    """Without the noise that makes each call's speech different."""
     letters = ["<pad>", "<unk>", *" abcdefghijklmnopqrstuvwxyz'"]
     vocab = Path(tiny._root.name) / "vits-letters.json"
     vocab.write_text(json.dumps({letter: i for i, letter in enumerate(letters)}))
@@ -190,7 +196,7 @@ def llava() -> list[Any]:
         pad_token_id=2,
     )
     config = hf.LlavaConfig(
-        vision_config=hf.CLIPVisionConfig(**SEES),
+        vision_config=hf.CLIPVisionConfig(**VISION),
         text_config=text,
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         vision_feature_layer=-1,
@@ -228,7 +234,7 @@ def superglue() -> list[Any]:
 
 
 def decider() -> list[Any]:
-    """A chat model whose tokenizer has letters for the options of a question."""
+    """A chat model whose tokenizer has letters for the options of a decision."""
     from transformers.decision import DecisionConfig  # not in transformers 5.17
 
     labels = {"noul": ["Y", "N"], "choice": list("ABCD"), "score": list("ABCD")}

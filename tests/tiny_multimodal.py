@@ -1,7 +1,7 @@
-"""Tiny random-weight vision-language models of several families, made like those of tiny.py.
+"""Tiny vision-language models of several families with random weights, built like those of tiny.py.
 
-Their chat template writes a message's parts, an image as the family's token for it. Pictures are
-small, and each family's cut into few patches. The answers of these models mean nothing.
+Their chat template renders an image as the family's image token. Images are resized to few patches.
+The output of these models is meaningless.
 """
 
 import json
@@ -23,9 +23,9 @@ CONTEXT = 1024
 SIDE = 32
 PATCH = 8
 SIZE = {"height": SIDE, "width": SIDE}
-GROUPED = {"num_key_value_heads": 2}
-SEES = {**SMALL, "image_size": SIDE, "patch_size": PATCH}
-_root = tempfile.TemporaryDirectory(prefix="tiny-seeing-")
+GROUPED_QUERY = {"num_key_value_heads": 2}
+VISION = {**SMALL, "image_size": SIDE, "patch_size": PATCH}
+_root = tempfile.TemporaryDirectory(prefix="tiny-multimodal-")
 
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>"
@@ -39,8 +39,8 @@ TEMPLATE = (
 
 @cache
 def folder(name: str) -> Path:
-    """Skips where this version of transformers has no processor for it without torchvision, as
-    5.17 has none for those that cut pictures, nor for Gemma 4."""
+    """The checkpoint's folder. Skips the test if this version of transformers needs torchvision for
+    the processor, as 5.17 does for those that split images and for Gemma 4."""
     if name in PROCESSORS and not loads(PROCESSORS[name]):
         pytest.skip(f"this version of transformers does not load {PROCESSORS[name]}")
     path = Path(_root.name) / name
@@ -60,37 +60,37 @@ def loads(kind: str) -> bool:
         return False
 
 
-def tokenizer(*tokens: str, image: str, **named: str) -> Any:
-    """With special tokens for pictures; `image`: what the template writes for one."""
-    made = llama_tokenizer(TEMPLATE.replace("IMAGE", image))
-    made.add_special_tokens({"additional_special_tokens": list(tokens)})
+def new_tokenizer(*tokens: str, image: str, **named: str) -> Any:
+    """A tokenizer with special tokens for images. `image`: what the template renders for one."""
+    tokenizer = llama_tokenizer(TEMPLATE.replace("IMAGE", image))
+    tokenizer.add_special_tokens({"additional_special_tokens": list(tokens)})
     for name, token in named.items():
-        setattr(made, name, token)
-    made.model_max_length = CONTEXT
-    return made
+        setattr(tokenizer, name, token)
+    tokenizer.model_max_length = CONTEXT
+    return tokenizer
 
 
-def text(words: Any, config: str, **more: Any) -> Any:
+def text(tokenizer: Any, config: str, **more: Any) -> Any:
     ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-    sizes = {**SMALL, "vocab_size": len(words), "max_position_embeddings": CONTEXT}
+    sizes = {**SMALL, "vocab_size": len(tokenizer), "max_position_embeddings": CONTEXT}
     return getattr(hf, config)(**{**sizes, **ids, **more})
 
 
 def llava() -> list[Any]:
-    words = tokenizer("<image>", image="<image>")
+    tokenizer = new_tokenizer("<image>", image="<image>")
     config = hf.LlavaConfig(
-        vision_config=hf.CLIPVisionConfig(**SEES),
-        text_config=text(words, "LlamaConfig", **GROUPED),
-        image_token_id=words.convert_tokens_to_ids("<image>"),
+        vision_config=hf.CLIPVisionConfig(**VISION),
+        text_config=text(tokenizer, "LlamaConfig", **GROUPED_QUERY),
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         vision_feature_layer=-1,
     )
     processor = hf.LlavaProcessor(
         hf.CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size=SIZE),
-        words,
+        tokenizer,
         patch_size=PATCH,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
-        chat_template=words.chat_template,
+        chat_template=tokenizer.chat_template,
     )
     return [_lively(hf.LlavaForConditionalGeneration(config)), processor]
 
@@ -98,22 +98,22 @@ def llava() -> list[Any]:
 QWEN_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 QWEN_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
-QWEN_SEES = {
+QWEN_VISION = {
     "depth": 2, "num_heads": 4, "patch_size": PATCH, "temporal_patch_size": 2,
     "spatial_merge_size": 2, "in_channels": 3, "initializer_range": 0.5,
 }  # fmt: skip
 
 
 def qwen(family: str, vision: dict[str, Any], **more: Any) -> list[Any]:
-    words = tokenizer(*QWEN_TOKENS, image=QWEN_IMAGE)
+    tokenizer = new_tokenizer(*QWEN_TOKENS, image=QWEN_IMAGE)
     ids = dict(zip(
         ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id"),
-        words.convert_tokens_to_ids(list(QWEN_TOKENS)), strict=True,
+        tokenizer.convert_tokens_to_ids(list(QWEN_TOKENS)), strict=True,
     ))  # fmt: skip
     config = getattr(hf, f"{family}Config")(
-        vision_config={**QWEN_SEES, **vision},
+        vision_config={**QWEN_VISION, **vision},
         text_config=text(
-            words, f"{family}TextConfig", **GROUPED, rope_parameters=QWEN_ROPE, **more
+            tokenizer, f"{family}TextConfig", **GROUPED_QUERY, rope_parameters=QWEN_ROPE, **more
         ).to_dict(),
         **ids,
     )
@@ -121,7 +121,7 @@ def qwen(family: str, vision: dict[str, Any], **more: Any) -> list[Any]:
     images = hf.Qwen2VLImageProcessorPil(
         patch_size=PATCH, min_pixels=16 * 16, max_pixels=64 * 64, merge_size=2
     )
-    return [_lively(model), images, words]
+    return [_lively(model), images, tokenizer]
 
 
 def qwen2_vl() -> list[Any]:
@@ -144,12 +144,12 @@ SPLIT_TOKENS = ("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<
 
 
 def split(family: str) -> list[Any]:
-    """Pictures are cut into four parts, and seen as a whole beside."""
-    words = tokenizer(*SPLIT_TOKENS, *SPLIT, image="<image>")
+    """Images are split into four tiles, plus one of the whole image."""
+    tokenizer = new_tokenizer(*SPLIT_TOKENS, *SPLIT, image="<image>")
     config = getattr(hf, f"{family}Config")(
-        vision_config=SEES,
-        text_config=text(words, "LlamaConfig", **GROUPED).to_dict(),
-        image_token_id=words.convert_tokens_to_ids("<image>"),
+        vision_config=VISION,
+        text_config=text(tokenizer, "LlamaConfig", **GROUPED_QUERY).to_dict(),
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         scale_factor=2,
         pad_token_id=2,
     )
@@ -157,23 +157,23 @@ def split(family: str) -> list[Any]:
         size={"longest_edge": 2 * SIDE}, max_image_size={"longest_edge": SIDE}
     )
     model = getattr(hf, f"{family}ForConditionalGeneration")(config)
-    return [_lively(model), images, words, {"image_seq_len": 4}]
+    return [_lively(model), images, tokenizer, {"image_seq_len": 4}]
 
 
 def gemma3() -> list[Any]:
     tokens = ("<start_of_image>", "<image_soft_token>", "<end_of_image>")
-    words = tokenizer(*tokens, image="<start_of_image>")
-    boi, soft, eoi = words.convert_tokens_to_ids(list(tokens))
-    words.init_kwargs |= {
+    tokenizer = new_tokenizer(*tokens, image="<start_of_image>")
+    boi, soft, eoi = tokenizer.convert_tokens_to_ids(list(tokens))
+    tokenizer.init_kwargs |= {
         "boi_token": tokens[0], "image_token": tokens[1], "eoi_token": tokens[2],
         "extra_special_tokens": {
             "boi_token": tokens[0], "image_token": tokens[1], "eoi_token": tokens[2]
         },
     }  # fmt: skip
     config = hf.Gemma3Config(
-        vision_config=hf.SiglipVisionConfig(**SEES).to_dict(),
+        vision_config=hf.SiglipVisionConfig(**VISION).to_dict(),
         text_config=text(
-            words, "Gemma3TextConfig", **GROUPED, head_dim=8, sliding_window=WINDOW,
+            tokenizer, "Gemma3TextConfig", **GROUPED_QUERY, head_dim=8, sliding_window=WINDOW,
             layer_types=MIXED, query_pre_attn_scalar=8,
         ).to_dict(),
         mm_tokens_per_image=4,
@@ -184,22 +184,22 @@ def gemma3() -> list[Any]:
     )  # fmt: skip
     images = hf.Gemma3ImageProcessorPil(size=SIZE, image_seq_length=4)
     model = _lively(hf.Gemma3ForConditionalGeneration(config))
-    return [model, images, words, {"image_seq_length": 4}]
+    return [model, images, tokenizer, {"image_seq_length": 4}]
 
 
 def paligemma() -> list[Any]:
-    words = tokenizer("<image>", image="<image>")
+    tokenizer = new_tokenizer("<image>", image="<image>")
     config = hf.PaliGemmaConfig(
-        vision_config=hf.SiglipVisionConfig(**SEES).to_dict(),
+        vision_config=hf.SiglipVisionConfig(**VISION).to_dict(),
         text_config=text(
-            words, "GemmaConfig", num_key_value_heads=1, head_dim=8
+            tokenizer, "GemmaConfig", num_key_value_heads=1, head_dim=8
         ).to_dict(),
-        image_token_id=words.convert_tokens_to_ids("<image>"),
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         projection_dim=32,
     )  # fmt: skip
     images = hf.SiglipImageProcessorPil(size=SIZE)
     images.image_seq_length = 16
-    return [_lively(hf.PaliGemmaForConditionalGeneration(config)), images, words]
+    return [_lively(hf.PaliGemmaForConditionalGeneration(config)), images, tokenizer]
 
 
 def glm4v() -> list[Any]:
@@ -207,50 +207,52 @@ def glm4v() -> list[Any]:
         "<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>",
         "<|begin_of_video|>", "<|end_of_video|>",
     )  # fmt: skip
-    words = tokenizer(*tokens, image="<|begin_of_image|><|image|><|end_of_image|>")
+    tokenizer = new_tokenizer(*tokens, image="<|begin_of_image|><|image|><|end_of_image|>")
     names = ("image", "video", "image_start", "image_end", "video_start", "video_end")
-    ids = zip(names, words.convert_tokens_to_ids(list(tokens)), strict=True)
-    sees = {"hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 64, "image_size": SIDE}
+    ids = zip(names, tokenizer.convert_tokens_to_ids(list(tokens)), strict=True)
+    sizes = {"hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 64, "image_size": SIDE}
     config = hf.Glm4vConfig(
-        vision_config={**QWEN_SEES, **sees},
-        text_config=text(words, "Glm4vTextConfig", **GROUPED, rope_parameters=QWEN_ROPE).to_dict(),
+        vision_config={**QWEN_VISION, **sizes},
+        text_config=text(
+            tokenizer, "Glm4vTextConfig", **GROUPED_QUERY, rope_parameters=QWEN_ROPE
+        ).to_dict(),
         **{f"{name}_token_id": number for name, number in ids},
     )
     images = hf.Glm4vImageProcessorPil(
         patch_size=PATCH, size={"shortest_edge": 2 * 16 * 16, "longest_edge": 2 * 64 * 64}
     )
-    return [_lively(hf.Glm4vForConditionalGeneration(config)), images, words]
+    return [_lively(hf.Glm4vForConditionalGeneration(config)), images, tokenizer]
 
 
 def gemma4(**more: Any) -> list[Any]:
-    """Its pictures fill at most 70 places, the fewest that it knows."""
+    """Images fill at most 70 tokens, the smallest number that the processor supports."""
     named = {
         "boi_token": "<|image>", "image_token": "<|image|>", "eoi_token": "<image|>",
         "boa_token": "<|audio>", "audio_token": "<|audio|>", "eoa_token": "<audio|>",
     }  # fmt: skip
-    words = tokenizer(*named.values(), "<|video|>", image=named["image_token"])
-    words.init_kwargs |= {**named, "extra_special_tokens": named}
+    tokenizer = new_tokenizer(*named.values(), "<|video|>", image=named["image_token"])
+    tokenizer.init_kwargs |= {**named, "extra_special_tokens": named}
     config = hf.Gemma4Config(
         vision_config={
             **SMALL, "num_key_value_heads": 4, "head_dim": 8, "patch_size": 4,
             "position_embedding_size": 256, "initializer_range": 0.5,
         },
         text_config=text(
-            words, "Gemma4TextConfig", **GROUPED, head_dim=8, global_head_dim=16,
+            tokenizer, "Gemma4TextConfig", **GROUPED_QUERY, head_dim=8, global_head_dim=16,
             sliding_window=WINDOW, **more,
         ).to_dict(),
         tie_word_embeddings=False,
-        **{f"{name}_id": words.convert_tokens_to_ids(token) for name, token in named.items()},
-        video_token_id=words.convert_tokens_to_ids("<|video|>"),
+        **{f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in named.items()},
+        video_token_id=tokenizer.convert_tokens_to_ids("<|video|>"),
     )  # fmt: skip
     images = hf.Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70)
     model = _lively(hf.Gemma4ForConditionalGeneration(config))
-    hears = json.loads(hf.Gemma4AudioFeatureExtractor().to_json_string())
-    return [model, images, words, {"feature_extractor": hears}]
+    audio = json.loads(hf.Gemma4AudioFeatureExtractor().to_json_string())
+    return [model, images, tokenizer, {"feature_extractor": audio}]
 
 
 def gemma4_small() -> list[Any]:
-    """Each layer is given something of its own by token, and the last share keys and values."""
+    """Layers have per-layer embeddings, and the last ones share keys and values."""
     return gemma4(
         num_hidden_layers=4, num_kv_shared_layers=2, layer_types=[*MIXED, *MIXED],
         hidden_size_per_layer_input=8, vocab_size_per_layer_input=400,
@@ -258,28 +260,28 @@ def gemma4_small() -> list[Any]:
 
 
 def gemma4_large() -> list[Any]:
-    """Layers with a window see pictures both ways, the others do not."""
+    """Sliding-window layers attend to images in both directions, the others do not."""
     return gemma4(
         layer_types=MIXED, hidden_size_per_layer_input=0, use_bidirectional_attention="vision"
     )
 
 
 def mllama() -> list[Any]:
-    """Its decoder attends to what the tower made of the pictures, which is not in their places."""
-    words = tokenizer("<|image|>", image="<|image|>")
+    """The decoder reads images by cross-attention, not at their positions in the prompt."""
+    tokenizer = new_tokenizer("<|image|>", image="<|image|>")
     config = hf.MllamaConfig(
         vision_config={
             **SMALL, "attention_heads": 4, "num_global_layers": 1, "image_size": SIDE,
             "patch_size": PATCH, "intermediate_layers_indices": [0], "vision_output_dim": 64,
         },
         text_config=text(
-            words, "MllamaTextConfig", **GROUPED, vocab_size=len(words) - 1,
+            tokenizer, "MllamaTextConfig", **GROUPED_QUERY, vocab_size=len(tokenizer) - 1,
             cross_attention_layers=[1],
         ).to_dict(),
-        image_token_index=words.convert_tokens_to_ids("<|image|>"),
+        image_token_index=tokenizer.convert_tokens_to_ids("<|image|>"),
     )  # fmt: skip
     images = hf.MllamaImageProcessorPil(size=SIZE, max_image_tiles=4)
-    return [_lively(hf.MllamaForConditionalGeneration(config)), images, words]
+    return [_lively(hf.MllamaForConditionalGeneration(config)), images, tokenizer]
 
 
 UNPAGED = "gemma4-large", "mllama"

@@ -16,7 +16,7 @@ from batching.errors import InvalidInput
 from tests import tiny_multimodal
 from tests.matrix import matrix
 from tests.tiny import SMALL, hf
-from tests.tiny_multimodal import SEES
+from tests.tiny_multimodal import VISION
 from tests.tiny_tokenizers import llama_tokenizer
 from worker.vision.processor import Processor, ProcessorOutput, load_processor
 
@@ -164,8 +164,8 @@ def test_chat_template_of_the_processor_is_given_to_the_tokenizer(tmp_path: Any)
 @pytest.mark.skipif(is_torchvision_available(), reason="torchvision is installed")
 def test_processor_that_requires_torchvision_is_rejected_naming_it(tmp_path: Path) -> None:
     """Pixtral's image processor runs with Pillow alone, its joint processor does not."""
-    sees = {**SEES, "head_dim": 8, "model_type": "pixtral"}
-    hf.LlavaConfig(vision_config=sees, text_config=SMALL).save_pretrained(tmp_path)
+    vision = {**VISION, "head_dim": 8, "model_type": "pixtral"}
+    hf.LlavaConfig(vision_config=vision, text_config=SMALL).save_pretrained(tmp_path)
     hf.PixtralImageProcessorPil().save_pretrained(tmp_path)
     llama_tokenizer("").save_pretrained(tmp_path)
     (tmp_path / "processor_config.json").write_text('{"processor_class": "PixtralProcessor"}')
