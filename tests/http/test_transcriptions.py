@@ -295,7 +295,7 @@ def test_files_that_are_no_recordings(server: Server) -> None:
         (b"Dear Sir or Madam", "not a sound file that can be read"),
         (tone(100, 1), "the sound has 1 samples a second"),
         (silence.getvalue(), "lasts 61 seconds in 1 channels; at most 60"),
-        (tone(0.001, RATE), "at least 0.03 seconds"),
+        (tone(0.001, RATE), "at least 0.03 are needed"),
         (flac[: len(flac) // 2], "can be read"),
     ):
         answer = post(server, file)
