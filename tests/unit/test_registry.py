@@ -1,4 +1,4 @@
-"""Three models behind one worker, two of a kind: turns, rates, breakers and failures apart."""
+"""Three models on one worker have separate steps, rates, breakers and failures."""
 
 import asyncio
 import time
@@ -34,22 +34,22 @@ def anyio_backend() -> str:
 
 
 class Stream:
-    """Keeps what is said."""
+    """Collects the text."""
 
     def __init__(self) -> None:
         self.text = ""
-        self.begun = asyncio.Event()
+        self.started = asyncio.Event()
 
     def push(self, delta: Delta) -> None:
         self.text += delta.text
-        self.begun.set()
+        self.started.set()
 
 
-class House:
-    """`reader` and `judge`, which take one text at a time, and `writer`."""
+class Setup:
+    """Two pipelines, `reader` and `judge`, with batches of one text, and a generator, `writer`."""
 
     def __init__(self) -> None:
-        self.turns: list[str] = []
+        self.steps: list[str] = []
         self.runners = {name: self._runner(name) for name in PIPELINES}
         self.writer = self._writer()
         self.queue = RequestQueue(100, time.monotonic)
@@ -59,23 +59,23 @@ class House:
         ]
         self.worker = Worker([*served, language_model("writer", lambda: self.writer, 100)])
         self.worker_client = WorkerClient(self.worker, self.queue, Metrics(lambda: 0), 2, 60)
-        self.handed_over: list[WorkItem] = []
+        self.submitted: list[WorkItem] = []
         self._submit = self.worker.submit
-        self.worker.submit = self._watched  # type: ignore[method-assign]  # to know who is there
+        self.worker.submit = self._record  # type: ignore[method-assign]  # records the items at the worker
 
-    def _watched(self, items: list[WorkItem]) -> None:
+    def _record(self, items: list[WorkItem]) -> None:
         self._submit(items)
-        self.handed_over += items
+        self.submitted += items
 
     def _runner(self, name: str) -> FakeRunner:
-        return FakeRunner(lambda texts: self.turns.append(name))
+        return FakeRunner(lambda texts: self.steps.append(name))
 
     def _writer(self) -> FakeGenerator:
-        turns = self.turns
+        steps = self.steps
 
         class Writer(FakeGenerator):
             def step(self, idle_since: float = 0.0) -> StepOutcome:
-                turns.append("writer")
+                steps.append("writer")
                 return super().step(idle_since)
 
         return Writer()
@@ -92,23 +92,23 @@ class House:
 
     async def ask(self, name: str, *texts: str) -> list[Any]:
         items = self.submit(name, *texts)
-        answers = await asyncio.gather(*(i.future for i in items), return_exceptions=True)
+        results = await asyncio.gather(*(i.future for i in items), return_exceptions=True)
         self.queue.release(items)
-        return answers
+        return results
 
 
 @asynccontextmanager
-async def serving() -> AsyncIterator[House]:
-    house = House()
-    house.worker_client.start()
-    await house.worker_client.loaded
+async def serving() -> AsyncIterator[Setup]:
+    setup = Setup()
+    setup.worker_client.start()
+    await setup.worker_client.loaded
     try:
-        yield house
+        yield setup
     finally:
-        for runner in house.runners.values():
+        for runner in setup.runners.values():
             runner.gate.set()
-        house.writer.release()
-        house.worker_client.stop()
+        setup.writer.release()
+        setup.worker_client.stop()
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -119,75 +119,75 @@ def all_accept(worker_client: WorkerClient, names: Sequence[str]) -> bool:
     return not any(worker_client.refusal(name) for name in names)
 
 
-async def test_each_model_that_has_something_due_gets_a_turn_in_each_round() -> None:
-    async with serving() as house:
-        reader = house.runners["reader"]
+async def test_each_model_with_a_due_step_runs_one_per_round() -> None:
+    async with serving() as setup:
+        reader = setup.runners["reader"]
         reader.gate.clear()
-        items = house.submit("reader", "opening")
+        items = setup.submit("reader", "opening")
         assert await asyncio.to_thread(reader.entered.acquire, timeout=60)
-        items += house.submit("reader", *(f"r{n}" for n in range(8)))
-        items += house.submit("judge", *(f"j{n}" for n in range(8)))
-        items += [house.write("long")[0]]
-        await until(lambda: len(house.handed_over) == len(items))
+        items += setup.submit("reader", *(f"r{n}" for n in range(8)))
+        items += setup.submit("judge", *(f"j{n}" for n in range(8)))
+        items += [setup.write("long")[0]]
+        await until(lambda: len(setup.submitted) == len(items))
         reader.gate.set()
         await asyncio.gather(*(item.future for item in items[:-1]))
-        await until(lambda: len(house.turns) > 8 * 3)  # the last round's writer comes after them
-        assert house.turns[0] == "reader"
-        rounds = house.turns[1 : 1 + 8 * 3]
+        await until(lambda: len(setup.steps) > 8 * 3)  # the last round may end with the writer
+        assert setup.steps[0] == "reader"
+        rounds = setup.steps[1 : 1 + 8 * 3]
         for at in range(0, len(rounds), 3):
-            assert sorted(rounds[at : at + 3]) == ["judge", "reader", "writer"], house.turns
-        house.queue.release(items)
+            assert sorted(rounds[at : at + 3]) == ["judge", "reader", "writer"], setup.steps
+        setup.queue.release(items)
 
 
-async def test_a_breaker_of_one_leaves_the_others_alone() -> None:
-    async with serving() as house:
-        house.runners["judge"].healthy = False
-        long, stream = house.write("long")
+async def test_an_open_breaker_does_not_affect_other_models() -> None:
+    async with serving() as setup:
+        setup.runners["judge"].healthy = False
+        long, stream = setup.write("long")
         for n in range(3):
-            (answer,) = await house.ask("judge", f"bad {n}")
-            assert type(answer) is ItemFailed
-        await until(lambda: house.worker_client.refusal("judge"))
+            (result,) = await setup.ask("judge", f"bad {n}")
+            assert type(result) is ItemFailed
+        await until(lambda: setup.worker_client.refusal("judge"))
         with pytest.raises(BreakerOpen):
-            house.submit("judge", "fine")
-        assert all_accept(house.worker_client, ["reader", "writer"])
-        assert await house.ask("reader", "fine") == [b'{"echo":"fine"}']
-        await asyncio.wait_for(stream.begun.wait(), 60)
-        assert long.open  # what runs goes on
-        assert house.runners["reader"].warm_ups == 1  # at its start
-        house.queue.release([long])
+            setup.submit("judge", "fine")
+        assert all_accept(setup.worker_client, ["reader", "writer"])
+        assert await setup.ask("reader", "fine") == [b'{"echo":"fine"}']
+        await asyncio.wait_for(stream.started.wait(), 60)
+        assert long.open  # running requests continue
+        assert setup.runners["reader"].warm_ups == 1  # at the start
+        setup.queue.release([long])
 
 
-async def test_each_model_has_a_rate_of_its_own() -> None:
-    async with serving() as house:
-        model = house.worker_client.models["reader"]
+async def test_each_model_has_its_own_rate() -> None:
+    async with serving() as setup:
+        model = setup.worker_client.models["reader"]
         slow = BatchReport(1, 1, 0, 10.0, 10.0, (0.0,), 0, 1, saturated=True)
-        house.worker_client._record_step(model, StepOutcome(slow))
-        for runner in house.runners.values():
+        setup.worker_client._record_step(model, StepOutcome(slow))
+        for runner in setup.runners.values():
             runner.gate.clear()
-        items = [item for name in PIPELINES for item in house.submit(name, "ahead")]
+        items = [item for name in PIPELINES for item in setup.submit(name, "ahead")]
         with pytest.raises(DeadlineHopeless):
-            house.submit("reader", "late", within_s=5)
-        items += house.submit("judge", "in time", within_s=5)
-        items.append(house.write("say yes")[0])
-        for runner in house.runners.values():
+            setup.submit("reader", "late", within_s=5)
+        items += setup.submit("judge", "in time", within_s=5)
+        items.append(setup.write("say yes")[0])
+        for runner in setup.runners.values():
             runner.gate.set()
         await asyncio.gather(*(item.future for item in items))
-        house.queue.release(items)
+        setup.queue.release(items)
 
 
-async def test_what_fails_one_model_s_items_fails_no_other_s() -> None:
-    async with serving() as house:
-        engine: Any = house.worker_client.models["judge"].engine
+async def test_an_error_in_one_model_fails_its_items_only() -> None:
+    async with serving() as setup:
+        engine: Any = setup.worker_client.models["judge"].engine
 
         def broken(*arguments: Any) -> Any:
             raise RecursionError("in the batcher")
 
         engine.batcher.take = broken
-        spoken, stream = house.write("say a b c")
+        spoken, stream = setup.write("say a b c")
         texts = [f"t{n}" for n in range(5)]
-        judged, read = await asyncio.gather(house.ask("judge", *texts), house.ask("reader", *texts))
-        assert [type(answer) for answer in judged] == [ItemFailed] * 5
+        judged, read = await asyncio.gather(setup.ask("judge", *texts), setup.ask("reader", *texts))
+        assert [type(result) for result in judged] == [ItemFailed] * 5
         assert read == [b'{"echo":"%s"}' % text.encode() for text in texts]
         await spoken.future
         assert stream.text == "a b c"
-        house.queue.release([spoken])
+        setup.queue.release([spoken])

@@ -26,7 +26,7 @@ def anyio_backend() -> str:
 
 
 class Queue(RequestQueue):
-    """One with a lane in which what is accepted goes by default, at a time that stands still."""
+    """A queue with a default lane and a clock that stands still."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity, lambda: 100.0)
@@ -42,7 +42,7 @@ def queue(capacity: int = 2) -> Queue:
     return Queue(capacity)
 
 
-async def test_places_are_bounded_and_come_back() -> None:
+async def test_slots_are_limited_and_can_be_reused() -> None:
     q = queue(2)
     first, second = q.admit(["a"], 200), q.admit(["b"], 200)
     with pytest.raises(QueueFull):
@@ -62,10 +62,10 @@ async def test_a_list_is_accepted_whole_or_not_at_all() -> None:
     assert q.pending == 2
 
 
-async def test_long_requests_leave_places_to_short_ones() -> None:
+async def test_list_requests_leave_slots_to_single_items() -> None:
     q = queue(8)
     lane = BatchLane("long", 8, RoundRobin(1))
-    q.admit(range(7), 200, lane)  # alone, it may have all
+    q.admit(range(7), 200, lane)  # alone, a list may use all slots
     with pytest.raises(QueueFull):
         q.admit(range(2), 200, lane)
     short = q.admit(["a"], 200, lane)
@@ -90,16 +90,16 @@ async def test_retry_after_is_the_time_the_queue_needs(needed_s: float, retry_af
 
 async def test_hopeless_deadline_is_refused_at_once_and_only_then() -> None:
     q = queue(100)
-    ahead = q.admit(range(10), 101)  # nothing measured yet: no guess
+    ahead = q.admit(range(10), 101)  # nothing measured yet
     q.lane.record(items=10, tokens=10, seconds=5.0)
     q.release(q.admit(["x"], 100 + 5.1))
     with pytest.raises(DeadlineHopeless):
         q.admit(["x"], 100 + 4.9)
     q.release(ahead)
-    q.admit(["x"], 100.001)  # an empty queue is never hopeless: it measures anew
+    q.admit(["x"], 100.001)  # an empty queue accepts any deadline
 
 
-async def test_the_background_has_a_quarter_of_the_places_and_is_nobodys_wait() -> None:
+async def test_background_requests_have_a_quarter_of_the_slots_and_delay_no_others() -> None:
     q, model = queue(8), language_model("generation", FakeGenerator, 8)
     assert model.background
     behind = q.admit(["a", "b"], math.inf, model.background)
@@ -113,7 +113,7 @@ async def test_the_background_has_a_quarter_of_the_places_and_is_nobodys_wait() 
     q.admit(["c"], math.inf, model.background)
 
 
-async def test_a_model_may_have_a_share_of_the_places() -> None:
+async def test_a_lane_may_have_a_part_of_the_slots() -> None:
     q, small = queue(8), BatchLane("small", 2)
     items = q.admit(["a", "b"], 200, small)
     with pytest.raises(QueueFull, match="the small is full: 2 of 2 slots are in use"):
@@ -127,14 +127,14 @@ async def test_items_resolve_once() -> None:
     q = queue()
     (item,) = q.admit(["x"], 200)
     assert item.resolve(DeadlineExceeded("late"))
-    assert not item.resolve("answer")
+    assert not item.resolve("result")
     with pytest.raises(DeadlineExceeded):
         await item.future
     q.release([item])
     assert not q.items
 
 
-async def test_forgotten_items_count_as_gone() -> None:
+async def test_released_items_are_cancelled() -> None:
     q = queue()
     (item,) = q.admit(["x"], 200)
     q.release([item])
@@ -142,13 +142,13 @@ async def test_forgotten_items_count_as_gone() -> None:
     assert isinstance(item.future.exception(), ClientGone)
 
 
-async def test_take_hands_out_all_there_is_in_order() -> None:
+async def test_take_returns_all_items_in_order() -> None:
     q = queue(10)
     items = q.admit(range(5), 200)
     assert await q.take() == items
 
 
-async def test_settled_waits_for_the_last_place() -> None:
+async def test_drained_is_set_when_the_last_slot_is_free() -> None:
     q = queue(10)
     await q.drained.wait()
     (item,) = q.admit(["x"], 200)

@@ -1,4 +1,4 @@
-"""The worker thread with a runner without a model: failing small, exactly once, breaker."""
+"""The worker thread with a fake runner: failure isolation, exactly-once results, the breaker."""
 
 import threading
 import time
@@ -22,7 +22,7 @@ from worker.worker import Worker
 
 
 class Recorder:
-    """Collects what the worker posts, on the worker's own thread."""
+    """A listener that collects all events, on the worker's thread."""
 
     def __init__(self) -> None:
         self.outcomes: dict[str, list[Any]] = {}
@@ -63,7 +63,7 @@ class Recorder:
         self.outcomes.setdefault(item.payload.inputs, []).append(outcome)
 
     def count(self) -> int:
-        return sum(map(len, list(self.outcomes.values())))  # the worker's thread adds to it
+        return sum(map(len, list(self.outcomes.values())))  # the worker's thread changes it
 
 
 class Bench:
@@ -98,8 +98,8 @@ class Bench:
         self.worker.submit([item])
         return item
 
-    def together(self, *texts: str) -> None:
-        """Make texts wait behind a first forward, so that they share the next batch."""
+    def run_as_one_batch(self, *texts: str) -> None:
+        """Make texts wait behind a first forward pass, so that they share the next batch."""
         self.runner.gate.clear()
         self.submit("first")
         assert self.runner.entered.acquire(timeout=60)
@@ -138,11 +138,11 @@ def test_loads_and_warms_up_on_its_own_thread_before_ready(start: Callable[..., 
     assert bench.worker.thread.daemon
 
 
-def test_items_that_arrive_during_a_forward_share_the_next_batch(
+def test_items_that_arrive_during_a_forward_pass_share_the_next_batch(
     start: Callable[..., Bench],
 ) -> None:
     bench = start()
-    bench.together("a", "b", "c")
+    bench.run_as_one_batch("a", "b", "c")
     assert bench.runner.batches == [["first"], ["a", "b", "c"]]
     assert bench.recorder.outcomes["b"] == ["B"]
     assert bench.recorder.reports[-1].size == 3
@@ -151,15 +151,15 @@ def test_items_that_arrive_during_a_forward_share_the_next_batch(
 def test_one_bad_input_fails_alone(start: Callable[..., Bench]) -> None:
     bench = start()
     texts = [f"t{n}" for n in range(7)] + ["bad"]
-    bench.together(*texts)
+    bench.run_as_one_batch(*texts)
     for text in texts[:-1]:
         assert bench.recorder.outcomes[text] == [text.upper()]
     (failure,) = bench.recorder.outcomes["bad"]
     assert type(failure) is ItemFailed
-    assert bench.runner.warm_ups == 1  # others succeeded: the worker was never in doubt
+    assert bench.runner.warm_ups == 1  # others succeeded: no probe is needed
 
 
-def test_a_bad_input_alone_is_not_a_worker_failure(start: Callable[..., Bench]) -> None:
+def test_bad_inputs_alone_do_not_open_the_breaker(start: Callable[..., Bench]) -> None:
     bench = start()
     for n in range(5):
         bench.submit(f"bad {n}")
@@ -168,23 +168,23 @@ def test_a_bad_input_alone_is_not_a_worker_failure(start: Callable[..., Bench]) 
     bench.wait_for(6)
     assert bench.recorder.outcomes["good"] == ["GOOD"]
     assert bench.recorder.breaker == []
-    assert bench.runner.warm_ups == 1 + 5  # asked after each batch in which nothing succeeded
+    assert bench.runner.warm_ups == 1 + 5  # a probe after each batch without a success
 
 
-def test_a_bad_input_beside_one_that_goes_on_is_not_a_worker_failure(
+def test_a_bad_input_beside_an_unfinished_item_needs_no_probe(
     start: Callable[..., Bench],
 ) -> None:
     class Slow(FakeRunner):
         def forward(self, prepared: list[Any]) -> list[Any]:
-            goes_on = len(self.batches) < 5
-            made = super().forward(prepared)
-            return [UNFINISHED if goes_on and text == "LONG" else text for text in made]
+            continues = len(self.batches) < 5
+            outputs = super().forward(prepared)
+            return [UNFINISHED if continues and text == "LONG" else text for text in outputs]
 
     bench = start(Slow())
-    bench.together("long", "bad")
+    bench.run_as_one_batch("long", "bad")
     assert type(bench.recorder.outcomes["bad"][0]) is ItemFailed
     assert bench.recorder.outcomes["long"] == ["LONG"]
-    assert bench.runner.warm_ups == 1  # a probe would have made it begin anew
+    assert bench.runner.warm_ups == 1  # a probe would restart the long item
 
 
 def test_out_of_memory_halves_the_batch_and_retries(start: Callable[..., Bench]) -> None:
@@ -194,7 +194,7 @@ def test_out_of_memory_halves_the_batch_and_retries(start: Callable[..., Bench])
 
     bench = start(FakeRunner(two_fit))
     texts = [f"t{n}" for n in range(8)]
-    bench.together(*texts)
+    bench.run_as_one_batch(*texts)
     assert all(bench.recorder.outcomes[text] == [text.upper()] for text in texts)
     assert bench.recorder.reports[-1].out_of_memory == 3  # 8, 4 and the other 4
     assert bench.recorder.reports[-1].cap == 2
@@ -207,19 +207,19 @@ def test_an_item_too_large_for_memory_fails_alone(start: Callable[..., Bench]) -
             raise MemoryError
 
     bench = start(FakeRunner(raises))
-    bench.together("a", "huge", "b")
+    bench.run_as_one_batch("a", "huge", "b")
     assert bench.recorder.outcomes["a"] == ["A"]
     assert type(bench.recorder.outcomes["huge"][0]) is OutOfMemory
 
 
-def test_wrong_number_of_results_is_an_error_for_that_batch(start: Callable[..., Bench]) -> None:
+def test_a_wrong_number_of_results_fails_the_batch(start: Callable[..., Bench]) -> None:
     class Forgetful(FakeRunner):
         def forward(self, prepared: list[Any]) -> list[Any]:
-            answers = super().forward(prepared)
-            return answers[:-1] if len(answers) > 1 else answers
+            outputs = super().forward(prepared)
+            return outputs[:-1] if len(outputs) > 1 else outputs
 
     bench = start(Forgetful())
-    bench.together("a", "b")
+    bench.run_as_one_batch("a", "b")
     assert type(bench.recorder.outcomes["a"][0]) is WrongResultCount
     assert type(bench.recorder.outcomes["b"][0]) is WrongResultCount
     bench.submit("c")
@@ -227,7 +227,7 @@ def test_wrong_number_of_results_is_an_error_for_that_batch(start: Callable[...,
     assert bench.recorder.outcomes["c"] == ["C"]
 
 
-def test_worker_failures_in_a_row_open_the_breaker_and_a_probe_closes_it(
+def test_consecutive_failures_open_the_breaker_and_a_probe_closes_it(
     start: Callable[..., Bench],
 ) -> None:
     bench = start(cooldown_s=0.2)
@@ -259,13 +259,13 @@ def test_a_lost_device_ends_the_worker_without_bisection(start: Callable[..., Be
     assert type(bench.recorder.errors[-1]) is WorkerDown
 
 
-def test_encoder_batches_and_generation_steps_take_turns(start: Callable[..., Bench]) -> None:
+def test_pipeline_batches_and_generation_steps_alternate(start: Callable[..., Bench]) -> None:
     bench = start()
     generator = bench.generator
     generator.one_by_one = True
     bench.generate("long")
     assert generator.stepped.acquire(timeout=60)
-    bench.submit("a")  # while a step runs, of which there is no end
+    bench.submit("a")  # during an endless generation
     generator.single.release()
     bench.wait_for(1)
     assert generator.stepped.acquire(timeout=60)
@@ -275,7 +275,7 @@ def test_encoder_batches_and_generation_steps_take_turns(start: Callable[..., Be
     bench.submit("b", "c")
     generator.single.release()
     assert bench.runner.entered.acquire(timeout=60)
-    assert bench.runner.entered.acquire(timeout=60)  # the first was a's
+    assert bench.runner.entered.acquire(timeout=60)  # the first was for "a"
     assert len(bench.recorder.steps) == 2
     bench.runner.gate.set()
     bench.wait_for(3)
@@ -284,7 +284,7 @@ def test_encoder_batches_and_generation_steps_take_turns(start: Callable[..., Be
     generator.clear()
 
 
-def test_generation_in_which_all_fail_makes_the_worker_try_itself(
+def test_steps_with_failures_only_probe_the_model(
     start: Callable[..., Bench],
 ) -> None:
     bench = start(cooldown_s=60.0)
@@ -296,13 +296,13 @@ def test_generation_in_which_all_fail_makes_the_worker_try_itself(
     wait_until(lambda: bench.recorder.breaker == [("generation", True)])
     bench.generate("say a b")
     wait_until(lambda: bench.recorder.rejected == ["say a b"])
-    bench.submit("a")  # the other model is not concerned
+    bench.submit("a")  # the other model is unaffected
     bench.wait_for(1)
     assert bench.recorder.outcomes["a"] == ["A"]
     assert bench.runner.warm_ups == 1
 
 
-def test_what_runs_does_not_keep_the_other_models_breaker_closed(
+def test_a_running_model_does_not_keep_another_models_breaker_closed(
     start: Callable[..., Bench],
 ) -> None:
     bench = start(cooldown_s=60.0)
@@ -316,7 +316,7 @@ def test_what_runs_does_not_keep_the_other_models_breaker_closed(
     wait_until(lambda: bench.recorder.breaker == [("pipeline", True)])
     steps = len(bench.recorder.steps)
     wait_until(lambda: len(bench.recorder.steps) > steps + 3)
-    assert bench.recorder.rejected == []  # what runs goes on
+    assert bench.recorder.rejected == []  # running requests continue
     bench.submit("meanwhile")
     bench.wait_for(4)
     assert bench.recorder.outcomes["meanwhile"] == ["rejected"]
@@ -324,7 +324,7 @@ def test_what_runs_does_not_keep_the_other_models_breaker_closed(
     stream.open = False
 
 
-def test_failed_loading_is_told_and_ends_the_thread() -> None:
+def test_a_failed_load_is_reported_and_ends_the_thread() -> None:
     def load() -> FakeRunner:
         raise ItemFailed("no such model")
 
@@ -336,7 +336,7 @@ def test_failed_loading_is_told_and_ends_the_thread() -> None:
     assert "no such model" in str(recorder.errors[0])
 
 
-def test_items_nobody_waits_for_cost_no_forward(start: Callable[..., Bench]) -> None:
+def test_cancelled_items_cost_no_forward_pass(start: Callable[..., Bench]) -> None:
     bench = start()
     bench.runner.gate.clear()
     bench.submit("first")
@@ -348,27 +348,27 @@ def test_items_nobody_waits_for_cost_no_forward(start: Callable[..., Bench]) -> 
     assert bench.runner.batches == [["first"], ["stays"]]
 
 
-def test_an_item_that_leaves_during_bisection_is_not_run_again(start: Callable[..., Bench]) -> None:
-    leaving: list[WorkItem] = []
+def test_an_item_cancelled_during_bisection_is_not_run_again(start: Callable[..., Bench]) -> None:
+    cancelled: list[WorkItem] = []
 
-    def leaves(texts: list[str]) -> None:
+    def cancel(texts: list[str]) -> None:
         if "bad" in texts:
-            leaving[0].open = False
+            cancelled[0].open = False
 
-    bench = start(FakeRunner(leaves))
+    bench = start(FakeRunner(cancel))
     bench.runner.gate.clear()
     bench.submit("first")
     assert bench.runner.entered.acquire(timeout=60)
     items = bench.submit("bad", "b", "c", "d")
-    leaving.append(items[3])
+    cancelled.append(items[3])
     bench.runner.gate.set()
-    bench.wait_for(4)  # nobody waits for the fifth
+    bench.wait_for(4)  # the fifth is cancelled
     assert bench.runner.batches[1] == ["bad", "b", "c", "d"]
     assert ["c"] in bench.runner.batches
     assert not any("d" in batch for batch in bench.runner.batches[2:])
 
 
-def test_items_that_waited_during_a_forward_do_not_wait_for_the_timer(
+def test_items_that_waited_during_a_forward_pass_do_not_wait_for_the_deadline(
     start: Callable[..., Bench],
 ) -> None:
     bench = start(max_wait_s=60.0)
@@ -381,7 +381,7 @@ def test_items_that_waited_during_a_forward_do_not_wait_for_the_timer(
     assert bench.runner.batches[-1] == ["waited"]
 
 
-def test_what_a_failed_forward_held_is_free_before_its_parts_run(
+def test_a_failed_batchs_memory_is_free_before_its_halves_run(
     start: Callable[..., Bench],
 ) -> None:
     class Tensor:
@@ -400,32 +400,32 @@ def test_what_a_failed_forward_held_is_free_before_its_parts_run(
             return super().forward(prepared)
 
     bench = start(Greedy())
-    bench.together("a", "b", "c", "d")
+    bench.run_as_one_batch("a", "b", "c", "d")
     assert len(alive) > 5
     assert set(alive) == {0}
 
 
-def test_an_idle_worker_hands_memory_back_once_and_then_waits_without_a_timeout(
+def test_an_idle_worker_returns_memory_once_and_then_waits_without_a_timeout(
     start: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    handed = threading.Semaphore(0)
+    trimmed = threading.Semaphore(0)
     monkeypatch.setattr("worker.worker.IDLE_S", 0.0)
-    monkeypatch.setattr("worker.worker.trim_heap", lambda pad: handed.release())
+    monkeypatch.setattr("worker.worker.trim_heap", lambda pad: trimmed.release())
     bench = start()
-    assert handed.acquire(timeout=60)  # what loading took
+    assert trimmed.acquire(timeout=60)  # after loading
     wait_until(lambda: bench.worker._wait_s() is None)
-    bench.together("a", "b")
-    assert handed.acquire(timeout=60)
+    bench.run_as_one_batch("a", "b")
+    assert trimmed.acquire(timeout=60)
     wait_until(lambda: bench.worker._wait_s() is None)
 
 
-def test_an_input_that_was_refused_is_followed_by_handing_back_too(
+def test_memory_is_returned_after_a_refused_input_too(
     start: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = start()
     wait_until(lambda: bench.recorder.states[-1:] == ["ready"])
-    handed = threading.Event()
+    trimmed = threading.Event()
     monkeypatch.setattr("worker.worker.IDLE_S", 0.0)
-    monkeypatch.setattr("worker.worker.trim_heap", lambda pad: handed.set())
-    bench.worker.submit([])  # what the pool sends when it has refused all
-    assert handed.wait(60)
+    monkeypatch.setattr("worker.worker.trim_heap", lambda pad: trimmed.set())
+    bench.worker.submit([])  # the pool sends this when it has refused all items
+    assert trimmed.wait(60)
