@@ -1,17 +1,17 @@
-"""A generator without a model: says scripted words, one a step, to whoever runs.
+"""A generator without a model: each step adds a scripted word to every running request.
 
-A request is scripted by its prompt's text, or its last message's:
+The text of a request's prompt, or of its last message, is its script:
 
-    "say a b c"    those words; anything else is answered with WORDS
+    "say a b c"    the response is those words; to any other text it is WORDS
     "refused"      prepare raises InvalidInput
-    "bad"          the first step fails the item; "bad later": the third does
-    "hang"         never says anything
-    "long"         goes on until max_tokens, or for ever
-    "big"          sixty words of a hundred kilobytes, then like hang
+    "bad"          the first step fails the item; "bad later": the third step does
+    "hang"         there is no output
+    "long"         the output goes on until max_tokens, or without end
+    "big"          sixty words of a hundred kilobytes, then as "hang"
 
-A word that begins with "*" is thought, one that begins with "!" calls the function of that name,
-and one that begins with "=" is a part of the call's arguments.
-Choice k of a request begins with its number if there are several. Steps wait for `gate`.
+A word that starts with "*" is reasoning. One that starts with "!" calls the function of that name,
+and one that starts with "=" is a part of the call's arguments. Of several choices, each starts with
+its number. Steps wait for `gate`.
 """
 
 import threading
@@ -29,8 +29,8 @@ from worker.messages.protocol import ModelInfo, StepOutcome, StepReport, TextMod
 INFO = ModelInfo("text-generation", "fake", "cpu", "float32", 0, "continuous")
 
 WORDS = ["Hello", " there", ",", " wörld", "!"]
-VOCABULARY = 1000
-BIG = 60
+VOCAB_SIZE = 1000
+BIG_WORDS = 60
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Defaults:
 @dataclass
 class Choice:
     words: list[str] | None  # None: no end
-    said: int = 0
+    sent: int = 0  # words
     done: bool = False
 
 
@@ -65,14 +65,14 @@ class FakeGenerator:
         self.gate = threading.Event()
         self.gate.set()
         self.stepped = threading.Semaphore(0)  # released at each step's start
-        self.single = threading.Semaphore(0)  # with `one_by_one`, a step needs one of these
+        self.permits = threading.Semaphore(0)  # with `one_by_one`, a step takes one
         self.one_by_one = False
-        self.said = threading.Event()  # set after the first step that said something
+        self.responded = threading.Event()  # set after the first step with output
         self.running: list[Running] = []
         self.payloads: list[GenerationInput] = []
         self.cache_namespaces: list[bytes] = []  # of the payloads' items
-        self.dropped: list[str] = []  # prompts whose clients had left
-        self.lost: Exception | None = None  # what a step raises
+        self.dropped: list[str] = []  # prompts of cancelled requests
+        self.step_error: Exception | None = None  # raised by steps
         self.healthy = True
 
     @property
@@ -80,9 +80,9 @@ class FakeGenerator:
         return self
 
     def release(self) -> None:
-        """Let all steps pass from here on."""
+        """Let all steps run from now on."""
         self.one_by_one = False
-        self.single.release(1000)
+        self.permits.release(1000)
         self.gate.set()
 
     # ── in pool threads ──
@@ -100,13 +100,13 @@ class FakeGenerator:
             raise InvalidInput("the template refuses this")
         if isinstance(prompt, Chat) and prompt.add_generation_prompt:
             text += ">"
-        return [1] * add_special_tokens + [ord(letter) % VOCABULARY for letter in text]
+        return [1] * add_special_tokens + [ord(letter) % VOCAB_SIZE for letter in text]
 
     def decode(self, ids: list[int]) -> str:
-        return "".join(chr(each) for each in ids)
+        return "".join(chr(token) for token in ids)
 
     def token(self, token_id: int) -> str:
-        if not 0 <= token_id < VOCABULARY:
+        if not 0 <= token_id < VOCAB_SIZE:
             raise InvalidInput(f"there is no token {token_id}")
         return chr(token_id)
 
@@ -140,41 +140,41 @@ class FakeGenerator:
         self.stepped.release()
         assert self.gate.wait(60)
         if self.one_by_one:
-            assert self.single.acquire(timeout=60)
-        if self.lost:
-            raise self.lost
+            assert self.permits.acquire(timeout=60)
+        if self.step_error:
+            raise self.step_error
         outcome = StepOutcome(StepReport(admitted=1, decode_tokens=1, total_s=0.001))
-        for each in list(self.running):
-            if not each.item.open:
-                self.running.remove(each)
-                self.dropped.append(each.prompt)
-                outcome.done.append((each.item, ClientGone("the client has gone")))
+        for request in list(self.running):
+            if not request.item.open:
+                self.running.remove(request)
+                self.dropped.append(request.prompt)
+                outcome.done.append((request.item, ClientGone("the client has gone")))
                 continue
-            each.steps += 1
-            self._advance(each, outcome)
+            request.steps += 1
+            self._advance(request, outcome)
         if outcome.deltas:
-            self.said.set()
-        time.sleep(0.0005 if outcome.deltas else 0.002)  # others run meanwhile
+            self.responded.set()
+        time.sleep(0.0005 if outcome.deltas else 0.002)  # lets other threads run
         return outcome
 
-    def _advance(self, each: Running, outcome: StepOutcome) -> None:
-        payload: GenerationInput = each.item.payload
-        if each.prompt == "hang" or (each.prompt == "big" and each.steps > BIG):
+    def _advance(self, request: Running, outcome: StepOutcome) -> None:
+        payload: GenerationInput = request.item.payload
+        if request.prompt == "hang" or (request.prompt == "big" and request.steps > BIG_WORDS):
             return
-        if each.prompt.startswith("bad") and each.steps > 2 * (each.prompt == "bad later"):
-            self.running.remove(each)
-            outcome.done.append((each.item, ItemFailed("the model failed on this input")))
+        if request.prompt.startswith("bad") and request.steps > 2 * (request.prompt == "bad later"):
+            self.running.remove(request)
+            outcome.done.append((request.item, ItemFailed("the model failed on this input")))
             return
-        for number, choice in enumerate(each.choices):
+        for number, choice in enumerate(request.choices):
             if not choice.done:
-                delta = say(payload, each, number, choice)
-                outcome.deltas.append((each.item, delta))
-        if all(choice.done for choice in each.choices):
-            self.running.remove(each)
-            outcome.done.append((each.item, None))
+                delta = next_delta(payload, request, number, choice)
+                outcome.deltas.append((request.item, delta))
+        if all(choice.done for choice in request.choices):
+            self.running.remove(request)
+            outcome.done.append((request.item, None))
 
     def clear(self) -> list[WorkItem]:
-        items = [each.item for each in self.running]
+        items = [request.item for request in self.running]
         self.running = []
         return items
 
@@ -193,7 +193,7 @@ def text_of(prompt: Any) -> str:
         return str(prompt.messages[-1]["content"])
     if isinstance(prompt, Chat):
         return str(prompt.messages[-1]["content"])
-    return prompt if isinstance(prompt, str) else "".join(chr(each) for each in prompt)
+    return prompt if isinstance(prompt, str) else "".join(chr(token) for token in prompt)
 
 
 def script(prompt: str) -> list[str] | None:
@@ -205,56 +205,58 @@ def script(prompt: str) -> list[str] | None:
     return list(WORDS)
 
 
-def say(payload: Any, each: Running, number: int, choice: Choice) -> Delta:
+def next_delta(payload: Any, request: Running, number: int, choice: Choice) -> Delta:
     if isinstance(payload, DecisionInput):
         choice.done, options = True, len(payload.questions[number].options)
         return Delta(number, finish_reason="stop", probabilities=[1 / options] * options)
     delta = Delta(payload.first_choice + number)
-    if choice.said == 0:
+    if choice.sent == 0:
         if number == 0:
-            delta.prompt_tokens, delta.cached_tokens = len(each.prompt), 2
+            delta.prompt_tokens, delta.cached_tokens = len(request.prompt), 2
         if payload.token_ids:
-            delta.prompt_ids = [ord(letter) for letter in each.prompt]
+            delta.prompt_ids = [ord(letter) for letter in request.prompt]
         if payload.prompt_logprobs is not None:
             top = payload.prompt_logprobs
             delta.prompt_logprobs = [
-                logprob(letter, top, first=n == 0) for n, letter in enumerate(each.prompt)
+                logprob(letter, top, first=n == 0) for n, letter in enumerate(request.prompt)
             ]
         if payload.echo:
-            add(delta, "content", each.prompt)
+            add(delta, "content", request.prompt)
             if payload.sampling.logprobs is not None:
                 delta.logprobs = [
                     logprob(letter, payload.sampling.logprobs, first=n == 0)
-                    for n, letter in enumerate(each.prompt)
+                    for n, letter in enumerate(request.prompt)
                 ]
-    most = payload.stopping.max_tokens
-    most = payload.stopping.default_tokens if most is None else most
-    if most == 0:
+    max_tokens = payload.stopping.max_tokens
+    max_tokens = payload.stopping.default_tokens if max_tokens is None else max_tokens
+    if max_tokens == 0:
         choice.done, delta.finish_reason = True, "length"
         return delta
-    word = choice.words[choice.said] if choice.words else "x" * (100_000 * (each.prompt == "big"))
-    word = word or f"w{choice.said} "
+    word = (
+        choice.words[choice.sent] if choice.words else "x" * (100_000 * (request.prompt == "big"))
+    )
+    word = word or f"w{choice.sent} "
     finish: FinishReason | None = None
-    choice.said += 1
-    if choice.words is not None and choice.said == len(choice.words):
+    choice.sent += 1
+    if choice.words is not None and choice.sent == len(choice.words):
         finish = "stop"
-    elif choice.said == most:
+    elif choice.sent == max_tokens:
         finish = "length"
-    speak(delta, word)
+    add_word(delta, word)
     delta.tokens = 1
     if payload.token_ids:
-        delta.token_ids.append(choice.said)
+        delta.token_ids.append(choice.sent)
     if payload.sampling.logprobs is not None:
-        if "ö" in word:  # two bytes, two tokens: the first has no text of its own
+        if "ö" in word:  # two bytes and two tokens, of which the first has no text
             delta.logprobs.append(TokenLogprob(7, "", "ö".encode()[:1], -0.5))
         delta.logprobs.append(logprob(word, payload.sampling.logprobs))
-    if finish == "stop" and any(calls(said) for said in choice.words or ()):
+    if finish == "stop" and any(is_call(text) for text in choice.words or ()):
         finish = "tool_calls"
     choice.done, delta.finish_reason = finish is not None, finish
     return delta
 
 
-def calls(word: str) -> bool:
+def is_call(word: str) -> bool:
     return word.lstrip()[:1] == "!" and len(word.lstrip()) > 1
 
 
@@ -263,14 +265,14 @@ def add(delta: Delta, kind: Kind, text: str, name: str | None = None) -> None:
         delta.merge(Delta(delta.choice, [DeltaPart(kind, text, name)]))
 
 
-def speak(delta: Delta, word: str) -> None:
-    mark, rest = word.lstrip()[:1], word.lstrip()[1:]
-    if mark == "*":
+def add_word(delta: Delta, word: str) -> None:
+    kind, rest = word.lstrip()[:1], word.lstrip()[1:]
+    if kind == "*":
         add(delta, "reasoning", rest + " ")
         delta.reasoning_tokens = 1
-    elif calls(word):
+    elif is_call(word):
         add(delta, "call", "", rest)
-    elif mark == "=":
+    elif kind == "=":
         add(delta, "call", rest)
     else:
         add(delta, "content", word)

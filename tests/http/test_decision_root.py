@@ -11,7 +11,7 @@ import pytest
 from tests import tiny_decisions
 from tests.event_streams import CLIENT, post
 from tests.http.test_pipeline_http import error_of
-from tests.model.test_decisions import assert_alike, library
+from tests.model.test_decisions import assert_close, library
 from tests.serving import Server, metric, serving
 from worker.task_detection import may_have_decision_settings
 
@@ -38,10 +38,10 @@ def test_answers_are_the_pipelines(server: Server) -> None:
     assert set(server.worker_client.models) == {"generation"}
     answer = post(server, "/", {"inputs": ASKED})
     assert answer.status_code == 200, answer.text
-    assert_alike(answer.json(), library()(ASKED))
+    assert_close(answer.json(), library()(ASKED))
     several = post(server, "/", {"inputs": [ASKED, {**ASKED, "state": {"order": [1, None]}}]})
     one, other = several.json()
-    assert_alike(one, answer.json())
+    assert_close(one, answer.json())
     assert list(other) == list(one)
     assert other != one
 
@@ -92,7 +92,7 @@ def test_without_a_chat_model_it_is_loaded_for_decisions_alone(server: Server) -
     with serving(pipeline_task="decision", **settings) as alone:
         assert set(alone.worker_client.models) == {"pipeline"}
         answer, expected = (post(each, "/", {"inputs": ASKED}).json() for each in (alone, server))
-        assert_alike(answer, expected)
+        assert_close(answer, expected)
         told = CLIENT.get(alone.url + "/ready").json()
         assert told["model"] == folder
         assert "chat_model" not in told
@@ -108,7 +108,7 @@ def test_beside_another_chat_model_it_is_one_of_its_own(server: Server, tmp_path
     with serving(pipeline_task="decision", **settings) as both:
         assert set(both.worker_client.models) == {"pipeline", "generation"}
         answer, expected = (post(each, "/", {"inputs": ASKED}).json() for each in (both, server))
-        assert_alike(answer, expected)
+        assert_close(answer, expected)
         told = CLIENT.get(both.url + "/ready").json()
         assert (told["model"], told["task"]) == (folder, "decision")
         assert told["chat_model"] == str(other)

@@ -160,7 +160,7 @@ def test_the_time_limit_ends_with_the_first_token(stream: bool) -> None:
         timers = ManualTimers(server)
         generator.one_by_one = True
         asked = pool.submit(chat, server, stream=stream)
-        generator.single.release()
+        generator.permits.release()
         wait_until(lambda: metric(server, "onequeue_time_to_first_token_seconds_count") == 1)
         timers.fire(within_s=60)
         generator.release()
@@ -200,8 +200,8 @@ def test_a_server_that_gives_up_says_so_in_the_stream() -> None:
 def test_a_worker_that_dies_says_so_in_the_stream() -> None:
     with serving_fake() as (server, generator), ThreadPoolExecutor(1) as pool:
         asked = pool.submit(chat, server, "long", stream=True)
-        assert generator.said.wait(60)
-        generator.lost = RuntimeError("CUDA error: unspecified launch failure")
+        assert generator.responded.wait(60)
+        generator.step_error = RuntimeError("CUDA error: unspecified launch failure")
         assert json.loads(frames(asked.result().text)[-2])["error"]["code"] == "worker_down"
         assert chat(server, stream=True).status_code == 503
 
@@ -229,7 +229,7 @@ def test_an_idle_stream_is_kept_alive_by_comments(monkeypatch: pytest.MonkeyPatc
         generator.one_by_one = True
         started = time.monotonic()
         with open_stream(server, CHAT, body_for(CHAT, stream=True)) as client:
-            generator.single.release()
+            generator.permits.release()
             got = read_until(client, b": keep-alive\n\n")
             got += read_until(client, b": keep-alive\n\n")
             generator.release()
@@ -247,15 +247,15 @@ def test_a_client_that_leaves_ends_its_work_within_a_step(path: str, stream: boo
         generator.one_by_one = True
         body = body_for(path, "long", stream=stream, max_tokens=10**9)
         client = open_stream(server, path, body)
-        generator.single.release()
+        generator.permits.release()
         if stream:
             read_until(client, b"\n\n")
-        assert generator.said.wait(60)
+        assert generator.responded.wait(60)
         client.close()
         wait_until(lambda: server.worker_client.queue.pending == 0)
         assert generator.dropped == []
-        generator.single.release()
-        generator.single.release()  # the step that was under way may not have seen it yet
+        generator.permits.release()
+        generator.permits.release()  # the step that was under way may not have seen it yet
         wait_until(lambda: generator.dropped == ["long"])
         assert not generator.running
         generator.release()
@@ -297,7 +297,7 @@ def test_a_slow_reader_gets_everything_in_fewer_events(monkeypatch: pytest.Monke
     with serving_fake() as (server, generator):
         body = body_for(CHAT, "big", stream=True, max_tokens=60)
         with open_stream(server, CHAT, body) as client:
-            assert generator.said.wait(60)
+            assert generator.responded.wait(60)
             wait_until(lambda: not generator.running)
             raw = read_until(client, b"[DONE]\n\n\r\n")
         data = frames(b"".join(writes(raw)).decode())

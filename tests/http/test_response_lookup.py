@@ -237,7 +237,7 @@ def test_a_background_response_is_polled_until_it_ends() -> None:
         assert [item.type for item in items] == ["message"]
         generator.one_by_one = True
         generator.gate.set()
-        generator.single.release()
+        generator.permits.release()
         wait_until(lambda: look_up(server, queued.id).json()["status"] == "in_progress")
         generator.release()
         wait_until(lambda: sdk.responses.retrieve(queued.id).status == "completed")
@@ -261,7 +261,7 @@ def test_cancelling_ends_a_background_response() -> None:
     generator = FakeGenerator()
     with serving(load_chat=lambda: generator) as server:
         id = answered(respond(server, "long", background=True))["id"]
-        assert generator.said.wait(60)
+        assert generator.responded.wait(60)
         cancelled = answered(cancel(server, id))
         assert cancelled["status"] == "cancelled"
         assert cancelled["completed_at"] is None
@@ -288,7 +288,7 @@ def test_deleting_a_background_response_ends_it() -> None:
     generator = FakeGenerator()
     with serving(load_chat=lambda: generator) as server:
         id = answered(respond(server, "long", background=True))["id"]
-        assert generator.said.wait(60)
+        assert generator.responded.wait(60)
         assert delete(server, id).status_code == 200
         assert look_up(server, id).status_code == 404
         wait_until(lambda: generator.dropped == ["long"])

@@ -293,7 +293,7 @@ def test_a_client_that_leaves_ends_the_work(stream: bool) -> None:
         if stream:
             read_until(client, b"response.output_text.delta")
         else:
-            assert generator.said.wait(60)
+            assert generator.responded.wait(60)
         client.close()
         wait_until(lambda: generator.dropped == ["long"])
         wait_until(lambda: server.worker_client.queue.pending == 0)

@@ -1,4 +1,4 @@
-"""The prompts of questions: their tokens, and what is refused before anything is run."""
+"""The prompts of questions: their token ids, and requests that are refused before they run."""
 
 import inspect
 import json
@@ -36,7 +36,7 @@ from worker.text.chat_template.template import RenderedPrompt
         "mixed… “marks” — and é ü ñ, x_y z",
     ],
 )
-def test_the_tokens_are_those_of_each_prompt_as_a_whole(text: str) -> None:
+def test_the_token_ids_are_those_of_each_whole_prompt(text: str) -> None:
     asked = about(text, predicates(3))
     tokenizer = tiny_decisions.engine().runner.language.tokenizer
     for question, ids in zip(asked.questions, prompts_of(asked), strict=True):
@@ -50,7 +50,7 @@ def test_the_tokens_are_those_of_each_prompt_as_a_whole(text: str) -> None:
         assert [*ids] == whole["input_ids"]
 
 
-def test_the_users_last_words_go_on_with_the_question() -> None:
+def test_the_question_is_appended_to_the_last_user_message() -> None:
     user, assistant = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}
     assert decisions.with_question([assistant, user], "Q") == (
         assistant,
@@ -60,7 +60,7 @@ def test_the_users_last_words_go_on_with_the_question() -> None:
     assert decisions.with_question([user, assistant], "Q") == (user, assistant, asked)
 
 
-# ── what is refused ──
+# ── refusals ──
 
 
 def refused(asked: DecisionInput) -> InvalidInput:
@@ -69,25 +69,25 @@ def refused(asked: DecisionInput) -> InvalidInput:
     return caught.value
 
 
-def test_too_long_an_input_is_refused_by_name() -> None:
+def test_an_input_beyond_the_context_is_refused_by_name() -> None:
     for text in ("word " * 2000, "word " * 200_000):
         error = refused(about(text, predicates(1)))
         assert error.param == "input"
         assert "context holds 1024" in str(error)
 
 
-def test_too_long_a_question_is_refused_by_name() -> None:
+def test_a_question_beyond_the_context_is_refused_by_name() -> None:
     error = refused(about(STATE, [*predicates(2), *predicates(3, "word " * 1000)[2:]]))
     assert error.param == "questions[2]"
     assert "context holds 1024" in str(error)
 
 
-def test_what_all_questions_take_together_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tokens_of_all_questions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = about(STATE, predicates(10))
     prompts = prompts_of(asked)
     whole = sum(map(len, prompts))
-    for name, most in (("MAX_QUESTION_TOKENS", 300), ("MAX_PROMPT_TOKENS", whole - 1)):
-        monkeypatch.setattr(decisions, name, most)
+    for name, limit in (("MAX_QUESTION_TOKENS", 300), ("MAX_PROMPT_TOKENS", whole - 1)):
+        monkeypatch.setattr(decisions, name, limit)
         error = refused(asked)
         assert str(error.param).startswith("questions[")
         monkeypatch.undo()
@@ -103,8 +103,8 @@ def test_prompts_share_their_input() -> None:
     for prompt in prompts:
         whole, cut = [*prompt], len(prompt.shared)
         assert len(prompt) == len(whole) > cut
-        for at in (slice(cut), slice(3, cut + 2), slice(cut - 16, cut), slice(cut + 1, None)):
-            assert [*prompt[at]] == whole[at]
+        for part in (slice(cut), slice(3, cut + 2), slice(cut - 16, cut), slice(cut + 1, None)):
+            assert [*prompt[part]] == whole[part]
 
 
 def test_more_options_than_the_model_has_labels_are_refused() -> None:
@@ -116,7 +116,7 @@ def test_more_options_than_the_model_has_labels_are_refused() -> None:
     assert "at most 30" in str(error)
 
 
-def test_a_template_that_does_not_show_the_input_is_no_basis(
+def test_a_template_that_drops_the_input_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     generator = tiny_decisions.engine()
@@ -133,7 +133,7 @@ def test_a_template_that_does_not_show_the_input_is_no_basis(
 @pytest.mark.skipif(
     "sanitize_control_tokens"
     not in inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
-    reason="this version of the library knows of no control tokens",
+    reason="this version of transformers does not sanitize control tokens",
 )
 @pytest.mark.parametrize(
     "text",
@@ -145,7 +145,7 @@ def test_a_template_that_does_not_show_the_input_is_no_basis(
         "a <|assistant|",
     ],
 )
-def test_a_clients_control_tokens_are_text_as_for_the_library(text: str) -> None:
+def test_a_clients_control_tokens_are_text_as_in_transformers(text: str) -> None:
     tokenizer = tiny_decisions.engine().runner.language.tokenizer
     questions = (
         *predicates(1, text),
@@ -166,18 +166,18 @@ def test_a_clients_control_tokens_are_text_as_for_the_library(text: str) -> None
         assert ids.count(tokenizer.eos_token_id) == 1
 
 
-def test_no_escape_hides_control_tokens() -> None:
+def test_json_escapes_do_not_hide_control_tokens() -> None:
     call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": ""}
     deep: Any = 0
     for _ in range(400):
         deep = [deep]
-    given = {"a": "no</s>", "b": "é", "deep": deep}
-    call["arguments"] = json.dumps(given).replace("<", "\\u003c")
+    arguments_in = {"a": "no</s>", "b": "é", "deep": deep}
+    call["arguments"] = json.dumps(arguments_in).replace("<", "\\u003c")
     body = {"input": [call], "questions": [{"type": "predicate", "instructions": "b"}]}
     request = decode(body, DecisionRequest, lambda _: "tiny")
     [message] = request.decision_input().messages
     arguments = message["tool_calls"][0]["function"]["arguments"]
-    assert json.loads(arguments) == given
+    assert json.loads(arguments) == arguments_in
     assert "no</s>" in arguments
 
 
@@ -194,7 +194,7 @@ def nested(body: str, levels: int) -> SystemOneRequest:
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="what can be parsed is written there")
 @pytest.mark.parametrize(("body", "param"), [(STATE_DEEP, "state"), (LEVEL_DEEP, "questions.q")])
-def test_what_is_nested_too_deeply_is_refused_by_name(body: str, param: str) -> None:
+def test_deep_nesting_is_refused_by_name(body: str, param: str) -> None:
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(1000)  # Python's own, which torch's compiler raises
     try:
@@ -205,7 +205,7 @@ def test_what_is_nested_too_deeply_is_refused_by_name(body: str, param: str) -> 
     assert caught.value.param == param
 
 
-def test_a_level_that_is_nested_is_shown_as_it_is() -> None:
+def test_a_nested_level_is_returned_unchanged() -> None:
     named = nested(LEVEL_DEEP, 300)
     named.decision_input()
     shown = to_json(named.response([[0.5, 0.5]], UsageCounts()))

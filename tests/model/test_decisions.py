@@ -1,4 +1,4 @@
-"""Questions about one input: the library's own probabilities, for the price of one prompt."""
+"""Questions about one input: transformers' own probabilities, with the input run once."""
 
 import json
 from collections.abc import Sequence
@@ -47,17 +47,17 @@ KINDS: dict[str, Any] = {
 
 def serve(generator: GenerationEngine, *asked: DecisionInput) -> tuple[list[Served], Driver]:
     driver = Driver(generator)
-    served = [driver.add(WorkItem(each, float("inf"), 0.0)) for each in asked]
+    served = [driver.add(WorkItem(request, float("inf"), 0.0)) for request in asked]
     driver.finish()
     return served, driver
 
 
 def answers(generator: GenerationEngine, named: SystemOneRequest) -> dict[str, Any]:
     [served], _ = serve(generator, named.decision_input())
-    found = [delta.probabilities for delta in served.choices]
-    response: dict[str, Any] = json.loads(to_json(named.response(found, UsageCounts())))
-    decided: dict[str, Any] = response["answers"]
-    return decided
+    probabilities = [delta.probabilities for delta in served.choices]
+    response: dict[str, Any] = json.loads(to_json(named.response(probabilities, UsageCounts())))
+    decisions: dict[str, Any] = response["answers"]
+    return decisions
 
 
 def probabilities(generator: GenerationEngine, asked: DecisionInput) -> list[list[float]]:
@@ -66,49 +66,49 @@ def probabilities(generator: GenerationEngine, asked: DecisionInput) -> list[lis
 
 
 def library() -> Any:
-    """transformers' own pipeline, as its server makes it: of a chat model."""
+    """Return transformers' own pipeline, as its server creates it for a chat model."""
     path = tiny_decisions.folder()
     model = hf.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     return hf.pipeline("decision", model=model, tokenizer=hf.AutoTokenizer.from_pretrained(path))
 
 
-# ── the answers ──
+# ── probabilities ──
 
 
 @pytest.mark.parametrize("state", [STATE, "", {"order": [1, None, "é"], "paid": 2.50}, ["a", "b"]])
-def test_they_are_those_of_the_librarys_pipeline(state: Any) -> None:
+def test_probabilities_equal_those_of_the_transformers_pipeline(state: Any) -> None:
     pytest.importorskip("transformers.decision")
     expected = library()({"state": state, "questions": KINDS})
-    found = answers(tiny_decisions.engine(), read(KINDS, state))
-    assert list(found) == list(expected)
+    actual = answers(tiny_decisions.engine(), read(KINDS, state))
+    assert list(actual) == list(expected)
     for name, wanted in expected.items():
-        assert_alike(found[name], wanted)
+        assert_close(actual[name], wanted)
     spread = expected["letters"]["probabilities"].values()
-    assert max(spread) - min(spread) > 0.1, "a model without opinions proves nothing"
+    assert max(spread) - min(spread) > 0.1, "equal probabilities prove nothing"
 
 
-def assert_alike(found: Any, wanted: Any) -> None:
+def assert_close(actual: Any, wanted: Any) -> None:
     if isinstance(wanted, float):
-        assert found == pytest.approx(wanted, abs=1e-4)
+        assert actual == pytest.approx(wanted, abs=1e-4)
     elif isinstance(wanted, dict):
-        assert list(found) == list(wanted)
+        assert list(actual) == list(wanted)
         for key, value in wanted.items():
-            assert_alike(found[key], value)
+            assert_close(actual[key], value)
     else:
-        assert found == wanted
+        assert actual == wanted
 
 
 def test_probabilities_sum_to_one() -> None:
-    for each in probabilities(tiny_decisions.engine(), read(KINDS).decision_input()):
-        assert sum(each) == pytest.approx(1, abs=1e-6)
+    for row in probabilities(tiny_decisions.engine(), read(KINDS).decision_input()):
+        assert sum(row) == pytest.approx(1, abs=1e-6)
 
 
 def test_more_options_than_letters_get_pairs_of_them() -> None:
     criteria = {f"option {n}": None for n in range(30)}
     named = read({"q": {"type": "choice", "criteria": criteria}})
     generator = tiny_decisions.engine()
-    [found] = probabilities(generator, named.decision_input())
-    assert len(found) == 30
+    [row] = probabilities(generator, named.decision_input())
+    assert len(row) == 30
     tokenizer = generator.runner.language.tokenizer
     item = WorkItem(named.decision_input(), float("inf"), 0.0)
     generator.prepare(item)
@@ -119,7 +119,7 @@ def test_more_options_than_letters_get_pairs_of_them() -> None:
     assert labels[24:] == ["Y", "Z", "AB", "AC", "BA", "CD"]
 
 
-def test_an_answer_does_not_depend_on_the_other_questions() -> None:
+def test_probabilities_do_not_depend_on_the_other_questions() -> None:
     asked = [*predicates(30), *read(KINDS).decision_input().questions]
     together = probabilities(tiny_decisions.engine(), about(STATE, asked))
     backwards = probabilities(tiny_decisions.engine(), about(STATE, asked[::-1]))
@@ -129,50 +129,50 @@ def test_an_answer_does_not_depend_on_the_other_questions() -> None:
         assert other == pytest.approx(alone, abs=1e-5)
 
 
-def test_a_model_that_is_not_paged_answers_the_same() -> None:
+def test_an_unpaged_model_gives_the_same_probabilities() -> None:
     asked = about(STATE, predicates(5))
     paged = probabilities(tiny_decisions.engine(), asked)
     assert probabilities(tiny_decisions.cached(), asked) == [
-        pytest.approx(each, abs=1e-4) for each in paged
+        pytest.approx(row, abs=1e-4) for row in paged
     ]
 
 
-def test_where_yes_and_no_are_no_tokens_the_letters_answer() -> None:
+def test_letters_are_the_labels_where_yes_and_no_are_not_single_tokens() -> None:
     from tests import tiny_chat
 
     item = WorkItem(about("It rains.", predicates(1)), float("inf"), 0.0)
     generator = tiny_chat.engine()
     generator.prepare(item)
-    [verdict] = item.prepared
-    text = generator.runner.language.tokenizer.decode(verdict.prepared.ids)
+    [scores] = item.prepared
+    text = generator.runner.language.tokenizer.decode(scores.prepared.ids)
     assert "\nA: true\nB: false\nAnswer A or B only.</s>" in text
-    labels = generator.runner.language.tokenizer.convert_ids_to_tokens(verdict.prepared.labels)
+    labels = generator.runner.language.tokenizer.convert_ids_to_tokens(scores.prepared.labels)
     assert labels == ["A", "B"]
 
 
-# ── what they cost ──
+# ── cost ──
 
 
-def to_run(prompts: list[list[int]], known: Sequence[list[int]] = ()) -> list[int]:
-    """Of each, the tokens behind the blocks that it shares with any before."""
-    begun = {tuple(each[:end]) for each in known for end in range(BLOCK, len(each) + 1, BLOCK)}
+def uncached(prompts: list[list[int]], earlier: Sequence[list[int]] = ()) -> list[int]:
+    """Return each prompt's tokens behind the blocks that it shares with any before it."""
+    cached = {tuple(ids[:end]) for ids in earlier for end in range(BLOCK, len(ids) + 1, BLOCK)}
     counts = []
     for prompt in prompts:
         ends = range(BLOCK, len(prompt), BLOCK)
-        shared = [tuple(prompt[:end]) in begun for end in ends]
+        shared = [tuple(prompt[:end]) in cached for end in ends]
         counts.append(len(prompt) - [*shared, False].index(False) * BLOCK)
-        begun |= {tuple(prompt[:end]) for end in ends}
+        cached |= {tuple(prompt[:end]) for end in ends}
     return counts
 
 
 @pytest.mark.parametrize("budget", [64, 512])
-def test_the_input_is_run_once_and_each_question_behind_it(
+def test_the_input_is_run_once_for_all_questions(
     budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", {"cpu": budget})
     asked = about(STATE, predicates(100))
     prompts = prompts_of(asked)
-    whole, *others = to_run(prompts)
+    whole, *others = uncached(prompts)
     assert whole == len(prompts[0]) > 6 * BLOCK
     assert max(others) < 5 * BLOCK
     generator = tiny_decisions.engine(blocks=1200)
@@ -184,26 +184,26 @@ def test_the_input_is_run_once_and_each_question_behind_it(
     assert all(delta.tokens == 0 for delta in served.choices)
 
 
-def test_an_input_that_is_known_is_not_run_again() -> None:
+def test_a_cached_input_is_not_run_again() -> None:
     generator = tiny_decisions.engine(blocks=1200)
     first, again = about(STATE, predicates(10)), about(STATE, predicates(10, "another parcel"))
     serve(generator, first)
     prompts = prompts_of(again)
-    counts = to_run(prompts, prompts_of(first))
+    counts = uncached(prompts, prompts_of(first))
     [served], driver = serve(generator, again)
     assert driver.total("prefill_tokens") == sum(counts)
-    known = served.choices[0].cached_tokens
-    assert known == len(prompts[0]) - counts[0] > 5 * BLOCK
+    cached_tokens = served.choices[0].cached_tokens
+    assert cached_tokens == len(prompts[0]) - counts[0] > 5 * BLOCK
 
 
-def test_the_input_counts_once() -> None:
+def test_the_input_is_counted_once() -> None:
     [served], _ = serve(tiny_decisions.engine(), about(STATE, predicates(3)))
     prompts = prompts_of(about(STATE, predicates(3)))
     counted = [delta.prompt_tokens for delta in served.choices]
     assert counted[0] == len(prompts[0])
     assert counted[1] == counted[2] < counted[0] / 2
     assert served.choices[0].cached_tokens == 0
-    # beyond the input, it is known how all three begin
+    # beyond the input, all three questions start alike
     assert served.choices[1].cached_tokens == served.choices[2].cached_tokens < BLOCK
 
 
@@ -223,25 +223,25 @@ def test_a_chat_does_not_wait_for_many_questions(monkeypatch: pytest.MonkeyPatch
     assert len(many.choices) == 200
 
 
-def test_they_are_right_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probabilities_are_right_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", {"cpu": 48})
     asked = [about(STATE, predicates(20)), about(STATE[::-1], predicates(20))]
-    wanted = [probabilities(tiny_decisions.engine(), each) for each in asked]
+    wanted = [probabilities(tiny_decisions.engine(), one) for one in asked]
     served, _ = serve(tiny_decisions.engine(blocks=40), *asked)
-    for each, expected in zip(served, wanted, strict=True):
-        found = [list(delta.probabilities) for delta in each.choices]
-        assert found == [pytest.approx(one, abs=1e-5) for one in expected]
+    for result, expected in zip(served, wanted, strict=True):
+        rows = [list(delta.probabilities) for delta in result.choices]
+        assert rows == [pytest.approx(row, abs=1e-5) for row in expected]
 
 
-def test_numbers_that_are_none_fail_the_item() -> None:
+def test_nan_and_infinity_fail_the_item() -> None:
     assert label_logprobs(torch.tensor([0.0, float("nan"), 1.0]), [0, 1])[0].token == -1
     assert label_logprobs(torch.tensor([0.0, float("inf"), 1.0]), [0, 1])[0].token == -1
     generator = tiny_decisions.engine()
     embedding: Any = generator.runner.language.model.get_input_embeddings()
-    was = embedding.weight.data.clone()
+    original = embedding.weight.data.clone()
     embedding.weight.data.fill_(float("nan"))
     try:
         [served], _ = serve(generator, about(STATE, predicates(3)))
     finally:
-        embedding.weight.data.copy_(was)
+        embedding.weight.data.copy_(original)
     assert isinstance(served.error, ItemFailed)

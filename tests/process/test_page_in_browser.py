@@ -126,7 +126,7 @@ def test_a_stopped_call_is_left_out_of_the_history(page: Any) -> None:
     page.get_by_label("Tools").fill('[{"type": "function", "function": {"name": "weather"}}]')
     GENERATOR.one_by_one = True
     answer = send(page, "say !weather ={ =}")
-    GENERATOR.single.release(2)
+    GENERATOR.permits.release(2)
     answer.get_by_text("weather({").wait_for()
     page.keyboard.press("Escape")
     answer.get_by_text("stopped").wait_for()

@@ -266,21 +266,21 @@ def test_pipeline_batches_and_generation_steps_alternate(start: Callable[..., Be
     bench.generate("long")
     assert generator.stepped.acquire(timeout=60)
     bench.submit("a")  # during an endless generation
-    generator.single.release()
+    generator.permits.release()
     bench.wait_for(1)
     assert generator.stepped.acquire(timeout=60)
     assert bench.recorder.outcomes["a"] == ["A"]
     assert len(bench.recorder.steps) == 1
     bench.runner.gate.clear()
     bench.submit("b", "c")
-    generator.single.release()
+    generator.permits.release()
     assert bench.runner.entered.acquire(timeout=60)
     assert bench.runner.entered.acquire(timeout=60)  # the first was for "a"
     assert len(bench.recorder.steps) == 2
     bench.runner.gate.set()
     bench.wait_for(3)
     generator.one_by_one = False
-    generator.single.release()
+    generator.permits.release()
     generator.clear()
 
 
