@@ -1,8 +1,8 @@
-"""Tiny random-weight models with real tokenizers, made on the spot: no network, no files kept.
+"""Tiny random-weight models with real tokenizers, built on demand without network or kept files.
 
-Weights are drawn wide, so that outputs differ between inputs and a leak between sequences of
-a batch shows. `folder(name)` builds a model once per process and returns where it was saved.
-The answers of these models mean nothing.
+Weights have a wide distribution, so that outputs differ between inputs and a leak between sequences
+of a batch changes them. `folder(name)` builds a model once per process and returns its path. The
+outputs of these models mean nothing.
 """
 
 import os
@@ -28,7 +28,7 @@ from tests.tiny_tokenizers import (
     wordpiece,
 )
 
-hf: Any = importlib.import_module("transformers")  # half of it is not annotated
+hf: Any = importlib.import_module("transformers")  # mostly not annotated
 
 SMALL = {
     "hidden_size": 32,
@@ -67,25 +67,27 @@ def folder(name: str) -> Path:
 def encoder(
     config: Any, head: str, tokenizer: Callable[[], Any] = bert_tokenizer, **more: Any
 ) -> Any:
-    """A builder for `AutoModelFor<head>` (or `AutoModel`) of a config class."""
+    """Return a builder of `AutoModelFor<head>` (or `AutoModel`) for a config class."""
 
     def build() -> list[Any]:
-        made = tokenizer()
-        sizes = {"vocab_size": len(made), "max_position_embeddings": LIMIT, **SMALL}
+        text_tokenizer = tokenizer()
+        pad_token_id = text_tokenizer.pad_token_id
+        sizes = {"vocab_size": len(text_tokenizer), "max_position_embeddings": LIMIT, **SMALL}
         auto = getattr(hf, f"AutoModelFor{head}" if head else "AutoModel")
-        return [auto.from_config(config(pad_token_id=made.pad_token_id, **{**sizes, **more})), made]
+        model = auto.from_config(config(pad_token_id=pad_token_id, **{**sizes, **more}))
+        return [model, text_tokenizer]
 
     return build
 
 
 def decoder(config: Any, head: str, pads: bool = True, **more: Any) -> Any:
     def build() -> list[Any]:
-        made = llama_tokenizer()
-        made.pad_token = made.pad_token if pads else None
-        sizes = {**SMALL, "vocab_size": len(made), "max_position_embeddings": 256}
+        tokenizer = llama_tokenizer()
+        tokenizer.pad_token = tokenizer.pad_token if pads else None
+        sizes = {**SMALL, "vocab_size": len(tokenizer), "max_position_embeddings": 256}
         ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2 if pads else None}
         auto = getattr(hf, f"AutoModelFor{head}" if head else "AutoModel")
-        return [auto.from_config(config(**{**sizes, **ids, **more})), made]
+        return [auto.from_config(config(**{**sizes, **ids, **more})), tokenizer]
 
     return build
 
@@ -99,7 +101,7 @@ MODERN: dict[str, Any] = {
     "sep_token_id": 3,
     "bos_token_id": 2,
     "eos_token_id": 3,
-    # ModernBERT's own initialisation is narrower than the range given, by depth
+    # ModernBERT narrows its initialization by depth
     "initializer_range": 2.0,
     "initializer_cutoff_factor": 4.0,
 }
@@ -133,7 +135,7 @@ def tapas() -> list[Any]:
     return [hf.TapasForQuestionAnswering(config), tokenizer]
 
 
-# ── images and sound ──
+# ── images and audio ──
 
 
 def vit() -> list[Any]:
@@ -169,7 +171,7 @@ def wav2vec2(classify: bool) -> list[Any]:
 
 
 def whisper() -> list[Any]:
-    """Takes two seconds at a time; longer sound goes through its own long-form generation."""
+    """A model of 2-second windows; longer audio needs its long-form generation."""
     tasks = ["<|translate|>", "<|transcribe|>", "<|startoflm|>", "<|startofprev|>"]
     special = ["<|startoftranscript|>", "<|en|>", "<|de|>", *tasks, "<|nospeech|>"]
     special.append("<|notimestamps|>")

@@ -1,5 +1,7 @@
-"""A tiny random-weight model with a Qwen-style chat template: it can think and call tools, and
-means nothing by either. Its tokenizer carries no response template, unless asked to."""
+"""A tiny random-weight model with a Qwen-style chat template, which has reasoning and tool calls.
+
+Its outputs mean nothing. Its tokenizer has no response template.
+"""
 
 import tempfile
 from functools import cache
@@ -19,7 +21,7 @@ from worker.model.language_model import GeneratorOptions
 from worker.model.paged_runner import PagedRunner
 
 ORDINARY = Sampling(temperature=1.0, seed=1)
-MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+DELIMITERS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 TEMPLATE = """
 {%- for tool in (tools or [])[:2] -%}
     {{- tool.function.name[:8] -}}
@@ -51,14 +53,16 @@ CONTEXT = 1024
 _root = tempfile.TemporaryDirectory(prefix="tiny-chat-")
 
 
-def tokenizer(template: str = TEMPLATE, marks: list[str] = MARKS) -> Any:
-    made = llama_tokenizer(template)
-    made.add_tokens([hf.AddedToken(mark, normalized=False, special=False) for mark in marks])
-    made.model_max_length = CONTEXT
-    return made
+def tokenizer(template: str = TEMPLATE, delimiters: list[str] = DELIMITERS) -> Any:
+    chat_tokenizer = llama_tokenizer(template)
+    chat_tokenizer.add_tokens(
+        [hf.AddedToken(text, normalized=False, special=False) for text in delimiters]
+    )
+    chat_tokenizer.model_max_length = CONTEXT
+    return chat_tokenizer
 
 
-# One that takes no null beside calls, and no ids but of nine letters.
+# A template that accepts no null content beside tool calls, and only ids of nine letters.
 STRICT = TEMPLATE.replace(
     '{{- message.content or "" -}}',
     """{{- "" + message.content -}}
@@ -73,12 +77,12 @@ STRICT = TEMPLATE.replace(
 def folder(config: str = "LlamaConfig", template: str = TEMPLATE) -> Path:
     path = Path(_root.name) / f"{config}-{'strict' if template == STRICT else 'plain'}"
     torch.manual_seed(3)
-    made = tokenizer(template)
-    sizes = {**SMALL, "vocab_size": len(made), "max_position_embeddings": CONTEXT}
+    chat_tokenizer = tokenizer(template)
+    sizes = {**SMALL, "vocab_size": len(chat_tokenizer), "max_position_embeddings": CONTEXT}
     ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
     model = hf.AutoModelForCausalLM.from_config(getattr(hf, config)(**{**sizes, **ids}))
     model.save_pretrained(path)
-    made.save_pretrained(path)
+    chat_tokenizer.save_pretrained(path)
     return path
 
 
@@ -94,20 +98,20 @@ def _loaded() -> GenerationEngine:
 
 
 def engine(speculation: str = "auto", blocks: int = 400) -> GenerationEngine:
-    """A fresh one, of a model that is loaded once."""
-    chosen = GeneratorOptions("", speculation=speculation)
-    runner = PagedRunner(_loaded().runner.language, blocks, CONTEXT, chosen.max_running)
-    made = paged_engine(runner, chosen)
-    # One process tries the grammars of all.
-    made.input_processor.constraint_builder.grammars = (
+    """Return a new engine of a model that is loaded once."""
+    engine_options = GeneratorOptions("", speculation=speculation)
+    runner = PagedRunner(_loaded().runner.language, blocks, CONTEXT, engine_options.max_running)
+    generator = paged_engine(runner, engine_options)
+    # all engines share one sandbox process
+    generator.input_processor.constraint_builder.grammars = (
         _loaded().input_processor.constraint_builder.grammars
     )
-    return made
+    return generator
 
 
 @cache
 def plain_engine() -> GenerationEngine:
-    """One whose template knows neither thinking nor tools."""
+    """Return an engine whose template has neither reasoning nor tools."""
     return loaded("llama")
 
 

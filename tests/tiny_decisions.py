@@ -1,4 +1,4 @@
-"""A tiny random model with opinions: its labels are tokens, and their probabilities differ."""
+"""A tiny random model for decisions: labels are tokens, and their probabilities differ."""
 
 import tempfile
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ _root = tempfile.TemporaryDirectory(prefix="tiny-decisions-")
 def folder() -> Path:
     path = Path(_root.name) / "tiny"
     torch.manual_seed(7)
-    tokenizer = tiny_chat.tokenizer(marks=[*tiny_chat.MARKS, "Yes", "No", *PAIRS])
+    tokenizer = tiny_chat.tokenizer(delimiters=[*tiny_chat.DELIMITERS, "Yes", "No", *PAIRS])
     sizes = {**SMALL, "vocab_size": len(tokenizer), "max_position_embeddings": tiny_chat.CONTEXT}
     ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
     config = hf.LlamaConfig(**{**sizes, **ids, "initializer_range": 0.3})
@@ -50,28 +50,30 @@ def _options() -> GeneratorOptions:
 
 
 def engine(blocks: int = 400, max_running: int = 256) -> GenerationEngine:
-    """As new; those of the same size are one."""
-    made = _made(blocks, max_running)
-    made.clear()
-    made._budget = PrefillBudget("cpu")
-    return made
+    """Return a cleared engine, shared by calls with the same sizes."""
+    generator = _engine(blocks, max_running)
+    generator.clear()
+    generator._budget = PrefillBudget("cpu")
+    return generator
 
 
 @cache
-def _made(blocks: int, max_running: int) -> GenerationEngine:
+def _engine(blocks: int, max_running: int) -> GenerationEngine:
     options = GeneratorOptions("", max_running=max_running)
-    room = min(tiny_chat.CONTEXT, blocks * BLOCK)
-    return paged_engine(PagedRunner(_loaded().runner.language, blocks, room, max_running), options)
+    length = min(tiny_chat.CONTEXT, blocks * BLOCK)
+    return paged_engine(
+        PagedRunner(_loaded().runner.language, blocks, length, max_running), options
+    )
 
 
 def cached() -> GenerationEngine:
-    """On the model's own cache, where prompts share nothing."""
+    """Return an engine on the model's own cache, where prompts share no prefix."""
     language = load_language_model(_options())
     runner = CachedRunner(language)
-    return cached_engine(runner, GeneratorOptions(""), "so it is tried")
+    return cached_engine(runner, GeneratorOptions(""), "a test asks for it")
 
 
-# ── what is asked ──
+# ── questions ──
 
 
 def read(questions: Any, state: Any = STATE) -> SystemOneRequest:
@@ -89,7 +91,7 @@ def about(text: str, questions: Sequence[Question]) -> DecisionInput:
     return DecisionInput(({"role": "user", "content": text},), tuple(questions))
 
 
-def prompts_of(asked: DecisionInput) -> list[list[int]]:
-    item = WorkItem(asked, float("inf"), 0.0)
+def prompts_of(decision: DecisionInput) -> list[list[int]]:
+    item = WorkItem(decision, float("inf"), 0.0)
     engine().prepare(item)
     return [verdict.prepared.ids for verdict in item.prepared]

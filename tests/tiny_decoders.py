@@ -1,7 +1,7 @@
-"""Tiny random-weight language models of many architectures, made like those of tiny.py.
+"""Tiny random-weight language models of many architectures, built like those of tiny.py.
 
-Windows and chunks are 8 tokens, so that short prompts exceed them; where an architecture mixes
-kinds of layers there is one of each. The answers of these models mean nothing.
+Windows and chunks are 8 tokens, so that short prompts exceed them. An architecture with several
+layer types has one layer of each. The outputs of these models mean nothing.
 """
 
 import tempfile
@@ -34,20 +34,21 @@ def folder(name: str) -> Path:
 
 
 def decoder(config: str, **more: Any) -> Callable[[], list[Any]]:
-    """A builder for the causal language model of a config class."""
+    """Return a builder of the causal language model for a config class."""
 
     def build() -> list[Any]:
         tokenizer = llama_tokenizer()
         sizes = {**SMALL, "vocab_size": len(tokenizer), "max_position_embeddings": CONTEXT}
         ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-        made = getattr(hf, config)(**{**sizes, **ids, **more})
-        return [_lively(hf.AutoModelForCausalLM.from_config(made)), tokenizer]
+        settings = getattr(hf, config)(**{**sizes, **ids, **more})
+        model = hf.AutoModelForCausalLM.from_config(settings)
+        return [_with_random_vectors(model), tokenizer]
 
     return build
 
 
-def _lively(model: Any) -> Any:
-    """What classes initialise to a constant gets values too: biases, scales, attention sinks."""
+def _with_random_vectors(model: Any) -> Any:
+    """Randomize parameters that classes set to a constant: biases, scales, attention sinks."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
@@ -147,7 +148,7 @@ BUILDERS: dict[str, Callable[[], list[Any]]] = {
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     ),
 }
-# What does not run on paged memory, each for a reason of its own.
+# Models that do not run on a paged cache.
 UNPAGED: dict[str, Callable[[], list[Any]]] = {
     "bloom": decoder("BloomConfig", n_layer=2, n_head=4),
     "falcon-alibi": decoder("FalconConfig", alibi=True),
@@ -176,23 +177,26 @@ LONG_ROPES: dict[str, Callable[[], list[Any]]] = {
         },
     ),
 }
-# Longer than the prompts of the check at load.
+# Windows longer than the prompts of the check at load.
 WIDE: dict[str, Callable[[], list[Any]]] = {
     name: decoder(config, **GROUPED, **more, sliding_window=320, max_position_embeddings=1024)
     for name, config, more in (
         ("mistral-wide", "MistralConfig", {}),
         ("phi3-wide", "Phi3Config", {}),
         ("gemma2-wide", "Gemma2Config", {"head_dim": 8, "layer_types": MIXED}),
-        # masks its window, but does not tell its layers
+        # masks its window, and does not pass it to the attention function
         ("phimoe-wide", "PhimoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-        # has one in its configuration, and makes no use of it
+        # has a window in its configuration, and ignores it
         ("llama-wide", "LlamaConfig", {}),
     )
 }
 
 
 def skip_where_capping_is_ignored(name: str) -> None:
-    """By the library itself, as transformers 5.17 does in Gemma 2's sdpa: it is not paged then."""
+    """Skip the test if transformers' sdpa ignores soft-capping, which keeps a model from paging.
+
+    transformers 5.17 does so for Gemma 2.
+    """
     model = hf.AutoModelForCausalLM.from_pretrained(folder(name))
     if getattr(model.config, "attn_logit_softcapping", None) is None:
         return
@@ -202,7 +206,7 @@ def skip_where_capping_is_ignored(name: str) -> None:
         with torch.inference_mode():
             logits.append(model(torch.arange(1, 40)[None], use_cache=False).logits)
     if not torch.allclose(logits[0], logits[1], atol=1e-3):
-        pytest.skip("the library's own sdpa forward ignores capping")
+        pytest.skip("transformers' sdpa forward ignores soft-capping")
 
 
 WINDOWED = ("mistral", "gemma2", "gemma3", "starcoder2", "cohere2", "gpt-oss")

@@ -1,6 +1,6 @@
 """Tiny checkpoints for embeddings and reranking, with the files that sentence-transformers writes.
 
-Weights are random (tests/tiny.py); what the files say of pooling and layers is the test's choice.
+Weights are random (tests/tiny.py). A test chooses the pooling and the layers.
 """
 
 import importlib
@@ -18,14 +18,14 @@ from tests.tiny_tokenizers import LIMIT, roberta_tokenizer
 from worker.embedding.embedder import Embedder
 from worker.embedding.loading import ScoringOptions, load_embedder
 
-hf: Any = importlib.import_module("transformers")  # half of it is not annotated
+hf: Any = importlib.import_module("transformers")  # mostly not annotated
 OLD, NEW = "sentence_transformers.models.", "sentence_transformers.sentence_transformer.modules."
 
 QWEN3: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 8}
 
 
-def asked() -> list[Any]:
-    """A decoder whose context has room for a long question."""
+def long_context_decoder() -> list[Any]:
+    """Build a decoder whose context fits a long query."""
     model, tokenizer = tiny.decoder(
         hf.Qwen3Config, "CausalLM", max_position_embeddings=2048, **QWEN3
     )()
@@ -41,7 +41,7 @@ tiny.BUILDERS |= {
         hf.DebertaV2Config, "", relative_attention=True, pos_att_type=["p2c", "c2p"]
     ),
     "qwen3-base": tiny.decoder(hf.Qwen3Config, "", **QWEN3),
-    "qwen3-lm": asked,
+    "qwen3-lm": long_context_decoder,
     "bert-rank": tiny.encoder(hf.BertConfig, "SequenceClassification", num_labels=1),
     "modernbert-rank": tiny.encoder(
         hf.ModernBertConfig, "SequenceClassification", num_labels=1, **tiny.MODERN
@@ -65,12 +65,14 @@ def checkpoint(
     prefix: str = OLD,
     **config: Any,
 ) -> Path:
-    """A copy of a tiny model with its modules; `layers` are class names, `config` goes into
-    config.json."""
+    """Copy a tiny model and write its modules.
+
+    `layers`: class names of further modules; `config`: settings to change in config.json.
+    """
     shutil.copytree(tiny.folder(base), folder)
     if config:
-        known = json.loads((folder / "config.json").read_text())
-        write(folder, "config.json", known | config)
+        settings = json.loads((folder / "config.json").read_text())
+        write(folder, "config.json", settings | config)
     names = ["Transformer", "Pooling", *layers]
     modules = [
         {"idx": n, "name": str(n), "path": f"{n}_{name}" if n else "", "type": prefix + name}
@@ -86,19 +88,19 @@ def checkpoint(
     return folder
 
 
-def dense(folder: Path, place: str, out: int, activation: str, as_bin: bool = False) -> Any:
-    """Writes a layer; returns it as a function."""
+def dense(folder: Path, module: str, out: int, activation: str, as_bin: bool = False) -> Any:
+    """Write a dense layer and return it."""
     linear = torch.nn.Linear(32, out)
     write(
         folder,
-        f"{place}/config.json",
+        f"{module}/config.json",
         {"in_features": 32, "out_features": out, "bias": True, "activation_function": activation},
     )
     state = {f"linear.{name}": value for name, value in linear.state_dict().items()}
     if as_bin:
-        torch.save(state, folder / place / "pytorch_model.bin")
+        torch.save(state, folder / module / "pytorch_model.bin")
     else:
-        save_file(state, folder / place / "model.safetensors")
+        save_file(state, folder / module / "model.safetensors")
     return linear
 
 
@@ -108,7 +110,7 @@ def load(folder: Path, **options: Any) -> Embedder:
 
 @torch.no_grad()
 def states(base: str, text: str) -> Any:
-    """What the model alone makes of a text: [tokens, H]."""
+    """Return the model's hidden states [tokens, H] of a text."""
     model = hf.AutoModel.from_pretrained(tiny.folder(base)).eval()
     tokenizer = hf.AutoTokenizer.from_pretrained(tiny.folder(base))
     return model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0]

@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that models come with, learned from a few sentences."""
+"""Small tokenizers of the usual kinds, trained on a few sentences."""
 
 import importlib
 import json
@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-hf: Any = importlib.import_module("transformers")  # half of it is not annotated
+hf: Any = importlib.import_module("transformers")  # mostly not annotated
 
 SENTENCES = (
     "The capital of France is Paris, and the capital of Japan is Tokyo.",
@@ -57,7 +57,7 @@ def bert_tokenizer(limit: int = LIMIT) -> Any:
 
 def roberta_tokenizer() -> Any:
     vocab, merges = byte_bpe("<s>", "<pad>", "</s>", "<unk>", "<mask>")
-    return hf.RobertaTokenizer(vocab=vocab, merges=merges)  # the model alone knows the limit
+    return hf.RobertaTokenizer(vocab=vocab, merges=merges)  # only the model has the limit
 
 
 def llama_tokenizer(template: str | None = CHATML) -> Any:

@@ -1,4 +1,4 @@
-"""A checkpoint that lacks what its task's answers depend on is not served with random weights."""
+"""A checkpoint without weights that its task's outputs depend on is an error."""
 
 import shutil
 from collections.abc import Callable
@@ -23,10 +23,10 @@ def load(task: str, path: Path | str) -> Any:
 
 
 def copy_without(model: str, auto: str, path: Path, drop: Callable[[str], bool]) -> Path:
-    """The model's checkpoint, less some of its weights."""
-    made = getattr(hf, auto).from_pretrained(tiny.folder(model))
-    kept = {name: value for name, value in made.state_dict().items() if not drop(name)}
-    made.save_pretrained(path, state_dict=kept)
+    """Copy the model's checkpoint without some of its weights."""
+    loaded = getattr(hf, auto).from_pretrained(tiny.folder(model))
+    kept = {name: value for name, value in loaded.state_dict().items() if not drop(name)}
+    loaded.save_pretrained(path, state_dict=kept)
     for file in tiny.folder(model).iterdir():
         if not (path / file.name).exists():
             shutil.copy(file, path)
@@ -34,7 +34,7 @@ def copy_without(model: str, auto: str, path: Path, drop: Callable[[str], bool])
 
 
 @pytest.mark.parametrize(
-    ("task", "model", "says"),
+    ("task", "model", "message"),
     [
         ("fill-mask", "bert-nli", r"weights for cls\..* and \d more; its architecture, BertForSeq"),
         ("text-classification", "bert-mlm", r"classifier.bias.*PIPELINE_TASK=fill-mask"),
@@ -44,12 +44,14 @@ def copy_without(model: str, auto: str, path: Path, drop: Callable[[str], bool])
         ("image-classification", "vit-base", "weights for classifier.bias"),
     ],
 )
-def test_a_model_without_the_head_of_its_task_is_refused(task: str, model: str, says: str) -> None:
-    with pytest.raises(LoadingFailed, match=f"not made for {task}: .*{says}"):
+def test_a_model_without_the_head_of_its_task_is_an_error(
+    task: str, model: str, message: str
+) -> None:
+    with pytest.raises(LoadingFailed, match=f"not made for {task}: .*{message}"):
         load(task, tiny.folder(model))
 
 
-def test_a_detector_that_would_find_nothing_is_refused(tmp_path: Path) -> None:
+def test_a_detector_without_its_class_head_is_an_error(tmp_path: Path) -> None:
     path = copy_without(
         "yolos", "AutoModelForObjectDetection", tmp_path, lambda name: "class_labels" in name
     )
@@ -58,7 +60,7 @@ def test_a_detector_that_would_find_nothing_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("task", ["fill-mask", "feature-extraction"])
-def test_weights_that_no_answer_depends_on_may_be_missing(task: str) -> None:
+def test_weights_that_no_output_depends_on_may_be_missing(task: str) -> None:
     """A masked language model has no pooler."""
     assert load(task, tiny.folder("bert-mlm")).info.task == task
 
@@ -68,24 +70,24 @@ def test_a_tied_weight_is_not_missing() -> None:
     assert model.lm_head.weight is model.transformer.wte.weight
     names = {"lm_head.weight": "lm_head.weight"}
 
-    def answer() -> bytes:
-        raise AssertionError("there is nothing to try")
+    def run() -> bytes:
+        raise AssertionError("the model need not run")
 
-    assert not missing_weights_matter(model, names, answer)
+    assert not missing_weights_matter(model, names, run)
 
 
-def test_weights_of_another_shape_are_refused_with_both(tmp_path: Path) -> None:
-    made = hf.AutoModelForSequenceClassification.from_pretrained(tiny.folder("bert-classify"))
-    weights = made.state_dict()
+def test_weights_of_another_shape_are_an_error_with_both_shapes(tmp_path: Path) -> None:
+    model = hf.AutoModelForSequenceClassification.from_pretrained(tiny.folder("bert-classify"))
+    weights = model.state_dict()
     weights["classifier.weight"] = torch.zeros(5, 32)
-    made.save_pretrained(tmp_path, state_dict=weights)
+    model.save_pretrained(tmp_path, state_dict=weights)
     hf.AutoTokenizer.from_pretrained(tiny.folder("bert-classify")).save_pretrained(tmp_path)
-    says = r"classifier.weight \(it has \(5, 32\) where config.json says \(3, 32\)\)"
-    with pytest.raises(LoadingFailed, match=says):
+    message = r"classifier.weight \(it has \(5, 32\) where config.json says \(3, 32\)\)"
+    with pytest.raises(LoadingFailed, match=message):
         load("text-classification", tmp_path)
 
 
-def test_what_was_tried_is_put_back() -> None:
+def test_weights_are_restored_after_the_check() -> None:
     model = hf.AutoModelForSequenceClassification.from_pretrained(tiny.folder("bert-classify"))
     before = model.classifier.weight.clone()
     assert missing_weights_matter(
@@ -94,25 +96,25 @@ def test_what_was_tried_is_put_back() -> None:
     assert torch.equal(model.classifier.weight, before)
 
 
-def test_the_library_is_left_as_it_was() -> None:
-    own = vars(PreTrainedModel)["from_pretrained"]
+def test_from_pretrained_is_restored_after_loading() -> None:
+    original = vars(PreTrainedModel)["from_pretrained"]
     with pytest.raises(LoadingFailed):
         load("fill-mask", "/no/such/folder")
-    assert vars(PreTrainedModel)["from_pretrained"] is own
+    assert vars(PreTrainedModel)["from_pretrained"] is original
 
 
 # ── the chat model ──
 
 
 @pytest.mark.parametrize(
-    ("model", "says"),
+    ("model", "message"),
     [
         ("bert-mlm", "its tokens depend on those that follow; its architecture, BertForMaskedLM,"),
         ("bert-nli", "its checkpoint has no weights for cls"),
         ("llama-classify", r"no weights for lm_head.weight; .*PIPELINE_TASK=text-classification"),
     ],
 )
-def test_a_chat_model_that_was_not_made_for_text_is_refused(model: str, says: str) -> None:
+def test_a_chat_model_that_does_not_generate_text_is_an_error(model: str, message: str) -> None:
     options = GeneratorOptions(str(tiny.folder(model)), dtype="float32", device="cpu")
-    with pytest.raises(LoadingFailed, match=f"not made to generate text: .*{says}"):
+    with pytest.raises(LoadingFailed, match=f"not made to generate text: .*{message}"):
         load_language_model(options)

@@ -1,4 +1,4 @@
-"""Weights that take long are told of in lines of the log."""
+"""The progress of loading weights appears in the log, in place of progress bars."""
 
 import logging
 
@@ -8,7 +8,7 @@ from transformers.utils import logging as transformers_log
 from worker.model.loading import install_progress_log, log_progress
 
 
-def test_a_line_every_few_seconds(
+def test_progress_is_logged_every_few_seconds(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = 0.0
@@ -23,7 +23,7 @@ def test_a_line_every_few_seconds(
     ]
 
 
-def test_transformers_draws_no_bars(capfd: pytest.CaptureFixture[str]) -> None:
+def test_transformers_shows_no_progress_bars(capfd: pytest.CaptureFixture[str]) -> None:
     before = transformers_log.set_tqdm_hook(None)
     try:
         install_progress_log()

@@ -82,8 +82,8 @@ class CacheSlot(NamedTuple):
 class CachedRunner:
     """Runs batches by the model's own forward.
 
-    `max_model_len`: tokens of the longest sequence. `batching` and `uses_cache` are what the check
-    found.
+    `max_model_len`: tokens of the longest sequence. `batching` and `uses_cache`: results of
+    the check.
     """
 
     compile_state: Literal["running", "done", "off"] = "off"

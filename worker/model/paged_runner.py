@@ -100,7 +100,7 @@ class PagedRunner:
 
     def _run_multimodal(self, batch: Batch, sampled: Tensor | None) -> Tensor:
         """Run a batch with image tokens through a decoder hook: the compiled model's if only
-        embeddings are injected, which is what was checked."""
+        embeddings are injected, as in its check."""
         backend = BidirectionalMetadata if has_bidirectional_spans(batch) else self.metadata
         metadata = backend(self.cache, batch)
         positions = to_device(multimodal_position_ids(batch).numpy(), self.cache.device)

@@ -41,17 +41,17 @@ void check_blocks(const Span& span, const Tensor& tables, int64_t blocks) {
 void begin_step(
     at::TensorList keys, at::TensorList values, const Tensor& layers, const Tensor& spans,
     const Tensor& tables) {
-  Step begun;
+  Step next;
   const double* layer = layers.const_data_ptr<double>();
   for (size_t n = 0; n < keys.size(); ++n, layer += 3)
-    begun.layers.push_back({keys[n], values[n], int64_t(layer[0]), {layer[1], layer[2]}});
+    next.layers.push_back({keys[n], values[n], int64_t(layer[0]), {layer[1], layer[2]}});
   const int64_t* span = spans.const_data_ptr<int64_t>();
   for (int64_t n = 0; n < spans.size(0); ++n, span += 4)
-    begun.spans.push_back(
+    next.spans.push_back(
         {span[0], span[1], span[2], tables.const_data_ptr<int32_t>() + span[3]});
-  for (const Span& span : begun.spans) check_blocks(span, tables, begun.layers.at(0).keys.size(0));
-  begun.tables = tables;
-  step = std::move(begun);
+  for (const Span& span : next.spans) check_blocks(span, tables, next.layers.at(0).keys.size(0));
+  next.tables = tables;
+  step = std::move(next);
 }
 
 void end_step() { step.reset(); }
@@ -120,7 +120,7 @@ void check_cache(const Tensor& x, const Tensor& cache) {
 }
 
 // query, key, value [1, heads, T, size] → [1, T, heads, size]. Writes keys and values to the cache.
-// Without a begun step, as in steps that another backend runs, calls the Python implementation.
+// Without a step from begin_step, as in steps that another backend runs, calls the Python implementation.
 Tensor paged_attention(
     const Tensor& query, const Tensor& key, const Tensor& value,
     const std::optional<Tensor>& sinks, int64_t layer, double scale, int64_t window,
