@@ -1,4 +1,4 @@
-"""A model by its name on a hub: fetched with the token, served without the hub, or refused."""
+"""Models by their hub id: fetched with the token, served offline, or refused."""
 
 from pathlib import Path
 
@@ -18,29 +18,29 @@ def cache(tmp_path: Path) -> dict[str, str]:
     return {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
 
 
-def ready(*words: str, **environment: str) -> str:
-    """What a start says until it is ready."""
-    with process([*SERVER, "--port", "0", *words], **environment) as child:
-        said = []
+def log_until_ready(*args: str, **environment: str) -> str:
+    """Start a server; return its log until it is ready."""
+    with process([*SERVER, "--port", "0", *args], **environment) as child:
+        lines = []
         for line in pipe(child.stderr):
-            said.append(line)
+            lines.append(line)
             if " ready " in line:
                 break
-        return "".join(said)
+        return "".join(lines)
 
 
 @pytest.mark.slow
 def test_a_model_is_fetched_with_the_token_and_then_served_offline(cache: dict[str, str]) -> None:
-    with serving_hub(MODEL, ROOT / "worker/demo/fill-mask", TOKEN["HF_TOKEN"]) as made:
-        said = ready(MODEL, **cache, **TOKEN, **made.environment)
-    assert " ready " in said, said
-    assert f"GET /{MODEL}/resolve/main/model.safetensors" in made.requests
-    offline = made.environment | cache | {"HF_HUB_OFFLINE": "1"}  # and the hub is gone
-    assert " ready " in ready(MODEL, **offline)
+    with serving_hub(MODEL, ROOT / "worker/demo/fill-mask", TOKEN["HF_TOKEN"]) as hub:
+        log = log_until_ready(MODEL, **cache, **TOKEN, **hub.environment)
+    assert " ready " in log, log
+    assert f"GET /{MODEL}/resolve/main/model.safetensors" in hub.requests
+    offline = hub.environment | cache | {"HF_HUB_OFFLINE": "1"}  # the hub has stopped
+    assert " ready " in log_until_ready(MODEL, **offline)
 
 
 @pytest.mark.parametrize(
-    ("model", "environment", "says"),
+    ("model", "environment", "message"),
     [
         ("a/missing", TOKEN, "the hub has no such model, or HF_TOKEN has no access to it"),
         ("a/gated", TOKEN, "the model is gated, and HF_TOKEN has no access to it"),
@@ -48,16 +48,16 @@ def test_a_model_is_fetched_with_the_token_and_then_served_offline(cache: dict[s
         (MODEL, {"HF_HUB_OFFLINE": "1"}, "it is not in the cache, and HF_HUB_OFFLINE is set"),
     ],
 )
-def test_what_cannot_be_fetched_is_said_in_a_line(
-    model: str, environment: dict[str, str], says: str, cache: dict[str, str]
+def test_a_model_that_cannot_be_fetched_is_refused_in_one_line(
+    model: str, environment: dict[str, str], message: str, cache: dict[str, str]
 ) -> None:
-    with serving_hub(MODEL, ROOT / "worker/demo/fill-mask", TOKEN["HF_TOKEN"]) as made:
-        done = run([*SERVER, model], **{**made.environment, **cache, **environment})
-    assert_refused(done, f"MODEL={model!r}: ", says)
+    with serving_hub(MODEL, ROOT / "worker/demo/fill-mask", TOKEN["HF_TOKEN"]) as hub:
+        done = run([*SERVER, model], **{**hub.environment, **cache, **environment})
+    assert_refused(done, f"MODEL={model!r}: ", message)
     assert done.stderr.count("\n") == 1
 
 
-def test_a_model_that_cannot_be_loaded_says_what_the_hub_said() -> None:
+def test_the_error_of_a_load_includes_the_hubs_reason() -> None:
     def load() -> None:
         try:
             raise LocalEntryNotFoundError("offline")

@@ -1,4 +1,4 @@
-"""scripts/install does nothing where what is wanted has been installed: pip is not asked again."""
+"""scripts/install calls pip only if requirements have changed."""
 
 import os
 import shutil
@@ -12,9 +12,9 @@ TOOLS = ("bash", "sh", "dirname", "grep", "touch")  # without npm
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Path:
-    """Whose Python writes down that it was called."""
-    scripts, programs, tools = (tmp_path / each for each in ("scripts", ".venv/bin", "tools"))
+def checkout(tmp_path: Path) -> Path:
+    """Return a checkout whose Python records its calls."""
+    scripts, programs, tools = (tmp_path / name for name in ("scripts", ".venv/bin", "tools"))
     for folder in (scripts, programs, tools):
         folder.mkdir(parents=True)
     for name in TOOLS:
@@ -30,29 +30,29 @@ def house(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def calls(house: Path, *words: str) -> list[str]:
-    """What Python was called with."""
-    called = house / "called"
+def calls(checkout: Path, *args: str) -> list[str]:
+    """Run scripts/install; return the calls of Python."""
+    called = checkout / "called"
     called.unlink(missing_ok=True)
     subprocess.run(
-        ["scripts/install", *words], cwd=house, env={"PATH": str(house / "tools")}, check=True
+        ["scripts/install", *args], cwd=checkout, env={"PATH": str(checkout / "tools")}, check=True
     )
     return called.read_text().splitlines() if called.exists() else []
 
 
-def test_what_was_installed_for_development_runs(house: Path) -> None:
-    assert len(calls(house, "dev")) == 2
-    assert calls(house, "dev") == calls(house) == []
+def test_an_installation_for_development_is_enough_to_run(checkout: Path) -> None:
+    assert len(calls(checkout, "dev")) == 2
+    assert calls(checkout, "dev") == calls(checkout) == []
 
 
-def test_what_was_installed_to_run_is_not_enough_for_development(house: Path) -> None:
-    assert len(calls(house)) == 2
-    assert calls(house) == []
-    assert len(calls(house, "dev")) == 2
+def test_an_installation_to_run_is_not_enough_for_development(checkout: Path) -> None:
+    assert len(calls(checkout)) == 2
+    assert calls(checkout) == []
+    assert len(calls(checkout, "dev")) == 2
 
 
-def test_new_requirements_are_installed(house: Path) -> None:
-    calls(house, "dev")
-    (house / "pyproject.toml").write_text("[project]")
-    os.utime(house / "pyproject.toml", (4e9, 4e9))
-    assert len(calls(house)) == len(calls(house, "dev")) == 2
+def test_new_requirements_are_installed(checkout: Path) -> None:
+    calls(checkout, "dev")
+    (checkout / "pyproject.toml").write_text("[project]")
+    os.utime(checkout / "pyproject.toml", (4e9, 4e9))
+    assert len(calls(checkout)) == len(calls(checkout, "dev")) == 2

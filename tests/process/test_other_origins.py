@@ -1,4 +1,4 @@
-"""CORS_ORIGINS, as a browser sees them: pages of other sites that call the server."""
+"""CORS_ORIGINS in a browser: pages of other origins that call the server."""
 
 import json
 from collections.abc import Iterator
@@ -24,26 +24,26 @@ def generator() -> FakeGenerator:
 
 @pytest.fixture(scope="module")
 def server(browser: Any, elsewhere: int, generator: FakeGenerator) -> Iterator[Server]:
-    with serving_all(generator, cors_origins=(f"http://127.0.0.1:{elsewhere}",)) as made:
-        yield made
+    with serving_all(generator, cors_origins=(f"http://127.0.0.1:{elsewhere}",)) as server:
+        yield server
 
 
-ASK = """async ([url, key]) => {
-    const answer = await fetch(url + "/v1/chat/completions", {
+FETCH = """async ([url, key]) => {
+    const response = await fetch(url + "/v1/chat/completions", {
         method: "POST",
         headers: {"content-type": "application/json", authorization: `Bearer ${key}`},
         body: JSON.stringify({messages: [{role: "user", content: "hi"}], stream: true}),
     });
-    return [answer.status, answer.headers.get("x-request-id"), await answer.text()];
+    return [response.status, response.headers.get("x-request-id"), await response.text()];
 }"""
 
 
 def test_a_page_of_an_allowed_origin_can_call(visitor: Any, server: Server, elsewhere: int) -> None:
     visitor.goto(f"http://127.0.0.1:{elsewhere}/")
-    status, request_id, text = visitor.evaluate(ASK, [server.url, KEY])
+    status, request_id, text = visitor.evaluate(FETCH, [server.url, KEY])
     assert (status, bool(request_id)) == (200, True)
     assert text.endswith("data: [DONE]\n\n")
-    status, _, text = visitor.evaluate(ASK, [server.url, "wrong"])
+    status, _, text = visitor.evaluate(FETCH, [server.url, "wrong"])
     assert (status, json.loads(text)["error"]["code"]) == (401, "invalid_api_key")
     visitor.problems.ignore_status(401)
 
@@ -52,11 +52,13 @@ def test_a_page_of_another_origin_cannot(
     visitor: Any, server: Server, elsewhere: int, generator: FakeGenerator
 ) -> None:
     visitor.goto(f"http://localhost:{elsewhere}/")
-    asked = len(generator.payloads)
+    before = len(generator.payloads)
     refused = visitor.evaluate(
-        f"args => ({ASK})(args).catch(error => error.name)", [server.url, KEY]
+        f"args => ({FETCH})(args).catch(error => error.name)", [server.url, KEY]
     )
     assert refused == "TypeError"
-    assert len(generator.payloads) == asked
-    assert all("CORS" in each or "ERR_FAILED" in each for each in visitor.problems.messages)
+    assert len(generator.payloads) == before
+    assert all(
+        "CORS" in message or "ERR_FAILED" in message for message in visitor.problems.messages
+    )
     visitor.problems.messages.clear()
