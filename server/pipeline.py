@@ -100,17 +100,18 @@ class PipelineEndpoint:
         if document is None:
             return [self.parse_raw(body)], False
         if "inputs" not in document:
-            raise InvalidInput('the object must have a field "inputs"', "inputs")
+            raise InvalidInput.at("inputs", "is required")
         parameters = document.get("parameters")
         if parameters is None:
             parameters = {}
         if not isinstance(parameters, dict):
-            raise InvalidInput("must be an object", "parameters")
+            kind = type(parameters).__name__
+            raise InvalidInput.at("parameters", f"must be an object, not {kind}")
         check_parameters(self.task_name, parameters)
         inputs, max_inputs = document["inputs"], self.settings.max_queue_size
         if isinstance(inputs, list) and not 0 < len(inputs) <= max_inputs:
-            message = f"a list must have 1 to {max_inputs} inputs, not {len(inputs)}"
-            raise InvalidInput(message, "inputs")
+            accepted = f"a list must have 1 to {max_inputs} entries, not {len(inputs)}"
+            raise InvalidInput.at("inputs", accepted)
         if not isinstance(inputs, list) or is_conversation(inputs):
             return [PipelineInput(inputs, parameters)], False
         limiter = RequestLimiter()

@@ -72,7 +72,7 @@ def parse_json(body: bytes) -> Document:
         document = orjson.loads(body.removeprefix(BOM_UTF8))
     except orjson.JSONDecodeError as error:
         if (param := _lone_surrogate(body)) is not None:
-            raise InvalidInput("has a lone surrogate, which is not Unicode text", param) from None
+            raise InvalidInput.at(param, "has a lone surrogate: not Unicode text") from None
         raise InvalidInput(f"the body is not valid JSON: {error}") from None
     if not isinstance(document, dict):
         raise InvalidInput("the body must be a JSON object")

@@ -157,7 +157,9 @@ def read_headers(scope: Scope) -> tuple[Headers, Deadlines]:
     whole = math.inf
     if (timeout_ms := headers.get(b"x-request-timeout-ms")) is not None:
         if not timeout_ms.isdigit() or len(timeout_ms) > 10 or not int(timeout_ms):
-            raise InvalidInput("must be a positive whole number", "X-Request-Timeout-Ms")
+            value = timeout_ms[:20].decode("latin-1")
+            accepted = f"must be a positive whole number of at most 10 digits, not {value!r}"
+            raise InvalidInput.at("X-Request-Timeout-Ms", accepted)
         whole = now + int(timeout_ms) / 1000
     if headers.get(b"content-encoding", b"").lower() in COMPRESSED:
         raise HttpError(415, "the body must not be compressed", "Content-Encoding")

@@ -68,7 +68,8 @@ CHATS: dict[str, dict[str, Any]] = {
         **STREAMED,
     },
     "Cursor, asking": {
-        "messages": history_with_call("", TEXT), "temperature": 0, "user": "a-hash", "max_tokens": 64,
+        "messages": history_with_call("", TEXT),
+        "temperature": 0, "user": "a-hash", "max_tokens": 64,
         "tools": [{"type": "function", "function": WEATHER | {"strict": False}}],
         "tool_choice": "auto", **STREAMED,
     },

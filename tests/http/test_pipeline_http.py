@@ -23,8 +23,8 @@ FORM = {"content-type": "application/x-www-form-urlencoded"}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving(FakeRunner, max_body_mb=1.0, max_queue_size=8) as made:
-        yield made
+    with serving(FakeRunner, max_body_mb=1.0, max_queue_size=8) as server:
+        yield server
 
 
 def error_of(response: httpx.Response) -> dict[str, str]:
@@ -67,7 +67,7 @@ def test_curls_default_content_type_may_be_json(server: Server) -> None:
 
 
 class Anything(FakeRunner):
-    """Takes what is no text, too."""
+    """Takes inputs other than text, too."""
 
     def prepare(self, item: WorkItem) -> None:
         if item.payload.inputs == b"refused":
@@ -78,9 +78,9 @@ class Anything(FakeRunner):
 def test_a_binary_file_posted_with_d_gets_a_hint_at_data_binary() -> None:
     with serving(Anything, pipeline_task="image-classification") as server:
         for media, hinted in ((FORM, True), ({"content-type": "image/png"}, False)):
-            answer = httpx.post(server.url, content=b"refused", headers=media)
-            assert answer.status_code == 400
-            assert ("--data-binary" in error_of(answer)["message"]) is hinted
+            response = httpx.post(server.url, content=b"refused", headers=media)
+            assert response.status_code == 400
+            assert ("--data-binary" in error_of(response)["message"]) is hinted
         assert httpx.post(server.url, content=b"fine", headers=FORM).status_code == 200
         broken = httpx.post(server.url, content=b'{"inputs": ', headers=FORM)
         assert "not valid JSON" in error_of(broken)["message"]
@@ -88,8 +88,8 @@ def test_a_binary_file_posted_with_d_gets_a_hint_at_data_binary() -> None:
 
 def test_a_form_is_json_for_a_task_that_takes_json_only() -> None:
     with serving(Anything, pipeline_task="table-question-answering") as server:
-        answer = httpx.post(server.url, content='{"inputs": {"query": "a"}}', headers=FORM)
-        assert answer.json() == {"echo": "{'query': 'a'}"}
+        response = httpx.post(server.url, content='{"inputs": {"query": "a"}}', headers=FORM)
+        assert response.json() == {"echo": "{'query': 'a'}"}
         for body in ('{"query": "a"}', '{"inputs"', "a"):
             assert httpx.post(server.url, content=body, headers=FORM).status_code == 400
 
@@ -98,9 +98,7 @@ def test_json_takes_one_input_or_several(server: Server) -> None:
     assert httpx.post(server.url, json={"inputs": "a"}).json() == {"echo": "a"}
     many = httpx.post(server.url, json={"inputs": ["a", "b", "c"]})
     assert many.json() == [{"echo": "a"}, {"echo": "b"}, {"echo": "c"}]
-    assert httpx.post(server.url, json={"inputs": ["a"]}).json() == {
-        "echo": "a"
-    }  # as fill-mask does
+    assert httpx.post(server.url, json={"inputs": ["a"]}).json() == {"echo": "a"}  # as in fill-mask
 
 
 @pytest.mark.parametrize(
