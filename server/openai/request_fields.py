@@ -211,6 +211,8 @@ def convert(document: Document, kind: type[T], strict: bool = True) -> T:
         return msgspec.convert(document, kind, strict=strict)
     except msgspec.ValidationError as error:
         message, param = _explain(str(error), kind)
+        if message.startswith("expected") and ", got" not in message:
+            message += _actual_value(document, param, "length" in message)
         raise InvalidInput.at(param, message) from None
 
 
@@ -267,6 +269,19 @@ def _explain(error: str, kind: Any) -> tuple[str, str]:
         return f"must be {' or '.join(accepted)}, not {value[1][:50]!r}", path
     reason = reason.replace(" | null", "").replace("`", "")
     return reason[:1].lower() + reason[1:], path
+
+
+def _actual_value(document: Document, path: str, is_length: bool) -> str:
+    """Return ", not …" with the value at a path, or its length; empty if the path is not exact."""
+    node: Any = document
+    try:
+        for step in re.findall(r"[^.\[\]]+", path):
+            node = node[int(step)] if isinstance(node, list) else node[step]
+    except (KeyError, IndexError, TypeError, ValueError):
+        return ""
+    if is_length:
+        return f", not {len(node)}" if isinstance(node, (str, list, dict)) else ""
+    return "" if isinstance(node, (list, dict)) else f", not {repr(node)[:50]}"
 
 
 type_info = cache(inspect.type_info)

@@ -1,0 +1,31 @@
+"""Error texts of request fields: the field, the accepted values and the given value."""
+
+from typing import Any
+
+import pytest
+
+from batching.errors import InvalidInput
+from server.openai.chat import ChatRequest
+from server.openai.request_fields import convert
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": 3}, "temperature: expected float <= 2.0, not 3"),
+        ({"stop": ["a"] * 17}, "stop: expected array of length <= 16, not 17"),
+        ({"stop_token_ids": [5, -1]}, "stop_token_ids[1]: expected int >= 0, not -1"),
+        ({"stop": ["a", 1]}, "stop[1]: expected str, got int"),
+        ({"cache_salt": "x" * 300}, "cache_salt: expected str of length <= 256, not 300"),
+        ({"logit_bias": {"1": 500}}, "logit_bias: expected float <= 100.0"),
+        ({"tools": []}, "tools: must not be empty"),
+        ({"messages": [{}]}, "messages[0].role: is required"),
+    ],
+)
+def test_error_names_the_field_the_accepted_and_the_given_value(
+    fields: dict[str, Any], message: str
+) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], **fields}
+    with pytest.raises(InvalidInput) as caught:
+        convert(body, ChatRequest)
+    assert str(caught.value) == message
