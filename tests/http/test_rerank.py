@@ -18,7 +18,7 @@ from tests.serving import Server, serving
 from tests.tiny_embedders import checkpoint, write
 from worker.embedding.loading import ScoringOptions, load_reranker
 from worker.embedding.reranker import Reranker
-from worker.messages.scoring import ScoringInput, ScoringOutput, Truncation
+from worker.messages.scoring import ScoringInput, Truncation
 from worker.model.loading import LoadingFailed
 from worker.registry import Breaker
 
@@ -31,8 +31,7 @@ DOCUMENTS = ["paris is a city", "a cow says moo " * 4, "the cat sat on the mat",
 def scores(reranker: Reranker, documents: list[str], **options: Any) -> list[float]:
     paths = [("query", f"documents[{n}]") for n in range(len(documents))]
     pairs = [(QUERY, document) for document in documents]
-    made: ScoringOutput = reranker.run(ScoringInput(pairs, paths, **options))
-    return made.scores
+    return reranker.run(ScoringInput(pairs, paths, **options)).scores
 
 
 def load(folder: Path) -> Reranker:

@@ -25,8 +25,7 @@ TEXTS = [
 
 
 def embed(embedder: Embedder, texts: list[Any], **options: Any) -> EmbeddingOutput:
-    result: EmbeddingOutput = embedder.run(EmbeddingInput(texts, 0, **options))
-    return result
+    return embedder.run(EmbeddingInput(texts, 0, **options))
 
 
 def pool(hidden: Any, name: str, start: int = 0) -> Any:

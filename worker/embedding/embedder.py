@@ -31,7 +31,7 @@ DOCUMENT = ("document", "passage", "corpus", "search_document")
 ROLES = {**dict.fromkeys(QUERY, QUERY), **dict.fromkeys(DOCUMENT, DOCUMENT)}
 
 
-class Embedder(PoolingRunner):
+class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
     """`allowed_dimensions` are the sizes that vectors may be truncated to; None: any, empty:
     none."""
 

@@ -9,7 +9,7 @@ batches, breaker and bisection are the same.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from worker.embedding.pooling import PoolFunction
 from worker.embedding.tokenization import TextTokenizer, TokenRow
 from worker.messages.generation import TEXT_ONLY
 from worker.messages.protocol import UNFINISHED, Batching, ModelInfo, TextModel
+
+Payload = TypeVar("Payload")
+Result = TypeVar("Result")
 
 
 class RowModel(Protocol):
@@ -38,11 +41,11 @@ class RowModel(Protocol):
         """Run the rows, or a part of them, and set `row.result` where a row is complete."""
 
 
-class PoolingRunner(ABC):
+class PoolingRunner(ABC, Generic[Payload, Result]):
     """Implements Runner and TextModel of worker.messages.protocol. `pool` is applied to the
     states of a complete row."""
 
-    warm_up_input: Any  # the smallest valid payload
+    warm_up_input: Payload  # the smallest valid one
 
     def __init__(
         self, model: RowModel, pool: PoolFunction, tokenizer: TextTokenizer, info: ModelInfo
@@ -69,18 +72,19 @@ class PoolingRunner(ABC):
         item.rows, item.tokens, item.width = len(rows), sum(counts), max(counts)
 
     @abstractmethod
-    def tokenize(self, payload: Any) -> list[TokenRow]:
+    def tokenize(self, payload: Payload) -> list[TokenRow]:
         """Return the token rows of a payload. Raises InvalidInput."""
 
     @torch.inference_mode()
-    def forward(self, prepared: list[Any]) -> list[Any]:
+    def forward(self, prepared: list[list[TokenRow]]) -> list[Any]:
         """Return a tensor [rows, …] per item, or UNFINISHED where rows need another step."""
         self.model.run([row for rows in prepared for row in rows], self.pool)
         is_done = [all(row.result is not None for row in rows) for rows in prepared]
         done = [rows for rows, complete in zip(prepared, is_done, strict=True) if complete]
         if not done:
             return [UNFINISHED] * len(prepared)
-        pooled = torch.stack([row.result for rows in done for row in rows])
+        results = [row.result for rows in done for row in rows if row.result is not None]
+        pooled = torch.stack(results)
         outputs = self.apply_head(pooled).cpu()
         parts = iter(torch.split(outputs, [len(rows) for rows in done]))
         return [next(parts) if complete else UNFINISHED for complete in is_done]
@@ -90,13 +94,13 @@ class PoolingRunner(ABC):
         return pooled
 
     @abstractmethod
-    def finish(self, item: WorkItem, raw: Tensor) -> Any: ...
+    def finish(self, item: WorkItem, raw: Tensor) -> Result: ...
 
     def warm_up(self) -> None:
         """Run the smallest valid payload; raise if the model is broken."""
         self.run(self.warm_up_input)
 
-    def run(self, payload: Any, cache_namespace: bytes = b"") -> Any:
+    def run(self, payload: Payload, cache_namespace: bytes = b"") -> Result:
         """Return the result for one payload, from as many forward passes as it takes."""
         item = WorkItem(payload, float("inf"), 0.0, cache_namespace=cache_namespace)
         self.prepare(item)

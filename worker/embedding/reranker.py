@@ -19,7 +19,7 @@ from worker.messages.protocol import ModelInfo
 from worker.messages.scoring import ScoringInput, ScoringOutput
 
 
-class Reranker(PoolingRunner):
+class Reranker(PoolingRunner[ScoringInput, ScoringOutput]):
     """`pair_tokenizer` makes a row of each pair; `pool` makes one number of a row."""
 
     warm_up_input = ScoringInput([("a", "a")], [("query", "documents")])

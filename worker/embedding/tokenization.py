@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from batching.block_pool import SHARED_NAMESPACE
@@ -29,7 +30,7 @@ class TokenRow:
     prompt_tokens: int = 0  # at the start, which pooling may leave out
     cache_namespace: bytes = SHARED_NAMESPACE  # prefixes are shared within a namespace only
     in_failed_step: bool = False
-    result: Any = None
+    result: Tensor | None = None
 
 
 class TextTokenizer:

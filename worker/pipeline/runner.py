@@ -8,6 +8,7 @@ or one by one, as loading.py decided at load. Pipelines without separate stages 
 Which items share a batch is decided by batching/batcher.py from the keys that `prepare` sets.
 """
 
+import asyncio
 import copy
 import threading
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -48,7 +49,9 @@ class PreparedInput:
     sequences: int = 1  # rows that generation makes of each chunk
     masks: list[list[int]] | None = None  # per chunk, the only positions that the head needs
     pixels: int = 0  # of the image, where the response is as large as it
-    future: Any = None  # the work item's; done once the client has left or the deadline passed
+    future: "asyncio.Future[Any] | None" = (
+        None  # the work item's; done once the client has left or the deadline passed
+    )
 
 
 class BatchCancelled(Exception):
