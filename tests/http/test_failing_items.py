@@ -1,4 +1,4 @@
-"""Whatever is raised while the worker has an item in its hands fails that item, and nobody else."""
+"""An exception while the worker handles an item fails that item alone."""
 
 import json
 import threading
@@ -17,7 +17,7 @@ from tests.serving import Server, serving
 from worker.text.parser import OutputParser
 
 
-class PanicException(BaseException):  # what a panic in a Rust library is in Python
+class PanicException(BaseException):  # a panic in a Rust library, as Python sees it
     pass
 
 
@@ -25,8 +25,8 @@ ERRORS: list[type[BaseException]] = [RecursionError, MemoryError, PanicException
 POISON = "poison"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 20}}}
 
-# Places that belong to a request's choices, and how to get to the object whose method it is.
-OF_A_CHOICE: dict[str, Callable[[Any], Any]] = {
+# Methods that work on one choice, and the object that has each.
+CHOICE_METHODS: dict[str, Callable[[Any], Any]] = {
     "start": lambda choice: choice,
     "push": lambda choice: choice,
     "take_delta": lambda choice: choice,
@@ -40,16 +40,16 @@ OF_A_CHOICE: dict[str, Callable[[Any], Any]] = {
     "constraints.accept_token": lambda choice: choice.constraints,
     "constraints.update_phase": lambda choice: choice.constraints,
 }
-# Places that belong to nobody in particular.
-OF_THE_GENERATOR = [
+# Methods that work on all requests.
+ENGINE_METHODS = [
     "scheduler.schedule", "scheduler.remove", "scheduler.add", "scheduler.pool.close", "step",
     "_collect",
 ]  # fmt: skip
-OF_THE_BATCHER = ["add", "take", "due_at", "succeeded"]
+BATCHER_METHODS = ["add", "take", "due_at", "succeeded"]
 
 
 class Stage:
-    """A server of both kinds, and one place of it that raises when it is next come to."""
+    """A server with a pipeline and a generator, and a method that raises when it is called next."""
 
     def __init__(self, server: Server, runner: FakeRunner, generator: Any) -> None:
         self.server, self.runner, self.generator = server, runner, generator
@@ -70,14 +70,14 @@ class Stage:
         setattr(owner, name, raising)
 
     def poison(self, place: str, error: type[BaseException]) -> None:
-        """The next request that says POISON raises at that place."""
+        """Make the next request with the text POISON raise in that method."""
         prepare = self.generator.prepare
 
         def preparing(item: WorkItem) -> None:
             prepare(item)
             if item.payload.prompt.messages[-1]["content"] == POISON:
                 self.generator.prepare = prepare
-                owner = OF_A_CHOICE[place](item.prepared[0])
+                owner = CHOICE_METHODS[place](item.prepared[0])
                 self.raise_in(owner, place.rpartition(".")[2], error, once=False)
 
         self.generator.prepare = preparing
@@ -94,7 +94,7 @@ class Stage:
 def shared() -> Iterator[Stage]:
     runner = FakeRunner()
     generator: Any = tiny_chat.engine()
-    generator.close = lambda: None  # what tries its grammars goes on for other tests
+    generator.close = lambda: None  # other tests use its grammar sandbox
     with serving(lambda: runner, load_chat=lambda: generator) as server:
         yield Stage(server, runner, generator)
 
@@ -103,7 +103,7 @@ def shared() -> Iterator[Stage]:
 def stage(shared: Stage) -> Iterator[Stage]:
     shared.raised.clear()
     yield shared
-    assert shared.raised.is_set(), "the place was never come to"
+    assert shared.raised.is_set(), "the method was not called"
     assert shared.chat().status_code == 200
     assert shared.pipeline().status_code == 200
     assert httpx.get(shared.server.url + "/health").status_code == 200
@@ -113,9 +113,12 @@ def stage(shared: Stage) -> Iterator[Stage]:
 
 @pytest.mark.parametrize(
     ("place", "error"),
-    [*((place, PanicException) for place in OF_A_CHOICE), *(("push", each) for each in ERRORS[:2])],
+    [
+        *((place, PanicException) for place in CHOICE_METHODS),
+        *(("push", each) for each in ERRORS[:2]),
+    ],
 )
-def test_an_error_in_a_request_s_own_part_fails_it_alone(
+def test_an_error_in_one_choice_fails_its_request_alone(
     stage: Stage, place: str, error: type[BaseException]
 ) -> None:
     stage.poison(place, error)
@@ -139,8 +142,8 @@ def test_an_error_in_a_request_s_own_part_fails_it_alone(
 
 
 @pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("place", OF_THE_GENERATOR)
-def test_an_error_that_is_nobody_s_leaves_the_generator_working(
+@pytest.mark.parametrize("place", ENGINE_METHODS)
+def test_an_error_outside_any_request_leaves_the_generator_working(
     stage: Stage, place: str, error: type[BaseException]
 ) -> None:
     owner, _, name = place.rpartition(".")
@@ -149,7 +152,7 @@ def test_an_error_that_is_nobody_s_leaves_the_generator_working(
 
 
 @pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("place", OF_THE_BATCHER)
+@pytest.mark.parametrize("place", BATCHER_METHODS)
 def test_an_error_in_the_batcher_leaves_the_worker_working(
     stage: Stage, place: str, error: type[BaseException]
 ) -> None:
@@ -158,7 +161,7 @@ def test_an_error_in_the_batcher_leaves_the_worker_working(
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_an_error_in_a_forward_fails_its_batch_of_one(
+def test_an_error_in_a_forward_pass_fails_its_batch_of_one(
     stage: Stage, error: type[BaseException]
 ) -> None:
     stage.raise_in(stage.runner, "forward", error)
@@ -166,7 +169,7 @@ def test_an_error_in_a_forward_fails_its_batch_of_one(
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_an_error_on_the_way_out_of_a_batch_leaves_nobody_waiting(
+def test_an_error_after_a_batch_leaves_no_request_waiting(
     stage: Stage, error: type[BaseException]
 ) -> None:
     stage.raise_in(stage.model.engine, "_report", error)
@@ -191,8 +194,8 @@ def test_an_error_in_the_sampler_or_the_masks_leaves_the_generator_working(
     assert stage.chat(response_format={"type": "json_object"}).status_code == 500
 
 
-def test_who_failed_in_a_step_that_raises_is_answered_too(stage: Stage) -> None:
-    """Its own failure was not told yet."""
+def test_a_request_that_failed_in_a_step_that_raises_is_answered(stage: Stage) -> None:
+    """The step raises before it returns the request's own failure."""
     stage.poison("push", RecursionError)
     stage.raise_in(stage.generator, "_collect", ValueError)
     assert stage.chat(POISON).status_code == 500

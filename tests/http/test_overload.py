@@ -1,4 +1,4 @@
-"""A full queue, hopeless and passed deadlines, a broken or stuck worker: answers, at once."""
+"""A full queue, deadlines, a failing or stuck worker: every request gets a response at once."""
 
 import asyncio
 import collections
@@ -35,16 +35,16 @@ def test_full_queue_answers_503_at_once() -> None:
         accepted = [pool.submit(post, server.url, f"t{n}") for n in range(4)]
         wait_until(lambda: server.worker_client.queue.pending == 4)
         refused = post(server.url, "one more")
-        assert server.worker_client.queue.pending == 4  # it waited for none of them
+        assert server.worker_client.queue.pending == 4  # without waiting for one of them
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "queue_full"
         assert int(refused.headers["retry-after"]) >= 1
         runner.gate.set()
-        assert [answer.result().status_code for answer in accepted] == [200] * 4
+        assert [response.result().status_code for response in accepted] == [200] * 4
         assert post(server.url, "again").status_code == 200
 
 
-def test_hopeless_deadline_is_refused_before_it_costs_anything() -> None:
+def test_a_deadline_that_cannot_be_met_is_refused_before_any_work() -> None:
     runner = FakeRunner()
     with serving(lambda: runner) as server, ThreadPoolExecutor(1) as pool:
         lane = server.worker_client.models["pipeline"].lane
@@ -63,35 +63,35 @@ def test_hopeless_deadline_is_refused_before_it_costs_anything() -> None:
 
 
 class Slow(FakeRunner):
-    """Takes its time to prepare texts that say so."""
+    """Waits while it prepares the text "slow"."""
 
     def __init__(self) -> None:
         super().__init__()
         self.preparing = threading.Semaphore(0)
-        self.go_on = threading.Event()
+        self.resume = threading.Event()
 
     def prepare(self, item: WorkItem) -> None:
         if item.payload.inputs == "slow":
             self.preparing.release()
-            assert self.go_on.wait(60)
+            assert self.resume.wait(60)
         super().prepare(item)
 
 
-def test_what_has_run_is_answered_while_others_are_being_prepared() -> None:
+def test_outputs_are_finished_while_other_items_are_being_prepared() -> None:
     runner = Slow()
     with serving(lambda: runner) as server, ThreadPoolExecutor(32) as pool:
         runner.gate.clear()
         first = pool.submit(post, server.url, "first")
         assert runner.entered.acquire(timeout=60)
         slow = []
-        for _ in server.worker_client.prepare.threads:  # one that is busy takes no more with it
+        for _ in server.worker_client.prepare.threads:  # a busy thread holds one item
             slow.append(pool.submit(post, server.url, "slow"))
             assert runner.preparing.acquire(timeout=60)
         runner.gate.set()
         assert first.result(60).status_code == 200
-        assert not any(answer.done() for answer in slow)
-        runner.go_on.set()
-        assert all(answer.result().status_code == 200 for answer in slow)
+        assert not any(response.done() for response in slow)
+        runner.resume.set()
+        assert all(response.result().status_code == 200 for response in slow)
 
 
 def test_a_deadline_that_passes_gets_504_in_the_queue_and_while_running() -> None:
@@ -124,7 +124,7 @@ def test_the_header_may_only_shorten_the_time_limit() -> None:
         runner.gate.set()
 
 
-def test_a_stuck_worker_turns_health_red_and_everybody_is_answered() -> None:
+def test_a_stuck_worker_makes_health_503_and_all_requests_are_answered() -> None:
     runner = FakeRunner()
     with serving(lambda: runner, stuck_after_s=30) as server, ThreadPoolExecutor(2) as pool:
         ManualTimers(server)
@@ -134,20 +134,19 @@ def test_a_stuck_worker_turns_health_red_and_everybody_is_answered() -> None:
         second = pool.submit(post, server.url, "behind")
         wait_until(lambda: server.worker_client.queue.pending == 2)
         server.worker_client.stuck_after_s = 0  # time has passed
-        server.worker_client.loop.call_soon_threadsafe(
-            server.worker_client._check_stuck
-        )  # its timer goes off
+        client = server.worker_client
+        client.loop.call_soon_threadsafe(client._check_stuck)  # the watchdog's timer fires
         assert first.result().status_code == 503
         assert second.result().json()["error"]["code"] == "worker_down"
         assert httpx.get(server.url + "/health").status_code == 503
         assert httpx.get(server.url + "/ready").status_code == 503
         assert post(server.url, "new").status_code == 503
-        runner.gate.set()  # it comes back after all
+        runner.gate.set()  # the step ends after all
         wait_until(lambda: httpx.get(server.url + "/health").status_code == 200)
         wait_until(lambda: post(server.url, "new").status_code == 200)
 
 
-def test_a_stuck_worker_is_noticed_without_traffic_and_while_it_probes() -> None:
+def test_a_stuck_worker_is_detected_without_traffic_and_during_a_probe() -> None:
     runner = FakeRunner()
     probing, gate = threading.Event(), threading.Event()
 
@@ -170,7 +169,7 @@ def test_a_stuck_worker_is_noticed_without_traffic_and_while_it_probes() -> None
         assert post(server.url, "new").status_code == 200
 
 
-def test_light_load_does_not_make_a_burst_look_hopeless(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_light_load_does_not_get_a_burst_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = FakeRunner()
     with serving(lambda: runner) as server, ThreadPoolExecutor(60) as pool:
         record = server.worker_client._record_step
@@ -187,10 +186,10 @@ def test_light_load_does_not_make_a_burst_look_hopeless(monkeypatch: pytest.Monk
         burst = [pool.submit(post, server.url, f"t{n}") for n in range(60)]
         wait_until(lambda: server.worker_client.queue.pending == 60)
         runner.gate.set()
-        assert [answer.result().status_code for answer in burst] == [200] * 60
+        assert [response.result().status_code for response in burst] == [200] * 60
 
 
-def test_a_dead_worker_turns_health_red_and_everybody_is_answered() -> None:
+def test_a_dead_worker_makes_health_503_and_all_requests_are_answered() -> None:
     def lost(texts: list[str]) -> None:
         if texts != ["first"]:
             raise RuntimeError("CUDA error: unspecified launch failure")
@@ -204,9 +203,9 @@ def test_a_dead_worker_turns_health_red_and_everybody_is_answered() -> None:
         wait_until(lambda: server.worker_client.queue.pending == 8)
         runner.gate.set()
         assert first.result().status_code == 200
-        for answer in rest:
-            assert answer.result().status_code == 503
-            assert answer.result().json()["error"]["code"] == "worker_down"
+        for response in rest:
+            assert response.result().status_code == 503
+            assert response.result().json()["error"]["code"] == "worker_down"
         assert httpx.get(server.url + "/health").status_code == 503
         assert post(server.url, "new").status_code == 503
 
@@ -230,7 +229,7 @@ def test_an_open_breaker_answers_503_and_closes_again() -> None:
         assert post(server.url, "good").status_code == 200
 
 
-def test_a_failing_pipeline_leaves_the_chat_as_it_is() -> None:
+def test_a_failing_pipeline_does_not_affect_the_chat_model() -> None:
     runner, generator = FakeRunner(), FakeGenerator()
     long = {"messages": [{"role": "user", "content": "long"}], "stream": True}
     with (
@@ -258,36 +257,37 @@ def test_a_failing_pipeline_leaves_the_chat_as_it_is() -> None:
 
 
 async def storm(
-    port: int, clients: int, leave_share: float, in_flight: int
+    port: int, clients: int, disconnect_share: float, in_flight: int
 ) -> collections.Counter[str]:
-    """Each client posts once on a connection of its own; some leave at a random moment."""
-    answers: collections.Counter[str] = collections.Counter()
+    """Post once per client, each on its own connection; some disconnect at a random moment. Return
+    the number of clients by outcome."""
+    outcomes: collections.Counter[str] = collections.Counter()
     slots = asyncio.Semaphore(in_flight)
     chance = random.Random(0)
 
     async def client(number: int) -> None:
-        leaves, after_s = chance.random() < leave_share, chance.random() * 0.02
+        disconnects, after_s = chance.random() < disconnect_share, chance.random() * 0.02
         async with slots:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             body = b"text %d" % number
             head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
             writer.write(head % len(body) + body)
-            if leaves:
+            if disconnects:
                 await asyncio.sleep(after_s)
                 writer.transport.abort()
-                answers["left"] += 1
+                outcomes["left"] += 1
                 return
             status = (await reader.readline()).split()[1].decode()
             headers = await reader.readuntil(b"\r\n\r\n")
             length = int(headers.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-            answer = await reader.readexactly(length)
+            content = await reader.readexactly(length)
             if status == "200":
-                assert answer == b'{"echo":"%b"}' % body, "somebody else's answer"
-            answers[status] += 1
+                assert content == b'{"echo":"%b"}' % body, "another request's response"
+            outcomes[status] += 1
             writer.close()
 
     await asyncio.gather(*(client(number) for number in range(clients)))
-    return answers
+    return outcomes
 
 
 def every_third(runner: FakeRunner) -> None:
@@ -298,10 +298,10 @@ def every_third(runner: FakeRunner) -> None:
     runner.before = raises
 
 
-def storm_apart(port: int, clients: int, leave_share: float, in_flight: int) -> Any:
-    """The storm from a process of its own: each side needs as many open files as clients."""
+def storm_apart(port: int, clients: int, disconnect_share: float, in_flight: int) -> Any:
+    """Run the storm in a process of its own: each side needs an open file per client."""
     allow_files(clients + 200)
-    return asyncio.run(storm(port, clients, leave_share, in_flight))
+    return asyncio.run(storm(port, clients, disconnect_share, in_flight))
 
 
 def allow_files(wanted: int) -> None:
@@ -316,21 +316,21 @@ def check_storm(clients: int, in_flight: int) -> None:
     apart = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
     with serving(lambda: runner) as server, apart:
         every_third(runner)
-        answers = apart.submit(storm_apart, server.port, clients, 0.2, in_flight).result()
-        assert sum(answers.values()) == clients
-        assert set(answers) <= {"200", "500", "503", "left"}
-        assert answers["200"] > min(clients * 0.2, 300)
+        outcomes = apart.submit(storm_apart, server.port, clients, 0.2, in_flight).result()
+        assert sum(outcomes.values()) == clients
+        assert set(outcomes) <= {"200", "500", "503", "left"}
+        assert outcomes["200"] > min(clients * 0.2, 300)
         wait_until(lambda: server.worker_client.queue.pending == 0)
         wait_until(lambda: not server.worker_client.queue.items)
         assert metric(server, "onequeue_queue_depth") == 0
         runner.before = lambda texts: None
-        started = time.process_time()  # ours alone: the machine may have more to do
+        started = time.process_time()  # of this process alone
         after = asyncio.run(storm(server.port, 50, 0.0, 16))
         assert after == {"200": 50}
         assert time.process_time() - started < 1
 
 
-def test_every_accepted_request_is_answered_exactly_once_in_a_storm() -> None:
+def test_every_accepted_request_is_answered_exactly_once_under_load() -> None:
     check_storm(clients=1500, in_flight=300)
 
 

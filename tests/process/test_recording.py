@@ -1,4 +1,4 @@
-"""Recordings as windows: whatever the format, in order, and no more in memory than a window."""
+"""Recordings are read in windows, in any format, with no more than a window in memory."""
 
 import gc
 import importlib.util
@@ -34,7 +34,7 @@ def path_of(sound: bytes) -> str:
 
 
 def contained(kind: str, codec: str, seconds: float = 2.0, duration: bool = True) -> bytes:
-    """A tone in m4a or WebM. Without `duration`, as browsers write while they record."""
+    """Return a tone in m4a or WebM; without `duration` as browsers record it."""
     at = np.arange(round(seconds * 48_000)) / 48_000
     samples = (0.3 * np.sin(2 * np.pi * 440 * at)).astype(np.float32)
     buffer = io.BytesIO()
@@ -53,7 +53,7 @@ def contained(kind: str, codec: str, seconds: float = 2.0, duration: bool = True
     ("kind", "codec", "duration"),
     [("mp4", "aac", True), ("webm", "libopus", True), ("webm", "libopus", False)],
 )
-def test_what_phones_and_browsers_record_is_read(kind: str, codec: str, duration: bool) -> None:
+def test_the_formats_of_phones_and_browsers_are_read(kind: str, codec: str, duration: bool) -> None:
     sound = contained(kind, codec, 2.0, duration)
     with Recording(path_of(sound), RATE) as made:
         assert made.seconds == pytest.approx(2.0 if duration else 0.0, abs=0.1)
@@ -76,7 +76,7 @@ def test_windows_are_parts_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None
         np.testing.assert_allclose(made.window(10, 90), whole[10:100], atol=1e-5)  # again
 
 
-def test_no_more_is_kept_than_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_buffer_holds_no_more_than_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audio, "BLOCK", 1000)
     with Recording(path_of(tone(5.0, RATE)), RATE) as made:
         for start in range(0, 5 * RATE, 4000):
@@ -85,12 +85,12 @@ def test_no_more_is_kept_than_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
             assert len(made._buffer) <= 5000
 
 
-def test_a_header_that_promises_too_little_or_too_much() -> None:
+def test_the_length_in_the_header_is_not_trusted() -> None:
     whole = tone(4.0, kind="MP3")
     with Recording(path_of(whole[: len(whole) // 2]), RATE) as made:
-        promised = made.seconds
+        header_s = made.seconds
         made.window(0, 10 * RATE)
-        assert made.seconds < 0.7 * promised
+        assert made.seconds < 0.7 * header_s
     silent = path_of(contained("webm", "libopus", 3.0, duration=False))
     with (
         Recording(silent, RATE, max_s=2.0) as made,
@@ -99,7 +99,7 @@ def test_a_header_that_promises_too_little_or_too_much() -> None:
         made.window(0, 10 * RATE)
 
 
-def test_without_pyav_m4a_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pyav_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     sound = contained("mp4", "aac")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InvalidInput, match=r"extra \[audio\]"):
@@ -120,8 +120,8 @@ def test_broken_containers_are_refused(kind: str) -> None:
             it.window(0, RATE)
 
 
-def test_a_file_without_sound_in_it_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many packets, which are half a sample each."""
+def test_a_file_without_audio_is_cut_off_by_its_cpu_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file has many packets of half a sample."""
     buffer = io.BytesIO()
     with av.open(buffer, "w", format="matroska", options={"live": "1"}) as made:
         stream = made.add_stream("pcm_s16le", rate=RATE, layout="mono")
@@ -137,8 +137,8 @@ def test_a_file_without_sound_in_it_costs_little(monkeypatch: pytest.MonkeyPatch
         hollow.window(0, RATE)
 
 
-def test_only_the_file_that_is_given_is_opened(tmp_path: Path) -> None:
-    """Playlists and lists of files are other formats, which are not read at all."""
+def test_only_the_given_file_is_opened(tmp_path: Path) -> None:
+    """Playlists and lists of files are formats that are not read."""
     secret = tmp_path / "secret.wav"
     secret.write_bytes(tone(1.0))
     for text in (
@@ -150,7 +150,7 @@ def test_only_the_file_that_is_given_is_opened(tmp_path: Path) -> None:
                 Recording(path_of(head + text.encode()), RATE)
 
 
-def test_a_recording_that_is_closed_ends_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_a_recording_ends_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
     popen = subprocess.Popen
 
@@ -161,11 +161,11 @@ def test_a_recording_that_is_closed_ends_its_process(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(subprocess, "Popen", start)
     with Recording(path_of(contained("webm", "libopus", 60.0)), RATE) as made:
         made.window(0, 100)
-        assert started[0].poll() is None  # it waits until more is read
+        assert started[0].poll() is None  # blocked on the pipe
     assert started[0].poll() is not None
 
 
-def test_processes_are_bounded_and_a_short_recording_keeps_none(
+def test_processes_are_limited_and_a_short_recording_keeps_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(container, "_slots", threading.BoundedSemaphore(1))
@@ -181,7 +181,7 @@ def test_processes_are_bounded_and_a_short_recording_keeps_none(
 
 
 def test_a_refused_recording_is_closed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """And its process with it, while the refusal is still at hand."""
+    """Its process ends although the exception is still referenced."""
     monkeypatch.setattr(container, "_slots", threading.BoundedSemaphore(1))
     broken = np.full(RATE, np.nan, np.float32)
     (tmp_path / "a.webm").write_bytes(contained("webm", "libopus"))
@@ -199,8 +199,8 @@ def test_a_refused_recording_is_closed(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert len(refusals) == 6
 
 
-def test_a_recording_that_is_forgotten_is_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its client has left before the worker had it."""
+def test_a_dropped_recording_is_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client disconnected before the worker got the item."""
     monkeypatch.setattr(container, "_slots", threading.BoundedSemaphore(1))
     path = path_of(contained("webm", "libopus", 60.0))
     gc.disable()
@@ -225,7 +225,7 @@ def test_flac_of_unknown_length_is_read_to_its_end_within_bounds() -> None:
     with Recording(path_of(unknown_length(3 * RATE)), RATE) as made:
         assert made.length() == 3
         assert len(made.window(0, RATE)) == RATE
-        assert made.seconds == 3  # also while it is read anew
+        assert made.seconds == 3  # also while it is read again
         assert len(made.window(0, 10 * RATE)) == 3 * RATE
     with (
         Recording(path_of(unknown_length(3 * RATE)), RATE, max_s=2) as made,
@@ -235,7 +235,7 @@ def test_flac_of_unknown_length_is_read_to_its_end_within_bounds() -> None:
 
 
 @pytest.mark.parametrize("odd", [np.nan, np.inf, 3e38])
-def test_samples_whose_power_is_no_number_are_refused(odd: float) -> None:
+def test_samples_whose_power_overflows_are_refused(odd: float) -> None:
     samples = np.zeros(RATE, np.float32)
     samples[-1] = odd
     buffer = io.BytesIO()

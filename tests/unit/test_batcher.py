@@ -12,26 +12,26 @@ NEVER = float("-inf")  # the worker has not been busy
 
 
 def item(tokens: int = 1, key: Any = None, rows: int = 1, deadline: float = 1e9) -> WorkItem:
-    made = WorkItem("payload", deadline, 0.0)
-    made.tokens, made.key, made.rows = tokens, key, rows
-    made.width = tokens // rows
-    return made
+    item = WorkItem("payload", deadline, 0.0)
+    item.tokens, item.key, item.rows = tokens, key, rows
+    item.width = tokens // rows
+    return item
 
 
 def batcher(
     size: int = 4, tokens: int = 1000, wait_s: float = 1.0, packs: bool = True
 ) -> DynamicBatcher:
-    made = DynamicBatcher(size, tokens, wait_s)
-    made.packs = packs
-    return made
+    batcher = DynamicBatcher(size, tokens, wait_s)
+    batcher.packs = packs
+    return batcher
 
 
-def arrive(b: DynamicBatcher, each: WorkItem, now: float) -> None:
-    each.accepted_at = each.arrived_at = now
-    b.add(each)
+def arrive(b: DynamicBatcher, arrived: WorkItem, now: float) -> None:
+    arrived.accepted_at = arrived.arrived_at = now
+    b.add(arrived)
 
 
-def test_nothing_is_due_when_nothing_waits() -> None:
+def test_nothing_is_due_without_waiting_items() -> None:
     assert batcher().due_at(NEVER) is None
     assert batcher().take(1e9, NEVER) == []
 
@@ -57,17 +57,17 @@ def test_time_spent_in_preparation_counts() -> None:
 def test_full_batch_leaves_at_once() -> None:
     b = batcher(size=2, wait_s=1.0)
     items = [item(), item(), item()]
-    for each in items:
-        arrive(b, each, 10.0)
+    for arrived in items:
+        arrive(b, arrived, 10.0)
     assert b.take(10.0, NEVER) == items[:2]
-    assert b.take(10.0, NEVER) == []  # the third begins a batch of its own
+    assert b.take(10.0, NEVER) == []  # the third waits for the next batch
 
 
 def test_batch_full_of_tokens_leaves_at_once() -> None:
     b = batcher(tokens=100, wait_s=1.0)
     items = [item(60), item(40), item(1)]
-    for each in items:
-        arrive(b, each, 10.0)
+    for arrived in items:
+        arrive(b, arrived, 10.0)
     assert b.take(10.0, NEVER) == items[:2]
 
 
@@ -78,23 +78,23 @@ def test_items_that_waited_while_the_worker_was_busy_leave_at_once() -> None:
     assert b.take(10.5, idle_since=10.5) == [waited]
 
 
-def test_zero_wait_never_waits() -> None:
+def test_with_a_zero_wait_an_item_is_due_at_once() -> None:
     b = batcher(wait_s=0.0)
     alone = item()
     arrive(b, alone, 10.0)
     assert b.take(10.0, NEVER) == [alone]
 
 
-def test_only_equal_keys_share_a_batch_and_the_oldest_goes_first() -> None:
+def test_a_batch_has_one_key_and_starts_with_the_oldest_item() -> None:
     b = batcher(wait_s=0.0)
     a1, b1, a2 = item(key="a"), item(key="b"), item(key="a")
-    for each in (a1, b1, a2):
-        arrive(b, each, 0.0)
+    for arrived in (a1, b1, a2):
+        arrive(b, arrived, 0.0)
     assert b.take(0.0, NEVER) == [a1, a2]
     assert b.take(0.0, NEVER) == [b1]
 
 
-def test_an_item_above_the_caps_goes_alone() -> None:
+def test_an_item_above_the_caps_gets_a_batch_of_its_own() -> None:
     b = batcher(size=2, tokens=10, wait_s=0.0)
     huge, small = item(tokens=50, rows=7), item()
     arrive(b, huge, 0.0)
@@ -103,22 +103,22 @@ def test_an_item_above_the_caps_goes_alone() -> None:
     assert b.take(0.0, NEVER) == [small]
 
 
-def test_dropped_items_cost_no_place_in_a_batch() -> None:
+def test_cancelled_and_late_items_take_no_room_in_a_batch() -> None:
     b = batcher(size=2, wait_s=0.0)
     gone, late, alive = item(), item(deadline=5.0), item()
     gone.open = False
-    for each in (gone, late, alive):
-        arrive(b, each, 0.0)
+    for arrived in (gone, late, alive):
+        arrive(b, arrived, 0.0)
     assert b.take(6.0, NEVER) == [alive]
     assert not b.waiting
 
 
-def test_padding_batcher_picks_mates_of_similar_length_but_always_the_oldest() -> None:
+def test_a_padded_batch_has_items_of_similar_length_and_the_oldest() -> None:
     b = batcher(size=3, packs=False, wait_s=0.0)
     lengths = [50, 5, 48, 6, 52, 7]
     items = [item(tokens=n) for n in lengths]
-    for each in items:
-        arrive(b, each, 0.0)
+    for arrived in items:
+        arrive(b, arrived, 0.0)
     assert sorted(i.tokens for i in b.take(0.0, NEVER)) == [48, 50, 52]
     assert sorted(i.tokens for i in b.take(0.0, NEVER)) == [5, 6, 7]
 
@@ -133,8 +133,8 @@ def test_padding_counts_against_the_token_cap() -> None:
 def test_packed_batch_keeps_the_order_of_arrival() -> None:
     b = batcher(size=10, tokens=100, wait_s=0.0)
     items = [item(tokens=n) for n in (60, 50, 10)]
-    for each in items:
-        arrive(b, each, 0.0)
+    for arrived in items:
+        arrive(b, arrived, 0.0)
     assert b.take(0.0, NEVER) == items[:1]  # 10 would fit, but 50 came first
     assert b.take(0.0, NEVER) == items[1:]
 
@@ -143,7 +143,7 @@ def test_out_of_memory_lowers_the_cap_to_what_fits_and_success_grows_it_back() -
     b = batcher(size=8)
     b.out_of_memory(largest_rows=2)
     assert b.cap == 2
-    b.succeeded(1)  # not near the cap: says nothing about memory
+    b.succeeded(1)  # too small a batch to count
     for _ in range(GROW_AFTER - 1):
         b.succeeded(2)
     assert b.cap == 2
@@ -157,7 +157,7 @@ def test_out_of_memory_lowers_the_cap_to_what_fits_and_success_grows_it_back() -
     assert b.cap == 8
 
 
-def test_an_item_that_fits_nowhere_leaves_the_cap_alone() -> None:
+def test_an_item_too_large_for_memory_does_not_lower_the_cap() -> None:
     b = batcher(size=8)
     b.out_of_memory(largest_rows=0)
     assert b.cap == 8
@@ -170,16 +170,16 @@ ITEMS = st.lists(
 
 
 @given(ITEMS, st.booleans(), st.integers(1, 8), st.integers(1, 200))
-def test_every_open_item_leaves_exactly_once_within_the_caps(
+def test_every_open_item_is_in_exactly_one_batch_within_the_caps(
     specs: list[tuple[int, str, int, bool]], packs: bool, size: int, tokens: int
 ) -> None:
     b = batcher(size=size, tokens=tokens, wait_s=0.0, packs=packs)
     items = []
     for number, (n, key, rows, is_open) in enumerate(specs):
-        made = item(tokens=n * rows, key=key, rows=rows)
-        made.open = is_open
-        items.append(made)
-        arrive(b, made, float(number))
+        new = item(tokens=n * rows, key=key, rows=rows)
+        new.open = is_open
+        items.append(new)
+        arrive(b, new, float(number))
     left: list[WorkItem] = []
     while batch := b.take(1e6, NEVER):
         waiting = [i for i in items if i.open and i not in left]
@@ -196,8 +196,8 @@ def test_every_open_item_leaves_exactly_once_within_the_caps(
 
 
 @pytest.mark.parametrize("packs", [True, False])
-def test_nobody_starves(packs: bool) -> None:
-    """Whatever keeps arriving, an item is served after at most as many batches as items ahead."""
+def test_no_item_starves(packs: bool) -> None:
+    """An item is served after at most as many batches as items before it, whatever arrives."""
     b = batcher(size=2, packs=packs, wait_s=0.0)
     odd = item(tokens=500, key="odd")
     for number in range(6):

@@ -1,4 +1,4 @@
-"""Images and sound are decoded here, within bounds; nothing is ever opened by name."""
+"""Images and audio are decoded within limits; strings are never opened as paths or links."""
 
 import base64
 import io
@@ -36,7 +36,7 @@ def to_audio(value: Any, rate: int, **more: Any) -> np.ndarray:
         return inputs.to_audio(value, rate, lease, **more)
 
 
-def picture(kind: str = "PNG", size: tuple[int, int] = (9, 5)) -> bytes:
+def image(kind: str = "PNG", size: tuple[int, int] = (9, 5)) -> bytes:
     buffer = io.BytesIO()
     Image.new("RGB", size, (10, 200, 30)).save(buffer, format=kind)
     return buffer.getvalue()
@@ -50,15 +50,15 @@ def tone(seconds: float, rate: int = RATE, channels: int = 1, kind: str = "WAV")
 
 
 def without_length(flac: bytes) -> bytes:
-    """FLAC as a pipe gives it: nobody went back to write down how long it became."""
-    sound = bytearray(flac)
-    sound[21] &= 0xF0  # of 36 bits, the first 4
-    sound[22:26] = bytes(4)
-    return bytes(sound)
+    """Return FLAC as written to a pipe: without the length in its header."""
+    data = bytearray(flac)
+    data[21] &= 0xF0  # the first 4 of 36 bits
+    data[22:26] = bytes(4)
+    return bytes(data)
 
 
 def png_header(width: int, height: int) -> bytes:
-    """A file that claims to be large and holds next to nothing."""
+    """Return a small file whose header claims a large image."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return (
@@ -71,15 +71,15 @@ def png_header(width: int, height: int) -> bytes:
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
 def test_image_formats_are_read(kind: str) -> None:
-    assert to_image(picture(kind)).size == (9, 5)
+    assert to_image(image(kind)).size == (9, 5)
 
 
 def test_base64_and_data_urls_are_decoded() -> None:
-    encoded = base64.b64encode(picture()).decode()
-    in_lines = base64.encodebytes(picture() * 3).decode()
+    encoded = base64.b64encode(image()).decode()
+    in_lines = base64.encodebytes(image() * 3).decode()
     assert to_image(encoded).size == (9, 5)
     assert to_image(f"data:image/png;base64,{encoded}").size == (9, 5)
-    assert to_bytes(in_lines, "inputs") == picture() * 3
+    assert to_bytes(in_lines, "inputs") == image() * 3
 
 
 @pytest.mark.parametrize(
@@ -100,11 +100,11 @@ def test_links_and_paths_are_not_opened(name: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.undo()
     opened: list[str] = []
 
-    def watched(file: str, *given: Any) -> Any:
+    def record(file: str, *arguments: Any) -> Any:
         opened.append(file)
-        return io.open(file, *given)  # noqa: UP020  # that which is not watched
+        return io.open(file, *arguments)  # noqa: UP020  # not the patched one
 
-    monkeypatch.setattr("builtins.open", watched)
+    monkeypatch.setattr("builtins.open", record)
     with pytest.raises(InvalidInput):
         to_audio(name, RATE)
     assert all(file.startswith(tempfile.gettempdir()) for file in opened)
@@ -112,13 +112,13 @@ def test_links_and_paths_are_not_opened(name: str, monkeypatch: pytest.MonkeyPat
 
 def test_the_path_of_an_existing_image_is_not_opened(tmp_path: Path) -> None:
     path = tmp_path / "cat.png"
-    path.write_bytes(picture())
+    path.write_bytes(image())
     with pytest.raises(InvalidInput):
         to_image(str(path))
 
 
 @pytest.mark.parametrize("size", [(60_000, 60_000), (10_000, 10_000), (8_001, 8_000)])
-def test_image_that_unpacks_into_too_much_is_refused_undecoded(size: tuple[int, int]) -> None:
+def test_an_image_with_too_many_pixels_is_refused_before_decoding(size: tuple[int, int]) -> None:
     with pytest.raises(InvalidInput, match="pixels"):
         to_image(png_header(*size))
 
@@ -127,7 +127,7 @@ def test_image_that_unpacks_into_too_much_is_refused_undecoded(size: tuple[int, 
 def test_broken_images_are_refused() -> None:
     rng = random.Random(0)
     for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"):
-        whole = picture(kind, (40, 30))
+        whole = image(kind, (40, 30))
         for _ in range(60):
             broken = bytearray(whole[: rng.randrange(1, len(whole))])
             broken[rng.randrange(len(broken))] = rng.randrange(256)
@@ -140,13 +140,13 @@ def test_broken_images_are_refused() -> None:
             to_image(garbage)
 
 
-def test_formats_that_start_other_programs_are_not_read() -> None:
+def test_formats_that_start_a_program_are_refused() -> None:
     with pytest.raises(InvalidInput, match="not an image"):
-        to_image(picture("EPS"))
+        to_image(image("EPS"))
 
 
 @pytest.mark.parametrize("kind", ["WAV", "FLAC", "OGG", "MP3"])
-def test_sound_formats_are_read(kind: str) -> None:
+def test_audio_formats_are_read(kind: str) -> None:
     samples = to_audio(tone(0.5, kind=kind), RATE)
     assert samples.dtype == np.float32
     assert len(samples) == pytest.approx(8000, abs=2500)  # MP3 pads
@@ -154,7 +154,7 @@ def test_sound_formats_are_read(kind: str) -> None:
 
 
 @pytest.mark.parametrize("rate", [8000, 22050, 44100, 48000])
-def test_sound_is_mixed_down_and_resampled(rate: int) -> None:
+def test_audio_is_mixed_down_and_resampled(rate: int) -> None:
     samples = to_audio(tone(3.0, rate, channels=2), RATE)
     assert len(samples) == pytest.approx(3 * RATE, abs=2)
     expected = 0.3 * np.sin(2 * np.pi * 440 * np.arange(len(samples)) / RATE)
@@ -167,7 +167,7 @@ def test_resampling_in_blocks_leaves_no_seams(monkeypatch: pytest.MonkeyPatch) -
     np.testing.assert_allclose(to_audio(tone(1.0, 44100), RATE), whole, atol=1e-5)
 
 
-def test_broken_and_empty_sounds_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
+def test_broken_and_empty_audio_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     rng = random.Random(0)
     for kind in ("WAV", "FLAC", "OGG", "MP3"):
         whole = tone(0.2, kind=kind)
@@ -178,7 +178,7 @@ def test_broken_and_empty_sounds_are_refused(capfd: pytest.CaptureFixture[str]) 
                 to_audio(bytes(broken), RATE)
             except InvalidInput:
                 continue
-    for garbage in (b"", b"hello", b"\0" * 1000, picture()):
+    for garbage in (b"", b"hello", b"\0" * 1000, image()):
         with pytest.raises(InvalidInput, match="not a sound file"):
             to_audio(garbage, RATE)
     with pytest.raises(InvalidInput, match="at least"):
@@ -186,7 +186,7 @@ def test_broken_and_empty_sounds_are_refused(capfd: pytest.CaptureFixture[str]) 
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_sound_that_is_too_long_is_refused_undecoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_audio_that_is_too_long_is_refused_before_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "MAX_AUDIO_S", 2)
     monkeypatch.setattr(soundfile.SoundFile, "read", None)
     with pytest.raises(InvalidInput, match="3 seconds"):
@@ -196,7 +196,7 @@ def test_sound_that_is_too_long_is_refused_undecoded(monkeypatch: pytest.MonkeyP
         to_audio(tone(1.0, channels=2), RATE)
 
 
-def test_samples_that_are_no_numbers_are_refused() -> None:
+def test_samples_that_are_not_finite_are_refused() -> None:
     samples = np.zeros(8000, np.float32)
     samples[77] = np.nan
     buffer = io.BytesIO()
@@ -206,7 +206,7 @@ def test_samples_that_are_no_numbers_are_refused() -> None:
 
 
 @pytest.mark.parametrize("rate", [1, 999, 400_000])
-def test_a_rate_that_would_unpack_into_hours_is_refused_undecoded(
+def test_an_extreme_sampling_rate_is_refused_before_decoding(
     rate: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sound = tone(7000 / rate, rate)
@@ -215,7 +215,7 @@ def test_a_rate_that_would_unpack_into_hours_is_refused_undecoded(
         to_audio(sound, RATE)
 
 
-def test_a_length_that_the_model_does_not_take_is_refused_undecoded(
+def test_a_length_above_the_models_limit_is_refused_before_decoding(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(soundfile.SoundFile, "read", None)
@@ -224,7 +224,7 @@ def test_a_length_that_the_model_does_not_take_is_refused_undecoded(
         to_audio(tone(301, 1000), RATE, check_seconds=check)
 
 
-def test_sound_that_ends_before_its_header_says_is_read_once(
+def test_audio_shorter_than_its_header_says_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(audio, "BLOCK", 2000)
@@ -232,18 +232,18 @@ def test_sound_that_ends_before_its_header_says_is_read_once(
     assert 0.5 * RATE < len(to_audio(whole[: len(whole) // 2], RATE)) < 1.5 * RATE
 
 
-def test_images_given_together_have_together_as_many_pixels_as_one() -> None:
-    half = picture(size=(6000, 5400))
+def test_the_images_of_one_input_share_the_pixel_limit() -> None:
+    half = image(size=(6000, 5400))
     with DecodeLimiter(PIXELS).lease() as lease, pytest.raises(InvalidInput) as caught:
         to_images([(half, "inputs.images[0]"), (half, "inputs.images[1]")], lease)
     assert "64800000 together with the others; at most 64000000" in str(caught.value)
     with DecodeLimiter(PIXELS).lease() as lease:
-        assert len(to_images([(picture(), "one"), (picture(), "two")], lease)) == 2
+        assert len(to_images([(image(), "one"), (image(), "two")], lease)) == 2
         assert lease.taken == 2 * 9 * 5
 
 
-def test_an_image_that_many_masks_are_made_of_has_fewer_pixels() -> None:
-    fine, large = picture(size=(1000, 1000)), picture(size=(1001, 1000))
+def test_fewer_pixels_are_accepted_where_the_output_has_many_values_per_pixel() -> None:
+    fine, large = image(size=(1000, 1000)), image(size=(1001, 1000))
     assert to_image(fine, values=64 * inputs.FREE_VALUES_PER_PIXEL).size == (1000, 1000)
     with pytest.raises(
         InvalidInput, match="at most 1000000 in all are accepted where each gets 512"
@@ -252,15 +252,15 @@ def test_an_image_that_many_masks_are_made_of_has_fewer_pixels() -> None:
 
 
 @pytest.mark.parametrize("size", [(1, 201), (201, 1)])
-def test_an_image_that_would_be_blown_up_is_refused(size: tuple[int, int]) -> None:
-    """Where its shorter side is made so many pixels."""
+def test_an_extreme_aspect_ratio_is_refused(size: tuple[int, int]) -> None:
+    """Processors that scale the shorter side would enlarge the image."""
     with pytest.raises(InvalidInput, match="at most 200 times the other"):
-        to_image(picture(size=size))
-    assert to_image(picture(size=(200, 1))).size == (200, 1)
+        to_image(image(size=size))
+    assert to_image(image(size=(200, 1))).size == (200, 1)
 
 
 def test_a_small_image_in_a_large_tile_is_refused() -> None:
-    """libtiff unpacks a tile whole."""
+    """libtiff decodes whole tiles."""
     name, long, side = range(256, 260), 4, 30_000
     tags = [*zip(name, (10, 10, 8, 5), strict=True), (262, 1), (277, 1), (322, side), (323, side)]
     tags += [(324, 200), (325, 12)]
@@ -270,7 +270,7 @@ def test_a_small_image_in_a_large_tile_is_refused() -> None:
         to_image(file)
 
 
-def test_a_progressive_image_of_endless_scans_is_refused() -> None:
+def test_a_progressive_image_with_too_many_scans_is_refused() -> None:
     buffer = io.BytesIO()
     Image.new("L", (800, 800)).save(buffer, format="JPEG", progressive=True)
     once = buffer.getvalue()
