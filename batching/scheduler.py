@@ -262,7 +262,7 @@ class ContinuousScheduler:
         for chunk in chunks:
             sequence = chunk.sequence
             max_len = sequence.prompt_len + sequence.max_tokens
-            if chunk.runs:
+            if chunk.is_active:
                 sequence.computed = chunk.start + chunk.count
                 if chunk.reaches_end and len(sequence.tokens) + 1 < max_len:
                     sequence.append_placeholder(row)

@@ -126,9 +126,11 @@ class Sequence:
             self._generated.pop()
 
     def extend(self, sampled: abc.Sequence[int]) -> None:
-        """Append sampled tokens, the first of them in the placeholder's stead."""
-        self.drop_placeholder()
-        self._generated.extend(sampled)
+        """Append sampled tokens, the first of them instead of a placeholder."""
+        tokens = self._generated
+        if is_placeholder(tokens[-1]):
+            tokens.pop()
+        tokens += sampled
 
     @property
     def _generated(self) -> list[int]:
@@ -174,12 +176,12 @@ class Chunk:
         self.to_sample = 1 + len(self.drafts) if samples else 0
 
     @property
-    def runs(self) -> bool:
+    def is_active(self) -> bool:
         """Whether its sequence has been neither preempted nor removed since the chunk was made."""
         return self.table is not None and self.table is self.sequence.table
 
     @property
-    def prefills(self) -> bool:
+    def is_prefill(self) -> bool:
         return self.start < self.sequence.prompt_len or self.count > 1
 
     @property

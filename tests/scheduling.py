@@ -228,7 +228,7 @@ class Simulation:
     def _process_results(self) -> None:
         in_flight, self.in_flight = self.in_flight, []
         for chunk, sampled in in_flight:
-            if not chunk.runs:
+            if not chunk.is_active:
                 self.seen["dropped"] += 1
                 continue
             self.seen["drafts right"] += max(0, len(sampled) - 1)

@@ -45,9 +45,9 @@ class AsyncCopy:
 def fill_placeholders(ids: Tensor, sampled: Tensor | None) -> Tensor:
     """Replace placeholder ids by the tokens that the previous step sampled.
 
-    `ids`: int64 of any shape; -1 - r is the placeholder of row r. `sampled`: int64 [R], or None if
-    there are no placeholders. A row that sampled no token (-1) yields token 0: its sequence has
-    failed and the step's output for it is dropped.
+    `ids`: int64 of any shape, with placeholders as in batching/sequence.py. `sampled`: int64 [R],
+    or None if there are no placeholders. A row that sampled no token (-1) yields token 0: its
+    sequence has failed and the step's output for it is dropped.
     """
     if sampled is None or not len(sampled):
         return ids

@@ -160,6 +160,7 @@ class GenerationEngine:
             sequence.table = None
         for item in items:
             self._forget(item)
+        self._outputs.clear()
         self._failed.clear()
         self._in_flight = None
         self.scheduler = self._new_scheduler()
@@ -212,7 +213,7 @@ class GenerationEngine:
         if self.scheduler.waiting or max(uncomputed, default=0) > 1:
             budget = self._budget.prompt_tokens(streaming, time.monotonic() - self._step_started)
         chunks = self.scheduler.schedule(budget, self._draft if self._speculation else None)
-        return [chunk for chunk in chunks if chunk.runs]
+        return [chunk for chunk in chunks if chunk.is_active]
 
     def _draft(self, sequence: Sequence) -> tuple[int, ...]:
         output = self._outputs[sequence]
@@ -230,7 +231,7 @@ class GenerationEngine:
         except BaseException as error:
             # The tokens of the step in flight are lost if this raises: that fails all requests.
             self._process_results()
-            run_halves(error, chunks, self._run, self._fail_chunks, lambda chunk: chunk.runs)
+            run_halves(error, chunks, self._run, self._fail_chunks, lambda chunk: chunk.is_active)
 
     def _run(self, chunks: abc.Sequence[Chunk]) -> None:
         """Run the model and sample. Raise before any state of the chunks' sequences changes."""
@@ -272,7 +273,7 @@ class GenerationEngine:
             output, drafts = self._outputs[chunk.sequence], chunk.drafts
             assert isinstance(output, SequenceOutput)
             constraints = output.constraints
-            if constraints and chunk.runs and (request := constraints.mask_request(drafts)):
+            if constraints and chunk.is_active and (request := constraints.mask_request(drafts)):
                 requests.append((len(rows), request))
             rows += [
                 SamplingRow(output.sampling, output.tokens + n, drafts[:n])
@@ -308,7 +309,7 @@ class GenerationEngine:
         earlier_counts, self._counts = self._counts, Counter()
         for chunk in step.batch.chunks:
             tokens = list(islice(sampled, chunk.to_sample))
-            if chunk.runs:  # else it has finished, or another choice of its request has failed
+            if chunk.is_active:  # else it has finished, or another choice of its request has failed
                 try:
                     self._process_chunk(chunk, step.prompt_scores.get(chunk.sequence, []), tokens)
                 except BaseException as error:
@@ -322,7 +323,7 @@ class GenerationEngine:
         sequence, output = chunk.sequence, self._outputs[chunk.sequence]
         if (sampled and sampled[0].token < 0) or any(score.token < 0 for score in scores):
             raise ItemFailed("the model's output for this input is not a number")
-        if chunk.prefills:
+        if chunk.is_prefill:
             self._counts["prefill_tokens"] += chunk.count
         if scores:
             output.add_prompt_scores(scores)
@@ -348,7 +349,7 @@ class GenerationEngine:
         started = max(step.launched_at, self._results_at)
         self._results_at = time.monotonic()
         seconds, rows = self._results_at - started, len(step.batch.ids)
-        prefill = sum(chunk.count for chunk in step.batch.chunks if chunk.prefills)
+        prefill = sum(chunk.count for chunk in step.batch.chunks if chunk.is_prefill)
         if prefill:
             self._budget.learn(prefill, rows - prefill, seconds)
             return
@@ -407,7 +408,7 @@ class GenerationEngine:
         failed together run again in halves."""
         if isinstance(failure, OutOfMemory) and self.scheduler.shrink_running():
             return
-        if len(chunks) == 1 and chunks[0].runs:
+        if len(chunks) == 1 and chunks[0].is_active:
             self._fail(self._outputs[chunks[0].sequence].item, failure)
 
     def _fail_multimodal(self, prompt: MultimodalPrompt, error: BaseException) -> None:

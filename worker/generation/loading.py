@@ -25,7 +25,7 @@ from worker.vision.self_check import check_multimodal, check_multimodal_unpaged
 
 log = logging.getLogger("onequeue.generation")
 
-# Sequences that run together where each has a cache of the model's: no memory is reserved for it.
+# Sequences that run together without paged memory: each has its own cache, which nothing reserves.
 MAX_CACHED = 64
 # The fraction of the KV cache that is used to keep prefixes, unless its size was set or its memory
 # is allocated anyway, as on a GPU. Running sequences may fill all of it.

@@ -66,7 +66,7 @@ class Speculation:
         its drafter has not been asked in this step, a match of the tokens before them is taken as
         a sign: repeated text mostly goes on."""
         drafter = self._drafters.get(chunk.sequence)
-        if not (drafter and chunk.to_sample and chunk.runs):
+        if not (drafter and chunk.to_sample and chunk.is_active):
             return False
         if chunk.drafts or output.constraints:
             return True
