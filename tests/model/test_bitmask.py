@@ -1,4 +1,4 @@
-"""What rows allow, against the library's own masks, one row and one draft at a time."""
+"""The masks of a step equal llguidance's own, computed one row and one draft at a time."""
 
 import threading
 
@@ -14,15 +14,15 @@ from worker.grammar.compiler import GrammarCompiler
 from worker.messages.generation import Constraint
 
 TOKENIZER = tiny_chat.tokenizer()
-WIDTH = len(TOKENIZER) + 5  # a model may have more rows than the tokenizer has tokens
+WIDTH = len(TOKENIZER) + 5  # a model may have more logits than the tokenizer has tokens
 END = TOKENIZER.eos_token_id
 GRAMMARS = GrammarCompiler(TOKENIZER, WIDTH, [END])
 MASKS = BitmaskComputer(WIDTH, [END])
 
 
 def matcher(regex: str) -> LLMatcher:
-    made = when_ready(lambda: GRAMMARS.compile_constraint(Constraint("regex", regex, "r")))
-    return made.matcher.deep_copy()
+    grammar = when_ready(lambda: GRAMMARS.compile_constraint(Constraint("regex", regex, "r")))
+    return grammar.matcher.deep_copy()
 
 
 def alone(of: LLMatcher) -> torch.Tensor:
@@ -34,9 +34,9 @@ def test_each_row_and_draft_has_its_mask() -> None:
     drafts = tuple(TOKENIZER.encode("Paris", add_special_tokens=False))
     first, second = matcher("(Paris|Pa)[0-9]"), matcher("[a-c]+")
     wanted = [(1, MaskRequest(first, drafts)), (9, MaskRequest(second))]
-    begun = MASKS.start(wanted)
-    assert begun is not None
-    allowed = begun.result()
+    pending = MASKS.start(wanted)
+    assert pending is not None
+    allowed = pending.result()
     assert list(allowed.rows) == [*range(1, 2 + len(drafts)), 9]
     expected = [alone(first)]
     for draft in drafts:
@@ -55,9 +55,9 @@ def test_masks_of_single_and_additional_tokens() -> None:
         (1, MaskRequest(only=40)),
         (2, MaskRequest(drafts=(8, 9), forbids_stop=True)),
     ]
-    begun = MASKS.start(wanted)
-    assert begun is not None
-    allowed = begun.result().tokens
+    pending = MASKS.start(wanted)
+    assert pending is not None
+    allowed = pending.result().tokens
     also = alone(held)
     also[4] = True
     assert torch.equal(allowed[0], also)
@@ -73,9 +73,9 @@ def test_failed_thread_start_is_retried(monkeypatch: pytest.MonkeyPatch) -> None
         patch.setattr(threading.Thread, "start", out_of_threads)
         with pytest.raises(RuntimeError):
             masks.start([(0, MaskRequest(only=3))])
-    begun = masks.start([(0, MaskRequest(only=3))])
-    assert begun is not None
-    assert begun.result().tokens.nonzero().tolist() == [[0, 3]]
+    pending = masks.start([(0, MaskRequest(only=3))])
+    assert pending is not None
+    assert pending.result().tokens.nonzero().tolist() == [[0, 3]]
 
 
 def out_of_threads(thread: threading.Thread) -> None:

@@ -1,5 +1,5 @@
-"""What `chat_template_kwargs` may name, what becomes of what a template cannot take, and what a
-template's forms mean for a plain chat."""
+"""Names that `chat_template_kwargs` may set, errors of templates, and the parser and constraints of
+a plain chat."""
 
 import ast
 import copy
@@ -31,7 +31,7 @@ def rendered(**variables: Any) -> str:
 
 
 def own_to_transformers() -> set[str]:
-    """By its source: arguments of the calls that lead to a template, and what is passed to it."""
+    """Return, from the library's source, the arguments of the calls that lead to a template."""
     spec = importlib.util.find_spec("transformers")
     assert spec is not None
     assert spec.submodule_search_locations
@@ -47,10 +47,10 @@ def own_to_transformers() -> set[str]:
                 "apply_chat_template",
                 "render_jinja_template",
             ):
-                names |= {each.arg for each in (*node.args.args, *node.args.kwonlyargs)}
+                names |= {item.arg for item in (*node.args.args, *node.args.kwonlyargs)}
             match node:
                 case ast.Call(func=ast.Attribute(attr="render")):
-                    names |= {each.arg for each in node.keywords if each.arg}
+                    names |= {item.arg for item in node.keywords if item.arg}
                 case ast.Assign(
                     targets=[
                         ast.Subscript(
@@ -122,8 +122,8 @@ def test_plain_chat_has_no_constraints_and_a_parser_only_with_delimiters() -> No
         (CALLS, {"tool_calls": ToolCallPolicy(("clock",), required=True)}, True, True),
         (THOUGHTS, {"thinking_tokens": 3}, True, True),
     ):
-        made = prepared(source, **fields)
-        assert (made.parser is not None, made.constraints is not None) == (reads, plans)
+        result = prepared(source, **fields)
+        assert (result.parser is not None, result.constraints is not None) == (reads, plans)
 
 
 @pytest.mark.parametrize(
@@ -138,9 +138,9 @@ def test_plain_chat_has_no_constraints_and_a_parser_only_with_delimiters() -> No
     ],
 )
 def test_odd_templates_load(template: str) -> None:
-    made = ChatTemplate(llama_tokenizer(template))
-    assert made.examples == []
-    assert made.notes
+    result = ChatTemplate(llama_tokenizer(template))
+    assert result.examples == []
+    assert result.notes
 
 
 def test_template_that_changes_its_input_does_not_change_the_probes() -> None:
@@ -164,9 +164,9 @@ def test_template_that_renders_only_parts_gets_parts() -> None:
     assert template.render(Chat(messages)).text == "<|system|>brief</s><|user|>hi</s><|assistant|>"
     pictured = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "hi"}]}
     assert template.render(Chat((pictured,))).text == "<|user|>hi</s><|assistant|>"
-    begun = Chat(
+    prefix = Chat(
         (*HI, {"role": "assistant", "content": "I"}),
         add_generation_prompt=False,
         continue_final_message=True,
     )
-    assert template.render(begun).text == "<|user|>hi</s><|assistant|>I"
+    assert template.render(prefix).text == "<|user|>hi</s><|assistant|>I"

@@ -1,4 +1,4 @@
-"""The branches of `oneOf` are made exclusive, or refused: no document fits two of them."""
+"""The branches of `oneOf` are made exclusive, or are an error: no document matches two."""
 
 import json
 import random
@@ -46,7 +46,7 @@ APART: dict[str, Schema] = {
     "lengths": {"type": "string", "oneOf": [{"maxLength": 1}, {"minLength": 3, "maxLength": 4}]},
     "a kind": {"oneOf": [*KINDS.values(), {"type": "null"}]},
     "a kind that one may lack": {"oneOf": [KINDS["a"], thing([], kind={"const": "b"})]},
-    "a kind within": {"oneOf": [thing(in_=each) for each in KINDS.values()]},
+    "a kind within": {"oneOf": [thing(in_=item) for item in KINDS.values()]},
     "types of a property": {"oneOf": [thing(a=TEXT), thing(a={"type": "integer"})]},
     "closed objects": {"oneOf": [closed(a=TEXT), closed(b=TEXT), closed(a=TEXT, c=TEXT)]},
     "references": {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], "$defs": KINDS},
@@ -59,7 +59,7 @@ APART: dict[str, Schema] = {
     "a tree": TREE,
 }
 NARROWED: dict[str, Schema] = {
-    "a kind that all may lack": {"oneOf": [thing([], kind={"const": each}) for each in "abc"]},
+    "a kind that all may lack": {"oneOf": [thing([], kind={"const": item}) for item in "abc"]},
     "one or the other": {
         **thing([], a=TEXT, b=TEXT, c=TEXT),
         "oneOf": [{"required": ["a"]}, {"required": ["b"]}, {"required": ["c", "a"]}],
@@ -133,10 +133,10 @@ def test_one_of_as_a_name_or_value_is_left_alone() -> None:
         "properties": {"oneOf": {"const": {"oneOf": [1, 1]}}, "const": {"oneOf": [{"const": 1}]}},
         "default": {"oneOf": [{}, {}]},
     }
-    made = make_exclusive(schema)
-    assert made["properties"]["oneOf"] == {"const": {"oneOf": [1, 1]}}
-    assert made["properties"]["const"] == {"anyOf": [{"const": 1}]}
-    assert made["default"] == schema["default"]
+    result = make_exclusive(schema)
+    assert result["properties"]["oneOf"] == {"const": {"oneOf": [1, 1]}}
+    assert result["properties"]["const"] == {"anyOf": [{"const": 1}]}
+    assert result["default"] == schema["default"]
 
 
 def test_any_of_beside_one_of_still_constrains() -> None:
@@ -147,10 +147,10 @@ def test_any_of_beside_one_of_still_constrains() -> None:
 
 
 def deep(levels: int) -> Schema:
-    made: Schema = {"type": "null"}
+    result: Schema = {"type": "null"}
     for _ in range(levels):
-        made = {"oneOf": [made, {"type": "string"}]}
-    return made
+        result = {"oneOf": [result, {"type": "string"}]}
+    return result
 
 
 LOOPS = {name: {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]} for name in "ab"}
@@ -185,46 +185,46 @@ VALUES = ["a", "b", "c", 1, 2, 1.0, 1.5, True, False, None, [], {"a": 1}]
 TYPES = ["string", "null", "integer", "number", "boolean", "object"]
 
 
-def made_up(chance: random.Random, depth: int) -> Schema:
+def made_up(rng: random.Random, depth: int) -> Schema:
     scalars: list[Schema] = [
-        {"const": chance.choice(VALUES)},
-        {"enum": chance.sample(VALUES, 2)},
-        {"type": chance.sample(TYPES, chance.randint(1, 2))},
-        {"type": "integer", "minimum": chance.randint(0, 3), "maximum": chance.randint(3, 5)},
-        {"type": "string", "minLength": chance.randint(0, 2), "maxLength": chance.randint(2, 4)},
+        {"const": rng.choice(VALUES)},
+        {"enum": rng.sample(VALUES, 2)},
+        {"type": rng.sample(TYPES, rng.randint(1, 2))},
+        {"type": "integer", "minimum": rng.randint(0, 3), "maximum": rng.randint(3, 5)},
+        {"type": "string", "minLength": rng.randint(0, 2), "maxLength": rng.randint(2, 4)},
     ]
-    if depth == 0 or chance.random() < 0.3:
-        return chance.choice(scalars)
-    several = [made_up(chance, depth - 1) for _ in range(chance.randint(1, 3))]
-    members = dict(zip(chance.sample("abkt", len(several)), several, strict=True))
-    made = thing([name for name in members if chance.random() < 0.6], **members)
-    if chance.random() < 0.6:
-        made["additionalProperties"] = False
-    if chance.random() < 0.2:
-        del made["type"]
+    if depth == 0 or rng.random() < 0.3:
+        return rng.choice(scalars)
+    several = [made_up(rng, depth - 1) for _ in range(rng.randint(1, 3))]
+    members = dict(zip(rng.sample("abkt", len(several)), several, strict=True))
+    result = thing([name for name in members if rng.random() < 0.6], **members)
+    if rng.random() < 0.6:
+        result["additionalProperties"] = False
+    if rng.random() < 0.2:
+        del result["type"]
     others: list[Schema] = [
-        {"type": "array", "items": several[0], "minItems": chance.randint(0, 2), "maxItems": 2},
+        {"type": "array", "items": several[0], "minItems": rng.randint(0, 2), "maxItems": 2},
         {"anyOf": several},
         {"oneOf": several},
         {"allOf": several},
         {"$ref": "#/$defs/x"},
     ]
-    return made if chance.random() < 0.6 else chance.choice(others)
+    return result if rng.random() < 0.6 else rng.choice(others)
 
 
 @pytest.mark.parametrize("seed", matrix(range(4), 0))
 def test_no_document_of_a_random_schema_matches_two_branches(seed: int) -> None:
-    chance, documents = random.Random(seed), 0
+    rng, documents = random.Random(seed), 0
     for _ in range(250):
         schema = {
-            **(made_up(chance, 2) if chance.random() < 0.3 else {}),
-            "oneOf": [made_up(chance, 2) for _ in range(chance.randint(2, 4))],
-            "$defs": {"x": made_up(chance, 1)},
+            **(made_up(rng, 2) if rng.random() < 0.3 else {}),
+            "oneOf": [made_up(rng, 2) for _ in range(rng.randint(2, 4))],
+            "$defs": {"x": made_up(rng, 1)},
         }
         loose = json.loads(json.dumps(schema).replace('"oneOf"', '"anyOf"'))
-        for text in followed(schema, chance):
+        for text in followed(schema, rng):
             document = json.loads(text)
-            # The library's own liberties aside: it is lenient about numbers like 1.0.
+            # Except llguidance's leniency about numbers like 1.0.
             if jsonschema_rs.is_valid(loose, document):
                 assert jsonschema_rs.is_valid(schema, document), (schema, text)
                 documents += 1
@@ -232,11 +232,11 @@ def test_no_document_of_a_random_schema_matches_two_branches(seed: int) -> None:
 
 
 def grammar(schema: Schema) -> LLMatcher:
-    written = content_rule(Constraint("json_schema", schema, "f"))
-    made = LLMatcher(TOKENIZER, f"start: {written}", log_level=0)
-    if made.is_error():
-        raise InvalidInput(made.get_error())
-    return made
+    rule = content_rule(Constraint("json_schema", schema, "f"))
+    result = LLMatcher(TOKENIZER, f"start: {rule}", log_level=0)
+    if result.is_error():
+        raise InvalidInput(result.get_error())
+    return result
 
 
 def takes(schema: Schema, document: str) -> bool:
@@ -245,13 +245,13 @@ def takes(schema: Schema, document: str) -> bool:
     return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
 
 
-def followed(schema: Schema, chance: random.Random) -> list[str]:
-    """Some documents that a grammar takes, as it is followed at random; none if it is refused."""
+def followed(schema: Schema, rng: random.Random) -> list[str]:
+    """Return random documents of a grammar; none if it does not compile."""
     try:
         matcher = grammar(schema)
     except InvalidInput:
         return []
-    found = []
+    documents = []
     for _ in range(4):
         state, tokens = matcher.deep_copy(), list[int]()
         for _ in range(60):
@@ -259,19 +259,19 @@ def followed(schema: Schema, chance: random.Random) -> list[str]:
             allowed = [n for n in range(SIZE) if mask[n // 8] >> n % 8 & 1]
             if not allowed or state.is_stopped():
                 break
-            token = chance.choice(allowed)
+            token = rng.choice(allowed)
             state.consume_token(token)
             tokens += [token] if token != TOKENIZER.eos_token else []
         if state.is_stopped():
-            found.append(TOKENIZER.decode_bytes(tokens).decode())
-    return found
+            documents.append(TOKENIZER.decode_bytes(tokens).decode())
+    return documents
 
 
 TOKENS = tiny_chat.tokenizer()
 SIZE = len(TOKENS)
 TOKENIZER = LLTokenizer(TOKENS.backend_tokenizer.to_str(), n_vocab=SIZE)
 
-# ── as requests ──
+# ── in requests ──
 
 
 def tool(parameters: Schema) -> Schema:
@@ -282,12 +282,12 @@ def test_arguments_match_exactly_one_branch() -> None:
     branches = NARROWED["one or the other"]["oneOf"]
     parameters = {**closed(a=TEXT, b=TEXT), "required": [], "oneOf": branches}
     for seed in range(6):
-        asked = asking(
+        request = asking(
             sampling=Sampling(temperature=1.0, seed=seed),
             tools=(tool(parameters),),
             tool_calls=ToolCallPolicy(("f",), required=True, parallel=False),
         )
-        [choice] = alone(asked).choices
+        [choice] = alone(request).choices
         [arguments] = [part.text for part in choice.parts if part.kind == "call"]
         assert jsonschema_rs.is_valid(parameters, json.loads(arguments)), arguments
 
@@ -301,7 +301,7 @@ def test_error_names_a_required_tool_with_overlapping_branches() -> None:
     assert caught.value.param == "tools[1]"
     prepare(
         engine(), asking(tools=tools, tool_calls=ToolCallPolicy(("clock", "f")))
-    )  # it may be called freely
+    )  # optional calls are not affected
 
 
 def test_http_error_names_the_field() -> None:

@@ -1,5 +1,5 @@
-"""Calls in every form that templates write, from engines on random weights: what must be called is
-called as the tool says, and a call that the model begins by itself is held to it as well."""
+"""Calls in every format of templates, generated with random weights: required calls match their
+tools, and so do calls that the model starts itself."""
 
 import json
 import tempfile
@@ -55,7 +55,7 @@ NAME = "{{ call.function.name }}"
 VALUE = "{{ value if value is string else value | tojson }}"
 JSON = "{{ call.function.arguments | tojson }}"
 COMMA = "{{ ', ' if not loop.last }}"
-# Its calls, the marks among them, and the tokens by which one begins.
+# Its loop of calls, the delimiters in it, and the tokens with which a call begins.
 FORMS: dict[str, tuple[str, list[str]]] = {
     "json": (
         EACH + '<call>{"name": "' + NAME + '", "arguments": ' + JSON + "}</call>" + END,
@@ -108,23 +108,25 @@ _root = tempfile.TemporaryDirectory(prefix="forms-")
 
 @cache
 def engine(name: str, special: bool) -> GenerationEngine:
-    """`special`: the marks are special tokens."""
-    calls, marks = FORMS[name]
+    """`special`: delimiters are special tokens."""
+    calls, delimiters = FORMS[name]
     path = Path(_root.name) / f"{name}-{special}"
-    made = tokenizer(HEAD + calls + TAIL, ["<think>", "</think>"])
-    tokens = [hf.AddedToken(mark, normalized=False, special=special) for mark in marks]
-    made.add_tokens(tokens, special_tokens=special)
-    sizes = {**SMALL, "vocab_size": len(made), "max_position_embeddings": CONTEXT}
+    result = tokenizer(HEAD + calls + TAIL, ["<think>", "</think>"])
+    tokens = [
+        hf.AddedToken(delimiter, normalized=False, special=special) for delimiter in delimiters
+    ]
+    result.add_tokens(tokens, special_tokens=special)
+    sizes = {**SMALL, "vocab_size": len(result), "max_position_embeddings": CONTEXT}
     torch.manual_seed(3)
     ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
     hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, **ids)).save_pretrained(path)
-    made.save_pretrained(path)
+    result.save_pretrained(path)
     options = GeneratorOptions(str(path), dtype="float32", device="cpu", kv_cache_gb=0.01)
     return load_generator(options)
 
 
-def called(made: Any) -> list[tuple[str, Any]]:
-    parts = [part for part in made.parts if part.kind == "call"]
+def called(result: Any) -> list[tuple[str, Any]]:
+    parts = [part for part in result.parts if part.kind == "call"]
     calls: list[tuple[str, str]] = []
     for part in parts:
         if part.name is not None:
@@ -134,25 +136,25 @@ def called(made: Any) -> list[tuple[str, Any]]:
     return [(name, json.loads(arguments)) for name, arguments in calls]
 
 
-def opening(made: GenerationEngine, name: str, seed: int) -> Sampling:
-    """The marks that begin a call are sure to come."""
-    marks = ["<call>"] if name == "section" else FORMS[name][1][:1]
-    tokens: Any = made.runner.language.tokenizer.convert_tokens_to_ids(marks)
+def opening(result: GenerationEngine, name: str, seed: int) -> Sampling:
+    """Bias the tokens that start a call."""
+    delimiters = ["<call>"] if name == "section" else FORMS[name][1][:1]
+    tokens: Any = result.runner.language.tokenizer.convert_tokens_to_ids(delimiters)
     return Sampling(temperature=1.0, seed=seed, logit_bias=dict.fromkeys(tokens, 20.0))
 
 
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("name", FORMS)
 def test_required_calls_are_in_the_models_format(name: str, special: bool) -> None:
-    made = engine(name, special)
-    assert made.input_processor.template.notes == []
+    result = engine(name, special)
+    assert result.input_processor.template.notes == []
     calls = ToolCallPolicy(("weather", "travel"), required=True)
-    asked = [
+    requests = [
         asking(sampling=Sampling(temperature=1.0, seed=seed), tools=TOOLS, tool_calls=calls)
         for seed in range(4)
     ]
     ended = 0
-    for served in serve(made, asked)[0]:
+    for served in serve(result, requests)[0]:
         [choice] = served.choices
         if choice.finish_reason == "length":
             continue
@@ -162,7 +164,7 @@ def test_required_calls_are_in_the_models_format(name: str, special: bool) -> No
         for called_name, arguments in called(choice):
             assert called_name in ("weather", "travel")
             assert jsonschema_rs.is_valid(PARAMETERS, arguments)
-        text = made.text_model.decode(list(served.ids[0]))
+        text = result.text_model.decode(list(served.ids[0]))
         assert FORMS[name][1][0] in text
     assert ended
 
@@ -181,7 +183,7 @@ def test_formats_and_item_counts_are_enforced(name: str) -> None:
         "additionalProperties": False,
     }
     function = {"name": "book", "description": "any", "parameters": parameters}
-    asked = [
+    requests = [
         asking(
             sampling=Sampling(temperature=1.0, seed=seed),
             tools=({"type": "function", "function": function},),
@@ -190,35 +192,41 @@ def test_formats_and_item_counts_are_enforced(name: str) -> None:
         )
         for seed in range(4)
     ]
-    ended = [choice for served in serve(engine(name, True), asked)[0] for choice in served.choices]
-    for [(_, arguments)] in [called(each) for each in ended if each.finish_reason != "length"]:
-        arguments["on"] = arguments["on"].replace("-02-29", "-02-28")  # llguidance takes any
+    ended = [
+        choice for served in serve(engine(name, True), requests)[0] for choice in served.choices
+    ]
+    for [(_, arguments)] in [
+        called(choice) for choice in ended if choice.finish_reason != "length"
+    ]:
+        arguments["on"] = arguments["on"].replace(
+            "-02-29", "-02-28"
+        )  # llguidance accepts it in any year
         assert jsonschema_rs.is_valid(parameters, arguments, validate_formats=True), arguments
-    assert any(each.finish_reason == "tool_calls" for each in ended)
+    assert any(choice.finish_reason == "tool_calls" for choice in ended)
 
 
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("name", FORMS)
 def test_call_that_the_model_starts_is_constrained_by_its_tool(name: str, special: bool) -> None:
-    made = engine(name, special)
-    asked = [
+    result = engine(name, special)
+    requests = [
         asking(
-            sampling=opening(made, name, seed),
+            sampling=opening(result, name, seed),
             tools=TOOLS,
             tool_calls=ToolCallPolicy(("weather",), parallel=False),
         )
         for seed in range(5)
     ]
-    found = 0
-    for served in serve(made, asked)[0]:
+    matched = 0
+    for served in serve(result, requests)[0]:
         [choice] = served.choices
         if choice.finish_reason == "length":
             continue
         [(called_name, arguments)] = called(choice)
         assert called_name == "weather"
         assert jsonschema_rs.is_valid(PARAMETERS, arguments)
-        found += 1
-    assert found > 1
+        matched += 1
+    assert matched > 1
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -229,7 +237,7 @@ def test_output_is_a_document_or_a_call(name: str) -> None:
         "required": ["n"],
         "additionalProperties": False,
     }
-    made = engine(name, True)
+    result = engine(name, True)
     for seed in range(4):
         item = asking(
             sampling=Sampling(temperature=2.0, seed=seed),
@@ -238,7 +246,7 @@ def test_output_is_a_document_or_a_call(name: str) -> None:
             constraint=Constraint("json_schema", schema, "response_format"),
             max_tokens=200,
         )
-        [served], _ = serve(made, [item])
+        [served], _ = serve(result, [item])
         [choice] = served.choices
         if choice.finish_reason == "length":
             continue

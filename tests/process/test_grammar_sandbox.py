@@ -1,5 +1,5 @@
-"""What a stranger's grammar can do to others: nothing. It is tried in a process of its own, once;
-followed within limits; and fails alone."""
+"""Untrusted grammars harm no other request: they are compiled in a sandbox first, once, decoded
+within limits, and fail alone."""
 
 import contextlib
 import json
@@ -53,34 +53,34 @@ def regex(of: str) -> Constraint:
 @pytest.fixture
 def grammars(monkeypatch: pytest.MonkeyPatch) -> Iterator[GrammarCompiler]:
     monkeypatch.setattr(compiler, "SLOW_SANDBOX_S", 0.5)
-    made = GrammarCompiler(TOKENIZER, WIDTH, [TOKENIZER.eos_token_id])
-    yield made
-    made.close()
+    grammar_compiler = GrammarCompiler(TOKENIZER, WIDTH, [TOKENIZER.eos_token_id])
+    yield grammar_compiler
+    grammar_compiler.close()
 
 
 @pytest.fixture
-def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Texts that were sent to the child."""
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Grammars that were sent to the sandbox."""
     texts: list[str] = []
     check = GrammarSandbox.check
 
-    def watched(trials: GrammarSandbox, text: str, *limits: Any) -> SandboxResult:
+    def watched(child: GrammarSandbox, text: str, *limits: Any) -> SandboxResult:
         texts.append(text)
-        return check(trials, text, *limits)
+        return check(child, text, *limits)
 
     monkeypatch.setattr(GrammarSandbox, "check", watched)
     return texts
 
 
 def test_endless_compilation_is_tried_once_per_limit(
-    grammars: GrammarCompiler, tried: list[str]
+    grammars: GrammarCompiler, checked: list[str]
 ) -> None:
     for _ in range(3):
         with pytest.raises(InvalidInput, match="too long to compile") as caught:
             when_ready(lambda: grammars.compile_constraint(SLOW))
         assert caught.value.param == "f"
-    assert len(tried) == 2  # a short while, then a longer one
-    assert when_ready(lambda: grammars.compile_constraint(regex("[ab]")))  # the same child goes on
+    assert len(checked) == 2  # a short while, then a longer one
+    assert when_ready(lambda: grammars.compile_constraint(regex("[ab]")))  # by the same process
 
 
 @pytest.mark.parametrize(
@@ -108,23 +108,23 @@ def test_slow_parsing_happens_in_the_sandbox(grammars: GrammarCompiler) -> None:
         when_ready(lambda: grammars.compile_constraint(SLOW))
 
 
-def test_equal_grammars_are_compiled_once(grammars: GrammarCompiler, tried: list[str]) -> None:
+def test_equal_grammars_are_compiled_once(grammars: GrammarCompiler, checked: list[str]) -> None:
     with ThreadPoolExecutor(8) as pool:
-        asked = [
+        futures = [
             pool.submit(when_ready, lambda: grammars.compile_constraint(regex("a+")))
             for _ in range(8)
         ]
-        assert len({id(each.result()) for each in asked}) == 1
-    assert len(tried) == 1
+        assert len({id(future.result()) for future in futures}) == 1
+    assert len(checked) == 1
 
 
 def test_sandbox_results_outlive_evicted_grammars(
-    grammars: GrammarCompiler, tried: list[str], monkeypatch: pytest.MonkeyPatch
+    grammars: GrammarCompiler, checked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiler, "MAX_CACHED", 2)
-    for letter in "abcdabcd":
-        when_ready(lambda letter=letter: grammars.compile_constraint(regex(letter)))  # type: ignore[misc]
-    assert len(tried) == 4
+    for char in "abcdabcd":
+        when_ready(lambda char=char: grammars.compile_constraint(regex(char)))  # type: ignore[misc]
+    assert len(checked) == 4
 
 
 def test_grammars_in_use_are_limited_in_bytes(
@@ -136,7 +136,7 @@ def test_grammars_in_use_are_limited_in_bytes(
     used.size = 1 << 30
     with pytest.raises(QueueFull, match="memory"):
         when_ready(lambda: grammars.compile_constraint(regex("[b-z]+")))
-    del used  # whoever used it is done, and it is no longer kept
+    del used  # its last user is done, and it was evicted
     grammars._errors.clear()  # time has passed
     assert when_ready(lambda: grammars.compile_constraint(regex("[b-z]+")))
 
@@ -149,44 +149,44 @@ def test_queue_of_grammars_is_limited(
     when_ready(lambda: grammars.compile_constraint(regex("a")))
     monkeypatch.setattr(GrammarSandbox, "check", lambda *_: gate.wait() and SandboxResult("enough"))
     waiting = []
-    for letter in "bc":
+    for char in "bc":
         with pytest.raises(Pending) as pending:
-            grammars.compile_constraint(regex(letter))
+            grammars.compile_constraint(regex(char))
         waiting.append(threading.Event())
         pending.value.then(lambda: True, waiting[-1].set)
     with pytest.raises(QueueFull):
         grammars.compile_constraint(regex("d"))
     gate.set()
-    assert all(each.wait(30) for each in waiting)
+    assert all(event.wait(30) for event in waiting)
 
 
 def test_cancelled_grammars_are_not_compiled(
     grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, tried = threading.Event(), []
+    gate, checked = threading.Event(), []
 
     def slow(_: GrammarSandbox, text: str, *limits: Any) -> SandboxResult:
-        tried.append(text)
+        checked.append(text)
         gate.wait()
         return SandboxResult("enough")
 
     when_ready(lambda: grammars.compile_constraint(regex("a")))
     monkeypatch.setattr(GrammarSandbox, "check", slow)
     done = threading.Event()
-    for letter, wanted in (("b", True), ("c", False), ("d", True)):
+    for char, wanted in (("b", True), ("c", False), ("d", True)):
         with pytest.raises(Pending) as pending:
-            grammars.compile_constraint(regex(letter))
-        again = done.set if letter == "d" else lambda: None
+            grammars.compile_constraint(regex(char))
+        again = done.set if char == "d" else lambda: None
         pending.value.then(lambda wanted=wanted: wanted, again)  # type: ignore[misc]
     gate.set()
     assert done.wait(30)
-    assert tried == ["start: /b/", "start: /d/"]
+    assert checked == ["start: /b/", "start: /d/"]
 
 
-# ── the child ──
+# ── the process ──
 
 
-def trials() -> GrammarSandbox:
+def make_sandbox() -> GrammarSandbox:
     return GrammarSandbox(TOKENIZER.backend_tokenizer.to_str(), WIDTH, [TOKENIZER.eos_token_id])
 
 
@@ -198,7 +198,7 @@ def alive(pid: int) -> bool:
 
 
 def test_killed_sandbox_is_replaced() -> None:
-    child = trials()
+    child = make_sandbox()
     assert child.check("start: /a/", False, True, 5).reason is None
     assert child._process
     os.kill(child._process.pid, signal.SIGKILL)
@@ -208,7 +208,7 @@ def test_killed_sandbox_is_replaced() -> None:
 
 
 def test_grammar_out_of_memory_leaves_the_sandbox_running() -> None:
-    child = trials()
+    child = make_sandbox()
     pid = child.start().pid
     nested = "start: " + "(" * 20_000 + '"a"' + ")" * 20_000
     many = json.dumps({"type": "string", "allOf": [
@@ -258,7 +258,7 @@ def test_sandbox_ends_with_the_server_and_imports_no_torch() -> None:
     with serving(chat_model="demo") as server:
         generator: Any = server.worker_client.generator
         grammars = generator.input_processor.constraint_builder.grammars
-        assert not grammars._loaded  # nobody has asked for anything
+        assert not grammars._loaded  # no grammar has been requested
         answer = httpx.post(server.url + "/v1/chat/completions", json=body, timeout=60)
         assert answer.json()["choices"][0]["message"]["content"] == "1"
         pid = grammars._loaded[1]._process.pid
@@ -270,16 +270,18 @@ def test_sandbox_ends_with_the_server_and_imports_no_torch() -> None:
             timeout=60,
         )
         assert answer.status_code == 400
-        said = answer.json()["error"]["message"]
-        assert "too long" in said or "too much memory" in said  # as fast as the machine is
+        message = answer.json()["error"]["message"]
+        assert (
+            "too long" in message or "too much memory" in message
+        )  # depends on the machine's speed
     wait_until(lambda: not alive(pid))
 
 
-# ── others ──
+# ── other requests ──
 
 
 class Waiting(FakeGenerator):
-    """Prepares nothing that is told to wait before `again` is called."""
+    """`prepare` of a prompt with "wait" is pending until `again` is called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -305,15 +307,15 @@ def test_requests_that_wait_for_a_grammar_block_no_pool_thread() -> None:
             waiting = [clients.submit(post, server, "wait") for _ in range(threads)]
             wait_until(lambda: len(generator.again) == threads)
             assert post(server, "hello") == 200
-            assert not any(each.done() for each in waiting)
+            assert not any(future.done() for future in waiting)
             generator.ready = True
             for again in generator.again:
                 again()
-            assert [each.result() for each in waiting] == [200] * threads
+            assert [future.result() for future in waiting] == [200] * threads
 
 
 class Stuck:
-    """A matcher whose mask does not come."""
+    """A matcher whose mask is never computed."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -331,27 +333,25 @@ def test_late_mask_fails_only_its_own_grammar(
     mate = when_ready(lambda: grammars.compile_constraint(regex("[a-c]+")))
     expected = np.frombuffer(mate.matcher.deep_copy().compute_bitmask(), np.uint8)
     expected = np.unpackbits(expected, count=WIDTH, bitorder="little").astype(bool)
-    made = BitmaskComputer(WIDTH, [TOKENIZER.eos_token_id])
+    computer = BitmaskComputer(WIDTH, [TOKENIZER.eos_token_id])
     stuck: Any = [Stuck() for _ in range(bitmask.MAX_STUCK_THREADS)]
-    held = [Grammar(each) for each in stuck]
+    held = [Grammar(matcher) for matcher in stuck]
     mates = [MaskRequest(mate.matcher.deep_copy(), grammar=mate) for _ in range(3)]
     for before in range(0, len(stuck), 2):
         first, second = (MaskRequest(g.matcher, grammar=g) for g in held[before : before + 2])
-        begun = made.start([*enumerate([mates[0], first, mates[1], second, mates[2]])])
-        assert begun is not None
-        allowed = begun.result()
+        pending = computer.start([*enumerate([mates[0], first, mates[1], second, mates[2]])])
+        assert pending is not None
+        allowed = pending.result()
         for row in (0, 2, 4):
             assert np.array_equal(allowed.tokens[row].numpy(), expected)
     assert all(grammar.too_slow for grammar in held)
     assert not mate.too_slow
-    with pytest.raises(
-        ItemFailed, match="temporarily unavailable"
-    ):  # as many threads are stuck as may be
-        made.start([(0, mates[0])])
-    for each in stuck:
-        each.gate.set()
-    wait_until(lambda: not any(thread.is_alive() for thread in made._stuck))
-    assert made.start([(0, mates[0])])
+    with pytest.raises(ItemFailed, match="temporarily unavailable"):  # the limit of stuck threads
+        computer.start([(0, mates[0])])
+    for matcher in stuck:
+        matcher.gate.set()
+    wait_until(lambda: not any(thread.is_alive() for thread in computer._stuck))
+    assert computer.start([(0, mates[0])])
 
 
 def test_slow_grammar_fails_its_request_alone_and_all_later_ones() -> None:
@@ -388,39 +388,39 @@ def test_slow_grammar_is_not_used_any_more() -> None:
 
 
 def test_close_does_not_wait_for_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = GrammarCompiler(tiny_chat.tokenizer(), len(tiny_chat.tokenizer()), [1])
-    when_ready(lambda: made.tokenizer("f"))
+    grammars = GrammarCompiler(tiny_chat.tokenizer(), len(tiny_chat.tokenizer()), [1])
+    when_ready(lambda: grammars.tokenizer("f"))
     check: Any = GrammarSandbox.check
-    monkeypatch.setattr(GrammarSandbox, "check", lambda *asked: check(*asked[:-1], 3600.0))
+    monkeypatch.setattr(GrammarSandbox, "check", lambda *args: check(*args[:-1], 3600.0))
     with pytest.raises(Pending):
-        made.compile_constraint(SLOW)
-    trials = wait_for_trials(made)
-    wait_until(lambda: trying(trials))
-    closing = threading.Thread(target=made.close, daemon=True)
+        grammars.compile_constraint(SLOW)
+    child = wait_for_sandbox(grammars)
+    wait_until(lambda: has_fork(child))
+    closing = threading.Thread(target=grammars.close, daemon=True)
     closing.start()
     closing.join(10)  # the fork's own limit is 20 s
     assert not closing.is_alive()
 
 
-def wait_for_trials(made: GrammarCompiler) -> Any:
-    wait_until(lambda: made._loaded is not None)
-    assert made._loaded is not None
-    return made._loaded[1]
+def wait_for_sandbox(grammars: GrammarCompiler) -> Any:
+    wait_until(lambda: grammars._loaded is not None)
+    assert grammars._loaded is not None
+    return grammars._loaded[1]
 
 
-def trying(trials: Any) -> bool:
-    """Whether it has a fork."""
+def has_fork(process: Any) -> bool:
+    """Whether the process has a fork."""
     parents = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             parents.append(int(stat.read_text().rpartition(")")[2].split()[1]))
-    return trials._process.pid in parents
+    return process._process.pid in parents
 
 
 def test_failed_start_of_the_grammar_thread_is_retried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = GrammarCompiler(tiny_chat.tokenizer(), len(tiny_chat.tokenizer()), [1])
+    grammars = GrammarCompiler(tiny_chat.tokenizer(), len(tiny_chat.tokenizer()), [1])
 
     def out_of_threads(run: Any) -> None:
         raise RuntimeError("can't start new thread")
@@ -428,71 +428,71 @@ def test_failed_start_of_the_grammar_thread_is_retried(
     with monkeypatch.context() as patch:
         patch.setattr(sandbox, "start_with_large_stack", out_of_threads)
         with pytest.raises(WorkerDown):
-            made.compile_constraint(regex("[ab]"))
-    assert when_ready(lambda: made.compile_constraint(regex("[ab]")))
-    made.close()
+            grammars.compile_constraint(regex("[ab]"))
+    assert when_ready(lambda: grammars.compile_constraint(regex("[ab]")))
+    grammars.close()
 
 
 def test_slow_grammars_do_not_fill_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, begun = threading.Event(), threading.Event()
+    gate, started = threading.Event(), threading.Event()
     check = GrammarSandbox.check
 
-    def slow(trials: GrammarSandbox, text: str, *limits: Any) -> SandboxResult:
+    def slow(child: GrammarSandbox, text: str, *limits: Any) -> SandboxResult:
         if "slow" not in text:
-            return check(trials, text, *limits)
+            return check(child, text, *limits)
         if limits[-1] >= compiler.SLOW_SANDBOX_S:
-            begun.set()
+            started.set()
             assert gate.wait(60)
         return SandboxResult(TOO_LONG)
 
     monkeypatch.setattr(GrammarSandbox, "check", slow)
     monkeypatch.setattr(compiler, "MAX_QUEUED", 2)
     monkeypatch.setattr(compiler, "MAX_QUEUED_SLOW", 1)
-    made = GrammarCompiler(tiny_chat.tokenizer(), len(tiny_chat.tokenizer()), [1])
-    when_ready(lambda: made.tokenizer("f"))
+    grammars = GrammarCompiler(tiny_chat.tokenizer(), len(tiny_chat.tokenizer()), [1])
+    when_ready(lambda: grammars.tokenizer("f"))
     with ThreadPoolExecutor(4) as pool:
-        first = pool.submit(when_ready, lambda: made.compile_constraint(regex("slow")))
-        assert begun.wait(60)
+        first = pool.submit(when_ready, lambda: grammars.compile_constraint(regex("slow")))
+        assert started.wait(60)
         others = [
-            pool.submit(when_ready, lambda n=n: made.compile_constraint(regex(n))) for n in "ab"
+            pool.submit(when_ready, lambda n=n: grammars.compile_constraint(regex(n))) for n in "ab"
         ]
-        wait_until(lambda: len(made._tasks) == 3)
+        wait_until(lambda: len(grammars._tasks) == 3)
         with pytest.raises(QueueFull):
-            made.compile_constraint(regex("c"))  # two wait to be tried
+            grammars.compile_constraint(regex("c"))  # two are queued
         gate.set()
-        assert all(each.result(60) for each in others)
+        assert all(future.result(60) for future in others)
         with pytest.raises(InvalidInput, match="too long"):
             first.result(60)
     monkeypatch.setattr(compiler, "MAX_QUEUED_SLOW", 0)
     with pytest.raises(QueueFull):
-        when_ready(lambda: made.compile_constraint(regex("slower")))
-    made.close()
+        when_ready(lambda: grammars.compile_constraint(regex("slower")))
+    grammars.close()
 
 
 def test_temporary_failure_reaches_all_waiting_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     gate, attempts = threading.Event(), 0
 
-    def failing(*asked: Any) -> SandboxResult:
+    def failing(*args: Any) -> SandboxResult:
         nonlocal attempts
         attempts += 1
         assert gate.wait(60)
-        raise OSError("there can be no such process")
+        raise OSError("no process can be started")
 
     monkeypatch.setattr(compiler, "ERROR_TTL_S", 3600.0)
-    made = GrammarCompiler(tiny_chat.tokenizer(), len(tiny_chat.tokenizer()), [1])
-    when_ready(lambda: made.tokenizer("f"))
+    grammars = GrammarCompiler(tiny_chat.tokenizer(), len(tiny_chat.tokenizer()), [1])
+    when_ready(lambda: grammars.tokenizer("f"))
     with monkeypatch.context() as patch, ThreadPoolExecutor(8) as pool:
         patch.setattr(GrammarSandbox, "check", failing)
-        asked = [
-            pool.submit(when_ready, lambda: made.compile_constraint(regex("[ab]")))
+        futures = [
+            pool.submit(when_ready, lambda: grammars.compile_constraint(regex("[ab]")))
             for _ in range(8)
         ]
-        wait_until(lambda: sum(len(task.waiting) for task in made._tasks.values()) == 8)
+        wait_until(lambda: sum(len(task.waiting) for task in grammars._tasks.values()) == 8)
         gate.set()
-        for each in asked:
+        for future in futures:
             with pytest.raises(WorkerDown):
-                each.result(60)
+                future.result(60)
     assert attempts == 1
-    made._errors.clear()  # time has passed
-    assert when_ready(lambda: made.compile_constraint(regex("[ab]")))
-    made.close()
+    grammars._errors.clear()  # time has passed
+    assert when_ready(lambda: grammars.compile_constraint(regex("[ab]")))
+    grammars.close()

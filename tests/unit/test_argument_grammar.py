@@ -1,5 +1,5 @@
-"""Arguments that are not written as JSON are held to what JSON's are held to: formats, numbers of
-items and members, alternatives, references, however deep."""
+"""Grammars constrain arguments that are not JSON as llguidance constrains JSON: formats, numbers of
+items and properties, alternatives, references at any depth."""
 
 import json
 import time
@@ -123,7 +123,7 @@ ARGUMENTS: list[tuple[str, Any, bool]] = [
     ("text_or_number", "3 Main Street", True),
     ("text_or_number", 3, False),
     ("any_format", "any", True),
-    ("unique", [1, 1], True),  # not held to in JSON either
+    ("unique", [1, 1], True),  # not enforced in JSON either
     ("choice", [1, "x"], True),
     ("choice", {"k": "v"}, True),
     ("choice", "s", True),
@@ -137,8 +137,8 @@ ARGUMENTS: list[tuple[str, Any, bool]] = [
 ]
 
 
-def written(name: str, key: str, value: Any) -> str:
-    """A call with this argument."""
+def rendered(name: str, key: str, value: Any) -> str:
+    """Return the text of a call with this argument."""
     form = FORMS[name].arguments
     if form.style == "python":
         shown = f"{key}={'None' if value is None else json.dumps(value)}"
@@ -164,19 +164,19 @@ def tool(parameters: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("key", FORMATS)
 @pytest.mark.parametrize("name", FREE)
 def test_strings_have_their_format(name: str, key: str) -> None:
-    asked = [tool({"properties": {"s": {"type": "string", "format": key}}})]
+    tools = [tool({"properties": {"s": {"type": "string", "format": key}}})]
     for text in GOOD[key]:
         assert jsonschema_rs.is_valid({"format": key}, text, validate_formats=True)
-        assert takes(FORMS[name], written(name, "s", text), tools=asked), text
+        assert takes(FORMS[name], rendered(name, "s", text), tools=tools), text
     for text in BAD[key]:
         assert not jsonschema_rs.is_valid({"format": key}, text, validate_formats=True)
-        assert not takes(FORMS[name], written(name, "s", text), tools=asked), text
+        assert not takes(FORMS[name], rendered(name, "s", text), tools=tools), text
 
 
 @pytest.mark.parametrize(("key", "value", "good"), ARGUMENTS)
 def test_arguments_are_constrained_as_in_json(key: str, value: Any, good: bool) -> None:
     for name in FREE:
-        text = written(name, key, value)
+        text = rendered(name, key, value)
         assert takes(FORMS[name], text, tools=[tool(PARAMETERS)]) == good, text
     as_json = FORMS["args"].render([("get", json.dumps({key: value}))]).replace("\1", "id1")
     assert takes(FORMS["args"], as_json, tools=[tool(PARAMETERS)]) == good
@@ -185,10 +185,10 @@ def test_arguments_are_constrained_as_in_json(key: str, value: Any, good: bool) 
 @pytest.mark.parametrize("name", ["typed", "coder"])
 def test_alternatives_of_the_whole_schema(name: str) -> None:
     either = {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}
-    asked = [tool({"properties": {"a": {"type": "integer"}, "b": {"type": "null"}}, **either})]
-    assert takes(FORMS[name], written(name, "a", 1), tools=asked)
-    assert takes(FORMS[name], written(name, "b", None), tools=asked)
-    assert not takes(FORMS[name], FORMS[name].render([("get", "")]), tools=asked)
+    tools = [tool({"properties": {"a": {"type": "integer"}, "b": {"type": "null"}}, **either})]
+    assert takes(FORMS[name], rendered(name, "a", 1), tools=tools)
+    assert takes(FORMS[name], rendered(name, "b", None), tools=tools)
+    assert not takes(FORMS[name], FORMS[name].render([("get", "")]), tools=tools)
 
 
 @pytest.mark.parametrize(
@@ -218,9 +218,9 @@ def test_hostile_schemas_cost_little() -> None:
     ):
         started = time.process_time()
         try:
-            made = len(tool_calls_grammar(FORMS["typed"], [tool(schema)], True, json.dumps))
+            result = len(tool_calls_grammar(FORMS["typed"], [tool(schema)], True, json.dumps))
             assert not refused
-            assert made < 100_000
+            assert result < 100_000
         except InvalidInput:
             assert refused
         assert time.process_time() - started < 2
@@ -231,14 +231,14 @@ def test_shared_definitions_are_written_once(name: str) -> None:
     shared = {f"d{n}": {"type": "string", "pattern": "d" * 900} for n in range(20)}
     numbers = {f"k{n}": {"type": "number", "description": "d" * 900} for n in range(100)}
     tree = {"type": "array", "items": {"$ref": "#/$defs/d0"}}
-    made = tool_calls_grammar(
+    result = tool_calls_grammar(
         FORMS[name],
         [tool({"$defs": shared, "properties": {**numbers, "t": tree}})],
         True,
         json.dumps,
     )
-    assert len(made) < 60_000
-    assert not LLMatcher(LLTokenizer("byte"), made).get_error()
+    assert len(result) < 60_000
+    assert not LLMatcher(LLTokenizer("byte"), result).get_error()
 
 
 def test_size_of_a_grammar_is_bounded_by_counted_steps() -> None:

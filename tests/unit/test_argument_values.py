@@ -1,4 +1,4 @@
-"""Arguments that are not written as JSON: a text stays one where it may be one."""
+"""Values of arguments that are not JSON: a string stays one where the schema allows strings."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ import pytest
 
 from worker.text.tool_call_parser import read_python_calls, read_value
 
-INTEGER, NULL, NUMBER = ({"string", each} for each in ("integer", "null", "number"))
+INTEGER, NULL, NUMBER = ({"string", item} for item in ("integer", "null", "number"))
 
 
 @pytest.mark.parametrize(
-    ("text", "types", "meant"),
+    ("text", "types", "expected"),
     [
         ('"use strict"', NULL, '"use strict"'),
         ("  x\n", NULL, "  x\n"),
@@ -32,14 +32,14 @@ INTEGER, NULL, NUMBER = ({"string", each} for each in ("integer", "null", "numbe
     ],
 )
 def test_possible_string_is_one_unless_it_is_json_of_another_type(
-    text: str, types: Any, meant: Any
+    text: str, types: Any, expected: Any
 ) -> None:
-    made = read_value(text, types)
-    assert (made, type(made)) == (meant, type(meant))
+    result = read_value(text, types)
+    assert (result, type(result)) == (expected, type(expected))
 
 
 @pytest.mark.parametrize(
-    ("written", "types", "meant"),
+    ("text", "types", "expected"),
     [
         ("'null'", NULL, "null"),
         ("'12345'", INTEGER, "12345"),
@@ -52,8 +52,8 @@ def test_possible_string_is_one_unless_it_is_json_of_another_type(
     ],
 )
 def test_quoted_value_is_a_string_where_the_schema_allows_one(
-    written: str, types: Any, meant: Any
+    text: str, types: Any, expected: Any
 ) -> None:
-    assert read_python_calls(f"[f(o={written})]", {"f": {"o": types}}, False) == [
-        ("f", {"o": meant})
+    assert read_python_calls(f"[f(o={text})]", {"f": {"o": types}}, False) == [
+        ("f", {"o": expected})
     ]

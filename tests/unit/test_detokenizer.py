@@ -1,5 +1,5 @@
-"""Streams against the tokenizer's own decode, for every kind of tokenizer; stop strings against
-a look at the whole text after each character."""
+"""Streams equal the tokenizer's own decode, for every kind of tokenizer; stop strings equal a
+search of the whole text after each character."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ def byte_level() -> Any:
 
 
 def byte_level_in_a_sequence() -> Any:
-    """With added tokens that its decoder takes for bytes, the last one for half a character."""
+    """Has added tokens that its decoder reads as bytes, the last one as half a character."""
     tokenizer = llama_tokenizer()
     tokenizer.add_tokens(["Ġx", "xé"])
     tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
@@ -63,10 +63,10 @@ def llama2() -> Any:
 
 def unigram(decoder: decoders.Decoder, byte_tokens: Sequence[str] = BYTE_TOKENS) -> Any:
     words = sorted({"▁" + word for sentence in SENTENCES for word in sentence.split()})
-    letters = sorted({letter for sentence in SENTENCES for letter in sentence} - {" "})
+    chars = sorted({letter for sentence in SENTENCES for letter in sentence} - {" "})
     special = ["<unk>", "<s>", "</s>"]
-    pieces = [*special, *byte_tokens, "▁", *letters, *words]
-    scores = [(piece, -1.0 if "▁" in piece else -9.0) for piece in pieces]
+    chunks = [*special, *byte_tokens, "▁", *chars, *words]
+    scores = [(span, -1.0 if "▁" in span else -9.0) for span in chunks]
     backend = Tokenizer(models.Unigram(scores, unk_id=0, byte_fallback=bool(byte_tokens)))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoder
@@ -84,7 +84,7 @@ def metaspace_and_bytes() -> Any:
 
 
 def end_of_word() -> Any:
-    """BPEDecoder, as the first GPT has it: a word's space comes with the next token."""
+    """BPEDecoder, as in GPT-1: a word's space is decoded with the next token."""
     words = {word.strip(",.;?") for sentence in SENTENCES for word in sentence.split()}
     tokens = [*sorted(word + "</w>" for word in words), "un", "re"]
     vocab = {token: i for i, token in enumerate(tokens)}
@@ -121,7 +121,7 @@ class StrippingTokenizer(hf.PreTrainedTokenizer):  # type: ignore[misc]  # hf is
 
 
 class EditingTokenizer(hf.PreTrainedTokenizerFast):  # type: ignore[misc]  # hf is Any
-    """Fast, but what its decoder gives is not yet the text."""
+    """Fast, but its class edits the decoded text."""
 
     def _decode(self, *args: Any, **kwargs: Any) -> str:
         text: str = super()._decode(*args, **kwargs)
@@ -153,33 +153,33 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 @cache
-def made(kind: str) -> tuple[Any, Vocabulary]:
+def load(kind: str) -> tuple[Any, Vocabulary]:
     tokenizer = KINDS[kind]()
     return tokenizer, Vocabulary(tokenizer)
 
 
 def encoded(kind: str, text: str) -> list[int]:
-    ids: list[int] = made(kind)[0](text, add_special_tokens=False)["input_ids"]
+    ids: list[int] = load(kind)[0](text, add_special_tokens=False)["input_ids"]
     return ids
 
 
 def decoded(kind: str, ids: Sequence[int], skip: bool = True) -> str:
-    tokenizer, _ = made(kind)
-    known = [i for i in ids if tokenizer.is_fast or i < len(tokenizer)]
+    tokenizer, _ = load(kind)
+    known_ids = [i for i in ids if tokenizer.is_fast or i < len(tokenizer)]
     text: str = tokenizer.decode(
-        known, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+        known_ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
     )
     return text
 
 
 def streamed(kind: str, context: Sequence[int], ids: Sequence[int], skip: bool = True) -> list[str]:
-    """What each push gives, then the flush."""
-    stream = made(kind)[1].stream(context, skip)
+    """Return the text of each push, then of the flush."""
+    stream = load(kind)[1].stream(context, skip)
     return [*(stream.push(i) for i in ids), stream.flush()]
 
 
 def added(kind: str, context: Sequence[int], ids: Sequence[int], skip: bool = True) -> str:
-    """What decoding all adds to decoding the context."""
+    """Return what decoding everything adds to decoding the context."""
     before, after = decoded(kind, context, skip), decoded(kind, [*context, *ids], skip)
     if not after.startswith(before):  # the context ends inside a character that `ids` complete
         before = before.removesuffix(REPLACEMENT)
@@ -189,16 +189,16 @@ def added(kind: str, context: Sequence[int], ids: Sequence[int], skip: bool = Tr
 
 @cache
 def some_ids(kind: str) -> st.SearchStrategy[list[int]]:
-    """Ids in any order, unknown and special ones too. Where there are byte tokens, runs of them
-    are whole characters, or invalid from their start, between other tokens."""
-    tokenizer, _ = made(kind)
+    """Ids in any order, including unknown and special ones. Runs of byte tokens are complete
+    characters, or invalid from their start between other tokens."""
+    tokenizer, _ = load(kind)
     size = max(tokenizer.get_vocab().values()) + 4
     if kind not in BYTE_FALLBACK:
         return st.lists(st.integers(0, size), max_size=30)
     byte_ids = tokenizer.convert_tokens_to_ids(BYTE_TOKENS)
     other = st.sampled_from(sorted(set(range(size)) - set(byte_ids)))
     word = st.sampled_from([i for i in encoded(kind, SENTENCES[0]) if i not in byte_ids])
-    # a U+FFFD that the model means looks like half a character until something follows
+    # a generated U+FFFD looks like half a character until a token follows
     characters = st.characters(exclude_categories=["Cs"], exclude_characters=REPLACEMENT)
     character = characters.map(lambda char: [byte_ids[byte] for byte in char.encode()])
     continuation = st.lists(st.sampled_from(byte_ids[0x80:0xC0]), min_size=1, max_size=20)
@@ -224,7 +224,7 @@ def test_stream_equals_what_decode_adds_to_the_context(
 @given(data=st.data(), skip=st.booleans())
 def test_decode_equals_the_tokenizers(kind: str, data: st.DataObject, skip: bool) -> None:
     ids = data.draw(some_ids(kind))
-    assert made(kind)[1].decode(ids, skip) == decoded(kind, ids, skip)
+    assert load(kind)[1].decode(ids, skip) == decoded(kind, ids, skip)
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -258,16 +258,16 @@ def test_flush_replaces_an_incomplete_character(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", [*BYTE_LEVEL, *BYTE_FALLBACK])
 def test_context_may_end_inside_a_character(kind: str) -> None:
-    rocket, mark = encoded(kind, "🚀")[-4:], encoded(kind, "a.")[-1]
+    rocket, delimiter = encoded(kind, "🚀")[-4:], encoded(kind, "a.")[-1]
     context = [*encoded(kind, "A"), *rocket[:2]]
-    assert "".join(streamed(kind, context, [*rocket[2:], mark])) == "🚀."
-    assert "".join(streamed(kind, context, [mark])) == "."
+    assert "".join(streamed(kind, context, [*rocket[2:], delimiter])) == "🚀."
+    assert "".join(streamed(kind, context, [delimiter])) == "."
     assert "".join(streamed(kind, context, [])) == ""
 
 
 def test_context_may_end_in_half_a_surrogate() -> None:
-    """Python's decoder waits for its third byte, though it is invalid already."""
-    vocabulary = made("byte-level")[1]
+    """Python's decoder waits for a third byte, though the text is invalid already."""
+    vocabulary = load("byte-level")[1]
     id_of = {vocabulary.token(i)[1]: i for i in range(360)}
     half = [id_of[b"\xed"], id_of[b"\xa0"]]
     for ids in ([], [id_of[b"\x80"]], [id_of[b"A"]], half):
@@ -281,7 +281,7 @@ def test_context_may_end_in_half_a_surrogate() -> None:
 def test_returned_text_stays_when_a_run_of_bytes_turns_out_invalid(
     kind: str, data: st.DataObject
 ) -> None:
-    tokenizer, vocabulary = made(kind)
+    tokenizer, vocabulary = load(kind)
     ids = data.draw(st.lists(st.integers(0, len(tokenizer) + 3), max_size=60))
     text, whole = "".join(streamed(kind, [], ids)), vocabulary.decode(ids)
     rest = iter(text)  # decode replaces whole characters of such a run, and nothing else
@@ -301,13 +301,13 @@ def test_incomplete_character_keeps_the_complete_one_before_it(kind: str) -> Non
 @pytest.mark.parametrize("kind", [*BYTE_FALLBACK, "bytes in Python", "wordpiece", "editing"])
 @pytest.mark.parametrize("byte", [0x41, 0x80, 0xE5])
 def test_window_stays_short(kind: str, byte: int) -> None:
-    tokenizer = made(kind)[0]
+    tokenizer = load(kind)[0]
     vocabulary, widths = Vocabulary(tokenizer), list[int]()
     join = vocabulary._join
 
-    def noting_join(pieces: list[Any]) -> str:
-        widths.append(len(pieces))
-        return join(pieces)
+    def noting_join(chunks: list[Any]) -> str:
+        widths.append(len(chunks))
+        return join(chunks)
 
     vocabulary._join = noting_join
     name = f"<0x{byte:02X}>" if kind in BYTE_FALLBACK else chr(byte)
@@ -323,7 +323,7 @@ def test_window_stays_short(kind: str, byte: int) -> None:
 
 @pytest.mark.parametrize("kind", [*BYTE_LEVEL, *BYTE_FALLBACK])
 def test_bytes_of_tokens_are_those_of_the_text(kind: str) -> None:
-    _, vocabulary = made(kind)
+    _, vocabulary = load(kind)
     for text in TEXTS:
         ids = encoded(kind, text)
         shown = "".join(streamed(kind, encoded(kind, "A"), ids, skip=False))
@@ -355,13 +355,13 @@ def test_bytes_of_tokens_are_those_of_the_text(kind: str) -> None:
     ],
 )
 def test_token_text_is_that_inside_a_text(kind: str, token: str, text: str) -> None:
-    tokenizer, vocabulary = made(kind)
+    tokenizer, vocabulary = load(kind)
     assert vocabulary.token(tokenizer.convert_tokens_to_ids(token)) == (text, text.encode())
 
 
 @each_kind
 def test_unknown_id_has_no_text(kind: str) -> None:
-    tokenizer, vocabulary = made(kind)
+    tokenizer, vocabulary = load(kind)
     for unknown in (max(tokenizer.get_vocab().values()) + 1, 10**6, 2**40):
         assert vocabulary.token(unknown) == ("", b"")
         assert vocabulary.decode([unknown, unknown]) == ""
@@ -373,7 +373,7 @@ def test_unknown_id_has_no_text(kind: str) -> None:
     [("byte-level", "<|end of turn|>"), ("llama-2", "</s>"), ("stripping, in Python", "</s>")],
 )
 def test_special_tokens_are_hidden_by_default(kind: str, special: str) -> None:
-    eos = made(kind)[0].convert_tokens_to_ids(special)
+    eos = load(kind)[0].convert_tokens_to_ids(special)
     word = encoded(kind, "s.")[-1]
     for context in ([], [word], [eos], [word, eos]):
         assert "".join(streamed(kind, context, [word, eos, word])) == ".."
@@ -382,7 +382,7 @@ def test_special_tokens_are_hidden_by_default(kind: str, special: str) -> None:
 
 
 def test_space_after_a_skipped_token_is_kept() -> None:
-    the, eos = made("llama-2")[0].convert_tokens_to_ids(["▁the", "</s>"])
+    the, eos = load("llama-2")[0].convert_tokens_to_ids(["▁the", "</s>"])
     assert streamed("llama-2", [], [the, eos, the]) == ["the", "", " the", ""]
     assert streamed("llama-2", [the, *[eos] * 20], [the]) == [" the", ""]
     assert streamed("llama-2", [eos], [the]) == ["the", ""]
@@ -390,7 +390,7 @@ def test_space_after_a_skipped_token_is_kept() -> None:
 
 @pytest.mark.parametrize("kind", ["byte-level", "llama-2", "wordpiece"])
 def test_fast_tokenizer_is_not_used_after_init(kind: str) -> None:
-    """So that its users, who set its truncation and padding, do no harm."""
+    """So that other threads may set its truncation and padding."""
     tokenizer = KINDS[kind]()
     vocabulary, ids = Vocabulary(tokenizer), encoded(kind, SENTENCES[0])
     tokenizer._tokenizer = None
@@ -455,8 +455,8 @@ def test_first_complete_stop_string_wins(
 ) -> None:
     for parts in ([text], list(text)):
         search = StopStrings(stops)
-        pieces = [search.push(TextSpan(part)) for part in parts] + [search.flush()]
-        assert "".join(piece.text for piece in pieces) == shown
+        chunks = [search.push(TextSpan(part)) for part in parts] + [search.flush()]
+        assert "".join(span.text for span in chunks) == shown
         assert search.matched == matched
 
 
@@ -464,7 +464,7 @@ def test_first_complete_stop_string_wins(
 @pytest.mark.parametrize("stop", ["Paris", "is P", "🚀\n", "é"])
 def test_stop_string_may_span_tokens(kind: str, stop: str) -> None:
     text = "It is Paris, é 🚀\n, no?"
-    search, stream = StopStrings(["never", stop]), made(kind)[1].stream(encoded(kind, "A"))
+    search, stream = StopStrings(["never", stop]), load(kind)[1].stream(encoded(kind, "A"))
     shown = "".join(search.push(TextSpan(stream.push(i))).text for i in encoded(kind, text))
     assert shown.strip() == text[: text.index(stop)].strip()
     assert search.matched == stop

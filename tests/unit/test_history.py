@@ -1,6 +1,5 @@
-"""An agent's second turn: what the model called and was told goes back through its template, in
-the form that this template takes. With small templates, and with those of real checkpoints where
-they are at hand."""
+"""Earlier calls and their results are rendered in the form that the template takes: with small
+templates, and with those of real checkpoints where they are present."""
 
 import json
 import re
@@ -51,7 +50,7 @@ def chat(messages: list[Any], **fields: Any) -> tuple[ChatRequest, Chat]:
 
 
 def answered(chat_template: ChatTemplate, messages: list[Any], *parts: DeltaPart) -> dict[str, Any]:
-    """The message of an answer to a conversation."""
+    """Return the assistant message of a response."""
     request, _ = chat(messages)
     chat_format = ChatFormat(request.generation_input(), chat_template.call_id)
     choice = chat_format.choice(Delta(0, list(parts), finish_reason="tool_calls"))
@@ -81,18 +80,18 @@ def second_turn(chat_template: ChatTemplate, parts: list[DeltaPart], *texts: str
 
 
 def shown(text: str, arguments: dict[str, Any]) -> int:
-    """How often they are there as JSON."""
+    """Count their occurrences as JSON."""
     decoder = json.JSONDecoder()
-    found = 0
+    count = 0
     for match in re.finditer(r"\{", text):
         try:
-            found += decoder.raw_decode(text, match.start())[0] == arguments
+            count += decoder.raw_decode(text, match.start())[0] == arguments
         except ValueError:
             continue
-    return found
+    return count
 
 
-# ── small templates, each of which wants something else ──
+# ── small templates, each with other requirements ──
 
 HEAD = "{%- for m in messages -%}[{{ m.role }}]"
 CALL = '<tool_call>{"name": "{{ c.function.name }}", "arguments": ARGUMENTS}'
@@ -115,7 +114,7 @@ NAMED = (
 )
 NOT_BOTH = "{%- if m.content -%}{{ m.content }}{%- else -%}" + OBJECTS + "{%- endif -%}"
 FIRST_ONLY = SAYS + OBJECTS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
-# Whether this version of transformers shows a template what is None.
+# Whether this version of transformers passes None to a template.
 SHOWS_NONE = "{{ messages[0].content is none and messages[0].content is defined }}"
 SHOWN = llama_tokenizer(SHOWS_NONE).apply_chat_template([{"content": None}], tokenize=False)
 NULL: EmptyContent = "null" if SHOWN == "True" else "dumped"
@@ -158,13 +157,13 @@ def test_model_without_a_template_loads() -> None:
     assert ChatTemplate(llama_tokenizer(None)).history_format is None
 
 
-@pytest.mark.parametrize("template", [each for each, form in SMALL if form])
+@pytest.mark.parametrize("template", [item for item, form in SMALL if form])
 def test_calls_and_the_content_before_them_are_rendered(template: str) -> None:
     parts = [DeltaPart("content", "Well."), calling(), calling({}, "clock")]
     text = second_turn(template_of(HEAD + template + END), parts, "sunny", "noon")
     text = text[text.index("[user]") :]
-    said = [text.index(each) for each in ("Well.", "get_weather", "Zürich", "clock")]
-    assert said == sorted(said)
+    positions = [text.index(item) for item in ("Well.", "get_weather", "Zürich", "clock")]
+    assert positions == sorted(positions)
     assert text.count("sunny") == text.count("noon") == 1
     assert (shown(text, CITY), shown(text, {})) == (1, 1) or "functions.clock:1{}" in text
     assert text.endswith("[assistant]")
@@ -184,15 +183,18 @@ def test_single_calls_are_followed_by_their_results() -> None:
 def test_results_follow_the_order_of_their_calls() -> None:
     chat_template = template_of(HEAD + SAYS + OBJECTS + END)
     message = answered(chat_template, [ASKED], calling(), calling({}, "clock"))
-    told = results(message, "sunny", "noon")
+    tool_results = results(message, "sunny", "noon")
     in_order, turned = (
-        chat_template.render(chat([ASKED, message, *each])[1]).text for each in (told, told[::-1])
+        chat_template.render(chat([ASKED, message, *item])[1]).text
+        for item in (tool_results, tool_results[::-1])
     )
     assert in_order == turned
     [_, *shown] = in_form(
-        chat_template, [message, *({**each, "tool_call_id": None} for each in told)]
+        chat_template, [message, *({**item, "tool_call_id": None} for item in tool_results)]
     )
-    assert [each["tool_call_id"] for each in shown] == [each["tool_call_id"] for each in told]
+    assert [item["tool_call_id"] for item in shown] == [
+        item["tool_call_id"] for item in tool_results
+    ]
 
 
 FOREIGN = ["call_0123456789abcdef01234567", "toolu_01", "call_0", "call_0", None]
@@ -208,15 +210,15 @@ def test_foreign_ids_are_adapted_equally_in_calls_and_results(
     )
     chat_template = template_of(HEAD + SAYS + marked + END)
     messages: list[Any] = [ASKED]
-    for turn in range(2):  # the second brings the same ids again
+    for turn in range(2):  # the second has the same ids again
         function = {"name": "clock", "arguments": "{}"}
         calls = [{"id": id, "type": "function", "function": function} for id in ids]
         messages.append({"role": "assistant", "content": None, "tool_calls": calls})
-        told: list[Any] = [
+        tool_results: list[Any] = [
             {"role": "tool", "tool_call_id": id, "content": f"{turn}-{n}"}
             for n, id in enumerate(ids)
         ]
-        messages += [{k: v for k, v in each.items() if v is not None} for each in told]
+        messages += [{k: v for k, v in item.items() if v is not None} for item in tool_results]
     text = chat_template.render(chat(messages)[1]).text
     shown_ids = re.findall("%(.*?)%", text)
     assert all(re.fullmatch("[A-Za-z0-9]{9}", id) for id in shown_ids)
@@ -224,7 +226,7 @@ def test_foreign_ids_are_adapted_equally_in_calls_and_results(
     assert shown_ids[4:6] == shown_ids[6:8]
     assert len(set(shown_ids)) == 4
     assert ("abcdefgh1" in shown_ids) == ("abcdefgh1" in ids)
-    assert chat_template.render(chat(messages)[1]).text == text  # what was cached is found again
+    assert chat_template.render(chat(messages)[1]).text == text  # the prefix stays
 
 
 @pytest.mark.parametrize(
@@ -248,7 +250,7 @@ def test_named_ids_count_through_the_conversation() -> None:
     second = answered(chat_template, so_far, calling())
     assert second["tool_calls"][0]["id"] == "functions.get_weather:2"
     text = chat_template.render(chat([*so_far, second, *results(second, "rain")])[1]).text
-    assert text.count("functions.get_weather:0") == 4  # as this template counts
+    assert text.count("functions.get_weather:0") == 4  # this template's count
     assert text.endswith("[tool]rainfunctions.get_weather:0[assistant]")
 
 
@@ -263,18 +265,18 @@ def test_results_of_earlier_or_unknown_calls_are_kept() -> None:
     chat_template = template_of(HEAD + "{{ m.name }}" + SAYS + NINE + END)
     first, second = (answered(chat_template, [ASKED], calling(name=name)) for name in ("a", "b"))
     unknown = {"role": "tool", "tool_call_id": "call_unknown", "content": "lost"}
-    told = [*results(second, "sunny"), *results(first, "noon"), unknown]
-    text = chat_template.render(chat([ASKED, first, second, *told])[1]).text
+    tool_results = [*results(second, "sunny"), *results(first, "noon"), unknown]
+    text = chat_template.render(chat([ASKED, first, second, *tool_results])[1]).text
     assert re.search(r"\[tool\]bsunny\w{9}\[tool\]anoon\w{9}\[tool\]lost\w{9}\[", text)
     assert "call_unknown" not in text
 
 
-@pytest.mark.parametrize("written", ['{"city": ', "[1]", "sunny"])
-def test_invalid_arguments_are_rendered_unchanged(written: str) -> None:
+@pytest.mark.parametrize("arguments", ['{"city": ', "[1]", "sunny"])
+def test_invalid_arguments_are_rendered_unchanged(arguments: str) -> None:
     for template in (SAYS + OBJECTS, SAYS + TEXTS, SAYS):
-        part = DeltaPart("call", written, "get_weather")
+        part = DeltaPart("call", arguments, "get_weather")
         text = second_turn(template_of(HEAD + template + END), [part], "told")
-        assert written in text or json.dumps(written) in text
+        assert arguments in text or json.dumps(arguments) in text
 
 
 def test_large_integers_are_rendered_unchanged() -> None:
@@ -311,9 +313,9 @@ def test_error_quotes_the_templates_own_message_only(raises: str, message: str) 
 # ── templates of real checkpoints ──
 
 NAMES = sorted(path.stem for path in REAL.glob("*.jinja"))
-CANNOT = "google-gemma-2-2b-it"  # it refuses a system message, and shows no tools
-CAN = [name for name in NAMES if name != CANNOT]
-SILENT = {  # what is said before a call is not shown
+NO_TOOLS = "google-gemma-2-2b-it"  # takes neither a system message nor tools
+CAN = [name for name in NAMES if name != NO_TOOLS]
+HIDES_CONTENT = {  # content before a call is not rendered
     "Mistral-Small-3.2-24B-Instruct-2506", "mistralai-Mistral-Nemo-Instruct-2407",
 }  # fmt: skip
 OWN_FORM = {  # of arguments
@@ -333,7 +335,7 @@ def real(name: str) -> ChatTemplate:
 def test_real_template_renders_a_call_and_its_result(name: str, arguments: Any) -> None:
     text = second_turn(real(name), [calling(arguments)], "18° sunny")
     assert text.count("18° sunny") == 1
-    before = real(name).render(chat([ASKED])[1]).text  # the tools are told there as well
+    before = real(name).render(chat([ASKED])[1]).text  # has the tools as well
     assert text.count("get_weather") > before.count("get_weather")
     if name in OWN_FORM:
         assert text.count("Zürich") == 1
@@ -349,8 +351,8 @@ def test_real_template_renders_a_call_and_its_result(name: str, arguments: Any) 
 def test_real_template_renders_two_calls_and_two_results(name: str) -> None:
     oslo = {"city": "Oslo"}
     text = second_turn(real(name), [calling(), calling(oslo), calling({}, "clock")], *"αβγ")
-    for letter in "αβγ":
-        assert text.count(letter) == 1
+    for char in "αβγ":
+        assert text.count(char) == 1
     assert text.index("α") < text.index("β") < text.index("γ")
     assert text.index("Zürich") < text.index("Oslo")
     assert text.count("Zürich") == text.count("Oslo") == 1
@@ -365,8 +367,8 @@ def test_real_template_renders_content_before_a_call(name: str) -> None:
         text = second_turn(
             real(name), [*parts, DeltaPart("content", "Just so."), calling()], "sunny"
         )
-        assert text.count("Just so.") == (name not in SILENT)
-        assert name in SILENT or text.index("Just so.") < text.index("Zürich")
+        assert text.count("Just so.") == (name not in HIDES_CONTENT)
+        assert name in HIDES_CONTENT or text.index("Just so.") < text.index("Zürich")
         assert text.count("Zürich") == text.count("sunny") == 1
 
 
@@ -388,8 +390,8 @@ def test_real_template_takes_foreign_ids(name: str) -> None:
         message = answered(chat_template, [ASKED], calling(), calling({}, "clock"))
         for call, id in zip(message["tool_calls"], FOREIGN, strict=False):
             call["id"] = id
-        told = results(message, f"α{turn}", f"β{turn}")
-        messages += [message, *told, {"role": "assistant", "content": "Ah."}, ASKED]
+        tool_results = results(message, f"α{turn}", f"β{turn}")
+        messages += [message, *tool_results, {"role": "assistant", "content": "Ah."}, ASKED]
     text = chat_template.render(chat(messages)[1]).text
     for word in ("α0", "β0", "α1", "β1"):
         assert text.count(word) == 1, word
@@ -400,7 +402,7 @@ def test_real_template_takes_foreign_ids(name: str) -> None:
 @needs_templates
 def test_tools_are_an_error_where_a_real_template_supports_none() -> None:
     with pytest.raises(InvalidInput, match=r"tools: .* neither tools nor a system message"):
-        second_turn(real(CANNOT), [calling()], "sunny")
+        second_turn(real(NO_TOOLS), [calling()], "sunny")
 
 
 @needs_templates
@@ -411,7 +413,7 @@ def test_history_formats_of_real_templates() -> None:
         [(key, value)] = fields.items()
         return {name for name, form in forms.items() if getattr(form, key) == value}
 
-    assert having(call_ids="nine") == SILENT
+    assert having(call_ids="nine") == HIDES_CONTENT
     assert having(call_ids="named") == {"moonshotai-Kimi-K2"}
     assert having(arguments="text") == {"tool_chat_template_phi4_mini"}
     assert having(empty_content=NULL) == {"deepseek-ai-DeepSeek-R1-Distill-Qwen-32B"}
@@ -419,6 +421,6 @@ def test_history_formats_of_real_templates() -> None:
     assert having(one_call=True) == {"meta-llama-Llama-3.1-8B-Instruct", "openai-gpt-oss-120b"}
     assert having(calls_in_content=True) == {
         "HuggingFaceTB-SmolLM3-3B", "Kimi-K2-Instruct", "ibm-granite-granite-3.3-2B-Instruct",
-        CANNOT, "microsoft-Phi-3.5-mini-instruct",
+        NO_TOOLS, "microsoft-Phi-3.5-mini-instruct",
     }  # fmt: skip
-    assert having(results="user") == {CANNOT, "microsoft-Phi-3.5-mini-instruct"}
+    assert having(results="user") == {NO_TOOLS, "microsoft-Phi-3.5-mini-instruct"}

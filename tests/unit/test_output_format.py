@@ -1,4 +1,4 @@
-"""How calls are written is found out by having a chat template write some."""
+"""The format of tool calls is inferred from the calls that a chat template renders."""
 
 import json
 
@@ -12,7 +12,7 @@ from worker.text.tool_call_format import DEFAULT_TOOL_CALL_FORMAT, ID
 TURN = "{% for m in messages %}{% if m.tool_calls %}CALLS{% else %}[INST]{{ m.content }}[/INST]"
 TURN += "{% endif %}{% endfor %}"
 EACH = "{% for c in m.tool_calls %}EACH{% endfor %}"
-# A template's calls, and how two of them are written in the form that is learned from it.
+# A template's loop of calls, and the expected text of two calls in the inferred format.
 TEMPLATES: dict[str, tuple[str, str | None]] = {
     "qwen": (
         EACH.replace(
@@ -103,10 +103,10 @@ def test_tool_call_format_is_the_templates(name: str) -> None:
 def test_each_note_is_logged_as_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     template = learned("<tool_call>")
     template.disable_tool_call_format("of a test")
-    ChatTemplate(llama_tokenizer(None))  # takes no chats
-    told = [record for record in caplog.records if record.name == "onequeue.template"]
-    assert [record.levelname for record in told] == ["WARNING"] * len(template.notes)
-    assert [f"chat template: {note}" for note in template.notes] == [r.message for r in told]
+    ChatTemplate(llama_tokenizer(None))  # a base model's
+    records = [record for record in caplog.records if record.name == "onequeue.template"]
+    assert [record.levelname for record in records] == ["WARNING"] * len(template.notes)
+    assert [f"chat template: {note}" for note in template.notes] == [r.message for r in records]
     assert template.notes[-1] == "calls: of a test; JSON in <tool_call> is used"
     assert all(note.count("; ") == 1 for note in template.notes)
 

@@ -1,5 +1,4 @@
-"""Answers read as they come: the same however they are cut, and what transformers makes of the
-whole."""
+"""Streamed outputs are parsed the same whatever the chunks, and as transformers parses a whole."""
 
 import copy
 import gc
@@ -142,42 +141,42 @@ def form(name: str) -> OutputFormat:
 
 
 def read(
-    how: OutputFormat,
+    output_format: OutputFormat,
     text: str,
     cuts: list[int] | None = None,
     begun: str = "",
     calls: bool = True,
     tools: Sequence[Any] = (WEATHER,),
 ) -> dict[str, Any]:
-    parser = OutputParser(how, begun, calls, tools)
+    parser = OutputParser(output_format, begun, calls, tools)
     bounds = [0, *(cuts or []), len(text)]
     events = []
     for start, end in pairwise(bounds):
         events += parser.feed(piece(text[start:end], start))
     events += parser.finish()
-    made: dict[str, Any] = {"content": "", "reasoning": "", "calls": []}
+    result: dict[str, Any] = {"content": "", "reasoning": "", "calls": []}
     for event in events:
         if event.kind == "content":
             assert_of_its_tokens(event.span, text)
         if event.kind != "call":
-            made[event.kind] += event.span.text
+            result[event.kind] += event.span.text
         elif event.name is not None:
-            made["calls"].append((event.name, event.span.text))
+            result["calls"].append((event.name, event.span.text))
         else:
-            name, arguments = made["calls"][-1]
-            made["calls"][-1] = (name, arguments + event.span.text)
-    assert parser.calls_started == len(made["calls"])
-    assert bool(parser.calls_finished) == bool(made["calls"])
-    return made
+            name, arguments = result["calls"][-1]
+            result["calls"][-1] = (name, arguments + event.span.text)
+    assert parser.calls_started == len(result["calls"])
+    assert bool(parser.calls_finished) == bool(result["calls"])
+    return result
 
 
 def piece(text: str, start: int = 0) -> TextSpan:
-    """Of one token, whose id says where in the whole text it stands."""
+    """Return a span of one token, whose id is its position in the text."""
     return TextSpan(text, [TokenSpan(text, (TokenLogprob(start, text, b"", 0.0),))] if text else [])
 
 
 def assert_of_its_tokens(content: TextSpan, text: str) -> None:
-    """It is a stretch of the text, made of just those tokens that stand there."""
+    """Assert that a span has the tokens at its position of the text."""
     assert "".join(span.text for span in content.token_spans) == content.text
     for span in content.token_spans:
         [token] = span.tokens
@@ -214,7 +213,7 @@ TEXTS: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
         "<parameter=s>\n7\nx\n</parameter>\n</function>\n</tool_call>",
         ("so", "x", [("get", {"n": 7, "s": "7\nx"})]),
     ),
-    (  # the first mark is missing
+    (  # the first delimiter is missing
         "coder",
         "So\n<function=get>\n<parameter=n>1</parameter></function>\n</tool_call>",
         ("So", "", [("get", {"n": 1})]),
@@ -230,13 +229,13 @@ TEXTS: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
         'a<|tool_call>call:get{s:<|"|>x "y", z:<|"|>,n:2,o:{a:[true,<|"|>b<|"|>]}}<tool_call|>',
         ("a", "", [("get", {"s": 'x "y", z:', "n": 2, "o": {"a": [True, "b"]}})]),
     ),
-    (  # keys that are no names
+    (  # keys that are no identifiers
         "typed",
         '<|tool_call>call:get{$a/b:1, my key:<|"|>x<|"|>,o:{a\\b:[1,2]}}<tool_call|>',
         ("", "", [("get", {"$a/b": 1, "my key": "x", "o": {"a\\b": [1, 2]}})]),
     ),
     ("python", "<|calls|>[get($a/b=1)]<|end_calls|>", ("", "", [("get", {"$a/b": 1})])),
-    (  # a number that no JSON shows
+    (  # a number that JSON cannot write
         "pairs",
         "<tool_call>get<arg_key>f</arg_key><arg_value>1e999</arg_value></tool_call>",
         ("", "", [("get", {"f": "1e999"})]),
@@ -316,7 +315,7 @@ TEXTS: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>to=me",
         ("to=me", "Hm.", []),
     ),
-    (  # a tool's name alone; others are nobody's
+    (  # a tool's name alone; other recipients are ignored
         "channels",
         '<|channel|>commentary to=get <|constrain|>json<|message|>{"n": 1}<|call|>',
         ("", "", [("get", {"n": 1})]),
@@ -327,7 +326,7 @@ TEXTS: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
         "<|channel|>analysis to=browser.search<|message|>{}<|call|>",
         ("", "", []),
     ),
-    (  # a mark in a text ends no call
+    (  # a delimiter in a string ends no call
         "section",
         '<calls><call>functions.get:0<args>{"s": "a</call>\\" b"}</call></calls>',
         ("", "", [("get", {"s": 'a</call>" b'})]),
@@ -337,7 +336,7 @@ TEXTS: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
         "<think>\na\n</think>\n\nThe <b>answer</b> </think",
         ("The <b>answer</b> </think", "a", []),
     ),
-    # A call in open thoughts is one if they are never closed.
+    # A call inside reasoning counts only if the reasoning never closes.
     (
         "section",
         "<think>a <calls><call>functions.get:0<args>{}</call></calls> b</think>c",
@@ -348,7 +347,7 @@ TEXTS: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
         "<think>a <calls><call>functions.get:0<args>{}</call></calls>",
         ("", "a", [("get", {})]),
     ),
-    # A mark within a line of content is a mention.
+    # A delimiter within a line of content is a mention.
     (
         "coder",
         "The `<think>` tag and <think> open.",
@@ -361,7 +360,7 @@ TEXTS: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
         "So <tool_call>\n<function=get></function></tool_call><think>x</think> y",
         ("So  y", "x", [("get", {})]),
     ),
-    # What is no call goes back there.
+    # An invalid call returns to the reasoning.
     *(
         (name, f"<think>So {text}", ("", f"So {text}", []))
         for name, text in (
@@ -378,47 +377,49 @@ TEXTS: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
 def test_every_format_is_parsed_whatever_the_chunks(
     name: str, text: str, expected: tuple[str, str, list[tuple[str, Any]]]
 ) -> None:
-    chance = random.Random(0)
+    rng = random.Random(0)
     cuts: list[list[int]] = [[], list(range(len(text)))]
-    cuts += [sorted(chance.choices(range(len(text)), k=chance.randrange(12))) for _ in range(100)]
-    for each in cuts:
-        made = read(form(name), text, each, tools=[WEATHER, {"function": {"name": "put"}}])
-        calls = [(called, json.loads(arguments)) for called, arguments in made["calls"]]
-        assert (made["content"].strip(), made["reasoning"].strip(), calls) == expected, each
+    cuts += [sorted(rng.choices(range(len(text)), k=rng.randrange(12))) for _ in range(100)]
+    for item in cuts:
+        result = read(form(name), text, item, tools=[WEATHER, {"function": {"name": "put"}}])
+        calls = [(called, json.loads(arguments)) for called, arguments in result["calls"]]
+        assert (result["content"].strip(), result["reasoning"].strip(), calls) == expected, item
 
 
-def garbled(text: str, marks: Sequence[str], chance: random.Random) -> str:
-    """With stretches lost or repeated, marks and signs in between, or cut short."""
-    for _ in range(chance.randint(1, 4)):
-        start, length = chance.randrange(len(text) + 1), chance.randint(0, 8)
-        between = chance.choice([*"{}[]\"\\,:<> \n'(", "", text[start - length : start], *marks])
-        between = between[: chance.randint(1, 40)]
-        text = text[:start] + between + text[start + length * chance.randrange(2) :]
+def garbled(text: str, delimiters: Sequence[str], rng: random.Random) -> str:
+    """Remove, repeat or insert stretches, delimiters and signs, or truncate the text."""
+    for _ in range(rng.randint(1, 4)):
+        start, length = rng.randrange(len(text) + 1), rng.randint(0, 8)
+        between = rng.choice([*"{}[]\"\\,:<> \n'(", "", text[start - length : start], *delimiters])
+        between = between[: rng.randint(1, 40)]
+        text = text[:start] + between + text[start + length * rng.randrange(2) :]
     return text
 
 
 @pytest.mark.parametrize("number", range(len(TEXTS)))
 def test_invalid_text_is_parsed_the_same_whatever_the_chunks(number: int) -> None:
     name, text, _ = TEXTS[number]
-    chance, how = random.Random(number), form(name)
+    rng, output_format = random.Random(number), form(name)
     for _ in range(60):
-        written = garbled(text, how.visible_texts, chance)
-        cuts = sorted(chance.choices(range(len(written) + 1), k=5))
-        cut = [written[start:end] for start, end in pairwise([0, *cuts, None])]
-        whole, *others = (joined(how, pieces) for pieces in ([written], [*written], cut))
-        assert others == [whole, whole], written
+        garbled_text = garbled(text, output_format.visible_texts, rng)
+        cuts = sorted(rng.choices(range(len(garbled_text) + 1), k=5))
+        cut = [garbled_text[start:end] for start, end in pairwise([0, *cuts, None])]
+        whole, *others = (
+            joined(output_format, chunks) for chunks in ([garbled_text], [*garbled_text], cut)
+        )
+        assert others == [whole, whole], garbled_text
 
 
-def joined(how: OutputFormat, pieces: Sequence[str]) -> list[tuple[str, str]]:
-    """The kinds of an answer's stretches, or names of its calls, and their texts."""
-    parser = OutputParser(how, "", True, [WEATHER])
-    made: list[tuple[str, str]] = []
-    for kind, piece, name in [e for each in pieces for e in feed(parser, each)] + parser.finish():
-        if name is None and made and (kind == "call" or made[-1][0] == kind):
-            made[-1] = made[-1][0], made[-1][1] + piece.text
+def joined(output_format: OutputFormat, chunks: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the kinds of an output's parts, or the names of its calls, and their texts."""
+    parser = OutputParser(output_format, "", True, [WEATHER])
+    result: list[tuple[str, str]] = []
+    for kind, piece, name in [e for item in chunks for e in feed(parser, item)] + parser.finish():
+        if name is None and result and (kind == "call" or result[-1][0] == kind):
+            result[-1] = result[-1][0], result[-1][1] + piece.text
         elif piece.text or name is not None:
-            made.append((name or kind, piece.text))
-    return made
+            result.append((name or kind, piece.text))
+    return result
 
 
 def test_calls_after_one_with_a_garbled_end_are_parsed() -> None:
@@ -454,41 +455,41 @@ def test_phase_text_of_a_started_call_has_the_formats_delimiter(
 
 
 def test_undelimited_json_is_content_up_to_the_name_of_a_tool() -> None:
-    """So that the grammar of calls holds nothing but calls."""
+    """So that the grammar of calls constrains nothing else."""
     parser = OutputParser(form("llama"), "", True, [WEATHER])
     phases = []
-    for written in ('{"name', '": "get', '"'):
-        feed(parser, written)
+    for text in ('{"name', '": "get', '"'):
+        feed(parser, text)
         phases.append((parser.phase, parser.phase_text))
     assert phases[1][0] == phases[0][0] == "content"
     assert phases[2] == ("call", '{"name": "get"')
     parser = OutputParser(form("llama"), "", True, [WEATHER])
-    for letter in '{"city": {"name": "get"}}':
-        feed(parser, letter)
+    for char in '{"city": {"name": "get"}}':
+        feed(parser, char)
         assert parser.phase == "content"
 
 
 @pytest.mark.parametrize("tool", ["ns:tool", "a/b", "3d_render", "-x", "a.b-c", "x" * 64])
 @pytest.mark.parametrize("name", [*FORMS, "channels"])
 def test_every_valid_tool_name_is_parsed_in_every_format(name: str, tool: str) -> None:
-    how = form(name)
-    assert how.tool_calls is not None
+    output_format = form(name)
+    assert output_format.tool_calls is not None
     arguments = "n=1" if "python" in name else "n:1" if name == "typed" else '{"n": 1}'
-    arguments = "" if how.tool_calls.arguments.open else arguments
-    text = how.tool_calls.render([(tool, arguments)]).replace(ID, "a1")
+    arguments = "" if output_format.tool_calls.arguments.open else arguments
+    text = output_format.tool_calls.render([(tool, arguments)]).replace(ID, "a1")
     tools = [{"type": "function", "function": {"name": tool}}]
     for cuts in ([], list(range(1, len(text)))):
-        made = read(how, text, cuts, tools=tools)
-        assert [called for called, _ in made["calls"]] == [tool], text
-        assert made["content"] == ""
+        result = read(output_format, text, cuts, tools=tools)
+        assert [called for called, _ in result["calls"]] == [tool], text
+        assert result["content"] == ""
 
 
 @pytest.mark.parametrize("cut", range(1, 10))
 def test_truncated_call_shows_no_delimiter(cut: int) -> None:
     text = "So <tool_call>\n<function=get>\n<parameter=n>\n7\n</parameter>\n<parameter=s>\nab"
-    made = read(form("coder"), text[: len(text) * cut // 10], tools=[WEATHER])
-    assert made["content"].strip() == "So"
-    assert [name for name, _ in made["calls"]] in ([], ["get"])
+    result = read(form("coder"), text[: len(text) * cut // 10], tools=[WEATHER])
+    assert result["content"].strip() == "So"
+    assert [name for name, _ in result["calls"]] in ([], ["get"])
 
 
 def test_unopened_reasoning_is_reported_where_it_closes() -> None:
@@ -502,7 +503,7 @@ def test_unopened_reasoning_is_reported_where_it_closes() -> None:
         assert [event.kind for event in feed(parser, text) + parser.finish()] == kinds
 
 
-# Fields of response templates, and texts.
+# Fields of response templates, and outputs.
 CAPTURED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 THINK = {"open": "<think>", "close": "</think>", "content": "text"}
 TEMPLATES: list[tuple[dict[str, Any], str]] = [
@@ -599,7 +600,7 @@ def test_response_templates_are_parsed_as_by_transformers(
     spec = {"start_anchor": "\n", "fields": {**fields, "content": {"content": "text"}}}
     theirs = parse_response(text, copy.deepcopy(spec), prefix="", tools=[WEATHER])
     calls = theirs.get("tool_calls", [])
-    calls = [call for each in calls for call in (each if isinstance(each, list) else [each])]
+    calls = [call for item in calls for call in (item if isinstance(item, list) else [item])]
     expected = [(c["function"]["name"], c["function"]["arguments"]) for c in calls]
     for cuts in ([], list(range(len(text)))):
         ours = read(declared_output_format(spec), text, cuts)
@@ -661,8 +662,8 @@ def test_call_started_in_the_prompt_is_emitted_whole() -> None:
 @pytest.mark.parametrize("name", ['["x"', "12", '{"x": "y"', '""', "null", "[" * 2000 + '"x"'])
 def test_invalid_name_starts_no_call(name: str) -> None:
     text = '<tool_call>\n{"name": ' + name + ', "arguments": {}}\n</tool_call>'
-    found = read(HERMES, text)
-    assert found["calls"] == []
+    result = read(HERMES, text)
+    assert result["calls"] == []
 
 
 REFERRING = {
@@ -688,8 +689,8 @@ def test_arguments_have_the_types_of_referenced_schemas() -> None:
     shown = [(key, x if isinstance(x, str) else json.dumps(x)) for key, x in arguments.items()]
     entries = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in shown)
     tool = {"type": "function", "function": {"name": "get", "parameters": REFERRING}}
-    made = read(form("coder"), FORMS["coder"].render([("get", entries)]), tools=[tool])
-    assert [json.loads(written) for _, written in made["calls"]] == [arguments]
+    result = read(form("coder"), FORMS["coder"].render([("get", entries)]), tools=[tool])
+    assert [json.loads(text) for _, text in result["calls"]] == [arguments]
 
 
 def test_calls_are_content_without_tools() -> None:
@@ -699,9 +700,9 @@ def test_calls_are_content_without_tools() -> None:
 @pytest.mark.parametrize("body", ["nonsense", '{"name": 3}', '{"arguments": {}}', ""])
 def test_invalid_call_is_content(body: str) -> None:
     text = f"So: <tool_call>{body}</tool_call> yes"
-    made = read(HERMES, text)
-    assert made["content"] == text
-    assert made["calls"] == []
+    result = read(HERMES, text)
+    assert result["content"] == text
+    assert result["calls"] == []
 
 
 @pytest.mark.parametrize(
@@ -717,10 +718,10 @@ def test_unterminated_string_ends_with_its_call(
 ) -> None:
     text = '<tool_call>\n{"name": "w", "arguments": {"s": "a}}\n</tool_call>' + follows
     for cuts in ([], list(range(1, len(text)))):
-        made = read(HERMES, text, cuts)
-        assert [name for name, _ in made["calls"]] == calls
-        assert made["calls"][0][1] == '{"s": "a}}\n'
-        assert made["content"] == content
+        result = read(HERMES, text, cuts)
+        assert [name for name, _ in result["calls"]] == calls
+        assert result["calls"][0][1] == '{"s": "a}}\n'
+        assert result["content"] == content
 
 
 @pytest.mark.parametrize(
@@ -788,7 +789,7 @@ def test_reasoning_at_the_end_of_a_prompt_is_found(prompt: str, begun: str) -> N
 def test_constrained_document_has_no_delimiters() -> None:
     parser = OutputParser(HERMES, "<think>\n\n</think>\n\n", False, is_document=True)
     text = f' "<think>{CALL}</think> '
-    events = [event for letter in text for event in parser.feed(TextSpan(letter), True)]
+    events = [event for char in text for event in parser.feed(TextSpan(char), True)]
     events += parser.finish()
     assert "".join(texts(events)) == text
     assert {event.kind for event in events} == {"content"}
@@ -816,7 +817,7 @@ def test_calls_count_only_before_a_document() -> None:
 def test_delimiter_in_a_string_does_not_end_a_constrained_json_call() -> None:
     text = '<tool_call>\n{"name": "w", "arguments": {"s": "a</tool_call>b"}}\n</tool_call>'
     parser = OutputParser(HERMES, "", True)
-    events = [event for letter in text for event in parser.feed(TextSpan(letter), True)]
+    events = [event for char in text for event in parser.feed(TextSpan(char), True)]
     assert "".join(texts(events)) == '{"s": "a</tool_call>b"}'
     assert parser.calls_finished == 1
 
@@ -830,27 +831,25 @@ def test_delimiter_in_a_string_does_not_end_a_constrained_json_call() -> None:
     ],
 )
 def test_delimiter_in_a_value_does_not_end_a_constrained_call(name: str, text: str) -> None:
-    said = "a </function> b</tool_call><|tool_call>}<tool_call|> c"
+    string = "a </function> b</tool_call><|tool_call>}<tool_call|> c"
     parser = OutputParser(form(name), "", True, [WEATHER])
-    events = [
-        event for letter in text.format(said) for event in parser.feed(TextSpan(letter), True)
-    ]
-    assert json.loads("".join(texts(events))) == {"s": said}
+    events = [event for char in text.format(string) for event in parser.feed(TextSpan(char), True)]
+    assert json.loads("".join(texts(events))) == {"s": string}
     assert parser.calls_finished == 1
-    cut = read(form(name), text.format(said))
+    cut = read(form(name), text.format(string))
     assert cut["content"]
 
 
 def test_json_within_content_is_no_call() -> None:
-    how = form("llama")
+    output_format = form("llama")
     text = 'Here: {"name": "Bob", "parameters": {}} done.'
-    assert read(how, text) == {"content": text, "reasoning": "", "calls": []}
-    assert read(how, text, list(range(len(text))))["content"] == text
+    assert read(output_format, text) == {"content": text, "reasoning": "", "calls": []}
+    assert read(output_format, text, list(range(len(text))))["content"] == text
 
 
 def test_text_without_first_characters_is_not_searched() -> None:
     parser = OutputParser(HERMES, "", True)
-    parser._active = [mark._replace(pattern=None) for mark in parser._active]
+    parser._active = [delimiter._replace(pattern=None) for delimiter in parser._active]
     assert texts(feed(parser, "1 > 0")) == ["1 > 0"]
 
 
@@ -861,14 +860,14 @@ def test_text_without_first_characters_is_not_searched() -> None:
 def test_truncated_end_of_calls_is_no_content(name: str, arguments: str, last: str) -> None:
     text = FORMS[name].render([("get", arguments)])
     for cut in range(text.index(last) + len(last), len(text)):
-        made = read(form(name), text[:cut])
-        assert made["content"] == "", text[:cut]
-        assert [call for call, _ in made["calls"]] == ["get"]
+        result = read(form(name), text[:cut])
+        assert result["content"] == "", text[:cut]
+        assert [call for call, _ in result["calls"]] == ["get"]
 
 
 def test_endless_spaces_and_delimiters_take_linear_time() -> None:
     """Four times as many take about four times as long, not sixteen."""
-    for how, text in (
+    for output_format, text in (
         (HERMES, (" " * 4000 + "x") * 20),
         (form("llama"), "\n" * 20_000 + "x"),
         (form("bare python"), "[\n" + " " * 20_000 + "x"),
@@ -878,8 +877,8 @@ def test_endless_spaces_and_delimiters_take_linear_time() -> None:
         (form("channels"), "<|channel|>" * 4000),
         (form("section"), "<think>" + "<calls><call>functions.get:0<args>{}</call>" * 2000),
     ):
-        fewer, _ = parsed_by_pieces(how, text[: len(text) // 4])
-        seconds, events = parsed_by_pieces(how, text)
+        fewer, _ = parsed_by_pieces(output_format, text[: len(text) // 4])
+        seconds, events = parsed_by_pieces(output_format, text)
         assert seconds < 8 * fewer + 0.2
         assert "".join(texts(events)).strip()[:9999] == text.removeprefix("<think>").strip()[:9999]
 
@@ -895,10 +894,10 @@ def test_endless_headers_take_linear_time(header: str) -> None:
     assert time.thread_time() - started < 1
 
 
-def parsed_by_pieces(how: Any, text: str) -> tuple[float, list[Any]]:
-    """Of a text that comes 16 characters at a time: this thread's seconds, and the events."""
-    parser = OutputParser(how, "", True)
-    gc.disable()  # a collection looks at all that other tests have left
+def parsed_by_pieces(output_format: Any, text: str) -> tuple[float, list[Any]]:
+    """Parse a text in chunks of 16 characters; return CPU seconds and the events."""
+    parser = OutputParser(output_format, "", True)
+    gc.disable()  # a collection would traverse the objects of other tests
     started = time.thread_time()
     events = []
     for at in range(0, len(text), 16):

@@ -1,4 +1,4 @@
-"""`scripts/template`: what it prints of a template, what it reads, and what it refuses."""
+"""`scripts/template`: the report of a template, parsed outputs, and errors."""
 
 import io
 import json
@@ -72,24 +72,24 @@ def test_report_is_a_few_lines_of_text(run: Any) -> None:
 
 
 def test_report_as_json(run: Any) -> None:
-    made = json.loads(run("demo", "--json").out)
-    assert made["calls"]["learned"]
-    assert made["calls"]["arguments"] == "json"
-    assert made["calls"]["two"].count("FUNCTION") == 2
-    assert made["thoughts"] == {
+    result = json.loads(run("demo", "--json").out)
+    assert result["calls"]["learned"]
+    assert result["calls"]["arguments"] == "json"
+    assert result["calls"]["two"].count("FUNCTION") == 2
+    assert result["thoughts"] == {
         "open": "<think>",
         "close": "</think>",
         "in_prompt": {"default": "", "true": "<think>\n", "false": ""},
     }
-    assert made["tools_shown"]
-    assert made["end_of_turn"] in made["end_tokens"]
-    assert made["lacks"] == []
+    assert result["tools_shown"]
+    assert result["end_of_turn"] in result["end_tokens"]
+    assert result["lacks"] == []
 
 
 def test_template_file_is_read_with_or_without_a_tokenizer(run: Any, file: Path) -> None:
     alone = json.loads(run(file, "--json").out)
-    [told] = alone["lacks"]
-    assert "tools" in told  # this template shows none
+    [lack] = alone["lacks"]
+    assert "tools" in lack  # this template renders none
     other = json.loads(run(file, "--tokenizer", DEMO_FOLDER / "chat", "--json").out)
     assert other["calls"] == alone["calls"]
     assert other["end_tokens"] == ["<|im_end|>"]
@@ -106,11 +106,13 @@ def test_report_has_what_a_template_lacks(run: Any, tmp_path: Path) -> None:
 
 
 def test_outputs_are_parsed_as_by_the_server(run: Any, tmp_path: Path) -> None:
-    written = "\n".join(json.dumps(line) for line, _ in LINES)
+    lines = "\n".join(json.dumps(line) for line, _ in LINES)
     path = tmp_path / "lines.jsonl"
-    path.write_text(written + "\n\n")
-    for ran in (run("demo", "--read", "-", stdin=written), run("demo", "--read", path)):
-        assert [json.loads(line) for line in ran.out.splitlines()] == [made for _, made in LINES]
+    path.write_text(lines + "\n\n")
+    for ran in (run("demo", "--read", "-", stdin=lines), run("demo", "--read", path)):
+        assert [json.loads(line) for line in ran.out.splitlines()] == [
+            result for _, result in LINES
+        ]
         assert ran.status == 0
         assert not ran.err
 

@@ -1,7 +1,7 @@
-"""Chat templates of real checkpoints, where they are at hand: what such models write is read as it
-is meant, however it comes, and what they call goes back into their next prompt.
+"""Chat templates of real checkpoints, where they are present: outputs of such models are parsed as
+intended, whatever the chunks, and their calls are rendered into the next prompt.
 
-Cases that are known to be read otherwise are named in OTHERWISE, each with its reason.
+KNOWN_FAILURES lists the cases that are parsed differently, each with its reason.
 """
 
 import json
@@ -35,29 +35,29 @@ REAL = Path(__file__).parents[3] / "shared" / "templates"
 NAMES = sorted(path.stem for path in REAL.glob("*.jinja"))
 pytestmark = pytest.mark.skipif(not NAMES, reason="no templates of real checkpoints here")
 
-# ── what they write ──
+# ── outputs ──
 
-AGAIN = "another case reads the same text in the other way"
-UNMARKED = "text without any mark is content, though the model thinks by default"
-# template: {a case's number among those of the template: why}
-OTHERWISE: dict[str, dict[int, str]] = {
-    "CohereForAI-c4ai-command-r7b-12-2024-tool_use": {2: AGAIN},
-    "GLM-4.6": {7: AGAIN},
-    "google-gemma-4-31B-it": dict.fromkeys((24, 26, 34), AGAIN),
-    "Qwen-Qwen3-0.6B": dict.fromkeys((5, 6, 11, 12), UNMARKED),
-    "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": dict.fromkeys((5, 6), UNMARKED),
+AMBIGUOUS = "another case expects the opposite for the same text"
+UNDELIMITED = "text without delimiters is content, though the model reasons by default"
+# template: {the number of a case of the template: the reason}
+KNOWN_FAILURES: dict[str, dict[int, str]] = {
+    "CohereForAI-c4ai-command-r7b-12-2024-tool_use": {2: AMBIGUOUS},
+    "GLM-4.6": {7: AMBIGUOUS},
+    "google-gemma-4-31B-it": dict.fromkeys((24, 26, 34), AMBIGUOUS),
+    "Qwen-Qwen3-0.6B": dict.fromkeys((5, 6, 11, 12), UNDELIMITED),
+    "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": dict.fromkeys((5, 6), UNDELIMITED),
 }
 
 
 @cache
 def cases() -> dict[str, list[dict[str, Any]]]:
-    """By the names of their templates."""
-    made: dict[str, list[dict[str, Any]]] = {}
+    """Return the cases by template."""
+    actual: dict[str, list[dict[str, Any]]] = {}
     if NAMES:
         for line in (REAL / "cases.jsonl").read_text().splitlines():
             case = json.loads(line)
-            made.setdefault(case["template"], []).append(case)
-    return made
+            actual.setdefault(case["template"], []).append(case)
+    return actual
 
 
 NUMBERED = [(name, number) for name, own in cases().items() for number in range(len(own))]
@@ -65,7 +65,7 @@ NUMBERED = [(name, number) for name, own in cases().items() for number in range(
 
 @cache
 def reader(name: str, special: bool = False) -> ResponseReader:
-    """`special`: the template's marks are special tokens, else plain added ones."""
+    """`special`: delimiters are special tokens, else plain added ones."""
     return ResponseReader(byte_tokenizer((REAL / f"{name}.jinja").read_text(), special), ())
 
 
@@ -83,18 +83,18 @@ def read_in_pieces(case: dict[str, Any], cuts: list[int]) -> ParsedResponse:
     text = case["output"]
     if parser is None:
         return ParsedResponse(text, "", [])
-    pieces = [text[start:end] for start, end in pairwise([0, *cuts, len(text)])]
-    return parsed_response(parse(parser, pieces))
+    chunks = [text[start:end] for start, end in pairwise([0, *cuts, len(text)])]
+    return parsed_response(parse(parser, chunks))
 
 
-def parse(parser: OutputParser, pieces: Iterable[str]) -> Delta:
+def parse(parser: OutputParser, chunks: Iterable[str]) -> Delta:
     delta = Delta(0)
-    events = [event for piece in pieces for event in parser.feed(TextSpan(piece))]
-    for kind, piece, call in events + parser.finish():
+    events = [event for span in chunks for event in parser.feed(TextSpan(span))]
+    for kind, span, call in events + parser.finish():
         if kind == "reasoning_end":
             delta.end_reasoning()
         else:
-            delta.add(kind, piece.text, call)
+            delta.add(kind, span.text, call)
     return delta
 
 
@@ -105,85 +105,85 @@ def parsed(arguments: str) -> Any:
         return arguments
 
 
-def compared(made: ParsedResponse, case: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What was read and what is meant. Space around texts does not count, nor do arguments that
-    the case does not tell."""
-    untold = [arguments is None for _, arguments in case["calls"]]
-    untold += [False] * len(made.calls)
+def compared(actual: ParsedResponse, case: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the actual and the expected output, without surrounding white space, and without
+    arguments that the case leaves open."""
+    is_open = [arguments is None for _, arguments in case["calls"]]
+    is_open += [False] * len(actual.calls)
     calls = [
         [name, None if unknown else parsed(arguments)]
-        for (name, arguments), unknown in zip(made.calls, untold, strict=False)
+        for (name, arguments), unknown in zip(actual.calls, is_open, strict=False)
     ]
-    meant = [[name, arguments and parsed(arguments)] for name, arguments in case["calls"]]
+    expected = [[name, arguments and parsed(arguments)] for name, arguments in case["calls"]]
     return (
-        {"content": made.content.strip(), "reasoning": made.reasoning.strip(), "calls": calls},
-        {key: case[key].strip() for key in ("content", "reasoning")} | {"calls": meant},
+        {"content": actual.content.strip(), "reasoning": actual.reasoning.strip(), "calls": calls},
+        {key: case[key].strip() for key in ("content", "reasoning")} | {"calls": expected},
     )
 
 
 def all_ways(case: dict[str, Any]) -> dict[str, ParsedResponse]:
-    """Whole, cut at random, and byte by byte with marks of both kinds."""
+    """Parse it whole, in random chunks, and byte by byte with delimiters of both kinds."""
     output, tools, thinking = case["output"], tools_of(case), case["thinking"]
-    made = {"whole": read_in_pieces(case, [])}
-    chance = random.Random(0)
+    actual = {"whole": read_in_pieces(case, [])}
+    rng = random.Random(0)
     for number in range(20):
         most = min(len(output), 12)
-        cuts = sorted(chance.sample(range(len(output)), k=chance.randint(0, most)))
-        made[f"cut {number}"] = read_in_pieces(case, cuts)
+        cuts = sorted(rng.sample(range(len(output)), k=rng.randint(0, most)))
+        actual[f"cut {number}"] = read_in_pieces(case, cuts)
     for kind, special in (("plain", False), ("special", True)):
-        made[f"{kind} marks"] = reader(case["template"], special).read(output, tools, thinking)
-    return made
+        actual[f"{kind} marks"] = reader(case["template"], special).read(output, tools, thinking)
+    return actual
 
 
 @pytest.mark.parametrize(("name", "number"), NUMBERED)
 def test_recorded_outputs_are_parsed_as_intended(name: str, number: int) -> None:
     case = cases()[name][number]
-    why = OTHERWISE.get(name, {}).get(number)
+    why = KNOWN_FAILURES.get(name, {}).get(number)
     wrong = {}
-    for way, made in all_ways(case).items():
-        was, meant = compared(made, case)
-        if was != meant:
+    for way, actual in all_ways(case).items():
+        was, expected = compared(actual, case)
+        if was != expected:
             wrong[way] = was
     if why is None:
-        assert not wrong, (case["output"], meant)
+        assert not wrong, (case["output"], expected)
     else:
-        assert wrong, "it is read as it is meant: take it out of OTHERWISE"
+        assert wrong, "it is read as it is meant: take it out of KNOWN_FAILURES"
 
 
 def test_nearly_all_recorded_outputs_are_parsed_as_intended() -> None:
     right = 0
     for name, number in NUMBERED:
         case = cases()[name][number]
-        ways = (compared(made, case) for made in all_ways(case).values())
-        right += all(was == meant for was, meant in ways)
+        ways = (compared(actual, case) for actual in all_ways(case).values())
+        right += all(was == expected for was, expected in ways)
     assert right > 0.95 * len(NUMBERED)
-    known = sum(map(len, OTHERWISE.values()))
-    assert right == len(NUMBERED) - known
+    expected_failures = sum(map(len, KNOWN_FAILURES.values()))
+    assert right == len(NUMBERED) - expected_failures
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_garbled_output_is_parsed_the_same_whatever_the_chunks(name: str) -> None:
-    template, chance = reader(name).template, random.Random(0)
+    template, rng = reader(name).template, random.Random(0)
     texts = [(text, [LOOKUP]) for text, _ in template.examples]
     texts += [(case["output"], tools_of(case)) for case in cases().get(name, [])]
     for text, tools in texts:
         for _ in range(5):
-            written = garbled(text, template.output_format.visible_texts, chance)
-            cuts = sorted(chance.choices(range(len(written) + 1), k=6))
+            source_text = garbled(text, template.output_format.visible_texts, rng)
+            cuts = sorted(rng.choices(range(len(source_text) + 1), k=6))
             whole, *others = (
                 parsed_response(
-                    parse(OutputParser(template.output_format, "", True, tools), pieces)
+                    parse(OutputParser(template.output_format, "", True, tools), chunks)
                 )
-                for pieces in (
-                    [written],
-                    written,
-                    [written[a:b] for a, b in pairwise([0, *cuts, None])],
+                for chunks in (
+                    [source_text],
+                    source_text,
+                    [source_text[a:b] for a, b in pairwise([0, *cuts, None])],
                 )
             )
-            assert others == [whole, whole], written
+            assert others == [whole, whole], source_text
 
 
-# ── an agent's loop ──
+# ── calls rendered back ──
 
 LOOKUP = {
     "type": "function",
@@ -231,7 +231,7 @@ ANSWERS: dict[str, list[DeltaPart]] = {
     "text and a call": [DeltaPart("content", "Let me see."), call(word="sun")],
     "thoughts": [DeltaPart("reasoning", "They want the sun."), call(word="sun")],
 }
-# What ends a turn with calls where that is not what ends others, or not alone.
+# The end of a message with calls, where it differs from that of other messages.
 ENDS = {
     "CohereForAI-c4ai-command-r7b-12-2024-tool_use": "<|END_OF_TURN_TOKEN|>",
     "google-gemma-4-31B-it": "<|tool_response>",
@@ -241,8 +241,8 @@ ENDS = {
     "tool_chat_template_toolace": "<|eot_id|>",
     "unsloth-Apriel-1.5": "<|end|>",
 }
-# Where what a template writes does not tell what went in: (template, answer): why.
-UNQUOTED = "it writes strings without quotes, with commas and all"
+# (template, case): why the template's text does not determine the arguments.
+UNQUOTED = "it writes strings without quotes, even with commas"
 UNESCAPED = "it writes quotes within quotes"
 LOSSY = {
     ("LFM2.5-8B-A1B", "typed arguments"): UNESCAPED,
@@ -256,10 +256,9 @@ def prompted(name: str, messages: list[Any], **fields: Any) -> str:
     return reader(name).template.render(prompt).text
 
 
-def written(name: str, message: dict[str, Any]) -> tuple[str, str]:
-    """A prompt, and what a model would have had to write for its template to show this message:
-    the template's own text, without what ends a turn. As much of it as a prompt has written is the
-    prompt's, by whole tokens."""
+def source_text(name: str, message: dict[str, Any]) -> tuple[str, str]:
+    """Return a prompt, and the output for which the template renders this message: the template's
+    own text, without the end of the message and without the prompt's tokens."""
     tokenizer: Any = reader(name).tokenizer
     _, prompt = chat([ASKED, message], tools=[LOOKUP])
     over = Chat(prompt.messages, prompt.tools, add_generation_prompt=False)
@@ -268,28 +267,28 @@ def written(name: str, message: dict[str, Any]) -> tuple[str, str]:
     same = 0
     while same < min(len(before), len(after)) and before[same] == after[same]:
         same += 1
-    begun, text = (
+    started, text = (
         tokenizer.convert_tokens_to_string(tokens) for tokens in (after[:same], after[same:])
     )
     for end in (ENDS.get(name), end_of_turn(reader(name).template.try_render)):
         text = text.partition(end)[0] if end else text
-    return begun, text
+    return started, text
 
 
 def shown_by(name: str, parts: list[DeltaPart]) -> bool:
-    """Whether the template can show it in one turn."""
-    turns = reader(name).template.history_format
-    if turns is None or turns.calls_in_content:
+    """Whether the template renders these parts in one message."""
+    form = reader(name).template.history_format
+    if form is None or form.calls_in_content:
         return False
     several = sum(part.kind == "call" for part in parts) > 1
-    return not (several and turns.one_call)
+    return not (several and form.one_call)
 
 
 def leaves(value: Any) -> list[str]:
     if isinstance(value, dict):
-        return [leaf for key, each in value.items() for leaf in (key, *leaves(each))]
+        return [leaf for key, item in value.items() for leaf in (key, *leaves(item))]
     if isinstance(value, list):
-        return [leaf for each in value for leaf in leaves(each)]
+        return [leaf for item in value for leaf in leaves(item)]
     return [value] if isinstance(value, str) and value.isalnum() else []
 
 
@@ -311,30 +310,30 @@ def test_generated_calls_are_parsed_and_rendered_back(name: str, answer: str) ->
         pytest.skip(why)
     template = reader(name).template
     sent = answered(template, [ASKED], *parts)
-    begun, text = written(name, sent)
+    started, text = source_text(name, sent)
     if "lookup" not in text:
         pytest.skip("the template shows it in several turns")
     calls = [part for part in parts if part.kind == "call"]
 
     request = sample_request([LOOKUP], None)
     assert isinstance(request.prompt, Chat)
-    rendered = RenderedPrompt(begun, template.output_format_for(request.tool_calls))
+    rendered = RenderedPrompt(started, template.output_format_for(request.tool_calls))
     prefix = response_prefix(request.prompt, rendered)
     parser = response_parser(request, rendered.output_format, prefix)
     assert parser is not None
     delta = parse(parser, text)
-    made = parsed_response(delta)
-    for kind, was in (("content", made.content), ("reasoning", made.reasoning)):
-        meant = "".join(part.text for part in parts if part.kind == kind)
-        assert was.strip() == (meant if meant in text else ""), text
-    assert [[each, json.loads(arguments)] for each, arguments in made.calls] == [
+    actual = parsed_response(delta)
+    for kind, was in (("content", actual.content), ("reasoning", actual.reasoning)):
+        expected = "".join(part.text for part in parts if part.kind == kind)
+        assert was.strip() == (expected if expected in text else ""), text
+    assert [[item, json.loads(arguments)] for item, arguments in actual.calls] == [
         [part.name, json.loads(part.text)] for part in calls
     ], text
 
     again = answered(template, [ASKED], *delta.parts)
     for one, other in zip(again["tool_calls"], sent["tool_calls"], strict=True):
         one["id"] = other["id"]
-    told_results = [f"result{letter}" for letter, _ in zip("αβ", calls, strict=False)]
+    told_results = [f"result{char}" for char, _ in zip("αβ", calls, strict=False)]
     messages = [ASKED, again, *results(again, *told_results)]
     prompt = prompted(name, messages)
     bare = prompted(name, [ASKED])

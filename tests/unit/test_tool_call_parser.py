@@ -1,4 +1,4 @@
-"""Calls read as they come are what a JSON parser makes of the whole."""
+"""Streamed calls equal those of a JSON parser."""
 
 import json
 from collections.abc import Sequence
@@ -40,13 +40,13 @@ def read(parser: JsonCallParser, text: str, cuts: Sequence[int]) -> list[tuple[s
 
 @given(st.lists(CALLS, min_size=1, max_size=3), STYLES, st.booleans(), st.data())
 def test_calls_are_parsed_whatever_the_chunks(
-    made: list[tuple[str, dict[str, Any], list[int], Any]],
+    result: list[tuple[str, dict[str, Any], list[int], Any]],
     style: tuple[str, str, int | None],
     listed: bool,
     data: st.DataObject,
 ) -> None:
     objects = []
-    for name, arguments, order, other in made:
+    for name, arguments, order, other in result:
         members = [("fn", name), ("args", arguments), ("id", other)]
         objects.append(dict(members[n] for n in order))
     shown: Any = objects if listed or len(objects) > 1 else objects[0]
@@ -54,8 +54,8 @@ def test_calls_are_parsed_whatever_the_chunks(
     text = "\n" + json.dumps(shown, separators=(comma, colon), indent=indent) + "\n"
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=12))
     calls = read(JsonCallParser("fn", "args"), text, cuts)
-    assert [name for name, _ in calls] == [name for name, *_ in made]
-    assert [json.loads(arguments) for _, arguments in calls] == [a for _, a, *_ in made]
+    assert [name for name, _ in calls] == [name for name, *_ in result]
+    assert [json.loads(arguments) for _, arguments in calls] == [a for _, a, *_ in result]
     assert all(arguments == arguments.strip() and arguments in text for _, arguments in calls)
     assert calls == read(JsonCallParser("fn", "args"), text, range(len(text)))
 

@@ -1,4 +1,4 @@
-"""Calls of every form are held to their tools: names, keys, types, choices, what is required."""
+"""Grammars constrain calls of every format: names, keys, types, choices, required properties."""
 
 import json
 from collections.abc import Sequence
@@ -62,7 +62,7 @@ TAGS = [
 Q = '<|"|>'
 TYPED = [
     (f"s:{Q}x, y{Q},n:2,c:{Q}red{Q},b:true,l:[{Q}y{Q}],o:{{k:1.5}}", True),
-    (f"b:true,s:{Q}x{Q}", True),  # by their names
+    (f"b:true,s:{Q}x{Q}", True),  # sorted by name
     ("n:2", False),
     (f"s:{Q}x{Q},n:{Q}2{Q}", False),
     (f"s:{Q}x{Q},c:{Q}blue{Q}", False),
@@ -77,7 +77,7 @@ def takes(
     started: bool = False,
     tools: Sequence[Any] = TOOLS,
 ) -> bool:
-    """Whether a whole answer may be just this."""
+    """Whether the grammar accepts the text as a whole output."""
     tokenizer = LLTokenizer("byte")
     grammar = tool_calls_grammar(form, tools, several, json.dumps, started=started)
     matcher = LLMatcher(tokenizer, grammar)
@@ -86,7 +86,7 @@ def takes(
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
-def written(form: ToolCallFormat, entries: list[tuple[str, str]]) -> str:
+def rendered(form: ToolCallFormat, entries: list[tuple[str, str]]) -> str:
     arguments = form.arguments
     return "".join(
         arguments.open + key + arguments.middle + value + arguments.close for key, value in entries
@@ -101,7 +101,7 @@ CASES = [
     ),
     *((name, text, good) for name in ("python", "bare python") for text, good in PYTHON),
     *(
-        (name, written(FORMS[name], entries), good)
+        (name, rendered(FORMS[name], entries), good)
         for name in ("coder", "pairs")
         for entries, good in TAGS
     ),
@@ -137,7 +137,7 @@ def test_strings_have_their_length_and_pattern(name: str, s: str, p: str, good: 
         "typed": f"p:{Q}{p}{Q},s:{Q}{s}{Q}",
         "python": f's="{s}", p="{p}"',
     }
-    arguments = shown.get(name) or written(form, [("s", s), ("p", p)])
+    arguments = shown.get(name) or rendered(form, [("s", s), ("p", p)])
     tool = {"type": "function", "function": {"name": "get", "parameters": BOUND}}
     assert takes(form, form.render([("get", arguments)]), tools=[tool]) == good
 
@@ -156,8 +156,8 @@ REFERS = {
         ("python", "n=7", False),
         ("typed", "n:4", True),
         ("typed", 'n:<|"|>4<|"|>', False),
-        ("coder", written(FORMS["coder"], [("n", "4")]), True),
-        ("coder", written(FORMS["coder"], [("n", "four")]), False),
+        ("coder", rendered(FORMS["coder"], [("n", "4")]), True),
+        ("coder", rendered(FORMS["coder"], [("n", "four")]), False),
     ],
 )
 def test_referenced_schemas_constrain(name: str, arguments: str, good: bool) -> None:
@@ -270,7 +270,7 @@ HELD = {
 
 
 def entry(name: str, key: str, value: object) -> str:
-    """An argument as a form has it; in Python's texts in single quotes."""
+    """Write an argument in a format; Python strings in single quotes."""
     form = FORMS[name].arguments
     if form.style == "python":
         return f"{key}={value!r}"
@@ -285,7 +285,7 @@ def entry(name: str, key: str, value: object) -> str:
         ({"z": 1}, True),
         ({"a": "x", "z": 1}, True),
         ({"b": True, "c": 1, "d": "only", "e": 2, "z": 1}, True),
-        ({}, False),  # what is required comes after what is not
+        ({}, False),  # a required property after an optional one
         ({"a": "x"}, False),
         ({"b": False, "z": 1}, False),
         ({"c": 2, "z": 1}, False),
@@ -295,9 +295,9 @@ def entry(name: str, key: str, value: object) -> str:
 )
 def test_required_properties_and_choices(name: str, arguments: dict[str, Any], good: bool) -> None:
     form = FORMS[name]
-    written = form.arguments.comma.join(entry(name, *each) for each in arguments.items())
+    joined = form.arguments.comma.join(entry(name, *item) for item in arguments.items())
     tool = {"type": "function", "function": {"name": "get", "parameters": HELD}}
-    assert takes(form, form.render([("get", written)]), tools=[tool]) == good
+    assert takes(form, form.render([("get", joined)]), tools=[tool]) == good
 
 
 @pytest.mark.parametrize(
@@ -330,6 +330,6 @@ def test_types_unknown_to_json_are_unconstrained(name: str, kind: Any) -> None:
     parameters = {"type": "dict", "properties": {"n": {"type": kind}}, "required": ["n"]}
     tool = {"type": "function", "function": {"name": "get", "parameters": parameters}}
     form = FORMS[name]
-    arguments = {"llama": '{"n": 7}', "coder": written(form, [("n", "7")]), "python": "n=7"}[name]
+    arguments = {"llama": '{"n": 7}', "coder": rendered(form, [("n", "7")]), "python": "n=7"}[name]
     assert takes(form, form.render([("get", arguments)]), tools=[tool])
     assert not takes(form, form.render([("get", arguments.replace("n", "m"))]), tools=[tool])
