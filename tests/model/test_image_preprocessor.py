@@ -319,7 +319,7 @@ def test_model_that_does_not_run_with_images_serves_text(
     options = GeneratorOptions(str(tiny_multimodal.folder("mllama")), dtype="float32", device="cpu")
     generator = load_generator(options)
     monkeypatch.undo()
-    expected = "images are rejected: the model does not run with them: the encoder requires more"
+    expected = "images are refused, the model does not run with them: the encoder requires more"
     messages = [record.message for record in caplog.records]
     assert [message for message in messages if "images" in message] == [expected]
     served, _ = serve(generator, [request("Only words.")])

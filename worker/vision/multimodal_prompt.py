@@ -1,7 +1,7 @@
 """A prompt with images: processed in a pool thread, encoded on the worker's thread unless cached,
 and reduced to its numbers once it has been prefilled. The choices of a request share it.
 
-Positions, bidirectional attention and the contents by which cached blocks are found are read off
+Positions, bidirectional attention and the contents by which cached blocks are found are read from
 the model's own forward as it calls its decoder, without pixels.
 """
 
@@ -71,7 +71,7 @@ class MultimodalPrompt(EncodedInputs):
 
     def compute_positions(self, hook: DecoderHook) -> None:
         """Set `positions`, `shift`, `bidirectional_spans`, `end` and `contents`. Raises CannotRun
-        if they cannot be read off the decoder's inputs."""
+        if they cannot be read from the decoder's inputs."""
         output, device = self.processed(), hook.model.device
         images = [select_tensors(tensors, hook.argument_names) for tensors in output.image_tensors]
         joined = {
@@ -139,7 +139,7 @@ def _positions(position_ids: Tensor | None, width: int) -> Tensor:
 
 
 def _runs(attends_to_next: Tensor) -> list[tuple[int, int]]:
-    """Return the [start, stop) of runs of tokens that each see the next one."""
+    """Return the [start, stop) of runs of tokens that each attend to the next one."""
     none = torch.zeros(1, dtype=torch.int)
     edges = torch.diff(attends_to_next.cpu().int(), prepend=none, append=none)
     starts, ends = ((edges == step).nonzero().flatten().tolist() for step in (1, -1))

@@ -77,7 +77,7 @@ def check_multimodal_unpaged(language: LanguageModel, processor: Processor) -> b
     except Exception as error:
         if isinstance(failure_of(error), DeviceLost):
             raise
-        log.warning("images are rejected: the model does not run with them: %s", first_line(error))
+        log.warning("images are refused, the model does not run with them: %s", first_line(error))
         language.no_images = "this model does not run with images here; see the server's log"
         return False
     return True
