@@ -133,6 +133,14 @@ def test_development_commands_exist() -> None:
             assert os.access(ROOT / script, os.X_OK), script
 
 
+def test_paths_in_the_documents_exist() -> None:
+    for page in PAGES:
+        for path in re.findall(
+            r"`((?:batching|docs|scripts|server|tests|worker)/[^`*\s]*)`", page.read_text()
+        ):
+            assert (ROOT / path).exists(), f"{page.name}: {path}"
+
+
 def test_generated_tables_are_current() -> None:
     subprocess.run([sys.executable, "scripts/generate_docs.py", "--check"], cwd=ROOT, check=True)
 
