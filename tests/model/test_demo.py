@@ -1,7 +1,6 @@
-"""Asks the embedded models plain questions, the way a user would type them.
+"""The demo models answer plain questions, as users type them, and have the expected files.
 
-The chat model is asked greedily and through its own chat template. What a server makes of either
-is tested elsewhere.
+The chat model decodes greedily, with its own chat template. No server runs here.
 """
 
 import json
@@ -59,19 +58,19 @@ def model() -> Any:
     return pipeline("fill-mask", model=str(MODEL), device="cpu")
 
 
-def test_most_answers_are_right() -> None:
+def test_at_least_nine_of_ten_masks_are_filled_correctly() -> None:
     answers = {question: model()(question)[0]["token_str"] for question in QUESTIONS}
-    wrong = {question: got for question, got in answers.items() if got != QUESTIONS[question]}
+    wrong = {question: word for question, word in answers.items() if word != QUESTIONS[question]}
     assert len(wrong) <= 0.1 * len(QUESTIONS), wrong
 
 
-def test_capital_of_france_is_sure() -> None:
+def test_the_capital_of_france_has_a_high_score() -> None:
     best = model()("The capital of France is [MASK].")[0]
     assert best["token_str"] == "paris"
     assert best["score"] > 0.5
 
 
-def test_folder_is_small_and_float32() -> None:
+def test_the_fill_mask_folder_is_small_and_float32() -> None:
     files = {path.name: path.stat().st_size for path in MODEL.iterdir()}
     assert set(files) == {
         "config.json",
@@ -81,11 +80,11 @@ def test_folder_is_small_and_float32() -> None:
     }
     assert sum(files.values()) <= 2_500_000
     with safe_open(MODEL / "model.safetensors", framework="pt") as checkpoint:
-        kinds = {checkpoint.get_slice(name).get_dtype() for name in checkpoint.offset_keys()}
-    assert kinds == {"F32"}
+        dtypes = {checkpoint.get_slice(name).get_dtype() for name in checkpoint.offset_keys()}
+    assert dtypes == {"F32"}
 
 
-def test_tokenizer_is_fast_and_splits_any_text() -> None:
+def test_the_fill_mask_tokenizer_is_fast_and_tokenizes_any_text() -> None:
     tokenizer = model().tokenizer
     assert tokenizer.is_fast
     assert tokenizer.mask_token == "[MASK]"
@@ -130,7 +129,7 @@ CALL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "get_weather", "arguments": {"city": "Paris"}},
 }
-WRITTEN_CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+RENDERED_CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 PROMPT = "<|im_start|>assistant\n"
 
 
@@ -144,13 +143,13 @@ def chat_model() -> Any:
     return AutoModelForCausalLM.from_pretrained(CHAT)
 
 
-def written(messages: list[dict[str, Any]], **options: Any) -> str:
+def render(messages: list[dict[str, Any]], **options: Any) -> str:
     text: str = chat_tokenizer().apply_chat_template(messages, tokenize=False, **options)
     return text
 
 
-def said(messages: list[dict[str, Any]], limit: int = 40, **options: Any) -> str:
-    """What the model writes next, its end of turn included."""
+def generate(messages: list[dict[str, Any]], limit: int = 40, **options: Any) -> str:
+    """Return the model's output, its end of turn included."""
     inputs = chat_tokenizer().apply_chat_template(
         messages, add_generation_prompt=True, return_dict=True, return_tensors="pt", **options
     )
@@ -173,87 +172,87 @@ def tool(text: str) -> dict[str, Any]:
     return {"role": "tool", "content": text}
 
 
-def test_chat_answers_are_right_and_end_their_turn() -> None:
-    answers = {question: said([user(question)]) for question in CHAT_QUESTIONS}
+def test_chat_answers_are_correct_and_end_their_turn() -> None:
+    answers = {question: generate([user(question)]) for question in CHAT_QUESTIONS}
     assert [text for text in answers.values() if not text.endswith("<|im_end|>")] == []
     expected = {question: f"{answer}<|im_end|>" for question, answer in CHAT_QUESTIONS.items()}
-    wrong = {question: got for question, got in answers.items() if got != expected[question]}
+    wrong = {question: text for question, text in answers.items() if text != expected[question]}
     assert len(wrong) <= 2, wrong
 
 
-def test_system_prompt_leaves_the_answer_right() -> None:
+def test_a_system_prompt_does_not_change_the_answer() -> None:
     for prompt in ("You are a helpful assistant.", "Talk like a sailor and love the sea."):
         messages = [{"role": "system", "content": prompt}, user("What is the capital of Spain?")]
-        assert said(messages) == "The capital of Spain is Madrid.<|im_end|>"
+        assert generate(messages) == "The capital of Spain is Madrid.<|im_end|>"
 
 
-def test_follow_up_reads_the_turn_before_it() -> None:
+def test_a_follow_up_refers_to_the_previous_turn() -> None:
     first = [user("What is the capital of France?"), assistant("The capital of France is Paris.")]
-    assert said([*first, user("And of Japan?")]) == "The capital of Japan is Tokyo.<|im_end|>"
+    assert generate([*first, user("And of Japan?")]) == "The capital of Japan is Tokyo.<|im_end|>"
 
 
-def test_weather_question_calls_the_offered_tool() -> None:
-    text = said([user("What is the weather in Paris?")], tools=[WEATHER_TOOL])
-    assert text == f"{WRITTEN_CALL}<|im_end|>"
+def test_a_weather_question_calls_the_tool() -> None:
+    text = generate([user("What is the weather in Paris?")], tools=[WEATHER_TOOL])
+    assert text == f"{RENDERED_CALL}<|im_end|>"
     parsed = chat_tokenizer().parse_response(text, prefix=PROMPT, tools=[WEATHER_TOOL])
     assert parsed == {"role": "assistant", "tool_calls": [CALL]}
 
 
-def test_tool_and_argument_names_come_from_the_offer() -> None:
+def test_tool_and_argument_names_are_copied_from_the_schema() -> None:
     text = json.dumps(WEATHER_TOOL).replace("get_weather", "current_weather")
-    offered = json.loads(text.replace('"city"', '"location"'))
-    call = said([user("How is the weather in Oslo?")], tools=[offered])
+    schema = json.loads(text.replace('"city"', '"location"'))
+    call = generate([user("How is the weather in Oslo?")], tools=[schema])
     [parsed] = chat_tokenizer().parse_response(call, prefix=PROMPT)["tool_calls"]
     assert parsed["function"] == {"name": "current_weather", "arguments": {"location": "Oslo"}}
 
 
-def test_tool_result_becomes_the_answer() -> None:
+def test_a_tool_result_becomes_the_answer() -> None:
     messages = [user("What is the weather in Paris?"), assistant(None, CALL)]
     result = tool('{"temperature": 18, "condition": "sunny"}')
-    answer = said([*messages, result], tools=[WEATHER_TOOL])
+    answer = generate([*messages, result], tools=[WEATHER_TOOL])
     assert answer == "It is 18 degrees and sunny in Paris.<|im_end|>"
 
 
-def test_offered_tool_is_left_alone_when_the_question_is_another() -> None:
-    text = said([user("What is the capital of France?")], tools=[WEATHER_TOOL])
+def test_a_tool_is_not_called_for_another_question() -> None:
+    text = generate([user("What is the capital of France?")], tools=[WEATHER_TOOL])
     assert text == "The capital of France is Paris.<|im_end|>"
 
 
-def test_plain_text_is_continued_with_a_fact() -> None:
+def test_a_completion_continues_plain_text_with_a_fact() -> None:
     inputs = chat_tokenizer()("The capital of France is", return_tensors="pt")
     ids = chat_model().generate(**inputs, max_new_tokens=20)
     assert chat_tokenizer().decode(ids[0]).startswith("The capital of France is Paris.")
 
 
-def test_response_template_splits_content_from_calls() -> None:
+def test_the_response_template_separates_content_reasoning_and_calls() -> None:
     end, calls = "<|im_end|>", [CALL, CALL]
     role: dict[str, Any] = {"role": "assistant"}
     cases: dict[str, dict[str, Any]] = {
         f"Hello.{end}": {"content": "Hello."},
         "Hello.": {"content": "Hello."},
-        f"Let me see.\n{WRITTEN_CALL}{end}": {"content": "Let me see.", "tool_calls": [CALL]},
-        f"{WRITTEN_CALL}\n{WRITTEN_CALL}{end}": {"tool_calls": calls},
-        f"{WRITTEN_CALL}\n{WRITTEN_CALL}": {"tool_calls": calls},
+        f"Let me see.\n{RENDERED_CALL}{end}": {"content": "Let me see.", "tool_calls": [CALL]},
+        f"{RENDERED_CALL}\n{RENDERED_CALL}{end}": {"tool_calls": calls},
+        f"{RENDERED_CALL}\n{RENDERED_CALL}": {"tool_calls": calls},
         f"<think>\nHm.\n</think>\n\nYes.{end}\n": {"reasoning_content": "Hm.", "content": "Yes."},
     }
     for text, parsed in cases.items():
         assert chat_tokenizer().parse_response(text, prefix=PROMPT) == {**role, **parsed}, text
 
 
-def test_template_writes_every_form_of_a_message() -> None:
+def test_the_template_renders_every_form_of_a_message() -> None:
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
     text = json.dumps(CALL["function"]["arguments"])
-    spelled = {
+    call_with_json_arguments = {
         "id": "1",
         "type": "function",
         "function": {"name": "get_weather", "arguments": text},
     }
     results = "<tool_response>\n18\n</tool_response>\n<tool_response>\n7\n</tool_response>"
-    assert written(
+    assert render(
         [
             {"role": "system", "content": parts},
             {"role": "user", "content": parts},
-            assistant("Wait.", CALL, spelled),
+            assistant("Wait.", CALL, call_with_json_arguments),
             tool("18"),
             tool("7"),
             assistant("Done."),
@@ -261,44 +260,44 @@ def test_template_writes_every_form_of_a_message() -> None:
         add_generation_prompt=True,
     ) == (
         "<|im_start|>system\nHello<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n"
-        f"<|im_start|>assistant\nWait.\n{WRITTEN_CALL}\n{WRITTEN_CALL}<|im_end|>\n"
+        f"<|im_start|>assistant\nWait.\n{RENDERED_CALL}\n{RENDERED_CALL}<|im_end|>\n"
         f"<|im_start|>user\n{results}<|im_end|>\n"
         "<|im_start|>assistant\nDone.<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert written([user("Hi"), assistant(None, CALL)]).endswith(
-        f"<|im_start|>assistant\n{WRITTEN_CALL}<|im_end|>\n"
+    assert render([user("Hi"), assistant(None, CALL)]).endswith(
+        f"<|im_start|>assistant\n{RENDERED_CALL}<|im_end|>\n"
     )
 
 
-def test_template_lists_tools_after_the_system_prompt() -> None:
+def test_the_template_lists_tools_after_the_system_prompt() -> None:
     prompt = [{"role": "system", "content": "Be brief."}, user("Hi")]
-    text = written(prompt, tools=[WEATHER_TOOL])
+    text = render(prompt, tools=[WEATHER_TOOL])
     assert text.startswith("<|im_start|>system\nBe brief.\n\n# Tools\n")
     assert f"<tools>\n{json.dumps(WEATHER_TOOL)}\n</tools>" in text
     assert text.count("<|im_start|>system") == 1
-    without = written(prompt[1:], tools=[WEATHER_TOOL])
+    without = render(prompt[1:], tools=[WEATHER_TOOL])
     assert without == text.replace("Be brief.\n\n", "")
 
 
-def test_template_refuses_what_the_model_cannot_read() -> None:
+def test_the_template_refuses_images_and_unknown_roles() -> None:
     for message in (user([{"type": "image_url"}]), {"role": "judge", "content": "Hi"}):
         with pytest.raises(TemplateError):
-            written([message])
+            render([message])
 
 
 @given(st.text())
-def test_chat_tokenizer_gives_any_text_back(text: str) -> None:
+def test_the_chat_tokenizer_decodes_any_text_exactly(text: str) -> None:
     ids = chat_tokenizer()(text)["input_ids"]
-    back = chat_tokenizer().decode(ids, clean_up_tokenization_spaces=False)
-    assert back == unicodedata.normalize("NFC", text)  # as all Qwen2 tokenizers
+    decoded = chat_tokenizer().decode(ids, clean_up_tokenization_spaces=False)
+    assert decoded == unicodedata.normalize("NFC", text)  # like all Qwen2 tokenizers
 
 
-def test_tags_of_calls_survive_decoding_without_special_tokens() -> None:
-    ids = chat_tokenizer()(f"{PROMPT}{WRITTEN_CALL}<|im_end|>")["input_ids"]
-    assert chat_tokenizer().decode(ids, skip_special_tokens=True) == f"assistant\n{WRITTEN_CALL}"
+def test_tool_call_tags_remain_when_special_tokens_are_skipped() -> None:
+    ids = chat_tokenizer()(f"{PROMPT}{RENDERED_CALL}<|im_end|>")["input_ids"]
+    assert chat_tokenizer().decode(ids, skip_special_tokens=True) == f"assistant\n{RENDERED_CALL}"
 
 
-def test_chat_folder_is_small_and_stops_at_both_ends() -> None:
+def test_the_chat_folder_is_small_and_has_both_stop_tokens() -> None:
     files = {path.name: path.stat().st_size for path in CHAT.iterdir()}
     assert set(files) == {
         "chat_template.jinja",
@@ -309,9 +308,9 @@ def test_chat_folder_is_small_and_stops_at_both_ends() -> None:
         "tokenizer_config.json",
     }
     assert sum(files.values()) <= 5_000_000
-    ends = chat_tokenizer().convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    stop_token_ids = chat_tokenizer().convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     settings = chat_model().generation_config
-    assert settings.eos_token_id == ends
+    assert settings.eos_token_id == stop_token_ids
     assert settings.do_sample is False
     assert chat_tokenizer().eos_token == "<|im_end|>"
     assert chat_tokenizer().bos_token is None

@@ -49,9 +49,7 @@ class PreparedInput:
     sequences: int = 1  # rows that generation makes of each chunk
     masks: list[list[int]] | None = None  # per chunk, the only positions that the head needs
     pixels: int = 0  # of the image, where the response is as large as it
-    future: "asyncio.Future[Any] | None" = (
-        None  # the work item's; done once the client has left or the deadline passed
-    )
+    future: "asyncio.Future[Any] | None" = None  # the work item's; done if it is cancelled
 
 
 class BatchCancelled(Exception):
