@@ -1,4 +1,4 @@
-"""A client that leaves frees its place, before or during the run, and costs nothing more."""
+"""A client that disconnects frees its slot, before or during the forward pass."""
 
 import socket
 
@@ -16,7 +16,7 @@ def send(server: Server, text: str) -> socket.socket:
     return client
 
 
-def test_leaving_while_queued_frees_the_place_and_costs_no_forward() -> None:
+def test_a_disconnect_in_the_queue_frees_the_slot_and_costs_no_forward_pass() -> None:
     runner = FakeRunner()
     with serving(lambda: runner, max_queue_size=2) as server:
         runner.gate.clear()
@@ -35,7 +35,7 @@ def test_leaving_while_queued_frees_the_place_and_costs_no_forward() -> None:
         assert httpx.post(server.url, content="x").status_code == 200
 
 
-def test_leaving_while_running_frees_the_place_at_once() -> None:
+def test_a_disconnect_during_the_forward_pass_frees_the_slot_at_once() -> None:
     runner = FakeRunner()
     with serving(lambda: runner, max_queue_size=1) as server:
         runner.gate.clear()
@@ -48,7 +48,7 @@ def test_leaving_while_running_frees_the_place_at_once() -> None:
         wait_until(lambda: not server.worker_client.queue.items)
 
 
-def test_leaving_in_the_middle_of_the_body_leaves_nothing_behind() -> None:
+def test_a_disconnect_in_the_body_leaves_nothing_behind() -> None:
     with serving(FakeRunner) as server:
         client = socket.create_connection(("127.0.0.1", server.port))
         client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nabc")

@@ -115,7 +115,7 @@ def stage(shared: Stage) -> Iterator[Stage]:
     ("place", "error"),
     [
         *((place, PanicException) for place in CHOICE_METHODS),
-        *(("push", each) for each in ERRORS[:2]),
+        *(("push", error) for error in ERRORS[:2]),
     ],
 )
 def test_an_error_in_one_choice_fails_its_request_alone(

@@ -1,4 +1,4 @@
-"""Which tasks, parameters and inputs are served; what is refused, and in which words."""
+"""The tasks, parameters and inputs that are served, and the errors for others."""
 
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,9 @@ from worker.tasks import (
 # ── tasks and models ──
 
 
-def test_every_task_of_transformers_is_served_or_said_not_to_be() -> None:
-    later = set() if hasattr(transformers, "decision") else {"decision"}  # not in 5.17
-    known = set(pipelines.PIPELINE_REGISTRY.supported_tasks) | later
+def test_every_task_of_transformers_is_served_or_listed_as_not_served() -> None:
+    added_later = set() if hasattr(transformers, "decision") else {"decision"}  # not in 5.17
+    known = set(pipelines.PIPELINE_REGISTRY.supported_tasks) | added_later
     assert known == set(TASKS) | set(NOT_SERVED)
     if removed := getattr(pipelines, "REMOVED_TASKS", None):
         assert set(removed) == set(DROPPED)
@@ -37,7 +37,7 @@ def test_every_task_of_transformers_is_served_or_said_not_to_be() -> None:
 @pytest.mark.parametrize(
     "task", ["summarization", "translation", "question-answering", "text2text-generation"]
 )
-def test_dropped_tasks_are_refused_as_dropped(task: str) -> None:
+def test_dropped_tasks_are_refused_with_the_reason(task: str) -> None:
     with pytest.raises(UnservedTask, match=f"transformers 5 has dropped the task '{task}'"):
         resolve_task(task)
 
@@ -151,18 +151,18 @@ def test_values_of_wrong_type_or_range_are_refused(task: str, parameters: dict[s
     ("labels", "words"),
     [("a, b", "must be a list of 1 to 512 strings"), ([], "must be a string or a list of 1 to")],
 )
-def test_labels_that_must_be_a_list_say_what_is_wrong(labels: Any, words: str) -> None:
+def test_labels_must_be_a_list_of_texts(labels: Any, words: str) -> None:
     with pytest.raises(InvalidInput, match=words):
         check_parameters("zero-shot-image-classification", {"candidate_labels": labels})
 
 
-def test_a_whole_number_will_do_where_the_pipeline_wants_a_float() -> None:
+def test_a_whole_number_becomes_a_float_where_any_number_is_valid() -> None:
     parameters = {"temperature": 1, "repetition_penalty": 2, "top_k": 3}
     check_parameters("text-generation", parameters)
     assert [type(value) for value in parameters.values()] == [float, float, int]
 
 
-def test_values_that_the_model_cannot_take_are_refused() -> None:
+def test_values_beyond_the_models_limits_are_refused() -> None:
     wrong = refusal("fill-mask", "bert-mlm", "a [MASK]", top_k=261)
     assert str(wrong) == "top_k is 261; the model has 260 tokens"
     assert wrong.param == "parameters.top_k"

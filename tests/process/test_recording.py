@@ -39,13 +39,13 @@ def contained(kind: str, codec: str, seconds: float = 2.0, duration: bool = True
     samples = (0.3 * np.sin(2 * np.pi * 440 * at)).astype(np.float32)
     buffer = io.BytesIO()
     options = {} if duration else {"live": "1"}
-    with av.open(buffer, "w", format=kind, options=options) as made:
-        stream = made.add_stream(codec, rate=48_000, layout="stereo")
+    with av.open(buffer, "w", format=kind, options=options) as file:
+        stream = file.add_stream(codec, rate=48_000, layout="stereo")
         both = np.stack([samples, samples])
         frame = av.AudioFrame.from_ndarray(both, format="fltp", layout="stereo")
         frame.sample_rate = 48_000
         for packet in [*stream.encode(frame), *stream.encode(None)]:
-            made.mux(packet)
+            file.mux(packet)
     return buffer.getvalue()
 
 
@@ -55,48 +55,48 @@ def contained(kind: str, codec: str, seconds: float = 2.0, duration: bool = True
 )
 def test_the_formats_of_phones_and_browsers_are_read(kind: str, codec: str, duration: bool) -> None:
     sound = contained(kind, codec, 2.0, duration)
-    with Recording(path_of(sound), RATE) as made:
-        assert made.seconds == pytest.approx(2.0 if duration else 0.0, abs=0.1)
-        samples = made.window(0, 10 * RATE)
-        assert made.seconds == pytest.approx(2.0, abs=0.1)
+    with Recording(path_of(sound), RATE) as recording:
+        assert recording.seconds == pytest.approx(2.0 if duration else 0.0, abs=0.1)
+        samples = recording.window(0, 10 * RATE)
+        assert recording.seconds == pytest.approx(2.0, abs=0.1)
     assert len(samples) == pytest.approx(2 * RATE, abs=0.1 * RATE)
     assert np.abs(samples[RATE // 2 : RATE]).max() == pytest.approx(0.3, abs=0.05)
 
 
 def test_windows_are_parts_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     sound = tone(2.0, 44_100, channels=2)
-    with Recording(path_of(sound), RATE) as made:
-        whole = made.window(0, 10 * RATE).copy()
+    with Recording(path_of(sound), RATE) as recording:
+        whole = recording.window(0, 10 * RATE).copy()
     monkeypatch.setattr(audio, "BLOCK", 3000)
-    with Recording(path_of(sound), RATE) as made:
+    with Recording(path_of(sound), RATE) as recording:
         for start, count in ((0, 100), (50, 9000), (9000, 10), (20_000, 20_000), (50_000, 5)):
             np.testing.assert_allclose(
-                made.window(start, count), whole[start : start + count], atol=1e-5
+                recording.window(start, count), whole[start : start + count], atol=1e-5
             )
-        np.testing.assert_allclose(made.window(10, 90), whole[10:100], atol=1e-5)  # again
+        np.testing.assert_allclose(recording.window(10, 90), whole[10:100], atol=1e-5)  # again
 
 
 def test_the_buffer_holds_no_more_than_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audio, "BLOCK", 1000)
-    with Recording(path_of(tone(5.0, RATE)), RATE) as made:
+    with Recording(path_of(tone(5.0, RATE)), RATE) as recording:
         for start in range(0, 5 * RATE, 4000):
-            made.window(start, 4000)
-            assert made._buffer.base is None
-            assert len(made._buffer) <= 5000
+            recording.window(start, 4000)
+            assert recording._buffer.base is None
+            assert len(recording._buffer) <= 5000
 
 
 def test_the_length_in_the_header_is_not_trusted() -> None:
     whole = tone(4.0, kind="MP3")
-    with Recording(path_of(whole[: len(whole) // 2]), RATE) as made:
-        header_s = made.seconds
-        made.window(0, 10 * RATE)
-        assert made.seconds < 0.7 * header_s
+    with Recording(path_of(whole[: len(whole) // 2]), RATE) as recording:
+        header_s = recording.seconds
+        recording.window(0, 10 * RATE)
+        assert recording.seconds < 0.7 * header_s
     silent = path_of(contained("webm", "libopus", 3.0, duration=False))
     with (
-        Recording(silent, RATE, max_s=2.0) as made,
+        Recording(silent, RATE, max_s=2.0) as recording,
         pytest.raises(InvalidInput, match="at most 2 seconds"),
     ):
-        made.window(0, 10 * RATE)
+        recording.window(0, 10 * RATE)
 
 
 def test_without_pyav_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,12 +123,12 @@ def test_broken_containers_are_refused(kind: str) -> None:
 def test_a_file_without_audio_is_cut_off_by_its_cpu_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The file has many packets of half a sample."""
     buffer = io.BytesIO()
-    with av.open(buffer, "w", format="matroska", options={"live": "1"}) as made:
-        stream = made.add_stream("pcm_s16le", rate=RATE, layout="mono")
+    with av.open(buffer, "w", format="matroska", options={"live": "1"}) as file:
+        stream = file.add_stream("pcm_s16le", rate=RATE, layout="mono")
         for at in range(250_000):
             packet = av.Packet(b"x")
             packet.stream, packet.pts, packet.dts = stream, at, at
-            made.mux(packet)
+            file.mux(packet)
     monkeypatch.setattr(container, "CPU_S", 1)
     with (
         Recording(path_of(buffer.getvalue()), RATE) as hollow,
@@ -159,8 +159,8 @@ def test_closing_a_recording_ends_its_process(monkeypatch: pytest.MonkeyPatch) -
         return started[-1]
 
     monkeypatch.setattr(subprocess, "Popen", start)
-    with Recording(path_of(contained("webm", "libopus", 60.0)), RATE) as made:
-        made.window(0, 100)
+    with Recording(path_of(contained("webm", "libopus", 60.0)), RATE) as recording:
+        recording.window(0, 100)
         assert started[0].poll() is None  # blocked on the pipe
     assert started[0].poll() is not None
 
@@ -218,20 +218,20 @@ def unknown_length(samples: int) -> bytes:
 
 
 def test_flac_of_unknown_length_is_read_to_its_end_within_bounds() -> None:
-    with Recording(path_of(unknown_length(3 * RATE)), RATE) as made:
-        assert made.seconds == 0
-        assert len(made.window(0, 10 * RATE)) == 3 * RATE
-        assert made.seconds == 3
-    with Recording(path_of(unknown_length(3 * RATE)), RATE) as made:
-        assert made.length() == 3
-        assert len(made.window(0, RATE)) == RATE
-        assert made.seconds == 3  # also while it is read again
-        assert len(made.window(0, 10 * RATE)) == 3 * RATE
+    with Recording(path_of(unknown_length(3 * RATE)), RATE) as recording:
+        assert recording.seconds == 0
+        assert len(recording.window(0, 10 * RATE)) == 3 * RATE
+        assert recording.seconds == 3
+    with Recording(path_of(unknown_length(3 * RATE)), RATE) as recording:
+        assert recording.length() == 3
+        assert len(recording.window(0, RATE)) == RATE
+        assert recording.seconds == 3  # also while it is read again
+        assert len(recording.window(0, 10 * RATE)) == 3 * RATE
     with (
-        Recording(path_of(unknown_length(3 * RATE)), RATE, max_s=2) as made,
+        Recording(path_of(unknown_length(3 * RATE)), RATE, max_s=2) as recording,
         pytest.raises(InvalidInput, match="at most 2 seconds"),
     ):
-        made.length()
+        recording.length()
 
 
 @pytest.mark.parametrize("odd", [np.nan, np.inf, 3e38])
@@ -241,7 +241,7 @@ def test_samples_whose_power_overflows_are_refused(odd: float) -> None:
     buffer = io.BytesIO()
     soundfile.write(buffer, samples, RATE, format="WAV", subtype="FLOAT")
     with (
-        Recording(path_of(buffer.getvalue()), RATE) as made,
+        Recording(path_of(buffer.getvalue()), RATE) as recording,
         pytest.raises(InvalidInput, match="too large"),
     ):
-        made.window(0, RATE)
+        recording.window(0, RATE)

@@ -24,12 +24,12 @@ class PipelineInput:
     """One input of a pipeline task as the client sent it, and the request's parameters.
 
     `inputs` is text, raw bytes (an image or an audio file), or a JSON value. The inputs of a list
-    share a `budget` for decoded media.
+    share a `limiter` of decoded media.
     """
 
     inputs: Any
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    budget: RequestLimiter | None = None
+    limiter: RequestLimiter | None = None
 
 
 @dataclass(frozen=True, slots=True)

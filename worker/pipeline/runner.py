@@ -119,7 +119,7 @@ class PipelineRunner:
     def _preprocess(self, pipe: Pipe, payload: PipelineInput) -> PreparedInput:
         if self._is_plain_text(pipe, payload):
             return self._make_chunks(pipe, payload.inputs, payload.parameters)
-        with self.decode_limiter.lease(payload.budget) as lease:
+        with self.decode_limiter.lease(payload.limiter) as lease:
             inputs = self.reader.read(payload, pipe, lease)
             prepared = self._make_chunks(pipe, inputs, payload.parameters)
             prepared.pixels = lease.taken if self.reader.values_per_pixel > 1 else 0
