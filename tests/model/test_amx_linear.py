@@ -104,8 +104,8 @@ def test_tiny_values_are_less_exact() -> None:
     layer = packed(64, 32, bias=False)
     x = torch.randn(5, 64)
     right = exact(layer, x)
-    got = AmxLinear(layer)(x * 2.0**-118).double() * 2.0**118
-    torch.testing.assert_close(got, right, rtol=0, atol=64 * 3 * 2**-8)
+    actual = AmxLinear(layer)(x * 2.0**-118).double() * 2.0**118
+    torch.testing.assert_close(actual, right, rtol=0, atol=64 * 3 * 2**-8)
     assert AmxLinear(layer)(x * 2.0**-140).abs().max() < 2.0**-126
 
 

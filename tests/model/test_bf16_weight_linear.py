@@ -81,21 +81,21 @@ def test_a_row_is_independent_of_other_rows_and_of_the_thread_count(count: int) 
 def test_infinite_and_nan_weights_affect_only_their_columns() -> None:
     layer = plain(64, 70)
     layer.weight[3, 5], layer.weight[69, 0] = torch.inf, torch.nan
-    got = converted(layer)(torch.ones(2, 64).bfloat16())
-    assert got[:, 3].isinf().all()
-    assert got[:, 69].isnan().all()
-    assert got.isfinite().sum() == 2 * 68
+    actual = converted(layer)(torch.ones(2, 64).bfloat16())
+    assert actual[:, 3].isinf().all()
+    assert actual[:, 69].isnan().all()
+    assert actual.isfinite().sum() == 2 * 68
 
 
 def test_any_shape_and_strides_are_accepted() -> None:
     layer = plain(48, 80)
     ours = converted(layer)
     for x in of_any_shape(48):
-        got = ours(x.bfloat16())
-        assert got.shape == (*x.shape[:-1], 80)
-        assert got.is_contiguous()
+        actual = ours(x.bfloat16())
+        assert actual.shape == (*x.shape[:-1], 80)
+        assert actual.is_contiguous()
         right = exact(layer, x.bfloat16())
-        torch.testing.assert_close(got.double(), right, atol=1e-6, rtol=2**-8)
+        torch.testing.assert_close(actual.double(), right, atol=1e-6, rtol=2**-8)
 
 
 def test_mismatched_operands_raise() -> None:

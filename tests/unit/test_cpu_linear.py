@@ -40,7 +40,7 @@ def test_each_original_is_freed_before_the_next_is_converted(
     change: Callable[[nn.Module, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = nn.Sequential(*(layer() for _ in range(5)))
-    originals = [weakref.ref(each.weight) for each in model]
+    originals = [weakref.ref(layer.weight) for layer in model]
     alive: list[int] = []
     for kind in (PackedLinear, Int8Linear):
 
@@ -132,24 +132,24 @@ def test_int8_products_are_close_for_few_and_many_rows(dtype: torch.dtype, keep_
 
 def test_int8_weights_are_within_half_a_step_of_the_originals() -> None:
     plain = layer()
-    made = Int8Linear(plain.weight, None, keep_copy=False)
-    back = made.weight.float() * made.scale.float()[:, None]
-    step = made.scale.float()[:, None]
+    quantized = Int8Linear(plain.weight, None, keep_copy=False)
+    back = quantized.weight.float() * quantized.scale.float()[:, None]
+    step = quantized.scale.float()[:, None]
     assert float(((back - plain.weight).abs() / step).max()) <= 0.51 + 127 * 2**-8
-    assert made.weight.dtype == torch.int8
+    assert quantized.weight.dtype == torch.int8
 
 
 def test_a_copy_is_kept_only_with_enough_memory_and_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "onequeue.linear")
-    for free, kept in ((0, False), (10**9, True)):
+    for free, is_kept in ((0, False), (10**9, True)):
         model = nn.Sequential(layer())
         quantize_weights(model, free)
-        made = model[0]
-        assert isinstance(made, Int8Linear)
-        assert (made.dequantized is not None) is kept
-        assert ("the dequantized copy serves" in caplog.records[-1].message) is kept
+        quantized = model[0]
+        assert isinstance(quantized, Int8Linear)
+        assert (quantized.dequantized is not None) is is_kept
+        assert ("the dequantized copy serves" in caplog.records[-1].message) is is_kept
     assert "weights_gb=0.000" in caplog.records[0].message
 
 

@@ -133,7 +133,7 @@ def _compare_with_separate_int8(language: LanguageModel, options: GeneratorOptio
     with torch.inference_mode():
         for width in (30, 2):
             ours, theirs = (
-                each.model(ids[:, :width], use_cache=False).logits for each in (language, other)
+                model.model(ids[:, :width], use_cache=False).logits for model in (language, other)
             )
             language.compare(ours, theirs)
 
@@ -186,7 +186,7 @@ def test_originals_are_freed_before_packing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = Fan()
-    originals = [weakref.ref(each.weight) for each in (model.one, model.two, model.last)]
+    originals = [weakref.ref(layer.weight) for layer in (model.one, model.two, model.last)]
     alive: list[int] = []
     original: Any = PackedLinear.__init__
 
