@@ -7,10 +7,10 @@ thread.
 
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.routing import Router
 
@@ -75,13 +75,13 @@ def create_app(
 
     The loaders run on the worker thread. By default they load the models that the settings name;
     a model named `none` is not served."""
-    functions = load, load_chat, load_embedder, load_reranker, load_transcriber
-    loaders = dict(zip(MODELS, functions, strict=True))
-    settings = check_models(settings, {name for name, loader in loaders.items() if loader})
+    loaders = Loaders(load, load_chat, load_embedder, load_reranker, load_transcriber)
+    with_loader = {name for name, loader in zip(MODELS, loaders, strict=True) if loader}
+    settings = check_models(settings, with_loader)
     cores = find_cores(settings.pin_worker, openmp_threads())
     pool_threads = max(2, min(8, cores.threads if cores else 2))
     queue = RequestQueue(settings.max_queue_size, time.monotonic)
-    decides = not loaders["pipeline_model"] and decides_in_steps(settings)
+    decides = not loaders.pipeline and decides_in_steps(settings)
     worker = Worker(served_models(settings, loaders, decides), cores=cores)
     metrics = Metrics(lambda: queue.pending)
     worker_client = WorkerClient(worker, queue, metrics, pool_threads, settings.stuck_after_s)
@@ -90,37 +90,59 @@ def create_app(
     return Application(router, routes, settings, worker_client)
 
 
-def served_models(
-    settings: Settings, loaders: Mapping[str, Callable[[], Any] | None], decides: bool
-) -> list[ServedModel]:
+class Loaders(NamedTuple):
+    """Functions that load the models instead of the settings, in the order of MODELS."""
+
+    pipeline: Callable[[], Runner] | None
+    chat: Callable[[], Generator] | None
+    embedder: Callable[[], Runner] | None
+    reranker: Callable[[], Runner] | None
+    transcriber: Callable[[], Engine] | None
+
+
+def served_models(settings: Settings, loaders: Loaders, decides: bool) -> list[ServedModel]:
     """Return the models that the settings name; the worker thread loads them.
 
     `decides`: the task of `POST /` is decision, which a language model serves: the chat model if
     both settings name the same one."""
     models: list[ServedModel] = []
-    queue_size, wait_s = settings.max_queue_size, settings.max_batch_wait_ms / 1000
-    for setting, serves in MODELS.items():
-        if getattr(settings, setting) == "none":
-            continue
-        load: Callable[[], Any] = loaders[setting] or partial(load_model, setting, settings)
-        if serves == "pipeline" and decides:
-            if settings.pipeline_model != settings.chat_model:
-                chat_settings = replace(settings, chat_model=settings.pipeline_model)
-                load = partial(load_model, "chat_model", chat_settings)
-                models.append(language_model(serves, load, queue_size))
-        elif serves == "generation":
-            models.append(language_model(serves, load, queue_size))
-        elif serves == "transcription":
-            if not any(loaders.values()) and shares_speech_model(settings):
-                load = partial(load_model, setting, settings, models[0])
-            models.append(ServedModel(serves, load, StepLane(serves, queue_size)))
-        else:
-            rows = settings.max_batch_size
-            batcher = DynamicBatcher(rows, settings.max_batch_tokens, wait_s)
-            round_robin = None if serves == "pipeline" else make_round_robin(rows)
-            lane = BatchLane(serves, queue_size, round_robin)
-            models.append(ServedModel(serves, partial(load_engine, load, batcher), lane))
+    queue_size = settings.max_queue_size
+    if settings.pipeline_model != "none":
+        if not decides:
+            load = loaders.pipeline or partial(load_pipeline, settings)
+            models.append(batched_model("pipeline", load, settings))
+        elif settings.pipeline_model != settings.chat_model:
+            chat_settings = replace(settings, chat_model=settings.pipeline_model)
+            load_decider = partial(load_language_model, chat_settings)
+            models.append(language_model("pipeline", load_decider, queue_size))
+    if settings.chat_model != "none":
+        load_chat = loaders.chat or partial(load_language_model, settings)
+        models.append(language_model("generation", load_chat, queue_size))
+    if settings.embedding_model != "none":
+        load = loaders.embedder or partial(load_scoring, "embedding_model", settings)
+        models.append(batched_model("embedding", load, settings))
+    if settings.rerank_model != "none":
+        load = loaders.reranker or partial(load_scoring, "rerank_model", settings)
+        models.append(batched_model("rerank", load, settings))
+    if settings.transcription_model != "none":
+        recognizer = models[0] if not any(loaders) and shares_speech_model(settings) else None
+        load_speech = loaders.transcriber or partial(load_transcriber, settings, recognizer)
+        lane = StepLane("transcription", queue_size)
+        models.append(ServedModel("transcription", load_speech, lane))
     return models
+
+
+def batched_model(name: str, load: Callable[[], Runner], settings: Settings) -> ServedModel:
+    """Return the entry of a model whose requests are batched. The inputs of long lists for an
+    embedding or rerank model take turns: parts for two batches at a time."""
+    rows = settings.max_batch_size
+    wait_s = settings.max_batch_wait_ms / 1000
+    batcher = DynamicBatcher(rows, settings.max_batch_tokens, wait_s)
+    round_robin: RoundRobin[WorkItem] | None = None
+    if name != "pipeline":
+        round_robin = RoundRobin(max(2, 2 * rows // min(MAX_PART_INPUTS, rows)))
+    lane = BatchLane(name, settings.max_queue_size, round_robin)
+    return ServedModel(name, partial(load_engine, load, batcher), lane)
 
 
 def shares_speech_model(settings: Settings) -> bool:
@@ -130,52 +152,58 @@ def shares_speech_model(settings: Settings) -> bool:
     return resolve_task(settings.pipeline_task) == "automatic-speech-recognition"
 
 
-def make_round_robin(batch_rows: int) -> RoundRobin[WorkItem]:
-    """Return a round robin between lists, which runs the pieces of two batches at a time."""
-    return RoundRobin(max(2, 2 * batch_rows // min(MAX_PART_INPUTS, batch_rows)))
+# ── loaders, on the worker thread: importing torch takes seconds ──
 
 
 def load_engine(load: Callable[[], Runner], batcher: DynamicBatcher) -> Engine:
-    """Load a runner and return its engine, on the worker thread."""
     from worker.pipeline.engine import PipelineEngine
 
     return PipelineEngine(load(), batcher)
 
 
-def load_model(setting: str, settings: Settings, recognizer: ServedModel | None = None) -> Any:
-    """Load the model that a setting names.
-
-    `recognizer`: the model of `POST /` whose loaded pipeline the transcription model shares."""
-    if not has_cache_folder():
-        settings = replace(settings, compile="off")
+def load_pipeline(settings: Settings) -> Runner:
     import_torch()
-    match setting:
-        case "pipeline_model":
-            from worker.pipeline.loading import PipelineOptions, load_runner
+    from worker.pipeline.loading import PipelineOptions, load_runner
 
-            options = loader_options(PipelineOptions, setting, settings)
-            return load_runner(options, settings.max_batch_size)
-        case "chat_model":
-            from worker.generation.loading import load_generator
-            from worker.model.language_model import GeneratorOptions
+    options = loader_options(PipelineOptions, "pipeline_model", settings)
+    return load_runner(options, settings.max_batch_size)
 
-            return load_generator(loader_options(GeneratorOptions, setting, settings))
-        case "transcription_model":
-            from worker.speech.loading import SpeechOptions, load_speech
 
-            engine: Any = recognizer and recognizer.engine
-            speech_options = loader_options(SpeechOptions, setting, settings)
-            return load_speech(speech_options, engine and engine.runner.pipe)
-        case _:
-            from worker.embedding.loading import ScoringOptions, load_embedder, load_reranker
+def load_language_model(settings: Settings) -> Generator:
+    import_torch()
+    from worker.generation.loading import load_generator
+    from worker.model.language_model import GeneratorOptions
 
-            load = load_embedder if setting == "embedding_model" else load_reranker
-            return load(loader_options(ScoringOptions, setting, settings))
+    return load_generator(loader_options(GeneratorOptions, "chat_model", settings))
+
+
+def load_scoring(setting: str, settings: Settings) -> Runner:
+    import_torch()
+    from worker.embedding.loading import ScoringOptions, load_embedder, load_reranker
+
+    load = load_embedder if setting == "embedding_model" else load_reranker
+    return load(loader_options(ScoringOptions, setting, settings))
+
+
+def load_transcriber(settings: Settings, recognizer: ServedModel | None) -> Engine:
+    """`recognizer`: the model of `POST /`, loaded before, whose weights are shared."""
+    import_torch()
+    from worker.pipeline.engine import PipelineEngine
+    from worker.pipeline.runner import PipelineRunner
+    from worker.speech.loading import SpeechOptions, load_speech
+
+    pipe = None
+    if recognizer:
+        assert isinstance(recognizer.engine, PipelineEngine)
+        assert isinstance(recognizer.engine.runner, PipelineRunner)
+        pipe = recognizer.engine.runner.pipe
+    return load_speech(loader_options(SpeechOptions, "transcription_model", settings), pipe)
 
 
 def import_torch() -> None:
     """Import torch and transformers without garbage collection, which takes a fifth of the time:
     the objects of an import stay."""
+    has_cache_folder()  # before: the import creates the folder that the environment names
     gc.disable()
     try:
         import worker.model.loading  # noqa: F401
@@ -186,13 +214,14 @@ def import_torch() -> None:
 
 
 def loader_options(kind: type[Options], setting: str, settings: Settings) -> Options:
-    """Return a loader's options; each field but these three is the setting of the same name."""
-    renamed = {
+    """Return a loader's options; each field but these is the setting of the same name."""
+    values = {
         "task": settings.pipeline_task,
         "model": getattr(settings, setting),
         "attention": settings.attn_implementation,
+        "compile": settings.compile if has_cache_folder() else "off",
     }
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # a dataclass
     return kind(
-        **{name: renamed[name] if name in renamed else getattr(settings, name) for name in names}
+        **{name: values[name] if name in values else getattr(settings, name) for name in names}
     )
