@@ -32,11 +32,11 @@ def opened(pool: BlockPool, contents: list[Content], namespace: bytes) -> BlockT
 # ── blocks ──
 
 
-def test_chains_of_two_roots_share_nothing() -> None:
+def test_two_cache_namespaces_share_no_blocks() -> None:
     pool = BlockPool(16, 4)
     prompt: list[Content] = list(range(9))
     first = opened(pool, prompt, b"one")
-    assert pool.match(prompt, b"two") == ([], None)  # nor does it wait for the other
+    assert pool.match(prompt, b"two") == ([], None)  # nor does it wait for the first
     assert pool.match(prompt, b"one")[1] is not None
     second = opened(pool, prompt, b"two")
     for table in (first, second):
@@ -47,7 +47,7 @@ def test_chains_of_two_roots_share_nothing() -> None:
     assert not set(first.blocks) & set(second.blocks)
 
 
-def test_what_is_no_text_is_told_apart_by_its_digest() -> None:
+def test_images_are_distinguished_by_their_digests() -> None:
     pool = BlockPool(16, 4)
     cat: list[Content] = [1, 2, b"a cat", b"a cat", b"a cat", 3, 4, 5, 6]
     dog = [b"a dog" if content == b"a cat" else content for content in cat]
@@ -57,7 +57,7 @@ def test_what_is_no_text_is_told_apart_by_its_digest() -> None:
     assert pool.match(dog) == ([], None)
 
 
-def test_the_same_prompt_of_another_root_is_computed_beside_it() -> None:
+def test_the_same_prompt_in_another_namespace_is_computed_again() -> None:
     scheduler = ContinuousScheduler(BlockPool(64, 4), 8)
     prompt = list(range(20))
     one, two, same = [
@@ -73,15 +73,15 @@ def test_the_same_prompt_of_another_root_is_computed_beside_it() -> None:
     assert (one.cached, two.cached, same.cached) == (0, 0, 16)
 
 
-def test_a_root_depends_on_each_of_its_parts_and_on_nothing_else() -> None:
+def test_a_namespace_depends_on_each_of_its_parts_and_on_nothing_else() -> None:
     parts: list[tuple[str, bytes, str]] = [
         ("m", b"", ""), ("", b"m", ""), ("", b"", "m"),
         ("m", b"k", "s"), ("m", b"ks", ""), ("m", b"", "ks"),
     ]  # fmt: skip
-    roots = [cache_namespace(*each) for each in parts]
-    assert len(set(roots)) == len(parts)
-    assert roots == [cache_namespace(*each) for each in parts]
-    assert {len(root) for root in roots} == {16}
+    namespaces = [cache_namespace(*arguments) for arguments in parts]
+    assert len(set(namespaces)) == len(parts)
+    assert namespaces == [cache_namespace(*arguments) for arguments in parts]
+    assert {len(namespace) for namespace in namespaces} == {16}
 
 
 # ── over HTTP ──
@@ -94,8 +94,8 @@ def folder() -> str:
 
 @pytest.fixture
 def keyed(folder: str) -> Iterator[Server]:
-    with _serving(folder, api_keys=("one", "two")) as made:
-        yield made
+    with _serving(folder, api_keys=("one", "two")) as running:
+        yield running
 
 
 def _serving(folder: str, **settings: Any) -> Any:
@@ -103,17 +103,17 @@ def _serving(folder: str, **settings: Any) -> Any:
 
 
 def cached(server: Server, path: str, key: str, **fields: Any) -> int:
-    """How many of the prompt's tokens were in the cache."""
+    """Return how many of the prompt's tokens were in the prefix cache."""
     headers = {"Authorization": f"Bearer {key}"}
-    answer = httpx.post(server.url + path, json=ASKED[path] | fields, headers=headers, timeout=60)
-    assert answer.status_code == 200, answer.text
-    usage = answer.json()["usage"]
+    response = httpx.post(server.url + path, json=ASKED[path] | fields, headers=headers, timeout=60)
+    assert response.status_code == 200, response.text
+    usage = response.json()["usage"]
     details = usage.get("prompt_tokens_details") or usage["input_tokens_details"]
     return int(details["cached_tokens"])
 
 
 @PATHS
-def test_a_key_finds_its_own_prompts_and_nobody_elses(keyed: Server, path: str) -> None:
+def test_an_api_key_reuses_its_own_prompts_only(keyed: Server, path: str) -> None:
     assert cached(keyed, path, "one") == 0
     assert cached(keyed, path, "two") == 0
     assert cached(keyed, path, "one") > 0
@@ -121,7 +121,7 @@ def test_a_key_finds_its_own_prompts_and_nobody_elses(keyed: Server, path: str) 
 
 
 @PATHS
-def test_a_salt_makes_a_room_within_the_keys(keyed: Server, path: str) -> None:
+def test_a_cache_salt_divides_an_api_keys_cache(keyed: Server, path: str) -> None:
     assert cached(keyed, path, "one", cache_salt="a") == 0
     assert cached(keyed, path, "one") == 0
     assert cached(keyed, path, "one", cache_salt="b") == 0
@@ -129,7 +129,7 @@ def test_a_salt_makes_a_room_within_the_keys(keyed: Server, path: str) -> None:
     assert cached(keyed, path, "one", cache_salt="a") > 0
 
 
-def test_without_keys_there_is_one_room(folder: str) -> None:
+def test_without_api_keys_the_cache_is_shared(folder: str) -> None:
     path = "/v1/completions"
     with _serving(folder) as server:
         assert cached(server, path, "one") == 0
@@ -140,11 +140,9 @@ def test_without_keys_there_is_one_room(folder: str) -> None:
 
 @PATHS
 @pytest.mark.parametrize("salt", ["", 1, ["a"], "a" * 257])
-def test_a_salt_is_a_text_that_is_neither_empty_nor_long(
-    keyed: Server, path: str, salt: object
-) -> None:
+def test_an_invalid_cache_salt_is_refused(keyed: Server, path: str, salt: object) -> None:
     body = ASKED[path] | {"cache_salt": salt}
     headers = {"Authorization": "Bearer one"}
-    answer = httpx.post(keyed.url + path, json=body, headers=headers)
-    assert answer.status_code == 400
-    assert error_of(answer)["param"] == "cache_salt"
+    response = httpx.post(keyed.url + path, json=body, headers=headers)
+    assert response.status_code == 400
+    assert error_of(response)["param"] == "cache_salt"

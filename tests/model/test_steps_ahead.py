@@ -23,6 +23,7 @@ from worker.generation import engine as module
 from worker.generation.engine import GenerationEngine
 from worker.generation.loading import cached_engine
 from worker.generation.output import SequenceOutput
+from worker.generation.speculation import NgramDrafter
 from worker.messages.generation import Sampling
 from worker.model import sampler
 from worker.model.attention.kv_cache import BLOCK
@@ -227,6 +228,28 @@ def test_a_forward_that_raises_keeps_the_tokens_in_flight() -> None:
     assert calls[:4] == [3, 1, 2, 1]
     assert isinstance(served[1].error, ItemFailed)
     assert_greedy("llama", [served[0], served[2]], 12)
+
+
+def test_a_drafter_is_asked_at_most_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompts end with an n-gram that they repeat, the outputs do not."""
+    generator, asked = engine("llama"), list[NgramDrafter]()
+    draft = NgramDrafter.draft
+
+    def recorded(drafter: NgramDrafter, *arguments: Any) -> tuple[int, ...]:
+        asked.append(drafter)
+        return draft(drafter, *arguments)
+
+    monkeypatch.setattr(NgramDrafter, "draft", recorded)
+    driver, total = Driver(generator), 0
+    texts = [[*text, *text[5:8]] for text in prompts(4, (20,), count=3)]
+    served = [driver.add(request(text, max_tokens=12)) for text in texts]
+    while generator.busy:
+        driver.step()
+        assert len(set(asked)) == len(asked)
+        total += len(asked)
+        asked.clear()
+    assert total > 0
+    assert_greedy("llama", served, 12)
 
 
 def test_placeholders_are_filled_in_place() -> None:

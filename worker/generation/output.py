@@ -28,7 +28,7 @@ from worker.vision.multimodal_prompt import MultimodalPrompt
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """A prompt ready to run. Its choices, or the prompt of one question, share it."""
+    """A prompt ready to run, shared by a request's choices."""
 
     ids: list[int] | PrefixedTokens
     params: SamplingParams
