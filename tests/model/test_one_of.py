@@ -13,7 +13,7 @@ from batching.errors import InvalidInput
 from tests import tiny_chat
 from tests.generating import prepare
 from tests.matrix import matrix
-from tests.model.test_structured_answers import CLOCK, alone
+from tests.model.test_structured_output import CLOCK, alone
 from tests.serving import serving
 from tests.tiny_chat import asking, engine
 from worker.grammar.lark import content_rule

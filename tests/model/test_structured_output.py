@@ -1,5 +1,4 @@
-"""Answers held to grammars and tools, from the engine on a model of random weights: what it says
-is as asked all the same."""
+"""Grammars and tools constrain the outputs of an engine whose model has random weights."""
 
 import contextlib
 import json
@@ -130,14 +129,14 @@ def assert_of_tools(calls: Sequence[tuple[str, Any]]) -> None:
 
 @pytest.mark.usefixtures("steps")
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_a_document_is_valid_and_compact(name: str) -> None:
+def test_document_is_valid_and_compact(name: str) -> None:
     items = [
         asking(sampling=Sampling(temperature=1.2, seed=seed), constraint=schema(name))
         for seed in range(8)
     ]
     served, _ = serve(engine(), items, seed=0)
-    for each in served:
-        [choice] = each.choices
+    for item in served:
+        [choice] = item.choices
         assert choice.finish_reason == "stop"
         document = json.loads(choice.text)
         assert jsonschema_rs.is_valid(SCHEMAS[name], document), choice.text
@@ -145,7 +144,7 @@ def test_a_document_is_valid_and_compact(name: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_other_forms_hold(form: str) -> None:
+def test_regex_choice_and_grammar_constrain(form: str) -> None:
     patterns = {
         "regex": "[A-Z]{2}-[0-9]{3}",
         "choice": "Paris|Rome|Paradise",
@@ -154,30 +153,32 @@ def test_other_forms_hold(form: str) -> None:
     }
     texts = set()
     drawn = [Sampling(temperature=1.5, seed=seed) for seed in range(5)]
-    for served in together([asking(sampling=each, constraint=FORMS[form]) for each in drawn]):
+    for served in together(
+        [asking(sampling=sampling, constraint=FORMS[form]) for sampling in drawn]
+    ):
         [choice] = served.choices
         assert choice.finish_reason == "stop"
         assert re.fullmatch(patterns[form], choice.text)
         texts.add(choice.text)
-    assert len(texts) > 1  # it still chooses
+    assert len(texts) > 1  # sampling still varies
 
 
 @pytest.mark.usefixtures("steps")
-def test_speculation_changes_nothing() -> None:
-    def made(speculation: str) -> list[tuple[str, list[int]]]:
+def test_speculation_does_not_change_the_output() -> None:
+    def outputs(speculation: str) -> list[tuple[str, list[int]]]:
         items = [asking(sampling=s, constraint=schema(n)) for n in SCHEMAS for s in (BUSY, greedy)]
         items += [
             asking(sampling=s, tools=TOOLS, tool_calls=ToolCallPolicy(NAMES, required=True))
             for s in (BUSY, greedy)
         ]
-        each = together(items, speculation=speculation)
-        return [(served.choices[0].text, served.ids[0]) for served in each]
+        results = together(items, speculation=speculation)
+        return [(served.choices[0].text, served.ids[0]) for served in results]
 
     greedy = Sampling(temperature=0.0)
-    assert made("auto") == made("off")
+    assert outputs("auto") == outputs("off")
 
 
-def test_what_is_sure_to_come_takes_few_steps() -> None:
+def test_forced_tokens_take_few_steps() -> None:
     long = "a name that is quite long and known in advance"
     fixed = {
         "type": "object",
@@ -192,10 +193,10 @@ def test_what_is_sure_to_come_takes_few_steps() -> None:
 
 
 @pytest.mark.usefixtures("steps")
-def test_mates_do_not_notice_each_other() -> None:
-    """Held and free requests in the same steps: each as it is alone, preempted or not."""
+def test_requests_of_a_batch_do_not_affect_each_other() -> None:
+    """Constrained and free requests share steps: each output is as alone, preempted or not."""
 
-    def asked() -> list[WorkItem]:
+    def requests() -> list[WorkItem]:
         return [
             asking("one", BUSY, 60, constraint=schema("flat")),
             asking("two", BUSY, 60),
@@ -205,8 +206,8 @@ def test_mates_do_not_notice_each_other() -> None:
             asking("six", BUSY, 60, tools=TOOLS, tool_calls=ToolCallPolicy(NAMES), n=3),
         ]
 
-    alones = [alone(item) for item in asked()]
-    together, driver = serve(engine(blocks=16), asked(), seed=3)
+    alones = [alone(item) for item in requests()]
+    together, driver = serve(engine(blocks=16), requests(), seed=3)
     assert driver.total("preempted") > 0
     for one, other in zip(alones, together, strict=True):
         assert one.ids == other.ids
@@ -214,23 +215,23 @@ def test_mates_do_not_notice_each_other() -> None:
 
 
 @pytest.mark.usefixtures("steps")
-def test_choices_of_one_request_go_their_own_ways() -> None:
+def test_choices_follow_the_grammar_independently() -> None:
     served = alone(asking(sampling=Sampling(seed=2), constraint=schema("flat"), n=5))
     texts = [choice.text for choice in served.choices]
     assert all(jsonschema_rs.is_valid(SCHEMAS["flat"], json.loads(text)) for text in texts)
     assert len(set(texts)) > 1
 
 
-def test_log_probabilities_are_of_what_the_model_would_say() -> None:
+def test_logprobs_are_of_the_unmasked_distribution() -> None:
     served = alone(asking(sampling=BUSY, constraint=schema("flat")))
     [choice] = served.choices
     assert "".join(entry.text for entry in choice.logprobs) == choice.text
     banned = [e for e in choice.logprobs if e.token_id not in {t.token_id for t in e.top}]
-    assert banned  # the best tokens were mostly not allowed, and are told all the same
+    assert banned  # the likeliest tokens were mostly masked, and are reported all the same
 
 
 @pytest.mark.usefixtures("steps")
-def test_log_probabilities_are_those_of_the_content() -> None:
+def test_logprobs_cover_the_content() -> None:
     sampling = Sampling(temperature=1.0, logprobs=0, logit_bias=opening_call(0).logit_bias)
     items = [
         asking(
@@ -249,7 +250,7 @@ def test_log_probabilities_are_those_of_the_content() -> None:
         assert "".join(entry.text for entry in choice.logprobs) == choice.text
 
 
-def test_a_limit_cuts_a_document_short() -> None:
+def test_max_tokens_truncates_a_document() -> None:
     [choice] = alone(asking(max_tokens=4, constraint=schema("nested"))).choices
     assert choice.finish_reason == "length"
     assert choice.tokens == 4
@@ -257,7 +258,7 @@ def test_a_limit_cuts_a_document_short() -> None:
         json.loads(choice.text)
 
 
-def test_least_tokens_and_ignored_ends_do_not_break_a_document() -> None:
+def test_min_tokens_and_ignore_eos_keep_a_document_valid() -> None:
     stopping = {"min_tokens": 200, "ignore_eos": True}
     [choice] = alone(asking(constraint=schema("flat"), stopping=stopping)).choices
     assert jsonschema_rs.is_valid(SCHEMAS["flat"], json.loads(choice.text))
@@ -277,7 +278,7 @@ def test_least_tokens_and_ignored_ends_do_not_break_a_document() -> None:
         (Constraint("grammar", "start: UNKNOWN", "f"), "UNKNOWN"),
     ],
 )
-def test_what_cannot_be_used_is_refused_with_the_reason(constraint: Any, reason: str) -> None:
+def test_invalid_constraints_are_errors_with_the_reason(constraint: Any, reason: str) -> None:
     with pytest.raises(InvalidInput, match=reason) as caught:
         prepare(engine(), asking(constraint=constraint))
     assert caught.value.param == "f"
@@ -285,7 +286,7 @@ def test_what_cannot_be_used_is_refused_with_the_reason(constraint: Any, reason:
 
 
 def chain(length: int) -> dict[str, Any]:
-    """A schema that refers to another, and so on."""
+    """Return a schema with a chain of references."""
     links: dict[str, Any] = {
         f"a{n}": {
             "type": "object",
@@ -307,17 +308,17 @@ def chain(length: int) -> dict[str, Any]:
         ), "f"),
     ],
 )  # fmt: skip
-def test_a_long_chain_of_references_does_no_harm(constraint: Constraint) -> None:
+def test_long_chain_of_references_compiles_or_fails_cleanly(constraint: Constraint) -> None:
     item = asking(constraint=constraint, max_tokens=5)
-    with contextlib.suppress(InvalidInput):  # if it is too long for the library
+    with contextlib.suppress(InvalidInput):  # if it is too long for llguidance
         [choice] = alone(item).choices
         assert choice.finish_reason == "length"
 
 
-def test_tools_of_any_length_do_no_harm() -> None:
+def test_oversized_tools_are_unconstrained_or_an_error() -> None:
     tool = {"type": "function", "function": {"name": "t", "parameters": chain(15_000)}}
     item = asking(tools=(tool,), tool_calls=ToolCallPolicy(("t",)), max_tokens=3)
-    assert alone(item).choices[0].tokens  # it is served, and not held to that
+    assert alone(item).choices[0].tokens  # served without a grammar
     with pytest.raises(InvalidInput, match="more than") as caught:
         prepare(engine(), asking(tools=(tool,), tool_calls=ToolCallPolicy(("t",), required=True)))
     assert caught.value.param == "tools[0]"
@@ -333,7 +334,7 @@ def test_tools_of_any_length_do_no_harm() -> None:
         Constraint("grammar", "root ::= " + "(" * 5000, "f"),
     ],
 )
-def test_what_is_too_much_is_refused_in_few_words(constraint: Constraint) -> None:
+def test_oversized_constraints_are_short_errors(constraint: Constraint) -> None:
     with pytest.raises(InvalidInput) as caught:
         prepare(engine(), asking(constraint=constraint))
     assert caught.value.param == "f"
@@ -342,7 +343,7 @@ def test_what_is_too_much_is_refused_in_few_words(constraint: Constraint) -> Non
 
 
 @pytest.mark.parametrize("text", ["</s>", "<tool_call>", "a<think>b", "x/y", 'tab\t\x7f "q" é'])
-def test_any_text_can_be_asked_for(text: str) -> None:
+def test_any_text_can_be_required(text: str) -> None:
     [choice] = alone(asking(constraint=Constraint("choice", [text], "f"))).choices
     assert choice.text == text
     schema = {"const": {"a": text.replace("\x7f", "")}}
@@ -353,14 +354,14 @@ def test_any_text_can_be_asked_for(text: str) -> None:
     assert choice.text == text
 
 
-def test_a_grammar_that_was_used_often_is_made_anew() -> None:
+def test_often_used_grammar_is_recompiled() -> None:
     grammars = engine().input_processor.constraint_builder.grammars
     constraint = Constraint("regex", "(a|b)*a(a|b){9}c", "f")
-    made = {id(when_ready(lambda: grammars.compile_constraint(constraint))) for _ in range(450)}
-    assert 2 <= len(made) <= 3
+    compiled = {id(when_ready(lambda: grammars.compile_constraint(constraint))) for _ in range(450)}
+    assert 2 <= len(compiled) <= 3
 
 
-def test_many_optional_members_can_be_generated() -> None:
+def test_many_optional_properties_can_be_generated() -> None:
     schema = {
         "type": "object",
         "properties": {f"p{n}": {"type": "boolean"} for n in range(700)},
@@ -370,7 +371,7 @@ def test_many_optional_members_can_be_generated() -> None:
     assert alone(item).choices[0].tokens > 1
 
 
-def test_one_of_and_what_clients_say_to_the_library() -> None:
+def test_one_of_constrains_and_client_options_are_ignored() -> None:
     schema = {
         "x-guidance": {"whitespace_pattern": " +", "foo": 1},
         "oneOf": [{"const": {"a": [1, 2]}}, {"const": {"a": [3, 4]}}],
@@ -379,15 +380,15 @@ def test_one_of_and_what_clients_say_to_the_library() -> None:
     assert choice.text in ('{"a":[1,2]}', '{"a":[3,4]}')
 
 
-def test_stop_tokens_and_least_tokens_leave_a_way_on() -> None:
-    letter = tiny_chat.tokenizer().encode("A", add_special_tokens=False)
-    stopping = {"stop_token_ids": tuple(letter), "min_tokens": 3}
+def test_stop_tokens_and_min_tokens_leave_an_allowed_token() -> None:
+    char = tiny_chat.tokenizer().encode("A", add_special_tokens=False)
+    stopping = {"stop_token_ids": tuple(char), "min_tokens": 3}
     constraint = Constraint("choice", ["A"], "f")
     [choice] = alone(asking(constraint=constraint, stopping=stopping)).choices
     assert choice.finish_reason == "stop"
 
 
-def test_a_format_that_is_not_known_is_a_remark() -> None:
+def test_unknown_format_is_an_annotation() -> None:
     schema = {
         "type": "object",
         "properties": {
@@ -399,26 +400,26 @@ def test_a_format_that_is_not_known_is_a_remark() -> None:
         "additionalProperties": False,
     }
     [choice] = alone(asking(constraint=Constraint("json_schema", schema, "f"))).choices
-    made = json.loads(choice.text)
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d", made["day"])
-    assert made["kind"] == {"format": "base64"}
+    document = json.loads(choice.text)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", document["day"])
+    assert document["kind"] == {"format": "base64"}
 
 
-def test_a_tool_that_cannot_be_used_is_named() -> None:
+def test_error_names_the_tool_that_cannot_be_compiled() -> None:
     parameters = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(foo"}}}
     broken = {"type": "function", "function": {"name": "b", "parameters": parameters}}
     calls = ToolCallPolicy(("clock", "b"), required=True)
     with pytest.raises(InvalidInput, match="foo") as caught:
         prepare(engine(), asking(tools=(CLOCK, broken), tool_calls=calls))
     assert caught.value.param == "tools[1]"
-    assert "start" not in str(caught.value)  # nothing of our own grammar
+    assert "start" not in str(caught.value)  # no part of the generated grammar
     prepare(engine(), asking(tools=(CLOCK, broken), tool_calls=ToolCallPolicy(("clock", "b"))))
 
 
 # ── tools ──
 
 
-def test_calls_that_must_be_made_are_made() -> None:
+def test_required_calls_are_made() -> None:
     line_break = {tiny_chat.tokenizer().encode("\n", add_special_tokens=False)[0]: 3.0}
     items = [
         asking(
@@ -430,44 +431,44 @@ def test_calls_that_must_be_made_are_made() -> None:
     ]
     served, _ = serve(engine(), items, seed=1)
     counted: Counter[int] = Counter()
-    for each in served:
-        if each.choices[0].finish_reason == "length":
+    for item in served:
+        if item.choices[0].finish_reason == "length":
             continue
-        calls = calls_in(each)
+        calls = calls_in(item)
         assert_of_tools(calls)
         counted[len(calls)] += 1
-        assert each.choices[0].finish_reason == "tool_calls"
-        assert {part.kind for part in each.choices[0].parts} == {"call"}
-    assert max(counted) > 1  # as many as it likes
+        assert item.choices[0].finish_reason == "tool_calls"
+        assert {part.kind for part in item.choices[0].parts} == {"call"}
+    assert max(counted) > 1  # their number is free
 
 
-def test_one_call_where_only_one_may_be_made() -> None:
+def test_single_call_where_calls_are_not_parallel() -> None:
     calls = ToolCallPolicy(NAMES, required=True, parallel=False)
     drawn = [Sampling(temperature=1.0, seed=seed) for seed in range(5)]
     for served in together(
-        [asking(sampling=each, tools=TOOLS, tool_calls=calls) for each in drawn]
+        [asking(sampling=sampling, tools=TOOLS, tool_calls=calls) for sampling in drawn]
     ):
         assert len(calls_in(served)) == 1
         assert_of_tools(calls_in(served))
 
 
-def test_a_named_tool_is_the_one_that_is_called() -> None:
+def test_named_tool_is_called() -> None:
     calls = ToolCallPolicy(("clock",), required=True)
     drawn = [Sampling(temperature=1.0, seed=seed) for seed in range(3)]
     for served in together(
-        [asking(sampling=each, tools=TOOLS, tool_calls=calls) for each in drawn]
+        [asking(sampling=sampling, tools=TOOLS, tool_calls=calls) for sampling in drawn]
     ):
         assert {name for name, _ in calls_in(served)} == {"clock"}
 
 
 def opening_call(seed: int) -> Sampling:
-    """It begins a call sooner or later, and comes to an end."""
-    mark, end = tiny_chat.tokenizer().convert_tokens_to_ids(["<tool_call>", "</s>"])
-    return Sampling(temperature=1.0, seed=seed, logit_bias={mark: 2.5, end: 1.5})
+    """Return sampling with which the model starts a call at some point, and ends."""
+    delimiter, end = tiny_chat.tokenizer().convert_tokens_to_ids(["<tool_call>", "</s>"])
+    return Sampling(temperature=1.0, seed=seed, logit_bias={delimiter: 2.5, end: 1.5})
 
 
-def test_a_call_that_the_model_begins_is_held_to_its_tool() -> None:
-    made = 0
+def test_call_that_the_model_starts_is_constrained_by_its_tool() -> None:
+    count = 0
     items = [
         asking(
             sampling=opening_call(seed),
@@ -482,28 +483,28 @@ def test_a_call_that_the_model_begins_is_held_to_its_tool() -> None:
             continue
         if calls := calls_in(served):
             assert_of_tools(calls)
-            made += len(calls)
+            count += len(calls)
             assert served.choices[0].finish_reason == "tool_calls"
-    assert made > 2
+    assert count > 2
 
 
-def test_the_first_call_is_the_last_where_only_one_may_be_made() -> None:
-    made = 0
-    asked: Any = {"tools": TOOLS, "tool_calls": ToolCallPolicy(NAMES, parallel=False)}
-    for served in together([asking(sampling=opening_call(seed), **asked) for seed in range(6)]):
+def test_output_ends_with_the_first_call_where_calls_are_not_parallel() -> None:
+    count = 0
+    requests: Any = {"tools": TOOLS, "tool_calls": ToolCallPolicy(NAMES, parallel=False)}
+    for served in together([asking(sampling=opening_call(seed), **requests) for seed in range(6)]):
         if served.choices[0].finish_reason == "tool_calls":
             assert len(calls_in(served)) == 1
             assert served.choices[0].parts[-1].kind == "call"
-            made += 1
-    assert made > 1
+            count += 1
+    assert count > 1
 
 
-def test_without_tools_a_call_is_text() -> None:
+def test_call_is_content_without_tools() -> None:
     served = together([asking(sampling=opening_call(seed)) for seed in range(4)])
-    assert any("<tool_call>" in each.choices[0].text for each in served)
+    assert any("<tool_call>" in item.choices[0].text for item in served)
 
 
-def test_an_answer_in_a_form_may_be_a_call_instead() -> None:
+def test_document_or_a_call_where_tools_are_given() -> None:
     kinds: set[str] = set()
     items = [
         asking(
@@ -547,7 +548,7 @@ def test_tools_of_any_schema_take_objects(parameters: dict[str, Any]) -> None:
         assert isinstance(arguments, dict)
 
 
-def test_a_tool_that_cannot_be_held_to_may_still_be_called() -> None:
+def test_tool_without_a_grammar_may_still_be_called() -> None:
     odd = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=a)b"}}}
     tool = {"type": "function", "function": {"name": "t", "parameters": odd}}
     item = asking(tools=(tool,), tool_calls=ToolCallPolicy(("t",)), max_tokens=5)
@@ -555,26 +556,26 @@ def test_a_tool_that_cannot_be_held_to_may_still_be_called() -> None:
 
 
 @pytest.mark.parametrize("stop", [(">>>",), ("}}}", "\n\n\n")])
-def test_stop_strings_do_not_get_in_the_way(stop: tuple[str, ...]) -> None:
-    """They are looked for in content alone, and hold no marks back."""
+def test_stop_strings_do_not_end_calls(stop: tuple[str, ...]) -> None:
+    """They are searched in content alone, and delay no delimiters."""
     document = {"constraint": schema("flat"), "variables": {"thinking_begun": True}}
-    asked: list[dict[str, Any]] = [
+    requests: list[dict[str, Any]] = [
         {**document, "sampling": closing(1), "thinking_tokens": 9},
         {"sampling": opening_call(1), "tools": TOOLS, "tool_calls": ToolCallPolicy(NAMES)},
         {"tools": TOOLS, "tool_calls": ToolCallPolicy(NAMES, required=True)},
     ]
-    without = together([asking(**fields) for fields in asked])
-    stopped = together([asking(**fields, stopping={"stop": stop}) for fields in asked])
+    without = together([asking(**fields) for fields in requests])
+    stopped = together([asking(**fields, stopping={"stop": stop}) for fields in requests])
     for one, other in zip(stopped, without, strict=True):
         assert one.ids == other.ids
         assert one.choices[0].parts == other.choices[0].parts
 
 
-def test_marks_within_a_document_are_its_text() -> None:
+def test_delimiters_within_a_document_are_its_text() -> None:
     pattern = r'\{"a":"<think(>|!)a{0,9}</thin(k|x)(>|!)b{3}"\}'
     form = Constraint("regex", pattern, "f")
     drawn = [Sampling(temperature=1.0, seed=seed) for seed in range(6)]
-    for served in together([asking(sampling=each, constraint=form) for each in drawn]):
+    for served in together([asking(sampling=sampling, constraint=form) for sampling in drawn]):
         [choice] = served.choices
         assert re.fullmatch(pattern, choice.text)
         assert {part.kind for part in choice.parts} == {"content"}
@@ -584,11 +585,11 @@ def test_marks_within_a_document_are_its_text() -> None:
 
 
 def closing(seed: int, more: float = 1.5) -> Sampling:
-    mark = tiny_chat.tokenizer().convert_tokens_to_ids("</think>")
-    return Sampling(temperature=1.0, seed=seed, logit_bias={mark: more})
+    delimiter = tiny_chat.tokenizer().convert_tokens_to_ids("</think>")
+    return Sampling(temperature=1.0, seed=seed, logit_bias={delimiter: more})
 
 
-def test_thoughts_end_before_the_document_begins() -> None:
+def test_reasoning_ends_before_the_document_starts() -> None:
     item = asking(
         sampling=closing(1), constraint=schema("flat"), variables={"thinking_begun": True}
     )
@@ -598,12 +599,14 @@ def test_thoughts_end_before_the_document_begins() -> None:
     assert 0 < choice.reasoning_tokens < choice.tokens
 
 
-def test_a_model_that_opens_its_thoughts_itself_may_do_so_first() -> None:
+def test_model_may_open_its_reasoning_before_the_document() -> None:
     opens = tiny_chat.tokenizer().convert_tokens_to_ids("<think>")
     sampling = Sampling(temperature=1.0, seed=1, logit_bias={opens: 20.0})
-    asked = asking(sampling=sampling, constraint=schema("flat"), effort="high", thinking_tokens=5)
-    [choice] = alone(asked).choices
-    assert choice.reasoning_tokens == 6  # and the token that ends them
+    requests = asking(
+        sampling=sampling, constraint=schema("flat"), effort="high", thinking_tokens=5
+    )
+    [choice] = alone(requests).choices
+    assert choice.reasoning_tokens == 6  # and the token that ends it
     assert jsonschema_rs.is_valid(SCHEMAS["flat"], json.loads(choice.text))
     for effort in ("none", None):
         off = asking(sampling=sampling, constraint=schema("flat"), effort=effort)
@@ -613,7 +616,7 @@ def test_a_model_that_opens_its_thoughts_itself_may_do_so_first() -> None:
 
 
 @pytest.mark.parametrize("budget", [0, 1, 7])
-def test_a_budget_ends_the_thoughts(budget: int) -> None:
+def test_budget_ends_the_reasoning(budget: int) -> None:
     item = asking(
         sampling=closing(1, -100.0),
         variables={"thinking_begun": True},
@@ -621,11 +624,11 @@ def test_a_budget_ends_the_thoughts(budget: int) -> None:
         constraint=schema("flat"),
     )
     [choice] = alone(item).choices
-    assert choice.reasoning_tokens == budget + 1  # and the token that ends them
+    assert choice.reasoning_tokens == budget + 1  # and the token that ends it
     assert jsonschema_rs.is_valid(SCHEMAS["flat"], json.loads(choice.text))
 
 
-def test_effort_sets_the_templates_switch() -> None:
+def test_effort_sets_the_templates_variable() -> None:
     template = engine().input_processor.template
     chats = [asking(effort=effort).payload.prompt for effort in ("none", "high")]
     texts = [template.render(chat).text for chat in chats]
@@ -635,16 +638,16 @@ def test_effort_sets_the_templates_switch() -> None:
     assert template.render(explicit).text == texts[1]
 
 
-def test_a_model_that_does_not_think_is_not_asked_to() -> None:
+def test_budget_is_an_error_for_a_model_without_reasoning() -> None:
     with pytest.raises(InvalidInput, match="thinking_token_budget"):
         prepare(tiny_chat.plain_engine(), asking(max_tokens=9, thinking_tokens=3))
     plain = [asking(max_tokens=9, effort=effort) for effort in (None, "none", "high")]
-    for item in plain:  # clients send it to whatever model
+    for item in plain:  # clients send it to any model
         prepare(tiny_chat.plain_engine(), item)
     assert len({tuple(item.prepared[0].prepared.ids) for item in plain}) == 1
 
 
-def test_cached_runner_batches_hold_to_grammars_too() -> None:
+def test_cached_runner_constrains_too() -> None:
     language = load_language_model(tiny_chat.options())
     generator = cached_engine(CachedRunner(language), GeneratorOptions(""), "asked to")
     paged = [alone(item) for item in _both()]
