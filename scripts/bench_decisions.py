@@ -162,8 +162,10 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the exits that stop servers
     settings = {"PIPELINE_MODEL": "none", "EMBEDDING_MODEL": "none", "CHAT_MODEL": arguments.model}
     with contextlib.ExitStack() as stack:
-        launches = {name: onequeue(name, free_port(), settings) for name in arguments.servers}
-        servers = [stack.enter_context(running(*pair)) for pair in launches.items()]
+        servers = [
+            stack.enter_context(running(name, onequeue(name, free_port(), settings)))
+            for name in arguments.servers
+        ]
         seconds, difference = measure(servers, arguments)
     library = statistics.median(seconds["library"])
     questions = f"{arguments.questions} questions on {arguments.tokens} tokens"

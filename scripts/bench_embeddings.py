@@ -161,13 +161,16 @@ def main() -> None:
     settings = {"PIPELINE_MODEL": "none", "CHAT_MODEL": "none", "DTYPE": "float32"}
     settings |= {"EMBEDDING_MODEL": arguments.model, "RERANK_MODEL": arguments.reranker}
     with contextlib.ExitStack() as stack:
-        launches = {name: onequeue(name, free_port(), settings) for name in arguments.servers}
-        servers = [stack.enter_context(running(*pair)) for pair in launches.items()]
-        peer_launches = {
-            Path(program).name: launch_peer(program, free_port(), arguments.model)
+        servers = [
+            stack.enter_context(running(name, onequeue(name, free_port(), settings)))
+            for name in arguments.servers
+        ]
+        peers = [
+            stack.enter_context(
+                running(Path(program).name, launch_peer(program, free_port(), arguments.model))
+            )
             for program in arguments.peers
-        }
-        peers = [stack.enter_context(running(*pair)) for pair in peer_launches.items()]
+        ]
         texts = random_texts(arguments.texts, seed=1)
         tasks = embedding_tasks([*servers, *peers], arguments.model, texts, arguments.clients)
         rates = measure(tasks, arguments.rounds, len(texts))

@@ -44,8 +44,10 @@ def generation(arguments: argparse.Namespace) -> None:
     runs: Runs = {}
     for names in groups(arguments.servers, floor.weight_bytes, free_memory()):
         with contextlib.ExitStack() as stack:
-            launches = {name: launch(arguments, name, str(model)) for name in names}
-            servers = [stack.enter_context(running(*pair)) for pair in launches.items()]
+            servers = [
+                stack.enter_context(running(name, launch(arguments, name, str(model))))
+                for name in names
+            ]
             for round_ in range(arguments.rounds):
                 for sweep in sweeps(arguments):
                     for server in rotated(servers, round_):

@@ -46,8 +46,10 @@ def speech(arguments: argparse.Namespace) -> None:
     names = [name for name in arguments.servers if name != "in-process"]
     with ExitStack() as stack:
         single_pass = without_fallback(Path(model), stack)
-        launches = {name: launch(arguments, name, model, single_pass) for name in names}
-        servers = [stack.enter_context(running(*pair)) for pair in launches.items()]
+        servers = [
+            stack.enter_context(running(name, launch(arguments, name, model, single_pass)))
+            for name in names
+        ]
         models = {name: single_pass if is_ours(name) else model for name in names}
         for server in servers:
             measure(server, models[server.name], clips()[:1], 1)

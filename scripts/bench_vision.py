@@ -30,7 +30,6 @@ TEMPLATE = (
 )
 IMAGES = ("fresh", "same")  # a new image per request, or one for all
 
-
 Runs = dict[tuple[str, int, str], list[dict[str, Any]]]  # by images, clients and server
 
 
@@ -40,8 +39,10 @@ def vision(arguments: argparse.Namespace) -> None:
     arguments.model = model
     runs: Runs = {}
     with ExitStack() as stack:
-        launches = [(name, launch(arguments, name, model)) for name in arguments.servers]
-        servers = [stack.enter_context(running(*each)) for each in launches]
+        servers = [
+            stack.enter_context(running(name, launch(arguments, name, model)))
+            for name in arguments.servers
+        ]
         for round_ in range(arguments.rounds):
             for server in servers:
                 for images in IMAGES:

@@ -53,7 +53,7 @@ class PreparedInput:
 
 
 class BatchCancelled(Exception):
-    """No item of the running batch is waited for any more."""
+    """All items of the running batch are cancelled."""
 
 
 @dataclass(eq=False)
@@ -178,8 +178,8 @@ class PipelineRunner:
     def forward(self, prepared: list[PreparedInput]) -> list[Any]:
         """Return the raw outputs of each input, a list with one per row.
 
-        The batch stops before the model's next forward, of which generation and many rows take
-        several, once no item of it is waited for any more: then each input gets None."""
+        Once all items are cancelled, the batch stops before the model's next forward pass, of which
+        generation and large batches need several. Each input then gets None."""
 
         def stop_if_cancelled(*_: Any) -> None:
             if all(item.future and item.future.done() for item in prepared):
