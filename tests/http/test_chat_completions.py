@@ -1,4 +1,4 @@
-"""What `POST /v1/chat/completions` promises, over a real socket; its generator has no model."""
+"""`POST /v1/chat/completions` over a real socket, with a fake generator."""
 
 import re
 import time
@@ -44,7 +44,7 @@ def refused(server: Server, **body: Any) -> dict[str, str]:
 # ── answers ──
 
 
-def test_an_answer_has_every_field_of_the_api(server: Server) -> None:
+def test_response_has_every_field_of_the_api(server: Server) -> None:
     started = int(time.time())
     answer = chat(server).json()
     assert re.fullmatch("chatcmpl-[0-9a-f]{24}", answer.pop("id"))
@@ -71,7 +71,7 @@ def test_an_answer_has_every_field_of_the_api(server: Server) -> None:
     }
 
 
-def test_several_choices_come_in_order_and_the_prompt_counts_once(server: Server) -> None:
+def test_several_choices_are_in_order_and_count_the_prompt_once(server: Server) -> None:
     answer = chat(server, n=3, max_tokens=2).json()
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
     texts = [choice["message"]["content"] for choice in answer["choices"]]
@@ -81,7 +81,7 @@ def test_several_choices_come_in_order_and_the_prompt_counts_once(server: Server
     assert answer["usage"]["completion_tokens"] == 6
 
 
-def test_a_stream_says_role_then_text_then_why_it_ended(server: Server) -> None:
+def test_stream_has_role_then_text_then_finish_reason(server: Server) -> None:
     got = chunks(chat(server, stream=True))
     assert len({(c["id"], c["created"], c["model"], c["object"]) for c in got}) == 1
     assert got[0]["object"] == "chat.completion.chunk"
@@ -96,7 +96,7 @@ def test_a_stream_says_role_then_text_then_why_it_ended(server: Server) -> None:
     assert "".join(c["delta"].get("content", "") for c in choices) == WHOLE
 
 
-def test_a_stream_of_several_choices_opens_with_their_roles(server: Server) -> None:
+def test_stream_of_several_choices_starts_with_their_roles(server: Server) -> None:
     got = [c["choices"][0] for c in chunks(chat(server, stream=True, n=3))]
     assert [c["index"] for c in got[:3]] == [0, 1, 2]
     assert all(c["delta"] == {"role": "assistant"} for c in got[:3])
@@ -108,20 +108,20 @@ def test_a_stream_of_several_choices_opens_with_their_roles(server: Server) -> N
 
 
 @pytest.mark.parametrize("options", [None, {}, {"include_usage": False}, {"include_usage": None}])
-def test_a_stream_has_no_usage_unless_asked(server: Server, options: Any) -> None:
+def test_stream_has_no_usage_by_default(server: Server, options: Any) -> None:
     got = chunks(chat(server, stream=True, stream_options=options))
     assert not any("usage" in c for c in got)
     assert all(c["choices"] for c in got)
 
 
-def test_usage_comes_in_one_extra_chunk_and_is_null_before(server: Server) -> None:
+def test_usage_is_in_one_extra_chunk_and_null_before(server: Server) -> None:
     got = chunks(chat(server, stream=True, stream_options={"include_usage": True}))
     assert all(c["usage"] is None and len(c["choices"]) == 1 for c in got[:-1])
     assert got[-1]["choices"] == []
     assert got[-1]["usage"] == chat(server).json()["usage"]
 
 
-def test_continuous_usage_counts_in_every_chunk(server: Server, generator: FakeGenerator) -> None:
+def test_continuous_usage_is_in_every_chunk(server: Server, generator: FakeGenerator) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     got = chunks(chat(server, stream=True, stream_options=options))
     counts = [c["usage"]["completion_tokens"] for c in got]
@@ -132,7 +132,7 @@ def test_continuous_usage_counts_in_every_chunk(server: Server, generator: FakeG
     assert not any("usage" in c for c in lone)  # as vLLM: it goes with include_usage
 
 
-def test_log_probabilities_join_to_the_content_streamed_or_not(server: Server) -> None:
+def test_tokens_of_logprobs_join_to_the_content_streamed_or_not(server: Server) -> None:
     whole = chat(server, logprobs=True, top_logprobs=2).json()["choices"][0]["logprobs"]
     assert "".join(each["token"] for each in whole["content"]) == WHOLE
     first = whole["content"][0]
@@ -153,7 +153,7 @@ def test_log_probabilities_join_to_the_content_streamed_or_not(server: Server) -
     assert streamed == whole["content"]
 
 
-def test_log_probabilities_without_alternatives(server: Server) -> None:
+def test_logprobs_without_alternatives(server: Server) -> None:
     content = chat(server, logprobs=True).json()["choices"][0]["logprobs"]["content"]
     assert all(each["top_logprobs"] == [] for each in content)
 
@@ -161,7 +161,7 @@ def test_log_probabilities_without_alternatives(server: Server) -> None:
 # ── what the worker gets ──
 
 
-def test_a_bare_request_leaves_everything_to_the_checkpoint(
+def test_request_without_parameters_uses_the_defaults_of_the_checkpoint(
     server: Server, generator: FakeGenerator
 ) -> None:
     payload = asked(generator, server)
@@ -184,7 +184,9 @@ def test_null_counts_as_absent(server: Server, generator: FakeGenerator) -> None
     assert payload.stopping == Stopping()
 
 
-def test_every_sampling_parameter_arrives(server: Server, generator: FakeGenerator) -> None:
+def test_every_sampling_parameter_reaches_the_model(
+    server: Server, generator: FakeGenerator
+) -> None:
     payload = asked(
         generator, server, temperature=0, top_p=1, top_k=-1, min_p=0.1, presence_penalty=-2,
         frequency_penalty=2, repetition_penalty=1.1, logit_bias={"7": -100, "8": 1.5}, seed=-3,
@@ -201,7 +203,7 @@ def test_every_sampling_parameter_arrives(server: Server, generator: FakeGenerat
     assert asked(generator, server, logprobs=True).sampling.logprobs == 0
 
 
-def test_messages_reach_the_template_as_it_reads_them(
+def test_messages_are_converted_for_the_chat_template(
     server: Server, generator: FakeGenerator
 ) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
@@ -237,7 +239,7 @@ def test_messages_reach_the_template_as_it_reads_them(
         {"reasoning": None, "reasoning_content": "hm"},
     ],
 )
-def test_thoughts_are_taken_by_either_name(
+def test_reasoning_is_accepted_under_both_names(
     server: Server, generator: FakeGenerator, thoughts: dict[str, Any]
 ) -> None:
     said = {"role": "assistant", "content": "yes"}
@@ -247,7 +249,7 @@ def test_thoughts_are_taken_by_either_name(
     assert prompt.messages[0] == said | {"reasoning_content": "hm"}
 
 
-def test_template_arguments_arrive(server: Server, generator: FakeGenerator) -> None:
+def test_template_arguments_reach_the_model(server: Server, generator: FakeGenerator) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     kwargs = {"enable_thinking": False}
     prompt = asked(
@@ -281,7 +283,9 @@ def test_template_arguments_arrive(server: Server, generator: FakeGenerator) -> 
         {"n": 1, "stop": []},
     ],
 )
-def test_what_asks_for_nothing_is_accepted(server: Server, body: dict[str, Any]) -> None:
+def test_unimplemented_parameters_with_default_values_are_accepted(
+    server: Server, body: dict[str, Any]
+) -> None:
     answer = chat(server, **body)
     assert answer.status_code == 200, answer.text
     assert answer.json()["model"] == "org/model"
@@ -457,7 +461,7 @@ MESSAGE = {"role": "assistant", "content": "yes"}
         ({"messages": [{"role": "user", "content": "refused"}]}, "messages", "is refused"),
     ],
 )
-def test_what_does_not_fit_is_named(
+def test_error_names_the_invalid_field(
     server: Server, body: dict[str, Any], param: str, says: str
 ) -> None:
     error = refused(server, **body)
@@ -482,15 +486,13 @@ def test_what_does_not_fit_is_named(
         ("web_search_options", {}),
     ],
 )
-def test_a_parameter_that_is_not_implemented_is_named(
-    server: Server, name: str, value: Any
-) -> None:
+def test_error_names_the_unimplemented_parameter(server: Server, name: str, value: Any) -> None:
     error = refused(server, **{name: value})
     assert error["param"] == name
     assert "not implemented" in error["message"]
 
 
-def test_every_parameter_of_the_api_is_honoured_accepted_or_refused() -> None:
+def test_every_parameter_of_the_api_is_implemented_accepted_or_refused() -> None:
     from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming
 
     from server.openai.chat import ChatRequest
@@ -503,7 +505,7 @@ def test_every_parameter_of_the_api_is_honoured_accepted_or_refused() -> None:
     assert known - {*ChatRequest.__struct_fields__, *ChatRequest.unimplemented} == without_effect
 
 
-def test_an_unknown_model_is_404(server: Server) -> None:
+def test_unknown_model_is_404(server: Server) -> None:
     for stream in (False, True):
         answer = chat(server, model="gpt-4o", stream=stream)
         assert answer.status_code == 404
@@ -538,27 +540,27 @@ USER = b'{"messages": [{"role": "user", "content": '
         (USER + b'"x"}], "chat_template_kwargs": {"a": ' + b"[" * 5000 + b"]" * 5000 + b"}}", None),
     ],
 )
-def test_a_body_that_is_no_json_is_refused(server: Server, body: bytes, param: str | None) -> None:
+def test_body_that_is_not_json_is_400(server: Server, body: bytes, param: str | None) -> None:
     for media in ("application/json", "text/plain"):
         answer = CLIENT.post(server.url + PATH, content=body, headers={"content-type": media})
         assert answer.status_code == 400
         assert error_of(answer)["param"] == param
 
 
-def test_a_surrogate_pair_and_a_repeated_key_are_fine(server: Server) -> None:
+def test_surrogate_pair_and_repeated_key_are_accepted(server: Server) -> None:
     body = b'{"n": 2, "n": 1, ' + USER[1:] + b'"say \\ud83d\\ude00"}]}'
     answer = CLIENT.post(server.url + PATH, content=body)
     assert answer.json()["choices"][0]["message"]["content"] == "😀"
     assert len(answer.json()["choices"]) == 1
 
 
-def test_a_large_body_is_parsed_off_the_loop_with_the_same_answers(server: Server) -> None:
+def test_large_body_is_parsed_off_the_loop_with_the_same_response(server: Server) -> None:
     extra = ["x" * 100] * 5000
     assert chat(server, extra=extra).json()["choices"][0]["message"]["content"] == WHOLE
     assert refused(server, extra=extra, n=0)["param"] == "n"
 
 
-def test_a_very_long_key_does_not_make_a_long_answer(server: Server) -> None:
+def test_very_long_key_does_not_make_a_long_error(server: Server) -> None:
     key = "k" * 200_000
     body = USER + b'"x"}], "' + key.encode() + b'": {"x": "\\ud800"}}'
     answer = CLIENT.post(server.url + PATH, content=body)

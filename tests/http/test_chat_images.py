@@ -1,4 +1,4 @@
-"""Images in the messages of chats and responses, over a real socket; the generator has no model."""
+"""Images in the messages of chats and responses, over a real socket, with a fake generator."""
 
 import base64
 import socket
@@ -60,7 +60,7 @@ def chat(generator: FakeGenerator, server: Server, body: Any, path: str = CHAT) 
     return prompt
 
 
-def test_images_stand_in_their_places_among_text(generator: FakeGenerator, server: Server) -> None:
+def test_images_keep_their_positions_among_text(generator: FakeGenerator, server: Server) -> None:
     parts = text("one"), image(detail="low"), text("two"), {"type": "image_url", "image_url": DATA}
     before = {"role": "system", "content": [text("be"), text("brief")]}
     body = {"messages": [before, *user(*parts)["messages"]]}
@@ -78,7 +78,7 @@ def test_images_stand_in_their_places_among_text(generator: FakeGenerator, serve
     )
 
 
-def test_responses_take_images_and_their_conversations_keep_them(
+def test_responses_accept_images_and_their_conversations_keep_them(
     generator: FakeGenerator, server: Server
 ) -> None:
     part = {"type": "input_image", "image_url": DATA, "detail": "high"}
@@ -113,7 +113,7 @@ def test_responses_take_images_and_their_conversations_keep_them(
         (user(image("https://example.com/a")), "messages[0].content[0].image_url", "IMAGE_FETCH"),
     ],
 )
-def test_images_that_are_refused(
+def test_invalid_images_are_refused(
     server: Server, body: dict[str, Any], param: str, says: str
 ) -> None:
     answer = post(server, CHAT, body)
@@ -123,17 +123,17 @@ def test_images_that_are_refused(
     assert says in error["message"]
 
 
-def test_twenty_images_are_taken(generator: FakeGenerator, server: Server) -> None:
+def test_twenty_images_are_accepted(generator: FakeGenerator, server: Server) -> None:
     assert len(chat(generator, server, user(*[image()] * 20)).images) == 20
 
 
-def test_files_that_were_uploaded_are_not_here(server: Server) -> None:
+def test_uploaded_files_are_not_supported(server: Server) -> None:
     part = {"type": "input_image", "file_id": "file-1"}
     answer = post(server, RESPONSES, {"input": [{"role": "user", "content": [part]}]})
     assert error_of(answer)["param"] == "input[0].content[0].file_id"
 
 
-def test_text_model_says_that_it_takes_no_images() -> None:
+def test_text_model_refuses_images() -> None:
     with serving(load_chat=FakeGenerator, image_fetch=("any",)) as made:
         for url in (DATA, "http://127.0.0.1:1/"):
             error = error_of(post(made, CHAT, user(image(url))))
@@ -142,7 +142,7 @@ def test_text_model_says_that_it_takes_no_images() -> None:
             assert "no images" in error_of(post(made, "/tokenize", user(image(url))))["message"]
 
 
-def test_links_are_fetched_before_the_worker_hears_of_them(
+def test_links_are_fetched_before_the_request_is_submitted(
     generator: FakeGenerator, server: Server
 ) -> None:
     with replying(IMAGE, IMAGE) as (port, _):
@@ -152,14 +152,14 @@ def test_links_are_fetched_before_the_worker_hears_of_them(
     assert not any(each.link for each in got.images)
 
 
-def test_operator_who_names_no_host_is_named_the_setting(generator: FakeGenerator) -> None:
+def test_error_names_the_setting_that_allows_hosts(generator: FakeGenerator) -> None:
     with serving(load_chat=lambda: generator) as made:
         error = error_of(post(made, CHAT, user(image("https://example.com/a.png"))))
     assert error["param"] == "messages[0].content[0].image_url"
     assert "IMAGE_FETCH" in error["message"]
 
 
-def test_client_that_leaves_ends_its_fetches(server: Server) -> None:
+def test_disconnect_cancels_the_fetches(server: Server) -> None:
     left, asked = threading.Event(), threading.Event()
 
     def stall(client: socket.socket) -> None:
@@ -181,7 +181,7 @@ def test_client_that_leaves_ends_its_fetches(server: Server) -> None:
     wait_until(lambda: server.app.body_bytes == 0)
 
 
-def test_deadline_covers_the_fetches(server: Server) -> None:
+def test_deadline_includes_the_fetches(server: Server) -> None:
     def stall(client: socket.socket) -> None:
         client.settimeout(60)
         client.recv(1)

@@ -1,4 +1,4 @@
-"""Tools, reasoning and forms of output in Chat Completions, with scripted answers."""
+"""Tools, reasoning and output formats in Chat Completions, with scripted output."""
 
 import json
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ def asked(generator: FakeGenerator, server: Server, **fields: Any) -> Generation
     return generator.payloads[-1]
 
 
-def test_a_message_has_its_reasoning_and_its_calls(server: Server) -> None:
+def test_message_has_reasoning_and_calls(server: Server) -> None:
     answer = chat(server, ASKED, tools=TOOLS).json()
     [choice] = answer["choices"]
     assert choice["finish_reason"] == "tool_calls"
@@ -61,7 +61,7 @@ def test_content_is_null_beside_calls(server: Server) -> None:
     assert {"reasoning", "reasoning_content"}.isdisjoint(choice["message"])
 
 
-def test_a_call_streams_its_name_first_and_then_its_arguments(server: Server) -> None:
+def test_call_streams_its_name_first_and_then_its_arguments(server: Server) -> None:
     said = [c["choices"][0] for c in chunks(chat(server, ASKED, tools=TOOLS, stream=True))]
     deltas = [choice["delta"] for choice in said]
     thought = {"reasoning": "hm ", "reasoning_content": "hm "}
@@ -86,7 +86,7 @@ def test_a_call_streams_its_name_first_and_then_its_arguments(server: Server) ->
     assert [choice["finish_reason"] for choice in said] == [None] * (len(said) - 1) + ["tool_calls"]
 
 
-def test_ids_are_the_generators_who_is_told_how_many_calls_there_were(server: Server) -> None:
+def test_call_ids_are_the_generators_and_count_earlier_calls(server: Server) -> None:
     function = {"name": "clock", "arguments": "{}"}
     calls = [{"id": f"c{n}", "type": "function", "function": function} for n in range(2)]
     messages = [
@@ -104,7 +104,7 @@ def test_ids_are_the_generators_who_is_told_how_many_calls_there_were(server: Se
         assert [call["id"] for call in begun] == ["call_get_weather:2", "call_clock:3"]
 
 
-def test_calls_of_several_choices_are_counted_apart(server: Server) -> None:
+def test_calls_of_several_choices_are_counted_separately(server: Server) -> None:
     streamed = chunks(chat(server, "say !clock ={}", tools=TOOLS, stream=True, n=2))
     for index in (0, 1):
         of_it = [c["choices"][0] for c in streamed if c["choices"][0]["index"] == index]
@@ -135,7 +135,7 @@ def test_calls_of_several_choices_are_counted_apart(server: Server) -> None:
         ),
     ],
 )
-def test_the_choice_of_tools_arrives(
+def test_tool_choice_reaches_the_model(
     generator: FakeGenerator, server: Server, fields: dict[str, Any], calls: ToolCallPolicy
 ) -> None:
     payload = asked(generator, server, tools=TOOLS, **fields)
@@ -144,7 +144,7 @@ def test_the_choice_of_tools_arrives(
     assert payload.prompt.tools == tuple(TOOLS)
 
 
-def test_tools_that_may_not_be_called_are_not_offered(
+def test_tools_that_may_not_be_called_are_not_in_the_prompt(
     generator: FakeGenerator, server: Server
 ) -> None:
     payload = asked(generator, server, tools=TOOLS, tool_choice="none")
@@ -199,13 +199,13 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         ),
     ],
 )
-def test_the_form_of_the_answer_arrives(
+def test_output_format_reaches_the_model(
     generator: FakeGenerator, server: Server, fields: dict[str, Any], constraint: Constraint | None
 ) -> None:
     assert asked(generator, server, **fields).constraint == constraint
 
 
-def test_a_budget_for_thinking_arrives(generator: FakeGenerator, server: Server) -> None:
+def test_thinking_token_budget_reaches_the_model(generator: FakeGenerator, server: Server) -> None:
     assert asked(generator, server, thinking_token_budget=7).thinking_tokens == 7
 
 
@@ -258,7 +258,7 @@ def test_a_budget_for_thinking_arrives(generator: FakeGenerator, server: Server)
         ),
     ],
 )
-def test_tools_that_make_no_sense_are_named(
+def test_error_names_the_invalid_tool_field(
     server: Server, fields: dict[str, Any], param: str
 ) -> None:
     answer = chat(server, **fields)

@@ -1,4 +1,4 @@
-"""What `POST /v1/completions` promises over a real socket, with a generator without a model."""
+"""`POST /v1/completions` over a real socket, with a fake generator."""
 
 import re
 import threading
@@ -35,7 +35,7 @@ def complete(server: Server, prompt: Any = "hi", **fields: Any) -> dict[str, Any
     return document
 
 
-def test_an_answer_has_every_field_of_the_api(server: Server) -> None:
+def test_response_has_every_field_of_the_api(server: Server) -> None:
     answer = complete(server)
     assert re.fullmatch("cmpl-[0-9a-f]{24}", answer.pop("id"))
     assert isinstance(answer.pop("created"), int)
@@ -64,7 +64,7 @@ def test_an_answer_has_every_field_of_the_api(server: Server) -> None:
         ([[5], [6, 7]], [(5,), (6, 7)], ["prompt[0]", "prompt[1]"]),
     ],
 )
-def test_a_prompt_takes_four_forms(
+def test_prompt_is_text_ids_or_a_list_of_either(
     server: Server, generator: FakeGenerator, prompt: Any, prompts: list[Any], params: list[str]
 ) -> None:
     generator.payloads.clear()
@@ -78,12 +78,12 @@ def test_a_prompt_takes_four_forms(
     assert [payload.first_choice for payload in taken] == [2 * k for k in range(len(prompts))]
 
 
-def test_answers_of_a_list_belong_to_their_prompts(server: Server) -> None:
+def test_choices_of_a_list_belong_to_their_prompts(server: Server) -> None:
     answer = complete(server, ["say a b c", "say d", "say e f"])
     assert [choice["text"] for choice in answer["choices"]] == ["a b c", "d", "e f"]
 
 
-def test_sixteen_tokens_unless_said_otherwise(server: Server, generator: FakeGenerator) -> None:
+def test_max_tokens_is_16_by_default(server: Server, generator: FakeGenerator) -> None:
     assert complete(server, "long")["usage"]["completion_tokens"] == 16
     assert complete(server, "long", max_tokens=None)["choices"][0]["finish_reason"] == "length"
     assert complete(server, "long", max_tokens=3)["usage"]["completion_tokens"] == 3
@@ -99,7 +99,7 @@ def test_echo_puts_the_prompt_first(server: Server) -> None:
     assert alone["usage"]["completion_tokens"] == 0
 
 
-def test_log_probabilities_in_their_older_form(server: Server) -> None:
+def test_logprobs_have_the_older_format(server: Server) -> None:
     logprobs = complete(server, "ab", echo=True, logprobs=2, max_tokens=2)["choices"][0]["logprobs"]
     assert logprobs == {
         "tokens": ["a", "b", "Hello", " there"],
@@ -117,7 +117,7 @@ def test_log_probabilities_in_their_older_form(server: Server) -> None:
 
 
 @pytest.mark.parametrize(("prompt", "off_the_loop"), [("ab", False), ("ab" * 40, True)])
-def test_many_log_probabilities_are_made_into_documents_off_the_loop(
+def test_many_logprobs_are_encoded_off_the_loop(
     server: Server, monkeypatch: pytest.MonkeyPatch, prompt: str, off_the_loop: bool
 ) -> None:
     threads: list[str] = []
@@ -140,7 +140,7 @@ def test_many_log_probabilities_are_made_into_documents_off_the_loop(
     assert {"AnyIO worker thread" in name for name in threads} == {off_the_loop}
 
 
-def test_a_stream_joins_to_the_whole_answer(server: Server) -> None:
+def test_stream_joins_to_the_whole_response(server: Server) -> None:
     fields = {"echo": True, "logprobs": 1}
     whole = complete(server, ["ab", "c"], **fields)
     options = {"include_usage": True}
@@ -195,7 +195,7 @@ def test_a_stream_joins_to_the_whole_answer(server: Server) -> None:
         ({"prompt": "a", "stream_options": {}}, "stream_options", "stream: true"),
     ],
 )
-def test_what_does_not_fit_is_named(
+def test_error_names_the_invalid_field(
     server: Server, body: dict[str, Any], param: str, says: str
 ) -> None:
     answer = post(server, PATH, body)
@@ -206,12 +206,12 @@ def test_what_does_not_fit_is_named(
     assert server.worker_client.queue.pending == 0
 
 
-def test_as_many_candidates_as_answers_is_no_choice(server: Server) -> None:
+def test_best_of_equal_to_n_is_accepted(server: Server) -> None:
     assert len(complete(server, best_of=2, n=2)["choices"]) == 2
     assert len(complete(server, best_of=1, suffix=None, n=1)["choices"]) == 1
 
 
-def test_every_parameter_of_the_api_is_honoured_accepted_or_refused() -> None:
+def test_every_parameter_of_the_api_is_implemented_accepted_or_refused() -> None:
     from openai.types.completion_create_params import CompletionCreateParamsStreaming
 
     from server.openai.completions import CompletionRequest

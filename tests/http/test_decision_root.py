@@ -1,4 +1,4 @@
-"""`POST /` with the task `decision`: the pipeline's inputs and answers, by a language model."""
+"""`POST /` with the task `decision`: inputs and outputs of the pipeline, by a language model."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ def server() -> Iterator[Server]:
         yield made
 
 
-def test_answers_are_the_pipelines(server: Server) -> None:
+def test_answers_equal_those_of_the_pipeline(server: Server) -> None:
     pytest.importorskip("transformers.decision")
     assert set(server.worker_client.models) == {"generation"}
     answer = post(server, "/", {"inputs": ASKED})
@@ -46,7 +46,7 @@ def test_answers_are_the_pipelines(server: Server) -> None:
     assert other != one
 
 
-def test_the_input_is_known_from_systemone(server: Server) -> None:
+def test_input_shares_the_prefix_cache_with_systemone(server: Server) -> None:
     told = {"state": STATE + "It is the third time.", "questions": QUESTIONS}
     assert post(server, "/v1/systemone", told).status_code == 200
     before = tokens(server)
@@ -72,20 +72,20 @@ def tokens(server: Server) -> tuple[float, float]:
         ({**ASKED, "state": STATE * 999}, "state"),
     ],
 )
-def test_what_cannot_be_asked_is_named(server: Server, inputs: Any, param: str) -> None:
+def test_error_names_the_invalid_field(server: Server, inputs: Any, param: str) -> None:
     answer = post(server, "/", {"inputs": inputs})
     assert answer.status_code == 400
     assert str(error_of(answer)["param"]).startswith(param)
 
 
-def test_a_state_may_be_nested_deeper_than_json_is_written(server: Server) -> None:
+def test_deeply_nested_state_is_accepted(server: Server) -> None:
     state: Any = 0
     for _ in range(400):
         state = [state]
     assert post(server, "/", {"inputs": {**ASKED, "state": state}}).status_code == 200
 
 
-def test_without_a_chat_model_it_is_loaded_for_decisions_alone(server: Server) -> None:
+def test_model_is_loaded_for_decisions_without_a_chat_model(server: Server) -> None:
     folder = str(tiny_decisions.folder())
     settings: dict[str, Any] = {"chat_model": "none", "pipeline_model": folder}
     settings |= {"dtype": "float32", "kv_cache_gb": 0.05, "compile": "off"}
@@ -100,7 +100,7 @@ def test_without_a_chat_model_it_is_loaded_for_decisions_alone(server: Server) -
             assert post(alone, path, {}).status_code == 404
 
 
-def test_beside_another_chat_model_it_is_one_of_its_own(server: Server, tmp_path: Path) -> None:
+def test_model_is_loaded_beside_another_chat_model(server: Server, tmp_path: Path) -> None:
     folder, other = str(tiny_decisions.folder()), tmp_path / "other"
     shutil.copytree(folder, other)
     settings: dict[str, Any] = {"chat_model": str(other), "pipeline_model": folder}
@@ -118,7 +118,7 @@ def test_beside_another_chat_model_it_is_one_of_its_own(server: Server, tmp_path
         assert run > len(STATE) / 8  # the other model has not seen it
 
 
-def test_a_checkpoint_with_its_own_settings_keeps_its_pipeline(tmp_path: Path) -> None:
+def test_checkpoint_with_its_own_decision_settings_uses_the_pipeline(tmp_path: Path) -> None:
     folder = tmp_path / "m"
     shutil.copytree(tiny_decisions.folder(), folder)
     assert not may_have_decision_settings(str(folder))

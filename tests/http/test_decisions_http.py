@@ -1,4 +1,4 @@
-"""`POST /v1/decisions` and `/v1/systemone` over sockets: the SDK's types, refusals, time limits."""
+"""`POST /v1/decisions` and `/v1/systemone`: the SDK's types, errors and time limits."""
 
 import base64
 import socket
@@ -110,7 +110,7 @@ def test_four_hundred_questions_are_answered_in_order(client: openai.OpenAI) -> 
     assert [answer.name for answer in decision.answers] == [f"q{n}" for n in range(400)]
 
 
-def test_a_conversation_is_asked_about(client: openai.OpenAI) -> None:
+def test_input_can_be_a_conversation(client: openai.OpenAI) -> None:
     given = (CONVERSATION, CONVERSATION, CONVERSATION[:-1])
     one, same, other = (scores(ask(client, [PREDICATE, SCORE], each)) for each in given)
     assert one == pytest.approx(same, abs=1e-5)
@@ -124,7 +124,7 @@ def scores(decision: Decision) -> list[float]:
     return [predicate.probability, score.score]
 
 
-def test_what_is_known_of_the_input_is_told(client: openai.OpenAI) -> None:
+def test_cached_tokens_of_the_input_are_counted(client: openai.OpenAI) -> None:
     text = "Another text that nobody has asked about. " * 4
     first, second = (ask(client, [PREDICATE, SCORE], text).usage for _ in range(2))
     assert first.input_tokens_details.cached_tokens == 0
@@ -132,7 +132,7 @@ def test_what_is_known_of_the_input_is_told(client: openai.OpenAI) -> None:
     assert first.input_tokens == second.input_tokens
 
 
-def test_the_other_endpoint_answers_the_same(server: Server, client: openai.OpenAI) -> None:
+def test_systemone_returns_the_same_probabilities(server: Server, client: openai.OpenAI) -> None:
     named = {"refund": NOUL, "urgency": {"type": "score", "criteria": ["low", "high"]}}
     answer = post(server, SYSTEMONE, {"state": TEXT, "questions": named}).json()
     levels = SCORE | {"instructions": "", "levels": [{"label": "low"}, {"label": "high"}]}
@@ -217,9 +217,7 @@ IMAGE = {
         ({"cache_salt": ""}, "cache_salt"),
     ],
 )
-def test_what_cannot_be_asked_is_a_400_by_name(
-    server: Server, fields: dict[str, Any], param: str
-) -> None:
+def test_error_names_the_invalid_field(server: Server, fields: dict[str, Any], param: str) -> None:
     answer = post(server, PATH, {"input": TEXT, "questions": [PREDICATE], **fields})
     assert answer.status_code == 400, answer.text
     assert error_of(answer)["param"] == param
@@ -239,7 +237,7 @@ def test_what_cannot_be_asked_is_a_400_by_name(
         ({"assets": {"img-1": {"type": "image", "data_base64": ""}}}, "assets"),
     ],
 )
-def test_what_the_other_endpoint_cannot_be_asked_is_a_400(
+def test_systemone_error_names_the_invalid_field(
     server: Server, fields: dict[str, Any], param: str | None
 ) -> None:
     answer = post(server, SYSTEMONE, {"state": TEXT, "questions": {"q": NOUL}, **fields})
@@ -248,14 +246,14 @@ def test_what_the_other_endpoint_cannot_be_asked_is_a_400(
         assert error_of(answer)["param"] == param
 
 
-def test_a_model_that_is_not_here_is_a_404(client: openai.OpenAI) -> None:
+def test_unknown_model_is_404(client: openai.OpenAI) -> None:
     asked: list[Any] = [PREDICATE]
     with pytest.raises(openai.NotFoundError) as caught:
         client.decisions.create(model="gpt-6-luna", input=TEXT, questions=asked)
     assert caught.value.code == "model_not_found"
 
 
-def test_keys_and_salts_have_rooms_of_their_own() -> None:
+def test_keys_and_salts_have_their_own_cache_namespaces() -> None:
     folder = str(tiny_decisions.folder())
     body: dict[str, Any] = {"input": TEXT, "questions": [PREDICATE]}
     salted = {"cache_salt": "a"}
@@ -279,7 +277,7 @@ def test_keys_and_salts_have_rooms_of_their_own() -> None:
 # ── time limits, and who leaves ──
 
 
-def test_a_request_has_one_place_and_a_time_limit() -> None:
+def test_request_has_one_slot_and_a_time_limit() -> None:
     body = {"input": "hang", "questions": [PREDICATE] * 3}
     with serving_fake() as (server, generator):
         assert post(server, PATH, body | {"input": "bad"}).status_code == 500
@@ -289,7 +287,7 @@ def test_a_request_has_one_place_and_a_time_limit() -> None:
         assert server.worker_client.queue.pending == 0
 
 
-def test_whoever_leaves_ends_it() -> None:
+def test_disconnect_aborts_the_request() -> None:
     content = b'{"input": "hang", "questions": [{"type": "predicate", "instructions": "?"}]}'
     head = b"POST %s HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n"
     with serving_fake() as (server, generator):

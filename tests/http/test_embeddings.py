@@ -1,4 +1,4 @@
-"""`POST /v1/embeddings` over HTTP: shapes, refusals, long lists beside short requests, clients."""
+"""`POST /v1/embeddings` over HTTP: formats, errors, long lists beside short requests, clients."""
 
 import base64
 import json
@@ -40,7 +40,7 @@ def vectors(server: Server, given: Any, **more: Any) -> Any:
     return np.array([each["embedding"] for each in answer.json()["data"]], dtype=np.float32)
 
 
-def test_the_answer_is_openais(server: Server) -> None:
+def test_response_has_openais_format(server: Server) -> None:
     answer = post(server, PATH, {"input": FACTS, "model": "demo", "user": "me"})
     document = answer.json()
     assert (document["object"], document["model"]) == ("list", "demo")
@@ -52,7 +52,7 @@ def test_the_answer_is_openais(server: Server) -> None:
     assert "model;dur=" in answer.headers["server-timing"]
 
 
-def test_related_facts_are_nearer_than_others(server: Server) -> None:
+def test_related_texts_are_closer_than_others(server: Server) -> None:
     known = vectors(server, FACTS)
     for n, asked in enumerate(["what is the capital of france?", "the cow's moo", "flour"]):
         near = known @ vectors(server, asked)[0]
@@ -74,7 +74,7 @@ def test_texts_and_ids_floats_and_base64_are_the_same(server: Server) -> None:
     np.testing.assert_allclose(short, expected, atol=1e-6)
 
 
-def test_a_text_has_one_vector_alone_or_among_others(server: Server) -> None:
+def test_vector_of_a_text_is_the_same_alone_and_in_a_list(server: Server) -> None:
     texts = [f"{'word ' * (n % 40)}number {n}" for n in range(300)]
     listed = vectors(server, texts)
     with ThreadPoolExecutor(16) as threads:
@@ -109,13 +109,13 @@ def test_a_text_has_one_vector_alone_or_among_others(server: Server) -> None:
         ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ],
 )
-def test_what_does_not_fit_is_named(server: Server, body: dict[str, Any], param: str) -> None:
+def test_error_names_the_invalid_field(server: Server, body: dict[str, Any], param: str) -> None:
     answer = post(server, PATH, body)
     assert answer.status_code == 400, answer.text
     assert error_of(answer)["param"] == param
 
 
-def test_nan_is_no_json_and_an_unknown_model_is_404(server: Server) -> None:
+def test_nan_is_400_and_an_unknown_model_is_404(server: Server) -> None:
     answer = CLIENT.post(server.url + PATH, content=b'{"input": [NaN]}')
     assert answer.status_code == 400
     assert post(server, PATH, {"input": "a", "model": "gpt-4o"}).status_code == 404
@@ -124,7 +124,7 @@ def test_nan_is_no_json_and_an_unknown_model_is_404(server: Server) -> None:
         assert post(none, PATH, {"input": "a"}).status_code == 404
 
 
-def test_what_is_too_long_is_cut_on_request(server: Server) -> None:
+def test_long_text_is_truncated_on_request(server: Server) -> None:
     long = "red " * 200 + "blue " * 200
     first = vectors(server, long, truncate=True)
     np.testing.assert_array_equal(vectors(server, long, truncate_prompt_tokens=-1), first)
@@ -132,7 +132,7 @@ def test_what_is_too_long_is_cut_on_request(server: Server) -> None:
     assert abs(first - last).max() > 1e-3
 
 
-def test_the_model_is_listed_and_its_tokens_are_told(server: Server) -> None:
+def test_model_is_listed_and_tokenizes(server: Server) -> None:
     listed = CLIENT.get(server.url + "/v1/models").json()["data"]
     assert [(each["id"], each["max_model_len"]) for each in listed] == [("demo", 128)]
     told = post(server, "/tokenize", {"prompt": "paris", "return_token_strs": True}).json()
@@ -204,7 +204,7 @@ def in_hand(server: Server, model: Any) -> list[WorkItem]:
     return [item for item in list(server.worker_client.queue.items) if item.arrived_at]
 
 
-def test_a_client_that_leaves_drops_the_rest_of_its_list() -> None:
+def test_disconnect_drops_the_rest_of_a_list() -> None:
     runner = GatedRunner()
     runner.gate.clear()
     with serving(load_embedder=lambda: runner) as server:
@@ -216,7 +216,7 @@ def test_a_client_that_leaves_drops_the_rest_of_its_list() -> None:
         assert sum(map(len, runner.batches)) < 200
 
 
-def test_a_list_beyond_the_queue_is_refused() -> None:
+def test_list_larger_than_the_queue_is_refused() -> None:
     with serving(load_embedder=GatedRunner, max_queue_size=4) as server:
         answer = post(server, PATH, {"input": ["a"] * 81})
         assert answer.status_code == 400
@@ -224,7 +224,7 @@ def test_a_list_beyond_the_queue_is_refused() -> None:
         assert post(server, "/embed", {"inputs": ["a"] * 64}).status_code == 200
 
 
-def test_a_batch_is_no_larger_than_it_may_be() -> None:
+def test_batch_size_is_limited() -> None:
     with serving(embedding_model="demo", max_batch_size=3) as small:
         answer = post(small, "/v1/embeddings", {"input": ["a"] * 10})
         assert answer.status_code == 200
@@ -232,7 +232,7 @@ def test_a_batch_is_no_larger_than_it_may_be() -> None:
         assert int(answer.headers["x-batch-size"]) <= 3
 
 
-def test_a_piece_ends_by_count_and_by_size() -> None:
+def test_part_of_a_list_is_limited_by_count_and_size() -> None:
     found = list(split_parts("abcdefgh", [1, 1, 9, 1, 1, 1, 1, 1], PartSize(16, 4)))
     assert found == [(0, "ab"), (2, "c"), (3, "defg"), (7, "h")]
     assert [len(part) for _, part in split_parts(range(40), [1] * 40, PartSize(16, 999))] == [
@@ -242,7 +242,7 @@ def test_a_piece_ends_by_count_and_by_size() -> None:
     ]
 
 
-def test_the_loop_is_free_while_a_long_list_is_embedded(server: Server) -> None:
+def test_event_loop_is_free_while_a_long_list_is_embedded(server: Server) -> None:
     texts = [f"red green blue {n}" for n in range(2048)]
     with ThreadPoolExecutor(1) as threads:
         answer = threads.submit(post, server, PATH, {"input": texts})
@@ -256,7 +256,7 @@ def test_the_loop_is_free_while_a_long_list_is_embedded(server: Server) -> None:
 # ── clients ──
 
 
-def test_openais_sdk_asks_for_base64_and_gets_floats(server: Server) -> None:
+def test_openai_sdk_requests_base64_and_returns_floats(server: Server) -> None:
     with openai.OpenAI(base_url=server.url + "/v1", api_key="-", max_retries=0) as client:
         made = client.embeddings.create(model="demo", input=FACTS)
         for each, vector in zip(made.data, vectors(server, FACTS), strict=True):

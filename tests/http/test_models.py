@@ -1,4 +1,4 @@
-"""Model names, and the endpoints that need no forward pass: /v1/models, /tokenize, /load_model."""
+"""Model names, and the endpoints without a forward pass: /v1/models, /tokenize, /load_model."""
 
 import gzip
 import json
@@ -20,7 +20,7 @@ def server() -> Iterator[Server]:
         yield made
 
 
-def test_the_model_is_listed_and_found_by_its_name(server: Server) -> None:
+def test_model_is_listed_and_found_by_its_name(server: Server) -> None:
     listed = CLIENT.get(server.url + "/v1/models").json()
     assert listed["object"] == "list"
     (model,) = listed["data"]
@@ -44,7 +44,7 @@ def test_the_model_is_listed_and_found_by_its_name(server: Server) -> None:
     assert CLIENT.post(server.url + "/v1/models").status_code == 405
 
 
-def test_a_folder_goes_by_its_last_component_too(tmp_path: Path) -> None:
+def test_folder_is_named_by_its_last_component(tmp_path: Path) -> None:
     folder = tmp_path / "my-model"
     folder.mkdir()
     for setting in (str(folder), str(folder) + "/"):
@@ -56,7 +56,7 @@ def test_a_folder_goes_by_its_last_component_too(tmp_path: Path) -> None:
             assert chat(server, model="model").status_code == 404
 
 
-def test_models_of_the_same_name_are_told_apart() -> None:
+def test_models_of_the_same_name_have_different_ids() -> None:
     with serving(load_chat=FakeGenerator, chat_model="demo", embedding_model="demo") as server:
         listed = CLIENT.get(server.url + "/v1/models").json()["data"]
         assert [each["id"] for each in listed] == ["demo", "demo-embedding"]
@@ -80,14 +80,14 @@ def test_tokenize_counts_and_shows_tokens(server: Server) -> None:
     assert post(server, "/tokenize", {"prompt": ""}).json()["tokens"] == [1]
 
 
-def test_tokenize_takes_conversations(server: Server) -> None:
+def test_tokenize_accepts_conversations(server: Server) -> None:
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "ab"}]}
     assert post(server, "/tokenize", body).json()["tokens"] == [1, 97, 98, ord(">")]
     body["add_generation_prompt"] = False
     assert post(server, "/tokenize", body).json()["tokens"] == [1, 97, 98]
 
 
-def test_detokenize_gives_the_text_back(server: Server) -> None:
+def test_detokenize_returns_the_text(server: Server) -> None:
     body = {"tokens": [97, 98], "model": "org/model"}
     assert post(server, "/detokenize", body).json() == {"prompt": "ab"}
     assert post(server, "/detokenize", {"tokens": []}).json() == {"prompt": ""}
@@ -115,7 +115,7 @@ def test_detokenize_gives_the_text_back(server: Server) -> None:
         ("load_model", {"model": 3}, "model", "got int"),
     ],
 )
-def test_what_does_not_fit_is_named(
+def test_error_names_the_invalid_field(
     server: Server, path: str, body: dict[str, Any], param: str | None, says: str
 ) -> None:
     answer = post(server, "/" + path, body)
@@ -132,9 +132,7 @@ def test_an_unknown_model_is_404_everywhere(server: Server, path: str) -> None:
     assert error_of(answer)["code"] == "model_not_found"
 
 
-def test_a_panic_in_the_tokenizer_is_a_refusal(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_panic_of_the_tokenizer_is_400(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     class PanicException(BaseException):
         pass
 
@@ -147,7 +145,7 @@ def test_a_panic_in_the_tokenizer_is_a_refusal(
     assert "index" not in error_of(answer)["message"]
 
 
-def test_a_body_may_have_a_mark_of_its_byte_order_and_not_be_compressed(server: Server) -> None:
+def test_body_may_start_with_a_byte_order_mark_and_not_be_compressed(server: Server) -> None:
     body = b'{"prompt": "ab"}'
     marked = CLIENT.post(server.url + "/tokenize", content=b"\xef\xbb\xbf" + body)
     assert marked.json()["count"] == 3
@@ -156,7 +154,7 @@ def test_a_body_may_have_a_mark_of_its_byte_order_and_not_be_compressed(server: 
     assert (answer.status_code, error_of(answer)["param"]) == (415, "Content-Encoding")
 
 
-def test_load_model_says_ready_in_one_event(server: Server) -> None:
+def test_load_model_sends_one_ready_event(server: Server) -> None:
     answer = post(server, "/load_model", {"model": "org/model"})
     assert answer.headers["content-type"].startswith("text/event-stream")
     event = json.loads(answer.text.removeprefix("data: "))

@@ -1,4 +1,4 @@
-"""Reranking: cross-encoders and decoders that say yes or no; Jina's, Cohere's and TEI's shapes."""
+"""Reranking: cross-encoders and yes-no decoders; the formats of Jina, Cohere and TEI."""
 
 import importlib
 import time
@@ -47,7 +47,7 @@ def logits(folder: Path, document: str, **options: Any) -> float:
 
 
 @pytest.mark.parametrize("base", ["bert-rank", "modernbert-rank"])
-def test_a_cross_encoder_gives_its_own_scores_alone_or_together(base: str) -> None:
+def test_cross_encoder_scores_equal_transformers_alone_and_batched(base: str) -> None:
     folder = tiny.folder(base)
     reranker = load(folder)
     assert reranker.info.batching == "packed"
@@ -60,7 +60,7 @@ def test_a_cross_encoder_gives_its_own_scores_alone_or_together(base: str) -> No
 
 
 @pytest.mark.parametrize("key", ["sentence_transformers", "sbert_ce_default_activation_function"])
-def test_an_activation_is_the_checkpoints(tmp_path: Path, key: str) -> None:
+def test_activation_is_that_of_the_checkpoint(tmp_path: Path, key: str) -> None:
     name = "torch.nn.modules.linear.Identity"
     given: Any = {"activation_fn": name} if key == "sentence_transformers" else name
     folder = checkpoint(tmp_path / "m", "bert-rank", **{key: given})
@@ -68,7 +68,7 @@ def test_an_activation_is_the_checkpoints(tmp_path: Path, key: str) -> None:
     assert scores(reranker, DOCUMENTS) == scores(reranker, DOCUMENTS, raw=True)
 
 
-def test_a_long_document_is_cut_and_a_query_is_not(tmp_path: Path) -> None:
+def test_long_document_is_truncated_unless_truncation_is_off(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "m", "bert-rank", bert={"max_seq_length": 16})
     reranker = load(folder)
     long = "a cow says moo " * 30
@@ -128,7 +128,7 @@ def yes_less_no(folder: Path, *parts: str) -> float:
     return float(last[yes] - last[no])
 
 
-def test_a_decoder_says_yes_or_no_in_qwens_template(tmp_path: Path) -> None:
+def test_decoder_scores_yes_and_no_in_qwens_template(tmp_path: Path) -> None:
     folder = decoder(tmp_path / "m")
     reranker = load(folder)
     assert reranker.info.batching == "continuous"
@@ -139,14 +139,14 @@ def test_a_decoder_says_yes_or_no_in_qwens_template(tmp_path: Path) -> None:
         np.testing.assert_allclose(got, expected, atol=1e-3)
 
 
-def test_a_decoders_own_template_is_used(tmp_path: Path) -> None:
+def test_template_of_the_decoder_is_used(tmp_path: Path) -> None:
     folder = decoder(tmp_path / "m", TEMPLATE)
     [got] = scores(load(folder), ["moo"], raw=True, instruction="Find it")
     text = f"[system] Find it [query] {QUERY} [document] moo <|assistant|>"
     assert got == pytest.approx(yes_less_no(folder, text), abs=1e-3)
 
 
-def test_what_is_no_reranker_is_refused_at_load() -> None:
+def test_other_models_are_refused_at_load() -> None:
     for name, says in (("bert-classify", "3 labels"), ("bert-base", "no weights|labels")):
         with pytest.raises(LoadingFailed, match=says):
             load(tiny.folder(name))
@@ -161,7 +161,7 @@ def server() -> Iterator[Server]:
         yield made
 
 
-def test_jinas_and_coheres_shape(server: Server) -> None:
+def test_documents_have_the_format_of_jina_and_cohere(server: Server) -> None:
     body = {"model": "bert-rank", "query": QUERY, "documents": DOCUMENTS}
     answers = [post(server, path, body) for path in ("/rerank", "/v1/rerank", "/v2/rerank")]
     document = answers[0].json()
@@ -185,7 +185,7 @@ def test_jinas_and_coheres_shape(server: Server) -> None:
     assert len(post(server, "/rerank", body | {"top_n": 0}).json()["results"]) == 4
 
 
-def test_text_embeddings_inferences_shape(server: Server) -> None:
+def test_texts_have_the_format_of_text_embeddings_inference(server: Server) -> None:
     body: dict[str, Any] = {"query": QUERY, "texts": DOCUMENTS}
     ranked = post(server, "/rerank", body).json()
     assert {tuple(each) for each in ranked} == {("index", "score")}
@@ -199,7 +199,7 @@ def test_text_embeddings_inferences_shape(server: Server) -> None:
     assert post(server, "/rerank", long | {"truncate": True}).status_code == 200
 
 
-def test_what_vllm_and_tei_say_of_length_and_activation_counts(server: Server) -> None:
+def test_truncation_and_activation_fields_of_vllm_and_tei_are_used(server: Server) -> None:
     long, cut = "the cat sat on the mat " * 40 + "hello", {"truncate_prompt_tokens": -1}
     pair = {"text_1": QUERY, "text_2": long}
     assert post(server, "/v1/score", pair).status_code == 400
@@ -216,7 +216,7 @@ def test_what_vllm_and_tei_say_of_length_and_activation_counts(server: Server) -
     assert abs(ends[3] - ends[1]) > 1e-4
 
 
-def test_a_hundred_documents_come_back_in_order(server: Server) -> None:
+def test_hundred_documents_are_ranked(server: Server) -> None:
     documents = [f"{'cat ' * (n % 17)} number {n}" for n in range(100)]
     body = {"query": QUERY, "documents": documents}
     results = post(server, "/rerank", body).json()["results"]
@@ -228,7 +228,7 @@ def test_a_hundred_documents_come_back_in_order(server: Server) -> None:
     )
 
 
-def test_a_score_is_of_the_model_that_is_named(server: Server) -> None:
+def test_score_is_that_of_the_named_model(server: Server) -> None:
     body = {"text_1": "red", "text_2": "red"}
     assert post(server, "/v1/score", body).json()["model"] == "bert-rank"
     by_cosine = post(server, "/v1/score", body | {"model": "demo"}).json()
@@ -238,7 +238,7 @@ def test_a_score_is_of_the_model_that_is_named(server: Server) -> None:
     assert [each["id"] for each in listed] == ["demo", "bert-rank"]
 
 
-def test_a_model_that_fails_leaves_what_is_not_its_own(
+def test_failing_model_does_not_affect_others(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server.worker_client.models["rerank"], "breaker", Breaker(1, 3600))
@@ -250,7 +250,7 @@ def test_a_model_that_fails_leaves_what_is_not_its_own(
         assert post(server, path, body | {"model": "demo"}).status_code == 200
 
 
-def test_what_does_not_fit_a_score_is_named(server: Server) -> None:
+def test_score_error_names_the_invalid_field(server: Server) -> None:
     for given, param in (("", "text_1"), ([""], "text_1[0]"), ("a " * 300, "text_1")):
         body = {"model": "demo", "text_1": given, "text_2": ["b", "c"]}
         answer = post(server, "/v1/score", body)
@@ -276,7 +276,7 @@ def test_what_does_not_fit_a_score_is_named(server: Server) -> None:
         ({"query": "a " * 100, "documents": ["a"]}, "query"),
     ],
 )
-def test_what_does_not_fit_is_named(server: Server, body: dict[str, Any], param: str) -> None:
+def test_error_names_the_invalid_field(server: Server, body: dict[str, Any], param: str) -> None:
     answer = post(server, "/rerank", body)
     assert answer.status_code == 400, answer.text
     assert error_of(answer)["param"] == param

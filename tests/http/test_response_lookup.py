@@ -1,4 +1,4 @@
-"""Stored responses over HTTP: looked up, built upon, listed, forgotten, and in the background."""
+"""Stored responses over HTTP: look-up, conversations, deletion, and background responses."""
 
 import json
 from collections.abc import Iterator
@@ -52,19 +52,19 @@ def said(generator: FakeGenerator) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_response_is_there_as_soon_as_its_end_is_told(server: Server, stream: bool) -> None:
+def test_response_is_stored_before_its_end_is_sent(server: Server, stream: bool) -> None:
     answer = respond(server, stream=stream, metadata={"a": "b"})
     told = events(answer)[-1]["response"] if stream else answered(answer)
     assert answered(look_up(server, told["id"])) == told
 
 
-def test_store_false_keeps_nothing(server: Server) -> None:
+def test_store_false_stores_nothing(server: Server) -> None:
     id = answered(respond(server, store=False))["id"]
     assert look_up(server, id).status_code == 404
     assert respond(server, previous_response_id=id).status_code == 404
 
 
-def test_a_deleted_response_is_gone(server: Server) -> None:
+def test_deleted_response_is_404(server: Server) -> None:
     id = answered(respond(server))["id"]
     answer = delete(server, id)
     assert answer.status_code == 200
@@ -77,7 +77,7 @@ def test_a_deleted_response_is_gone(server: Server) -> None:
     ("method", "below"),
     [("GET", ""), ("DELETE", ""), ("GET", "/input_items"), ("POST", "/cancel")],
 )
-def test_an_unknown_response_is_404(server: Server, method: str, below: str) -> None:
+def test_unknown_response_is_404(server: Server, method: str, below: str) -> None:
     answer = CLIENT.request(method, f"{server.url}{PATH}/resp_none{below}")
     assert answer.status_code == 404
     error = error_of(answer)
@@ -95,7 +95,7 @@ def test_other_methods_are_405(server: Server) -> None:
         error_of(answer)
 
 
-def test_a_stored_response_is_not_streamed_again(server: Server) -> None:
+def test_stored_response_is_not_streamed(server: Server) -> None:
     id = answered(respond(server))["id"]
     answer = look_up(server, id, stream="true")
     assert answer.status_code == 400
@@ -143,7 +143,7 @@ def test_input_items_are_listed_in_pages(server: Server) -> None:
     [("limit", "0"), ("limit", "101"), ("limit", "x"), ("limit", "1" * 30), ("limit", "٣"),
      ("order", "up"), ("after", "msg_none")],
 )  # fmt: skip
-def test_a_page_that_there_is_not_is_named(server: Server, name: str, value: str) -> None:
+def test_error_names_the_invalid_page_field(server: Server, name: str, value: str) -> None:
     id = answered(respond(server))["id"]
     answer = look_up(server, id, "/input_items", **{name: value})
     assert answer.status_code == 400
@@ -153,7 +153,7 @@ def test_a_page_that_there_is_not_is_named(server: Server, name: str, value: str
 # ── built upon ──
 
 
-def test_a_conversation_goes_on_from_response_to_response(
+def test_conversation_continues_from_response_to_response(
     server: Server, generator: FakeGenerator
 ) -> None:
     first = answered(respond(server, "hi", instructions="be brief"))
@@ -175,7 +175,7 @@ def test_a_conversation_goes_on_from_response_to_response(
     assert [item["content"][0]["text"] for item in own] == ["say two"]
 
 
-def test_what_is_built_on_nothing_is_404(server: Server) -> None:
+def test_unknown_previous_response_is_404(server: Server) -> None:
     first = answered(respond(server))
     second = answered(respond(server, previous_response_id=first["id"]))
     delete(server, first["id"])
@@ -185,7 +185,7 @@ def test_what_is_built_on_nothing_is_404(server: Server) -> None:
         assert error_of(answer)["param"] == "previous_response_id"
 
 
-def test_a_conversation_larger_than_a_body_may_be_is_refused() -> None:
+def test_conversation_larger_than_the_body_limit_is_refused() -> None:
     with serving(load_chat=FakeGenerator, max_body_mb=0.01) as server:
         id = answered(respond(server, "say " + "x" * 4500))["id"]
         answer = respond(server, "hi", previous_response_id=id)
@@ -193,7 +193,7 @@ def test_a_conversation_larger_than_a_body_may_be_is_refused() -> None:
         assert error_of(answer)["param"] == "previous_response_id"
 
 
-def test_items_are_referred_to_by_their_ids(server: Server, generator: FakeGenerator) -> None:
+def test_items_are_referenced_by_id(server: Server, generator: FakeGenerator) -> None:
     first = answered(respond(server, [{"role": "user", "content": "hi", "id": "msg_hi"}]))
     given: list[Any] = [
         {"type": "item_reference", "id": "msg_hi"},
@@ -207,7 +207,7 @@ def test_items_are_referred_to_by_their_ids(server: Server, generator: FakeGener
     assert error_of(answer)["param"] == "input[3].id"
 
 
-def test_items_that_are_referred_to_are_bounded_like_a_body() -> None:
+def test_referenced_items_larger_than_the_body_limit_are_refused() -> None:
     with serving(load_chat=FakeGenerator, max_body_mb=0.01) as server:
         long = [{"role": "user", "content": "say " + "x" * 4500, "id": f"msg_{n}"} for n in (1, 2)]
         for each in long:
@@ -222,7 +222,7 @@ def test_items_that_are_referred_to_are_bounded_like_a_body() -> None:
 # ── in the background ──
 
 
-def test_a_background_response_is_polled_until_it_ends() -> None:
+def test_background_response_is_polled_until_it_ends() -> None:
     generator = FakeGenerator()
     generator.gate.clear()
     with serving(load_chat=lambda: generator) as server:
@@ -245,7 +245,7 @@ def test_a_background_response_is_polled_until_it_ends() -> None:
         assert not server.worker_client.queue.pending
 
 
-def test_a_background_response_outlives_its_client() -> None:
+def test_background_response_continues_after_a_disconnect() -> None:
     generator = FakeGenerator()
     generator.gate.clear()
     with serving(load_chat=lambda: generator) as server:
@@ -271,7 +271,7 @@ def test_cancelling_ends_a_background_response() -> None:
         assert server.worker_client.queue.pending == 0
 
 
-def test_cancelling_what_has_ended_changes_nothing(server: Server) -> None:
+def test_cancelling_a_completed_response_changes_nothing(server: Server) -> None:
     id = answered(respond(server, background=True))["id"]
     wait_until(lambda: look_up(server, id).json()["status"] == "completed")
     assert answered(cancel(server, id))["status"] == "completed"
@@ -298,7 +298,7 @@ def test_deleting_a_background_response_ends_it() -> None:
     ("text", "code", "says"),
     [("bad", "server_error", "failed on this input"), ("refused", "invalid_prompt", "is refused")],
 )
-def test_a_background_failure_is_what_its_response_says(
+def test_failure_in_the_background_is_in_the_response(
     server: Server, text: str, code: str, says: str
 ) -> None:
     id = answered(respond(server, text, background=True))["id"]
@@ -310,7 +310,7 @@ def test_a_background_failure_is_what_its_response_says(
     assert failed["usage"] is None
 
 
-def test_a_background_response_keeps_to_its_time_limit() -> None:
+def test_background_response_has_a_time_limit() -> None:
     generator = FakeGenerator()
     with serving(load_chat=lambda: generator) as server:
         body = {"input": "hang", "background": True}
@@ -319,7 +319,7 @@ def test_a_background_response_keeps_to_its_time_limit() -> None:
         assert "time limit" in look_up(server, id).json()["error"]["message"]
 
 
-def test_a_background_response_begins_when_there_is_time_for_it() -> None:
+def test_background_response_waits_to_start_without_a_limit() -> None:
     generator = FakeGenerator()
     generator.one_by_one = True
     with serving(load_chat=lambda: generator, request_timeout_s=0.05) as server:
@@ -330,7 +330,7 @@ def test_a_background_response_begins_when_there_is_time_for_it() -> None:
         wait_until(lambda: look_up(server, id).json()["status"] == "completed")
 
 
-def test_background_responses_take_a_quarter_of_the_places_and_nobody_elses() -> None:
+def test_background_responses_take_at_most_a_quarter_of_the_slots() -> None:
     generator = FakeGenerator()
     with serving(load_chat=lambda: generator, max_queue_size=8, shutdown_grace_s=0) as server:
         for _ in range(2):
@@ -359,7 +359,7 @@ LONG = "say " + "x" * 100_000
 NOT_STORED = "onequeue_responses_not_stored_total"
 
 
-def test_what_is_not_stored_says_so(full: Server) -> None:
+def test_response_that_cannot_be_stored_has_store_false(full: Server) -> None:
     whole = answered(respond(full, LONG))
     told = events(respond(full, LONG, stream=True))
     assert told[-1]["type"] == "response.completed"
@@ -374,7 +374,7 @@ def test_what_is_not_stored_says_so(full: Server) -> None:
     assert metric(full, NOT_STORED) == 2
 
 
-def test_an_answer_in_the_background_is_there_without_the_store(full: Server) -> None:
+def test_background_response_is_found_without_the_store(full: Server) -> None:
     id = answered(respond(full, LONG, background=True))["id"]
     wait_until(lambda: look_up(full, id).json()["status"] == "completed")
     found = answered(look_up(full, id))
@@ -387,7 +387,7 @@ def test_an_answer_in_the_background_is_there_without_the_store(full: Server) ->
     assert look_up(full, id).status_code == delete(full, id).status_code == 404
 
 
-def test_answers_without_the_store_are_bounded(
+def test_unstored_background_responses_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(routes, "open_store", lambda settings: filled(tmp_path / "responses.db"))
@@ -405,7 +405,7 @@ def test_answers_without_the_store_are_bounded(
 # ── from one start to the next ──
 
 
-def test_a_file_keeps_responses_and_what_stopping_cut_off(tmp_path: Path) -> None:
+def test_file_keeps_responses_and_those_that_shutdown_cut_off(tmp_path: Path) -> None:
     generator = FakeGenerator()
     path = str(tmp_path / "responses.db")
     settings: dict[str, Any] = {"responses_db": path, "shutdown_grace_s": 0}
@@ -424,7 +424,7 @@ def test_a_file_keeps_responses_and_what_stopping_cut_off(tmp_path: Path) -> Non
         assert said(generator) == [("user", "hi"), ("assistant", WHOLE), ("user", "say on")]
 
 
-def test_responses_are_forgotten_at_the_end_without_a_file() -> None:
+def test_responses_are_lost_at_shutdown_without_a_file() -> None:
     with serving(load_chat=FakeGenerator) as server:
         id = answered(respond(server))["id"]
     with serving(load_chat=FakeGenerator) as server:

@@ -1,4 +1,4 @@
-"""What of a `/v1/responses` request reaches the worker, and what is refused by name."""
+"""`/v1/responses` requests: fields that reach the worker, and errors by field."""
 
 from collections.abc import Iterator
 from typing import Any, get_type_hints
@@ -60,7 +60,7 @@ def messages(payload: GenerationInput) -> list[Any]:
 BARE = Chat(({"role": "user", "content": "hi"},))
 
 
-def test_a_bare_request_leaves_everything_to_the_checkpoint(asked: Any) -> None:
+def test_request_without_parameters_uses_the_defaults_of_the_checkpoint(asked: Any) -> None:
     payload = asked()
     assert payload.prompt == BARE
     assert payload.sampling == Sampling()
@@ -78,7 +78,7 @@ def test_null_counts_as_absent(asked: Any) -> None:
     assert payload.stopping == Stopping()
 
 
-def test_every_sampling_parameter_arrives(asked: Any) -> None:
+def test_every_sampling_parameter_reaches_the_model(asked: Any) -> None:
     payload = asked(
         temperature=0, top_p=1, top_k=-1, min_p=0.1, presence_penalty=-2, frequency_penalty=2,
         repetition_penalty=1.1, logit_bias={"7": -100}, seed=-3, max_output_tokens=5,
@@ -93,7 +93,7 @@ def test_every_sampling_parameter_arrives(asked: Any) -> None:
     assert asked(include=["message.output_text.logprobs"]).sampling.logprobs == 0
 
 
-def test_effort_and_template_arguments_arrive(asked: Any) -> None:
+def test_effort_and_template_arguments_reach_the_model(asked: Any) -> None:
     prompt = asked(reasoning={"effort": "low"}, chat_template_kwargs={"a": 1}).prompt
     assert prompt.effort == "low"
     assert prompt.template_kwargs == {"a": 1}
@@ -101,12 +101,12 @@ def test_effort_and_template_arguments_arrive(asked: Any) -> None:
     assert asked(reasoning={"summary": "auto"}).prompt.effort is None
 
 
-def test_instructions_come_first(asked: Any) -> None:
+def test_instructions_are_the_first_message(asked: Any) -> None:
     system = {"role": "system", "content": "be brief"}
     assert messages(asked([USER], instructions="be brief")) == [system, USER]
 
 
-def test_messages_reach_the_template_as_it_reads_them(asked: Any) -> None:
+def test_messages_are_converted_for_the_chat_template(asked: Any) -> None:
     items = [
         {"role": "developer", "content": "be brief"},
         {"type": "message", "role": "user", "content": [
@@ -125,7 +125,7 @@ def test_messages_reach_the_template_as_it_reads_them(asked: Any) -> None:
     ]
 
 
-def test_a_bare_part_is_the_users_message(asked: Any) -> None:
+def test_content_part_as_an_item_is_a_message_of_the_user(asked: Any) -> None:
     part = {"type": "input_text", "text": "hi"}
     assert messages(asked([part])) == [USER]
     said = {"role": "assistant", "content": "yes"}
@@ -133,7 +133,7 @@ def test_a_bare_part_is_the_users_message(asked: Any) -> None:
     assert messages(asked([{**part, "role": "system"}, USER])) == [{**USER, "role": "system"}, USER]
 
 
-def test_an_assistants_items_become_one_message(asked: Any) -> None:
+def test_items_of_the_assistant_become_one_message(asked: Any) -> None:
     thought = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [
         {"type": "reasoning_text", "text": "hm"}]}  # fmt: skip
     summed = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "so"}]}
@@ -219,7 +219,7 @@ def test_tools_are_nested_for_the_template(asked: Any) -> None:
         ({"tools": None, "tool_choice": "none"}, None),
     ],
 )
-def test_a_choice_of_tools_says_what_may_be_called(
+def test_tool_choice_determines_the_callable_tools(
     asked: Any, fields: dict[str, Any], calls: ToolCallPolicy | None
 ) -> None:
     payload = asked(**{"tools": [TOOL, OTHER], **fields})
@@ -228,7 +228,7 @@ def test_a_choice_of_tools_says_what_may_be_called(
     assert offered == (["f", "g"] if calls else [])  # what may not be called is not offered
 
 
-def test_a_format_constrains_the_text(asked: Any) -> None:
+def test_format_constrains_the_text(asked: Any) -> None:
     schema = {"type": "json_schema", "name": "n", "schema": SCHEMA}
     constraint = asked(text={"format": schema}).constraint
     assert constraint == Constraint("json_schema", SCHEMA, "text.format.schema")
@@ -255,12 +255,14 @@ def test_a_format_constrains_the_text(asked: Any) -> None:
         {"model": "tgi"},
     ],
 )
-def test_what_asks_for_nothing_is_accepted(server: Server, fields: dict[str, Any]) -> None:
+def test_unimplemented_parameters_with_default_values_are_accepted(
+    server: Server, fields: dict[str, Any]
+) -> None:
     answer = respond(server, **fields)
     assert answer.status_code == 200, answer.text
 
 
-def test_megabytes_of_input_are_fine(asked: Any, server: Server) -> None:
+def test_megabytes_of_input_are_accepted(asked: Any, server: Server) -> None:
     long = "x" * 5_000_000
     given = [{"role": "user", "content": long}, {"role": "user", "content": "say fine"}]
     answer = answered(respond(server, given))
@@ -268,7 +270,7 @@ def test_megabytes_of_input_are_fine(asked: Any, server: Server) -> None:
     assert items[0]["content"] == [{"type": "input_text", "text": long}]
 
 
-def test_every_parameter_of_the_api_is_honoured_accepted_or_refused() -> None:
+def test_every_parameter_of_the_api_is_implemented_accepted_or_refused() -> None:
     known = set(get_type_hints(ResponseCreateParamsStreaming))
     assert {"input", "stream"} <= known
     assert known <= {*ResponseRequest.__struct_fields__, *ResponseRequest.unimplemented}
@@ -438,7 +440,7 @@ ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [TOOL]}
         ),
     ],
 )
-def test_what_does_not_fit_is_named(
+def test_error_names_the_invalid_field(
     server: Server, fields: dict[str, Any], param: str, says: str
 ) -> None:
     for stream in (None, True):
@@ -471,9 +473,7 @@ def test_what_does_not_fit_is_named(
         ("truncation", "auto"),
     ],
 )
-def test_a_parameter_that_is_not_implemented_is_named(
-    server: Server, name: str, value: Any
-) -> None:
+def test_error_names_the_unimplemented_parameter(server: Server, name: str, value: Any) -> None:
     answer = respond(server, **{name: value})
     assert answer.status_code == 400
     error = error_of(answer)
@@ -481,7 +481,7 @@ def test_a_parameter_that_is_not_implemented_is_named(
     assert "not implemented" in error["message"]
 
 
-def test_what_the_api_does_by_default_may_be_asked_for(server: Server) -> None:
+def test_defaults_of_the_api_are_accepted(server: Server) -> None:
     defaults = {
         "prompt_cache_options": {"mode": "implicit", "ttl": "30m"},
         "background_options": {"completion_window": "soonest"},
@@ -492,13 +492,13 @@ def test_what_the_api_does_by_default_may_be_asked_for(server: Server) -> None:
     assert error_of(refused)["param"] == "prompt_cache_options"
 
 
-def test_an_unknown_model_is_404_whatever_else_is_not_here(server: Server) -> None:
+def test_unknown_model_is_404_before_other_errors(server: Server) -> None:
     answer = respond(server, model="gpt-4o", truncation="auto")
     assert answer.status_code == 404
     assert error_of(answer)["code"] == "model_not_found"
 
 
-def test_a_body_that_is_no_json_is_refused(server: Server) -> None:
+def test_body_that_is_not_json_is_400(server: Server) -> None:
     from tests.event_streams import CLIENT
 
     for body in (b"", b"{", b"[]", b'{"input": "\xff"}'):

@@ -1,4 +1,4 @@
-"""What `POST /v1/responses` answers, over a real socket; its generator has no model."""
+"""Responses of `POST /v1/responses` over a real socket, with a fake generator."""
 
 import itertools
 import re
@@ -45,7 +45,7 @@ def client(server: Server) -> openai.OpenAI:
 # ── whole ──
 
 
-def test_an_answer_has_every_field_of_the_api(server: Server) -> None:
+def test_response_has_every_field_of_the_api(server: Server) -> None:
     started = int(time.time())
     answer = answered(respond(server))
     assert re.fullmatch("resp_[0-9a-f]{48}", answer.pop("id"))
@@ -99,7 +99,7 @@ def test_an_answer_has_every_field_of_the_api(server: Server) -> None:
     }
 
 
-def test_what_was_asked_is_told_again(server: Server) -> None:
+def test_response_has_the_parameters_of_the_request(server: Server) -> None:
     fields: dict[str, Any] = {
         "instructions": "be brief", "max_output_tokens": 20, "temperature": 0.5, "top_p": 0.9,
         "parallel_tool_calls": False, "store": False, "tools": [TOOL], "user": "u",
@@ -150,7 +150,7 @@ def test_text_on_both_sides_of_a_call_is_two_messages(server: Server) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_is_cut_off_is_incomplete(server: Server, stream: bool) -> None:
+def test_response_that_is_cut_off_is_incomplete(server: Server, stream: bool) -> None:
     response = respond(server, "say a b c", max_output_tokens=2, stream=stream)
     if stream:
         last = events(response)[-1]
@@ -165,7 +165,7 @@ def test_an_answer_that_is_cut_off_is_incomplete(server: Server, stream: bool) -
     assert of(answer) == [("message", "a b")]
 
 
-def test_log_probabilities_join_to_the_text(server: Server) -> None:
+def test_tokens_of_logprobs_join_to_the_text(server: Server) -> None:
     fields = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
     answer = answered(respond(server, **fields))
     said = answer["output"][0]["content"][0]
@@ -192,7 +192,7 @@ def test_log_probabilities_join_to_the_text(server: Server) -> None:
 # ── events ──
 
 
-def test_a_stream_tells_every_step_in_order(server: Server) -> None:
+def test_stream_has_every_event_in_order(server: Server) -> None:
     told = events(respond(server, ALL, stream=True))
     types = [event["type"].removeprefix("response.") for event in told]
     steps = [name for name, _ in itertools.groupby(types)]  # neighbouring deltas may be merged
@@ -234,7 +234,7 @@ def test_events_of_an_item_agree_with_each_other_and_the_end(server: Server) -> 
     assert {e.get("content_index", 0) for e in told} == {0}
 
 
-def test_a_stream_and_a_whole_answer_end_alike(server: Server) -> None:
+def test_stream_ends_with_the_whole_response(server: Server) -> None:
     whole = answered(respond(server, ALL))
     streamed = events(respond(server, ALL, stream=True))[-1]["response"]
     assert of(streamed) == of(whole)
@@ -242,7 +242,7 @@ def test_a_stream_and_a_whole_answer_end_alike(server: Server) -> None:
     assert set(streamed) == set(whole)
 
 
-def test_an_answer_without_a_word_is_an_empty_message(server: Server) -> None:
+def test_output_without_text_is_an_empty_message(server: Server) -> None:
     silence = "say ="  # a part of a call that there is not
     assert of(answered(respond(server, silence))) == [("message", "")]
     told = events(respond(server, silence, stream=True))
@@ -250,7 +250,7 @@ def test_an_answer_without_a_word_is_an_empty_message(server: Server) -> None:
     assert told[-1]["type"] == "response.completed"
 
 
-def test_each_event_is_one_write_and_none_says_done(server: Server) -> None:
+def test_each_event_is_one_write_and_none_is_done(server: Server) -> None:
     client = open_stream(server, PATH, {"input": "hi", "stream": True}, "Connection: close")
     raw = b""
     while more := client.recv(65536):
@@ -261,7 +261,7 @@ def test_each_event_is_one_write_and_none_says_done(server: Server) -> None:
     assert b"[DONE]" not in raw
 
 
-def test_what_is_refused_before_the_first_token_has_a_status(server: Server) -> None:
+def test_refusal_before_the_first_token_has_a_status_code(server: Server) -> None:
     for fields in ({}, {"stream": True}):
         answer = respond(server, "refused", **fields)
         assert answer.status_code == 400
@@ -271,7 +271,7 @@ def test_what_is_refused_before_the_first_token_has_a_status(server: Server) -> 
         assert error_of(answer)["type"] == "server_error"
 
 
-def test_a_failure_after_the_start_is_an_event_and_stored(server: Server) -> None:
+def test_failure_after_the_start_is_an_event_and_stored(server: Server) -> None:
     told = events(respond(server, "bad later", stream=True))
     last = told[-1]["response"]
     assert [event["type"] for event in told].count("response.failed") == 1
@@ -286,7 +286,7 @@ def test_a_failure_after_the_start_is_an_event_and_stored(server: Server) -> Non
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_ends_the_work(stream: bool) -> None:
+def test_disconnect_aborts_the_request(stream: bool) -> None:
     generator = FakeGenerator()
     with serving(load_chat=lambda: generator) as server:
         client = open_stream(server, PATH, {"input": "long", "stream": stream})
@@ -317,14 +317,14 @@ def test_requests_are_counted_by_the_path_and_not_by_the_id(server: Server) -> N
 # ── the SDK ──
 
 
-def test_the_sdk_reads_an_answer(client: openai.OpenAI) -> None:
+def test_sdk_reads_a_response(client: openai.OpenAI) -> None:
     answer = client.responses.create(model="demo", input="hi")
     assert answer.output_text == WHOLE
     assert answer.usage is not None
     assert answer.usage.total_tokens == 7
 
 
-def test_the_sdk_follows_a_stream(client: openai.OpenAI) -> None:
+def test_sdk_reads_a_stream(client: openai.OpenAI) -> None:
     with client.responses.stream(model="demo", input=ALL) as stream:
         types = [event.type for event in stream]
         final = stream.get_final_response()
@@ -335,7 +335,7 @@ def test_the_sdk_follows_a_stream(client: openai.OpenAI) -> None:
     assert final.output[2].arguments == '{"city":"Paris"}'
 
 
-def test_the_sdk_parses_into_a_model(client: openai.OpenAI, generator: FakeGenerator) -> None:
+def test_sdk_parses_into_a_pydantic_model(client: openai.OpenAI, generator: FakeGenerator) -> None:
     class City(BaseModel):
         name: str
 
@@ -346,7 +346,7 @@ def test_the_sdk_parses_into_a_model(client: openai.OpenAI, generator: FakeGener
     assert constraint.value["properties"]["name"]["type"] == "string"
 
 
-def test_the_sdk_closes_the_loop_of_a_tool(client: openai.OpenAI, generator: FakeGenerator) -> None:
+def test_sdk_returns_the_result_of_a_tool(client: openai.OpenAI, generator: FakeGenerator) -> None:
     tools: Any = [TOOL]
     turns: list[Any] = [{"role": "user", "content": ALL}]
     first = client.responses.create(model="demo", input=turns, tools=tools)
@@ -384,7 +384,7 @@ def test_the_sdk_closes_the_loop_of_a_tool(client: openai.OpenAI, generator: Fak
     assert generator.payloads[-1].prompt.messages == messages  # type: ignore[union-attr]  # a Chat
 
 
-def test_the_sdk_raises_what_fails(client: openai.OpenAI) -> None:
+def test_sdk_raises_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve("resp_none")
     with pytest.raises(openai.BadRequestError) as bad:

@@ -1,4 +1,4 @@
-"""OpenAI's Python SDK and Chat Completions: documents, calls and reasoning of real models."""
+"""OpenAI's Python SDK and Chat Completions, with real models: documents, calls and reasoning."""
 
 import asyncio
 import json
@@ -63,7 +63,7 @@ def calls_of(answer: ParsedChatCompletion[Any]) -> list[Any]:
 # ── documents ──
 
 
-def test_an_answer_is_parsed_into_its_model(asked: Sdk) -> None:
+def test_response_is_parsed_into_a_pydantic_model(asked: Sdk) -> None:
     answer = parse(asked, form=Place, n=3, **sdk.SAMPLED)
     for choice in answer.choices:
         assert choice.finish_reason == "stop"
@@ -74,7 +74,7 @@ def test_an_answer_is_parsed_into_its_model(asked: Sdk) -> None:
     assert len({choice.message.content for choice in answer.choices}) > 1
 
 
-def test_a_streamed_answer_is_parsed_as_it_comes_and_at_its_end(asked: Sdk) -> None:
+def test_streamed_response_is_parsed_in_parts_and_at_its_end(asked: Sdk) -> None:
     with asked.client.chat.completions.stream(
         model=asked.model, messages=user(sdk.QUESTION), response_format=Place, max_tokens=300
     ) as stream:
@@ -90,13 +90,13 @@ def test_a_streamed_answer_is_parsed_as_it_comes_and_at_its_end(asked: Sdk) -> N
     assert done.content == final.content
 
 
-def test_a_document_that_is_cut_off_is_an_error_of_its_own(asked: Sdk) -> None:
+def test_document_that_is_cut_off_raises_its_own_error(asked: Sdk) -> None:
     with pytest.raises(openai.LengthFinishReasonError) as cut:
         parse(asked, form=Place, max_tokens=4)
     assert (cut.value.completion.choices[0].message.content or "").startswith('{"')
 
 
-def test_a_schema_that_cannot_be_served_is_refused_by_name(asked: Sdk) -> None:
+def test_error_names_the_unsupported_schema(asked: Sdk) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "none"}}}
     for streams in (False, True):
         with pytest.raises(openai.BadRequestError) as bad:
@@ -106,7 +106,7 @@ def test_a_schema_that_cannot_be_served_is_refused_by_name(asked: Sdk) -> None:
         assert bad.value.param == "response_format.json_schema.schema"
 
 
-def test_log_probabilities_are_those_of_the_document(asked: Sdk) -> None:
+def test_logprobs_are_those_of_the_document(asked: Sdk) -> None:
     answer = parse(asked, form=Place, logprobs=True, top_logprobs=2, **sdk.SAMPLED)
     [choice] = answer.choices
     assert isinstance(choice.message.parsed, Place)
@@ -117,7 +117,7 @@ def test_log_probabilities_are_those_of_the_document(asked: Sdk) -> None:
     assert all(each.logprob <= 0 and len(each.top_logprobs) == 2 for each in tokens)
 
 
-def test_forms_beyond_the_api_go_in_the_extra_body(tiny: Sdk) -> None:
+def test_formats_beyond_the_api_are_in_the_extra_body(tiny: Sdk) -> None:
     body = {"structured_outputs": {"choice": ["red", "green"]}}
     said = {
         parse(tiny, extra_body=body, temperature=2, seed=seed).choices[0].message.content
@@ -129,27 +129,27 @@ def test_forms_beyond_the_api_go_in_the_extra_body(tiny: Sdk) -> None:
 # ── calls ──
 
 
-def test_the_model_calls_a_tool_where_there_is_need(demo: Sdk) -> None:
+def test_model_calls_a_tool_when_needed(demo: Sdk) -> None:
     assert calls_of(parse(demo, tools=[sdk.WEATHER])) == [GetWeather(city="Paris")]
     free = parse(demo, "What is the capital of France?", tools=[sdk.WEATHER], tool_choice="auto")
     assert free.choices[0].message.content == "The capital of France is Paris."
     assert not free.choices[0].message.tool_calls
 
 
-def test_required_is_a_call_of_any_tool(asked: Sdk) -> None:
+def test_required_calls_any_tool(asked: Sdk) -> None:
     for seed in range(4):
         fields = {"tools": [sdk.WEATHER, sdk.CLOCK], "tool_choice": "required", "temperature": 1}
         calls = calls_of(parse(asked, "Hello!", seed=seed, **fields))
         assert all(isinstance(each, GetWeather | Clock) for each in calls)
 
 
-def test_a_named_tool_is_the_one_that_is_called(asked: Sdk) -> None:
+def test_named_tool_is_called(asked: Sdk) -> None:
     named = {"type": "function", "function": {"name": "clock"}}
     [call, *_] = calls_of(parse(asked, tools=[sdk.WEATHER, sdk.CLOCK], tool_choice=named))
     assert isinstance(call, Clock)
 
 
-def test_none_is_no_call(asked: Sdk) -> None:
+def test_none_calls_no_tool(asked: Sdk) -> None:
     answer = asked.client.chat.completions.create(
         model=asked.model,
         messages=user(sdk.QUESTION),
@@ -161,7 +161,7 @@ def test_none_is_no_call(asked: Sdk) -> None:
     assert answer.choices[0].message.content
 
 
-def test_one_call_at_a_time_if_so_asked(tiny: Sdk) -> None:
+def test_parallel_tool_calls_false_gives_one_call(tiny: Sdk) -> None:
     fields: dict[str, Any] = {"tools": [sdk.CLOCK], "tool_choice": "required", "temperature": 1.5}
     many, single = (
         [calls_of(parse(tiny, seed=seed, parallel_tool_calls=way, **fields)) for seed in range(6)]
@@ -171,7 +171,7 @@ def test_one_call_at_a_time_if_so_asked(tiny: Sdk) -> None:
     assert {len(each) for each in single} == {1}
 
 
-def test_tools_beside_a_form_give_a_call_or_a_document(tiny: Sdk) -> None:
+def test_tools_with_a_format_give_a_call_or_a_document(tiny: Sdk) -> None:
     fields: dict[str, Any] = {"form": Place, "tools": [sdk.CLOCK], "temperature": 2}
     kinds = set()
     for seed in range(8):
@@ -181,7 +181,7 @@ def test_tools_beside_a_form_give_a_call_or_a_document(tiny: Sdk) -> None:
     assert kinds == {Clock, Place}
 
 
-def test_a_streamed_call_is_told_name_first_and_parsed_at_its_end(asked: Sdk) -> None:
+def test_streamed_call_has_its_name_first_and_is_parsed_at_its_end(asked: Sdk) -> None:
     with asked.client.chat.completions.stream(
         model=asked.model,
         messages=user(sdk.QUESTION),
@@ -202,7 +202,7 @@ def test_a_streamed_call_is_told_name_first_and_parsed_at_its_end(asked: Sdk) ->
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_what_a_tool_returns_becomes_the_answer(demo: Sdk, streams: bool) -> None:
+def test_result_of_a_tool_is_in_the_response(demo: Sdk, streams: bool) -> None:
     def turn(messages: list[Any]) -> ParsedChatCompletion[None]:
         chat = demo.client.chat.completions
         if not streams:
@@ -222,7 +222,9 @@ def test_what_a_tool_returns_becomes_the_answer(demo: Sdk, streams: bool) -> Non
 
 
 @pytest.mark.parametrize("content", [{"content": None}, {"content": ""}, {}])
-def test_a_call_goes_back_with_whatever_content_it_has(demo: Sdk, content: dict[str, Any]) -> None:
+def test_message_with_a_call_is_accepted_with_any_content(
+    demo: Sdk, content: dict[str, Any]
+) -> None:
     call = {"name": "get_weather", "arguments": '{"city": "Paris"}'}
     messages: list[Any] = user(sdk.QUESTION)
     calls = [{"id": "toolu_01", "type": "function", "function": call}]
@@ -234,9 +236,7 @@ def test_a_call_goes_back_with_whatever_content_it_has(demo: Sdk, content: dict[
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_calls_go_back_through_a_template_that_is_strict_about_them(
-    strict: Sdk, streams: bool
-) -> None:
+def test_calls_are_rendered_by_a_strict_template(strict: Sdk, streams: bool) -> None:
     fields: dict[str, Any] = {"model": strict.model, "tools": [sdk.CLOCK], "max_tokens": 200}
     messages = user("What time is it?")
     ids = []
@@ -267,7 +267,7 @@ def reasoning(message: Any) -> str:
 
 
 @pytest.mark.parametrize("budget", [0, 5, 20])
-def test_thoughts_are_apart_and_end_with_their_budget(tiny: Sdk, budget: int) -> None:
+def test_reasoning_is_separate_and_ends_with_its_budget(tiny: Sdk, budget: int) -> None:
     body = sdk.THINK | {"thinking_token_budget": budget}
     fields: dict[str, Any] = {"messages": user("hi"), "max_tokens": 60, "extra_body": body}
     create = tiny.client.chat.completions.create
@@ -290,7 +290,7 @@ def test_thoughts_are_apart_and_end_with_their_budget(tiny: Sdk, budget: int) ->
     assert not any(reasoning(delta) and delta.content for delta in deltas)
 
 
-def test_thoughts_come_before_what_is_held_to_a_form(tiny: Sdk) -> None:
+def test_reasoning_precedes_constrained_output(tiny: Sdk) -> None:
     body = sdk.THINK | {"thinking_token_budget": 8}
     thought = parse(tiny, form=Place, extra_body=body, **sdk.SAMPLED).choices[0].message
     assert reasoning(thought)
@@ -301,7 +301,7 @@ def test_thoughts_come_before_what_is_held_to_a_form(tiny: Sdk) -> None:
     assert all(isinstance(each, Clock) for each in calls_of(called))
 
 
-def test_thoughts_may_be_told_again(tiny: Sdk) -> None:
+def test_reasoning_is_accepted_in_messages(tiny: Sdk) -> None:
     said: Any = {"role": "assistant", "content": "yes", "reasoning_content": "let me see"}
     bare: Any = {"role": "assistant", "content": "yes"}
     prompts = []
@@ -317,7 +317,7 @@ def test_thoughts_may_be_told_again(tiny: Sdk) -> None:
 # ── many at once ──
 
 
-def test_sixteen_at_once_are_each_as_asked(tiny: Sdk) -> None:
+def test_sixteen_concurrent_requests_keep_their_own_formats(tiny: Sdk) -> None:
     async def ask(client: openai.AsyncOpenAI, n: int) -> None:
         chat = client.chat.completions
         fields: dict[str, Any] = {"max_tokens": 300, "temperature": 1.2, "seed": n}

@@ -1,4 +1,4 @@
-"""OpenAI's SDKs and images, unmodified: to a tiny model that sees."""
+"""OpenAI's SDKs and images, with a tiny multimodal model."""
 
 import base64
 import json
@@ -45,7 +45,7 @@ def seeing() -> Iterator[Sdk]:
         yield made
 
 
-def test_chat_is_answered_whole_and_streamed_alike(seeing: Sdk) -> None:
+def test_chat_has_the_same_text_whole_and_streamed(seeing: Sdk) -> None:
     messages = user("What is it?", url(1), "and", url(2))
     asked = {"model": seeing.model, "messages": messages, **SHORT}
     whole = seeing.client.chat.completions.create(**asked)
@@ -60,7 +60,7 @@ def test_chat_is_answered_whole_and_streamed_alike(seeing: Sdk) -> None:
     assert whole.usage.prompt_tokens >= text_alone.usage.prompt_tokens + 2 * PLACES - 2
 
 
-def test_answers_about_images_are_held_to_a_form(seeing: Sdk) -> None:
+def test_output_about_images_follows_a_format(seeing: Sdk) -> None:
     answer = seeing.client.chat.completions.parse(
         model=seeing.model,
         messages=user("Where?", url()),
@@ -71,7 +71,7 @@ def test_answers_about_images_are_held_to_a_form(seeing: Sdk) -> None:
     assert isinstance(answer.choices[0].message.parsed, Place)
 
 
-def test_tools_are_called_about_images(seeing: Sdk) -> None:
+def test_tools_are_called_for_images(seeing: Sdk) -> None:
     place = {"type": "string", "enum": ["here", "there"]}
     parameters = {"type": "object", "properties": {"place": place}, "required": ["place"]}
     look: Any = {"type": "function", "function": {"name": "look", "parameters": parameters}}
@@ -95,7 +95,7 @@ def test_tools_are_called_about_images(seeing: Sdk) -> None:
     assert further.usage.prompt_tokens > answer.usage.prompt_tokens + PLACES
 
 
-def test_seeds_repeat_answers_about_images(seeing: Sdk) -> None:
+def test_seeds_repeat_output_about_images(seeing: Sdk) -> None:
     def said(seed: int, image: str) -> str | None:
         answer = seeing.client.chat.completions.create(
             model=seeing.model, messages=user("What?", image), seed=seed, max_tokens=12
@@ -107,7 +107,7 @@ def test_seeds_repeat_answers_about_images(seeing: Sdk) -> None:
     assert said(2, url(1)) != first
 
 
-def test_responses_see_images_and_remember_them(seeing: Sdk) -> None:
+def test_responses_accept_images_and_keep_them(seeing: Sdk) -> None:
     text, image = {"type": "input_text", "text": "What?"}, {"type": "input_image", "detail": "auto"}
     content: list[Any] = [text, image | {"image_url": url()}]
     first = seeing.client.responses.create(
@@ -130,7 +130,7 @@ def test_responses_see_images_and_remember_them(seeing: Sdk) -> None:
     assert second.usage.input_tokens_details.cached_tokens > 0
 
 
-def test_broken_image_is_a_bad_request(seeing: Sdk) -> None:
+def test_broken_image_is_400(seeing: Sdk) -> None:
     broken = "data:image/png;base64," + base64.b64encode(png(1)[:200]).decode()
     with pytest.raises(openai.BadRequestError, match="not an image that can be read") as refused:
         seeing.client.chat.completions.create(model=seeing.model, messages=user("a", broken))

@@ -1,4 +1,4 @@
-"""OpenAI's Python SDK and the Responses API: items of real models, stored and built upon."""
+"""OpenAI's Python SDK and the Responses API, with real models: items, stored and continued."""
 
 import asyncio
 import json
@@ -50,7 +50,7 @@ def calls_of(answer: ParsedResponse[Any]) -> list[Any]:
 # ── documents ──
 
 
-def test_a_text_is_parsed_into_its_model(asked: Sdk) -> None:
+def test_text_is_parsed_into_a_pydantic_model(asked: Sdk) -> None:
     answer = asked.client.responses.parse(
         model=asked.model, input=sdk.QUESTION, text_format=Place, max_output_tokens=300, **sampled()
     )
@@ -59,7 +59,7 @@ def test_a_text_is_parsed_into_its_model(asked: Sdk) -> None:
     assert json.loads(answer.output_text) == answer.output_parsed.model_dump()
 
 
-def test_a_streamed_text_is_parsed_at_its_end(asked: Sdk) -> None:
+def test_streamed_text_is_parsed_at_its_end(asked: Sdk) -> None:
     with asked.client.responses.stream(
         model=asked.model, input=sdk.QUESTION, text_format=Place, max_output_tokens=300
     ) as stream:
@@ -76,7 +76,7 @@ def test_a_streamed_text_is_parsed_at_its_end(asked: Sdk) -> None:
     assert [event.sequence_number for event in events] == list(range(len(events)))
 
 
-def test_log_probabilities_are_those_of_the_text(tiny: Sdk) -> None:
+def test_logprobs_are_those_of_the_text(tiny: Sdk) -> None:
     answer = tiny.client.responses.parse(
         model=tiny.model,
         input="hi",
@@ -97,7 +97,7 @@ def test_log_probabilities_are_those_of_the_text(tiny: Sdk) -> None:
 # ── calls ──
 
 
-def test_a_tool_is_called_as_the_choice_says(asked: Sdk) -> None:
+def test_tool_choice_determines_the_called_tool(asked: Sdk) -> None:
     def call(choice: Any) -> ParsedResponse[None]:
         return asked.client.responses.parse(
             model=asked.model,
@@ -118,7 +118,7 @@ def test_a_tool_is_called_as_the_choice_says(asked: Sdk) -> None:
     assert all(item.type != "function_call" for item in none.output)
 
 
-def test_one_call_at_a_time_if_so_asked(tiny: Sdk) -> None:
+def test_parallel_tool_calls_false_gives_one_call(tiny: Sdk) -> None:
     def count(parallel: bool, seed: int) -> int:
         answer = tiny.client.responses.parse(
             model=tiny.model,
@@ -137,7 +137,7 @@ def test_one_call_at_a_time_if_so_asked(tiny: Sdk) -> None:
 
 @pytest.mark.parametrize("stored", [True, False])
 @pytest.mark.parametrize("streams", [True, False])
-def test_what_a_tool_returns_becomes_the_answer(demo: Sdk, stored: bool, streams: bool) -> None:
+def test_result_of_a_tool_is_in_the_response(demo: Sdk, stored: bool, streams: bool) -> None:
     """Either the server keeps the conversation, or the client tells all of it again."""
 
     def turn(**fields: Any) -> ParsedResponse[None]:
@@ -160,7 +160,7 @@ def test_what_a_tool_returns_becomes_the_answer(demo: Sdk, stored: bool, streams
     assert sdk.reports_weather(answer.output_text), answer.output_text
 
 
-def test_a_streamed_call_is_told_in_parts(asked: Sdk) -> None:
+def test_streamed_call_has_several_parts(asked: Sdk) -> None:
     with asked.client.responses.stream(
         model=asked.model,
         input=sdk.QUESTION,
@@ -179,7 +179,7 @@ def test_a_streamed_call_is_told_in_parts(asked: Sdk) -> None:
 # ── reasoning ──
 
 
-def test_thoughts_are_items(tiny: Sdk) -> None:
+def test_reasoning_is_an_item(tiny: Sdk) -> None:
     extra = sdk.THINK | {"thinking_token_budget": 6}
     fields: dict[str, Any] = {"model": tiny.model, "input": "hi", "text_format": Place}
     fields |= sampled(**extra) | {"max_output_tokens": 300}
@@ -208,7 +208,7 @@ def test_thoughts_are_items(tiny: Sdk) -> None:
 # ── stored and in the background ──
 
 
-def test_a_response_is_looked_up_built_upon_and_deleted(demo: Sdk) -> None:
+def test_response_is_retrieved_continued_and_deleted(demo: Sdk) -> None:
     responses = demo.client.responses
     first = responses.create(model="demo", input="What is the capital of France?")
     assert first.output_text == "The capital of France is Paris."
@@ -224,7 +224,7 @@ def test_a_response_is_looked_up_built_upon_and_deleted(demo: Sdk) -> None:
         responses.retrieve(first.id)
 
 
-def test_what_runs_in_the_background_is_polled(demo: Sdk) -> None:
+def test_background_response_is_polled(demo: Sdk) -> None:
     responses = demo.client.responses
     begun = responses.create(model="demo", input="What is the capital of France?", background=True)
     assert begun.status == "queued"
@@ -232,7 +232,7 @@ def test_what_runs_in_the_background_is_polled(demo: Sdk) -> None:
     assert responses.retrieve(begun.id).output_text == "The capital of France is Paris."
 
 
-def test_what_runs_in_the_background_is_cancelled(demo: Sdk) -> None:
+def test_background_response_is_cancelled(demo: Sdk) -> None:
     responses, endless = demo.client.responses, {"ignore_eos": True}
     begun = responses.create(
         model="demo", input="hi", background=True, temperature=1.5, extra_body=endless
@@ -245,7 +245,7 @@ def test_what_runs_in_the_background_is_cancelled(demo: Sdk) -> None:
 # ── many at once ──
 
 
-def test_sixteen_at_once_are_each_as_asked(tiny: Sdk) -> None:
+def test_sixteen_concurrent_requests_keep_their_own_formats(tiny: Sdk) -> None:
     async def ask(client: openai.AsyncOpenAI, n: int) -> None:
         fields: dict[str, Any] = {"max_output_tokens": 300, "temperature": 1.2}
         fields |= {"model": tiny.model, "input": f"number {n}", "extra_body": {"seed": n}}

@@ -1,4 +1,4 @@
-"""/v1/audio over real sockets: what is sent, what comes back in five formats, what is refused."""
+"""/v1/audio over real sockets: forms, responses in five formats, errors."""
 
 import html
 import io
@@ -118,7 +118,9 @@ def test_subtitles_have_a_cue_for_each_segment(server: Server) -> None:
     assert vtt.headers["content-type"] == "text/vtt; charset=utf-8"
 
 
-def test_verbose_json_has_what_was_asked_for(server: Server, speaker: FakeTranscriber) -> None:
+def test_verbose_json_has_the_requested_granularities(
+    server: Server, speaker: FakeTranscriber
+) -> None:
     whole = post(server, response_format="verbose_json").json()
     assert (whole["task"], whole["language"], whole["duration"]) == ("transcribe", "english", 1.0)
     assert [each["id"] for each in whole["segments"]] == [0, 1, 2]
@@ -139,7 +141,7 @@ def test_silence_is_an_empty_text(server: Server) -> None:
     assert post(server, prompt="silence", response_format="vtt").text == "WEBVTT\n\n"
 
 
-def test_translations_are_asked_for_as_such(server: Server, speaker: FakeTranscriber) -> None:
+def test_translations_reach_the_model_as_such(server: Server, speaker: FakeTranscriber) -> None:
     path = "/v1/audio/translations"
     assert post(server, path=path).json()["text"] == TEXT
     assert speaker.payloads[0].task == "translate"
@@ -149,7 +151,7 @@ def test_translations_are_asked_for_as_such(server: Server, speaker: FakeTranscr
     assert error_of(post(server, path=path, stream="true"))["param"] == "stream"
 
 
-def test_a_stream_has_deltas_and_a_whole_that_they_make(server: Server) -> None:
+def test_deltas_of_a_stream_join_to_the_whole_text(server: Server) -> None:
     fields: dict[str, Any] = {"stream": "true", "include[]": "logprobs"}
     answer = post(server, **fields)
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -164,7 +166,7 @@ def test_a_stream_has_deltas_and_a_whole_that_they_make(server: Server) -> None:
     assert done["logprobs"][0]["bytes"] == list(b" Good")
 
 
-def test_a_stream_that_cannot_begin_is_a_status(server: Server) -> None:
+def test_refusal_before_the_first_delta_has_a_status_code(server: Server) -> None:
     assert post(server, stream="true", prompt="refused").status_code == 400
     assert post(server, stream="true", prompt="bad").status_code == 500
     late = post(server, stream="true", prompt="bad later")
@@ -177,7 +179,7 @@ def test_a_stream_that_cannot_begin_is_a_status(server: Server) -> None:
 # ── clients ──
 
 
-def test_openais_sdk_reads_every_format(server: Server) -> None:
+def test_openai_sdk_reads_every_format(server: Server) -> None:
     with openai.OpenAI(base_url=server.url + "/v1", api_key="-", max_retries=0) as client:
         create = client.audio.transcriptions.create
         sound: Any = ("a.wav", wav())
@@ -203,7 +205,7 @@ def test_openais_sdk_reads_every_format(server: Server) -> None:
 @pytest.mark.skipif(
     NODE is None or not (FOLDER / "node_modules" / "openai").is_dir(), reason="no Node SDK here"
 )
-def test_openais_node_sdk_reads_them_too(server: Server, tmp_path: Path) -> None:
+def test_openai_node_sdk_reads_every_format(server: Server, tmp_path: Path) -> None:
     assert NODE is not None
     (tmp_path / "a.wav").write_bytes(wav())
     made = subprocess.run(
@@ -231,7 +233,7 @@ def test_curl_sends_a_form(server: Server, tmp_path: Path) -> None:
     assert "-F file=@PATH" in refused["error"]["message"]
 
 
-def test_the_model_is_listed_and_asked_for_by_name(server: Server) -> None:
+def test_model_is_listed_and_selected_by_name(server: Server) -> None:
     [model] = CLIENT.get(server.url + "/v1/models").json()["data"]
     assert model["id"] == "demo"
     assert "max_model_len" not in model
@@ -268,16 +270,14 @@ def test_the_model_is_listed_and_asked_for_by_name(server: Server) -> None:
         ({"prompt": "x" * 70_000}, "prompt"),
     ],
 )
-def test_what_is_not_done_is_refused_by_name(
-    fields: dict[str, Any], param: str, server: Server
-) -> None:
+def test_error_names_the_invalid_field(fields: dict[str, Any], param: str, server: Server) -> None:
     answer = post(server, **fields)
     assert answer.status_code == 400
     assert error_of(answer)["param"] == param
     assert param in error_of(answer)["message"]
 
 
-def test_what_asks_for_nothing_is_taken(server: Server) -> None:
+def test_unimplemented_parameters_with_default_values_are_accepted(server: Server) -> None:
     fields: dict[str, Any] = {
         "chunking_strategy": "auto",
         "language": "",
@@ -287,7 +287,7 @@ def test_what_asks_for_nothing_is_taken(server: Server) -> None:
     assert post(server, **fields).status_code == 200
 
 
-def test_files_that_are_no_recordings(server: Server) -> None:
+def test_files_that_are_not_audio_are_refused(server: Server) -> None:
     silence = io.BytesIO()
     soundfile.write(silence, np.zeros(61 * RATE, np.int16), RATE, format="FLAC")
     flac = tone(3.0, RATE, kind="FLAC")
@@ -312,7 +312,7 @@ def test_metrics_count_the_seconds(server: Server) -> None:
     assert metric(server, f'onequeue_requests_total{{endpoint="{PATH}",status="200"}}') > 0
 
 
-def test_without_a_model_there_is_no_such_endpoint() -> None:
+def test_endpoint_is_404_without_a_model() -> None:
     from tests.fakes import FakeRunner
 
     with serving(FakeRunner) as server:

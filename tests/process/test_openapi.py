@@ -1,4 +1,4 @@
-"""`GET /openapi.json` says what is served, and a fuzzer that believes it finds no failure."""
+"""`GET /openapi.json` describes the endpoints, and fuzzing by it finds no failure."""
 
 import re
 import subprocess
@@ -80,7 +80,7 @@ def test_the_document_is_well_formed(server: Server) -> None:
 
 
 @pytest.mark.parametrize("task", sorted(TASKS))
-def test_each_task_says_what_it_takes(task: str) -> None:
+def test_parameters_of_each_task_are_described(task: str) -> None:
     root = Route("/", fetch, methods=["POST"])
     document = build_document(Settings(pipeline_task=task), [root])
     check_form(document)
@@ -90,7 +90,7 @@ def test_each_task_says_what_it_takes(task: str) -> None:
     assert [set(each) for each in named] == [set(TASKS[task].parameters)]
 
 
-def test_what_is_mounted_is_described_and_nothing_else(server: Server) -> None:
+def test_exactly_the_mounted_routes_are_described(server: Server) -> None:
     with serving(FakeRunner, ready=False) as no_chat:
         assert set(fetch(no_chat)["paths"]) == ALWAYS
     with serving(load_chat=FakeGenerator, ready=False) as no_pipeline:
@@ -125,7 +125,7 @@ def test_transcriptions_are_described_and_fuzzed(tmp_path: Path) -> None:
         fuzz(server, tmp_path, 3, "--include-path-regex=audio")
 
 
-def test_it_is_there_before_the_model() -> None:
+def test_document_is_served_before_the_model_is_loaded() -> None:
     gate = threading.Event()
 
     def load() -> FakeGenerator:
@@ -140,7 +140,7 @@ def test_it_is_there_before_the_model() -> None:
             gate.set()
 
 
-def test_a_key_is_asked_for_where_the_document_says_so(server: Server) -> None:
+def test_key_is_required_where_the_document_requires_it(server: Server) -> None:
     assert error_of(CLIENT.get(server.url + "/openapi.json"))["code"] == "invalid_api_key"
     document = fetch(server)
     assert document["components"]["securitySchemes"] == {
@@ -207,7 +207,7 @@ TOOLS = [{"type": "function", "function": {"name": f"f{n}"}} for n in range(129)
         (ChatRequest, "modalities", [None, ["text"]], [["audio"], [], "text"]),
     ],
 )
-def test_a_field_is_described_as_it_is_checked(
+def test_schema_of_a_field_agrees_with_its_check(
     server: Server,
     kind: type[GenerationRequest],
     name: str,

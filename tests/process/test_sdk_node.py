@@ -99,13 +99,13 @@ def test_a_streamed_call_is_parsed(checks: Checks, side: str) -> None:
 
 @both
 @apis
-def test_a_named_tool_is_the_one_that_is_called(checks: Checks, api: str, side: str) -> None:
+def test_named_tool_is_called(checks: Checks, api: str, side: str) -> None:
     [call] = got(checks, api, f"named {side}")["parsed"]
     assert call in ({"zone": "utc"}, {"zone": "local"})
 
 
 @both
-def test_none_is_no_call(checks: Checks, side: str) -> None:
+def test_none_calls_no_tool(checks: Checks, side: str) -> None:
     answer = got(checks, "chat", f"none {side}")
     assert answer["calls"] is None
     assert answer["content"]
@@ -120,7 +120,7 @@ def test_none_is_no_call(checks: Checks, side: str) -> None:
         ("responses", "tools false"),
     ],
 )
-def test_what_a_tool_returns_becomes_the_answer(checks: Checks, api: str, name: str) -> None:
+def test_result_of_a_tool_is_in_the_response(checks: Checks, api: str, name: str) -> None:
     answer = got(checks, api, name)
     assert answer["called"] == [{"city": "Paris"}]
     assert sdk.reports_weather(answer["content"]), answer["content"]
@@ -137,7 +137,7 @@ def test_thoughts_come_before_the_answer(checks: Checks, api: str) -> None:
         assert answer["types"] == ["reasoning", "message"]
 
 
-def test_a_schema_that_cannot_be_served_is_refused_by_name(checks: Checks) -> None:
+def test_error_names_the_unsupported_schema(checks: Checks) -> None:
     refused = checks.of("chat")["refused"]
     assert refused["error"].startswith("BadRequestError: 400 ")
     assert refused["param"] == "response_format.json_schema.schema"

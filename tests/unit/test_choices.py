@@ -1,4 +1,4 @@
-"""From deltas to events, one delta at a time, where a real stream may have merged some."""
+"""Chunks made of deltas, one delta at a time; a real stream may merge some."""
 
 import copy
 import math
@@ -46,7 +46,7 @@ def chat(**fields: Any) -> Builder:
     return ChoicesResponseBuilder(parsed, UsageCounts(), chat_format)
 
 
-def test_a_configuration_stands_in_for_fields_that_are_missing() -> None:
+def test_generation_config_provides_absent_fields() -> None:
     """As `transformers chat` sends it."""
     body = {"generation_config": '{"temperature": 0.5, "top_p": 0.4, "max_new_tokens": 9}'}
     asked = {"messages": [{"role": "user", "content": "hi"}], "top_p": 1, "max_tokens": None}
@@ -81,7 +81,7 @@ def choice_of(event: bytes) -> dict[str, Any]:
     return found
 
 
-def test_log_probabilities_of_half_a_character_wait_for_the_whole_one() -> None:
+def test_logprobs_of_a_partial_character_wait_for_the_whole_one() -> None:
     role, *said, last = choices(chat(logprobs=True))
     assert role["delta"] == {"role": "assistant"}
     assert [c["delta"] for c in said] == [{"content": "a"}, {"content": "é"}, {"content": "bc"}]
@@ -94,7 +94,7 @@ def test_log_probabilities_of_half_a_character_wait_for_the_whole_one() -> None:
     assert [each["logprob"] for each in last["logprobs"]["content"]] == [-4.0]
 
 
-def test_chunks_of_a_completion_count_their_offsets_on() -> None:
+def test_text_offsets_continue_across_chunks() -> None:
     *said, last = choices(completion(logprobs=0))
     assert [c["text"] for c in said] == ["a", "é", "bc"]
     assert [c["logprobs"]["text_offset"] for c in said] == [[0], [1, 1], [2, 3]]
@@ -103,14 +103,14 @@ def test_chunks_of_a_completion_count_their_offsets_on() -> None:
     assert [c["finish_reason"] for c in (*said, last)] == [None, None, None, "stop"]
 
 
-def test_a_chunk_without_log_probabilities_says_null() -> None:
+def test_logprobs_are_null_by_default() -> None:
     assert all(choice["logprobs"] is None for choice in choices(completion()))
     bare = [delta("a", 1), Delta(0, finish_reason="stop")]
     made = [event for each in bare for event in chat().add(each)]
     assert all(choice_of(event)["logprobs"] is None for event in made)
 
 
-def test_the_chosen_token_is_among_the_top_by_its_own_text() -> None:
+def test_top_logprobs_have_the_chosen_token_by_its_own_text() -> None:
     top = (TokenLogprob(9, "er", b"er", -0.1), TokenLogprob(3, "\ufffd", b"\xa9", -1.0))
     last = delta("é", 1, [TokenLogprob(3, "é", b"\xa9", -1.0, top)], finish_reason="length")
     (event,) = completion(logprobs=2).add(last)

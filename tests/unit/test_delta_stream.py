@@ -1,4 +1,4 @@
-"""What a request is given in parts is whole, or ends with what went wrong."""
+"""A DeltaStream gives all deltas, or ends with the error of the request."""
 
 import asyncio
 import math
@@ -31,7 +31,7 @@ async def streaming() -> AsyncIterator[DeltaStream[str]]:
         yield stream
 
 
-def test_a_whole_answer_has_all_parts() -> None:
+def test_collect_returns_all_deltas() -> None:
     async def collected() -> list[str]:
         async with streaming() as stream:
             whole = asyncio.create_task(stream.collect())
@@ -45,7 +45,7 @@ def test_a_whole_answer_has_all_parts() -> None:
     assert asyncio.run(collected()) == ["one", "two", "three"]
 
 
-def test_parts_before_a_failure_are_no_whole_answer() -> None:
+def test_collect_raises_a_failure_after_some_deltas() -> None:
     async def collected() -> None:
         async with streaming() as stream:
             whole = asyncio.create_task(stream.collect())
@@ -60,7 +60,7 @@ def test_parts_before_a_failure_are_no_whole_answer() -> None:
     asyncio.run(collected())
 
 
-def test_a_failure_is_read_after_the_parts_before_it() -> None:
+def test_read_returns_the_deltas_before_a_failure() -> None:
     async def read() -> None:
         async with streaming() as stream:
             stream.push("one")

@@ -1,4 +1,4 @@
-"""Output items and events made of deltas, where the fake model's would not get to."""
+"""Output items and events made of deltas that the fake generator does not produce."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -28,7 +28,7 @@ def tokens(logprobs: list[Any]) -> list[str]:
     return [logprob["token"] for logprob in logprobs]
 
 
-def test_log_probabilities_that_lag_behind_their_text_are_told_at_its_end() -> None:
+def test_logprobs_that_lag_behind_their_text_are_in_its_last_event() -> None:
     output = empty()
     first = documents(output.add(Delta(0, [DeltaPart("content", "abc")], logprobs=[score("ab")])))
     assert tokens(first[-1]["logprobs"]) == ["ab"]
@@ -38,7 +38,7 @@ def test_log_probabilities_that_lag_behind_their_text_are_told_at_its_end() -> N
     assert tokens(documents(output.items)[0]["content"][0]["logprobs"]) == ["ab", "c"]
 
 
-def test_log_probabilities_go_to_the_message_that_has_their_text() -> None:
+def test_logprobs_belong_to_the_message_with_their_text() -> None:
     output = empty()
     parts = [DeltaPart("content", "ab"), DeltaPart("call", "{}", "f"), DeltaPart("content", "cd")]
     delta = Delta(0, parts, logprobs=[score("a"), score("b"), score(""), score("cd")])
@@ -55,7 +55,7 @@ def test_a_reasoning_item_follows_text_and_text_follows_it() -> None:
     assert [item.status for item in output.items] == ["completed", "completed", "incomplete"]
 
 
-def test_nothing_but_an_end_makes_an_empty_message_unless_it_failed() -> None:
+def test_completed_output_without_text_is_an_empty_message() -> None:
     output = empty()
     assert list(output.close("incomplete")) == []
     assert [event.type.removeprefix("response.") for event in output.close("completed")] == [

@@ -1,4 +1,4 @@
-"""The store alone: its bounds, its chains, its file."""
+"""The response store: its bounds, its chains, its file."""
 
 import contextlib
 import sqlite3
@@ -34,7 +34,7 @@ def ids(store: ResponseStore, *among: str) -> list[str]:
     return found
 
 
-def test_what_was_put_is_got_until_it_is_deleted() -> None:
+def test_response_is_returned_until_it_is_deleted() -> None:
     store = ResponseStore(":memory:")
     store.put(stored("a", text="wörld"))
     assert store.get("a") == stored("a", text="wörld")
@@ -48,7 +48,7 @@ def test_what_was_put_is_got_until_it_is_deleted() -> None:
     assert store.items({"in_a"}) == {}
 
 
-def test_an_item_of_two_responses_outlives_the_first() -> None:
+def test_item_of_two_responses_remains_after_the_first_is_deleted() -> None:
     store = ResponseStore(":memory:")
     same: list[Any] = [{"id": "in"}, {"id": "in"}]
     for id in ("a", "b"):
@@ -59,7 +59,7 @@ def test_an_item_of_two_responses_outlives_the_first() -> None:
     assert store.items({"in"}) == {}
 
 
-def test_items_of_one_response_cost_one_look_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_items_of_one_response_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     store = ResponseStore(":memory:")
     many: list[Any] = [{"id": f"in_{n}"} for n in range(100)]
     for id, given in (("a", many[:50]), ("b", many[50:])):
@@ -76,7 +76,7 @@ def test_items_of_one_response_cost_one_look_at_it(monkeypatch: pytest.MonkeyPat
     assert sorted(reads) == ["a", "b"]
 
 
-def test_a_chain_is_told_from_its_beginning() -> None:
+def test_chain_is_returned_oldest_first() -> None:
     store = ResponseStore(":memory:")
     turns = [stored("a"), stored("b", "a"), stored("c", "b")]
     for turn in turns:
@@ -92,7 +92,7 @@ def test_a_chain_is_told_from_its_beginning() -> None:
     assert missing.value.id == "a"
 
 
-def test_the_oldest_go_first_when_there_are_too_many() -> None:
+def test_oldest_responses_are_dropped_above_the_count_limit() -> None:
     store = ResponseStore(":memory:", max_responses=3)
     for id in "abcde":
         store.put(stored(id))
@@ -100,7 +100,7 @@ def test_the_oldest_go_first_when_there_are_too_many() -> None:
     assert store.totals[0] == 3
 
 
-def test_the_oldest_go_first_when_they_are_too_large() -> None:
+def test_oldest_responses_are_dropped_above_the_size_limit() -> None:
     store = ResponseStore(":memory:", max_bytes=1000)
     for id in "abc":
         store.put(stored(id, text="x" * 300))
@@ -113,7 +113,7 @@ def test_the_oldest_go_first_when_they_are_too_large() -> None:
     assert ids(store, "d") == ["d"]
 
 
-def test_a_conversation_in_use_keeps_its_beginning() -> None:
+def test_used_conversation_keeps_its_first_response() -> None:
     store = ResponseStore(":memory:", max_responses=3)
     store.put(stored("a"))
     store.put(stored("b", "a"))
@@ -123,7 +123,7 @@ def test_a_conversation_in_use_keeps_its_beginning() -> None:
     assert ids(store, "a", "b", "c", "other") == ["a", "b", "c"]
 
 
-def test_a_file_keeps_responses_their_order_and_its_bounds(tmp_path: Path) -> None:
+def test_file_keeps_responses_their_order_and_its_bounds(tmp_path: Path) -> None:
     path = str(tmp_path / "responses.db")
     store = ResponseStore(path)
     for id in "abc":
@@ -139,7 +139,7 @@ def test_a_file_keeps_responses_their_order_and_its_bounds(tmp_path: Path) -> No
     store.close()
 
 
-def test_a_full_disk_keeps_what_is_there_and_can_be_built_upon(tmp_path: Path) -> None:
+def test_stored_responses_can_be_used_on_a_full_disk(tmp_path: Path) -> None:
     store = filled(tmp_path / "responses.db")
     before = store.totals
     with pytest.raises(sqlite3.OperationalError, match="full"):
@@ -154,7 +154,7 @@ def test_a_full_disk_keeps_what_is_there_and_can_be_built_upon(tmp_path: Path) -
     store.close()
 
 
-def test_what_fails_halfway_is_not_counted() -> None:
+def test_failed_put_is_rolled_back() -> None:
     store = ResponseStore(":memory:", max_responses=1)
     store.put(stored("a"))
     before = store.totals
@@ -167,7 +167,7 @@ def test_what_fails_halfway_is_not_counted() -> None:
     assert ids(store, "a", "b") == ["a"]
 
 
-def test_a_file_that_cannot_be_used_is_refused_by_name(tmp_path: Path) -> None:
+def test_error_names_a_file_that_cannot_be_used(tmp_path: Path) -> None:
     text = tmp_path / "notes.txt"
     text.write_text("no database " * 100)
     for path in (text, tmp_path / "none" / "responses.db", tmp_path):
