@@ -48,6 +48,8 @@ class OutputEvent(NamedTuple):
 
 
 class OutputParser:
+    """Parses one output. `calls_started` and `calls_finished` count its calls."""
+
     def __init__(
         self, form: OutputFormat, prefix: str, allows_calls: bool,
         tools: Sequence[Mapping[str, Any]] = (), is_document: bool = False,
