@@ -174,9 +174,10 @@ def test_an_error_after_a_batch_leaves_no_request_waiting(
 ) -> None:
     stage.raise_in(stage.model.engine, "_report", error)
     assert stage.pipeline().status_code in (200, 500)
-    stage.raised.clear()
-    stage.raise_in(stage.server.worker_client, "on_step", error)
-    assert stage.pipeline().status_code == 500
+    for send in (stage.pipeline, stage.chat):
+        stage.raised.clear()
+        stage.raise_in(stage.server.worker_client, "on_step", error)
+        assert send().status_code == 500
 
 
 @pytest.mark.parametrize("error", ERRORS)

@@ -1,0 +1,83 @@
+"""The pipeline engine continues unfinished items in its next batches."""
+
+from typing import Any
+
+from batching.batcher import DynamicBatcher
+from batching.request_queue import WorkItem
+from tests.fakes import FakeRunner
+from worker.messages.protocol import UNFINISHED, StepOutcome
+from worker.pipeline.engine import PipelineEngine
+
+
+class Slow(FakeRunner):
+    """Needs as many batches for a text as it has words, each of one second."""
+
+    now = 1.0
+
+    def forward(self, prepared: list[Any]) -> list[Any]:
+        self.now += 1.0
+        self.batches.append([words[0] for words in prepared])
+        for words in prepared:
+            words.pop()
+        return [UNFINISHED if words else "done" for words in prepared]
+
+
+def slow_engine() -> tuple[PipelineEngine, Slow]:
+    runner = Slow()
+    return PipelineEngine(runner, DynamicBatcher(8, 100, 0.0), lambda: runner.now), runner
+
+
+def arrived(engine: PipelineEngine, text: str) -> WorkItem:
+    item = WorkItem(None, float("inf"), 0.0)
+    item.prepared = text.split()
+    engine.add(item)
+    return item
+
+
+def step(engine: PipelineEngine) -> StepOutcome:
+    outcome = engine.step(1.0)
+    assert outcome
+    return outcome
+
+
+def test_an_unfinished_item_continues_in_the_next_batch_with_new_ones() -> None:
+    engine, runner = slow_engine()
+    long = arrived(engine, "long long long")
+    outcome = step(engine)
+    assert outcome.outputs == []
+    assert outcome.unfinished
+    short = arrived(engine, "short")
+    assert engine.busy
+    assert engine.due_at(1.0) == 1.0
+    outcome = step(engine)
+    assert outcome.outputs == [(short, "done")]
+    assert outcome.report.size == 1
+    assert step(engine).outputs == [(long, "done")]
+    assert runner.batches == [["long"], ["long", "short"], ["long"]]
+    assert not engine.busy
+    assert engine.due_at(1.0) is None
+
+
+def test_the_time_of_an_unfinished_item_is_reported_when_it_finishes() -> None:
+    engine, _ = slow_engine()
+    arrived(engine, "long long long")
+    reports = [step(engine).report for _ in range(3)]
+    assert [(report.size, report.total_s) for report in reports] == [(0, 1.0), (0, 2.0), (1, 3.0)]
+
+
+def test_a_cancelled_unfinished_item_is_dropped() -> None:
+    engine, runner = slow_engine()
+    left = arrived(engine, "long long long")
+    step(engine)
+    left.open = False
+    assert engine.step(1.0) is None
+    assert len(runner.batches) == 1
+    assert not engine.busy
+
+
+def test_clear_returns_unfinished_items() -> None:
+    engine, _ = slow_engine()
+    item = arrived(engine, "long long")
+    step(engine)
+    assert engine.clear() == [item]
+    assert engine.due_at(1.0) is None
