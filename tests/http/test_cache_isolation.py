@@ -1,4 +1,4 @@
-"""Nobody finds in the prefix cache what was asked with another API key or cache_salt."""
+"""The prefix cache is not shared across API keys and cache salts."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -41,6 +41,7 @@ class Speculation:
 
     def remove(self, sequence: Sequence) -> None:
         self._drafters.pop(sequence, None)
+        self._asked.discard(sequence)
 
     # ── a step ──
 
