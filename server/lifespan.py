@@ -17,7 +17,6 @@ import traceback
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from types import FrameType
-from typing import Any
 
 import uvicorn
 
@@ -139,7 +138,7 @@ def drain_on_signal(worker_client: WorkerClient, grace_s: float) -> Callable[[],
     uvicorn would close its listeners and wait, while accepted requests still wait for a model.
     A second signal ends the wait at once. Returns a function that restores the handlers.
     """
-    previous: dict[int, Any] = {}
+    previous: dict[int, Callable[[int, FrameType | None], object]] = {}
 
     def restore() -> None:
         for number, handler in previous.items():

@@ -16,7 +16,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from prometheus_client import Counter, Histogram
 from starlette._utils import get_route_path
@@ -57,7 +57,7 @@ class Application:
         settings, self.metrics = self.settings, self.worker_client.metrics
         self.paths = {route.path_format for route in self.routes}  # others are counted as "other"
         # Paths with parameters are counted by their template.
-        self._templates: dict[Any, str] = {
+        self._templates: dict[object, str] = {
             route.endpoint: route.path_format for route in self.routes if route.param_convertors
         }
         self.keys = [key.encode() for key in settings.api_keys]

@@ -169,7 +169,7 @@ def test_redirects_are_followed_up_to_a_limit() -> None:
     moved = b"HTTP/1.1 302 Found\r\nLocation: /next\r\n\r\n"
     with replying(moved, moved, moved, IMAGE) as (port, requests):
         assert fetched(f"http://127.0.0.1:{port}/first") == b"png"
-        assert [each.split()[1] for each in requests] == [b"/first", *[b"/next"] * 3]
+        assert [request.split()[1] for request in requests] == [b"/first", *[b"/next"] * 3]
     with replying(*[moved] * 5) as (port, requests):
         assert "more than 3 times" in refusal(f"http://127.0.0.1:{port}/first")
         assert len(requests) == 4
@@ -260,10 +260,10 @@ def test_the_certificate_is_checked_against_the_urls_host(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    made = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=test"
+    options = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=test"
     named = ["-addext", "subjectAltName=DNS:here.test", "-keyout", str(key)]
     subprocess.run(
-        ["openssl", *made.split(), *named, "-out", str(certificate)],
+        ["openssl", *options.split(), *named, "-out", str(certificate)],
         check=True,
         capture_output=True,
     )
@@ -274,8 +274,8 @@ def test_the_certificate_is_checked_against_the_urls_host(
         return ["127.0.0.1"]
 
     monkeypatch.setattr(fetch, "resolve", addresses)
-    anew = inspect.unwrap(ssl.create_default_context)
-    monkeypatch.setattr(ssl, "create_default_context", anew)
+    uncached = inspect.unwrap(ssl.create_default_context)
+    monkeypatch.setattr(ssl, "create_default_context", uncached)
     with replying(*[IMAGE] * 3, secure=secure) as (port, requests):
         link = f"https://here.test:{port}/"
         assert "connection to its host fails" in refusal(link)  # no authority has signed it

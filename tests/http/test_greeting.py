@@ -97,15 +97,15 @@ def test_probes_are_left_out_of_the_access_log(path: str) -> None:
 def test_our_log_has_uvicorns_level(
     names: list[str], level: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours = logging.Logger("ours")
-    theirs = logging.Logger("uvicorn.error")
+    our_logger = logging.Logger("our_logger")
+    uvicorn_logger = logging.Logger("uvicorn.error")
     for name in names:
-        theirs.setLevel(name.upper())
+        uvicorn_logger.setLevel(name.upper())
     empty = logging.Logger("others")
-    loggers = {"onequeue": ours, "uvicorn.error": theirs}
+    loggers = {"onequeue": our_logger, "uvicorn.error": uvicorn_logger}
     monkeypatch.setattr(logging, "getLogger", lambda name="": loggers.get(name, empty))
     configure_log()
-    assert ours.level == level
+    assert our_logger.level == level
 
 
 def test_the_icon_version_and_ping_need_no_key() -> None:

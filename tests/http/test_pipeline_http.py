@@ -146,7 +146,7 @@ def test_invalid_requests_get_an_envelope_with_the_reason(
     message: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("server.http.request.LINGER_S", 3600)  # no answer waits for it
+    monkeypatch.setattr("server.http.request.LINGER_S", 3600)  # no response waits for it
     started = time.process_time()  # ours alone: the machine may have more to do
     response = httpx.post(server.url, content=body, headers={"content-type": media})
     assert time.process_time() - started < 1
@@ -167,9 +167,9 @@ def test_unknown_route_and_method(server: Server) -> None:
     error_of(wrong)
 
 
-class Slow:
-    """A client that has sent the first letter of a body of five, and the time that its server
-    gives it: that passes when it is told to, and never by itself."""
+class SlowClient:
+    """A client that has sent one of five letters of a body. The server's timeout passes only
+    when the test calls `wait`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
         self.loop = server.worker_client.loop
@@ -191,7 +191,7 @@ class Slow:
         monkeypatch.setattr("server.http.request.asyncio", patched)
         self.client = socket.create_connection(("127.0.0.1", server.port))
         self.client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nh")
-        for _ in range(2):  # for the letter, and for what is to come after it
+        for _ in range(2):  # for the letter, and for the rest
             assert self.waiting.acquire(timeout=60)
 
     def send(self, letter: bytes) -> None:
@@ -199,30 +199,30 @@ class Slow:
         assert self.waiting.acquire(timeout=60)
 
     def wait(self, seconds: float) -> None:
-        """Time passes, and the server takes notice."""
+        """Let the time pass on the server."""
         self.left_s -= seconds
         if self.left_s < 0:
             self.loop.call_soon_threadsafe(self.pass_at, 0.0)
 
 
 @pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowClient]:
     with serving(FakeRunner, body_timeout_s=60, request_timeout_s=3600) as server:
-        made = Slow(monkeypatch, server)
-        with made.client:
-            yield made
+        slow_client = SlowClient(monkeypatch, server)
+        with slow_client.client:
+            yield slow_client
 
 
-def test_a_body_that_stops_arriving_gets_408(slow: Slow) -> None:
+def test_a_body_that_stops_arriving_gets_408(slow: SlowClient) -> None:
     slow.wait(59)
     assert not select.select([slow.client], [], [], 0)[0]
     slow.wait(2)
-    status, answer = read_response(slow.client)
+    status, body = read_response(slow.client)
     assert status == 408
-    assert b"body_timeout" in answer
+    assert b"body_timeout" in body
 
 
-def test_a_slow_body_that_makes_progress_is_served(slow: Slow) -> None:
+def test_a_slow_client_that_makes_progress_is_served(slow: SlowClient) -> None:
     for letter in (b"e", b"l", b"l"):
         slow.wait(40)  # together above the limit
         slow.send(letter)
@@ -252,8 +252,8 @@ def test_a_large_body_with_expect_is_refused_before_it_is_sent(server: Server) -
 def test_the_request_id_is_echoed_or_generated(server: Server) -> None:
     echoed = httpx.post(server.url, content="x", headers={"X-Request-Id": "abc-1"})
     assert echoed.headers["x-request-id"] == "abc-1"
-    made = {httpx.post(server.url, content="x").headers["x-request-id"] for _ in range(3)}
-    assert len(made) == 3
+    ids = {httpx.post(server.url, content="x").headers["x-request-id"] for _ in range(3)}
+    assert len(ids) == 3
     long = httpx.post(server.url, content="x", headers={"X-Request-Id": "a" * 1000})
     assert long.headers["x-request-id"] != "a" * 1000
 

@@ -42,9 +42,9 @@ def multipart(*parts: tuple[str, bytes], boundary: str = "xyz", end: str = "--")
 
 
 def send(server: Server, body: bytes, media: str = "multipart/form-data; boundary=xyz") -> Any:
-    answer = CLIENT.post(server.url + PATH, content=body, headers={"Content-Type": media})
-    assert answer.status_code >= 400, answer.text
-    return answer.status_code, error_of(answer)
+    response = CLIENT.post(server.url + PATH, content=body, headers={"Content-Type": media})
+    assert response.status_code >= 400, response.text
+    return response.status_code, error_of(response)
 
 
 FILE = ('name="file"; filename="a.wav"', tone(1.0, RATE))
@@ -87,9 +87,9 @@ def test_invalid_parts_are_refused_by_name(
 
 
 def test_too_large_files_get_413(server: Server, spool: Path) -> None:
-    answer = post(server, b"\0" * 4_000_000)
-    assert (answer.status_code, error_of(answer)["code"]) == (413, "body_too_large")
-    assert answer.headers["connection"] == "close"
+    response = post(server, b"\0" * 4_000_000)
+    assert (response.status_code, error_of(response)["code"]) == (413, "body_too_large")
+    assert response.headers["connection"] == "close"
     with socket.create_connection(("127.0.0.1", server.port)) as client:  # by its Content-Length
         head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=x"
         client.sendall(
@@ -135,8 +135,8 @@ def test_an_upload_that_stops_arriving_gets_408(spool: Path) -> None:
 
 def test_all_uploads_are_limited_together(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uploads(server), "spooled", 16 * 2_000_000)
-    answer = post(server)
-    assert (answer.status_code, error_of(answer)["code"]) == (503, "queue_full")
+    response = post(server)
+    assert (response.status_code, error_of(response)["code"]) == (503, "queue_full")
 
 
 def test_a_full_disk_is_a_503(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,8 +144,8 @@ def test_a_full_disk_is_a_503(server: Server, monkeypatch: pytest.MonkeyPatch) -
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(tempfile, "mkstemp", full)
-    answer = post(server)
-    assert (answer.status_code, error_of(answer)["code"]) == (503, "queue_full")
+    response = post(server)
+    assert (response.status_code, error_of(response)["code"]) == (503, "queue_full")
 
 
 def test_a_disconnect_ends_the_transcription(server: Server, speaker: FakeTranscriber) -> None:
@@ -185,18 +185,18 @@ def test_an_upload_of_180_mb_is_never_whole_in_memory(spool: Path) -> None:
 
     with serving(load_transcriber=FakeTranscriber) as server, growing_less_than(50_000_000):
         media = {"Content-Type": "multipart/form-data; boundary=xyz"}
-        answer = CLIENT.post(server.url + PATH, content=pieces(), headers=media, timeout=300)
-        assert answer.status_code == 200, answer.text
-        assert answer.json()["usage"]["seconds"] == pytest.approx(45_000_000 / 44_100, abs=0.01)
+        response = CLIENT.post(server.url + PATH, content=pieces(), headers=media, timeout=300)
+        assert response.status_code == 200, response.text
+        assert response.json()["usage"]["seconds"] == pytest.approx(45_000_000 / 44_100, abs=0.01)
 
 
 def test_ten_hours_of_silence_are_refused_in_little_memory(spool: Path) -> None:
     """By the length in the header, or without one as soon as the audio is too long."""
-    sound = io.BytesIO()
-    with soundfile.SoundFile(sound, "w", 1000, 1, format="FLAC") as made:
+    buffer = io.BytesIO()
+    with soundfile.SoundFile(buffer, "w", 1000, 1, format="FLAC") as audio_file:
         for _ in range(36):
-            made.write(np.zeros(1_000_000, np.int16))
-    whole = sound.getvalue()
+            audio_file.write(np.zeros(1_000_000, np.int16))
+    whole = buffer.getvalue()
     assert len(whole) < 200_000
     with serving(transcription_model=str(folder(WHISPER)), compile="off") as server:
         assert post(server, tone(5.0, 1000)).status_code == 200  # all is imported
@@ -205,13 +205,13 @@ def test_ten_hours_of_silence_are_refused_in_little_memory(spool: Path) -> None:
                 (whole, "lasts 36000 seconds in 1 channels; at most 7200"),
                 (without_length(whole), "at most 7200 seconds"),
             ):
-                answer = post(server, file)
-                assert answer.status_code == 400, answer.text
-                assert message in error_of(answer)["message"]
+                response = post(server, file)
+                assert response.status_code == 400, response.text
+                assert message in error_of(response)["message"]
 
 
 @contextmanager
-def growing_less_than(most: int) -> Iterator[None]:
+def growing_less_than(max_bytes: int) -> Iterator[None]:
     """Check the growth of this process's memory, in bytes."""
     before, peak, done = resident(), 0, threading.Event()
 
@@ -225,7 +225,7 @@ def growing_less_than(most: int) -> Iterator[None]:
     yield
     done.set()
     watching.join()
-    assert peak - before < most
+    assert peak - before < max_bytes
 
 
 def resident() -> int:

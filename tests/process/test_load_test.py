@@ -49,7 +49,7 @@ class Target:
         self.requested = threading.Event()
         self.url = ""
 
-    async def answer(self, request: Request) -> Response:
+    async def respond(self, request: Request) -> Response:
         self.bodies.append(await request.body())
         self.headers.append(dict(request.headers))
         self.requested.set()
@@ -94,11 +94,11 @@ class Target:
 def target() -> Iterator[Target]:
     target = Target()
     routes = [
-        Route("/", target.answer, methods=["POST"]),
+        Route("/", target.respond, methods=["POST"]),
         Route("/busy", target.busy, methods=["POST"]),
         Route("/wrong", target.wrong, methods=["POST"]),
         Route("/v1/chat/completions", target.chat, methods=["POST"]),
-        Route("/v1/embeddings", target.answer, methods=["POST"]),
+        Route("/v1/embeddings", target.respond, methods=["POST"]),
         Route("/v1/audio/transcriptions", target.form, methods=["POST"]),
     ]
     config = uvicorn.Config(Starlette(routes=routes), log_level="error", lifespan="off")
@@ -362,12 +362,12 @@ def test_milliseconds_are_rounded_by_size(value: float, text: str) -> None:
 
 
 def test_a_terminal_shows_a_progress_line(target: Target) -> None:
-    ours, theirs = pty.openpty()
+    terminal, child_end = pty.openpty()
     command = [sys.executable, str(SCRIPT), f"{target.url}/wrong", "--duration", "60"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=child_end, text=True) as process:
         seen = b""
         while b"first 4" not in seen:
-            seen += os.read(ours, 4096)
+            seen += os.read(terminal, 4096)
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
     assert b"done " in seen

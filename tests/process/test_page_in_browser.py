@@ -45,13 +45,13 @@ def send(page: Any, text: str) -> Any:
 
 
 def test_a_chat_shows_reasoning_and_markdown_and_keeps_its_history(page: Any) -> None:
-    answer = send(page, "say *hm (**bold**) and <img src=x onerror=alert(1)> `code`")
-    answer.get_by_text("out ·").wait_for()
-    content = answer.locator(".content")
+    response = send(page, "say *hm (**bold**) and <img src=x onerror=alert(1)> `code`")
+    response.get_by_text("out ·").wait_for()
+    content = response.locator(".content")
     assert content.inner_text() == "(bold) and <img src=x onerror=alert(1)> code"
     assert content.locator("strong").inner_text() == "bold"
     assert content.locator("img").count() == 0
-    reasoning = answer.locator("details.reasoning")
+    reasoning = response.locator("details.reasoning")
     assert reasoning.get_attribute("open") is None
     assert reasoning.locator("p").text_content() == "hm"
     send(page, "again").get_by_text("Hello there, wörld!").wait_for()
@@ -67,13 +67,13 @@ def test_the_request_is_shown_as_json_curl_and_python(page: Any) -> None:
     page.get_by_label("Max tokens").fill("3")
     page.get_by_label("Temperature").fill("0.5")
     page.get_by_label("Reasoning").select_option("low")
-    answer = send(page, "hi")
-    answer.get_by_text("cut at max tokens").wait_for()
-    answer.get_by_text("Request and response").click()
+    response = send(page, "hi")
+    response.get_by_text("cut at max tokens").wait_for()
+    response.get_by_text("Request and response").click()
 
     def shown(view: str) -> str:
-        answer.get_by_role("button", name=view, exact=True).click()
-        return str(answer.locator(".exchange pre").text_content())
+        response.get_by_role("button", name=view, exact=True).click()
+        return str(response.locator(".exchange pre").text_content())
 
     request = json.loads(shown("Request"))
     assert (request["temperature"], request["max_tokens"], request["stream"]) == (0.5, 3, True)
@@ -96,11 +96,11 @@ def test_the_request_is_shown_as_json_curl_and_python(page: Any) -> None:
 
 def test_escape_aborts_the_response_on_the_server_too(page: Any) -> None:
     before = GENERATOR.dropped.count("long")
-    answer = send(page, "long")
-    answer.get_by_text("w3 ").wait_for()
+    response = send(page, "long")
+    response.get_by_text("w3 ").wait_for()
     assert page.get_by_role("button", name="Send").is_hidden()
     page.keyboard.press("Escape")
-    answer.get_by_text("stopped").wait_for()
+    response.get_by_text("stopped").wait_for()
     wait_until(lambda: GENERATOR.dropped.count("long") == before + 1)
     send(page, "and now").get_by_text("Hello there").wait_for()
     content = last_messages()[1]["content"]
@@ -111,8 +111,8 @@ def test_the_result_of_a_tool_call_is_sent(page: Any) -> None:
     page.get_by_role("button", name="Settings").click()
     tools = [{"type": "function", "function": {"name": "weather"}}]
     page.get_by_label("Tools").fill(json.dumps(tools))
-    answer = send(page, 'say !weather ={"city":"Paris"}')
-    answer.get_by_text('weather({"city":"Paris"})').wait_for()
+    response = send(page, 'say !weather ={"city":"Paris"}')
+    response.get_by_text('weather({"city":"Paris"})').wait_for()
     page.get_by_label("weather returns").fill("sunny")
     page.keyboard.press("Enter")
     page.locator("article.assistant").nth(1).get_by_text("Hello there").wait_for()
@@ -125,19 +125,19 @@ def test_a_stopped_call_is_left_out_of_the_history(page: Any) -> None:
     page.get_by_role("button", name="Settings").click()
     page.get_by_label("Tools").fill('[{"type": "function", "function": {"name": "weather"}}]')
     GENERATOR.one_by_one = True
-    answer = send(page, "say !weather ={ =}")
+    response = send(page, "say !weather ={ =}")
     GENERATOR.permits.release(2)
-    answer.get_by_text("weather({").wait_for()
+    response.get_by_text("weather({").wait_for()
     page.keyboard.press("Escape")
-    answer.get_by_text("stopped").wait_for()
+    response.get_by_text("stopped").wait_for()
     GENERATOR.release()
     send(page, "and now").get_by_text("Hello there").wait_for()
     assert [message["content"] for message in last_messages()] == ["and now"]
 
 
 def test_an_error_shows_the_servers_message(page: Any) -> None:
-    answer = send(page, "refused")
-    alert = answer.get_by_role("alert")
+    response = send(page, "refused")
+    alert = response.get_by_role("alert")
     alert.get_by_text("this prompt is refused").wait_for()
     assert "400" in alert.inner_text()
     page.problems.ignore_status(400)
@@ -152,9 +152,9 @@ def test_an_error_shows_the_servers_message(page: Any) -> None:
 
 
 def test_a_failure_in_the_middle_keeps_the_text_so_far(page: Any) -> None:
-    answer = send(page, "bad later")
-    answer.get_by_role("alert").get_by_text("the model failed").wait_for()
-    assert answer.locator(".content").inner_text().startswith("w0")
+    response = send(page, "bad later")
+    response.get_by_role("alert").get_by_text("the model failed").wait_for()
+    assert response.locator(".content").inner_text().startswith("w0")
 
 
 def test_metrics_are_read_only_while_their_tab_is_open(page: Any) -> None:
@@ -173,7 +173,7 @@ def test_metrics_are_read_only_while_their_tab_is_open(page: Any) -> None:
     page.on("request", lambda request: urls.append(request.url))
     page.clock.run_for(10_000)
     page.evaluate(
-        "fetch('health').then(answer => answer.text())"
+        "fetch('health').then(response => response.text())"
     )  # the requests before it have been reported
     names = [url.rsplit("/")[-1] for url in urls]
     assert "health" in names
