@@ -1,6 +1,7 @@
 """Images in chat give the output of `generate` on tiny models of eight families: in chunks, beside
 other requests, with prefix caching and after preemption."""
 
+import hashlib
 import shutil
 import threading
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from tests.multimodal import (
 )
 from worker.device.self_check import CannotRun
 from worker.generation.engine import GenerationEngine
+from worker.messages.protocol import Pending
 from worker.model.attention.kv_cache import BLOCK
 from worker.model.cpu.linear import PackedLinear
 from worker.model.decoder_hook import DecoderHook, DecoderRows
@@ -168,6 +170,24 @@ def test_cached_image_is_shared_within_a_cache_namespace_only(
         encoded.append(encoder_scheduler(generator).encoder.tiles_encoded - before)
     assert len(processed) == processes
     assert [bool(count) for count in encoded] == [True, processes > 1]
+
+
+def test_image_is_hashed_once_while_its_request_is_pending(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator, item, hashed, original = engine("smolvlm"), request(ONE), [], hashlib.blake2b
+
+    def blake2b(data: bytes, **options: Any) -> Any:
+        hashed.append(data)
+        return original(data, **options)
+
+    monkeypatch.setattr(hashlib, "blake2b", blake2b)
+    preprocessor = generator.input_processor.image_preprocessor
+    assert preprocessor
+    assert preprocessor.memory_limiter.start_decoding()
+    for _ in range(2):
+        with pytest.raises(Pending):
+            generator.prepare(item)
+    preprocessor.memory_limiter.end_decoding()
+    assert hashed.count(ONE) == 1
 
 
 def test_evicted_image_is_encoded_again() -> None:

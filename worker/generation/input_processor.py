@@ -203,12 +203,11 @@ class InputProcessor:
         preprocessor = self.image_preprocessor
         if preprocessor is None:
             raise InvalidInput(self.no_images, chat.images[0].param)
-        images = [replace(image, cache_namespace=cache_namespace) for image in chat.images]
-        with preprocessor.admit(images):
+        with preprocessor.admit(chat.images, cache_namespace):
             rendered = self.template.render(chat, calls)
             self._check_length(rendered.text, "messages")
-            output = preprocessor.process(rendered.text, images)
-        recompute = partial(preprocessor.recompute, rendered.text, images)
+            output = preprocessor.process(rendered.text, chat.images, cache_namespace)
+        recompute = partial(preprocessor.recompute, rendered.text, chat.images, cache_namespace)
         multimodal = MultimodalPrompt.from_output(output, recompute)
         return EncodedPrompt([*multimodal.ids], rendered, multimodal)
 

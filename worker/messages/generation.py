@@ -17,7 +17,6 @@ class ImageInput:
     detail: str  # `low` downscales the image
     param: str  # the field that errors about it name
     link: str = ""
-    cache_namespace: bytes = b""  # the work item's; cached encoder outputs are not shared beyond it
 
     @property
     def is_low_detail(self) -> bool:
@@ -26,9 +25,13 @@ class ImageInput:
 
     @cached_property
     def digest(self) -> bytes:
-        """Return 32 bytes that identify the data, the detail and the cache namespace."""
-        person, key = b"low" * self.is_low_detail, self.cache_namespace
-        return hashlib.blake2b(self.data, digest_size=32, key=key, person=person).digest()
+        """32 bytes that identify the data and the detail."""
+        person = b"low" * self.is_low_detail
+        return hashlib.blake2b(self.data, digest_size=32, person=person).digest()
+
+    def cache_key(self, cache_namespace: bytes) -> bytes:
+        """Return 32 bytes that identify the image within a cache namespace."""
+        return hashlib.blake2b(self.digest, digest_size=32, key=cache_namespace).digest()
 
 
 @dataclass(frozen=True, slots=True)

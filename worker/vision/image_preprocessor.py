@@ -44,10 +44,10 @@ class ImagePreprocessor:
         self._recompute_thread = ThreadPoolExecutor(1, thread_name_prefix="images")
 
     @contextmanager
-    def admit(self, images: Sequence[ImageInput]) -> Iterator[None]:
+    def admit(self, images: Sequence[ImageInput], cache_namespace: bytes = b"") -> Iterator[None]:
         """Call `process` inside. Raises Pending while another request decodes its images or the
         memory limit is reached, unless all of these images are cached."""
-        if all(self.cache.get(image.digest) for image in images):
+        if all(self.cache.get(image.cache_key(cache_namespace)) for image in images):
             yield
             return
         if not self.memory_limiter.start_decoding():
@@ -58,18 +58,27 @@ class ImagePreprocessor:
             self.memory_limiter.end_decoding()
 
     def process(
-        self, text: str, images: Sequence[ImageInput], use_cache: bool = True
+        self,
+        text: str,
+        images: Sequence[ImageInput],
+        cache_namespace: bytes = b"",
+        use_cache: bool = True,
     ) -> ProcessorOutput:
-        """Return the processed prompt. Without `use_cache` all images have their pixels. Raises
-        InvalidInput for images that are broken or too large."""
-        output = self._process(text, images, use_cache)
+        """Return the processed prompt. Cached images are shared within `cache_namespace` only;
+        without `use_cache` all images have their pixels. Raises InvalidInput for images that are
+        broken or too large."""
+        output = self._process(text, images, cache_namespace, use_cache)
         self.memory_limiter.reserve(output)
         return output
 
-    def recompute(self, text: str, images: Sequence[ImageInput]) -> Future[ProcessorOutput]:
+    def recompute(
+        self, text: str, images: Sequence[ImageInput], cache_namespace: bytes = b""
+    ) -> Future[ProcessorOutput]:
         """Call `process` without the cache in a thread of its own. It does not wait for the memory
         limit, since the requests that hold the memory may wait for this prompt."""
-        return self._recompute_thread.submit(self.process, text, images, use_cache=False)
+        return self._recompute_thread.submit(
+            self.process, text, images, cache_namespace, use_cache=False
+        )
 
     def token_ids(self, text: str, images: Sequence[ImageInput]) -> list[int]:
         """Return the token ids of a prompt. Runs in the thread of `recompute`, so that concurrent
@@ -80,14 +89,19 @@ class ImagePreprocessor:
         self._recompute_thread.shutdown(wait=False, cancel_futures=True)
 
     def _process(
-        self, text: str, images: Sequence[ImageInput], use_cache: bool = True
+        self,
+        text: str,
+        images: Sequence[ImageInput],
+        cache_namespace: bytes = b"",
+        use_cache: bool = True,
     ) -> ProcessorOutput:
         tokens = self.processor.count_text_tokens(text)
         self._check_sizes(tokens, images)
         processed: list[ImageFeatures] = []
         for image in images:
-            cached = self.cache.get(image.digest) if use_cache else None
-            processed.append(cached or self._features(image))
+            key = image.cache_key(cache_namespace)
+            cached = self.cache.get(key) if use_cache else None
+            processed.append(cached or self._features(image, key))
             tokens += processed[-1].token_count
             self.processor.check_fits(tokens, image.param)
         return self.processor.process_text(text, processed)
@@ -109,12 +123,10 @@ class ImagePreprocessor:
                 tokens += self.processor.min_image_tokens(width, height)
             self.processor.check_fits(tokens, image.param)
 
-    def _features(self, image: ImageInput) -> ImageFeatures:
+    def _features(self, image: ImageInput, digest: bytes) -> ImageFeatures:
         with self.decode_limiter.lease() as lease:
             decoded = self._decode(image, lease)
-            return self.processor.process_image(
-                decoded, image.digest, image.is_low_detail, image.param
-            )
+            return self.processor.process_image(decoded, digest, image.is_low_detail, image.param)
 
     def _decode(self, image: ImageInput, lease: Lease) -> Image.Image:
         """Return an upright RGB image, downscaled if it has low detail."""
