@@ -22,7 +22,7 @@ from server.core.settings import Settings, SettingsError, load_settings
 from server.core.worker_client import WorkerClient
 from server.http.request import Application
 from server.lifespan import lifespan
-from server.openai.decisions.endpoint import decides_in_steps
+from server.openai.decisions.endpoint import uses_language_model
 from server.preflight import (
     MODELS,
     check_models,
@@ -81,11 +81,11 @@ def create_app(
     cores = find_cores(settings.pin_worker, openmp_threads())
     pool_threads = max(2, min(8, cores.threads if cores else 2))
     queue = RequestQueue(settings.max_queue_size, time.monotonic)
-    decides = not loaders.pipeline and decides_in_steps(settings)
-    worker = Worker(served_models(settings, loaders, decides), cores=cores)
+    pipeline_is_language_model = not loaders.pipeline and uses_language_model(settings)
+    worker = Worker(served_models(settings, loaders, pipeline_is_language_model), cores=cores)
     metrics = Metrics(lambda: queue.pending)
     worker_client = WorkerClient(worker, queue, metrics, pool_threads, settings.stuck_after_s)
-    routes, responses = make_routes(settings, worker_client, decides)
+    routes, responses = make_routes(settings, worker_client, pipeline_is_language_model)
     router = Router(routes, lifespan=partial(lifespan, responses=responses))
     return Application(router, routes, settings, worker_client)
 
@@ -100,15 +100,17 @@ class Loaders(NamedTuple):
     transcriber: Callable[[], Engine] | None
 
 
-def served_models(settings: Settings, loaders: Loaders, decides: bool) -> list[ServedModel]:
+def served_models(
+    settings: Settings, loaders: Loaders, pipeline_is_language_model: bool
+) -> list[ServedModel]:
     """Return the models that the settings name; the worker thread loads them.
 
-    `decides`: the task of `POST /` is decision, which a language model serves: the chat model if
-    both settings name the same one."""
+    `pipeline_is_language_model`: a language model serves `POST /`, the chat model if both settings
+    name the same one."""
     models: list[ServedModel] = []
     queue_size = settings.max_queue_size
     if settings.pipeline_model != "none":
-        if not decides:
+        if not pipeline_is_language_model:
             load = loaders.pipeline or partial(load_pipeline, settings)
             models.append(batched_model("pipeline", load, settings))
         elif settings.pipeline_model != settings.chat_model:
@@ -133,8 +135,8 @@ def served_models(settings: Settings, loaders: Loaders, decides: bool) -> list[S
 
 
 def batched_model(name: str, load: Callable[[], Runner], settings: Settings) -> ServedModel:
-    """Return the entry of a model whose requests are batched. The inputs of long lists for an
-    embedding or rerank model take turns: parts for two batches at a time."""
+    """Return the entry of a model whose requests are batched. Long lists for an embedding or rerank
+    model are split and scheduled round robin: parts for two batches at a time."""
     rows = settings.max_batch_size
     wait_s = settings.max_batch_wait_ms / 1000
     batcher = DynamicBatcher(rows, settings.max_batch_tokens, wait_s)

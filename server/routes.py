@@ -48,17 +48,17 @@ PROBES = [
 
 
 def make_routes(
-    settings: Settings, worker_client: WorkerClient, decides_in_steps: bool
+    settings: Settings, worker_client: WorkerClient, pipeline_is_language_model: bool
 ) -> tuple[list[Route], Responses | None]:
     """Return the routes, and the endpoint of responses, which is closed at shutdown.
 
-    `decides_in_steps`: `POST /` serves decisions by a language model."""
+    `pipeline_is_language_model`: `POST /` serves the task decision by a language model."""
     routes, named = [*PROBES], named_models(settings, worker_client)
     responses: Responses | None = None
     assets = Assets()
     index_page = IndexPage(settings, worker_client, assets.files["index.html"])
     root: PipelineEndpoint | IndexPage = index_page
-    if decides_in_steps:
+    if pipeline_is_language_model:
         serves = "pipeline" if "pipeline" in worker_client.models else "generation"
         names = ModelNames(settings.pipeline_model, worker_client, serves)
         decisions = DecisionEndpoint(worker_client, names, SystemOneRequest)

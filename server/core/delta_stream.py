@@ -25,14 +25,14 @@ D = TypeVar("D")
 class DeltaStream(Submission, Generic[D]):
     """The deltas of all work items of a request.
 
-    `arrival` is set when there is something to read; setting it wakes the reader. `unfinished`
-    counts the parts of the response whose end has not been read.
+    `arrival` is set when there are deltas or an end to read; setting it wakes the reader.
+    `unfinished` counts the parts of the response whose end has not been read.
     """
 
     def __init__(
         self,
         worker_client: WorkerClient,
-        serves: str,
+        model: str,
         payloads: Sequence[Any],
         deadlines: Deadlines,
         receive: Receive | None,
@@ -44,7 +44,7 @@ class DeltaStream(Submission, Generic[D]):
         self.unfinished = 1
         self._unread: list[D] = []
         self._end: BaseException | None = None  # raised once all deltas are read
-        super().__init__(worker_client, serves, payloads, deadlines, receive, self, cache_namespace)
+        super().__init__(worker_client, model, payloads, deadlines, receive, self, cache_namespace)
         self._running = len(self.items)
         for item in self.items:
             item.future.add_done_callback(self._on_done)
@@ -135,13 +135,13 @@ class TokenStream(DeltaStream[Delta]):
     def __init__(
         self,
         worker_client: WorkerClient,
-        serves: str,
+        model: str,
         payloads: Sequence[GenerationInput | DecisionInput],
         deadlines: Deadlines,
         receive: Receive | None,
         cache_namespace: bytes,
     ) -> None:
-        super().__init__(worker_client, serves, payloads, deadlines, receive, cache_namespace)
+        super().__init__(worker_client, model, payloads, deadlines, receive, cache_namespace)
         self.usage = UsageCounts()
         self.unfinished = sum(payload.n for payload in payloads)  # choices
         self._choices: dict[int, Delta] = {}  # unread

@@ -6,8 +6,8 @@
 The event loop is not involved in between: a pool hands items to the worker, the worker hands raw
 outputs to the other pool, and each group of results, or each step, is one call into the loop. Every
 item is resolved once, on the loop, and released by its Submission in any case. `refusal` decides
-whether anything is accepted by reading the worker's state; nothing is cached. A watchdog answers
-the items of a stuck or dead worker.
+whether anything is accepted by reading the worker's state; nothing is cached. A watchdog fails the
+items of a stuck worker.
 """
 
 import asyncio
@@ -124,8 +124,8 @@ class WorkerClient:
         self._drain_task.cancel()
 
     def cancel_all(self) -> None:
-        """Answer all items with Draining, in whatever state they are."""
-        resolve_all(self.queue.items, errors.Draining("the server has stopped", 5))
+        """Fail all items with Draining, in whatever state they are."""
+        fail_all(self.queue.items, errors.Draining("the server has stopped", 5))
 
     def _post(self, function: Callable[..., None], *args: Any) -> None:
         """Call a function on the event loop, from any thread. Nothing happens once it is closed."""
@@ -185,28 +185,28 @@ class WorkerClient:
         prepared: list[WorkItem] = []
         failed: list[tuple[WorkItem, OnequeueError]] = []
         for item in items:
-            if not is_wanted(item):
+            if not is_alive(item):
                 continue
             engine = self.models[item.model].engine
             try:
                 engine.prepare(item)
             except Pending as pending:
-                pending.then(partial(is_wanted, item), partial(self.prepare.put, [item]))
+                pending.then(partial(is_alive, item), partial(self.prepare.put, [item]))
             except OnequeueError as error:
                 failed.append((item, error))
             except MemoryError:
                 failed.append((item, errors.OutOfMemory("this input does not fit into memory")))
             except BaseException as error:  # a panic in a Rust library is not an Exception
                 log.info("input refused error=%r", error)
-                unfit = errors.InvalidInput(f"the input does not fit the task {engine.info.task}")
-                unfit.__cause__ = error
-                failed.append((item, unfit))
+                failure = errors.InvalidInput(f"the input does not fit the task {engine.info.task}")
+                failure.__cause__ = error
+                failed.append((item, failure))
             else:
                 prepared.append(item)
                 item.lane.add_prepared(item)
         self.worker.submit(prepared)
         if failed:
-            self._post(resolve_each, failed)
+            self._post(resolve_outcomes, failed)
 
     def _finish_items(self, outputs: list[tuple[WorkItem, Any]]) -> None:
         """Turn raw outputs into responses."""
@@ -218,11 +218,11 @@ class WorkerClient:
                 responses.append((item, self.models[item.model].engine.finish(item, raw)))
             except BaseException as error:
                 log.warning("postprocessing failed error=%r", error)
-                unprocessed = "the model's output for this input could not be processed"
-                failure = errors.ItemFailed(unprocessed)
+                message = "the model's output for this input could not be processed"
+                failure = errors.ItemFailed(message)
                 failure.__cause__ = error
                 responses.append((item, failure))
-        self._post(resolve_each, responses)
+        self._post(resolve_outcomes, responses)
 
     # ── the worker's events (worker.worker.Listener) ──
 
@@ -248,14 +248,14 @@ class WorkerClient:
         now = self.queue.clock()
         for lane in model.lanes:
             lane.update(now, outcome.report, outcome.inbox_waiting)
-        resolve_each(outcome.done)
+        resolve_outcomes(outcome.done)
 
     def on_failed(self, items: list[WorkItem], error: OnequeueError) -> None:
-        resolve_all(items, error)
+        fail_all(items, error)
 
     def on_rejected(self, items: list[WorkItem]) -> None:
         refusal = self.refusal(items[0].model)
-        resolve_all(items, refusal or errors.BreakerOpen("the model keeps failing", 1))
+        fail_all(items, refusal or errors.BreakerOpen("the model keeps failing", 1))
 
     def on_breaker(self, model: ServedModel, is_open: bool) -> None:
         self.metrics.breaker_open.labels(model.name).set(is_open)
@@ -283,8 +283,7 @@ class WorkerClient:
         return self.worker.busy_s > self.stuck_after_s
 
     def _check_stuck(self) -> None:
-        """Answer the items of a stuck worker with 503, and check again when a step may have become
-        too long."""
+        """Fail the items of a stuck worker. Check again when a step may have become too long."""
         left_s = self.stuck_after_s - max(0.0, self.worker.busy_s)
         if left_s < 0:
             log.critical("worker stuck for more than seconds=%g", self.stuck_after_s)
@@ -293,23 +292,23 @@ class WorkerClient:
         self._watchdog = self.loop.call_later(left_s + 0.01, self._check_stuck)
 
     def _abandon(self, reason: str) -> None:
-        """Answer the items that the worker has not computed; the pool finishes the others."""
+        """Fail the items that the worker has not computed; the pool finishes the others."""
         waiting = [item for item in self.queue.items if not item.has_output]
-        resolve_all(waiting, errors.WorkerDown(reason, 60))
+        fail_all(waiting, errors.WorkerDown(reason, 60))
 
 
-def is_wanted(item: WorkItem) -> bool:
+def is_alive(item: WorkItem) -> bool:
     return item.is_alive(time.monotonic())
 
 
-def resolve_each(outcomes: Iterable[tuple[WorkItem, Any]]) -> None:
-    """Resolve items, each with its own result or error."""
+def resolve_outcomes(outcomes: Iterable[tuple[WorkItem, Any]]) -> None:
+    """Resolve items with their own results or errors."""
     for item, outcome in outcomes:
         item.resolve(outcome)
 
 
-def resolve_all(items: Iterable[WorkItem], error: OnequeueError) -> None:
-    """Resolve items with the same error."""
+def fail_all(items: Iterable[WorkItem], error: OnequeueError) -> None:
+    """Resolve items with one error."""
     for item in items:
         item.resolve(error)
 
@@ -345,7 +344,8 @@ class Submission:
         self.items = worker_client.submit(model, payloads, deadlines.first, stream, cache_namespace)
         self._expire_at(min(deadlines.first, deadlines.whole))
         if receive:
-            worker_client.loop.create_task(self._abort_on_disconnect(receive))  # receive() holds it
+            # The pending receive() keeps a reference to the task.
+            worker_client.loop.create_task(self._abort_on_disconnect(receive))
 
     def __enter__(self) -> Self:
         return self
@@ -375,11 +375,11 @@ class Submission:
             self._timer = self.worker_client.loop.call_later(left_s, self._expire)
 
     def _expire(self) -> None:
-        late = "the request did not finish within its time limit"
-        self._fail(errors.DeadlineExceeded(late))
+        message = "the request did not finish within its time limit"
+        self._fail(errors.DeadlineExceeded(message))
 
     async def _abort_on_disconnect(self, receive: Receive) -> None:
-        """Cancel the items on a disconnect; one after the response has no effect."""
+        """Cancel the items on a disconnect. After the response this has no effect."""
         while (await receive())["type"] != "http.disconnect":
             pass
         self._fail(errors.ClientGone("the client has gone"))

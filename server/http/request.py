@@ -3,7 +3,7 @@
     request id → API key → route → deadlines → body, within limits → … → JSON, or the error envelope
     → counted
 
-One ASGI layer instead of Starlette's application and middleware: each layer costs every request.
+One ASGI layer instead of Starlette's application and middleware: each layer costs time.
 connections.py limits headers, json.py limits JSON, and access.py checks API keys.
 """
 
@@ -32,7 +32,7 @@ from server.http.errors import HttpError, as_client_gone, as_http_error
 from server.http.json import Header, to_json
 
 MAX_BODIES = 16  # all bodies together may take this many times MAX_BODY_MB
-# A refused body is still read, and dropped, for so long: the client then receives the response.
+# A refused body is read and dropped for this long: otherwise the client may miss the response.
 LINGER_S = 5.0
 CLOSE = [(b"connection", b"close")]
 JSON = b"application/json"
@@ -74,13 +74,13 @@ class Application:
                 expose_headers=["X-Request-Id", "X-Batch-Size", "Server-Timing", "Retry-After"],
             )
 
-    def count_body(self, scope: Scope, more: int) -> None:
+    def count_body(self, scope: Scope, size: int) -> None:
         """Count bytes that a request holds until its response. QueueFull if the bodies of all
         requests take too much memory."""
-        if self.body_bytes + more > MAX_BODIES * self.max_body:
+        if self.body_bytes + size > MAX_BODIES * self.max_body:
             raise QueueFull("the memory for request bodies is in use")
-        self.body_bytes += more
-        scope["body_bytes"] += more
+        self.body_bytes += size
+        scope["body_bytes"] += size
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self  # where Starlette looks for it
@@ -177,7 +177,7 @@ class RequestBody(NamedTuple):
 
 
 async def read_request(scope: Scope, receive: Receive) -> RequestBody:
-    """Raises the errors of `read_headers` and `read_body`."""
+    """Return the whole body. Raises the errors of `read_headers` and `read_body`."""
     headers, deadlines = read_headers(scope)
     body = await read_body(scope, receive, headers, deadlines.first)
     return RequestBody(media_type(headers), body, deadlines)
@@ -222,15 +222,15 @@ async def read_body(scope: Scope, receive: Receive, headers: Headers, deadline: 
     raise HttpError(413, f"the body is larger than {limit / 1_000_000:g} MB", headers=CLOSE)
 
 
-async def receive_until(receive: Receive, until: float) -> tuple[bytes, bool]:
-    """Return the next chunk of a body, and whether there is more. HttpError (408) at that time, or
-    ClientGone."""
+async def receive_until(receive: Receive, deadline: float) -> tuple[bytes, bool]:
+    """Return the next chunk of a body, and whether there is more. Raises HttpError (408) at the
+    deadline, and ClientGone."""
     try:
-        async with asyncio.timeout(until - time.monotonic()):
+        async with asyncio.timeout(deadline - time.monotonic()):
             message = await receive()
     except TimeoutError:
-        late = "the body stopped arriving, or arrived too slowly"
-        raise HttpError(408, late, headers=CLOSE) from None
+        reason = "the body stopped arriving, or arrived too slowly"
+        raise HttpError(408, reason, headers=CLOSE) from None
     if message["type"] == "http.disconnect":
         raise ClientGone("the client has disconnected")
     return message.get("body", b""), message.get("more_body", False)

@@ -6,8 +6,7 @@ has disconnected it; the request's disconnect watcher notices that.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Self
+from collections.abc import AsyncIterator, Callable
 
 from starlette.types import Scope, Send
 
@@ -31,32 +30,37 @@ def data_frame(document: object) -> bytes:
 
 
 class EventStream:
-    """A response of events. `wake` is called when the connection is idle: it makes the sending
-    coroutine send a comment."""
+    """A response of events. `wake` is called when the connection is idle: it makes the source of
+    the events yield a comment."""
 
     def __init__(self, scope: Scope, send: Send, wake: Callable[[], None]) -> None:
-        self.sent = 0  # events; the sender counts them
+        self._sent = 0  # events
         self._start = send
         self._send: Send = scope["send"]
         self._wake = wake
         self._loop = asyncio.get_running_loop()
 
-    async def run(self, sending: Callable[[Self], Coroutine[None, None, None]]) -> None:
-        """Run the coroutine that sends all events. Raises ClientGone for errors of sending.
+    async def run(self, events: AsyncIterator[bytes]) -> None:
+        """Send all events. Raises ClientGone for errors of sending.
 
-        It runs in its own task: resuming it for each token would resume every caller up to the
-        server's."""
+        They are sent in a task of their own: in the request's task, each token would resume every
+        coroutine up to the server's."""
         await self._start({"type": "http.response.start", "status": 200, "headers": HEADERS})
-        self._timer = self._loop.call_later(KEEP_ALIVE_S, self._check_idle, self.sent)
+        self._timer = self._loop.call_later(KEEP_ALIVE_S, self._check_idle, self._sent)
         try:
-            await self._loop.create_task(sending(self))
+            await self._loop.create_task(self._send_all(events))
         except (OSError, RuntimeError) as error:
             raise as_client_gone(error) from None
         finally:
             self._timer.cancel()
         await self._send({"type": "http.response.body", "body": b""})
 
+    async def _send_all(self, events: AsyncIterator[bytes]) -> None:
+        async for event in events:
+            await self._send({"type": "http.response.body", "body": event, "more_body": True})
+            self._sent += 1
+
     def _check_idle(self, sent_before: int) -> None:
-        if self.sent == sent_before:
+        if self._sent == sent_before:
             self._wake()
-        self._timer = self._loop.call_later(KEEP_ALIVE_S, self._check_idle, self.sent)
+        self._timer = self._loop.call_later(KEEP_ALIVE_S, self._check_idle, self._sent)

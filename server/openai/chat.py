@@ -37,7 +37,7 @@ from server.openai.response_schemas import (
     ToolCallDelta,
     Usage,
 )
-from server.openai.tools import ChatToolChoice, Tools, chat_calls
+from server.openai.tools import ChatToolChoice, Tools, chat_tool_policy
 from worker.messages.deltas import Delta, DeltaPart, TokenLogprob
 from worker.messages.generation import Chat, GenerationInput
 
@@ -47,8 +47,8 @@ CONFIG_FIELDS = {"min_new_tokens": "min_tokens"} | {
     for name in ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 }
 
-# Returns the id of a call, from its function's name and its number in the conversation.
-CallId: TypeAlias = Callable[[str, int], str]
+# Return the id of a tool call, from its function's name and its number in the conversation.
+CallIdFactory: TypeAlias = Callable[[str, int], str]
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -105,14 +105,14 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
     def generation_input(self) -> GenerationInput:
         """Return the model's input; InvalidInput for unusable tools, messages or formats."""
-        calls = None
+        policy = None
         if self.tools is not None or self.tool_choice is not None:
-            calls = chat_calls(self.tools, self.tool_choice, self.parallel_tool_calls)
-        tools = self.tools if calls else None  # tools that may not be called are not shown
+            policy = chat_tool_policy(self.tools, self.tool_choice, self.parallel_tool_calls)
+        tools = self.tools if policy else None  # tools that may not be called are not shown
         prompt = conversation(self, self.messages, tools, self.reasoning_effort)
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self._input(
-            prompt, logprobs, tool_calls=calls, thinking_tokens=self.thinking_token_budget
+            prompt, logprobs, tool_calls=policy, thinking_tokens=self.thinking_token_budget
         )
 
 
@@ -137,7 +137,7 @@ class ChatCompletions(GenerationEndpoint[ParsedRequest]):
 
 
 def with_generation_config(document: Document) -> Document:
-    """Return a body with fields of its `generation_config`, which `transformers chat` sends."""
+    """Return a body with defaults from its `generation_config`, which `transformers chat` sends."""
     if not isinstance(text := document.get("generation_config"), str):
         return document
     try:
@@ -155,7 +155,7 @@ class ChatFormat:
 
     id_prefix = "chatcmpl-"
 
-    def __init__(self, generation_input: GenerationInput, call_id: CallId) -> None:
+    def __init__(self, generation_input: GenerationInput, call_id: CallIdFactory) -> None:
         assert isinstance(generation_input.prompt, Chat)
         self._choices = generation_input.n
         self._scored = generation_input.sampling.logprobs is not None

@@ -24,7 +24,7 @@ from server.openai.response_schemas import (
 )
 from worker.messages.deltas import Delta, DeltaPart, Kind
 
-TEXT = secrets.token_hex()  # stands for the text in the template of a chunk
+TEXT = secrets.token_hex()  # placeholder of the text in the template of a chunk
 
 # Keyword arguments of all chunks of a response, and of the response.
 Head = dict[str, Any]
@@ -82,7 +82,8 @@ class ChoicesResponseBuilder(ResponseBuilder[Delta], Generic[C, K]):
         # By choice: a delta without text, whose fields go with the next text.
         self._held: dict[int, Delta] = {}
         scored = request.inputs[0].sampling.logprobs is not None
-        # Whether chunks of a kind differ in their text only; the bytes around the text.
+        # Whether chunks of a kind differ in their text only. If so, the bytes around the text are
+        # encoded once.
         self._only_text = not (scored or self.returns_ids or self.continuous_usage)
         self._templates: dict[tuple[int, str], list[bytes]] = {}
         # Reused: a chunk is encoded before the next one is built.
@@ -132,7 +133,7 @@ class ChoicesResponseBuilder(ResponseBuilder[Delta], Generic[C, K]):
         return self.format.response(self.head, choices, self._usage(), deltas[0])
 
     def _template(self, choice: int, kind: Kind) -> list[bytes]:
-        """Return the bytes between the places of the text in a choice's chunks."""
+        """Return the bytes around the occurrences of the text in a choice's chunks."""
         [chunk_choice] = self.format.chunk_choices(Delta(choice, [DeltaPart(kind, TEXT)]))
         frame = self._frame([chunk_choice], self._chunk_usage())
         template = self._templates[choice, kind] = frame.split(to_json(TEXT))

@@ -10,7 +10,6 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import ClassVar, Generic, TypeVar
 
 from anyio.to_thread import run_sync
@@ -100,9 +99,9 @@ class Endpoint(ABC):
         if not builder.streams:
             return await self._send_document(send, builder, await stream.collect(), before_end)
         deltas = await stream.read()
-        sending = partial(self._send_events, scope, stream, builder, deltas, before_end)
+        events = self._events(scope, stream, builder, deltas, before_end)
         try:
-            await EventStream(scope, send, stream.arrival.set).run(sending)
+            await EventStream(scope, send, stream.arrival.set).run(events)
         except ClientGone as error:
             self.worker_client.metrics.errors.labels("client_gone").inc()
             log.info("stream ended id=%s because=%r", scope["request_id"].decode(), str(error))
@@ -122,21 +121,6 @@ class Endpoint(ABC):
             content = await run_sync(to_json, content)
         await send_json(send, content, media=builder.media_type)
 
-    async def _send_events(
-        self,
-        scope: Scope,
-        stream: DeltaStream[D],
-        builder: ResponseBuilder[D],
-        deltas: Sequence[D],
-        before_end: Callable[[], Awaitable[object]] | None,
-        connection: EventStream,
-    ) -> None:
-        """Send all events, also those of a failure. ClientGone and errors of `send` pass."""
-        send: Send = scope["send"]
-        async for event in self._events(scope, stream, builder, deltas, before_end):
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-            connection.sent += 1
-
     async def _events(
         self,
         scope: Scope,
@@ -145,6 +129,7 @@ class Endpoint(ABC):
         deltas: Sequence[D],
         before_end: Callable[[], Awaitable[object]] | None,
     ) -> AsyncIterator[bytes]:
+        """Yield all events, also those of a failure. Raises ClientGone."""
         try:
             async for event in build_events(builder, stream, deltas):
                 yield event
@@ -210,7 +195,7 @@ class GenerationEndpoint(Endpoint, Generic[P]):
     parse_blocks: ClassVar = False
 
     images: ImageLoader
-    parsing: JsonBodyParser = field(init=False, default_factory=JsonBodyParser)
+    body_parser: JsonBodyParser = field(init=False, default_factory=JsonBodyParser)
 
     @abstractmethod
     def parse(self, body: bytes) -> P:
@@ -223,7 +208,7 @@ class GenerationEndpoint(Endpoint, Generic[P]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, deadlines = await read_json_request(scope, receive)
-        request = await self.parsing.run(self.parse, body, deadlines.first, self.parse_blocks)
+        request = await self.body_parser.run(self.parse, body, deadlines.first, self.parse_blocks)
         inputs = await self.images.load(scope, receive, request.inputs, deadlines.first)
         await self.serve(scope, receive, send, replace(request, inputs=inputs), deadlines)
 

@@ -21,19 +21,19 @@ IMAGE = "image_url"
 PARTS = (*TEXTS, IMAGE)
 
 
-def any_of(*needs: tuple[Document, list[str]]) -> Meta:
-    """Return a JSON schema with alternatives, each of properties and their required names."""
-    schemas = [{"properties": properties, "required": names} for properties, names in needs]
+def any_of(*alternatives: tuple[Document, list[str]]) -> Meta:
+    """Return a JSON schema of alternatives: pairs of properties and required names."""
+    schemas = [{"properties": properties, "required": names} for properties, names in alternatives]
     return Meta(extra_json_schema={"anyOf": schemas})
 
 
 # Which fields a part or a message requires, for the OpenAPI document.
-FULL_PART = any_of(
+PART_FIELDS = any_of(
     *(({"type": {"const": kind}, kind: {"type": "string"}}, [kind]) for kind in TEXTS),
     ({"type": {"const": IMAGE}, IMAGE: {"type": ["object", "string"]}}, [IMAGE]),
 )
 CALLING = {"role": {"const": "assistant"}, "tool_calls": {"type": "array", "minItems": 1}}
-FULL_MESSAGE = any_of(
+MESSAGE_FIELDS = any_of(
     ({"content": {"type": ["string", "array"]}}, ["content"]), (CALLING, ["tool_calls"])
 )
 
@@ -80,18 +80,15 @@ class ToolCall(Struct):
 
 class Message(Struct):
     role: Role
-    content: str | Annotated[list[Annotated[ContentPart, FULL_PART]], NON_EMPTY] | None = None
+    content: str | Annotated[list[Annotated[ContentPart, PART_FIELDS]], NON_EMPTY] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # vLLM's name for reasoning_content
 
-    def rendered(self, path: str) -> tuple[Document, list[ImageInput]]:
-        """Return the message as the template reads it, and its images.
-
-        `path` names this message in errors.
-        """
+    def to_template(self, path: str) -> tuple[Document, list[ImageInput]]:
+        """Return the message in the chat template's form, and its images. `path` is for errors."""
         content: str | list[Document] | None = None
         images: list[ImageInput] = []
         if isinstance(self.content, list):
@@ -121,20 +118,21 @@ class Message(Struct):
         documents: list[Document] = []
         images: list[ImageInput] = []
         for n, part in enumerate(parts):
-            here = f"{path}.content[{n}]"
+            part_path = f"{path}.content[{n}]"
             if part.type != IMAGE:
-                documents.append({"type": "text", "text": part.read(here, TEXTS)})
+                documents.append({"type": "text", "text": part.read(part_path, TEXTS)})
                 continue
             if self.role != "user":
-                raise InvalidInput.at(f"{here}.type", "images are for messages of the user only")
+                reason = "images are for messages of the user only"
+                raise InvalidInput.at(f"{part_path}.type", reason)
             documents.append({"type": "image"})
-            images.append(part.image_input(here))
+            images.append(part.image_input(part_path))
         if images:
             return documents, images
         return "\n".join(part["text"] for part in documents), []
 
 
-Messages = Annotated[list[Annotated[Message, FULL_MESSAGE]], NON_EMPTY]
+Messages = Annotated[list[Annotated[Message, MESSAGE_FIELDS]], NON_EMPTY]
 
 
 class TemplateOptions(Protocol):
@@ -151,29 +149,30 @@ def conversation(
     tools: Sequence[Document] | None,
     effort: str | None = None,
 ) -> Chat:
-    prompted = options.add_generation_prompt
-    documents, images = render_messages(
+    """Return the input of the chat template. Raises InvalidInput for an invalid message."""
+    add_prompt = options.add_generation_prompt
+    documents, images = to_template_messages(
         (f"messages[{n}]", message) for n, message in enumerate(messages)
     )
     return Chat(
         documents,
         tuple(tools or ()),
         options.chat_template_kwargs or {},
-        not options.continue_final_message if prompted is None else prompted,
+        not options.continue_final_message if add_prompt is None else add_prompt,
         bool(options.continue_final_message),
         effort,
         images=images,
     )
 
 
-def render_messages(
+def to_template_messages(
     messages: Iterable[tuple[str, Message]],
 ) -> tuple[tuple[Document, ...], tuple[ImageInput, ...]]:
-    """Return messages as the template reads them, and their images. Each comes with its path."""
+    """Return messages in the chat template's form, and their images. A message has its path."""
     documents: list[Document] = []
     images: list[ImageInput] = []
     for path, message in messages:
-        document, message_images = message.rendered(path)
+        document, message_images = message.to_template(path)
         documents.append(document)
         images += message_images
         if len(images) > MAX_IMAGES:

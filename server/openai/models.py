@@ -1,4 +1,7 @@
-"""`GET /v1/models`, `GET /v1/models/{id}`, `POST /load_model`, and the names of models."""
+"""`GET /v1/models`, `GET /v1/models/{id}` and `POST /load_model`; the names of models.
+
+Every endpoint of /v1 looks up the model of a request by its ModelNames.
+"""
 
 import time
 from collections.abc import Sequence
@@ -73,7 +76,7 @@ class ModelNames:
 
     def id_for(self, name: str | None) -> str:
         """Return the id for a name, or raise an HttpError (404)."""
-        return find([self], name).id
+        return find_model([self], name).id
 
     @property
     def text_model(self) -> TextModel:
@@ -92,7 +95,7 @@ class ModelNames:
         return model
 
 
-def find(models: Sequence[ModelNames], name: str | None) -> ModelNames:
+def find_model(models: Sequence[ModelNames], name: str | None) -> ModelNames:
     """Return the first model of a name, or raise an HttpError (404) that lists the models."""
     for model in models:
         if name in model.names:
@@ -102,8 +105,8 @@ def find(models: Sequence[ModelNames], name: str | None) -> ModelNames:
     raise HttpError(404, unknown, "model", code="model_not_found")
 
 
-def find_id(models: Sequence[ModelNames], name: str | None) -> str:
-    return find(models, name).id
+def find_model_id(models: Sequence[ModelNames], name: str | None) -> str:
+    return find_model(models, name).id
 
 
 class ModelListing:
@@ -111,12 +114,12 @@ class ModelListing:
 
     def __init__(self, models: Sequence[ModelNames]) -> None:
         self.models = models
-        self.parsing = JsonBodyParser()
+        self.body_parser = JsonBodyParser()
 
     def routes(self) -> list[Route]:
         routes = [
             Route("/v1/models", JsonEndpoint(self.list), methods=["GET"]),
-            Route("/v1/models/{id:path}", JsonEndpoint(self.one), methods=["GET"]),
+            Route("/v1/models/{id:path}", JsonEndpoint(self.retrieve), methods=["GET"]),
         ]
         if self.models[0].serves == "generation":
             routes.append(Route("/load_model", self.load, methods=["POST"]))
@@ -125,10 +128,10 @@ class ModelListing:
     async def list(self, request: Request) -> ModelList:
         return ModelList("list", [model.describe() for model in self.models])
 
-    async def one(self, request: Request) -> Model | ModelList:
+    async def retrieve(self, request: Request) -> Model | ModelList:
         if not (name := request.path_params["id"]):
             return await self.list(request)
-        return find(self.models, name).describe()
+        return find_model(self.models, name).describe()
 
     async def load(self, request: Request) -> Response:
         """Answer `transformers chat`, which waits for a `ready` event before its first message.
@@ -136,7 +139,7 @@ class ModelListing:
         The model is loaded at start-up, so this event is the only one.
         """
         body, deadlines = await read_json_request(request.scope, request.receive)
-        document = await self.parsing.run(parse_json, body, deadlines.first)
+        document = await self.body_parser.run(parse_json, body, deadlines.first)
         model = decode(document, LoadRequest, self.models[0].id_for).model
         frame = data_frame(LoadEvent("ready", model, cached=True))
         return Response(frame, media_type="text/event-stream")

@@ -88,7 +88,7 @@ class GenerationRequest(Struct, kw_only=True):
 
     @property
     def default_tokens(self) -> int | None:
-        """The most output tokens without a limit in the request; None: the rest of the context."""
+        """The limit of output tokens where the request has none; None: the rest of the context."""
         return None
 
     @property
@@ -192,7 +192,7 @@ def decode(
     """Return a checked request, with the id of its model by `id_for`.
 
     InvalidInput names the first field that is wrong. Lists of more than `max_entries`, and lists
-    within them, are refused before their entries are looked at.
+    within them, are refused before their entries are converted.
     """
     if max_entries is not None:
         for path, length in _list_lengths(document, kind.__struct_fields__):
@@ -225,7 +225,7 @@ def required(value: T | None, path: str) -> T:
 def read_inputs(inputs: Any, param: str) -> dict[str, str | list[int]]:
     """Return texts or token ids by path; `param` itself for a single one.
 
-    InvalidInput for what is empty, and for a list of several kinds.
+    Raises InvalidInput if one is empty, or if a list mixes texts and token ids.
     """
     if not inputs:
         raise InvalidInput.at(param, "must not be empty")

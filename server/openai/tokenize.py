@@ -18,7 +18,7 @@ from server.http.json import in_thread, parse_json
 from server.http.request import read_json_request, send_json
 from server.openai.images import check_images
 from server.openai.messages import Messages, conversation
-from server.openai.models import ModelNames, find, find_id
+from server.openai.models import ModelNames, find_model, find_model_id
 from server.openai.request_fields import TokenId, decode
 from server.openai.tools import Tools
 from worker.messages.generation import Chat
@@ -109,8 +109,9 @@ class TokenizerEndpoint:
     def _run(self, body: bytes) -> Tokens | Prompt:
         longest = max(model.text_model.max_model_len for model in self.models)
         try:
-            request = decode(parse_json(body), self.kind, partial(find_id, self.models), longest)
-            return request.run(find(self.models, request.model).text_model)
+            id_for = partial(find_model_id, self.models)
+            request = decode(parse_json(body), self.kind, id_for, longest)
+            return request.run(find_model(self.models, request.model).text_model)
         except Exception:
             raise
         except BaseException as error:  # a panic of the Rust tokenizer

@@ -60,10 +60,10 @@ class AllowedChoice(Struct, tag_field="type", tag="allowed_tools"):
 ChatToolChoice: TypeAlias = Mode | ChosenFunction | AllowedChoice
 
 
-def chat_calls(
+def chat_tool_policy(
     tools: Tools | None, choice: ChatToolChoice | None, parallel: bool | None
 ) -> ToolCallPolicy | None:
-    """Return which tools may be called, None for none.
+    """Return which tools may be called, None if none may.
 
     InvalidInput for an invalid tool, and for a choice that the tools do not allow.
     """
@@ -82,7 +82,7 @@ def chat_calls(
         chosen = {path.format(n): tool.function.name for n, tool in enumerate(allowed)}
     else:
         mode, chosen = choice or "auto", {}
-    return _calls(names, mode, chosen, parallel)
+    return _tool_policy(names, mode, chosen, parallel)
 
 
 # ── flat, as in the Responses API ──
@@ -114,10 +114,10 @@ class AllowedTools(Struct, tag_field="type", tag="allowed_tools"):
 ToolChoice: TypeAlias = Mode | ChosenTool | AllowedTools
 
 
-def flat_calls(
+def flat_tool_policy(
     tools: Sequence[Tool], choice: ToolChoice | None, parallel: bool | None
 ) -> ToolCallPolicy | None:
-    """As `chat_calls`."""
+    """Return which tools may be called, as `chat_tool_policy` does."""
     names = {f"tools[{n}].name": tool.name for n, tool in enumerate(tools)}
     for n, tool in enumerate(tools):
         check_depth(tool.parameters, f"tools[{n}].parameters")
@@ -131,10 +131,10 @@ def flat_calls(
         chosen = {f"tool_choice.tools[{n}].name": tool.name for n, tool in enumerate(choice.tools)}
     else:
         mode, chosen = choice or "auto", {}
-    return _calls(names, mode, chosen, parallel)
+    return _tool_policy(names, mode, chosen, parallel)
 
 
-def _calls(
+def _tool_policy(
     names: Mapping[str, str], mode: Mode, chosen: Mapping[str, str], parallel: bool | None
 ) -> ToolCallPolicy | None:
     """Return which tools may be called, from the names of all and of the chosen ones, by path."""

@@ -1,6 +1,7 @@
 """Exceptions become error responses by their class or its nearest known base."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -127,9 +128,11 @@ def test_an_error_of_sending_an_event_becomes_client_gone(
         if message["type"] == "http.response.body":
             raise error
 
+    async def events() -> AsyncIterator[bytes]:
+        yield b"data: 1\n\n"
+
     async def stream() -> None:
-        one = {"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True}
-        await EventStream({"send": send}, send, lambda: None).run(lambda _: send(one))
+        await EventStream({"send": send}, send, lambda: None).run(events())
 
     with pytest.raises(raised):
         asyncio.run(stream())

@@ -391,7 +391,7 @@ def test_unstored_background_responses_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(routes, "open_store", lambda settings: filled(tmp_path / "responses.db"))
-    monkeypatch.setattr(endpoint, "MAX_UNSTORED", 2)
+    monkeypatch.setattr(endpoint, "MAX_FALLBACK_RESPONSES", 2)
     with serving(load_chat=FakeGenerator) as server:
         ids = []
         for _ in range(3):

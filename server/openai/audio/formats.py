@@ -61,10 +61,8 @@ def as_json(transcript: Transcript, request: TranscriptionRequest) -> bytes:
 
 
 def as_verbose_json(transcript: Transcript, request: TranscriptionRequest) -> bytes:
-    segments, words = (
-        transcript.segments,
-        [word for segment in transcript.segments for word in segment.words],
-    )
+    segments = transcript.segments
+    words = [word for segment in segments for word in segment.words]
     return to_json(
         VerboseTranscription(
             task=request.task,

@@ -44,11 +44,11 @@ class DecisionEndpoint:
     worker_client: WorkerClient
     models: ModelNames
     kind: type[DecisionBody]
-    parsing: JsonBodyParser = field(init=False, default_factory=JsonBodyParser)
+    body_parser: JsonBodyParser = field(init=False, default_factory=JsonBodyParser)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, deadlines = await read_json_request(scope, receive)
-        request, decision_input = await self.parsing.run(
+        request, decision_input = await self.body_parser.run(
             self.parse, body, deadlines.first, blocks=True
         )
         results = await self.decide(scope, receive, deadlines, request, decision_input)
@@ -88,8 +88,8 @@ class DecisionEndpoint:
             return [delta.probabilities for delta in deltas], stream.usage
 
 
-def decides_in_steps(settings: Settings) -> bool:
-    """Whether a language model serves `POST /`, instead of a transformers pipeline."""
-    model = settings.pipeline_model
-    decides = settings.pipeline_task == "decision" and model != "none"
-    return decides and not may_have_decision_settings(model)
+def uses_language_model(settings: Settings) -> bool:
+    """Return whether a language model serves `POST /`, instead of a transformers pipeline."""
+    if settings.pipeline_task != "decision" or settings.pipeline_model == "none":
+        return False
+    return not may_have_decision_settings(settings.pipeline_model)

@@ -1,4 +1,4 @@
-"""The request of `POST /v1/decisions`: the model's input of it, and the response."""
+"""The request of `POST /v1/decisions`: its conversion to the model's input, and the response."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -9,7 +9,7 @@ from batching.errors import InvalidInput
 from server.core.delta_stream import UsageCounts
 from server.http.json import parse_json, to_json
 from server.openai.decisions.questions import AnyQuestion, QuestionPart, as_text
-from server.openai.messages import render_messages
+from server.openai.messages import to_template_messages
 from server.openai.request_fields import NON_EMPTY, CacheOptions, NonEmpty, Salt, required
 from server.openai.response_schemas import Decision
 from server.openai.responses.events import response_usage
@@ -101,7 +101,7 @@ class DecisionRequest(Struct, kw_only=True):
         questions = tuple(
             question.to_question(f"questions[{n}]") for n, question in enumerate(self.questions)
         )
-        return DecisionInput(render_messages(messages)[0], questions)
+        return DecisionInput(to_template_messages(messages)[0], questions)
 
     def response(self, probabilities: Sequence[Sequence[float]], usage: UsageCounts) -> Decision:
         """Return the response, from the probabilities of each question's options, in order."""

@@ -18,7 +18,7 @@ from server.core.settings import Settings
 from server.core.worker_client import Submission, WorkerClient
 from server.http.json import INLINE_BYTES, JsonBodyParser, parse_json
 from server.http.request import read_json_request, send_parts
-from server.openai.models import ModelNames, find, find_id
+from server.openai.models import ModelNames, find_model, find_model_id
 from server.openai.request_fields import ModelRequest, decode
 from worker.messages.scoring import MAX_PART_INPUTS, PartSize, Truncation
 
@@ -33,13 +33,14 @@ class TruncationFields(Struct, kw_only=True):
     truncation_direction: Literal["left", "right", "Left", "Right"] | None = None
 
     def truncation(self, by_default: bool = False) -> Truncation:
-        """Return how to truncate. `by_default`: texts are truncated unless a field forbids it."""
+        """Return how to truncate. `by_default`: truncate unless a field forbids it."""
         tokens = self.truncate_prompt_tokens
         if tokens == 0:
             raise InvalidInput.at("truncate_prompt_tokens", "must be -1 or at least 1, not 0")
-        cuts = by_default or tokens is not None if self.truncate is None else self.truncate
-        kept = tokens if tokens and tokens > 0 else None
-        return Truncation(cuts, kept, (self.truncation_direction or "").lower() == "left")
+        truncates = by_default or tokens is not None if self.truncate is None else self.truncate
+        max_tokens = tokens if tokens and tokens > 0 else None
+        keep_end = (self.truncation_direction or "").lower() == "left"
+        return Truncation(truncates, max_tokens, keep_end)
 
 
 class ScoringBody(ModelRequest, Protocol):
@@ -60,11 +61,11 @@ class ScoringEndpoint:
     worker_client: WorkerClient
     models: Sequence[ModelNames]
     kind: type[ScoringBody]
-    parsing: JsonBodyParser = field(init=False, default_factory=JsonBodyParser)
+    body_parser: JsonBodyParser = field(init=False, default_factory=JsonBodyParser)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, deadlines = await read_json_request(scope, receive)
-        request, model, payloads = await self.parsing.run(self.parse, body, deadlines.first)
+        request, model, payloads = await self.body_parser.run(self.parse, body, deadlines.first)
         namespace = cache_namespace(model.id, scope["api_key"], request.cache_salt)
         submission = Submission(
             self.worker_client,
@@ -87,8 +88,8 @@ class ScoringEndpoint:
 
         Raises InvalidInput, also for more payloads than the queue has slots.
         """
-        request = decode(parse_json(body), self.kind, partial(find_id, self.models))
-        model, settings = find(self.models, request.model), self.settings
+        request = decode(parse_json(body), self.kind, partial(find_model_id, self.models))
+        model, settings = find_model(self.models, request.model), self.settings
         max_size = PartSize(
             min(MAX_PART_INPUTS, settings.max_batch_size), settings.max_batch_tokens
         )

@@ -1,4 +1,4 @@
-"""`/v1/responses`: items in, items out, whole, as events or in the background; `/{id}`: stored.
+"""`/v1/responses`: generate a response, whole, streamed or in the background; `/{id}`: read it.
 
     body → request, previous items (pool) → submit → deltas → response → store → client
 
@@ -40,8 +40,8 @@ from server.openai.responses.store import NotStored, ResponseStore, Stored, TooL
 log = logging.getLogger("onequeue.responses")
 
 PATH = "/v1/responses/{id}"
-MAX_UNSTORED = 1000
-MAX_UNSTORED_BYTES = 64_000_000
+MAX_FALLBACK_RESPONSES = 1000
+MAX_FALLBACK_BYTES = 64_000_000
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ class Page(Struct):
     limit: Annotated[int, Meta(ge=1, le=100)] = 20
     after: Annotated[str | None, Meta(description="The id of an item")] = None
 
-    def of(self, items: list[Document]) -> tuple[list[Document], bool]:
+    def select(self, items: list[Document]) -> tuple[list[Document], bool]:
         """Return the page's items, and whether there are more."""
         items, start = items[:: -1 if self.order == "desc" else 1], 0
         if self.after is not None:
@@ -85,13 +85,13 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
     store: ResponseStore
 
     def __post_init__(self) -> None:
-        # Background responses that `store` could not take.
-        self.unstored = ResponseStore(":memory:", MAX_UNSTORED, MAX_UNSTORED_BYTES)
+        # Background responses that could not be written to `store`.
+        self.fallback_store = ResponseStore(":memory:", MAX_FALLBACK_RESPONSES, MAX_FALLBACK_BYTES)
         self.jobs: dict[str, BackgroundJob] = {}
 
     def routes(self) -> list[Route]:
         return [
-            Route(PATH, JsonEndpoint(self.one), methods=["GET", "DELETE"]),
+            Route(PATH, JsonEndpoint(self.retrieve_or_delete), methods=["GET", "DELETE"]),
             Route(PATH + "/input_items", JsonEndpoint(self.input_items), methods=["GET"]),
             Route(PATH + "/cancel", JsonEndpoint(self.cancel), methods=["POST"]),
         ]
@@ -164,12 +164,12 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
                 async for _ in build_events(builder, stream, await stream.read()):
                     pass  # events are built for their effect on the response
             except ClientGone:
-                builder.break_off("cancelled")
+                builder.abort("cancelled")
             except Exception as error:
                 builder.fail(self.count_failure(error, scope))
         try:
             if not await self._store_response(builder):  # the client has no other way to get it
-                await anyio.to_thread.run_sync(lambda: self.unstored.put(builder.stored))
+                await anyio.to_thread.run_sync(lambda: self.fallback_store.put(builder.stored))
         finally:
             del self.jobs[builder.response.id]
 
@@ -191,11 +191,11 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         if self.jobs:
             await asyncio.wait([job.task for job in self.jobs.values()])
         await anyio.to_thread.run_sync(self.store.close)
-        self.unstored.close()
+        self.fallback_store.close()
 
     # ── a response by its id ──
 
-    async def one(self, request: Request) -> Document | Deleted:
+    async def retrieve_or_delete(self, request: Request) -> Document | Deleted:
         id = request.path_params["id"]
         if request.method == "DELETE":
             await self._cancel_job(id)
@@ -208,7 +208,7 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
     async def input_items(self, request: Request) -> ItemList:
         stored = await self._find(request.path_params["id"])
         page = convert(dict(request.query_params), Page, strict=False)
-        items, has_more = page.of(stored.input)
+        items, has_more = page.select(stored.input)
         first_id = items[0]["id"] if items else None
         last_id = items[-1]["id"] if items else None
         return ItemList("list", items, first_id, last_id, has_more)
@@ -235,7 +235,7 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         return await self._in_stores(ResponseStore.get, id)
 
     async def _in_stores(self, work: Callable[[ResponseStore, str], T], id: str) -> T:
-        for store in (self.store, self.unstored):
+        for store in (self.store, self.fallback_store):
             with contextlib.suppress(NotStored):
                 return await anyio.to_thread.run_sync(work, store, id)
         raise _not_found(id, "id")

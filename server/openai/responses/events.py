@@ -19,7 +19,7 @@ from msgspec import UNSET
 from server.core.delta_stream import UsageCounts
 from server.http.errors import HttpError
 from server.http.json import Document, to_json
-from server.openai.chat import CallId
+from server.openai.chat import CallIdFactory
 from server.openai.endpoint import ResponseBuilder
 from server.openai.logprobs import scored_token_with_top
 from server.openai.response_format import TextFormat
@@ -81,7 +81,7 @@ class ResponsesBuilder(ResponseBuilder[Delta]):
         self.input_items = request.items
         self.output = ResponseOutput(generator.call_id, prompt.num_tool_calls)
         self.response = _new_response(request.body, generator.defaults, self.output.items)
-        self._is_cut = False  # by max_output_tokens or the end of the context
+        self._is_truncated = False  # by max_output_tokens or the end of the context
         self._events = 0
 
     @property
@@ -98,14 +98,14 @@ class ResponsesBuilder(ResponseBuilder[Delta]):
             yield self._frame(self._event(name))
 
     def add(self, delta: Delta) -> Iterator[bytes]:
-        self._is_cut = self._is_cut or delta.finish_reason == "length"
+        self._is_truncated = self._is_truncated or delta.finish_reason == "length"
         return map(self._frame, self.output.add(delta))
 
     def finish(self) -> Iterator[bytes]:
         """Yield the events that close the last item. The event of the response is `end`."""
-        status: FinalStatus = "incomplete" if self._is_cut else "completed"
+        status: FinalStatus = "incomplete" if self._is_truncated else "completed"
         yield from map(self._frame, self.output.close(status))
-        if self._is_cut:
+        if self._is_truncated:
             self.response.incomplete_details = IncompleteDetails("max_output_tokens")
         self._set_final(status)
 
@@ -113,7 +113,7 @@ class ResponsesBuilder(ResponseBuilder[Delta]):
         """Close the open item without events."""
         code = "invalid_prompt" if error.code == "invalid_value" else "server_error"
         self.response.error = ResponseError(code, str(error))
-        self.break_off("failed")
+        self.abort("failed")
         return iter(())
 
     def end(self) -> bytes:
@@ -125,8 +125,8 @@ class ResponsesBuilder(ResponseBuilder[Delta]):
         consume(self.finish())
         return self.response
 
-    def break_off(self, status: Literal["failed", "cancelled"]) -> None:
-        """End the response before its output is complete."""
+    def abort(self, status: Literal["failed", "cancelled"]) -> None:
+        """End the response with incomplete output."""
         consume(self.output.close("incomplete"))
         self._set_final(status)
 
@@ -164,14 +164,13 @@ def consume(events: Iterator[object]) -> None:
 class ResponseOutput:
     """Builds output items from deltas. `earlier_calls`: calls in the conversation before."""
 
-    def __init__(self, call_id: CallId, earlier_calls: int) -> None:
+    def __init__(self, call_id: CallIdFactory, earlier_calls: int) -> None:
         self.items: list[OutputItem] = []
         self._call_id = call_id
         self._calls = earlier_calls
         self._open: OutputItem | None = None  # the last item, unless it is closed
         self._texts: list[str] = []  # of the open item
-        # Log-probabilities that no event has had. They may lag behind the text, or belong to a
-        # later message.
+        # Not sent yet. They may lag behind the text, or belong to a later message.
         self._logprobs: deque[TokenLogprob] = deque()
         self._unscored = 0  # characters of the open message without log-probabilities
 
@@ -227,7 +226,7 @@ class ResponseOutput:
         return event
 
     def _take_logprobs(self) -> list[ScoredTokenWithTop]:
-        """Return the log-probabilities of the open message's text, whose tokens join to it."""
+        """Remove and return the log-probabilities of the open message's text."""
         scores = []
         while self._logprobs and len(self._logprobs[0].text) <= self._unscored:
             token = self._logprobs.popleft()

@@ -50,7 +50,7 @@ IMAGE = "input_image"
 # determine it; see `Item.kind`.
 OPTIONAL_TYPES = ("message", "item_reference")
 NOT_NULL = {"not": {"type": "null"}}
-FULL_ITEM = any_of(
+ITEM_FIELDS = any_of(
     *(
         ({"type": {"enum": [kind, None]}, **dict.fromkeys(fields, NOT_NULL)}, [*fields])
         if kind in OPTIONAL_TYPES

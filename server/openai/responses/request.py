@@ -1,4 +1,4 @@
-"""The request of `POST /v1/responses`, and the model's input of it."""
+"""The request of `POST /v1/responses`, and its conversion to the model's input."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 from batching.errors import InvalidInput
 from server.http.json import Document
 from server.openai.endpoint import ParsedRequest
-from server.openai.messages import Message, render_messages
+from server.openai.messages import Message, to_template_messages
 from server.openai.request_fields import (
     NON_EMPTY,
     CacheOptions,
@@ -21,8 +21,8 @@ from server.openai.request_fields import (
     TopLogprobs,
 )
 from server.openai.response_format import TextFormat
-from server.openai.responses.items import FULL_ITEM, Item, to_messages
-from server.openai.tools import MAX_TOOLS, Tool, ToolChoice, flat_calls
+from server.openai.responses.items import ITEM_FIELDS, Item, to_messages
+from server.openai.tools import MAX_TOOLS, Tool, ToolChoice, flat_tool_policy
 from worker.messages.generation import Chat, GenerationInput
 
 LOGPROBS = "message.output_text.logprobs"
@@ -69,7 +69,7 @@ class ResponseRequest(GenerationRequest, kw_only=True):
         "reasoning.mode": ("standard",),
     } | GenerationRequest.unimplemented
 
-    input: NonEmpty | Annotated[list[Annotated[Item, FULL_ITEM]], NON_EMPTY]
+    input: NonEmpty | Annotated[list[Annotated[Item, ITEM_FIELDS]], NON_EMPTY]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
@@ -97,7 +97,7 @@ class ResponseRequest(GenerationRequest, kw_only=True):
 
     @property
     def logprobs(self) -> int | None:
-        """How many of the likeliest tokens are scored; None: not even the chosen one."""
+        """The number of likeliest tokens with log-probabilities; None: no log-probabilities."""
         return (self.top_logprobs or 0) if LOGPROBS in (self.include or ()) else None
 
     @property
@@ -122,11 +122,11 @@ class ResponseRequest(GenerationRequest, kw_only=True):
         if self.instructions is not None:
             conversation.insert(0, ("instructions", Message("system", self.instructions)))
         tools = self.tools or ()
-        calls = flat_calls(tools, self.tool_choice, self.parallel_tool_calls)
-        messages, images = render_messages(conversation)
+        policy = flat_tool_policy(tools, self.tool_choice, self.parallel_tool_calls)
+        messages, images = to_template_messages(conversation)
         prompt = Chat(
             messages,
-            tuple(tool.nested() for tool in tools if calls),
+            tuple(tool.nested() for tool in tools if policy),
             self.chat_template_kwargs or {},
             effort=self.reasoning.effort if self.reasoning else None,
             images=images,
@@ -134,7 +134,7 @@ class ResponseRequest(GenerationRequest, kw_only=True):
         return self._input(
             prompt,
             self.logprobs,
-            tool_calls=calls,
+            tool_calls=policy,
             thinking_tokens=self.thinking_token_budget,
             param="input",
             background=bool(self.background),
