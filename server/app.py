@@ -27,10 +27,10 @@ from server.preflight import (
     MODELS,
     check_models,
     check_workers,
+    exit_with_error,
     has_cache_folder,
     openmp_threads,
-    put_openmp,
-    refuse,
+    set_openmp_variables,
 )
 from server.routes import make_routes
 from worker.cores import find_cores
@@ -50,7 +50,7 @@ def __getattr__(name: str) -> Any:
     try:
         return make_app()
     except SettingsError as error:
-        refuse(error)
+        exit_with_error(error)
 
 
 def make_app() -> Application:
@@ -58,7 +58,7 @@ def make_app() -> Application:
     check_workers()
     app = create_app(load_settings())
     if cores := app.worker_client.worker.cores:
-        put_openmp(cores)
+        set_openmp_variables(cores)
     globals()["app"] = app
     return app
 

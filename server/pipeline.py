@@ -32,7 +32,7 @@ CURL_HINT = "with curl, post a file by --data-binary @FILE: -d leaves out its li
 
 @dataclass(eq=False)
 class PipelineEndpoint:
-    """All methods of `/`, as an ASGI app: `page` serves GET. This is the hot path."""
+    """An ASGI app for all methods of `/`; `page` serves GET. POST is the server's hot path."""
 
     settings: Settings
     worker_client: WorkerClient
@@ -63,7 +63,7 @@ class PipelineEndpoint:
         try:
             with Submission(self.worker_client, "pipeline", inputs, deadlines, receive) as work:
                 for item in work.items:
-                    results.append(await item.future)  # noqa: PERF401  # its length tells which failed
+                    results.append(await item.future)  # noqa: PERF401  # its length is the failed index
         except InvalidInput as error:
             if is_list and error.param and error.param.startswith("inputs"):
                 error.param = f"inputs[{len(results)}]" + error.param.removeprefix("inputs")
@@ -94,8 +94,8 @@ class PipelineEndpoint:
     def parse(self, body: bytes, media: str) -> tuple[list[PipelineInput], bool]:
         """Return the inputs of a request, and whether it has a list of them."""
         if not body:
-            empty = f"the body is empty: post raw {self.task.kind}, or JSON"
-            raise InvalidInput(empty, "inputs")
+            message = f"the body is empty: post raw {self.task.kind}, or JSON"
+            raise InvalidInput(message, "inputs")
         document = self.parse_object(body, media) if may_be_json(body, media) else None
         if document is None:
             return [self.parse_raw(body)], False
@@ -118,7 +118,7 @@ class PipelineEndpoint:
         return [PipelineInput(item, parameters, limiter) for item in inputs], True
 
     def parse_object(self, body: bytes, media: str) -> Document | None:
-        """Return the JSON object, or None for a text that only looks like one."""
+        """Return the JSON object, or None if the body is a raw text that starts with a brace."""
         may_be_text = media == FORM and self.task.kind == "text"
         try:
             document = parse_json(body)
@@ -169,8 +169,7 @@ class DecisionPipelineEndpoint(PipelineEndpoint):
         """Return the requests, and whether the body has a list of them. Runs in a pool thread."""
         inputs, is_list = self.parse(body, media)
         paths = [f"inputs[{n}]" if is_list else "inputs" for n in range(len(inputs))]
-        requests = [self._request(*pair) for pair in zip(paths, inputs, strict=True)]
-        return requests, is_list
+        return list(map(self._request, paths, inputs)), is_list
 
     def _request(self, path: str, payload: PipelineInput) -> tuple[SystemOneRequest, DecisionInput]:
         if not isinstance(payload.inputs, dict) or "model" in payload.inputs:
@@ -185,7 +184,8 @@ class DecisionPipelineEndpoint(PipelineEndpoint):
 
 
 def may_be_json(body: bytes, media: str) -> bool:
-    """Decide by the media type, or by the first character: `curl -d '{…}'` sends JSON as a form."""
+    """Return whether a body is JSON, by its media type, or by its first character: `curl -d '{…}'`
+    sends JSON as a form."""
     return media == JSON or (media == FORM and body[:64].lstrip().startswith(b"{"))
 
 

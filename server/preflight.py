@@ -2,10 +2,9 @@
 
     command line → assign_model → settings → check_models → the app
 
-Each check raises a SettingsError: one sentence that names the setting and what it accepts; `refuse`
-prints it and ends the process. settings.py checks single values. MODEL on the command line is
-assigned to a setting by its modules.json or by the architecture in its config.json; nothing else is
-fetched from the hub.
+Each check raises a SettingsError: one sentence that names the setting and what it accepts.
+settings.py checks single values. MODEL on the command line is assigned to a setting by its
+modules.json or by the architecture in its config.json; nothing else is fetched from the hub.
 """
 
 import contextlib
@@ -69,10 +68,10 @@ class MultipleWorkers(SettingsError):
     pass
 
 
-def refuse(error: Exception | str, status: int = STARTUP_FAILURE) -> NoReturn:
+def exit_with_error(error: Exception | str, status: int = STARTUP_FAILURE) -> NoReturn:
     """Print the error in one line and exit.
 
-    Where uvicorn's command starts several processes, each of them imports the app: the first one
+    Where uvicorn's command starts several processes, they all import the app: the first one
     prints. The supervisor would then exit with status 0, and uvicorn has no hook for its exit
     status: it is killed."""
     name = multiprocessing.current_process().name
@@ -167,7 +166,7 @@ def openmp_threads() -> int | None:
     return int(match[1]) or None if match else None
 
 
-def put_openmp(cores: Cores) -> None:
+def set_openmp_variables(cores: Cores) -> None:
     """Set the environment of the OpenMP library that torch is about to load; the operator's own
     variables stay.
 

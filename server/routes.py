@@ -38,7 +38,7 @@ from server.preflight import MODELS
 from server.web.page import PATH as ASSETS_PATH
 from server.web.page import Assets, IndexPage
 
-PROBES = [
+STATUS_ROUTES = [
     Route("/health", JsonEndpoint(health), methods=["GET"]),
     Route("/ready", JsonEndpoint(ready), methods=["GET"]),
     Route("/ping", JsonEndpoint(ready), methods=["GET"]),
@@ -53,7 +53,7 @@ def make_routes(
     """Return the routes, and the endpoint of responses, which is closed at shutdown.
 
     `pipeline_is_language_model`: `POST /` serves the task decision by a language model."""
-    routes, named = [*PROBES], named_models(settings, worker_client)
+    routes, named = [*STATUS_ROUTES], named_models(settings, worker_client)
     responses: Responses | None = None
     assets = Assets()
     index_page = IndexPage(settings, worker_client, assets.files["index.html"])
@@ -78,11 +78,11 @@ def make_routes(
             post("/v1/decisions", DecisionEndpoint(worker_client, chat, DecisionRequest)),
             post("/v1/systemone", DecisionEndpoint(worker_client, chat, SystemOneRequest)),
         ]
-    routes += other_routes(settings, worker_client, named)
+    routes += scoring_and_speech_routes(settings, worker_client, named)
     if named:
         routes += ModelListing([*named.values()]).routes()
-    if texts := [names for serves, names in named.items() if serves != "transcription"]:
-        routes += tokenizer_routes(texts)
+    if text_models := [names for serves, names in named.items() if serves != "transcription"]:
+        routes += tokenizer_routes(text_models)
     methods = ["GET"] if root is index_page else ["GET", "POST"]
     routes.insert(0, Route("/", root, methods=methods))  # routes are tried in order
     routes += [Route(path, assets, methods=["GET"]) for path in (ASSETS_PATH, "/favicon.ico")]
@@ -99,7 +99,7 @@ def named_models(settings: Settings, worker_client: WorkerClient) -> dict[str, M
     return named
 
 
-def other_routes(
+def scoring_and_speech_routes(
     settings: Settings, worker_client: WorkerClient, named: Mapping[str, ModelNames]
 ) -> Iterator[Route]:
     """Yield the routes of embedding, reranking and speech models."""

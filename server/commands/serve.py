@@ -4,7 +4,7 @@
 
 A flag becomes an environment variable and overrides one that is set. Invalid flags end the process
 with one line and status 2, before torch is imported. `SettingsCommand`, `setting_option` and
-`put_settings` serve `calibrate` as well.
+`export_settings` serve `calibrate` as well.
 """
 
 import shutil
@@ -19,14 +19,14 @@ from uvicorn.main import main as uvicorn_command
 
 from server import __version__
 from server.core.log import uvicorn_config
-from server.core.settings import Settings, SettingsError, load_settings, put_flags
+from server.core.settings import Settings, SettingsError, export_flags, load_settings
 from server.preflight import (
     MISUSE,
     assign_model,
     check_address,
     check_socket,
     check_workers,
-    refuse,
+    exit_with_error,
 )
 
 PROGRAM = "python -m server"
@@ -55,7 +55,7 @@ def serve_command() -> click.Command:
 
 def serve(model: str | None, **flags: Any) -> None:
     """The command's callback: check the flags, then run uvicorn."""
-    put_settings(model, flags)
+    export_settings(model, flags)
     check_workers(flags["workers"] and str(flags["workers"]))
     if flags["uds"]:
         check_socket(flags["uds"])
@@ -73,7 +73,7 @@ def serve(model: str | None, **flags: Any) -> None:
     uvicorn_command.callback(**APP, **flags)
 
 
-def put_settings(model: str | None, flags: dict[str, Any]) -> None:
+def export_settings(model: str | None, flags: dict[str, Any]) -> None:
     """Remove the settings from `flags` and put them into the environment.
 
     Precedence: flags, environment, the file of `--env-file`, `.env`. The files are loaded here
@@ -82,7 +82,7 @@ def put_settings(model: str | None, flags: dict[str, Any]) -> None:
         if file:
             load_dotenv(file)
     settings = {spec.name: flags.pop(spec.name) for spec in fields(Settings)}
-    put_flags(assign_model(model, settings) if model else settings)
+    export_flags(assign_model(model, settings) if model else settings)
 
 
 class SettingsCommand(click.Command):
@@ -118,6 +118,6 @@ def run_command(name: str, make: Callable[[], click.Command], args: Sequence[str
     except (click.Abort, KeyboardInterrupt):  # Ctrl-C
         raise SystemExit(130) from None
     except click.ClickException as error:
-        refuse(f"{error.format_message()} (see {name} --help)", MISUSE)
+        exit_with_error(f"{error.format_message()} (see {name} --help)", MISUSE)
     except SettingsError as error:
-        refuse(error, MISUSE)
+        exit_with_error(error, MISUSE)

@@ -1,4 +1,4 @@
-"""The command `scripts/template`: reports the formats of a chat template, and parses outputs.
+"""The command `scripts/template`: report the formats of a chat template, or parse outputs.
 
     MODEL or FILE.jinja → tokenizer → ResponseReader → report, or a line for each output
 
@@ -29,7 +29,7 @@ from worker.text.chat_template.history import QUESTION, Render
 from worker.text.chat_template.inference import CONTENT, TOOLS, assistant, example_calls
 from worker.text.chat_template.template import ChatTemplate
 
-EXIT_USAGE = 2  # as argparse has it
+EXIT_USAGE = 2  # as argparse's
 CONTENTS = {"absent": "left out", "null": "null", "dumped": "null", "empty": "an empty text"}
 IDS = {"any": "any", "nine": "nine letters or digits", "named": "functions.NAME:INDEX"}
 
@@ -40,8 +40,8 @@ class ToolFunction(msgspec.Struct):
     parameters: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
 
-class HistoryLine(msgspec.Struct):
-    """An output of a model, and the tools of its request."""
+class OutputLine(msgspec.Struct):
+    """A line of `--read`: a model's output, and the tools of its request."""
 
     output: str
     tools: list[ToolFunction] = []
@@ -51,7 +51,7 @@ class HistoryLine(msgspec.Struct):
 def main() -> None:
     arguments = make_parser().parse_args()
     try:
-        reader, ends = load(arguments.template, arguments.tokenizer)
+        reader, stop_tokens = load(arguments.template, arguments.tokenizer)
         lines: Iterable[bytes] = sys.stdin.buffer
         if arguments.read not in (None, "-"):
             lines = Path(arguments.read).read_bytes().splitlines()
@@ -60,7 +60,7 @@ def main() -> None:
     if arguments.read:
         read(reader, lines)
     else:
-        fields = report(reader.template, ends)
+        fields = report(reader.template, stop_tokens)
         if arguments.json:
             print(json.dumps(fields, ensure_ascii=False, indent=2))
         else:
@@ -100,9 +100,9 @@ def load(name: str, tokenizer_folder: str | None) -> tuple[ResponseReader, tuple
             tokenizer = tokenizer_for(tokenizer.chat_template, tokenizer_folder)
     if not tokenizer.chat_template:
         raise InvalidInput("it has no chat template", None)
-    ends = eos_token_ids(defaults, tokenizer)
-    texts = tuple(str(tokenizer.convert_ids_to_tokens(id)) for id in ends)
-    return ResponseReader(tokenizer, ends), texts
+    stop_token_ids = eos_token_ids(defaults, tokenizer)
+    stop_tokens = tuple(str(tokenizer.convert_ids_to_tokens(id)) for id in stop_token_ids)
+    return ResponseReader(tokenizer, stop_token_ids), stop_tokens
 
 
 def tokenizer_for(source: str, folder: str | None) -> PreTrainedTokenizerBase:
@@ -124,7 +124,7 @@ def tokenizer_for(source: str, folder: str | None) -> PreTrainedTokenizerBase:
 
 def read(reader: ResponseReader, lines: Iterable[bytes]) -> None:
     """Parse the output of each line and print a line; exit at an invalid one."""
-    decoder = msgspec.json.Decoder(HistoryLine)
+    decoder = msgspec.json.Decoder(OutputLine)
     for number, text in enumerate(lines, 1):
         if not text.strip():
             continue
@@ -133,10 +133,10 @@ def read(reader: ResponseReader, lines: Iterable[bytes]) -> None:
             tools = [
                 {"type": "function", "function": msgspec.to_builtins(tool)} for tool in line.tools
             ]
-            answer = reader.read(line.output, tools, line.thinking)
+            response = reader.read(line.output, tools, line.thinking)
         except (msgspec.MsgspecError, InvalidInput) as error:
             fail(f"line {number}: {error}")
-        print(msgspec.json.encode(answer).decode(), flush=True)
+        print(msgspec.json.encode(response).decode(), flush=True)
 
 
 def fail(reason: str) -> NoReturn:
@@ -147,62 +147,64 @@ def fail(reason: str) -> NoReturn:
 # ── the report ──
 
 
-def report(template: ChatTemplate, end_tokens: tuple[str, ...]) -> dict[str, Any]:
-    """`end_tokens`: the checkpoint's; the report has the template's end of a message as well."""
+def report(template: ChatTemplate, stop_tokens: tuple[str, ...]) -> dict[str, Any]:
+    """Return the report. `stop_tokens`: the checkpoint's; the template's end of a turn is listed
+    beside them."""
     formats = {
         "calls": _calls(template),
         "thoughts": _reasoning(template),
         "history": _history(template),
         "tools_shown": template.shows_tools,
-        "end_tokens": list(end_tokens),
+        "end_tokens": list(stop_tokens),
         "end_of_turn": end_of_turn(template.try_render),
     }
     lacks = [*template.notes]
     if not formats["thoughts"]:
         lacks.append("thoughts: no delimiters were found; outputs have no reasoning")
-    if not end_tokens and not formats["end_of_turn"]:
+    if not stop_tokens and not formats["end_of_turn"]:
         lacks.append("end: no token ends an output")
     return {**formats, "lacks": lacks}
 
 
 def _calls(template: ChatTemplate) -> dict[str, Any]:
     """Return the format of required calls, and whether it was inferred."""
-    form = template.output_format_for(ToolCallPolicy((), required=True)).tool_calls
-    assert form is not None
+    call_format = template.output_format_for(ToolCallPolicy((), required=True)).tool_calls
+    assert call_format is not None
     one, two = (example_calls(template.examples, count) for count in (1, 2))
     return {
         "learned": bool(template.examples),
-        "arguments": form.arguments.style,
+        "arguments": call_format.arguments.style,
         "one": one,
-        "two": two if form.separator is not None else None,
+        "two": two if call_format.separator is not None else None,
     }
 
 
 def _reasoning(template: ChatTemplate) -> dict[str, Any] | None:
     """Return the delimiters, and those in the prompt for each value of `enable_thinking`."""
-    form = template.output_format
-    if form.reasoning is None:
+    output_format = template.output_format
+    if output_format.reasoning is None:
         return None
     switches: dict[str, dict[str, Any]] = {"default": {}}
     switches |= {str(value).lower(): {"enable_thinking": value} for value in (True, False)}
     in_prompt = {
-        name: form.reasoning_at_end(template.try_render([QUESTION], **variables))
+        name: output_format.reasoning_at_end(template.try_render([QUESTION], **variables))
         for name, variables in switches.items()
     }
-    return {"open": form.reasoning[0], "close": form.reasoning[1], "in_prompt": in_prompt}
+    opening, closing = output_format.reasoning
+    return {"open": opening, "close": closing, "in_prompt": in_prompt}
 
 
 def _history(template: ChatTemplate) -> dict[str, Any] | None:
     """Return the form in which the template takes earlier calls."""
-    form = template.history_format
-    if form is None or form.calls_in_content:
+    history = template.history_format
+    if history is None or history.calls_in_content:
         return None
     return {
-        "content_of_null": CONTENTS[form.empty_content],
-        "arguments": form.arguments,
-        "ids": IDS[form.call_ids],
-        "text_and_calls": "two messages" if form.separate_content else "one message",
-        "calls_in_a_message": "one" if form.one_call else "several",
+        "content_of_null": CONTENTS[history.empty_content],
+        "arguments": history.arguments,
+        "ids": IDS[history.call_ids],
+        "text_and_calls": "two messages" if history.separate_content else "one message",
+        "calls_in_a_message": "one" if history.one_call else "several",
     }
 
 
@@ -211,8 +213,8 @@ def end_of_turn(render: Render) -> str | None:
     messages = [QUESTION, assistant(content=CONTENT)]
     text = render(messages, add_generation_prompt=False)
     text = text or render(messages, TOOLS, add_generation_prompt=False)
-    _, found, rest = text.rpartition(CONTENT)
-    return (rest.strip() or None) if found else None
+    _, content, end = text.rpartition(CONTENT)
+    return (end.strip() or None) if content else None
 
 
 def as_text(fields: Mapping[str, Any]) -> str:

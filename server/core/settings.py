@@ -149,7 +149,7 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
     return Settings(**values)
 
 
-def put_flags(flags: Mapping[str, str | None]) -> None:
+def export_flags(flags: Mapping[str, str | None]) -> None:
     """Put flags, by field name, into the environment; None is a flag that was not given."""
     os.environ.update({name.upper(): raw for name, raw in flags.items() if raw is not None})
 

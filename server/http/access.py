@@ -27,8 +27,8 @@ def key_from_headers(scope: Scope, keys: Sequence[bytes]) -> bytes:
         key = headers.get(b"x-api-key", b"")
     matches = [hmac.compare_digest(key.strip(), valid) for valid in keys]
     if not any(matches):
-        needed = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
-        raise HttpError(401, needed, headers=[(b"www-authenticate", b"Bearer")])
+        message = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
+        raise HttpError(401, message, headers=[(b"www-authenticate", b"Bearer")])
     return bytes(key.strip())
 
 

@@ -129,8 +129,8 @@ class LimitedProtocol(asyncio.Protocol):
         if self.transport.get_protocol() is not self:
             return  # upgraded to a websocket
         if self.started:
-            late = f"the header did not arrive within {self.header_limit_s:g} s"
-            self.refuse(HttpError(408, late, code="header_timeout"))
+            message = f"the header did not arrive within {self.header_limit_s:g} s"
+            self.refuse(HttpError(408, message, code="header_timeout"))
         else:
             self.transport.close()
 
@@ -154,8 +154,8 @@ class LimitedHttpTools(LimitedProtocol, HttpToolsProtocol):
             self.unparsed += len(chunk)
             super().data_received(chunk)
             if self.unparsed >= MAX_HEADER_BYTES:
-                large = f"the header is larger than {MAX_HEADER_BYTES // 1000} kB"
-                self.refuse(HttpError(431, large))
+                message = f"the header is larger than {MAX_HEADER_BYTES // 1000} kB"
+                self.refuse(HttpError(431, message))
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()

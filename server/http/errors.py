@@ -39,7 +39,7 @@ PATHS_BY_SETTING: Mapping[str, Sequence[str]] = {
 SETTING_FOR_PATH = {path: name for name, paths in PATHS_BY_SETTING.items() for path in paths}
 
 # exception class, or its nearest base: (status, type, code)
-TABLE: Mapping[type[Exception], tuple[int, str, str]] = {
+RESPONSE_BY_ERROR: Mapping[type[Exception], tuple[int, str, str]] = {
     errors.InvalidInput: (400, "invalid_request_error", "invalid_value"),
     errors.QueueFull: (503, "overloaded_error", "queue_full"),
     errors.DeadlineHopeless: (503, "overloaded_error", "deadline_hopeless"),
@@ -55,7 +55,7 @@ TABLE: Mapping[type[Exception], tuple[int, str, str]] = {
 }
 
 # status of an HttpError: (type, code)
-STATUSES: Mapping[int, tuple[str, str]] = {
+RESPONSE_BY_STATUS: Mapping[int, tuple[str, str]] = {
     400: ("invalid_request_error", "invalid_request"),
     401: ("authentication_error", "invalid_api_key"),
     404: ("invalid_request_error", "not_found"),
@@ -87,7 +87,8 @@ class HttpError(Exception):
         kind: str | None = None,
     ) -> None:
         super().__init__(message[:MAX_MESSAGE])
-        default_type, default_code = STATUSES.get(status, ("invalid_request_error", "http_error"))
+        default = ("invalid_request_error", "http_error")
+        default_type, default_code = RESPONSE_BY_STATUS.get(status, default)
         self.status = status
         self.type, self.code = type or default_type, code or default_code
         self.kind = default_code if kind is None else kind
@@ -112,7 +113,8 @@ def as_http_error(error: Exception, scope: Scope, debug: bool) -> HttpError:
     if not isinstance(error, errors.OnequeueError):
         log.error("bug id=%s path=%r", request_id, scope["path"], exc_info=error)
         return HttpError(500, "internal server error")
-    status, type_, code = next(TABLE[base] for base in type(error).__mro__ if base in TABLE)
+    known = next(base for base in type(error).__mro__ if base in RESPONSE_BY_ERROR)
+    status, type_, code = RESPONSE_BY_ERROR[known]
     message, headers = str(error), []
     if status == 500:
         log.error("request failed id=%s error=%r", request_id, cause)

@@ -102,14 +102,14 @@ class Fetcher:
             raise NotFetched(f"its content type is {media.partition(';')[0][:50]!r}, not image/…")
         if headers.get("content-encoding", "identity").lower() != "identity":
             raise NotFetched("its host compresses the response though identity was requested")
-        large = f"it is larger than {self.max_bytes / 1_000_000:g} MB"
+        too_large = f"it is larger than {self.max_bytes / 1_000_000:g} MB"
         if length.isdigit() and int(length[:20]) > self.max_bytes:
-            raise NotFetched(large)
+            raise NotFetched(too_large)
         chunks, size = [], 0
         async for chunk in response.aiter_stream():
             size += len(chunk)
             if size > self.max_bytes:
-                raise NotFetched(large)
+                raise NotFetched(too_large)
             count(len(chunk))
             chunks.append(chunk)
         return b"".join(chunks)

@@ -69,8 +69,8 @@ class Form:
                 if not self._removed:
                     self._parser.write(chunk)
         except FormParserError:
-            wrong = "the body is not a form with the boundary of its Content-Type"
-            raise InvalidInput(wrong) from None
+            message = "the body is not a form with the boundary of its Content-Type"
+            raise InvalidInput(message) from None
 
     def finish(self) -> None:
         if not self._complete:
@@ -138,8 +138,8 @@ class Form:
             return
         self.file_bytes += end - start
         if self.file_bytes > self.max_bytes:
-            large = f"the file is larger than {self.max_bytes / 1_000_000:g} MB"
-            raise HttpError(413, large, FILE)
+            message = f"the file is larger than {self.max_bytes / 1_000_000:g} MB"
+            raise HttpError(413, message, FILE)
         rest = memoryview(data)[start:end]
         while rest:
             rest = rest[os.write(self._descriptor, rest) :]

@@ -46,8 +46,8 @@ async def health(request: Request) -> Health:
     if worker_client.worker.state == "dead":
         raise unavailable("the worker is dead", "worker_down")
     if worker_client.stuck:
-        stuck = f"a forward pass has been running for over {worker_client.stuck_after_s:g} s"
-        raise unavailable(stuck, "worker_stuck")
+        message = f"a forward pass has been running for over {worker_client.stuck_after_s:g} s"
+        raise unavailable(message, "worker_stuck")
     return Health("ok")
 
 

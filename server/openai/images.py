@@ -90,8 +90,8 @@ class ImageLoader:
                 await asyncio.wait(tasks)
                 watch.cancel()
         except TimeoutError:
-            late = "the images were not fetched within the request's time limit"
-            raise DeadlineExceeded(late) from None
+            message = "the images were not fetched within the request's time limit"
+            raise DeadlineExceeded(message) from None
         except BaseExceptionGroup as group_error:
             raise group_error.exceptions[0] from None
         finally:

@@ -101,8 +101,8 @@ def find_model(models: Sequence[ModelNames], name: str | None) -> ModelNames:
         if name in model.names:
             return model
     ids = ", ".join(dict.fromkeys(repr(model.id) for model in models))
-    unknown = f"there is no model {(name or '')[:200]!r} here, only {ids}"
-    raise HttpError(404, unknown, "model", code="model_not_found")
+    message = f"there is no model {(name or '')[:200]!r} here, only {ids}"
+    raise HttpError(404, message, "model", code="model_not_found")
 
 
 def find_model_id(models: Sequence[ModelNames], name: str | None) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from server.preflight import SPIN_COUNT, openmp_threads, put_openmp
+from server.preflight import SPIN_COUNT, openmp_threads, set_openmp_variables
 from worker.cores import (
     Cores,
     choose_cores,
@@ -222,10 +222,10 @@ def test_a_pool_thread_gets_no_openmp_team() -> None:
 # ── OpenMP's environment ──
 
 ENVIRONMENT = """
-    from server.preflight import put_openmp
+    from server.preflight import set_openmp_variables
     from worker.cores import Cores
 
-    put_openmp(Cores(1, frozenset(), limited=True, why=""))
+    set_openmp_variables(Cores(1, frozenset(), limited=True, why=""))
     import torch
     print(torch.get_num_threads())
 """
@@ -260,7 +260,7 @@ def test_spinning_is_bounded_under_a_quota(
     monkeypatch: pytest.MonkeyPatch, limited: bool, spin_count: str | None
 ) -> None:
     forget(monkeypatch)
-    put_openmp(Cores(2, frozenset(), limited, ""))
+    set_openmp_variables(Cores(2, frozenset(), limited, ""))
     assert os.environ["OMP_NUM_THREADS"] == "2"
     assert os.environ.get("GOMP_SPINCOUNT") == spin_count
 
@@ -269,7 +269,7 @@ def test_the_operators_openmp_settings_are_kept(monkeypatch: pytest.MonkeyPatch)
     forget(monkeypatch)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
-    put_openmp(Cores(2, frozenset(), True, ""))
+    set_openmp_variables(Cores(2, frozenset(), True, ""))
     assert os.environ["OMP_NUM_THREADS"] == "3"
     assert "GOMP_SPINCOUNT" not in os.environ
 
@@ -281,7 +281,7 @@ def test_an_invalid_number_of_threads_is_replaced(
     """OpenMP would use all cores, whatever the quota."""
     forget(monkeypatch)
     monkeypatch.setenv("OMP_NUM_THREADS", nonsense)
-    put_openmp(Cores(2, frozenset(), True, ""))
+    set_openmp_variables(Cores(2, frozenset(), True, ""))
     assert os.environ["OMP_NUM_THREADS"] == "2"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from server.commands.serve import put_settings
+from server.commands.serve import export_settings
 from server.core.settings import Settings, SettingsError, load_settings, misspelled
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +53,7 @@ def test_env_files_are_loaded_before_the_model_is_looked_up(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "environ", {})
     flags: dict[str, Any] = {spec.name: None for spec in fields(Settings)}
-    put_settings(None, {**flags, "max_queue_size": "8", "env_file": "other.env"})
+    export_settings(None, {**flags, "max_queue_size": "8", "env_file": "other.env"})
     assert os.environ == {"MAX_BATCH_SIZE": "6", "MAX_QUEUE_SIZE": "8", "HF_TOKEN": "a"}
 
 

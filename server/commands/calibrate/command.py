@@ -21,7 +21,7 @@ import uvicorn
 from server.commands.calibrate.requests import requests_for
 from server.commands.calibrate.search import CAPS, BatchLimits, Search, Stage
 from server.commands.calibrate.stages import MAX_CLIENTS, StageRunner
-from server.commands.serve import MODEL, SettingsCommand, put_settings, setting_option
+from server.commands.serve import MODEL, SettingsCommand, export_settings, setting_option
 from server.core.log import configure_log
 from server.core.settings import Settings, SettingsError
 from server.http.request import Application
@@ -86,7 +86,7 @@ def calibrate_command() -> click.Command:
 
 def run(model: str | None, **flags: Any) -> None:
     """The command's callback."""
-    put_settings(model, flags)
+    export_settings(model, flags)
     from server.app import make_app
 
     file = flags.pop("file")

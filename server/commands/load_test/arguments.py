@@ -1,4 +1,4 @@
-"""The command line of `scripts/load_test.py`."""
+"""The command line of `scripts/load_test.py`: its flags, and checks of their combinations."""
 
 import argparse
 import importlib.util

@@ -144,12 +144,12 @@ async def show_progress(generator: LoadGenerator) -> None:
         record = generator.record
         elapsed, done = time.perf_counter() - record.started, len(record.samples)
         # The stride bounds the cost of the median in a long run.
-        some = sorted(record.latencies[:: len(record.latencies) // 1000 + 1])
+        sampled = sorted(record.latencies[:: len(record.latencies) // 1000 + 1])
         latest_error = list(record.first_errors.items())[-1:]
         line = (
             f"{elapsed:6.1f} s  done {done:,}  {done / elapsed:,.1f}/s  "
             f"in flight {record.in_flight}  errors {done - len(record.latencies)}  "
-            f"p50 {milliseconds(1000 * percentile(some, 50))}"
+            f"p50 {milliseconds(1000 * percentile(sampled, 50))}"
             + "".join(f"  first {status}: {message}" for status, message in latest_error)
         )
         width = shutil.get_terminal_size().columns - 1

@@ -47,8 +47,8 @@ class ScoreRequest(TruncationFields, kw_only=True):
             sides.append((name, [texts] if isinstance(texts, str) else texts))
         counts = len(sides[0][1]), len(sides[1][1])
         if counts[0] != counts[1] and 1 not in counts:
-            unequal = f"has {counts[1]} texts for the {counts[0]} of {first}"
-            raise InvalidInput.at(second, unequal)
+            reason = f"has {counts[1]} texts for the {counts[0]} of {first}"
+            raise InvalidInput.at(second, reason)
         return sides[0], sides[1]
 
     def payloads(self, max_size: PartSize, serves: str) -> Sequence[ScoringInput | EmbeddingInput]:

@@ -106,8 +106,8 @@ class Item(Struct):
         if kind == "item_reference":
             id = required(self.id, f"{path}.id")
             if id not in stored:
-                unknown = f"{path}.id: there is no stored item {id[:100]!r}"
-                raise HttpError(404, unknown, f"{path}.id")
+                message = f"{path}.id: there is no stored item {id[:100]!r}"
+                raise HttpError(404, message, f"{path}.id")
             return stored[id]
         if kind == "input_text":
             text = required(self.text, f"{path}.text")
