@@ -292,8 +292,8 @@ def test_files_that_are_not_audio_are_refused(server: Server) -> None:
     soundfile.write(silence, np.zeros(61 * RATE, np.int16), RATE, format="FLAC")
     flac = tone(3.0, RATE, kind="FLAC")
     for file, message in (
-        (b"Dear Sir or Madam", "not a sound file that can be read"),
-        (tone(100, 1), "the sound has 1 samples a second"),
+        (b"Dear Sir or Madam", "not an audio file that can be read"),
+        (tone(100, 1), "the audio has 1 samples a second"),
         (silence.getvalue(), "lasts 61 seconds in 1 channels; at most 60"),
         (tone(0.001, RATE), "at least 0.03 are needed"),
         (flac[: len(flac) // 2], "can be read"),

@@ -10,7 +10,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from batching.errors import InvalidInput
-from tests.unit.test_parser import FORMS
+from tests.unit.test_parser import CALL_FORMATS
 from tests.unit.test_tool_calls_grammar import takes
 from worker.grammar.string_formats import FORMATS
 from worker.grammar.tool_calls import tool_calls_grammar
@@ -139,12 +139,12 @@ ARGUMENTS: list[tuple[str, Any, bool]] = [
 
 def rendered(name: str, key: str, value: Any) -> str:
     """Return the text of a call with this argument."""
-    form = FORMS[name].arguments
+    form = CALL_FORMATS[name].arguments
     if form.style == "python":
         shown = f"{key}={'None' if value is None else json.dumps(value)}"
     else:
         shown = form.open + key + form.middle + entry(form.quotes, value) + form.close
-    return FORMS[name].render([("get", shown)])
+    return CALL_FORMATS[name].render([("get", shown)])
 
 
 def entry(quotes: str, value: Any) -> str:
@@ -167,28 +167,28 @@ def test_strings_have_their_format(name: str, key: str) -> None:
     tools = [tool({"properties": {"s": {"type": "string", "format": key}}})]
     for text in GOOD[key]:
         assert jsonschema_rs.is_valid({"format": key}, text, validate_formats=True)
-        assert takes(FORMS[name], rendered(name, "s", text), tools=tools), text
+        assert takes(CALL_FORMATS[name], rendered(name, "s", text), tools=tools), text
     for text in BAD[key]:
         assert not jsonschema_rs.is_valid({"format": key}, text, validate_formats=True)
-        assert not takes(FORMS[name], rendered(name, "s", text), tools=tools), text
+        assert not takes(CALL_FORMATS[name], rendered(name, "s", text), tools=tools), text
 
 
 @pytest.mark.parametrize(("key", "value", "good"), ARGUMENTS)
 def test_arguments_are_constrained_as_in_json(key: str, value: Any, good: bool) -> None:
     for name in FREE:
         text = rendered(name, key, value)
-        assert takes(FORMS[name], text, tools=[tool(PARAMETERS)]) == good, text
-    as_json = FORMS["args"].render([("get", json.dumps({key: value}))]).replace("\1", "id1")
-    assert takes(FORMS["args"], as_json, tools=[tool(PARAMETERS)]) == good
+        assert takes(CALL_FORMATS[name], text, tools=[tool(PARAMETERS)]) == good, text
+    as_json = CALL_FORMATS["args"].render([("get", json.dumps({key: value}))]).replace("\1", "id1")
+    assert takes(CALL_FORMATS["args"], as_json, tools=[tool(PARAMETERS)]) == good
 
 
 @pytest.mark.parametrize("name", ["typed", "coder"])
 def test_alternatives_of_the_whole_schema(name: str) -> None:
     either = {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}
     tools = [tool({"properties": {"a": {"type": "integer"}, "b": {"type": "null"}}, **either})]
-    assert takes(FORMS[name], rendered(name, "a", 1), tools=tools)
-    assert takes(FORMS[name], rendered(name, "b", None), tools=tools)
-    assert not takes(FORMS[name], FORMS[name].render([("get", "")]), tools=tools)
+    assert takes(CALL_FORMATS[name], rendered(name, "a", 1), tools=tools)
+    assert takes(CALL_FORMATS[name], rendered(name, "b", None), tools=tools)
+    assert not takes(CALL_FORMATS[name], CALL_FORMATS[name].render([("get", "")]), tools=tools)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_alternatives_of_the_whole_schema(name: str) -> None:
 )
 def test_unsatisfiable_schemas_are_errors(parameters: Any) -> None:
     with pytest.raises(InvalidInput):
-        tool_calls_grammar(FORMS["typed"], [tool(parameters)], True, json.dumps)
+        tool_calls_grammar(CALL_FORMATS["typed"], [tool(parameters)], True, json.dumps)
 
 
 def test_hostile_schemas_cost_little() -> None:
@@ -218,7 +218,9 @@ def test_hostile_schemas_cost_little() -> None:
     ):
         started = time.process_time()
         try:
-            result = len(tool_calls_grammar(FORMS["typed"], [tool(schema)], True, json.dumps))
+            result = len(
+                tool_calls_grammar(CALL_FORMATS["typed"], [tool(schema)], True, json.dumps)
+            )
             assert not refused
             assert result < 100_000
         except InvalidInput:
@@ -232,7 +234,7 @@ def test_shared_definitions_are_written_once(name: str) -> None:
     numbers = {f"k{n}": {"type": "number", "description": "d" * 900} for n in range(100)}
     tree = {"type": "array", "items": {"$ref": "#/$defs/d0"}}
     result = tool_calls_grammar(
-        FORMS[name],
+        CALL_FORMATS[name],
         [tool({"$defs": shared, "properties": {**numbers, "t": tree}})],
         True,
         json.dumps,
@@ -246,4 +248,4 @@ def test_size_of_a_grammar_is_bounded_by_counted_steps() -> None:
     many = {f"k{n}": {"type": "array", "items": {"$ref": "#/$defs/d0"}} for n in range(800)}
     parameters = {"$defs": shared, "properties": many}
     with pytest.raises(InvalidInput, match="too many"):
-        tool_calls_grammar(FORMS["coder"], [tool(parameters)], True, json.dumps)
+        tool_calls_grammar(CALL_FORMATS["coder"], [tool(parameters)], True, json.dumps)

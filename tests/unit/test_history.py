@@ -148,9 +148,9 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize(("template", "form"), SMALL)
-def test_history_format_is_inferred(template: str, form: HistoryFormat | None) -> None:
-    assert template_of(HEAD + template + END).history_format == form
+@pytest.mark.parametrize(("template", "expected"), SMALL)
+def test_history_format_is_inferred(template: str, expected: HistoryFormat | None) -> None:
+    assert template_of(HEAD + template + END).history_format == expected
 
 
 def test_model_without_a_template_loads() -> None:
@@ -230,13 +230,13 @@ def test_foreign_ids_are_adapted_equally_in_calls_and_results(
 
 
 @pytest.mark.parametrize(
-    ("template", "form"), [(OBJECTS, "call_[0-9a-f]{24}"), (NINE, "[0-9a-f]{9}")]
+    ("template", "expected"), [(OBJECTS, "call_[0-9a-f]{24}"), (NINE, "[0-9a-f]{9}")]
 )
-def test_new_call_ids_have_the_templates_form(template: str, form: str) -> None:
+def test_new_call_ids_have_the_templates_form(template: str, expected: str) -> None:
     chat_template = template_of(HEAD + SAYS + template + END)
     calls = answered(chat_template, [ASKED], calling(), calling())["tool_calls"]
     assert calls[0]["id"] != calls[1]["id"]
-    assert all(re.fullmatch(form, call["id"]) for call in calls)
+    assert all(re.fullmatch(expected, call["id"]) for call in calls)
     [message] = in_form(chat_template, [{"role": "assistant", "content": "", "tool_calls": calls}])
     assert [call["id"] for call in message["tool_calls"]] == [call["id"] for call in calls]
 

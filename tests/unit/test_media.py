@@ -179,7 +179,7 @@ def test_broken_and_empty_audio_is_refused(capfd: pytest.CaptureFixture[str]) ->
             except InvalidInput:
                 continue
     for garbage in (b"", b"hello", b"\0" * 1000, image()):
-        with pytest.raises(InvalidInput, match="not a sound file"):
+        with pytest.raises(InvalidInput, match="not an audio file"):
             to_audio(garbage, RATE)
     with pytest.raises(InvalidInput, match="at least"):
         to_audio(tone(0.001), RATE)

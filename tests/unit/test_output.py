@@ -35,12 +35,12 @@ def output(
     max_tokens: int,
     stop: tuple[str, ...] = (),
     logprobs: int | None = 0,
-    form: Any = DEFAULT_OUTPUT_FORMAT,
+    output_format: Any = DEFAULT_OUTPUT_FORMAT,
     prefix: str = "",
     calls: bool = True,
 ) -> SequenceOutput:
     item = request([5], replace(GREEDY, logprobs=logprobs), stop=stop)
-    parser = None if form is None else OutputParser(form, prefix, calls)
+    parser = None if output_format is None else OutputParser(output_format, prefix, calls)
     params = SamplingParams(logprobs=logprobs)
     prepared = PreparedPrompt([5], params, max_tokens, {END: None}, parser=parser)
     [result] = create_outputs(item, prepared, VOCABULARY)
@@ -108,7 +108,7 @@ def test_a_text_that_ends_in_half_a_character() -> None:
         tokens = tokens[: chance.randrange(1, len(tokens) + 1)]
         whole = b"".join(BYTES[token] for token in tokens).decode("utf-8", "replace")
         for ids, limit in ((tokens, len(tokens)), ([*tokens, END], 10**6)):
-            delta = delta_of(output(limit, form=None), ids)
+            delta = delta_of(output(limit, output_format=None), ids)
             assert "".join(entry.text for entry in delta.logprobs) == delta.text == whole
             assert_of_their_tokens(delta.logprobs, ids)
             assert {entry.logprob for entry in delta.logprobs} >= set(range(len(tokens)))

@@ -45,7 +45,7 @@ WHOLE = f"<think>\nhm,  ok\n</think>\n\nHello  there. \n{CALL}\n{CALL}"
 HERMES = DEFAULT_OUTPUT_FORMAT
 THOUGHTS = ("<think>", "</think>")
 NOTHING = ("", "")
-FORMS = {
+CALL_FORMATS = {
     "coder": ToolCallFormat(
         NOTHING,
         ("<tool_call>\n<function=", "</function>\n</tool_call>"),
@@ -132,11 +132,13 @@ HARMONY = inferred_output_format(
 )
 
 
-def form(name: str) -> OutputFormat:
+def output_format_of(name: str) -> OutputFormat:
     if name == "hermes":
         return HERMES
     return (
-        HARMONY if name == "channels" else inferred_output_format(THOUGHTS, None, FORMS[name], None)
+        HARMONY
+        if name == "channels"
+        else inferred_output_format(THOUGHTS, None, CALL_FORMATS[name], None)
     )
 
 
@@ -381,7 +383,9 @@ def test_every_format_is_parsed_whatever_the_chunks(
     cuts: list[list[int]] = [[], list(range(len(text)))]
     cuts += [sorted(rng.choices(range(len(text)), k=rng.randrange(12))) for _ in range(100)]
     for item in cuts:
-        result = read(form(name), text, item, tools=[WEATHER, {"function": {"name": "put"}}])
+        result = read(
+            output_format_of(name), text, item, tools=[WEATHER, {"function": {"name": "put"}}]
+        )
         calls = [(called, json.loads(arguments)) for called, arguments in result["calls"]]
         assert (result["content"].strip(), result["reasoning"].strip(), calls) == expected, item
 
@@ -399,7 +403,7 @@ def garbled(text: str, delimiters: Sequence[str], rng: random.Random) -> str:
 @pytest.mark.parametrize("number", range(len(TEXTS)))
 def test_invalid_text_is_parsed_the_same_whatever_the_chunks(number: int) -> None:
     name, text, _ = TEXTS[number]
-    rng, output_format = random.Random(number), form(name)
+    rng, output_format = random.Random(number), output_format_of(name)
     for _ in range(60):
         garbled_text = garbled(text, output_format.visible_texts, rng)
         cuts = sorted(rng.choices(range(len(garbled_text) + 1), k=5))
@@ -448,7 +452,7 @@ def test_calls_after_one_with_a_garbled_end_are_parsed() -> None:
 def test_phase_text_of_a_started_call_has_the_formats_delimiter(
     name: str, text: str, begun: str
 ) -> None:
-    parser = OutputParser(form(name), "", True, [WEATHER])
+    parser = OutputParser(output_format_of(name), "", True, [WEATHER])
     feed(parser, text)
     assert parser.phase == "call"
     assert parser.phase_text.split() == begun.split()
@@ -456,23 +460,23 @@ def test_phase_text_of_a_started_call_has_the_formats_delimiter(
 
 def test_undelimited_json_is_content_up_to_the_name_of_a_tool() -> None:
     """So that the grammar of calls constrains nothing else."""
-    parser = OutputParser(form("llama"), "", True, [WEATHER])
+    parser = OutputParser(output_format_of("llama"), "", True, [WEATHER])
     phases = []
     for text in ('{"name', '": "get', '"'):
         feed(parser, text)
         phases.append((parser.phase, parser.phase_text))
     assert phases[1][0] == phases[0][0] == "content"
     assert phases[2] == ("call", '{"name": "get"')
-    parser = OutputParser(form("llama"), "", True, [WEATHER])
+    parser = OutputParser(output_format_of("llama"), "", True, [WEATHER])
     for char in '{"city": {"name": "get"}}':
         feed(parser, char)
         assert parser.phase == "content"
 
 
 @pytest.mark.parametrize("tool", ["ns:tool", "a/b", "3d_render", "-x", "a.b-c", "x" * 64])
-@pytest.mark.parametrize("name", [*FORMS, "channels"])
+@pytest.mark.parametrize("name", [*CALL_FORMATS, "channels"])
 def test_every_valid_tool_name_is_parsed_in_every_format(name: str, tool: str) -> None:
-    output_format = form(name)
+    output_format = output_format_of(name)
     assert output_format.tool_calls is not None
     arguments = "n=1" if "python" in name else "n:1" if name == "typed" else '{"n": 1}'
     arguments = "" if output_format.tool_calls.arguments.open else arguments
@@ -487,7 +491,7 @@ def test_every_valid_tool_name_is_parsed_in_every_format(name: str, tool: str) -
 @pytest.mark.parametrize("cut", range(1, 10))
 def test_truncated_call_shows_no_delimiter(cut: int) -> None:
     text = "So <tool_call>\n<function=get>\n<parameter=n>\n7\n</parameter>\n<parameter=s>\nab"
-    result = read(form("coder"), text[: len(text) * cut // 10], tools=[WEATHER])
+    result = read(output_format_of("coder"), text[: len(text) * cut // 10], tools=[WEATHER])
     assert result["content"].strip() == "So"
     assert [name for name, _ in result["calls"]] in ([], ["get"])
 
@@ -689,7 +693,9 @@ def test_arguments_have_the_types_of_referenced_schemas() -> None:
     shown = [(key, x if isinstance(x, str) else json.dumps(x)) for key, x in arguments.items()]
     entries = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in shown)
     tool = {"type": "function", "function": {"name": "get", "parameters": REFERRING}}
-    result = read(form("coder"), FORMS["coder"].render([("get", entries)]), tools=[tool])
+    result = read(
+        output_format_of("coder"), CALL_FORMATS["coder"].render([("get", entries)]), tools=[tool]
+    )
     assert [json.loads(text) for _, text in result["calls"]] == [arguments]
 
 
@@ -735,7 +741,7 @@ def test_unterminated_string_ends_with_its_call(
 def test_truncated_undelimited_call_is_hidden(name: str, text: str) -> None:
     for end in range(1, len(text)):
         for cuts in ([], list(range(1, end))):
-            assert read(form(name), text[:end], cuts)["content"] == "", text[:end]
+            assert read(output_format_of(name), text[:end], cuts)["content"] == "", text[:end]
 
 
 @pytest.mark.parametrize(
@@ -749,8 +755,8 @@ def test_truncated_undelimited_call_is_hidden(name: str, text: str) -> None:
     ],
 )
 def test_text_that_cannot_become_an_undelimited_call_is_shown(name: str, text: str) -> None:
-    assert read(form(name), text)["content"] == text
-    assert read(form(name), text, calls=False)["content"] == text
+    assert read(output_format_of(name), text)["content"] == text
+    assert read(output_format_of(name), text, calls=False)["content"] == text
 
 
 def test_truncated_call_keeps_its_partial_arguments() -> None:
@@ -832,16 +838,16 @@ def test_delimiter_in_a_string_does_not_end_a_constrained_json_call() -> None:
 )
 def test_delimiter_in_a_value_does_not_end_a_constrained_call(name: str, text: str) -> None:
     string = "a </function> b</tool_call><|tool_call>}<tool_call|> c"
-    parser = OutputParser(form(name), "", True, [WEATHER])
+    parser = OutputParser(output_format_of(name), "", True, [WEATHER])
     events = [event for char in text.format(string) for event in parser.feed(TextSpan(char), True)]
     assert json.loads("".join(texts(events))) == {"s": string}
     assert parser.calls_finished == 1
-    cut = read(form(name), text.format(string))
+    cut = read(output_format_of(name), text.format(string))
     assert cut["content"]
 
 
 def test_json_within_content_is_no_call() -> None:
-    output_format = form("llama")
+    output_format = output_format_of("llama")
     text = 'Here: {"name": "Bob", "parameters": {}} done.'
     assert read(output_format, text) == {"content": text, "reasoning": "", "calls": []}
     assert read(output_format, text, list(range(len(text))))["content"] == text
@@ -858,9 +864,9 @@ def test_text_without_first_characters_is_not_searched() -> None:
     [("section", '{"n": 1}', "</call>"), ("coder", "", "</function>")],
 )
 def test_truncated_end_of_calls_is_no_content(name: str, arguments: str, last: str) -> None:
-    text = FORMS[name].render([("get", arguments)])
+    text = CALL_FORMATS[name].render([("get", arguments)])
     for cut in range(text.index(last) + len(last), len(text)):
-        result = read(form(name), text[:cut])
+        result = read(output_format_of(name), text[:cut])
         assert result["content"] == "", text[:cut]
         assert [call for call, _ in result["calls"]] == ["get"]
 
@@ -869,13 +875,16 @@ def test_endless_spaces_and_delimiters_take_linear_time() -> None:
     """Four times as many take about four times as long, not sixteen."""
     for output_format, text in (
         (HERMES, (" " * 4000 + "x") * 20),
-        (form("llama"), "\n" * 20_000 + "x"),
-        (form("bare python"), "[\n" + " " * 20_000 + "x"),
-        (form("channels"), " " * 20_000 + "x"),
-        (form("args"), "[TOOL_CALLS]" * 8000),
-        (form("coder"), "<tool_call> <function" * 4000),
-        (form("channels"), "<|channel|>" * 4000),
-        (form("section"), "<think>" + "<calls><call>functions.get:0<args>{}</call>" * 2000),
+        (output_format_of("llama"), "\n" * 20_000 + "x"),
+        (output_format_of("bare python"), "[\n" + " " * 20_000 + "x"),
+        (output_format_of("channels"), " " * 20_000 + "x"),
+        (output_format_of("args"), "[TOOL_CALLS]" * 8000),
+        (output_format_of("coder"), "<tool_call> <function" * 4000),
+        (output_format_of("channels"), "<|channel|>" * 4000),
+        (
+            output_format_of("section"),
+            "<think>" + "<calls><call>functions.get:0<args>{}</call>" * 2000,
+        ),
     ):
         fewer, _ = parsed_by_pieces(output_format, text[: len(text) // 4])
         seconds, events = parsed_by_pieces(output_format, text)
@@ -886,11 +895,11 @@ def test_endless_spaces_and_delimiters_take_linear_time() -> None:
 @pytest.mark.parametrize("header", ["<|channel|>to=a", " to=functions.get_it<|channel|>comment"])
 def test_endless_headers_take_linear_time(header: str) -> None:
     text = header * 100
-    seconds, events = parsed_by_pieces(form("channels"), text)
+    seconds, events = parsed_by_pieces(output_format_of("channels"), text)
     assert seconds < 0.5
     assert text.strip().startswith("".join(texts(events)).strip())
     started = time.thread_time()
-    OutputParser(form("channels"), text * 10, True, [WEATHER])
+    OutputParser(output_format_of("channels"), text * 10, True, [WEATHER])
     assert time.thread_time() - started < 1
 
 

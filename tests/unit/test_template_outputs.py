@@ -277,11 +277,11 @@ def source_text(name: str, message: dict[str, Any]) -> tuple[str, str]:
 
 def shown_by(name: str, parts: list[DeltaPart]) -> bool:
     """Whether the template renders these parts in one message."""
-    form = reader(name).template.history_format
-    if form is None or form.calls_in_content:
+    history = reader(name).template.history_format
+    if history is None or history.calls_in_content:
         return False
     several = sum(part.kind == "call" for part in parts) > 1
-    return not (several and form.one_call)
+    return not (several and history.one_call)
 
 
 def leaves(value: Any) -> list[str]:

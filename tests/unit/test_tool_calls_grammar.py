@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from tests.unit.test_parser import FORMS, HARMONY
+from tests.unit.test_parser import CALL_FORMATS, HARMONY
 from worker.generation.input_processor import ConstraintBuilder
 from worker.grammar.tool_calls import tool_calls_grammar
 from worker.messages.generation import Chat, Constraint, GenerationInput, ToolCallPolicy
@@ -71,7 +71,7 @@ TYPED = [
 
 
 def takes(
-    form: ToolCallFormat,
+    call_format: ToolCallFormat,
     text: str,
     several: bool = True,
     started: bool = False,
@@ -79,15 +79,15 @@ def takes(
 ) -> bool:
     """Whether the grammar accepts the text as a whole output."""
     tokenizer = LLTokenizer("byte")
-    grammar = tool_calls_grammar(form, tools, several, json.dumps, started=started)
+    grammar = tool_calls_grammar(call_format, tools, several, json.dumps, started=started)
     matcher = LLMatcher(tokenizer, grammar)
     assert not matcher.get_error()
     tokens = tokenizer.tokenize_str(text)
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
-def rendered(form: ToolCallFormat, entries: list[tuple[str, str]]) -> str:
-    arguments = form.arguments
+def rendered(call_format: ToolCallFormat, entries: list[tuple[str, str]]) -> str:
+    arguments = call_format.arguments
     return "".join(
         arguments.open + key + arguments.middle + value + arguments.close for key, value in entries
     )
@@ -101,7 +101,7 @@ CASES = [
     ),
     *((name, text, good) for name in ("python", "bare python") for text, good in PYTHON),
     *(
-        (name, rendered(FORMS[name], entries), good)
+        (name, rendered(CALL_FORMATS[name], entries), good)
         for name in ("coder", "pairs")
         for entries, good in TAGS
     ),
@@ -111,10 +111,10 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "arguments", "good"), CASES)
 def test_arguments_are_constrained_by_their_schema(name: str, arguments: str, good: bool) -> None:
-    form = FORMS[name]
-    text = form.render([("get", arguments)]).replace("\1", "id1").lstrip()
-    assert takes(form, text) == good
-    assert not takes(form, text.replace("get", "set", 1))
+    call_format = CALL_FORMATS[name]
+    text = call_format.render([("get", arguments)]).replace("\1", "id1").lstrip()
+    assert takes(call_format, text) == good
+    assert not takes(call_format, text.replace("get", "set", 1))
 
 
 BOUND = {
@@ -132,14 +132,14 @@ BOUND = {
     [("abc", "ab/12", True), ("a", "ab/12", False), ("abcde", "ab/12", False), ("abc", "x", False)],
 )
 def test_strings_have_their_length_and_pattern(name: str, s: str, p: str, good: bool) -> None:
-    form = FORMS[name]
+    call_format = CALL_FORMATS[name]
     shown = {
         "typed": f"p:{Q}{p}{Q},s:{Q}{s}{Q}",
         "python": f's="{s}", p="{p}"',
     }
-    arguments = shown.get(name) or rendered(form, [("s", s), ("p", p)])
+    arguments = shown.get(name) or rendered(call_format, [("s", s), ("p", p)])
     tool = {"type": "function", "function": {"name": "get", "parameters": BOUND}}
-    assert takes(form, form.render([("get", arguments)]), tools=[tool]) == good
+    assert takes(call_format, call_format.render([("get", arguments)]), tools=[tool]) == good
 
 
 REFERS = {
@@ -156,41 +156,41 @@ REFERS = {
         ("python", "n=7", False),
         ("typed", "n:4", True),
         ("typed", 'n:<|"|>4<|"|>', False),
-        ("coder", rendered(FORMS["coder"], [("n", "4")]), True),
-        ("coder", rendered(FORMS["coder"], [("n", "four")]), False),
+        ("coder", rendered(CALL_FORMATS["coder"], [("n", "4")]), True),
+        ("coder", rendered(CALL_FORMATS["coder"], [("n", "four")]), False),
     ],
 )
 def test_referenced_schemas_constrain(name: str, arguments: str, good: bool) -> None:
-    form = FORMS[name]
+    call_format = CALL_FORMATS[name]
     tool = {"type": "function", "function": {"name": "get", "parameters": REFERS}}
-    assert takes(form, form.render([("get", arguments)]), tools=[tool]) == good
+    assert takes(call_format, call_format.render([("get", arguments)]), tools=[tool]) == good
 
 
-FORMS_OF_SEVERAL = [name for name in FORMS if FORMS[name].separator is not None]
+PARALLEL_FORMATS = [name for name in CALL_FORMATS if CALL_FORMATS[name].separator is not None]
 
 
-@pytest.mark.parametrize("name", FORMS_OF_SEVERAL)
+@pytest.mark.parametrize("name", PARALLEL_FORMATS)
 def test_several_calls_only_where_allowed(name: str) -> None:
-    form = FORMS[name]
-    empty = "{}" if form.arguments.style == "json" else ""
-    two = form.render([("put", empty), ("put", empty)]).replace("\1", "id1").lstrip()
-    assert takes(form, two)
-    assert not takes(form, two, several=False)
+    call_format = CALL_FORMATS[name]
+    empty = "{}" if call_format.arguments.style == "json" else ""
+    two = call_format.render([("put", empty), ("put", empty)]).replace("\1", "id1").lstrip()
+    assert takes(call_format, two)
+    assert not takes(call_format, two, several=False)
 
 
 def test_call_started_in_a_section_is_constrained() -> None:
-    form = FORMS["section"]
+    call_format = CALL_FORMATS["section"]
     within = "<call>functions.put:1<args>{}</call>"
-    assert takes(form, f"<calls>{within}</calls>", started=True)
-    assert takes(form, f"{within}</calls>", started=True)
-    assert not takes(form, f"{within}</calls>")
+    assert takes(call_format, f"<calls>{within}</calls>", started=True)
+    assert takes(call_format, f"{within}</calls>", started=True)
+    assert not takes(call_format, f"{within}</calls>")
 
 
 def test_message_start_may_precede_a_call() -> None:
-    form = HARMONY.tool_calls
-    assert form is not None
+    call_format = HARMONY.tool_calls
+    assert call_format is not None
     tokenizer = LLTokenizer("byte")
-    grammar = tool_calls_grammar(form, TOOLS, False, json.dumps, ["<|start|>assistant"])
+    grammar = tool_calls_grammar(call_format, TOOLS, False, json.dumps, ["<|start|>assistant"])
     text = " to=functions.put<|channel|>commentary json<|message|>{}<|call|>"
     for begins in ("<|start|>assistant", ""):
         matcher = LLMatcher(tokenizer, grammar)
@@ -243,16 +243,18 @@ def test_document_instead_of_calls_has_its_own_header() -> None:
         None,
     ],
 )
-@pytest.mark.parametrize("name", [*FORMS, "plain"])
+@pytest.mark.parametrize("name", [*CALL_FORMATS, "plain"])
 def test_any_schema_has_a_grammar(name: str, schema: object) -> None:
-    form = DEFAULT_OUTPUT_FORMAT.tool_calls if name == "plain" else FORMS[name]
-    assert form is not None
+    call_format = DEFAULT_OUTPUT_FORMAT.tool_calls if name == "plain" else CALL_FORMATS[name]
+    assert call_format is not None
     tool = {"type": "function", "function": {"name": "get", "parameters": schema}}
     if name not in ("coder", "pairs", "typed", "python", "bare python") and (
         not isinstance(schema, dict) or schema.get("properties") in (3, {"a": 7})
     ):
         pytest.skip("llguidance says what it thinks of those")
-    matcher = LLMatcher(LLTokenizer("byte"), tool_calls_grammar(form, [tool], True, json.dumps))
+    matcher = LLMatcher(
+        LLTokenizer("byte"), tool_calls_grammar(call_format, [tool], True, json.dumps)
+    )
     assert not matcher.get_error()
 
 
@@ -271,11 +273,15 @@ HELD = {
 
 def entry(name: str, key: str, value: object) -> str:
     """Write an argument in a format; Python strings in single quotes."""
-    form = FORMS[name].arguments
-    if form.style == "python":
+    argument_format = CALL_FORMATS[name].arguments
+    if argument_format.style == "python":
         return f"{key}={value!r}"
-    text = f"{form.quotes}{value}{form.quotes}" if isinstance(value, str) else json.dumps(value)
-    return form.open + key + form.middle + text + form.close
+    text = (
+        f"{argument_format.quotes}{value}{argument_format.quotes}"
+        if isinstance(value, str)
+        else json.dumps(value)
+    )
+    return argument_format.open + key + argument_format.middle + text + argument_format.close
 
 
 @pytest.mark.parametrize("name", ["coder", "pairs", "typed", "python", "bare python"])
@@ -294,10 +300,10 @@ def entry(name: str, key: str, value: object) -> str:
     ],
 )
 def test_required_properties_and_choices(name: str, arguments: dict[str, Any], good: bool) -> None:
-    form = FORMS[name]
-    joined = form.arguments.comma.join(entry(name, *item) for item in arguments.items())
+    call_format = CALL_FORMATS[name]
+    joined = call_format.arguments.comma.join(entry(name, *item) for item in arguments.items())
     tool = {"type": "function", "function": {"name": "get", "parameters": HELD}}
-    assert takes(form, form.render([("get", joined)]), tools=[tool]) == good
+    assert takes(call_format, call_format.render([("get", joined)]), tools=[tool]) == good
 
 
 @pytest.mark.parametrize(
@@ -308,20 +314,20 @@ def test_required_properties_and_choices(name: str, arguments: dict[str, Any], g
         {"type": "object", "properties": {"k": {}}, "required": True},
     ],
 )
-@pytest.mark.parametrize("name", [*FORMS, "plain"])
+@pytest.mark.parametrize("name", [*CALL_FORMATS, "plain"])
 def test_invalid_schemas_raise_no_internal_error(name: str, schema: dict[str, Any]) -> None:
-    form = DEFAULT_OUTPUT_FORMAT.tool_calls if name == "plain" else FORMS[name]
-    assert form is not None
+    call_format = DEFAULT_OUTPUT_FORMAT.tool_calls if name == "plain" else CALL_FORMATS[name]
+    assert call_format is not None
     parameters = {"properties": {"a": schema}, "required": [["a"], {}]}
     function = {"name": "get", "parameters": parameters}
-    assert tool_calls_grammar(form, [{"function": function}], True, json.dumps)
+    assert tool_calls_grammar(call_format, [{"function": function}], True, json.dumps)
     assert read_value("1", parameter_types({"function": function})["a"]) is not None
 
 
 def test_untyped_python_arguments_have_their_keys() -> None:
     tool = {"type": "function", "function": {"name": "get", "parameters": HELD}}
-    assert takes(FORMS["python"], "<|calls|>[get(e='x', z=1)]<|end_calls|>", tools=[tool])
-    assert not takes(FORMS["python"], "<|calls|>[get('x', z=1)]<|end_calls|>", tools=[tool])
+    assert takes(CALL_FORMATS["python"], "<|calls|>[get(e='x', z=1)]<|end_calls|>", tools=[tool])
+    assert not takes(CALL_FORMATS["python"], "<|calls|>[get('x', z=1)]<|end_calls|>", tools=[tool])
 
 
 @pytest.mark.parametrize("kind", ["any", "int", ["string", "int"]])
@@ -329,7 +335,13 @@ def test_untyped_python_arguments_have_their_keys() -> None:
 def test_types_unknown_to_json_are_unconstrained(name: str, kind: Any) -> None:
     parameters = {"type": "dict", "properties": {"n": {"type": kind}}, "required": ["n"]}
     tool = {"type": "function", "function": {"name": "get", "parameters": parameters}}
-    form = FORMS[name]
-    arguments = {"llama": '{"n": 7}', "coder": rendered(form, [("n", "7")]), "python": "n=7"}[name]
-    assert takes(form, form.render([("get", arguments)]), tools=[tool])
-    assert not takes(form, form.render([("get", arguments.replace("n", "m"))]), tools=[tool])
+    call_format = CALL_FORMATS[name]
+    arguments = {
+        "llama": '{"n": 7}',
+        "coder": rendered(call_format, [("n", "7")]),
+        "python": "n=7",
+    }[name]
+    assert takes(call_format, call_format.render([("get", arguments)]), tools=[tool])
+    assert not takes(
+        call_format, call_format.render([("get", arguments.replace("n", "m"))]), tools=[tool]
+    )

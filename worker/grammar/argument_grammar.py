@@ -57,14 +57,16 @@ class ArgumentGrammar:
     """The rules of one tool's arguments. `rules`: a list to which named rules are added."""
 
     def __init__(
-        self, form: ArgumentFormat, quote: Quote, rules: list[str], parameters: Any
+        self, argument_format: ArgumentFormat, quote: Quote, rules: list[str], parameters: Any
     ) -> None:
         self._root = make_exclusive(parameters) if isinstance(parameters, dict) else {}
         self._definitions = {key: self._root[key] for key in DEFINITIONS if key in self._root}
         self._document = SchemaDocument(self._root)
         self._value_rules: dict[tuple[int, ...], str] = {}  # by the ids of their schemas
-        self._form, self._quote, self._rules = form, quote, rules
-        self._notation = "python" if form.style == "python" else "quoted" if form.quotes else "raw"
+        self._format, self._quote, self._rules = argument_format, quote, rules
+        self._notation = "quoted" if argument_format.quotes else "raw"
+        if argument_format.style == "python":
+            self._notation = "python"
 
     def arguments(self) -> str:
         """Return the rule of all arguments, as entries in order; InvalidInput with the reason."""
@@ -77,7 +79,7 @@ class ArgumentGrammar:
         return f"({' | '.join(alternatives)})"
 
     def _argument_lists(self) -> list[str]:
-        comma, alternatives = self._form.comma, []
+        comma, alternatives = self._format.comma, []
         for analysis in self._branches([self._root, {"type": "object"}]):
             if (entries := self._properties(analysis, self._entry)) is not None:
                 alternatives.append(self._sequence([*entries.values()], comma))
@@ -106,8 +108,9 @@ class ArgumentGrammar:
 
     def _entry(self, key: str, schemas: Sequence[Any]) -> str:
         """Return the rule of a key and its value, with the format's text around them."""
-        form, middle = self._form, "=" if self._notation == "python" else self._form.middle
-        before, after = self._quote(form.open + key + middle), self._literals(form.close)
+        middle = "=" if self._notation == "python" else self._format.middle
+        before = self._quote(self._format.open + key + middle)
+        after = self._literals(self._format.close)
         if self._notation != "raw":
             value = self._value(schemas)
             return value and f"{before} {value} {after}"
@@ -117,7 +120,7 @@ class ArgumentGrammar:
             if "string" in analysis.kinds and analysis.values is None:
                 others -= {"string"}
                 bounded = [kind for kind in sorted(others) if _is_bounded(kind, analysis)]
-                alternatives.append(self._string(form.close, analysis, bounded))
+                alternatives.append(self._string(self._format.close, analysis, bounded))
                 if not bounded and not _is_bounded("string", analysis):
                     continue  # an unquoted string matches everything
             if values := self._alternatives(analysis, others):
@@ -181,7 +184,7 @@ class ArgumentGrammar:
         if word := WORDS[self._notation].get(kind):
             return [word]
         if self._notation == "quoted" and kind == "string":
-            quotes = self._form.quotes
+            quotes = self._format.quotes
             return [f"{self._literals(quotes)} {self._string(quotes, analysis)}"]
         if self._notation == "quoted" and kind == "array":
             return self._array(analysis)
@@ -206,7 +209,7 @@ class ArgumentGrammar:
 
     def _write(self, value: Any) -> str:
         if isinstance(value, str):
-            return f"{self._form.quotes}{value}{self._form.quotes}"
+            return f"{self._format.quotes}{value}{self._format.quotes}"
         if self._notation == "quoted" and isinstance(value, list):
             return f"[{','.join(map(self._write, value))}]"
         if self._notation == "quoted" and isinstance(value, dict):
@@ -214,8 +217,8 @@ class ArgumentGrammar:
         return json.dumps(value)
 
     def _array(self, analysis: SchemaAnalysis) -> list[str]:
-        own = max(1, *(len(list_in(part, "prefixItems")) for part in analysis.counted_parts), 1)
-        *first, more = (self._value(analysis.item(index).schemas) for index in range(own + 1))
+        count = max([1, *(len(list_in(part, "prefixItems")) for part in analysis.counted_parts)])
+        *first, more = (self._value(analysis.item(index).schemas) for index in range(count + 1))
         return self._repeated("[]", first, more, _bounds("array", analysis))
 
     def _object(self, analysis: SchemaAnalysis) -> list[str]:
@@ -236,15 +239,16 @@ class ArgumentGrammar:
     ) -> list[str]:
         """Return the rule of a bounded number of items in brackets: the first ones each by its own
         rule, the others by `more`."""
-        own = first.index("") if "" in first else len(first)
+        possible = first.index("") if "" in first else len(first)
         min_count, max_count = bounds
-        max_count = max_count if more and own == len(first) else min(max_count, own)
+        max_count = max_count if more and possible == len(first) else min(max_count, possible)
         if min_count > max_count:
             return []
         items = ""
-        if max_count > own:
-            items = f'("," {more}){_repetition(max(0, min_count - own), max_count - own)}'
-        for index in reversed(range(int(min(own, max_count)))):
+        if max_count > possible:
+            repetition = _repetition(max(0, min_count - possible), max_count - possible)
+            items = f'("," {more}){repetition}'
+        for index in reversed(range(int(min(possible, max_count)))):
             comma = '"," ' if index else ""
             items = f"{comma}{first[index]} {items}"
             items = items if index < min_count else f"({items})?"

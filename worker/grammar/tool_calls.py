@@ -25,7 +25,7 @@ Tool = Mapping[str, Any]
 
 
 def tool_calls_grammar(
-    form: ToolCallFormat,
+    call_format: ToolCallFormat,
     tools: Sequence[Tool],
     several: bool,
     quote: Quote,
@@ -36,26 +36,28 @@ def tool_calls_grammar(
     `message_starts`: texts that may stand before them. `started`: the model has started the call
     itself, perhaps inside a section."""
     rules: list[str] = []  # that others refer to
-    section, end = form.section
+    section, end = call_format.section
     before = " ".join(f"({format_literals(text, quote)})?" for text in message_starts)
-    first_call = (format_literals if section.strip() else _optional_space)(form.call[0], quote)
+    first_call = (format_literals if section.strip() else _optional_space)(
+        call_format.call[0], quote
+    )
     opens = _optional_space(section, quote)
-    if started and form.call[0].strip() and opens:
+    if started and call_format.call[0].strip() and opens:
         opens = f"({opens})?"
-    between = format_literals((form.separator or "") + form.call[0], quote)
-    more = f"({between} call)*" if several and form.separator is not None else ""
+    between = format_literals((call_format.separator or "") + call_format.call[0], quote)
+    more = f"({between} call)*" if several and call_format.separator is not None else ""
     closes = format_literals(end.rstrip(), quote)
     closes = f"({closes})?" if closes and not section.strip() else closes
     calls = []
     for tool in tools:
         name = tool["function"]["name"]
         parameters = _parameters(tool["function"].get("parameters"))
-        if form.arguments.style == "json":
-            arguments = _json_arguments(form.arguments, parameters)
+        if call_format.arguments.style == "json":
+            arguments = _json_arguments(call_format.arguments, parameters)
         else:
-            arguments = ArgumentGrammar(form.arguments, quote, rules, parameters).arguments()
-        prefix = format_literals(form.braces[0] + name + form.middle, quote)
-        suffix = format_literals(form.braces[1] + form.call[1], quote)
+            arguments = ArgumentGrammar(call_format.arguments, quote, rules, parameters).arguments()
+        prefix = format_literals(call_format.braces[0] + name + call_format.middle, quote)
+        suffix = format_literals(call_format.braces[1] + call_format.call[1], quote)
         calls.append(f"{prefix} {arguments} {suffix}")
     return "\n".join(
         [
@@ -67,10 +69,10 @@ def tool_calls_grammar(
     )
 
 
-def accepts(form: ToolCallFormat, tools: Sequence[Tool], text: str) -> bool:
+def accepts(call_format: ToolCallFormat, tools: Sequence[Tool], text: str) -> bool:
     """Whether the grammar of a format accepts the text of calls."""
     tokenizer = LLTokenizer("byte")
-    matcher = LLMatcher(tokenizer, tool_calls_grammar(form, tools, True, json.dumps))
+    matcher = LLMatcher(tokenizer, tool_calls_grammar(call_format, tools, True, json.dumps))
     tokens = tokenizer.tokenize_str(text.strip())
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
@@ -90,11 +92,11 @@ def _parameters(schema: Any) -> Any:
         raise InvalidInput("it is nested too deeply") from None
 
 
-def _json_arguments(form: ArgumentFormat, parameters: Any) -> str:
+def _json_arguments(argument_format: ArgumentFormat, parameters: Any) -> str:
     options = {
         "whitespace_flexible": False,
-        "item_separator": re.escape(form.comma),
-        "key_separator": re.escape(form.colon),
+        "item_separator": re.escape(argument_format.comma),
+        "key_separator": re.escape(argument_format.colon),
         "lenient": True,  # tools' schemas may have keywords that llguidance does not support
     }
     return schema_rule(arguments_schema(parameters), options)

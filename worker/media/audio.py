@@ -30,7 +30,7 @@ BLOCK = 1 << 18  # samples per block: decoded, of all channels, or resampled
 MAX_AMPLITUDE = 1e9  # 1 is full scale; the power of larger samples overflows
 UNKNOWN_FRAMES = (1 << 63) - 1  # libsndfile's value for a FLAC file without a length
 NO_SAMPLES = np.zeros(0, np.float32)
-UNREADABLE = "this is not a sound file that can be read (WAV, FLAC, OGG, MP3, m4a, WebM)"
+UNREADABLE = "this is not an audio file that can be read (WAV, FLAC, OGG, MP3, m4a, WebM)"
 
 
 class Recording:
@@ -108,7 +108,7 @@ class Recording:
         self.seconds = samples / self.rate
         if self.seconds < MIN_AUDIO_S:
             raise InvalidInput(
-                f"the sound lasts {self.seconds:g} seconds; at least {MIN_AUDIO_S} are needed",
+                f"the audio lasts {self.seconds:g} seconds; at least {MIN_AUDIO_S} are needed",
                 self.param,
             )
 
@@ -127,7 +127,7 @@ class Recording:
         """Return the length in seconds by the header, after checking it."""
         source = self._source
         if not MIN_RATE <= source.rate <= MAX_RATE:
-            rate = f"the sound has {source.rate} samples a second"
+            rate = f"the audio has {source.rate} samples a second"
             raise InvalidInput(f"{rate}; {MIN_RATE} to {MAX_RATE} are accepted", self.param)
         return check_length(source, source.frames, self.max_s, self.param)
 
@@ -137,7 +137,7 @@ def check_length(source: "Container | SoundFile", frames: int, max_s: float, par
     many."""
     seconds, channels = frames / source.rate, source.channels
     if seconds > max_s or frames * channels > MAX_SAMPLES:
-        long = f"the sound lasts {seconds:.0f} seconds in {channels} channels"
+        long = f"the audio lasts {seconds:.0f} seconds in {channels} channels"
         limit = f"at most {max_s:g} seconds and {MAX_SAMPLES} samples are accepted"
         raise InvalidInput(f"{long}; {limit}", param)
     return seconds
@@ -169,14 +169,14 @@ def read_block(source: "Container | SoundFile", count: int, param: str) -> np.nd
     except UnreadableAudio:
         raise InvalidInput(f"{UNREADABLE}, or it is broken", param) from None
     if not (np.abs(mono) <= MAX_AMPLITUDE).all():
-        raise InvalidInput("samples of the sound are not finite numbers, or too large", param)
+        raise InvalidInput("samples of the audio are not finite numbers, or too large", param)
     return mono
 
 
 class SoundFile:
-    """A file read by libsndfile, which gives at most as many samples as the header says.
+    """A file read by libsndfile, which returns at most as many samples as the header states.
 
-    `rate`: samples a second; `frames`: samples per channel, 0 if the header does not say."""
+    `rate`: samples a second; `frames`: samples per channel, 0 if the header does not state it."""
 
     def __init__(self, path: str) -> None:
         import soundfile

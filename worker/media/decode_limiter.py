@@ -18,7 +18,7 @@ SIZES_PER_REQUEST = 16
 
 @dataclass(slots=True)
 class RequestLimiter:
-    """The sum over the inputs of one request."""
+    """Counts the pixels or samples of one request's inputs."""
 
     taken: int = 0
 
@@ -54,8 +54,8 @@ class Lease:
                 self.limiter.changed.notify_all()
 
     def take(self, count: int) -> None:
-        """Wait for `count` pixels or samples, first come, first served. More than the limiter has
-        waits for all of it. Only once per lease: two leases that hold some and wait for more would
+        """Wait for `count` pixels or samples, first come, first served; a larger count takes the
+        whole limiter. Once per lease only: two leases that hold some and wait for more would
         deadlock. Raises InvalidInput if the request has taken too much."""
         assert not self.taken
         limiter, request_limit = self.limiter, SIZES_PER_REQUEST * self.limiter.size

@@ -28,7 +28,7 @@ FREE_VALUES_PER_PIXEL = 8
 def to_images(
     values: Sequence[tuple[Any, str]], lease: Lease, values_per_pixel: int = 1
 ) -> list[Image.Image]:
-    """Decode images, each given with the field that errors name, all in one lease.
+    """Decode images in one lease. `values`: the images, each with the field that errors name.
 
     Fewer pixels are accepted where the output has many values per pixel. Pipelines rotate the
     images and convert them to RGB themselves."""
@@ -60,7 +60,7 @@ def to_audio(
     lease: Lease,
     check_seconds: Callable[[float], None] = lambda seconds: None,
 ) -> np.ndarray:
-    """Return mono float32 samples [n] at `sampling_rate` Hz of a sound file.
+    """Return mono float32 samples [n] at `sampling_rate` Hz of an audio file.
 
     `check_seconds` raises for a length that is not accepted."""
     data = to_bytes(value, "inputs")

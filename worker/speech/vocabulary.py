@@ -7,15 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.models.whisper.tokenization_whisper import LANGUAGES, TO_LANGUAGE_CODE
 
 from batching.errors import InvalidInput
 from worker.model.loading import LoadingFailed
 from worker.speech.words import WordTokens, split_words
+from worker.text.detokenizer import token_bytes
 
-byte_alphabet: Any = bytes_to_unicode  # of byte-level BPE; not annotated
-BYTE_OF_LETTER: dict[str, int] = {letter: byte for byte, letter in byte_alphabet().items()}
 START_OF_PREVIOUS = "<|startofprev|>"
 
 
@@ -99,7 +97,4 @@ class WhisperVocabulary:
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of a text token, which may be part of a character."""
-        letters: Any = self.tokenizer.convert_ids_to_tokens(token)
-        if all(letter in BYTE_OF_LETTER for letter in letters):
-            return bytes(BYTE_OF_LETTER[letter] for letter in letters)
-        return str(letters).encode()  # an added token
+        return token_bytes(str(self.tokenizer.convert_ids_to_tokens(token)))

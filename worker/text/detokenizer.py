@@ -2,7 +2,8 @@
 
     Vocabulary (one per tokenizer) → stream (one per sequence): push(id) → text, flush() → text
 
-A stream returns only text that no later token changes. Byte-level BPE is decoded by a table of
+generation/output.py pushes each sampled token and passes the text on to the parser. A stream
+returns only text that no later token changes. Byte-level BPE is decoded by a table of
 bytes and an incremental UTF-8 decoder; other tokenizers decode a short window of tokens. Nothing
 here encodes, or sets truncation or padding. Of a fast tokenizer only the vocabulary and the decoder
 are kept, so that other threads may encode meanwhile, unless its class edits the decoded text.
@@ -28,10 +29,10 @@ MAX_INCOMPLETE = 8  # tokens pending for an incomplete character, before they ar
 MAX_SILENT = 64  # tokens pending that add no text, such as spaces that a decoder strips at the end
 REPLACEMENT = "\ufffd"
 
-Unit: TypeAlias = Any  # what a token is decoded from: its bytes, its string or its id
+Unit: TypeAlias = Any  # a token as `Join` takes it: its bytes, its string or its id
 Join = Callable[[list[Unit]], str]
 BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
-byte_alphabet: Any = bytes_to_unicode  # of byte-level BPE; untyped
+byte_alphabet: Any = bytes_to_unicode  # of byte-level BPE; not annotated
 BYTE_OF_CHAR: dict[str, int] = {char: byte for byte, char in byte_alphabet().items()}
 
 # A token that adds text, after those before it that add none: parts of its first character.
@@ -83,7 +84,7 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Any, keeps_special: Callable[[str], bool] | None = None) -> None:
         """`keeps_special`: special tokens that remain text, such as delimiters."""
-        ask: Join = partial(
+        decode: Join = partial(
             tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         fast = getattr(tokenizer, "is_fast", False)
@@ -103,12 +104,12 @@ class Vocabulary:
         if fast:
             decoder = tokenizer.backend_tokenizer.decoder
             if _is_byte_level(decoder):
-                self._set_units({i: _token_bytes(t) for i, t in tokens.items()}, _join_bytes)
+                self._set_units({i: token_bytes(t) for i, t in tokens.items()}, _join_bytes)
             else:
                 self._set_units(tokens, " ".join if decoder is None else decoder.decode)
         # Some classes edit the decoder's text, as CLIP and Whisper do: decoding all ids shows it.
-        if not fast or self.decode(ids, skip_special=False) != ask(ids):
-            self._set_units({i: i for i in ids}, ask)
+        if not fast or self.decode(ids, skip_special=False) != decode(ids):
+            self._set_units({i: i for i in ids}, decode)
 
     def _set_units(self, units: dict[int, Unit], join: Join) -> None:
         self._units, self._join = units, join
@@ -238,7 +239,7 @@ def _is_byte_level(decoder: Any) -> bool:
     return isinstance(decoder, decoders.ByteLevel)
 
 
-def _token_bytes(token: str) -> bytes:
+def token_bytes(token: str) -> bytes:
     """Return a token's bytes as the ByteLevel decoder has them. An added token with characters
     outside the byte alphabet is plain text."""
     try:

@@ -60,9 +60,8 @@ class Delimiter(NamedTuple):
     first_chars: frozenset[str] = frozenset()  # empty: any
     make_parser: MakeCallParser | None = None  # of the calls that it opens
     only_first: bool = False  # it counts only before any content
-    trigger: Any = (
-        None  # a pattern: this much of the delimiter is enough to know that a call begins
-    )
+    # a pattern of the part of the delimiter that is enough to know that a call begins
+    trigger: Any = None
     known_tool: bool = False  # it counts only with the name of a tool of the request
     line_start: bool = False  # within content it counts only at the start of a line
 
@@ -176,7 +175,7 @@ class OutputFormat:
         return len(token) > 2 and any(token in text for text in self.visible_texts)
 
 
-# ── from what was found in a chat template ──
+# ── inferred from a chat template ──
 
 TOOL_NAME = r"[\w.:/-]{1,128}+"  # any that a request may define
 NAME_GROUP = r"(?P<name>[^\s<>\[\]{}()\"'`,]{1,128}?)"
@@ -203,7 +202,7 @@ def inferred_output_format(
     channels: ChannelFormat | None,
 ) -> OutputFormat:
     if channels:
-        form = _channel_output_format(channels, calls)
+        output_format = _channel_output_format(channels, calls)
     else:
         delimiters: list[Delimiter] = []
         for pair, phase in ((reasoning, REASONING), (content, CONTENT)):
@@ -212,7 +211,7 @@ def inferred_output_format(
                     _opening_delimiter(phase, pair[0]),
                     _delimiter((CONTENT, phase), CONTENT, pair[1]),
                 ]
-        form = OutputFormat(
+        output_format = OutputFormat(
             tuple(delimiters),
             tuple(_call_delimiters(calls) if calls else ()),
             reasoning,
@@ -220,12 +219,12 @@ def inferred_output_format(
             calls,
             undelimited_calls=calls is not None and calls.undelimited,
         )
-    texts = [*form.visible_texts, *(reasoning or ()), *(content or ())]
+    texts = [*output_format.visible_texts, *(reasoning or ()), *(content or ())]
     if calls:
         arguments = calls.arguments
         texts += [*calls.section, *calls.call, calls.middle, calls.separator or ""]
         texts += [arguments.open, arguments.middle, arguments.close, arguments.quotes]
-    return replace(form, visible_texts=tuple(filter(None, texts)))
+    return replace(output_format, visible_texts=tuple(filter(None, texts)))
 
 
 def _delimiter(phases: Iterable[str], next_phase: str, text: str) -> Delimiter:
@@ -246,33 +245,33 @@ def _opening_delimiter(phase: str, text: str) -> Delimiter:
     return Delimiter(frozenset((CONTENT, phase)), phase, pattern, first_chars=frozenset(bare[0]))
 
 
-def _call_delimiters(form: ToolCallFormat) -> list[Delimiter]:
+def _call_delimiters(calls: ToolCallFormat) -> list[Delimiter]:
     """Return what opens a call, with its name if that comes next, what closes it, and delimiters
     that may follow."""
-    optional, opens = form.opening
-    closes, after = form.closing
+    optional, opens = calls.opening
+    closes, after = calls.closing
     before = "".join(rf"(?:{_flexible_pattern(text)}\s*)?" for text in optional)
-    if form.undelimited:
-        word = rf"(?:{regex.escape(form.prefix_word)}\s*+)?" if form.prefix_word else ""
+    if calls.undelimited:
+        word = rf"(?:{regex.escape(calls.prefix_word)}\s*+)?" if calls.prefix_word else ""
         # No leading \s*: a long run of white space would be searched from each of its positions.
-        start = r"(?:\[\s*+)?\{\s*+\"" if form.keys else rf"\[\s*+{TOOL_NAME}\("
+        start = r"(?:\[\s*+)?\{\s*+\"" if calls.keys else rf"\[\s*+{TOOL_NAME}\("
         pattern = rf"(?:<\|\w{{1,40}}\|>\s*+)?{word}(?={start})"
-    elif form.is_list:
+    elif calls.is_list:
         pattern = before + _flexible_pattern(opens)
     else:
-        before_id, id_, after_id = form.middle.strip().rpartition(ID)
+        before_id, id_, after_id = calls.middle.strip().rpartition(ID)
         optional_id = f"(?:{_flexible_pattern(before_id + id_)})?" if id_ and after_id else ""
         middle = optional_id + _flexible_pattern(after_id) or r"(?=[\s<])"
         pattern = rf"{before}{_flexible_pattern(opens)}\s*{NAME_GROUP}\s*{middle}"
-    trigger = None if form.is_list else regex.compile(_flexible_pattern(form.trigger.strip()))
+    trigger = None if calls.is_list else regex.compile(_flexible_pattern(calls.trigger.strip()))
     delimiters = [
         Delimiter(
-            frozenset((CONTENT,) if form.undelimited else (CONTENT, REASONING)),
+            frozenset((CONTENT,) if calls.undelimited else (CONTENT, REASONING)),
             CALL,
             regex.compile(pattern, regex.DOTALL),
             first_chars=frozenset(text[0] for text in (*optional, opens) if text),
-            make_parser=partial(_inferred_call_parser, form),
-            only_first=form.undelimited,
+            make_parser=partial(_inferred_call_parser, calls),
+            only_first=calls.undelimited,
             trigger=trigger,
         )
     ]
@@ -283,18 +282,18 @@ def _call_delimiters(form: ToolCallFormat) -> list[Delimiter]:
     return delimiters + [_delimiter((CONTENT,), CONTENT, text) for text in after]
 
 
-def _channel_output_format(form: ChannelFormat, calls: ToolCallFormat | None) -> OutputFormat:
+def _channel_output_format(channels: ChannelFormat, calls: ToolCallFormat | None) -> OutputFormat:
     """Each header is one delimiter; the first that matches decides the message's phase. The
     patterns do not backtrack, so that text that is no header is searched once."""
-    start, channel, body = map(regex.escape, (form.start, form.channel, form.body))
-    recipient = regex.escape(form.recipient.strip())
-    to = regex.escape(form.recipient.split("=")[0].strip() + "=")
+    start, channel, body = map(regex.escape, (channels.start, channels.channel, channels.body))
+    recipient = regex.escape(channels.recipient.strip())
+    to = regex.escape(channels.recipient.split("=")[0].strip() + "=")
     rest = rf"(?:(?!{body}).){{0,200}}+{body}"
-    reasoning = rf"{channel}\s*{regex.escape(form.reasoning)}"
+    reasoning = rf"{channel}\s*{regex.escape(channels.reasoning)}"
     before_to, before_reasoning = (rf"(?:(?!{body}|{end}).){{0,200}}+" for end in (to, reasoning))
     reasoning += rf"(?:(?!{channel}|{body}).){{0,100}}+{body}"
     phases = frozenset((CONTENT, REASONING, IGNORED))
-    first_chars = frozenset((form.start[0], form.channel[0]))
+    first_chars = frozenset((channels.start[0], channels.channel[0]))
 
     def header(phase: str, pattern: str, make_parser: MakeCallParser | None = None) -> Delimiter:
         return Delimiter(
@@ -310,8 +309,8 @@ def _channel_output_format(form: ChannelFormat, calls: ToolCallFormat | None) ->
     end = Delimiter(
         phases | {CALL},
         CONTENT,
-        regex.compile("|".join(map(regex.escape, form.ends))),
-        first_chars=frozenset(text[0] for text in form.ends),
+        regex.compile("|".join(map(regex.escape, channels.ends))),
+        first_chars=frozenset(text[0] for text in channels.ends),
     )
     call_delimiters: list[Delimiter] = []
     if calls:
@@ -335,11 +334,11 @@ def _channel_output_format(form: ChannelFormat, calls: ToolCallFormat | None) ->
             end,
         ),
         tuple(call_delimiters),
-        (form.channel + form.reasoning + form.body, form.ends[0]),
-        (form.channel + form.content + form.body, form.ends[0]),
+        (channels.channel + channels.reasoning + channels.body, channels.ends[0]),
+        (channels.channel + channels.content + channels.body, channels.ends[0]),
         calls,
-        message_start=form.start,
-        visible_texts=(form.start, form.channel, form.body, *form.ends),
+        message_start=channels.start,
+        visible_texts=(channels.start, channels.channel, channels.body, *channels.ends),
     )
 
 
@@ -354,9 +353,9 @@ def _flexible_pattern(text: str) -> str:
 
 
 def _inferred_call_parser(
-    form: ToolCallFormat, groups: dict[str, str], tools: ToolTypes
+    call_format: ToolCallFormat, groups: dict[str, str], tools: ToolTypes
 ) -> ToolCallParser:
-    return make_call_parser(form, groups.get("name"), tools)
+    return make_call_parser(call_format, groups.get("name"), tools)
 
 
 # Where a model must call a tool and its own format is unknown.
@@ -365,7 +364,7 @@ DEFAULT_OUTPUT_FORMAT = inferred_output_format(
 )
 
 
-# ── from a response template ──
+# ── declared by a response template ──
 
 CALLS_FIELD, CONTENT_FIELD = "tool_calls", "content"
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")

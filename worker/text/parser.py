@@ -51,23 +51,23 @@ class OutputParser:
     """Parses one output. `calls_started` and `calls_finished` count its calls."""
 
     def __init__(
-        self, form: OutputFormat, prefix: str, allows_calls: bool,
+        self, output_format: OutputFormat, prefix: str, allows_calls: bool,
         tools: Sequence[Mapping[str, Any]] = (), is_document: bool = False,
     ) -> None:  # fmt: skip
         """`prefix`: the part of the output that the prompt has. Without `allows_calls`, the text of
         a call is content. `is_document`: constrained content has no delimiters in it, except of
         calls that come before it."""
         self.calls_started = self.calls_finished = 0
-        self._format = form
+        self._format = output_format
         self._tools = {tool["function"]["name"]: parameter_types(tool) for tool in tools}
         self._allows_calls = allows_calls
-        calls = form.call_delimiters if allows_calls else ()
-        self._delimiters = [*calls, *form.delimiters]
-        self._enter(form.initial_phase)
+        calls = output_format.call_delimiters if allows_calls else ()
+        self._delimiters = [*calls, *output_format.delimiters]
+        self._enter(output_format.initial_phase)
         self._is_document = is_document
         self._constrained = False  # the last text was, by a grammar
         self._only_first = False  # delimiters count only before any content
-        self._may_close = form.may_close_unopened  # reasoning may end that nothing opened
+        self._may_close = output_format.may_close_unopened  # reasoning may end that nothing opened
         self._has_content = False
         self._after_delimiter = False  # white space here is dropped
         self._text_after_delimiter = ""  # that came with the last delimiter
@@ -77,7 +77,8 @@ class OutputParser:
         self._call: ToolCallParser | None = None
         self._call_text = TextSpan("")  # of the open call, with its delimiters
         self._reasoning_space: TextSpan | None = None  # before a call that began in reasoning
-        self._opening = 0, ""  # the length of the call's delimiter, and its text in the format
+        # the length of the call's text up to its arguments, and that text as the format has it
+        self._call_prefix = 0, ""
         self._triggered: str | None = None  # the text after a call's trigger
         self._prefix_events: list[OutputEvent] = []  # of a call that the prompt has begun
         if prefix:
@@ -87,7 +88,7 @@ class OutputParser:
                 starts = [n for n, event in enumerate(events) if event.name is not None]
                 self._prefix_events = events[starts[-1] :]
             self.calls_started, self.calls_finished = int(bool(self._prefix_events)), 0
-            self._space, self._may_close = TextSpan(""), form.may_close_unopened
+            self._space, self._may_close = TextSpan(""), output_format.may_close_unopened
 
     def fork(self) -> "OutputParser":
         """Return a parser in the same state, for another output of the same prompt."""
@@ -116,9 +117,9 @@ class OutputParser:
     @property
     def phase_text(self) -> str:
         """The text so far of a phase that has just started; a call's delimiter is the format's."""
-        written, formal = self._opening
+        length, call_prefix = self._call_prefix
         if self._inside == CALL:
-            return formal + (self._call_text.text + self._buffer.text)[written:]
+            return call_prefix + (self._call_text.text + self._buffer.text)[length:]
         if self._triggered is not None and self._format.tool_calls:
             return self._format.tool_calls.trigger + self._triggered
         return self._text_after_delimiter
@@ -159,12 +160,12 @@ class OutputParser:
     def _parse(self, ended: bool) -> list[OutputEvent]:
         events, self._prefix_events = self._prefix_events, []
         while True:
-            found, certain = first_delimiter(
+            first, length = first_delimiter(
                 self._active, self._buffer.text, self._inside, self._counts, ended
             )
-            call_ended = self._emit(self._buffer.take(certain), events)
-            if found is not None:
-                delimiter, match = found
+            call_ended = self._emit(self._buffer.take(length), events)
+            if first is not None:
+                delimiter, match = first
                 if (in_string := self._in_string(match, ended)) is None:
                     return events
                 self._follow(delimiter, match, in_string, events)
@@ -229,8 +230,8 @@ class OutputParser:
             groups = match.groupdict()
             self._call, self._call_text = delimiter.make_parser(groups, self._tools), taken
             name, calls = groups.get("name"), self._format.tool_calls
-            formal = calls.call_prefix(name) if name and calls else ""
-            self._opening = (len(taken.text) if formal else 0), formal
+            call_prefix = calls.call_prefix(name) if name and calls else ""
+            self._call_prefix = (len(taken.text) if call_prefix else 0), call_prefix
             self._emit_call(TextSpan(""), events)
 
     def _enter(self, phase: str) -> None:

@@ -2,9 +2,9 @@
 
     section[0]  call[0] NAME middle ARGUMENTS call[1]  (separator, the next call)*  section[1]
 
-chat_template/inference.py finds it in a chat template's text. output_format.py makes the delimiters
-of it by which calls are found, grammar/tool_calls.py the grammar that constrains them. INDEX and ID
-stand in these texts for a call's index and id.
+chat_template/inference.py infers it from the text of a chat template. output_format.py derives the
+delimiters that start and end calls from it, grammar/tool_calls.py the grammar that constrains them.
+INDEX and ID stand in these texts for a call's index and id.
 """
 
 import re
@@ -52,7 +52,7 @@ class ToolCallFormat:
     prefix_word: str = ""  # may stand before calls without delimiters
 
     def render(self, calls: Sequence[tuple[str, str]]) -> str:
-        """Write calls, given as names and arguments."""
+        """Return the text of calls. `calls`: names and arguments."""
         before, after = self.call[0] + self.braces[0], self.braces[1] + self.call[1]
         texts = [
             (before + name + self.middle).replace(INDEX, str(n)) + arguments + after

@@ -253,11 +253,13 @@ class PythonCallParser(BufferedCallParser):
 ToolCallParser = JsonCallParser | BufferedCallParser
 
 
-def make_call_parser(form: ToolCallFormat, name: str | None, tools: ToolTypes) -> ToolCallParser:
+def make_call_parser(
+    call_format: ToolCallFormat, name: str | None, tools: ToolTypes
+) -> ToolCallParser:
     """Return a parser of calls in this format; of one call's arguments if `name` was read."""
-    arguments = form.arguments
-    if form.keys is not None:
-        return JsonCallParser(*form.keys)
+    arguments = call_format.arguments
+    if call_format.keys is not None:
+        return JsonCallParser(*call_format.keys)
     if arguments.style == "json":
         return JsonCallParser("", "", name)
     if name is None:
@@ -290,11 +292,13 @@ def _json_string(chars: Iterable[str]) -> str:
 BARE_KEY = re.compile(r'(?<=[{,])([^":,{}\[\]]+):')
 
 
-def read_entries(form: ArgumentFormat, text: str, types: ParameterTypes) -> dict[str, Any]:
+def read_entries(
+    argument_format: ArgumentFormat, text: str, types: ParameterTypes
+) -> dict[str, Any]:
     """Return the arguments up to the first text that is no entry; ValueError if there are none."""
-    if form.quotes:
-        return _read_quoted_entries(form, text)
-    entry, opens, position = _entry_pattern(form), form.open.strip(), 0
+    if argument_format.quotes:
+        return _read_quoted_entries(argument_format, text)
+    entry, opens, position = _entry_pattern(argument_format), argument_format.open.strip(), 0
     arguments = {}
     while (start := text.find(opens, position)) >= 0 and (match := entry.match(text, start)):
         if not (key := match["key"].strip()):
@@ -307,21 +311,25 @@ def read_entries(form: ArgumentFormat, text: str, types: ParameterTypes) -> dict
 
 
 @cache
-def _entry_pattern(form: ArgumentFormat) -> re.Pattern[str]:
+def _entry_pattern(argument_format: ArgumentFormat) -> re.Pattern[str]:
     """Any white space matches that of `middle`. A line feed on either side of the value belongs to
     the format if the format has one there."""
-    parts = form.middle.split() or [form.middle]
+    parts = argument_format.middle.split() or [argument_format.middle]
     middle = r"\s*+".join(map(re.escape, parts))
-    before, after = "\n?" * form.middle.endswith("\n"), "\n?" * form.close.startswith("\n")
+    before = "\n?" * argument_format.middle.endswith("\n")
+    after = "\n?" * argument_format.close.startswith("\n")
+    opens, closes = (
+        re.escape(text.strip()) for text in (argument_format.open, argument_format.close)
+    )
     return re.compile(
-        rf"{re.escape(form.open.strip())}(?P<key>(?:(?!{re.escape(parts[0])}).)++){middle}"
-        rf"{before}(?P<value>.*?){after}{re.escape(form.close.strip())}",
+        rf"{opens}(?P<key>(?:(?!{re.escape(parts[0])}).)++){middle}"
+        rf"{before}(?P<value>.*?){after}{closes}",
         re.DOTALL,
     )
 
 
-def _read_quoted_entries(form: ArgumentFormat, text: str) -> dict[str, Any]:
-    parts = text.split(form.quotes)
+def _read_quoted_entries(argument_format: ArgumentFormat, text: str) -> dict[str, Any]:
+    parts = text.split(argument_format.quotes)
     if len(parts) % 2 == 0:
         raise ValueError("a string is not closed")
     parts[1::2] = [json.dumps(part, ensure_ascii=False) for part in parts[1::2]]

@@ -1,7 +1,7 @@
-"""A byte-level tokenizer for a chat template that has none: it can encode any text.
+"""A byte-level tokenizer for a chat template without a checkpoint, for the template tool.
 
-Each delimiter in the template's source is one token, as in a checkpoint's tokenizer, so that
-outputs split into the same tokens.
+It encodes any text. Each delimiter in the template's source is one token, as in a checkpoint's
+tokenizer, so that outputs split into the same tokens.
 """
 
 import re

@@ -1,6 +1,6 @@
-"""The form in which a chat template takes earlier tool calls, their results and reasoning.
+"""The format in which a chat template takes earlier tool calls, their results and reasoning.
 
-    at load:    question, call, result in every form  --render-->  is it shown?  → HistoryFormat
+    at load:    question, call, result in every format  --render-->  is it shown?  → HistoryFormat
     a request:  messages of the API  --HistoryAdapter.adapt-->  messages of the template
 
 Templates differ in the content they expect beside calls, in the type of arguments, in ids, and in
@@ -53,7 +53,7 @@ EMPTY_CONTENT: dict[EmptyContent, Message] = {
 
 @dataclass(frozen=True, slots=True)
 class HistoryFormat:
-    """The form of earlier messages that a template takes."""
+    """The format of earlier messages that a template takes."""
 
     call_ids: CallIds = "any"  # nine: letters or digits; named: functions.NAME:INDEX
     arguments: ArgumentsAs = "object"
@@ -77,10 +77,12 @@ class HistoryAdapter:
     """Adapts the messages of one conversation; calls and their results get the same ids."""
 
     def __init__(
-        self, form: HistoryFormat, content_calls: ToolCallFormat = DEFAULT_TOOL_CALL_FORMAT
+        self,
+        history_format: HistoryFormat,
+        content_calls: ToolCallFormat = DEFAULT_TOOL_CALL_FORMAT,
     ) -> None:
         """`content_calls`: the format of calls that are written as content."""
-        self._form = form
+        self._format = history_format
         self._content_calls = content_calls
         self._messages: list[Message] = []
         self._calls: dict[str | None, Message] = {}  # by the ids of the request
@@ -103,7 +105,7 @@ class HistoryAdapter:
 
     def _with_reasoning(self, message: Message) -> Message:
         """Move a message's reasoning to where the template reads it."""
-        key = self._form.reasoning_key
+        key = self._format.reasoning_key
         if key == "reasoning_content" or "reasoning_content" not in message:
             return message
         reasoning, content = message.pop("reasoning_content"), message.get("content") or ""
@@ -119,9 +121,9 @@ class HistoryAdapter:
         no ids."""
         calls = message.pop("tool_calls")
         results_by_call, others = _match_results(calls, results)
-        if self._form.separate_content and message.get("content"):
+        if self._format.separate_content and message.get("content"):
             self._messages.append({"role": "assistant", "content": message.pop("content")})
-        size = 1 if self._form.one_call else len(calls)
+        size = 1 if self._format.one_call else len(calls)
         for start in range(0, len(calls), size):
             group = [
                 self._adapt_call(call, index)
@@ -136,7 +138,7 @@ class HistoryAdapter:
             self._add_result(result)
 
     def _call_message(self, message: Message, calls: list[Message]) -> Message:
-        if self._form.calls_in_content:
+        if self._format.calls_in_content:
             text = self._content_calls.render(
                 [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
             )
@@ -145,12 +147,12 @@ class HistoryAdapter:
         message = {**message, "tool_calls": calls}
         if not message.get("content"):
             message.pop("content", None)
-            message |= EMPTY_CONTENT[self._form.empty_content]
+            message |= EMPTY_CONTENT[self._format.empty_content]
         return message
 
     def _adapt_call(self, call: Mapping[str, Any], index: int) -> Message:
         name = call["function"]["name"]
-        arguments = _adapt_arguments(call["function"]["arguments"], self._form)
+        arguments = _adapt_arguments(call["function"]["arguments"], self._format)
         function = {"name": name, "arguments": arguments}
         id = self._call_id(call.get("id"), name, index)
         adapted = {**call, "id": id, "function": function}
@@ -164,7 +166,7 @@ class HistoryAdapter:
             message = {**message, "tool_call_id": call["id"], "name": call["function"]["name"]}
         elif (id := message.get("tool_call_id")) and not self._is_valid_id(id):
             message = {**message, "tool_call_id": self._replacement_id(id)}
-        if self._form.results == "user":
+        if self._format.results == "user":
             self._add_user_result(message["content"])
         else:
             self._messages.append(message)
@@ -178,7 +180,7 @@ class HistoryAdapter:
         self._messages.append({"role": "user", "content": text, "is_result": True})
 
     def _call_id(self, id: str | None, name: str, index: int) -> str:
-        if self._form.call_ids == "named":
+        if self._format.call_ids == "named":
             return _named_id(name, index)
         if not id or id in self._used_ids or not self._is_valid_id(id):
             id = self._replacement_id(id)
@@ -186,13 +188,13 @@ class HistoryAdapter:
         return id
 
     def _is_valid_id(self, id: str) -> bool:
-        return self._form.call_ids != "nine" or NINE_CHARS.fullmatch(id) is not None
+        return self._format.call_ids != "nine" or NINE_CHARS.fullmatch(id) is not None
 
     def _replacement_id(self, id: str | None) -> str:
         """Deterministic, so that a continued conversation keeps its prefix."""
         seed = f"{len(self._used_ids)} {id}".encode(errors="replace")
         digits = hashlib.sha256(seed).hexdigest()
-        return digits[:9] if self._form.call_ids == "nine" else "call_" + digits[:24]
+        return digits[:9] if self._format.call_ids == "nine" else "call_" + digits[:24]
 
 
 def _named_id(name: str, index: int) -> str:
@@ -219,9 +221,11 @@ def _match_results(
     return by_call, others
 
 
-def _adapt_arguments(arguments: str | dict[str, Any], form: HistoryFormat) -> str | dict[str, Any]:
+def _adapt_arguments(
+    arguments: str | dict[str, Any], history_format: HistoryFormat
+) -> str | dict[str, Any]:
     """Convert arguments; those that are no JSON object stay as they are."""
-    if form.arguments == "text" or form.calls_in_content:
+    if history_format.arguments == "text" or history_format.calls_in_content:
         if isinstance(arguments, str):
             return arguments or "{}"
         return json.dumps(arguments, ensure_ascii=False)
@@ -245,17 +249,17 @@ MAX_SCORE = 5
 
 
 def infer_history_format(render: Render, none_count: int) -> HistoryFormat | None:
-    """Return the form in which a template shows calls and results best; None if it shows none.
+    """Return the format in which a template shows calls and results best; None if it shows none.
     `none_count`: how often it writes None where no message has one."""
     for results in get_args(ResultsAs):
         best, best_score = HistoryFormat(calls_in_content=True, results=results), 0
         for ids, arguments, content in product(
             get_args(CallIds), get_args(ArgumentsAs), get_args(EmptyContent)
         ):
-            form = HistoryFormat(ids, arguments, content, results=results)
-            score = _score(render(_conversation(form)), none_count)
+            history_format = HistoryFormat(ids, arguments, content, results=results)
+            score = _score(render(_conversation(history_format)), none_count)
             if score > best_score:
-                best, best_score = form, score
+                best, best_score = history_format, score
             if best_score == MAX_SCORE:
                 break
         if best_score or _score(render(_conversation(best)), none_count):
@@ -289,9 +293,9 @@ def _with_own_messages(render: Render, best: HistoryFormat) -> HistoryFormat:
     return best
 
 
-def _shows_all(render: Render, form: HistoryFormat, content: str, calls: int) -> bool:
+def _shows_all(render: Render, history_format: HistoryFormat, content: str, calls: int) -> bool:
     """Whether all calls and the content before them are shown, with a later message too."""
-    messages = _conversation(form, content, calls)
+    messages = _conversation(history_format, content, calls)
     text = render(messages)
     shown = all(
         f"name_{number}" in text
@@ -304,19 +308,21 @@ def _shows_all(render: Render, form: HistoryFormat, content: str, calls: int) ->
 
 
 def make_call(id: str, name: str, arguments: dict[str, Any]) -> Message:
-    """Return a call in the API's form."""
+    """Return a call in the API's format."""
     function = {"name": name, "arguments": json.dumps(arguments)}
     return {"id": id, "type": "function", "function": function}
 
 
-def _conversation(form: HistoryFormat, content: str = "", calls: int = 1) -> list[Message]:
-    """Return a question, calls and their results in this form."""
+def _conversation(
+    history_format: HistoryFormat, content: str = "", calls: int = 1
+) -> list[Message]:
+    """Return a question, calls and their results in this format."""
     tool_calls, results = [], []
     for number in NUMBERS[:calls]:
-        id = f"call_of_{number}" if form.call_ids == "any" else f"callof{number}"
+        id = f"call_of_{number}" if history_format.call_ids == "any" else f"callof{number}"
         tool_calls.append(make_call(id, f"name_{number}", {f"key_{number}": f"value_{number}"}))
         results.append({"role": "tool", "tool_call_id": id, "content": f"result_{number}"})
     message: Message = {"role": "assistant", "content": content, "tool_calls": tool_calls}
     if content:
         message["reasoning_content"] = "thought"
-    return HistoryAdapter(form).adapt([QUESTION, message, *results])
+    return HistoryAdapter(history_format).adapt([QUESTION, message, *results])

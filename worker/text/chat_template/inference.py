@@ -160,17 +160,19 @@ def infer_profile(
     return TemplateProfile(output, history, template_shows_tools, examples, lacks)
 
 
-def with_default_calls(form: OutputFormat) -> OutputFormat:
+def with_default_calls(output_format: OutputFormat) -> OutputFormat:
     """Replace the format of tool calls by the default one."""
-    default = inferred_output_format(form.reasoning, form.content, DEFAULT_TOOL_CALL_FORMAT, None)
-    return replace(default, may_close_unopened=form.may_close_unopened)
+    default = inferred_output_format(
+        output_format.reasoning, output_format.content, DEFAULT_TOOL_CALL_FORMAT, None
+    )
+    return replace(default, may_close_unopened=output_format.may_close_unopened)
 
 
-def make_examples(render_calls: Callable[..., str], form: ToolCallFormat) -> list[Example]:
+def make_examples(render_calls: Callable[..., str], call_format: ToolCallFormat) -> list[Example]:
     return [
         (render_calls(*arguments), [*zip(NAMES, arguments, strict=False)])
         for arguments in EXAMPLE_ARGUMENTS
-        if form.separator is not None or len(arguments) == 1
+        if call_format.separator is not None or len(arguments) == 1
     ]
 
 
@@ -184,16 +186,20 @@ def example_calls(examples: Iterable[Example], count: int) -> str:
     return text
 
 
-def reads_back(form: OutputFormat, examples: Iterable[Example]) -> bool:
+def reads_back(output_format: OutputFormat, examples: Iterable[Example]) -> bool:
     """Whether the parser reads the examples' calls, in one piece and character by character."""
     return all(
-        _parse_calls(form, pieces) == calls for text, calls in examples for pieces in ([text], text)
+        _parse_calls(output_format, pieces) == calls
+        for text, calls in examples
+        for pieces in ([text], text)
     )
 
 
-def _parse_calls(form: OutputFormat, pieces: Iterable[str]) -> list[tuple[str | None, Any]] | None:
+def _parse_calls(
+    output_format: OutputFormat, pieces: Iterable[str]
+) -> list[tuple[str | None, Any]] | None:
     """Return the calls of a text that has nothing else; None if it has, or if JSON is invalid."""
-    parser, delta = OutputParser(form, "", True, TYPED_TOOLS), Delta(0)
+    parser, delta = OutputParser(output_format, "", True, TYPED_TOOLS), Delta(0)
     events = [event for piece in pieces for event in parser.feed(TextSpan(piece))]
     for event in events + parser.finish():
         if event.kind != "call" and event.span.text:
@@ -242,7 +248,7 @@ class TemplateProber:
     def output_format(self, calls: ToolCallFormat | None) -> OutputFormat:
         """Return the format with these calls, or with default ones. Reasoning may close unopened
         where a variable switches it on and off."""
-        form = inferred_output_format(
+        inferred = inferred_output_format(
             self.reasoning,
             self._content_delimiters(),
             calls or DEFAULT_TOOL_CALL_FORMAT,
@@ -251,14 +257,16 @@ class TemplateProber:
         on, off = (
             self._render([QUESTION], **dict.fromkeys(SWITCHES, value)) for value in (True, False)
         )
-        return replace(form, may_close_unopened=form.reasoning is not None and on != off)
+        return replace(inferred, may_close_unopened=inferred.reasoning is not None and on != off)
 
     def _render_message(
         self, message: Message, reasoning_key: str = "reasoning_content", **variables: Any
     ) -> str:
         """Render a question and this message."""
-        form = replace(self.history_format or HistoryFormat(), reasoning_key=reasoning_key)
-        messages = HistoryAdapter(form).adapt([QUESTION, message])
+        history_format = replace(
+            self.history_format or HistoryFormat(), reasoning_key=reasoning_key
+        )
+        messages = HistoryAdapter(history_format).adapt([QUESTION, message])
         return self._render(messages, self._typed_tools, add_generation_prompt=False, **variables)
 
     # ── calls ──
@@ -273,10 +281,10 @@ class TemplateProber:
             return None
         if NAMES[1] not in two or two.find(NAMES[1]) < two.find(NAMES[0]):
             two = ""
-        form = infer_tool_call_format(one, two)
-        if form and form.undelimited and form.keys and (word := PREFIX_WORD.search(self.prompt)):
-            return replace(form, prefix_word=word[1])  # from the prompt's example of a call
-        return form
+        calls = infer_tool_call_format(one, two)
+        if calls and calls.undelimited and calls.keys and (word := PREFIX_WORD.search(self.prompt)):
+            return replace(calls, prefix_word=word[1])  # from the prompt's example of a call
+        return calls
 
     def _render_with_ids(self, count: int) -> str:
         """Render calls, with ID in place of their ids."""
@@ -389,8 +397,8 @@ def infer_tool_call_format(one: str, two: str) -> ToolCallFormat | None:
     at most one call. None: the style is unknown."""
     for probe in (_probe_json, _probe_python, _probe_entries):
         arguments = probe(one)
-        if arguments and (form := _tool_call_format(one, two, arguments)):
-            return form
+        if arguments and (call_format := _tool_call_format(one, two, arguments)):
+            return call_format
     return None
 
 
@@ -400,13 +408,15 @@ def _probe_json(text: str) -> ProbedArguments | None:
     match = OBJECT.search(text, name)
     if match is None:
         return None
-    form = ArgumentFormat("json", match["colon"], match["comma"])
+    argument_format = ArgumentFormat("json", match["colon"], match["comma"])
     enclosing = _enclosing_object(text, name, match.end())
     if enclosing is None:
-        return ProbedArguments(match[0], form)
+        return ProbedArguments(match[0], argument_format)
     start, end, call = enclosing
     keys = _call_keys(call)
-    return keys and ProbedArguments(match[0], form, name - start, end - match.end(), keys)
+    return keys and ProbedArguments(
+        match[0], argument_format, name - start, end - match.end(), keys
+    )
 
 
 def _enclosing_object(text: str, name: int, end: int) -> tuple[int, int, dict[str, Any]] | None:
@@ -438,8 +448,8 @@ def _probe_python(text: str) -> ProbedArguments | None:
     if match is None:
         return None
     quotes = "" if match["other"] else match["quote"]
-    form = ArgumentFormat("python", comma=match["comma"], quotes=quotes)
-    return ProbedArguments(match["arguments"], form, after=len(")"))
+    argument_format = ArgumentFormat("python", comma=match["comma"], quotes=quotes)
+    return ProbedArguments(match["arguments"], argument_format, after=len(")"))
 
 
 def _probe_entries(text: str) -> ProbedArguments | None:
@@ -465,26 +475,26 @@ def _probe_entries(text: str) -> ProbedArguments | None:
     between = between[len(close) :]
     opens = common_end(first, between)
     comma = between[: len(between) - len(opens)]
-    form = ArgumentFormat(
+    argument_format = ArgumentFormat(
         "entries", comma=comma, quotes=quotes, open=opens, middle=middle, close=close
     )
     start = match.start(1) + len(first) - len(opens)
-    return ProbedArguments(text[start : match.start(5) + len(close)], form)
+    return ProbedArguments(text[start : match.start(5) + len(close)], argument_format)
 
 
 def _tool_call_format(one: str, two: str, arguments: ProbedArguments) -> ToolCallFormat | None:
     """Derive the format from the text around one call, and between two."""
     before, _, rest = one.partition(NAMES[0])
-    middle, found, after = rest.partition(arguments.text)
-    if not found:
+    middle, matched, after = rest.partition(arguments.text)
+    if not matched:
         return None
     start = len(before) - arguments.before
     head, tail = before[start:], after[: arguments.after]
     between = None
     rest = two.partition(NAMES[0])[2].partition(arguments.text)[2]
     second_before, _, rest = rest.partition(NAMES[1])
-    second_middle, found, _ = rest.partition(arguments.text)
-    if found:
+    second_middle, matched, _ = rest.partition(arguments.text)
+    if matched:
         second = len(second_before) - arguments.before
         between = second_before[arguments.after : second]
         indexed_head = _with_index(head, second_before[second:])

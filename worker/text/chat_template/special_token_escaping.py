@@ -24,6 +24,8 @@ Encode = Callable[[list[str]], Sequence[list[int]]]
 
 
 class SpecialTokenEscaper:
+    """Escapes the special tokens of one tokenizer and its chat template."""
+
     def __init__(self, tokenizer: PreTrainedTokenizerBase, encode: Encode) -> None:
         self._tokenizer: Any = tokenizer
         self._encode = encode
@@ -77,14 +79,14 @@ class SpecialTokenEscaper:
 
     def _plain_ids(self, token: str) -> list[int]:
         if token not in self._plain_ids_cache:
-            ids, start = self._spell(BREAK + token), self._spell(BREAK)
-            ids = ids[len(start) :] if ids[: len(start)] == start else self._spell(token)
+            ids, start = self._encode_plain(BREAK + token), self._encode_plain(BREAK)
+            ids = ids[len(start) :] if ids[: len(start)] == start else self._encode_plain(token)
             if not ids or self._ids[token] in ids:
                 raise InvalidInput(f"the tokenizer cannot encode {token!r} as plain text")
             self._plain_ids_cache[token] = ids
         return self._plain_ids_cache[token]
 
-    def _spell(self, text: str) -> list[int]:
+    def _encode_plain(self, text: str) -> list[int]:
         """Encode a text without added tokens."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:

@@ -110,7 +110,7 @@ class ChatTemplate:
             self._note("tools: the template does not show them; the system message does")
 
     def _note(self, lack: str) -> None:
-        """A checkpoint without a template lacks nothing: it takes no chats."""
+        """Keep and log what the template lacks. A checkpoint without a template takes no chats."""
         if self.source:
             self.notes.append(lack)
             log.warning("chat template: %s", lack)
@@ -134,21 +134,20 @@ class ChatTemplate:
         """Return a new id for the `index`-th call of a conversation."""
         return (self.history_format or HistoryFormat()).call_id(name, index)
 
-    def reasoning_end(self, form: OutputFormat) -> tuple[int, ...]:
+    def reasoning_end(self, output_format: OutputFormat) -> tuple[int, ...]:
         """Return the tokens that end reasoning; InvalidInput if they are unknown."""
-        if form.reasoning is None:
+        if output_format.reasoning is None:
             param = "thinking_token_budget"
             unknown = "the delimiter that ends this model's reasoning is unknown"
             raise InvalidInput(f"{param}: {unknown}", param)
-        return self._encode(form.reasoning[1])
+        return self._encode(output_format.reasoning[1])
 
     def _find_reasoning_start(self) -> tuple[int, ...]:
-        form = self.output_format
+        reasoning = self.output_format.reasoning
         prompt = self.try_render([QUESTION], enable_thinking=True)
-        opened = form.reasoning_at_end(prompt)
-        if form.reasoning is None or not prompt or (opened and not form.ends_reasoning(opened)):
-            return ()
-        return self._encode(form.reasoning[0])
+        opened = self.output_format.reasoning_at_end(prompt)
+        is_open = opened and not self.output_format.ends_reasoning(opened)
+        return () if reasoning is None or not prompt or is_open else self._encode(reasoning[0])
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
@@ -199,7 +198,7 @@ class ChatTemplate:
         return {name: chat.effort if name == EFFORT else enabled for name in self._effort_variables}
 
     def _adapt(self, chat: Chat) -> tuple[list[Message], list[Message]]:
-        """Return messages and tools in the form that the template takes."""
+        """Return messages and tools in the format that the template takes."""
         # Newer versions of transformers remove fields that are None; older ones do not.
         messages = [
             {key: value for key, value in message.items() if value is not None}
