@@ -176,7 +176,7 @@ class DecisionPipelineEndpoint(PipelineEndpoint):
             message = f"{self.task_name} takes an object with state and questions, without model"
             raise InvalidInput(message, path)
         try:
-            request = decode(payload.inputs, SystemOneRequest, self.decisions.models.id_for)
+            request = decode(payload.inputs, SystemOneRequest, self.decisions.model.id_for)
             return request, request.decision_input()
         except InvalidInput as error:
             error.param = f"{path}.{error.param}" if error.param else path

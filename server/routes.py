@@ -13,30 +13,26 @@ from server.http.fetch import Fetcher
 from server.http.health import health, ready, version
 from server.http.request import JsonEndpoint
 from server.http.upload import Uploads
-from server.openai.audio.endpoint import PATHS as AUDIO_PATHS
-from server.openai.audio.endpoint import SpeechEndpoint
+from server.openai.audio.endpoint import AUDIO_PATHS, SpeechEndpoint
 from server.openai.audio.request import TranscriptionRequest, TranslationRequest
 from server.openai.chat import ChatCompletions
 from server.openai.completions import Completions
 from server.openai.decisions.endpoint import DecisionEndpoint
 from server.openai.decisions.request import DecisionRequest
 from server.openai.decisions.systemone import SystemOneRequest
-from server.openai.embedding.embeddings import PATHS as EMBEDDING_PATHS
-from server.openai.embedding.embeddings import EmbeddingRequest
+from server.openai.embedding.embeddings import EMBEDDING_PATHS, EmbeddingRequest
 from server.openai.embedding.endpoint import ScoringEndpoint
-from server.openai.embedding.rerank import PATHS as RERANK_PATHS
-from server.openai.embedding.rerank import RerankRequest
+from server.openai.embedding.rerank import RERANK_PATHS, RerankRequest
 from server.openai.embedding.score import ScoreRequest
 from server.openai.images import ImageLoader
-from server.openai.models import ModelListing, ModelNames
+from server.openai.models import ModelListing, NamedModel
 from server.openai.responses.endpoint import Responses
 from server.openai.responses.store import ResponseStore
 from server.openai.tokenize import tokenizer_routes
 from server.openapi.document import openapi_route
 from server.pipeline import DecisionPipelineEndpoint, PipelineEndpoint
 from server.preflight import MODELS
-from server.web.page import PATH as ASSETS_PATH
-from server.web.page import Assets, IndexPage
+from server.web.page import ASSETS_PATH, Assets, IndexPage
 
 STATUS_ROUTES = [
     Route("/health", JsonEndpoint(health), methods=["GET"]),
@@ -53,19 +49,13 @@ def make_routes(
     """Return the routes, and the endpoint of responses, which is closed at shutdown.
 
     `pipeline_is_language_model`: `POST /` serves the task decision by a language model."""
-    routes, named = [*STATUS_ROUTES], named_models(settings, worker_client)
+    assets, models = Assets(), named_models(settings, worker_client)
+    page = IndexPage(settings, worker_client, assets.files["index.html"])
+    root = root_endpoint(settings, worker_client, page, pipeline_is_language_model)
+    methods = ["GET"] if root is page else ["GET", "POST"]
+    routes = [Route("/", root, methods=methods), *STATUS_ROUTES]  # tried in this order
     responses: Responses | None = None
-    assets = Assets()
-    index_page = IndexPage(settings, worker_client, assets.files["index.html"])
-    root: PipelineEndpoint | IndexPage = index_page
-    if pipeline_is_language_model:
-        serves = "pipeline" if "pipeline" in worker_client.models else "generation"
-        names = ModelNames(settings.pipeline_model, worker_client, serves)
-        decisions = DecisionEndpoint(worker_client, names, SystemOneRequest)
-        root = DecisionPipelineEndpoint(settings, worker_client, index_page, decisions)
-    elif settings.pipeline_model != "none":
-        root = PipelineEndpoint(settings, worker_client, index_page)
-    if chat := named.get("generation"):
+    if chat := models.get("generation"):
         max_bytes = int(settings.max_body_mb * 1_000_000)
         fetcher = Fetcher(settings.image_fetch, max_bytes, worker_client.metrics)
         shared = settings, worker_client, chat, ImageLoader(worker_client, fetcher)
@@ -78,43 +68,58 @@ def make_routes(
             post("/v1/decisions", DecisionEndpoint(worker_client, chat, DecisionRequest)),
             post("/v1/systemone", DecisionEndpoint(worker_client, chat, SystemOneRequest)),
         ]
-    routes += scoring_and_speech_routes(settings, worker_client, named)
-    if named:
-        routes += ModelListing([*named.values()]).routes()
-    if text_models := [names for serves, names in named.items() if serves != "transcription"]:
+    routes += scoring_and_speech_routes(settings, worker_client, models)
+    if models:
+        routes += ModelListing([*models.values()]).routes()
+    if text_models := [model for serves, model in models.items() if serves != "transcription"]:
         routes += tokenizer_routes(text_models)
-    methods = ["GET"] if root is index_page else ["GET", "POST"]
-    routes.insert(0, Route("/", root, methods=methods))  # routes are tried in order
     routes += [Route(path, assets, methods=["GET"]) for path in (ASSETS_PATH, "/favicon.ico")]
     routes.append(openapi_route(settings, routes))
     return routes, responses
 
 
-def named_models(settings: Settings, worker_client: WorkerClient) -> dict[str, ModelNames]:
+def root_endpoint(
+    settings: Settings,
+    worker_client: WorkerClient,
+    page: IndexPage,
+    pipeline_is_language_model: bool,
+) -> ASGIApp:
+    """Return the endpoint of `/`: the pipeline's if one is served, else the page."""
+    if settings.pipeline_model == "none":
+        return page
+    if not pipeline_is_language_model:
+        return PipelineEndpoint(settings, worker_client, page)
+    serves = "pipeline" if "pipeline" in worker_client.models else "generation"
+    model = NamedModel(settings.pipeline_model, worker_client, serves)
+    decisions = DecisionEndpoint(worker_client, model, SystemOneRequest)
+    return DecisionPipelineEndpoint(settings, worker_client, page, decisions)
+
+
+def named_models(settings: Settings, worker_client: WorkerClient) -> dict[str, NamedModel]:
     """Return the models that a request may name, by their names in the registry."""
-    named: dict[str, ModelNames] = {}
+    models: dict[str, NamedModel] = {}
     for setting, serves in MODELS.items():
-        if serves != "pipeline" and (model := getattr(settings, setting)) != "none":
-            named[serves] = ModelNames(model, worker_client, serves, [*named.values()])
-    return named
+        if serves != "pipeline" and (value := getattr(settings, setting)) != "none":
+            models[serves] = NamedModel(value, worker_client, serves, [*models.values()])
+    return models
 
 
 def scoring_and_speech_routes(
-    settings: Settings, worker_client: WorkerClient, named: Mapping[str, ModelNames]
+    settings: Settings, worker_client: WorkerClient, models: Mapping[str, NamedModel]
 ) -> Iterator[Route]:
     """Yield the routes of embedding, reranking and speech models."""
-    if names := named.get("embedding"):
-        embeddings = ScoringEndpoint(settings, worker_client, [names], EmbeddingRequest)
+    if model := models.get("embedding"):
+        embeddings = ScoringEndpoint(settings, worker_client, [model], EmbeddingRequest)
         yield from (post(path, embeddings) for path in EMBEDDING_PATHS)
-    if names := named.get("rerank"):
-        rerank = ScoringEndpoint(settings, worker_client, [names], RerankRequest)
+    if model := models.get("rerank"):
+        rerank = ScoringEndpoint(settings, worker_client, [model], RerankRequest)
         yield from (post(path, rerank) for path in RERANK_PATHS)
-    if scoring := [named[serves] for serves in ("rerank", "embedding") if serves in named]:
+    if scoring := [models[serves] for serves in ("rerank", "embedding") if serves in models]:
         yield post("/v1/score", ScoringEndpoint(settings, worker_client, scoring, ScoreRequest))
-    if names := named.get("transcription"):
+    if model := models.get("transcription"):
         uploads, kinds = Uploads(settings.max_audio_mb), (TranscriptionRequest, TranslationRequest)
         for path, kind in zip(AUDIO_PATHS, kinds, strict=True):
-            yield post(path, SpeechEndpoint(settings, worker_client, names, uploads, kind))
+            yield post(path, SpeechEndpoint(settings, worker_client, model, uploads, kind))
 
 
 def post(path: str, endpoint: ASGIApp) -> Route:

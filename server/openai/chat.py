@@ -121,7 +121,7 @@ class ChatCompletions(GenerationEndpoint[ParsedRequest]):
         max_entries = self.worker_client.generator.text_model.max_model_len
         try:
             document = with_generation_config(parse_json(body))
-            request = decode(document, ChatRequest, self.models.id_for, max_entries)
+            request = decode(document, ChatRequest, self.model.id_for, max_entries)
         except InvalidInput as error:
             if error.param == "messages" and b'"input"' in body:
                 hint = "is required; a request with `input` goes to /v1/responses"

@@ -26,7 +26,7 @@ from server.http.json import JsonBodyParser, to_json
 from server.http.request import read_json_request, send_json
 from server.http.sse import COMMENT, DONE, EventStream, data_frame
 from server.openai.images import ImageLoader
-from server.openai.models import ModelNames
+from server.openai.models import NamedModel
 from server.openai.request_fields import GenerationRequest
 from worker.messages.deltas import Delta
 from worker.messages.generation import GenerationInput
@@ -82,7 +82,7 @@ class Endpoint(ABC):
 
     settings: Settings
     worker_client: WorkerClient
-    models: ModelNames
+    model: NamedModel
 
     async def respond(
         self,
@@ -223,7 +223,7 @@ class GenerationEndpoint(Endpoint, Generic[P]):
         self, scope: Scope, request: P, deadlines: Deadlines, receive: Receive | None
     ) -> TokenStream:
         """Submit the inputs, or raise a Refused. Without `receive` no client is waited for."""
-        namespace = cache_namespace(self.models.id, scope["api_key"], request.body.cache_salt)
+        namespace = cache_namespace(self.model.id, scope["api_key"], request.body.cache_salt)
         return TokenStream(
             self.worker_client, "generation", request.inputs, deadlines, receive, namespace
         )

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from msgspec import Struct
@@ -101,11 +102,7 @@ class ImageLoader:
     async def _fetch(self, scope: Scope, image: ImageInput) -> ImageInput:
         if not image.link:
             return image
-        app = scope["app"]
-
-        def count(size: int) -> None:
-            app.count_body(scope, size)
-
+        count = partial(scope["app"].count_body, scope)
         data = await self.fetcher.fetch(image.link, image.param, count)
         return replace(image, data=data, link="")
 

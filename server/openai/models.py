@@ -1,6 +1,6 @@
-"""`GET /v1/models`, `GET /v1/models/{id}` and `POST /load_model`; the names of models.
+"""`GET /v1/models`, `GET /v1/models/{id}` and `POST /load_model`; the `model` field of requests.
 
-Every endpoint of /v1 looks up the model of a request by its ModelNames.
+The endpoints of /v1 look up a request's model by the names of a NamedModel.
 """
 
 import time
@@ -50,7 +50,7 @@ class ModelList(Struct):
     data: list[Model]
 
 
-class ModelNames:
+class NamedModel:
     """A model and the names that requests may use for it.
 
     `serves` is its name in the registry; `others` are models whose ids are taken.
@@ -61,7 +61,7 @@ class ModelNames:
         setting: str,
         worker_client: WorkerClient,
         serves: str,
-        others: "Sequence[ModelNames]" = (),
+        others: "Sequence[NamedModel]" = (),
     ) -> None:
         self.worker_client = worker_client
         self.serves = serves
@@ -95,7 +95,7 @@ class ModelNames:
         return model
 
 
-def find_model(models: Sequence[ModelNames], name: str | None) -> ModelNames:
+def find_model(models: Sequence[NamedModel], name: str | None) -> NamedModel:
     """Return the first model of a name, or raise an HttpError (404) that lists the models."""
     for model in models:
         if name in model.names:
@@ -105,14 +105,14 @@ def find_model(models: Sequence[ModelNames], name: str | None) -> ModelNames:
     raise HttpError(404, message, "model", code="model_not_found")
 
 
-def find_model_id(models: Sequence[ModelNames], name: str | None) -> str:
+def find_model_id(models: Sequence[NamedModel], name: str | None) -> str:
     return find_model(models, name).id
 
 
 class ModelListing:
     """The endpoints about models."""
 
-    def __init__(self, models: Sequence[ModelNames]) -> None:
+    def __init__(self, models: Sequence[NamedModel]) -> None:
         self.models = models
         self.body_parser = JsonBodyParser()
 

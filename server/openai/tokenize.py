@@ -18,7 +18,7 @@ from server.http.json import in_thread, parse_json
 from server.http.request import read_json_request, send_json
 from server.openai.images import check_images
 from server.openai.messages import Messages, conversation
-from server.openai.models import ModelNames, find_model, find_model_id
+from server.openai.models import NamedModel, find_model, find_model_id
 from server.openai.request_fields import TokenId, decode
 from server.openai.tools import Tools
 from worker.messages.generation import Chat
@@ -83,7 +83,7 @@ class DetokenizeRequest(Struct):
         return Prompt(model.decode(self.tokens))
 
 
-def tokenizer_routes(models: Sequence[ModelNames]) -> list[Route]:
+def tokenizer_routes(models: Sequence[NamedModel]) -> list[Route]:
     tokenize = TokenizerEndpoint(TokenizeRequest, models)
     detokenize = TokenizerEndpoint(DetokenizeRequest, models)
     return [
@@ -97,7 +97,7 @@ class TokenizerEndpoint:
     """An ASGI app for one kind of request, to any of the models."""
 
     kind: type[TokenizeRequest | DetokenizeRequest]
-    models: Sequence[ModelNames]
+    models: Sequence[NamedModel]
 
     def __post_init__(self) -> None:
         self.threads = anyio.CapacityLimiter(THREADS)

@@ -8,16 +8,14 @@ from msgspec import Struct
 
 from server.http.health import Health, Ready, Version
 from server.openai import response_schemas as schemas
-from server.openai.audio.endpoint import PATHS as AUDIO_PATHS
+from server.openai.audio.endpoint import AUDIO_PATHS
 from server.openai.audio.request import TranscriptionRequest, TranslationRequest, form_schema
 from server.openai.chat import ChatRequest
 from server.openai.completions import CompletionRequest
 from server.openai.decisions.request import DecisionRequest
 from server.openai.decisions.systemone import SystemOneRequest
-from server.openai.embedding.embeddings import PATHS as EMBEDDING_PATHS
-from server.openai.embedding.embeddings import EmbeddingRequest
-from server.openai.embedding.rerank import PATHS as RERANK_PATHS
-from server.openai.embedding.rerank import RerankRequest
+from server.openai.embedding.embeddings import EMBEDDING_PATHS, EmbeddingRequest
+from server.openai.embedding.rerank import RERANK_PATHS, RerankRequest
 from server.openai.embedding.score import ScoreRequest
 from server.openai.models import LoadRequest, Model, ModelList
 from server.openai.responses.endpoint import Page

@@ -14,9 +14,9 @@ from batching.errors import ClientGone, InvalidInput, OutOfMemory, QueueFull
 from batching.request_queue import WorkItem
 from server.http.errors import MAX_MESSAGE, MAX_PARAM, SETTING_FOR_PATH, HttpError, as_http_error
 from server.http.sse import EventStream
-from server.openai.audio.endpoint import PATHS as AUDIO_PATHS
-from server.openai.embedding.embeddings import PATHS as EMBEDDING_PATHS
-from server.openai.embedding.rerank import PATHS as RERANK_PATHS
+from server.openai.audio.endpoint import AUDIO_PATHS
+from server.openai.embedding.embeddings import EMBEDDING_PATHS
+from server.openai.embedding.rerank import RERANK_PATHS
 from tests.fakes import FakeRunner
 from tests.serving import metric, serving
 

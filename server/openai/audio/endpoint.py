@@ -23,7 +23,7 @@ from server.openai.logprobs import scored_token
 from server.openai.response_schemas import TranscriptTextDelta, TranscriptTextDone
 from worker.messages.transcription import TranscriptDelta
 
-PATHS = "/v1/audio/transcriptions", "/v1/audio/translations"
+AUDIO_PATHS = "/v1/audio/transcriptions", "/v1/audio/translations"
 
 
 class TranscriptBuilder(ResponseBuilder[TranscriptDelta]):
@@ -67,7 +67,7 @@ class SpeechEndpoint(Endpoint):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self.uploads.form(scope, receive, "transcription") as (form, deadlines):
             request = read_fields(form.fields, self.kind)
-            request.model = self.models.id_for(request.model)
+            request.model = self.model.id_for(request.model)
             payloads = [request.transcription_input(form.path)]
             builder = TranscriptBuilder(request, self.worker_client.metrics.audio_s)
             stream: DeltaStream[TranscriptDelta] = DeltaStream(

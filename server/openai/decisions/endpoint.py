@@ -20,7 +20,7 @@ from server.core.settings import Settings
 from server.core.worker_client import Deadlines, WorkerClient
 from server.http.json import INLINE_BYTES, JsonBodyParser, parse_json, to_json
 from server.http.request import read_json_request, send_json
-from server.openai.models import ModelNames
+from server.openai.models import NamedModel
 from server.openai.request_fields import ModelRequest, decode
 from server.openai.response_schemas import Decision, SystemOne
 from worker.messages.decisions import MAX_QUESTIONS, DecisionInput
@@ -42,7 +42,7 @@ class DecisionEndpoint:
     """An ASGI app for one kind of request."""
 
     worker_client: WorkerClient
-    models: ModelNames
+    model: NamedModel
     kind: type[DecisionBody]
     body_parser: JsonBodyParser = field(init=False, default_factory=JsonBodyParser)
 
@@ -62,8 +62,8 @@ class DecisionEndpoint:
     def parse(self, body: bytes) -> tuple[DecisionBody, DecisionInput]:
         """Return the request and the model's input. In a pool thread: 400 questions take
         milliseconds."""
-        max_entries = max(MAX_QUESTIONS, self.models.text_model.max_model_len)
-        request = decode(parse_json(body), self.kind, self.models.id_for, max_entries)
+        max_entries = max(MAX_QUESTIONS, self.model.text_model.max_model_len)
+        request = decode(parse_json(body), self.kind, self.model.id_for, max_entries)
         return request, request.decision_input()
 
     async def decide(
@@ -75,10 +75,10 @@ class DecisionEndpoint:
         decision_input: DecisionInput,
     ) -> tuple[list[Sequence[float]], UsageCounts]:
         """Return the probabilities of each question's options, in order, and the usage."""
-        namespace = cache_namespace(self.models.id, scope["api_key"], request.cache_salt)
+        namespace = cache_namespace(self.model.id, scope["api_key"], request.cache_salt)
         with TokenStream(
             self.worker_client,
-            self.models.serves,
+            self.model.serves,
             [decision_input],
             replace(deadlines, whole=deadlines.first),
             receive,

@@ -44,11 +44,11 @@ class QuestionPart(TextPart):
         return self.read(path, PART_TYPES)
 
 
-Parts = str | Annotated[list[QuestionPart], NON_EMPTY]
+QuestionText = str | Annotated[list[QuestionPart], NON_EMPTY]
 
 
 class PredicateQuestion(Struct, tag_field="type", tag="predicate"):
-    instructions: Parts
+    instructions: QuestionText
     name: str | None = None
 
     def to_question(self, path: str) -> Question:
@@ -65,7 +65,7 @@ class ChoiceOption(Struct):
 
 
 class ChoiceQuestion(Struct, tag_field="type", tag="choice"):
-    instructions: Parts
+    instructions: QuestionText
     choices: Annotated[list[ChoiceOption], OPTIONS]
     name: str | None = None
 
@@ -97,7 +97,7 @@ class ScoreLevel(Struct):
 class ScoreQuestion(Struct, tag_field="type", tag="score"):
     """The first level is 0."""
 
-    instructions: Parts
+    instructions: QuestionText
     levels: Annotated[list[ScoreLevel], OPTIONS]
     name: str | None = None
 
@@ -119,7 +119,7 @@ class ScoreQuestion(Struct, tag_field="type", tag="score"):
 AnyQuestion: TypeAlias = PredicateQuestion | ChoiceQuestion | ScoreQuestion
 
 
-def join_parts(parts: Parts, path: str) -> str:
+def join_parts(parts: QuestionText, path: str) -> str:
     """Return the text of parts, joined like those of a message."""
     if isinstance(parts, str):
         return parts

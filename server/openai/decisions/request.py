@@ -18,13 +18,13 @@ from server.openai.responses.items import (
     MESSAGE_PARTS,
     InputPart,
     Item,
-    Role,
+    ItemRole,
     to_documents,
     to_messages,
 )
 from worker.messages.decisions import MAX_QUESTIONS, DecisionInput
 
-ItemType = Literal["message", "function_call", "function_call_output"]
+DecisionItemType = Literal["message", "function_call", "function_call_output"]
 # Items of the Responses API that /v1/responses does not take: calls of tools that take a text.
 CustomToolType = Literal["custom_tool_call", "custom_tool_call_output"]
 
@@ -41,8 +41,8 @@ class ItemPart(QuestionPart):
 
 
 class DecisionItem(Struct):
-    type: ItemType | CustomToolType = "message"
-    role: Role | None = None
+    type: DecisionItemType | CustomToolType = "message"
+    role: ItemRole | None = None
     content: str | list[ItemPart] | None = None
     call_id: str | None = None
     name: str | None = None

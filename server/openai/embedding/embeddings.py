@@ -18,7 +18,7 @@ from server.openai.request_fields import PositiveInt, Salt, TokenId, read_inputs
 from server.openai.response_schemas import Embeddings, EmbeddingUsage
 from worker.messages.scoring import EmbeddingInput, EmbeddingOutput, PartSize, split_parts
 
-PATHS = ("/v1/embeddings", "/embed")
+EMBEDDING_PATHS = ("/v1/embeddings", "/embed")
 Inputs = Annotated[
     list[str | TokenId | list[TokenId]],
     Meta(extra_json_schema={"minItems": 1, "maxItems": MAX_INPUTS}),

@@ -18,7 +18,7 @@ from server.core.settings import Settings
 from server.core.worker_client import Submission, WorkerClient
 from server.http.json import INLINE_BYTES, JsonBodyParser, parse_json
 from server.http.request import read_json_request, send_parts
-from server.openai.models import ModelNames, find_model, find_model_id
+from server.openai.models import NamedModel, find_model, find_model_id
 from server.openai.request_fields import ModelRequest, decode
 from worker.messages.scoring import MAX_PART_INPUTS, PartSize, Truncation
 
@@ -59,7 +59,7 @@ class ScoringEndpoint:
 
     settings: Settings
     worker_client: WorkerClient
-    models: Sequence[ModelNames]
+    models: Sequence[NamedModel]
     kind: type[ScoringBody]
     body_parser: JsonBodyParser = field(init=False, default_factory=JsonBodyParser)
 
@@ -83,7 +83,7 @@ class ScoringEndpoint:
             parts = request.content(outputs)
         await send_parts(send, parts, submission.timing_headers())
 
-    def parse(self, body: bytes) -> tuple[ScoringBody, ModelNames, Sequence[Any]]:
+    def parse(self, body: bytes) -> tuple[ScoringBody, NamedModel, Sequence[Any]]:
         """Return the request, its model and the payloads, each of which fits into a batch.
 
         Raises InvalidInput, also for more payloads than the queue has slots.

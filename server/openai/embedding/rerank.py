@@ -25,7 +25,7 @@ from server.openai.response_schemas import (
 )
 from worker.messages.scoring import PartSize, ScoringInput, ScoringOutput, split_parts
 
-PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
+RERANK_PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
 
 LENGTH = Meta(min_length=1, max_length=MAX_INPUTS)
 Texts = Annotated[list[NonEmpty], LENGTH]

@@ -100,7 +100,7 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
 
     def parse(self, body: bytes) -> ParsedResponseRequest:
         max_entries = self.worker_client.generator.text_model.max_model_len
-        request = decode(parse_json(body), ResponseRequest, self.models.id_for, max_entries)
+        request = decode(parse_json(body), ResponseRequest, self.model.id_for, max_entries)
         max_mb = self.settings.max_body_mb
         look_up = partial(self.store.items, max_bytes=max_mb * 1_000_000)
         try:

@@ -52,9 +52,9 @@ from worker.messages.generation import Chat, SamplingDefaults
 from worker.messages.protocol import Generator
 
 FinalStatus = Literal["completed", "incomplete"]
-ItemType = Literal["message", "reasoning", "function_call"]
+OutputItemType = Literal["message", "reasoning", "function_call"]
 
-ITEM_TYPES: dict[str, ItemType] = {
+OUTPUT_ITEM_TYPES: dict[str, OutputItemType] = {
     "content": "message",
     "reasoning": "reasoning",
     "call": "function_call",
@@ -177,7 +177,7 @@ class ResponseOutput:
     def add(self, delta: Delta) -> Iterator[StreamEvent]:
         self._logprobs += delta.logprobs
         for part in delta.parts:
-            kind = ITEM_TYPES[part.kind]
+            kind = OUTPUT_ITEM_TYPES[part.kind]
             if self._open is None or self._open.type != kind or part.name is not None:
                 yield from self._close("completed")
                 yield from self._begin(kind, part.name or "")
@@ -192,7 +192,7 @@ class ResponseOutput:
             yield from self._begin("message")
         yield from self._close(status)
 
-    def _begin(self, kind: ItemType, name: str = "") -> Iterator[StreamEvent]:
+    def _begin(self, kind: OutputItemType, name: str = "") -> Iterator[StreamEvent]:
         item = OutputItem(id=new_id(kind), type=kind)
         part: OutputText | ReasoningText | None = None
         if kind == "message":

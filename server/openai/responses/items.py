@@ -32,10 +32,10 @@ ID_PREFIXES = {
     "function_call": "fc_",
     "function_call_output": "fco_",
 }
-ItemType = Literal[
+InputItemType = Literal[
     "message", "reasoning", "function_call", "function_call_output", "item_reference", "input_text"
 ]
-REQUIRED_FIELDS: Mapping[ItemType, Sequence[str]] = {
+REQUIRED_FIELDS: Mapping[InputItemType, Sequence[str]] = {
     "message": ("role", "content"),
     "reasoning": (),
     "function_call": ("call_id", "name", "arguments"),
@@ -43,7 +43,7 @@ REQUIRED_FIELDS: Mapping[ItemType, Sequence[str]] = {
     "item_reference": ("id",),
     "input_text": ("text",),  # a content part in place of an item: a message of the user
 }
-Role = Literal["user", "assistant", "system", "developer"]
+ItemRole = Literal["user", "assistant", "system", "developer"]
 MESSAGE_PARTS = ("input_text", "output_text", "refusal")
 IMAGE = "input_image"
 # Which fields an item requires, for the OpenAPI document. The type is optional where other fields
@@ -83,9 +83,9 @@ Parts = str | list[InputPart]
 
 
 class Item(Struct):
-    type: ItemType | None = None
+    type: InputItemType | None = None
     id: str | None = None
-    role: Role | None = None
+    role: ItemRole | None = None
     content: Parts | None = None
     summary: list[InputPart] | None = None
     call_id: str | None = None
@@ -95,7 +95,7 @@ class Item(Struct):
     text: str | None = None
 
     @property
-    def kind(self) -> ItemType:
+    def kind(self) -> InputItemType:
         if self.type is not None:
             return self.type
         return "item_reference" if self.role is None and self.id else "message"
