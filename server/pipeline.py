@@ -1,8 +1,9 @@
 """`POST /`: raw text, image or audio bytes, or JSON, for the loaded pipeline.
 
-    body → inputs, one work item each → results, or the deadline, or a disconnect
+    body → inputs → a work item per input (worker_client.py) → results → JSON
 
 A result is the return value of `pipeline(...)` as JSON; a list of inputs gets a list of results.
+The worker's side is worker/pipeline.
 """
 
 from dataclasses import dataclass

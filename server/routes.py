@@ -1,4 +1,7 @@
-"""The routes: a path for each endpoint whose model is served."""
+"""The routes: a path for each endpoint whose model is served.
+
+app.py makes them once, from the settings, before any model is loaded.
+"""
 
 import sqlite3
 from collections.abc import Iterator, Mapping

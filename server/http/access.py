@@ -1,4 +1,4 @@
-"""Access control: API keys, and cross-origin requests."""
+"""Access control: API keys, checked before a request is routed, and cross-origin requests."""
 
 import hmac
 from collections.abc import Sequence

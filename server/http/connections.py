@@ -1,8 +1,9 @@
 """Limits of a connection below ASGI: sizes and times that hold before there is a request.
 
 uvicorn's parsers wait for the end of a header without a limit, and httptools keeps all of it. These
-subclasses limit a header, and the bytes between the chunks of a body, in size; a header and the
-reading of a response in time. Refusals have the error envelope. request.py limits bodies.
+subclasses limit the size of a header and of the bytes between the chunks of a body, and the time
+for a header and for the client's reading of a response. Refusals have the error envelope.
+request.py limits bodies.
 """
 
 import asyncio
@@ -141,7 +142,7 @@ class LimitedProtocol(asyncio.Protocol):
 
 
 class LimitedHttpTools(LimitedProtocol, HttpToolsProtocol):
-    """httptools has no limits: it is fed no more at once than may be left unparsed."""
+    """httptools has no limits: at most MAX_HEADER_BYTES are fed to it before it has parsed them."""
 
     unparsed = 0  # bytes since the last complete header, chunk of a body, or end of a body
     in_header = True

@@ -1,7 +1,7 @@
-"""The ASGI application around the routes, and the reading and sending of every endpoint.
+"""The ASGI application around the routes; read requests and send responses for every endpoint.
 
     request id → API key → route → deadlines → body, within limits → … → JSON, or the error envelope
-    → counted
+    → metrics
 
 One ASGI layer instead of Starlette's application and middleware: each layer costs time.
 connections.py limits headers, json.py limits JSON, and access.py checks API keys.

@@ -1,4 +1,9 @@
-"""`POST /v1/chat/completions`: the next message of a conversation, whole or in chunks."""
+"""`POST /v1/chat/completions`: the next message of a conversation, whole or in chunks.
+
+    body → ChatRequest → GenerationInput → deltas → ChatFormat → message, or chunks
+
+endpoint.py submits the input and sends the response; choices.py has what completions share.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

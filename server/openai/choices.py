@@ -1,6 +1,7 @@
 """Responses with numbered choices, in chunks or whole: chat and text completions.
 
-ChoicesResponseBuilder has what both endpoints share; a ChoiceFormat has what differs.
+endpoint.py feeds the deltas of a request to ChoicesResponseBuilder, which both endpoints share. The
+ChoiceFormat of an endpoint (chat.py, completions.py) builds its choices.
 """
 
 import secrets

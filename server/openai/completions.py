@@ -1,4 +1,9 @@
-"""`POST /v1/completions`: text or token ids in, their continuation out, whole or in chunks."""
+"""`POST /v1/completions`: the continuation of texts or token ids, whole or in chunks.
+
+    body → CompletionRequest → a GenerationInput per prompt → deltas → CompletionFormat → choices
+
+endpoint.py submits the inputs and sends the response; choices.py has what chat completions share.
+"""
 
 from collections import Counter
 from collections.abc import Iterator

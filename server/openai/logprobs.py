@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens as responses have them."""
+"""Log-probabilities: the worker's TokenLogprob, converted to the structs of responses."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The table of operations that `GET /openapi.json` is made of."""
+"""The operations of `GET /openapi.json`, by method and path; document.py uses those mounted."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

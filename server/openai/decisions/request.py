@@ -1,4 +1,8 @@
-"""The request of `POST /v1/decisions`: its conversion to the model's input, and the response."""
+"""The request of `POST /v1/decisions`: its conversion to the model's input, and the response.
+
+Its input has items of the Responses API and is converted as there (responses/items.py); its
+questions are those of questions.py.
+"""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal

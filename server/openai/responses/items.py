@@ -112,7 +112,12 @@ class Item(Struct):
         if kind == "input_text":
             text = required(self.text, f"{path}.text")
             return Item(role=self.role or "user", content=text).document(path, stored)
-        fields: Document = getattr(self, f"_{kind}")(path)
+        fields = {
+            "message": self._message,
+            "reasoning": self._reasoning,
+            "function_call": self._function_call,
+            "function_call_output": self._function_call_output,
+        }[kind](path)
         return {"id": self.id or new_id(kind), "type": kind, "status": "completed", **fields}
 
     def _message(self, path: str) -> Document:

@@ -1,4 +1,9 @@
-"""The request of `POST /v1/responses`, and its conversion to the model's input."""
+"""The request of `POST /v1/responses`, and its conversion to the model's input.
+
+    ResponseRequest, previous items --generation_input--> GenerationInput
+
+items.py converts the items to messages; endpoint.py reads the previous ones from the store.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
