@@ -14,8 +14,8 @@ from worker.messages.protocol import Engine, Generator, State
 
 log = logging.getLogger("onequeue.worker")
 
-# Background requests may use one in so many of a language model's slots.
-BACKGROUND_SHARE = 4
+# Background requests may use 1 / BACKGROUND_DIVISOR of a language model's slots.
+BACKGROUND_DIVISOR = 4
 
 
 class Breaker:
@@ -82,5 +82,5 @@ class ServedModel:
 
 def language_model(name: str, load: Callable[[], Generator], slots: int) -> ServedModel:
     """Return the entry of a language model, with its two lanes."""
-    background = BackgroundLane("background", max(1, slots // BACKGROUND_SHARE))
+    background = BackgroundLane("background", max(1, slots // BACKGROUND_DIVISOR))
     return ServedModel(name, load, StepLane(name, slots), background)

@@ -192,7 +192,7 @@ class Worker:
             self._fail(model.name, items, error)
             self._probe(model)
         else:
-            self._judge(model, outcome)
+            self._update_breaker(model, outcome)
 
     def _end_step(self) -> None:
         self._idle_since = self.clock()
@@ -216,9 +216,9 @@ class Worker:
         error.with_traceback(None)  # its frames hold the items
         self._post(self._listener.on_failed, items, failure)
 
-    def _judge(self, model: ServedModel, outcome: StepOutcome) -> None:
-        """Update the breaker after a step. A step of failures only leaves open whether the inputs
-        or the model are at fault: a probe decides."""
+    def _update_breaker(self, model: ServedModel, outcome: StepOutcome) -> None:
+        """Update the breaker after a step. If a step has failures only, either the inputs or the
+        model may be at fault: a probe decides."""
         if outcome.succeeded:
             if model.breaker.failures:
                 model.breaker.succeeded()

@@ -36,6 +36,8 @@ PREFIX_CACHE_SHARE = 0.25
 
 @dataclass(eq=False)
 class ChunkedPrefillModel:
+    """Implements RowModel over a paged cache. `max_running`: rows that run in a step."""
+
     runner: PagedRunner
     max_running: int
     batching: ClassVar[Literal["continuous"]] = "continuous"
@@ -59,8 +61,8 @@ class ChunkedPrefillModel:
 
     @torch.inference_mode()
     def run(self, rows: abc.Sequence[TokenRow], pool: PoolFunction) -> None:
-        """Run one step for `rows`, of which some may have begun in earlier steps; drop other rows
-        that have begun. `pool` makes a complete row's result of its states [tokens, H].
+        """Run one step for `rows`, some of which may have started in earlier steps, and drop all
+        other rows that have. `pool` reduces the states [tokens, H] of a complete row to its result.
 
         After a step that raised, its rows run to completion within one call, in the parts that the
         caller chooses: bisection finds the failing row that way."""

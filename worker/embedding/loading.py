@@ -1,6 +1,8 @@
 """Load an embedder or a reranker, on the worker thread: a checkpoint with the files that
-sentence-transformers wrote beside it. Loading checks that the checkpoint has the weights that the
-outputs depend on, and which RowModel keeps the model's own output.
+sentence-transformers wrote beside it.
+
+Loading checks that the checkpoint has the weights that the outputs depend on, and chooses the
+fastest RowModel that keeps the model's own output.
 """
 
 import logging
@@ -59,7 +61,7 @@ class ScoringOptions(ModelOptions):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint in memory."""
+    """A loaded checkpoint, with its configuration."""
 
     options: ScoringOptions
     model: PreTrainedModel
@@ -197,7 +199,7 @@ def make_yes_no_reranker(checkpoint: Checkpoint) -> Reranker:
     ids = torch.tensor([probe.ids], device=model.device)
     with torch.inference_mode():
         logits = model(input_ids=ids).logits[0, -1].float()
-    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # theirs
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # not annotated
     weight, expected = head.weight.detach().float(), logits[yes]
     direction = weight[yes]
     if no is not None:

@@ -1,7 +1,7 @@
 """Tokenize a query and its document as one row of tokens, in pool threads.
 
     cross-encoders   both texts between the tokenizer's special tokens
-    decoders         both in a prompt that is answered by yes or no
+    decoders         both in a prompt whose answer is yes or no
 
 A document is tokenized once, even if it is truncated. A query is never truncated.
 """

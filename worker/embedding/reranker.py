@@ -1,8 +1,8 @@
 """Relevance of documents to queries: pairs → token ids (pairs.py) → one score each.
 
     cross-encoder   both texts in one row, a head with one label
-    yes or no       a decoder is asked whether the document answers the query; the score is the
-                    difference of the two answers' logits
+    yes or no       a decoder gets both in a prompt; the score is the difference of the logits of
+                    its two answers
 
 Scores pass the checkpoint's activation, by default a sigmoid.
 """
@@ -20,7 +20,7 @@ from worker.messages.scoring import ScoringInput, ScoringOutput
 
 
 class Reranker(PoolingRunner[ScoringInput, ScoringOutput]):
-    """`pair_tokenizer` makes a row of each pair; `pool` makes one number of a row."""
+    """`pair_tokenizer`: from pairs to a token row each. `pool`: from a row's states to a number."""
 
     warm_up_input = ScoringInput([("a", "a")], [("query", "documents")])
 

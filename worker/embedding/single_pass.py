@@ -4,8 +4,8 @@
     packed            texts embedded side by side [B, L], the layers see one row
     padded, single    side by side with padding, or one by one
 
-The first of these that keeps the model's own output serves; it is found by running the model, as
-for pipelines (pipeline/loading.py). Decoders that run in chunks are in chunked_prefill.py.
+The first of these that keeps the model's own output is used; loading compares outputs, as for
+pipelines (pipeline/loading.py). Decoders that run in chunks are in chunked_prefill.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -155,13 +155,13 @@ def find_residual_add(layer: nn.Module, run: Callable[[], object]) -> nn.Module 
     `run` runs the model. None where the layer adds the two by itself.
     """
     layer_input: list[Tensor] = []
-    found: list[nn.Module] = []
+    candidates: list[nn.Module] = []
 
     def record(module: nn.Module, args: Any) -> None:
         if module is layer:
             layer_input[:] = args[:1]
         elif layer_input and len(args) == 2 and args[1] is layer_input[0]:
-            found.append(module)
+            candidates.append(module)
 
     handles = [module.register_forward_pre_hook(record) for module in layer.modules()]
     try:
@@ -169,4 +169,4 @@ def find_residual_add(layer: nn.Module, run: Callable[[], object]) -> nn.Module 
     finally:
         for handle in handles:
             handle.remove()
-    return found[0] if len(found) == 1 else None
+    return candidates[0] if len(candidates) == 1 else None

@@ -1,4 +1,4 @@
-"""Tokenize and validate texts, in pool threads, several at once.
+"""Tokenize and validate the texts of embedders and rerankers, in pool threads, several at once.
 
 The tokenizer itself neither truncates nor pads, because all threads share its settings for that.
 Texts that are too long are refused or truncated here.
@@ -26,7 +26,7 @@ class TokenRow:
     """The tokens of a text or a pair, special ones included, and its pooled result once run."""
 
     ids: list[int]
-    token_type_ids: list[int] | None = None  # for models that tell the texts of a pair apart
+    token_type_ids: list[int] | None = None  # for models that distinguish the texts of a pair
     prompt_tokens: int = 0  # at the start, which pooling may leave out
     cache_namespace: bytes = SHARED_NAMESPACE  # prefixes are shared within a namespace only
     in_failed_step: bool = False

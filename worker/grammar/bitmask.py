@@ -59,8 +59,8 @@ class BitmaskComputer:
         self._stuck: list[threading.Thread] = []
 
     def start(self, requests: Sequence[tuple[int, MaskRequest]]) -> "PendingMask | None":
-        """Start computing masks, given with the row of each output's next token; the rows of its
-        drafts follow. ItemFailed if too many threads are stuck."""
+        """Start computing masks. `requests`: each with the row of its output's next token; the rows
+        of its drafts follow. ItemFailed if too many threads are stuck."""
         if not requests:
             return None
         self._stuck = [thread for thread in self._stuck if thread.is_alive()]
@@ -76,12 +76,12 @@ class BitmaskComputer:
 
     def enqueue(self, pending: "PendingMask") -> None:
         if self._thread is None:
-            todo: queue.SimpleQueue[PendingMask | None] = queue.SimpleQueue()
-            args = todo, LLExecutor(1)
+            masks: queue.SimpleQueue[PendingMask | None] = queue.SimpleQueue()
+            args = masks, LLExecutor(1)
             thread = threading.Thread(target=_work, args=args, name="masks", daemon=True)
             thread.start()  # if it raises, the next step tries again
-            self._thread, self._queue = thread, todo
-            weakref.finalize(self, todo.put, None)
+            self._thread, self._queue = thread, masks
+            weakref.finalize(self, masks.put, None)
         self._queue.put(pending)
 
     def abandon_thread(self) -> None:
@@ -173,19 +173,19 @@ class PendingMask:
             bits = self.bits[start : start + request.rows]
             if request.only is not None:
                 bits[:] = 0
-            for token in (request.only, request.also):
-                if token is not None:
-                    bits[0, token // 32] |= BIT[token % 32]
-            for end in self.computer.stop_token_ids if request.forbids_stop else ():
-                bits[:, end // 32] &= ~BIT[end % 32]
+            for allowed in (request.only, request.also):
+                if allowed is not None:
+                    bits[0, allowed // 32] |= BIT[allowed % 32]
+            for token in self.computer.stop_token_ids if request.forbids_stop else ():
+                bits[:, token // 32] &= ~BIT[token % 32]
         flat, vocab_size = self.bits.view(np.uint8), self.computer.vocab_size
         tokens = np.unpackbits(flat, axis=1, count=vocab_size, bitorder="little")
         return TokenMask(rows, torch.from_numpy(tokens.view(np.bool_)))
 
 
-def _work(todo: "queue.SimpleQueue[PendingMask | None]", executor: LLExecutor) -> None:
+def _work(masks: "queue.SimpleQueue[PendingMask | None]", executor: LLExecutor) -> None:
     unpin()
-    while (pending := todo.get()) is not None and pending.compute(executor):
+    while (pending := masks.get()) is not None and pending.compute(executor):
         del pending  # it refers to the computer, whose finalizer ends this thread
 
 

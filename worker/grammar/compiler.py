@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
@@ -27,7 +27,7 @@ from batching.errors import InvalidInput, OnequeueError, QueueFull, WorkerDown
 from worker.grammar import lark, sandbox
 from worker.grammar.sandbox import GrammarSandbox, Unusable
 from worker.messages.generation import Constraint
-from worker.messages.protocol import Pending
+from worker.messages.protocol import IsWanted, Notify, Pending
 
 log = logging.getLogger("onequeue.grammar")
 
@@ -66,12 +66,12 @@ class _Task:
     digest: bytes = b""  # the cache key
     cpu_s: float = SANDBOX_S
     # For each request: whether it still waits, and its callback.
-    waiting: list[tuple[Callable[[], bool], Callable[[], None]]] = field(default_factory=list)
+    waiting: list[tuple[IsWanted, Notify]] = field(default_factory=list)
 
     @property
     def wanted(self) -> bool:
         """Whether a request waits. An empty list: one is about to."""
-        return not self.waiting or any(wanted() for wanted, _ in self.waiting)
+        return not self.waiting or any(is_wanted() for is_wanted, _ in self.waiting)
 
 
 class GrammarCompiler:
@@ -185,14 +185,14 @@ class GrammarCompiler:
                 del self._tasks[new.digest]
                 raise WorkerDown(UNAVAILABLE, 5) from error
             self._thread_runs = True
-        return Pending(lambda wanted, again: self._wait(task, wanted, again))
+        return Pending(lambda is_wanted, notify: self._wait(task, is_wanted, notify))
 
-    def _wait(self, task: _Task, wanted: Callable[[], bool], again: Callable[[], None]) -> None:
+    def _wait(self, task: _Task, is_wanted: IsWanted, notify: Notify) -> None:
         with self._lock:
             if self._tasks.get(task.digest) is task:
-                task.waiting.append((wanted, again))
+                task.waiting.append((is_wanted, notify))
                 return
-        again()  # the task has just finished
+        notify()  # the task has just finished
 
     def close(self) -> None:
         self._closed = True
@@ -221,8 +221,8 @@ class GrammarCompiler:
                     until = time.monotonic() + ERROR_TTL_S
                     _store(self._errors, task.digest, (failure, until))
                 del self._tasks[task.digest]
-            for _, again in task.waiting:
-                again()
+            for _, notify in task.waiting:
+                notify()
 
     def _next(self) -> _Task | None:
         with self._lock:

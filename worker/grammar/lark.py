@@ -58,7 +58,7 @@ def content_rule(constraint: Constraint) -> str:
 def content_or_calls(constraint: Constraint, calls: str, before: str) -> str:
     """Return a grammar of constrained content, after the rules `before` it, or of tool calls."""
     if constraint.kind != "json_schema":
-        only = "must be a JSON schema where tools are given"
+        only = "must be a JSON schema where the request has tools"
         raise InvalidInput(f"{constraint.param}: {only}", constraint.param)
     return "\n".join(
         [

@@ -84,7 +84,7 @@ class SchemaAnalysis:
 
     @property
     def counted_parts(self) -> list[Schema]:
-        """The parts, with a step for each."""
+        """The parts; counts a step for each."""
         self.document.spend(len(self.parts))
         return self.parts
 

@@ -1,6 +1,7 @@
 """The grammar of tool calls, in Lark syntax, from a model's format, its tools and their parameters.
 
 llguidance constrains JSON arguments itself; argument_grammar.py has the rules of other styles.
+generation/input_processor.py requests the grammar, compiler.py compiles it.
 """
 
 import json
@@ -35,7 +36,7 @@ def tool_calls_grammar(
     """Return a grammar of calls of these tools and nothing else, of one call unless `several`.
     `message_starts`: texts that may stand before them. `started`: the model has started the call
     itself, perhaps inside a section."""
-    rules: list[str] = []  # that others refer to
+    rules: list[str] = []  # named rules of the arguments
     section, end = call_format.section
     before = " ".join(f"({format_literals(text, quote)})?" for text in message_starts)
     first_call = (format_literals if section.strip() else _optional_space)(

@@ -1,5 +1,7 @@
-"""Deltas: the additions of one generation step to one choice, made by the worker and sent by the
-event loop."""
+"""Deltas: the additions of one generation step to one choice.
+
+The worker's thread creates them (generation/output.py), the event loop sends them.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,7 @@
-"""Messages of language models: a prompt with its images, and the options of its generation."""
+"""Messages of language models: a prompt with its images, and the options of its generation.
+
+server/openai parses requests into them, generation/input_processor.py prepares them. No torch.
+"""
 
 import hashlib
 from collections.abc import Mapping

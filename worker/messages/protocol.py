@@ -13,6 +13,8 @@ from worker.media.decode_limiter import RequestLimiter
 from worker.messages.generation import Chat, SamplingDefaults
 
 State = Literal["loading", "warming", "ready", "dead"]
+IsWanted = Callable[[], bool]
+Notify = Callable[[], None]
 Batching = Literal["packed", "padded", "same shape", "single", "continuous", "static"]
 
 # Returned by `Runner.forward` for an input that continues in the next batch.
@@ -107,13 +109,13 @@ class ModelInfo:
 
 
 class Pending(Exception):
-    """Raised by `prepare` when something that it needs is still being made.
+    """Raised by `prepare` while something that it needs is computed in another thread.
 
-    `then(wanted, again)` registers `again`, which is called from any thread when `prepare` is worth
-    another call, as long as `wanted()` is true.
+    `then(is_wanted, notify)` registers `notify`, which is called from any thread when `prepare` is
+    worth another call, as long as `is_wanted()` is true.
     """
 
-    def __init__(self, then: Callable[[Callable[[], bool], Callable[[], None]], object]) -> None:
+    def __init__(self, then: Callable[[IsWanted, Notify], object]) -> None:
         super().__init__()
         self.then = then
 
@@ -174,8 +176,7 @@ class Engine(Protocol):
         """The model's text side, for embedders, rerankers and language models."""
 
     def prepare(self, item: WorkItem) -> None:
-        """Set `item.prepared`, and the sizes that batches are made by (`rows`, `tokens`, `width`,
-        `key`).
+        """Set `item.prepared` and what batches are formed by: `rows`, `tokens`, `width`, `key`.
 
         Raises InvalidInput for an input that cannot be served, and Pending if preparing takes
         longer than a pool thread should be busy.

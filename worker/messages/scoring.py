@@ -27,7 +27,7 @@ class Truncation:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingInput:
-    """A part of a request's texts; those given as token ids are used as they are."""
+    """A part of a request's inputs: texts, or token ids that are used as they are."""
 
     inputs: Sequence[str | list[int]]
     first_index: int | None  # of the first input in the request's list; None if it is no list

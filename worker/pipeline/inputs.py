@@ -1,7 +1,8 @@
 """Convert a request's inputs to the arguments of a pipeline's `preprocess`; runs in pool threads.
 
-Every string is a text or base64 data, checked here. No string reaches a place where a pipeline
-would open it as a path or a URL. The model's upper bounds are in limits.py.
+The runner (runner.py) calls `InputReader.read`. Every string is a text or base64 data, checked
+here: none reaches code of a pipeline that would open it as a path or a URL. The model's upper
+bounds are in limits.py.
 """
 
 import base64

@@ -1,7 +1,7 @@
 """Upper bounds of a model's inputs: tokens of context, characters, seconds of audio.
 
-Inputs are checked before they reach the worker, because a model raises beyond its tables, and on a
-GPU an index beyond a table ends the process's device for all requests. Runs in pool threads.
+Inputs are checked in pool threads, before they reach the worker: a model raises for an index beyond
+its tables, and on a GPU that makes the device unusable for all requests.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
 """Load a pipeline and choose how its batches run; runs on the worker thread.
 
-Loading checks that the checkpoint has the weights that the outputs depend on. Three ways to batch
-are compared with single rows on random tokens: packed, padded on the right and, for generation,
-padded on the left. A way that changes the outputs is not used, and the log says why.
+Loading checks that the checkpoint has the weights that the outputs depend on. Batches of random
+tokens, packed, padded on the right and, for generation, padded on the left, are compared with
+single rows. A kind of batch that changes the outputs is not used, and the log shows the reason.
 """
 
 from collections.abc import Callable, Sequence

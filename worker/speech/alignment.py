@@ -55,8 +55,8 @@ class Aligner:
         for layer, head in self.heads:
             keys = self.runner.cache.cross_attention[layer][0][window.row, head]
             size = keys.shape[-1]
-            own = slice(head * size, (head + 1) * size)
-            query = queries[layer][0, -len(tokens) :, own] * size**-0.5
+            columns = slice(head * size, (head + 1) * size)
+            query = queries[layer][0, -len(tokens) :, columns] * size**-0.5
             weights.append((query @ keys.T).softmax(-1).float()[:, :states])
         return torch.stack(weights).cpu()
 

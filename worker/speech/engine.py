@@ -21,7 +21,14 @@ from batching.errors import DeviceLost, OnequeueError
 from batching.request_queue import WorkItem
 from worker.cores import use_one_core
 from worker.error_classification import failure_of, run_in_halves
-from worker.messages.protocol import ModelInfo, Pending, StepOutcome, StepReport
+from worker.messages.protocol import (
+    IsWanted,
+    ModelInfo,
+    Notify,
+    Pending,
+    StepOutcome,
+    StepReport,
+)
 from worker.messages.transcription import TranscriptDelta, TranscriptionInput
 from worker.speech.interfaces import Align, AudioReader, Decoder, SpeechRunner, W
 
@@ -36,10 +43,6 @@ READ_THREADS = 2
 IDLE_WAIT_S = 0.005
 # Windows per encoder run; on a CPU a batch takes as long as its windows one by one.
 ENCODER_BATCH = {"cpu": 1, "cuda": 8}
-
-# Parameters of Pending's `then`.
-IsWanted = Callable[[], bool]
-Notify = Callable[[], None]
 
 
 @dataclass(eq=False, slots=True)

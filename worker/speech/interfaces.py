@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from batching.request_queue import WorkItem
 from worker.media.audio import Recording
+from worker.messages.protocol import IsWanted
 from worker.messages.transcription import TranscriptDelta, TranscriptionInput
 
 
@@ -51,7 +52,7 @@ class AudioReader(ABC):
         self.read_ahead(0)
         return True
 
-    def scan(self, is_wanted: Callable[[], bool]) -> None:  # noqa: B027  # optional
+    def scan(self, is_wanted: IsWanted) -> None:  # noqa: B027  # optional
         """Read the recording to its end while `is_wanted()`."""
 
     @abstractmethod

@@ -1,4 +1,7 @@
-"""From settings to a speech engine with its model. Runs on the worker's thread."""
+"""Loads a speech model and creates its engine, on the worker's thread.
+
+The architecture decides between Whisper (whisper.py, transcript.py) and CTC (ctc.py).
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

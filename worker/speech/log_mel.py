@@ -6,7 +6,6 @@ read twice: once to find that value. Pool threads read, the worker's thread take
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from worker.media.audio import Recording
+from worker.messages.protocol import IsWanted
 from worker.speech.interfaces import AudioReader
 
 BLOCK_FRAMES = 3000  # computed at once: 30 seconds
@@ -49,7 +49,7 @@ class LogMel:
         return self.filters @ power
 
     def features(self, powers: Tensor, max_power: Tensor) -> Tensor:
-        """Return features of powers, given the largest power of the recording."""
+        """Return features of powers. `max_power`: the largest of the recording."""
         logs, max_log = (power.clamp(min=1e-10).log10() for power in (powers, max_power))
         return (logs.maximum(max_log - 8.0) + 4.0) / 4.0
 
@@ -79,7 +79,7 @@ class LogMelReader(AudioReader):
         self._recording.close()
         return True
 
-    def scan(self, is_wanted: Callable[[], bool]) -> None:
+    def scan(self, is_wanted: IsWanted) -> None:
         """Find the largest power, then read the first windows."""
         ended = False
         while is_wanted() and not ended:

@@ -26,8 +26,8 @@ class LogitsRules:
         )
 
     def logprobs(self, logits: Tensor, generated: Sequence[Sequence[int]]) -> Tensor:
-        """Return float32 log-probabilities [R, V] of logits [R, V], given the tokens that each row
-        has generated: none in all rows, or at least one in each."""
+        """Return float32 log-probabilities [R, V] of logits [R, V]. `generated`: the tokens of each
+        row, none in all rows or at least one in each."""
         scores: Any = logits.to(torch.float32, copy=True)
         scores.index_fill_(1, self._suppressed, -torch.inf)
         width = max(map(len, generated))

@@ -1,6 +1,7 @@
 """Special tokens of a Whisper checkpoint, and text to tokens and back.
 
-The ids are read from the checkpoint's generation_config, as transformers' `generate` does.
+The ids are read from the checkpoint's generation_config, as transformers' `generate` does. Used by
+the decoder of a recording (transcript.py) and by the runner (whisper.py).
 """
 
 from collections.abc import Sequence

@@ -2,7 +2,8 @@
 
     bytes of tokens → whole characters → words → words with adjacent punctuation
 
-transformers groups words the same way, in private functions (_combine_tokens_into_words).
+transcript.py adds the times. transformers groups words the same way, in private functions
+(_combine_tokens_into_words).
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,9 +1,9 @@
 """Two optimizations of the vision encoder on a CPU, which change results by rounding only.
 
-Many encoders keep their patches features-first, as a convolution returns them, so that each layer
-norm copies its input: the first layer's input is made contiguous. And oneDNN can apply an
-activation while it writes a product: fc1 and its activation become one call. Applied at load, after
-the weights have been packed.
+The first layer's input is made contiguous: many encoders keep their patches features-first, as a
+convolution returns them, and each layer norm would copy its input. fc1 and its activation become
+one call, since oneDNN can apply an activation while it writes a product. generation/loading.py
+applies both after the weights have been packed.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""Image files of a chat become a processed prompt, with bounds on pixels, tokens and memory.
+"""Turns the image files of a chat into a processed prompt, within limits of pixels and memory.
 
     headers → sizes of all images → each image: cached, or decoded, upright, RGB, processed → the
     text with the features of all images (processor.py)
@@ -10,7 +10,7 @@ requests wait without holding a thread.
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -20,7 +20,7 @@ from batching.errors import InvalidInput
 from worker.media.decode_limiter import DecodeLimiter, Lease
 from worker.media.images import decode_image, open_image, upright_rgb
 from worker.messages.generation import ImageInput
-from worker.messages.protocol import Pending
+from worker.messages.protocol import IsWanted, Notify, Pending
 from worker.vision.encoder import EncoderCache
 from worker.vision.processor import ImageFeatures, Processor, ProcessorOutput
 
@@ -153,7 +153,7 @@ class MemoryLimiter:
         self.max_bytes = max_bytes
         self.used_bytes = 0
         self.is_decoding = False
-        self._waiting: list[Callable[[], None]] = []
+        self._waiting: list[Notify] = []
         # reentrant: reserving may collect garbage, whose finalizers release
         self._lock = threading.RLock()
 
@@ -181,10 +181,10 @@ class MemoryLimiter:
         with self._lock:
             self.used_bytes += size
 
-    def call_when_free(self, wanted: Callable[[], bool], callback: Callable[[], None]) -> None:
-        """Call `callback` once the limiter is not full, if it is still `wanted` then."""
+    def call_when_free(self, is_wanted: IsWanted, notify: Notify) -> None:
+        """Call `notify` once the limiter is not full, if `is_wanted()` then."""
         with self._lock:
-            self._waiting.append(lambda: callback() if wanted() else None)
+            self._waiting.append(lambda: notify() if is_wanted() else None)
         self._call_waiting()
 
     def _release(self, size: int) -> None:

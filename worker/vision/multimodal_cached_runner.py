@@ -115,14 +115,14 @@ class MultimodalCachedRunner(CachedRunner):
                 log_refusal("computing positions", error)
                 self._hook = None
         output, width = prompt.processed(), len(tokens)
-        of_tokens = {
+        token_inputs = {
             name: torch.cat([tensor, *[tensor[:, -1:]] * (width - tensor.shape[1])], 1)
             for name, tensor in select_tensors(output.inputs, self.argument_names).items()
         }
-        of_images = select_tensors(
+        image_inputs = select_tensors(
             self._processor.concatenate(output.image_tensors), self.argument_names
         )
-        inputs = {**of_tokens, **of_images}
+        inputs = {**token_inputs, **image_inputs}
         moved = {name: tensor.to(self.device) for name, tensor in inputs.items()}
         ids = fill_placeholders(torch.tensor([tokens], device=self.device), self._sampled)
         # a generated image token stands for no image

@@ -129,8 +129,8 @@ class ProcessorOutput:
 
     @property
     def nbytes(self) -> int:
-        own = sum(tensor.nbytes for tensor in self.inputs.values())
-        return own + sum(image.nbytes for image in self.images)
+        text_bytes = sum(tensor.nbytes for tensor in self.inputs.values())
+        return text_bytes + sum(image.nbytes for image in self.images)
 
 
 class Processor:
@@ -221,12 +221,12 @@ class Processor:
         for image in images:
             for tile in image.tiles:
                 last = first + image.token_count // len(image.tiles) - 1
-                own = slice(positions[first], positions[last] + 1)
-                own_inputs = {name: tensor[:, own] for name, tensor in inputs.items()}
+                span = slice(positions[first], positions[last] + 1)
+                token_inputs = {name: tensor[:, span] for name, tensor in inputs.items()}
                 items.append(
                     MultimodalItem(
-                        own.start, own.stop, tile.digest, tuple(ids[own]),
-                        own_inputs | tile.tensors, image.has_pixels,
+                        span.start, span.stop, tile.digest, tuple(ids[span]),
+                        token_inputs | tile.tensors, image.has_pixels,
                     )
                 )  # fmt: skip
                 first = last + 1
@@ -251,11 +251,11 @@ class Processor:
             return [ImageTile(digest, tensors)]
         tiles = []
         for number in range(length):
-            own = hashlib.blake2b(digest + number.to_bytes(4), digest_size=32).digest()
+            tile_digest = hashlib.blake2b(digest + number.to_bytes(4), digest_size=32).digest()
             part = {
                 name: tensor.narrow(self._axes[name], number, 1) for name, tensor in tensors.items()
             }
-            tiles.append(ImageTile(own, part))
+            tiles.append(ImageTile(tile_digest, part))
         return tiles
 
     def _image_features(
@@ -388,8 +388,8 @@ def _load_without_videos(path: str, error: ImportError) -> Any:
     """Load a processor's parts without its video processor, which needs torchvision (Qwen2-VL and
     others). Raises `error` if the processor has no video processor."""
     config = type(AutoConfig.from_pretrained(path, trust_remote_code=False))
-    kind: Any = PROCESSOR_MAPPING.get(config, None)
-    names = kind.get_attributes() if kind and not getattr(kind, "is_dummy", False) else []
+    cls: Any = PROCESSOR_MAPPING.get(config, None)
+    names = cls.get_attributes() if cls and not getattr(cls, "is_dummy", False) else []
     if "video_processor" not in names:
         raise error
     parts = {
@@ -397,15 +397,15 @@ def _load_without_videos(path: str, error: ImportError) -> Any:
         for name in names
         if name in PARTS
     }
-    settings, _ = kind.get_processor_dict(path)
-    without_videos = _accept_missing_parts(kind)
+    settings, _ = cls.get_processor_dict(path)
+    without_videos = _accept_missing_parts(cls)
     return without_videos.from_args_and_dict([parts.get(name) for name in names], settings)
 
 
-def _accept_missing_parts(kind: Any) -> Any:
+def _accept_missing_parts(cls: Any) -> Any:
     """Return a subclass whose constructor accepts None for a part."""
 
     def check(self: Any, name: str, part: Any) -> Any:
-        return part if part is None else kind.check_argument_for_proper_class(self, name, part)
+        return part if part is None else cls.check_argument_for_proper_class(self, name, part)
 
-    return type(kind.__name__, (kind,), {"check_argument_for_proper_class": check})
+    return type(cls.__name__, (cls,), {"check_argument_for_proper_class": check})
