@@ -187,12 +187,12 @@ class RequestQueue:
         now = self.clock()
         expected_s = lane.expected_wait_s(now)
         retry_after_s = float(max(1, math.ceil(expected_s)))  # whole seconds, for a header
-        whole = "queue", self.pending, self.capacity
-        for name, used, slots in (whole, (lane.name, lane.used, lane.slots)):
+        queue = "queue", self.pending, self.capacity
+        for name, used, slots in (queue, (lane.name, lane.used, lane.slots)):
             reserved = slots // RESERVE if lane.keeps_reserve(count) else 0
             if used + count > slots - reserved:
-                full = f"the {name} is full: {used} of {slots} slots are in use"
-                raise QueueFull(full, retry_after_s)
+                message = f"the {name} is full: {used} of {slots} slots are in use"
+                raise QueueFull(message, retry_after_s)
         if lane.not_started and now + expected_s > deadline:
             raise DeadlineHopeless(
                 f"the {lane.not_started} requests before this one need about {expected_s:.1f} s, "

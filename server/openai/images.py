@@ -76,13 +76,14 @@ class ImageLoader:
         return loaded
 
     async def _fetch_all(self, scope: Scope, receive: Receive, chat: Chat, deadline: float) -> Chat:
+        """Return the chat with the bytes of its links; a disconnect or a failure cancels all."""
         for image in chat.images:
             if image.link:
                 self.fetcher.check(image.link, image.param)
         queue = self.worker_client.queue
         taken = queue.pending + self.fetching
         if taken >= queue.capacity:
-            raise QueueFull(f"the queue is full: {taken} of {queue.capacity} slots are taken", 1.0)
+            raise QueueFull(f"the queue is full: {taken} of {queue.capacity} slots are in use", 1.0)
         self.fetching += 1
         try:
             async with asyncio.timeout(deadline - time.monotonic()), asyncio.TaskGroup() as group:

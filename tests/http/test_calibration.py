@@ -96,7 +96,7 @@ def run(app: Any, **options: Any) -> tuple[Stage | None, list[str]]:
 
 @pytest.mark.usefixtures("short")
 def test_settings_are_printed() -> None:
-    """A small queue is enlarged: two places would refuse the clients."""
+    """A small queue is enlarged: two slots would refuse the clients."""
     settings = Settings(**ONLY, api_keys=("k",), max_queue_size=2)  # type: ignore[arg-type]
     best, lines = run(create_app(settings, FakeRunner))
     assert best is not None
