@@ -84,7 +84,7 @@ def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
     processes the results of each step at once."""
     from worker.generation import engine
 
-    monkeypatch.setitem(engine.AHEAD, "cpu", request.param)
+    monkeypatch.setitem(engine.RUNS_AHEAD, "cpu", request.param)
     return bool(request.param)
 
 

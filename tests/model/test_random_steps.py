@@ -128,7 +128,7 @@ def test_outputs_are_the_same_with_steps_ahead_or_not(
     monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", {"cpu": 20})
     monkeypatch.setattr(scheduler, "MIN_PREFILL_TOKENS", 20)
     at_once = play(seed, False)
-    monkeypatch.setitem(module.AHEAD, "cpu", True)
+    monkeypatch.setitem(module.RUNS_AHEAD, "cpu", True)
     monkeypatch.setattr(sampler, "CANDIDATES", 2)  # steps are run again for rows that need more
     ahead = play(seed, False)
     assert [type(one.error) for one in ahead] == [type(one.error) for one in at_once]

@@ -34,7 +34,7 @@ from worker.model.sampler import SamplerOutput
 
 @pytest.fixture(autouse=True)
 def _ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(module.AHEAD, "cpu", True)
+    monkeypatch.setitem(module.RUNS_AHEAD, "cpu", True)
 
 
 def engine_ahead(**options: Any) -> GenerationEngine:
@@ -154,7 +154,7 @@ def test_penalties_include_the_token_that_was_in_flight(monkeypatch: pytest.Monk
         return [request.ids[0] for request in serve(engine_ahead(), items)[0]]
 
     ahead = served()
-    monkeypatch.setitem(module.AHEAD, "cpu", False)
+    monkeypatch.setitem(module.RUNS_AHEAD, "cpu", False)
     assert ahead == served()
 
 
@@ -177,7 +177,7 @@ def test_rows_with_too_few_candidates_are_resampled(
     monkeypatch.setattr(sampler, "CANDIDATES", 1)
     ahead, steps = served()
     monkeypatch.setattr(sampler, "CANDIDATES", 64)
-    monkeypatch.setitem(module.AHEAD, "cpu", False)
+    monkeypatch.setitem(module.RUNS_AHEAD, "cpu", False)
     at_once, fewest = served()
     assert ahead == at_once
     assert (steps > fewest) == paged  # the paged runner runs such a step again; the other waits
@@ -230,7 +230,7 @@ def test_a_forward_that_raises_keeps_the_tokens_in_flight() -> None:
     assert_greedy("llama", [served[0], served[2]], 12)
 
 
-def test_a_drafter_is_asked_at_most_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafter_runs_at_most_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The prompts end with an n-gram that they repeat, the outputs do not."""
     generator, asked = engine("llama"), list[NgramDrafter]()
     draft = NgramDrafter.draft

@@ -46,7 +46,7 @@ def test_acceptance_is_learned_up_to_the_first_wrong_token(right: float) -> None
     drafter, chance, learned = NgramDrafter(), random.Random(0), []
     for _ in range(2000):
         outcomes = [chance.random() < right for _ in range(4)]
-        drafter.verified(4, (*outcomes, False).index(False))
+        drafter.record_verified(4, (*outcomes, False).index(False))
         learned.append(drafter.acceptance)
     assert sum(learned) / len(learned) == pytest.approx(right, abs=0.1)
 
@@ -54,7 +54,7 @@ def test_acceptance_is_learned_up_to_the_first_wrong_token(right: float) -> None
 def test_acceptance_too_low_for_drafts_recovers() -> None:
     drafter = NgramDrafter()
     for _ in range(10):
-        drafter.verified(1, 0)
+        drafter.record_verified(1, 0)
     assert drafter.acceptance < 0.1
     steps = 0
     while drafter.acceptance < INITIAL_ACCEPTANCE / 2:

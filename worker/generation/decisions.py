@@ -2,10 +2,10 @@
 
     messages → text (chat_template/template.py), divided where the question goes → token ids of the
     input, once
-    question → ids behind those → a sequence that is only run, and shares the input's blocks
+    question → ids after those → a sequence without output, which shares the input's blocks
 
-The text is divided behind the input's last word, where tokens end whatever follows. The ids are
-then those of each whole prompt, and all prompts of an input have the same prefix. Control tokens in
+The text is divided after the input's last word, where a token ends whatever follows. The ids are
+then those of each whole prompt, and all prompts of an input have the same prefix. Special tokens in
 a client's text remain text (special_token_escaping.py).
 """
 
@@ -44,19 +44,19 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class SharedPrompt(NamedTuple):
-    """What all prompts of a request have in common."""
+    """The common parts of all prompts of a request."""
 
     ids: list[int]  # the prefix
     last_word: str  # in `ids`; encoded with a question, since some tokenizers begin texts otherwise
     last_word_tokens: int
     before: str  # text between the prefix and the question
-    after: str  # text behind the question
-    key: str  # of the escaped control tokens
+    after: str  # text after the question
+    key: str  # of the escaped special tokens
 
 
 class LabelScores:
-    """The response to a question: the probabilities of its labels. To the engine it is a
-    SequenceOutput that generates nothing."""
+    """The response to a question: the probabilities of its labels. Has the interface of a
+    SequenceOutput, and generates nothing."""
 
     def __init__(
         self,
@@ -75,15 +75,15 @@ class LabelScores:
         self._delta = Delta(number)
 
     def score(self, logits: Tensor, positions: range) -> list[SampledToken]:
-        """Score the labels behind the prompt, by its last token's logits [1, V]."""
+        """Score the labels as the prompt's next token, by the logits [1, V] of its last one."""
         return label_logprobs(logits[0], self.prepared.labels)
 
     def add_prompt_scores(self, scores: Sequence[SampledToken]) -> None:
         self._delta.probabilities = [exp(score.logprob or 0.0) for score in scores]
 
     def start(self, cached_tokens: int) -> None:
-        """The prompt has run; `cached_tokens` of it were in the prefix cache. The tokens of the
-        input are counted with the first question."""
+        """Record that the prompt has run. `cached_tokens`: of it, in the prefix cache. The tokens
+        of the input are counted with the first question."""
         counted = self._input_tokens if self._delta.choice else 0
         self._delta.prompt_tokens = len(self.prepared.ids) - counted
         self._delta.cached_tokens = max(0, cached_tokens - counted)
@@ -123,8 +123,8 @@ class Decisions:
         item.prepared, question_tokens, characters = [], 0, 0
         for number, question in enumerate(request.questions):
             labels = self._labels(question)
-            asked = self._escaper.escape(question.text([*labels]), shared.key)
-            text = f"{shared.before}{asked}{shared.after}"
+            escaped = self._escaper.escape(question.text([*labels]), shared.key)
+            text = f"{shared.before}{escaped}{shared.after}"
             characters += len(text)
             self._check(characters <= MAX_QUESTION_TOKENS * self._max_token_chars, question)
             ids = self._escaper.ids(shared.last_word + text, shared.key)
@@ -197,9 +197,9 @@ class Decisions:
 
     def _check(self, fits: bool, question: Question) -> None:
         if not fits:
-            own = f"the questions up to this one have more than {MAX_QUESTION_TOKENS} tokens"
+            alone = f"the questions up to this one have more than {MAX_QUESTION_TOKENS} tokens"
             total = f"or, each with the input, more than {MAX_PROMPT_TOKENS}"
-            raise InvalidInput.at(question.param, f"{own}, {total}")
+            raise InvalidInput.at(question.param, f"{alone}, {total}")
 
 
 def with_question(messages: Messages, text: str) -> tuple[Mapping[str, Any], ...]:
@@ -213,8 +213,8 @@ def with_question(messages: Messages, text: str) -> tuple[Mapping[str, Any], ...
 
 @torch.inference_mode()
 def label_logprobs(logits: Tensor, labels: Sequence[int]) -> list[SampledToken]:
-    """Return the tokens `labels` with their log-probabilities, given that one of them comes, by a
-    row of logits [V]; a single token -1 if the logits of some are not finite numbers."""
+    """Return the tokens `labels` with their log-probabilities among these tokens alone, by a row of
+    logits [V]; a single token -1 if the logits of some are not finite numbers."""
     chosen = logits[torch.tensor(labels, device=logits.device)].float()
     logprobs = chosen.double().log_softmax(0).tolist()
     if any(map(isnan, logprobs)):

@@ -1,16 +1,17 @@
-"""The generation engine: continuous batching, one step ahead where the device runs by itself.
+"""The generation engine: continuous batching, on a GPU one step ahead of the results.
 
     drop cancelled requests → schedule → launch step N → sample step N's tokens
                                             └▶ process the results of step N - 1 while N runs
 
 On a GPU a step's tokens are not read before the next one is launched, which takes them on the
 device: the sequences have placeholders for them. Sequences that finished in step N - 1 are dropped
-from step N's results. A step that the next one's drafts need is read at once, as all are on a CPU.
+from step N's results. A step is read at once on a CPU, and where the next step's drafts need its
+tokens.
 
 Implements Generator of worker/messages/protocol.py. batching/scheduler.py decides which sequences
 run, and a model runner how: on paged memory (model/paged_runner.py) or, where that does not fit,
-with the model's own cache (model/cached_runner.py). Requests are read in input_processor.py, text
-is produced in output.py.
+with the model's own cache (model/cached_runner.py). input_processor.py prepares requests, output.py
+turns tokens into text.
 """
 
 import logging
@@ -45,15 +46,15 @@ from worker.vision.multimodal_prompt import MultimodalPrompt
 
 log = logging.getLogger("onequeue.generation")
 
-AHEAD = {"cpu": False, "cuda": True}  # whether a step is launched before the last one is read
+RUNS_AHEAD = {"cpu": False, "cuda": True}  # a step is launched before the last one is read
 
 Output = SequenceOutput | LabelScores
 
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """A launched step: its tokens are sampled, none is read. They go to the sequences that still
-    run when they are."""
+    """A launched step: its tokens are sampled but not read. They are appended to the sequences that
+    still run when they are read."""
 
     batch: Batch
     prompt_scores: dict[Sequence, list[SampledToken]]
@@ -81,7 +82,7 @@ class GenerationEngine:
         self._outputs: dict[Sequence, Output] = {}  # of their sequences
         self._failed: dict[WorkItem, Exception] = {}  # of them, until the step ends
         self._new_scheduler = new_scheduler
-        self._ahead = AHEAD[device]
+        self._runs_ahead = RUNS_AHEAD[device]
         self._budget = PrefillBudget(device, self.scheduler.whole_prompts)
         self._speculation = Speculation(device) if speculates else None
         self._encoder_scheduler = self._new_encoder_scheduler()
@@ -154,12 +155,12 @@ class GenerationEngine:
         return idle_since if self.live else None
 
     def clear(self) -> list[WorkItem]:
-        """Drop all requests and the scheduler's state, which may be what is wrong."""
+        """Drop all requests and the scheduler's state, which may be inconsistent."""
         items = list(self.live)
         for sequence in chain(*self.live.values()):
             sequence.table = None
         for item in items:
-            self._forget(item)
+            self._release(item)
         self._outputs.clear()
         self._failed.clear()
         self._in_flight = None
@@ -176,7 +177,7 @@ class GenerationEngine:
         sequence = Sequence(tokens)
         sequence.table = pool.open(tokens, [])
         if sequence.table is None:
-            return  # sequences that run well use all of them
+            return  # running sequences use all blocks
         try:
             for start, count in ((0, 2), (2, 1)):
                 logits = self.runner.forward(Batch.from_chunks([Chunk(sequence, start, count)]))
@@ -201,7 +202,7 @@ class GenerationEngine:
     def _drop_cancelled(self) -> None:
         for item in [item for item in self.live if not item.open]:
             self._unschedule(item)
-            self._forget(item)
+            self._release(item)
 
     def _schedule(self) -> list[Chunk]:
         uncomputed = [sequence.uncomputed for sequence in self.scheduler.running]
@@ -246,7 +247,7 @@ class GenerationEngine:
         prompt_scores = self._prompt_scores(batch, logits) if batch.scored else {}
         sampled = sample(logits[batch.scored :], rows, masks.result() if masks else None)
         self._in_flight = InFlightStep(batch, prompt_scores, sampled, launched_at)
-        if self._ahead and not any(map(self._next_draft_waits, chunks)):
+        if self._runs_ahead and not any(map(self._next_draft_waits, chunks)):
             self.scheduler.append_placeholders(chunks)
         else:
             self._process_results()
@@ -263,8 +264,8 @@ class GenerationEngine:
     def _sampling_rows(
         self, chunks: abc.Sequence[Chunk]
     ) -> tuple[list[SamplingRow], PendingMask | None]:
-        """Return what decides the token of each sampled row, and the token masks, whose
-        computation starts here. Rows of chunks that no longer run count for nothing."""
+        """Return the parameters of each sampled row, and the token masks, whose computation starts
+        here. Rows of chunks that no longer run are dropped with the results."""
         rows: list[SamplingRow] = []
         requests: list[tuple[int, MaskRequest]] = []  # each with the first row that it is for
         for chunk in chunks:
@@ -338,14 +339,15 @@ class GenerationEngine:
             tokens = output.extend(chunk.drafts, sampled)
         self._counts["decode_tokens"] += len(tokens)
         if chunk.drafts and self._speculation:
-            self._counts.update(self._speculation.verified(chunk, len(tokens)))
+            self._counts.update(self._speculation.record_verified(chunk, len(tokens)))
         self.scheduler.advance(chunk, tokens)
         if output.finished:
             self.scheduler.remove(sequence)
         self._deltas.append((output.item, output.take_delta()))
 
     def _learn_times(self, step: InFlightStep) -> None:
-        """Teach the budgets the step's time, from when the device could start it."""
+        """Update the prefill budget and the speculation with the step's time, counted from when the
+        device could start it."""
         started = max(step.launched_at, self._results_at)
         self._results_at = time.monotonic()
         seconds, rows = self._results_at - started, len(step.batch.ids)
@@ -368,10 +370,10 @@ class GenerationEngine:
         ]
         done = [*self._failed.items(), *((item, None) for item in finished)]
         for item, _ in done:
-            self._forget(item)
+            self._release(item)
         self._failed.clear()
         if not self.live:
-            self._in_flight = None  # it gives nothing that a request waits for
+            self._in_flight = None  # no request waits for its tokens
         return StepOutcome(report, deltas, done=done)
 
     def _report(self) -> StepReport:
@@ -426,7 +428,7 @@ class GenerationEngine:
             if sequence.number >= 0:
                 self.scheduler.remove(sequence)
 
-    def _forget(self, item: WorkItem) -> None:
+    def _release(self, item: WorkItem) -> None:
         for sequence in self.live.pop(item):
             del self._outputs[sequence]
             if self._speculation:

@@ -1,4 +1,4 @@
-"""Requests as the generation engine runs them: token ids, sampling parameters, limits, constraints.
+"""Prepares requests for the generation engine: token ids, sampling parameters, limits, constraints.
 
     payload → text (chat_template/template.py) → token ids → PreparedPrompt, for output.py
     tool calls, constraint, reasoning budget → grammars, compiled → OutputConstraints
@@ -158,14 +158,12 @@ class InputProcessor:
     def _response(
         self, request: GenerationInput, rendered: RenderedPrompt | None
     ) -> tuple[OutputParser | None, OutputConstraints | None]:
-        """What parses the responses to a prompt, and what constrains them."""
+        """Return the parser of the responses to a prompt, and their constraints."""
         prefix, output_format = "", self.template.output_format
         if rendered:
             assert isinstance(request.prompt, Chat)
-            prefix, output_format = (
-                response_prefix(request.prompt, rendered),
-                rendered.output_format,
-            )
+            prefix = response_prefix(request.prompt, rendered)
+            output_format = rendered.output_format
         constraints = None
         if request.tool_calls or request.constraint or request.thinking_tokens is not None:
             constraints = self.constraint_builder.build(request, output_format, prefix)
@@ -233,7 +231,7 @@ class InputProcessor:
                 raise InvalidInput.at(param, f"{id_} is not a token id of this model: 0 to {last}")
 
     def _max_tokens(self, prompt_tokens: int, request: GenerationInput) -> int:
-        """Return the output's limit, in tokens: as asked, or what the context has left."""
+        """Return the output's limit, in tokens: as requested, or the rest of the context."""
         stopping, room = request.stopping, self.max_model_len - prompt_tokens
         default = room if stopping.default_tokens is None else min(room, stopping.default_tokens)
         max_tokens = default if stopping.max_tokens is None else stopping.max_tokens
@@ -286,23 +284,25 @@ class ConstraintBuilder:
 
         Raise InvalidInput where a constraint cannot be compiled, Pending until it is."""
         calls, constraint, budget = request.tool_calls, request.constraint, request.thinking_tokens
-        answer: Grammar | None = None  # of the whole response
+        content: Grammar | None = None  # of the whole response
         call: Grammar | None = None  # of a tool call that the model starts by itself
         if calls and output_format.tool_calls:
-            answer, call = self._tool_call_grammars(
+            content, call = self._tool_call_grammars(
                 request, calls, output_format, output_format.tool_calls
             )
         elif constraint:
             headers = self._headers(output_format) if isinstance(request.prompt, Chat) else ""
-            answer = self.grammars.compile_constraint(constraint, headers)
+            content = self.grammars.compile_constraint(constraint, headers)
         single = calls is not None and not calls.parallel
-        if not (answer or call or single or budget is not None):
+        if not (content or call or single or budget is not None):
             return None
-        opens = answer and reasoning_requested(request) and not output_format.ends_reasoning(prefix)
+        opens = (
+            content and reasoning_requested(request) and not output_format.ends_reasoning(prefix)
+        )
         return OutputConstraints(
-            tokenizer=self.grammars.tokenizer("tools") if answer or call else None,
-            content=answer,
-            is_document=answer is not None and not (calls and calls.required),
+            tokenizer=self.grammars.tokenizer("tools") if content or call else None,
+            content=content,
+            is_document=content is not None and not (calls and calls.required),
             call=call,
             reasoning_start=self._template.reasoning_start if opens else (),
             reasoning_end=self._template.reasoning_end(output_format) if budget is not None else (),

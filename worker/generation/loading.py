@@ -1,5 +1,5 @@
-"""Loads a language model and creates its generation engine: on paged memory or, where that does
-not fit the model, with the cache that transformers gives it. On the worker's thread.
+"""Loads a language model and creates its generation engine, on the worker's thread: on paged memory
+or, where the model does not run on it, with transformers' cache.
 """
 
 import logging
@@ -33,7 +33,7 @@ PREFIX_FRACTION = 0.25
 
 
 def load_generator(options: GeneratorOptions) -> GenerationEngine:
-    """Raise LoadingFailed if the model cannot be served."""
+    """Return the engine of a loaded model. Raises LoadingFailed if the model cannot be served."""
     language = load_language_model(options)
     preprocessor = load_image_preprocessor(language, int(options.max_image_mp * 1e6))
 
@@ -89,8 +89,8 @@ def paged_engine(
     options: GeneratorOptions,
     preprocessor: ImagePreprocessor | None = None,
 ) -> GenerationEngine:
-    set_aside = options.kv_cache_gb is not None or runner.language.device.type == "cuda"
-    fresh_fraction = 1.0 if set_aside else PREFIX_FRACTION
+    is_reserved = options.kv_cache_gb is not None or runner.language.device.type == "cuda"
+    fresh_fraction = 1.0 if is_reserved else PREFIX_FRACTION
 
     def new_scheduler() -> ContinuousScheduler:
         pool = BlockPool(runner.blocks, BLOCK, fresh_fraction)

@@ -34,7 +34,7 @@ class PreparedPrompt:
     params: SamplingParams
     max_tokens: int  # of the output
     stop_token_ids: dict[int, int | None]  # each with the stop reason that the client gets
-    # None: log-probabilities of the prompt's tokens are not wanted; else with the top k of each
+    # None: log-probabilities of the prompt's tokens are not requested; else with the top k of each
     prompt_logprobs: int | None = None
     # at the start of a response; None: all of its text is content
     parser: OutputParser | None = None
@@ -47,7 +47,7 @@ class Echo(NamedTuple):
     """A prompt's text to return with the output."""
 
     text: str
-    token_texts: list[str]  # one for each token, where their log-probabilities are wanted
+    token_texts: list[str]  # one for each token, if their log-probabilities are requested
 
 
 def create_outputs(
@@ -117,7 +117,7 @@ class SequenceOutput:
         return prompt_logprobs(logits, targets, self.prepared.prompt_logprobs or 0)
 
     def add_prompt_scores(self, scores: abc.Sequence[SampledToken]) -> None:
-        """Take the scores of the prompt's next tokens."""
+        """Add the scores of the prompt's next tokens."""
         assert self._echo is not None
         scored = len(self._prompt_logprobs)
         texts = self._echo.token_texts[scored : scored + len(scores)]
@@ -125,7 +125,7 @@ class SequenceOutput:
             self._prompt_logprobs.append(token_logprob(self._vocabulary, score, text))
 
     def start(self, cached_tokens: int) -> None:
-        """The prompt has run; `cached_tokens` of it were in the prefix cache."""
+        """Record that the prompt has run. `cached_tokens`: of it, in the prefix cache."""
         self.started = True
         if self.sampling.choice == 0:
             self._delta.prompt_tokens = len(self.prepared.ids)
@@ -146,8 +146,8 @@ class SequenceOutput:
     # ── the output ──
 
     def extend(self, drafts: abc.Sequence[int], sampled: abc.Sequence[SampledToken]) -> list[int]:
-        """Append the drafts that the model agrees with and the token after them; return those that
-        were appended. `sampled`: the token of each draft's position, and of the one behind."""
+        """Append the drafts that the model agrees with and the token after them; return the tokens
+        that were appended. `sampled`: the token of each draft's position, and of the next one."""
         tokens: list[int] = []
         for draft, sample in zip_longest(drafts, sampled):
             if self.finished or sample.token < 0:
@@ -201,14 +201,13 @@ class SequenceOutput:
 
     @property
     def _stop_string_complete(self) -> bool:
-        """Whether a stop string is in the content, or is once the parser releases the white space
-        that it holds back. Where a tool call may follow, it holds back none until that is certain
-        to be content."""
+        """Whether a stop string is in the content, or will be once the parser releases its pending
+        white space."""
         if self._stop_strings is None:
             return False
-        held = self._parser.trailing_space if self._parser else ""
+        pending = self._parser.trailing_space if self._parser else ""
         counts = self.tokens > self._stopping.min_tokens
-        return self._matched is not None or (counts and self._stop_strings.ends_with(held))
+        return self._matched is not None or (counts and self._stop_strings.ends_with(pending))
 
     def _parse(self, span: TextSpan) -> None:
         if self._parser is None:
@@ -232,13 +231,13 @@ class SequenceOutput:
                     self._delta.add(kind, span.text, name)
 
     def _add_content(self, span: TextSpan) -> None:
-        """Show the content, but for an end that may become a stop string."""
+        """Show the content, except for an end that may become a stop string."""
         if self._stop_strings and self.tokens > self._stopping.min_tokens:
             span = self._stop_strings.push(span)
         self._show(span)
 
     def _end_content(self) -> None:
-        """Show what was held back: the content ends here, or something else comes between."""
+        """Show the pending text: the content ends here, or is interrupted."""
         if self._stop_strings:
             self._show(self._stop_strings.flush())
         if self._logprobs:
@@ -250,8 +249,8 @@ class SequenceOutput:
             self._delta.logprobs += self._logprobs.show(span)
 
     def _finish(self, reason: FinishReason, stop: str | int | None, sampled: SampledToken) -> None:
-        """End the text with `sampled`. Unless a stop string ended it, text that was held back (for
-        a stop string, a delimiter or half a character) is released, and may complete one."""
+        """End the text with `sampled`. Unless a stop string ended it, pending text (that may become
+        a stop string, a delimiter or a character) is released, and may complete a stop string."""
         if self._matched is None:
             if rest := self._detokenizer.flush():
                 self._parse(
@@ -360,7 +359,7 @@ class ContentLogprobs:
                 yield from self.close()
 
     def finish(self) -> Iterator[TokenLogprob]:
-        """Yield tokens that never got a text; they go with the content before them."""
+        """Yield the tokens without text at the end, after the content before them."""
         if self._last is self._shown:
             yield from self._without_text
 

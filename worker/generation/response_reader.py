@@ -2,7 +2,8 @@
 
     text → tokens → SequenceOutput (detokenizer, parser) → content, reasoning, tool calls
 
-For scripts/template and its tests: no model runs, and no grammar constrains the text.
+For the template tool (server/commands/template.py): no model runs, and no grammar constrains the
+text.
 """
 
 from collections.abc import Sequence

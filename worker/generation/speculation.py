@@ -1,9 +1,9 @@
-"""Drafted tokens of a step: as many as pay, from a sequence's own text or its grammar.
+"""Speculation: the drafted tokens of a step, from a sequence's own text or its grammar.
 
-Each draft must bring more than it costs. The cost of a row and the number of tokens per second are
-learned from the times of steps. Drafts are verified in the same step, by sampling each position's
-token as without them: the output does not change. On the worker's thread; the times are measured
-by engine.py.
+A sequence gets as many drafts as gain more than they cost. The cost of a row and the number of
+tokens per second are learned from the times of steps, which engine.py measures. Drafts are verified
+in the same step, by sampling each position's token as without them: the output does not change.
+On the worker's thread.
 """
 
 from collections import abc
@@ -25,14 +25,14 @@ INITIAL_ACCEPTANCE, NEW_SHARE, RECOVERY = 0.5, 0.2, 1 / 128
 
 class Speculation:
     """Drafts of all sequences of an engine. In a step: `begin_step`, then `draft` for each
-    sequence that decodes; once it is launched, `waits_for`; with its results, `verified` and
+    sequence that decodes; once it is launched, `waits_for`; with its results, `record_verified` and
     `learn`."""
 
     def __init__(self, device_type: str) -> None:
         self._max_rows = MAX_ROWS[device_type]
-        self._free_rows = self._to_come = 0  # rows for drafts, sequences that may ask for them
+        self._free_rows = self._undrafted = 0  # rows for drafts, sequences without a draft yet
         self._drafters: dict[Sequence, NgramDrafter] = {}
-        self._asked: set[Sequence] = set()  # those whose drafter was asked in this step
+        self._drafted: set[Sequence] = set()  # in this step
         # sums over steps: of 1, tokens, rows, seconds, rows², rows · seconds
         self._sums = [0.0] * 6
 
@@ -41,20 +41,20 @@ class Speculation:
 
     def remove(self, sequence: Sequence) -> None:
         self._drafters.pop(sequence, None)
-        self._asked.discard(sequence)
+        self._drafted.discard(sequence)
 
     # ── a step ──
 
     def begin_step(self, sequences: int) -> None:
-        self._free_rows, self._to_come = max(0, self._max_rows - sequences), sequences
-        self._asked.clear()
+        self._free_rows, self._undrafted = max(0, self._max_rows - sequences), sequences
+        self._drafted.clear()
 
     def draft(self, sequence: Sequence, output: SequenceOutput) -> tuple[int, ...]:
         """Return drafts for the step that is being scheduled: none behind a placeholder."""
         drafter = self._drafters.get(sequence)
         if drafter is None or sequence.has_placeholder:
             return ()
-        self._asked.add(sequence)
+        self._drafted.add(sequence)
         limit = min(self.room(), sequence.max_tokens - output.tokens - 1)
         drafts = drafter.draft(sequence.tokens, self.worthwhile(drafter.acceptance, limit))
         if output.constraints:
@@ -64,44 +64,44 @@ class Speculation:
 
     def waits_for(self, chunk: Chunk, output: SequenceOutput) -> bool:
         """Return whether the sequence's next draft needs the tokens that this chunk samples. Where
-        its drafter has not been asked in this step, a match of the tokens before them is taken as
-        a sign: repeated text mostly goes on."""
+        no draft was computed in this step, a match of the tokens before them decides: repeated text
+        mostly continues."""
         drafter = self._drafters.get(chunk.sequence)
         if not (drafter and chunk.to_sample and chunk.is_active):
             return False
         if chunk.drafts or output.constraints:
             return True
-        if chunk.sequence in self._asked:
+        if chunk.sequence in self._drafted:
             return False
         limit = self.worthwhile(drafter.acceptance, self.room())
         return bool(drafter.draft(chunk.sequence.tokens, limit))
 
-    def verified(self, chunk: Chunk, appended: int) -> dict[str, int]:
-        """A chunk with drafts has run, and so many tokens were appended. Return what a StepReport
-        counts of that."""
+    def record_verified(self, chunk: Chunk, appended: int) -> dict[str, int]:
+        """Record that a chunk with drafts has run and `appended` tokens of it were kept. Return
+        the counts of a StepReport."""
         drafted, accepted = len(chunk.drafts), max(0, appended - 1)
         if drafter := self._drafters.get(chunk.sequence):
-            drafter.verified(drafted, accepted)
+            drafter.record_verified(drafted, accepted)
         return {"drafted": drafted, "accepted": accepted}
 
     def learn(self, rows: int, tokens: int, seconds: float) -> None:
-        """Take the time of a step without prompts, its rows and the tokens that it gave."""
+        """Record a step without prompts. `tokens`: output tokens of its `rows`."""
         new = (1, tokens, rows, seconds, rows * rows, rows * seconds)
         self._sums = [DECAY * old + added for old, added in zip(self._sums, new, strict=True)]
 
-    # ── how many drafts pay ──
+    # ── the number of drafts ──
 
     def room(self) -> int:
         """Return how many rows the next sequence may have for drafts: an equal share."""
-        share = -(-self._free_rows // max(1, self._to_come))
-        self._to_come -= 1
+        share = -(-self._free_rows // max(1, self._undrafted))
+        self._undrafted -= 1
         return share
 
     def take(self, drafts: int) -> None:
         self._free_rows -= drafts
 
     def worthwhile(self, acceptance: float, limit: int) -> int:
-        """Return how many drafts bring more than they cost, at most `limit`. `acceptance`: the
+        """Return how many drafts gain more than they cost, at most `limit`. `acceptance`: the
         probability that each is right if those before it are."""
         min_gain, probability, count = self.min_gain, acceptance, 0
         while count < limit and probability > min_gain:
@@ -110,7 +110,7 @@ class Speculation:
 
     @property
     def min_gain(self) -> float:
-        """Tokens that a row must bring: as many as are generated in the time that it adds."""
+        """Tokens that a row must gain: as many as are generated in the time that it adds."""
         steps, tokens, rows, seconds, squares, products = self._sums
         if not steps:
             return ROW_SHARE
@@ -135,7 +135,7 @@ class NgramDrafter:
     def draft(self, tokens: abc.Sequence[int], limit: int) -> tuple[int, ...]:
         """Return up to `limit` tokens that followed the last NGRAM tokens where these last occurred
         before. If the text ends within them, they are repeated."""
-        if limit < 1:  # it is tried again in a while
+        if limit < 1:  # recovers, so that drafting is tried again later
             self.acceptance += RECOVERY * (INITIAL_ACCEPTANCE - self.acceptance)
             return ()
         first, last = self._indexed, min(len(tokens), self._indexed + MAX_INDEXED)
@@ -149,7 +149,7 @@ class NgramDrafter:
         following = tokens[start : start + count]
         return tuple(following[n % len(following)] for n in range(count))
 
-    def verified(self, drafted: int, accepted: int) -> None:
+    def record_verified(self, drafted: int, accepted: int) -> None:
         """Learn from a verified draft: `accepted` of its tokens were right, then one was wrong."""
         remaining = (1 - NEW_SHARE) ** accepted
         self.acceptance = 1 - remaining * (1 - self.acceptance)
