@@ -1,6 +1,6 @@
-"""Reading what `/v1/responses` answers in tests, strictly: no response or event may look otherwise.
+"""Requests to `/v1/responses` in tests, and strict parsing of responses and events.
 
-The SDK's own types say what an event or a response looks like.
+The OpenAI SDK's types validate them.
 """
 
 import json
@@ -17,22 +17,22 @@ PATH = "/v1/responses"
 WHOLE = "Hello there, wörld!"
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 CLASSES = {
-    each.model_fields["type"].annotation.__args__[0]: each
-    for each in ResponseStreamEvent.__origin__.__args__  # type: ignore[attr-defined]  # Annotated
+    event_class.model_fields["type"].annotation.__args__[0]: event_class
+    for event_class in ResponseStreamEvent.__origin__.__args__  # type: ignore[attr-defined]  # Annotated
 }
 
 Document = dict[str, Any]
 
 
-def respond(server: Server, given: Any = "hi", **fields: Any) -> httpx.Response:
-    return post(server, PATH, {"input": given, **fields})
+def respond(server: Server, input: Any = "hi", **fields: Any) -> httpx.Response:
+    return post(server, PATH, {"input": input, **fields})
 
 
-def look_up(server: Server, id: str, below: str = "", **query: Any) -> httpx.Response:
+def get_response(server: Server, id: str, below: str = "", **query: Any) -> httpx.Response:
     return CLIENT.get(f"{server.url}{PATH}/{id}{below}", params=query)
 
 
-def answered(response: httpx.Response) -> Document:
+def response_document(response: httpx.Response) -> Document:
     assert response.status_code == 200, response.text
     document: Document = response.json()
     valid(document)
@@ -45,11 +45,11 @@ def valid(document: Document) -> None:
 
 
 def events(response: httpx.Response) -> list[Document]:
-    """Each is one frame of two lines, named, numbered and as the SDK's class of its type says."""
+    """Return a stream's events: frames of two lines, named, numbered and valid for the SDK."""
     assert response.status_code == 200, response.text
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert response.text.endswith("\n\n")
-    found = []
+    received = []
     for number, frame in enumerate(response.text.removesuffix("\n\n").split("\n\n")):
         name, data = frame.split("\n")
         event = json.loads(data.removeprefix("data: "))
@@ -59,12 +59,12 @@ def events(response: httpx.Response) -> list[Document]:
         CLASSES[event["type"]].model_validate_json(json.dumps(event), strict=True)
         if "response" in event:
             valid(event["response"])
-        found.append(event)
-    return found
+        received.append(event)
+    return received
 
 
-def of(response: Document) -> list[tuple[str, str]]:
-    """What the output items are, and what they say."""
+def output_texts(response: Document) -> list[tuple[str, str]]:
+    """Return the type and the text of each output item."""
     return [
         (item["type"], item["arguments"] if "arguments" in item else item["content"][0]["text"])
         for item in response["output"]

@@ -24,8 +24,8 @@ def generator() -> FakeGenerator:
 
 @pytest.fixture(scope="module")
 def server(generator: FakeGenerator) -> Iterator[Server]:
-    with serving(load_chat=lambda: generator, chat_model="org/model") as made:
-        yield made
+    with serving(load_chat=lambda: generator, chat_model="org/model") as started:
+        yield started
 
 
 def asked(generator: FakeGenerator, server: Server, **body: Any) -> GenerationInput:
@@ -134,7 +134,7 @@ def test_continuous_usage_is_in_every_chunk(server: Server, generator: FakeGener
 
 def test_tokens_of_logprobs_join_to_the_content_streamed_or_not(server: Server) -> None:
     whole = chat(server, logprobs=True, top_logprobs=2).json()["choices"][0]["logprobs"]
-    assert "".join(each["token"] for each in whole["content"]) == WHOLE
+    assert "".join(token["token"] for token in whole["content"]) == WHOLE
     first = whole["content"][0]
     assert first["token"] == "Hello"
     assert first["bytes"] == list(b"Hello")
@@ -147,15 +147,15 @@ def test_tokens_of_logprobs_join_to_the_content_streamed_or_not(server: Server) 
     for chunk in chunks(chat(server, stream=True, logprobs=True, top_logprobs=2)):
         choice = chunk["choices"][0]
         if choice["logprobs"]:
-            said = "".join(each["token"] for each in choice["logprobs"]["content"])
-            assert said == choice["delta"].get("content", "")
+            text = "".join(token["token"] for token in choice["logprobs"]["content"])
+            assert text == choice["delta"].get("content", "")
             streamed += choice["logprobs"]["content"]
     assert streamed == whole["content"]
 
 
 def test_logprobs_without_alternatives(server: Server) -> None:
     content = chat(server, logprobs=True).json()["choices"][0]["logprobs"]["content"]
-    assert all(each["top_logprobs"] == [] for each in content)
+    assert all(token["top_logprobs"] == [] for token in content)
 
 
 # ── what the worker gets ──
@@ -242,11 +242,11 @@ def test_messages_are_converted_for_the_chat_template(
 def test_reasoning_is_accepted_under_both_names(
     server: Server, generator: FakeGenerator, thoughts: dict[str, Any]
 ) -> None:
-    said = {"role": "assistant", "content": "yes"}
-    messages = [said | thoughts, {"role": "user", "content": "hi"}]
+    earlier = {"role": "assistant", "content": "yes"}
+    messages = [earlier | thoughts, {"role": "user", "content": "hi"}]
     prompt = asked(generator, server, messages=messages).prompt
     assert isinstance(prompt, Chat)
-    assert prompt.messages[0] == said | {"reasoning_content": "hm"}
+    assert prompt.messages[0] == earlier | {"reasoning_content": "hm"}
 
 
 def test_template_arguments_reach_the_model(server: Server, generator: FakeGenerator) -> None:

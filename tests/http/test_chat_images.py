@@ -23,15 +23,15 @@ DATA = "data:image/png;base64," + base64.b64encode(b"png").decode()
 
 @pytest.fixture(scope="module")
 def generator() -> FakeGenerator:
-    made = FakeGenerator()
-    made.no_images = ""
-    return made
+    fake = FakeGenerator()
+    fake.no_images = ""
+    return fake
 
 
 @pytest.fixture(scope="module")
 def server(generator: FakeGenerator) -> Iterator[Server]:
-    with serving(load_chat=lambda: generator, image_fetch=("127.0.0.1",)) as made:
-        yield made
+    with serving(load_chat=lambda: generator, image_fetch=("127.0.0.1",)) as started:
+        yield started
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +93,7 @@ def test_responses_accept_images_and_their_conversations_keep_them(
     assert items[0]["content"][1] == part
     more = {"input": "and now?", "previous_response_id": first["id"]}
     again = chat(generator, server, more, RESPONSES)
-    assert [each.data for each in again.images] == [b"png"]
+    assert [image.data for image in again.images] == [b"png"]
     assert again.messages[-1]["content"] == "and now?"
 
 
@@ -134,12 +134,12 @@ def test_uploaded_files_are_not_supported(server: Server) -> None:
 
 
 def test_text_model_refuses_images() -> None:
-    with serving(load_chat=FakeGenerator, image_fetch=("any",)) as made:
+    with serving(load_chat=FakeGenerator, image_fetch=("any",)) as started:
         for url in (DATA, "http://127.0.0.1:1/"):
-            error = error_of(post(made, CHAT, user(image(url))))
+            error = error_of(post(started, CHAT, user(image(url))))
             assert error["param"] == "messages[0].content[0].image_url"
             assert "takes text, no images" in error["message"]
-            assert "no images" in error_of(post(made, "/tokenize", user(image(url))))["message"]
+            assert "no images" in error_of(post(started, "/tokenize", user(image(url))))["message"]
 
 
 def test_links_are_fetched_before_the_request_is_submitted(
@@ -148,13 +148,13 @@ def test_links_are_fetched_before_the_request_is_submitted(
     with replying(IMAGE, IMAGE) as (port, _):
         link = f"http://127.0.0.1:{port}/a.png"
         got = chat(generator, server, user(image(link), image(), image(link)))
-    assert [each.data for each in got.images] == [b"png"] * 3
-    assert not any(each.link for each in got.images)
+    assert [entry.data for entry in got.images] == [b"png"] * 3
+    assert not any(entry.link for entry in got.images)
 
 
 def test_error_names_the_setting_that_allows_hosts(generator: FakeGenerator) -> None:
-    with serving(load_chat=lambda: generator) as made:
-        error = error_of(post(made, CHAT, user(image("https://example.com/a.png"))))
+    with serving(load_chat=lambda: generator) as started:
+        error = error_of(post(started, CHAT, user(image("https://example.com/a.png"))))
     assert error["param"] == "messages[0].content[0].image_url"
     assert "IMAGE_FETCH" in error["message"]
 
@@ -173,7 +173,7 @@ def test_disconnect_cancels_the_fetches(server: Server) -> None:
             "POST", server.url + CHAT, json=user(image(f"http://127.0.0.1:{port}/"))
         )
         client = socket.create_connection(("127.0.0.1", server.port))
-        lines = b"".join(b"%b: %b\r\n" % each for each in body.headers.raw)
+        lines = b"".join(b"%b: %b\r\n" % header for header in body.headers.raw)
         client.sendall(b"POST %b HTTP/1.1\r\n%b\r\n%b" % (CHAT.encode(), lines, body.content))
         assert asked.wait(60)
         client.close()

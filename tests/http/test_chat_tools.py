@@ -62,8 +62,8 @@ def test_content_is_null_beside_calls(server: Server) -> None:
 
 
 def test_call_streams_its_name_first_and_then_its_arguments(server: Server) -> None:
-    said = [c["choices"][0] for c in chunks(chat(server, ASKED, tools=TOOLS, stream=True))]
-    deltas = [choice["delta"] for choice in said]
+    streamed = [c["choices"][0] for c in chunks(chat(server, ASKED, tools=TOOLS, stream=True))]
+    deltas = [choice["delta"] for choice in streamed]
     thought = {"reasoning": "hm ", "reasoning_content": "hm "}
     assert deltas[:3] == [{"role": "assistant"}, thought, {"content": " Well"}]
     calls = [delta["tool_calls"][0] for delta in deltas[3:-1]]
@@ -83,7 +83,8 @@ def test_call_streams_its_name_first_and_then_its_arguments(server: Server) -> N
     ]
     assert arguments == ['{"city":"Oslo"}', "{}"]
     assert deltas[-1] == {}
-    assert [choice["finish_reason"] for choice in said] == [None] * (len(said) - 1) + ["tool_calls"]
+    reasons = [choice["finish_reason"] for choice in streamed]
+    assert reasons == [None] * (len(streamed) - 1) + ["tool_calls"]
 
 
 def test_call_ids_are_the_generators_and_count_earlier_calls(server: Server) -> None:

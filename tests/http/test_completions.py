@@ -24,8 +24,8 @@ def generator() -> FakeGenerator:
 
 @pytest.fixture(scope="module")
 def server(generator: FakeGenerator) -> Iterator[Server]:
-    with serving(load_chat=lambda: generator, max_queue_size=8) as made:
-        yield made
+    with serving(load_chat=lambda: generator, max_queue_size=8) as started:
+        yield started
 
 
 def complete(server: Server, prompt: Any = "hi", **fields: Any) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def test_prompt_is_text_ids_or_a_list_of_either(
     generator.payloads.clear()
     answer = complete(server, prompt, n=2)
     assert [choice["index"] for choice in answer["choices"]] == list(range(2 * len(prompts)))
-    assert answer["usage"]["prompt_tokens"] == sum(len(each) for each in prompts)
+    assert answer["usage"]["prompt_tokens"] == sum(len(entry) for entry in prompts)
     assert answer["usage"]["completion_tokens"] == 2 * len(prompts) * 6
     taken = sorted(generator.payloads, key=lambda payload: payload.first_choice)
     assert [payload.prompt for payload in taken] == prompts
@@ -125,11 +125,11 @@ def test_many_logprobs_are_encoded_off_the_loop(
     def watched(module: Any, name: str) -> None:
         work = getattr(module, name)
 
-        def told(*given: Any) -> Any:
+        def recorded(*arguments: Any) -> Any:
             threads.append(threading.current_thread().name)
-            return work(*given)
+            return work(*arguments)
 
-        monkeypatch.setattr(module, name, told)
+        monkeypatch.setattr(module, name, recorded)
 
     watched(completions, "completion_logprobs")
     watched(logprobs, "prompt_logprob")
@@ -156,7 +156,7 @@ def test_stream_joins_to_the_whole_response(server: Server) -> None:
         assert "".join(c["text"] for c in own) == choice["text"]
         assert [c["finish_reason"] for c in own] == [None] * (len(own) - 1) + ["stop"]
         for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-            joined = [each for c in own for each in c["logprobs"][key]]
+            joined = [value for c in own for value in c["logprobs"][key]]
             assert joined == choice["logprobs"][key]
     bare = chunks(post(server, PATH, {"prompt": "a", "stream": True}))
     assert not any("usage" in chunk for chunk in bare)

@@ -29,8 +29,8 @@ def server() -> Iterator[Server]:
     folder = str(tiny_decisions.folder())
     settings: dict[str, Any] = {"chat_model": folder, "pipeline_model": folder}
     settings |= {"dtype": "float32", "kv_cache_gb": 0.05, "compile": "off"}
-    with serving(pipeline_task="decision", **settings) as made:
-        yield made
+    with serving(pipeline_task="decision", **settings) as started:
+        yield started
 
 
 def test_answers_equal_those_of_the_pipeline(server: Server) -> None:
@@ -47,10 +47,10 @@ def test_answers_equal_those_of_the_pipeline(server: Server) -> None:
 
 
 def test_input_shares_the_prefix_cache_with_systemone(server: Server) -> None:
-    told = {"state": STATE + "It is the third time.", "questions": QUESTIONS}
-    assert post(server, "/v1/systemone", told).status_code == 200
+    inputs = {"state": STATE + "It is the third time.", "questions": QUESTIONS}
+    assert post(server, "/v1/systemone", inputs).status_code == 200
     before = tokens(server)
-    assert post(server, "/", {"inputs": told}).status_code == 200
+    assert post(server, "/", {"inputs": inputs}).status_code == 200
     run, found = (now - then for now, then in zip(tokens(server), before, strict=True))
     assert found > run
 
@@ -91,11 +91,13 @@ def test_model_is_loaded_for_decisions_without_a_chat_model(server: Server) -> N
     settings |= {"dtype": "float32", "kv_cache_gb": 0.05, "compile": "off"}
     with serving(pipeline_task="decision", **settings) as alone:
         assert set(alone.worker_client.models) == {"pipeline"}
-        answer, expected = (post(each, "/", {"inputs": ASKED}).json() for each in (alone, server))
+        answer, expected = (
+            post(target, "/", {"inputs": ASKED}).json() for target in (alone, server)
+        )
         assert_close(answer, expected)
-        told = CLIENT.get(alone.url + "/ready").json()
-        assert told["model"] == folder
-        assert "chat_model" not in told
+        status = CLIENT.get(alone.url + "/ready").json()
+        assert status["model"] == folder
+        assert "chat_model" not in status
         for path in ("/v1/chat/completions", "/v1/systemone"):
             assert post(alone, path, {}).status_code == 404
 
@@ -107,11 +109,13 @@ def test_model_is_loaded_beside_another_chat_model(server: Server, tmp_path: Pat
     settings |= {"dtype": "float32", "kv_cache_gb": 0.05, "compile": "off"}
     with serving(pipeline_task="decision", **settings) as both:
         assert set(both.worker_client.models) == {"pipeline", "generation"}
-        answer, expected = (post(each, "/", {"inputs": ASKED}).json() for each in (both, server))
+        answer, expected = (
+            post(target, "/", {"inputs": ASKED}).json() for target in (both, server)
+        )
         assert_close(answer, expected)
-        told = CLIENT.get(both.url + "/ready").json()
-        assert (told["model"], told["task"]) == (folder, "decision")
-        assert told["chat_model"] == str(other)
+        status = CLIENT.get(both.url + "/ready").json()
+        assert (status["model"], status["task"]) == (folder, "decision")
+        assert status["chat_model"] == str(other)
         before = tokens(both)
         assert post(both, "/v1/systemone", ASKED).status_code == 200
         run, _ = (now - then for now, then in zip(tokens(both), before, strict=True))

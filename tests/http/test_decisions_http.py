@@ -59,18 +59,18 @@ NOUL: dict[str, Any] = {"type": "noul", "instructions": "Is a refund requested?"
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     folder = str(tiny_decisions.folder())
-    with serving(chat_model=folder, dtype="float32", kv_cache_gb=0.05, compile="off") as made:
-        yield made
+    with serving(chat_model=folder, dtype="float32", kv_cache_gb=0.05, compile="off") as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=server.url + "/v1", api_key="-", max_retries=0) as made:
-        yield made
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="-", max_retries=0) as connected:
+        yield connected
 
 
-def ask(client: openai.OpenAI, questions: list[Any], given: Any = TEXT) -> Decision:
-    answer = client.decisions.create(model="tiny", input=given, questions=questions)
+def ask(client: openai.OpenAI, questions: list[Any], text: Any = TEXT) -> Decision:
+    answer = client.decisions.create(model="tiny", input=text, questions=questions)
     return Decision.model_validate(answer.model_dump(), strict=True)
 
 
@@ -97,8 +97,8 @@ def test_each_kind_is_answered_in_the_sdks_types(client: openai.OpenAI) -> None:
     ]  # fmt: skip
     assert score.score == pytest.approx(sum(p.value * p.probability for p in score.probabilities))
     assert 0 <= score.confidence <= 1
-    for each in (choice, score):
-        assert sum(p.probability for p in each.probabilities) == pytest.approx(1, abs=1e-4)
+    for answer in (choice, score):
+        assert sum(p.probability for p in answer.probabilities) == pytest.approx(1, abs=1e-4)
     usage = decision.usage
     assert usage.output_tokens == usage.output_tokens_details.reasoning_tokens == 0
     assert usage.input_tokens == usage.total_tokens > 50
@@ -111,8 +111,10 @@ def test_four_hundred_questions_are_answered_in_order(client: openai.OpenAI) -> 
 
 
 def test_input_can_be_a_conversation(client: openai.OpenAI) -> None:
-    given = (CONVERSATION, CONVERSATION, CONVERSATION[:-1])
-    one, same, other = (scores(ask(client, [PREDICATE, SCORE], each)) for each in given)
+    conversations = (CONVERSATION, CONVERSATION, CONVERSATION[:-1])
+    one, same, other = (
+        scores(ask(client, [PREDICATE, SCORE], conversation)) for conversation in conversations
+    )
     assert one == pytest.approx(same, abs=1e-5)
     assert one != pytest.approx(other, abs=1e-3)
 

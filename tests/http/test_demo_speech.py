@@ -93,10 +93,10 @@ def test_word_across_a_window_border_appears_once(
     demo: ModuleType, server: Server, border: float, late: int
 ) -> None:
     pauses = [0.8] * len(LONG)
-    _, said = demo.say(LONG, "en", pauses)
-    pauses[late] += border - (said[late].start + 0.5 + 0.175)  # the middle of its second digit
-    audio, said = demo.say(LONG, "en", pauses)
-    assert said[late].start + 0.6 < border < said[late].start + 0.8
+    _, phrases = demo.say(LONG, "en", pauses)
+    pauses[late] += border - (phrases[late].start + 0.5 + 0.175)  # the middle of its second digit
+    audio, phrases = demo.say(LONG, "en", pauses)
+    assert phrases[late].start + 0.6 < border < phrases[late].start + 0.8
     document = post(server, audio, response_format="verbose_json").json()
     assert document["text"] == words(demo, LONG)
     assert document["duration"] == pytest.approx(len(audio) / 16_000, abs=0.01)
@@ -122,11 +122,11 @@ def test_all_formats_have_the_same_words(demo: ModuleType, server: Server) -> No
 
 
 def test_words_have_the_times_of_their_tones(demo: ModuleType, server: Server) -> None:
-    audio, said = demo.say(SHORT)
+    audio, phrases = demo.say(SHORT)
     fields = {"response_format": "verbose_json", "timestamp_granularities[]": "word"}
     timed = post(server, audio, **fields).json()["words"]
     assert [word["word"] for word in timed] == words(demo, SHORT).split()
-    starts = [phrase.start + 0.5 * n for phrase in said for n in range(len(phrase.digits))]
+    starts = [phrase.start + 0.5 * n for phrase in phrases for n in range(len(phrase.digits))]
     # the first word of a window includes the silence before it
     assert timed[0]["start"] < starts[0] + 0.25
     for word, start in zip(timed[1:], starts[1:], strict=True):

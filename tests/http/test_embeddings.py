@@ -30,23 +30,23 @@ FACTS = ["the capital of france is paris", "a cow says moo", "bread is made from
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving(embedding_model="demo") as made:
-        yield made
+    with serving(embedding_model="demo") as started:
+        yield started
 
 
-def vectors(server: Server, given: Any, **more: Any) -> Any:
-    answer = post(server, PATH, {"input": given, **more})
+def vectors(server: Server, inputs: Any, **more: Any) -> Any:
+    answer = post(server, PATH, {"input": inputs, **more})
     assert answer.status_code == 200, answer.text
-    return np.array([each["embedding"] for each in answer.json()["data"]], dtype=np.float32)
+    return np.array([entry["embedding"] for entry in answer.json()["data"]], dtype=np.float32)
 
 
 def test_response_has_openais_format(server: Server) -> None:
     answer = post(server, PATH, {"input": FACTS, "model": "demo", "user": "me"})
     document = answer.json()
     assert (document["object"], document["model"]) == ("list", "demo")
-    assert [each["index"] for each in document["data"]] == [0, 1, 2]
-    assert {each["object"] for each in document["data"]} == {"embedding"}
-    assert {len(each["embedding"]) for each in document["data"]} == {64}
+    assert [entry["index"] for entry in document["data"]] == [0, 1, 2]
+    assert {entry["object"] for entry in document["data"]} == {"embedding"}
+    assert {len(entry["embedding"]) for entry in document["data"]} == {64}
     assert document["usage"]["prompt_tokens"] == document["usage"]["total_tokens"] > 10
     assert answer.headers["x-batch-size"] == "3"
     assert "model;dur=" in answer.headers["server-timing"]
@@ -134,10 +134,10 @@ def test_long_text_is_truncated_on_request(server: Server) -> None:
 
 def test_model_is_listed_and_tokenizes(server: Server) -> None:
     listed = CLIENT.get(server.url + "/v1/models").json()["data"]
-    assert [(each["id"], each["max_model_len"]) for each in listed] == [("demo", 128)]
-    told = post(server, "/tokenize", {"prompt": "paris", "return_token_strs": True}).json()
-    assert told["token_strs"] == ["[CLS]", "paris", "[SEP]"]
-    assert "paris" in post(server, "/detokenize", {"tokens": told["tokens"]}).json()["prompt"]
+    assert [(model["id"], model["max_model_len"]) for model in listed] == [("demo", 128)]
+    tokenized = post(server, "/tokenize", {"prompt": "paris", "return_token_strs": True}).json()
+    assert tokenized["token_strs"] == ["[CLS]", "paris", "[SEP]"]
+    assert "paris" in post(server, "/detokenize", {"tokens": tokenized["tokens"]}).json()["prompt"]
     assert CLIENT.get(server.url + "/ready").json()["embedding_model"] == "demo"
 
 
@@ -148,7 +148,7 @@ def test_score_is_the_cosine(server: Server) -> None:
         {"queries": [FACTS[0]] * 2, "documents": FACTS[:2]},
     ):
         document = post(server, "/v1/score", body).json()
-        scores = [each["score"] for each in document["data"]]
+        scores = [entry["score"] for entry in document["data"]]
         np.testing.assert_allclose(scores, [1, one @ other], atol=1e-5)
     unequal = post(server, "/v1/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]})
     assert error_of(unequal)["param"] == "text_2"
@@ -165,7 +165,7 @@ class GatedRunner(FakeRunner):
         item.rows = item.tokens = len(item.prepared)
 
     def forward(self, prepared: list[Any]) -> list[Any]:
-        self.batches.append([text for each in prepared for text in each])
+        self.batches.append([text for texts in prepared for text in texts])
         self.entered.release()
         assert self.gate.wait(60)
         return prepared
@@ -258,9 +258,9 @@ def test_event_loop_is_free_while_a_long_list_is_embedded(server: Server) -> Non
 
 def test_openai_sdk_requests_base64_and_returns_floats(server: Server) -> None:
     with openai.OpenAI(base_url=server.url + "/v1", api_key="-", max_retries=0) as client:
-        made = client.embeddings.create(model="demo", input=FACTS)
-        for each, vector in zip(made.data, vectors(server, FACTS), strict=True):
-            np.testing.assert_allclose(each.embedding, vector, atol=1e-6)
+        response = client.embeddings.create(model="demo", input=FACTS)
+        for entry, vector in zip(response.data, vectors(server, FACTS), strict=True):
+            np.testing.assert_allclose(entry.embedding, vector, atol=1e-6)
         plain = client.embeddings.create(
             model="demo", input=FACTS[0], encoding_format="float", dimensions=32
         )
@@ -274,21 +274,21 @@ def test_openai_sdk_requests_base64_and_returns_floats(server: Server) -> None:
 )
 def test_openais_node_sdk(server: Server) -> None:
     assert NODE is not None
-    made = subprocess.run(
+    done = subprocess.run(
         [NODE, FOLDER / "embeddings.mjs"],
         env=os.environ | {"URL": server.url + "/v1", "TEXTS": json.dumps(FACTS)},
         capture_output=True,
         check=True,
         timeout=60,
     )
-    np.testing.assert_allclose(json.loads(made.stdout), vectors(server, FACTS), atol=1e-6)
+    np.testing.assert_allclose(json.loads(done.stdout), vectors(server, FACTS), atol=1e-6)
 
 
 def test_langchains_request_of_ids(server: Server) -> None:
     """It sends lists of ids, asks for base64 or floats, and sends the model's name."""
     body = {"input": [[5, 6, 7], [8]], "model": "demo", "encoding_format": "base64"}
     data = post(server, PATH, body).json()["data"]
-    assert [each["index"] for each in data] == [0, 1]
+    assert [entry["index"] for entry in data] == [0, 1]
 
 
 def test_hugging_faces_client_extracts_features(

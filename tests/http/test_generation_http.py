@@ -234,9 +234,9 @@ def test_an_idle_stream_is_kept_alive_by_comments(monkeypatch: pytest.MonkeyPatc
             got += read_until(client, b": keep-alive\n\n")
             generator.release()
             got += read_until(client, b"[DONE]\n\n")
-        comments = [each for each in writes(got) if each == b": keep-alive\n\n"]
+        comments = [write for write in writes(got) if write == b": keep-alive\n\n"]
         assert 2 <= len(comments) <= 1 + (time.monotonic() - started) / 0.05
-        events = b"".join(each for each in writes(got) if not each.startswith(b":"))
+        events = b"".join(write for write in writes(got) if not write.startswith(b":"))
         assert len(frames(events.decode())) >= 4
 
 
@@ -301,7 +301,7 @@ def test_a_slow_reader_gets_everything_in_fewer_events(monkeypatch: pytest.Monke
             wait_until(lambda: not generator.running)
             raw = read_until(client, b"[DONE]\n\n\r\n")
         data = frames(b"".join(writes(raw)).decode())
-        texts = [json.loads(each)["choices"][0]["delta"].get("content", "") for each in data[:-1]]
+        texts = [json.loads(entry)["choices"][0]["delta"].get("content", "") for entry in data[:-1]]
         assert sum(map(len, texts)) == 60 * 100_000
         assert len(data) < 50
 
@@ -380,5 +380,5 @@ def test_the_first_token_is_timed_and_requests_are_counted() -> None:
 def test_a_hundred_streams_at_once_all_get_their_text() -> None:
     with serving_fake() as (server, _), ThreadPoolExecutor(50) as pool:
         asked = [pool.submit(chat, server, f"say a{n} b c", stream=True) for n in range(100)]
-        for n, each in enumerate(asked):
-            assert text_of(each.result()) == f"a{n} b c"
+        for n, request in enumerate(asked):
+            assert text_of(request.result()) == f"a{n} b c"

@@ -33,12 +33,12 @@ Call = tuple[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def demo() -> Iterator[Sdk]:
-    with sdk.demo() as made:
-        yield made
+    with sdk.demo() as connected:
+        yield connected
 
 
 async def by_chat(client: openai.AsyncOpenAI, model: str, mcp: Client, asked: list[Call]) -> str:
-    tools: list[Any] = [{"type": "function", "function": each} for each in await offered(mcp)]
+    tools: list[Any] = [{"type": "function", "function": tool} for tool in await offered(mcp)]
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
     for _ in range(MOST_TURNS):
         answer = await client.chat.completions.create(model=model, messages=messages, tools=tools)
@@ -57,22 +57,22 @@ async def by_responses(
     client: openai.AsyncOpenAI, model: str, mcp: Client, asked: list[Call]
 ) -> str:
     tools: list[Any] = [
-        {"type": "function", "strict": False, **each} for each in await offered(mcp)
+        {"type": "function", "strict": False, **tool} for tool in await offered(mcp)
     ]
-    given: list[Any] = [{"role": "user", "content": QUESTION}]
+    items: list[Any] = [{"role": "user", "content": QUESTION}]
     previous: str | None = None
     for _ in range(MOST_TURNS):
         answer = await client.responses.create(
-            model=model, input=given, tools=tools, previous_response_id=previous
+            model=model, input=items, tools=tools, previous_response_id=previous
         )
         calls = [item for item in answer.output if item.type == "function_call"]
         if not calls:
             return answer.output_text
-        given, previous = [], answer.id
+        items, previous = [], answer.id
         for call in calls:
             output = await called(mcp, call.name, call.arguments, asked)
             result = {"type": "function_call_output", "call_id": call.call_id, "output": output}
-            given.append(result)
+            items.append(result)
     raise AssertionError("it went on calling")
 
 
@@ -80,16 +80,16 @@ async def offered(mcp: Client) -> list[dict[str, Any]]:
     """The server's tools, as functions."""
     tools: list[Tool] = (await mcp.list_tools()).tools
     return [
-        {"name": each.name, "description": each.description, "parameters": each.input_schema}
-        for each in tools
+        {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+        for tool in tools
     ]
 
 
 async def called(mcp: Client, name: str, arguments: str, asked: list[Call]) -> str:
     """What a tool returned, as text."""
-    given = json.loads(arguments)
-    asked.append((name, given))
-    result = await mcp.call_tool(name, given)
+    values = json.loads(arguments)
+    asked.append((name, values))
+    result = await mcp.call_tool(name, values)
     return "\n".join(part.text for part in result.content if isinstance(part, TextContent))
 
 

@@ -16,8 +16,8 @@ from tests.serving import Server, serving
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving(load_chat=FakeGenerator, chat_model="org/model") as made:
-        yield made
+    with serving(load_chat=FakeGenerator, chat_model="org/model") as started:
+        yield started
 
 
 def test_model_is_listed_and_found_by_its_name(server: Server) -> None:
@@ -59,8 +59,8 @@ def test_folder_is_named_by_its_last_component(tmp_path: Path) -> None:
 def test_models_of_the_same_name_have_different_ids() -> None:
     with serving(load_chat=FakeGenerator, chat_model="demo", embedding_model="demo") as server:
         listed = CLIENT.get(server.url + "/v1/models").json()["data"]
-        assert [each["id"] for each in listed] == ["demo", "demo-embedding"]
-        assert [each["max_model_len"] for each in listed] == [4096, 128]
+        assert [model["id"] for model in listed] == ["demo", "demo-embedding"]
+        assert [model["max_model_len"] for model in listed] == [4096, 128]
         assert chat(server, model="demo").json()["model"] == "demo"
         for name in ("demo", "demo-embedding", None):
             answer = post(server, "/v1/embeddings", {"input": "a", "model": name})

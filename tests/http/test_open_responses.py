@@ -68,8 +68,8 @@ CASES: dict[str, list[tuple[str, str]]] = {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving(chat_model="demo", compile="off") as made:
-        yield made
+    with serving(chat_model="demo", compile="off") as started:
+        yield started
 
 
 def respond(server: Server, turns: list[tuple[str, str]], stream: bool, **fields: Any) -> Any:
@@ -78,14 +78,14 @@ def respond(server: Server, turns: list[tuple[str, str]], stream: bool, **fields
     body = {"model": "demo", "input": items, "stream": stream, **fields}
     answer = post(server, "/v1/responses", body)
     assert answer.status_code == 200, answer.text
-    told = events(answer) if stream else []
-    response = told[-1]["response"] if stream else answer.json()
+    received = events(answer) if stream else []
+    response = received[-1]["response"] if stream else answer.json()
     for name, kinds in FIELDS.items():
         assert type(response[name]) in kinds, name
     assert response["text"]["verbosity"] in ("low", "medium", "high")
     assert response["status"] == "completed"
     assert response["output"]
-    return response, told
+    return response, received
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -98,15 +98,15 @@ def test_a_conversation_is_answered(server: Server, case: str, stream: bool) -> 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_tool_is_called(server: Server, stream: bool) -> None:
     turns = [("user", "What is the weather in Paris?")]
-    response, told = respond(server, turns, stream, tools=[WEATHER])
+    response, received = respond(server, turns, stream, tools=[WEATHER])
     [call] = response["output"]
     assert (call["type"], call["name"]) == ("function_call", "get_weather")
-    for event in told:
+    for event in received:
         if event["type"].startswith("response.output_item"):
             assert event["item"]["type"] == "function_call"
     if stream:
         begun = "response.function_call_arguments"
-        kinds = {event["type"] for event in told}
+        kinds = {event["type"] for event in received}
         assert {f"{begun}.delta", f"{begun}.done", "response.output_item.done"} <= kinds
 
 

@@ -401,7 +401,7 @@ class FakeReranker:
         return prepared
 
     def finish(self, item: WorkItem, raw: Any) -> Any:
-        return ScoringOutput([1 - 1 / (1 + each / 3) for each in raw], sum(raw))
+        return ScoringOutput([1 - 1 / (1 + entry / 3) for entry in raw], sum(raw))
 
     def warm_up(self) -> None: ...
 
@@ -414,9 +414,9 @@ def server() -> Iterator[Server]:
         "load_reranker": FakeReranker,
         "load_transcriber": lambda: transcriber,
     }
-    with serving(embedding_model="demo", compile="off", max_body_mb=0.1, **loaders) as made:
-        generator.loop = transcriber.loop = made.worker_client.loop
-        yield made
+    with serving(embedding_model="demo", compile="off", max_body_mb=0.1, **loaders) as started:
+        generator.loop = transcriber.loop = started.worker_client.loop
+        yield started
 
 
 def ask(server: Server, method: str, path: str, body: Any) -> httpx.Response:

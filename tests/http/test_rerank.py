@@ -62,8 +62,8 @@ def test_cross_encoder_scores_equal_transformers_alone_and_batched(base: str) ->
 @pytest.mark.parametrize("key", ["sentence_transformers", "sbert_ce_default_activation_function"])
 def test_activation_is_that_of_the_checkpoint(tmp_path: Path, key: str) -> None:
     name = "torch.nn.modules.linear.Identity"
-    given: Any = {"activation_fn": name} if key == "sentence_transformers" else name
-    folder = checkpoint(tmp_path / "m", "bert-rank", **{key: given})
+    value: Any = {"activation_fn": name} if key == "sentence_transformers" else name
+    folder = checkpoint(tmp_path / "m", "bert-rank", **{key: value})
     reranker = load(folder)
     assert scores(reranker, DOCUMENTS) == scores(reranker, DOCUMENTS, raw=True)
 
@@ -101,20 +101,20 @@ TEMPLATE = (
 
 def decoder(folder: Path, template: str | None = None) -> Path:
     """One that answers `a` for yes and `b` for no."""
-    made = checkpoint(folder, "qwen3-lm")
-    tokenizer = hf.AutoTokenizer.from_pretrained(made)
+    model = checkpoint(folder, "qwen3-lm")
+    tokenizer = hf.AutoTokenizer.from_pretrained(model)
     if template:
         tokenizer.chat_template = template
-        tokenizer.save_pretrained(made)
+        tokenizer.save_pretrained(model)
     yes, no = tokenizer.convert_tokens_to_ids(["a", "b"])
-    write(made, "1_LogitScore/config.json", {"true_token_id": yes, "false_token_id": no})
+    write(model, "1_LogitScore/config.json", {"true_token_id": yes, "false_token_id": no})
     kinds = ["base.modules.transformer.Transformer", "cross_encoder.modules.logit_score.LogitScore"]
     modules = [
         {"idx": n, "path": path, "type": f"sentence_transformers.{kind}"}
         for n, (path, kind) in enumerate(zip(("", "1_LogitScore"), kinds, strict=True))
     ]
-    write(made, "modules.json", modules)
-    return made
+    write(model, "modules.json", modules)
+    return model
 
 
 @torch.no_grad()
@@ -134,8 +134,8 @@ def test_decoder_scores_yes_and_no_in_qwens_template(tmp_path: Path) -> None:
     assert reranker.info.batching == "continuous"
     for instruction in (None, "Find rude words"):
         got = scores(reranker, DOCUMENTS, raw=True, instruction=instruction)
-        told = f"<Instruct>: {instruction or INSTRUCTION}\n<Query>: {QUERY}\n<Document>: "
-        expected = [yes_less_no(folder, BEFORE, told + each, AFTER) for each in DOCUMENTS]
+        prefix = f"<Instruct>: {instruction or INSTRUCTION}\n<Query>: {QUERY}\n<Document>: "
+        expected = [yes_less_no(folder, BEFORE, prefix + document, AFTER) for document in DOCUMENTS]
         np.testing.assert_allclose(got, expected, atol=1e-3)
 
 
@@ -157,8 +157,8 @@ def test_other_models_are_refused_at_load() -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving(rerank_model=str(tiny.folder("bert-rank")), embedding_model="demo") as made:
-        yield made
+    with serving(rerank_model=str(tiny.folder("bert-rank")), embedding_model="demo") as started:
+        yield started
 
 
 def test_documents_have_the_format_of_jina_and_cohere(server: Server) -> None:
@@ -171,16 +171,16 @@ def test_documents_have_the_format_of_jina_and_cohere(server: Server) -> None:
     assert document["model"] == "bert-rank"
     assert document["usage"]["total_tokens"] > 20
     results = document["results"]
-    found = [each["relevance_score"] for each in results]
+    found = [result["relevance_score"] for result in results]
     assert found == sorted(found, reverse=True)
-    assert sorted(each["index"] for each in results) == [0, 1, 2, 3]
-    for each in results:
-        assert each["document"] == {"text": DOCUMENTS[each["index"]]}
+    assert sorted(result["index"] for result in results) == [0, 1, 2, 3]
+    for result in results:
+        assert result["document"] == {"text": DOCUMENTS[result["index"]]}
     assert answers[0].headers["x-batch-size"] == "4"
     best = {"top_n": 2, "return_documents": False}
     texts = [{"text": text} for text in DOCUMENTS]
     short = post(server, "/v2/rerank", body | best | {"documents": texts}).json()["results"]
-    kept = [{k: v for k, v in each.items() if k != "document"} for each in results[:2]]
+    kept = [{k: v for k, v in result.items() if k != "document"} for result in results[:2]]
     assert short == kept
     assert len(post(server, "/rerank", body | {"top_n": 0}).json()["results"]) == 4
 
@@ -188,12 +188,12 @@ def test_documents_have_the_format_of_jina_and_cohere(server: Server) -> None:
 def test_texts_have_the_format_of_text_embeddings_inference(server: Server) -> None:
     body: dict[str, Any] = {"query": QUERY, "texts": DOCUMENTS}
     ranked = post(server, "/rerank", body).json()
-    assert {tuple(each) for each in ranked} == {("index", "score")}
+    assert {tuple(entry) for entry in ranked} == {("index", "score")}
     raw = post(server, "/rerank", body | {"raw_scores": True, "return_text": True}).json()
-    assert [each["index"] for each in raw] == [each["index"] for each in ranked]
+    assert [entry["index"] for entry in raw] == [entry["index"] for entry in ranked]
     assert raw[0]["text"] == DOCUMENTS[raw[0]["index"]]
-    sigmoids = [1 / (1 + np.exp(-each["score"])) for each in raw]
-    np.testing.assert_allclose([each["score"] for each in ranked], sigmoids, atol=1e-5)
+    sigmoids = [1 / (1 + np.exp(-entry["score"])) for entry in raw]
+    np.testing.assert_allclose([entry["score"] for entry in ranked], sigmoids, atol=1e-5)
     long = body | {"texts": ["a cow says moo " * 100]}
     assert error_of(post(server, "/rerank", long))["param"] == "texts[0]"
     assert post(server, "/rerank", long | {"truncate": True}).status_code == 200
@@ -208,9 +208,9 @@ def test_truncation_and_activation_fields_of_vllm_and_tei_are_used(server: Serve
     assert scored["score"] == pytest.approx(1 / (1 + np.exp(-raw["score"])), abs=1e-5)
     texts = {"query": QUERY, "texts": [long], "truncate": True}
     ends = [
-        post(server, "/rerank", texts | {"truncation_direction": end, **told}).json()[0]["score"]
+        post(server, "/rerank", texts | {"truncation_direction": end, **options}).json()[0]["score"]
         for end in ("Right", "Left")
-        for told in ({}, {"use_activation": False})
+        for options in ({}, {"use_activation": False})
     ]
     assert ends[:2] == pytest.approx([scored["score"], raw["score"]], abs=1e-5)
     assert abs(ends[3] - ends[1]) > 1e-4
@@ -220,11 +220,11 @@ def test_hundred_documents_are_ranked(server: Server) -> None:
     documents = [f"{'cat ' * (n % 17)} number {n}" for n in range(100)]
     body = {"query": QUERY, "documents": documents}
     results = post(server, "/rerank", body).json()["results"]
-    by_index = {each["index"]: each["relevance_score"] for each in results}
+    by_index = {result["index"]: result["relevance_score"] for result in results}
     scored = post(server, "/v1/score", {"text_1": QUERY, "text_2": documents}).json()["data"]
-    assert [each["index"] for each in scored] == list(range(100))
+    assert [entry["index"] for entry in scored] == list(range(100))
     np.testing.assert_allclose(
-        [each["score"] for each in scored], [by_index[n] for n in range(100)], atol=1e-5
+        [entry["score"] for entry in scored], [by_index[n] for n in range(100)], atol=1e-5
     )
 
 
@@ -235,7 +235,7 @@ def test_score_is_that_of_the_named_model(server: Server) -> None:
     assert by_cosine["data"][0]["score"] == pytest.approx(1, abs=1e-5)
     assert post(server, "/v1/score", body | {"model": "other"}).status_code == 404
     listed = CLIENT.get(server.url + "/v1/models").json()["data"]
-    assert [each["id"] for each in listed] == ["demo", "bert-rank"]
+    assert [model["id"] for model in listed] == ["demo", "bert-rank"]
 
 
 def test_failing_model_does_not_affect_others(
@@ -251,8 +251,8 @@ def test_failing_model_does_not_affect_others(
 
 
 def test_score_error_names_the_invalid_field(server: Server) -> None:
-    for given, param in (("", "text_1"), ([""], "text_1[0]"), ("a " * 300, "text_1")):
-        body = {"model": "demo", "text_1": given, "text_2": ["b", "c"]}
+    for text, param in (("", "text_1"), ([""], "text_1[0]"), ("a " * 300, "text_1")):
+        body = {"model": "demo", "text_1": text, "text_2": ["b", "c"]}
         answer = post(server, "/v1/score", body)
         assert answer.status_code == 400, answer.text
         assert error_of(answer)["param"] == param

@@ -15,7 +15,15 @@ from server.openai.responses import endpoint
 from tests.event_streams import CLIENT, open_stream, post
 from tests.fake_generator import FakeGenerator
 from tests.http.test_pipeline_http import error_of
-from tests.response_events import PATH, WHOLE, answered, events, look_up, of, respond
+from tests.response_events import (
+    PATH,
+    WHOLE,
+    events,
+    get_response,
+    output_texts,
+    respond,
+    response_document,
+)
 from tests.serving import Server, metric, read_response, serving, wait_until
 from tests.unit.test_response_store import filled
 from worker.messages.generation import Chat
@@ -30,8 +38,8 @@ def generator() -> FakeGenerator:
 
 @pytest.fixture(scope="module")
 def server(generator: FakeGenerator) -> Iterator[Server]:
-    with serving(load_chat=lambda: generator) as made:
-        yield made
+    with serving(load_chat=lambda: generator) as started:
+        yield started
 
 
 def delete(server: Server, id: str) -> Any:
@@ -42,10 +50,10 @@ def cancel(server: Server, id: str) -> Any:
     return CLIENT.post(f"{server.url}{PATH}/{id}/cancel")
 
 
-def said(generator: FakeGenerator) -> list[tuple[str, str]]:
+def messages_of(generator: FakeGenerator) -> list[tuple[str, str]]:
     prompt = generator.payloads[-1].prompt
     assert isinstance(prompt, Chat)
-    return [(each["role"], each["content"]) for each in prompt.messages]
+    return [(message["role"], message["content"]) for message in prompt.messages]
 
 
 # ── looked up ──
@@ -54,22 +62,22 @@ def said(generator: FakeGenerator) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("stream", [False, True])
 def test_response_is_stored_before_its_end_is_sent(server: Server, stream: bool) -> None:
     answer = respond(server, stream=stream, metadata={"a": "b"})
-    told = events(answer)[-1]["response"] if stream else answered(answer)
-    assert answered(look_up(server, told["id"])) == told
+    response = events(answer)[-1]["response"] if stream else response_document(answer)
+    assert response_document(get_response(server, response["id"])) == response
 
 
 def test_store_false_stores_nothing(server: Server) -> None:
-    id = answered(respond(server, store=False))["id"]
-    assert look_up(server, id).status_code == 404
+    id = response_document(respond(server, store=False))["id"]
+    assert get_response(server, id).status_code == 404
     assert respond(server, previous_response_id=id).status_code == 404
 
 
 def test_deleted_response_is_404(server: Server) -> None:
-    id = answered(respond(server))["id"]
+    id = response_document(respond(server))["id"]
     answer = delete(server, id)
     assert answer.status_code == 200
     assert answer.json() == {"id": id, "object": "response", "deleted": True}
-    assert look_up(server, id).status_code == 404
+    assert get_response(server, id).status_code == 404
     assert delete(server, id).status_code == 404
 
 
@@ -96,11 +104,11 @@ def test_other_methods_are_405(server: Server) -> None:
 
 
 def test_stored_response_is_not_streamed(server: Server) -> None:
-    id = answered(respond(server))["id"]
-    answer = look_up(server, id, stream="true")
+    id = response_document(respond(server))["id"]
+    answer = get_response(server, id, stream="true")
     assert answer.status_code == 400
     assert error_of(answer)["param"] == "stream"
-    assert look_up(server, id, stream="false").status_code == 200
+    assert get_response(server, id, stream="false").status_code == 200
 
 
 # ── input items ──
@@ -108,7 +116,7 @@ def test_stored_response_is_not_streamed(server: Server) -> None:
 
 def test_input_items_are_listed_in_pages(server: Server) -> None:
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
-    given: list[dict[str, Any]] = [
+    input_items: list[dict[str, Any]] = [
         {"role": "user", "content": "a", "id": "msg_mine"},
         {"role": "assistant", "content": "b"},
         {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "c"}]},
@@ -116,25 +124,27 @@ def test_input_items_are_listed_in_pages(server: Server) -> None:
         {"type": "function_call_output", "call_id": "c", "output": "d"},
         {"role": "user", "content": "hi"},
     ]
-    id = answered(respond(server, given))["id"]
-    whole = look_up(server, id, "/input_items", order="asc").json()
+    id = response_document(respond(server, input_items))["id"]
+    whole = get_response(server, id, "/input_items", order="asc").json()
     items = whole["data"]
-    assert [item["type"] for item in items] == [each.get("type", "message") for each in given]
+    assert [item["type"] for item in items] == [
+        entry.get("type", "message") for entry in input_items
+    ]
     assert items[0]["id"] == "msg_mine"
     assert len({item["id"] for item in items}) == 6
     for item in items:
         ITEM.validate_json(json.dumps(item), strict=True)
     assert (whole["object"], whole["has_more"]) == ("list", False)
     assert (whole["first_id"], whole["last_id"]) == (items[0]["id"], items[-1]["id"])
-    newest = look_up(server, id, "/input_items").json()
+    newest = get_response(server, id, "/input_items").json()
     assert newest["data"] == items[::-1]
-    first = look_up(server, id, "/input_items", limit=4).json()
+    first = get_response(server, id, "/input_items", limit=4).json()
     assert first["data"] == items[:1:-1]
     assert first["has_more"]
-    rest = look_up(server, id, "/input_items", limit=4, after=first["last_id"]).json()
+    rest = get_response(server, id, "/input_items", limit=4, after=first["last_id"]).json()
     assert rest["data"] == items[1::-1]
     assert not rest["has_more"]
-    none = look_up(server, id, "/input_items", after=rest["last_id"]).json()
+    none = get_response(server, id, "/input_items", after=rest["last_id"]).json()
     assert (none["data"], none["first_id"], none["has_more"]) == ([], None, False)
 
 
@@ -144,8 +154,8 @@ def test_input_items_are_listed_in_pages(server: Server) -> None:
      ("order", "up"), ("after", "msg_none")],
 )  # fmt: skip
 def test_error_names_the_invalid_page_field(server: Server, name: str, value: str) -> None:
-    id = answered(respond(server))["id"]
-    answer = look_up(server, id, "/input_items", **{name: value})
+    id = response_document(respond(server))["id"]
+    answer = get_response(server, id, "/input_items", **{name: value})
     assert answer.status_code == 400
     assert error_of(answer)["param"] == name
 
@@ -156,12 +166,14 @@ def test_error_names_the_invalid_page_field(server: Server, name: str, value: st
 def test_conversation_continues_from_response_to_response(
     server: Server, generator: FakeGenerator
 ) -> None:
-    first = answered(respond(server, "hi", instructions="be brief"))
-    second = answered(respond(server, "say two", previous_response_id=first["id"]))
+    first = response_document(respond(server, "hi", instructions="be brief"))
+    second = response_document(respond(server, "say two", previous_response_id=first["id"]))
     assert second["previous_response_id"] == first["id"]
     assert second["instructions"] is None
-    answered(respond(server, "say three", previous_response_id=second["id"], instructions="sing"))
-    assert said(generator) == [
+    response_document(
+        respond(server, "say three", previous_response_id=second["id"], instructions="sing")
+    )
+    assert messages_of(generator) == [
         ("system", "sing"),
         ("user", "hi"),
         ("assistant", WHOLE),
@@ -169,15 +181,19 @@ def test_conversation_continues_from_response_to_response(
         ("assistant", "two"),
         ("user", "say three"),
     ]
-    answered(respond(server, "say other", previous_response_id=first["id"]))
-    assert said(generator) == [("user", "hi"), ("assistant", WHOLE), ("user", "say other")]
-    own = look_up(server, second["id"], "/input_items").json()["data"]
+    response_document(respond(server, "say other", previous_response_id=first["id"]))
+    assert messages_of(generator) == [
+        ("user", "hi"),
+        ("assistant", WHOLE),
+        ("user", "say other"),
+    ]
+    own = get_response(server, second["id"], "/input_items").json()["data"]
     assert [item["content"][0]["text"] for item in own] == ["say two"]
 
 
 def test_unknown_previous_response_is_404(server: Server) -> None:
-    first = answered(respond(server))
-    second = answered(respond(server, previous_response_id=first["id"]))
+    first = response_document(respond(server))
+    second = response_document(respond(server, previous_response_id=first["id"]))
     delete(server, first["id"])
     for previous in ("resp_none", second["id"]):  # of the second, the beginning is missing
         answer = respond(server, previous_response_id=previous)
@@ -187,22 +203,26 @@ def test_unknown_previous_response_is_404(server: Server) -> None:
 
 def test_conversation_larger_than_the_body_limit_is_refused() -> None:
     with serving(load_chat=FakeGenerator, max_body_mb=0.01) as server:
-        id = answered(respond(server, "say " + "x" * 4500))["id"]
+        id = response_document(respond(server, "say " + "x" * 4500))["id"]
         answer = respond(server, "hi", previous_response_id=id)
         assert answer.status_code == 400
         assert error_of(answer)["param"] == "previous_response_id"
 
 
 def test_items_are_referenced_by_id(server: Server, generator: FakeGenerator) -> None:
-    first = answered(respond(server, [{"role": "user", "content": "hi", "id": "msg_hi"}]))
-    given: list[Any] = [
+    first = response_document(respond(server, [{"role": "user", "content": "hi", "id": "msg_hi"}]))
+    items: list[Any] = [
         {"type": "item_reference", "id": "msg_hi"},
         {"id": first["output"][0]["id"]},
         {"role": "user", "content": "say more"},
     ]
-    answered(respond(server, given))
-    assert said(generator) == [("user", "hi"), ("assistant", WHOLE), ("user", "say more")]
-    answer = respond(server, [*given, {"type": "item_reference", "id": "msg_none"}])
+    response_document(respond(server, items))
+    assert messages_of(generator) == [
+        ("user", "hi"),
+        ("assistant", WHOLE),
+        ("user", "say more"),
+    ]
+    answer = respond(server, [*items, {"type": "item_reference", "id": "msg_none"}])
     assert answer.status_code == 404
     assert error_of(answer)["param"] == "input[3].id"
 
@@ -210,11 +230,11 @@ def test_items_are_referenced_by_id(server: Server, generator: FakeGenerator) ->
 def test_referenced_items_larger_than_the_body_limit_are_refused() -> None:
     with serving(load_chat=FakeGenerator, max_body_mb=0.01) as server:
         long = [{"role": "user", "content": "say " + "x" * 4500, "id": f"msg_{n}"} for n in (1, 2)]
-        for each in long:
-            answered(respond(server, [each]))
-        one, other = ({"type": "item_reference", "id": each["id"]} for each in long)
-        for given, param in (([one, one], "input[1].id"), ([one, other], "input")):
-            answer = respond(server, given)
+        for item in long:
+            response_document(respond(server, [item]))
+        one, other = ({"type": "item_reference", "id": item["id"]} for item in long)
+        for input, param in (([one, one], "input[1].id"), ([one, other], "input")):
+            answer = respond(server, input)
             assert answer.status_code == 400
             assert error_of(answer)["param"] == param
 
@@ -229,7 +249,7 @@ def test_background_response_is_polled_until_it_ends() -> None:
         sdk = openai.OpenAI(base_url=server.url + "/v1", api_key="-", max_retries=0)
         queued = sdk.responses.create(model="demo", input="say a b", background=True)
         assert (queued.status, queued.background, queued.output) == ("queued", True, [])
-        assert answered(look_up(server, queued.id))["status"] == "queued"
+        assert response_document(get_response(server, queued.id))["status"] == "queued"
         early = respond(server, previous_response_id=queued.id)
         assert early.status_code == 400
         assert "is still being generated" in error_of(early)["message"]
@@ -238,7 +258,7 @@ def test_background_response_is_polled_until_it_ends() -> None:
         generator.one_by_one = True
         generator.gate.set()
         generator.permits.release()
-        wait_until(lambda: look_up(server, queued.id).json()["status"] == "in_progress")
+        wait_until(lambda: get_response(server, queued.id).json()["status"] == "in_progress")
         generator.release()
         wait_until(lambda: sdk.responses.retrieve(queued.id).status == "completed")
         assert sdk.responses.retrieve(queued.id).output_text == "a b"
@@ -253,32 +273,32 @@ def test_background_response_continues_after_a_disconnect() -> None:
             _, answer = read_response(client)
         id = json.loads(answer)["id"]
         generator.release()
-        wait_until(lambda: look_up(server, id).json()["status"] == "completed")
+        wait_until(lambda: get_response(server, id).json()["status"] == "completed")
         assert generator.dropped == []
 
 
 def test_cancelling_ends_a_background_response() -> None:
     generator = FakeGenerator()
     with serving(load_chat=lambda: generator) as server:
-        id = answered(respond(server, "long", background=True))["id"]
+        id = response_document(respond(server, "long", background=True))["id"]
         assert generator.responded.wait(60)
-        cancelled = answered(cancel(server, id))
+        cancelled = response_document(cancel(server, id))
         assert cancelled["status"] == "cancelled"
         assert cancelled["completed_at"] is None
         wait_until(lambda: generator.dropped == ["long"])
-        assert answered(look_up(server, id)) == cancelled
-        assert answered(cancel(server, id)) == cancelled
+        assert response_document(get_response(server, id)) == cancelled
+        assert response_document(cancel(server, id)) == cancelled
         assert server.worker_client.queue.pending == 0
 
 
 def test_cancelling_a_completed_response_changes_nothing(server: Server) -> None:
-    id = answered(respond(server, background=True))["id"]
-    wait_until(lambda: look_up(server, id).json()["status"] == "completed")
-    assert answered(cancel(server, id))["status"] == "completed"
+    id = response_document(respond(server, background=True))["id"]
+    wait_until(lambda: get_response(server, id).json()["status"] == "completed")
+    assert response_document(cancel(server, id))["status"] == "completed"
 
 
 def test_only_a_background_response_can_be_cancelled(server: Server) -> None:
-    id = answered(respond(server))["id"]
+    id = response_document(respond(server))["id"]
     answer = cancel(server, id)
     assert answer.status_code == 400
     assert "background" in error_of(answer)["message"]
@@ -287,10 +307,10 @@ def test_only_a_background_response_can_be_cancelled(server: Server) -> None:
 def test_deleting_a_background_response_ends_it() -> None:
     generator = FakeGenerator()
     with serving(load_chat=lambda: generator) as server:
-        id = answered(respond(server, "long", background=True))["id"]
+        id = response_document(respond(server, "long", background=True))["id"]
         assert generator.responded.wait(60)
         assert delete(server, id).status_code == 200
-        assert look_up(server, id).status_code == 404
+        assert get_response(server, id).status_code == 404
         wait_until(lambda: generator.dropped == ["long"])
 
 
@@ -301,9 +321,9 @@ def test_deleting_a_background_response_ends_it() -> None:
 def test_failure_in_the_background_is_in_the_response(
     server: Server, text: str, code: str, says: str
 ) -> None:
-    id = answered(respond(server, text, background=True))["id"]
-    wait_until(lambda: look_up(server, id).json()["status"] == "failed")
-    failed = answered(look_up(server, id))
+    id = response_document(respond(server, text, background=True))["id"]
+    wait_until(lambda: get_response(server, id).json()["status"] == "failed")
+    failed = response_document(get_response(server, id))
     assert failed["error"]["code"] == code
     assert says in failed["error"]["message"]
     assert failed["output"] == []
@@ -314,33 +334,33 @@ def test_background_response_has_a_time_limit() -> None:
     generator = FakeGenerator()
     with serving(load_chat=lambda: generator) as server:
         body = {"input": "hang", "background": True}
-        id = answered(post(server, PATH, body, **{"X-Request-Timeout-Ms": "50"}))["id"]
-        wait_until(lambda: look_up(server, id).json()["status"] == "failed")
-        assert "time limit" in look_up(server, id).json()["error"]["message"]
+        id = response_document(post(server, PATH, body, **{"X-Request-Timeout-Ms": "50"}))["id"]
+        wait_until(lambda: get_response(server, id).json()["status"] == "failed")
+        assert "time limit" in get_response(server, id).json()["error"]["message"]
 
 
 def test_background_response_waits_to_start_without_a_limit() -> None:
     generator = FakeGenerator()
     generator.one_by_one = True
     with serving(load_chat=lambda: generator, request_timeout_s=0.05) as server:
-        id = answered(respond(server, "say a b", background=True))["id"]
+        id = response_document(respond(server, "say a b", background=True))["id"]
         assert respond(server, "hang").status_code == 504  # the same limit, later
-        assert look_up(server, id).json()["status"] == "queued"
+        assert get_response(server, id).json()["status"] == "queued"
         generator.release()
-        wait_until(lambda: look_up(server, id).json()["status"] == "completed")
+        wait_until(lambda: get_response(server, id).json()["status"] == "completed")
 
 
 def test_background_responses_take_at_most_a_quarter_of_the_slots() -> None:
     generator = FakeGenerator()
     with serving(load_chat=lambda: generator, max_queue_size=8, shutdown_grace_s=0) as server:
         for _ in range(2):
-            answered(respond(server, "hang", background=True))
+            response_document(respond(server, "hang", background=True))
         full = respond(server, background=True)
         assert full.status_code == 503
         assert error_of(full)["code"] == "queue_full"
         assert "background" in error_of(full)["message"]
         assert int(full.headers["retry-after"]) >= 1
-        answered(respond(server))
+        response_document(respond(server))
         assert [payload.background for payload in generator.payloads] == [True, True, False]
 
 
@@ -351,8 +371,8 @@ def test_background_responses_take_at_most_a_quarter_of_the_slots() -> None:
 def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """With a disk that has no room for an input of a hundred kilobytes."""
     monkeypatch.setattr(routes, "open_store", lambda settings: filled(tmp_path / "responses.db"))
-    with serving(load_chat=FakeGenerator) as made:
-        yield made
+    with serving(load_chat=FakeGenerator) as started:
+        yield started
 
 
 LONG = "say " + "x" * 100_000
@@ -360,31 +380,31 @@ NOT_STORED = "onequeue_responses_not_stored_total"
 
 
 def test_response_that_cannot_be_stored_has_store_false(full: Server) -> None:
-    whole = answered(respond(full, LONG))
-    told = events(respond(full, LONG, stream=True))
-    assert told[-1]["type"] == "response.completed"
-    for each in (whole, told[-1]["response"]):
-        assert (each["store"], each["status"]) == (False, "completed")
-        assert of(each) == [("message", LONG.removeprefix("say "))]
-        assert look_up(full, each["id"]).status_code == 404
-        built = respond(full, previous_response_id=each["id"])
+    whole = response_document(respond(full, LONG))
+    received = events(respond(full, LONG, stream=True))
+    assert received[-1]["type"] == "response.completed"
+    for response in (whole, received[-1]["response"]):
+        assert (response["store"], response["status"]) == (False, "completed")
+        assert output_texts(response) == [("message", LONG.removeprefix("say "))]
+        assert get_response(full, response["id"]).status_code == 404
+        built = respond(full, previous_response_id=response["id"])
         assert built.status_code == 404
     assert metric(full, NOT_STORED) == 2
-    assert answered(respond(full, LONG, store=False))["store"] is False
+    assert response_document(respond(full, LONG, store=False))["store"] is False
     assert metric(full, NOT_STORED) == 2
 
 
 def test_background_response_is_found_without_the_store(full: Server) -> None:
-    id = answered(respond(full, LONG, background=True))["id"]
-    wait_until(lambda: look_up(full, id).json()["status"] == "completed")
-    found = answered(look_up(full, id))
+    id = response_document(respond(full, LONG, background=True))["id"]
+    wait_until(lambda: get_response(full, id).json()["status"] == "completed")
+    found = response_document(get_response(full, id))
     assert found["store"] is False
-    assert of(found) == [("message", LONG.removeprefix("say "))]
-    assert len(look_up(full, id, "/input_items").json()["data"]) == 1
-    assert answered(cancel(full, id)) == found
+    assert output_texts(found) == [("message", LONG.removeprefix("say "))]
+    assert len(get_response(full, id, "/input_items").json()["data"]) == 1
+    assert response_document(cancel(full, id)) == found
     assert metric(full, NOT_STORED) == 1
     assert delete(full, id).json()["deleted"] is True
-    assert look_up(full, id).status_code == delete(full, id).status_code == 404
+    assert get_response(full, id).status_code == delete(full, id).status_code == 404
 
 
 def test_unstored_background_responses_are_bounded(
@@ -395,11 +415,11 @@ def test_unstored_background_responses_are_bounded(
     with serving(load_chat=FakeGenerator) as server:
         ids = []
         for _ in range(3):
-            ids.append(answered(respond(server, LONG, background=True))["id"])
-            wait_until(lambda: look_up(server, ids[-1]).json()["status"] == "completed")
+            ids.append(response_document(respond(server, LONG, background=True))["id"])
+            wait_until(lambda: get_response(server, ids[-1]).json()["status"] == "completed")
             wait_until(lambda: metric(server, NOT_STORED) == len(ids))
-        wait_until(lambda: look_up(server, ids[0]).status_code == 404)
-        assert [look_up(server, id).status_code for id in ids[1:]] == [200, 200]
+        wait_until(lambda: get_response(server, ids[0]).status_code == 404)
+        assert [get_response(server, id).status_code for id in ids[1:]] == [200, 200]
 
 
 # ── from one start to the next ──
@@ -410,22 +430,26 @@ def test_file_keeps_responses_and_those_that_shutdown_cut_off(tmp_path: Path) ->
     path = str(tmp_path / "responses.db")
     settings: dict[str, Any] = {"responses_db": path, "shutdown_grace_s": 0}
     with serving(load_chat=lambda: generator, **settings) as server:
-        first = answered(respond(server, "hi"))
-        cut = answered(respond(server, "long", background=True))
-        wait_until(lambda: look_up(server, cut["id"]).json()["status"] == "in_progress")
+        first = response_document(respond(server, "hi"))
+        cut = response_document(respond(server, "long", background=True))
+        wait_until(lambda: get_response(server, cut["id"]).json()["status"] == "in_progress")
     generator = FakeGenerator()
     with serving(load_chat=lambda: generator, **settings) as server:
-        assert answered(look_up(server, first["id"])) == first
-        failed = answered(look_up(server, cut["id"]))
+        assert response_document(get_response(server, first["id"])) == first
+        failed = response_document(get_response(server, cut["id"]))
         assert failed["status"] == "failed"
         assert "stopped" in failed["error"]["message"]
-        assert of(failed)[0][1].startswith("w0 ")
-        answered(respond(server, "say on", previous_response_id=first["id"]))
-        assert said(generator) == [("user", "hi"), ("assistant", WHOLE), ("user", "say on")]
+        assert output_texts(failed)[0][1].startswith("w0 ")
+        response_document(respond(server, "say on", previous_response_id=first["id"]))
+        assert messages_of(generator) == [
+            ("user", "hi"),
+            ("assistant", WHOLE),
+            ("user", "say on"),
+        ]
 
 
 def test_responses_are_lost_at_shutdown_without_a_file() -> None:
     with serving(load_chat=FakeGenerator) as server:
-        id = answered(respond(server))["id"]
+        id = response_document(respond(server))["id"]
     with serving(load_chat=FakeGenerator) as server:
-        assert look_up(server, id).status_code == 404
+        assert get_response(server, id).status_code == 404

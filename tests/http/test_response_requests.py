@@ -9,7 +9,7 @@ from openai.types.responses.response_create_params import ResponseCreateParamsSt
 from server.openai.responses.request import ResponseRequest
 from tests.fake_generator import FakeGenerator
 from tests.http.test_pipeline_http import error_of
-from tests.response_events import PATH, answered, look_up, respond
+from tests.response_events import PATH, get_response, respond, response_document
 from tests.serving import Server, serving
 from worker.messages.generation import (
     Chat,
@@ -35,16 +35,16 @@ def generator() -> FakeGenerator:
 
 @pytest.fixture(scope="module")
 def server(generator: FakeGenerator) -> Iterator[Server]:
-    with serving(load_chat=lambda: generator) as made:
-        yield made
+    with serving(load_chat=lambda: generator) as started:
+        yield started
 
 
 @pytest.fixture
 def asked(generator: FakeGenerator, server: Server) -> Any:
     """What the worker gets of a request."""
 
-    def ask(given: Any = "hi", **fields: Any) -> GenerationInput:
-        answered(respond(server, given, **fields))
+    def ask(input: Any = "hi", **fields: Any) -> GenerationInput:
+        response_document(respond(server, input, **fields))
         return generator.payloads[-1]
 
     return ask
@@ -128,8 +128,8 @@ def test_messages_are_converted_for_the_chat_template(asked: Any) -> None:
 def test_content_part_as_an_item_is_a_message_of_the_user(asked: Any) -> None:
     part = {"type": "input_text", "text": "hi"}
     assert messages(asked([part])) == [USER]
-    said = {"role": "assistant", "content": "yes"}
-    assert messages(asked([part, said, part])) == [USER, said, USER]
+    earlier = {"role": "assistant", "content": "yes"}
+    assert messages(asked([part, earlier, part])) == [USER, earlier, USER]
     assert messages(asked([{**part, "role": "system"}, USER])) == [{**USER, "role": "system"}, USER]
 
 
@@ -138,7 +138,7 @@ def test_items_of_the_assistant_become_one_message(asked: Any) -> None:
         {"type": "reasoning_text", "text": "hm"}]}  # fmt: skip
     summed = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "so"}]}
     cut = {**CALL, "call_id": "c2", "arguments": '{"a": '}
-    said = {"role": "assistant", "content": "well"}
+    earlier = {"role": "assistant", "content": "well"}
     parts = {"type": "function_call_output", "call_id": "c2", "output": [
         {"type": "input_text", "text": "say 4"}]}  # fmt: skip
 
@@ -155,7 +155,7 @@ def test_items_of_the_assistant_become_one_message(asked: Any) -> None:
     def heard(call_id: str, text: str) -> dict[str, Any]:
         return {"role": "tool", "name": "f", "tool_call_id": call_id, "content": text}
 
-    got = messages(asked([USER, thought, said, CALL, cut, TOLD, parts]))
+    got = messages(asked([USER, thought, earlier, CALL, cut, TOLD, parts]))
     assert got == [
         USER,
         {
@@ -264,9 +264,9 @@ def test_unimplemented_parameters_with_default_values_are_accepted(
 
 def test_megabytes_of_input_are_accepted(asked: Any, server: Server) -> None:
     long = "x" * 5_000_000
-    given = [{"role": "user", "content": long}, {"role": "user", "content": "say fine"}]
-    answer = answered(respond(server, given))
-    items = look_up(server, answer["id"], "/input_items", order="asc").json()["data"]
+    messages = [{"role": "user", "content": long}, {"role": "user", "content": "say fine"}]
+    answer = response_document(respond(server, messages))
+    items = get_response(server, answer["id"], "/input_items", order="asc").json()["data"]
     assert items[0]["content"] == [{"type": "input_text", "text": long}]
 
 
@@ -280,10 +280,10 @@ def test_every_parameter_of_the_api_is_implemented_accepted_or_refused() -> None
 
 
 def deep(levels: int) -> Any:
-    made: dict[str, Any] = {}
+    schema: dict[str, Any] = {}
     for _ in range(levels):
-        made = {"a": made}
-    return made
+        schema = {"a": schema}
+    return schema
 
 
 PICTURE = {"type": "input_image", "image_url": "data:;base64,"}

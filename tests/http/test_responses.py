@@ -13,7 +13,16 @@ from pydantic import BaseModel
 from tests.event_streams import open_stream, read_until, writes
 from tests.fake_generator import FakeGenerator
 from tests.http.test_pipeline_http import error_of
-from tests.response_events import PATH, WHOLE, Document, answered, events, look_up, of, respond
+from tests.response_events import (
+    PATH,
+    WHOLE,
+    Document,
+    events,
+    get_response,
+    output_texts,
+    respond,
+    response_document,
+)
 from tests.serving import Server, metric, serving, wait_until
 
 TOOL = {
@@ -33,8 +42,8 @@ def generator() -> FakeGenerator:
 
 @pytest.fixture(scope="module")
 def server(generator: FakeGenerator) -> Iterator[Server]:
-    with serving(load_chat=lambda: generator) as made:
-        yield made
+    with serving(load_chat=lambda: generator) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +56,7 @@ def client(server: Server) -> openai.OpenAI:
 
 def test_response_has_every_field_of_the_api(server: Server) -> None:
     started = int(time.time())
-    answer = answered(respond(server))
+    answer = response_document(respond(server))
     assert re.fullmatch("resp_[0-9a-f]{48}", answer.pop("id"))
     assert started <= answer.pop("created_at") <= answer.pop("completed_at") <= time.time()
     assert re.fullmatch("msg_[0-9a-f]{48}", answer["output"][0].pop("id"))
@@ -110,17 +119,17 @@ def test_response_has_the_parameters_of_the_request(server: Server) -> None:
                             "strict": True, "description": None}, "verbosity": "low"},
     }  # fmt: skip
     fields |= {"presence_penalty": 0.5, "frequency_penalty": -0.5}
-    answer = answered(respond(server, **fields))
+    answer = response_document(respond(server, **fields))
     assert {name: answer[name] for name in fields} == fields
     fields = {"temperature": 0, "text": {"format": {"type": "json_object", "schema": {"a": 1}}}}
-    answer = answered(respond(server, **fields))
+    answer = response_document(respond(server, **fields))
     assert answer["temperature"] == 0
     assert answer["text"] == {**fields["text"], "verbosity": "medium"}
 
 
 def test_reasoning_text_and_calls_are_items_in_order(server: Server) -> None:
-    answer = answered(respond(server, ALL, tools=[TOOL]))
-    assert of(answer) == [
+    answer = response_document(respond(server, ALL, tools=[TOOL]))
+    assert output_texts(answer) == [
         ("reasoning", "hm well "),
         ("message", " Hello there"),
         ("function_call", '{"city":"Paris"}'),
@@ -136,16 +145,16 @@ def test_reasoning_text_and_calls_are_items_in_order(server: Server) -> None:
 
 
 def test_two_calls_of_one_function_are_two_items(server: Server) -> None:
-    answer = answered(respond(server, "say !f ={} !f ={}"))
-    assert of(answer) == [("function_call", "{}"), ("function_call", "{}")]
+    answer = response_document(respond(server, "say !f ={} !f ={}"))
+    assert output_texts(answer) == [("function_call", "{}"), ("function_call", "{}")]
     first, second = answer["output"]
     assert (first["call_id"], second["call_id"]) == ("call_f:0", "call_f:1")
     more = respond(server, "say !f ={}", previous_response_id=answer["id"])
-    assert answered(more)["output"][0]["call_id"] == "call_f:2"
+    assert response_document(more)["output"][0]["call_id"] == "call_f:2"
 
 
 def test_text_on_both_sides_of_a_call_is_two_messages(server: Server) -> None:
-    answer = answered(respond(server, "say a !f ={} b"))
+    answer = response_document(respond(server, "say a !f ={} b"))
     assert [item["type"] for item in answer["output"]] == ["message", "function_call", "message"]
 
 
@@ -157,20 +166,20 @@ def test_response_that_is_cut_off_is_incomplete(server: Server, stream: bool) ->
         assert last["type"] == "response.incomplete"
         answer: Document = last["response"]
     else:
-        answer = answered(response)
+        answer = response_document(response)
     assert answer["status"] == "incomplete"
     assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
     assert answer["completed_at"] is None
     assert answer["output"][0]["status"] == "incomplete"
-    assert of(answer) == [("message", "a b")]
+    assert output_texts(answer) == [("message", "a b")]
 
 
 def test_tokens_of_logprobs_join_to_the_text(server: Server) -> None:
     fields = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
-    answer = answered(respond(server, **fields))
-    said = answer["output"][0]["content"][0]
-    assert "".join(each["token"] for each in said["logprobs"]) == WHOLE
-    assert said["logprobs"][0] == {
+    answer = response_document(respond(server, **fields))
+    part = answer["output"][0]["content"][0]
+    assert "".join(token["token"] for token in part["logprobs"]) == WHOLE
+    assert part["logprobs"][0] == {
         "token": "Hello",
         "logprob": -1.0,
         "bytes": list(b"Hello"),
@@ -180,21 +189,21 @@ def test_tokens_of_logprobs_join_to_the_text(server: Server) -> None:
         ],
     }
     assert answer["top_logprobs"] == 2
-    told = events(respond(server, stream=True, **fields))
-    deltas = [event for event in told if event["type"] == "response.output_text.delta"]
+    received = events(respond(server, stream=True, **fields))
+    deltas = [event for event in received if event["type"] == "response.output_text.delta"]
     for event in deltas:
-        assert "".join(each["token"] for each in event["logprobs"]) == event["delta"]
-    assert [each for event in deltas for each in event["logprobs"]] == said["logprobs"]
-    done = next(event for event in told if event["type"] == "response.output_text.done")
-    assert done["logprobs"] == said["logprobs"]
+        assert "".join(token["token"] for token in event["logprobs"]) == event["delta"]
+    assert [token for event in deltas for token in event["logprobs"]] == part["logprobs"]
+    done = next(event for event in received if event["type"] == "response.output_text.done")
+    assert done["logprobs"] == part["logprobs"]
 
 
 # ── events ──
 
 
 def test_stream_has_every_event_in_order(server: Server) -> None:
-    told = events(respond(server, ALL, stream=True))
-    types = [event["type"].removeprefix("response.") for event in told]
+    received = events(respond(server, ALL, stream=True))
+    types = [event["type"].removeprefix("response.") for event in received]
     steps = [name for name, _ in itertools.groupby(types)]  # neighbouring deltas may be merged
     assert steps == [
         "created", "in_progress",
@@ -208,18 +217,18 @@ def test_stream_has_every_event_in_order(server: Server) -> None:
         "function_call_arguments.done", "output_item.done",
         "completed",
     ]  # fmt: skip
-    for event in told[:2]:
+    for event in received[:2]:
         assert event["response"]["status"] == "in_progress"
         assert event["response"]["output"] == []
-    assert len({e["response"]["id"] for e in told if "response" in e}) == 1
+    assert len({e["response"]["id"] for e in received if "response" in e}) == 1
 
 
 def test_events_of_an_item_agree_with_each_other_and_the_end(server: Server) -> None:
-    told = events(respond(server, ALL, stream=True))
-    output = told[-1]["response"]["output"]
+    received = events(respond(server, ALL, stream=True))
+    output = received[-1]["response"]["output"]
     assert len(output) == 3
     for index, item in enumerate(output):
-        own = [event for event in told if event.get("output_index") == index]
+        own = [event for event in received if event.get("output_index") == index]
         added, done = own[0], own[-1]
         assert added["item"]["id"] == item["id"]
         assert added["item"]["status"] == "in_progress"
@@ -228,26 +237,26 @@ def test_events_of_an_item_agree_with_each_other_and_the_end(server: Server) -> 
         assert done["item"] == item
         assert {event["item_id"] for event in own[1:-1]} == {item["id"]}
         joined = "".join(event["delta"] for event in own if event["type"].endswith(".delta"))
-        assert joined == of(told[-1]["response"])[index][1]
+        assert joined == output_texts(received[-1]["response"])[index][1]
         whole = next(e for e in own if e["type"].endswith(("_text.done", "arguments.done")))
         assert whole.get("text", whole.get("arguments")) == joined
-    assert {e.get("content_index", 0) for e in told} == {0}
+    assert {e.get("content_index", 0) for e in received} == {0}
 
 
 def test_stream_ends_with_the_whole_response(server: Server) -> None:
-    whole = answered(respond(server, ALL))
+    whole = response_document(respond(server, ALL))
     streamed = events(respond(server, ALL, stream=True))[-1]["response"]
-    assert of(streamed) == of(whole)
+    assert output_texts(streamed) == output_texts(whole)
     assert streamed["usage"] == whole["usage"]
     assert set(streamed) == set(whole)
 
 
 def test_output_without_text_is_an_empty_message(server: Server) -> None:
     silence = "say ="  # a part of a call that there is not
-    assert of(answered(respond(server, silence))) == [("message", "")]
-    told = events(respond(server, silence, stream=True))
-    assert told[2]["item"]["type"] == "message"
-    assert told[-1]["type"] == "response.completed"
+    assert output_texts(response_document(respond(server, silence))) == [("message", "")]
+    received = events(respond(server, silence, stream=True))
+    assert received[2]["item"]["type"] == "message"
+    assert received[-1]["type"] == "response.completed"
 
 
 def test_each_event_is_one_write_and_none_is_done(server: Server) -> None:
@@ -272,17 +281,17 @@ def test_refusal_before_the_first_token_has_a_status_code(server: Server) -> Non
 
 
 def test_failure_after_the_start_is_an_event_and_stored(server: Server) -> None:
-    told = events(respond(server, "bad later", stream=True))
-    last = told[-1]["response"]
-    assert [event["type"] for event in told].count("response.failed") == 1
-    assert told[-1]["type"] == "response.failed"
+    received = events(respond(server, "bad later", stream=True))
+    last = received[-1]["response"]
+    assert [event["type"] for event in received].count("response.failed") == 1
+    assert received[-1]["type"] == "response.failed"
     assert last["status"] == "failed"
     assert last["error"] == {
         "code": "server_error",
         "message": "the model failed on this input",
     }
     assert last["output"][0]["status"] == "incomplete"
-    assert answered(look_up(server, last["id"])) == last
+    assert response_document(get_response(server, last["id"])) == last
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -306,9 +315,9 @@ def test_requests_are_counted_by_the_path_and_not_by_the_id(server: Server) -> N
         )
 
     before = {key: count(*key) for key in (("", 200), ("/{id}", 200), ("/{id}", 404))}
-    id = answered(respond(server))["id"]
-    look_up(server, id)
-    look_up(server, "resp_none")
+    id = response_document(respond(server))["id"]
+    get_response(server, id)
+    get_response(server, "resp_none")
     assert count("", 200) == before["", 200] + 1
     assert count("/{id}", 200) == before["/{id}", 200] + 1
     assert count("/{id}", 404) == before["/{id}", 404] + 1

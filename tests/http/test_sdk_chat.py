@@ -15,26 +15,26 @@ from tests.sdk import Clock, GetWeather, Place, Sdk
 
 @pytest.fixture(scope="module")
 def demo() -> Iterator[Sdk]:
-    with sdk.demo() as made:
-        yield made
+    with sdk.demo() as connected:
+        yield connected
 
 
 @pytest.fixture(scope="module")
 def tiny() -> Iterator[Sdk]:
-    with sdk.tiny() as made:
-        yield made
+    with sdk.tiny() as connected:
+        yield connected
 
 
 @pytest.fixture(scope="module")
 def strict() -> Iterator[Sdk]:
-    with sdk.tiny(tiny_chat.STRICT) as made:
-        yield made
+    with sdk.tiny(tiny_chat.STRICT) as connected:
+        yield connected
 
 
 @pytest.fixture(params=["demo", "tiny"])
 def asked(request: pytest.FixtureRequest) -> Sdk:
-    made: Sdk = request.getfixturevalue(request.param)
-    return made
+    connected: Sdk = request.getfixturevalue(request.param)
+    return connected
 
 
 def user(text: str) -> list[Any]:
@@ -112,18 +112,18 @@ def test_logprobs_are_those_of_the_document(asked: Sdk) -> None:
     assert isinstance(choice.message.parsed, Place)
     assert choice.logprobs is not None
     tokens = choice.logprobs.content or []
-    assert "".join(each.token for each in tokens) == choice.message.content
-    assert b"".join(bytes(each.bytes or ()) for each in tokens).decode() == choice.message.content
-    assert all(each.logprob <= 0 and len(each.top_logprobs) == 2 for each in tokens)
+    assert "".join(token.token for token in tokens) == choice.message.content
+    assert b"".join(bytes(token.bytes or ()) for token in tokens).decode() == choice.message.content
+    assert all(token.logprob <= 0 and len(token.top_logprobs) == 2 for token in tokens)
 
 
 def test_formats_beyond_the_api_are_in_the_extra_body(tiny: Sdk) -> None:
     body = {"structured_outputs": {"choice": ["red", "green"]}}
-    said = {
+    expected = {
         parse(tiny, extra_body=body, temperature=2, seed=seed).choices[0].message.content
         for seed in range(8)
     }
-    assert said == {"red", "green"}
+    assert expected == {"red", "green"}
 
 
 # ── calls ──
@@ -140,7 +140,7 @@ def test_required_calls_any_tool(asked: Sdk) -> None:
     for seed in range(4):
         fields = {"tools": [sdk.WEATHER, sdk.CLOCK], "tool_choice": "required", "temperature": 1}
         calls = calls_of(parse(asked, "Hello!", seed=seed, **fields))
-        assert all(isinstance(each, GetWeather | Clock) for each in calls)
+        assert all(isinstance(call, GetWeather | Clock) for call in calls)
 
 
 def test_named_tool_is_called(asked: Sdk) -> None:
@@ -168,7 +168,7 @@ def test_parallel_tool_calls_false_gives_one_call(tiny: Sdk) -> None:
         for way in (True, False)
     )
     assert max(map(len, many)) > 1
-    assert {len(each) for each in single} == {1}
+    assert {len(entry) for entry in single} == {1}
 
 
 def test_tools_with_a_format_give_a_call_or_a_document(tiny: Sdk) -> None:
@@ -298,14 +298,14 @@ def test_reasoning_precedes_constrained_output(tiny: Sdk) -> None:
     fields: dict[str, Any] = {"tools": [sdk.CLOCK], "tool_choice": "required", "extra_body": body}
     called = parse(tiny, **fields, **sdk.SAMPLED)
     assert reasoning(called.choices[0].message)
-    assert all(isinstance(each, Clock) for each in calls_of(called))
+    assert all(isinstance(call, Clock) for call in calls_of(called))
 
 
 def test_reasoning_is_accepted_in_messages(tiny: Sdk) -> None:
-    said: Any = {"role": "assistant", "content": "yes", "reasoning_content": "let me see"}
+    earlier: Any = {"role": "assistant", "content": "yes", "reasoning_content": "let me see"}
     bare: Any = {"role": "assistant", "content": "yes"}
     prompts = []
-    for message in (said, bare):
+    for message in (earlier, bare):
         answer = tiny.client.chat.completions.create(
             model=tiny.model, messages=[*user("hi"), message, *user("why")], max_tokens=1
         )
@@ -327,7 +327,7 @@ def test_sixteen_concurrent_requests_keep_their_own_formats(tiny: Sdk) -> None:
             assert isinstance(answer.choices[0].message.parsed, Place)
         elif n % 4 == 1:
             called = await chat.parse(tools=[sdk.CLOCK], tool_choice="required", **fields)
-            assert all(isinstance(each, Clock) for each in calls_of(called))
+            assert all(isinstance(call, Clock) for call in calls_of(called))
         elif n % 4 == 2:
             body = sdk.THINK | {"thinking_token_budget": 9}
             async with chat.stream(response_format=Place, extra_body=body, **fields) as stream:

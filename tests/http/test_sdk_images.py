@@ -41,8 +41,8 @@ def user(*parts: str) -> list[Any]:
 @pytest.fixture(scope="module")
 def seeing() -> Iterator[Sdk]:
     folder = str(tiny_multimodal.folder("llava"))
-    with sdk.connect(chat_model=folder, dtype="float32", kv_cache_gb=0.05) as made:
-        yield made
+    with sdk.connect(chat_model=folder, dtype="float32", kv_cache_gb=0.05) as connected:
+        yield connected
 
 
 def test_chat_has_the_same_text_whole_and_streamed(seeing: Sdk) -> None:
@@ -50,8 +50,8 @@ def test_chat_has_the_same_text_whole_and_streamed(seeing: Sdk) -> None:
     asked = {"model": seeing.model, "messages": messages, **SHORT}
     whole = seeing.client.chat.completions.create(**asked)
     stream = seeing.client.chat.completions.create(**asked, stream=True)
-    told = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
-    assert told == whole.choices[0].message.content
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert streamed == whole.choices[0].message.content
     text_alone = seeing.client.chat.completions.create(
         model=seeing.model, messages=user("What is it?", "and"), **SHORT
     )
@@ -87,8 +87,8 @@ def test_tools_are_called_for_images(seeing: Sdk) -> None:
     assert call.type == "function"
     assert call.function.name == "look"
     assert json.loads(call.function.arguments)["place"] in ("here", "there")
-    said = {"role": "tool", "tool_call_id": call.id, "content": "nothing"}
-    turns = [*messages, choice.message.model_dump(exclude_none=True), said, *user("And?", url(2))]
+    result = {"role": "tool", "tool_call_id": call.id, "content": "nothing"}
+    turns = [*messages, choice.message.model_dump(exclude_none=True), result, *user("And?", url(2))]
     further = seeing.client.chat.completions.create(messages=turns, **asked | {"max_tokens": 8})
     assert answer.usage
     assert further.usage
@@ -96,15 +96,15 @@ def test_tools_are_called_for_images(seeing: Sdk) -> None:
 
 
 def test_seeds_repeat_output_about_images(seeing: Sdk) -> None:
-    def said(seed: int, image: str) -> str | None:
+    def sample(seed: int, image: str) -> str | None:
         answer = seeing.client.chat.completions.create(
             model=seeing.model, messages=user("What?", image), seed=seed, max_tokens=12
         )
         return answer.choices[0].message.content
 
-    first = said(1, url(1))
-    assert said(1, url(1)) == first
-    assert said(2, url(1)) != first
+    first = sample(1, url(1))
+    assert sample(1, url(1)) == first
+    assert sample(2, url(1)) != first
 
 
 def test_responses_accept_images_and_keep_them(seeing: Sdk) -> None:
@@ -140,10 +140,10 @@ def test_broken_image_is_400(seeing: Sdk) -> None:
 def test_tokens_of_a_chat_with_images(seeing: Sdk) -> None:
     root = seeing.url.removesuffix("/v1")
     messages = user("What is it?", url())
-    told = httpx.post(f"{root}/tokenize", json={"messages": messages}).json()
+    tokenized = httpx.post(f"{root}/tokenize", json={"messages": messages}).json()
     answer = seeing.client.chat.completions.create(model=seeing.model, messages=messages, **SHORT)
     assert answer.usage
-    assert told["count"] == len(told["tokens"]) == answer.usage.prompt_tokens
+    assert tokenized["count"] == len(tokenized["tokens"]) == answer.usage.prompt_tokens
 
 
 @pytest.mark.skipif(NODE is None, reason="there is no node here")

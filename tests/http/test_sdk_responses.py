@@ -23,20 +23,20 @@ def sampled(**extra: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def demo() -> Iterator[Sdk]:
-    with sdk.demo() as made:
-        yield made
+    with sdk.demo() as connected:
+        yield connected
 
 
 @pytest.fixture(scope="module")
 def tiny() -> Iterator[Sdk]:
-    with sdk.tiny() as made:
-        yield made
+    with sdk.tiny() as connected:
+        yield connected
 
 
 @pytest.fixture(params=["demo", "tiny"])
 def asked(request: pytest.FixtureRequest) -> Sdk:
-    made: Sdk = request.getfixturevalue(request.param)
-    return made
+    connected: Sdk = request.getfixturevalue(request.param)
+    return connected
 
 
 def calls_of(answer: ParsedResponse[Any]) -> list[Any]:
@@ -90,7 +90,7 @@ def test_logprobs_are_those_of_the_text(tiny: Sdk) -> None:
     assert item.type == "message"
     [part] = item.content
     assert part.type == "output_text"
-    assert "".join(each.token for each in part.logprobs or ()) == part.text
+    assert "".join(token.token for token in part.logprobs or ()) == part.text
     assert isinstance(part.parsed, Place)
 
 
@@ -193,9 +193,9 @@ def test_reasoning_is_an_item(tiny: Sdk) -> None:
     assert answer.usage is not None
     assert 6 <= answer.usage.output_tokens_details.reasoning_tokens <= 7
     with tiny.client.responses.stream(**fields) as stream:
-        told = [e.delta for e in stream if e.type == "response.reasoning_text.delta"]
+        deltas = [e.delta for e in stream if e.type == "response.reasoning_text.delta"]
         final = stream.get_final_response()
-    assert "".join(told) == part.text
+    assert "".join(deltas) == part.text
     assert final.output_parsed == answer.output_parsed
     again = tiny.client.responses.create(
         model=tiny.model, input=[*answer.output, {"role": "user", "content": "why"}],  # type: ignore[list-item]  # as the SDK's guides do
@@ -254,7 +254,7 @@ def test_sixteen_concurrent_requests_keep_their_own_formats(tiny: Sdk) -> None:
             assert isinstance(answer.output_parsed, Place)
         elif n % 3 == 1:
             called = await client.responses.parse(tools=TOOLS[1:], tool_choice="required", **fields)
-            assert all(isinstance(each, Clock) for each in calls_of(called))
+            assert all(isinstance(call, Clock) for call in calls_of(called))
         else:
             async with client.responses.stream(
                 **{**fields, "max_output_tokens": 30, "extra_body": {"ignore_eos": True}}

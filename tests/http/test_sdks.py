@@ -21,8 +21,8 @@ HI = [{"role": "user", "content": "hi"}]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving(load_chat=FakeGenerator, api_keys=("key",)) as made:
-        yield made
+    with serving(load_chat=FakeGenerator, api_keys=("key",)) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def test_openai_chat(client: openai.OpenAI) -> None:
     assert choice.finish_reason == "stop"
     assert choice.logprobs is not None
     assert choice.logprobs.content is not None
-    assert "".join(each.token for each in choice.logprobs.content) == WHOLE
+    assert "".join(token.token for token in choice.logprobs.content) == WHOLE
     assert choice.logprobs.content[0].top_logprobs[0].logprob == -1.0
     assert answer.usage is not None
     assert answer.usage.total_tokens == 7

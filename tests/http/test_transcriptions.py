@@ -42,17 +42,17 @@ def spool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def server(spool: Path) -> Iterator[Server]:
-    with serving(load_transcriber=partial(FakeTranscriber, max_s=60), max_audio_mb=2) as made:
-        yield made
+    with serving(load_transcriber=partial(FakeTranscriber, max_s=60), max_audio_mb=2) as started:
+        yield started
 
 
 @pytest.fixture
 def speaker(server: Server) -> Iterator[FakeTranscriber]:
-    made: Any = server.worker_client.models["transcription"].engine
-    made.payloads.clear()
-    made.gate.set()
-    yield made
-    made.gate.set()
+    engine: Any = server.worker_client.models["transcription"].engine
+    engine.payloads.clear()
+    engine.gate.set()
+    yield engine
+    engine.gate.set()
 
 
 @pytest.fixture(autouse=True)
@@ -99,8 +99,8 @@ def test_all_formats_have_the_same_words(server: Server) -> None:
         "timestamp_granularities[]": ["word", "segment"],
     }
     document = post(server, **fields).json()
-    words["segments"] = "".join(each["text"] for each in document["segments"]).split()
-    assert "".join(each["word"] for each in document["words"]) == TEXT.replace(" ", "")
+    words["segments"] = "".join(segment["text"] for segment in document["segments"]).split()
+    assert "".join(word["word"] for word in document["words"]) == TEXT.replace(" ", "")
     subtitled = TEXT.replace("-->", "->").split()  # an arrow would begin a cue
     assert words == {form: subtitled if form in ("srt", "vtt") else TEXT.split() for form in words}
 
@@ -123,7 +123,7 @@ def test_verbose_json_has_the_requested_granularities(
 ) -> None:
     whole = post(server, response_format="verbose_json").json()
     assert (whole["task"], whole["language"], whole["duration"]) == ("transcribe", "english", 1.0)
-    assert [each["id"] for each in whole["segments"]] == [0, 1, 2]
+    assert [segment["id"] for segment in whole["segments"]] == [0, 1, 2]
     assert "words" not in whole
     assert not speaker.payloads[0].words
     fields: dict[str, Any] = {
@@ -158,11 +158,11 @@ def test_deltas_of_a_stream_join_to_the_whole_text(server: Server) -> None:
     *frames, last = answer.text.removesuffix("\n\n").split("\n\n")
     assert last == "data: [DONE]"
     *deltas, done = [json.loads(frame.removeprefix("data: ")) for frame in frames]
-    assert [each["type"] for each in deltas] == ["transcript.text.delta"] * 3
-    assert "".join(each["delta"] for each in deltas) == done["text"] == TEXT
+    assert [entry["type"] for entry in deltas] == ["transcript.text.delta"] * 3
+    assert "".join(entry["delta"] for entry in deltas) == done["text"] == TEXT
     assert done["type"] == "transcript.text.done"
     assert done["usage"] == {"type": "duration", "seconds": 1.0}
-    assert [each for delta in deltas for each in delta["logprobs"]] == done["logprobs"]
+    assert [token for delta in deltas for token in delta["logprobs"]] == done["logprobs"]
     assert done["logprobs"][0]["bytes"] == list(b" Good")
 
 
@@ -192,11 +192,11 @@ def test_openai_sdk_reads_every_format(server: Server) -> None:
             response_format="verbose_json",
             timestamp_granularities=["word", "segment"],
         )
-        assert [each.word for each in verbose.words or ()][:2] == ["Good", "morning"]
-        assert [each.text for each in verbose.segments or ()][1] == " <Jürgen> & co."
+        assert [word.word for word in verbose.words or ()][:2] == ["Good", "morning"]
+        assert [segment.text for segment in verbose.segments or ()][1] == " <Jürgen> & co."
         assert getattr(verbose.usage, "seconds", 0) == 1.0
         scored = create(file=sound, model="demo", include=["logprobs"])
-        assert next(each.token for each in scored.logprobs or ()) == " Good"
+        assert next(token.token for token in scored.logprobs or ()) == " Good"
         events = list(create(file=sound, model="demo", stream=True))
         assert [event.type for event in events][-1] == "transcript.text.done"
         assert client.audio.translations.create(file=sound, model="demo").text == TEXT
@@ -208,26 +208,26 @@ def test_openai_sdk_reads_every_format(server: Server) -> None:
 def test_openai_node_sdk_reads_every_format(server: Server, tmp_path: Path) -> None:
     assert NODE is not None
     (tmp_path / "a.wav").write_bytes(wav())
-    made = subprocess.run(
+    done = subprocess.run(
         [NODE, FOLDER / "transcriptions.mjs"],
         env=os.environ | {"URL": server.url + "/v1", "SOUND": str(tmp_path / "a.wav")},
         capture_output=True,
         check=True,
         timeout=60,
     )
-    told = json.loads(made.stdout)
-    assert told["whole"] == told["translated"] == "".join(told["deltas"]) == TEXT
-    assert told["done"]["usage"] == {"type": "duration", "seconds": 1.0}
-    assert told["words"] == 10
-    assert told["srt"].startswith("1\n00:00:00,000 --> ")
-    assert told["refused"] == "response_format"
+    transcript = json.loads(done.stdout)
+    assert transcript["whole"] == transcript["translated"] == "".join(transcript["deltas"]) == TEXT
+    assert transcript["done"]["usage"] == {"type": "duration", "seconds": 1.0}
+    assert transcript["words"] == 10
+    assert transcript["srt"].startswith("1\n00:00:00,000 --> ")
+    assert transcript["refused"] == "response_format"
 
 
 def test_curl_sends_a_form(server: Server, tmp_path: Path) -> None:
     (tmp_path / "a.wav").write_bytes(wav(20.0))
     command = ["curl", "-s", server.url + PATH, "-F", f"file=@{tmp_path / 'a.wav'}"]
-    made = subprocess.run([*command, "-F", "response_format=text"], capture_output=True, check=True)
-    assert made.stdout.decode() == TEXT + "\n"
+    done = subprocess.run([*command, "-F", "response_format=text"], capture_output=True, check=True)
+    assert done.stdout.decode() == TEXT + "\n"
     forgot = ["curl", "-s", server.url + PATH, "-F", "file=a.wav"]
     refused = json.loads(subprocess.run(forgot, capture_output=True, check=True).stdout)
     assert "-F file=@PATH" in refused["error"]["message"]

@@ -79,7 +79,7 @@ def test_titles_are_known() -> None:
 
 @pytest.mark.skipif(not Path("/usr/bin/curl").exists(), reason="there is no curl")
 @pytest.mark.parametrize(
-    "block", named([each for each in BLOCKS if (each.language, each.title) == ("bash", "")])
+    "block", named([entry for entry in BLOCKS if (entry.language, entry.title) == ("bash", "")])
 )
 def test_a_shell_block_runs(block: Block, port: int, folder: Path) -> None:
     environ = os.environ | {"PATH": f"{folder}/programs:{os.environ['PATH']}"}
@@ -118,7 +118,7 @@ def help_of(command: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "block", named([each for each in BLOCKS if each.title in ("Needs a real model", "Start")])
+    "block", named([entry for entry in BLOCKS if entry.title in ("Needs a real model", "Start")])
 )
 def test_the_flags_of_a_command_that_is_not_run_exist(block: Block) -> None:
     subprocess.run(["bash", "-n", "-c", block.text.replace("<this repository>", "x")], check=True)

@@ -36,8 +36,8 @@ KEY = {"Authorization": "Bearer k"}
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     task = "text-classification"
-    with serving(FakeRunner, load_chat=FakeGenerator, pipeline_task=task, api_keys=("k",)) as made:
-        yield made
+    with serving(FakeRunner, load_chat=FakeGenerator, pipeline_task=task, api_keys=("k",)) as api:
+        yield api
 
 
 def fetch(server: Server) -> dict[str, Any]:
@@ -63,11 +63,11 @@ def check_form(document: dict[str, Any]) -> None:
 def every(node: Any, key: str) -> list[Any]:
     """All values of `key`, however deep."""
     if isinstance(node, list):
-        return [found for each in node for found in every(each, key)]
+        return [found for child in node for found in every(child, key)]
     if not isinstance(node, dict):
         return []
     found = [node[key]] if key in node else []
-    return found + [deeper for each in node.values() for deeper in every(each, key)]
+    return found + [deeper for child in node.values() for deeper in every(child, key)]
 
 
 def test_the_document_is_well_formed(server: Server) -> None:
@@ -87,7 +87,7 @@ def test_parameters_of_each_task_are_described(task: str) -> None:
     (described,) = document["paths"].values()
     inputs = described["post"]["requestBody"]["content"]["application/json"]["schema"]
     named = every(inputs["properties"]["parameters"], "properties")
-    assert [set(each) for each in named] == [set(TASKS[task].parameters)]
+    assert [set(schema) for schema in named] == [set(TASKS[task].parameters)]
 
 
 def test_exactly_the_mounted_routes_are_described(server: Server) -> None:
@@ -101,7 +101,7 @@ def test_exactly_the_mounted_routes_are_described(server: Server) -> None:
     assert set(described) == server.app.paths == {*ALWAYS, *generation}
     for path, operations in described.items():
         answer = CLIENT.request("TRACE", server.url + path, headers=KEY)
-        allowed = {each.strip().lower() for each in answer.headers["allow"].split(",")}
+        allowed = {method.strip().lower() for method in answer.headers["allow"].split(",")}
         assert allowed - {"head"} == set(operations), path
 
 
@@ -284,7 +284,9 @@ def fuzz(server: Server, folder: Path, examples: int, *words: str) -> None:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     print(done.stdout)
     assert done.returncode == 0, done.stderr
-    failures = {each for each in answers(server) if each[1] >= "500" and each[0] != "/ready"}
+    failures = {
+        answer for answer in answers(server) if answer[1] >= "500" and answer[0] != "/ready"
+    }
     assert not failures
 
 

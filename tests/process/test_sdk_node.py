@@ -144,7 +144,7 @@ def test_error_names_the_unsupported_schema(checks: Checks) -> None:
 
 
 def test_many_at_once_are_each_as_asked(checks: Checks) -> None:
-    places = [Place(**each) for each in got(checks, "chat", "many")["parsed"]]
+    places = [Place(**entry) for entry in got(checks, "chat", "many")["parsed"]]
     assert len(places) == 8
 
 

@@ -151,9 +151,9 @@ def entry(quotes: str, value: Any) -> str:
     if isinstance(value, str):
         return f"{quotes}{value}{quotes}"
     if quotes and isinstance(value, list):
-        return f"[{','.join(entry(quotes, each) for each in value)}]"
+        return f"[{','.join(entry(quotes, item) for item in value)}]"
     if quotes and isinstance(value, dict):
-        return f"{{{','.join(f'{key}:{entry(quotes, each)}' for key, each in value.items())}}}"
+        return f"{{{','.join(f'{key}:{entry(quotes, item)}' for key, item in value.items())}}}"
     return json.dumps(value)
 
 

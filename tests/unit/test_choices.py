@@ -51,10 +51,11 @@ def test_generation_config_provides_absent_fields() -> None:
     body = {"generation_config": '{"temperature": 0.5, "top_p": 0.4, "max_new_tokens": 9}'}
     asked = {"messages": [{"role": "user", "content": "hi"}], "top_p": 1, "max_tokens": None}
     document = with_generation_config(body | asked)
-    told = decode(document, ChatRequest, lambda _: "demo").generation_input()
-    assert (told.sampling.temperature, told.sampling.top_p) == (0.5, 1)
+    generation_input = decode(document, ChatRequest, lambda _: "demo").generation_input()
+    sampling, stopping = generation_input.sampling, generation_input.stopping
+    assert (sampling.temperature, sampling.top_p) == (0.5, 1)
     # as many as there is room for: it always asks for some
-    assert (told.stopping.max_tokens, told.stopping.default_tokens) == (None, 9)
+    assert (stopping.max_tokens, stopping.default_tokens) == (None, 9)
     for wrong in ("{", "[]", ""):
         with pytest.raises(InvalidInput) as refused:
             with_generation_config({"generation_config": wrong})
@@ -82,32 +83,32 @@ def choice_of(event: bytes) -> dict[str, Any]:
 
 
 def test_logprobs_of_a_partial_character_wait_for_the_whole_one() -> None:
-    role, *said, last = choices(chat(logprobs=True))
+    role, *middle, last = choices(chat(logprobs=True))
     assert role["delta"] == {"role": "assistant"}
-    assert [c["delta"] for c in said] == [{"content": "a"}, {"content": "é"}, {"content": "bc"}]
-    tokens = [[each["token"] for each in c["logprobs"]["content"]] for c in said]
+    assert [c["delta"] for c in middle] == [{"content": "a"}, {"content": "é"}, {"content": "bc"}]
+    tokens = [[token["token"] for token in c["logprobs"]["content"]] for c in middle]
     assert tokens == [["a"], ["", "é"], ["b", "c"]]
-    assert said[1]["logprobs"]["content"][0]["bytes"] == [0xC3]
-    assert said[1]["logprobs"]["content"][0]["logprob"] == -9999.0  # JSON has no infinity
+    assert middle[1]["logprobs"]["content"][0]["bytes"] == [0xC3]
+    assert middle[1]["logprobs"]["content"][0]["logprob"] == -9999.0  # JSON has no infinity
     assert last["delta"] == {}
     assert last["finish_reason"] == "stop"
-    assert [each["logprob"] for each in last["logprobs"]["content"]] == [-4.0]
+    assert [token["logprob"] for token in last["logprobs"]["content"]] == [-4.0]
 
 
 def test_text_offsets_continue_across_chunks() -> None:
-    *said, last = choices(completion(logprobs=0))
-    assert [c["text"] for c in said] == ["a", "é", "bc"]
-    assert [c["logprobs"]["text_offset"] for c in said] == [[0], [1, 1], [2, 3]]
+    *middle, last = choices(completion(logprobs=0))
+    assert [c["text"] for c in middle] == ["a", "é", "bc"]
+    assert [c["logprobs"]["text_offset"] for c in middle] == [[0], [1, 1], [2, 3]]
     assert last["text"] == ""
     assert last["logprobs"]["text_offset"] == [4]
-    assert [c["finish_reason"] for c in (*said, last)] == [None, None, None, "stop"]
+    assert [c["finish_reason"] for c in (*middle, last)] == [None, None, None, "stop"]
 
 
 def test_logprobs_are_null_by_default() -> None:
     assert all(choice["logprobs"] is None for choice in choices(completion()))
     bare = [delta("a", 1), Delta(0, finish_reason="stop")]
-    made = [event for each in bare for event in chat().add(each)]
-    assert all(choice_of(event)["logprobs"] is None for event in made)
+    started = [event for entry in bare for event in chat().add(entry)]
+    assert all(choice_of(event)["logprobs"] is None for event in started)
 
 
 def test_top_logprobs_have_the_chosen_token_by_its_own_text() -> None:

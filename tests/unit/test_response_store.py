@@ -62,8 +62,8 @@ def test_item_of_two_responses_remains_after_the_first_is_deleted() -> None:
 def test_items_of_one_response_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     store = ResponseStore(":memory:")
     many: list[Any] = [{"id": f"in_{n}"} for n in range(100)]
-    for id, given in (("a", many[:50]), ("b", many[50:])):
-        store.put(Stored({"id": id, "previous_response_id": None, "output": []}, given))
+    for id, items in (("a", many[:50]), ("b", many[50:])):
+        store.put(Stored({"id": id, "previous_response_id": None, "output": []}, items))
     reads: list[str] = []
     read = store._read
 
@@ -72,7 +72,7 @@ def test_items_of_one_response_are_read_once(monkeypatch: pytest.MonkeyPatch) ->
         return read(id)
 
     monkeypatch.setattr(store, "_read", counted)
-    assert len(store.items({each["id"] for each in many})) == 100
+    assert len(store.items({entry["id"] for entry in many})) == 100
     assert sorted(reads) == ["a", "b"]
 
 
