@@ -19,8 +19,10 @@ GROW_AFTER = 8
 
 
 class DynamicBatcher:
+    """`max_size`: rows of a batch. `max_tokens`: of a batch. `max_wait_s`: of its oldest item."""
+
     def __init__(self, max_size: int, max_tokens: int, max_wait_s: float) -> None:
-        self.max_size = max_size  # rows
+        self.max_size = max_size
         self.max_tokens = max_tokens
         self.max_wait_s = max_wait_s
         self.packs = True  # tokens add up; otherwise each row costs as much as the longest

@@ -1,4 +1,4 @@
-"""Paged key-value memory: which block holds which tokens, who uses it, what may be reused.
+"""The block pool: bookkeeping of the paged KV cache and of its prefix cache.
 
 Memory is divided into blocks of `block_size` token positions; a sequence's table lists its blocks
 in order. A full block is registered under its tokens and the prefix before it, so that a chain of
@@ -6,11 +6,11 @@ blocks identifies the whole prefix exactly, without hashes. A later sequence wit
 and the same cache namespace takes those blocks instead of computing them. Blocks that no sequence
 uses stay registered until their memory is needed, least recently used first, tails before heads.
 
-A block costs memory from its first use on. So blocks are allocated in this order: those that were
-used and hold nothing now; fresh ones, up to a fraction of all; the least recently used of the
-registered ones; the other fresh ones.
+A block takes memory from its first use on. So blocks are allocated in this order: used ones that
+hold nothing; fresh ones, up to a fraction of all; the least recently used registered ones; the
+other fresh ones.
 
-This module does the bookkeeping only. The tensors are in worker/model/attention/kv_cache.py.
+The tensors are in worker/model/attention/kv_cache.py.
 """
 
 from array import array
@@ -46,8 +46,8 @@ class BlockPool:
         self.block_size = block_size
         self.used = 0
         self._ref_counts = [0] * num_blocks
-        # Free blocks: used ones that hold nothing, the last one first; registered ones, in this
-        # order; and all from `_fresh` on, which have never been used.
+        # Free blocks: those that hold nothing, last in, first out; registered ones, least recently
+        # used first; and all from `_fresh` on, which have never been used.
         self._empty: list[int] = []
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._fresh = 0
@@ -122,7 +122,7 @@ class BlockPool:
         for i in range(table.registered, len(tokens) // size):
             key = (prefix, tuple(tokens[i * size : (i + 1) * size]))
             if key in self._computed or key in self.computing:
-                return  # the sequence reuses no prefix: the rest of the chain is another's
+                return  # the sequence reuses no prefix: another one computes the rest of the chain
             block = table.blocks[i]
             self.computing[key] = block
             prefix = self._new_prefix(block, key)
@@ -162,7 +162,7 @@ class BlockPool:
                 del self.computing[key]
                 self._computed[key] = block
             elif (other := self._computed.get(key, self.computing.get(key))) is not None:
-                block = other  # holds the same: the chain goes on from it
+                block = other  # it holds the same tokens: the chain continues from it
             else:
                 self._new_prefix(block, key)
                 self._computed[key] = block

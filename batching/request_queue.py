@@ -19,10 +19,10 @@ from batching.errors import ClientGone, DeadlineHopeless, QueueFull
 from batching.round_robin import RoundRobin
 
 # While the items of list requests are served in round robin, list requests leave this fraction
-# (1 / RESERVE) of the slots to requests of one item.
-RESERVE = 4
-# The weight of a measurement after the next one: about the latest ten count.
-KEEP = 0.9
+# (1 / RESERVE_DIVISOR) of the slots to requests of one item.
+RESERVE_DIVISOR = 4
+# The factor of a measurement's weight with each later one: about the latest ten count.
+DECAY = 0.9
 
 
 class Stream(Protocol):
@@ -189,7 +189,7 @@ class RequestQueue:
         retry_after_s = float(max(1, math.ceil(expected_s)))  # whole seconds, for a header
         queue = "queue", self.pending, self.capacity
         for name, used, slots in (queue, (lane.name, lane.used, lane.slots)):
-            reserved = slots // RESERVE if lane.keeps_reserve(count) else 0
+            reserved = slots // RESERVE_DIVISOR if lane.keeps_reserve(count) else 0
             if used + count > slots - reserved:
                 message = f"the {name} is full: {used} of {slots} slots are in use"
                 raise QueueFull(message, retry_after_s)
@@ -284,7 +284,11 @@ class BatchLane(Lane):
 
     def record(self, items: int, tokens: int, seconds: float) -> None:
         old_items, old_tokens, old_s = self._recent
-        self._recent = old_items * KEEP + items, old_tokens * KEEP + tokens, old_s * KEEP + seconds
+        self._recent = (
+            old_items * DECAY + items,
+            old_tokens * DECAY + tokens,
+            old_s * DECAY + seconds,
+        )
 
 
 class StepLane(Lane):
@@ -330,9 +334,9 @@ class StepLane(Lane):
         started, self._started = self._started, 0
         if started and self._starved_since is not None:
             # the running items may end all at once: average over a round of them
-            keep = max(KEEP, 1 - 1 / max(1, self._running)) ** started
-            self._starts = self._starts * keep + started
-            self._starts_s = self._starts_s * keep + now - self._starved_since
+            decay = max(DECAY, 1 - 1 / max(1, self._running)) ** started
+            self._starts = self._starts * decay + started
+            self._starts_s = self._starts_s * decay + now - self._starved_since
             self._starved_since = now
         if not starved:
             self._starved_since = None

@@ -30,8 +30,8 @@ from batching.sequence import Chunk, Sequence
 # An admission leaves a block free for each running sequence to grow into, or else it might be
 # preempted at once; but at most this part of all blocks.
 RESERVE_DIVISOR = 20
-# Tokens a step of a prompt whose log-probabilities are wanted: each is projected onto the
-# vocabulary. The second, where each step of such a prompt runs the whole of it.
+# Tokens in a step of a prompt whose log-probabilities are requested: each is projected onto the
+# vocabulary. The second: where each step of such a prompt runs the whole of it.
 MAX_SCORED_TOKENS = 128
 MAX_SCORED_TOKENS_WHOLE = 512
 # Sequences in a step with both kinds: as many background ones as others, or up to this total. A
@@ -284,9 +284,9 @@ class ContinuousScheduler:
             self.pool.register(sequence.table, sequence.contents, sequence.computed)
 
     def shrink_running(self) -> bool:
-        """Memory ran out: preempt the younger half of the running sequences, and admit none before
-        one has finished. Return False if that frees nothing: a single sequence runs, or all
-        memory is reserved in the pool."""
+        """Preempt the younger half of the running sequences after an out-of-memory error, and admit
+        none before one has finished. Return False if that frees nothing: a single sequence runs,
+        or all memory is reserved in the pool."""
         if not self.whole_prompts or len(self.running) < 2:
             return False
         self.max_running = len(self.running) // 2
@@ -296,7 +296,7 @@ class ContinuousScheduler:
 
 
 def _prefill_chunk(sequence: Sequence, count: int) -> Chunk:
-    """Of about `count` tokens: spans with bidirectional attention stay whole."""
+    """Return a chunk of about `count` tokens: spans with bidirectional attention stay whole."""
     start, multimodal = sequence.computed, sequence.multimodal
     return Chunk(sequence, start, multimodal.align_chunk(start, count) if multimodal else count)
 
@@ -309,8 +309,8 @@ def _num_foreground(queue: list[Sequence]) -> int:
 # Limits of a step's prompt tokens, by device; where prompts run whole, padding included.
 MAX_PREFILL_TOKENS = {"cpu": 2048, "cuda": 8192}
 MAX_PREFILL_TOKENS_WHOLE = {"cpu": 4096, "cuda": 32768}
-# Prompts make a step at most so much longer. It has at least so many of their tokens while
-# sequences decode, and so many while none does.
+# The longest time that prompts add to a step, and the fewest of their tokens in it: while sequences
+# decode, and while none does.
 MAX_PREFILL_S = 0.3
 MIN_PREFILL_TOKENS = 32
 MIN_PREFILL_TOKENS_ALONE = {"cpu": 512, "cuda": 8192}
@@ -318,9 +318,9 @@ NEW_SHARE = 0.3  # weight of the latest step in the measured time per token
 
 
 class PrefillBudget:
-    """How many prompt tokens a step takes, by the times of earlier steps: as many as pay, few
-    enough not to stall streams. It goes by the time that a prompt token adds, not by a token's
-    share of the whole step: a small step is mostly the reading of the weights."""
+    """Chooses the number of prompt tokens of a step, by the times of earlier steps: few enough not
+    to stall streams. It measures the time that a prompt token adds, not a token's share of the
+    whole step: most of a small step is reading the weights."""
 
     def __init__(self, device_type: str, whole_prompts: bool = False) -> None:
         limits = MAX_PREFILL_TOKENS_WHOLE if whole_prompts else MAX_PREFILL_TOKENS
@@ -338,7 +338,7 @@ class PrefillBudget:
         return min(self._max, max(minimum, fitting))
 
     def learn(self, prompt_tokens: int, other_rows: int, seconds: float) -> None:
-        """Take the time of a step of `prompt_tokens` and of `other_rows` that decoded."""
+        """Record the time of a step of `prompt_tokens` and of `other_rows` that decoded."""
         if prompt_tokens >= MIN_PREFILL_TOKENS:
             added_s = max(0.0, seconds - self.decode_s) if other_rows else seconds
             share = NEW_SHARE if self._token_s else 1.0

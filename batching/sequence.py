@@ -1,7 +1,7 @@
-"""What is scheduled and run, as numbers: a sequence, its chunk of a step, and the step's batch.
+"""The data of a step: sequences, their chunks, and the batch that a model runner computes.
 
 The scheduler (scheduler.py) cuts sequences into chunks. A batch lays the chunks out once, for the
-model runner and the sampler. No tensors, and no text: the caller knows whose a sequence is.
+model runner and the sampler. No tensors and no text: generation/output.py has a sequence's text.
 """
 
 from array import array
@@ -61,8 +61,8 @@ class PrefixedTokens(abc.Sequence[int]):
 
 @dataclass(eq=False, slots=True)
 class MultimodalInputs:
-    """What a prompt with images has besides its token ids, shared by a request's choices. It is
-    complete once its images are encoded (worker/vision/encoder_scheduler.py).
+    """The multimodal inputs of a prompt besides its token ids, shared by a request's choices. They
+    are complete once the images are encoded (worker/vision/encoder_scheduler.py).
 
     `ready`: the prompt may run. `contents`: of the prompt, one for each position.
     `bidirectional_spans`: ranges [start, stop) of positions that attend to each other, and so must
@@ -139,7 +139,7 @@ class Sequence:
 
     @property
     def contents(self) -> abc.Sequence[Content]:
-        """What its blocks hold, by which others find them."""
+        """The contents of its blocks, by position: the keys of the prefix cache."""
         if self.multimodal is None:
             return self.tokens
         return [*self.multimodal.contents, *self.tokens[self.prompt_len :]]
@@ -154,15 +154,15 @@ class Chunk:
     """A sequence's share of a step: `count` of its tokens from `start` on, then drafted ones.
 
     If the chunk reaches the sequence's end, its last token and each draft are to be sampled.
-    `width`, `reaches_end` and `to_sample` are fixed when the chunk is made: `advance` moves the
-    sequence's end.
+    `width`, `reaches_end` and `to_sample` are fixed at construction: `advance` moves the sequence's
+    end.
     """
 
     sequence: Sequence
     start: int
     count: int
     drafts: tuple[int, ...] = ()
-    table: BlockTable | None = field(init=False)  # the sequence's as the chunk was made
+    table: BlockTable | None = field(init=False)  # the sequence's at construction
     width: int = field(init=False)  # tokens, drafts included
     reaches_end: bool = field(init=False)
     to_sample: int = field(init=False)  # how many of its last rows decide a token
@@ -177,7 +177,7 @@ class Chunk:
 
     @property
     def is_active(self) -> bool:
-        """Whether its sequence has been neither preempted nor removed since the chunk was made."""
+        """Whether its sequence has been neither preempted nor removed since the construction."""
         return self.table is not None and self.table is self.sequence.table
 
     @property
@@ -186,7 +186,7 @@ class Chunk:
 
     @property
     def to_score(self) -> range:
-        """Positions whose logits score the prompt's next token, or what may follow the prompt."""
+        """Positions whose logits score the prompt's next token, or the labels after the prompt."""
         sequence = self.sequence
         if sequence.scores_end:
             end = self.start + self.count
@@ -198,7 +198,7 @@ class Chunk:
 
 
 class Span(NamedTuple):
-    """Where `width` tokens of a sequence lie: from position `start` on, in its block table."""
+    """`width` tokens of a sequence from position `start` on, and its block table."""
 
     blocks: abc.Sequence[int]
     start: int
@@ -207,14 +207,15 @@ class Span(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Batch:
-    """What a step runs: T tokens in one row, span after span. Built once and read by every layer.
-    A model runner's `forward(batch, sampled)` returns the logits [R, vocabulary] of `rows`."""
+    """The tokens of a step: T tokens in one row, span after span. Built once and read by every
+    layer. A model runner's `forward(batch, sampled)` returns the logits [R, vocabulary] of
+    `rows`."""
 
     spans: abc.Sequence[Span]
-    ids: abc.Sequence[int]  # [T], drafted ones behind their chunk's; some may be placeholders
-    rows: abc.Sequence[int]  # [R] indices into `ids` whose logits are wanted
-    scored: int = 0  # so many of `rows` score prompts; the rest, behind them, are sampled
-    chunks: abc.Sequence[Chunk] = ()  # one for each span; none in a batch that no scheduler made
+    ids: abc.Sequence[int]  # [T], drafts after the chunk's tokens; some may be placeholders
+    rows: abc.Sequence[int]  # [R] indices into `ids` whose logits are computed
+    scored: int = 0  # so many leading `rows` score prompts; the others are sampled
+    chunks: abc.Sequence[Chunk] = ()  # one for each span; empty in the batch of a check
     multimodal_spans: abc.Sequence[int] = ()  # those that overlap the part before `end`
     shifts: Mapping[int, int] = field(default_factory=dict)  # of other spans: position id - index
     offsets: list[int] = field(init=False)  # [spans] index into `ids` at which each begins
@@ -253,7 +254,7 @@ class Batch:
 
     @property
     def position_ids(self) -> list[int]:
-        """[T] as the model counts them: behind images they differ from the indices."""
+        """[T] as the model counts them: after images they differ from the indices."""
         ids = [*self.positions]
         for number, shift in self.shifts.items():
             begin, width = self.offsets[number], self.spans[number].width

@@ -111,8 +111,8 @@ def test_a_failed_compilation_is_logged_and_the_eager_model_goes_on(
     assert runner.model is eager
     assert runner.metadata is AttentionMetadata
     assert [record.message for record in caplog.records] == [
-        "no native attention, torch's goes on: no compiler here",
-        "not compiled, the eager model goes on: no compiler here",
+        "native attention disabled, using torch: no compiler here",
+        "not compiled, using the eager model: no compiler here",
     ]
 
 
@@ -244,4 +244,4 @@ def test_native_attention_with_other_logits_is_not_used(
     runner._use_native_ops()
     assert runner.metadata is AttentionMetadata
     [record] = caplog.records
-    assert record.message.startswith("no native attention, torch's goes on: logits differ")
+    assert record.message.startswith("native attention disabled, using torch: logits differ")

@@ -82,7 +82,7 @@ def test_weights_of_another_shape_are_an_error_with_both_shapes(tmp_path: Path) 
     weights["classifier.weight"] = torch.zeros(5, 32)
     model.save_pretrained(tmp_path, state_dict=weights)
     hf.AutoTokenizer.from_pretrained(tiny.folder("bert-classify")).save_pretrained(tmp_path)
-    message = r"classifier.weight \(it has \(5, 32\) where config.json says \(3, 32\)\)"
+    message = r"classifier.weight \(it has \(5, 32\) where config.json has \(3, 32\)\)"
     with pytest.raises(LoadingFailed, match=message):
         load("text-classification", tmp_path)
 

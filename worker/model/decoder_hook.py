@@ -68,7 +68,7 @@ class DecoderHook:
 
     def _intercept(self, *positional: Any, **arguments: Any) -> Any:
         if positional or arguments.get("inputs_embeds") is None:
-            raise CannotRun("its decoder is not given embeddings by name")
+            raise CannotRun("its decoder is called without embeddings by name")
         if self._injected is None:
             raise StopForward(arguments)
         indices, rows = self._injected
@@ -108,17 +108,17 @@ def split_by_item(arguments: Mapping[str, Any], count: int, width: int) -> Seque
         elif len(masks) == 1:
             by_token |= {f"{name}.{n}": _scatter(layer, masks[0]) for n, layer in enumerate(value)}
         else:
-            raise CannotRun(f"its decoder is given {name} without a mask of its tokens")
+            raise CannotRun(f"its decoder input {name} has no mask of its tokens")
     for name, value in by_token.items():
         if value.shape[:2] != (count, width):
-            raise CannotRun(f"its decoder is given {name}, which has no row for each token")
+            raise CannotRun(f"its decoder input {name} has no row for each token")
     return [{name: value[n].clone() for name, value in by_token.items()} for n in range(count)]
 
 
 def attends_to_next(arguments: Mapping[str, Any]) -> Tensor:
     """Return bool [T]: whether each token of the captured prompt attends to its successor.
 
-    Raise CannotRun if the masks were not made by transformers' mask functions, or differ by layer.
+    Raise CannotRun if the masks do not come from transformers' mask functions, or differ by layer.
     """
     masks = arguments.get("attention_mask")
     by_layer_type = [*masks.values()] if isinstance(masks, Mapping) else [masks]
@@ -143,7 +143,7 @@ def _holds_tensors(value: Any) -> bool:
 def _scatter(rows: Tensor, mask: Tensor) -> Tensor:
     """Return [B, T, …] with `rows` where `mask` [B, T] is true and zeros elsewhere."""
     if len(rows) != int(mask.sum()):
-        raise CannotRun("its decoder is given rows that do not match its mask")
+        raise CannotRun("the rows of a decoder input do not match its mask")
     scattered = rows.new_zeros(*mask.shape, *rows.shape[1:])
     scattered[mask] = rows
     return scattered

@@ -225,8 +225,9 @@ def log_progress(items: Iterable[Any] = (), *_: Any, **bar: Any) -> Iterator[Any
 
 # ── weights that a checkpoint lacks ──
 
-# transformers initializes them at random and goes on. That is harmless for a pooler that no output
-# uses, and wrong for the head of a task: missing_weights_matter runs the model to tell them apart.
+# transformers initializes them at random and continues. That is harmless for a pooler that no
+# output uses, and wrong for the head of a task: missing_weights_matter runs the model to tell them
+# apart.
 
 _patching = threading.Lock()
 
@@ -261,7 +262,7 @@ def missing_weight_names(info: dict[str, Any]) -> dict[str, str]:
     """Return the missing or mismatched weights of a loading info, with their descriptions."""
     names = {name: name for name in info["missing_keys"]}
     for name, stored, expected in info["mismatched_keys"]:
-        names[name] = f"{name} (it has {tuple(stored)} where config.json says {tuple(expected)})"
+        names[name] = f"{name} (it has {tuple(stored)} where config.json has {tuple(expected)})"
     return dict(sorted(names.items()))
 
 

@@ -45,8 +45,8 @@ from worker.model.multimodal_batch import injected_rows, multimodal_position_ids
 
 log = logging.getLogger("onequeue.paged_runner")
 
-# Tokens of the batches that the compiled model is made and checked with: several, then one, and
-# several again, which runs the first graph with another size.
+# Tokens of the batches that compile and check the model: several, then one, and several again,
+# which runs the first graph with another size.
 COMPILED_WIDTHS = (24, 7, 1, 7)
 # Inductor's settings on a CPU. With dynamic_threads, kernels read the number of threads when they
 # run (worker/cores.py).
@@ -138,7 +138,7 @@ class PagedRunner:
         thread.start()
 
     def _compile(self, threads: int) -> None:
-        """`threads`: number of torch threads of the worker, for which the code is made."""
+        """`threads`: number of torch threads of the worker, for which the code is compiled."""
         unpin()
         torch.set_num_threads(threads)
         self._use_native_ops()
@@ -152,7 +152,7 @@ class PagedRunner:
                 language.model, self._check_compiled, language.is_multimodal
             )
         except Exception as error:
-            log.warning("not compiled, the eager model goes on: %.300s", first_line(error))
+            log.warning("not compiled, using the eager model: %.300s", first_line(error))
             self.compile_state = "off"
         else:
             log.info("compiled seconds=%.0f", time.monotonic() - started)
@@ -173,7 +173,7 @@ class PagedRunner:
             self._check_native()
             warm_up_onednn(language.model.base_model)
         except Exception as error:
-            log.warning("no native attention, torch's goes on: %.300s", first_line(error))
+            log.warning("native attention disabled, using torch: %.300s", first_line(error))
         else:
             self.metadata = NativeMetadata
             log.info("native attention seconds=%.0f", time.monotonic() - started)

@@ -344,7 +344,7 @@ def _sample_kind(
     rows: Sequence[SamplingRow],
     width: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """Do the same for rows of one kind, given the maxima of blocks [R, N] and of rows [R]."""
+    """Sample rows of one kind, as _sample_rows. `maxima` [R, N]: of blocks; `peak` [R]: of rows."""
     if kind == "greedy":
         return _argmax(blocks, maxima), None
     numbers = _row_numbers(kind, rows, blocks.device)
@@ -371,7 +371,7 @@ def _row_numbers(kind: str, rows: Sequence[SamplingRow], device: torch.device) -
 
 
 def _argmax(blocks: Tensor, maxima: Tensor) -> Tensor:
-    """Return the first index of each row's maximum, given the maxima of blocks [R, N]."""
+    """Return the first index of each row's maximum. `maxima` [R, N]: of blocks."""
     block = maxima.argmax(-1, keepdim=True)
     return block[:, 0] * BLOCK + _select_block(blocks, block).argmax(-1)
 

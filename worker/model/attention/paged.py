@@ -84,7 +84,7 @@ def attend(
 
 
 # `attend` as operations that are opaque to the compiler: a graph depends only on the number of
-# tokens. The cache is found through the thread, so no argument is mutated. On a CPU the native
+# tokens. The cache is reached through the thread, so no argument is mutated. On a CPU the native
 # library replaces the first operation's kernel, and calls the second in steps of other backends.
 _attend_op = torch.library.custom_op("onequeue::paged_attention", attend, mutates_args=())
 torch.library.custom_op("onequeue::torch_attention", attend, mutates_args=())
@@ -313,7 +313,7 @@ class BidirectionalMetadata(AttentionMetadata):
 class SpanGroup:
     """Spans that share one attention call: b spans, padded to the t tokens of the widest.
 
-    Each query attends to one range of its span's keys. The masks of long spans are made again for
+    Each query attends to one range of its span's keys. The masks of long spans are recomputed for
     each layer, for few queries at a time, which bounds their memory.
     """
 

@@ -378,7 +378,7 @@ def warm_up_onednn(body: nn.Module) -> None:
 def native_product_matches(layer: PackedLinear, width: int) -> bool:
     """Return whether the native product agrees with oneDNN's if `width` columns form a group.
 
-    oneDNN does not document its layout, so the width is found by trying.
+    oneDNN does not document its layout, so a width is accepted by its products.
     """
 
     def native_product(x: Tensor) -> Tensor:
