@@ -28,7 +28,7 @@ def server(generator: FakeGenerator) -> Iterator[Server]:
         yield started
 
 
-def asked(generator: FakeGenerator, server: Server, **body: Any) -> GenerationInput:
+def submitted(generator: FakeGenerator, server: Server, **body: Any) -> GenerationInput:
     """What the worker gets of a request."""
     answer = post(server, PATH, {"messages": [{"role": "user", "content": "hi"}], **body})
     assert answer.status_code == 200, answer.text
@@ -164,7 +164,7 @@ def test_logprobs_without_alternatives(server: Server) -> None:
 def test_request_without_parameters_uses_the_defaults_of_the_checkpoint(
     server: Server, generator: FakeGenerator
 ) -> None:
-    payload = asked(generator, server)
+    payload = submitted(generator, server)
     assert payload.sampling == Sampling()
     assert payload.stopping == Stopping()
     assert (payload.n, payload.first_choice, payload.echo, payload.param) == (
@@ -179,7 +179,7 @@ def test_null_counts_as_absent(server: Server, generator: FakeGenerator) -> None
     nothing = dict.fromkeys(
         {*ChatRequest.__struct_fields__, *ChatRequest.unimplemented} - {"messages"}
     )
-    payload = asked(generator, server, **nothing)
+    payload = submitted(generator, server, **nothing)
     assert payload.sampling == Sampling()
     assert payload.stopping == Stopping()
 
@@ -187,7 +187,7 @@ def test_null_counts_as_absent(server: Server, generator: FakeGenerator) -> None
 def test_every_sampling_parameter_reaches_the_model(
     server: Server, generator: FakeGenerator
 ) -> None:
-    payload = asked(
+    payload = submitted(
         generator, server, temperature=0, top_p=1, top_k=-1, min_p=0.1, presence_penalty=-2,
         frequency_penalty=2, repetition_penalty=1.1, logit_bias={"7": -100, "8": 1.5}, seed=-3,
         logprobs=True, top_logprobs=20, max_tokens=9, max_completion_tokens=5, min_tokens=2,
@@ -199,8 +199,8 @@ def test_every_sampling_parameter_reaches_the_model(
     )  # fmt: skip
     assert payload.stopping == Stopping(5, 2, ("a", "b"), (3,), True)
     assert payload.n == 2
-    assert asked(generator, server, stop="x", logprobs=True).stopping.stop == ("x",)
-    assert asked(generator, server, logprobs=True).sampling.logprobs == 0
+    assert submitted(generator, server, stop="x", logprobs=True).stopping.stop == ("x",)
+    assert submitted(generator, server, logprobs=True).sampling.logprobs == 0
 
 
 def test_messages_are_converted_for_the_chat_template(
@@ -217,7 +217,7 @@ def test_messages_are_converted_for_the_chat_template(
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}], "tool_calls": []},
         {"role": "user", "content": "hi"},
     ]  # fmt: skip
-    prompt = asked(generator, server, messages=messages).prompt
+    prompt = submitted(generator, server, messages=messages).prompt
     assert isinstance(prompt, Chat)
     assert prompt.messages == (
         {"role": "system", "content": "be brief"},
@@ -244,7 +244,7 @@ def test_reasoning_is_accepted_under_both_names(
 ) -> None:
     earlier = {"role": "assistant", "content": "yes"}
     messages = [earlier | thoughts, {"role": "user", "content": "hi"}]
-    prompt = asked(generator, server, messages=messages).prompt
+    prompt = submitted(generator, server, messages=messages).prompt
     assert isinstance(prompt, Chat)
     assert prompt.messages[0] == earlier | {"reasoning_content": "hm"}
 
@@ -252,7 +252,7 @@ def test_reasoning_is_accepted_under_both_names(
 def test_template_arguments_reach_the_model(server: Server, generator: FakeGenerator) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     kwargs = {"enable_thinking": False}
-    prompt = asked(
+    prompt = submitted(
         generator, server, tools=[tool], reasoning_effort="low", chat_template_kwargs=kwargs
     ).prompt
     assert isinstance(prompt, Chat)
@@ -260,10 +260,10 @@ def test_template_arguments_reach_the_model(server: Server, generator: FakeGener
     assert prompt.template_kwargs == kwargs
     assert prompt.effort == "low"
     assert (prompt.add_generation_prompt, prompt.continue_final_message) == (True, False)
-    continued = asked(generator, server, continue_final_message=True).prompt
+    continued = submitted(generator, server, continue_final_message=True).prompt
     assert isinstance(continued, Chat)
     assert (continued.add_generation_prompt, continued.continue_final_message) == (False, True)
-    bare = asked(generator, server, add_generation_prompt=False).prompt
+    bare = submitted(generator, server, add_generation_prompt=False).prompt
     assert isinstance(bare, Chat)
     assert (bare.add_generation_prompt, bare.continue_final_message) == (False, False)
 
@@ -298,7 +298,7 @@ MESSAGE = {"role": "assistant", "content": "yes"}
 
 
 @pytest.mark.parametrize(
-    ("body", "param", "says"),
+    ("body", "param", "reason"),
     [
         ({"messages": None}, "messages", "expected array"),
         ({"messages": []}, "messages", "must not be empty"),
@@ -462,11 +462,11 @@ MESSAGE = {"role": "assistant", "content": "yes"}
     ],
 )
 def test_error_names_the_invalid_field(
-    server: Server, body: dict[str, Any], param: str, says: str
+    server: Server, body: dict[str, Any], param: str, reason: str
 ) -> None:
     error = refused(server, **body)
     assert error["param"] == param
-    assert says in error["message"]
+    assert reason in error["message"]
     assert param in error["message"]  # clients often show the message alone
     assert error["type"] == "invalid_request_error"
 

@@ -98,7 +98,7 @@ def test_responses_accept_images_and_their_conversations_keep_them(
 
 
 @pytest.mark.parametrize(
-    ("body", "param", "says"),
+    ("body", "param", "reason"),
     [
         (user(image("/etc/passwd")), "messages[0].content[0].image_url", "paths are not opened"),
         (user(image("file:///a.png")), "messages[0].content[0].image_url", "paths are not"),
@@ -114,13 +114,13 @@ def test_responses_accept_images_and_their_conversations_keep_them(
     ],
 )
 def test_invalid_images_are_refused(
-    server: Server, body: dict[str, Any], param: str, says: str
+    server: Server, body: dict[str, Any], param: str, reason: str
 ) -> None:
     answer = post(server, CHAT, body)
     assert answer.status_code == 400, answer.text
     error = error_of(answer)
     assert error["param"].startswith(param)
-    assert says in error["message"]
+    assert reason in error["message"]
 
 
 def test_twenty_images_are_accepted(generator: FakeGenerator, server: Server) -> None:
@@ -160,10 +160,10 @@ def test_error_names_the_setting_that_allows_hosts(generator: FakeGenerator) -> 
 
 
 def test_disconnect_cancels_the_fetches(server: Server) -> None:
-    left, asked = threading.Event(), threading.Event()
+    left, fetching = threading.Event(), threading.Event()
 
     def stall(client: socket.socket) -> None:
-        asked.set()
+        fetching.set()
         client.settimeout(60)
         client.recv(1)  # until the other end closes
         left.set()
@@ -175,7 +175,7 @@ def test_disconnect_cancels_the_fetches(server: Server) -> None:
         client = socket.create_connection(("127.0.0.1", server.port))
         lines = b"".join(b"%b: %b\r\n" % header for header in body.headers.raw)
         client.sendall(b"POST %b HTTP/1.1\r\n%b\r\n%b" % (CHAT.encode(), lines, body.content))
-        assert asked.wait(60)
+        assert fetching.wait(60)
         client.close()
         assert left.wait(60)
     wait_until(lambda: server.app.body_bytes == 0)

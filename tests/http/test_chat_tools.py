@@ -34,7 +34,7 @@ def server(generator: FakeGenerator) -> Iterator[Server]:
         yield started
 
 
-def asked(generator: FakeGenerator, server: Server, **fields: Any) -> GenerationInput:
+def submitted(generator: FakeGenerator, server: Server, **fields: Any) -> GenerationInput:
     answer = chat(server, **fields)
     assert answer.status_code == 200, answer.text
     return generator.payloads[-1]
@@ -139,7 +139,7 @@ def test_calls_of_several_choices_are_counted_separately(server: Server) -> None
 def test_tool_choice_reaches_the_model(
     generator: FakeGenerator, server: Server, fields: dict[str, Any], calls: ToolCallPolicy
 ) -> None:
-    payload = asked(generator, server, tools=TOOLS, **fields)
+    payload = submitted(generator, server, tools=TOOLS, **fields)
     assert payload.tool_calls == calls
     assert isinstance(payload.prompt, Chat)
     assert payload.prompt.tools == tuple(TOOLS)
@@ -148,7 +148,7 @@ def test_tool_choice_reaches_the_model(
 def test_tools_that_may_not_be_called_are_not_in_the_prompt(
     generator: FakeGenerator, server: Server
 ) -> None:
-    payload = asked(generator, server, tools=TOOLS, tool_choice="none")
+    payload = submitted(generator, server, tools=TOOLS, tool_choice="none")
     assert payload.tool_calls is None
     assert isinstance(payload.prompt, Chat)
     assert payload.prompt.tools == ()
@@ -203,11 +203,11 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 def test_output_format_reaches_the_model(
     generator: FakeGenerator, server: Server, fields: dict[str, Any], constraint: Constraint | None
 ) -> None:
-    assert asked(generator, server, **fields).constraint == constraint
+    assert submitted(generator, server, **fields).constraint == constraint
 
 
 def test_thinking_token_budget_reaches_the_model(generator: FakeGenerator, server: Server) -> None:
-    assert asked(generator, server, thinking_token_budget=7).thinking_tokens == 7
+    assert submitted(generator, server, thinking_token_budget=7).thinking_tokens == 7
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def test_stream_joins_to_the_whole_response(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "param", "says"),
+    ("body", "param", "reason"),
     [
         ({}, "prompt", "is required"),
         ({"prompt": None}, "prompt", "expected"),
@@ -196,13 +196,13 @@ def test_stream_joins_to_the_whole_response(server: Server) -> None:
     ],
 )
 def test_error_names_the_invalid_field(
-    server: Server, body: dict[str, Any], param: str, says: str
+    server: Server, body: dict[str, Any], param: str, reason: str
 ) -> None:
     answer = post(server, PATH, body)
     assert answer.status_code == 400
     error = error_of(answer)
     assert error["param"] == param
-    assert says in error["message"]
+    assert reason in error["message"]
     assert server.worker_client.queue.pending == 0
 
 

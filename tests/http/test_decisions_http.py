@@ -105,8 +105,8 @@ def test_each_kind_is_answered_in_the_sdks_types(client: openai.OpenAI) -> None:
 
 
 def test_four_hundred_questions_are_answered_in_order(client: openai.OpenAI) -> None:
-    asked = [PREDICATE | {"name": f"q{n}", "instructions": f"Is it {n}?"} for n in range(400)]
-    decision = ask(client, asked, "It is 7.")
+    questions = [PREDICATE | {"name": f"q{n}", "instructions": f"Is it {n}?"} for n in range(400)]
+    decision = ask(client, questions, "It is 7.")
     assert [answer.name for answer in decision.answers] == [f"q{n}" for n in range(400)]
 
 
@@ -249,9 +249,9 @@ def test_systemone_error_names_the_invalid_field(
 
 
 def test_unknown_model_is_404(client: openai.OpenAI) -> None:
-    asked: list[Any] = [PREDICATE]
+    questions: list[Any] = [PREDICATE]
     with pytest.raises(openai.NotFoundError) as caught:
-        client.decisions.create(model="gpt-6-luna", input=TEXT, questions=asked)
+        client.decisions.create(model="gpt-6-luna", input=TEXT, questions=questions)
     assert caught.value.code == "model_not_found"
 
 
@@ -259,12 +259,12 @@ def test_keys_and_salts_have_their_own_cache_namespaces() -> None:
     folder = str(tiny_decisions.folder())
     body: dict[str, Any] = {"input": TEXT, "questions": [PREDICATE]}
     salted = {"cache_salt": "a"}
-    asked: list[Any] = [("one", {}), ("two", {}), ("one", salted), ("one", {}), ("two", {})]
+    requests: list[Any] = [("one", {}), ("two", {}), ("one", salted), ("one", {}), ("two", {})]
     found = []
     with serving(
         chat_model=folder, dtype="float32", kv_cache_gb=0.05, compile="off", api_keys=("one", "two")
     ) as server:
-        for key, more in asked:
+        for key, more in requests:
             answer = httpx.post(
                 server.url + PATH,
                 json=body | more,
@@ -276,7 +276,7 @@ def test_keys_and_salts_have_their_own_cache_namespaces() -> None:
     assert found == [False, False, False, True, True]
 
 
-# ── time limits, and who leaves ──
+# ── time limits and disconnects ──
 
 
 def test_request_has_one_slot_and_a_time_limit() -> None:

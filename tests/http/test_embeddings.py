@@ -54,8 +54,8 @@ def test_response_has_openais_format(server: Server) -> None:
 
 def test_related_texts_are_closer_than_others(server: Server) -> None:
     known = vectors(server, FACTS)
-    for n, asked in enumerate(["what is the capital of france?", "the cow's moo", "flour"]):
-        near = known @ vectors(server, asked)[0]
+    for n, query in enumerate(["what is the capital of france?", "the cow's moo", "flour"]):
+        near = known @ vectors(server, query)[0]
         assert near.argmax() == n
         assert near[n] > sorted(near)[1] + 0.2
 

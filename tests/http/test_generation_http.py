@@ -35,10 +35,8 @@ def serving_fake(**settings: Any) -> Iterator[tuple[Server, FakeGenerator]]:
 
 
 def body_for(path: str, text: str = "hi", **fields: Any) -> dict[str, Any]:
-    asked = (
-        {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
-    )
-    return {**asked, **fields}
+    body = {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
+    return {**body, **fields}
 
 
 def ask(server: Server, path: str, text: str = "hi", limit_ms: int = 0, **fields: Any) -> Any:
@@ -111,10 +109,10 @@ def test_everything_is_a_503_while_loading(method: str, path: str) -> None:
 def test_no_token_in_time_is_a_504(path: str, stream: bool) -> None:
     with serving_fake() as (server, generator), ThreadPoolExecutor(1) as pool:
         timers = ManualTimers(server)
-        asked = pool.submit(ask, server, path, "hang", limit_ms=40_000, stream=stream)
+        pending = pool.submit(ask, server, path, "hang", limit_ms=40_000, stream=stream)
         wait_until(lambda: bool(generator.running))
         timers.fire(within_s=40)
-        answer = asked.result()
+        answer = pending.result()
         assert answer.status_code == 504
         assert error_of(answer)["code"] == "deadline_exceeded"
         wait_until(lambda: generator.dropped == ["hang"])
@@ -159,12 +157,12 @@ def test_the_time_limit_ends_with_the_first_token(stream: bool) -> None:
     with serving_fake() as (server, generator), ThreadPoolExecutor(1) as pool:
         timers = ManualTimers(server)
         generator.one_by_one = True
-        asked = pool.submit(chat, server, stream=stream)
+        pending = pool.submit(chat, server, stream=stream)
         generator.permits.release()
         wait_until(lambda: metric(server, "onequeue_time_to_first_token_seconds_count") == 1)
         timers.fire(within_s=60)
         generator.release()
-        answer = asked.result()
+        answer = pending.result()
         assert answer.status_code == 200
         text = text_of(answer) if stream else answer.json()["choices"][0]["message"]["content"]
         assert text == "Hello there, wörld!"
@@ -176,10 +174,10 @@ def test_the_clients_own_limit_bounds_the_whole(path: str, stream: bool) -> None
     with serving_fake() as (server, generator), ThreadPoolExecutor(1) as pool:
         timers = ManualTimers(server)
         fields = {"stream": stream, "max_tokens": 10**9}
-        asked = pool.submit(ask, server, path, "long", limit_ms=40_000, **fields)
+        pending = pool.submit(ask, server, path, "long", limit_ms=40_000, **fields)
         wait_until(lambda: metric(server, "onequeue_time_to_first_token_seconds_count") == 1)
         timers.fire(within_s=40)
-        answer = asked.result()
+        answer = pending.result()
         if stream:
             assert answer.status_code == 200
             assert json.loads(frames(answer.text)[-2])["error"]["code"] == "deadline_exceeded"
@@ -191,18 +189,18 @@ def test_the_clients_own_limit_bounds_the_whole(path: str, stream: bool) -> None
 
 def test_a_server_that_gives_up_says_so_in_the_stream() -> None:
     with serving_fake() as (server, _), ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(chat, server, "long", stream=True)
+        pending = pool.submit(chat, server, "long", stream=True)
         wait_until(lambda: metric(server, "onequeue_time_to_first_token_seconds_count") == 1)
         server.worker_client.loop.call_soon_threadsafe(server.worker_client.cancel_all)
-        assert json.loads(frames(asked.result().text)[-2])["error"]["code"] == "draining"
+        assert json.loads(frames(pending.result().text)[-2])["error"]["code"] == "draining"
 
 
 def test_a_worker_that_dies_says_so_in_the_stream() -> None:
     with serving_fake() as (server, generator), ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(chat, server, "long", stream=True)
+        pending = pool.submit(chat, server, "long", stream=True)
         assert generator.responded.wait(60)
         generator.step_error = RuntimeError("CUDA error: unspecified launch failure")
-        assert json.loads(frames(asked.result().text)[-2])["error"]["code"] == "worker_down"
+        assert json.loads(frames(pending.result().text)[-2])["error"]["code"] == "worker_down"
         assert chat(server, stream=True).status_code == 503
 
 
@@ -379,6 +377,6 @@ def test_the_first_token_is_timed_and_requests_are_counted() -> None:
 
 def test_a_hundred_streams_at_once_all_get_their_text() -> None:
     with serving_fake() as (server, _), ThreadPoolExecutor(50) as pool:
-        asked = [pool.submit(chat, server, f"say a{n} b c", stream=True) for n in range(100)]
-        for n, request in enumerate(asked):
+        responses = [pool.submit(chat, server, f"say a{n} b c", stream=True) for n in range(100)]
+        for n, request in enumerate(responses):
             assert text_of(request.result()) == f"a{n} b c"

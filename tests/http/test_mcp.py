@@ -37,7 +37,9 @@ def demo() -> Iterator[Sdk]:
         yield connected
 
 
-async def by_chat(client: openai.AsyncOpenAI, model: str, mcp: Client, asked: list[Call]) -> str:
+async def by_chat(
+    client: openai.AsyncOpenAI, model: str, mcp: Client, tool_calls: list[Call]
+) -> str:
     tools: list[Any] = [{"type": "function", "function": tool} for tool in await offered(mcp)]
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
     for _ in range(MOST_TURNS):
@@ -48,13 +50,13 @@ async def by_chat(client: openai.AsyncOpenAI, model: str, mcp: Client, asked: li
         messages.append(message)
         for call in message.tool_calls:
             assert call.type == "function"
-            result = await called(mcp, call.function.name, call.function.arguments, asked)
+            result = await called(mcp, call.function.name, call.function.arguments, tool_calls)
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
     raise AssertionError("it went on calling")
 
 
 async def by_responses(
-    client: openai.AsyncOpenAI, model: str, mcp: Client, asked: list[Call]
+    client: openai.AsyncOpenAI, model: str, mcp: Client, tool_calls: list[Call]
 ) -> str:
     tools: list[Any] = [
         {"type": "function", "strict": False, **tool} for tool in await offered(mcp)
@@ -70,7 +72,7 @@ async def by_responses(
             return answer.output_text
         items, previous = [], answer.id
         for call in calls:
-            output = await called(mcp, call.name, call.arguments, asked)
+            output = await called(mcp, call.name, call.arguments, tool_calls)
             result = {"type": "function_call_output", "call_id": call.call_id, "output": output}
             items.append(result)
     raise AssertionError("it went on calling")
@@ -85,10 +87,10 @@ async def offered(mcp: Client) -> list[dict[str, Any]]:
     ]
 
 
-async def called(mcp: Client, name: str, arguments: str, asked: list[Call]) -> str:
+async def called(mcp: Client, name: str, arguments: str, tool_calls: list[Call]) -> str:
     """What a tool returned, as text."""
     values = json.loads(arguments)
-    asked.append((name, values))
+    tool_calls.append((name, values))
     result = await mcp.call_tool(name, values)
     return "\n".join(part.text for part in result.content if isinstance(part, TextContent))
 
@@ -97,7 +99,7 @@ async def called(mcp: Client, name: str, arguments: str, asked: list[Call]) -> s
 def test_an_mcp_servers_tool_is_called_and_its_result_is_told(
     demo: Sdk, loop: Callable[..., Awaitable[str]]
 ) -> None:
-    asked: list[Call] = []
+    tool_calls: list[Call] = []
 
     async def run() -> str:
         server = StdioServerParameters(command=sys.executable, args=["-c", SERVER])
@@ -105,8 +107,8 @@ def test_an_mcp_servers_tool_is_called_and_its_result_is_told(
             Client(server) as mcp,
             openai.AsyncOpenAI(base_url=demo.url, api_key="-", max_retries=0) as client,
         ):
-            return await loop(client, demo.model, mcp, asked)
+            return await loop(client, demo.model, mcp, tool_calls)
 
     text = asyncio.run(run())
-    assert asked == [("get_weather", {"city": "Paris"})]
+    assert tool_calls == [("get_weather", {"city": "Paris"})]
     assert reports_weather(text)

@@ -94,7 +94,7 @@ def test_detokenize_returns_the_text(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "param", "says"),
+    ("path", "body", "param", "reason"),
     [
         ("tokenize", {}, "prompt", "not both"),
         (
@@ -116,13 +116,13 @@ def test_detokenize_returns_the_text(server: Server) -> None:
     ],
 )
 def test_error_names_the_invalid_field(
-    server: Server, path: str, body: dict[str, Any], param: str | None, says: str
+    server: Server, path: str, body: dict[str, Any], param: str | None, reason: str
 ) -> None:
     answer = post(server, "/" + path, body)
     assert answer.status_code == 400
     error = error_of(answer)
     assert error["param"] == param
-    assert says in error["message"]
+    assert reason in error["message"]
 
 
 @pytest.mark.parametrize("path", ["tokenize", "detokenize", "load_model"])

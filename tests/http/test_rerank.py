@@ -147,8 +147,8 @@ def test_template_of_the_decoder_is_used(tmp_path: Path) -> None:
 
 
 def test_other_models_are_refused_at_load() -> None:
-    for name, says in (("bert-classify", "3 labels"), ("bert-base", "no weights|labels")):
-        with pytest.raises(LoadingFailed, match=says):
+    for name, reason in (("bert-classify", "3 labels"), ("bert-base", "no weights|labels")):
+        with pytest.raises(LoadingFailed, match=reason):
             load(tiny.folder(name))
 
 

@@ -315,17 +315,17 @@ def test_deleting_a_background_response_ends_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "code", "says"),
+    ("text", "code", "reason"),
     [("bad", "server_error", "failed on this input"), ("refused", "invalid_prompt", "is refused")],
 )
 def test_failure_in_the_background_is_in_the_response(
-    server: Server, text: str, code: str, says: str
+    server: Server, text: str, code: str, reason: str
 ) -> None:
     id = response_document(respond(server, text, background=True))["id"]
     wait_until(lambda: get_response(server, id).json()["status"] == "failed")
     failed = response_document(get_response(server, id))
     assert failed["error"]["code"] == code
-    assert says in failed["error"]["message"]
+    assert reason in failed["error"]["message"]
     assert failed["output"] == []
     assert failed["usage"] is None
 

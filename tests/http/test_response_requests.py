@@ -40,7 +40,7 @@ def server(generator: FakeGenerator) -> Iterator[Server]:
 
 
 @pytest.fixture
-def asked(generator: FakeGenerator, server: Server) -> Any:
+def submit(generator: FakeGenerator, server: Server) -> Any:
     """What the worker gets of a request."""
 
     def ask(input: Any = "hi", **fields: Any) -> GenerationInput:
@@ -60,26 +60,26 @@ def messages(payload: GenerationInput) -> list[Any]:
 BARE = Chat(({"role": "user", "content": "hi"},))
 
 
-def test_request_without_parameters_uses_the_defaults_of_the_checkpoint(asked: Any) -> None:
-    payload = asked()
+def test_request_without_parameters_uses_the_defaults_of_the_checkpoint(submit: Any) -> None:
+    payload = submit()
     assert payload.prompt == BARE
     assert payload.sampling == Sampling()
     assert payload.stopping == Stopping()
     assert (payload.n, payload.constraint, payload.tool_calls) == (1, None, None)
 
 
-def test_null_counts_as_absent(asked: Any) -> None:
+def test_null_counts_as_absent(submit: Any) -> None:
     nothing = dict.fromkeys(
         {*ResponseRequest.__struct_fields__, *ResponseRequest.unimplemented} - {"input"}
     )
-    payload = asked(**nothing)
+    payload = submit(**nothing)
     assert payload.prompt == BARE
     assert payload.sampling == Sampling()
     assert payload.stopping == Stopping()
 
 
-def test_every_sampling_parameter_reaches_the_model(asked: Any) -> None:
-    payload = asked(
+def test_every_sampling_parameter_reaches_the_model(submit: Any) -> None:
+    payload = submit(
         temperature=0, top_p=1, top_k=-1, min_p=0.1, presence_penalty=-2, frequency_penalty=2,
         repetition_penalty=1.1, logit_bias={"7": -100}, seed=-3, max_output_tokens=5,
         min_tokens=2, stop="x", stop_token_ids=[3], ignore_eos=True, top_logprobs=4,
@@ -90,23 +90,23 @@ def test_every_sampling_parameter_reaches_the_model(asked: Any) -> None:
         repetition_penalty=1.1, logit_bias={7: -100}, seed=-3, logprobs=4,
     )  # fmt: skip
     assert payload.stopping == Stopping(5, 2, ("x",), (3,), True)
-    assert asked(include=["message.output_text.logprobs"]).sampling.logprobs == 0
+    assert submit(include=["message.output_text.logprobs"]).sampling.logprobs == 0
 
 
-def test_effort_and_template_arguments_reach_the_model(asked: Any) -> None:
-    prompt = asked(reasoning={"effort": "low"}, chat_template_kwargs={"a": 1}).prompt
+def test_effort_and_template_arguments_reach_the_model(submit: Any) -> None:
+    prompt = submit(reasoning={"effort": "low"}, chat_template_kwargs={"a": 1}).prompt
     assert prompt.effort == "low"
     assert prompt.template_kwargs == {"a": 1}
-    assert asked(thinking_token_budget=0).thinking_tokens == 0
-    assert asked(reasoning={"summary": "auto"}).prompt.effort is None
+    assert submit(thinking_token_budget=0).thinking_tokens == 0
+    assert submit(reasoning={"summary": "auto"}).prompt.effort is None
 
 
-def test_instructions_are_the_first_message(asked: Any) -> None:
+def test_instructions_are_the_first_message(submit: Any) -> None:
     system = {"role": "system", "content": "be brief"}
-    assert messages(asked([USER], instructions="be brief")) == [system, USER]
+    assert messages(submit([USER], instructions="be brief")) == [system, USER]
 
 
-def test_messages_are_converted_for_the_chat_template(asked: Any) -> None:
+def test_messages_are_converted_for_the_chat_template(submit: Any) -> None:
     items = [
         {"role": "developer", "content": "be brief"},
         {"type": "message", "role": "user", "content": [
@@ -116,7 +116,7 @@ def test_messages_are_converted_for_the_chat_template(asked: Any) -> None:
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
         {"role": "user", "content": "hi"},
     ]  # fmt: skip
-    assert messages(asked(items)) == [
+    assert messages(submit(items)) == [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "one\ntwo"},
         {"role": "assistant", "content": "yes"},
@@ -125,15 +125,18 @@ def test_messages_are_converted_for_the_chat_template(asked: Any) -> None:
     ]
 
 
-def test_content_part_as_an_item_is_a_message_of_the_user(asked: Any) -> None:
+def test_content_part_as_an_item_is_a_message_of_the_user(submit: Any) -> None:
     part = {"type": "input_text", "text": "hi"}
-    assert messages(asked([part])) == [USER]
+    assert messages(submit([part])) == [USER]
     earlier = {"role": "assistant", "content": "yes"}
-    assert messages(asked([part, earlier, part])) == [USER, earlier, USER]
-    assert messages(asked([{**part, "role": "system"}, USER])) == [{**USER, "role": "system"}, USER]
+    assert messages(submit([part, earlier, part])) == [USER, earlier, USER]
+    assert messages(submit([{**part, "role": "system"}, USER])) == [
+        {**USER, "role": "system"},
+        USER,
+    ]
 
 
-def test_items_of_the_assistant_become_one_message(asked: Any) -> None:
+def test_items_of_the_assistant_become_one_message(submit: Any) -> None:
     thought = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [
         {"type": "reasoning_text", "text": "hm"}]}  # fmt: skip
     summed = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "so"}]}
@@ -155,7 +158,7 @@ def test_items_of_the_assistant_become_one_message(asked: Any) -> None:
     def heard(call_id: str, text: str) -> dict[str, Any]:
         return {"role": "tool", "name": "f", "tool_call_id": call_id, "content": text}
 
-    got = messages(asked([USER, thought, earlier, CALL, cut, TOLD, parts]))
+    got = messages(submit([USER, thought, earlier, CALL, cut, TOLD, parts]))
     assert got == [
         USER,
         {
@@ -167,7 +170,7 @@ def test_items_of_the_assistant_become_one_message(asked: Any) -> None:
         heard("c1", "say 3"),
         heard("c2", "say 4"),
     ]
-    got = messages(asked([USER, CALL, TOLD, summed, cut, parts]))
+    got = messages(submit([USER, CALL, TOLD, summed, cut, parts]))
     assert got == [
         USER,
         {"role": "assistant", "content": None, "tool_calls": called(CALL)},
@@ -180,7 +183,7 @@ def test_items_of_the_assistant_become_one_message(asked: Any) -> None:
         },
         heard("c2", "say 4"),
     ]
-    got = messages(asked([thought, {"role": "assistant", "content": "a"}, thought, USER]))
+    got = messages(submit([thought, {"role": "assistant", "content": "a"}, thought, USER]))
     assert got == [
         {"role": "assistant", "content": "a", "reasoning_content": "hm"},
         {"role": "assistant", "content": "", "reasoning_content": "hm"},
@@ -188,8 +191,8 @@ def test_items_of_the_assistant_become_one_message(asked: Any) -> None:
     ]
 
 
-def test_tools_are_nested_for_the_template(asked: Any) -> None:
-    payload = asked(tools=[TOOL, OTHER])
+def test_tools_are_nested_for_the_template(submit: Any) -> None:
+    payload = submit(tools=[TOOL, OTHER])
     assert payload.prompt.tools == (
         {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}},
         {"type": "function", "function": {"name": "g", "description": "goes", "strict": False}},
@@ -220,26 +223,26 @@ def test_tools_are_nested_for_the_template(asked: Any) -> None:
     ],
 )
 def test_tool_choice_determines_the_callable_tools(
-    asked: Any, fields: dict[str, Any], calls: ToolCallPolicy | None
+    submit: Any, fields: dict[str, Any], calls: ToolCallPolicy | None
 ) -> None:
-    payload = asked(**{"tools": [TOOL, OTHER], **fields})
+    payload = submit(**{"tools": [TOOL, OTHER], **fields})
     assert payload.tool_calls == calls
     offered = [tool["function"]["name"] for tool in payload.prompt.tools]
     assert offered == (["f", "g"] if calls else [])  # what may not be called is not offered
 
 
-def test_format_constrains_the_text(asked: Any) -> None:
+def test_format_constrains_the_text(submit: Any) -> None:
     schema = {"type": "json_schema", "name": "n", "schema": SCHEMA}
-    constraint = asked(text={"format": schema}).constraint
+    constraint = submit(text={"format": schema}).constraint
     assert constraint == Constraint("json_schema", SCHEMA, "text.format.schema")
-    constraint = asked(text={"format": {"type": "json_object"}}).constraint
+    constraint = submit(text={"format": {"type": "json_object"}}).constraint
     assert constraint == Constraint("json_schema", {"type": "object"}, "text.format")
     schema = {"type": "json_object", "schema": SCHEMA}
-    constraint = asked(text={"format": schema}).constraint
+    constraint = submit(text={"format": schema}).constraint
     assert constraint == Constraint("json_schema", SCHEMA, "text.format.schema")
-    constraint = asked(structured_outputs={"regex": "a+"}).constraint
+    constraint = submit(structured_outputs={"regex": "a+"}).constraint
     assert constraint == Constraint("regex", "a+", "structured_outputs.regex")
-    assert asked(text={"format": {"type": "text"}, "verbosity": "low"}).constraint is None
+    assert submit(text={"format": {"type": "text"}, "verbosity": "low"}).constraint is None
 
 
 @pytest.mark.parametrize(
@@ -262,7 +265,7 @@ def test_unimplemented_parameters_with_default_values_are_accepted(
     assert answer.status_code == 200, answer.text
 
 
-def test_megabytes_of_input_are_accepted(asked: Any, server: Server) -> None:
+def test_megabytes_of_input_are_accepted(submit: Any, server: Server) -> None:
     long = "x" * 5_000_000
     messages = [{"role": "user", "content": long}, {"role": "user", "content": "say fine"}]
     answer = response_document(respond(server, messages))
@@ -291,7 +294,7 @@ ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [TOOL]}
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "says"),
+    ("fields", "param", "reason"),
     [
         ({"input": None}, "input", "expected"),
         ({"input": ""}, "input", "must not be empty"),
@@ -441,7 +444,7 @@ ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [TOOL]}
     ],
 )
 def test_error_names_the_invalid_field(
-    server: Server, fields: dict[str, Any], param: str, says: str
+    server: Server, fields: dict[str, Any], param: str, reason: str
 ) -> None:
     for stream in (None, True):
         if stream and {"stream", "stream_options"} & set(fields):
@@ -452,7 +455,7 @@ def test_error_names_the_invalid_field(
         assert answer.status_code == 400, answer.text
         error = error_of(answer)
         assert error["param"] == param
-        assert says in error["message"]
+        assert reason in error["message"]
         assert error["type"] == "invalid_request_error"
 
 

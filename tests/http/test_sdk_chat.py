@@ -32,7 +32,7 @@ def strict() -> Iterator[Sdk]:
 
 
 @pytest.fixture(params=["demo", "tiny"])
-def asked(request: pytest.FixtureRequest) -> Sdk:
+def target(request: pytest.FixtureRequest) -> Sdk:
     connected: Sdk = request.getfixturevalue(request.param)
     return connected
 
@@ -42,11 +42,11 @@ def user(text: str) -> list[Any]:
 
 
 def parse(
-    asked: Sdk, text: str = sdk.QUESTION, form: Any = openai.omit, **fields: Any
+    target: Sdk, text: str = sdk.QUESTION, form: Any = openai.omit, **fields: Any
 ) -> ParsedChatCompletion[Any]:
     fields = {"max_tokens": 300, **fields}
-    return asked.client.chat.completions.parse(
-        model=asked.model, messages=user(text), response_format=form, **fields
+    return target.client.chat.completions.parse(
+        model=target.model, messages=user(text), response_format=form, **fields
     )
 
 
@@ -63,8 +63,8 @@ def calls_of(answer: ParsedChatCompletion[Any]) -> list[Any]:
 # ── documents ──
 
 
-def test_response_is_parsed_into_a_pydantic_model(asked: Sdk) -> None:
-    answer = parse(asked, form=Place, n=3, **sdk.SAMPLED)
+def test_response_is_parsed_into_a_pydantic_model(target: Sdk) -> None:
+    answer = parse(target, form=Place, n=3, **sdk.SAMPLED)
     for choice in answer.choices:
         assert choice.finish_reason == "stop"
         assert isinstance(choice.message.parsed, Place)
@@ -74,9 +74,9 @@ def test_response_is_parsed_into_a_pydantic_model(asked: Sdk) -> None:
     assert len({choice.message.content for choice in answer.choices}) > 1
 
 
-def test_streamed_response_is_parsed_in_parts_and_at_its_end(asked: Sdk) -> None:
-    with asked.client.chat.completions.stream(
-        model=asked.model, messages=user(sdk.QUESTION), response_format=Place, max_tokens=300
+def test_streamed_response_is_parsed_in_parts_and_at_its_end(target: Sdk) -> None:
+    with target.client.chat.completions.stream(
+        model=target.model, messages=user(sdk.QUESTION), response_format=Place, max_tokens=300
     ) as stream:
         events = list(stream)
         final = stream.get_final_completion().choices[0].message
@@ -90,24 +90,24 @@ def test_streamed_response_is_parsed_in_parts_and_at_its_end(asked: Sdk) -> None
     assert done.content == final.content
 
 
-def test_document_that_is_cut_off_raises_its_own_error(asked: Sdk) -> None:
+def test_document_that_is_cut_off_raises_its_own_error(target: Sdk) -> None:
     with pytest.raises(openai.LengthFinishReasonError) as cut:
-        parse(asked, form=Place, max_tokens=4)
+        parse(target, form=Place, max_tokens=4)
     assert (cut.value.completion.choices[0].message.content or "").startswith('{"')
 
 
-def test_error_names_the_unsupported_schema(asked: Sdk) -> None:
+def test_error_names_the_unsupported_schema(target: Sdk) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "none"}}}
     for streams in (False, True):
         with pytest.raises(openai.BadRequestError) as bad:
-            asked.client.chat.completions.create(
-                model=asked.model, messages=user("hi"), response_format=form, stream=streams
+            target.client.chat.completions.create(
+                model=target.model, messages=user("hi"), response_format=form, stream=streams
             )
         assert bad.value.param == "response_format.json_schema.schema"
 
 
-def test_logprobs_are_those_of_the_document(asked: Sdk) -> None:
-    answer = parse(asked, form=Place, logprobs=True, top_logprobs=2, **sdk.SAMPLED)
+def test_logprobs_are_those_of_the_document(target: Sdk) -> None:
+    answer = parse(target, form=Place, logprobs=True, top_logprobs=2, **sdk.SAMPLED)
     [choice] = answer.choices
     assert isinstance(choice.message.parsed, Place)
     assert choice.logprobs is not None
@@ -136,22 +136,22 @@ def test_model_calls_a_tool_when_needed(demo: Sdk) -> None:
     assert not free.choices[0].message.tool_calls
 
 
-def test_required_calls_any_tool(asked: Sdk) -> None:
+def test_required_calls_any_tool(target: Sdk) -> None:
     for seed in range(4):
         fields = {"tools": [sdk.WEATHER, sdk.CLOCK], "tool_choice": "required", "temperature": 1}
-        calls = calls_of(parse(asked, "Hello!", seed=seed, **fields))
+        calls = calls_of(parse(target, "Hello!", seed=seed, **fields))
         assert all(isinstance(call, GetWeather | Clock) for call in calls)
 
 
-def test_named_tool_is_called(asked: Sdk) -> None:
+def test_named_tool_is_called(target: Sdk) -> None:
     named = {"type": "function", "function": {"name": "clock"}}
-    [call, *_] = calls_of(parse(asked, tools=[sdk.WEATHER, sdk.CLOCK], tool_choice=named))
+    [call, *_] = calls_of(parse(target, tools=[sdk.WEATHER, sdk.CLOCK], tool_choice=named))
     assert isinstance(call, Clock)
 
 
-def test_none_calls_no_tool(asked: Sdk) -> None:
-    answer = asked.client.chat.completions.create(
-        model=asked.model,
+def test_none_calls_no_tool(target: Sdk) -> None:
+    answer = target.client.chat.completions.create(
+        model=target.model,
         messages=user(sdk.QUESTION),
         tools=[sdk.WEATHER],
         tool_choice="none",
@@ -181,9 +181,9 @@ def test_tools_with_a_format_give_a_call_or_a_document(tiny: Sdk) -> None:
     assert kinds == {Clock, Place}
 
 
-def test_streamed_call_has_its_name_first_and_is_parsed_at_its_end(asked: Sdk) -> None:
-    with asked.client.chat.completions.stream(
-        model=asked.model,
+def test_streamed_call_has_its_name_first_and_is_parsed_at_its_end(target: Sdk) -> None:
+    with target.client.chat.completions.stream(
+        model=target.model,
         messages=user(sdk.QUESTION),
         tools=[sdk.WEATHER],
         tool_choice="required",

@@ -34,7 +34,7 @@ def tiny() -> Iterator[Sdk]:
 
 
 @pytest.fixture(params=["demo", "tiny"])
-def asked(request: pytest.FixtureRequest) -> Sdk:
+def target(request: pytest.FixtureRequest) -> Sdk:
     connected: Sdk = request.getfixturevalue(request.param)
     return connected
 
@@ -50,18 +50,22 @@ def calls_of(answer: ParsedResponse[Any]) -> list[Any]:
 # ── documents ──
 
 
-def test_text_is_parsed_into_a_pydantic_model(asked: Sdk) -> None:
-    answer = asked.client.responses.parse(
-        model=asked.model, input=sdk.QUESTION, text_format=Place, max_output_tokens=300, **sampled()
+def test_text_is_parsed_into_a_pydantic_model(target: Sdk) -> None:
+    answer = target.client.responses.parse(
+        model=target.model,
+        input=sdk.QUESTION,
+        text_format=Place,
+        max_output_tokens=300,
+        **sampled(),
     )
     assert answer.status == "completed"
     assert isinstance(answer.output_parsed, Place)
     assert json.loads(answer.output_text) == answer.output_parsed.model_dump()
 
 
-def test_streamed_text_is_parsed_at_its_end(asked: Sdk) -> None:
-    with asked.client.responses.stream(
-        model=asked.model, input=sdk.QUESTION, text_format=Place, max_output_tokens=300
+def test_streamed_text_is_parsed_at_its_end(target: Sdk) -> None:
+    with target.client.responses.stream(
+        model=target.model, input=sdk.QUESTION, text_format=Place, max_output_tokens=300
     ) as stream:
         events = list(stream)
         final = stream.get_final_response()
@@ -97,10 +101,10 @@ def test_logprobs_are_those_of_the_text(tiny: Sdk) -> None:
 # ── calls ──
 
 
-def test_tool_choice_determines_the_called_tool(asked: Sdk) -> None:
+def test_tool_choice_determines_the_called_tool(target: Sdk) -> None:
     def call(choice: Any) -> ParsedResponse[None]:
-        return asked.client.responses.parse(
-            model=asked.model,
+        return target.client.responses.parse(
+            model=target.model,
             input=sdk.QUESTION,
             tools=TOOLS,
             tool_choice=choice,
@@ -160,9 +164,9 @@ def test_result_of_a_tool_is_in_the_response(demo: Sdk, stored: bool, streams: b
     assert sdk.reports_weather(answer.output_text), answer.output_text
 
 
-def test_streamed_call_has_several_parts(asked: Sdk) -> None:
-    with asked.client.responses.stream(
-        model=asked.model,
+def test_streamed_call_has_several_parts(target: Sdk) -> None:
+    with target.client.responses.stream(
+        model=target.model,
         input=sdk.QUESTION,
         tools=TOOLS[:1],
         tool_choice="required",

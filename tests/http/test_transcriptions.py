@@ -78,9 +78,9 @@ def post(
 def test_json_has_the_text_and_the_seconds(server: Server, speaker: FakeTranscriber) -> None:
     answer = post(server, wav(2.5), language="de", prompt="before", temperature="0.2")
     assert answer.json() == {"text": TEXT, "usage": {"type": "duration", "seconds": 2.5}}
-    [asked] = speaker.payloads
-    assert (asked.task, asked.language, asked.prompt) == ("transcribe", "de", "before")
-    assert (asked.temperature, asked.words, asked.logprobs) == (0.2, False, False)
+    [payload] = speaker.payloads
+    assert (payload.task, payload.language, payload.prompt) == ("transcribe", "de", "before")
+    assert (payload.temperature, payload.words, payload.logprobs) == (0.2, False, False)
 
 
 def test_all_formats_have_the_same_words(server: Server) -> None:

@@ -224,12 +224,12 @@ def test_api_keys_and_cache_salts_share_no_prefixes(
     folder = str(checkpoint(tmp_path / "m", "qwen3-base"))
     ranking = str(decoder(tmp_path / "r"))
     with serving(embedding_model=folder, rerank_model=ranking, api_keys=("one", "two")) as server:
-        asked: dict[str, tuple[str, Any]] = {
+        requests: dict[str, tuple[str, Any]] = {
             "/v1/embeddings": ("embedding", {"input": PROMPT}),
             "/rerank": ("rerank", {"query": PROMPT, "documents": ["a"]}),
             "/v1/score": ("rerank", {"text_1": LONG, "text_2": "a", "model": ranking}),
         }
-        for path, (name, body) in asked.items():
+        for path, (name, body) in requests.items():
             model: Any = server.worker_client.models[name]
             with monkeypatch.context() as patch:
                 steps, ran = record_steps(model.engine.runner.model, patch), []

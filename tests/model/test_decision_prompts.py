@@ -37,9 +37,9 @@ from worker.text.chat_template.template import RenderedPrompt
     ],
 )
 def test_the_token_ids_are_those_of_each_whole_prompt(text: str) -> None:
-    asked = about(text, predicates(3))
+    payload = about(text, predicates(3))
     tokenizer = tiny_decisions.engine().runner.language.tokenizer
-    for question, ids in zip(asked.questions, prompts_of(asked), strict=True):
+    for question, ids in zip(payload.questions, prompts_of(payload), strict=True):
         content = f"{text}\n\n{question.text(['Yes', 'No'])}"
         whole: Any = tokenizer.apply_chat_template(
             [{"role": "user", "content": content}],
@@ -56,16 +56,16 @@ def test_the_question_is_appended_to_the_last_user_message() -> None:
         assistant,
         {"role": "user", "content": "Hi\n\nQ"},
     )
-    asked = {"role": "user", "content": "Q"}
-    assert decisions.with_question([user, assistant], "Q") == (user, assistant, asked)
+    question = {"role": "user", "content": "Q"}
+    assert decisions.with_question([user, assistant], "Q") == (user, assistant, question)
 
 
 # ── refusals ──
 
 
-def refused(asked: DecisionInput) -> InvalidInput:
+def refused(payload: DecisionInput) -> InvalidInput:
     with pytest.raises(InvalidInput) as caught:
-        tiny_decisions.engine().prepare(WorkItem(asked, float("inf"), 0.0))
+        tiny_decisions.engine().prepare(WorkItem(payload, float("inf"), 0.0))
     return caught.value
 
 
@@ -83,16 +83,16 @@ def test_a_question_beyond_the_context_is_refused_by_name() -> None:
 
 
 def test_the_tokens_of_all_questions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = about(STATE, predicates(10))
-    prompts = prompts_of(asked)
+    payload = about(STATE, predicates(10))
+    prompts = prompts_of(payload)
     whole = sum(map(len, prompts))
     for name, limit in (("MAX_QUESTION_TOKENS", 300), ("MAX_PROMPT_TOKENS", whole - 1)):
         monkeypatch.setattr(decisions, name, limit)
-        error = refused(asked)
+        error = refused(payload)
         assert str(error.param).startswith("questions[")
         monkeypatch.undo()
     monkeypatch.setattr(decisions, "MAX_PROMPT_TOKENS", whole)
-    assert len(prompts_of(asked)) == 10
+    assert len(prompts_of(payload)) == 10
 
 
 def test_prompts_share_their_input() -> None:

@@ -45,9 +45,9 @@ KINDS: dict[str, Any] = {
 }
 
 
-def serve(generator: GenerationEngine, *asked: DecisionInput) -> tuple[list[Served], Driver]:
+def serve(generator: GenerationEngine, *payloads: DecisionInput) -> tuple[list[Served], Driver]:
     driver = Driver(generator)
-    served = [driver.add(WorkItem(request, float("inf"), 0.0)) for request in asked]
+    served = [driver.add(WorkItem(request, float("inf"), 0.0)) for request in payloads]
     driver.finish()
     return served, driver
 
@@ -60,8 +60,8 @@ def answers(generator: GenerationEngine, named: SystemOneRequest) -> dict[str, A
     return decisions
 
 
-def probabilities(generator: GenerationEngine, asked: DecisionInput) -> list[list[float]]:
-    [served], _ = serve(generator, asked)
+def probabilities(generator: GenerationEngine, payload: DecisionInput) -> list[list[float]]:
+    [served], _ = serve(generator, payload)
     return [list(delta.probabilities) for delta in served.choices]
 
 
@@ -120,19 +120,19 @@ def test_more_options_than_letters_get_pairs_of_them() -> None:
 
 
 def test_probabilities_do_not_depend_on_the_other_questions() -> None:
-    asked = [*predicates(30), *read(KINDS).decision_input().questions]
-    together = probabilities(tiny_decisions.engine(), about(STATE, asked))
-    backwards = probabilities(tiny_decisions.engine(), about(STATE, asked[::-1]))
-    for question, one, other in zip(asked, together, reversed(backwards), strict=True):
+    questions = [*predicates(30), *read(KINDS).decision_input().questions]
+    together = probabilities(tiny_decisions.engine(), about(STATE, questions))
+    backwards = probabilities(tiny_decisions.engine(), about(STATE, questions[::-1]))
+    for question, one, other in zip(questions, together, reversed(backwards), strict=True):
         [alone] = probabilities(tiny_decisions.engine(), about(STATE, [question]))
         assert one == pytest.approx(alone, abs=1e-5)
         assert other == pytest.approx(alone, abs=1e-5)
 
 
 def test_an_unpaged_model_gives_the_same_probabilities() -> None:
-    asked = about(STATE, predicates(5))
-    paged = probabilities(tiny_decisions.engine(), asked)
-    assert probabilities(tiny_decisions.cached(), asked) == [
+    payload = about(STATE, predicates(5))
+    paged = probabilities(tiny_decisions.engine(), payload)
+    assert probabilities(tiny_decisions.cached(), payload) == [
         pytest.approx(row, abs=1e-4) for row in paged
     ]
 
@@ -170,13 +170,13 @@ def test_the_input_is_run_once_for_all_questions(
     budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", {"cpu": budget})
-    asked = about(STATE, predicates(100))
-    prompts = prompts_of(asked)
+    payload = about(STATE, predicates(100))
+    prompts = prompts_of(payload)
     whole, *others = uncached(prompts)
     assert whole == len(prompts[0]) > 6 * BLOCK
     assert max(others) < 5 * BLOCK
     generator = tiny_decisions.engine(blocks=1200)
-    [served], driver = serve(generator, asked)
+    [served], driver = serve(generator, payload)
     assert driver.total("prefill_tokens") == whole + sum(others)
     assert driver.total("decode_tokens") == 0
     pairs = zip(served.sequences, prompts, strict=True)
@@ -225,9 +225,9 @@ def test_a_chat_does_not_wait_for_many_questions(monkeypatch: pytest.MonkeyPatch
 
 def test_probabilities_are_right_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", {"cpu": 48})
-    asked = [about(STATE, predicates(20)), about(STATE[::-1], predicates(20))]
-    wanted = [probabilities(tiny_decisions.engine(), one) for one in asked]
-    served, _ = serve(tiny_decisions.engine(blocks=40), *asked)
+    payloads = [about(STATE, predicates(20)), about(STATE[::-1], predicates(20))]
+    wanted = [probabilities(tiny_decisions.engine(), one) for one in payloads]
+    served, _ = serve(tiny_decisions.engine(blocks=40), *payloads)
     for result, expected in zip(served, wanted, strict=True):
         rows = [list(delta.probabilities) for delta in result.choices]
         assert rows == [pytest.approx(row, abs=1e-5) for row in expected]

@@ -232,11 +232,11 @@ def test_a_forward_that_raises_keeps_the_tokens_in_flight() -> None:
 
 def test_a_drafter_runs_at_most_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The prompts end with an n-gram that they repeat, the outputs do not."""
-    generator, asked = engine("llama"), list[NgramDrafter]()
+    generator, drafters = engine("llama"), list[NgramDrafter]()
     draft = NgramDrafter.draft
 
     def recorded(drafter: NgramDrafter, *arguments: Any) -> tuple[int, ...]:
-        asked.append(drafter)
+        drafters.append(drafter)
         return draft(drafter, *arguments)
 
     monkeypatch.setattr(NgramDrafter, "draft", recorded)
@@ -245,9 +245,9 @@ def test_a_drafter_runs_at_most_once_a_step(monkeypatch: pytest.MonkeyPatch) -> 
     served = [driver.add(request(text, max_tokens=12)) for text in texts]
     while generator.busy:
         driver.step()
-        assert len(set(asked)) == len(asked)
-        total += len(asked)
-        asked.clear()
+        assert len(set(drafters)) == len(drafters)
+        total += len(drafters)
+        drafters.clear()
     assert total > 0
     assert_greedy("llama", served, 12)
 

@@ -186,10 +186,10 @@ def test_a_refused_recording_is_closed(monkeypatch: pytest.MonkeyPatch, tmp_path
     broken = np.full(RATE, np.nan, np.float32)
     (tmp_path / "a.webm").write_bytes(contained("webm", "libopus"))
     payload, refusals = TranscriptionInput(str(tmp_path / "a.webm")), []
-    for asked in (replace(payload, language="klingon"), replace(payload, prompt="<|en|>")):
+    for invalid in (replace(payload, language="klingon"), replace(payload, prompt="<|en|>")):
         for kind in (WHISPER, CTC):
             with pytest.raises(InvalidInput) as refusal:
-                prepared(new_speech_engine(kind), asked)
+                prepared(new_speech_engine(kind), invalid)
             refusals.append(refusal)
     monkeypatch.setattr(container.Container, "read", lambda self, count: broken)
     for kind in (WHISPER, CTC):

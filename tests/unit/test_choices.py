@@ -49,8 +49,8 @@ def chat(**fields: Any) -> Builder:
 def test_generation_config_provides_absent_fields() -> None:
     """As `transformers chat` sends it."""
     body = {"generation_config": '{"temperature": 0.5, "top_p": 0.4, "max_new_tokens": 9}'}
-    asked = {"messages": [{"role": "user", "content": "hi"}], "top_p": 1, "max_tokens": None}
-    document = with_generation_config(body | asked)
+    fields = {"messages": [{"role": "user", "content": "hi"}], "top_p": 1, "max_tokens": None}
+    document = with_generation_config(body | fields)
     generation_input = decode(document, ChatRequest, lambda _: "demo").generation_input()
     sampling, stopping = generation_input.sampling, generation_input.stopping
     assert (sampling.temperature, sampling.top_p) == (0.5, 1)
