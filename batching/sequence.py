@@ -25,10 +25,6 @@ def is_placeholder(token: int) -> bool:
     return token < 0
 
 
-def row_of(placeholder: int) -> int:
-    return -1 - placeholder
-
-
 class PrefixedTokens(abc.Sequence[int]):
     """Immutable prompt: a prefix shared with other prompts, plus its own suffix."""
 

@@ -9,7 +9,7 @@ from itertools import takewhile
 from batching import scheduler
 from batching.block_pool import BlockPool, BlockTable
 from batching.scheduler import RESERVE_DIVISOR, ContinuousScheduler
-from batching.sequence import Chunk, Sequence, is_placeholder, row_of
+from batching.sequence import Chunk, Sequence, is_placeholder
 
 TOKENS = 3  # so few that prefixes are often equal by chance
 NOTHING = 0
@@ -68,7 +68,7 @@ class FakeModel:
             assert sequence.table is not None
             end = chunk.start + chunk.width
             tokens = sequence.tokens[: chunk.start + chunk.count]
-            known = [sampled[row_of(token)] if is_placeholder(token) else token for token in tokens]
+            known = [sampled[-1 - token] if is_placeholder(token) else token for token in tokens]
             prefixes = self.prefixes([*known, *chunk.drafts])
             slots = [
                 block * self.size + i for block in sequence.table.blocks for i in range(self.size)

@@ -232,14 +232,14 @@ def check_parameters(task_name: str, parameters: dict[str, Any]) -> None:
     any number is valid. Raises InvalidInput."""
     task = TASKS[task_name]
     for name, value in parameters.items():
-        check = task.parameters.get(name)
-        if check is None:
+        check_value = task.parameters.get(name)
+        if check_value is None:
             known = ", ".join(sorted(task.parameters)) or "none"
             unknown = f"{task_name} has no parameter {name[:100]!r}; it accepts: {known}"
             raise InvalidInput(unknown, f"parameters.{name[:100]}")
-        if requirement := check(value):
+        if requirement := check_value(value):
             raise InvalidInput(f"{name} {requirement}", f"parameters.{name}")
-        if type(value) is int and check(float(value)) is None:
+        if type(value) is int and check_value(float(value)) is None:
             parameters[name] = float(value)
     for name in task.required:
         if name not in parameters:

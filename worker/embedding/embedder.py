@@ -112,7 +112,7 @@ class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
         )
 
     def finish(self, item: WorkItem, raw: Tensor) -> EmbeddingOutput:
-        """Return an item's vectors, encoded as its payload asks. Raises ItemFailed for NaN."""
+        """Return an item's vectors, encoded as its payload requests. Raises ItemFailed for NaN."""
         payload: EmbeddingInput = item.payload
         if not raw.isfinite().all():
             raise ItemFailed("the model returned NaN or infinity for this input")

@@ -420,8 +420,7 @@ class GenerationEngine:
                 self._fail(item, error)
 
     def _unschedule(self, item: WorkItem, failed: bool = False) -> None:
-        """Remove a request's sequences. What a failed one computed is not left in the prefix
-        cache."""
+        """Remove a request's sequences. Blocks of a failed one leave the prefix cache."""
         for sequence in self.live[item]:
             if failed and sequence.table:
                 self.scheduler.pool.unregister(sequence.table)

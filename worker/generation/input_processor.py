@@ -338,7 +338,7 @@ class ConstraintBuilder:
         if constraint is None:
             return None, compiled
         if output_format.undelimited_calls:
-            reason = "this model writes tool calls as plain JSON: give either this or tools"
+            reason = "this model writes tool calls as plain JSON: send either this or tools"
             raise InvalidInput.at(constraint.param, reason)
         whole = content_or_calls(constraint, grammar, self._headers(output_format))
         return grammars.compile(whole, constraint.param), None
@@ -374,7 +374,7 @@ def verify_tool_call_format(template: ChatTemplate) -> ChatTemplate:
 
 
 def reasoning_requested(request: GenerationInput) -> bool:
-    """Return whether a request asks for reasoning. Without it, a response with a grammar starts
+    """Return whether a request enables reasoning. Without it, a response with a grammar starts
     with what the grammar allows."""
     chat = request.prompt
     if not isinstance(chat, Chat):

@@ -1,7 +1,7 @@
 """Properties that all documents matching a JSON schema have: types, values, bounds, properties.
 
 one_of.py uses them to decide whether two schemas exclude each other, argument_grammar.py to write
-rules. An analysis may know less than the schema says, never more: an ignored keyword only makes a
+rules. An analysis may be looser than the schema, never stricter: an ignored keyword only makes a
 schema match less, so schemas that are disjoint by their analyses are disjoint. Schemas are
 untrusted: every step is counted against a limit.
 """

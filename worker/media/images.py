@@ -1,7 +1,7 @@
 """Image files: opened by their header, checked, decoded. Runs in pool threads.
 
 Sizes are checked in the header, before decoding, against files that unpack into gigabytes; no
-decoder returns more than its header says. Only formats that are decoded in this process are read
+decoder returns more than its header states. Only formats that are decoded in this process are read
 (PostScript would start a program). Of an animation the first frame is used. No torch.
 """
 

@@ -87,7 +87,7 @@ class SamplingState:
 
 
 class SamplingRow(NamedTuple):
-    """What determines the token of one row of logits, besides the logits."""
+    """The state that determines the token of one row of logits, besides the logits."""
 
     state: SamplingState
     position: int  # index of the output token, from 0

@@ -54,7 +54,7 @@ class PackedGroup:
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """The attention of a layer. With a `window` a token sees window - 1 neighbours on each side."""
+    """A layer's attention. With a `window` a token attends to window - 1 tokens on each side."""
 
     heads: int
     kv_heads: int

@@ -1,8 +1,8 @@
-"""CTC models (wav2vec2 and others): one forward gives a letter or a blank for each frame.
+"""CTC models (wav2vec2 and others): one forward predicts a letter or a blank for each frame.
 
 A recording is cut into overlapping windows. Of each overlap, either window keeps the half that it
 has more context for, as transformers' pipeline does with `chunk_length_s`. Text is sent up to the
-last whole word of a window. A frame is what the model gives one letter for, some 20 ms.
+last whole word of a window. A frame, some 20 ms, has one prediction.
 """
 
 from collections.abc import Sequence

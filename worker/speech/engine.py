@@ -62,7 +62,7 @@ class SpeechEngine(Generic[W]):
     """`prepare` runs in pool threads, the rest on the worker's.
 
     `open_decoder` opens a recording, and raises InvalidInput. `example`: a window for warming up.
-    `align` computes token times, for decoders that do not know them.
+    `align` computes token times, for decoders without them.
     """
 
     text_model = None

@@ -3,9 +3,10 @@
 The architecture decides between Whisper (whisper.py, transcript.py) and CTC (ctc.py).
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +30,6 @@ from worker.model.loading import (
 from worker.speech.alignment import Aligner
 from worker.speech.ctc import CtcDecoder, CtcReader, CtcRunner, CtcWindow, extract
 from worker.speech.engine import ENCODER_BATCH, SpeechEngine
-from worker.speech.interfaces import AudioReader
 from worker.speech.log_mel import LogMel, LogMelReader
 from worker.speech.row_cache import row_bytes
 from worker.speech.transcript import WhisperDecoder
@@ -39,9 +39,6 @@ from worker.speech.whisper import WhisperRunner, WhisperWindow
 TASK = "automatic-speech-recognition"
 MAX_ROWS = {"cpu": 16, "cuda": 64}  # windows that are decoded together
 ROWS_MEMORY_SHARE = 0.5  # of the free memory
-
-R = TypeVar("R", bound=AudioReader)
-D = TypeVar("D")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +111,8 @@ def new_whisper_engine(
 
     def open_decoder(payload: TranscriptionInput) -> WhisperDecoder:
         recording = Recording(payload.path, mel.sampling_rate, options.max_audio_s)
-        reader = LogMelReader(mel, recording)
-        return _close_on_error(
-            reader, lambda reader: WhisperDecoder(payload, reader, vocabulary, config)
-        )
+        with _close_on_error(recording):
+            return WhisperDecoder(payload, LogMelReader(mel, recording), vocabulary, config)
 
     def example() -> WhisperWindow:
         silence = torch.zeros(model.config.num_mel_bins, mel.window_frames)
@@ -144,12 +139,9 @@ def new_ctc_engine(checkpoint: SpeechCheckpoint, options: SpeechOptions) -> Spee
 
     def open_decoder(payload: TranscriptionInput) -> CtcDecoder:
         recording = Recording(payload.path, rate, options.max_audio_s)
-        reader = CtcReader(extractor, samples_per_frame, recording)
-        seconds_per_frame = samples_per_frame / rate
-        return _close_on_error(
-            reader,
-            lambda reader: CtcDecoder(payload, reader, checkpoint.tokenizer, seconds_per_frame),
-        )
+        with _close_on_error(recording):
+            reader = CtcReader(extractor, samples_per_frame, recording)
+            return CtcDecoder(payload, reader, checkpoint.tokenizer, samples_per_frame / rate)
 
     info = model_info(TASK, options.model, model, model.num_parameters(), "same shape")
     return SpeechEngine(runner, open_decoder, info, lambda: silent_window(extractor, 1))
@@ -170,9 +162,10 @@ def measure_samples_per_frame(extractor: Any, runner: CtcRunner) -> int:
     return round((long.samples - short.samples) / (len(long.ids) - len(short.ids)))
 
 
-def _close_on_error(reader: R, new_decoder: Callable[[R], D]) -> D:
+@contextmanager
+def _close_on_error(recording: Recording) -> Iterator[None]:
     try:
-        return new_decoder(reader)
+        yield
     except BaseException:
-        reader.close()
+        recording.close()
         raise

@@ -358,7 +358,7 @@ def _inferred_call_parser(
     return make_call_parser(call_format, groups.get("name"), tools)
 
 
-# Where a model must call a tool and its own format is unknown.
+# Used where a model must call a tool and its own format is unknown.
 DEFAULT_OUTPUT_FORMAT = inferred_output_format(
     ("<think>", "</think>"), None, DEFAULT_TOOL_CALL_FORMAT, None
 )

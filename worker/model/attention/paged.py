@@ -274,7 +274,7 @@ def has_bidirectional_spans(batch: Batch) -> bool:
 
 
 class BidirectionalMetadata(AttentionMetadata):
-    """AttentionMetadata for prompts with spans whose tokens attend to each other both ways.
+    """AttentionMetadata for prompts with spans of bidirectional attention.
 
     Such a span runs in one step, or its beginning is in the cache. A row of the step also attends
     to positions `firsts` to `lasts` [T] of its sequence.

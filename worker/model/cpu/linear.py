@@ -77,7 +77,7 @@ class PackedLinear(nn.Module):
     """nn.Linear, x [..., in] → [..., out], with weights in oneDNN's layout.
 
     Where bfloat16 would be emulated, weights are float32 and so are sums; inputs and outputs stay
-    bfloat16, which gives what bfloat16 kernels give. The native operation replaces oneDNN's product
+    bfloat16, with the results of bfloat16 kernels. The native operation replaces oneDNN's product
     once `native_width`, the columns per group of the layout, is not 0. It reads weights at the
     memory's speed for few rows. For more rows it pads the rows to one of a few dozen counts and
     calls oneDNN, which would create a kernel for each new count.

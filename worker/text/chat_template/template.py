@@ -1,4 +1,4 @@
-"""A tokenizer's chat template: renders a conversation, and knows the formats that it implies.
+"""A tokenizer's chat template: renders a conversation, and infers formats from it.
 
     at load:    probing messages  --try_render-->  texts  --inference.py-->  formats
     a request:  messages  --history.py-->  messages of the template  --render-->  prompt
