@@ -108,7 +108,7 @@ class Lane:
         self.not_started = 0  # of them, those whose response has not started
 
     def release(self, item: WorkItem) -> None:
-        """Free the slot of an item that is answered or cancelled."""
+        """Free the slot of an item, resolved or not."""
         self.used -= 1
         if not item.started:
             self._start(item)
@@ -208,7 +208,7 @@ class RequestQueue:
         return items
 
     def release(self, items: Sequence[WorkItem]) -> None:
-        """Free the slots of items, answered or not. Items without a result are cancelled."""
+        """Free the slots of items. Unresolved items are cancelled."""
         for item in items:
             if item.open:
                 item.resolve(ClientGone("the client has gone"))

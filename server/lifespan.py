@@ -1,4 +1,4 @@
-"""The life of a serving process: startup, the line that it is ready, and the drain.
+"""The lifespan of the app: startup, the log line at readiness, and the drain.
 
     lifespan: start the worker → serve → drain on a signal, or on a failed load → stop
 
@@ -122,7 +122,7 @@ def with_cause(error: BaseException) -> str:
 
 
 async def drain(worker_client: WorkerClient, grace_s: float) -> None:
-    """Refuse new requests, wait for accepted ones, answer the rest with 503 after `grace_s`."""
+    """Refuse new requests, wait for accepted ones, and fail the rest with 503 after `grace_s`."""
     worker_client.draining = True
     try:
         async with asyncio.timeout(grace_s):
