@@ -99,8 +99,8 @@ def pin(cores: Cores) -> None:
 
 def unpin() -> None:
     """Give a thread that a pinned one has started the cores of the main thread."""
-    if (whole := affinity(os.getpid())) != affinity(0):
-        _set_affinity(whole)
+    if (main := affinity(os.getpid())) != affinity(0):
+        _set_affinity(main)
 
 
 def _set_affinity(cores: Collection[int]) -> None:

@@ -51,8 +51,8 @@ def test_each_row_and_draft_has_its_mask() -> None:
 def test_masks_of_single_and_additional_tokens() -> None:
     held = matcher("[a-c]+")
     wanted = [
-        (0, MaskRequest(held, also=4)),
-        (1, MaskRequest(only=40)),
+        (0, MaskRequest(held, extra_token=4)),
+        (1, MaskRequest(forced_token=40)),
         (2, MaskRequest(drafts=(8, 9), forbids_stop=True)),
     ]
     pending = MASKS.start(wanted)
@@ -72,8 +72,8 @@ def test_failed_thread_start_is_retried(monkeypatch: pytest.MonkeyPatch) -> None
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", out_of_threads)
         with pytest.raises(RuntimeError):
-            masks.start([(0, MaskRequest(only=3))])
-    pending = masks.start([(0, MaskRequest(only=3))])
+            masks.start([(0, MaskRequest(forced_token=3))])
+    pending = masks.start([(0, MaskRequest(forced_token=3))])
     assert pending is not None
     assert pending.result().tokens.nonzero().tolist() == [[0, 3]]
 

@@ -41,8 +41,8 @@ class MaskRequest:
 
     matcher: LLMatcher | None = None  # None: all tokens are allowed
     drafts: tuple[int, ...] = ()
-    also: int | None = None  # a token that is allowed too, in the first row
-    only: int | None = None  # the only token that is allowed
+    extra_token: int | None = None  # allowed too, in the first row
+    forced_token: int | None = None  # the only token that is allowed
     forbids_stop: bool = False  # stop tokens are not allowed
     grammar: Grammar | None = None  # of which the matcher is a copy
 
@@ -171,9 +171,9 @@ class PendingMask:
         for (row, request), start in zip(self.requests, self.starts, strict=False):
             rows += range(row, row + request.rows)
             bits = self.bits[start : start + request.rows]
-            if request.only is not None:
+            if request.forced_token is not None:
                 bits[:] = 0
-            for allowed in (request.only, request.also):
+            for allowed in (request.forced_token, request.extra_token):
                 if allowed is not None:
                     bits[0, allowed // 32] |= BIT[allowed % 32]
             for token in self.computer.stop_token_ids if request.forbids_stop else ():

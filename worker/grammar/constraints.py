@@ -101,10 +101,12 @@ class ConstraintState:
         """Return the mask of the next token and of those after each draft; None without one."""
         self.drafts_stale = False
         if self._forced:
-            return MaskRequest(only=self._forced[0])
+            return MaskRequest(forced_token=self._forced[0])
         if state := self._grammar:
-            also = self._reasoning_start[0] if self._reasoning_start else None
-            return MaskRequest(state.matcher, drafts, also=also, grammar=state.grammar)
+            extra_token = self._reasoning_start[0] if self._reasoning_start else None
+            return MaskRequest(
+                state.matcher, drafts, extra_token=extra_token, grammar=state.grammar
+            )
         if self._constraints.content:  # still reasoning
             return MaskRequest(None, drafts, forbids_stop=True)
         return None
