@@ -132,7 +132,8 @@ def test_plain_chat_has_no_constraints_and_a_parser_only_with_delimiters() -> No
         "{% for m in messages if m.role == 'user' %}[U]{{ m.content }}{% endfor %}[A]",
         f"{{{{ messages[0].content }}}}<{'a' * 80}>",
         "{" * 3000,
-        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        # tests/unit/test_history.py has a shorter recursion in the default check
+        pytest.param("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", marks=pytest.mark.matrix),
         "{{ 1 / 0 }}",
         "{% if %}",
     ],

@@ -236,6 +236,7 @@ def is_taken(body: dict[str, Any], kind: type[GenerationRequest]) -> bool:
     return True
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("examples", [3, pytest.param(400, marks=pytest.mark.slow)])
 def test_a_fuzzer_finds_no_failure(server: Server, tmp_path: Path, examples: int) -> None:
     fuzz(server, tmp_path, examples)

@@ -157,6 +157,7 @@ def test_error_names_a_missing_file(run: Any, arguments: tuple[str, ...]) -> Non
     assert len(ran.err.splitlines()) == 1
 
 
+@pytest.mark.matrix
 def test_script_runs_from_any_folder(file: Path) -> None:
     command = [sys.executable, "-P", "-m", "server.commands.template", file.name, "--json"]
     environ = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
