@@ -85,6 +85,7 @@ def test_both_endpoints_give_the_same_text(server: Server, tmp_path: Path) -> No
     assert post(server, short).json()["text"] == recognized.strip()
 
 
+@pytest.mark.matrix
 def test_every_format_has_the_text_of_the_pipeline(
     server: Server, audio: bytes, expected: dict[str, Any]
 ) -> None:

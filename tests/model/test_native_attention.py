@@ -16,6 +16,7 @@ from torch._inductor.cpp_builder import CppBuilder
 
 from batching.block_pool import BlockPool
 from batching.sequence import Batch, Span
+from tests.matrix import matrix
 from tests.unit.test_paged_attention import CASES, Case, expected, memory, mixes, name
 from worker.model import cuda_graphs
 from worker.model.attention.kv_cache import BLOCK, KVCache, LayerShape
@@ -80,7 +81,7 @@ def attended(
     return list(rows.split([width for _, width in mix])), right
 
 
-@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("dtype", matrix(ROUNDING, torch.float32))
 @pytest.mark.parametrize("case", CASES + SIZES + LONG, ids=name)
 def test_each_token_attends_to_its_own_sequence_only(case: Case, dtype: torch.dtype) -> None:
     """NaN of another sequence and of the rest of a block must not reach it."""

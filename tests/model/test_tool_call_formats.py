@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.generating import serve
+from tests.matrix import matrix
 from tests.tiny import SMALL, hf
 from tests.tiny_chat import CONTEXT, asking, tokenizer
 from worker.generation.engine import GenerationEngine
@@ -143,7 +144,7 @@ def opening(result: GenerationEngine, name: str, seed: int) -> Sampling:
     return Sampling(temperature=1.0, seed=seed, logit_bias=dict.fromkeys(tokens, 20.0))
 
 
-@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("special", matrix([False, True], True))
 @pytest.mark.parametrize("name", FORMS)
 def test_required_calls_are_in_the_models_format(name: str, special: bool) -> None:
     result = engine(name, special)

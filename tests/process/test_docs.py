@@ -118,7 +118,8 @@ def help_of(command: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "block", named([entry for entry in BLOCKS if entry.title in ("Needs a real model", "Start")])
+    "block",
+    named([entry for entry in BLOCKS if entry.title in ("Needs a real model", "Start")]),
 )
 def test_the_flags_of_a_command_that_is_not_run_exist(block: Block) -> None:
     subprocess.run(["bash", "-n", "-c", block.text.replace("<this repository>", "x")], check=True)

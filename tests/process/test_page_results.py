@@ -16,6 +16,9 @@ from tests.serving import Server
 
 SVG = "<svg xmlns='http://www.w3.org/2000/svg' width='80' height='40'/>"
 
+# The default check has test_page_in_browser.py.
+pytestmark = pytest.mark.matrix
+
 
 @pytest.fixture(scope="module")
 def server(browser: Any) -> Iterator[Server]:

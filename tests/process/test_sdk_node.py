@@ -18,6 +18,7 @@ FOLDER = Path(__file__).parents[1] / "node"
 NODE = shutil.which("node")
 
 pytestmark = [
+    pytest.mark.matrix,  # the default check has the Python SDK
     pytest.mark.skipif(NODE is None, reason="there is no node here"),
     pytest.mark.skipif(
         not (FOLDER / "node_modules" / "openai").is_dir(),
