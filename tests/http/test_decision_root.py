@@ -128,4 +128,4 @@ def test_checkpoint_with_its_own_decision_settings_uses_the_pipeline(tmp_path: P
     assert not may_have_decision_settings(str(folder))
     (folder / "decision.json").write_text(json.dumps({}))
     assert may_have_decision_settings(str(folder))
-    assert may_have_decision_settings("nobody/nothing-of-the-kind")  # it cannot be asked for
+    assert may_have_decision_settings("no-owner/no-such-model")  # its files cannot be read

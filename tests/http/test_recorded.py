@@ -30,7 +30,7 @@ RECORDED = Path(__file__).parent / "recorded" / "responses.json"
 HEADERS = ("content-type", "retry-after", "allow", "cache-control", "connection")
 ROUND_TRIPS = 20  # through the event loop, until a stream's reader has taken the last deltas
 
-# Ids and times, and errors' messages, each with what stands for it.
+# Patterns of ids, times and error messages, each with its placeholder.
 NORMALIZED = [
     (rb"(chatcmpl|cmpl|resp|msg|rs|fc|fco|rerank|score)(_|-)[0-9a-f]{24,48}", rb"\1\2ID"),
     (rb'"(created|created_at|completed_at)":\d{10}', rb'"\1":0'),

@@ -191,7 +191,7 @@ def row(stage: Stage) -> str:
 
 
 def settings_lines(best: Stage, limit_ms: float, is_stepped: bool) -> list[str]:
-    """Return lines of a .env file. The queue holds what is served within twice the limit."""
+    """Return lines of a .env file. The queue holds the requests of two limits."""
     queue_size = max(16, math.ceil(2 * best.rate * limit_ms / 1000))
     if is_stepped:
         return [f"MAX_QUEUE_SIZE={queue_size}"]
