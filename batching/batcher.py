@@ -1,15 +1,20 @@
 """The dynamic batcher: which waiting items form the next batch, and when it is due.
 
 One deadline counts from the acceptance of the oldest item, its preparation included. A full batch,
-or one that waited while the worker was busy, is due at once. The oldest item is always in the next
-batch; the others have the same key. Packed models take items in order of arrival; padded models
-take those nearest in length out of a bounded window. Owned by the worker's thread; it has no clock.
+or one that waited while the worker was busy, is due at once. Clients and requests have their items
+in a batch in turn; of one request, in order of arrival. The first item is always in the next batch;
+the others have the same key. Packed models take them in this order; padded models take those
+nearest in length out of a bounded window. Owned by the worker's thread; it has no clock.
 """
 
 from collections import OrderedDict
 from collections.abc import Hashable
 from itertools import islice
+from typing import Generic
 
+from typing_extensions import TypeVar
+
+from batching.fair_share import FairQueue
 from batching.request_queue import WorkItem
 
 # The window in which padded models look for items of similar length, in full batches.
@@ -17,8 +22,10 @@ WINDOW_BATCHES = 4
 # Batches near the cap that must succeed before a cap halved by out-of-memory is doubled again.
 GROW_AFTER = 8
 
+Item = TypeVar("Item", bound=WorkItem, default=WorkItem)
 
-class DynamicBatcher:
+
+class DynamicBatcher(Generic[Item]):
     """`max_size`: rows of a batch. `max_tokens`: of a batch. `max_wait_s`: of its oldest item."""
 
     def __init__(self, max_size: int, max_tokens: int, max_wait_s: float) -> None:
@@ -28,13 +35,15 @@ class DynamicBatcher:
         self.packs = True  # tokens add up; otherwise each row costs as much as the longest
         self.cap = max_size  # rows allowed now: below max_size after out-of-memory
         self._successes = 0
-        # ordered dicts: finding a plain dict's first key gets slower with each deletion
-        self._groups: dict[Hashable, OrderedDict[WorkItem, None]] = {}
-        self.waiting: OrderedDict[WorkItem, None] = OrderedDict()
+        # an ordered dict: finding a plain dict's first key gets slower with each deletion
+        self.waiting: OrderedDict[Item, None] = OrderedDict()
+        self._in_turn = FairQueue[Item]()
+        self._groups: dict[Hashable, FairQueue[Item]] = {}  # by key
 
-    def add(self, item: WorkItem) -> None:
+    def add(self, item: Item) -> None:
         self.waiting[item] = None
-        self._groups.setdefault(item.key, OrderedDict())[item] = None
+        self._in_turn.add(item)
+        self._groups.setdefault(item.key, FairQueue()).add(item)
 
     def due_at(self, idle_since: float) -> float | None:
         """Return when the next batch is due; None if nothing waits. The worker was busy until
@@ -55,28 +64,28 @@ class DynamicBatcher:
                 return True
         return False
 
-    def take(self, now: float, idle_since: float) -> list[WorkItem]:
+    def take(self, now: float, idle_since: float) -> list[Item]:
         """Remove and return the next batch, if one is due. Cancelled and late items are dropped."""
         while (due_at := self.due_at(idle_since)) is not None and due_at <= now:
-            oldest = next(iter(self.waiting))
-            if not oldest.is_alive(now):
-                self._remove(oldest)
+            first = next(iter(self._in_turn))
+            if not first.is_alive(now):
+                self._remove(first)
                 continue
-            batch = self._choose(oldest, now)
+            batch = self._choose(first, now)
             for item in batch:
                 self._remove(item)
             return batch
         return []
 
-    def _choose(self, oldest: WorkItem, now: float) -> list[WorkItem]:
-        candidates = islice(self._groups[oldest.key], WINDOW_BATCHES * self.max_size)
+    def _choose(self, first: Item, now: float) -> list[Item]:
+        candidates = islice(self._groups[first.key], WINDOW_BATCHES * self.max_size)
         window = [item for item in candidates if item.is_alive(now)]
         if not self.packs:
-            window.sort(key=lambda item: abs(item.width - oldest.width))
-        batch, rows, total = [oldest], oldest.rows, oldest.tokens
-        widest = oldest.width
+            window.sort(key=lambda item: abs(item.width - first.width))
+        batch, rows, total = [first], first.rows, first.tokens
+        widest = first.width
         for item in window:
-            if item is oldest:
+            if item is first:
                 continue
             new_rows = rows + item.rows
             new_widest = max(widest, item.width)
@@ -84,23 +93,25 @@ class DynamicBatcher:
             cost = new_total if self.packs else new_rows * new_widest
             if new_rows > self.cap or cost > self.max_tokens:
                 if self.packs:
-                    break  # first come, first served
+                    break  # a smaller item does not overtake
                 continue
             batch.append(item)
             rows, widest, total = new_rows, new_widest, new_total
         return batch
 
-    def _remove(self, item: WorkItem) -> None:
+    def _remove(self, item: Item) -> None:
         del self.waiting[item]
+        self._in_turn.remove(item)
         group = self._groups[item.key]
-        del group[item]
+        group.remove(item)
         if not group:
             del self._groups[item.key]
 
-    def clear(self) -> list[WorkItem]:
+    def clear(self) -> list[Item]:
         """Remove all items and return them in order of arrival."""
         items = list(self.waiting)
         self.waiting.clear()
+        self._in_turn = FairQueue()
         self._groups.clear()
         return items
 

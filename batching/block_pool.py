@@ -189,18 +189,23 @@ class BlockPool:
                 del self._computed[key]
                 self._key_of[block] = None
 
+    def withdraw(self, table: BlockTable) -> None:
+        """Let no sequence wait for the blocks that this one has not computed."""
+        for block in table.blocks[table.registered :]:
+            key = self._key_of[block]
+            if key is not None and self.computing.get(key) == block:
+                del self.computing[key]
+                self._key_of[block] = None
+
     def close(self, table: BlockTable) -> None:
         """Free all blocks; registered ones can be found until their memory is needed."""
+        self.withdraw(table)
         for block in reversed(table.blocks):
             self._ref_counts[block] -= 1
             if self._ref_counts[block]:
                 continue
             self.used -= 1
-            key = self._key_of[block]
-            if key is not None and self.computing.get(key) == block:
-                del self.computing[key]
-                self._key_of[block] = key = None
-            if key is None:
+            if self._key_of[block] is None:
                 self._empty.append(block)
             else:
                 self._cached[block] = None

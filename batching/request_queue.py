@@ -3,36 +3,44 @@
     accept → take (drain task) → prepared, run, resolved elsewhere → release
 
 An accepted item occupies a slot until it is released, wherever it is by then, so no second,
-unbounded queue can form. A lane is one kind of work of one model: its share of the slots, and an
+unbounded queue can form. Slots are shared fairly (fair_share.py): inputs of a list wait for free
+ones inside their request. A lane is one kind of work of one model: its part of the slots, and an
 estimate of how long a new item would wait. Batches are formed in batcher.py and scheduler.py.
 Everything runs on the event loop, except `Lane.add_prepared`.
 """
 
 import asyncio
+import itertools
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, cast
+
+from typing_extensions import TypeVar
 
 from batching.errors import ClientGone, DeadlineHopeless, QueueFull
+from batching.fair_share import NO_OWNER, FairQueue, FairShare, WorkOwner
 from batching.round_robin import RoundRobin
 
-# While the items of list requests are served in round robin, list requests leave this fraction
-# (1 / RESERVE_DIVISOR) of the slots to requests of one item.
-RESERVE_DIVISOR = 4
 # The factor of a measurement's weight with each later one: about the latest ten count.
 DECAY = 0.9
 
+# Of a work item. The queue does not read them: a bare WorkItem has objects.
+Payload = TypeVar("Payload", covariant=True, default=object)
+Prepared = TypeVar("Prepared", covariant=True, default=object)
+Result = TypeVar("Result", covariant=True, default=object)
+Delta = TypeVar("Delta", contravariant=True)
 
-class Stream(Protocol):
+
+class Stream(Protocol[Delta]):
     """Receives a response in parts: on the event loop, after each step."""
 
-    def push(self, delta: Any) -> None: ...
+    def push(self, delta: Delta) -> None: ...
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class WorkItem:
+class WorkItem(Generic[Payload, Prepared, Result]):
     """One unit of work: a payload, the future of its result, and its state. Times are monotonic
     seconds.
 
@@ -40,18 +48,20 @@ class WorkItem:
     future then resolves to None at the end.
     """
 
-    payload: Any  # the input type of its model's engine
+    payload: Payload  # an input of its model's engine
     deadline: float
     accepted_at: float
-    future: "asyncio.Future[Any]" = field(init=False)  # unset in warm-ups, as the next two
+    future: "asyncio.Future[Result]" = field(init=False)  # unset in warm-ups, as the next two
     model: str = field(init=False)  # its name in the registry
     lane: "Lane" = field(init=False)
-    stream: Stream | None = None  # None: the result comes as a whole
+    stream: Stream[Any] | None = None  # of its engine's deltas; None: the result is one whole
     cache_namespace: bytes = b""  # cached prefixes and images are shared within it alone
+    owner: WorkOwner = NO_OWNER
     started: bool = False  # the response has started: later items no longer wait for this one
+    in_lane: bool = False  # the lane counts it: it does not wait inside its request
     counted: bool = False  # the lane has counted its tokens
     open: bool = True  # unresolved; written by the event loop, read by all threads
-    prepared: Any = None  # set by the engine's `prepare`
+    prepared: Prepared = field(init=False)  # set by the engine's `prepare`
     has_output: bool = False  # computed: only postprocessing is left
     rows: int = 1  # model rows
     tokens: int = 1  # tokens of all rows together
@@ -66,7 +76,7 @@ class WorkItem:
         """Return whether the result is still wanted: the item is open and not late."""
         return self.open and self.deadline > now
 
-    def resolve(self, outcome: Any) -> bool:
+    def resolve(self, outcome: object) -> bool:
         """Set the future's result or exception. Return False if the item was resolved before. On
         the event loop only."""
         if not self.open:
@@ -77,7 +87,7 @@ class WorkItem:
         if isinstance(outcome, BaseException):
             self.future.set_exception(outcome)
         else:
-            self.future.set_result(outcome)
+            self.future.set_result(cast(Result, outcome))  # its engine's
         return True
 
 
@@ -97,43 +107,107 @@ class LoadReport(Protocol):
     def saturated(self) -> bool: ...  # other items had to wait
 
 
+class Slots:
+    """The slots of a queue, or of a lane's part of it. The error text of full ones contains `name`.
+
+    An item that another one yields its slot to, and inputs of a list that find none, take the next
+    free ones in fair order. An item may run without a slot: since clients gain slots up to their
+    share only, at most a few times as many items are accepted as there are slots.
+    """
+
+    def __init__(self, name: str, capacity: int) -> None:
+        self.name = name
+        self.capacity = capacity
+        self._shares = FairShare()
+        self._holders: dict[WorkOwner, dict[WorkItem, None]] = {}
+        self._others = FairQueue[WorkItem]()  # accepted, without a slot
+
+    @property
+    def used(self) -> int:
+        return self._shares.total
+
+    def has_room(self, owner: WorkOwner) -> bool:
+        """Return whether a request finds a slot, free or yielded."""
+        return self.used < self.capacity or self._yielding(owner) is not None
+
+    def _yielding(self, owner: WorkOwner) -> WorkOwner | None:
+        return self._shares.yields_to(owner, self.capacity)
+
+    def add(self, items: Sequence[WorkItem]) -> None:
+        """Add a request's items, which has room."""
+        owner = items[0].owner
+        if self.used >= self.capacity and (other := self._yielding(owner)):
+            latest = next(reversed(self._holders[other]))
+            self._free(latest)
+            self._others.add(latest)
+        for item in items:
+            if self.used < self.capacity:
+                self._hold(item)
+            else:
+                self._others.add(item)
+
+    def remove(self, item: WorkItem) -> None:
+        if item not in self._holders.get(item.owner, ()):
+            self._others.remove(item)
+            return
+        self._free(item)
+        if self._others and self.used < self.capacity:
+            following = next(iter(self._others))
+            self._others.remove(following)
+            self._hold(following)
+
+    def _hold(self, item: WorkItem) -> None:
+        self._shares.take(item.owner)
+        self._holders.setdefault(item.owner, {})[item] = None
+
+    def _free(self, item: WorkItem) -> None:
+        self._shares.give_back(item.owner)
+        items = self._holders[item.owner]
+        del items[item]
+        if not items:
+            del self._holders[item.owner]
+
+
 class Lane:
     """One kind of work of one model. All lanes share the queue's slots; this one may use `slots` of
-    them. The error text of a full lane contains `name`."""
+    them. With `round_robin`, a few inputs of lists are started at a time."""
 
-    def __init__(self, name: str, slots: int) -> None:
-        self.name = name
-        self.slots = slots
-        self.used = 0  # items accepted and not released
-        self.not_started = 0  # of them, those whose response has not started
+    def __init__(
+        self, name: str, slots: int, round_robin: RoundRobin[WorkItem] | None = None
+    ) -> None:
+        self.slots = Slots(name, slots)
+        self.round_robin = round_robin
+        self.not_started = 0  # items or requests whose response has not started
 
-    def release(self, item: WorkItem) -> None:
-        """Free the slot of an item, resolved or not."""
-        self.used -= 1
-        if not item.started:
-            self._start(item)
+    def enqueue(self, items: Sequence[WorkItem], put: Callable[[WorkItem], None]) -> None:
+        """Pass a request's items to `put`, at once or over time."""
+        round_robin = self.round_robin if len(items) > 1 else None
+
+        def start(started: Sequence[WorkItem]) -> None:
+            for item in started:
+                if round_robin:
+                    item.future.add_done_callback(lambda _: start(round_robin.finish()))
+                self.add(item)
+                put(item)
+
+        start(round_robin.add(items) if round_robin else items)
+
+    def add(self, item: WorkItem) -> None:
+        """Count an item that is passed on."""
+        item.in_lane = True
 
     def start(self, item: WorkItem) -> None:
         """Record that an item's response has started."""
-
-    def _start(self, item: WorkItem) -> None:
         item.started = True
-        self.not_started -= 1
+
+    def release(self, item: WorkItem) -> None:
+        """Stop counting an item, resolved or not."""
 
     def add_prepared(self, item: WorkItem) -> None:
         """Record that an item's tokens are known. From any thread."""
 
-    def keeps_reserve(self, count: int) -> bool:
-        """Return whether a request of `count` items must leave the reserved slots free."""
-        return False
-
-    def enqueue(self, items: Sequence[WorkItem], put: Callable[[WorkItem], None]) -> None:
-        """Pass a request's items to `put`, at once or over time."""
-        for item in items:
-            put(item)
-
-    def expected_wait_s(self, now: float) -> float:
-        """Return how long a new item would wait for those before it."""
+    def expected_wait_s(self, now: float, client: Hashable = None) -> float:
+        """Return how long a new item of a client would wait for those before it."""
         raise NotImplementedError
 
     def update(self, now: float, report: LoadReport, inbox_waiting: bool) -> None:
@@ -143,10 +217,11 @@ class Lane:
 
 class RequestQueue:
     def __init__(self, capacity: int, clock: Callable[[], float]) -> None:
-        self.capacity = capacity
+        self.slots = Slots("queue", capacity)
         self.clock = clock
-        self.items: set[WorkItem] = set()  # accepted and not released, one slot each
+        self.items: set[WorkItem] = set()  # accepted and not released
         self._accepted: asyncio.Queue[WorkItem] = asyncio.Queue()
+        self._requests = itertools.count()
         self.drained = asyncio.Event()  # set while there are no items
         self.drained.set()
 
@@ -157,43 +232,50 @@ class RequestQueue:
 
     def accept(
         self,
-        payloads: Sequence[Any],
+        payloads: Sequence[object],
         deadline: float,
         lane: Lane,
         model: str,
-        stream: Stream | None = None,
+        stream: Stream[Any] | None = None,
         cache_namespace: bytes = b"",
-    ) -> list[WorkItem]:
-        """Reserve a slot for each payload and queue all of them, or raise a Refused (503).
+        client: Hashable = None,
+    ) -> list[WorkItem[object, object, Result]]:
+        """Reserve a slot, queue all payloads of a client's request, or raise a Refused (503).
 
         The results arrive at each `item.future`. The caller must `release` the items in the end.
         """
-        self._admit(len(payloads), deadline, lane)
+        owner = WorkOwner(client, next(self._requests))
+        self._admit(owner, deadline, lane)
         loop, now = asyncio.get_running_loop(), self.clock()
-        items = [
-            WorkItem(payload, deadline, now, stream=stream, cache_namespace=cache_namespace)
+        items: list[WorkItem[object, object, Result]] = [
+            WorkItem(
+                payload,
+                deadline,
+                now,
+                stream=stream,
+                cache_namespace=cache_namespace,
+                owner=owner,
+            )
             for payload in payloads
         ]
         for item in items:
             item.future, item.model, item.lane = loop.create_future(), model, lane
         self.items.update(items)
-        lane.used += len(items)
-        lane.not_started += len(items)
+        self.slots.add(items)
+        lane.slots.add(items)
         self.drained.clear()
         lane.enqueue(items, self._accepted.put_nowait)
         return items
 
-    def _admit(self, count: int, deadline: float, lane: Lane) -> None:
+    def _admit(self, owner: WorkOwner, deadline: float, lane: Lane) -> None:
         now = self.clock()
-        expected_s = lane.expected_wait_s(now)
+        expected_s = lane.expected_wait_s(now, owner.client)
         retry_after_s = float(max(1, math.ceil(expected_s)))  # whole seconds, for a header
-        queue = "queue", self.pending, self.capacity
-        for name, used, slots in (queue, (lane.name, lane.used, lane.slots)):
-            reserved = slots // RESERVE_DIVISOR if lane.keeps_reserve(count) else 0
-            if used + count > slots - reserved:
-                message = f"the {name} is full: {used} of {slots} slots are in use"
-                raise QueueFull(message, retry_after_s)
-        if lane.not_started and now + expected_s > deadline:
+        for slots in (self.slots, lane.slots):
+            if not slots.has_room(owner):
+                message = f"the {slots.name} is full: {slots.used} of {slots.capacity} slots"
+                raise QueueFull(f"{message} are in use", retry_after_s)
+        if expected_s and now + expected_s > deadline:
             raise DeadlineHopeless(
                 f"the {lane.not_started} requests before this one need about {expected_s:.1f} s, "
                 "more than this request's time limit",
@@ -215,7 +297,10 @@ class RequestQueue:
             if not item.future.cancelled():
                 item.future.exception()  # retrieved: a list's handler reads its first error only
             if item in self.items:
-                item.lane.release(item)
+                self.slots.remove(item)
+                item.lane.slots.remove(item)
+                if item.in_lane:
+                    item.lane.release(item)
         self.items.difference_update(items)
         if not self.items:
             self.drained.set()
@@ -224,26 +309,32 @@ class RequestQueue:
 class BatchLane(Lane):
     """The lane of a model that is served in batches, whose time is proportional to their tokens.
 
-    An item's tokens are known once it is prepared; before, it counts as the mean. With
-    `round_robin`, list requests start a few of their items at a time, each in turn.
+    An item's tokens are known once it is prepared; before, it counts as the mean. Batches are
+    shared fairly: a client waits for as much work of each other client as it has before.
     """
 
     def __init__(
         self, name: str, slots: int, round_robin: RoundRobin[WorkItem] | None = None
     ) -> None:
-        super().__init__(name, slots)
-        self.round_robin = round_robin
+        super().__init__(name, slots, round_robin)
         self._prepared: deque[WorkItem] = deque()  # not counted yet; all threads may append
-        self._counted = 0  # items that are prepared and not released
-        self._tokens = 0  # of the counted items
+        self._uncounted: Counter[Hashable] = Counter()  # items of each client
+        self._tokens: Counter[Hashable] = Counter()  # of counted items of each client
         self._recent = (0.0, 0.0, 0.0)  # items, tokens and seconds of recent batches
+
+    def add(self, item: WorkItem) -> None:
+        super().add(item)
+        self.not_started += 1
+        self._uncounted[item.owner.client] += 1
 
     def release(self, item: WorkItem) -> None:
         self._count_prepared()
-        if item.counted:
-            self._counted -= 1
-            self._tokens -= item.tokens
-        super().release(item)
+        self.not_started -= 1
+        self.start(item)
+        counted = self._tokens if item.counted else self._uncounted
+        counted[item.owner.client] -= item.tokens if item.counted else 1
+        if not counted[item.owner.client]:
+            del counted[item.owner.client]
 
     def add_prepared(self, item: WorkItem) -> None:
         self._prepared.append(item)
@@ -253,29 +344,20 @@ class BatchLane(Lane):
             item = self._prepared.popleft()
             if not item.started:
                 item.counted = True
-                self._counted += 1
-                self._tokens += item.tokens
+                self._uncounted[item.owner.client] -= 1
+                self._tokens[item.owner.client] += item.tokens
 
-    def keeps_reserve(self, count: int) -> bool:
-        return count > 1 and self.round_robin is not None and self.round_robin.busy
-
-    def enqueue(self, items: Sequence[WorkItem], put: Callable[[WorkItem], None]) -> None:
-        if (round_robin := self.round_robin) is None or len(items) == 1:
-            return super().enqueue(items, put)
-
-        def start(item: WorkItem) -> None:
-            item.future.add_done_callback(lambda _: round_robin.finish())
-            put(item)
-
-        round_robin.add(items, start)
-
-    def expected_wait_s(self, now: float) -> float:
+    def expected_wait_s(self, now: float, client: Hashable = None) -> float:
         self._count_prepared()
         items, tokens, seconds = self._recent
         if not tokens:
             return 0.0
-        uncounted_tokens = (self.not_started - self._counted) * tokens / items
-        return (self._tokens + uncounted_tokens) * seconds / tokens
+        mean = tokens / items
+        waiting = {
+            client: self._tokens[client] + self._uncounted[client] * mean
+            for client in {*self._tokens, *self._uncounted, client}
+        }
+        return min(sum(waiting.values()), len(waiting) * waiting[client]) * seconds / tokens
 
     def update(self, now: float, report: LoadReport, inbox_waiting: bool) -> None:
         """Ignore batches that kept no other item waiting: they were not as large as they can be."""
@@ -293,37 +375,69 @@ class BatchLane(Lane):
 
 class StepLane(Lane):
     """The lane of a model that runs requests side by side: a new one waits until all before it have
-    started. How often one starts is measured while others have no room."""
+    started. How often one starts is measured while others have no room.
 
-    def __init__(self, name: str, slots: int) -> None:
-        super().__init__(name, slots)
-        self._started = 0  # items since the last step
+    A request has started with its first item: the rest does not delay others. A client's requests
+    wait for as many of each other client as are before them."""
+
+    def __init__(
+        self, name: str, slots: int, round_robin: RoundRobin[WorkItem] | None = None
+    ) -> None:
+        super().__init__(name, slots, round_robin)
+        self._items: Counter[WorkOwner] = Counter()  # of each request
+        self._not_started: set[WorkOwner] = set()  # requests
+        self._clients: Counter[Hashable] = Counter()  # of these
+        self._started = 0  # requests since the last step
         self._starved_since: float | None = None  # or since the last start during starvation
         self._starts = 0.0  # recent ones during starvation
         self._starts_s = 0.0  # their total time
-        self._room = 0  # running items when others have no room, as measured lately
+        self._room = 0  # running requests when others have no room, as measured lately
 
     @property
     def _running(self) -> int:
-        return self.used - self.not_started
+        return len(self._items) - self.not_started
 
-    def release(self, item: WorkItem) -> None:
-        super().release(item)
-        if not self.not_started:
-            self._starved_since = None
+    def add(self, item: WorkItem) -> None:
+        super().add(item)
+        if item.owner not in self._items:
+            self._not_started.add(item.owner)
+            self._clients[item.owner.client] += 1
+            self.not_started += 1
+        self._items[item.owner] += 1
 
     def start(self, item: WorkItem) -> None:
-        self._start(item)
-        self._started += 1
+        super().start(item)
+        if self._leave_waiting(item.owner):
+            self._started += 1
 
-    def expected_wait_s(self, now: float) -> float:
-        """The time since the last start counts too: each running item has taken at least as long.
-        An item that finds free room does not wait."""
+    def release(self, item: WorkItem) -> None:
+        self._items[item.owner] -= 1
+        if not self._items[item.owner]:
+            del self._items[item.owner]
+            self._leave_waiting(item.owner)
+            if not self.not_started:
+                self._starved_since = None
+
+    def _leave_waiting(self, owner: WorkOwner) -> bool:
+        if owner not in self._not_started:
+            return False
+        self._not_started.remove(owner)
+        self._clients[owner.client] -= 1
+        if not self._clients[owner.client]:
+            del self._clients[owner.client]
+        self.not_started -= 1
+        return True
+
+    def expected_wait_s(self, now: float, client: Hashable = None) -> float:
+        """The time since the last start counts too: each running request has taken at least as
+        long. A request that finds free room does not wait."""
         start_s = self._starts_s / self._starts if self._starts else 0.0
         if self._starved_since is not None:
             start_s = max(start_s, (now - self._starved_since) / max(1, self._running))
+        clients = len({*self._clients, client})
+        ahead = min(self.not_started, clients * self._clients[client])
         free = max(0, self._room - self._running)
-        return max(0, self.not_started - free) * start_s
+        return max(0, ahead - free) * start_s
 
     def update(self, now: float, report: LoadReport, inbox_waiting: bool) -> None:
         if self._started or report.saturated != (self._starved_since is not None):

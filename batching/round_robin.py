@@ -1,17 +1,20 @@
 """Round robin between list requests, so that a short request does not wait for a whole list.
 
 Of all list requests' items, at most `max_running` are queued or running at a time: about the batch
-that runs and the next one. As one finishes, the next starts, from each request in turn. Runs on the
-event loop.
+that runs and the next one. As one finishes, the next starts, in fair order. Runs on the event loop.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Generic, Protocol, TypeVar
+
+from batching.fair_share import FairQueue, WorkOwner
 
 
 class Cancellable(Protocol):
     open: bool  # False: cancelled
+
+    @property
+    def owner(self) -> WorkOwner: ...
 
 
 T = TypeVar("T", bound=Cancellable)
@@ -21,28 +24,25 @@ class RoundRobin(Generic[T]):
     def __init__(self, max_running: int) -> None:
         self.max_running = max_running
         self.running = 0  # items started and not finished
-        self._requests: deque[tuple[deque[T], Callable[[T], None]]] = deque()
+        self._waiting = FairQueue[T]()
 
-    @property
-    def busy(self) -> bool:
-        return self.running > 0
+    def add(self, items: Iterable[T]) -> list[T]:
+        """Queue the items of a request. Return those that start now."""
+        for item in items:
+            self._waiting.add(item)
+        return self._start_next()
 
-    def add(self, items: Iterable[T], start: Callable[[T], None]) -> None:
-        """Queue the items of one request; `start` is called with each when its turn comes."""
-        self._requests.append((deque(items), start))
-        self._start_next()
-
-    def finish(self) -> None:
-        """Record that a started item has finished."""
+    def finish(self) -> list[T]:
+        """Record that a started item has finished. Return those that start instead."""
         self.running -= 1
-        self._start_next()
+        return self._start_next()
 
-    def _start_next(self) -> None:
-        while self.running < self.max_running and self._requests:
-            items, start = self._requests.popleft()
-            while items and not items[0].open:
-                items.popleft()
-            if items:
+    def _start_next(self) -> list[T]:
+        started = []
+        while self.running < self.max_running and self._waiting:
+            item = next(iter(self._waiting))
+            self._waiting.remove(item)
+            if item.open:
                 self.running += 1
-                start(items.popleft())
-                self._requests.append((items, start))
+                started.append(item)
+        return started

@@ -2,12 +2,21 @@
 
     waiting ──admit──▶ running: prefill in chunks ──▶ decode a token a step ──▶ finished
        ▲                  │
+       ├────pause─────────┤   (it keeps its blocks)
        └────preempt───────┘   (its blocks are freed, its tokens are computed again later)
 
 Every decoding sequence is in every step. Prompts share the step's prefill budget, so they run in
 chunks beside decoding sequences: half of it is for the oldest, the rest for those that need least,
-so that short prompts do not wait for a long one, nor a long one forever. When blocks run out, the
-youngest sequence is preempted, so the oldest always advances and nothing can deadlock.
+so that short prompts do not wait for a long one, nor a long one forever. When blocks run out,
+paused sequences lose theirs first, then the youngest of the largest request is preempted, so the
+oldest always advances and nothing can deadlock.
+
+Running sequences and the prefill budget are shared as fair_share.py describes: a request that waits
+with less than its share gets a slot, or blocks, of a sequence of a request or client above its own.
+
+Beside other requests, the sequences of a request that share its step with the first one make the
+step at most twice as long, and those that have generated least come first: a chat beside a hundred
+choices of another request keeps about its speed.
 
 Background sequences have low priority: they come after all others, in the queue and in a step, and
 are preempted for them. Beside others only a few of them are in a step, since each makes it longer.
@@ -21,10 +30,13 @@ caller's. PrefillBudget sizes the steps, from the times that the caller measures
 """
 
 import bisect
+import heapq
 import itertools
-from collections import abc
+import math
+from collections import Counter, abc
 
 from batching.block_pool import BlockPool
+from batching.fair_share import FairShare, WorkOwner, client_share, fair_order, request_share
 from batching.sequence import Chunk, Sequence
 
 # An admission leaves a block free for each running sequence to grow into, or else it might be
@@ -42,44 +54,83 @@ DraftFunction = abc.Callable[[Sequence], tuple[int, ...]]
 
 
 class ContinuousScheduler:
-    """`whole_prompts`: prompts run without chunks, for a model runner that keeps no blocks."""
+    """`whole_prompts`: prompts run without chunks, for a model runner that keeps no blocks; with
+    `chunks_oldest` the oldest one does if it takes too long."""
 
-    def __init__(self, pool: BlockPool, max_running: int, whole_prompts: bool = False) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        max_running: int,
+        whole_prompts: bool = False,
+        chunks_oldest: bool = False,
+    ) -> None:
         self.pool = pool
         self.max_running = max_running  # now: less while memory is short
         self.whole_prompts = whole_prompts
-        self.waiting: list[Sequence] = []  # by priority, then by order of arrival
-        self.running: list[Sequence] = []  # likewise
+        self.chunks_oldest = chunks_oldest
+        self.running: list[Sequence] = []  # by priority, then by order of arrival
+        self.num_waiting = 0
         self.preempted = 0  # in the last step
         self.admitted: list[Sequence] = []  # for the first time, in the last step
-        self.starved = False  # the last step had no room for a sequence not in the background
+        # The last step had no room for a request within its share that is not in the background.
+        self.starved = False
+        self._waiting: dict[WorkOwner, list[Sequence]] = {}  # by priority, then by order of arrival
+        self._paused: set[Sequence] = set()  # of those that wait
+        # Running sequences, and slots kept for waiting ones: in the background, and others.
+        self._shares = {True: FairShare(), False: FairShare()}
+        self._capacity = max_running  # of these, in this step: less if memory is short
         self._max_running_limit = max_running
         self._promoted: Sequence | None = None  # the background sequence that counts as another
         self._removed_any = False  # since the last step
         self._numbers = itertools.count()
 
+    @property
+    def waiting(self) -> list[Sequence]:
+        """All that wait, by priority, then by order of arrival."""
+        return sorted(itertools.chain(*self._waiting.values()))
+
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. The caller checks that the pool can hold it at its full length."""
         sequence.number = next(self._numbers)
-        bisect.insort(self.waiting, sequence)
+        self._add_waiting(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence that has finished or is cancelled; ValueError if it is not here."""
-        queue = self.waiting if sequence.table is None else self.running
-        index = bisect.bisect_left(queue, sequence)
-        if queue[index : index + 1] != [sequence]:
-            raise ValueError("this sequence is not scheduled")
-        del queue[index]
+        if sequence.table is None or sequence.paused:
+            self._remove_waiting(sequence)
+        else:
+            self._remove_running(sequence)
         self._release(sequence)
         sequence.number = -1
         self._removed_any = True
         if sequence is self._promoted:
             self._promoted = None
 
+    def _add_waiting(self, sequence: Sequence) -> None:
+        bisect.insort(self._waiting.setdefault(sequence.owner, []), sequence)
+        self.num_waiting += 1
+
+    def _remove_waiting(self, sequence: Sequence) -> None:
+        queue = self._waiting.get(sequence.owner, [])
+        _remove(queue, sequence)
+        self.num_waiting -= 1
+        if not queue:
+            del self._waiting[sequence.owner]
+
+    def _add_running(self, sequence: Sequence) -> None:
+        bisect.insort(self.running, sequence)
+        self._shares[sequence.background].take(sequence.owner)
+
+    def _remove_running(self, sequence: Sequence) -> None:
+        _remove(self.running, sequence)
+        self._shares[sequence.background].give_back(sequence.owner)
+
     def _release(self, sequence: Sequence) -> None:
         """Free its blocks. The step in flight may still write to them: any step that reuses them
         runs after it."""
         sequence.drop_placeholder()  # the same token is sampled when it is computed again
+        sequence.paused = False
+        self._paused.discard(sequence)
         if sequence.table is not None:
             self.pool.close(sequence.table)
             sequence.table = None
@@ -87,48 +138,75 @@ class ContinuousScheduler:
 
     # ── one step ──
 
-    def schedule(self, budget: int, draft: DraftFunction | None = None) -> list[Chunk]:
-        """Return the next step's chunks. `budget`: how many prompt tokens it may have. `draft`
-        proposes a sequence's next tokens."""
+    def schedule(
+        self,
+        budget: int,
+        draft: DraftFunction | None = None,
+        is_timed: bool = False,
+        spare_rows: float = math.inf,
+        resting: abc.Container[WorkOwner] = (),
+    ) -> list[Chunk]:
+        """Return the next step's chunks. `budget`: how many prompt tokens it may have; `is_timed`:
+        more would take too long. `draft` proposes a sequence's next tokens. `spare_rows`: that take
+        as long as an empty step. `resting` requests have no part in the step."""
         self.preempted, self.admitted = 0, []
         if self._removed_any:  # there is more memory than when it was short
             self.max_running = min(self._max_running_limit, 2 * self.max_running)
             self._removed_any = False
         limit = self._background_limit() if self._promote() else self.max_running
         idle = set(self.running[limit:])  # background sequences beyond the limit
-        idle.update(sequence for sequence in self.running if not sequence.uncomputed)
         ready = [sequence for sequence in self.running[:limit] if sequence.uncomputed == 1]
-        decoding = [sequence for sequence in ready if self._make_room(sequence)]
+        sitting_out = {sequence for sequence in ready if sequence.owner in resting}
+        sitting_out |= self._sitting_out([s for s in ready if s not in sitting_out], spare_rows)
+        ready = [sequence for sequence in ready if sequence not in sitting_out]
+        tables = {sequence: sequence.table for sequence in ready if self._make_room(sequence)}
         prefix_pending = self._admit_waiting(limit)
-        decoding = [sequence for sequence in decoding if sequence.table]
+        decoding = [s for s, table in tables.items() if s.table is table and not s.paused]
         if prefix_pending:  # a background sequence may be computing that prefix
             idle = {sequence for sequence in idle if sequence.uncomputed <= 1}
-        without_prefill = idle.union(decoding)
-        prompts = [sequence for sequence in self.running if sequence not in without_prefill]
-        chunks = self._prefill(prompts, budget, prefix_pending) if prompts else []
-        prefilled = {chunk.sequence for chunk in chunks}
+        sitting_out = {sequence for sequence in sitting_out if sequence.uncomputed == 1}
+        without_prefill = idle.union(sitting_out, decoding)
+        prompts = [s for s in self.running if s.uncomputed and s not in without_prefill]
+        prompts = [sequence for sequence in prompts if sequence.owner not in resting]
+        chunks = self._prefill(prompts, budget, prefix_pending, is_timed) if prompts else []
+        prefilled = {chunk.sequence.owner for chunk in chunks}
         self.starved |= any(
-            not sequence.background and sequence not in prefilled for sequence in prompts
+            not sequence.background and sequence.owner not in prefilled for sequence in prompts
         )
         return [self._decode(sequence, draft) for sequence in decoding if sequence.table] + chunks
+
+    def _sitting_out(self, ready: list[Sequence], spare_rows: float) -> set[Sequence]:
+        """Return the sequences that would more than double the time of a step beside other
+        requests: all but the first of each request."""
+        first: dict[WorkOwner, Sequence] = {}
+        if len({sequence.owner for sequence in self.running}) > 1:
+            ready = sorted(ready, key=lambda s: len(s.tokens) - s.prompt_len)
+            for sequence in ready:
+                first.setdefault(sequence.owner, sequence)
+        if not first or len(ready) <= 2 * len(first) + spare_rows:
+            return set()
+        others = fair_order(s for s in ready if s is not first[s.owner])
+        return set(itertools.islice(others, len(first) + int(spare_rows), None))
 
     def _promote(self) -> bool:
         """Promote the oldest background sequence, until it has finished, to be one of the others.
         Return whether there are background sequences."""
-        queues = [queue for queue in (self.running, self.waiting) if queue and queue[-1].background]
+        queues = [queue for queue in (self.running, *self._waiting.values()) if queue]
+        queues = [queue for queue in queues if queue[-1].background]
         if queues and self._promoted is None:
             first_of_each = [queue[_num_foreground(queue)] for queue in queues]
             self._promoted = oldest = min(first_of_each, key=lambda sequence: sequence.number)
-            queue = self.running if oldest.table else self.waiting
-            queue.remove(oldest)
+            is_running = oldest.table and not oldest.paused
+            (self._remove_running if is_running else self._remove_waiting)(oldest)
             oldest.background = False
-            bisect.insort(queue, oldest)
+            (self._add_running if is_running else self._add_waiting)(oldest)
         return bool(queues)
 
     def _background_limit(self) -> int:
         """Return how many sequences a step may have if the last of them is a background one."""
         running = _num_foreground(self.running)
-        if running + _num_foreground(self.waiting) == (self._promoted is not None):
+        waiting = sum(map(_num_foreground, self._waiting.values()))
+        if running + waiting == (self._promoted is not None):
             return self.max_running  # there are no others
         return max(SMALL_STEP, 2 * running)
 
@@ -145,49 +223,171 @@ class ContinuousScheduler:
         itself is preempted or was before, for an older one."""
         tokens, block_size = len(sequence.tokens), self.pool.block_size
         while (table := sequence.table) and tokens > len(table.blocks) * block_size:
-            if not self.pool.grow(table, tokens):
-                self._preempt(self.running[-1])
+            if not self.pool.grow(table, tokens) and not self._release_paused(sequence):
+                self._preempt(self._youngest_of_largest())
         return table is not None
 
+    def _youngest_of_largest(self) -> Sequence:
+        """Return the youngest sequence of the client and the request that run most, of those in the
+        background if there are any."""
+        background = self.running[-1].background
+        shares = self._shares[background]
+        youngest_first = itertools.takewhile(
+            lambda s: s.background == background, reversed(self.running)
+        )
+        return max(
+            youngest_first, key=lambda s: (shares.of_client(s.owner), shares.of_request(s.owner))
+        )
+
     def _preempt(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
+        self._remove_running(sequence)
         self._release(sequence)
         self.preempted += 1
-        bisect.insort(self.waiting, sequence)
+        self._add_waiting(sequence)
+
+    def _pause(self, sequence: Sequence) -> None:
+        assert sequence.table is not None
+        self._remove_running(sequence)
+        self.pool.withdraw(sequence.table)
+        sequence.paused = True
+        self._paused.add(sequence)
+        self._add_waiting(sequence)
+
+    def _release_paused(self, needs: Sequence) -> bool:
+        """Free the blocks of a paused sequence for another one: of the youngest, which is computed
+        again later. Return False if there is none."""
+        paused = [s for s in self._paused if s is not needs and s.background >= needs.background]
+        if not paused:
+            return False
+        self._release(max(paused))
+        self.preempted += 1
+        return True
 
     # ── admission ──
 
-    def _admit_waiting(self, limit: int) -> bool:
-        """Admit sequences in order while there is room, background ones while fewer than `limit`
-        run. Return whether one that is not in the background waits for a pending prefix."""
-        self.starved = prefix_pending = False
-        position = 0
-        while position < len(self.waiting):
-            sequence = self.waiting[position]
-            if sequence.background and (self.preempted or len(self.running) >= limit):
-                break  # it would idle, or was preempted in this very step
-            ahead = len(self.running) if sequence.background else _num_foreground(self.running)
-            if ahead + position >= self.max_running:  # those passed over keep their slots
-                self.starved = not sequence.background
-                break
-            if sequence.multimodal and not sequence.multimodal.ready:
-                position += 1  # its images are not encoded yet: others pass
+    def candidates(
+        self, blocked: abc.Container[tuple[abc.Hashable, int]] = ()
+    ) -> abc.Iterator[Sequence]:
+        """Yield waiting sequences in the order of admission: by priority; within the shares of
+        their request and client, then beyond; then by order of arrival. `blocked` requests are left
+        out: their client, and how many sequences they run."""
+        heap: list[tuple[tuple[object, ...], Sequence, abc.Iterator[Sequence]]] = []
+        for queue in self._waiting.values():
+            later = iter(queue[: self.max_running])
+            first = next(later)
+            heap.append((self._rank(first), first, later))
+        heapq.heapify(heap)
+        while heap:
+            rank, sequence, later = heap[0]
+            if self._blocked_key(sequence) in blocked:
+                heapq.heappop(heap)
                 continue
-            matched = self._match(sequence)
-            if matched is None:
-                position += 1  # the rest of its prefix is being computed: others pass
-                prefix_pending |= not sequence.background
-            elif self._admit_or_preempt(sequence, matched, position):
-                del self.waiting[position]
+            if (new_rank := self._rank(sequence)) != rank:  # the shares have changed
+                heapq.heapreplace(heap, (new_rank, sequence, later))
+                continue
+            if (following := next(later, None)) is None:
+                heapq.heappop(heap)
             else:
-                self.starved = not sequence.background
-                break  # a smaller sequence does not overtake
+                heapq.heapreplace(heap, (self._rank(following), following, later))
+            yield sequence
+
+    def _blocked_key(self, sequence: Sequence) -> tuple[abc.Hashable, int]:
+        owner = sequence.owner
+        return owner.client, self._shares[sequence.background].of_request(owner)
+
+    def _rank(self, sequence: Sequence) -> tuple[object, ...]:
+        shares = self._shares[sequence.background]
+        excess = shares.excess(sequence.owner, self._capacity)
+        return sequence.background, excess, sequence.number
+
+    def _admit_waiting(self, limit: int) -> bool:
+        """Admit sequences in order while there is room or others yield, background ones while fewer
+        than `limit` run. Return whether one that is not in the background waits for a pending
+        prefix."""
+        self.starved = prefix_pending = False
+        self._capacity = self.max_running
+        kept: list[Sequence] = []  # those that cannot run yet keep their slots
+        blocked: set[tuple[abc.Hashable, int]] = set()
+        for sequence in self.candidates(blocked):
+            owner, shares = sequence.owner, self._shares[sequence.background]
+            if sequence.background and (self.preempted or blocked):
+                break  # it would idle, or was preempted in this very step
+            has_slot = self._has_slot(sequence, kept, limit)
+            if (has_slot and not blocked) or shares.yields_to(owner, self._capacity):
+                ready = not sequence.multimodal or sequence.multimodal.ready
+                matched = self._match(sequence) if ready else None
+                if matched is None:  # the rest of its prefix is being computed, or its images are
+                    prefix_pending |= ready and not sequence.background
+                    if has_slot:
+                        kept.append(sequence)
+                        shares.take(owner)
+                    continue
+                if self._admit_or_reclaim(sequence, matched, kept, limit):
+                    continue
+            blocked.add(self._blocked_key(sequence))
+            self.starved |= not (sequence.background or shares.excess(owner, self.max_running)[0])
+        for sequence in kept:
+            self._shares[sequence.background].give_back(sequence.owner)
         return prefix_pending
+
+    def _has_slot(self, sequence: Sequence, kept: list[Sequence], limit: int) -> bool:
+        running = len(self.running) if sequence.background else _num_foreground(self.running)
+        fits_limit = running < limit or not sequence.background
+        return fits_limit and running + len(kept) < self.max_running
+
+    def _admit_or_reclaim(
+        self, sequence: Sequence, matched: list[int], kept: list[Sequence], limit: int
+    ) -> bool:
+        """Admit a sequence, if need be by taking slots and blocks from others."""
+        while True:
+            if not self._has_slot(sequence, kept, limit):
+                if not self._take_slot(sequence, kept):
+                    return False
+            elif len(self.running) + len(kept) >= self.max_running:
+                self._preempt(self._youngest_of_largest())  # in the background
+            elif self._admit(sequence, matched):
+                return True
+            elif not self._take_blocks(sequence):
+                return False
+
+    def _take_slot(self, sequence: Sequence, kept: list[Sequence]) -> bool:
+        """Take a slot that has to be yielded: one that is kept, or of a running sequence. Return
+        False if there is none."""
+        shares = self._shares[sequence.background]
+        if (owner := shares.yields_to(sequence.owner, self.max_running)) is None:
+            return False
+        if youngest := _youngest(kept, owner, shares, sequence.background):
+            kept.remove(youngest)
+            shares.give_back(youngest.owner)
+        elif youngest := _youngest(self.running, owner, shares, sequence.background):
+            self._pause(youngest)
+        return True
+
+    def _take_blocks(self, sequence: Sequence) -> bool:
+        """Free blocks of a paused sequence, of one in the background, or of one that has to yield.
+        Return False if there is none."""
+        if self._release_paused(sequence):
+            return True
+        background = sequence.background
+        if not background and self.running and self.running[-1].background:
+            self._preempt(self._youngest_of_largest())
+            return True
+        self._capacity = min(self._capacity, len(self.running))
+        shares = FairShare()  # of memory: sequences that keep a slot have none
+        for running in self.running:
+            if running.background == background:
+                shares.take(running.owner)
+        if (owner := shares.yields_to(sequence.owner, self._capacity)) is None:
+            return False
+        youngest = _youngest(self.running, owner, shares, background)
+        assert youngest
+        self._preempt(youngest)
+        return True
 
     def _match(self, sequence: Sequence) -> list[int] | None:
         """Return the blocks of its cached prefix; None if more of that is being computed. The key
         of its last block is kept, since matching again takes as long as the prefix is."""
-        if sequence.scores_prompt:
+        if sequence.scores_prompt or sequence.paused:
             return []
         if sequence.pending_prefix not in self.pool.computing:
             matched, sequence.pending_prefix = self.pool.match(
@@ -197,32 +397,33 @@ class ContinuousScheduler:
                 return matched
         return None
 
-    def _admit_or_preempt(self, sequence: Sequence, matched: list[int], kept: int) -> bool:
-        """Admit it, with `kept` slots left for others, if need be by preempting background
-        sequences."""
-        while len(self.running) + kept >= self.max_running or not self._admit(sequence, matched):
-            if sequence.background or _num_foreground(self.running) == len(self.running):
-                return False
-            self._preempt(self.running[-1])
-        return True
-
     def _admit(self, sequence: Sequence, matched: list[int]) -> bool:
-        reserve = min(len(self.running), self.pool.num_blocks // RESERVE_DIVISOR)
         contents, namespace = sequence.contents, sequence.cache_namespace
-        sequence.table = self.pool.open(contents, matched, reserve, namespace)
-        if sequence.table is None:
-            return False
-        sequence.computed = len(matched) * self.pool.block_size
+        if sequence.paused:
+            assert sequence.table is not None
+            if not self.pool.grow(sequence.table, len(sequence.tokens)):
+                return False
+        else:
+            reserve = min(len(self.running), self.pool.num_blocks // RESERVE_DIVISOR)
+            sequence.table = self.pool.open(contents, matched, reserve, namespace)
+            if sequence.table is None:
+                return False
+            sequence.computed = len(matched) * self.pool.block_size
+        self._remove_waiting(sequence)
+        sequence.paused = False
+        self._paused.discard(sequence)
         if sequence.cached is None:
             sequence.cached = sequence.computed
             sequence.tokens = sequence.tokens.copy()  # it is about to append to them
             self.admitted.append(sequence)
-        bisect.insort(self.running, sequence)
+        self._add_running(sequence)
         return True
 
     # ── prefill ──
 
-    def _prefill(self, prompts: list[Sequence], budget: int, prefix_pending: bool) -> list[Chunk]:
+    def _prefill(
+        self, prompts: list[Sequence], budget: int, prefix_pending: bool, is_timed: bool
+    ) -> list[Chunk]:
         """Return the prompts' chunks. While a pending prefix is waited for, which a background
         sequence may be computing, those have the same priority as all others."""
         if budget <= 0:
@@ -237,21 +438,33 @@ class ContinuousScheduler:
             else sequence.uncomputed
             for sequence in prompts
         }
-        shares = dict.fromkeys(prompts, 0)
-        if self.whole_prompts:  # at least one; more while all, padded to the longest, fit
-            lengths = itertools.accumulate((len(sequence.tokens) for sequence in ranked), max)
-            fitting = sum(n * length <= budget for n, length in enumerate(lengths, 1))
-            shares |= {sequence: wanted[sequence] for sequence in ranked[: max(1, fitting)]}
-        else:
-            shares[ranked[0]] = min(wanted[ranked[0]], -(-budget // 2))
-            budget -= shares[ranked[0]]
-            for sequence in sorted(
-                prompts, key=lambda s: (s.background and not prefix_pending, s.uncomputed)
-            ):
-                more = min(wanted[sequence] - shares[sequence], budget)
-                shares[sequence] += more
-                budget -= more
-        return [_prefill_chunk(sequence, share) for sequence, share in shares.items() if share]
+        if self.whole_prompts:
+            shares = self._share_whole(ranked, wanted, budget, is_timed)
+            return [_prefill_chunk(sequence, share) for sequence, share in shares.items()]
+        background_from = len(ranked) if prefix_pending else _num_foreground(ranked)
+        chunks: list[Chunk] = []
+        for group in (ranked[:background_from], ranked[background_from:]):
+            shares = _divide({sequence: wanted[sequence] for sequence in group}, ranked[0], budget)
+            budget -= sum(shares.values())
+            chunks += (_prefill_chunk(s, share) for s, share in shares.items() if share)
+        return chunks
+
+    def _share_whole(
+        self, ranked: list[Sequence], wanted: dict[Sequence, int], budget: int, is_timed: bool
+    ) -> dict[Sequence, int]:
+        """Return the prompts that run: at least one, and more while all, padded to the longest,
+        fit. If the oldest takes too long, it gets a chunk, of half the budget beside others, and
+        the shortest come next."""
+        oldest, *others = ranked
+        shares, is_long = {}, is_timed and wanted[oldest] > budget
+        if self.chunks_oldest and oldest.is_plain and (oldest.computed or is_long):
+            shares[oldest] = min(wanted[oldest], -(-budget // 2) if others else budget)
+            budget -= shares[oldest]
+            ranked = sorted(others, key=lambda sequence: (sequence.background, sequence.uncomputed))
+        in_turn = list(fair_order(ranked))
+        lengths = itertools.accumulate((len(sequence.tokens) for sequence in in_turn), max)
+        fitting = sum(n * length <= budget for n, length in enumerate(lengths, 1))
+        return shares | {s: wanted[s] for s in in_turn[: max(fitting, not shares)]}
 
     # ── after the step ──
 
@@ -263,8 +476,8 @@ class ContinuousScheduler:
             sequence = chunk.sequence
             max_len = sequence.prompt_len + sequence.max_tokens
             if chunk.is_active:
-                sequence.computed = chunk.start + chunk.count
-                if chunk.reaches_end and len(sequence.tokens) + 1 < max_len:
+                sequence.computed = chunk.start + chunk.count - chunk.deferred
+                if chunk.reaches_end and not chunk.deferred and len(sequence.tokens) + 1 < max_len:
                     sequence.append_placeholder(row)
             row += chunk.to_sample
 
@@ -275,7 +488,7 @@ class ContinuousScheduler:
         assert sequence.table is not None
         if sequence.scores_prompt:
             sequence.scored = max(sequence.scored, chunk.to_score.stop)
-        sequence.computed = chunk.start + chunk.count + max(0, len(sampled) - 1)
+        sequence.computed = chunk.start + chunk.count - chunk.deferred + max(0, len(sampled) - 1)
         if sampled:
             sequence.extend(sampled)
         if chunk.drafts:
@@ -293,6 +506,57 @@ class ContinuousScheduler:
         while len(self.running) > self.max_running:
             self._preempt(self.running[-1])
         return True
+
+
+def _remove(queue: list[Sequence], sequence: Sequence) -> None:
+    """Remove a sequence from a sorted queue; ValueError if it is not there."""
+    index = bisect.bisect_left(queue, sequence)
+    if queue[index : index + 1] != [sequence]:
+        raise ValueError("this sequence is not scheduled")
+    del queue[index]
+
+
+def _youngest(
+    queue: list[Sequence], owner: WorkOwner, shares: FairShare, background: bool
+) -> Sequence | None:
+    """Return the youngest sequence of a request, or of another one of its client that holds as
+    much."""
+    held = shares.of_request(owner)
+    for sequence in reversed(queue):
+        is_equal = sequence.owner.client == owner.client and sequence.background == background
+        if is_equal and shares.of_request(sequence.owner) == held:
+            return sequence
+    return None
+
+
+def _divide(wanted: dict[Sequence, int], first: Sequence, budget: int) -> dict[Sequence, int]:
+    """Divide a step's budget. The first sequence gets half; the rest goes to the requests that need
+    the fewest tokens. Several requests are divided in three rounds: within the shares of request
+    and client, within the share of the request, then without shares."""
+    shares, held, of_request = dict.fromkeys(wanted, 0), FairShare(), Counter[WorkOwner]()
+    for sequence in wanted:
+        of_request[sequence.owner] += sequence.uncomputed
+    by_need = sorted(wanted.items(), key=lambda w: (of_request[w[0].owner], w[0].uncomputed))
+    turns = by_need
+    if first in wanted:
+        turns = [(first, min(wanted[first], -(-budget // 2))), *by_need]
+    limits = [(turns, budget, budget)]
+    if len(of_request) > 1:
+        request, client = request_share(budget), client_share(budget)
+        limits = [(turns, request, client), (turns, request, budget), (by_need, budget, budget)]
+    for sequences, request, client in limits:
+        for sequence, most in sequences:
+            owner = sequence.owner
+            more = min(
+                most - shares[sequence],
+                budget - held.total,
+                request - held.of_request(owner),
+                client - held.of_client(owner),
+            )
+            if more > 0:
+                shares[sequence] += more
+                held.take(owner, more)
+    return shares
 
 
 def _prefill_chunk(sequence: Sequence, count: int) -> Chunk:
@@ -315,6 +579,9 @@ MAX_PREFILL_S = 0.3
 MIN_PREFILL_TOKENS = 32
 MIN_PREFILL_TOKENS_ALONE = {"cpu": 512, "cuda": 8192}
 NEW_SHARE = 0.3  # weight of the latest step in the measured time per token
+# A row of a step without prompts is assumed to add this part of its time, until steps of different
+# sizes show it; and the factor of their weight with each later step.
+ROW_SHARE, DECAY = 0.02, 0.98
 
 
 class PrefillBudget:
@@ -324,18 +591,21 @@ class PrefillBudget:
 
     def __init__(self, device_type: str, whole_prompts: bool = False) -> None:
         limits = MAX_PREFILL_TOKENS_WHOLE if whole_prompts else MAX_PREFILL_TOKENS
-        self._max = limits[device_type]
-        self._min_alone = self._max if whole_prompts else MIN_PREFILL_TOKENS_ALONE[device_type]
+        self.max_tokens = limits[device_type]
+        self._min_unmeasured = MIN_PREFILL_TOKENS_ALONE[device_type]
+        self._min_alone = self.max_tokens if whole_prompts else self._min_unmeasured
         self.decode_s = 0.0  # the time of the last step without prompts, set by the caller
         self._token_s = 0.0  # the time that a prompt token adds; 0: not measured yet
 
     def prompt_tokens(self, streaming: bool, spent_s: float = 0.0) -> int:
-        """Return the next step's budget. `streaming`: sequences are decoding. `spent_s`: time
-        that the step has taken already."""
+        """Return the next step's budget. `streaming`: sequences are decoding, or other models
+        have work. `spent_s`: time that the step has taken already."""
         left_s = max(0.0, MAX_PREFILL_S - spent_s)
         fitting = int(left_s / self._token_s) if self._token_s else 0
-        minimum = MIN_PREFILL_TOKENS if streaming and self._token_s else self._min_alone
-        return min(self._max, max(minimum, fitting))
+        minimum = self._min_alone
+        if streaming:
+            minimum = MIN_PREFILL_TOKENS if self._token_s else self._min_unmeasured
+        return min(self.max_tokens, max(minimum, fitting))
 
     def learn(self, prompt_tokens: int, other_rows: int, seconds: float) -> None:
         """Record the time of a step of `prompt_tokens` and of `other_rows` that decoded."""
@@ -343,3 +613,27 @@ class PrefillBudget:
             added_s = max(0.0, seconds - self.decode_s) if other_rows else seconds
             share = NEW_SHARE if self._token_s else 1.0
             self._token_s += share * (added_s / prompt_tokens - self._token_s)
+
+
+class RowCost:
+    """Measures how much longer a row makes a step without prompts."""
+
+    def __init__(self) -> None:
+        self._sums = [0.0] * 5  # over steps: of 1, rows, seconds, rows², rows · seconds
+
+    def learn(self, rows: int, seconds: float) -> None:
+        new = (1.0, rows, seconds, rows * rows, rows * seconds)
+        self._sums = [DECAY * old + added for old, added in zip(self._sums, new, strict=True)]
+
+    @property
+    def spare_rows(self) -> float:
+        """How many rows take as long as a step's constant part."""
+        steps, rows, seconds, squares, products = self._sums
+        if not seconds:
+            return 1 / ROW_SHARE
+        # least squares: seconds over rows, with the weight of one step on the assumed share
+        variance, covariance = squares - rows * rows / steps, products - rows * seconds / steps
+        mean_s = seconds / steps
+        row_s = max(0.0, (covariance + ROW_SHARE * mean_s) / (variance + 1))
+        constant_s = max(0.0, mean_s - row_s * rows / steps)
+        return constant_s / row_s if row_s else math.inf

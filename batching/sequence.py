@@ -8,9 +8,10 @@ from array import array
 from collections import abc
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple, Self, SupportsIndex, TypeAlias, overload
 
 from batching.block_pool import SHARED_NAMESPACE, BlockKey, BlockTable, Content
+from batching.fair_share import NO_OWNER, WorkOwner
 
 # A token that the step in flight is to sample has a placeholder in its sequence, by which the next
 # step is scheduled already: a negative number for the row of that step's samples. A model runner
@@ -25,13 +26,39 @@ def is_placeholder(token: int) -> bool:
     return token < 0
 
 
+class TokenIds(array):  # type: ignore[type-arg]  # not subscriptable before Python 3.12
+    """Token ids as an array, of which a slice is a list. Garbage collection visits each element of
+    a list, and thousands of long prompts may wait."""
+
+    __slots__ = ()
+
+    def __new__(cls, ids: abc.Iterable[int] = ()) -> Self:
+        return super().__new__(cls, "i", ids)  # type: ignore[return-value]
+
+    def copy(self) -> "TokenIds":
+        return TokenIds(self)
+
+    @overload  # type: ignore[override]
+    def __getitem__(self, index: SupportsIndex) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        return found.tolist() if isinstance(index, slice) else found
+
+
+TokenList: TypeAlias = TokenIds | list[int]
+
+
 class PrefixedTokens(abc.Sequence[int]):
     """Immutable prompt: a prefix shared with other prompts, plus its own suffix."""
 
     __slots__ = ("own", "shared")
 
     def __init__(self, shared: abc.Sequence[int], own: abc.Sequence[int]) -> None:
-        self.shared, self.own = shared, array("i", own)
+        self.shared, self.own = shared, TokenIds(own)
 
     def copy(self) -> "PrefixedTokens":
         return self
@@ -86,18 +113,21 @@ class Sequence:
 
     # The prompt's, shared by a request's choices until each is admitted; PrefixedTokens only where
     # nothing is generated. The last may be a placeholder.
-    tokens: list[int] | PrefixedTokens
+    tokens: TokenList | PrefixedTokens
     _: KW_ONLY
     max_tokens: int = 1  # of the output; 0: only the prompt is run
     scores_prompt: bool = False  # log-probabilities of the prompt: no cached prefix is reused
     scores_end: bool = False  # the logits after the prompt's last token are scored, not sampled
     background: bool = False  # low priority: after all that are not
+    owner: WorkOwner = NO_OWNER
     cache_namespace: bytes = SHARED_NAMESPACE  # prefixes are shared within it
     multimodal: MultimodalInputs | None = None  # None: the prompt is text
+    eager: bool = False  # begun before the compiled model, which rounds otherwise, took over
     prompt_len: int = field(init=False)
     scored: int = 0  # leading tokens whose successor has been scored
     number: int = -1  # order of arrival; -1: not scheduled
     table: BlockTable | None = None  # None: waiting
+    paused: bool = False  # waiting, with its blocks
     computed: int = 0  # leading tokens whose keys and values are in the cache
     cached: int | None = None  # prompt tokens found in the prefix cache at first admission
     pending_prefix: BlockKey | None = None  # the last block of its prefix that is being computed
@@ -109,6 +139,11 @@ class Sequence:
     def uncomputed(self) -> int:
         """Tokens that the model has yet to run; 0 while the last step of the sequence runs."""
         return len(self.tokens) - self.computed
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a text of which nothing is scored."""
+        return not (self.scores_prompt or self.scores_end or self.multimodal)
 
     @property
     def has_placeholder(self) -> bool:
@@ -126,11 +161,11 @@ class Sequence:
         tokens = self._generated
         if is_placeholder(tokens[-1]):
             tokens.pop()
-        tokens += sampled
+        tokens.extend(sampled)
 
     @property
-    def _generated(self) -> list[int]:
-        assert isinstance(self.tokens, list)
+    def _generated(self) -> TokenList:
+        assert not isinstance(self.tokens, PrefixedTokens)
         return self.tokens
 
     @property
@@ -158,6 +193,7 @@ class Chunk:
     start: int
     count: int
     drafts: tuple[int, ...] = ()
+    deferred: bool = False  # its last token runs again: no token could be sampled
     table: BlockTable | None = field(init=False)  # the sequence's at construction
     width: int = field(init=False)  # tokens, drafts included
     reaches_end: bool = field(init=False)

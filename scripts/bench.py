@@ -93,8 +93,9 @@ class InstantRunner:
     text_model = None
 
     def __init__(self) -> None:
-        from worker.messages.protocol import ModelInfo
+        from worker.messages.protocol import ALONE, ModelInfo, OtherModels
 
+        self.others: OtherModels = ALONE
         self.info = ModelInfo("fill-mask", "instant", "none", "none", 0, "packed")
 
     def prepare(self, item: Any) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from server.commands.load_test.command import main
+from server.commands.load_test.command import load_command
 
 if __name__ == "__main__":
-    main()
+    load_command("load_test.py", sys.argv[1:])

@@ -1,29 +1,72 @@
-"""`python -m server [MODEL]` serves; `python -m server calibrate` measures batch settings.
+"""The command `onequeue`, also `python -m server`: serve, calibrate, load and template.
 
-The commands are server/commands/serve.py and server/commands/calibrate/.
+Each subcommand is a module of server/commands/ and is imported when it runs: the load test needs
+neither torch nor a web server.
 """
 
 import signal
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports: no traceback
 
+import logging
 import sys
 from collections.abc import Sequence
 
-from server.commands.serve import PROGRAM, run_command, serve_command
+from server import __version__
+
+HELP = """\
+usage: onequeue COMMAND …
+
+  serve [MODEL]       serve models over HTTP; without MODEL, the demo models
+  calibrate [MODEL]   measure the request rate that this machine sustains, and the settings for it
+  load URL …          load-test an HTTP inference server
+  template MODEL      print the formats of tool calls and reasoning inferred from a chat template
+
+onequeue COMMAND --help lists the options of a command; onequeue --version prints the version."""
+MISUSE = 2  # exit status, as argparse's
 
 
-def main(args: Sequence[str]) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+    name, *args = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name == "serve":
+        from server.commands.serve import run_command, serve_command
+
+        restore_interrupt()
+        run_command("onequeue serve", serve_command, args)
+    elif name == "calibrate":
+        from server.commands.calibrate.command import calibrate_command
+        from server.commands.serve import run_command
+
+        restore_interrupt()
+        run_command("onequeue calibrate", calibrate_command, args)
+    elif name == "load":
+        from server.commands.load_test.command import load_command
+
+        restore_interrupt()
+        load_command("onequeue load", args)
+    elif name == "template":
+        from server.commands.template import template_command
+
+        logging.disable(logging.WARNING)  # the report has them
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `| head` is no error
+        template_command("onequeue template", args)
+    elif name in ("-h", "--help"):
+        print(HELP)
+    elif name == "--version":
+        print(f"onequeue {__version__}")
+    else:
+        print(
+            f"onequeue: unknown command {name!r}: serve, calibrate, load, template", file=sys.stderr
+        )
+        raise SystemExit(MISUSE)
+
+
+def restore_interrupt() -> None:
+    """Raise KeyboardInterrupt again on Ctrl-C, after the imports."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if args[:1] != ["calibrate"]:
-        run_command(PROGRAM, serve_command, args)
-        return
-    from server.commands.calibrate.command import calibrate_command
-
-    run_command(f"{PROGRAM} calibrate", calibrate_command, args[1:])
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

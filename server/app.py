@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from starlette.routing import Router
 
-from batching.batcher import DynamicBatcher
-from batching.request_queue import BatchLane, RequestQueue, StepLane, WorkItem
+from batching.batcher import WINDOW_BATCHES, DynamicBatcher
+from batching.request_queue import BatchLane, RequestQueue, StepLane
 from batching.round_robin import RoundRobin
 from server.core.metrics import Metrics
 from server.core.settings import Settings, SettingsError, load_settings
@@ -86,7 +86,7 @@ def create_app(
     metrics = Metrics(lambda: queue.pending)
     worker_client = WorkerClient(worker, queue, metrics, pool_threads, settings.stuck_after_s)
     routes, responses = make_routes(settings, worker_client, pipeline_is_language_model)
-    router = Router(routes, lifespan=partial(lifespan, responses=responses))
+    router = Router(routes, redirect_slashes=False, lifespan=partial(lifespan, responses=responses))
     return Application(router, routes, settings, worker_client)
 
 
@@ -115,11 +115,14 @@ def served_models(
             models.append(batched_model("pipeline", load, settings))
         elif settings.pipeline_model != settings.chat_model:
             chat_settings = replace(settings, chat_model=settings.pipeline_model)
-            load_decider = partial(load_language_model, chat_settings)
-            models.append(language_model("pipeline", load_decider, queue_size))
+            later_caches = int(settings.chat_model != "none")
+            load_decider = partial(load_language_model, chat_settings, later_caches=later_caches)
+            models.append(
+                language_model("pipeline", load_decider, queue_size, settings.max_running)
+            )
     if settings.chat_model != "none":
         load_chat = loaders.chat or partial(load_language_model, settings)
-        models.append(language_model("generation", load_chat, queue_size))
+        models.append(language_model("generation", load_chat, queue_size, settings.max_running))
     if settings.embedding_model != "none":
         load = loaders.embedder or partial(load_scoring, "embedding_model", settings)
         models.append(batched_model("embedding", load, settings))
@@ -135,15 +138,15 @@ def served_models(
 
 
 def batched_model(name: str, load: Callable[[], Runner], settings: Settings) -> ServedModel:
-    """Return the entry of a model whose requests are batched. Long lists for an embedding or rerank
-    model are split and scheduled round robin: parts for two batches at a time."""
+    """Return the entry of a model whose requests are batched. Lists are split and scheduled round
+    robin: inputs of a pipeline for the batcher's window, parts of other lists for two batches."""
     rows = settings.max_batch_size
     wait_s = settings.max_batch_wait_ms / 1000
-    batcher = DynamicBatcher(rows, settings.max_batch_tokens, wait_s)
-    round_robin: RoundRobin[WorkItem] | None = None
+    batcher: DynamicBatcher = DynamicBatcher(rows, settings.max_batch_tokens, wait_s)
+    at_a_time = WINDOW_BATCHES * rows
     if name != "pipeline":
-        round_robin = RoundRobin(max(2, 2 * rows // min(MAX_PART_INPUTS, rows)))
-    lane = BatchLane(name, settings.max_queue_size, round_robin)
+        at_a_time = max(2, 2 * rows // min(MAX_PART_INPUTS, rows))
+    lane = BatchLane(name, settings.max_queue_size, RoundRobin(at_a_time))
     return ServedModel(name, partial(load_engine, load, batcher), lane)
 
 
@@ -171,12 +174,14 @@ def load_pipeline(settings: Settings) -> Runner:
     return load_runner(options, settings.max_batch_size)
 
 
-def load_language_model(settings: Settings) -> Generator:
+def load_language_model(settings: Settings, later_caches: int = 0) -> Generator:
+    """`later_caches`: language models that are loaded after this one."""
     import_torch()
     from worker.generation.loading import load_generator
     from worker.model.language_model import GeneratorOptions
 
-    return load_generator(loader_options(GeneratorOptions, "chat_model", settings))
+    options = loader_options(GeneratorOptions, "chat_model", settings, later_caches=later_caches)
+    return load_generator(options)
 
 
 def load_scoring(setting: str, settings: Settings) -> Runner:
@@ -215,13 +220,14 @@ def import_torch() -> None:
     install_progress_log()
 
 
-def loader_options(kind: type[Options], setting: str, settings: Settings) -> Options:
+def loader_options(kind: type[Options], setting: str, settings: Settings, **given: Any) -> Options:
     """Return a loader's options; each field but these is the setting of the same name."""
     values = {
         "task": settings.pipeline_task,
         "model": getattr(settings, setting),
         "attention": settings.attn_implementation,
         "compile": settings.compile if has_cache_folder() else "off",
+        **given,
     }
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # a dataclass
     return kind(

@@ -20,7 +20,7 @@ from types import FrameType
 
 import uvicorn
 
-from server.core.log import configure_log
+from server.core.log import configure_log, silence_libraries
 from server.core.worker_client import WorkerClient
 from server.http.connections import APP_STATE, limit_connections
 from server.http.request import Application
@@ -79,7 +79,9 @@ def on_loaded(
     """Log that the models are ready, or end the server because one could not be loaded."""
     if error := load_failure(loaded):
         end_unloaded(error, app.settings.debug, server)
-    elif server and not loaded.cancelled():
+        return
+    silence_libraries()
+    if server and not loaded.cancelled():
         gc.freeze()  # the loaded objects stay: later collections skip them
         log_ready(app, server, time.monotonic() - started)
 

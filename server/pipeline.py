@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from batching.errors import InvalidInput
 from server.core.settings import Settings
 from server.core.worker_client import Submission, WorkerClient
+from server.http.access import client_of
 from server.http.errors import HttpError
 from server.http.json import INLINE_BYTES, Document, JsonBodyParser, parse_json
 from server.http.request import RequestBody, read_request, send_json
@@ -62,7 +63,15 @@ class PipelineEndpoint:
             inputs, is_list = self.parse(body, media)
         results: list[bytes] = []
         try:
-            with Submission(self.worker_client, "pipeline", inputs, deadlines, receive) as work:
+            work: Submission[bytes] = Submission(
+                self.worker_client,
+                "pipeline",
+                inputs,
+                deadlines,
+                receive,
+                client=client_of(scope),
+            )
+            with work:
                 for item in work.items:
                     results.append(await item.future)  # noqa: PERF401  # its length is the failed index
         except InvalidInput as error:

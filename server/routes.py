@@ -74,7 +74,7 @@ def make_routes(
     routes += scoring_and_speech_routes(settings, worker_client, models)
     if models:
         routes += ModelListing([*models.values()]).routes()
-    if text_models := [model for serves, model in models.items() if serves != "transcription"]:
+    if text_models := [model for name, model in models.items() if name != "transcription"]:
         routes += tokenizer_routes(text_models)
     routes += [Route(path, assets, methods=["GET"]) for path in (ASSETS_PATH, "/favicon.ico")]
     routes.append(openapi_route(settings, routes))
@@ -92,8 +92,8 @@ def root_endpoint(
         return page
     if not pipeline_is_language_model:
         return PipelineEndpoint(settings, worker_client, page)
-    serves = "pipeline" if "pipeline" in worker_client.models else "generation"
-    model = NamedModel(settings.pipeline_model, worker_client, serves)
+    name = "pipeline" if "pipeline" in worker_client.models else "generation"
+    model = NamedModel(settings.pipeline_model, worker_client, name)
     decisions = DecisionEndpoint(worker_client, model, SystemOneRequest)
     return DecisionPipelineEndpoint(settings, worker_client, page, decisions)
 
@@ -101,9 +101,9 @@ def root_endpoint(
 def named_models(settings: Settings, worker_client: WorkerClient) -> dict[str, NamedModel]:
     """Return the models that a request may name, by their names in the registry."""
     models: dict[str, NamedModel] = {}
-    for setting, serves in MODELS.items():
-        if serves != "pipeline" and (value := getattr(settings, setting)) != "none":
-            models[serves] = NamedModel(value, worker_client, serves, [*models.values()])
+    for setting, name in MODELS.items():
+        if name != "pipeline" and (value := getattr(settings, setting)) != "none":
+            models[name] = NamedModel(value, worker_client, name, [*models.values()])
     return models
 
 
@@ -117,7 +117,7 @@ def scoring_and_speech_routes(
     if model := models.get("rerank"):
         rerank = ScoringEndpoint(settings, worker_client, [model], RerankRequest)
         yield from (post(path, rerank) for path in RERANK_PATHS)
-    if scoring := [models[serves] for serves in ("rerank", "embedding") if serves in models]:
+    if scoring := [models[name] for name in ("rerank", "embedding") if name in models]:
         yield post("/v1/score", ScoringEndpoint(settings, worker_client, scoring, ScoreRequest))
     if model := models.get("transcription"):
         uploads, kinds = Uploads(settings.max_audio_mb), (TranscriptionRequest, TranslationRequest)

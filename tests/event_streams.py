@@ -43,7 +43,12 @@ def chunks(response: httpx.Response) -> list[Chunk]:
 def open_stream(server: Server, path: str, body: Any, *headers: str) -> socket.socket:
     """Send a request and return the socket, from which nothing has been read."""
     content = json.dumps(body).encode()
-    lines = [f"POST {path} HTTP/1.1", "Host: x", f"Content-Length: {len(content)}", *headers]
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "Host: localhost",
+        f"Content-Length: {len(content)}",
+        *headers,
+    ]
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
     client.settimeout(60)

@@ -24,7 +24,14 @@ from batching.request_queue import WorkItem
 from worker.messages.decisions import DecisionInput
 from worker.messages.deltas import Delta, DeltaPart, FinishReason, Kind, TokenLogprob
 from worker.messages.generation import TEXT_ONLY, Chat, GenerationInput
-from worker.messages.protocol import ModelInfo, StepOutcome, StepReport, TextModel
+from worker.messages.protocol import (
+    ALONE,
+    ModelInfo,
+    OtherModels,
+    StepOutcome,
+    StepReport,
+    TextModel,
+)
 
 INFO = ModelInfo("text-generation", "fake", "cpu", "float32", 0, "continuous")
 
@@ -48,7 +55,7 @@ class Choice:
 
 @dataclass
 class Running:
-    item: WorkItem
+    item: WorkItem[GenerationInput, str]
     prompt: str
     choices: list[Choice] = field(default_factory=list)
     steps: int = 0
@@ -56,8 +63,9 @@ class Running:
 
 class FakeGenerator:
     info = INFO
+    others: OtherModels = ALONE
     max_model_len = 4096
-    no_images = TEXT_ONLY  # a test may empty it
+    no_images_reason = TEXT_ONLY  # a test may empty it
     compile_state: Literal["running", "done", "off"] = "off"
     defaults = Defaults()
 
@@ -87,7 +95,7 @@ class FakeGenerator:
 
     # ── in pool threads ──
 
-    def prepare(self, item: WorkItem) -> None:
+    def prepare(self, item: WorkItem[Any, Any]) -> None:
         payload = item.payload
         prompt = text_of(payload)
         if prompt == "refused":
@@ -115,7 +123,7 @@ class FakeGenerator:
 
     # ── on the worker's thread ──
 
-    def add(self, item: WorkItem) -> None:
+    def add(self, item: WorkItem[Any, Any]) -> None:
         payload: GenerationInput = item.payload
         self.payloads.append(payload)
         self.cache_namespaces.append(item.cache_namespace)
@@ -158,7 +166,7 @@ class FakeGenerator:
         return outcome
 
     def _advance(self, request: Running, outcome: StepOutcome) -> None:
-        payload: GenerationInput = request.item.payload
+        payload = request.item.payload
         if request.prompt == "hang" or (request.prompt == "big" and request.steps > BIG_WORDS):
             return
         if request.prompt.startswith("bad") and request.steps > 2 * (request.prompt == "bad later"):
@@ -174,7 +182,7 @@ class FakeGenerator:
             outcome.done.append((request.item, None))
 
     def clear(self) -> list[WorkItem]:
-        items = [request.item for request in self.running]
+        items: list[WorkItem] = [request.item for request in self.running]
         self.running = []
         return items
 

@@ -20,7 +20,7 @@ from batching.errors import ClientGone, InvalidInput, ItemFailed
 from batching.request_queue import WorkItem
 from worker.media.audio import Recording
 from worker.messages.deltas import TokenLogprob
-from worker.messages.protocol import ModelInfo, StepOutcome, StepReport
+from worker.messages.protocol import ALONE, ModelInfo, OtherModels, StepOutcome, StepReport
 from worker.messages.transcription import Segment, TranscriptDelta, TranscriptionInput, Word
 
 RATE = 16_000
@@ -30,7 +30,7 @@ SAID = [[" Good", " morning", ","], [" <Jürgen>", " &", " co", "."], [" Three",
 
 @dataclass
 class RunningItem:
-    item: WorkItem
+    item: WorkItem[TranscriptionInput, float]
     seconds: float
     steps: int = 0
 
@@ -45,6 +45,7 @@ class FakeTranscriber:
     dropped: int = 0  # items that were cancelled
     max_s: float = 7200.0
     text_model: None = None
+    others: OtherModels = ALONE
 
     def __post_init__(self) -> None:
         self.gate = threading.Event()
@@ -52,7 +53,7 @@ class FakeTranscriber:
 
     # ── in pool threads ──
 
-    def prepare(self, item: WorkItem) -> None:
+    def prepare(self, item: WorkItem[Any, Any]) -> None:
         payload: TranscriptionInput = item.payload
         if payload.prompt == "refused":
             raise InvalidInput.at("prompt", "it is refused")
@@ -66,7 +67,7 @@ class FakeTranscriber:
 
     def warm_up(self) -> None: ...
 
-    def add(self, item: WorkItem) -> None:
+    def add(self, item: WorkItem[Any, Any]) -> None:
         self.payloads.append(item.payload)
         self.running.append(RunningItem(item, item.prepared))
 
@@ -95,7 +96,7 @@ class FakeTranscriber:
         return outcome
 
     def _advance(self, running: RunningItem, outcome: StepOutcome) -> None:
-        payload: TranscriptionInput = running.item.payload
+        payload = running.item.payload
         n, prompt = running.steps - 1, payload.prompt
         if prompt == "hang":
             return
@@ -115,7 +116,7 @@ class FakeTranscriber:
         outcome.done.append((running.item, error))
 
     def clear(self) -> list[WorkItem]:
-        items = [running.item for running in self.running]
+        items: list[WorkItem] = [running.item for running in self.running]
         self.running.clear()
         return items
 

@@ -9,7 +9,7 @@ import orjson
 from batching.batcher import DynamicBatcher
 from batching.errors import InvalidInput
 from batching.request_queue import BatchLane, WorkItem
-from worker.messages.protocol import ModelInfo, Runner
+from worker.messages.protocol import ALONE, ModelInfo, OtherModels, Runner
 from worker.pipeline.engine import PipelineEngine
 from worker.registry import ServedModel
 
@@ -23,6 +23,7 @@ class FakeRunner:
     """
 
     info = INFO
+    others: OtherModels = ALONE
 
     def __init__(self, before: Callable[[list[str]], object] | None = None) -> None:
         self.gate = threading.Event()
@@ -38,7 +39,7 @@ class FakeRunner:
     def text_model(self) -> Any:
         return self  # subclasses with a model name have its attributes
 
-    def prepare(self, item: WorkItem) -> None:
+    def prepare(self, item: WorkItem[Any, Any]) -> None:
         text = item.payload.inputs
         if text == "refused" or not (text and isinstance(text, str)):
             raise InvalidInput("this text is refused", "inputs")
@@ -64,6 +65,22 @@ class FakeRunner:
         self.probing()
         if not self.healthy:
             raise RuntimeError("the worker is broken")
+
+
+class BusyModels:
+    """Other models that always have work; counts their steps."""
+
+    busy = True
+    total_s = 0.0
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def run_steps(self) -> None:
+        self.steps += 1
+
+    def wake(self) -> None:
+        pass
 
 
 def batched_model(

@@ -17,7 +17,9 @@ from batching.request_queue import WorkItem
 from batching.sequence import Batch, Chunk, Sequence
 from tests import tiny_decoders
 from worker.generation.engine import GenerationEngine
+from worker.generation.input_processor import GenerationItem
 from worker.generation.loading import load_generator, paged_engine
+from worker.generation.output import SequenceOutput
 from worker.messages.deltas import Delta
 from worker.messages.generation import GenerationInput, Sampling, Stopping
 from worker.messages.protocol import Generator, Pending, StepReport
@@ -30,6 +32,7 @@ torch.set_num_threads(1)
 logging.getLogger("transformers").setLevel(logging.ERROR)
 
 T = TypeVar("T")
+Request = WorkItem[GenerationInput, abc.Sequence[SequenceOutput]]
 
 GREEDY = Sampling(temperature=0.0)
 ORDINARY = range(6, 300)  # ids of tokens that are not special
@@ -70,7 +73,7 @@ def runner_of(generator: GenerationEngine) -> PagedRunner:
 class Served:
     """A request and its results."""
 
-    item: WorkItem
+    item: GenerationItem
     prompt: abc.Sequence[int]
     deltas: dict[int, Delta] = field(default_factory=dict)  # merged, by choice
     sequences: list[Sequence] = field(default_factory=list)
@@ -97,7 +100,7 @@ def request(
     n: int = 1,
     echo: bool = False,
     **stopping: Any,
-) -> WorkItem:
+) -> Request:
     payload = GenerationInput(
         prompt if isinstance(prompt, str) else tuple(prompt),
         sampling,
@@ -119,7 +122,7 @@ def when_ready(run: Callable[[], T]) -> T:
             assert again.wait(60), "the grammar is not compiled"
 
 
-def prepare(generator: Generator, item: WorkItem) -> None:
+def prepare(generator: Generator, item: GenerationItem) -> None:
     when_ready(lambda: generator.prepare(item))
 
 
@@ -142,7 +145,7 @@ class Driver:
         self.partial += sum(not chunk.reaches_end for chunk in chunks)
         return chunks
 
-    def add(self, item: WorkItem) -> Served:
+    def add(self, item: GenerationItem) -> Served:
         prepare(self.generator, item)
         served = self.served[item] = Served(item, item.prepared[0].prepared.ids)
         self.generator.add(item)
@@ -166,7 +169,7 @@ class Driver:
             assert not served.done, "done twice"
             served.done, served.error = True, error
             if error is None:
-                assert len(served.deltas) == item.payload.n
+                assert len(served.deltas) == served.item.payload.n
                 assert all(delta.finish_reason for delta in served.deltas.values())
             self.ended.append(item)
         self.deltas = [delta for _, delta in outcome.deltas]
@@ -188,7 +191,7 @@ class Driver:
 
 
 def serve(
-    generator: GenerationEngine, items: Iterable[WorkItem], seed: int | None = None
+    generator: GenerationEngine, items: Iterable[GenerationItem], seed: int | None = None
 ) -> tuple[list[Served], Driver]:
     """Run all items to their ends. With a seed they arrive at random steps, else all at once."""
     driver = Driver(generator)

@@ -13,7 +13,7 @@ from PIL import Image
 
 from batching.request_queue import WorkItem
 from tests import tiny_multimodal
-from tests.generating import GREEDY, Served
+from tests.generating import GREEDY, Request, Served
 from worker.device.self_check import CannotRun
 from worker.generation import loading
 from worker.generation.engine import GenerationEngine
@@ -43,7 +43,7 @@ def request(
     n: int = 1,
     prompt_logprobs: int | None = None,
     cache_namespace: bytes = b"",
-) -> WorkItem:
+) -> Request:
     """A message of texts and images."""
     content = [
         {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}

@@ -18,7 +18,7 @@ from tests import tiny
 from tests.tiny_tokenizers import SENTENCES
 from worker.messages.protocol import PipelineInput
 from worker.pipeline.loading import PipelineOptions, load_runner
-from worker.pipeline.runner import PipelineRunner
+from worker.pipeline.runner import PipelineItem, PipelineRunner
 
 torch.set_num_threads(1)
 
@@ -46,13 +46,13 @@ def oracle(task: str, model: str) -> Any:
     return make(task, model=str(tiny.folder(model)), device="cpu")
 
 
-def item(inputs: Any, **parameters: Any) -> WorkItem:
+def item(inputs: Any, **parameters: Any) -> PipelineItem:
     return WorkItem(PipelineInput(inputs, parameters), float("inf"), 0.0)
 
 
-def serve(run: PipelineRunner, items: Sequence[WorkItem]) -> list[Any]:
+def serve(run: PipelineRunner, items: Sequence[PipelineItem]) -> list[Any]:
     """Return the results of all items; items with equal keys share a forward, as in the batcher."""
-    groups: dict[Hashable, list[WorkItem]] = {}
+    groups: dict[Hashable, list[PipelineItem]] = {}
     for item in items:
         run.prepare(item)
         groups.setdefault(item.key, []).append(item)
@@ -105,7 +105,7 @@ def assert_same(actual: Any, expected: Any, where: str = "answer") -> None:
 
 def assert_parity(
     task: str, model: str, calls: Sequence[tuple[Any, dict[str, Any]]], max_rows: int = 8
-) -> list[WorkItem]:
+) -> list[PipelineItem]:
     """Assert that each (inputs, parameters) gives in a batch what the pipeline gives alone."""
     items = [item(inputs, **parameters) for inputs, parameters in calls]
     answers = serve(runner(task, model, max_rows), items)

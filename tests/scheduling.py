@@ -1,13 +1,16 @@
 """Random schedules, and a fake model that knows the contents of every slot in memory."""
 
+import math
 import random
 import zlib
 from collections import Counter, abc
 from collections.abc import Collection, Iterable
+from functools import partial
 from itertools import takewhile
 
 from batching import scheduler
 from batching.block_pool import BlockPool, BlockTable
+from batching.fair_share import NO_OWNER, WorkOwner, client_share, request_share
 from batching.scheduler import RESERVE_DIVISOR, ContinuousScheduler
 from batching.sequence import Chunk, Sequence, is_placeholder
 
@@ -84,10 +87,16 @@ class FakeModel:
 class Job:
     """A request for `count` tokens, and its expected output."""
 
-    def __init__(self, prompt: list[int], count: int, reuse: bool, background: bool) -> None:
+    def __init__(
+        self, prompt: list[int], count: int, reuse: bool, background: bool, owner: WorkOwner
+    ) -> None:
         # the step after its last token ends it
         self.sequence = Sequence(
-            prompt, max_tokens=count + 1, scores_prompt=not reuse, background=background
+            prompt,
+            max_tokens=count + 1,
+            scores_prompt=not reuse,
+            background=background,
+            owner=owner,
         )
         self.count = count
         self.expected = list(prompt)
@@ -128,6 +137,7 @@ class Simulation:
         self.arrivals = chance.choice((0.2, 0.5, 0.9))  # probability of another before a step
         self.cancellations = chance.choice((0, 0, 0.02, 0.1))  # probability per job and step
         self.background = chance.choice((0, 0, 0.5, 0.9))  # probability per job
+        self.clients = chance.choice((0, 0, 0, 1, 2, 4))  # 0: all jobs belong to one request
         self.live: list[Job] = []
         self.jobs: dict[Sequence, Job] = {}  # finished ones too
         self.past: list[list[int]] = [[0]]
@@ -168,15 +178,19 @@ class Simulation:
         count = self.chance.randint(0, self.max_len - len(prompt))
         reuse = self.chance.random() < 0.85
         self.past.append(prompt)
-        for _ in range(self.chance.choice((1, 1, 1, 4))):
-            job = Job(prompt, count, reuse, self.chance.random() < self.background)
+        owner = NO_OWNER
+        if self.clients:
+            owner = WorkOwner(self.chance.randrange(self.clients), self.to_come)
+        for _ in range(self.chance.choice((1, 1, 1, 4, 9 if self.clients else 4))):
+            job = Job(prompt, count, reuse, self.chance.random() < self.background, owner)
             self.scheduler.add(job.sequence)
             self.live.append(job)
             self.jobs[job.sequence] = job
         self.to_come -= 1
 
     def _end(self, job: Job, event: str) -> None:
-        self.seen[f"{event} {'running' if job.sequence.table else 'waiting'}"] += 1
+        state = "paused" if job.sequence.paused else "running" if job.sequence.table else "waiting"
+        self.seen[f"{event} {state}"] += 1
         self.scheduler.remove(job.sequence)
         self.live.remove(job)
         self.past.append([*job.sequence.tokens])
@@ -199,12 +213,15 @@ class Simulation:
             self._end(job, "cancelled while")
         if not self.live:
             return
-        before = Before(self.scheduler)
+        before = Before(self.scheduler, alone=not self.clients)
         budget = self.chance.randint(1, self.budget)
-        chunks = self.scheduler.schedule(budget, self._draft)
+        spare_rows = self.chance.randrange(4) if self.clients else math.inf
+        chunks = self.scheduler.schedule(budget, self._draft, spare_rows=spare_rows)
         before.check(chunks, budget, [job.sequence for job in self.live])
         self.seen["background preempted"] += before.background_preempted
         self.seen["background idle"] += len(before.idle)
+        self.seen["paused"] += before.paused
+        self.seen["resumed"] += before.resumed
         self._count(chunks)
         broken = [job for job in self._random_jobs() if self.chance.random() < 0.3]
         sampled = [sum(tokens) for chunk, tokens in self.in_flight if chunk.to_sample]
@@ -246,23 +263,36 @@ class Simulation:
 
 def waiting_for_prefix(scheduler: ContinuousScheduler) -> list[Sequence]:
     """The sequences at the head of the queue whose prefix is being computed."""
-    return list(
-        takewhile(
-            lambda s: not s.scores_prompt and scheduler.pool.match(s.tokens)[1], scheduler.waiting
-        )
-    )
+    return list(takewhile(partial(is_waiting_for_prefix, scheduler), scheduler.waiting))
+
+
+def is_waiting_for_prefix(scheduler: ContinuousScheduler, sequence: Sequence) -> bool:
+    is_pending = scheduler.pool.match(sequence.tokens)[1] is not None
+    return is_pending and not (sequence.scores_prompt or sequence.paused)
+
+
+def scheduler_state(scheduler: ContinuousScheduler) -> tuple[int, set[Sequence]]:
+    """Check the counters of the scheduler, and return its counts of waiting sequences."""
+    for background, shares in scheduler._shares.items():
+        owners = Counter(s.owner for s in scheduler.running if s.background == background)
+        assert {owner: shares.of_request(owner) for owner in owners} == owners
+        assert shares.total == owners.total()
+    return scheduler.num_waiting, scheduler._paused
 
 
 class Before:
-    """The state before a step, to check the step by."""
+    """The state before a step, to check the step by. `alone`: all belongs to one request."""
 
-    def __init__(self, scheduler: ContinuousScheduler) -> None:
+    def __init__(self, scheduler: ContinuousScheduler, alone: bool) -> None:
+        self.alone = alone
         scheduler._promote()  # as the step does first
         self.limit = scheduler._background_limit()
         self.scheduler = scheduler
         self.background_preempted = False
         self.pool = pool = scheduler.pool
         self.running = list(scheduler.running)
+        self.was_paused = [s for s in scheduler.waiting if s.paused]
+        self.paused = self.resumed = 0
         self.tables = {sequence: sequence.table for sequence in self.running}
         self.decoding = [s for s in self.running[: self.limit] if s.uncomputed == 1]
         self.idle = self.running[self.limit :]
@@ -281,16 +311,46 @@ class Before:
         prompts = [chunk for chunk in chunks if chunk not in decodes]
         left = budget - sum(chunk.count for chunk in prompts)
         assert left >= 0
-        self._check_shares(prompts, budget, left)
+        self._check_budget(prompts, budget, left)
         assert not any(chunk.drafts for chunk in prompts)
         assert all(chunk.count == 1 for chunk in decodes)
         self._check_queues(live)
         self._check_chunks(chunks)
-        self._check_preemption()
-        self._check_admission(chunks)
+        if self.alone:
+            self._check_preemption()
+            self._check_admission(chunks)
+        else:
+            self._check_shares()
 
     def _stayed(self, sequence: Sequence) -> bool:
-        return sequence.table is not None and sequence.table is self.tables.get(sequence)
+        table = sequence.table
+        return table is not None and table is self.tables.get(sequence) and not sequence.paused
+
+    def _check_shares(self) -> None:
+        """No request that could run waits while another one has to yield to it."""
+        scheduler = self.scheduler
+        self.paused = sum(sequence.paused for sequence in self.running)
+        self.resumed = sum(sequence in scheduler.running for sequence in self.was_paused)
+        if any(is_waiting_for_prefix(scheduler, s) for s in scheduler.waiting):
+            return  # they keep slots
+        if scheduler.preempted:
+            return  # those are admitted in the next step
+        running = [s for s in scheduler.running if not s.background]
+        by_request = Counter(s.owner for s in running)
+        by_client = Counter(s.owner.client for s in running)
+        capacity = scheduler.max_running
+        if len(running) < capacity:  # memory is short
+            capacity = min(scheduler._capacity, len(running))
+        for sequence in scheduler.waiting:
+            owner, held = sequence.owner, by_request[sequence.owner]
+            held_by_client = by_client[owner.client]
+            if sequence.background or held >= request_share(capacity):
+                continue
+            assert max(by_request.values(), default=0) <= request_share(capacity)
+            if held_by_client < client_share(capacity):
+                assert max(by_client.values(), default=0) <= held_by_client + 1
+            siblings = [n for o, n in by_request.items() if o.client == owner.client]
+            assert max(siblings, default=0) <= held + 1
 
     def _check_queues(self, live: list[Sequence]) -> None:
         waiting, running = self.scheduler.waiting, self.scheduler.running
@@ -301,8 +361,10 @@ class Before:
         promoted = [s for s in live if s is self.scheduler._promoted]
         assert all(promoted[0].number < s.number for s in background)  # the oldest is promoted
         assert len(running) <= self.scheduler.max_running
-        assert_sound(self.pool, [s.table for s in running if s.table])
-        assert all(s.table is None and s.computed == 0 for s in waiting)
+        assert_sound(self.pool, [s.table for s in (*running, *waiting) if s.table])
+        assert all(s.paused or (s.table is None and s.computed == 0) for s in waiting)
+        assert not any(s.paused for s in running)
+        assert scheduler_state(self.scheduler) == (len(waiting), {s for s in waiting if s.paused})
 
     def _check_chunks(self, chunks: list[Chunk]) -> None:
         assert chunks or self.ending
@@ -312,18 +374,25 @@ class Before:
         assert all(
             not c.sequence.scores_prompt or c.count <= scheduler.MAX_SCORED_TOKENS for c in chunks
         )
-        assert all(s in in_step for s in self.decoding if self._stayed(s))
+        decoding = [s for s in self.decoding if self._stayed(s)]
+        if not self.alone:
+            if len(decoding) == len(self.decoding):
+                assert {s.owner for s in decoding} <= {s.owner for s in in_step}
+            return
+        assert all(s in in_step for s in decoding)
         running = self.scheduler.running  # the oldest always advances
         oldest = {running[0], min(running, key=lambda s: s.number)}
         assert oldest.intersection(in_step) or oldest.intersection(self.ending)
         if self.running and not self.running[0].background:
             assert self._stayed(self.running[0])
 
-    def _check_shares(self, prompts: list[Chunk], budget: int, left: int) -> None:
+    def _check_budget(self, prompts: list[Chunk], budget: int, left: int) -> None:
         """Half of the budget is for the first, all of it is used, and no sequence is passed over
         for one that needs more or is in the background."""
         shares = {chunk.sequence: chunk.count for chunk in prompts}
         idle = [s for s in (*self.decoding, *self.idle, *self.ending) if self._stayed(s)]
+        if not self.alone:  # they sit out, also if they were preempted and admitted again
+            idle += [s for s in self.decoding if s.uncomputed == 1]
         wanting = [s for s in self.scheduler.running if s not in idle]
         if not wanting:
             return
@@ -337,10 +406,30 @@ class Before:
         }
         unmet = [s for s in wanting if shares.get(s, 0) < wanted[s]]
         assert not (left and unmet)
+        if not self.alone:
+            return self._check_budget_shares(shares, unmet, budget)
         assert shares[wanting[0]] >= min(wanted[wanting[0]], budget / 2)
         for s in unmet:
             served = [t for t in wanting[1:] if t in shares]
             assert all((t.background, t.uncomputed) <= (s.background, s.uncomputed) for t in served)
+
+    def _check_budget_shares(
+        self, shares: dict[Sequence, int], unmet: list[Sequence], budget: int
+    ) -> None:
+        """No request has less than its share of the budget and more to run, unless its client has
+        half of it, or those with their shares have all of it."""
+        if any(s.background for s in (*shares, *unmet)):
+            return
+        by_request, by_client = Counter[WorkOwner](), Counter[object]()
+        for sequence, count in shares.items():
+            by_request[sequence.owner] += count
+            by_client[sequence.owner.client] += count
+        for owner in {s.owner for s in unmet}:
+            if by_request[owner] < request_share(budget):
+                others = [n for o, n in by_request.items() if o != owner]
+                assert max(others, default=0) <= request_share(budget)
+                if by_client[owner.client] < client_share(budget):
+                    assert max(by_client.values(), default=0) <= client_share(budget)
 
     def _check_preemption(self) -> None:
         """The youngest are preempted, and only for tokens without room; or background sequences,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from batching.request_queue import WorkItem
-from tests.generating import loaded
+from tests.generating import Request, loaded
 from tests.tiny import SMALL, hf
 from tests.tiny_tokenizers import llama_tokenizer
 from worker.generation.engine import GenerationEngine
@@ -125,7 +125,7 @@ def asking(
     variables: dict[str, Any] | None = None,
     effort: str | None = None,
     **fields: Any,
-) -> WorkItem:
+) -> Request:
     messages = ({"role": "user", "content": text},)
     payload = GenerationInput(
         Chat(messages, tools, variables or {}, effort=effort),

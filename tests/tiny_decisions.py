@@ -15,6 +15,7 @@ from server.openai.request_fields import decode
 from tests import tiny_chat
 from tests.tiny import SMALL, hf
 from worker.generation.engine import GenerationEngine
+from worker.generation.input_processor import GenerationItem
 from worker.generation.loading import cached_engine, load_generator, paged_engine
 from worker.messages.decisions import DecisionInput, Question
 from worker.model.attention.kv_cache import BLOCK
@@ -92,6 +93,11 @@ def about(text: str, questions: Sequence[Question]) -> DecisionInput:
 
 
 def prompts_of(decision: DecisionInput) -> list[list[int]]:
-    item = WorkItem(decision, float("inf"), 0.0)
+    return [[*ids] for ids in raw_prompts_of(decision)]
+
+
+def raw_prompts_of(decision: DecisionInput) -> list[Any]:
+    """Return the prompts as the engine holds them."""
+    item: GenerationItem = WorkItem(decision, float("inf"), 0.0)
     engine().prepare(item)
     return [verdict.prepared.ids for verdict in item.prepared]

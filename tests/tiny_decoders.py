@@ -164,6 +164,19 @@ LONG_ROPES: dict[str, Callable[[], list[Any]]] = {
         },
         max_position_embeddings=64,
     ),
+    "gemma3-dynamic": decoder(
+        "Gemma3TextConfig",
+        **GROUPED,
+        head_dim=8,
+        sliding_window=WINDOW,
+        layer_types=MIXED,
+        query_pre_attn_scalar=8,
+        rope_parameters={
+            "full_attention": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+        max_position_embeddings=64,
+    ),
     "phi3-longrope": decoder(
         "Phi3Config",
         **GROUPED,
@@ -174,6 +187,25 @@ LONG_ROPES: dict[str, Callable[[], list[Any]]] = {
             "original_max_position_embeddings": 64,
             "short_factor": [1.0] * 4,
             "long_factor": [4.0, 6.0, 8.0, 10.0],
+        },
+    ),
+}
+# Its rotary embedding chooses a scale by the length of each batch, and factors in its forward.
+UNFIXABLE: dict[str, Callable[[], list[Any]]] = {
+    "phimoe-longrope": decoder(
+        "PhimoeConfig",
+        **GROUPED,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        original_max_position_embeddings=64,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "original_max_position_embeddings": 64,
+            "short_factor": [1.0] * 4,
+            "long_factor": [4.0, 6.0, 8.0, 10.0],
+            "short_mscale": 1.0,
+            "long_mscale": 1.2,
         },
     ),
 }
@@ -211,4 +243,4 @@ def skip_where_capping_is_ignored(name: str) -> None:
 
 WINDOWED = ("mistral", "gemma2", "gemma3", "starcoder2", "cohere2", "gpt-oss")
 ARCHITECTURES = sorted(BUILDERS)
-BUILDERS |= UNPAGED | LONG_ROPES | WIDE
+BUILDERS |= UNPAGED | LONG_ROPES | UNFIXABLE | WIDE

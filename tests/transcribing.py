@@ -15,7 +15,7 @@ from batching.request_queue import WorkItem
 from tests.tiny import BUILDERS
 from worker.messages.protocol import Pending
 from worker.messages.transcription import TranscriptDelta, TranscriptionInput
-from worker.speech.engine import SpeechEngine
+from worker.speech.engine import SpeechEngine, SpeechItem
 from worker.speech.loading import SpeechCheckpoint, SpeechOptions, new_engine
 
 RATE = 16000
@@ -62,9 +62,9 @@ def saved(folder: Path, samples: NDArray[np.float32], name: str = "sound.wav") -
     return str(path)
 
 
-def prepared(engine: SpeechEngine[Any], payload: TranscriptionInput) -> WorkItem:
+def prepared(engine: SpeechEngine[Any], payload: TranscriptionInput) -> SpeechItem[Any]:
     """An item, prepared as pool threads do it."""
-    item = WorkItem(payload, float("inf"), 0.0)
+    item: SpeechItem[Any] = WorkItem(payload, float("inf"), 0.0)
     while True:
         try:
             engine.prepare(item)
@@ -85,8 +85,8 @@ def transcribed(
         engine.add(item)
     while engine.busy:
         outcome = engine.step()
-        for item, delta in outcome.deltas:
-            deltas[item].append(delta)
+        for receiver, delta in outcome.deltas:
+            deltas[receiver].append(delta)
         for _, error in outcome.done:
             if error:
                 raise error

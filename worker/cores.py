@@ -23,14 +23,12 @@ log = logging.getLogger("onequeue.cores")
 CGROUPS = Path("/sys/fs/cgroup")
 TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
-# ThreadTuner measures the cores' use this often.
-TUNE_INTERVAL_S = 0.5
-# A core is not free if other processes use more than this share of it. Beside two threads that spin
-# on two cores, one busy process gets two thirds of a core.
-BUSY_SHARE = 0.6
-# How long cores must be busy before threads are removed, and free before threads are added.
-REMOVE_AFTER_S, ADD_AFTER_S = 1.0, 2.0
-TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+# There are too many threads if the worker's thread computes in less than this share of its turns.
+MIN_CPU_SHARE = 0.9
+# The time of turns that a decision is based on, and the least for ending a trial of more threads.
+WINDOW_S, TRIAL_S = 1.0, 0.1
+# The interval after a change of the number of threads, and after a trial that fails.
+MIN_INTERVAL_S, MAX_INTERVAL_S = 2.0, 3.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +42,14 @@ class Cores:
     requested: bool = False  # the operator has set the number of threads
 
 
-def find_cores(pin: str, requested: int | None) -> Cores | None:
+def find_cores(pinning: str, requested: int | None) -> Cores | None:
     """Return the cores for this process; None where there is no affinity (only Linux has it), and
-    torch decides. `pin` is on, off or auto; `requested` the operator's number of threads."""
+    torch decides. `pinning` is on, off or auto; `requested` the operator's number of threads."""
     if not (allowed := affinity(0)):
         return None
     siblings = {core: first_line(TOPOLOGY.format(core)) for core in allowed}
     quota = cpu_quota(CGROUPS, lines_of("/proc/self/cgroup"))
-    return choose_cores(allowed, siblings, quota, requested, pin)
+    return choose_cores(allowed, siblings, quota, requested, pinning)
 
 
 def choose_cores(
@@ -59,7 +57,7 @@ def choose_cores(
     siblings: Mapping[int, str],
     quota: float | None,
     requested: int | None,
-    pin: str,
+    pinning: str,
 ) -> Cores:
     """Choose the number of threads and the pinned cores.
 
@@ -72,7 +70,7 @@ def choose_cores(
     threads = requested or min(len(physical), affordable)
     fills = threads == len(physical) < len(allowed)
     order = [*physical, *sorted(set(allowed) - set(physical))]
-    pins = pin == "on" or (pin == "auto" and fills)
+    pins = pinning == "on" or (pinning == "auto" and fills)
     reasons = [f"cores={len(allowed)}", f"physical={len(physical)}"]
     reasons += [f"quota={quota:g}"] if quota is not None else []
     reasons += [f"OMP_NUM_THREADS={requested}"] if requested else []
@@ -183,46 +181,50 @@ def lines_of(path: str | Path) -> list[str]:
 
 
 class ThreadTuner:
-    """Adapts the number of OpenMP threads to the free cores. The worker's thread calls `tune`
-    between steps, from `next_at` on."""
+    """Adapts the number of OpenMP threads to the cores that other processes leave free, by how long
+    the worker's thread waits in its turns: for a core, or for a thread of its team that waits for
+    one. All methods run on that thread."""
 
-    def __init__(self, cores: Cores) -> None:
-        self._max_threads = self.threads = 1 if cores.requested else cores.threads
-        self._cores = cores.pinned or affinity(0)
-        self.next_at = float("-inf" if self._max_threads > 1 else "inf")  # monotonic seconds
-        self._last_at = 0.0
-        self._busy_s: float | None = None  # total use of the cores, at the last measurement
-        self._own_s = 0.0  # this process's
-        self._crowded_s = self._free_s = 0.0
+    def __init__(
+        self,
+        cores: Cores | None,
+        clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.thread_time,
+    ) -> None:
+        """`cores`: None where torch decides."""
+        self._max_threads = self.threads = cores.threads if cores and not cores.requested else 1
+        self._trial = 0  # a larger number of threads that is tried; 0: none
+        self._tries_one = False  # the next trial has one thread more, not all
+        self._next_at = 0.0  # when the number may change, or the next trial may start
+        self._clock, self._cpu_clock = clock, cpu_clock
+        self._began_at = self._cpu_at = 0.0  # of the turn that runs
+        self._wall_s = self._cpu_s = 0.0  # of the turns since the last decision
 
-    def tune(self, now: float) -> None:
-        """Set as many threads as there are free cores."""
-        passed, self._last_at, self.next_at = now - self._last_at, now, now + TUNE_INTERVAL_S
-        busy_before, self._busy_s = self._busy_s, busy_s(self._cores)
-        own_before, self._own_s = self._own_s, time.process_time()
-        if busy_before is None or self._busy_s is None:
-            return
-        own = self._own_s - own_before
-        free = len(self._cores) - (self._busy_s - busy_before - own) / passed
-        threads = max(1, min(self._max_threads, int(free + BUSY_SHARE)))
-        # other processes' use while this one is idle does not predict their use while it computes
-        crowded = threads < self.threads and own >= passed / 2
-        self._crowded_s = self._crowded_s + passed if crowded else 0.0
-        self._free_s = self._free_s + passed if threads > self.threads else 0.0
-        if self._crowded_s >= REMOVE_AFTER_S or self._free_s >= ADD_AFTER_S:
-            log.debug("compute threads=%d of %d", threads, self._max_threads)
-            self.threads, self._crowded_s, self._free_s = threads, 0.0, 0.0
-        if (set_threads := openmp_set_threads()) is not None:  # each time: libraries reset it
-            set_threads(self.threads)
+    def begin_turn(self) -> None:
+        self._began_at, self._cpu_at = self._clock(), self._cpu_clock()
 
+    def end_turn(self) -> None:
+        """Decide on the number of threads once enough turns are measured."""
+        now = self._clock()
+        self._wall_s += now - self._began_at
+        self._cpu_s += self._cpu_clock() - self._cpu_at
+        crowded = self._cpu_s < MIN_CPU_SHARE * self._wall_s
+        fails = self._trial and crowded and self._wall_s >= TRIAL_S
+        if self._max_threads > 1 and (fails or self._wall_s >= WINDOW_S):
+            self._decide(now, crowded)
+            self._wall_s = self._cpu_s = 0.0
+            log.debug("compute threads=%d of %d", self._trial or self.threads, self._max_threads)
+            if (set_threads := openmp_set_threads()) is not None:  # each time: libraries reset it
+                set_threads(self._trial or self.threads)
 
-def busy_s(cores: Collection[int]) -> float | None:
-    """Return the seconds that cores have been busy since the system started, without low-priority
-    processes (nice), which yield; None if unknown."""
-    stat = {line.split()[0]: line.split()[1:] for line in lines_of("/proc/stat") if line.strip()}
-    try:
-        times = [stat[f"cpu{core}"] for core in cores]
-        # user, system, irq, softirq, steal
-        return sum(int(time[n]) for time in times for n in (0, 2, 5, 6, 7)) / TICKS_PER_S
-    except (KeyError, ValueError, IndexError):
-        return None
+    def _decide(self, now: float, crowded: bool) -> None:
+        """Remove a thread, or start or end a trial. Trials alternate: all threads, one more."""
+        if self._trial:
+            self._tries_one = crowded and not self._tries_one
+            self.threads, self._trial = self.threads if crowded else self._trial, 0
+            self._next_at = now + (MAX_INTERVAL_S if crowded else MIN_INTERVAL_S)
+        elif now >= self._next_at and crowded and self.threads > 1:
+            self.threads -= 1
+            self._next_at = now + MIN_INTERVAL_S
+        elif now >= self._next_at and self.threads < self._max_threads:
+            self._trial = self.threads + 1 if self._tries_one else self._max_threads

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import cast
 
 from batching.request_queue import BackgroundLane, Lane, StepLane
+from batching.round_robin import RoundRobin
 from worker.messages.protocol import Engine, Generator, State
 
 log = logging.getLogger("onequeue.worker")
@@ -80,7 +81,9 @@ class ServedModel:
             self.engine.close()
 
 
-def language_model(name: str, load: Callable[[], Generator], slots: int) -> ServedModel:
+def language_model(
+    name: str, load: Callable[[], Generator], slots: int, max_running: int
+) -> ServedModel:
     """Return the entry of a language model, with its two lanes."""
     background = BackgroundLane("background", max(1, slots // BACKGROUND_DIVISOR))
-    return ServedModel(name, load, StepLane(name, slots), background)
+    return ServedModel(name, load, StepLane(name, slots, RoundRobin(max_running)), background)

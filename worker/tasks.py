@@ -12,7 +12,9 @@ from typing import Any, Literal, TypeAlias
 from batching.errors import InvalidInput, OnequeueError
 
 Kind = Literal["text", "image", "audio", "json"]
-Check: TypeAlias = Callable[[Any], str | None]  # None for a valid value, else "must be …"
+# None for a valid value, else "must be …". Not a msgspec type: its errors name one of two bounds,
+# and 0.22 crashes on a string with a pattern in a union with a list, as TEXTS would be.
+Check: TypeAlias = Callable[[Any], str | None]
 
 MAX_TEXTS = 512
 MAX_TEXT_CHARS = 10_000

@@ -3,7 +3,7 @@
     load → warm up → (receive items → a step of each engine that has one due)* → stopped or dead
 
 All scheduling state belongs to this thread. Its inbox takes items and a stop. The listener gets one
-outcome per step.
+outcome per step. A step that cannot be short lets the other engines run theirs in its middle.
 
 An exception inside a step that belongs to one item fails that item, in the engine. Any other
 exception fails all items of that model. When a step yields nothing but failures, the warm-up input
@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from batching.errors import DeviceLost, ItemFailed, OnequeueError, WorkerDown
@@ -50,6 +51,27 @@ class Listener(Protocol):
     def on_state(self, state: State, error: Exception | None) -> None: ...
 
 
+@dataclass(eq=False)
+class OtherServedModels:
+    """Implements OtherModels of worker.messages.protocol for one model."""
+
+    worker: "Worker"
+    name: str  # of that model
+    total_s: float = 0.0
+
+    @property
+    def busy(self) -> bool:
+        return self.worker.is_busy_besides(self.name)
+
+    def run_steps(self) -> None:
+        started_at = self.worker.clock()
+        self.worker.run_steps_besides(self.name)
+        self.total_s += self.worker.clock() - started_at
+
+    def wake(self) -> None:
+        self.worker.inbox.put([])
+
+
 class Worker:
     _listener: Listener
     _post: Callable[..., None]
@@ -63,9 +85,11 @@ class Worker:
         self.models = {model.name: model for model in models}
         self.clock = clock
         self.cores = cores  # None: torch's own choice
-        self._thread_tuner = ThreadTuner(cores) if cores else None
+        self._thread_tuner = ThreadTuner(cores)
         self.dead = False
         self.busy_since = float("inf")
+        self._busy: set[str] = set()  # names of models whose engines have items
+        self._failing: set[str] = set()  # of models whose breaker is open
         self._idle_since = float("-inf")  # when the last step ended
         self._trim_at: float | None = None  # when memory is returned, if no step runs until then
         self.inbox: queue.SimpleQueue[list[WorkItem] | None] = queue.SimpleQueue()
@@ -105,8 +129,7 @@ class Worker:
         try:
             self._pin_thread()
             self._load()
-            while self._receive():
-                self._tune_threads()
+            while self._receive(self._wait_s()):
                 self._run_steps()
                 self._trim_memory()
         except BaseException as error:
@@ -122,8 +145,10 @@ class Worker:
     def _load(self) -> None:
         for model in self.models.values():
             model.load()
+        for name, model in self.models.items():
+            model.engine.others = OtherServedModels(self, name)
         self._post(self._listener.on_state, "warming", None)
-        self.busy_since = self.clock()
+        self._begin_step()
         try:
             for model in self.models.values():
                 model.engine.warm_up()
@@ -134,10 +159,10 @@ class Worker:
             model.state = "ready"
         self._post(self._listener.on_state, "ready", None)
 
-    def _receive(self) -> bool:
-        """Wait for items or the next step's time, then empty the inbox. False: stop."""
+    def _receive(self, wait_s: float | None) -> bool:
+        """Wait for items, then empty the inbox. False: stop."""
         try:
-            items = self.inbox.get(timeout=self._wait_s())
+            items = self.inbox.get(timeout=wait_s)
             self._trim_at = self.clock() + IDLE_S  # also if the pool has refused all of them
             while items is not None:
                 for item in items:
@@ -149,10 +174,8 @@ class Worker:
 
     def _wait_s(self) -> float | None:
         due = [self._trim_at]
-        for model in self.models.values():
-            if model.engine.busy:
-                due.append(model.engine.due_at(self._idle_since))
-            due.append(model.breaker.probe_at)
+        due += [self.models[name].engine.due_at(self._idle_since) for name in self._busy]
+        due += [self.models[name].breaker.probe_at for name in self._failing]
         times = [at for at in due if at is not None]
         return max(0.0, min(times) - self.clock()) if times else None
 
@@ -161,29 +184,47 @@ class Worker:
             self.models[item.model].engine.add(item)
         except BaseException as error:
             self._fail(item.model, [item], error)
+        else:
+            self._busy.add(item.model)
 
-    def _tune_threads(self) -> None:
-        if (tuner := self._thread_tuner) and (now := self.clock()) >= tuner.next_at:
-            tuner.tune(now)
+    def run_steps_besides(self, running: str) -> None:
+        """In the middle of a step of one model, receive items and run a step of each other one."""
+        self._thread_tuner.end_turn()
+        self._idle_since = self.clock()  # items that have arrived since have waited for it
+        if not self._receive(0.0):
+            self.stop()  # after the step
+        self._run_steps(running)
+        self._begin_step()
 
-    def _run_steps(self) -> None:
-        """Run a step of each engine that has one due, and the probes that are due."""
-        for model in self.models.values():
-            if model.breaker.is_open:
+    def is_busy_besides(self, name: str) -> bool:
+        """Whether another model has items."""
+        return bool(self._busy - {name})
+
+    def _run_steps(self, running: str | None = None) -> None:
+        """Run a step of each engine that has one due, and the probes that are due. `running`: the
+        name of a model whose step has not ended."""
+        for name, model in self.models.items():
+            if name == running:
+                continue
+            if name in self._failing:
                 self._reject_waiting(model)
                 self._probe(model)
-            if model.engine.busy:
+            if name in self._busy:
                 self._run_step(model)
+                if not model.engine.busy:
+                    self._busy.discard(name)
 
     def _run_step(self, model: ServedModel) -> None:
         outcome: StepOutcome | None = None
-        self.busy_since = self.clock()
+        self._begin_step()
         try:
             outcome = model.engine.step(self._idle_since)
             if outcome is None:
                 self.busy_since = float("inf")
                 return
             self._end_step()
+            if outcome.succeeded:  # else it may have waited for other threads
+                self._thread_tuner.end_turn()
             outcome.inbox_waiting = not self.inbox.empty()
             self._listener.on_step(model, outcome)
         except BaseException as error:  # it belongs to no single item
@@ -193,6 +234,10 @@ class Worker:
             self._probe(model)
         else:
             self._update_breaker(model, outcome)
+
+    def _begin_step(self) -> None:
+        self.busy_since = self.clock()
+        self._thread_tuner.begin_turn()
 
     def _end_step(self) -> None:
         self._idle_since = self.clock()
@@ -219,10 +264,10 @@ class Worker:
     def _update_breaker(self, model: ServedModel, outcome: StepOutcome) -> None:
         """Update the breaker after a step. If a step has failures only, either the inputs or the
         model may be at fault: a probe decides."""
-        if outcome.succeeded:
-            if model.breaker.failures:
-                model.breaker.succeeded()
-        elif any(isinstance(error, ItemFailed) for _, error in outcome.done):
+        if model.breaker.failures and outcome.succeeded:
+            model.breaker.succeeded()
+        failed = any(isinstance(error, ItemFailed) for _, error in outcome.done)
+        if failed and not outcome.succeeded:
             self._probe(model)
 
     def _probe(self, model: ServedModel) -> None:
@@ -231,13 +276,13 @@ class Worker:
         if breaker.probe_at is not None and self.clock() < breaker.probe_at:
             return
         was_open = breaker.is_open
-        self.busy_since = self.clock()
+        self._begin_step()
         try:
             model.engine.warm_up()
         except BaseException as error:
             if isinstance(failure_of(error), DeviceLost):
                 raise
-            log.error("model failure serves=%s error=%r", model.name, error)
+            log.error("model failure serves=%s error=%.200r", model.name, error)
             breaker.failed(self.clock())
         else:
             breaker.succeeded()
@@ -246,11 +291,16 @@ class Worker:
         if breaker.is_open != was_open:
             self._post(self._listener.on_breaker, model, breaker.is_open)
         if breaker.is_open:
+            self._failing.add(model.name)
             self._reject_waiting(model)
+        else:
+            self._failing.discard(model.name)
 
     def _reject_waiting(self, model: ServedModel) -> None:
-        if model.engine.busy and (items := model.engine.clear()):
-            self._post(self._listener.on_rejected, items)
+        if model.name in self._busy:
+            self._busy.discard(model.name)
+            if items := model.engine.clear():
+                self._post(self._listener.on_rejected, items)
 
     def _die(self, error: BaseException) -> None:
         loaded = self.state == "ready"

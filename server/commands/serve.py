@@ -1,4 +1,4 @@
-"""`python -m server [MODEL]`: uvicorn's command, with a model and the settings as flags.
+"""`onequeue serve [MODEL]`: uvicorn's command, with a model and the settings as flags.
 
     flags → environment → checks → uvicorn server.app:app
 
@@ -29,8 +29,8 @@ from server.preflight import (
     exit_with_error,
 )
 
-PROGRAM = "python -m server"
-APP = {"app": "server.app:app", "app_dir": "", "factory": False}
+# app_dir: None keeps the working directory, which may have a server.py, out of sys.path
+APP = {"app": "server.app:app", "app_dir": None, "factory": False}
 # bounds the stop where a client neither reads its response nor disconnects
 DEFAULTS = {"timeout_graceful_shutdown": 5}
 METAVARS = {str: "NAME", int: "N", float: "N", bool: "on|off"}
@@ -48,7 +48,7 @@ def serve_command() -> click.Command:
         "inferred from the checkpoint. Settings are environment variables too "
         "(PIPELINE_MODEL=…), also read from .env; a flag overrides them. With a MODEL, only it "
         "and models named by other flags are served. The flags at the end are uvicorn's. "
-        f"To measure which batch settings fit this machine: {PROGRAM} calibrate --help.",
+        "To measure which batch settings fit this machine: onequeue calibrate --help.",
     )
     return click.version_option(__version__, message="onequeue %(version)s")(command)
 

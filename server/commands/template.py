@@ -1,4 +1,4 @@
-"""The command `scripts/template`: report the formats of a chat template, or parse outputs.
+"""`onequeue template`: report the formats of a chat template, or parse outputs.
 
     MODEL or FILE.jinja → tokenizer → ResponseReader → report, or a line for each output
 
@@ -8,10 +8,8 @@ Run it before filing a bug about parsing tool calls or reasoning.
 import argparse
 import contextlib
 import json
-import logging
-import signal
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -48,8 +46,8 @@ class OutputLine(msgspec.Struct):
     thinking: bool | None = None
 
 
-def main() -> None:
-    arguments = make_parser().parse_args()
+def template_command(program: str, argv: Sequence[str]) -> None:
+    arguments = make_parser(program).parse_args(argv)
     try:
         reader, stop_tokens = load(arguments.template, arguments.tokenizer)
         lines: Iterable[bytes] = sys.stdin.buffer
@@ -67,9 +65,9 @@ def main() -> None:
             print(as_text(fields))
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="scripts/template",
+        prog=program,
         description="Report the formats inferred from a model's chat template, and what it lacks.",
     )
     parser.add_argument("template", metavar="MODEL|FILE.jinja", help="a checkpoint, or a template")
@@ -234,9 +232,3 @@ def _lines(fields: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
                 # On one line, with invisible characters escaped.
                 text = json.dumps(item, ensure_ascii=False).replace('\\"', '"')
                 yield name, text[1:-1] if isinstance(item, str) else text
-
-
-if __name__ == "__main__":
-    logging.disable(logging.WARNING)  # the report has them
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `| head` is no error
-    main()

@@ -7,9 +7,9 @@ Runs on the event loop only. Submission (worker_client.py) submits and releases 
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from starlette.types import Receive
 
@@ -22,7 +22,7 @@ from worker.messages.generation import GenerationInput
 D = TypeVar("D")
 
 
-class DeltaStream(Submission, Generic[D]):
+class DeltaStream(Submission[None], Generic[D]):
     """The deltas of all work items of a request.
 
     `arrival` is set when there are deltas or an end to read; setting it wakes the reader.
@@ -33,10 +33,11 @@ class DeltaStream(Submission, Generic[D]):
         self,
         worker_client: WorkerClient,
         model: str,
-        payloads: Sequence[Any],
+        payloads: Sequence[object],
         deadlines: Deadlines,
         receive: Receive | None,
         cache_namespace: bytes = b"",
+        client: Hashable = None,
     ) -> None:
         self.deadlines = deadlines
         self.arrival = asyncio.Event()
@@ -44,7 +45,9 @@ class DeltaStream(Submission, Generic[D]):
         self.unfinished = 1
         self._unread: list[D] = []
         self._end: BaseException | None = None  # raised once all deltas are read
-        super().__init__(worker_client, model, payloads, deadlines, receive, self, cache_namespace)
+        super().__init__(
+            worker_client, model, payloads, deadlines, receive, self, cache_namespace, client
+        )
         self._running = len(self.items)
         for item in self.items:
             item.future.add_done_callback(self._on_done)
@@ -140,8 +143,11 @@ class TokenStream(DeltaStream[Delta]):
         deadlines: Deadlines,
         receive: Receive | None,
         cache_namespace: bytes,
+        client: Hashable,
     ) -> None:
-        super().__init__(worker_client, model, payloads, deadlines, receive, cache_namespace)
+        super().__init__(
+            worker_client, model, payloads, deadlines, receive, cache_namespace, client
+        )
         self.usage = UsageCounts()
         self.unfinished = sum(payload.n for payload in payloads)  # choices
         self._choices: dict[int, Delta] = {}  # unread

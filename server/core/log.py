@@ -1,14 +1,20 @@
 """The log: one line per event on stderr, `key=value` pairs after the message.
 
-`python -m server` gives uvicorn's lines the same format. Probes are left out of the access log. An
+Text of clients is escaped, and at most MAX_TEXT characters of it are logged.
+
+`onequeue serve` gives uvicorn's lines the same format. Probes are left out of the access log. An
 embedding program that has configured logging keeps its own configuration.
 """
 
 import logging
+import re
 import sys
 from typing import Any
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
+MAX_TEXT = 200
+MAX_LINES = 300  # of a traceback
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 PROBES = ("/health", "/ready", "/ping", "/metrics")
 # uvicorn's messages about its lifecycle; lifespan.py logs the lines that matter.
 LIFECYCLE = {
@@ -24,7 +30,8 @@ LIFECYCLE = {
 
 def configure_log() -> None:
     """Write onequeue's log to stderr at uvicorn's level, unless logging is configured already."""
-    logging.getLogger("uvicorn.access").addFilter(is_not_probe)
+    for access_filter in (is_not_probe, shorten_path):
+        logging.getLogger("uvicorn.access").addFilter(access_filter)
     logger = logging.getLogger("onequeue")
     if logger.handlers or logging.getLogger().handlers:
         return
@@ -42,7 +49,7 @@ def uvicorn_config() -> dict[str, Any]:
         "version": 1,
         "disable_existing_loggers": False,
         "formatters": {"line": {"()": "server.core.log.OneLineFormatter", "fmt": FORMAT}},
-        "filters": {"lifecycle": {"()": lambda: is_not_lifecycle}},
+        "filters": {"lifecycle": {"()": "server.core.log.LifecycleFilter"}},
         "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
         "loggers": {
             "uvicorn": logger,
@@ -53,11 +60,31 @@ def uvicorn_config() -> dict[str, Any]:
 
 
 class OneLineFormatter(logging.Formatter):
-    """Escape line breaks, so that a traceback stays one event."""
+    """Escape control characters, so that a traceback stays one event and no text looks like one."""
 
     def format(self, record: logging.LogRecord) -> str:
         record.name = record.name.removesuffix(".error")  # uvicorn.error is its general log
-        return super().format(record).replace("\n", "\\n")
+        return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], super().format(record))
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802  # logging's name
+        """Shorten the lines of a traceback: an error may quote what a client has sent."""
+        lines = super().formatException(ei).splitlines()
+        return "\n".join(line[:MAX_TEXT] for line in lines[:MAX_LINES])
+
+
+def shorten_path(record: logging.LogRecord) -> bool:
+    """Shorten the path in a record of uvicorn's access log."""
+    if isinstance(record.args, tuple) and len(record.args) > 2:
+        record.args = (*record.args[:2], str(record.args[2])[:MAX_TEXT], *record.args[3:])
+    return True
+
+
+def silence_libraries() -> None:
+    """Leave out transformers' warnings once the models are loaded: from then on they are about
+    requests, some with a line for each value in a list."""
+    logger = logging.getLogger("transformers")
+    if logger.level == logging.WARNING:  # its default
+        logger.setLevel(logging.ERROR)
 
 
 def is_not_probe(record: logging.LogRecord) -> bool:
@@ -67,5 +94,8 @@ def is_not_probe(record: logging.LogRecord) -> bool:
     return not str(path).partition("?")[0].endswith(PROBES)
 
 
-def is_not_lifecycle(record: logging.LogRecord) -> bool:
-    return record.levelno > logging.INFO or record.msg not in LIFECYCLE
+class LifecycleFilter(logging.Filter):
+    """Drop uvicorn's lines about the life cycle, which server/lifespan.py logs."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno > logging.INFO or record.msg not in LIFECYCLE

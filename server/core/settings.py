@@ -1,6 +1,6 @@
 """Settings: the only module that reads environment variables and `.env`, with preflight.py.
 
-Each field is an environment variable in capitals and a flag of `python -m server`. An invalid value
+Each field is an environment variable in capitals and a flag of `onequeue serve`. An invalid value
 is refused at startup by name. Settings do not change later.
 """
 
@@ -11,6 +11,8 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
+from functools import cache
+from pathlib import Path
 from typing import Any, get_args
 
 from dotenv import dotenv_values, load_dotenv
@@ -60,7 +62,9 @@ class Settings:
     attn_implementation: str = setting("auto", "attention backend, by transformers' names")
     quantization: str = setting("none", "int8 weights, on CPUs", ("none", "int8"))
     compile: str = setting(
-        "auto", "compile the chat model and attention in the background", ("auto", "on", "off")
+        "auto",
+        "compile the chat model in the background, use native operations",
+        ("auto", "on", "off"),
     )
     speculation: str = setting("auto", "draft tokens from the request's own text", ("auto", "off"))
     pin_worker: str = setting(
@@ -69,7 +73,9 @@ class Settings:
         ("auto", "on", "off"),
     )
     max_model_len: int | None = setting(
-        None, "maximum tokens of prompt and output together", minimum=2
+        None,
+        "maximum tokens of prompt and output together; auto: the whole context, if memory allows",
+        minimum=2,
     )
     kv_cache_gb: float | None = setting(
         None, "memory of the key-value cache, in GB", minimum=0.000001
@@ -128,6 +134,11 @@ class Settings:
             "origins like https://their.site, or *",
         ),
     )
+    allowed_hosts: tuple[str, ...] = setting(
+        (),
+        "comma-separated names in Host headers on a loopback address, or *",
+        part=(r"\*|[\w.-]+", "host names without scheme, port or *, or * alone"),
+    )
     debug: bool = setting(False, "show internal errors in error messages")
 
 
@@ -147,6 +158,14 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
         if (raw := environ.get(spec.name.upper())) is not None
     }
     return Settings(**values)
+
+
+@cache
+def model_name(setting: str) -> str:
+    """Return the name of a model that clients see: of a local path, its last folder."""
+    if setting.startswith(("/", ".", "~")) or (setting != "demo" and Path(setting).is_dir()):
+        return Path(setting).expanduser().resolve().name or setting
+    return setting
 
 
 def export_flags(flags: Mapping[str, str | None]) -> None:

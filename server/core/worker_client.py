@@ -17,21 +17,25 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 from starlette.types import Receive
 
 from batching import errors
 from batching.errors import OnequeueError
-from batching.request_queue import RequestQueue, Stream, WorkItem
+from batching.request_queue import RequestQueue, Result, Stream, WorkItem
 from server.core.metrics import MAX_REPORTS, Metrics
 from worker.cores import use_one_core
-from worker.messages.protocol import Generator, Pending, State, StepOutcome
+from worker.messages.decisions import DecisionInput
+from worker.messages.generation import Chat, GenerationInput
+from worker.messages.protocol import Generator, Pending, PipelineInput, State, StepOutcome
+from worker.messages.scoring import EmbeddingInput, ScoringInput
 from worker.registry import ServedModel
+from worker.tasks import TASKS
 from worker.worker import Worker
 
 log = logging.getLogger("onequeue.worker_client")
@@ -39,9 +43,13 @@ log = logging.getLogger("onequeue.worker_client")
 # The target duration of one call in a pool: well above a thread switch, well below a forward pass.
 CALL_S = 0.004
 MAX_GROUP = 32
+# A longer text takes a pool thread more than 0.1 s.
+LONG_CHARS = 1 << 17
+RawOutput = tuple[WorkItem, object]
+T = TypeVar("T")
 
 
-class Pool:
+class Pool(Generic[T]):
     """A few daemon threads that run one function on groups of items.
 
     Daemon threads: a stuck call does not block the exit. A thread switch costs more than the work
@@ -49,14 +57,14 @@ class Pool:
     threads.
     """
 
-    def __init__(self, name: str, threads: int, work: Callable[[list[Any]], None]) -> None:
+    def __init__(self, name: str, threads: int, work: Callable[[list[T]], None]) -> None:
         self.work = work
         self.item_s = CALL_S / 4  # measured
-        self._groups: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()
+        self._groups: queue.SimpleQueue[list[T] | None] = queue.SimpleQueue()
         names = (f"pool-{name}-{n}" for n in range(threads))
         self.threads = [threading.Thread(target=self._run, name=n, daemon=True) for n in names]
 
-    def put(self, items: list[Any]) -> None:
+    def put(self, items: list[T]) -> None:
         """Queue items. From any thread."""
         size = max(1, min(MAX_GROUP, round(CALL_S / self.item_s)))
         for first in range(0, len(items), size):
@@ -102,8 +110,9 @@ class WorkerClient:
         self.stuck_after_s = stuck_after_s
         self.failure: Exception | None = None  # the cause of the worker's death
         self.draining = False
-        self.prepare = Pool("prepare", pool_threads, self._prepare_items)
-        self.finish = Pool("finish", pool_threads, self._finish_items)
+        self.prepare: Pool[WorkItem] = Pool("prepare", pool_threads, self._prepare_items)
+        self.decode: Pool[WorkItem] = Pool("decode", pool_threads, self._prepare_items)
+        self.finish: Pool[RawOutput] = Pool("finish", pool_threads, self._finish_items)
 
     def start(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -120,6 +129,7 @@ class WorkerClient:
             model.close()
         self._watchdog.cancel()
         self.prepare.stop()
+        self.decode.stop()
         self.finish.stop()
         self._drain_task.cancel()
 
@@ -152,20 +162,21 @@ class WorkerClient:
     def submit(
         self,
         name: str,
-        payloads: Sequence[Any],
+        payloads: Sequence[object],
         deadline: float,
-        stream: Stream | None = None,
+        stream: Stream[Any] | None = None,
         cache_namespace: bytes = b"",
-    ) -> list[WorkItem]:
+        client: Hashable = None,
+    ) -> list[WorkItem[object, object, Result]]:
         """Queue payloads for a model, or raise a Refused. The items' futures get the results or
-        errors; `stream` gets the deltas of all of them."""
+        errors; `stream` gets the deltas of all of them. `client`: whose share they count for."""
         if (refusal := self.refusal(name)) is not None:
             raise refusal
-        model = self.models[name]
+        model, payload = self.models[name], payloads[0]
         lane = model.lane
-        if model.background and payloads[0].background:
-            lane = model.background
-        return self.queue.accept(payloads, deadline, lane, name, stream, cache_namespace)
+        if isinstance(payload, GenerationInput | DecisionInput) and payload.background:
+            lane = model.background or lane
+        return self.queue.accept(payloads, deadline, lane, name, stream, cache_namespace, client)
 
     @property
     def generator(self) -> Generator:
@@ -176,7 +187,24 @@ class WorkerClient:
 
     async def _drain_queue(self) -> None:
         while True:
-            self.prepare.put(await self.queue.take())
+            self._put(await self.queue.take())
+
+    def _put(self, items: list[WorkItem]) -> None:
+        """Queue items to be prepared, from any thread: images, audio and long texts in threads of
+        their own, so that short texts do not wait for them."""
+        large = {item for item in items if self._is_large(item)}
+        self.decode.put([item for item in items if item in large])
+        self.prepare.put([item for item in items if item not in large])
+
+    def _is_large(self, item: WorkItem) -> bool:
+        payload = item.payload
+        if isinstance(payload, PipelineInput):
+            if TASKS[self.models[item.model].engine.info.task].kind != "text":
+                return True
+            return isinstance(payload.inputs, str) and len(payload.inputs) > LONG_CHARS
+        prompt = getattr(payload, "prompt", None)
+        has_images = isinstance(prompt, Chat) and bool(prompt.images)
+        return has_images or count_chars(payload) > LONG_CHARS
 
     # ── in pool threads ──
 
@@ -191,13 +219,13 @@ class WorkerClient:
             try:
                 engine.prepare(item)
             except Pending as pending:
-                pending.then(partial(is_alive, item), partial(self.prepare.put, [item]))
+                pending.then(partial(is_alive, item), partial(self._put, [item]))
             except OnequeueError as error:
                 failed.append((item, error))
             except MemoryError:
                 failed.append((item, errors.OutOfMemory("this input does not fit into memory")))
             except BaseException as error:  # a panic in a Rust library is not an Exception
-                log.info("input refused error=%r", error)
+                log.info("input refused error=%.200r", error)
                 failure = errors.InvalidInput(f"the input does not fit the task {engine.info.task}")
                 failure.__cause__ = error
                 failed.append((item, failure))
@@ -208,16 +236,16 @@ class WorkerClient:
         if failed:
             self._post(resolve_outcomes, failed)
 
-    def _finish_items(self, outputs: list[tuple[WorkItem, Any]]) -> None:
+    def _finish_items(self, outputs: list[RawOutput]) -> None:
         """Turn raw outputs into responses."""
-        responses: list[tuple[WorkItem, Any]] = []
+        responses: list[tuple[WorkItem, object]] = []
         for item, raw in outputs:
             if not item.open:
                 continue
             try:
                 responses.append((item, self.models[item.model].engine.finish(item, raw)))
             except BaseException as error:
-                log.warning("postprocessing failed error=%r", error)
+                log.warning("postprocessing failed error=%.200r", error)
                 message = "the model's output for this input could not be processed"
                 failure = errors.ItemFailed(message)
                 failure.__cause__ = error
@@ -266,7 +294,7 @@ class WorkerClient:
         if state == "warming":
             for model in self.models.values():
                 self.metrics.on_loaded(model.name, model.engine.info)
-            for thread in (*self.prepare.threads, *self.finish.threads):
+            for thread in (*self.prepare.threads, *self.decode.threads, *self.finish.threads):
                 thread.start()  # after torch was imported: each thread limits itself to one core
         elif state == "ready":
             self.loaded.set_result(None)
@@ -297,11 +325,28 @@ class WorkerClient:
         fail_all(waiting, errors.WorkerDown(reason, 60))
 
 
+def count_chars(payload: Any) -> int:
+    """Return the characters of a payload's texts."""
+    match payload:
+        case EmbeddingInput(inputs=texts):
+            return sum(len(text) for text in texts if isinstance(text, str))
+        case ScoringInput(pairs=pairs):
+            return sum(len(query) + len(document) for query, document in pairs)
+        case GenerationInput(prompt=str(text)):
+            return len(text)
+        case GenerationInput(prompt=Chat(messages=messages)) | DecisionInput(messages=messages):
+            contents = [message.get("content") for message in messages]
+            parts = [part for content in contents if isinstance(content, list) for part in content]
+            values = [*contents, *(part.get("text") for part in parts)]
+            return sum(len(value) for value in values if isinstance(value, str))
+    return 0
+
+
 def is_alive(item: WorkItem) -> bool:
     return item.is_alive(time.monotonic())
 
 
-def resolve_outcomes(outcomes: Iterable[tuple[WorkItem, Any]]) -> None:
+def resolve_outcomes(outcomes: Iterable[tuple[WorkItem, object]]) -> None:
     """Resolve items with their own results or errors."""
     for item, outcome in outcomes:
         item.resolve(outcome)
@@ -321,27 +366,30 @@ class Deadlines:
     whole: float  # for its end
 
 
-class Submission:
+class Submission(Generic[Result]):
     """A request's work items: a context manager that holds their slots.
 
-    Their futures get the results, DeadlineExceeded, or ClientGone if the client disconnects.
-    Raises a Refused if the items are not accepted. `receive` is None for a request without a
-    client.
+    Their futures get the results of the model's engine, DeadlineExceeded, or ClientGone if the
+    client disconnects. Raises a Refused if the items are not accepted. `receive` is None for a
+    request without a client.
     """
 
     def __init__(
         self,
         worker_client: WorkerClient,
         model: str,
-        payloads: Sequence[Any],
+        payloads: Sequence[object],
         deadlines: Deadlines,
         receive: Receive | None,
-        stream: Stream | None = None,
+        stream: Stream[Any] | None = None,
         cache_namespace: bytes = b"",
+        client: Hashable = None,
     ) -> None:
         self.worker_client = worker_client
         self._timer: asyncio.TimerHandle | None = None
-        self.items = worker_client.submit(model, payloads, deadlines.first, stream, cache_namespace)
+        self.items: list[WorkItem[object, object, Result]] = worker_client.submit(
+            model, payloads, deadlines.first, stream, cache_namespace, client
+        )
         self._expire_at(min(deadlines.first, deadlines.whole))
         if receive:
             # The pending receive() keeps a reference to the task.

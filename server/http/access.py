@@ -2,6 +2,8 @@
 
 import hmac
 from collections.abc import Sequence
+from functools import lru_cache
+from ipaddress import ip_address, ip_network
 
 from starlette._utils import get_route_path
 from starlette.datastructures import Headers
@@ -30,6 +32,22 @@ def key_from_headers(scope: Scope, keys: Sequence[bytes]) -> bytes:
         message = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
         raise HttpError(401, message, headers=[(b"www-authenticate", b"Bearer")])
     return bytes(key.strip())
+
+
+def client_of(scope: Scope) -> bytes:
+    """Return whose share a request counts for: its API key or, without keys, its address. An IPv6
+    client has a network of addresses."""
+    return scope["api_key"] or network_of(scope["client"][0] if scope.get("client") else "")
+
+
+@lru_cache(maxsize=1024)
+def network_of(address: str) -> bytes:
+    try:
+        parsed = ip_address(address)
+    except ValueError:  # such as that of a Unix socket
+        return address.encode()
+    bits = 64 if parsed.version == 6 else 32
+    return ip_network((parsed, bits), strict=False).network_address.packed
 
 
 def is_open(method: str, path: str) -> bool:

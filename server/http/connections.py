@@ -16,7 +16,13 @@ from uvicorn.server import ServerState
 
 from server.http.errors import HttpError
 from server.http.json import to_json
-from server.http.request import LINGER_S, Application, content_headers
+from server.http.request import (
+    LINGER_S,
+    MAX_HEADERS,
+    TOO_MANY_HEADERS,
+    Application,
+    content_headers,
+)
 
 MAX_HEADER_BYTES = 64_000  # with the request line; also between two chunks of a body
 # A client that reads less than this of a waiting response within STALLED_S is disconnected.
@@ -97,6 +103,8 @@ class LimitedProtocol(asyncio.Protocol):
     def refuse(self, error: HttpError) -> None:
         """Send the error and close. For a while input is read and dropped, since closing with
         unread input would reset the connection before the client has the response."""
+        if self.refused:
+            return
         self.refused = True
         self._stop_header_timer()
         if self.is_responding:
@@ -147,6 +155,10 @@ class LimitedHttpTools(LimitedProtocol, HttpToolsProtocol):
     unparsed = 0  # bytes since the last complete header, chunk of a body, or end of a body
     in_header = True
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.body = bytearray()  # parsed, and not given to the request yet
+
     def data_received(self, data: bytes) -> None:
         start = 0
         while start < len(data) and not self.refused:
@@ -154,9 +166,16 @@ class LimitedHttpTools(LimitedProtocol, HttpToolsProtocol):
             start += len(chunk)
             self.unparsed += len(chunk)
             super().data_received(chunk)
+            self._give_body()
             if self.unparsed >= MAX_HEADER_BYTES:
                 message = f"the header is larger than {MAX_HEADER_BYTES // 1000} kB"
                 self.refuse(HttpError(431, message))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        if len(self.headers) > MAX_HEADERS:
+            self.refuse(HttpError(431, TOO_MANY_HEADERS))
+            raise ValueError(TOO_MANY_HEADERS)  # ends the parser
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
@@ -166,10 +185,17 @@ class LimitedHttpTools(LimitedProtocol, HttpToolsProtocol):
             self.transport.close()
 
     def on_body(self, body: bytes) -> None:
+        """Collect the chunks of a body that arrive together: some clients send one byte in each."""
         self.unparsed = 0
-        super().on_body(body)
+        self.body += body
+
+    def _give_body(self) -> None:
+        if self.body:
+            super().on_body(bytes(self.body))
+            self.body.clear()
 
     def on_message_complete(self) -> None:
+        self._give_body()
         super().on_message_complete()
         self.unparsed, self.in_header = 0, True
 

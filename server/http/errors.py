@@ -58,11 +58,13 @@ RESPONSE_BY_ERROR: Mapping[type[Exception], tuple[int, str, str]] = {
 RESPONSE_BY_STATUS: Mapping[int, tuple[str, str]] = {
     400: ("invalid_request_error", "invalid_request"),
     401: ("authentication_error", "invalid_api_key"),
+    403: ("permission_error", "origin_not_allowed"),
     404: ("invalid_request_error", "not_found"),
     405: ("invalid_request_error", "method_not_allowed"),
     408: ("timeout_error", "body_timeout"),
     413: ("invalid_request_error", "body_too_large"),
     415: ("invalid_request_error", "unsupported_media_type"),
+    421: ("invalid_request_error", "host_not_allowed"),
     431: ("invalid_request_error", "headers_too_large"),
     500: ("server_error", "internal"),
     503: ("unavailable_error", "not_ready"),
@@ -111,13 +113,13 @@ def as_http_error(error: Exception, scope: Scope, debug: bool) -> HttpError:
         return _from_routing(error, scope)
     request_id, cause = scope["request_id"].decode(), error.__cause__
     if not isinstance(error, errors.OnequeueError):
-        log.error("bug id=%s path=%r", request_id, scope["path"], exc_info=error)
+        log.error("bug id=%s path=%.200r", request_id, scope["path"], exc_info=error)
         return HttpError(500, "internal server error")
     known = next(base for base in type(error).__mro__ if base in RESPONSE_BY_ERROR)
     status, type_, code = RESPONSE_BY_ERROR[known]
     message, headers = str(error), []
     if status == 500:
-        log.error("request failed id=%s error=%r", request_id, cause)
+        log.error("request failed id=%s error=%.200r", request_id, cause)
     if debug and cause is not None:
         message += f" ({cause!r})"
     if error.retry_after_s is not None:

@@ -25,6 +25,8 @@ FETCH_S = 10.0  # one image, with its redirects
 MAX_REDIRECTS = 3
 PORTS = {"http": 80, "https": 443}
 UNICAST = ipaddress.IPv6Network("2000::/3")
+# Metadata services of Oracle Cloud and Azure. Those of other clouds are not globally routed.
+METADATA = (ipaddress.ip_network("192.0.0.0/24"), ipaddress.ip_network("168.63.129.16"))
 MEDIA_TYPES = ("image/", "application/octet-stream", "binary/octet-stream")
 REDIRECTS = (301, 302, 303, 307, 308)
 HEADERS = [
@@ -87,7 +89,7 @@ class Fetcher:
                     return await self._read(response, headers, count)
                 try:
                     link = str(url.join(headers["location"]))
-                except httpx.InvalidURL:
+                except (httpx.InvalidURL, UnicodeError):
                     raise NotFetched("it redirects to an invalid URL") from None
         raise NotFetched(f"it redirects more than {MAX_REDIRECTS} times")
 
@@ -123,14 +125,17 @@ class Fetcher:
             )
         try:
             url = httpx.URL(link)
-        except httpx.InvalidURL:
+            host = url.host.lower()
+        except (httpx.InvalidURL, UnicodeError):  # UnicodeError: for a broken xn-- name
             raise NotFetched("it is not a valid URL") from None
-        if url.scheme not in PORTS or not url.host:
+        if url.scheme not in PORTS or not host:
             raise NotFetched("only http:// and https:// URLs with a host are fetched")
         if url.userinfo:
             raise NotFetched("URLs with a user name or password are not fetched")
-        if "any" not in self.allowed and url.host.lower() not in self.allowed:
-            raise NotFetched(f"IMAGE_FETCH does not name the host {url.host[:100]!r}")
+        if url.port is not None and not 0 < url.port < 1 << 16:
+            raise NotFetched(f"its port is {url.port}; 1 to 65535 are accepted")
+        if "any" not in self.allowed and host not in self.allowed:
+            raise NotFetched(f"IMAGE_FETCH does not name the host {host[:100]!r}")
         return url
 
 
@@ -172,7 +177,7 @@ async def resolve(host: str, port: int) -> list[str]:
 def is_public(address: str) -> bool:
     """Return whether an IP address is globally routed and embeds no other address."""
     ip = ipaddress.ip_address(address)
-    if ip.is_multicast or ip.is_reserved or not ip.is_global:
+    if ip.is_multicast or ip.is_reserved or not ip.is_global or any(ip in n for n in METADATA):
         return False
     if isinstance(ip, ipaddress.IPv6Address):
         return ip in UNICAST and not (ip.ipv4_mapped or ip.sixtofour or ip.teredo)

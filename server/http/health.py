@@ -10,6 +10,7 @@ from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 
 from server import __version__
+from server.core.settings import model_name
 from server.core.worker_client import WorkerClient
 from server.http.errors import HttpError
 from worker.tasks import TASKS, Kind
@@ -66,10 +67,15 @@ async def ready(request: Request) -> Ready:
         if model.generator:
             response.compile = model.generator.compile_state
         if name == "pipeline":
-            response.task, response.model = "decision" if generates else info.task, info.model
+            response.task, response.model = (
+                "decision" if generates else info.task,
+                model_name(info.model),
+            )
             response.takes, response.mask_token = TASKS[response.task].kind, info.mask or UNSET
         else:
-            setattr(response, "chat_model" if generates else f"{name}_model", info.model)
+            setattr(
+                response, "chat_model" if generates else f"{name}_model", model_name(info.model)
+            )
     return response
 
 

@@ -17,29 +17,32 @@ import anyio
 import anyio.to_thread
 import msgspec
 import orjson
+from anyio.lowlevel import RunVar
 
 from batching.errors import DeadlineExceeded, InvalidInput
 
 INLINE_BYTES = 1 << 16  # larger JSON is parsed off the event loop
 MAX_VALUES = 1_000_000  # keys and values of one body
+HEAVY_VALUES = 50_000  # more take tens of milliseconds
 _DELIMITERS = b",", b":", b"[", b"{"  # each value and key but the first follows one
 _CHUNK_BYTES = 1 << 16  # counted at once
-_ENCODER = msgspec.json.Encoder()
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 Document = dict[str, Any]  # a JSON object
 Header = tuple[bytes, bytes]  # the name in lower case
+A = TypeVar("A")
 T = TypeVar("T")
+_HEAVY_LIMITER: RunVar[anyio.CapacityLimiter | None] = RunVar("heavy_limiter")  # of an event loop
 
-
-def to_json(document: object) -> bytes:
-    """Encode structs, dicts and lists."""
-    return _ENCODER.encode(document)
+to_json = msgspec.json.Encoder().encode  # of structs, dicts and lists
 
 
 class JsonBodyParser:
     """Parse an endpoint's bodies: large ones one at a time, in a thread. Many large bodies at once
-    then take no more memory than one, and other endpoints are not slowed down by them."""
+    then take no more memory than one, and other endpoints are not slowed down by them.
+
+    Bodies of many values are parsed one at a time in the process, since each holds the interpreter
+    lock for long; bodies of fewer values do not wait for them."""
 
     def __init__(self) -> None:
         self._limiter = anyio.CapacityLimiter(1)
@@ -48,19 +51,33 @@ class JsonBodyParser:
         self, parse: Callable[[bytes], T], body: bytes, deadline: float, blocks: bool = False
     ) -> T:
         """`blocks`: parsing takes long even for a small body."""
-        is_large = len(body) > INLINE_BYTES
-        if not (is_large or blocks):
-            return parse(body)
-        return await in_thread(parse, body, deadline, self._limiter if is_large else None)
+        if len(body) <= INLINE_BYTES:
+            return await in_thread(parse, body, deadline, None) if blocks else parse(body)
+
+        def parse_unless_heavy(body: bytes) -> tuple[T] | None:
+            return None if has_values(body, HEAVY_VALUES) else (parse(body),)
+
+        if result := await in_thread(parse_unless_heavy, body, deadline, self._limiter):
+            return result[0]
+        return await in_thread(parse, body, deadline, _heavy_limiter())
+
+
+def _heavy_limiter() -> anyio.CapacityLimiter:
+    """Return the event loop's limiter of bodies with many values."""
+    if (limiter := _HEAVY_LIMITER.get(None)) is None:
+        limiter = anyio.CapacityLimiter(1)
+        _HEAVY_LIMITER.set(limiter)
+    return limiter
 
 
 async def in_thread(
-    parse: Callable[[bytes], T], body: bytes, deadline: float, limiter: anyio.CapacityLimiter | None
+    work: Callable[[A], T], argument: A, deadline: float, limiter: anyio.CapacityLimiter | None
 ) -> T:
-    """Raises DeadlineExceeded if parsing has not ended by the deadline."""
+    """Run a function in a pool thread. Raises DeadlineExceeded if it has not ended by the
+    deadline."""
     try:
         with anyio.fail_after(deadline - time.monotonic()):
-            return await anyio.to_thread.run_sync(parse, body, limiter=limiter)
+            return await anyio.to_thread.run_sync(work, argument, limiter=limiter)
     except TimeoutError:
         raise DeadlineExceeded("the body was not parsed within the time limit") from None
 
@@ -81,8 +98,14 @@ def parse_json(body: bytes) -> Document:
 
 def check_values(body: bytes) -> None:
     """Raise InvalidInput for JSON of more than MAX_VALUES keys and values."""
-    if len(body) <= MAX_VALUES:
-        return
+    if has_values(body, MAX_VALUES):
+        raise InvalidInput(f"the body has more than {MAX_VALUES} JSON values")
+
+
+def has_values(body: bytes, number: int) -> bool:
+    """Return whether JSON has more than a number of keys and values."""
+    if len(body) <= number:
+        return False
     if b"\\" in body:  # remove escapes: every other quote starts or ends a string
         body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     count = in_string = 0
@@ -91,8 +114,9 @@ def check_values(body: bytes) -> None:
         outside = b"".join(texts[in_string::2])
         count += sum(map(outside.count, _DELIMITERS))
         in_string = (in_string + len(texts) - 1) % 2
-        if count >= MAX_VALUES:
-            raise InvalidInput(f"the body has more than {MAX_VALUES} JSON values")
+        if count >= number:
+            return True
+    return False
 
 
 def _lone_surrogate(body: bytes) -> str | None:

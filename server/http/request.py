@@ -1,10 +1,11 @@
 """The ASGI application around the routes; read requests and send responses for every endpoint.
 
-    request id → API key → route → deadlines → body, within limits → … → JSON, or the error envelope
-    → metrics
+    request id → API key, or rules for web pages → route → deadlines → body, within limits → …
+    → JSON, or the error envelope → metrics
 
 One ASGI layer instead of Starlette's application and middleware: each layer costs time.
-connections.py limits headers, json.py limits JSON, and access.py checks API keys.
+connections.py limits headers, json.py limits JSON, access.py checks API keys, and cross_site.py
+refuses requests of other sites' pages.
 """
 
 import asyncio
@@ -24,14 +25,19 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from batching.errors import ClientGone, Draining, InvalidInput, QueueFull
+from batching.errors import ClientGone, Draining, InvalidInput
 from server.core.settings import Settings
 from server.core.worker_client import Deadlines, WorkerClient
 from server.http.access import Cors, key_from_headers
+from server.http.cross_site import CrossSiteRules
 from server.http.errors import HttpError, as_client_gone, as_http_error
 from server.http.json import Header, to_json
+from server.http.transfers import Transfer, TransferBudget
 
+MAX_HEADERS = 256
+TOO_MANY_HEADERS = f"there are more than {MAX_HEADERS} headers"
 MAX_BODIES = 16  # all bodies together may take this many times MAX_BODY_MB
+SEND_BYTES = 1 << 16  # larger responses are sent in pieces of this size
 # A refused body is read and dropped for this long: otherwise the client may miss the response.
 LINGER_S = 5.0
 CLOSE = [(b"connection", b"close")]
@@ -61,8 +67,9 @@ class Application:
             route.endpoint: route.path_format for route in self.routes if route.param_convertors
         }
         self.keys = [key.encode() for key in settings.api_keys]
+        self.cross_site = CrossSiteRules(settings)
         self.max_body = int(settings.max_body_mb * 1_000_000)
-        self.body_bytes = 0  # of all requests without a response
+        self.memory = TransferBudget(MAX_BODIES * self.max_body, "the memory for bodies is in use")
         self._counters: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
         self.respond: ASGIApp = self._respond
         if settings.cors_origins:
@@ -74,13 +81,15 @@ class Application:
                 expose_headers=["X-Request-Id", "X-Batch-Size", "Server-Timing", "Retry-After"],
             )
 
+    @property
+    def body_bytes(self) -> int:
+        """The bytes of all requests whose response has not been sent."""
+        return self.memory.used
+
     def count_body(self, scope: Scope, size: int) -> None:
-        """Count bytes that a request holds until its response. QueueFull if the bodies of all
-        requests take too much memory."""
-        if self.body_bytes + size > MAX_BODIES * self.max_body:
-            raise QueueFull("the memory for request bodies is in use")
-        self.body_bytes += size
-        scope["body_bytes"] += size
+        """Count bytes that a request holds until its response has been sent. QueueFull if the
+        bodies of all requests take too much memory."""
+        self.memory.take(scope["transfer"], size)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self  # where Starlette looks for it
@@ -88,25 +97,33 @@ class Application:
             await self.router(scope, receive, send)
             return
         started = time.monotonic()
-        status = scope["body_bytes"] = 0
+        status, is_large = 0, False
+        scope["transfer"] = transfer = Transfer()
         scope["request_id"] = request_id = _request_id(scope)
         scope["send"] = send  # for an event stream's body
 
         async def send_with_id(message: Message) -> None:
-            nonlocal status
+            nonlocal status, is_large
             if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                status, headers = message["status"], message.get("headers", ())
+                length = int(dict(headers).get(b"content-length", 0))
+                if is_large := length > SEND_BYTES:
+                    transfer.restart()
+                    self.memory.hold(transfer, length)
+                message["headers"] = [*headers, (b"x-request-id", request_id)]
                 scope["started"] = True
             try:
-                await send(message)
+                if is_large and message.get("body"):
+                    await send_at_pace(send, transfer, message)
+                else:
+                    await send(message)
             except (OSError, RuntimeError) as error:
                 raise as_client_gone(error) from None
 
         try:
             await self.respond(scope, receive, send_with_id)
         finally:
-            self.body_bytes -= scope["body_bytes"]
+            self.memory.release(transfer)
             path = self._templates.get(scope.get("endpoint"), get_route_path(scope))
             path = scope.get("counted_as", path)
             self._count(path if path in self.paths else "other", status, started)
@@ -123,7 +140,13 @@ class Application:
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send a route's response, or the envelope of its exception."""
         try:
-            scope["api_key"] = key_from_headers(scope, self.keys) if self.keys else b""
+            if len(scope["headers"]) > MAX_HEADERS:
+                raise HttpError(431, TOO_MANY_HEADERS)
+            if self.keys:
+                scope["api_key"] = key_from_headers(scope, self.keys)
+            else:
+                scope["api_key"] = b""
+                self.cross_site.check(scope)
             await self.router(scope, receive, send)
         except Exception as error:
             response = as_http_error(error, scope, self.settings.debug)
@@ -206,34 +229,35 @@ async def read_body(scope: Scope, receive: Receive, headers: Headers, deadline: 
     app: Application = scope["app"]
     limit, content_length = app.max_body, headers.get(b"content-length", b"")
     announced = int(content_length[:20]) if content_length.isdigit() else 0
-    chunks: list[bytes] = []
-    size, more = 0, True
-    while more and max(announced, size) <= limit:
+    body, more = bytearray(), True  # a list of small chunks would take much more memory
+    while more and max(announced, len(body)) <= limit:
         until = min(time.monotonic() + app.settings.body_timeout_s, deadline)
-        chunk, more = await receive_until(receive, until)
-        chunks.append(chunk)
+        chunk, more = await receive_until(receive, scope["transfer"], until)
         app.count_body(scope, len(chunk))
-        size += len(chunk)
-    if not more and size <= limit:
-        return b"".join(chunks)
-    is_waiting = not size and headers.get(b"expect", b"").lower() == b"100-continue"
+        body += chunk
+    if not more and len(body) <= limit:
+        return bytes(body)
+    is_waiting = not body and headers.get(b"expect", b"").lower() == b"100-continue"
     if more and not is_waiting:  # else the client sends no body
         await linger(receive)
     raise HttpError(413, f"the body is larger than {limit / 1_000_000:g} MB", headers=CLOSE)
 
 
-async def receive_until(receive: Receive, deadline: float) -> tuple[bytes, bool]:
+async def receive_until(
+    receive: Receive, transfer: Transfer, deadline: float
+) -> tuple[bytes, bool]:
     """Return the next chunk of a body, and whether there is more. Raises HttpError (408) at the
-    deadline, and ClientGone."""
+    deadline or when the transfer is ended, and ClientGone."""
     try:
-        async with asyncio.timeout(deadline - time.monotonic()):
-            message = await receive()
+        message = await transfer.wait(receive(), deadline - time.monotonic())
     except TimeoutError:
         reason = "the body stopped arriving, or arrived too slowly"
         raise HttpError(408, reason, headers=CLOSE) from None
     if message["type"] == "http.disconnect":
         raise ClientGone("the client has disconnected")
-    return message.get("body", b""), message.get("more_body", False)
+    body: bytes = message.get("body", b"")
+    transfer.moved += len(body)
+    return body, message.get("more_body", False)
 
 
 async def linger(receive: Receive) -> None:
@@ -265,6 +289,7 @@ async def send_json(
     """Send a whole response: a document as JSON, or bytes of a media type. `headers` follow the
     content's own."""
     content = document if isinstance(document, bytes) else to_json(document)
+    del document  # a client may take long to read the content
     await send_parts(send, [content], headers, status, media)
 
 
@@ -280,6 +305,20 @@ async def send_parts(
     await send({"type": "http.response.start", "status": status, "headers": fields})
     for n, part in enumerate(parts, start=1):
         await send({"type": "http.response.body", "body": part, "more_body": n < len(parts)})
+
+
+async def send_at_pace(send: Send, transfer: Transfer, message: Message) -> None:
+    """Send a part of a large response in pieces, so that its transfer waits where the client does
+    not read it. Raises ClientGone when the transfer is ended."""
+    body, more = message["body"], message.get("more_body", False)
+    for start in range(0, len(body), SEND_BYTES):
+        end = start + SEND_BYTES
+        piece = {**message, "body": body[start:end], "more_body": more or end < len(body)}
+        try:
+            await transfer.wait(send(piece))
+        except TimeoutError:
+            raise ClientGone("the client read the response too slowly") from None
+        transfer.moved += len(piece["body"])
 
 
 class JsonEndpoint:

@@ -12,6 +12,7 @@ from starlette.types import Scope, Send
 
 from server.http.errors import as_client_gone
 from server.http.json import to_json
+from server.http.request import SEND_BYTES, send_at_pace
 
 KEEP_ALIVE_S = 10.0  # a stream without an event in this interval sends a comment
 
@@ -37,6 +38,7 @@ class EventStream:
         self._sent = 0  # events
         self._start = send
         self._send: Send = scope["send"]
+        self._scope = scope
         self._wake = wake
         self._loop = asyncio.get_running_loop()
 
@@ -57,7 +59,11 @@ class EventStream:
 
     async def _send_all(self, events: AsyncIterator[bytes]) -> None:
         async for event in events:
-            await self._send({"type": "http.response.body", "body": event, "more_body": True})
+            message = {"type": "http.response.body", "body": event, "more_body": True}
+            if len(event) > SEND_BYTES:  # with long instructions
+                await send_at_pace(self._send, self._scope["transfer"], message)
+            else:
+                await self._send(message)
             self._sent += 1
 
     def _check_idle(self, sent_before: int) -> None:

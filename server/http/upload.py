@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import anyio
 import anyio.to_thread
@@ -30,10 +30,12 @@ from server.http.request import (
     read_headers,
     receive_until,
 )
+from server.http.transfers import Transfer, TransferBudget
 
 CHUNK_BYTES = 1 << 18  # parsed and written at once
 MIN_BYTES_PER_S = 8_000  # average speed of an upload
 WRITER_THREADS = 4
+MAX_CONTENT_TYPE = 1000  # bytes of the header that are read
 MAX_FIELDS_BYTES = MAX_PARTS * MAX_FIELD_BYTES  # beside the file
 
 
@@ -42,10 +44,11 @@ class Uploads:
     """The uploads of an app whose requests have no response yet."""
 
     max_mb: float  # of one file
-    spooled: int = field(init=False, default=0)  # bytes of all of them
 
     def __post_init__(self) -> None:
         self.max_bytes = int(self.max_mb * 1_000_000)
+        message = "the disk space for uploads is in use"
+        self.spool = TransferBudget(MAX_BODIES * self.max_bytes, message)
         self._threads = anyio.CapacityLimiter(WRITER_THREADS)
 
     @asynccontextmanager
@@ -62,17 +65,23 @@ class Uploads:
         app = scope["app"]
         if (refusal := app.worker_client.refusal(model)) is not None:
             raise refusal
-        form = Form(boundary_from(headers), self.max_bytes)
+        form, transfer = Form(boundary_from(headers), self.max_bytes), Transfer()
         try:
-            await self._read(form, headers, deadlines.whole, scope, receive)
+            await self._read(form, transfer, headers, deadlines.whole, scope, receive)
             first = min(time.monotonic() + app.settings.request_timeout_s, deadlines.whole)
             yield form, Deadlines(first, deadlines.whole)
         finally:
-            self.spooled -= form.received
+            self.spool.release(transfer)
             asyncio.get_running_loop().run_in_executor(None, form.remove)
 
     async def _read(
-        self, form: Form, headers: Headers, deadline: float, scope: Scope, receive: Receive
+        self,
+        form: Form,
+        transfer: Transfer,
+        headers: Headers,
+        deadline: float,
+        scope: Scope,
+        receive: Receive,
     ) -> None:
         """Feed the whole body to the form."""
         settings, started = scope["app"].settings, time.monotonic()
@@ -88,12 +97,13 @@ class Uploads:
         while more:
             slowest = started + settings.body_timeout_s + form.received / MIN_BYTES_PER_S
             until = min(time.monotonic() + settings.body_timeout_s, slowest, deadline)
-            data, more = await receive_until(receive, until)
+            data, more = await receive_until(receive, transfer, until)
             chunk += data
             form.received += len(data)
-            self.spooled += len(data)
             try:
-                self._check(form)
+                if form.received > self.max_bytes + MAX_FIELDS_BYTES:
+                    raise self._too_large()
+                self.spool.take(transfer, len(data))
                 if len(chunk) >= CHUNK_BYTES or not more:
                     await self._feed(form, bytes(chunk))
                     chunk.clear()
@@ -105,12 +115,6 @@ class Uploads:
                 response.headers = [*response.headers, *CLOSE]
                 raise response from error
         form.finish()
-
-    def _check(self, form: Form) -> None:
-        if form.received > self.max_bytes + MAX_FIELDS_BYTES:
-            raise self._too_large()
-        if self.spooled > MAX_BODIES * self.max_bytes:
-            raise QueueFull("the disk space for uploads is in use")
 
     def _too_large(self) -> HttpError:
         return HttpError(413, f"the file is larger than {self.max_mb:g} MB", headers=CLOSE)
@@ -126,7 +130,8 @@ def boundary_from(headers: Headers) -> bytes:
     """Return the boundary of a form's parts. HttpError (415) for another content type."""
     if (media := media_type(headers)) != "multipart/form-data":
         raise HttpError(415, f"Content-Type must be multipart/form-data, not {media[:100]!r}")
-    boundary = parse_options_header(headers[b"content-type"])[1].get(b"boundary", b"")
+    media_and_options = headers[b"content-type"][:MAX_CONTENT_TYPE]
+    boundary = parse_options_header(media_and_options)[1].get(b"boundary", b"")
     if not boundary:
         raise InvalidInput("the Content-Type has no boundary: let the client's library set it")
     return boundary

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, TypeAlias
 
 from msgspec import Meta
+from starlette.types import Scope
 
 from batching.errors import InvalidInput
 from server.core.delta_stream import UsageCounts
@@ -117,12 +118,12 @@ class ChatRequest(GenerationRequest, kw_only=True):
         prompt = conversation(self, self.messages, tools, self.reasoning_effort)
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self._input(
-            prompt, logprobs, tool_calls=policy, thinking_tokens=self.thinking_token_budget
+            prompt, logprobs, tool_policy=policy, thinking_tokens=self.thinking_token_budget
         )
 
 
 class ChatCompletions(GenerationEndpoint[ParsedRequest]):
-    def parse(self, body: bytes) -> ParsedRequest:
+    def parse(self, body: bytes, scope: Scope) -> ParsedRequest:
         max_entries = self.worker_client.generator.text_model.max_model_len
         try:
             document = with_generation_config(parse_json(body))
@@ -166,7 +167,7 @@ class ChatFormat:
         self._scored = generation_input.sampling.logprobs is not None
         self._call_id = call_id
         self._earlier_calls = (
-            generation_input.prompt.num_tool_calls if generation_input.tool_calls else 0
+            generation_input.prompt.num_tool_calls if generation_input.tool_policy else 0
         )
         self._calls: Counter[int] = Counter()  # by choice
 

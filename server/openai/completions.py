@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Annotated, ClassVar
 
 from msgspec import Meta
+from starlette.types import Scope
 
 from batching.errors import InvalidInput
 from server.core.delta_stream import UsageCounts
@@ -21,7 +22,7 @@ from server.openai.logprobs import clamp, prompt_fields
 from server.openai.request_fields import (
     GenerationRequest,
     NonEmpty,
-    TokenId,
+    TextsOrIds,
     TopLogprobs,
     decode,
     read_inputs,
@@ -51,7 +52,7 @@ ONLY_ONE = Meta(
 class CompletionRequest(GenerationRequest, kw_only=True):
     unimplemented: ClassVar = {"suffix": ()} | GenerationRequest.unimplemented
 
-    prompt: NonEmpty | Annotated[list[str | TokenId | list[TokenId]], OF_ONE_KIND]
+    prompt: NonEmpty | Annotated[TextsOrIds, OF_ONE_KIND]
     logprobs: TopLogprobs | None = None
     echo: bool | None = None
     best_of: Annotated[int | None, ONLY_ONE] = None
@@ -88,7 +89,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         return [
             replace(
                 common,
-                prompt=prompt if isinstance(prompt, str) else tuple(prompt),
+                prompt=prompt,
                 first_choice=number * n,
                 param=path,
             )
@@ -97,7 +98,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
 
 class Completions(GenerationEndpoint[ParsedRequest]):
-    def parse(self, body: bytes) -> ParsedRequest:
+    def parse(self, body: bytes, scope: Scope) -> ParsedRequest:
         max_choices = self.settings.max_queue_size
         # A list has prompts, or the tokens of one prompt.
         max_entries = max(max_choices, self.worker_client.generator.text_model.max_model_len)

@@ -10,6 +10,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import ClassVar, Generic, TypeVar
 
 from anyio.to_thread import run_sync
@@ -21,6 +22,7 @@ from server.core.cache_namespace import cache_namespace
 from server.core.delta_stream import DeltaStream, TokenStream, UsageCounts
 from server.core.settings import Settings
 from server.core.worker_client import Deadlines, WorkerClient
+from server.http.access import client_of
 from server.http.errors import HttpError, as_http_error
 from server.http.json import JsonBodyParser, to_json
 from server.http.request import read_json_request, send_json
@@ -104,7 +106,7 @@ class Endpoint(ABC):
             await EventStream(scope, send, stream.arrival.set).run(events)
         except ClientGone as error:
             self.worker_client.metrics.errors.labels("client_gone").inc()
-            log.info("stream ended id=%s because=%r", scope["request_id"].decode(), str(error))
+            log.info("stream ended id=%s because=%.200r", scope["request_id"].decode(), str(error))
 
     async def _send_document(
         self,
@@ -198,7 +200,7 @@ class GenerationEndpoint(Endpoint, Generic[P]):
     body_parser: JsonBodyParser = field(init=False, default_factory=JsonBodyParser)
 
     @abstractmethod
-    def parse(self, body: bytes) -> P:
+    def parse(self, body: bytes, scope: Scope) -> P:
         """Return the checked request, or raise InvalidInput. Large bodies are parsed in a pool
         thread."""
 
@@ -208,7 +210,8 @@ class GenerationEndpoint(Endpoint, Generic[P]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, deadlines = await read_json_request(scope, receive)
-        request = await self.body_parser.run(self.parse, body, deadlines.first, self.parse_blocks)
+        parse = partial(self.parse, scope=scope)
+        request = await self.body_parser.run(parse, body, deadlines.first, self.parse_blocks)
         inputs = await self.images.load(scope, receive, request.inputs, deadlines.first)
         await self.serve(scope, receive, send, replace(request, inputs=inputs), deadlines)
 
@@ -225,5 +228,11 @@ class GenerationEndpoint(Endpoint, Generic[P]):
         """Submit the inputs, or raise a Refused. Without `receive` no client is waited for."""
         namespace = cache_namespace(self.model.id, scope["api_key"], request.body.cache_salt)
         return TokenStream(
-            self.worker_client, "generation", request.inputs, deadlines, receive, namespace
+            self.worker_client,
+            "generation",
+            request.inputs,
+            deadlines,
+            receive,
+            namespace,
+            client_of(scope),
         )

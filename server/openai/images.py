@@ -16,7 +16,9 @@ from msgspec import Struct
 from starlette.types import Receive, Scope
 
 from batching.errors import ClientGone, DeadlineExceeded, InvalidInput, QueueFull
+from batching.fair_share import WorkOwner
 from server.core.worker_client import WorkerClient
+from server.http.access import client_of
 from server.http.fetch import Fetcher
 from worker.media.data_urls import to_bytes
 from worker.messages.generation import Chat, GenerationInput, ImageInput
@@ -44,8 +46,8 @@ def image_input(url: str, detail: Detail | None, path: str) -> ImageInput:
 
 def check_images(chat: Chat, model: TextModel) -> None:
     """Raise InvalidInput if there are images and the model takes none."""
-    if chat.images and model.no_images:
-        raise InvalidInput.at(chat.images[0].param, model.no_images)
+    if chat.images and model.no_images_reason:
+        raise InvalidInput.at(chat.images[0].param, model.no_images_reason)
 
 
 @dataclass(eq=False)
@@ -80,10 +82,11 @@ class ImageLoader:
         for image in chat.images:
             if image.link:
                 self.fetcher.check(image.link, image.param)
-        queue = self.worker_client.queue
-        taken = queue.pending + self.fetching
-        if taken >= queue.capacity:
-            raise QueueFull(f"the queue is full: {taken} of {queue.capacity} slots are in use", 1.0)
+        slots = self.worker_client.queue.slots
+        owner = WorkOwner(client_of(scope), None)  # its request has no slot yet
+        if self.fetching >= slots.capacity or not slots.has_room(owner):
+            taken = f"{slots.used + self.fetching} of {slots.capacity} slots are in use"
+            raise QueueFull(f"the queue is full: {taken}", 1.0)
         self.fetching += 1
         try:
             async with asyncio.timeout(deadline - time.monotonic()), asyncio.TaskGroup() as group:

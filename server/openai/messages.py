@@ -7,7 +7,7 @@ breaks, as in vLLM; in a message with images they stay parts.
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, Protocol
 
-from msgspec import Meta, Struct, to_builtins
+from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
 from server.http.json import Document
@@ -77,6 +77,12 @@ class ToolCall(Struct):
     id: str | None = None
     type: str = "function"
 
+    def to_template(self) -> Document:
+        """Return the call in the chat template's form. Its arguments may be nested deeply: they are
+        not converted."""
+        function = {"name": self.function.name, "arguments": self.function.arguments}
+        return {"function": function, "id": self.id, "type": self.type}
+
 
 class Message(Struct):
     role: Role
@@ -108,7 +114,7 @@ class Message(Struct):
         }
         optional = {key: value for key, value in optional.items() if value is not None}
         if self.tool_calls:
-            optional["tool_calls"] = [to_builtins(call) for call in self.tool_calls]
+            optional["tool_calls"] = [call.to_template() for call in self.tool_calls]
         return {"role": role, "content": content, **optional}, images
 
     def _parts(

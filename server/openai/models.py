@@ -5,7 +5,6 @@ The endpoints of /v1 look up a request's model by the names of a NamedModel.
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
@@ -13,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from server.core.settings import model_name
 from server.core.worker_client import WorkerClient
 from server.http.errors import HttpError
 from server.http.json import JsonBodyParser, parse_json
@@ -39,7 +39,7 @@ class Model(Struct):
     object: Literal["model"]
     created: int
     owned_by: str
-    serves: str  # its name in the registry: generation, embedding, rerank, transcription
+    serves: str  # `registry_name` of NamedModel
     input_modalities: list[Literal["text", "image", "audio"]]
     max_model_len: int | UnsetType = UNSET  # of text models, as the next
     context_length: int | UnsetType = UNSET
@@ -53,25 +53,24 @@ class ModelList(Struct):
 class NamedModel:
     """A model and the names that requests may use for it.
 
-    `serves` is its name in the registry; `others` are models whose ids are taken.
+    `registry_name` is generation, embedding, rerank or transcription. The ids of `others` are
+    taken.
     """
 
     def __init__(
         self,
         setting: str,
         worker_client: WorkerClient,
-        serves: str,
+        registry_name: str,
         others: "Sequence[NamedModel]" = (),
     ) -> None:
         self.worker_client = worker_client
-        self.serves = serves
+        self.registry_name = registry_name
         self.created = int(time.time())
-        self.id = setting
-        if setting.startswith(("/", ".", "~")) or (setting != "demo" and Path(setting).is_dir()):
-            self.id = Path(setting).expanduser().resolve().name or setting
+        self.id = model_name(setting)
         self.names = {None, setting, self.id, *ANY_MODEL}
         if self.id in [other.id for other in others]:
-            self.id = f"{self.id}-{serves}"
+            self.id = f"{self.id}-{registry_name}"
             self.names.add(self.id)
 
     def id_for(self, name: str | None) -> str:
@@ -81,17 +80,18 @@ class NamedModel:
     @property
     def text_model(self) -> TextModel:
         """The loaded model; valid only while the worker client's `refusal` is None."""
-        text_model = self.worker_client.models[self.serves].engine.text_model
-        assert text_model, f"{self.serves} takes no text"
+        text_model = self.worker_client.models[self.registry_name].engine.text_model
+        assert text_model, f"{self.registry_name} takes no text"
         return text_model
 
     def describe(self) -> Model:
         if (refusal := self.worker_client.refusal()) is not None:
             raise refusal
-        model = Model(self.id, "model", self.created, "onequeue", self.serves, ["audio"])
-        if self.serves != "transcription":
-            model.input_modalities = ["text"] if self.text_model.no_images else ["text", "image"]
-            model.max_model_len = model.context_length = self.text_model.max_model_len
+        model = Model(self.id, "model", self.created, "onequeue", self.registry_name, ["audio"])
+        if self.registry_name != "transcription":
+            text_model = self.text_model
+            model.input_modalities = ["text"] if text_model.no_images_reason else ["text", "image"]
+            model.max_model_len = model.context_length = text_model.max_model_len
         return model
 
 
@@ -121,7 +121,7 @@ class ModelListing:
             Route("/v1/models", JsonEndpoint(self.list), methods=["GET"]),
             Route("/v1/models/{id:path}", JsonEndpoint(self.retrieve), methods=["GET"]),
         ]
-        if self.models[0].serves == "generation":
+        if self.models[0].registry_name == "generation":
             routes.append(Route("/load_model", self.load, methods=["POST"]))
         return routes
 

@@ -34,6 +34,8 @@ _MISSING = re.compile(r"Object missing required field `(.*)`")
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 TokenId = Annotated[int, Meta(ge=0)]
+# Tuples: garbage collection visits each element of a list, as long as the request waits.
+TextsOrIds = tuple[str | TokenId | tuple[TokenId, ...], ...]
 Count = Annotated[int, Meta(ge=0)]
 PositiveInt = Annotated[int, Meta(ge=1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -142,7 +144,7 @@ class GenerationRequest(Struct, kw_only=True):
         param, max_tokens = self.token_limit
         stopping = Stopping(
             max_tokens=max_tokens,
-            min_tokens=self.min_tokens or 0,
+            min_tokens=self.min_tokens,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
@@ -222,7 +224,7 @@ def required(value: T | None, path: str) -> T:
     return value
 
 
-def read_inputs(inputs: Any, param: str) -> dict[str, str | list[int]]:
+def read_inputs(inputs: Any, param: str) -> dict[str, str | tuple[int, ...]]:
     """Return texts or token ids by path; `param` itself for a single one.
 
     Raises InvalidInput if one is empty, or if a list mixes texts and token ids.
@@ -230,10 +232,10 @@ def read_inputs(inputs: Any, param: str) -> dict[str, str | list[int]]:
     if not inputs:
         raise InvalidInput.at(param, "must not be empty")
     kind = str if isinstance(inputs, str) else type(inputs[0])
-    for n, entry in enumerate(inputs if isinstance(inputs, list) else ()):
+    for n, entry in enumerate(inputs if isinstance(inputs, tuple) else ()):
         if type(entry) is not kind:
             raise InvalidInput.at(f"{param}[{n}]", "a list has either texts or token ids")
-        if isinstance(entry, (str, list)) and not entry:
+        if isinstance(entry, (str, tuple)) and not entry:
             raise InvalidInput.at(f"{param}[{n}]", "must not be empty")
     if isinstance(inputs, str) or kind is int:
         return {param: inputs}

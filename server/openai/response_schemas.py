@@ -16,11 +16,13 @@ T = TypeVar("T")
 ERRORS = {
     400: "The request is malformed, or a value is out of range; `param` names the field",
     401: "The API key is missing or invalid",
+    403: "A web page of another origin sent the request: see CORS_ORIGINS",
     404: "The resource does not exist",
     405: "The path does not support this method",
     408: "The request body stopped arriving",
     413: "The request body is too large",
     415: "The media type of the request body is not supported",
+    421: "The Host header is not a name of this machine: see ALLOWED_HOSTS",
     500: "The model failed on this input, or the server has a bug",
     503: "The server is overloaded, loading, failing or shutting down: retry later",
     504: "The time limit has passed; the header X-Request-Timeout-Ms shortens it",

@@ -14,7 +14,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput
-from server.http.json import in_thread, parse_json
+from server.http.errors import HttpError
+from server.http.json import JsonBodyParser, in_thread, parse_json
 from server.http.request import read_json_request, send_json
 from server.openai.images import check_images
 from server.openai.messages import Messages, conversation
@@ -24,6 +25,7 @@ from server.openai.tools import Tools
 from worker.messages.generation import Chat
 from worker.messages.protocol import TextModel
 
+MAX_PROMPT_BYTES = 1 << 20
 THREADS = 2  # a long text delays others here, but no generation
 
 
@@ -63,6 +65,8 @@ class TokenizeRequest(Struct):
 
     def run(self, model: TextModel) -> Tokens:
         special = True if self.add_special_tokens is None else self.add_special_tokens
+        if len((self.prompt or "").encode()) > MAX_PROMPT_BYTES:
+            raise HttpError(413, f"prompt: at most {MAX_PROMPT_BYTES} bytes are accepted", "prompt")
         ids = model.encode(self.input(model), special)
         strings = [model.token(id) for id in ids] if self.return_token_strs else None
         return Tokens(len(ids), model.max_model_len, ids, strings)
@@ -101,16 +105,20 @@ class TokenizerEndpoint:
 
     def __post_init__(self) -> None:
         self.threads = anyio.CapacityLimiter(THREADS)
+        self.body_parser = JsonBodyParser()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, deadlines = await read_json_request(scope, receive)
-        await send_json(send, await in_thread(self._run, body, deadlines.first, self.threads))
+        request = await self.body_parser.run(self._parse, body, deadlines.first)
+        await send_json(send, await in_thread(self._run, request, deadlines.first, self.threads))
 
-    def _run(self, body: bytes) -> Tokens | Prompt:
+    def _parse(self, body: bytes) -> TokenizeRequest | DetokenizeRequest:
         longest = max(model.text_model.max_model_len for model in self.models)
+        id_for = partial(find_model_id, self.models)
+        return decode(parse_json(body), self.kind, id_for, longest)
+
+    def _run(self, request: TokenizeRequest | DetokenizeRequest) -> Tokens | Prompt:
         try:
-            id_for = partial(find_model_id, self.models)
-            request = decode(parse_json(body), self.kind, id_for, longest)
             return request.run(find_model(self.models, request.model).text_model)
         except Exception:
             raise

@@ -75,6 +75,7 @@ def chat_tool_policy(
     names = {f"tools[{n}].function.name": function.name for n, function in enumerate(functions)}
     mode: Mode = "required"
     if isinstance(choice, ChosenFunction):
+        parallel = False  # exactly one call
         chosen = {"tool_choice.function.name": choice.function.name}
     elif isinstance(choice, AllowedChoice):
         mode, allowed = choice.allowed_tools.mode, choice.allowed_tools.tools
@@ -125,6 +126,7 @@ def flat_tool_policy(
         raise InvalidInput.at("tool_choice", "'required' requires tools")
     mode: Mode = "required"
     if isinstance(choice, ChosenTool):
+        parallel = False  # exactly one call
         chosen = {"tool_choice.name": choice.name}
     elif isinstance(choice, AllowedTools):
         mode = choice.mode

@@ -20,6 +20,7 @@ from starlette.routing import Route
 from server import __version__
 from server.core.settings import Settings
 from server.http.access import is_open
+from server.http.cross_site import SAFE_METHODS
 from server.http.json import to_json
 from server.http.request import JsonEndpoint
 from server.openai import response_schemas as schemas
@@ -56,6 +57,8 @@ def build_document(settings: Settings, routes: Sequence[Route]) -> dict[str, Any
         method, path = key.split()
         requires_key = has_keys and not is_open(method, path)
         document = _operation_document(method, path, operation, requires_key)
+        if not has_keys:
+            _add_errors(document, {421} if method in SAFE_METHODS else {403, 421})
         paths.setdefault(path, {})[method.lower()] = document
     errors: dict[str, Any] = {
         f"Error{status}": {"description": meaning, "content": _content(schemas.Error)}
@@ -148,9 +151,13 @@ def _operation_document(
     if requires_key:
         errors.add(401)
         document["security"] = [{"bearer": []}, {"key": []}]
-    for status in sorted(errors):
-        document["responses"][str(status)] = {"$ref": f"{COMPONENTS}/responses/Error{status}"}
+    _add_errors(document, errors)
     return document
+
+
+def _add_errors(document: dict[str, Any], statuses: set[int]) -> None:
+    for status in sorted(statuses):
+        document["responses"][str(status)] = {"$ref": f"{COMPONENTS}/responses/Error{status}"}
 
 
 def _content(body: type[Struct] | Body) -> dict[str, Any]:

@@ -35,8 +35,8 @@ class Operation:
 
     Alternatives to the response: `stream` describes events, `bare` is the schema of an entry of a
     bare list, `others` are media types of text, `alternatives` are other structs. `errors` are the
-    statuses beyond 401, 405, 500 and, with a request body, BODY_ERRORS; a request with a `model`
-    may get 404.
+    statuses beyond 401, 403, 405, 421, 500 and, with a request body, BODY_ERRORS; a request with a
+    `model` may get 404.
     """
 
     summary: str

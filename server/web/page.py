@@ -50,6 +50,7 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-resource-policy": "same-origin",
 }
+MAX_LIST_HEADER = 1000  # characters of Accept and If-None-Match that are read
 _HOST = re.compile(r"[A-Za-z0-9._-]{1,253}(:\d{1,5})?|\[[0-9A-Fa-f:.]{2,45}\](:\d{1,5})?")
 _QUALITY = re.compile(r"q=([01](?:\.\d{0,3})?)")
 
@@ -88,9 +89,10 @@ class IndexPage:
 
 
 def prefers_html(accept: str) -> bool:
-    """Return whether an Accept header names HTML, with at least the quality of plain text."""
+    """Return whether an Accept header names HTML, with at least the quality of plain text. A long
+    one is read in part."""
     qualities: dict[str, float] = {}
-    for media_range in accept.lower().split(","):
+    for media_range in accept[:MAX_LIST_HEADER].lower().split(","):
         media, *parameters = [part.strip() for part in media_range.split(";")]
         stated = [part for part in parameters if part.startswith("q=")]
         quality = _QUALITY.fullmatch(stated[0] if stated else "q=1")
@@ -121,7 +123,7 @@ class AssetFile:
     def response(self, request: Request, headers: Mapping[str, str]) -> Response:
         """Return the file, or 304 if the client has it."""
         fields = {**headers, "etag": self.etag}
-        known = request.headers.get("if-none-match", "")
+        known = request.headers.get("if-none-match", "")[:MAX_LIST_HEADER]
         if self.etag in [tag.strip().removeprefix("W/") for tag in known.split(",")]:
             return Response(status_code=304, headers=fields)
         return Response(self.content, headers=fields, media_type=self.media)

@@ -1,4 +1,4 @@
-"""`python -m server calibrate`: the search, on a simulated machine, and whole calibrations."""
+"""`onequeue calibrate`: the search, on a simulated machine, and whole calibrations."""
 
 import asyncio
 import math
@@ -118,8 +118,8 @@ def test_a_chat_model_is_measured_by_whole_responses() -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.usefixtures("short")
-def test_a_speech_model_is_measured_by_recordings() -> None:
+def test_a_speech_model_is_measured_by_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten(monkeypatch, 0.5)  # each recording is read in a process of its own
     nothing = {"pipeline_model": "none", "embedding_model": "none", "chat_model": "none"}
     transcriber = FakeTranscriber()
     settings = Settings(**nothing, transcription_model="a/model")  # type: ignore[arg-type]

@@ -11,7 +11,8 @@ from tests.serving import Server, metric, read_response, serving, wait_until
 def send(server: Server, text: str) -> socket.socket:
     client = socket.create_connection(("127.0.0.1", server.port))
     client.sendall(
-        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(text), text.encode())
+        b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b"
+        % (len(text), text.encode())
     )
     return client
 
@@ -51,7 +52,7 @@ def test_a_disconnect_during_the_forward_pass_frees_the_slot_at_once() -> None:
 def test_a_disconnect_in_the_body_leaves_nothing_behind() -> None:
     with serving(FakeRunner) as server:
         client = socket.create_connection(("127.0.0.1", server.port))
-        client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nabc")
+        client.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\nabc")
         client.close()
         gone = 'onequeue_requests_total{endpoint="/",status="499"}'
         wait_until(lambda: metric(server, gone) == 1)

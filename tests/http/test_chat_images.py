@@ -24,7 +24,7 @@ DATA = "data:image/png;base64," + base64.b64encode(b"png").decode()
 @pytest.fixture(scope="module")
 def generator() -> FakeGenerator:
     fake = FakeGenerator()
-    fake.no_images = ""
+    fake.no_images_reason = ""
     return fake
 
 

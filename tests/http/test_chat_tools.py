@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.event_streams import chat, chunks
+from tests.event_streams import CLIENT, chat, chunks
 from tests.fake_generator import FakeGenerator
 from tests.serving import Server, serving
 from worker.messages.generation import Chat, Constraint, GenerationInput, ToolCallPolicy
@@ -121,8 +121,11 @@ def test_calls_of_several_choices_are_counted_separately(server: Server) -> None
         ({"tool_choice": "auto"}, ToolCallPolicy(("get_weather", "clock"))),
         ({"tool_choice": "required"}, ToolCallPolicy(("get_weather", "clock"), required=True)),
         (
-            {"tool_choice": {"type": "function", "function": {"name": "clock"}}},
-            ToolCallPolicy(("clock",), required=True),
+            {
+                "tool_choice": {"type": "function", "function": {"name": "clock"}},
+                "parallel_tool_calls": True,
+            },
+            ToolCallPolicy(("clock",), required=True, parallel=False),
         ),
         ({"parallel_tool_calls": False}, ToolCallPolicy(("get_weather", "clock"), parallel=False)),
         (
@@ -140,7 +143,7 @@ def test_tool_choice_reaches_the_model(
     generator: FakeGenerator, server: Server, fields: dict[str, Any], calls: ToolCallPolicy
 ) -> None:
     payload = submitted(generator, server, tools=TOOLS, **fields)
-    assert payload.tool_calls == calls
+    assert payload.tool_policy == calls
     assert isinstance(payload.prompt, Chat)
     assert payload.prompt.tools == tuple(TOOLS)
 
@@ -149,7 +152,7 @@ def test_tools_that_may_not_be_called_are_not_in_the_prompt(
     generator: FakeGenerator, server: Server
 ) -> None:
     payload = submitted(generator, server, tools=TOOLS, tool_choice="none")
-    assert payload.tool_calls is None
+    assert payload.tool_policy is None
     assert isinstance(payload.prompt, Chat)
     assert payload.prompt.tools == ()
 
@@ -267,3 +270,15 @@ def test_error_names_the_invalid_tool_field(
     error = answer.json()["error"]
     assert error["param"] == param
     assert param in error["message"]
+
+
+@pytest.mark.parametrize("depth", [300, 980, 1010])
+def test_deeply_nested_arguments_are_no_internal_error(server: Server, depth: int) -> None:
+    arguments = b'{"a":' * depth + b"1" + b"}" * depth
+    body = (
+        b'{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": '
+        b'[{"id": "c", "type": "function", "function": {"name": "f", "arguments": %b}}]}, '
+        b'{"role": "tool", "tool_call_id": "c", "content": "x"}]}' % arguments
+    )
+    for path in ("/v1/chat/completions", "/tokenize"):
+        assert CLIENT.post(server.url + path, content=body).status_code in (200, 400)

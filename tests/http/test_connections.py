@@ -17,14 +17,15 @@ from uvicorn.server import ServerState
 
 from server.http import connections
 from server.http.connections import MAX_HEADER_BYTES
+from server.http.request import MAX_HEADERS
 from tests.fakes import FakeRunner
 from tests.serving import Parser, Server, metric, read_response, serving, wait_until
 
-START = b"GET /health HTTP/1.1\r\nHost: a\r\nX-Long: "
+START = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: "
 END = b"\r\n\r\n"
-SHORT = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
-POST = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\n\r\ntext"
-CHUNKED = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n4\r\ntext\r\n"
+SHORT = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+POST = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\n\r\ntext"
+CHUNKED = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n4\r\ntext\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +101,7 @@ def test_a_header_of_the_maximum_size_is_accepted(server: Server) -> None:
 
 
 def test_a_header_of_the_maximum_size_may_precede_a_body(server: Server) -> None:
-    head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\nX-Long: "
+    head = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\nX-Long: "
     with connect(server) as client:
         client.sendall(head + b"a" * (MAX_HEADER_BYTES - len(head) - len(END)) + END)
         client.sendall(b"text")
@@ -109,11 +110,57 @@ def test_a_header_of_the_maximum_size_may_precede_a_body(server: Server) -> None
 
 def test_a_body_does_not_count_as_its_header(server: Server) -> None:
     body = b"a " * MAX_HEADER_BYTES
-    head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\nX-Long: " % len(body)
+    head = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\nX-Long: " % len(body)
     with connect(server) as client:
         for _ in range(2):
             client.sendall(head + b"a" * 60_000 + END + body)
             assert read_response(client)[0] == 200
+
+
+@pytest.mark.parametrize("http", ["httptools", "h11"])
+def test_the_number_of_headers_is_limited(http: Parser) -> None:
+    request = b"GET /health HTTP/1.1\r\n%bHost: localhost\r\n\r\n"
+    with serving(FakeRunner, http=http) as server, connect(server) as client:
+        for _ in range(2):  # the limit is per request
+            client.sendall(request % (b"a:\r\n" * (MAX_HEADERS - 1)))
+            assert read_response(client)[0] == 200
+        client.sendall(request % (b"a:\r\n" * MAX_HEADERS))
+        status, body = read_response(client)
+        error = json.loads(body)["error"]
+        assert (status, error["code"]) == (431, "headers_too_large")
+        assert str(MAX_HEADERS) in error["message"]
+
+
+def test_too_many_headers_are_refused_before_they_are_complete(server: Server) -> None:
+    with connect(server) as client:
+        client.sendall(b"POST / HTTP/1.1\r\n" + b"a:\r\n" * (MAX_HEADERS + 2))
+        assert_refused(client, 431, "headers_too_large")
+    with connect(server) as client:  # the fields behind a body
+        client.sendall(CHUNKED + b"0\r\n" + b"a:\r\n" * (MAX_HEADERS + 2))
+        assert_refused(client, 431, "headers_too_large")
+
+
+def test_chunks_that_arrive_together_are_one(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = 0
+    on_body = HttpToolsProtocol.on_body
+
+    def counted(self: HttpToolsProtocol, body: bytes) -> None:
+        nonlocal calls
+        calls += 1
+        on_body(self, body)
+
+    monkeypatch.setattr(HttpToolsProtocol, "on_body", counted)
+    head = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    text = bytes(range(97, 123)) * 2000
+    with connect(server) as client:
+        for _ in range(2):
+            chunks = b"".join(b"1\r\n%c\r\n" % letter for letter in text)
+            client.sendall(head + chunks + b"0\r\n\r\n")
+            status, body = read_response(client)
+            assert (status, json.loads(body)) == (200, {"echo": text.decode()})
+    assert 2 <= calls < 500
 
 
 def test_a_later_request_of_a_connection_is_limited_too(server: Server) -> None:
@@ -197,7 +244,7 @@ def test_a_slow_header_does_not_keep_a_connection(http: Parser) -> None:
 def test_an_unread_body_does_not_keep_a_connection() -> None:
     late = serving(FakeRunner, body_timeout_s=1, api_keys=("key",))
     with late as server, connect(server) as client:
-        client.sendall(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 4000\r\n\r\n")
+        client.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4000\r\n\r\n")
         assert read_response(client)[0] == 401
         client.sendall(b"a")
         assert client.recv(13) in (b"", b"HTTP/1.1 408 ")
@@ -240,6 +287,17 @@ def test_a_refused_connection_is_closed_even_if_the_client_keeps_it_open(
                 wait_until(lambda: not server.uvicorn.server_state.connections)
 
 
+@pytest.mark.parametrize("http", ["httptools", "h11"])
+@pytest.mark.parametrize("size", [MAX_HEADER_BYTES, 10 * MAX_HEADER_BYTES])
+def test_many_bytes_that_are_no_http_are_refused_once(
+    http: Parser, size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(FakeRunner, http=http) as server, connect(server) as client:
+        client.sendall(b"\x16\x03\x01\xff" * (size // 4))
+        assert_refused(client, 400, "invalid_request")
+    assert [record for record in caplog.records if record.name == "asyncio"] == []
+
+
 def test_pipelined_requests_are_limited(server: Server) -> None:
     """Each response makes room for a waiting request; the rest ends with the connection."""
     with connect(server) as client, contextlib.suppress(OSError):
@@ -256,7 +314,7 @@ def test_pipelined_requests_are_limited(server: Server) -> None:
 
 def test_a_malformed_body_after_expect_100_is_not_an_internal_error(server: Server) -> None:
     before = metric(server, 'onequeue_errors_total{kind="internal"}')
-    expecting = CHUNKED.replace(b"Host: a", b"Host: a\r\nExpect: 100-continue")
+    expecting = CHUNKED.replace(b"Host: localhost", b"Host: localhost\r\nExpect: 100-continue")
     with connect(server) as client:
         client.sendall(expecting.partition(b"4\r\n")[0] + b"no size\r\n")
         assert read_response(client)[0] == 400

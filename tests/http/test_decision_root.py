@@ -96,7 +96,7 @@ def test_model_is_loaded_for_decisions_without_a_chat_model(server: Server) -> N
         )
         assert_close(answer, expected)
         status = CLIENT.get(alone.url + "/ready").json()
-        assert status["model"] == folder
+        assert status["model"] == Path(folder).name
         assert "chat_model" not in status
         for path in ("/v1/chat/completions", "/v1/systemone"):
             assert post(alone, path, {}).status_code == 404
@@ -114,8 +114,8 @@ def test_model_is_loaded_beside_another_chat_model(server: Server, tmp_path: Pat
         )
         assert_close(answer, expected)
         status = CLIENT.get(both.url + "/ready").json()
-        assert (status["model"], status["task"]) == (folder, "decision")
-        assert status["chat_model"] == str(other)
+        assert (status["model"], status["task"]) == (Path(folder).name, "decision")
+        assert status["chat_model"] == other.name
         before = tokens(both)
         assert post(both, "/v1/systemone", ASKED).status_code == 200
         run, _ = (now - then for now, then in zip(tokens(both), before, strict=True))

@@ -291,7 +291,7 @@ def test_request_has_one_slot_and_a_time_limit() -> None:
 
 def test_disconnect_aborts_the_request() -> None:
     content = b'{"input": "hang", "questions": [{"type": "predicate", "instructions": "?"}]}'
-    head = b"POST %s HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n"
+    head = b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
     with serving_fake() as (server, generator):
         with socket.create_connection(("127.0.0.1", server.port)) as connection:
             connection.sendall(head % (PATH.encode(), len(content)) + content)

@@ -23,6 +23,7 @@ from tests.http.test_pipeline_http import error_of
 from tests.process.test_sdk_node import FOLDER, NODE
 from tests.serving import Server, serving, wait_until
 from worker.messages.scoring import MAX_PART_INPUTS, EmbeddingOutput, PartSize, split_parts
+from worker.text import long_text
 
 PATH = "/v1/embeddings"
 FACTS = ["the capital of france is paris", "a cow says moo", "bread is made from flour"]
@@ -160,7 +161,7 @@ def test_score_is_the_cosine(server: Server) -> None:
 class GatedRunner(FakeRunner):
     """Vectors of zeros, a batch at a time as the gate allows; notes the texts of each."""
 
-    def prepare(self, item: WorkItem) -> None:
+    def prepare(self, item: WorkItem[Any, Any]) -> None:
         item.prepared = list(item.payload.inputs)
         item.rows = item.tokens = len(item.prepared)
 
@@ -199,7 +200,7 @@ def test_one_text_beside_four_long_lists_waits_for_two_batches() -> None:
         assert len(mixed) > 1, "lists take turns"
 
 
-def in_hand(server: Server, model: Any) -> list[WorkItem]:
+def in_hand(server: Server, model: Any) -> list[WorkItem[Any]]:
     """What has been sent on to the worker."""
     return [item for item in list(server.worker_client.queue.items) if item.arrived_at]
 
@@ -301,3 +302,25 @@ def test_hugging_faces_client_extracts_features(
     several = client.feature_extraction(FACTS, normalize=True, truncate=True)  # type: ignore[arg-type,unused-ignore]  # lists since 1.6
     assert several.shape == (3, 64)
     assert orjson.loads(post(server, "/embed", {"inputs": FACTS}).content)[0] == pytest.approx(one)
+
+
+def test_long_texts_delay_no_short_ones() -> None:
+    with serving(embedding_model="demo", device="cpu") as server, ThreadPoolExecutor(10) as pool:
+        url = server.url + "/v1/embeddings"
+        with long_text._long_text:  # held as by a text that takes long to tokenize
+            long = [
+                pool.submit(httpx.post, url, timeout=60, json=body)
+                for body in 10 * [{"input": "a " * 100_000, "truncate_prompt_tokens": -1}]
+            ]
+            wait_until(lambda: server.worker_client.decode._groups.qsize() > 0)
+            assert httpx.post(url, json={"input": "a"}, timeout=60).status_code == 200
+            assert not any(one.done() for one in long)
+        assert [one.result().status_code for one in long] == 10 * [200]
+
+
+def test_a_prompt_to_tokenize_is_limited_in_bytes() -> None:
+    with serving(embedding_model="demo", device="cpu") as server:
+        for text, status in (("a " * 200_000, 200), ("ä" * 524_289, 413), ("a" * 12_000_000, 413)):
+            response = httpx.post(server.url + "/tokenize", json={"prompt": text}, timeout=60)
+            assert response.status_code == status, response.text[:200]
+        assert "1048576 bytes" in response.json()["error"]["message"]

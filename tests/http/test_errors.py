@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -136,3 +138,18 @@ def test_an_error_of_sending_an_event_becomes_client_gone(
 
     with pytest.raises(raised):
         asyncio.run(stream())
+
+
+def test_a_path_with_a_slash_at_the_end_is_no_redirect() -> None:
+    with serving(FakeRunner) as server:
+        for path in ("/assets/icon.svg/", "/health/", "/ready/"):
+            response = httpx.get(server.url + path, headers={"Host": "10.0.0.1"})
+            assert response.status_code == 404
+            assert "location" not in response.headers
+
+
+def test_ready_names_a_local_model_without_its_folders(tmp_path: Path) -> None:
+    runner = FakeRunner()
+    runner.info = replace(runner.info, model=str(tmp_path / "private" / "model"))
+    with serving(lambda: runner) as server:
+        assert httpx.get(server.url + "/ready").json()["model"] == "model"

@@ -73,7 +73,7 @@ class Stage:
         """Make the next request with the text POISON raise in that method."""
         prepare = self.generator.prepare
 
-        def preparing(item: WorkItem) -> None:
+        def preparing(item: WorkItem[Any, Any]) -> None:
             prepare(item)
             if item.payload.prompt.messages[-1]["content"] == POISON:
                 self.generator.prepare = prepare

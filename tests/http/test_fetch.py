@@ -83,6 +83,7 @@ def loopback_is_public(monkeypatch: pytest.MonkeyPatch) -> None:
         *("255.255.255.255", "::", "::1", "fe80::1", "fe80::1%1", "fc00::1", "fec0::1", "ff02::1"),
         *("::ffff:127.0.0.1", "::ffff:8.8.8.8", "::127.0.0.1", "64:ff9b::7f00:1", "2001:db8::1"),
         *("2002:7f00:1::", "2001:0:4136:e378::1", "100::1"),
+        *("192.0.0.192", "168.63.129.16", "fd00:ec2::254"),  # metadata services
     ],
 )
 def test_addresses_that_are_not_public(address: str) -> None:
@@ -134,6 +135,8 @@ def test_no_url_is_fetched_without_the_setting() -> None:
         ("http:///a.png", "only http"),
         ("http://[::1/a.png", "not a valid URL"),
         ("http://exa mple.com\x00/", "no"),
+        *((f"http://example.com:{port}/", "1 to 65535") for port in (0, 65536, 99999)),
+        *((f"http://{host}/", "not a valid URL") for host in ("xn--", "xn--a.com", "xn--55555577")),
     ],
 )
 def test_other_kinds_of_urls_are_refused(link: str, message: str) -> None:

@@ -336,7 +336,7 @@ def test_keys_origins_limits_and_methods_hold_here_too() -> None:
         serving_fake(body_timeout_s=0.3) as (server, _),
         socket.create_connection(("127.0.0.1", server.port)) as client,
     ):
-        client.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\n".encode())
+        client.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n".encode())
         client.sendall(b"Content-Length: 10\r\n\r\n{")
         assert read_response(client)[0] == 408
 

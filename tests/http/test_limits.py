@@ -16,13 +16,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batching.errors import DeadlineExceeded, InvalidInput
+from server.app import create_app
+from server.core.settings import Settings
 from server.http import json
-from server.http.json import INLINE_BYTES, MAX_VALUES, JsonBodyParser, check_values, parse_json
-from server.http.request import MAX_BODIES
+from server.http.json import (
+    HEAVY_VALUES,
+    INLINE_BYTES,
+    MAX_VALUES,
+    JsonBodyParser,
+    check_values,
+    parse_json,
+)
+from server.http.request import MAX_BODIES, read_body
+from server.http.transfers import Transfer
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
 from tests.http.test_pipeline_http import error_of
-from tests.serving import Server, serving, wait_until
+from tests.serving import Server, read_response, serving, wait_until
 
 CONTEXT = FakeGenerator.max_model_len
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -177,22 +187,112 @@ def test_large_bodies_of_an_endpoint_are_parsed_one_at_a_time() -> None:
     assert max_running == 1
 
 
-def test_all_bodies_in_memory_are_limited_together() -> None:
-    """Connections send nearly all of a body and stop."""
-    head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 100000\r\n\r\n"
+HEAD = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n"
+
+
+def test_bodies_of_many_values_are_parsed_one_at_a_time() -> None:
+    """Of all endpoints together; bodies of fewer values are parsed meanwhile."""
+    heavy = b"[%b]" % b",".join([b"1"] * (HEAVY_VALUES + 1))
+    gate, started = threading.Event(), threading.Semaphore(0)
+    running: list[int] = []
+
+    def slow(body: bytes) -> int:
+        running.append(len(body))
+        started.release()
+        assert gate.wait(10)
+        assert running == [len(body)]
+        running.clear()
+        return len(body)
+
+    async def several() -> None:
+        one, two, later = JsonBodyParser(), JsonBodyParser(), time.monotonic() + 10
+        tasks = [asyncio.create_task(parser.run(slow, heavy, later)) for parser in (one, two, one)]
+        assert await asyncio.to_thread(started.acquire, timeout=10)
+        for parser in (one, two):
+            light = b"1," * (HEAVY_VALUES - 1)
+            assert await parser.run(len, light, later) == len(light)
+            with pytest.raises(DeadlineExceeded):
+                await parser.run(len, heavy, time.monotonic() + 0.1)
+        gate.set()
+        assert await asyncio.gather(*tasks) == [len(heavy)] * 3
+
+    asyncio.run(several())
+
+
+def test_a_body_in_small_pieces_takes_no_more_memory_than_its_bytes() -> None:
+    pieces = 200_000
+
+    async def read() -> int:
+        left = pieces
+
+        async def receive() -> dict[str, Any]:
+            nonlocal left
+            left -= 1
+            if left % 100 == 0:
+                await asyncio.sleep(0)
+            return {"type": "http.request", "body": b"%02d" % (left % 100), "more_body": left > 0}
+
+        app = create_app(Settings(chat_model="none", embedding_model="none"), FakeRunner)
+        scope = {"app": app, "transfer": Transfer()}
+        tracemalloc.start()
+        try:
+            body = await read_body(scope, receive, {}, time.monotonic() + 60)
+            assert len(body) == 2 * pieces
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    assert asyncio.run(read()) < 8 * pieces
+
+
+@contextlib.contextmanager
+def stalled(server: Server, bodies: int) -> Iterator[list[socket.socket]]:
+    """Connections that have sent nearly all of a body, one after the other, and stopped."""
+    with contextlib.ExitStack() as stack:
+        clients = []
+        for n in range(1, bodies + 1):
+            client = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+            stack.enter_context(client).sendall(HEAD + b"x" * 99_999)
+            clients.append(client)
+            wait_until(lambda n=n: server.app.body_bytes == n * 99_999)  # type: ignore[misc]
+        yield clients
+
+
+def test_slowest_body_ends_while_the_memory_for_bodies_is_short() -> None:
     with (
         serving(FakeRunner, max_body_mb=0.1, body_timeout_s=3600) as server,
-        contextlib.ExitStack() as stack,
+        stalled(server, MAX_BODIES) as clients,
     ):
-        for _ in range(MAX_BODIES):
-            client = socket.create_connection(("127.0.0.1", server.port))
-            stack.enter_context(client).sendall(head + b"x" * 99_999)
-        wait_until(lambda: server.app.body_bytes == MAX_BODIES * 99_999)
+        assert httpx.post(server.url, content=b"x").status_code == 200  # there is room for it
+        assert server.app.body_bytes == MAX_BODIES * 99_999
+        served = httpx.post(server.url, content=b"x" * 1000)
+        assert served.status_code == 200
+        status, body = read_response(clients[0])  # it has waited longest with as many bytes
+        assert (status, orjson.loads(body)["error"]["code"]) == (408, "body_timeout")
+        assert server.app.body_bytes == (MAX_BODIES - 1) * 99_999
+        for client in clients[1:]:
+            client.sendall(b"x")
+            assert read_response(client)[0] == 200
+        wait_until(lambda: not server.app.body_bytes)
+
+
+def test_bodies_of_running_requests_are_limited_together() -> None:
+    """The server waits for no client, so none can make room."""
+    runner = FakeRunner()
+    runner.gate.clear()
+    with (
+        serving(lambda: runner, max_body_mb=0.1) as server,
+        stalled(server, MAX_BODIES) as clients,
+    ):
+        for client in clients:
+            client.sendall(b"x")
+        wait_until(lambda: server.worker_client.queue.pending == MAX_BODIES)
         refused = httpx.post(server.url, content=b"x" * 1000)
         assert refused.status_code == 503
         assert error_of(refused)["code"] == "queue_full"
         assert refused.headers["retry-after"]
-        assert httpx.post(server.url, content=b"x").status_code == 200
-        stack.close()
+        runner.gate.set()
+        for client in clients:
+            assert read_response(client)[0] == 200
         wait_until(lambda: not server.app.body_bytes)
         assert httpx.post(server.url, content=b"x" * 1000).status_code == 200

@@ -44,6 +44,29 @@ def test_full_queue_answers_503_at_once() -> None:
         assert post(server.url, "again").status_code == 200
 
 
+@pytest.mark.parametrize("max_queue_size", [4, 1024])
+def test_a_list_that_fills_the_queue_leaves_room_for_others(max_queue_size: int) -> None:
+    runner = FakeRunner()
+    with (
+        serving(lambda: runner, max_queue_size=max_queue_size) as server,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        runner.gate.clear()
+        inputs = {"inputs": [f"t{n}" for n in range(max_queue_size)]}
+        long = pool.submit(httpx.post, server.url, json=inputs, timeout=60)
+        assert runner.entered.acquire(timeout=60)
+        bystander = pool.submit(post, server.url, "bystander")
+        queue = server.worker_client.queue
+        wait_until(lambda: queue.pending == max_queue_size + 1)
+        runner.gate.set()
+        assert bystander.result().status_code == 200
+        assert long.result().status_code == 200
+        assert [result["echo"] for result in long.result().json()] == inputs["inputs"]
+        batches = [n for n, batch in enumerate(runner.batches) if "bystander" in batch]
+        assert batches == [1]  # the one after that which ran
+        assert len(runner.batches) <= max_queue_size // 8 + 3  # alone, the list fills batches
+
+
 def test_a_deadline_that_cannot_be_met_is_refused_before_any_work() -> None:
     runner = FakeRunner()
     with serving(lambda: runner) as server, ThreadPoolExecutor(1) as pool:
@@ -70,7 +93,7 @@ class Slow(FakeRunner):
         self.preparing = threading.Semaphore(0)
         self.resume = threading.Event()
 
-    def prepare(self, item: WorkItem) -> None:
+    def prepare(self, item: WorkItem[Any, Any]) -> None:
         if item.payload.inputs == "slow":
             self.preparing.release()
             assert self.resume.wait(60)
@@ -270,7 +293,7 @@ async def storm(
         async with slots:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             body = b"text %d" % number
-            head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+            head = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
             writer.write(head % len(body) + body)
             if disconnects:
                 await asyncio.sleep(after_s)

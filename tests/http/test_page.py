@@ -46,6 +46,11 @@ def test_html_is_sent_if_the_accept_header_names_it(accept: str, html: bool) -> 
     assert prefers_html(accept) is html
 
 
+def test_a_long_accept_header_is_read_in_part() -> None:
+    assert prefers_html("text/html" + ",a/b" * 15_000)
+    assert not prefers_html("a/b," * 15_000 + "text/html")
+
+
 def test_the_page_needs_no_key_and_may_load_its_own_files_only(server: Server) -> None:
     response = httpx.get(server.url, headers={"accept": BROWSER})
     assert response.status_code == 200

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -69,7 +70,7 @@ def test_curls_default_content_type_may_be_json(server: Server) -> None:
 class Anything(FakeRunner):
     """Takes inputs other than text, too."""
 
-    def prepare(self, item: WorkItem) -> None:
+    def prepare(self, item: WorkItem[Any, Any]) -> None:
         if item.payload.inputs == b"refused":
             raise InvalidInput("this is refused", "inputs")
         item.prepared = str(item.payload.inputs)
@@ -188,9 +189,9 @@ class SlowClient:
             return Watched(slow.loop.time() + delay_s)
 
         patched = SimpleNamespace(**vars(asyncio) | {"timeout": timeout})
-        monkeypatch.setattr("server.http.request.asyncio", patched)
+        monkeypatch.setattr("server.http.transfers.asyncio", patched)
         self.client = socket.create_connection(("127.0.0.1", server.port))
-        self.client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nh")
+        self.client.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n\r\nh")
         for _ in range(2):  # for the letter, and for the rest
             assert self.waiting.acquire(timeout=60)
 
@@ -232,7 +233,8 @@ def test_a_slow_client_that_makes_progress_is_served(slow: SlowClient) -> None:
 
 
 def test_a_body_must_arrive_within_the_requests_deadline() -> None:
-    head = b"POST / HTTP/1.1\r\nHost: x\r\nX-Request-Timeout-Ms: 1\r\nContent-Length: 5\r\n\r\n"
+    head = b"POST / HTTP/1.1\r\nHost: localhost\r\nX-Request-Timeout-Ms: 1\r\n"
+    head += b"Content-Length: 5\r\n\r\n"
     with (
         serving(FakeRunner, body_timeout_s=3600) as server,
         socket.create_connection(("127.0.0.1", server.port)) as client,
@@ -244,7 +246,8 @@ def test_a_body_must_arrive_within_the_requests_deadline() -> None:
 def test_a_large_body_with_expect_is_refused_before_it_is_sent(server: Server) -> None:
     with socket.create_connection(("127.0.0.1", server.port)) as client:
         client.sendall(
-            b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5000000\r\nExpect: 100-continue\r\n\r\n"
+            b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5000000\r\n"
+            b"Expect: 100-continue\r\n\r\n"
         )
         assert read_response(client)[0] == 413
 

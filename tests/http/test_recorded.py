@@ -392,13 +392,13 @@ class FakeReranker:
 
     info = ModelInfo("text-ranking", "fake", "cpu", "float32", 0, "packed")
     max_model_len = 512
-    no_images = "none"
+    no_images_reason = "none"
 
     @property
     def text_model(self) -> Any:
         return self
 
-    def prepare(self, item: WorkItem) -> None:
+    def prepare(self, item: WorkItem[Any, Any]) -> None:
         item.prepared = [len(document) for _, document in item.payload.pairs]
 
     def forward(self, prepared: list[Any]) -> list[Any]:

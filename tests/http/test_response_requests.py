@@ -65,7 +65,7 @@ def test_request_without_parameters_uses_the_defaults_of_the_checkpoint(submit: 
     assert payload.prompt == BARE
     assert payload.sampling == Sampling()
     assert payload.stopping == Stopping()
-    assert (payload.n, payload.constraint, payload.tool_calls) == (1, None, None)
+    assert (payload.n, payload.constraint, payload.tool_policy) == (1, None, None)
 
 
 def test_null_counts_as_absent(submit: Any) -> None:
@@ -206,7 +206,10 @@ def test_tools_are_nested_for_the_template(submit: Any) -> None:
         ({"tool_choice": "auto"}, ToolCallPolicy(("f", "g"))),
         ({"tool_choice": "none"}, None),
         ({"tool_choice": "required"}, ToolCallPolicy(("f", "g"), required=True)),
-        ({"tool_choice": {"type": "function", "name": "g"}}, ToolCallPolicy(("g",), required=True)),
+        (
+            {"tool_choice": {"type": "function", "name": "g"}},
+            ToolCallPolicy(("g",), required=True, parallel=False),
+        ),
         ({"parallel_tool_calls": False}, ToolCallPolicy(("f", "g"), parallel=False)),
         ({"parallel_tool_calls": True}, ToolCallPolicy(("f", "g"))),
         (
@@ -226,7 +229,7 @@ def test_tool_choice_determines_the_callable_tools(
     submit: Any, fields: dict[str, Any], calls: ToolCallPolicy | None
 ) -> None:
     payload = submit(**{"tools": [TOOL, OTHER], **fields})
-    assert payload.tool_calls == calls
+    assert payload.tool_policy == calls
     offered = [tool["function"]["name"] for tool in payload.prompt.tools]
     assert offered == (["f", "g"] if calls else [])  # what may not be called is not offered
 

@@ -73,7 +73,7 @@ def post(server: Server, audio: bytes, **fields: Any) -> Any:
 @pytest.mark.parametrize("name", [CTC, WHISPER])
 def test_model_of_both_settings_is_loaded_once(name: str) -> None:
     with serving_both(folder(name)) as server:
-        assert CLIENT.get(f"{server.url}/ready").json()["transcription_model"] == str(folder(name))
+        assert CLIENT.get(f"{server.url}/ready").json()["transcription_model"] == folder(name).name
         models: Any = server.worker_client.models
         recognizer, transcriber = models["pipeline"].engine.runner, models["transcription"].engine
         assert transcriber.runner.model is recognizer.pipe.model

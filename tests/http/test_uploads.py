@@ -91,7 +91,8 @@ def test_too_large_files_get_413(server: Server, spool: Path) -> None:
     assert (response.status_code, error_of(response)["code"]) == (413, "body_too_large")
     assert response.headers["connection"] == "close"
     with socket.create_connection(("127.0.0.1", server.port)) as client:  # by its Content-Length
-        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=x"
+        head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\n"
+        head += "Content-Type: multipart/form-data; boundary=x"
         client.sendall(
             f"{head}\r\nExpect: 100-continue\r\nContent-Length: 200000000\r\n\r\n".encode()
         )
@@ -102,12 +103,13 @@ def test_too_large_files_get_413(server: Server, spool: Path) -> None:
 def started_upload(server: Server, waits: bool = True) -> Iterator[socket.socket]:
     """Start an upload and send a part of it."""
     with socket.create_connection(("127.0.0.1", server.port)) as client:
-        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=xyz"
+        head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\n"
+        head += "Content-Type: multipart/form-data; boundary=xyz"
         client.sendall(f"{head}\r\nContent-Length: 100000\r\n\r\n".encode())
-        before = uploads(server).spooled
+        before = uploads(server).spool.used
         client.sendall(multipart(FILE, end="")[:30_000])
         if waits:
-            wait_until(lambda: uploads(server).spooled == before + 30_000)
+            wait_until(lambda: uploads(server).spool.used == before + 30_000)
         yield client
 
 
@@ -121,7 +123,7 @@ def test_uploads_take_no_slot_of_the_queue(server: Server) -> None:
     with started_upload(server), started_upload(server):
         assert server.worker_client.queue.pending == 0
         assert post(server).status_code == 200
-    wait_until(lambda: uploads(server).spooled == 0)
+    wait_until(lambda: uploads(server).spool.used == 0)
 
 
 def test_an_upload_that_stops_arriving_gets_408(spool: Path) -> None:
@@ -134,9 +136,26 @@ def test_an_upload_that_stops_arriving_gets_408(spool: Path) -> None:
 
 
 def test_all_uploads_are_limited_together(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uploads(server), "spooled", 16 * 2_000_000)
+    monkeypatch.setattr(uploads(server).spool, "used", 16 * 2_000_000)
     response = post(server)
     assert (response.status_code, error_of(response)["code"]) == (503, "queue_full")
+
+
+def test_slowest_upload_ends_while_the_disk_space_is_short(spool: Path) -> None:
+    """All files together may take 64 kB; each upload has sent 30 kB."""
+    settings: dict[str, Any] = {"max_audio_mb": 0.004, "body_timeout_s": 3600}
+    with (
+        serving(load_transcriber=FakeTranscriber, **settings) as server,
+        started_upload(server) as slow,
+        started_upload(server) as slower,
+    ):
+        assert uploads(server).spool.limit == 64_000
+        assert post(server, wav()[:3900]).status_code == 200
+        status, body = read_response(slow)
+        assert (status, json.loads(body)["error"]["code"]) == (408, "body_timeout")
+        wait_until(lambda: uploads(server).spool.used == 30_000)
+        slower.sendall(b"x")
+        wait_until(lambda: uploads(server).spool.used == 30_001)
 
 
 def test_a_full_disk_is_a_503(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

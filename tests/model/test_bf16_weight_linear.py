@@ -16,7 +16,7 @@ from tests import tiny
 from tests.model.test_native_linear import of_any_shape, threads
 from tests.unit.test_fused_linear import Fan, parts
 from worker.model import language_model
-from worker.model.attention.native import _library, native_ops_loaded, native_ops_path
+from worker.model.attention.native import _library, library_path, try_load_native_ops
 from worker.model.cpu.linear import (
     Bf16WeightLinear,
     Int8Linear,
@@ -204,7 +204,7 @@ def test_the_operation_is_built_at_once_without_memory_for_float32(
         builds.append(build)
         return build
 
-    monkeypatch.setattr("worker.model.language_model.native_ops_loaded", loaded)
+    monkeypatch.setattr("worker.model.language_model.try_load_native_ops", loaded)
     free = 0 if memory == "none" else 10**9
     monkeypatch.setattr(language_model, "free_bytes", lambda device: free)
     language.pack_weights("none", lambda: None)
@@ -220,12 +220,12 @@ def test_a_library_that_does_not_load_is_logged_and_unused(
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     _library.cache_clear()
-    assert not native_ops_loaded(build=False)
-    native_ops_path().write_bytes(b"half")
-    assert not native_ops_loaded(build=False)
+    assert not try_load_native_ops(build=False)
+    library_path(build=False).write_bytes(b"half")
+    assert not try_load_native_ops(build=False)
     assert "no native operations" in caplog.messages[-1]
     monkeypatch.undo()
-    assert native_ops_loaded(build=False)
+    assert try_load_native_ops(build=False)
 
 
 def test_the_copy_of_int8_weights_is_replaced_too() -> None:

@@ -15,9 +15,9 @@ import torch
 
 from batching import scheduler
 from batching.errors import ItemFailed, OutOfMemory
-from batching.request_queue import WorkItem
+from batching.scheduler import PrefillBudget
 from tests import generating, tiny_decoders
-from tests.generating import GREEDY, ORDINARY, Driver, Served, request
+from tests.generating import GREEDY, ORDINARY, Driver, Request, Served, request
 from tests.matrix import matrix
 from tests.tiny_decoders import decoder
 from worker.generation.engine import GenerationEngine
@@ -128,7 +128,7 @@ def oracle(name: str, prompt: Sequence[int], count: int = TOKENS) -> list[int]:
     return _oracle(name, tuple(prompt), count)
 
 
-def serve(generator: GenerationEngine, *items: WorkItem) -> tuple[list[Served], Driver]:
+def serve(generator: GenerationEngine, *items: Request) -> tuple[list[Served], Driver]:
     return generating.serve(generator, items)
 
 
@@ -178,7 +178,7 @@ def test_rows_that_end_do_not_change_the_others(name: str, steps: bool) -> None:
     assert running == [5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0]
 
 
-def background_request(prompt: Sequence[int], **options: Any) -> WorkItem:
+def background_request(prompt: Sequence[int], **options: Any) -> Request:
     item = request(prompt, **options)
     item.payload = replace(item.payload, background=True)
     return item
@@ -231,7 +231,7 @@ def test_seeds_give_the_same_alone_in_a_batch_and_paged() -> None:
     texts = prompts(3)
     hot = [Sampling(temperature=1.5, seed=seed) for seed in range(len(texts))]
 
-    def requests() -> list[WorkItem]:
+    def requests() -> list[Request]:
         return [request(p, s, n=2) for p, s in zip(texts, hot, strict=True)]
 
     together, _ = serve(new_engine("llama"), *requests())
@@ -355,6 +355,93 @@ def groups(driver: Driver) -> list[CacheGroup]:
     return [slot.group for slot in slots if isinstance(slot, CacheSlot)]
 
 
+@contextmanager
+def short_steps(tokens: int = 13) -> Iterator[None]:
+    """Let steps with streams have so few prompt tokens."""
+
+    def prompt_tokens(self: PrefillBudget, streaming: bool, spent_s: float = 0.0) -> int:
+        return tokens if streaming else self.max_tokens
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PrefillBudget, "prompt_tokens", prompt_tokens)
+        yield
+
+
+@pytest.mark.parametrize("name", matrix(BUILDERS, "bloom", "qwen3-next", "mamba"))
+def test_a_long_prompt_runs_in_chunks_beside_streams(name: str) -> None:
+    stream, long, short = prompts(12, (5, 90, 4))
+    driver = Driver(new_engine(name))
+    served = [driver.add(request(stream, max_tokens=30))]
+    driver.step()
+    with short_steps():
+        served += [
+            driver.add(request(long, max_tokens=3)),
+            driver.add(request(short, max_tokens=3)),
+        ]
+        while not served[1].deltas:
+            driver.step()
+            assert driver.deltas  # the stream advances in each step
+        driver.finish()
+    for response, prompt, count in zip(served, (stream, long, short), (30, 3, 3), strict=True):
+        assert response.ids[0] == oracle(name, prompt, count)
+    expected = name not in ("mamba", "recurrent-gemma")  # whose caches grow by single tokens
+    assert (driver.partial > 3) == expected
+    if expected:
+        assert driver.ended.index(served[2].item) < driver.ended.index(served[1].item)
+
+
+def test_a_long_prompt_that_arrives_alone_runs_whole() -> None:
+    with short_steps():
+        _, driver = serve(new_engine(), request(prompts(12, (90,))[0], max_tokens=3))
+    assert driver.partial == 0
+
+
+def test_a_long_prompt_whose_tokens_are_scored_runs_whole() -> None:
+    stream, long = prompts(13, (5, 90))
+    item = request(long, max_tokens=3)
+    item.payload = replace(item.payload, prompt_logprobs=1)
+    driver = Driver(new_engine())
+    driver.add(request(stream, max_tokens=30))
+    driver.step()
+    with short_steps():
+        served = driver.add(item)
+        driver.finish()
+    assert driver.partial == 0
+    assert served.ids[0] == oracle("bloom", long, 3)
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_a_chunk_that_does_not_fit_into_memory_is_run_again(failing: int) -> None:
+    stream, long = prompts(14, (5, 40))
+    driver = Driver(new_engine())
+    served = [driver.add(request(stream, max_tokens=12))]
+    driver.step()
+    count = 0
+
+    def fail_once(ids: torch.Tensor, embeddings: torch.Tensor) -> None:
+        nonlocal count
+        if ids.shape[1] > 1:
+            count += 1
+            if count == failing:
+                raise MemoryError
+
+    with short_steps(), with_embedding_hook("bloom", fail_once):
+        served.append(driver.add(request(long, max_tokens=3)))
+        driver.finish()
+    assert count > failing
+    assert served[1].ids[0] == oracle("bloom", long, 3)
+    assert served[0].ids[0] == oracle("bloom", stream, 12)
+
+
+def test_a_model_whose_chunks_differ_gets_whole_prompts(caplog: pytest.LogCaptureFixture) -> None:
+    def break_chunks(ids: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
+        return embeddings.roll(1, -1) if 1 < ids.shape[1] < 40 else embeddings
+
+    with caplog.at_level(logging.INFO), with_embedding_hook("bloom", break_chunks):
+        assert not checked("bloom")._check_chunks()
+    assert "not chunked" in caplog.text
+
+
 def test_at_most_max_running_rows_run() -> None:
     items = [request(prompt, n=2, max_tokens=3) for prompt in prompts(9)]
     served, driver = serve(new_engine(max_running=3), *items)
@@ -421,7 +508,7 @@ def test_a_step_that_raises_fails_only_the_guilty_item(later: bool, steps: bool)
     good = Sampling(temperature=0.0, logit_bias={BAD_TOKEN: -1e4})
     sampling = [good, good, bad, good, good]
 
-    def requests() -> list[WorkItem]:
+    def requests() -> list[Request]:
         return [request(p, s, max_tokens=TOKENS) for p, s in zip(texts, sampling, strict=True)]
 
     def refuse(ids: torch.Tensor, output: torch.Tensor) -> None:

@@ -118,8 +118,8 @@ def test_plain_chat_has_no_constraints_and_a_parser_only_with_delimiters() -> No
     for source, fields, reads, plans in (
         (CALLS, {}, False, False),
         (THOUGHTS, {}, True, False),
-        (CALLS, {"tool_calls": calls}, True, True),
-        (CALLS, {"tool_calls": ToolCallPolicy(("clock",), required=True)}, True, True),
+        (CALLS, {"tool_policy": calls}, True, True),
+        (CALLS, {"tool_policy": ToolCallPolicy(("clock",), required=True)}, True, True),
         (THOUGHTS, {"thinking_tokens": 3}, True, True),
     ):
         result = prepared(source, **fields)

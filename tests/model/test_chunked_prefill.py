@@ -22,7 +22,8 @@ from tests.tiny_embedders import checkpoint, load, write
 from worker.embedding import chunked_prefill
 from worker.embedding.chunked_prefill import ChunkedPrefillModel
 from worker.embedding.embedder import Embedder
-from worker.messages.protocol import UNFINISHED
+from worker.embedding.tokenization import TokenRow
+from worker.messages.protocol import UNFINISHED, Unfinished
 from worker.messages.scoring import EmbeddingInput
 from worker.model.attention.kv_cache import BLOCK
 from worker.pipeline.engine import PipelineEngine
@@ -46,8 +47,11 @@ def record_steps(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def item_of(embedder: Embedder, *texts: str, **options: Any) -> WorkItem:
-    item = WorkItem(EmbeddingInput(texts, 0, **options), float("inf"), 0.0)
+EmbeddingItem = WorkItem[EmbeddingInput, list[TokenRow]]
+
+
+def item_of(embedder: Embedder, *texts: str, **options: Any) -> EmbeddingItem:
+    item: EmbeddingItem = WorkItem(EmbeddingInput(texts, 0, **options), float("inf"), 0.0)
     embedder.prepare(item)
     return item
 
@@ -154,7 +158,7 @@ def test_a_long_text_runs_in_chunks_beside_short_ones(
     raw, done = embedder.forward([long.prepared, short.prepared])
     assert raw is UNFINISHED
     assert done is not UNFINISHED
-    while raw is UNFINISHED:
+    while isinstance(raw, Unfinished):
         [raw] = embedder.forward([long.prepared])
     np.testing.assert_allclose(embedder.finish(long, raw).vectors, alone, atol=1e-5)
     assert max(steps) <= 32
@@ -201,7 +205,7 @@ def test_a_row_that_fails_in_a_later_chunk_fails_alone(
         return forward(batch)
 
     monkeypatch.setattr(rows.runner, "forward", failing)
-    engine = PipelineEngine(embedder, DynamicBatcher(8, 1000, 0.0))
+    engine = PipelineEngine(embedder, DynamicBatcher[Any](8, 1000, 0.0))
     bad, good = item_of(embedder, "a cow says moo " * 5 + "paris"), item_of(embedder, "moo " * 60)
     for item in (bad, good):
         engine.add(item)

@@ -5,11 +5,13 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from batching.sequence import Batch, Span
 from tests import tiny
@@ -33,6 +35,12 @@ def loaded(quantization: str = "none") -> PagedRunner:
     return load_paged_runner(load_language_model(options), options)
 
 
+def run_tokens(runner: PagedRunner, span: Span) -> Tensor:
+    """Return the logits of a span whose tokens depend on their positions only."""
+    ids = range(span.start + 1, span.start + span.width + 1)
+    return runner.forward(Batch([span], ids, range(span.width)))
+
+
 def compile_state(runner: PagedRunner) -> str:
     """Compile in the thread and return the final state."""
     runner.compile()
@@ -54,7 +62,7 @@ def test_the_compiled_model_is_used_and_gives_the_same_logits(
     runner = loaded(quantization)
     language = runner.language
     assert language.tolerance == rounding
-    eager = runner.model
+    eager, graphs = runner.model, counters["stats"]["unique_graphs"]
     assert compile_state(runner) == "done"
     assert runner.model is eager, "it is used before the next step"
     assert runner.metadata is NativeMetadata
@@ -74,6 +82,10 @@ def test_the_compiled_model_is_used_and_gives_the_same_logits(
         language.compare(
             logits, run_model(runner.model, batch, AttentionMetadata(runner.cache, batch))
         )
+    spans = [Span([3, 4], start, end - start) for start, end in pairwise((0, 5, 6, 7, 10))]
+    logits = torch.cat([run_tokens(runner, span) for span in spans])
+    assert torch.equal(logits, run_tokens(runner, Span([3, 4], 0, 10)))
+    assert counters["stats"]["unique_graphs"] == graphs + 1, "a single token has its own graph"
 
 
 def test_code_is_compiled_for_the_workers_number_of_threads(

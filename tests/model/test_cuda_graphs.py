@@ -15,49 +15,20 @@ import torch
 from torch import Tensor
 
 from batching.sequence import Batch, Span
+from tests.decode_kernels import attend, write
 from tests.generating import assert_greedy, engine, loaded, prompts, request, runner_of, serve
 from tests.matrix import matrix
 from worker.device.self_check import CannotRun
 from worker.model import attention as attention_package
 from worker.model import cuda_graphs
 from worker.model.attention.kv_cache import BLOCK
-from worker.model.cuda_graphs import MAX_SPAN_WIDTH, CudaGraphs, RowsMetadata, Run
+from worker.model.attention.mixed import MAX_SPAN_WIDTH, MixedMetadata
+from worker.model.attention.paged import AttentionMetadata
+from worker.model.cuda_graphs import CudaGraphs, RowsMetadata, Run
 from worker.model.paged_runner import PagedRunner
 
 pytestmark = pytest.mark.usefixtures("poisoned_cache")
 BLOCKS = 60
-
-
-def write(
-    key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor, tails: Tensor
-) -> None:
-    """Do what the kernel of this name does."""
-    for stored, new in ((keys, key), (values, value)):
-        flat = stored.view(-1, *stored.shape[2:])
-        for row in range(len(slots)):
-            flat[slots[row]] = new[row]
-            flat[slots[row] + 1 : slots[row] + 1 + tails[row]] = 0
-
-
-def attend(
-    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, positions: Tensor, *,
-    programs: int, scale: float, window: int, chunk: int, softcap: float, sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Do what the kernel of this name does."""
-    out = []
-    for q, table, position in zip(query, tables, positions.tolist(), strict=True):
-        first = max(0, position - window + 1) if window else 0
-        first = max(first, position // chunk * chunk) if chunk else first
-        blocks = table[: position // BLOCK + 1].long()
-        k, v = (s[blocks].flatten(0, 1)[first : position + 1] for s in (keys, values))
-        k, v = (x.repeat_interleave(len(q) // x.shape[1], 1) for x in (k, v))
-        scores = torch.einsum("hd,khd->hk", q, k) * scale
-        scores = torch.tanh(scores / softcap) * softcap if softcap else scores
-        if sinks is not None:
-            scores = torch.cat([scores, sinks[:, None]], 1)
-        weights = scores.softmax(-1)[:, : len(k)]
-        out.append(torch.einsum("hk,khd->hd", weights, v))
-    return torch.stack(out)
 
 
 @pytest.fixture(autouse=True)
@@ -116,6 +87,54 @@ def test_an_eager_step_can_read_a_block_that_a_graph_started() -> None:
     requests = [request(ids, max_tokens=40) for ids in prompt_ids]
     served, _ = serve(generator, requests, seed=1)
     assert_greedy("llama", served, 40)
+
+
+@pytest.mark.usefixtures("steps")
+@pytest.mark.parametrize(
+    "model", matrix(["llama", "gemma2", "gemma3", "gpt-oss", "llama4", "deepseek-v3"], "llama")
+)
+def test_decodes_beside_prompts_use_the_decode_kernel(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator, attended, decoded = engine(model, blocks=BLOCKS), list[int](), list[int]()
+    runner = runner_of(generator)
+    runner._use_decode_kernel()
+    assert runner.metadata is MixedMetadata
+    forward = runner.forward
+
+    def counted(batch: Batch, sampled: Tensor | None = None) -> Tensor:
+        short = sum(span.width for span in batch.spans if span.width <= MAX_SPAN_WIDTH)
+        decoded.extend([short] * 2 if short else ())  # of two layers
+        return forward(batch, sampled)
+
+    runner.forward = counted  # type: ignore[method-assign]
+
+    def recorded(query: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        attended.append(len(query))
+        return attend(query, *arguments, **named)
+
+    kernels = SimpleNamespace(write=write, attend=recorded)
+    monkeypatch.setattr(attention_package, "triton_decode", kernels)
+    served, driver = serve(
+        generator, [request(ids) for ids in prompts(1, (1, 7, 17, 48), count=2)], seed=3
+    )
+    assert_greedy(model, served, 12)
+    assert any(report.prefill_tokens and report.decode_tokens for report in driver.reports)
+    assert attended == decoded
+
+
+def test_a_decode_kernel_with_other_logits_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def wrong(query: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        return attend(query, *arguments, **named) + 1
+
+    kernels = SimpleNamespace(write=write, attend=wrong)
+    monkeypatch.setattr(attention_package, "triton_decode", kernels)
+    runner = runner_of(engine("llama", blocks=BLOCKS))
+    runner._use_decode_kernel()
+    assert runner.metadata is AttentionMetadata
+    assert "steps with prompts use torch's attention: logits differ" in caplog.text
 
 
 def test_wide_and_large_batches_are_not_supported() -> None:

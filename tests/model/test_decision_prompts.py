@@ -17,7 +17,7 @@ from server.openai.decisions.request import DecisionRequest
 from server.openai.decisions.systemone import SystemOneRequest
 from server.openai.request_fields import decode
 from tests import tiny_decisions
-from tests.tiny_decisions import STATE, about, predicates, prompts_of, read
+from tests.tiny_decisions import STATE, about, predicates, prompts_of, raw_prompts_of, read
 from worker.generation import decisions
 from worker.messages.decisions import DecisionInput, Question
 from worker.text.chat_template.template import RenderedPrompt
@@ -96,7 +96,7 @@ def test_the_tokens_of_all_questions_are_bounded(monkeypatch: pytest.MonkeyPatch
 
 
 def test_prompts_share_their_input() -> None:
-    prompts: Any = prompts_of(about(STATE * 5, predicates(50)))
+    prompts = raw_prompts_of(about(STATE * 5, predicates(50)))
     assert len({id(prompt.shared) for prompt in prompts}) == 1
     own = sum(len(prompt.own) * prompt.own.itemsize for prompt in prompts)
     assert own < 50 * 4 * 100

@@ -19,6 +19,7 @@ from tests.tiny import hf
 from tests.tiny_decisions import STATE, about, predicates, prompts_of, read
 from worker.generation.decisions import label_logprobs
 from worker.generation.engine import GenerationEngine
+from worker.generation.input_processor import GenerationItem
 from worker.messages.decisions import DecisionInput
 from worker.model.attention.kv_cache import BLOCK
 
@@ -110,12 +111,12 @@ def test_more_options_than_letters_get_pairs_of_them() -> None:
     [row] = probabilities(generator, named.decision_input())
     assert len(row) == 30
     tokenizer = generator.runner.language.tokenizer
-    item = WorkItem(named.decision_input(), float("inf"), 0.0)
+    item: GenerationItem = WorkItem(named.decision_input(), float("inf"), 0.0)
     generator.prepare(item)
-    text = tokenizer.decode(item.prepared[0].prepared.ids)
+    text = tokenizer.decode([*item.prepared[0].prepared.ids])
     assert "\nZ. option 25\nAB. option 26\nAC. option 27\nBA. option 28\nCD. option 29\n" in text
     assert "Answer with the label of the option that fits best (A to CD) only." in text
-    labels = tokenizer.convert_ids_to_tokens(item.prepared[0].prepared.labels)
+    labels = tokenizer.convert_ids_to_tokens([*item.prepared[0].prepared.labels])
     assert labels[24:] == ["Y", "Z", "AB", "AC", "BA", "CD"]
 
 
@@ -140,13 +141,13 @@ def test_an_unpaged_model_gives_the_same_probabilities() -> None:
 def test_letters_are_the_labels_where_yes_and_no_are_not_single_tokens() -> None:
     from tests import tiny_chat
 
-    item = WorkItem(about("It rains.", predicates(1)), float("inf"), 0.0)
+    item: GenerationItem = WorkItem(about("It rains.", predicates(1)), float("inf"), 0.0)
     generator = tiny_chat.engine()
     generator.prepare(item)
     [scores] = item.prepared
-    text = generator.runner.language.tokenizer.decode(scores.prepared.ids)
+    text = generator.runner.language.tokenizer.decode([*scores.prepared.ids])
     assert "\nA: true\nB: false\nAnswer A or B only.</s>" in text
-    labels = generator.runner.language.tokenizer.convert_ids_to_tokens(scores.prepared.labels)
+    labels = generator.runner.language.tokenizer.convert_ids_to_tokens([*scores.prepared.labels])
     assert labels == ["A", "B"]
 
 

@@ -1,6 +1,7 @@
 """Greedy output of the generation engine equals that of transformers' `generate`, with any features
 and other requests."""
 
+import gc
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -11,7 +12,16 @@ import pytest
 from batching import scheduler
 from batching.block_pool import BlockPool
 from batching.sequence import Batch
-from tests.generating import assert_greedy, engine, greedy, prompts, request, serve
+from tests.generating import (
+    ORDINARY,
+    Driver,
+    assert_greedy,
+    engine,
+    greedy,
+    prompts,
+    request,
+    serve,
+)
 from tests.matrix import matrix
 from tests.tiny_decoders import ARCHITECTURES
 from worker.generation.speculation import NgramDrafter, Speculation
@@ -115,3 +125,17 @@ def test_all_combinations_of_features_leave_the_output_unchanged(
     model: str, features: frozenset[str], metadata: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_parity(model, features, 3, monkeypatch, metadata)
+
+
+def test_garbage_collection_does_not_visit_the_tokens_of_requests() -> None:
+    """A thousand prompts of 32k tokens may wait, and each collection would visit them all."""
+    generator = engine("llama", max_running=1)
+    driver = Driver(generator)
+    texts: list[str | list[int]] = [[*ORDINARY[:200]], "ab " * 60]
+    served = [driver.add(request(text, max_tokens=9)) for text in texts]
+    driver.step()
+    for one in served:
+        for held in (one.prompt, *(sequence.tokens for sequence in one.sequences)):
+            assert len(held) > 50
+            assert not any(isinstance(visited, int) for visited in gc.get_referents(held))
+    driver.finish()

@@ -153,7 +153,7 @@ def test_a_seed_gives_the_same_output_beside_other_traffic() -> None:
     traffic = [request(p, replace(SAMPLED, seed=n)) for n, p in enumerate(prompts(7, (3, 30, 60)))]
     for speculation in ("auto", "off"):
         mine = [request(prompt, SAMPLED) for _ in range(3)]
-        mixed = [*traffic[:4], mine[0], *traffic[4:8], mine[1], *traffic[8:], mine[2]]
+        mixed: list[Any] = [*traffic[:4], mine[0], *traffic[4:8], mine[1], *traffic[8:], mine[2]]
         items = [request(i.payload.prompt, i.payload.sampling) for i in mixed]
         generator = engine("llama", blocks=16, speculation=speculation)
         served, driver = serve(generator, items, seed=7)
@@ -226,10 +226,11 @@ def test_logprobs_join_to_the_text_wherever_it_ends() -> None:
         for seed in range(12)
         for count in range(1, 9)
     ]
-    for served in serve(engine("llama"), items)[0]:
+    served_items, _ = serve(engine("llama"), items)
+    for item, served in zip(items, served_items, strict=True):
         choice = served.choices[0]
         assert "".join(entry.text for entry in choice.logprobs) == choice.text
-        assert choice.tokens == len(choice.logprobs) == served.item.payload.stopping.max_tokens
+        assert choice.tokens == len(choice.logprobs) == item.payload.stopping.max_tokens
 
 
 def test_half_a_character_before_the_stop_token_has_its_log_probability() -> None:

@@ -306,7 +306,7 @@ def test_model_whose_processor_does_not_load_serves_text(
     with pytest.raises(InvalidInput, match=reason) as rejected:
         generator.prepare(request("What is ", png(0), "here?"))
     assert "/a/path" not in str(rejected.value)
-    assert reason in generator.text_model.no_images
+    assert reason in generator.text_model.no_images_reason
 
 
 def test_model_that_does_not_run_with_images_serves_text(

@@ -69,11 +69,11 @@ def test_a_context_beyond_that_limit_fails_the_check(
 
 
 def test_a_max_model_len_beyond_the_context_is_an_error() -> None:
-    path = str(tiny_decoders.folder("phi3-longrope"))
+    path = str(tiny_decoders.folder("llama"))
     options = GeneratorOptions(path, dtype="float32", device="cpu", kv_cache_gb=0.01)
-    assert load_generator(options).text_model.max_model_len == 64
-    with pytest.raises(LoadingFailed, match="MAX_MODEL_LEN=100: the model takes 64"):
-        load_generator(replace(options, max_model_len=100))
+    assert load_generator(options).text_model.max_model_len == tiny_decoders.CONTEXT
+    with pytest.raises(LoadingFailed, match="MAX_MODEL_LEN=300: the model takes 256"):
+        load_generator(replace(options, max_model_len=300))
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,13 @@
 """Images in chat give the output of `generate` on tiny models of eight families: in chunks, beside
 other requests, with prefix caching and after preemption."""
 
+import gc
 import hashlib
 import shutil
 import threading
+import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import takewhile
 from operator import eq
 from typing import Any
@@ -15,7 +18,7 @@ from torch._dynamo.utils import counters
 from batching.block_pool import Content
 from batching.sequence import MultimodalInputs
 from tests import tiny_multimodal
-from tests.generating import Driver, Served, runner_of, serve
+from tests.generating import Driver, Served, prepare, runner_of, serve
 from tests.matrix import matrix
 from tests.model.test_compiling import compile_state
 from tests.multimodal import (
@@ -30,7 +33,8 @@ from tests.multimodal import (
 )
 from worker.device.self_check import CannotRun
 from worker.generation.engine import GenerationEngine
-from worker.messages.protocol import Pending
+from worker.messages.generation import Constraint, ImageInput
+from worker.messages.protocol import IsWanted, Pending
 from worker.model.attention.kv_cache import BLOCK
 from worker.model.cpu.linear import PackedLinear
 from worker.model.decoder_hook import DecoderHook, DecoderRows
@@ -188,6 +192,27 @@ def test_image_is_hashed_once_while_its_request_is_pending(monkeypatch: pytest.M
             generator.prepare(item)
     preprocessor.memory_limiter.end_decoding()
     assert hashed.count(ONE) == 1
+
+
+def test_image_is_decoded_once_while_its_grammar_is_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    generator, item, decoded = engine("smolvlm"), request(ONE), 0
+    item.payload = replace(item.payload, constraint=Constraint("regex", "[a-c]{7}", "regex"))
+    preprocessor = generator.input_processor.image_preprocessor
+    assert preprocessor
+    features = preprocessor._features
+
+    def counted(image: ImageInput, digest: bytes, is_wanted: IsWanted) -> ImageFeatures:
+        nonlocal decoded
+        decoded += 1
+        return features(image, digest, is_wanted)
+
+    monkeypatch.setattr(preprocessor, "_features", counted)
+    with pytest.raises(Pending):
+        generator.prepare(item)
+    prepare(generator, item)
+    assert decoded == 1
 
 
 def test_evicted_image_is_encoded_again() -> None:
@@ -424,3 +449,16 @@ def test_check_at_load_fails_for_wrong_positions(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(multimodal_prompt, "_positions", text_positions)
     with pytest.raises(CannotRun, match="logits differ"):
         check_multimodal(language, image_preprocessor.processor)
+
+
+def test_the_hook_of_replaced_layers_is_freed() -> None:
+    """It holds the old layers beside the decoder, such as the output head."""
+    generator = engine("llava")
+    runner = runner_of(generator)
+    before, _ = serve(generator, [request("look", ONE)])
+    replaced = weakref.ref(runner.decoder_hook)
+    runner.decoder_hook = DecoderHook(runner.language.model)  # as when layers are replaced
+    gc.collect()
+    assert replaced() is None
+    after, _ = serve(generator, [request("look", OTHER)])
+    assert_generated("llava", [*before, *after])

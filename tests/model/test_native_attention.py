@@ -4,7 +4,8 @@ import itertools
 import random
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from timeit import repeat
 from typing import Any
@@ -20,7 +21,7 @@ from tests.matrix import matrix
 from tests.unit.test_paged_attention import CASES, Case, expected, memory, mixes, name
 from worker.model import cuda_graphs
 from worker.model.attention.kv_cache import BLOCK, KVCache, LayerShape
-from worker.model.attention.native import NativeMetadata, build_native_ops
+from worker.model.attention.native import NativeMetadata, library_path
 from worker.model.attention.paged import attend, forward_context
 from worker.model.cuda_graphs import RowsMetadata
 
@@ -49,6 +50,16 @@ def chunks_of(case: Case, chance: random.Random) -> list[tuple[int, int]]:
     return [(0, 300), (2000, 1), (515, 280), (900, 5), (1023, 65)]
 
 
+@contextmanager
+def threads_of(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def attended(
     case: Case, mix: Sequence[tuple[int, int]], dtype: torch.dtype, broken: int | None, threads: int
 ) -> tuple[list[Tensor], list[Tensor]]:
@@ -62,14 +73,9 @@ def attended(
     ]
     sinks = torch.randn(case.heads, dtype=dtype)
     q, k, v = (x.transpose(0, 1)[None] for x in (torch.cat(query), *new))
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        with forward_context(NativeMetadata(cached.cache, cached.batch)):
-            options = 0, case.scale, case.window, case.softcap
-            out = attend(q, k, v, sinks if case.sinks else None, *options)
-    finally:
-        torch.set_num_threads(before)
+    with threads_of(threads), forward_context(NativeMetadata(cached.cache, cached.batch)):
+        options = 0, case.scale, case.window, case.softcap
+        out = attend(q, k, v, sinks if case.sinks else None, *options)
     assert out.shape == (1, q.shape[2], case.heads, case.value_size)
     assert out.dtype == dtype
     assert out.is_contiguous()
@@ -112,6 +118,47 @@ def test_keys_split_among_threads_are_merged(
         torch.testing.assert_close(actual, right, atol=ROUNDING[dtype], rtol=ROUNDING[dtype])
 
 
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("case", [*LONG, Case("long", heads=7, key_heads=1, sinks=True)], ids=name)
+def test_a_token_gets_the_same_bits_in_any_chunk_batch_and_number_of_threads(
+    case: Case, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    length, blocks = 1100, 69
+    shape = LayerShape(case.key_heads, case.key_size, case.value_size, case.chunk)
+    heads = (case.heads, case.key_size), (case.key_heads, case.key_size)
+    q, k, v = (
+        torch.randn(1, count, length, size, dtype=dtype)
+        for count, size in (*heads, (case.key_heads, case.value_size))
+    )
+    sinks = torch.randn(case.heads, dtype=dtype) if case.sinks else None
+
+    def run(borders: Sequence[int], others: int, threads: int) -> Tensor:
+        """Return the outputs of chunks with these borders, each beside `others` decoding tokens."""
+        cache = KVCache([shape], blocks * (1 + others), dtype, torch.device("cpu"))
+        tables = [range(n, blocks * (1 + others), 1 + others) for n in range(1 + others)]
+        outputs = []
+        for start, end in itertools.pairwise(borders):
+            rows = torch.cat([torch.full((others,), start), torch.arange(start, end)])
+            spans = [Span(table, start, 1) for table in tables[1:]]
+            batch = Batch([*spans, Span(tables[0], start, end - start)], [0] * len(rows), [])
+            with threads_of(threads), forward_context(NativeMetadata(cache, batch)):
+                options = 0, case.scale, case.window, case.softcap
+                out = attend(q[:, :, rows], k[:, :, rows], v[:, :, rows], sinks, *options)
+            outputs.append(out[0, others:])
+        return torch.cat(outputs)
+
+    whole = run([0, length], 0, 1)
+    for borders, others, threads in (
+        ([0, length], 0, 16),
+        ([0, 5, 300, 301, 302, 777, length], 0, 2),
+        ([0, 5, 300, 301, 302, 777, length], 0, 16),
+        ([0, 256, 900, 1024, length], 9, 3),
+        ([0, 1000, *range(1001, length + 1)], 0, 7),
+    ):
+        assert torch.equal(run(borders, others, threads), whole)
+
+
 def test_an_interrupted_build_leaves_no_library(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -126,7 +173,7 @@ def test_an_interrupted_build_leaves_no_library(
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(CppBuilder, "build", build)
-    paths = [build_native_ops(), build_native_ops()]
+    paths = [library_path(build=True), library_path(build=True)]
     assert during_build == [[]]
     assert list(tmp_path.iterdir()) == [paths[0]] == [paths[1]]
     assert paths[0].read_bytes() == b"whole"

@@ -285,7 +285,7 @@ def test_arguments_match_exactly_one_branch() -> None:
         request = asking(
             sampling=Sampling(temperature=1.0, seed=seed),
             tools=(tool(parameters),),
-            tool_calls=ToolCallPolicy(("f",), required=True, parallel=False),
+            tool_policy=ToolCallPolicy(("f",), required=True, parallel=False),
         )
         [choice] = alone(request).choices
         [arguments] = [part.text for part in choice.parts if part.kind == "call"]
@@ -296,11 +296,12 @@ def test_error_names_a_required_tool_with_overlapping_branches() -> None:
     tools = (CLOCK, tool(thing(a=OVERLAPPING)))
     with pytest.raises(InvalidInput, match="branches 0 and 1 of a oneOf") as caught:
         prepare(
-            engine(), asking(tools=tools, tool_calls=ToolCallPolicy(("clock", "f"), required=True))
+            engine(),
+            asking(tools=tools, tool_policy=ToolCallPolicy(("clock", "f"), required=True)),
         )
     assert caught.value.param == "tools[1]"
     prepare(
-        engine(), asking(tools=tools, tool_calls=ToolCallPolicy(("clock", "f")))
+        engine(), asking(tools=tools, tool_policy=ToolCallPolicy(("clock", "f")))
     )  # optional calls are not affected
 
 

@@ -306,7 +306,8 @@ def test_a_cancelled_batch_stops_before_the_next_forward(
         count += 1
         if count == after:
             for one in cancelled:
-                one.prepared.future.done.return_value = True
+                future: Any = one.prepared.future
+                future.done.return_value = True
 
     for one in items:
         run.prepare(one)

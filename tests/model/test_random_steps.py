@@ -33,6 +33,7 @@ class FakeRunner:
     """A model runner whose logits are a function of the tokens, read through the block tables."""
 
     idempotent = True
+    compile_state = "off"
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size

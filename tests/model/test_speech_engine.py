@@ -20,7 +20,7 @@ from tests.transcribing import (
 )
 from worker.messages.protocol import Pending, StepReport
 from worker.messages.transcription import TranscriptDelta, TranscriptionInput
-from worker.speech.engine import SpeechEngine
+from worker.speech.engine import SpeechEngine, SpeechItem
 from worker.speech.log_mel import BLOCK_FRAMES
 
 
@@ -144,7 +144,7 @@ def test_recordings_are_read_ahead_in_pool_threads_and_dropped_after_use(
 ) -> None:
     engine, stored, threads = new_speech_engine(), list[int](), set[int]()
     item = prepared(engine, payloads(tmp_path, 200.0)[0])
-    reader = item.prepared.reader
+    reader: Any = item.prepared.reader
     original = reader.mel.powers
 
     def powers(samples: Any) -> Any:
@@ -162,6 +162,44 @@ def test_recordings_are_read_ahead_in_pool_threads_and_dropped_after_use(
     assert max(stored) <= reader.mel.window_frames + 2 * BLOCK_FRAMES < reader.total_frames / 3
 
 
+def test_no_step_is_due_while_recordings_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker's thread, which all models share, waits for nothing: a thread that has finished
+    wakes it."""
+    engine, may_read, woken = new_speech_engine(), threading.Event(), threading.Semaphore(0)
+    engine.others = Mock(wake=woken.release)
+    item = prepared(engine, payloads(tmp_path, 70.0)[0])
+    reader: Any = item.prepared.reader
+    read_ahead = reader.read_ahead
+
+    def read_slowly(seek: int) -> None:
+        assert may_read.wait(60)
+        read_ahead(seek)
+
+    monkeypatch.setattr(reader, "read_ahead", read_slowly)
+    engine.add(item)
+    assert engine.due_at(7.0) == 7.0
+    while not item.prepared.reading:
+        engine.step()
+    for _ in range(50_000):
+        if engine.due_at(7.0) is None:  # the windows that were read are through
+            break
+        engine.step()
+    for _ in range(3):
+        assert not engine.step().deltas
+        assert engine.due_at(7.0) is None
+    assert engine.busy
+    assert not woken.acquire(blocking=False)
+    may_read.set()
+    assert woken.acquire(timeout=60)
+    assert engine.due_at(7.0) == 7.0
+    while engine.busy:
+        if engine.due_at(7.0) is None:
+            assert woken.acquire(timeout=60)
+        engine.step()
+
+
 def test_recording_that_opens_slowly_occupies_no_pool_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,7 +211,7 @@ def test_recording_that_opens_slowly_occupies_no_pool_thread(
         return original(payload)
 
     monkeypatch.setattr(engine, "_open_decoder", open_slowly)
-    item = WorkItem(payloads(tmp_path, 1.0)[0], float("inf"), 0.0)
+    item: SpeechItem[Any] = WorkItem(payloads(tmp_path, 1.0)[0], float("inf"), 0.0)
     with pytest.raises(Pending) as pending:
         engine.prepare(item)
     pending.value.then(lambda: True, ready.set)

@@ -12,11 +12,12 @@ import jsonschema_rs
 import pytest
 
 from batching.errors import InvalidInput
-from batching.request_queue import WorkItem
 from tests import tiny_chat
-from tests.generating import Served, prepare, serve, when_ready
+from tests.generating import Driver, Request, Served, prepare, serve, when_ready
 from tests.tiny_chat import asking, engine
+from worker.generation import engine as engine_module
 from worker.generation.loading import cached_engine
+from worker.grammar.bitmask import BitmaskComputer, PendingMask
 from worker.messages.generation import Constraint, Sampling, ToolCallPolicy
 from worker.model.cached_runner import CachedRunner
 from worker.model.language_model import GeneratorOptions, load_language_model
@@ -98,12 +99,12 @@ def schema(name: str) -> Constraint:
     return Constraint("json_schema", SCHEMAS[name], "response_format")
 
 
-def together(items: Sequence[WorkItem], **options: Any) -> list[Served]:
+def together(items: Sequence[Request], **options: Any) -> list[Served]:
     served, _ = serve(engine(**options), items)
     return served
 
 
-def alone(item: WorkItem, **options: Any) -> Served:
+def alone(item: Request, **options: Any) -> Served:
     [served] = together([item], **options)
     return served
 
@@ -168,7 +169,7 @@ def test_speculation_does_not_change_the_output() -> None:
     def outputs(speculation: str) -> list[tuple[str, list[int]]]:
         items = [asking(sampling=s, constraint=schema(n)) for n in SCHEMAS for s in (BUSY, greedy)]
         items += [
-            asking(sampling=s, tools=TOOLS, tool_calls=ToolCallPolicy(NAMES, required=True))
+            asking(sampling=s, tools=TOOLS, tool_policy=ToolCallPolicy(NAMES, required=True))
             for s in (BUSY, greedy)
         ]
         results = together(items, speculation=speculation)
@@ -196,14 +197,20 @@ def test_forced_tokens_take_few_steps() -> None:
 def test_requests_of_a_batch_do_not_affect_each_other() -> None:
     """Constrained and free requests share steps: each output is as alone, preempted or not."""
 
-    def requests() -> list[WorkItem]:
+    def requests() -> list[Request]:
         return [
             asking("one", BUSY, 60, constraint=schema("flat")),
             asking("two", BUSY, 60),
             asking("three", BUSY, 60, constraint=FORMS["regex"]),
             asking("four", Sampling(temperature=0.0), 60),
-            asking("five", BUSY, 120, tools=TOOLS, tool_calls=ToolCallPolicy(NAMES, required=True)),
-            asking("six", BUSY, 60, tools=TOOLS, tool_calls=ToolCallPolicy(NAMES), n=3),
+            asking(
+                "five",
+                BUSY,
+                120,
+                tools=TOOLS,
+                tool_policy=ToolCallPolicy(NAMES, required=True),
+            ),
+            asking("six", BUSY, 60, tools=TOOLS, tool_policy=ToolCallPolicy(NAMES), n=3),
         ]
 
     alones = [alone(item) for item in requests()]
@@ -215,6 +222,66 @@ def test_requests_of_a_batch_do_not_affect_each_other() -> None:
 
 
 @pytest.mark.usefixtures("steps")
+def free(seed: int) -> Request:
+    hot = Sampling(temperature=1.5, seed=seed)
+    return asking(str(seed), hot, max_tokens=40, stopping={"ignore_eos": True})
+
+
+def test_a_grammar_does_not_stop_steps_ahead_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def requests() -> list[Request]:
+        return [*map(free, range(8)), asking("two", BUSY, 40, constraint=schema("flat"))]
+
+    expected = [served.ids for served in together(requests())]
+    monkeypatch.setitem(engine_module.RUNS_AHEAD, "cpu", True)
+    driver = Driver(engine())
+    served = [driver.add(item) for item in requests()]
+    steps = ahead = 0
+    while driver.generator.busy:
+        driver.step()
+        steps, ahead = steps + 1, ahead + (driver.generator._in_flight is not None)
+    assert [one.ids for one in served] == expected
+    assert ahead > 0.8 * steps
+
+
+def test_alone_a_grammar_drafts_instead_of_running_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(engine_module.RUNS_AHEAD, "cpu", True)
+    [served], driver = serve(engine(), [asking(constraint=schema("nested"))])
+    assert jsonschema_rs.is_valid(SCHEMAS["nested"], json.loads(served.choices[0].text))
+    assert driver.total("drafted") > 20
+
+
+def test_masks_are_computed_while_a_step_ahead_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They start once it is launched and the tokens before it are known, and are read last."""
+    monkeypatch.setitem(engine_module.RUNS_AHEAD, "cpu", True)
+    generator, order = engine(), list[str]()
+    for owner, name in (
+        (generator.runner, "forward"),
+        (generator, "_process_results"),
+        (BitmaskComputer, "start"),
+        (PendingMask, "result"),
+        (engine_module, "sample"),
+    ):
+        monkeypatch.setattr(owner, name, recorded(getattr(owner, name), name, order))
+    driver = Driver(generator)
+    for item in [*map(free, range(3)), asking("two", BUSY, 40, constraint=schema("flat"))]:
+        driver.add(item)
+    driver.step()
+    assert generator._in_flight
+    order.clear()
+    driver.step()
+    assert generator._in_flight
+    assert order == ["forward", "_process_results", "start", "result", "sample"]
+    driver.finish()
+
+
+def recorded(function: Any, name: str, order: list[str]) -> Any:
+    def run(*arguments: Any) -> Any:
+        order.append(name)
+        return function(*arguments)
+
+    return run
+
+
 def test_choices_follow_the_grammar_independently() -> None:
     served = alone(asking(sampling=Sampling(seed=2), constraint=schema("flat"), n=5))
     texts = [choice.text for choice in served.choices]
@@ -237,7 +304,7 @@ def test_logprobs_cover_the_content() -> None:
         asking(
             sampling=replace(sampling, seed=seed),
             tools=TOOLS,
-            tool_calls=ToolCallPolicy(NAMES),
+            tool_policy=ToolCallPolicy(NAMES),
             variables={"thinking_begun": seed % 2 == 0},
             thinking_tokens=4,
             max_tokens=120,
@@ -317,10 +384,10 @@ def test_long_chain_of_references_compiles_or_fails_cleanly(constraint: Constrai
 
 def test_oversized_tools_are_unconstrained_or_an_error() -> None:
     tool = {"type": "function", "function": {"name": "t", "parameters": chain(15_000)}}
-    item = asking(tools=(tool,), tool_calls=ToolCallPolicy(("t",)), max_tokens=3)
+    item = asking(tools=(tool,), tool_policy=ToolCallPolicy(("t",)), max_tokens=3)
     assert alone(item).choices[0].tokens  # served without a grammar
     with pytest.raises(InvalidInput, match="more than") as caught:
-        prepare(engine(), asking(tools=(tool,), tool_calls=ToolCallPolicy(("t",), required=True)))
+        prepare(engine(), asking(tools=(tool,), tool_policy=ToolCallPolicy(("t",), required=True)))
     assert caught.value.param == "tools[0]"
 
 
@@ -410,10 +477,10 @@ def test_error_names_the_tool_that_cannot_be_compiled() -> None:
     broken = {"type": "function", "function": {"name": "b", "parameters": parameters}}
     calls = ToolCallPolicy(("clock", "b"), required=True)
     with pytest.raises(InvalidInput, match="foo") as caught:
-        prepare(engine(), asking(tools=(CLOCK, broken), tool_calls=calls))
+        prepare(engine(), asking(tools=(CLOCK, broken), tool_policy=calls))
     assert caught.value.param == "tools[1]"
     assert "start" not in str(caught.value)  # no part of the generated grammar
-    prepare(engine(), asking(tools=(CLOCK, broken), tool_calls=ToolCallPolicy(("clock", "b"))))
+    prepare(engine(), asking(tools=(CLOCK, broken), tool_policy=ToolCallPolicy(("clock", "b"))))
 
 
 # ── tools ──
@@ -425,7 +492,7 @@ def test_required_calls_are_made() -> None:
         asking(
             sampling=Sampling(temperature=1.0, seed=seed, logit_bias=line_break),
             tools=TOOLS,
-            tool_calls=ToolCallPolicy(NAMES, required=True),
+            tool_policy=ToolCallPolicy(NAMES, required=True),
         )
         for seed in range(30)
     ]
@@ -446,7 +513,7 @@ def test_single_call_where_calls_are_not_parallel() -> None:
     calls = ToolCallPolicy(NAMES, required=True, parallel=False)
     drawn = [Sampling(temperature=1.0, seed=seed) for seed in range(5)]
     for served in together(
-        [asking(sampling=sampling, tools=TOOLS, tool_calls=calls) for sampling in drawn]
+        [asking(sampling=sampling, tools=TOOLS, tool_policy=calls) for sampling in drawn]
     ):
         assert len(calls_in(served)) == 1
         assert_of_tools(calls_in(served))
@@ -456,7 +523,7 @@ def test_named_tool_is_called() -> None:
     calls = ToolCallPolicy(("clock",), required=True)
     drawn = [Sampling(temperature=1.0, seed=seed) for seed in range(3)]
     for served in together(
-        [asking(sampling=sampling, tools=TOOLS, tool_calls=calls) for sampling in drawn]
+        [asking(sampling=sampling, tools=TOOLS, tool_policy=calls) for sampling in drawn]
     ):
         assert {name for name, _ in calls_in(served)} == {"clock"}
 
@@ -473,7 +540,7 @@ def test_call_that_the_model_starts_is_constrained_by_its_tool() -> None:
         asking(
             sampling=opening_call(seed),
             tools=TOOLS,
-            tool_calls=ToolCallPolicy(NAMES),
+            tool_policy=ToolCallPolicy(NAMES),
             max_tokens=400,
         )
         for seed in range(40)
@@ -490,7 +557,7 @@ def test_call_that_the_model_starts_is_constrained_by_its_tool() -> None:
 
 def test_output_ends_with_the_first_call_where_calls_are_not_parallel() -> None:
     count = 0
-    requests: Any = {"tools": TOOLS, "tool_calls": ToolCallPolicy(NAMES, parallel=False)}
+    requests: Any = {"tools": TOOLS, "tool_policy": ToolCallPolicy(NAMES, parallel=False)}
     for served in together([asking(sampling=opening_call(seed), **requests) for seed in range(6)]):
         if served.choices[0].finish_reason == "tool_calls":
             assert len(calls_in(served)) == 1
@@ -510,7 +577,7 @@ def test_document_or_a_call_where_tools_are_given() -> None:
         asking(
             sampling=Sampling(temperature=2.0, seed=seed),
             tools=TOOLS,
-            tool_calls=ToolCallPolicy(NAMES),
+            tool_policy=ToolCallPolicy(NAMES),
             constraint=schema("flat"),
         )
         for seed in range(60)
@@ -540,7 +607,7 @@ def test_document_or_a_call_where_tools_are_given() -> None:
 def test_tools_of_any_schema_take_objects(parameters: dict[str, Any]) -> None:
     tool = {"type": "function", "function": {"name": "t", "parameters": parameters}}
     calls = ToolCallPolicy(("t",), required=True, parallel=False)
-    item = asking(tools=(tool,), tool_calls=calls, max_tokens=400, sampling=Sampling(seed=3))
+    item = asking(tools=(tool,), tool_policy=calls, max_tokens=400, sampling=Sampling(seed=3))
     served = alone(item)
     if served.choices[0].finish_reason == "tool_calls":
         [(name, arguments)] = calls_in(served)
@@ -551,7 +618,7 @@ def test_tools_of_any_schema_take_objects(parameters: dict[str, Any]) -> None:
 def test_tool_without_a_grammar_may_still_be_called() -> None:
     odd = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=a)b"}}}
     tool = {"type": "function", "function": {"name": "t", "parameters": odd}}
-    item = asking(tools=(tool,), tool_calls=ToolCallPolicy(("t",)), max_tokens=5)
+    item = asking(tools=(tool,), tool_policy=ToolCallPolicy(("t",)), max_tokens=5)
     assert alone(item).choices[0].finish_reason
 
 
@@ -561,8 +628,8 @@ def test_stop_strings_do_not_end_calls(stop: tuple[str, ...]) -> None:
     document = {"constraint": schema("flat"), "variables": {"thinking_begun": True}}
     requests: list[dict[str, Any]] = [
         {**document, "sampling": closing(1), "thinking_tokens": 9},
-        {"sampling": opening_call(1), "tools": TOOLS, "tool_calls": ToolCallPolicy(NAMES)},
-        {"tools": TOOLS, "tool_calls": ToolCallPolicy(NAMES, required=True)},
+        {"sampling": opening_call(1), "tools": TOOLS, "tool_policy": ToolCallPolicy(NAMES)},
+        {"tools": TOOLS, "tool_policy": ToolCallPolicy(NAMES, required=True)},
     ]
     without = together([asking(**fields) for fields in requests])
     stopped = together([asking(**fields, stopping={"stop": stop}) for fields in requests])
@@ -630,11 +697,11 @@ def test_budget_ends_the_reasoning(budget: int) -> None:
 
 def test_effort_sets_the_templates_variable() -> None:
     template = engine().input_processor.template
-    chats = [asking(effort=effort).payload.prompt for effort in ("none", "high")]
+    chats: list[Any] = [asking(effort=effort).payload.prompt for effort in ("none", "high")]
     texts = [template.render(chat).text for chat in chats]
     assert texts[0].endswith("<think>\n\n</think>\n\n")
     assert texts[1].endswith("<|assistant|>")
-    explicit = asking(effort="none", variables={"enable_thinking": True}).payload.prompt
+    explicit: Any = asking(effort="none", variables={"enable_thinking": True}).payload.prompt
     assert template.render(explicit).text == texts[1]
 
 
@@ -655,22 +722,25 @@ def test_cached_runner_constrains_too() -> None:
     for item in items:
         prepare(generator, item)
         generator.add(item)
-    texts: dict[WorkItem, list[Any]] = {item: [] for item in items}
+    texts: dict[Any, list[Any]] = {item: [] for item in items}
     while generator.busy:
         outcome = generator.step()
         assert not any(error for _, error in outcome.done)
-        for item, delta in outcome.deltas:
-            texts[item] += delta.parts
+        for receiver, delta in outcome.deltas:
+            texts[receiver] += delta.parts
     for item, one in zip(items, paged, strict=True):
         joined = "".join(part.text for part in texts[item])
         assert joined == "".join(part.text for part in one.choices[0].parts)
 
 
-def _both() -> list[WorkItem]:
+def _both() -> list[Request]:
     return [
         asking("a", BUSY, constraint=schema("flat")),
         asking("b", BUSY, 40),
         asking(
-            "c", BUSY, tools=TOOLS, tool_calls=ToolCallPolicy(NAMES, required=True, parallel=False)
+            "c",
+            BUSY,
+            tools=TOOLS,
+            tool_policy=ToolCallPolicy(NAMES, required=True, parallel=False),
         ),
     ]

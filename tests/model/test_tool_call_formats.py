@@ -151,7 +151,7 @@ def test_required_calls_are_in_the_models_format(name: str, special: bool) -> No
     assert result.input_processor.template.notes == []
     calls = ToolCallPolicy(("weather", "travel"), required=True)
     requests = [
-        asking(sampling=Sampling(temperature=1.0, seed=seed), tools=TOOLS, tool_calls=calls)
+        asking(sampling=Sampling(temperature=1.0, seed=seed), tools=TOOLS, tool_policy=calls)
         for seed in range(4)
     ]
     ended = 0
@@ -188,7 +188,7 @@ def test_formats_and_item_counts_are_enforced(name: str) -> None:
         asking(
             sampling=Sampling(temperature=1.0, seed=seed),
             tools=({"type": "function", "function": function},),
-            tool_calls=ToolCallPolicy(("book",), required=True, parallel=False),
+            tool_policy=ToolCallPolicy(("book",), required=True, parallel=False),
             max_tokens=400,
         )
         for seed in range(4)
@@ -214,7 +214,7 @@ def test_call_that_the_model_starts_is_constrained_by_its_tool(name: str, specia
         asking(
             sampling=opening(result, name, seed),
             tools=TOOLS,
-            tool_calls=ToolCallPolicy(("weather",), parallel=False),
+            tool_policy=ToolCallPolicy(("weather",), parallel=False),
         )
         for seed in range(5)
     ]
@@ -243,7 +243,7 @@ def test_output_is_a_document_or_a_call(name: str) -> None:
         item = asking(
             sampling=Sampling(temperature=2.0, seed=seed),
             tools=TOOLS,
-            tool_calls=ToolCallPolicy(("weather",)),
+            tool_policy=ToolCallPolicy(("weather",)),
             constraint=Constraint("json_schema", schema, "response_format"),
             max_tokens=200,
         )

@@ -26,7 +26,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 FENCE = re.compile(r'^```(\w+)(?: title="([^"]*)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 LOCAL = "localhost:8000"
 # Programs that run through pytest's own Python, with the flags that their help lists.
-SCRIPT = re.compile(r"(\./scripts/\S+|\.venv/bin/python -m server(?: calibrate)?)(.*)")
+SCRIPT = re.compile(r"(\./scripts/\S+|\.venv/bin/onequeue \w+)(.*)")
 
 
 class Block(NamedTuple):
@@ -109,7 +109,7 @@ def test_the_python_blocks_of_a_page_run(page: str, port: int) -> None:
 
 @cache
 def help_of(command: str) -> str:
-    command = command.replace(".venv/bin/python", sys.executable)
+    command = command.replace(".venv/bin/onequeue", f"{sys.executable} -m server")
     done = subprocess.run(
         [*shlex.split(command), "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120
     )

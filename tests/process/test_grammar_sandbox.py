@@ -20,17 +20,19 @@ import numpy as np
 import pytest
 
 from batching.errors import InvalidInput, ItemFailed, QueueFull, WorkerDown
+from batching.fair_share import WorkOwner
 from batching.request_queue import WorkItem
 from tests import tiny_chat
 from tests.fake_generator import FakeGenerator
 from tests.generating import Driver, prepare, when_ready
 from tests.serving import serving, wait_until
 from tests.tiny_chat import asking, engine
+from worker.generation.engine import RUNS_AHEAD
 from worker.grammar import bitmask, compiler, sandbox
 from worker.grammar.bitmask import BitmaskComputer, MaskRequest
-from worker.grammar.compiler import Grammar, GrammarCompiler
+from worker.grammar.compiler import Grammar, GrammarCompiler, compiling_for
 from worker.grammar.sandbox import TOO_LONG, GrammarSandbox, SandboxResult
-from worker.messages.generation import Constraint
+from worker.messages.generation import Constraint, Sampling
 from worker.messages.protocol import Pending
 
 TOKENIZER = tiny_chat.tokenizer()
@@ -91,7 +93,7 @@ def test_endless_compilation_is_tried_once_per_limit(
 def test_grammar_without_a_finite_text_is_an_error_with_the_reason(
     grammars: GrammarCompiler, constraint: Constraint
 ) -> None:
-    reason = "too complex, or requires text with|computing the next token takes too long"
+    reason = "no text matches|too complex, or requires text with|computing the next token takes"
     with pytest.raises(InvalidInput, match=reason):  # the latter on a busy machine
         when_ready(lambda: grammars.compile_constraint(constraint))
 
@@ -288,7 +290,7 @@ class Waiting(FakeGenerator):
         self.again: list[Any] = []
         self.ready = False
 
-    def prepare(self, item: WorkItem) -> None:
+    def prepare(self, item: WorkItem[Any, Any]) -> None:
         if "wait" in str(item.payload.prompt) and not self.ready:
             raise Pending(lambda wanted, again: self.again.append(again))
         super().prepare(item)
@@ -360,7 +362,8 @@ def test_slow_grammar_fails_its_request_alone_and_all_later_ones() -> None:
     driver = Driver(generator)
     served, other = driver.add(slow), driver.add(mate)
     driver.step()
-    slow.prepared[0].prepared.constraints.content.too_slow = True
+    constraints: Any = slow.prepared[0].prepared.constraints
+    constraints.content.too_slow = True
     driver.finish()
     assert isinstance(served.error, ItemFailed)
     assert "too long" in str(served.error)
@@ -372,14 +375,14 @@ def test_slow_grammar_fails_its_request_alone_and_all_later_ones() -> None:
 def test_waiting_choices_have_no_copy_of_their_grammar() -> None:
     item = asking(constraint=regex("[ab]{20}"), n=3)
     prepare(engine(), item)
-    for choice in item.prepared:
-        assert "matcher" not in vars(choice.constraints._grammar)
+    states: list[Any] = [choice.constraints for choice in item.prepared]
+    assert not any("matcher" in vars(state._grammar) for state in states)
 
 
 def test_slow_grammar_is_not_used_any_more() -> None:
     item = asking(constraint=regex("[ab]{20}"))
     prepare(engine(), item)
-    state = item.prepared[0].constraints
+    state: Any = item.prepared[0].constraints
     state._grammar.grammar.too_slow = True
     with pytest.raises(ItemFailed):
         state.draft((1, 2), 4)
@@ -456,16 +459,42 @@ def test_slow_grammars_do_not_fill_the_queue(monkeypatch: pytest.MonkeyPatch) ->
         others = [
             pool.submit(when_ready, lambda n=n: grammars.compile_constraint(regex(n))) for n in "ab"
         ]
-        wait_until(lambda: len(grammars._tasks) == 3)
-        with pytest.raises(QueueFull):
-            grammars.compile_constraint(regex("c"))  # two are queued
+        assert all(future.result(60) for future in others)  # while the slow one is compiled
         gate.set()
-        assert all(future.result(60) for future in others)
         with pytest.raises(InvalidInput, match="too long"):
             first.result(60)
     monkeypatch.setattr(compiler, "MAX_QUEUED_SLOW", 0)
     with pytest.raises(QueueFull):
         when_ready(lambda: grammars.compile_constraint(regex("slower")))
+    grammars.close()
+
+
+def test_clients_have_grammars_compiled_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, checked = threading.Event(), []
+
+    def check(_: GrammarSandbox, text: str, *limits: Any) -> SandboxResult:
+        assert gate.wait(60)
+        checked.append(text)
+        return SandboxResult("enough")
+
+    monkeypatch.setattr(compiler, "MAX_QUEUED", 3)
+    grammars = GrammarCompiler(tiny_chat.tokenizer(), len(tiny_chat.tokenizer()), [1])
+    when_ready(lambda: grammars.tokenizer("f"))
+    monkeypatch.setattr(GrammarSandbox, "check", check)
+    done = []
+    for client, texts in (("one", "abc"), ("another", "d")):
+        compiling_for.set(client)
+        for text in texts:
+            with pytest.raises(Pending) as pending:
+                grammars.compile_constraint(regex(text))
+            done.append(threading.Event())
+            pending.value.then(lambda: True, done[-1].set)
+    compiling_for.set("one")
+    with pytest.raises(QueueFull):
+        grammars.compile_constraint(regex("e"))
+    gate.set()
+    assert all(event.wait(60) for event in done)
+    assert checked.index("start: /d/") <= 1  # the first may run before it arrives
     grammars.close()
 
 
@@ -496,3 +525,50 @@ def test_temporary_failure_reaches_all_waiting_requests(monkeypatch: pytest.Monk
     grammars._errors.clear()  # time has passed
     assert when_ready(lambda: grammars.compile_constraint(regex("[ab]")))
     grammars.close()
+
+
+def owned(item: Any) -> Any:
+    item.owner = WorkOwner("", object())
+    return item
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_deferred_masks_change_no_output_and_delay_no_others(
+    monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    monkeypatch.setitem(RUNS_AHEAD, "cpu", ahead)
+    sampling = Sampling(temperature=1.0, seed=3)
+
+    def texts() -> list[str]:
+        driver = Driver(engine())
+        many = driver.add(owned(asking(sampling=sampling, constraint=regex("[ab]{9}x"), n=5)))
+        other = driver.add(owned(asking(max_tokens=6, stopping={"ignore_eos": True})))
+        for _ in range(7 + ahead):
+            driver.step()
+        assert other.done
+        driver.finish()
+        return [choice.text for choice in many.choices]
+
+    expected = texts()
+    assert len(set(expected)) > 1
+    monkeypatch.setattr(bitmask, "MAX_MASKS_S", 0.0)  # a mask in each step
+    assert texts() == expected
+
+
+def test_a_request_with_slow_masks_rests_beside_others() -> None:
+    driver = Driver(engine())
+    slow = driver.add(owned(asking(constraint=regex("[ab]{9}x"))))
+    (sequence,) = slow.sequences
+    driver.step()
+    driver.generator._resting[sequence.owner] = time.monotonic() + 1000
+    before = len(sequence.tokens)
+    driver.step()
+    assert len(sequence.tokens) > before  # alone
+    other = driver.add(owned(asking(max_tokens=3, stopping={"ignore_eos": True})))
+    driver.step()
+    before = len(sequence.tokens)
+    driver.step()
+    assert len(sequence.tokens) == before
+    driver.finish()
+    assert slow.choices[0].text.endswith("x")
+    assert other.choices

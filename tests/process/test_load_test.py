@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pty
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +36,7 @@ from server.commands.load_test.arguments import make_parser
 from server.commands.load_test.command import arrival_intervals, make_generator
 from server.commands.load_test.generator import LoadGenerator
 from server.commands.load_test.latency_plot import plot
-from server.commands.load_test.report import milliseconds
+from server.commands.load_test.report import duration
 from server.commands.load_test.request_bodies import WORDS
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "load_test.py"
@@ -90,9 +92,9 @@ class Target:
             yield "data: [DONE]\n\n"
 
 
-@pytest.fixture
-def target() -> Iterator[Target]:
-    target = Target()
+@contextmanager
+def serving(target: Target, **config_options: str) -> Iterator[int]:
+    """Serve the target in a thread; yield the port."""
     routes = [
         Route("/", target.respond, methods=["POST"]),
         Route("/busy", target.busy, methods=["POST"]),
@@ -101,21 +103,29 @@ def target() -> Iterator[Target]:
         Route("/v1/embeddings", target.respond, methods=["POST"]),
         Route("/v1/audio/transcriptions", target.form, methods=["POST"]),
     ]
-    config = uvicorn.Config(Starlette(routes=routes), log_level="error", lifespan="off")
+    app = Starlette(routes=routes)
+    config = uvicorn.Config(app, log_level="error", lifespan="off", **config_options)  # type: ignore[arg-type]
     server = uvicorn.Server(config)
     # It listens before the thread starts, so a request waits for the server and not the test.
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        target.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
-        yield target
+        yield listener.getsockname()[1]
         server.should_exit = True
         thread.join()
 
 
+@pytest.fixture
+def target() -> Iterator[Target]:
+    target = Target()
+    with serving(target) as port:
+        target.url = f"http://127.0.0.1:{port}"
+        yield target
+
+
 def generator_for(*words: str) -> tuple[LoadGenerator, Any]:
     """Return the generator of a command line, and the parsed arguments."""
-    args = make_parser().parse_args(words)
+    args = make_parser("load").parse_args(words)
     return make_generator(args), args
 
 
@@ -155,6 +165,40 @@ def test_texts_follow_the_options(target: Target) -> None:
 
     run(target.url, *options)
     assert target.bodies[:20] == target.bodies[20:]
+
+
+def test_texts_come_from_a_file(target: Target, tmp_path: Path) -> None:
+    file = tmp_path / "texts.txt"
+    file.write_text("one\n\nzwölf words\r\n", encoding="utf-8")
+    run(target.url, "--texts", file, "--requests", "3")
+    assert [body.decode() for body in target.bodies] == ["one", "zwölf words", "one"]
+    run(target.url, "--kind", "embeddings", "--texts", file, "--requests", "1")
+    assert json.loads(target.bodies[3])["input"] == "one"
+
+
+def test_a_file_without_texts_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("\n \n")
+    for name in ("empty.txt", "absent.txt"):
+        command = [sys.executable, str(SCRIPT), "http://x", "--requests", "1", "--texts"]
+        done = subprocess.run([*command, str(tmp_path / name)], capture_output=True, text=True)
+        assert done.returncode == 2
+        assert "no such file, or it has no text" in done.stderr
+
+
+@pytest.mark.skipif(not shutil.which("openssl"), reason="there is no openssl to make certificates")
+def test_https_is_verified(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    options = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=test"
+    named = ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(key)]
+    command = ["openssl", *options.split(), *named, "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True)
+    with serving(target, ssl_keyfile=str(key), ssl_certfile=str(certificate)) as port:
+        url = f"https://localhost:{port}/"
+        assert run(url, "--requests", "1")["statuses"] == {"SSLCertVerificationError": 1}
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        assert run(url, "--requests", "2")["statuses"] == {"200": 2}
+        other = run(f"https://127.0.0.1:{port}/", "--requests", "1")
+        assert other["statuses"] == {"SSLCertVerificationError": 1}
 
 
 def test_json_kind_posts_the_text_under_the_key(target: Target) -> None:
@@ -269,14 +313,14 @@ def test_default_texts_fit_the_demo_model() -> None:
     max_tokens = max(
         len(tokenizer.encode(word, add_special_tokens=False)) for word in WORDS.split()
     )
-    words = make_parser().parse_args(["http://x"]).words
+    words = make_parser("load").parse_args(["http://x"]).words
     assert words[1] * max_tokens + len(tokenizer.encode("[MASK]")) <= 128
 
 
 @pytest.mark.parametrize("words", ["0", "5-4", "4,60", "-4", "4-", "many"])
 def test_an_invalid_word_range_is_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        make_parser().parse_args(["http://x", f"--words={words}"])
+        make_parser("load").parse_args(["http://x", f"--words={words}"])
     assert "--words" in capsys.readouterr().err
 
 
@@ -348,17 +392,18 @@ def test_several_targets_are_loaded_in_turn_and_compared_side_by_side(target: Ta
 
 
 def test_a_second_target_gets_other_texts() -> None:
-    args = make_parser().parse_args(["http://x", "http://x", "--requests", "9"])
+    args = make_parser("load").parse_args(["http://x", "http://x", "--requests", "9"])
     bodies = [make_generator(args, number).bodies for number in range(2)]
     first, second = ({next(target) for _ in range(9)} for target in bodies)
     assert not first & second
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(2050.4, "2,050 ms"), (41.23, "41.2 ms"), (0.354, "0.35 ms")]
+    ("value", "text"),
+    [(0.354, "0.35 ms"), (41.23, "41.2 ms"), (999.4, "999 ms"), (5530, "5.53 s"), (72e3, "72.0 s")],
 )
-def test_milliseconds_are_rounded_by_size(value: float, text: str) -> None:
-    assert milliseconds(value) == text
+def test_durations_are_rounded_by_size(value: float, text: str) -> None:
+    assert duration(value) == text
 
 
 def test_a_terminal_shows_a_progress_line(target: Target) -> None:

@@ -1,4 +1,4 @@
-"""CORS_ORIGINS in a browser: pages of other origins that call the server."""
+"""Pages of other origins that call the server, in a browser."""
 
 import json
 from collections.abc import Iterator
@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from tests.fake_generator import FakeGenerator
+from tests.fakes import FakeRunner
 from tests.page_server import KEY, other_origin, serving_all
-from tests.serving import Server
+from tests.serving import Server, metric, serving
 
 
 @pytest.fixture(scope="module")
@@ -62,3 +63,25 @@ def test_a_page_of_another_origin_cannot(
         "CORS" in message or "ERR_FAILED" in message for message in visitor.problems.messages
     )
     visitor.problems.messages.clear()
+
+
+# A request without a preflight; the page cannot read the response, only whether there was one.
+SEND = """async ([url, mode]) => {
+    const response = await fetch(url, {method: "POST", body: "text", mode});
+    return response.status;
+}"""
+POSTS = 'onequeue_requests_total{endpoint="/",status="%d"}'
+
+
+def test_pages_of_other_sites_cannot_post_without_keys(visitor: Any, elsewhere: int) -> None:
+    with serving(FakeRunner) as server:
+        for host in ("localhost", "127.0.0.1"):  # another site, another port of the same one
+            visitor.goto(f"http://{host}:{elsewhere}/")
+            visitor.evaluate(SEND, [server.url, "no-cors"])
+            visitor.problems.ignore_status(403)
+        assert metric(server, POSTS % 403) == 2
+        assert metric(server, POSTS % 200) == 0
+        link = f"{server.url}/"
+        visitor.evaluate("url => { location.href = url; }", link)  # from another origin
+        visitor.wait_for_url(link)
+        assert visitor.evaluate(SEND, [link, "cors"]) == 200

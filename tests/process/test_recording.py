@@ -1,14 +1,19 @@
 """Recordings are read in windows, in any format, with no more than a window in memory."""
 
+import ctypes
 import gc
 import importlib.util
 import io
+import os
+import signal
+import struct
 import subprocess
+import sys
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 from uuid import uuid4
 
 import numpy as np
@@ -16,9 +21,10 @@ import pytest
 import soundfile
 
 from batching.errors import InvalidInput, QueueFull
+from tests.serving import wait_until
 from tests.transcribing import CTC, WHISPER, new_speech_engine, prepared
 from tests.unit.test_media import tone, without_length
-from worker.media import audio, container
+from worker.media import audio, audio_process
 from worker.media.audio import Recording
 from worker.messages.transcription import TranscriptionInput
 
@@ -129,7 +135,7 @@ def test_a_file_without_audio_is_cut_off_by_its_cpu_limit(monkeypatch: pytest.Mo
             packet = av.Packet(b"x")
             packet.stream, packet.pts, packet.dts = stream, at, at
             file.mux(packet)
-    monkeypatch.setattr(container, "CPU_S", 1)
+    monkeypatch.setattr(audio_process, "CPU_S", 1)
     with (
         Recording(path_of(buffer.getvalue()), RATE) as hollow,
         pytest.raises(InvalidInput, match="can be"),
@@ -150,29 +156,34 @@ def test_only_the_given_file_is_opened(tmp_path: Path) -> None:
                 Recording(path_of(head + text.encode()), RATE)
 
 
-def test_closing_a_recording_ends_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[Any] = []
-    popen = subprocess.Popen
+def processes() -> list[str]:
+    """Return the ids of the processes that decode recordings."""
+    server = fork_server()
+    return Path(f"/proc/{server}/task/{server}/children").read_text().split()
 
-    def start(*words: Any, **options: Any) -> Any:
-        started.append(popen(*words, **options))
-        return started[-1]
 
-    monkeypatch.setattr(subprocess, "Popen", start)
-    with Recording(path_of(contained("webm", "libopus", 60.0)), RATE) as recording:
+def fork_server() -> int:
+    running = audio_process._fork_server._running
+    assert running
+    return running[1].pid
+
+
+@pytest.mark.parametrize("sound", [tone(60.0), contained("webm", "libopus", 60.0)])
+def test_closing_a_recording_ends_its_process(sound: bytes) -> None:
+    with Recording(path_of(sound), RATE) as recording:
         recording.window(0, 100)
-        assert started[0].poll() is None  # blocked on the pipe
-    assert started[0].poll() is not None
+        assert len(processes()) == 1  # blocked on the pipe
+    wait_until(lambda: not processes())
 
 
 def test_processes_are_limited_and_a_short_recording_keeps_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(container, "_slots", threading.BoundedSemaphore(1))
+    monkeypatch.setattr(audio_process, "_slots", threading.BoundedSemaphore(1))
     (tmp_path / "a.webm").write_bytes(contained("webm", "libopus"))
     payload = TranscriptionInput(str(tmp_path / "a.webm"))
     waiting = [prepared(new_speech_engine(kind), payload) for kind in (WHISPER, CTC, WHISPER)]
-    with Recording(payload.path, RATE), pytest.raises(QueueFull, match="m4a and WebM"):
+    with Recording(payload.path, RATE), pytest.raises(QueueFull, match="recordings read at a time"):
         Recording(payload.path, RATE)
     with pytest.raises(InvalidInput):
         Recording(path_of(b"\x1a\x45\xdf\xa3 and no more"), RATE)
@@ -182,7 +193,7 @@ def test_processes_are_limited_and_a_short_recording_keeps_none(
 
 def test_a_refused_recording_is_closed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its process ends although the exception is still referenced."""
-    monkeypatch.setattr(container, "_slots", threading.BoundedSemaphore(1))
+    monkeypatch.setattr(audio_process, "_slots", threading.BoundedSemaphore(1))
     broken = np.full(RATE, np.nan, np.float32)
     (tmp_path / "a.webm").write_bytes(contained("webm", "libopus"))
     payload, refusals = TranscriptionInput(str(tmp_path / "a.webm")), []
@@ -191,7 +202,7 @@ def test_a_refused_recording_is_closed(monkeypatch: pytest.MonkeyPatch, tmp_path
             with pytest.raises(InvalidInput) as refusal:
                 prepared(new_speech_engine(kind), invalid)
             refusals.append(refusal)
-    monkeypatch.setattr(container.Container, "read", lambda self, count: broken)
+    monkeypatch.setattr(audio_process.AudioProcess, "read", lambda self, count: broken)
     for kind in (WHISPER, CTC):
         with pytest.raises(InvalidInput, match="too large") as refusal:
             prepared(new_speech_engine(kind), payload)
@@ -201,7 +212,7 @@ def test_a_refused_recording_is_closed(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 def test_a_dropped_recording_is_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client disconnected before the worker got the item."""
-    monkeypatch.setattr(container, "_slots", threading.BoundedSemaphore(1))
+    monkeypatch.setattr(audio_process, "_slots", threading.BoundedSemaphore(1))
     path = path_of(contained("webm", "libopus", 60.0))
     gc.disable()
     try:
@@ -209,6 +220,88 @@ def test_a_dropped_recording_is_closed_at_once(monkeypatch: pytest.MonkeyPatch) 
             assert len(Recording(path, RATE).window(0, 100)) == 100
     finally:
         gc.enable()
+
+
+class Bits:
+    """Numbers of given widths, lowest bit first."""
+
+    def __init__(self, *fields: tuple[int, int]) -> None:
+        self.value = self.width = 0
+        for value, width in fields:
+            self.value |= value << self.width
+            self.width += width
+
+    def __bytes__(self) -> bytes:
+        return self.value.to_bytes(-(-self.width // 8), "little")
+
+
+def ogg_page(packets: list[bytes], number: int, kind: int) -> bytes:
+    sizes = b"".join(b"\xff" * (len(p) // 255) + bytes([len(p) % 255]) for p in packets)
+    head = struct.pack("<4sBBqIIIB", b"OggS", 0, kind, 0, 1, number, 0, len(sizes))
+    page, checksum = head + sizes + b"".join(packets), 0
+    for byte in page:
+        checksum ^= byte << 24
+        for _ in range(8):
+            checksum = (checksum << 1) ^ (0x104C11DB7 if checksum >> 31 else 0)
+    return page[:22] + struct.pack("<I", checksum) + page[26:]
+
+
+def vorbis_with_codebooks(count: int, log_entries: int) -> bytes:
+    """Return OGG whose setup header has large codebooks in few bytes: "ordered" ones, in which all
+    entries have words of the same length."""
+    entries = 1 << log_entries
+    book = (0x564342, 24), (1, 16), (entries, 24), (1, 1), (log_entries - 1, 5)
+    books = [*book, (entries, log_entries + 1), (0, 4)] * count
+    floors = (0, 6), (1, 16), (0, 5), (0, 2), (4, 4)
+    residues = (0, 6), (0, 16), (0, 24), (16, 24), (15, 24), (0, 6), (0, 8), (0, 4)
+    mappings_and_modes = (0, 6), (0, 16), (0, 28), (0, 6), (0, 41), (1, 1)
+    fields = (count - 1, 8), *books, (0, 22), *floors, *residues, *mappings_and_modes
+    setup = b"\5vorbis" + bytes(Bits(*fields))
+    format_ = b"\1vorbis" + struct.pack("<IBIIIIH", 0, 1, RATE, 0, 0, 0, 0x188)
+    comment = b"\3vorbis" + struct.pack("<IIB", 0, 0, 1)
+    first, second = ogg_page([format_], 0, 2), ogg_page([comment, setup], 1, 0)
+    return first + second + ogg_page([b"\0"] * 4, 2, 4)
+
+
+@pytest.mark.parametrize(("count", "log_entries"), [(1, 20), (255, 18)])
+def test_a_file_that_crashes_its_decoder_or_needs_much_memory_is_refused(
+    count: int, log_entries: int
+) -> None:
+    with pytest.raises(InvalidInput, match="can be read"):
+        Recording(path_of(vorbis_with_codebooks(count, log_entries)), RATE)
+
+
+def test_a_killed_fork_server_is_started_again() -> None:
+    Recording(path_of(tone(1.0)), RATE).close()
+    os.kill(fork_server(), signal.SIGKILL)
+    for _ in range(2):
+        with Recording(path_of(tone(1.0)), RATE) as recording:
+            assert len(recording.window(0, 2 * RATE)) == RATE
+
+
+def test_the_processes_end_with_a_killed_server() -> None:
+    program = (
+        "import sys, time; from tests.process.test_recording import *;"
+        "recording = Recording(sys.argv[1], RATE); print(fork_server(), *processes(), flush=True);"
+        "time.sleep(60)"
+    )
+    words = [sys.executable, "-c", program, path_of(tone(60.0))]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout
+        started = [int(word) for word in server.stdout.readline().split()]
+        server.kill()
+    assert len(started) == 2
+    wait_until(lambda: not any(Path(f"/proc/{process}").exists() for process in started))
+
+
+def test_decoders_print_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """libsndfile prints the bytes that are wrong in a MIDI Sample Dump."""
+    sound = bytearray(tone(1.0, kind="SDS"))
+    sound[21] = 0
+    with suppress(InvalidInput), Recording(path_of(bytes(sound)), RATE) as recording:
+        recording.window(0, RATE)
+    ctypes.CDLL(None).fflush(None)
+    assert capfd.readouterr() == ("", "")
 
 
 def unknown_length(samples: int) -> bytes:

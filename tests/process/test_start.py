@@ -1,6 +1,6 @@
 """Startup errors: one sentence, before a model is loaded, and an exit status.
 
-The status is 2 for errors that `python -m server` detects; 3, uvicorn's, for a failed start and for
+The status is 2 for errors that `onequeue serve` detects; 3, uvicorn's, for a failed start and for
 uvicorn's own command.
 """
 
@@ -26,9 +26,9 @@ from tests.serving import read_response, wait_until
 
 ROOT = Path(__file__).parents[2]
 UVICORN = [sys.executable, "-m", "uvicorn", "server.app:app"]
-SERVER = [sys.executable, "-m", "server"]
-LONG = b"GET /health HTTP/1.1\r\nHost: a\r\nX-Long: " + b"a" * 70_000 + b"\r\n\r\n"
-WAITS = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\nExpect: 100-continue\r\n\r\n"
+SERVER = [sys.executable, "-m", "server", "serve"]
+LONG = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"a" * 70_000 + b"\r\n\r\n"
+WAITS = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\nExpect: 100-continue\r\n\r\n"
 
 PROGRAM = """
     import sys, uvicorn
@@ -220,8 +220,8 @@ def test_invalid_arguments_are_refused_in_one_line(args: list[str], message: str
 
 
 def test_the_command_needs_no_torch() -> None:
-    code = "import sys, server.__main__ as command; command.main(['--help']); print(*sys.modules)"
-    done = run([sys.executable, "-c", code])
+    code = "import sys, server.__main__ as command; command.main(['serve', '--help'])"
+    done = run([sys.executable, "-c", code + "; print(*sys.modules)"])
     assert done.returncode == 0
     assert not {"torch", "transformers"} & set(done.stdout.splitlines()[-1].split())
 
@@ -241,7 +241,7 @@ def test_ctrl_c_during_the_imports_prints_nothing() -> None:
         builtins.__import__ = interrupted
         runpy.run_module("server", run_name="__main__")
     """
-    done = run(program(code))
+    done = run([*program(code), "serve"])
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
@@ -249,7 +249,7 @@ def test_a_reloading_server_leaves_omp_num_threads_unset() -> None:
     code = """
         import os, server.__main__ as command, server.commands.serve as serve
         serve.uvicorn_command.callback = lambda **flags: print(os.environ["OMP_NUM_THREADS"])
-        command.main(["--port", "0", "--reload"])
+        command.main(["serve", "--port", "0", "--reload"])
     """
     done = run(program(code), OMP_NUM_THREADS="")
     assert done.stdout == "\n", done.stderr

@@ -1,4 +1,4 @@
-"""`python -m server MODEL`: the setting that a checkpoint is for, by its files."""
+"""`onequeue serve MODEL`: the setting that a checkpoint is for, by its files."""
 
 import json
 from collections.abc import Callable

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batching.batcher import GROW_AFTER, DynamicBatcher
+from batching.fair_share import WorkOwner
 from batching.request_queue import WorkItem
 
 NEVER = float("-inf")  # the worker has not been busy
@@ -92,6 +93,29 @@ def test_a_batch_has_one_key_and_starts_with_the_oldest_item() -> None:
         arrive(b, arrived, 0.0)
     assert b.take(0.0, NEVER) == [a1, a2]
     assert b.take(0.0, NEVER) == [b1]
+
+
+def owned(name: str, key: Any = None) -> WorkItem:
+    new = item(key=key)
+    new.owner = WorkOwner(name[0], name)
+    return new
+
+
+def test_requests_and_clients_have_items_in_a_batch_in_turn() -> None:
+    b = batcher(size=4, wait_s=0.0)
+    for name in ("a1",) * 6 + ("a2", "b1", "b1"):
+        arrive(b, owned(name), 0.0)
+    batches = [[i.owner.request for i in b.take(0.0, NEVER)] for _ in range(3)]
+    assert batches == [["a1", "b1", "a2", "b1"], ["a1"] * 4, ["a1"]]
+
+
+def test_a_request_of_another_kind_has_the_next_batch() -> None:
+    b = batcher(size=2, wait_s=0.0)
+    for name in ("a1",) * 6:
+        arrive(b, owned(name), 0.0)
+    arrive(b, owned("b1", key="other"), 0.0)
+    batches = [[i.owner.request for i in b.take(0.0, NEVER)] for _ in range(2)]
+    assert batches == [["a1", "a1"], ["b1"]]
 
 
 def test_an_item_above_the_caps_gets_a_batch_of_its_own() -> None:

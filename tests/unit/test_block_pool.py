@@ -304,3 +304,15 @@ def test_closing_a_table_drops_its_runner_state_while_a_step_holds_the_table() -
     del group
     pool.close(held)
     assert watched() is None
+
+
+def test_blocks_of_a_paused_sequence_are_not_waited_for() -> None:
+    pool, tokens = BlockPool(8, 4), list(range(12))
+    table = pool.open(tokens, [])
+    assert table is not None
+    pool.register(table, tokens, 4)
+    assert pool.match(tokens)[1] is not None
+    pool.withdraw(table)
+    assert pool.match(tokens) == ([table.blocks[0]], None)
+    pool.register(table, tokens, 12)
+    assert pool.match([*tokens, 0]) == (list(table.blocks), None)

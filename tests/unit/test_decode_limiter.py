@@ -10,8 +10,10 @@ import httpx
 import pytest
 from PIL import Image
 
+from batching.errors import ClientGone
 from tests import tiny
 from tests.serving import serving, wait_until
+from worker.media.bounded_file import BoundedFile
 from worker.media.decode_limiter import SIZES_PER_REQUEST, DecodeLimiter
 
 
@@ -99,3 +101,36 @@ def test_the_images_of_a_list_have_a_common_limit() -> None:
                 error = response.json()["error"]
                 assert error["param"].startswith("inputs[")
                 assert "more than 16000000 pixels or samples in all" in error["message"]
+
+
+def test_text_does_not_wait_for_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images are decoded in threads of their own, until their clients have left."""
+    reads, stopped = [], []
+
+    def read(file: BoundedFile, size: int | None = -1) -> bytes:
+        reads.append(file)
+        wait_until(lambda: not file._is_wanted())
+        stopped.append(file)
+        raise ClientGone("left")
+
+    buffer = io.BytesIO()
+    Image.new("RGB", (10, 10)).save(buffer, format="PNG")
+    with (
+        serving(
+            pipeline_model=str(tiny.folder("vit")), embedding_model="demo", device="cpu"
+        ) as server,
+        ThreadPoolExecutor(10) as pool,
+    ):
+        monkeypatch.setattr(BoundedFile, "read", read)
+
+        def send_image(_: int) -> None:
+            with suppress(httpx.ReadTimeout):
+                httpx.post(server.url, content=buffer.getvalue(), timeout=httpx.Timeout(60, read=1))
+
+        images = pool.map(send_image, range(10))
+        wait_until(lambda: len(reads) > 1)
+        url = server.url + "/v1/embeddings"
+        assert httpx.post(url, json={"input": "a"}, timeout=60).status_code == 200
+        assert not stopped
+        list(images)
+        wait_until(lambda: len(stopped) == len(reads))

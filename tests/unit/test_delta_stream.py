@@ -22,7 +22,12 @@ async def streaming() -> AsyncIterator[DeltaStream[str]]:
     queue, loop = RequestQueue(10, time.monotonic), asyncio.get_running_loop()
 
     def submit(
-        name: str, payloads: list[str], deadline: float, stream: Any, cache_namespace: bytes
+        name: str,
+        payloads: list[str],
+        deadline: float,
+        stream: Any,
+        cache_namespace: bytes,
+        client: Any,
     ) -> Any:
         return queue.accept(payloads, deadline, StepLane(name, 10), name, stream, cache_namespace)
 

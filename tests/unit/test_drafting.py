@@ -62,7 +62,7 @@ def test_rows_are_bounded_and_shared_equally(sequences: int) -> None:
     speculation.begin_step(sequences)
     rooms = []
     for _ in range(sequences):
-        rooms.append(room := speculation.room())
+        rooms.append(room := speculation.allot_rows())
         speculation.take(room)
     assert sum(rooms) == max(0, MAX_ROWS["cpu"] - sequences)
     assert max(rooms) - min(rooms) <= 1
@@ -71,5 +71,5 @@ def test_rows_are_bounded_and_shared_equally(sequences: int) -> None:
 def test_unused_rows_are_left_to_later_sequences() -> None:
     speculation = Speculation("cpu")
     speculation.begin_step(4)
-    assert speculation.room() == 7
-    assert [speculation.room() for _ in range(3)] == [10, 14, 28]
+    assert speculation.allot_rows() == 7
+    assert [speculation.allot_rows() for _ in range(3)] == [10, 14, 28]

@@ -1,21 +1,24 @@
 """The expected wait of a new item, with a fake clock."""
 
+import itertools
 import math
 from collections import deque
 from typing import Any
 
 import pytest
 
+from batching.fair_share import WorkOwner
 from batching.request_queue import BatchLane, Lane, StepLane, WorkItem
 
+NUMBERS = itertools.count()
 
-def accept(lane: Lane, *tokens: int) -> list[WorkItem]:
-    """Accept items; those of zero tokens are not prepared yet."""
+
+def accept(lane: Lane, *tokens: int, client: str | None = None) -> list[WorkItem]:
+    """Accept requests of an item each; those of zero tokens are not prepared yet."""
     items = []
     for count in tokens:
-        item: WorkItem = WorkItem(None, math.inf, 0.0)
-        lane.used += 1
-        lane.not_started += 1
+        item: WorkItem = WorkItem(None, math.inf, 0.0, owner=WorkOwner(client, next(NUMBERS)))
+        lane.add(item)
         if count:
             item.tokens = count
             lane.add_prepared(item)
@@ -45,7 +48,7 @@ def test_the_expected_wait_is_proportional_to_tokens() -> None:
     assert lane.expected_wait_s(0) == pytest.approx(0.1)
     lane.release(short)
     assert lane.expected_wait_s(0) == 0
-    assert (lane.used, lane.not_started) == (0, 0)
+    assert lane.not_started == 0
 
 
 def test_an_unprepared_item_counts_as_the_mean() -> None:
@@ -182,7 +185,7 @@ def test_cancelled_items_do_not_count_and_idle_time_is_not_measured() -> None:
     assert model.expected_s() > 0
     for item in [*model.waiting, *model.running]:
         model.lane.release(item)
-    assert (model.lane.used, model.lane.not_started) == (0, 0)
+    assert model.lane.not_started == 0
     model.waiting.clear()
     model.running.clear()
     model.now += 100_000
@@ -194,7 +197,7 @@ def test_the_expected_wait_is_zero_while_there_is_room() -> None:
     model = FakeModel(256, 100)
     model.arrive(600)
     model.step(3600)  # idle for most of it
-    assert model.lane.used == 0
+    assert not model.running
     model.arrive(256)
     assert model.expected_s() == 0
     model.arrive(200)  # these have to wait
@@ -214,6 +217,38 @@ def test_room_counts_as_free_while_the_prompts_of_a_round_run() -> None:
         model.lane.record(now, starved=True)
         assert model.lane.expected_wait_s(now) < 10
         model.lane.start(item)
+
+
+def test_inputs_of_a_list_delay_no_others() -> None:
+    lane: Any = StepLane("generation", 100)
+    long = WorkOwner("a", "long")
+    inputs: list[WorkItem] = [WorkItem(None, math.inf, 0.0, owner=long) for _ in range(30)]
+    for item in inputs:
+        lane.add(item)
+    lane.start(inputs[0])
+    lane.record(0, True)
+    assert (lane.not_started, lane.expected_wait_s(100, "a")) == (0, 0)
+    (other,) = accept(lane, 1, client="a")
+    assert lane.expected_wait_s(100, "a") == 100  # behind one request
+    for item in [*inputs, other]:
+        lane.release(item)
+    assert (lane.not_started, lane._running) == (0, 0)
+
+
+@pytest.mark.parametrize("lane", [StepLane("generation", 100), BatchLane("pipeline", 100)])
+def test_a_client_does_not_wait_for_the_queue_of_another(lane: Any) -> None:
+    queued = accept(lane, *[1] * 20, client="a")
+    if isinstance(lane, BatchLane):
+        lane.record(1, 1, 1.0)
+    else:
+        lane.start(queued[0])
+        lane.record(0, True)
+        lane.start(queued[1])
+        lane.record(1, True)
+    assert lane.expected_wait_s(1, "a") >= 18
+    assert lane.expected_wait_s(1, "b") == 0
+    accept(lane, 1, client="b")
+    assert lane.expected_wait_s(1, "b") == 2
 
 
 def test_a_request_of_many_choices_is_one_item() -> None:

@@ -3,8 +3,10 @@
 import base64
 import io
 import random
+import resource
 import struct
 import tempfile
+import time
 import zlib
 from functools import partial
 from pathlib import Path
@@ -13,10 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import soundfile
-from PIL import Image
+from PIL import Image, ImageOps
 
-from batching.errors import InvalidInput
-from worker.media import audio, inputs
+from batching.errors import ClientGone, InvalidInput, QueueFull
+from worker.media import audio, images, inputs
+from worker.media.audio_process import AudioProcess
 from worker.media.data_urls import to_bytes
 from worker.media.decode_limiter import DecodeLimiter
 from worker.media.inputs import to_images
@@ -57,16 +60,20 @@ def without_length(flac: bytes) -> bytes:
     return bytes(data)
 
 
+def chunk(kind: bytes, data: bytes = b"") -> bytes:
+    """Return a chunk of a PNG."""
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
 def png_header(width: int, height: int) -> bytes:
     """Return a small file whose header claims a large image."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        )
-
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 99))
+
+
+def segment(kind: int, data: bytes) -> bytes:
+    """Return a segment of a JPEG."""
+    return struct.pack(">BBH", 0xFF, kind, len(data) + 2) + data
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
@@ -186,9 +193,19 @@ def test_broken_and_empty_audio_is_refused(capfd: pytest.CaptureFixture[str]) ->
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_a_full_disk_refuses_audio_for_now() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(QueueFull, match="disk"):
+            to_audio(tone(1.0), RATE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 def test_audio_that_is_too_long_is_refused_before_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "MAX_AUDIO_S", 2)
-    monkeypatch.setattr(soundfile.SoundFile, "read", None)
+    monkeypatch.setattr(AudioProcess, "read", None)
     with pytest.raises(InvalidInput, match="3 seconds"):
         to_audio(tone(3.0), RATE)
     monkeypatch.setattr(audio, "MAX_SAMPLES", 30_000)
@@ -210,7 +227,7 @@ def test_an_extreme_sampling_rate_is_refused_before_decoding(
     rate: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sound = tone(7000 / rate, rate)
-    monkeypatch.setattr(soundfile.SoundFile, "read", None)
+    monkeypatch.setattr(AudioProcess, "read", None)
     with pytest.raises(InvalidInput, match=f"{rate} samples a second; 1000 to 384000 are accepted"):
         to_audio(sound, RATE)
 
@@ -218,7 +235,7 @@ def test_an_extreme_sampling_rate_is_refused_before_decoding(
 def test_a_length_above_the_models_limit_is_refused_before_decoding(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(soundfile.SoundFile, "read", None)
+    monkeypatch.setattr(AudioProcess, "read", None)
     check = partial(check_audio, parameters={}, window_s=0.0)
     with pytest.raises(InvalidInput, match="has 301 seconds; this model takes 300"):
         to_audio(tone(301, 1000), RATE, check_seconds=check)
@@ -278,3 +295,99 @@ def test_a_progressive_image_with_too_many_scans_is_refused() -> None:
     assert to_image(once[:-2] + 50 * scan + once[-2:]).size == (800, 800)
     with pytest.raises(InvalidInput, match="scans"):
         to_image(once[:-2] + 6400 * scan + once[-2:])
+
+
+def empty_scans(count: int) -> bytes:
+    """Return a baseline JPEG that has components in scans of their own."""
+    whole = image("JPEG", (800, 800))
+    scan = segment(0xDA, b"\1\1\0\0\x3f\0")
+    return whole[: whole.rindex(b"\xff\xda")] + count * scan + b"\xff\xd9"
+
+
+def inserted(kind: str, content: bytes) -> bytes:
+    """Return an image with metadata before its pixels."""
+    whole = image(kind, (40, 30))
+    starts = {"JPEG": 2, "PNG": 33, "GIF": whole.find(b"\x21\xf9") if kind == "GIF" else 0}
+    at = starts[kind] if starts[kind] > 0 else 13 + 3 * (2 << (whole[10] & 7))
+    return whole[:at] + content + whole[at:]
+
+
+def bmp(width: int, height: int, run: int) -> bytes:
+    """Return a BMP of runs of equal pixels."""
+    pixels = (bytes([run, 3]) * (width // run) + b"\0\0") * height + b"\0\1"
+    sizes = 40, width, height, 1, 8, 1, len(pixels), 0, 0, 256, 256
+    header = struct.pack("<IiiHHIIiiII", *sizes) + bytes(4 * 256)
+    return (
+        b"BM"
+        + struct.pack("<III", 14 + len(header + pixels), 0, 14 + len(header))
+        + header
+        + pixels
+    )
+
+
+COMPLEX = {
+    "empty scans": lambda: empty_scans(20_000),
+    "EXIF segments": lambda: inserted("JPEG", 300_000 * segment(0xE1, b"Exif\0\0ab")),
+    "comments": lambda: inserted("JPEG", 1_000_000 * segment(0xFE, b"")),
+    "empty chunks": lambda: inserted("PNG", 1_000_000 * chunk(b"tEXt")),
+    "empty chunks of pixels": lambda: inserted("PNG", 1_000_000 * chunk(b"IDAT")),
+    "chunks behind the pixels": lambda: image()[:-12] + 1_000_000 * chunk(b"teXt"),
+    "blocks of a comment": lambda: inserted("GIF", b"!\xfe" + 1_000_000 * b"\1x" + b"\0"),
+    "extensions": lambda: inserted("GIF", 1_000_000 * b"!\1\0"),
+    "runs of one pixel": lambda: bmp(1000, 1000, 1),
+    "run-length encoded pixels": lambda: bmp(5477, 5477, 255),
+}
+
+
+@pytest.mark.parametrize("name", COMPLEX)
+def test_an_image_that_takes_much_work_to_read_is_refused(name: str) -> None:
+    data = COMPLEX[name]()
+    started = time.thread_time()
+    with pytest.raises(InvalidInput, match=r"too complex|run-length"):
+        to_image(data)
+    assert time.thread_time() - started < 1
+
+
+def test_metadata_is_skipped() -> None:
+    tables = 400 * segment(0xED, b"Photoshop 3.0\0" + 5000 * b"8BIM\4\4\0\0\0\0\0\0")
+    junk = segment(0xFE, b"") + 1_000_000 * b"junk"
+    for data in (tables, junk):
+        started = time.thread_time()
+        assert to_image(inserted("JPEG", data)).size == (40, 30)
+        assert time.thread_time() - started < 0.2
+
+
+def test_ordinary_images_are_read() -> None:
+    orientation = Image.Exif()
+    orientation[0x0112] = 6
+    photo = segment(0xE1, orientation.tobytes())
+    photo += 200 * segment(0xE1, b"Exif\0\0" + bytes(60_000))
+    turned = ImageOps.exif_transpose(to_image(inserted("JPEG", photo)))
+    assert turned.size == (30, 40)
+    progressive = io.BytesIO()
+    Image.new("RGB", (4000, 3000)).save(progressive, format="JPEG", progressive=True)
+    assert to_image(progressive.getvalue()).size == (4000, 3000)
+    assert to_image(empty_scans(90)).size == (800, 800)
+    assert to_image(bmp(640, 480, 20)).size == (640, 480)
+
+
+def test_decoding_ends_when_the_client_has_left() -> None:
+    reads = 0
+
+    def is_wanted() -> bool:
+        nonlocal reads
+        reads += 1
+        return reads < 20
+
+    noise = io.BytesIO()
+    Image.effect_noise((1000, 1000), 100).save(noise, format="JPEG")
+    with DecodeLimiter(PIXELS).lease(is_wanted=is_wanted) as lease, pytest.raises(ClientGone):
+        inputs.to_image(noise.getvalue(), lease)
+    assert reads == 20
+
+
+def test_decoding_has_a_limit_of_cpu_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "CPU_S", 0)
+    monkeypatch.setattr(images, "MIN_SPEED", 1e12)
+    with pytest.raises(InvalidInput, match="takes too long to read"):
+        to_image(image("JPEG", (1000, 1000)))

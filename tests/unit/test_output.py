@@ -43,7 +43,7 @@ def output(
     parser = None if output_format is None else OutputParser(output_format, prefix, calls)
     params = SamplingParams(logprobs=logprobs)
     prepared = PreparedPrompt([5], params, max_tokens, {END: None}, parser=parser)
-    [result] = create_outputs(item, prepared, VOCABULARY)
+    [result] = create_outputs(item, item.payload, prepared, VOCABULARY)
     result.start(0)
     return result
 
@@ -190,7 +190,7 @@ def test_a_text_span_divides_into_parts_that_join_to_it(counts: tuple[int, ...])
 @pytest.mark.parametrize("parallel", [True, False])
 def test_parallel_calls_false_returns_the_first_call_only(parallel: bool) -> None:
     item = request([5], GREEDY)
-    item.payload = replace(item.payload, tool_calls=ToolCallPolicy(("a", "b"), parallel=parallel))
+    item.payload = replace(item.payload, tool_policy=ToolCallPolicy(("a", "b"), parallel=parallel))
     prepared = PreparedPrompt(
         [5],
         SamplingParams(),
@@ -198,7 +198,7 @@ def test_parallel_calls_false_returns_the_first_call_only(parallel: bool) -> Non
         {END: None},
         parser=OutputParser(DEFAULT_OUTPUT_FORMAT, "", True),
     )
-    [sequence] = create_outputs(item, prepared, VOCABULARY)
+    [sequence] = create_outputs(item, item.payload, prepared, VOCABULARY)
     sequence.start(0)
     text = '<tool_call>[{"name": "a", "arguments": {"n": 1}}, {"name": "b"}]</tool_call>'
     for token in [*tokens_of(text, random.Random(0)), END]:

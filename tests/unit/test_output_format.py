@@ -5,7 +5,9 @@ import json
 import pytest
 
 from tests.tiny_tokenizers import llama_tokenizer
-from worker.grammar.tool_calls import tool_calls_grammar
+from worker.generation.response_reader import ResponseReader
+from worker.grammar.tool_calls import accepts, tool_calls_grammar
+from worker.text.chat_template.inference import EXAMPLE_ARGUMENTS, TYPED_TOOLS
 from worker.text.chat_template.template import ChatTemplate
 from worker.text.tool_call_format import DEFAULT_TOOL_CALL_FORMAT, ID
 
@@ -58,6 +60,26 @@ TEMPLATES: dict[str, tuple[str, str | None]] = {
         ),
         "<call name=a>{}</call><call name=b>{}</call>",
     ),
+    "typed tags": (
+        "<calls>"
+        + EACH.replace(
+            "EACH",
+            '<call name="{{ c.function.name }}">{% for key, value in c.function.arguments.items() '
+            '%}<arg name="{{ key }}" text="{{ "yes" if value is string else "no" }}">'
+            "{{ value if value is string else value | tojson }}</arg>{% endfor %}</call>",
+        )
+        + "</calls>",
+        '<calls><call name="a">{}</call><call name="b">{}</call></calls>',
+    ),
+    "named closings": (
+        EACH.replace(
+            "EACH",
+            "<call name={{ c.function.name }}>{% for key, value in c.function.arguments.items() %}"
+            "<{{ key }}>{{ value if value is string else value | tojson }}</{{ key }}>"
+            "{% endfor %}</call>",
+        ),
+        "<call name=a>{}</call><call name=b>{}</call>",
+    ),
     "python": (
         "["
         + EACH.replace(
@@ -98,6 +120,64 @@ def test_tool_call_format_is_the_templates(name: str) -> None:
     else:
         assert calls.render([("a", "{}"), ("b", "{}")]) == expected
     assert any(note.startswith("calls:") for note in template.notes) == (expected is None)
+
+
+@pytest.mark.parametrize("name", ["typed tags", "named closings"])
+def test_grammar_accepts_the_calls_of_the_template(name: str) -> None:
+    template = learned(TEMPLATES[name][0])
+    calls = template.output_format.tool_calls
+    assert calls is not None
+    assert len(template.examples) == len(EXAMPLE_ARGUMENTS)
+    assert all(accepts(calls, TYPED_TOOLS, text) for text, _ in template.examples)
+
+
+def test_word_of_a_type_decides_where_the_schema_does_not() -> None:
+    source, _ = TEMPLATES["typed tags"]
+    tokenizer = llama_tokenizer(TURN.replace("CALLS", source))
+    tools = [{"type": "function", "function": {"name": "a"}}]
+    text = '<calls><call name="a"><arg name="x" text="yes">7</arg><arg name="y" text="no">7</arg>'
+    response = ResponseReader(tokenizer, ()).read(f"{text}</call></calls>", tools)
+    assert [(name, json.loads(arguments)) for name, arguments in response.calls] == [
+        ("a", {"x": "7", "y": 7})
+    ]
+
+
+@pytest.mark.parametrize(
+    "text", ['[a(x="7", y=[1]), b()]', '[{"name": "a", "arguments": {"x": "7", "y": [1]}}]']
+)
+def test_calls_that_the_template_does_not_write_are_named_like_results(text: str) -> None:
+    source = "{% for m in messages %}{% if m.role == 'tool' %}<|tool_result_start|>{{ m.content }}"
+    source += "<|tool_result_end|>{% else %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
+    tools = [{"type": "function", "function": {"name": name}} for name in "ab"]
+    output = f"Well <|tool_call_start|>{text}<|tool_call_end|>"
+    response = ResponseReader(llama_tokenizer(source), ()).read(output, tools)
+    assert response.content.strip() == "Well"
+    calls = [(name, json.loads(arguments)) for name, arguments in response.calls]
+    assert ("a", {"x": "7", "y": [1]}) in calls
+
+
+NESTED = """{% macro write(value) %}{% if value is mapping %}
+{%- for k, v in value.items() %}[<|>]<{{ k }}>{{ write(v) }}[<|>]</{{ k }}>{% endfor %}
+{%- elif value is iterable and value is not string %}
+{%- for v in value %}[<|>]<item>{{ write(v) }}[<|>]</item>{% endfor %}
+{%- else %}{{ value if value is string else value | tojson }}{% endif %}{% endmacro %}
+{{- "[<|>]<calls>" }}{% for c in m.tool_calls %}[<|>]<call name="{{ c.function.name }}">
+{{- write(c.function.arguments) }}[<|>]</call>{% endfor %}[<|>]</calls>"""
+
+
+def test_lists_and_objects_may_be_elements() -> None:
+    tokenizer = llama_tokenizer(TURN.replace("CALLS", NESTED))
+    properties = {"text": {"type": "string"}, "o": {"type": "object"}, "e": {"type": "array"}}
+    parameters = {"type": "object", "properties": properties}
+    tools = [{"type": "function", "function": {"name": "a", "parameters": parameters}}]
+    n = "[<|>]"
+    nested = f"{n}<item>{n}<o>1{n}</o>{n}<l>{n}<item>02{n}</item>{n}</l>{n}</item>"
+    text = f"{n}<text>{n}<b>{n}</text>{n}<o>{n}<o>{nested}{n}</o>{n}</o>{n}<e>{n}</e>"
+    output = f'{n}<calls>{n}<call name="a">{text}{n}</call>{n}</calls>'
+    response = ResponseReader(tokenizer, ()).read(output, tools)
+    assert (response.content, len(response.calls)) == ("", 1)
+    expected = {"text": f"{n}<b>", "o": {"o": [{"o": 1, "l": ["02"]}]}, "e": []}
+    assert json.loads(response.calls[0][1]) == expected
 
 
 def test_each_note_is_logged_as_a_warning(caplog: pytest.LogCaptureFixture) -> None:

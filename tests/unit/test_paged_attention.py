@@ -1,7 +1,7 @@
 """Paged attention equals attention computed token by token, however spans are grouped."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from worker.model.attention.kv_cache import BLOCK, KVCache, LayerShape
 from worker.model.attention.paged import (
     MAX_REACH_EXCESS,
     MAX_REACH_RATIO,
+    AttentionBackend,
     AttentionMetadata,
     SpanGroup,
     attend,
@@ -167,30 +168,73 @@ def test_each_token_attends_to_its_own_sequence_only(
         mix = mixes(chance, case.kind)
         broken = (None, 0, len(mix) // 2)[turn]
         monkeypatch.setattr(paged, "MAX_MASK_ELEMENTS", (2000, limit, limit)[turn])
-        cached = memory(case, mix, chance, broken)
-        query = [torch.randn(width, case.heads, case.key_size) for _, width in mix]
-        if broken is not None:
-            query[broken].fill_(float("nan"))
-        new = [
-            torch.cat([whole[start:] for (start, _), whole in zip(mix, sequences, strict=True)])
-            for sequences in (cached.keys, cached.values)
-        ]
-        sinks = torch.randn(case.heads)
-        q, k, v = (x.transpose(0, 1)[None] for x in (torch.cat(query), *new))
-        with forward_context(cached.metadata):
-            out = attend(
-                q, k, v, sinks if case.sinks else None, 0, case.scale, case.window, case.softcap
-            )
-        assert out.shape == (1, q.shape[2], case.heads, case.value_size)
-        rows: Any = out[0].double()  # split is not annotated
-        outputs = rows.split([width for _, width in mix])
-        for n, (start, _) in enumerate(mix):
-            if n == broken:
-                assert bool(outputs[n].isnan().all())
-                continue
-            keys, values = cached.keys[n], cached.values[n]
-            right = expected(case, query[n], keys, values, start, sinks)
-            torch.testing.assert_close(outputs[n], right, atol=1e-5, rtol=1e-5)
+        check(case, mix, chance, AttentionMetadata, broken)
+
+
+def check(
+    case: Case, mix: Sequence[tuple[int, int]], chance: random.Random,
+    backend: Callable[[KVCache, Batch], AttentionBackend], broken: int | None = None,
+) -> None:  # fmt: skip
+    cached = memory(case, mix, chance, broken)
+    query = [torch.randn(width, case.heads, case.key_size) for _, width in mix]
+    if broken is not None:
+        query[broken].fill_(float("nan"))
+    new = [
+        torch.cat([whole[start:] for (start, _), whole in zip(mix, sequences, strict=True)])
+        for sequences in (cached.keys, cached.values)
+    ]
+    sinks = torch.randn(case.heads)
+    q, k, v = (x.transpose(0, 1)[None] for x in (torch.cat(query), *new))
+    with forward_context(backend(cached.cache, cached.batch)):
+        out = attend(
+            q, k, v, sinks if case.sinks else None, 0, case.scale, case.window, case.softcap
+        )
+    assert out.shape == (1, q.shape[2], case.heads, case.value_size)
+    rows: Any = out[0].double()  # split is not annotated
+    outputs = rows.split([width for _, width in mix])
+    for n, (start, _) in enumerate(mix):
+        if n == broken:
+            assert bool(outputs[n].isnan().all())
+            continue
+        keys, values = cached.keys[n], cached.values[n]
+        right = expected(case, query[n], keys, values, start, sinks)
+        torch.testing.assert_close(outputs[n], right, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.kind in ("continued", "one", "all")], ids=name
+)
+def test_chunks_attend_with_an_offset_where_flash_attention_is_available(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged, "has_flash_attention", lambda q, v: True)
+    chance = random.Random(name(case))
+    for broken in (None, 0):
+        check(case, mixes(chance, case.kind), chance, AttentionMetadata, broken)
+
+
+@pytest.mark.parametrize("mix", [[(8192, 8192)], [(6000, 4096), (5000, 4000)], [(17, 300), (9, 1)]])
+@pytest.mark.parametrize(("window", "chunk"), [(0, 0), (1 << 20, 0), (0, 1 << 20)])
+def test_a_continued_chunk_needs_no_mask(
+    mix: list[tuple[int, int]], window: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One call a span, with the prefix as the offset of its queries."""
+    calls: list[tuple[int, int]] = []
+
+    def attended(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        calls.append((len(q), len(k)))
+        return q.new_zeros(*q.shape[:2], v.shape[2])
+
+    monkeypatch.setattr(paged, "has_flash_attention", lambda q, v: True)
+    monkeypatch.setattr(paged, "_offset_attention", attended)
+    metadata = memory(Case("one", window, chunk), mix, random.Random(0)).metadata
+    q, k, v = (torch.zeros(1, h, sum(w for _, w in mix), 8) for h in (4, 2, 2))
+    metadata.groups(window, chunk, False)  # masks of decodes are made once
+    monkeypatch.setattr(paged, "make_mask", None)
+    with forward_context(metadata):
+        attend(q, k, v, None, 0, 0.35, window, 0.0)
+    wide = [(width, start + width) for start, width in mix if width > BLOCK]
+    assert sorted(calls) == sorted(wide)
 
 
 def rows_of(group: SpanGroup, tokens: int) -> list[int]:

@@ -5,7 +5,7 @@ from typing import Any
 from batching.batcher import DynamicBatcher
 from batching.request_queue import WorkItem
 from tests.fakes import FakeRunner
-from worker.messages.protocol import UNFINISHED, StepOutcome
+from worker.messages.protocol import CUT, UNFINISHED, StepOutcome
 from worker.pipeline.engine import PipelineEngine
 
 
@@ -20,6 +20,14 @@ class Slow(FakeRunner):
         for words in prepared:
             words.pop()
         return [UNFINISHED if words else "done" for words in prepared]
+
+
+class Cutting(FakeRunner):
+    """Cuts each batch to its first text."""
+
+    def forward(self, prepared: list[Any]) -> list[Any]:
+        self.batches.append([text for [text] in prepared])
+        return ["done", *[CUT] * (len(prepared) - 1)]
 
 
 def slow_engine() -> tuple[PipelineEngine, Slow]:
@@ -81,3 +89,31 @@ def test_clear_returns_unfinished_items() -> None:
     step(engine)
     assert engine.clear() == [item]
     assert engine.due_at(1.0) is None
+
+
+def test_a_cut_batch_is_completed_before_new_items_start() -> None:
+    runner = Cutting()
+    engine = PipelineEngine(runner, DynamicBatcher(8, 100, 0.0), lambda: 1.0)
+    first, second, third = (arrived(engine, text) for text in "abc")
+    assert step(engine).outputs == [(first, "done")]
+    later = arrived(engine, "later")
+    third.open = False
+    outcome = step(engine)
+    assert outcome.outputs == [(second, "done")]
+    assert outcome.report.size == 1
+    assert outcome.report.saturated
+    assert step(engine).outputs == [(later, "done")]
+    assert runner.batches == [["a", "b", "c"], ["b"], ["later"]]
+    assert not engine.busy
+
+
+def test_a_cut_batch_does_not_count_as_one_that_fits_into_memory() -> None:
+    batcher: DynamicBatcher[Any] = DynamicBatcher(8, 100, 0.0)
+    engine = PipelineEngine(Cutting(), batcher, lambda: 1.0)
+    batcher.out_of_memory(4)
+    for _ in range(10):
+        for text in "abcd":
+            arrived(engine, text)
+        while engine.busy:
+            step(engine)
+    assert batcher.cap == 4

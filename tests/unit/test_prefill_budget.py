@@ -56,6 +56,11 @@ def test_whole_prompts_take_the_maximum_without_streams() -> None:
     assert prefill.prompt_tokens(streaming=True) == MIN_PREFILL_TOKENS
 
 
+def test_whole_prompts_beside_streams_take_the_minimum_before_any_measurement() -> None:
+    tokens = PrefillBudget("cpu", whole_prompts=True).prompt_tokens(streaming=True)
+    assert tokens == MIN_PREFILL_TOKENS_ALONE["cpu"]
+
+
 @pytest.mark.parametrize("token_s", [0.001, 0.003, 0.006])
 @pytest.mark.parametrize("seed", range(5))
 def test_prompts_make_a_step_longer_by_the_allowed_time(token_s: float, seed: int) -> None:

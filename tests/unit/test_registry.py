@@ -57,7 +57,7 @@ class Setup:
             batched_model(name, partial(self.runners.__getitem__, name), DynamicBatcher(1, 1000, 0))
             for name in self.runners
         ]
-        self.worker = Worker([*served, language_model("writer", lambda: self.writer, 100)])
+        self.worker = Worker([*served, language_model("writer", lambda: self.writer, 100, 8)])
         self.worker_client = WorkerClient(self.worker, self.queue, Metrics(lambda: 0), 2, 60)
         self.submitted: list[WorkItem] = []
         self._submit = self.worker.submit

@@ -33,9 +33,19 @@ class Queue(RequestQueue):
         self.lane = BatchLane("pipeline", capacity)
 
     def admit(
-        self, payloads: Sequence[Any], deadline: float, lane: Lane | None = None
+        self,
+        payloads: Sequence[Any],
+        deadline: float,
+        lane: Lane | None = None,
+        client: str | None = None,
     ) -> list[WorkItem]:
-        return self.accept(payloads, deadline, lane or self.lane, "model")
+        return self.accept(payloads, deadline, lane or self.lane, "model", client=client)
+
+    def admit_each(
+        self, count: int, deadline: float, lane: Lane | None = None, client: str | None = None
+    ) -> list[WorkItem]:
+        """Admit requests of an input each."""
+        return [self.admit([n], deadline, lane, client)[0] for n in range(count)]
 
 
 def queue(capacity: int = 2) -> Queue:
@@ -54,35 +64,80 @@ async def test_slots_are_limited_and_can_be_reused() -> None:
     assert q.pending == 1
 
 
-async def test_a_list_is_accepted_whole_or_not_at_all() -> None:
-    q = queue(3)
-    q.admit(["a", "b"], 200)
+@pytest.mark.parametrize("capacity", [4, 8, 1024])
+async def test_a_list_uses_all_slots_and_yields_them(capacity: int) -> None:
+    q = queue(capacity)
+    long = q.admit(range(1024), 200)
+    assert q.slots.used == capacity
+    assert await q.take() == long
+    bystanders = q.admit_each(capacity // 2, 200)
+    another = q.admit(range(1024), 200)
     with pytest.raises(QueueFull):
-        q.admit(["c", "d"], 200)
-    assert q.pending == 2
+        q.admit_each(capacity, 200)
+    assert q.slots.used == capacity
+    assert q.pending >= 2048 + len(bystanders)
+    assert another[0] in q.slots._holders[another[0].owner]
+    q.release(list(q.items))
+    assert (q.slots.used, q.lane.slots.used, q.pending) == (0, 0, 0)
+    assert len(q.admit_each(capacity, 200)) == capacity
 
 
-async def test_list_requests_leave_slots_to_single_items() -> None:
+async def test_inputs_of_lists_take_free_slots_in_turn() -> None:
+    q = queue(4)
+    singles = q.admit_each(3, 200)
+    first, second = q.admit(range(3), 200, client="a"), q.admit(range(3), 200, client="b")
+    assert q.slots.used == 4
+    q.release(singles)
+    assert q.slots._shares.of_request(first[0].owner) == 2
+    assert q.slots._shares.of_request(second[0].owner) == 2
+
+
+async def test_one_slot_is_never_shared() -> None:
+    q = queue(1)
+    (single,) = q.admit_each(1, 200, client="a")
+    with pytest.raises(QueueFull):
+        q.admit_each(1, 200, client="b")
+    q.release([single])
+    assert q.admit_each(1, 200, client="b")
+
+
+async def test_a_client_with_all_slots_yields_up_to_half() -> None:
     q = queue(8)
-    lane = BatchLane("long", 8, RoundRobin(1))
-    q.admit(range(7), 200, lane)  # alone, a list may use all slots
+    many = q.admit_each(8, 200, client="a")  # alone, it uses all
     with pytest.raises(QueueFull):
-        q.admit(range(2), 200, lane)
-    short = q.admit(["a"], 200, lane)
-    q.release(short)
-    q.release(list(q.items)[:4])
+        q.admit_each(1, 200, client="a")
+    few = q.admit_each(4, 200, client="b")
     with pytest.raises(QueueFull):
-        q.admit(range(4), 200, lane)
-    assert len(q.admit(range(3), 200, lane)) == 3
-    assert q.admit(["a"], 200, lane)
-    assert q.admit(["b"], 200)
+        q.admit_each(1, 200, client="b")
+    q.release(few[:1])
+    with pytest.raises(QueueFull):  # an item of its own has the slot again
+        q.admit_each(1, 200, client="a")
+    assert q.slots._shares.of_client(many[0].owner) == 5
+    assert q.admit_each(1, 200, client="b")
+
+
+async def test_lists_start_a_few_items_at_a_time_in_turn() -> None:
+    q, lane = queue(8), BatchLane("long", 8, RoundRobin(2))
+    first = q.admit(range(4), 200, lane)
+    second = q.admit(range(2), 200, lane, client="b")
+    assert await q.take() == first[:2]
+    assert lane.not_started == 2
+    for item, following in ((first[0], first[2]), (first[1], second[0]), (first[2], first[3])):
+        item.resolve("result")
+        await asyncio.sleep(0)
+        assert await q.take() == [following]
+    q.release(first)
+    await asyncio.sleep(0)
+    assert await q.take() == second[1:]
+    q.release(second)
+    assert lane.not_started == 0
 
 
 @pytest.mark.parametrize(("needed_s", "retry_after_s"), [(20.0, 20), (0.001, 1), (99.5, 100)])
 async def test_retry_after_is_the_time_the_queue_needs(needed_s: float, retry_after_s: int) -> None:
     q = queue(10)
     q.lane.record(items=10, tokens=10, seconds=needed_s)
-    q.admit(range(10), 1000)
+    q.admit_each(10, 1000)
     with pytest.raises(QueueFull) as refused:
         q.admit(["x"], 1000)
     assert refused.value.retry_after_s == retry_after_s
@@ -100,13 +155,13 @@ async def test_hopeless_deadline_is_refused_at_once_and_only_then() -> None:
 
 
 async def test_background_requests_have_a_quarter_of_the_slots_and_delay_no_others() -> None:
-    q, model = queue(8), language_model("generation", FakeGenerator, 8)
+    q, model = queue(8), language_model("generation", FakeGenerator, 8, 8)
     assert model.background
-    behind = q.admit(["a", "b"], math.inf, model.background)
+    behind = q.admit_each(2, math.inf, model.background)
     with pytest.raises(QueueFull, match="background"):
         q.admit(["c"], math.inf, model.background)
     assert (model.background.not_started, model.lane.not_started) == (2, 0)
-    q.admit(range(6), 200, model.lane)
+    q.admit_each(6, 200, model.lane)
     with pytest.raises(QueueFull):
         q.admit(["x"], 200, model.lane)
     q.release(behind[:1])
@@ -115,10 +170,10 @@ async def test_background_requests_have_a_quarter_of_the_slots_and_delay_no_othe
 
 async def test_a_lane_may_have_a_part_of_the_slots() -> None:
     q, small = queue(8), BatchLane("small", 2)
-    items = q.admit(["a", "b"], 200, small)
+    items = q.admit_each(2, 200, small)
     with pytest.raises(QueueFull, match="the small is full: 2 of 2 slots are in use"):
         q.admit(["c"], 200, small)
-    q.admit(range(6), 200)
+    q.admit_each(6, 200)
     q.release(items)
     q.admit(["c"], 200, small)
 

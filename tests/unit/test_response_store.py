@@ -5,11 +5,42 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from server.app import create_app
 from server.core.settings import Settings, SettingsError
-from server.openai.responses.store import NotStored, ResponseStore, Stored, TooLarge
+from server.openai.responses.store import (
+    Count,
+    NotStored,
+    Owner,
+    ResponseStore,
+    Stored,
+    TooLarge,
+    owner_of,
+    storage_namespace,
+)
+
+MINE, OTHER = storage_namespace(b"mine"), storage_namespace(b"other")
+OWNER = owner_of(b"mine", "127.0.0.1")
+# Of a database before namespaces.
+OLD_SCHEMA = """
+CREATE TABLE responses (
+    id TEXT PRIMARY KEY,
+    used INTEGER NOT NULL,
+    size INTEGER NOT NULL,
+    response BLOB NOT NULL,
+    input BLOB NOT NULL
+);
+CREATE INDEX responses_sizes ON responses (used, size);
+CREATE TABLE items (
+    id TEXT NOT NULL,
+    response_id TEXT NOT NULL REFERENCES responses (id) ON DELETE CASCADE,
+    PRIMARY KEY (id, response_id)
+) WITHOUT ROWID;
+CREATE INDEX items_response ON items (response_id);
+INSERT INTO items VALUES ('in_a', 'a');
+"""
 
 
 def stored(id: str, previous: str | None = None, text: str = "") -> Stored:
@@ -20,82 +51,136 @@ def stored(id: str, previous: str | None = None, text: str = "") -> Stored:
 def filled(path: Path) -> ResponseStore:
     """A store in a file that may not grow, with one response, `a`."""
     store = ResponseStore(str(path))
-    store.put(stored("a"))
+    store.put(OWNER, stored("a"))
     [pages] = store._database.execute("PRAGMA page_count").fetchone()
     store._database.execute(f"PRAGMA max_page_count = {pages}")
     return store
 
 
-def ids(store: ResponseStore, *among: str) -> list[str]:
+def ids(store: ResponseStore, *among: str, namespace: bytes = MINE) -> list[str]:
     found = []
     for id in among:
         with contextlib.suppress(NotStored):
-            found.append(store.get(id).response["id"])
+            found.append(store.get(namespace, id).response["id"])
     return found
 
 
 def test_response_is_returned_until_it_is_deleted() -> None:
     store = ResponseStore(":memory:")
-    store.put(stored("a", text="wörld"))
-    assert store.get("a") == stored("a", text="wörld")
+    store.put(OWNER, stored("a", text="wörld"))
+    assert store.get(MINE, "a") == stored("a", text="wörld")
     found = {"in_a": {"id": "in_a", "text": "wörld"}, "out_a": {"id": "out_a"}}
-    assert store.items({"in_a", "out_a", "none"}) == found
-    store.delete("a")
+    assert store.items(MINE, {"in_a", "out_a", "none"}) == found
+    store.delete(MINE, "a")
     assert store.totals == (0, 0)
     for look_up in (store.get, store.chain, store.delete):
         with pytest.raises(NotStored):
-            look_up("a")
-    assert store.items({"in_a"}) == {}
+            look_up(MINE, "a")
+    assert store.items(MINE, {"in_a"}) == {}
 
 
 def test_item_of_two_responses_remains_after_the_first_is_deleted() -> None:
     store = ResponseStore(":memory:")
     same: list[Any] = [{"id": "in"}, {"id": "in"}]
     for id in ("a", "b"):
-        store.put(Stored({"id": id, "previous_response_id": None, "output": []}, same))
-    store.delete("a")
-    assert store.items({"in"}) == {"in": {"id": "in"}}
-    store.delete("b")
-    assert store.items({"in"}) == {}
+        store.put(OWNER, Stored({"id": id, "previous_response_id": None, "output": []}, same))
+    store.delete(MINE, "a")
+    assert store.items(MINE, {"in"}) == {"in": {"id": "in"}}
+    store.delete(MINE, "b")
+    assert store.items(MINE, {"in"}) == {}
 
 
 def test_items_of_one_response_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     store = ResponseStore(":memory:")
     many: list[Any] = [{"id": f"in_{n}"} for n in range(100)]
     for id, items in (("a", many[:50]), ("b", many[50:])):
-        store.put(Stored({"id": id, "previous_response_id": None, "output": []}, items))
+        store.put(OWNER, Stored({"id": id, "previous_response_id": None, "output": []}, items))
     reads: list[str] = []
-    read = store._read
+    read = store.get
 
-    def counted(id: str) -> Stored:
+    def counted(namespace: bytes, id: str, count: Count) -> Stored:
         reads.append(id)
-        return read(id)
+        return read(namespace, id, count)
 
-    monkeypatch.setattr(store, "_read", counted)
-    assert len(store.items({entry["id"] for entry in many})) == 100
+    monkeypatch.setattr(store, "get", counted)
+    assert len(store.items(MINE, {entry["id"] for entry in many})) == 100
     assert sorted(reads) == ["a", "b"]
+
+
+def test_namespaces_do_not_see_each_other() -> None:
+    store = ResponseStore(":memory:")
+    store.put(OWNER, stored("a"))
+    store.put(OWNER, stored("b", "a"))
+    for look_up in (store.get, store.chain, store.delete):
+        with pytest.raises(NotStored):
+            look_up(OTHER, "b")
+    assert store.items(OTHER, {"in_a", "out_a"}) == {}
+    assert len(store.chain(MINE, "b")) == 2
+
+
+def test_item_of_the_same_id_is_found_in_its_own_namespace() -> None:
+    store = ResponseStore(":memory:")
+    for namespace, id in ((MINE, "a"), (OTHER, "b")):
+        planted: Any = {"id": "msg_1", "text": id}
+        response: Any = {"id": id, "previous_response_id": None, "output": []}
+        store.put(Owner(namespace, namespace), Stored(response, [planted]))
+    assert store.items(MINE, {"msg_1"}) == {"msg_1": {"id": "msg_1", "text": "a"}}
+    assert store.items(OTHER, {"msg_1"}) == {"msg_1": {"id": "msg_1", "text": "b"}}
+    store.delete(MINE, "a")
+    assert store.items(MINE, {"msg_1"}) == {}
+
+
+def test_namespace_is_the_same_after_a_restart() -> None:
+    # a change of these bytes would lose all stored responses
+    assert storage_namespace(b"").hex() == "c47b73d7e019c67f2e0e2d842366efaf"
+
+
+def test_rows_of_an_older_database_are_not_found(tmp_path: Path) -> None:
+    path = str(tmp_path / "responses.db")
+    old, one = sqlite3.connect(path), stored("a")
+    old.executescript(OLD_SCHEMA)
+    row = "INSERT INTO responses VALUES ('a', 1, 100, ?, ?)"
+    old.execute(row, (orjson.dumps(one.response), orjson.dumps(one.input)))
+    old.commit()
+    old.close()
+    for _ in range(2):  # the second start finds an upgraded database
+        store = ResponseStore(path, max_responses=2)
+        for namespace in (MINE, OTHER, storage_namespace(b""), b""):
+            assert store.items(namespace, {"in_a"}) == {}
+        for namespace in (MINE, OTHER, storage_namespace(b"")):
+            with pytest.raises(NotStored):
+                store.get(namespace, "a")
+        assert store.totals[0] == 1
+        store.close()
+    store = ResponseStore(path, max_responses=2)
+    for id in "bc":
+        store.put(OWNER, stored(id, text=id))
+    assert store.totals[0] == 2  # the old row is dropped first
+    assert store.items(MINE, {"in_b"}) == {"in_b": {"id": "in_b", "text": "b"}}
+    assert ids(store, *"abc") == ["b", "c"]
+    store.close()
 
 
 def test_chain_is_returned_oldest_first() -> None:
     store = ResponseStore(":memory:")
     turns = [stored("a"), stored("b", "a"), stored("c", "b")]
     for turn in turns:
-        store.put(turn)
-    assert store.chain("c") == turns
-    assert store.chain("b") == turns[:2]
-    assert store.chain("c", store.totals[1]) == turns
+        store.put(OWNER, turn)
+    assert store.chain(MINE, "c") == turns
+    assert store.chain(MINE, "b") == turns[:2]
+    assert store.chain(MINE, "c", store.totals[1]) == turns
     with pytest.raises(TooLarge):
-        store.chain("c", store.totals[1] - 1)
-    store.delete("a")
+        store.chain(MINE, "c", store.totals[1] - 1)
+    store.delete(MINE, "a")
     with pytest.raises(NotStored) as missing:
-        store.chain("c")
+        store.chain(MINE, "c")
     assert missing.value.id == "a"
 
 
 def test_oldest_responses_are_dropped_above_the_count_limit() -> None:
     store = ResponseStore(":memory:", max_responses=3)
     for id in "abcde":
-        store.put(stored(id))
+        store.put(OWNER, stored(id))
     assert ids(store, *"abcde") == ["c", "d", "e"]
     assert store.totals[0] == 3
 
@@ -103,23 +188,69 @@ def test_oldest_responses_are_dropped_above_the_count_limit() -> None:
 def test_oldest_responses_are_dropped_above_the_size_limit() -> None:
     store = ResponseStore(":memory:", max_bytes=1000)
     for id in "abc":
-        store.put(stored(id, text="x" * 300))
+        store.put(OWNER, stored(id, text="x" * 300))
     assert ids(store, *"abc") == ["b", "c"]
     assert store.totals[1] <= 1000
-    store.put(stored("big", text="x" * 2000))
+    store.put(OWNER, stored("big", text="x" * 2000))
     assert ids(store, "b", "c", "big") == []
     assert store.totals == (0, 0)
-    store.put(stored("d"))
+    store.put(OWNER, stored("d"))
     assert ids(store, "d") == ["d"]
+
+
+def test_clients_share_the_store(tmp_path: Path) -> None:
+    """A client that stores much loses its own oldest responses, by number or by size."""
+    one, two, three = (owner_of(b"", f"10.0.0.{n}") for n in range(3))
+    for bounds, text in (({"max_responses": 6}, ""), ({"max_bytes": 4000}, "x" * 500)):
+        store = ResponseStore(":memory:", **bounds)
+        store.put(one, stored("one", text=text))
+        for n in range(20):
+            store.put(two, stored(f"two{n}", text=text))
+        many = ids(store, *(f"two{n}" for n in range(20)), namespace=two.namespace)
+        assert many == [f"two{n}" for n in range(20 - len(many), 20)]
+        assert len(many) == 5  # alone it takes all that the others leave
+        for n in range(20):
+            store.put(three, stored(f"three{n}", text=text))
+        assert ids(store, "one", namespace=one.namespace) == ["one"]
+        left = [row[0] for row in store._usage().values()]
+        assert sorted(left) == [1, 2, 3]
+
+
+def test_too_large_response_drops_no_others() -> None:
+    store = ResponseStore(":memory:", max_bytes=1000)
+    one, two = owner_of(b"one", ""), owner_of(b"two", "")
+    store.put(one, stored("a"))
+    store.put(two, stored("b", text="x" * 2000))
+    assert ids(store, "a", namespace=one.namespace) == ["a"]
+    assert store.totals[0] == 1
+
+
+def test_an_owner_is_a_key_or_else_an_address() -> None:
+    keyed = owner_of(b"key", "10.0.0.1")
+    assert keyed == owner_of(b"key", "10.0.0.2")
+    assert keyed.namespace == keyed.client
+    one, two = owner_of(b"", "10.0.0.1"), owner_of(b"", "10.0.0.2")
+    assert one.namespace == two.namespace == storage_namespace(b"")
+    assert len({one.client, two.client, one.namespace, keyed.client}) == 4
+
+
+@pytest.mark.parametrize("read", ["get", "response", "items", "chain"])
+def test_a_response_is_counted_before_it_is_read(read: str) -> None:
+    store = ResponseStore(":memory:")
+    store.put(OWNER, stored("a"))
+    counted: list[int] = []
+    argument: Any = {"in_a", "out_a"} if read == "items" else "a"
+    assert getattr(store, read)(MINE, argument, count=counted.append)
+    assert counted == [store.totals[1]]
 
 
 def test_used_conversation_keeps_its_first_response() -> None:
     store = ResponseStore(":memory:", max_responses=3)
-    store.put(stored("a"))
-    store.put(stored("b", "a"))
-    store.put(stored("other"))
-    store.chain("b")
-    store.put(stored("c", "b"))
+    store.put(OWNER, stored("a"))
+    store.put(OWNER, stored("b", "a"))
+    store.put(OWNER, stored("other"))
+    store.chain(MINE, "b")
+    store.put(OWNER, stored("c", "b"))
     assert ids(store, "a", "b", "c", "other") == ["a", "b", "c"]
 
 
@@ -127,14 +258,14 @@ def test_file_keeps_responses_their_order_and_its_bounds(tmp_path: Path) -> None
     path = str(tmp_path / "responses.db")
     store = ResponseStore(path)
     for id in "abc":
-        store.put(stored(id))
-    store.chain("a")
+        store.put(OWNER, stored(id))
+    store.chain(MINE, "a")
     size = store.totals[1]
     store.close()
     store = ResponseStore(path, max_responses=3)
     assert store.totals == (3, size)
-    assert store.get("b") == stored("b")
-    store.put(stored("d"))
+    assert store.get(MINE, "b") == stored("b")
+    store.put(OWNER, stored("d"))
     assert ids(store, *"abcd") == ["a", "c", "d"]
     store.close()
 
@@ -143,26 +274,26 @@ def test_stored_responses_can_be_used_on_a_full_disk(tmp_path: Path) -> None:
     store = filled(tmp_path / "responses.db")
     before = store.totals
     with pytest.raises(sqlite3.OperationalError, match="full"):
-        store.put(stored("b", "a", "x" * 100_000))
+        store.put(OWNER, stored("b", "a", "x" * 100_000))
     assert store.totals == before
     assert ids(store, "a", "b") == ["a"]
     store._database.execute("PRAGMA query_only = ON")  # not even a use can be written down
-    assert store.chain("a") == [stored("a")]
+    assert store.chain(MINE, "a") == [stored("a")]
     store._database.execute("PRAGMA query_only = OFF")
-    store.put(stored("c", "a"))
+    store.put(OWNER, stored("c", "a"))
     assert ids(store, "a", "c") == ["a", "c"]
     store.close()
 
 
 def test_failed_put_is_rolled_back() -> None:
     store = ResponseStore(":memory:", max_responses=1)
-    store.put(stored("a"))
+    store.put(OWNER, stored("a"))
     before = store.totals
 
     keeps = "CREATE TRIGGER keeps BEFORE DELETE ON responses BEGIN SELECT raise(ABORT, 'full'); END"
     store._database.execute(keeps)
     with pytest.raises(sqlite3.Error):
-        store.put(stored("b"))
+        store.put(OWNER, stored("b"))
     assert store.totals == before
     assert ids(store, "a", "b") == ["a"]
 

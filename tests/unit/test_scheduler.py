@@ -1,5 +1,6 @@
 """The scheduler: admission, chunks, preemption, background work and batches."""
 
+import random
 from collections import Counter, abc
 from typing import Any
 
@@ -7,7 +8,14 @@ import pytest
 
 from batching import scheduler
 from batching.block_pool import BlockPool
-from batching.scheduler import MAX_SCORED_TOKENS, RESERVE_DIVISOR, SMALL_STEP, ContinuousScheduler
+from batching.fair_share import WorkOwner
+from batching.scheduler import (
+    MAX_SCORED_TOKENS,
+    RESERVE_DIVISOR,
+    SMALL_STEP,
+    ContinuousScheduler,
+    RowCost,
+)
 from batching.sequence import Batch, Chunk, Sequence
 from tests.matrix import matrix
 from tests.scheduling import Simulation, assert_sound
@@ -33,6 +41,8 @@ def test_random_schedules_give_each_sequence_its_own_output(
         assert seen[event] > 100
     assert seen["background preempted"] > 2
     assert seen["background idle"] > 3
+    assert seen["paused"] > 0
+    assert seen["resumed"] > 0
     assert seen["placeholders"] > seen["dropped"] > 100
     for event in ("cancelled", "broken"):
         assert seen[f"{event} while running"] > 10
@@ -50,6 +60,44 @@ def arriving(
     for sequence in sequences:
         scheduler.add(sequence)
     return sequences
+
+
+def whole_scheduler(chunks_oldest: bool = True) -> ContinuousScheduler:
+    return ContinuousScheduler(BlockPool(100, 1000), 64, True, chunks_oldest)
+
+
+def counts(scheduler: ContinuousScheduler, budget: int, is_timed: bool = True) -> list[int]:
+    """Run a step; return the tokens of its prompts' chunks."""
+    chunks = scheduler.schedule(budget, None, is_timed)
+    for chunk in chunks:
+        scheduler.advance(chunk, [7] if chunk.reaches_end else [])
+    return [chunk.count for chunk in chunks if chunk.is_prefill]
+
+
+def test_whole_prompts_share_a_step_while_they_fit() -> None:
+    s = whole_scheduler()
+    arriving(s, fresh(10), fresh(12), fresh(9))
+    assert counts(s, 24) == [10, 12]
+    assert counts(s, 24) == [9]
+
+
+def test_the_oldest_whole_prompt_runs_in_chunks_if_it_takes_too_long() -> None:
+    s = whole_scheduler()
+    arriving(s, fresh(50))
+    assert [counts(s, 20) for _ in range(4)] == [[20], [20], [10], []]
+
+
+def test_short_prompts_run_beside_the_chunks_of_a_long_one() -> None:
+    s = whole_scheduler()
+    arriving(s, fresh(50), fresh(8), fresh(30), fresh(3))
+    assert [counts(s, 20) for _ in range(6)] == [[10, 3], [10, 8], [10], [10], [10], [20]]
+
+
+@pytest.mark.parametrize("case", ["not timed", "cannot", "scored"])
+def test_other_long_prompts_run_whole(case: str) -> None:
+    s = whole_scheduler(chunks_oldest=case != "cannot")
+    arriving(s, fresh(50), reuse=case != "scored")
+    assert counts(s, 20, is_timed=case != "not timed") == [50]
 
 
 def step(scheduler: ContinuousScheduler, budget: int = 1000) -> dict[Sequence, Chunk]:
@@ -221,9 +269,184 @@ def test_the_oldest_of_equal_prompts_runs_first() -> None:
     chunks = step(s, budget=40)
     assert {sequence: chunk.count for sequence, chunk in chunks.items()} == {first: 30, second: 10}
     assert s.running == [first, second, third]
-    assert s.starved
-    step(s, budget=60)
+
+
+def test_requests_that_find_no_room_are_starved() -> None:
+    s = scheduler_of(1000, max_running=2)
+    requests(s, 1, 1)
+    step(s, budget=1)
+    assert s.starved  # one has no part in the step
+    step(s)
     assert not s.starved
+    requests(s, 1)
+    step(s)
+    assert s.starved
+
+
+def test_a_request_does_not_starve_by_itself() -> None:
+    s = scheduler_of(1000, max_running=4)
+    requests(s, 9)
+    for budget in (2, 100, 100):
+        step(s, budget)
+        assert not s.starved
+
+
+# ── fair shares ──
+
+
+def requests(
+    scheduler: ContinuousScheduler, *counts: int, client: str = "", length: int = 3
+) -> list[list[Sequence]]:
+    """Add requests of a client, of so many choices each."""
+    added = []
+    for count in counts:
+        owner = WorkOwner(client, object())
+        prompts = [fresh(length, first=random.randrange(1 << 30)) for _ in range(count)]
+        added.append([Sequence(prompt, owner=owner) for prompt in prompts])
+        for sequence in added[-1]:
+            scheduler.add(sequence)
+    return added
+
+
+def running(scheduler: ContinuousScheduler, *of: list[Sequence]) -> list[int]:
+    return [sum(sequence in scheduler.running for sequence in request) for request in of]
+
+
+@pytest.mark.parametrize("max_running", [1, 2, 3, 4, 8, 64])
+@pytest.mark.parametrize("client", ["", "another"])
+def test_a_large_request_uses_all_and_yields_to_others(max_running: int, client: str) -> None:
+    s = scheduler_of(1000, max_running=max_running)
+    (large,) = requests(s, 100)
+    step(s)
+    assert running(s, large) == [max_running]
+    (small,) = requests(s, 1, client=client)
+    step(s)
+    assert running(s, large, small) == ([1, 0] if max_running == 1 else [max_running - 1, 1])
+    if max_running > 1:
+        s.remove(small[0])
+        step(s)
+        assert running(s, large) == [max_running]  # the paused one runs again
+
+
+@pytest.mark.parametrize("max_running", [2, 3, 4, 8, 64])
+def test_two_large_requests_get_their_shares(max_running: int) -> None:
+    s = scheduler_of(1000, max_running=max_running)
+    (first,) = requests(s, 100)
+    step(s)
+    (second,) = requests(s, 100)
+    step(s)
+    share = max(1, max_running // 4)
+    assert running(s, first, second) == [max_running - share, share]
+
+
+def test_a_client_gets_half_while_another_one_waits() -> None:
+    s = scheduler_of(1000, max_running=8)
+    many = requests(s, *[1] * 30, client="a")
+    step(s)
+    assert sum(running(s, *many)) == 8
+    others = requests(s, *[1] * 30, client="b")
+    step(s)
+    assert (sum(running(s, *many)), sum(running(s, *others))) == (4, 4)
+
+
+def test_more_large_requests_than_shares_leave_room_for_a_small_one() -> None:
+    s = scheduler_of(1000, max_running=8)
+    large = requests(s, *[20] * 6)
+    step(s)
+    (small,) = requests(s, 1)
+    step(s)
+    assert sum(running(s, *large)) == 7
+    assert running(s, small) == [1]
+
+
+def test_a_paused_sequence_keeps_its_blocks_and_continues() -> None:
+    s = scheduler_of(1000, max_running=4)
+    (large,) = requests(s, 4, length=10)
+    step(s)
+    step(s)
+    computed = {sequence: sequence.computed for sequence in large}
+    (small,) = requests(s, 1)
+    step(s)
+    (paused,) = [sequence for sequence in large if sequence.paused]
+    assert paused is large[-1]  # the youngest
+    assert (paused.computed, s.preempted) == (computed[paused], 0)
+    s.remove(small[0])
+    chunk = step(s)[paused]
+    assert (chunk.start, chunk.count) == (computed[paused], 1)
+
+
+def test_blocks_are_taken_from_a_large_request_that_has_all() -> None:
+    s = scheduler_of(40, max_running=64)
+    requests(s, 20, length=15)
+    step(s)
+    assert s.pool.free <= 4
+    (small,) = requests(s, 1, length=15)
+    assert small[0] in step(s)
+    assert s.preempted
+    for _ in range(30):
+        step(s)
+        assert small[0].table  # the large one grows by blocks of its own
+
+
+def test_choices_of_another_request_at_most_double_the_time_of_a_step() -> None:
+    s = scheduler_of(1000)
+    (large,) = requests(s, 60)
+    step(s)
+    assert len(s.schedule(1000, spare_rows=3)) == 60  # alone
+    (small,) = requests(s, 1)
+    step(s)
+    steps = Counter[Sequence]()
+    for _ in range(20):
+        chunks = s.schedule(1000, spare_rows=3)
+        assert len(chunks) == 2 + 2 + 3
+        steps.update(chunk.sequence for chunk in chunks)
+        for chunk in chunks:
+            s.advance(chunk, [7])
+    assert steps[small[0]] == 20
+    assert max(steps[choice] for choice in large) - min(steps[choice] for choice in large) <= 1
+
+
+def test_single_sequences_of_many_requests_are_all_in_a_step() -> None:
+    s = scheduler_of(1000)
+    requests(s, *[1] * 60)
+    step(s)
+    assert len(s.schedule(1000, spare_rows=3)) == 60
+
+
+def test_the_cost_of_a_row_is_measured() -> None:
+    cost = RowCost()
+    assert cost.spare_rows == 50  # an assumption
+    for rows in (1, 128, 1, 40, 128) * 4:
+        cost.learn(rows, 0.010 + 0.001 * rows)
+    assert 9 < cost.spare_rows < 11
+    for rows in (1, 128, 1, 40, 128) * 40:
+        cost.learn(rows, 0.010)  # as on a GPU
+    assert cost.spare_rows > 128
+
+
+def test_a_list_of_prompts_has_a_quarter_of_the_budget_beside_another_request() -> None:
+    s = scheduler_of(10_000, max_running=64)
+    (large,) = requests(s, 30, length=200)
+    (first, second) = requests(s, 1, 1, length=150)
+    chunks = step(s, budget=400)
+    assert sum(chunk.count for s_, chunk in chunks.items() if s_ in large) == 100
+    assert chunks[first[0]].count == chunks[second[0]].count == 150
+
+
+def test_a_long_queue_of_choices_costs_a_step_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    s = scheduler_of(10_000, max_running=256)
+    requests(s, *[128] * 50)
+    step(s)
+    ranked: list[Sequence] = []
+    rank = s._rank
+
+    def counted(sequence: Sequence) -> tuple[object, ...]:
+        ranked.append(sequence)
+        return rank(sequence)
+
+    monkeypatch.setattr(s, "_rank", counted)
+    step(s)
+    assert len(ranked) < 200
 
 
 # ── background work ──
@@ -273,7 +496,6 @@ def test_a_newcomer_preempts_background_work_for_its_slot() -> None:
     step(s)
     assert second in s.waiting
     assert oldest in s.running
-    assert s.starved
 
 
 def test_a_newcomer_preempts_background_work_for_its_blocks() -> None:

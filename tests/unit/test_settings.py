@@ -108,7 +108,10 @@ def test_an_invalid_key_is_not_shown() -> None:
 
 def test_help_lists_every_setting() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "server", "--help"], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-m", "server", "serve", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0
     for spec in fields(Settings):

@@ -42,11 +42,10 @@ class Ran(NamedTuple):
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     def ran(*arguments: object, stdin: str = "") -> Ran:
-        monkeypatch.setattr(sys, "argv", ["template", *map(str, arguments)])
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
         status = 0
         try:
-            template.main()
+            template.template_command("template", [*map(str, arguments)])
         except SystemExit as end:
             status = end.code if isinstance(end.code, int) else 1
         return Ran(status, *capsys.readouterr())
@@ -159,7 +158,7 @@ def test_error_names_a_missing_file(run: Any, arguments: tuple[str, ...]) -> Non
 
 @pytest.mark.matrix
 def test_script_runs_from_any_folder(file: Path) -> None:
-    command = [sys.executable, "-P", "-m", "server.commands.template", file.name, "--json"]
+    command = [sys.executable, "-P", "-m", "server", "template", file.name, "--json"]
     environ = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     ran = subprocess.run(command, cwd=file.parent, env=environ, capture_output=True, timeout=120)
     assert json.loads(ran.stdout)["calls"]["learned"]

@@ -77,7 +77,7 @@ def read_in_pieces(case: dict[str, Any], cuts: list[int]) -> ParsedResponse:
     template = reader(case["template"]).template
     request = sample_request(tools_of(case), case["thinking"])
     assert isinstance(request.prompt, Chat)
-    prompt = template.render(request.prompt, request.tool_calls)
+    prompt = template.render(request.prompt, request.tool_policy)
     prefix = response_prefix(request.prompt, prompt)
     parser = response_parser(request, prompt.output_format, prefix)
     text = case["output"]
@@ -317,7 +317,7 @@ def test_generated_calls_are_parsed_and_rendered_back(name: str, answer: str) ->
 
     request = sample_request([LOOKUP], None)
     assert isinstance(request.prompt, Chat)
-    rendered = RenderedPrompt(started, template.output_format_for(request.tool_calls))
+    rendered = RenderedPrompt(started, template.output_format_for(request.tool_policy))
     prefix = response_prefix(request.prompt, rendered)
     parser = response_parser(request, rendered.output_format, prefix)
     assert parser is not None

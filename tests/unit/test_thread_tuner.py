@@ -1,107 +1,138 @@
 """The thread tuner uses fewer threads while other processes keep cores busy."""
 
-import os
-import sys
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 
-from worker.cores import ADD_AFTER_S, TICKS_PER_S, TUNE_INTERVAL_S, Cores, ThreadTuner, busy_s
+from worker.cores import MAX_INTERVAL_S, MIN_INTERVAL_S, Cores, ThreadTuner
+
+TURN_S = 0.02
 
 
 class Machine:
-    """A machine of `cores` cores, some of which other processes use."""
+    """A machine of `cores` cores, some of which other processes use. The worker's thread computes
+    in the share of a turn in which each thread of its team has a core."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
-        self.now = self.busy = self.own = 0.0
-        self.set: list[int] = []
-        monkeypatch.setattr("worker.cores.busy_s", lambda cores: self.busy)
-        monkeypatch.setattr("worker.cores.time.process_time", lambda: self.own)
-        monkeypatch.setattr("worker.cores.openmp_set_threads", lambda: self.set.append)
-        self.cores = Cores(cores, frozenset(range(cores)), False, "")
-        self.tuner = ThreadTuner(self.cores)
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, cores: int, requested: bool = False
+    ) -> None:
+        self.now = 100.0
+        self.cpu = 0.0
+        self.threads_set: list[tuple[float, int]] = []
+        monkeypatch.setattr("worker.cores.openmp_set_threads", lambda: self.set_threads)
+        self.cores, self.threads = cores, cores
+        self.tuner = ThreadTuner(
+            Cores(cores, frozenset(), False, "", requested), lambda: self.now, lambda: self.cpu
+        )
 
-    def threads(self, others: float, measurements: int = 1) -> int:
-        """Return the threads after some measurements; this process uses all cores that are left."""
-        for _ in range(measurements):
-            self.now += TUNE_INTERVAL_S
-            self.busy += TUNE_INTERVAL_S * self.cores.threads
-            self.own += TUNE_INTERVAL_S * (self.cores.threads - others)
-            if self.now >= self.tuner.next_at:
-                self.tuner.tune(self.now)
-        return self.set[-1] if self.set else self.tuner.threads
+    def set_threads(self, threads: int) -> None:
+        if threads != self.threads:
+            self.threads_set.append((self.now, threads))
+        self.threads = threads
+
+    def turns(self, seconds: float, others: float, idle: bool = False) -> int:
+        """Run turns, or nothing, beside processes that use `others` cores. Return the number of
+        threads that the tuner has settled on."""
+        end = self.now + seconds
+        while self.now < end:
+            if not idle:
+                self.tuner.begin_turn()
+            self.now += TURN_S
+            free = (self.cores - others) / self.threads
+            self.cpu += TURN_S * (0.97 if free >= 1 else 0.9 * free)
+            if not idle:
+                self.tuner.end_turn()
+        return self.tuner.threads
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Machine]:
-    return lambda cores: Machine(monkeypatch, cores)
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Machine]:
+    return lambda cores, **options: Machine(monkeypatch, cores, **options)
 
 
 @pytest.mark.parametrize(
     ("cores", "others", "threads"),
-    [(2, 0.0, 2), (2, 0.5, 2), (2, 0.7, 1), (2, 1.5, 1), (8, 1.0, 7), (8, 2.7, 5), (1, 1.0, 1)],
+    [(2, 0.0, 2), (2, 0.5, 1), (2, 1.5, 1), (8, 1.0, 7), (8, 2.7, 5), (1, 1.0, 1)],
 )
-def test_each_core_with_enough_free_time_gets_a_thread(
-    machine: Callable[[int], Machine], cores: int, others: float, threads: int
+def test_threads_whose_cores_are_taken_are_removed(
+    machine: Callable[..., Machine], cores: int, others: float, threads: int
 ) -> None:
-    assert machine(cores).threads(others, measurements=3) == threads
+    busy = machine(cores)
+    assert busy.turns(10.0, others) == threads
 
 
-def test_threads_return_once_cores_have_been_free_for_a_while(
-    machine: Callable[[int], Machine],
-) -> None:
-    two, steps = machine(2), int(ADD_AFTER_S / TUNE_INTERVAL_S)
-    assert two.threads(0.0, measurements=3) == 2
-    assert two.threads(1.0, measurements=2) == 1
-    assert two.threads(0.0, measurements=steps - 1) == 1
-    assert two.threads(1.0) == 1
-    assert two.threads(0.0, measurements=steps - 1) == 1
-    assert two.threads(0.0) == 2
+def test_a_thread_is_removed_within_two_seconds(machine: Callable[..., Machine]) -> None:
+    two = machine(2)
+    assert two.turns(30.0, 0.0) == 2
+    assert two.turns(2.0, 1.0) == 1
+
+
+def test_all_threads_are_back_within_five_seconds(machine: Callable[..., Machine]) -> None:
+    for busy_s in (3.0, 8.0, 30.0, 31.7, 33.1):
+        eight = machine(8)
+        assert eight.turns(busy_s, 4.0) < 8
+        assert eight.turns(5.0, 0.0) == 8
+
+
+def test_a_thread_is_back_once_its_core_is_free(machine: Callable[..., Machine]) -> None:
+    eight = machine(8)
+    assert eight.turns(20.0, 3.0) == 5
+    assert eight.turns(25.0, 1.0) == 7
+
+
+def test_trials_of_more_threads_take_little_of_the_time(machine: Callable[..., Machine]) -> None:
+    two = machine(2)
+    two.turns(5.0, 1.0)
+    two.threads_set.clear()
+    two.turns(60.0, 1.0)
+    started = [at for at, threads in two.threads_set if threads == 2]
+    ended = [at for at, threads in two.threads_set if threads == 1]
+    trials_s = [end - start for start, end in zip(started, ended, strict=False)]
+    assert len(started) >= 60 / (MAX_INTERVAL_S + 1)
+    assert sum(trials_s) < 0.04 * 60
+
+
+def test_the_number_changes_at_most_once_in_two_seconds(machine: Callable[..., Machine]) -> None:
+    two, settled = machine(2), 2
+    changes: list[float] = []
+    for n in range(200):
+        threads = two.turns(0.3, float(n % 30 < 12))
+        if threads != settled:
+            changes.append(two.now)
+            settled = threads
+    assert len(changes) > 2
+    assert min(b - a for a, b in pairwise(changes)) >= MIN_INTERVAL_S - 0.3
 
 
 def test_a_moment_of_load_by_other_processes_removes_no_thread(
-    machine: Callable[[int], Machine],
+    machine: Callable[..., Machine],
 ) -> None:
     two = machine(2)
-    assert two.threads(0.0, measurements=3) == 2
-    for _ in range(5):
-        assert two.threads(1.0) == 2
-        assert two.threads(0.0) == 2
+    for _ in range(20):
+        assert two.turns(0.1, 1.0) == 2
+        assert two.turns(0.9, 0.0) == 2
+    assert two.threads_set == []
 
 
 def test_load_by_other_processes_while_idle_removes_no_thread(
-    machine: Callable[[int], Machine],
+    machine: Callable[..., Machine],
 ) -> None:
     two = machine(2)
-    assert two.threads(0.0, measurements=3) == 2
-    assert two.threads(2.0, measurements=20) == 2
+    two.turns(3.0, 0.0)
+    two.turns(20.0, 2.0, idle=True)
+    assert two.turns(3.0, 0.0) == 2
+    assert two.threads_set == []
 
 
-def test_a_requested_number_of_threads_is_kept(
-    monkeypatch: pytest.MonkeyPatch, machine: Callable[[int], Machine]
-) -> None:
-    requested = machine(2)
-    requested.tuner = ThreadTuner(Cores(2, frozenset({0, 1}), False, "", requested=True))
-    requested.threads(2.0, measurements=3)
-    assert not requested.set
+def test_a_requested_number_of_threads_is_kept(machine: Callable[..., Machine]) -> None:
+    requested = machine(2, requested=True)
+    requested.turns(20.0, 2.0)
+    assert requested.threads_set == []
 
 
-def test_an_unknown_load_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch, machine: Callable[[int], Machine]
-) -> None:
-    blind = machine(2)
-    monkeypatch.setattr("worker.cores.busy_s", lambda cores: None)
-    blind.threads(2.0, measurements=3)
-    assert not blind.set
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc/stat is Linux's")
-def test_the_busy_time_of_cores_is_read_from_proc_stat(monkeypatch: pytest.MonkeyPatch) -> None:
-    cores = os.sched_getaffinity(0)
-    before = busy_s(cores)
-    assert before is not None
-    assert before > 0
-    assert busy_s({4096}) is None
-    lines = ["cpu  9 9 9 9 9 9 9 9 9 9", "cpu0 100 7 20 900 50 3 4 5 0 0", "intr 1"]
-    monkeypatch.setattr("worker.cores.lines_of", lambda path: lines)
-    assert busy_s({0}) == 132 / TICKS_PER_S
+def test_without_known_cores_torch_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    unknown = Machine(monkeypatch, 2)
+    unknown.tuner = ThreadTuner(None, lambda: unknown.now, lambda: unknown.cpu)
+    unknown.turns(20.0, 2.0)
+    assert unknown.threads_set == []

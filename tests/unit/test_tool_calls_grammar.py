@@ -212,7 +212,7 @@ def test_document_instead_of_calls_has_its_own_header() -> None:
     builder._template, builder.grammars = SimpleNamespace(), GrammarRecorder()
     chat = Chat(({"role": "user", "content": "?"},), (TOOL,))
     constraint = Constraint("json_schema", {"type": "object"}, "response_format")
-    request = GenerationInput(chat, tool_calls=ToolCallPolicy(("get",)), constraint=constraint)
+    request = GenerationInput(chat, tool_policy=ToolCallPolicy(("get",)), constraint=constraint)
     builder.build(request, HARMONY, "")
     tokenizer = LLTokenizer("byte")
     header = "<|channel|>final<|message|>"

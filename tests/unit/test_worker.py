@@ -17,6 +17,7 @@ from tests.fakes import FakeRunner, batched_model
 from tests.serving import wait_until
 from worker.messages.generation import GenerationInput
 from worker.messages.protocol import UNFINISHED, BatchReport, PipelineInput, State, StepOutcome
+from worker.pipeline.engine import PipelineEngine
 from worker.registry import Breaker, ServedModel, language_model
 from worker.worker import Worker
 
@@ -48,18 +49,18 @@ class Recorder:
         else:
             self.steps.append(outcome)
 
-    def on_rejected(self, items: list[WorkItem]) -> None:
+    def on_rejected(self, items: list[WorkItem[Any, Any]]) -> None:
         for item in items:
             if isinstance(item.payload, GenerationInput):
                 self.rejected.append(item.prepared)
             else:
                 self.resolve(item, "rejected")
 
-    def on_failed(self, items: list[WorkItem], error: OnequeueError) -> None:
+    def on_failed(self, items: list[WorkItem[Any]], error: OnequeueError) -> None:
         for item in items:
             self.resolve(item, error)
 
-    def resolve(self, item: WorkItem, outcome: Any) -> None:
+    def resolve(self, item: WorkItem[Any], outcome: Any) -> None:
         self.outcomes.setdefault(item.payload.inputs, []).append(outcome)
 
     def count(self) -> int:
@@ -76,12 +77,12 @@ class Bench:
         self.batcher = DynamicBatcher(max_size=8, max_tokens=1000, max_wait_s=max_wait_s)
         self.generator = FakeGenerator()
         self.pipeline = batched_model("pipeline", lambda: runner, self.batcher)
-        self.generation = language_model("generation", lambda: self.generator, 100)
+        self.generation = language_model("generation", lambda: self.generator, 100, 8)
         self.pipeline.breaker = Breaker(3, cooldown_s)
         self.generation.breaker = Breaker(3, cooldown_s)
         self.worker = Worker([self.pipeline, self.generation])
 
-    def submit(self, *texts: str) -> list[WorkItem]:
+    def submit(self, *texts: str) -> list[WorkItem[PipelineInput]]:
         items = []
         for text in texts:
             item = WorkItem(PipelineInput(text), 1e12, time.monotonic())
@@ -284,6 +285,18 @@ def test_pipeline_batches_and_generation_steps_alternate(start: Callable[..., Be
     generator.clear()
 
 
+def test_idle_engine_is_not_asked_during_the_steps_of_another(
+    start: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = start()
+    asked: list[PipelineEngine] = []
+    monkeypatch.setattr(PipelineEngine, "busy", property(asked.append))
+    stream = bench.generate("long")
+    wait_until(lambda: len(bench.recorder.steps) > 3)
+    stream.open = False
+    assert not asked
+
+
 def test_steps_with_failures_only_probe_the_model(
     start: Callable[..., Bench],
 ) -> None:
@@ -429,3 +442,154 @@ def test_memory_is_returned_after_a_refused_input_too(
     monkeypatch.setattr("worker.worker.trim_heap", lambda pad: trimmed.set())
     bench.worker.submit([])  # the pool sends this when it has refused all items
     assert trimmed.wait(60)
+
+
+class Interruptible(FakeRunner):
+    """Lets other models run a step in the middle of each forward pass after the warm-up."""
+
+    def __init__(self, before: Callable[[list[str]], object] | None = None) -> None:
+        super().__init__(before)
+        self.were_busy: list[bool] = []
+
+    def forward(self, prepared: list[Any]) -> list[Any]:
+        outputs = super().forward(prepared)
+        self.were_busy.append(self.others.busy)
+        self.others.run_steps()
+        return outputs
+
+
+def test_other_models_run_in_the_middle_of_a_step(start: Callable[..., Bench]) -> None:
+    bench = start(Interruptible())
+    bench.runner.gate.clear()
+    bench.submit("a")
+    assert bench.runner.entered.acquire(timeout=60)
+    bench.generate("say a b")
+    bench.submit("b")  # has its step after the first one
+    bench.runner.gate.set()
+    bench.wait_for(2)
+    assert len(bench.recorder.steps) > 0
+    assert bench.recorder.outcomes["a"] == ["A"]
+    assert bench.recorder.outcomes["b"] == ["B"]
+    assert bench.runner.batches == [["a"], ["b"]]
+
+
+def test_an_engine_without_a_due_step_wakes_the_worker(
+    start: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.worker.IDLE_S", 1e6)  # the worker has nothing else to wake for
+    bench = start()
+    wait_until(lambda: bench.recorder.states[-1:] == ["ready"])
+    due = threading.Event()
+    monkeypatch.setattr(bench.generator, "due_at", lambda since: since if due.is_set() else None)
+    bench.generate("say a b c")
+    assert bench.generator.responded.wait(60)  # items run a step
+    assert bench.generator.running
+    due.set()
+    bench.generator.others.wake()
+    wait_until(lambda: not bench.generator.running)
+
+
+def test_a_model_knows_whether_others_have_work(start: Callable[..., Bench]) -> None:
+    runner = Interruptible()
+    bench = start(runner)
+    bench.submit("alone")
+    bench.wait_for(1)
+    stream = bench.generate("long")
+    wait_until(lambda: len(bench.recorder.steps) > 0)
+    bench.submit("shared")
+    bench.wait_for(2)
+    stream.open = False
+    assert runner.were_busy == [False, True]
+
+
+def test_a_failure_in_the_middle_of_another_models_step_stays_its_own(
+    start: Callable[..., Bench],
+) -> None:
+    bench = start(Interruptible())
+    wait_until(lambda: bench.worker.state == "ready")
+    bench.generator.healthy = False
+    bench.runner.gate.clear()
+    bench.submit("a")
+    assert bench.runner.entered.acquire(timeout=60)
+    bench.generate("bad")
+    bench.runner.gate.set()
+    bench.wait_for(1)
+    assert bench.recorder.outcomes["a"] == ["A"]
+    assert bench.generation.breaker.failures == 1
+    assert bench.pipeline.breaker.failures == 0
+
+
+def test_a_device_lost_in_the_middle_of_another_models_step_ends_the_worker(
+    start: Callable[..., Bench],
+) -> None:
+    bench = start(Interruptible())
+    wait_until(lambda: bench.worker.state == "ready")
+    bench.generator.step_error = RuntimeError("CUDA error: an illegal memory access")
+    bench.runner.gate.clear()
+    bench.submit("a")
+    assert bench.runner.entered.acquire(timeout=60)
+    bench.generate("x")
+    bench.runner.gate.set()
+    wait_until(lambda: bench.recorder.states[-1:] == ["dead"])
+    assert bench.runner.batches == [["a"]]
+
+
+def test_a_stop_in_the_middle_of_a_step_ends_the_thread_after_it(
+    start: Callable[..., Bench],
+) -> None:
+    bench = start(Interruptible())
+    bench.runner.gate.clear()
+    bench.submit("a")
+    assert bench.runner.entered.acquire(timeout=60)
+    bench.worker.stop()
+    bench.runner.gate.set()
+    bench.worker.thread.join(60)
+    assert not bench.worker.thread.is_alive()
+    assert bench.recorder.outcomes["a"] == ["A"]
+
+
+def test_the_watchdogs_time_counts_from_the_last_forward_pass(
+    start: Callable[..., Bench],
+) -> None:
+    times: list[tuple[float, float]] = []
+
+    class Timed(FakeRunner):
+        def forward(self, prepared: list[Any]) -> list[Any]:
+            before = bench.worker.busy_since
+            self.others.run_steps()
+            times.append((before, bench.worker.busy_since))
+            return super().forward(prepared)
+
+    bench = start(Timed())
+    bench.submit("a")
+    bench.wait_for(1)
+    [(before, after)] = times
+    assert before < after < float("inf")
+
+
+class TurnRecorder:
+    """Records the turns that the worker measures, instead of its thread tuner."""
+
+    def __init__(self) -> None:
+        self.turns: list[str] = []
+
+    def begin_turn(self) -> None:
+        self.turns.append("begin")
+
+    def end_turn(self) -> None:
+        self.turns.append("end")
+
+
+def test_turns_are_measured_without_the_steps_of_other_models(
+    start: Callable[..., Bench],
+) -> None:
+    bench, recorder = start(Interruptible()), TurnRecorder()
+    wait_until(lambda: bench.worker.state == "ready")
+    bench.worker._thread_tuner = recorder  # type: ignore[assignment]
+    bench.submit("a")
+    bench.wait_for(1)
+    assert recorder.turns == ["begin", "end", "begin", "end"]
+    bench.submit("bad")
+    bench.wait_for(2)
+    wait_until(lambda: bench.runner.warm_ups == 2)
+    assert recorder.turns[4:] == ["begin", "begin"]  # without a result it is not measured

@@ -1,9 +1,34 @@
 """The device that models run on: its choice, its native number types and its free memory."""
 
+import re
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
+
+
+class CgroupFiles(NamedTuple):
+    """Files of a control group's folder, and the field of its `memory.stat` with the bytes of files
+    that the system can drop."""
+
+    limits: tuple[str, ...]
+    usage: str
+    reclaimable: str
+
+
+CGROUP_FILES = {
+    # above memory.high the system does not kill, but slows a process until it stands still
+    "cgroup2": CgroupFiles(("memory.max", "memory.high"), "memory.current", "inactive_file"),
+    "cgroup": CgroupFiles(
+        ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"
+    ),
+}
+# A line of /proc/self/mountinfo: root, mount point, version and options.
+CGROUP_MOUNT = re.compile(r"\S+ \S+ \S+ (\S+) (\S+) .* - (cgroup2?) \S+ (\S+)")
 
 
 def choose_device(name: str) -> torch.device:
@@ -21,38 +46,80 @@ def has_bfloat16() -> bool:
 def free_bytes(device: torch.device) -> int:
     """Return how many bytes can still be allocated on `device`.
 
-    On a CPU this is the smaller of the machine's available memory and the container's rest; where
-    the system reports neither, it is `sys.maxsize`.
+    On a CPU this is the smaller of the machine's available memory and what the limits of the
+    process's control groups leave; where the system reports neither, it is `sys.maxsize`.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
     fields = [line.split() for line in _lines("/proc/meminfo")]
     available = [int(field[1]) * 1024 for field in fields if field[0] == "MemAvailable:"]
-    return min([*available, _cgroup_free_bytes()])
+    return min([*available, cgroup_free_bytes(Path("/proc/self"))])
 
 
-def _cgroup_free_bytes() -> int:
-    """Return the cgroup's limit less its used bytes that cannot be reclaimed.
+_reservations: WeakKeyDictionary[object, int] = WeakKeyDictionary()  # on the CPU
 
-    Reads cgroup version 2, then version 1; without a limit, returns `sys.maxsize`.
+
+def record_reservation(owner: object, tensors: Iterable[Tensor]) -> None:
+    """Record the bytes that `owner` will use, as long as it exists. Free memory still includes
+    those of a CPU: the system provides a page at its first write."""
+    _reservations[owner] = sum(tensor.nbytes for tensor in tensors if tensor.device.type == "cpu")
+
+
+def unreserved_bytes(device: torch.device) -> int:
+    """Return how many free bytes no cache has reserved."""
+    reserved = sum(_reservations.values()) if device.type == "cpu" else 0
+    return max(0, free_bytes(device) - reserved)
+
+
+def cgroup_free_bytes(process: Path) -> int:
+    """Return the least that a control group of a process, or one above it, can still allocate.
+
+    `process`: its folder in /proc. A group has its limit less its used bytes that cannot be
+    reclaimed. Without a limit, in version 1 or 2, return `sys.maxsize`.
     """
-    v1 = "memory/memory."
-    for limit_file, usage_file, stat_file, inactive in (
-        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-        (v1 + "limit_in_bytes", v1 + "usage_in_bytes", v1 + "stat", "total_inactive_file"),
-    ):
-        root = "/sys/fs/cgroup/"
-        limit, usage = _lines(root + limit_file), _lines(root + usage_file)
-        if limit and usage and limit[0].isdigit():
-            stat = _lines(root + stat_file)
-            reclaimable = [line.split()[1] for line in stat if line.startswith(inactive + " ")]
-            return int(limit[0]) - int(usage[0]) + int(reclaimable[0] if reclaimable else 0)
-    return sys.maxsize
+    free = [sys.maxsize]
+    for folder, files in _cgroup_folders(process):
+        lines = [line for name in files.limits for line in _lines(folder / name)]
+        limits, usage = (
+            [int(line) for line in lines if line.isdigit()],
+            _lines(folder / files.usage),
+        )
+        if limits and usage:
+            stat = [line.split() for line in _lines(folder / "memory.stat")]
+            reclaimable = sum(int(value) for name, value in stat if name == files.reclaimable)
+            free.append(min(limits) - int(usage[0]) + reclaimable)
+    return min(free)
 
 
-def _lines(path: str) -> list[str]:
+def _cgroup_folders(process: Path) -> Iterator[tuple[Path, CgroupFiles]]:
+    """Yield the folders of the process's memory control groups up to the roots of their mounts.
+
+    A container may see a host's path that its mount does not have: missing folders are included.
+    """
+    groups = [line.split(":", 2)[1:] for line in _lines(process / "cgroup")]
+    for mount in filter(None, map(CGROUP_MOUNT.match, _lines(process / "mountinfo"))):
+        root, mount_point = (_unescape(path) for path in mount.group(1, 2))
+        version, options = mount.group(3, 4)
+        controller = "memory" if version == "cgroup" else ""
+        if controller and controller not in options.split(","):
+            continue
+        for controllers, path in groups:
+            if controller in controllers.split(","):
+                inside = Path(path).relative_to(root if Path(path).is_relative_to(root) else "/")
+                group = Path(mount_point) / inside
+                for folder in (group, *group.parents):
+                    if folder.is_relative_to(mount_point):
+                        yield folder, CGROUP_FILES[version]
+
+
+def _unescape(path: str) -> str:
+    """Return a path of mountinfo with its octal escapes replaced."""
+    return re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), path)
+
+
+def _lines(path: str | Path) -> list[str]:
     try:
-        return Path(path).read_text().splitlines()
+        return Path(path).read_text(errors="surrogateescape").splitlines()
     except OSError:
         return []

@@ -5,12 +5,14 @@ model/cached_runner.py and pipeline/loading.py.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # Largest accepted difference, relative to the largest absolute value of the reference.
@@ -19,6 +21,12 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 MAX_PROMPT_TOKENS = 600
 MIN_PROMPT_TOKENS = 20
 WINDOW_SETTINGS = ("sliding_window", "local_attention", "attention_chunk_size", "window_size")
+# Numbers of keys that attention sees, selects or compresses, by their names in configurations and
+# modules; and other numbers with such names.
+KEY_NUMBERS = re.compile(r"window|top_?k|^index|budget|pool|compress")
+OTHER_NUMBERS = re.compile(r"dim|heads|group|layers|pattern|freq|offset|token|theta")
+# Smaller numbers, such as those of experts, are not narrowed.
+MIN_NARROWED = 16
 
 
 class CannotRun(Exception):
@@ -72,6 +80,61 @@ def length_beyond_windows(config: Any, limit: int, default: int = MIN_PROMPT_TOK
     windows = [getattr(config, name, None) for name in WINDOW_SETTINGS]
     length = 2 * max(window if isinstance(window, int) else 0 for window in windows) + 8
     return min(limit, length if MIN_PROMPT_TOKENS < length <= MAX_PROMPT_TOKENS else default)
+
+
+@contextmanager
+def narrowed(part: PreTrainedModel, run: Callable[[], object]) -> Iterator[bool]:
+    """Narrow every number of keys that the attention of `part` sees or selects, so that short
+    prompts exceed it. Yield whether a number is narrowed.
+
+    A number with which `run` raises stays as it is: weights depend on it.
+    """
+    owners: dict[str, list[tuple[Any, int]]] = {}
+    for owner in {id(owner): owner for owner in _with_configs(part)}.values():
+        for name, value in vars(owner).items():
+            if type(value) is int and value >= MIN_NARROWED and _is_key_number(name):
+                owners.setdefault(name, []).append((owner, value))
+    kept: list[str] = []
+    try:
+        for name, entries in owners.items():
+            try:
+                for owner, value in entries:
+                    setattr(owner, name, 16 if value >= 1024 else 4)  # ratios stay whole
+                run()
+            except Exception:  # model classes raise different types
+                kept.append(name)
+                _restore(name, entries)
+        yield len(kept) < len(owners)
+    finally:
+        for name, entries in owners.items():
+            _restore(name, entries)
+
+
+def _with_configs(part: PreTrainedModel) -> Iterator[Any]:
+    for module in part.modules():
+        yield from filter(None, (module, getattr(module, "config", None)))
+
+
+def _is_key_number(name: str) -> bool:
+    return bool(KEY_NUMBERS.search(name)) and not OTHER_NUMBERS.search(name)
+
+
+def _restore(name: str, entries: Sequence[tuple[Any, int]]) -> None:
+    for owner, value in entries:
+        setattr(owner, name, value)
+
+
+class TopKSizes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records from how many values each `topk` selects."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sizes: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is torch.ops.aten.topk:
+            self.sizes.add(args[0].shape[args[2] if len(args) > 2 else -1])
+        return func(*args, **(kwargs or {}))
 
 
 def random_prompts(

@@ -60,7 +60,9 @@ class ChunkedPrefillModel:
         return self.runner.language.device
 
     @torch.inference_mode()
-    def run(self, rows: abc.Sequence[TokenRow], pool: PoolFunction) -> None:
+    def run(
+        self, rows: abc.Sequence[TokenRow], pool: PoolFunction, is_shared: bool = False
+    ) -> None:
         """Run one step for `rows`, some of which may have started in earlier steps, and drop all
         other rows that have. `pool` reduces the states [tokens, H] of a complete row to its result.
 
@@ -68,7 +70,9 @@ class ChunkedPrefillModel:
         caller chooses: bisection finds the failing row that way."""
         try:
             self._update_sequences(rows)
-            while self._step(pool) and any(row.in_failed_step for row in self._sequences):
+            while self._step(pool, is_shared) and any(
+                row.in_failed_step for row in self._sequences
+            ):
                 pass
         except BaseException:
             for row in self._sequences:
@@ -76,10 +80,10 @@ class ChunkedPrefillModel:
             self._reset()  # the scheduler's state may be inconsistent
             raise
 
-    def _step(self, pool: PoolFunction) -> bool:
+    def _step(self, pool: PoolFunction, is_shared: bool) -> bool:
         """Run one step; return whether there was anything to run."""
         started = time.monotonic()
-        if chunks := self._scheduler.schedule(self._budget.prompt_tokens(streaming=False)):
+        if chunks := self._scheduler.schedule(self._budget.prompt_tokens(is_shared)):
             batch = self._forward(chunks)
             for chunk in chunks:
                 self._advance(chunk, pool)
@@ -93,7 +97,12 @@ class ChunkedPrefillModel:
             self._remove(row)
         for row in rows:
             if row.result is None and row not in self._sequences:
-                sequence = Sequence(row.ids, max_tokens=0, cache_namespace=row.cache_namespace)
+                sequence = Sequence(
+                    row.ids,
+                    max_tokens=0,
+                    owner=row.owner,
+                    cache_namespace=row.cache_namespace,
+                )
                 self._sequences[row], self._rows[sequence] = sequence, row
                 self._scheduler.add(sequence)
 

@@ -48,14 +48,14 @@ class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
         self.head = PoolingHead(config, model.device)
         super().__init__(model, self.head.pool, tokenizer, info)
         self.config, self.allowed_dimensions = config, allowed_dimensions
-        [vector] = self.forward([[TokenRow(tokenizer.encode("a"))]])
+        vector = self.compute([TokenRow(tokenizer.encode("a"))])
         self.dimensions = config.truncate_dim or vector.shape[1]
 
     # ── pool threads ──
 
     def tokenize(self, payload: EmbeddingInput) -> list[TokenRow]:
         self._check_dimensions(payload.dimensions)
-        if isinstance(payload.inputs[0], list):
+        if not isinstance(payload.inputs[0], str):
             return self._rows_of_ids(payload)
         texts = [text for text in payload.inputs if isinstance(text, str)]
         params = [payload.path(n) for n in range(len(texts))]
@@ -68,12 +68,12 @@ class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
             raise InvalidInput.at("prompt_name", "is for texts, not for token ids")
         rows = []
         for n, ids in enumerate(payload.inputs):
-            assert isinstance(ids, list)
+            assert not isinstance(ids, str)
             param, truncation = payload.path(n), payload.truncation
             length = self.tokenizer.truncated_length(len(ids), param, truncation)
             if length is not None:
                 ids = ids[-length:] if truncation.keep_end else ids[:length]
-            rows.append(TokenRow(self.tokenizer.check_ids(ids, param)))
+            rows.append(TokenRow(self.tokenizer.check_ids([*ids], param)))
         return rows
 
     def _prompt(self, payload: EmbeddingInput) -> str:
@@ -111,9 +111,9 @@ class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
             "the model was not trained for others (Matryoshka)",
         )
 
-    def finish(self, item: WorkItem, raw: Tensor) -> EmbeddingOutput:
+    def finish(self, item: WorkItem[EmbeddingInput], raw: Tensor) -> EmbeddingOutput:
         """Return an item's vectors, encoded as its payload requests. Raises ItemFailed for NaN."""
-        payload: EmbeddingInput = item.payload
+        payload = item.payload
         if not raw.isfinite().all():
             raise ItemFailed("the model returned NaN or infinity for this input")
         dimensions = payload.dimensions or self.dimensions

@@ -209,7 +209,7 @@ def make_yes_no_reranker(checkpoint: Checkpoint) -> Reranker:
     info, activation = checkpoint.info("yes-no", rows), checkpoint.config.activation
     pairs = PromptTokenizer(tokenizer)
     reranker = Reranker(rows, answer_logit(direction), tokenizer, pairs, activation, info)
-    [[score]] = reranker.forward([[probe]])
+    [score] = reranker.compute([probe])
     if not (score - expected).abs() <= TOLERANCE[model.dtype] * logits.abs().max():
         raise LoadingFailed("its logits are not its last state times its output weights")
     return reranker

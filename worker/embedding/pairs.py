@@ -54,7 +54,7 @@ class CrossEncoderTokenizer:
     def __call__(self, payload: ScoringInput) -> list[TokenRow]:
         if payload.instruction is not None:
             raise InvalidInput.at("instruction", "this model takes no instruction")
-        queries, documents = limit_characters(self.tokenizer, payload)
+        queries, documents = checked_texts(self.tokenizer, payload)
         distinct = list(dict.fromkeys(queries))
         ids = self.tokenizer.encode_all([*distinct, *documents])
         query_ids = dict(zip(distinct, ids, strict=False))
@@ -95,7 +95,7 @@ class PromptTokenizer:
         self.template = own if is_for_pairs else QWEN3_TEMPLATE
 
     def __call__(self, payload: ScoringInput) -> list[TokenRow]:
-        queries, documents = limit_characters(self.tokenizer, payload)
+        queries, documents = checked_texts(self.tokenizer, payload)
         instruction = payload.instruction
         around = {query: self._count_around(instruction, query) for query in dict.fromkeys(queries)}
         rows = []
@@ -127,17 +127,13 @@ class PromptTokenizer:
         return self.escaper.ids(text, key)
 
 
-def limit_characters(
-    tokenizer: TextTokenizer, payload: ScoringInput
-) -> tuple[list[str], list[str]]:
-    """Return queries and documents of no more characters than the model's tokens may have. Raises
-    InvalidInput for longer queries and, without truncation, for longer documents."""
-    pairs = list(zip(payload.pairs, payload.paths, strict=True))
-    limit = tokenizer.limit_characters
-    return (
-        [limit(query, params[0], NO_TRUNCATION) for (query, _), params in pairs],
-        [limit(document, params[1], payload.truncation) for (_, document), params in pairs],
-    )
+def checked_texts(tokenizer: TextTokenizer, payload: ScoringInput) -> tuple[list[str], list[str]]:
+    """Return the queries and the documents. Raises InvalidInput for a text that is empty or too
+    long; documents may be truncated."""
+    for (query, document), params in zip(payload.pairs, payload.paths, strict=True):
+        tokenizer.check_length(query, params[0], NO_TRUNCATION)
+        tokenizer.check_length(document, params[1], payload.truncation)
+    return [query for query, _ in payload.pairs], [document for _, document in payload.pairs]
 
 
 def document_slice(

@@ -9,16 +9,26 @@ batches, breaker and bisection are the same.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from batching.request_queue import WorkItem
+from batching.sequence import TokenIds
 from worker.embedding.pooling import PoolFunction
 from worker.embedding.tokenization import TextTokenizer, TokenRow
 from worker.messages.generation import TEXT_ONLY
-from worker.messages.protocol import UNFINISHED, Batching, ModelInfo, TextModel
+from worker.messages.protocol import (
+    ALONE,
+    CUT,
+    UNFINISHED,
+    Batching,
+    ModelInfo,
+    OtherModels,
+    TextModel,
+    Unfinished,
+)
 
 Payload = TypeVar("Payload")
 Result = TypeVar("Result")
@@ -37,8 +47,9 @@ class RowModel(Protocol):
     def batching_reason(self) -> str:
         """The reason why rows are not packed; empty if they are."""
 
-    def run(self, rows: Sequence[TokenRow], pool: PoolFunction) -> None:
-        """Run the rows, or a part of them, and set `row.result` where a row is complete."""
+    def run(self, rows: Sequence[TokenRow], pool: PoolFunction, is_shared: bool = False) -> None:
+        """Run the rows, or a part of them, and set `row.result` where a row is complete.
+        `is_shared`: other models have work, so that it must not take long."""
 
 
 class PoolingRunner(ABC, Generic[Payload, Result]):
@@ -46,6 +57,7 @@ class PoolingRunner(ABC, Generic[Payload, Result]):
     states of a complete row."""
 
     warm_up_input: Payload  # the smallest valid one
+    others: OtherModels = ALONE
 
     def __init__(
         self, model: RowModel, pool: PoolFunction, tokenizer: TextTokenizer, info: ModelInfo
@@ -54,19 +66,21 @@ class PoolingRunner(ABC, Generic[Payload, Result]):
         self.tokenizer = tokenizer
         self.info = info
         self.max_model_len = tokenizer.limit
-        self.no_images = TEXT_ONLY
+        self.no_images_reason = TEXT_ONLY
         self.encode, self.decode, self.token = tokenizer.encode, tokenizer.decode, tokenizer.token
 
     @property
     def text_model(self) -> TextModel:
         return self
 
-    def prepare(self, item: WorkItem) -> None:
+    def prepare(self, item: WorkItem[Payload, list[TokenRow]]) -> None:
         """Tokenize an item's payload and set its `prepared`, `rows`, `tokens` and `width`. Raises
         InvalidInput."""
         rows = self.tokenize(item.payload)
         for row in rows:
-            row.cache_namespace = item.cache_namespace
+            row.cache_namespace, row.owner = item.cache_namespace, item.owner
+            row.ids = TokenIds(row.ids)
+            row.token_type_ids = row.token_type_ids and TokenIds(row.token_type_ids)
         counts = [len(row.ids) for row in rows]
         item.prepared = rows
         item.rows, item.tokens, item.width = len(rows), sum(counts), max(counts)
@@ -76,34 +90,41 @@ class PoolingRunner(ABC, Generic[Payload, Result]):
         """Return the token rows of a payload. Raises InvalidInput."""
 
     @torch.inference_mode()
-    def forward(self, prepared: list[list[TokenRow]]) -> list[Any]:
-        """Return a tensor [rows, …] per item, or UNFINISHED where rows need another step."""
-        self.model.run([row for rows in prepared for row in rows], self.pool)
+    def forward(self, prepared: list[list[TokenRow]]) -> list[Tensor | Unfinished]:
+        """Return a tensor [rows, …] per item; UNFINISHED or CUT where rows need another step."""
+        self.model.run([row for rows in prepared for row in rows], self.pool, self.others.busy)
+        incomplete = UNFINISHED if self.info.batching == "continuous" else CUT
         is_done = [all(row.result is not None for row in rows) for rows in prepared]
         done = [rows for rows, complete in zip(prepared, is_done, strict=True) if complete]
         if not done:
-            return [UNFINISHED] * len(prepared)
+            return [incomplete] * len(prepared)
         results = [row.result for rows in done for row in rows if row.result is not None]
         pooled = torch.stack(results)
         outputs = self.apply_head(pooled).cpu()
         parts = iter(torch.split(outputs, [len(rows) for rows in done]))
-        return [next(parts) if complete else UNFINISHED for complete in is_done]
+        return [next(parts) if complete else incomplete for complete in is_done]
 
     def apply_head(self, pooled: Tensor) -> Tensor:
         """Run the layers after pooling on [rows, …]."""
         return pooled
 
     @abstractmethod
-    def finish(self, item: WorkItem, raw: Tensor) -> Result: ...
+    def finish(self, item: WorkItem[Payload], raw: Tensor) -> Result: ...
 
     def warm_up(self) -> None:
         """Run the smallest valid payload; raise if the model is broken."""
         self.run(self.warm_up_input)
 
     def run(self, payload: Payload, cache_namespace: bytes = b"") -> Result:
-        """Return the result for one payload, from as many forward passes as it takes."""
-        item = WorkItem(payload, float("inf"), 0.0, cache_namespace=cache_namespace)
+        """Return the result for one payload."""
+        item: WorkItem[Payload, list[TokenRow]] = WorkItem(
+            payload, float("inf"), 0.0, cache_namespace=cache_namespace
+        )
         self.prepare(item)
-        while (raw := self.forward([item.prepared])[0]) is UNFINISHED:
+        return self.finish(item, self.compute(item.prepared))
+
+    def compute(self, rows: list[TokenRow]) -> Tensor:
+        """Return the output [rows, …], from as many forward passes as it takes."""
+        while isinstance(output := self.forward([rows])[0], Unfinished):
             pass
-        return self.finish(item, raw)
+        return output

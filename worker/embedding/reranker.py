@@ -40,12 +40,11 @@ class Reranker(PoolingRunner[ScoringInput, ScoringOutput]):
     def tokenize(self, payload: ScoringInput) -> list[TokenRow]:
         return self.pair_tokenizer(payload)
 
-    def finish(self, item: WorkItem, raw: Tensor) -> ScoringOutput:
+    def finish(self, item: WorkItem[ScoringInput], raw: Tensor) -> ScoringOutput:
         """Return an item's scores, one per pair. Raises ItemFailed for NaN."""
-        payload: ScoringInput = item.payload
         if not raw.isfinite().all():
             raise ItemFailed("the model returned NaN or infinity for this input")
-        scores: Tensor = raw if payload.raw else self.activation(raw)
+        scores: Tensor = raw if item.payload.raw else self.activation(raw)
         return ScoringOutput(scores.tolist(), item.tokens)
 
 

@@ -8,6 +8,7 @@ The first of these that keeps the model's own output is used; loading compares o
 pipelines (pipeline/loading.py). Decoders that run in chunks are in chunked_prefill.py.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from batching.turn_budget import TurnBudget
 from worker.device.self_check import (
     TOLERANCE,
     CannotRun,
@@ -46,6 +48,7 @@ class SinglePassModel:
     batching_reason: str = field(init=False, default="")
     first_position: int | None = field(init=False, default=None)  # None: not as one row
     packing: Packing | None = field(init=False, default=None)
+    budget: TurnBudget = field(init=False, default_factory=TurnBudget)
 
     def __post_init__(self) -> None:
         self.per_text = self.output_name == LOGITS
@@ -64,9 +67,16 @@ class SinglePassModel:
         return self.model.device
 
     @torch.inference_mode()
-    def run(self, rows: Sequence[TokenRow], pool: PoolFunction) -> None:
-        """Set the result of each row, from one forward pass."""
+    def run(self, rows: Sequence[TokenRow], pool: PoolFunction, is_shared: bool = False) -> None:
+        """Set the result of each row, or of the first ones, from one forward pass."""
+        rows = [row for row in rows if row.result is None]
+        if is_shared:
+            rows = rows[: self.budget.fitting([len(row.ids) for row in rows])]
+        if not rows:  # another item of their batch has failed
+            return
+        started = time.monotonic()
         outputs = self(rows)
+        self.budget.learn(sum(len(row.ids) for row in rows), time.monotonic() - started)
         if self.per_text:
             parts = outputs.unbind()
         else:
@@ -103,9 +113,9 @@ class SinglePassModel:
 
     def _forward_side_by_side(self, rows: Sequence[TokenRow]) -> Tensor:
         counts = [len(row.ids) for row in rows]
-        batch = {"input_ids": [row.ids for row in rows]}
+        batch = {"input_ids": [[*row.ids] for row in rows]}
         if rows[0].token_type_ids is not None:
-            batch["token_type_ids"] = [row.token_type_ids or [] for row in rows]
+            batch["token_type_ids"] = [[*(row.token_type_ids or ())] for row in rows]
         inputs = pad(self.tokenizer, batch).to(self.device)
         with self.packing.batch(counts, max(counts)) if self.packing else nullcontext():
             output: Tensor = self.model(**inputs)[self.output_name]

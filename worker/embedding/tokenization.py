@@ -14,9 +14,12 @@ from transformers import PreTrainedTokenizerBase
 
 from batching.block_pool import SHARED_NAMESPACE
 from batching.errors import InvalidInput
+from batching.fair_share import NO_OWNER, WorkOwner
+from batching.sequence import TokenList
 from worker.messages.generation import Chat
 from worker.messages.scoring import Truncation
-from worker.pipeline.limits import MAX_CHARS_PER_TOKEN
+from worker.pipeline.limits import MAX_TEXT_CHARS
+from worker.text.long_text import TokenLimit, tokenizing
 
 DISABLED = ("truncation", "padding", "verbose", "return_attention_mask", "return_token_type_ids")
 
@@ -25,10 +28,11 @@ DISABLED = ("truncation", "padding", "verbose", "return_attention_mask", "return
 class TokenRow:
     """The tokens of a text or a pair, special ones included, and its pooled result once run."""
 
-    ids: list[int]
-    token_type_ids: list[int] | None = None  # for models that distinguish the texts of a pair
+    ids: TokenList
+    token_type_ids: TokenList | None = None  # for models that distinguish the texts of a pair
     prompt_tokens: int = 0  # at the start, which pooling may leave out
     cache_namespace: bytes = SHARED_NAMESPACE  # prefixes are shared within a namespace only
+    owner: WorkOwner = NO_OWNER
     in_failed_step: bool = False
     result: Tensor | None = None
 
@@ -43,23 +47,23 @@ class TextTokenizer:
         self.limit = limit
         self.vocabulary_size = vocabulary_size
         self.lower_case = lower_case
+        self._token_limit = TokenLimit(tokenizer, lambda text: self.encode_all([text])[0])
 
     def tokenize(self, texts: Sequence[str], **options: Any) -> dict[str, list[Any]]:
         """Return the tokenizer's output for the texts, a list per field."""
         if self.lower_case:
             texts = [text.lower() for text in texts]
         disabled = dict.fromkeys(DISABLED, False)
-        return dict(self.tokenizer(list(texts), **{**disabled, **options}))
+        with tokenizing(max(map(len, texts), default=0)):
+            return dict(self.tokenizer(list(texts), **{**disabled, **options}))
 
     def tokenize_rows(
         self, texts: Sequence[str], params: Sequence[str], prompt: str, truncation: Truncation
     ) -> list[TokenRow]:
         """Return a row per text, each after `prompt`. Raises InvalidInput, which names the entry
         of `params`, for texts that are empty, too long, or have ids outside the vocabulary."""
-        texts = [
-            self.limit_characters(text, param, truncation)
-            for text, param in zip(texts, params, strict=True)
-        ]
+        for text, param in zip(texts, params, strict=True):
+            self.check_length(text, param, truncation)
         output = self.tokenize([prompt + text for text in texts], return_special_tokens_mask=True)
         prompt_tokens = self._count_prompt(prompt) if prompt else 0
         rows = []
@@ -76,19 +80,19 @@ class TextTokenizer:
             rows.append(TokenRow(self.check_ids(cut, param), prompt_tokens=remaining))
         return rows
 
-    def limit_characters(self, text: str, param: str, truncation: Truncation) -> str:
-        """Return the text, truncated to the most characters that the model's tokens may have.
-        Raises InvalidInput for an empty text and, without truncation, for a longer one."""
+    def check_length(self, text: str, param: str, truncation: Truncation) -> None:
+        """Raise InvalidInput for an empty text, for one of too many characters and, without
+        truncation, for a long one that cannot fit. Others are tokenized to count them."""
         if not text:
             raise InvalidInput.at(param, "must not be empty")
-        max_chars = MAX_CHARS_PER_TOKEN * self.limit
-        if len(text) <= max_chars:
-            return text
-        if not truncation.enabled:
+        if len(text) > MAX_TEXT_CHARS:
             raise InvalidInput.at(
-                param, f"has {len(text)} characters; the model takes {self.limit} tokens"
+                param, f"has {len(text)} characters; at most {MAX_TEXT_CHARS} are accepted"
             )
-        return text[-max_chars:] if truncation.keep_end else text[:max_chars]
+        if not truncation.enabled and self._token_limit.is_exceeded(text, self.limit):
+            raise InvalidInput.at(
+                param, f"has more than {self.limit} tokens; the model takes {self.limit}"
+            )
 
     def truncated_length(self, count: int, param: str, truncation: Truncation) -> int | None:
         """Return the tokens to keep of `count`; None for all. Raises InvalidInput for a text that
@@ -100,7 +104,7 @@ class TextTokenizer:
             raise InvalidInput.at(param, f"has {count} tokens; the model takes {self.limit}")
         return limit
 
-    def check_ids(self, ids: list[int], param: str) -> list[int]:
+    def check_ids(self, ids: TokenList, param: str) -> TokenList:
         """Return the ids. Raises InvalidInput for none, and for ids outside the vocabulary."""
         if not ids:
             raise InvalidInput.at(param, "has no tokens")
@@ -114,6 +118,8 @@ class TextTokenizer:
     def encode(self, prompt: Chat | str, add_special_tokens: bool = True) -> list[int]:
         if isinstance(prompt, Chat):
             raise InvalidInput.at("messages", "this model takes no messages: use prompt")
+        if prompt:
+            self.check_length(prompt, "prompt", Truncation(enabled=True))
         output = self.tokenize([prompt], add_special_tokens=add_special_tokens)
         ids: list[int] = output["input_ids"][0]
         return ids
@@ -122,8 +128,8 @@ class TextTokenizer:
         """Return the ids of each text, without special tokens around them."""
         return self.tokenize(texts, add_special_tokens=False)["input_ids"]
 
-    def decode(self, ids: list[int]) -> str:
-        text: str = self.tokenizer.decode(ids)
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self.tokenizer.decode([*ids])
         return text
 
     def token(self, token_id: int) -> str:

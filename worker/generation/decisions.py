@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
-from batching.sequence import PrefixedTokens
+from batching.sequence import PrefixedTokens, TokenIds
 from worker.generation.output import PreparedPrompt
 from worker.messages.decisions import LETTERS, YES_NO, DecisionInput, Question
 from worker.messages.deltas import Delta
@@ -30,6 +30,7 @@ from worker.messages.generation import Chat
 from worker.model.sampler import SampledToken, SamplingParams
 from worker.text.chat_template.special_token_escaping import SpecialTokenEscaper
 from worker.text.chat_template.template import ChatTemplate
+from worker.text.long_text import TokenLimit, tokenizing
 
 # Tokens of one request: of its questions alone, which are held in memory; and of all its prompts,
 # each with the input, which are looked up and attended to.
@@ -46,7 +47,7 @@ Messages = Sequence[Mapping[str, Any]]
 class SharedPrompt(NamedTuple):
     """The common parts of all prompts of a request."""
 
-    ids: list[int]  # the prefix
+    ids: TokenIds  # the prefix
     last_word: str  # in `ids`; encoded with a question, since some tokenizers begin texts otherwise
     last_word_tokens: int
     before: str  # text between the prefix and the question
@@ -61,13 +62,14 @@ class LabelScores:
     def __init__(
         self,
         item: WorkItem,
+        request: DecisionInput,
         number: int,
         ids: PrefixedTokens,
         labels: tuple[int, ...],
         input_tokens: int,
     ) -> None:
         self.item = item
-        self.background = item.payload.background or number >= MAX_FOREGROUND_QUESTIONS
+        self.background = request.background or number >= MAX_FOREGROUND_QUESTIONS
         self.prepared = PreparedPrompt(ids, SamplingParams(), 0, {}, labels=labels)
         self.started = False
         self.finished = False
@@ -95,39 +97,39 @@ class LabelScores:
 
 
 class Decisions:
-    """Prepares the questions of requests, in pool threads. `max_token_chars`: of the longest token
-    in the vocabulary."""
+    """Prepares the questions of requests, in pool threads."""
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
         template: ChatTemplate,
         max_model_len: int,
-        max_token_chars: int,
+        token_limit: TokenLimit,
     ) -> None:
         self._tokenizer: Any = tokenizer  # calls of it are not annotated
         self._escaper = SpecialTokenEscaper(tokenizer, self._encode)
         self._template = template
         self._max_model_len = max_model_len
-        self._max_token_chars = max_token_chars
+        self._token_limit = token_limit
         self._letters = self._single_tokens([*LETTERS, *map("".join, product(LETTERS, repeat=2))])
         yes_no = self._single_tokens(YES_NO)
         self._yes_no = yes_no if len(yes_no) == 2 else self._letters
 
-    def prepare(self, item: WorkItem) -> None:
-        """Fill in `item.prepared`, a LabelScores for each question, and `item.tokens`.
+    def create_outputs(self, item: WorkItem, request: DecisionInput) -> list[LabelScores]:
+        """Return a LabelScores for each question, and set `item.tokens`.
 
         Raise InvalidInput where the input or a question cannot be served."""
-        request: DecisionInput = item.payload
         shared = self._shared_prompt(request)
-        item.prepared, question_tokens, characters = [], 0, 0
+        outputs: list[LabelScores] = []
+        question_tokens = 0
         for number, question in enumerate(request.questions):
             labels = self._labels(question)
             escaped = self._escaper.escape(question.text([*labels]), shared.key)
             text = f"{shared.before}{escaped}{shared.after}"
-            characters += len(text)
-            self._check(characters <= MAX_QUESTION_TOKENS * self._max_token_chars, question)
-            ids = self._escaper.ids(shared.last_word + text, shared.key)
+            is_long = self._token_limit.is_exceeded(text, MAX_QUESTION_TOKENS)
+            self._check(not is_long, question)
+            with tokenizing(len(text)):
+                ids = self._escaper.ids(shared.last_word + text, shared.key)
             prompt = PrefixedTokens(shared.ids, ids[shared.last_word_tokens :])
             question_tokens += len(prompt.own)
             prompt_tokens = question_tokens + (number + 1) * len(shared.ids)
@@ -135,9 +137,10 @@ class Decisions:
             self._check(fits, question)
             if len(prompt) > self._max_model_len:
                 raise self._too_long(f"{len(prompt)}, with the question,", question.param)
-            label_ids = tuple(labels.values())
-            item.prepared.append(LabelScores(item, number, prompt, label_ids, len(shared.ids)))
+            label_ids, input_tokens = tuple(labels.values()), len(shared.ids)
+            outputs.append(LabelScores(item, request, number, prompt, label_ids, input_tokens))
         item.tokens = len(shared.ids) + question_tokens
+        return outputs
 
     # ── the input ──
 
@@ -153,17 +156,18 @@ class Decisions:
         if not separator or marker in after:
             reason = "this model's chat template changes the text of messages"
             raise InvalidInput.at(request.param, reason)
-        if len(text) > self._max_model_len * self._max_token_chars:
-            raise self._too_long(f"more than {len(text) // self._max_token_chars}", request.param)
+        if self._token_limit.is_exceeded(text, self._max_model_len):
+            raise self._too_long(f"more than {self._max_model_len}", request.param)
         matches = WORD_END.finditer(text, max(0, len(text) - WORD_END_CHARS))
         ends = [match.start() for match in matches]
         end = ends[-1] if ends else len(text)
         last_word = text[ends[-2] : end] if len(ends) > 1 else ""
-        ids = self._escaper.ids(text[:end], key)
+        with tokenizing(end):
+            ids = self._escaper.ids(text[:end], key)
         if len(ids) >= self._max_model_len:
             raise self._too_long(str(len(ids)), request.param)
         last_word_tokens = len(self._escaper.ids(last_word, key)) if last_word else 0
-        return SharedPrompt(ids, last_word, last_word_tokens, text[end:], after, key)
+        return SharedPrompt(TokenIds(ids), last_word, last_word_tokens, text[end:], after, key)
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
         encoding: Any = self._tokenizer(texts, add_special_tokens=False, verbose=False)

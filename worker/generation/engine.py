@@ -5,8 +5,8 @@
 
 On a GPU a step's tokens are not read before the next one is launched, which takes them on the
 device: the sequences have placeholders for them. Sequences that finished in step N - 1 are dropped
-from step N's results. A step is read at once on a CPU, and where the next step's drafts need its
-tokens.
+from step N's results. A step is read at once on a CPU, and where the next drafts of most sequences
+need its tokens. Masks of grammars are computed while a step runs, from the tokens before it.
 
 Implements Generator of worker/messages/protocol.py. batching/scheduler.py decides which sequences
 run, and a model runner how: on paged memory (model/paged_runner.py) or, where that does not fit,
@@ -16,27 +16,27 @@ turns tokens into text.
 
 import logging
 import time
-from collections import Counter, abc
+from collections import Counter, abc, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any, Literal
+from typing import Literal, NoReturn
 
 from torch import Tensor
 
 from batching.errors import DeviceLost, ItemFailed, OnequeueError, OutOfMemory
+from batching.fair_share import WorkOwner, fair_order
 from batching.request_queue import WorkItem
-from batching.scheduler import ContinuousScheduler, PrefillBudget
+from batching.scheduler import ContinuousScheduler, PrefillBudget, RowCost
 from batching.sequence import Batch, Chunk, Sequence
 from worker.error_classification import failure_of, run_halves
-from worker.generation.decisions import LabelScores
-from worker.generation.input_processor import InputProcessor
+from worker.generation.input_processor import GenerationItem, InputProcessor, Output
 from worker.generation.output import SequenceOutput
 from worker.generation.speculation import Speculation
 from worker.grammar.bitmask import BitmaskComputer, MaskRequest, PendingMask
 from worker.messages.deltas import Delta
 from worker.messages.generation import SamplingDefaults
-from worker.messages.protocol import StepOutcome, StepReport, TextModel
+from worker.messages.protocol import ALONE, OtherModels, StepOutcome, StepReport, TextModel
 from worker.model.cached_runner import CachedRunner
 from worker.model.paged_runner import PagedRunner
 from worker.model.sampler import SampledToken, SamplerOutput, SamplingRow, sample
@@ -46,9 +46,10 @@ from worker.vision.multimodal_prompt import MultimodalPrompt
 
 log = logging.getLogger("onequeue.generation")
 
+# A request whose masks took longer in a step rests for MASK_REST times as long, beside others: its
+# masks then take a quarter of the time.
+MAX_MASK_SHARE_S, MASK_REST = 0.025, 3
 RUNS_AHEAD = {"cpu": False, "cuda": True}  # a step is launched before the last one is read
-
-Output = SequenceOutput | LabelScores
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +63,18 @@ class InFlightStep:
     launched_at: float
 
 
+def _by_model(chunks: abc.Sequence[Chunk]) -> list[list[Chunk]]:
+    """Return the chunks of sequences that began on the eager model apart from the others."""
+    eager = [chunk for chunk in chunks if chunk.sequence.eager]
+    others = [chunk for chunk in chunks if not chunk.sequence.eager]
+    return [group for group in (eager, others) if group]
+
+
 class GenerationEngine:
     """Runs a language model step by step, on the worker's thread; `prepare` and `call_id` run in
     other threads. `new_scheduler` creates an empty one. `speculates`: tokens are drafted."""
+
+    others: OtherModels = ALONE
 
     def __init__(
         self,
@@ -83,10 +93,13 @@ class GenerationEngine:
         self._failed: dict[WorkItem, Exception] = {}  # of them, until the step ends
         self._new_scheduler = new_scheduler
         self._runs_ahead = RUNS_AHEAD[device]
+        self._may_draft = True  # in the next step: the last one is read before it
         self._budget = PrefillBudget(device, self.scheduler.whole_prompts)
+        self._row_cost = RowCost()
         self._speculation = Speculation(device) if speculates else None
         self._encoder_scheduler = self._new_encoder_scheduler()
         self._masks = BitmaskComputer(runner.language.vocab_size, input_processor.eos_token_ids)
+        self._resting: dict[WorkOwner, float] = {}  # requests with slow masks, until when
         self._in_flight: InFlightStep | None = None
         self._results_at = 0.0  # when the last step's results were processed
         # of the current call of `step`
@@ -95,11 +108,11 @@ class GenerationEngine:
         self._deltas: list[tuple[WorkItem, Delta]] = []
 
     def _new_encoder_scheduler(self) -> EncoderScheduler | None:
-        hook, preprocessor = self.runner.decoder_hook, self.input_processor.image_preprocessor
-        if not hook or not preprocessor:
+        runner, preprocessor = self.runner, self.input_processor.image_preprocessor
+        if not runner.decoder_hook or not preprocessor:
             return None
         preprocessor.cache = EncoderCache()
-        return EncoderScheduler(VisionEncoder(hook, preprocessor.cache), self._fail_multimodal)
+        return EncoderScheduler(VisionEncoder(runner, preprocessor.cache), self._fail_multimodal)
 
     @property
     def text_model(self) -> TextModel:
@@ -113,7 +126,7 @@ class GenerationEngine:
     def compile_state(self) -> Literal["running", "done", "off"]:
         return self.runner.compile_state
 
-    def prepare(self, item: WorkItem) -> None:
+    def prepare(self, item: GenerationItem) -> None:
         self.input_processor.prepare(item)
 
     def call_id(self, name: str, index: int) -> str:
@@ -124,21 +137,25 @@ class GenerationEngine:
 
     # ── requests ──
 
-    def add(self, item: WorkItem) -> None:
+    def add(self, item: GenerationItem) -> None:
         self.live[item] = [self._new_sequence(output) for output in item.prepared]
         for sequence in self.live[item]:
             self.scheduler.add(sequence)
 
     def _new_sequence(self, output: Output) -> Sequence:
         prepared = output.prepared
+        # The two models' keys differ by rounding too, so neither reads the prefixes of the other.
+        eager = self.runner.compile_state == "running" and not self._runs_ahead
         sequence = Sequence(
             prepared.ids,
             max_tokens=prepared.max_tokens,
             scores_prompt=prepared.prompt_logprobs is not None,
             scores_end=bool(prepared.labels),
             background=output.background,
-            cache_namespace=output.item.cache_namespace,
+            owner=output.item.owner,
+            cache_namespace=output.item.cache_namespace + (b"eager" if eager else b""),
             multimodal=prepared.multimodal,
+            eager=eager,
         )
         self._outputs[sequence] = output
         if self._speculation and sequence.max_tokens:
@@ -168,7 +185,7 @@ class GenerationEngine:
         self._encoder_scheduler = self._new_encoder_scheduler()
         return items
 
-    def finish(self, item: WorkItem, raw: Any) -> Any:
+    def finish(self, item: WorkItem, raw: object) -> NoReturn:
         raise NotImplementedError("a step has deltas, no outputs")
 
     def warm_up(self) -> None:
@@ -189,12 +206,13 @@ class GenerationEngine:
 
     # ── a step ──
 
-    def step(self, idle_since: float = 0.0) -> StepOutcome:
+    def step(self, idle_since: float = 0.0) -> StepOutcome[Delta]:
         self._step_started = time.monotonic()
         self._counts, self._deltas = Counter(), []
         self._drop_cancelled()
         if chunks := self._schedule():
-            self._launch(chunks)
+            for of_model in _by_model(chunks):
+                self._launch(of_model)
         else:
             self._process_results()
         return self._collect()
@@ -206,19 +224,29 @@ class GenerationEngine:
 
     def _schedule(self) -> list[Chunk]:
         uncomputed = [sequence.uncomputed for sequence in self.scheduler.running]
-        streaming, budget = min(uncomputed, default=2) <= 1, 0
+        streaming, budget = min(uncomputed, default=2) <= 1 or self.others.busy, 0
         if self._encoder_scheduler:
             self._encoder_scheduler.step(self.scheduler, streaming)
         if self._speculation:
             self._speculation.begin_step(len(self.scheduler.running))
-        if self.scheduler.waiting or max(uncomputed, default=0) > 1:
+        if self.scheduler.num_waiting or max(uncomputed, default=0) > 1:
             budget = self._budget.prompt_tokens(streaming, time.monotonic() - self._step_started)
-        chunks = self.scheduler.schedule(budget, self._draft if self._speculation else None)
+        draft = self._draft if self._speculation else None
+        is_timed = budget < self._budget.max_tokens
+        spare_rows, resting = self._row_cost.spare_rows, self._resting_requests()
+        chunks = self.scheduler.schedule(budget, draft, is_timed, spare_rows, resting)
         return [chunk for chunk in chunks if chunk.is_active]
+
+    def _resting_requests(self) -> set[WorkOwner]:
+        """Return the requests that rest because of slow masks, unless only such requests run."""
+        now = time.monotonic()
+        self._resting = {owner: until for owner, until in self._resting.items() if until > now}
+        running = {sequence.owner for sequence in self.scheduler.running}
+        return {*self._resting} if running - self._resting.keys() else set()
 
     def _draft(self, sequence: Sequence) -> tuple[int, ...]:
         output = self._outputs[sequence]
-        if not (self._speculation and isinstance(output, SequenceOutput)):
+        if not (self._speculation and self._may_draft and isinstance(output, SequenceOutput)):
             return ()
         try:
             return self._speculation.draft(sequence, output)
@@ -227,6 +255,9 @@ class GenerationEngine:
             return ()
 
     def _launch(self, chunks: abc.Sequence[Chunk]) -> None:
+        chunks = [chunk for chunk in chunks if chunk.is_active]
+        if not chunks:
+            return
         try:
             self._run(chunks)
         except BaseException as error:
@@ -240,14 +271,18 @@ class GenerationEngine:
         if self._in_flight:
             logits = self._forward_ahead(batch, self._in_flight.sampled)
             self._process_results()  # sampling may depend on them
-            rows, masks = self._sampling_rows(chunks)
+            rows, constrained, masks = self._sampling_rows(chunks)
         else:
-            rows, masks = self._sampling_rows(chunks)
+            rows, constrained, masks = self._sampling_rows(chunks)
             logits = self.runner.forward(batch)
         prompt_scores = self._prompt_scores(batch, logits) if batch.scored else {}
-        sampled = sample(logits[batch.scored :], rows, masks.result() if masks else None)
+        mask = masks.result() if masks else None
+        if masks:
+            self._defer_late(constrained, masks)
+        sampled = sample(logits[batch.scored :], rows, mask)
         self._in_flight = InFlightStep(batch, prompt_scores, sampled, launched_at)
-        if self._runs_ahead and not any(map(self._next_draft_waits, chunks)):
+        self._may_draft = not self._runs_ahead or self._next_drafts_wait(chunks)
+        if not self._may_draft and not any(chunk.drafts for chunk in chunks):
             self.scheduler.append_placeholders(chunks)
         else:
             self._process_results()
@@ -263,11 +298,12 @@ class GenerationEngine:
 
     def _sampling_rows(
         self, chunks: abc.Sequence[Chunk]
-    ) -> tuple[list[SamplingRow], PendingMask | None]:
+    ) -> tuple[list[SamplingRow], list[Chunk], PendingMask | None]:
         """Return the parameters of each sampled row, and the token masks, whose computation starts
-        here. Rows of chunks that no longer run are dropped with the results."""
+        here, with their chunks: those of requests in turn, of a request those that have generated
+        least first. Rows of chunks that no longer run are dropped with the results."""
         rows: list[SamplingRow] = []
-        requests: list[tuple[int, MaskRequest]] = []  # each with the first row that it is for
+        requests: dict[Sequence, tuple[int, MaskRequest]] = {}  # with the first row that it is for
         for chunk in chunks:
             if not chunk.to_sample:
                 continue
@@ -275,12 +311,29 @@ class GenerationEngine:
             assert isinstance(output, SequenceOutput)
             constraints = output.constraints
             if constraints and chunk.is_active and (request := constraints.mask_request(drafts)):
-                requests.append((len(rows), request))
+                requests[chunk.sequence] = len(rows), request
             rows += [
                 SamplingRow(output.sampling, output.tokens + n, drafts[:n])
                 for n in range(chunk.to_sample)
             ]
-        return rows, self._masks.start(requests) if requests else None
+        in_turn = fair_order(sorted(requests, key=lambda s: len(s.tokens) - s.prompt_len))
+        chunk_of = {chunk.sequence: chunk for chunk in chunks}
+        constrained = [chunk_of[sequence] for sequence in in_turn]
+        masks = self._masks.start([requests[chunk.sequence] for chunk in constrained])
+        return rows, constrained, masks
+
+    def _defer_late(self, constrained: list[Chunk], masks: PendingMask) -> None:
+        """Sample no tokens where there was no time for a mask. Let requests with slow masks
+        rest."""
+        times_s: defaultdict[WorkOwner, float] = defaultdict(float)
+        for n, chunk in enumerate(constrained):
+            chunk.deferred = n >= len(constrained) - masks.deferred
+            if not chunk.deferred:
+                times_s[chunk.sequence.owner] += masks.times_s[n]
+        now = time.monotonic()
+        for owner, seconds in times_s.items():
+            if seconds > MAX_MASK_SHARE_S:
+                self._resting[owner] = now + MASK_REST * seconds
 
     def _prompt_scores(self, batch: Batch, logits: Tensor) -> dict[Sequence, list[SampledToken]]:
         """Return the scores of prompts' tokens, or of labels that may follow one: read at once."""
@@ -292,6 +345,12 @@ class GenerationEngine:
                 scores[chunk.sequence] = output.score(logits[row:end], positions)
                 row = end
         return scores
+
+    def _next_drafts_wait(self, chunks: abc.Sequence[Chunk]) -> bool:
+        """Return whether the next drafts of most sequences need the tokens of this step. Fewer
+        ones go without drafts: the others do not wait for them."""
+        sampling = [chunk for chunk in chunks if chunk.to_sample]
+        return 2 * sum(map(self._next_draft_waits, sampling)) > len(sampling)
 
     def _next_draft_waits(self, chunk: Chunk) -> bool:
         output = self._outputs[chunk.sequence]
@@ -328,7 +387,7 @@ class GenerationEngine:
             self._counts["prefill_tokens"] += chunk.count
         if scores:
             output.add_prompt_scores(scores)
-        if not chunk.reaches_end:
+        if chunk.deferred or not chunk.reaches_end:
             self.scheduler.advance(chunk)
             return
         if not output.started:
@@ -356,10 +415,11 @@ class GenerationEngine:
             self._budget.learn(prefill, rows - prefill, seconds)
             return
         self._budget.decode_s = seconds
+        self._row_cost.learn(rows, seconds)
         if self._speculation:
             self._speculation.learn(rows, self._counts["decode_tokens"], seconds)
 
-    def _collect(self) -> StepOutcome:
+    def _collect(self) -> StepOutcome[Delta]:
         if self._encoder_scheduler:
             self._encoder_scheduler.release_prefilled(self.scheduler)
         report = self._report()
@@ -386,7 +446,7 @@ class GenerationEngine:
             preempted=scheduler.preempted,
             admitted=len(admitted),
             running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
+            waiting=scheduler.num_waiting,
             saturated=scheduler.starved,
             blocks_used=scheduler.pool.used if paged else 0,
             blocks_total=scheduler.pool.num_blocks if paged else 0,
@@ -400,7 +460,7 @@ class GenerationEngine:
         """Fail a request: `error` was raised by work on it alone. A lost device is raised."""
         if isinstance(failure := failure_of(error), DeviceLost):
             raise error
-        log.warning("generation failed error=%r", failure.__cause__ or failure)
+        log.warning("generation failed error=%.200r", failure.__cause__ or failure)
         error.with_traceback(None)
         self._failed[item] = failure
         self._unschedule(item, failed=True)

@@ -18,35 +18,41 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
-from worker.generation.decisions import Decisions
-from worker.generation.output import PreparedPrompt, create_outputs
-from worker.grammar.compiler import Grammar, GrammarCompiler
+from batching.sequence import TokenIds
+from worker.generation.decisions import Decisions, LabelScores
+from worker.generation.output import PreparedPrompt, SequenceOutput, create_outputs
+from worker.grammar.compiler import Grammar, GrammarCompiler, compiling_for
 from worker.grammar.constraints import OutputConstraints
 from worker.grammar.lark import content_or_calls, unusable_grammar
 from worker.grammar.tool_calls import accepts, tool_calls_grammar
 from worker.messages.decisions import DecisionInput
-from worker.messages.generation import Chat, GenerationInput, Sampling, Stopping, ToolCallPolicy
-from worker.messages.protocol import Batching
+from worker.messages.generation import Chat, GenerationInput, ImageInput, ToolCallPolicy
+from worker.messages.protocol import Batching, IsWanted
 from worker.model.language_model import LanguageModel
 from worker.model.loading import model_info
+from worker.model.logits_processors import CheckpointProcessors
 from worker.model.sampler import SamplingParams
 from worker.text.chat_template.inference import ARGUMENTS, SWITCHES, TOOLS
 from worker.text.chat_template.template import ChatTemplate, RenderedPrompt
 from worker.text.detokenizer import Vocabulary
+from worker.text.long_text import TokenLimit, tokenizing
 from worker.text.output_format import CONTENT, OutputFormat
 from worker.text.parser import OutputParser
 from worker.text.tool_call_format import ToolCallFormat
 from worker.vision.image_preprocessor import ImagePreprocessor
 from worker.vision.multimodal_prompt import MultimodalPrompt
 
+MAX_PROMPT_CHARS = 1 << 23
 # Sampling parameters that default to the checkpoint's generation_config, or else to the values of
 # the OpenAI API.
 CHECKPOINT_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
+Output = SequenceOutput | LabelScores
+GenerationItem = WorkItem[GenerationInput | DecisionInput, Sequence[Output]]
+
 
 class EncodedPrompt(NamedTuple):
-    ids: list[int]
-    rendered: RenderedPrompt | None = None  # None: the prompt is no chat
+    ids: TokenIds
     multimodal: MultimodalPrompt | None = None  # None: the prompt has no images
 
 
@@ -61,12 +67,13 @@ class InputProcessor:
         unpaged_reason: str = "",
         image_preprocessor: ImagePreprocessor | None = None,
     ) -> None:
-        tokenizer, defaults, vocab_size = language.tokenizer, language.defaults, language.vocab_size
+        tokenizer, vocab_size = language.tokenizer, language.vocab_size
+        defaults: Any = language.defaults  # its fields are not annotated
         self.image_preprocessor = image_preprocessor
         self.max_model_len = max_model_len
         if image_preprocessor:
             image_preprocessor.processor.max_tokens = max_model_len
-        self.no_images = "" if image_preprocessor else language.no_images
+        self.no_images_reason = "" if image_preprocessor else language.no_images_reason
         batching: Batching = "static" if unpaged_reason else "continuous"
         self.info = model_info(
             "text-generation",
@@ -77,26 +84,33 @@ class InputProcessor:
             unpaged_reason,
         )
         self.eos_token_ids = tuple(
-            token for token in eos_token_ids(defaults, tokenizer) if token < vocab_size
+            token for token in eos_token_ids(defaults, tokenizer) if 0 <= token < vocab_size
         )
         self.defaults = default_sampling(defaults)
+        self._checkpoint = defaults
+        self._processors = CheckpointProcessors(
+            defaults, vocab_size, self.eos_token_ids, language.device
+        )
+        strings = defaults.stop_strings or ()
+        self._stop_strings = (strings,) if isinstance(strings, str) else tuple(strings)
         self.template = verify_tool_call_format(ChatTemplate(tokenizer))
         self.constraint_builder = ConstraintBuilder(
             self.template, tokenizer, vocab_size, self.eos_token_ids
         )
         self.vocabulary = Vocabulary(tokenizer, self.template.output_format.keeps_special)
-        self.max_token_chars = max(map(len, tokenizer.get_vocab()), default=1)
-        self.decisions = Decisions(tokenizer, self.template, max_model_len, self.max_token_chars)
         self._tokenizer: Any = tokenizer  # calls of it are not annotated
+        self._token_limit = TokenLimit(tokenizer, partial(self._encode, add_special_tokens=False))
+        self.decisions = Decisions(tokenizer, self.template, max_model_len, self._token_limit)
         self._vocab_size = vocab_size
 
-    def prepare(self, item: WorkItem) -> None:
+    def prepare(self, item: GenerationItem) -> None:
         """Fill in `item.prepared`, an output for each choice or question, and `item.tokens`."""
-        if isinstance(item.payload, DecisionInput):
-            self.decisions.prepare(item)
+        if isinstance(request := item.payload, DecisionInput):
+            item.prepared = self.decisions.create_outputs(item, request)
             return
-        prepared = self.prepare_prompt(item.payload, item.cache_namespace)
-        item.prepared = create_outputs(item, prepared, self.vocabulary)
+        compiling_for.set(item.owner.client)
+        prepared = self.prepare_prompt(request, item.cache_namespace, lambda: item.open)
+        item.prepared = create_outputs(item, request, prepared, self.vocabulary)
         item.tokens = len(prepared.ids)
 
     def encode(self, prompt: Chat | str, add_special_tokens: bool = True) -> list[int]:
@@ -105,6 +119,7 @@ class InputProcessor:
             return self._tokenize(prompt, add_special_tokens, "messages")
         text = self.template.render(prompt).text
         if prompt.images and self.image_preprocessor:
+            self._check_length(text, "messages")
             return self.image_preprocessor.token_ids(text, prompt.images)
         return self._tokenize(text, False, "messages")
 
@@ -127,11 +142,17 @@ class InputProcessor:
     # ── a request ──
 
     def prepare_prompt(
-        self, request: GenerationInput, cache_namespace: bytes = b""
+        self,
+        request: GenerationInput,
+        cache_namespace: bytes = b"",
+        is_wanted: IsWanted = lambda: True,
     ) -> PreparedPrompt:
         """Raise InvalidInput where the request cannot be served, Pending while its grammars are
-        compiled."""
-        prompt = self._encode_prompt(request, cache_namespace)
+        compiled, ClientGone once not `is_wanted()`."""
+        rendered = self._render(request)
+        # before the prompt: images would be decoded again after each Pending
+        parser, constraints = self._response(request, rendered)
+        prompt = self._encode_prompt(request, rendered, cache_namespace, is_wanted)
         stopping = request.stopping
         stop_token_ids: dict[int, int | None] = {id_: id_ for id_ in stopping.stop_token_ids}
         self._check_ids(stopping.stop_token_ids, "stop_token_ids")
@@ -141,19 +162,28 @@ class InputProcessor:
             reason = "every token of this model ends the response"
             raise InvalidInput.at("min_tokens", reason)
         echoed = request.sampling.logprobs if request.echo else None
-        params = self._sampling_params(request.sampling, stopping, tuple(stop_token_ids))
         max_tokens = self._max_tokens(len(prompt.ids), request)
-        parser, constraints = self._response(request, prompt.rendered)
+        params = self._sampling_params(request, tuple(stop_token_ids), len(prompt.ids))
+        params = self._processors.extend(params, prompt.ids, max_tokens, stopping.ignore_eos)
         return PreparedPrompt(
             prompt.ids,
             params,
             max_tokens,
             stop_token_ids,
+            stop=self._stop_strings,
             prompt_logprobs=echoed if request.prompt_logprobs is None else request.prompt_logprobs,
             parser=parser,
             constraints=constraints,
             multimodal=prompt.multimodal,
         )
+
+    def _render(self, request: GenerationInput) -> RenderedPrompt | None:
+        """Return a chat's text; None for other prompts."""
+        if not isinstance(request.prompt, Chat):
+            return None
+        rendered = self.template.render(request.prompt, request.tool_policy)
+        self._check_length(rendered.text, request.param)
+        return rendered
 
     def _response(
         self, request: GenerationInput, rendered: RenderedPrompt | None
@@ -165,25 +195,31 @@ class InputProcessor:
             prefix = response_prefix(request.prompt, rendered)
             output_format = rendered.output_format
         constraints = None
-        if request.tool_calls or request.constraint or request.thinking_tokens is not None:
+        if request.tool_policy or request.constraint or request.thinking_tokens is not None:
             constraints = self.constraint_builder.build(request, output_format, prefix)
         if not rendered:
             return None, constraints
         document = constraints is not None and constraints.is_document
         return response_parser(request, output_format, prefix, document), constraints
 
-    def _encode_prompt(self, request: GenerationInput, cache_namespace: bytes) -> EncodedPrompt:
+    def _encode_prompt(
+        self,
+        request: GenerationInput,
+        rendered: RenderedPrompt | None,
+        cache_namespace: bytes,
+        is_wanted: IsWanted,
+    ) -> EncodedPrompt:
         prompt, param = request.prompt, request.param
         if isinstance(prompt, tuple):
             self._check_ids(prompt, param)
-            encoded = EncodedPrompt(list(prompt))
+            encoded = EncodedPrompt(TokenIds(prompt))
         elif isinstance(prompt, str):
-            encoded = EncodedPrompt(self._tokenize(prompt, True, param))
-        elif prompt.images:
-            encoded = self._encode_images(prompt, request.tool_calls, cache_namespace)
+            encoded = EncodedPrompt(TokenIds(self._tokenize(prompt, True, param)))
         else:
-            rendered = self.template.render(prompt, request.tool_calls)
-            encoded = EncodedPrompt(self._tokenize(rendered.text, False, param), rendered)
+            assert rendered
+            encoded = self._encode_chat(
+                rendered.text, prompt.images, param, cache_namespace, is_wanted
+            )
         length = len(encoded.ids)
         if not length:
             raise InvalidInput.at(param, "the prompt has no tokens; at least one is needed")
@@ -195,33 +231,47 @@ class InputProcessor:
             )
         return encoded
 
-    def _encode_images(
-        self, chat: Chat, calls: ToolCallPolicy | None, cache_namespace: bytes
+    def _encode_chat(
+        self,
+        text: str,
+        images: Sequence[ImageInput],
+        param: str,
+        cache_namespace: bytes,
+        is_wanted: IsWanted,
     ) -> EncodedPrompt:
+        if not images:
+            return EncodedPrompt(TokenIds(self._tokenize(text, False, param)))
         preprocessor = self.image_preprocessor
         if preprocessor is None:
-            raise InvalidInput(self.no_images, chat.images[0].param)
-        with preprocessor.admit(chat.images, cache_namespace):
-            rendered = self.template.render(chat, calls)
-            self._check_length(rendered.text, "messages")
-            output = preprocessor.process(rendered.text, chat.images, cache_namespace)
-        recompute = partial(preprocessor.recompute, rendered.text, chat.images, cache_namespace)
+            raise InvalidInput(self.no_images_reason, images[0].param)
+        with preprocessor.admit(images, cache_namespace):
+            output = preprocessor.process(text, images, cache_namespace, is_wanted)
+        recompute = partial(preprocessor.recompute, text, images, cache_namespace)
         multimodal = MultimodalPrompt.from_output(output, recompute)
-        return EncodedPrompt([*multimodal.ids], rendered, multimodal)
+        return EncodedPrompt(multimodal.ids, multimodal)
 
     def _tokenize(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
         self._check_length(text, param)
+        with tokenizing(len(text)):
+            return self._encode(text, add_special_tokens)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         encoding = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
         ids: list[int] = encoding["input_ids"]
         return ids
 
     def _check_length(self, text: str, param: str) -> None:
-        """Refuse by its characters a text that cannot fit, before it is tokenized."""
-        if len(text) > self.max_model_len * self.max_token_chars:
+        """Refuse a long text that cannot fit, before it is tokenized."""
+        if len(text) > MAX_PROMPT_CHARS:
             raise InvalidInput.at(
                 param,
-                f"the prompt has more than {len(text) // self.max_token_chars} tokens; this "
-                f"model's context holds {self.max_model_len}",
+                f"the prompt has {len(text)} characters; at most {MAX_PROMPT_CHARS} are accepted",
+            )
+        if self._token_limit.is_exceeded(text, self.max_model_len):
+            raise InvalidInput.at(
+                param,
+                f"the prompt has more than {self.max_model_len} tokens; this model's context holds "
+                f"{self.max_model_len}",
             )
 
     def _check_ids(self, ids: Iterable[int], param: str) -> None:
@@ -231,11 +281,12 @@ class InputProcessor:
                 raise InvalidInput.at(param, f"{id_} is not a token id of this model: 0 to {last}")
 
     def _max_tokens(self, prompt_tokens: int, request: GenerationInput) -> int:
-        """Return the output's limit, in tokens: as requested, or the rest of the context."""
+        """Return the output's limit, in tokens: as requested, or the checkpoint's, or the rest of
+        the context."""
         stopping, room = request.stopping, self.max_model_len - prompt_tokens
-        default = room if stopping.default_tokens is None else min(room, stopping.default_tokens)
-        max_tokens = default if stopping.max_tokens is None else stopping.max_tokens
-        for name, value in ((stopping.param, max_tokens), ("min_tokens", stopping.min_tokens)):
+        default = stopping.default_tokens or self._default_max_tokens(prompt_tokens) or room
+        max_tokens = min(room, default) if stopping.max_tokens is None else stopping.max_tokens
+        for name, value in ((stopping.param, max_tokens), ("min_tokens", stopping.min_tokens or 0)):
             if value > room:
                 raise InvalidInput.at(
                     name,
@@ -244,9 +295,21 @@ class InputProcessor:
                 )
         return max_tokens
 
+    def _default_max_tokens(self, prompt_tokens: int) -> int | None:
+        """Return the checkpoint's limit; None if it has none, or if the prompt exceeds it."""
+        max_new_tokens: int | None = self._checkpoint.max_new_tokens
+        max_length: int | None = self._checkpoint.max_length
+        if max_new_tokens is None and max_length is not None:
+            return max(0, max_length - prompt_tokens) or None
+        return max_new_tokens
+
     def _sampling_params(
-        self, sampling: Sampling, stopping: Stopping, stop_token_ids: tuple[int, ...]
+        self, request: GenerationInput, stop_token_ids: tuple[int, ...], prompt_tokens: int
     ) -> SamplingParams:
+        sampling, min_tokens = request.sampling, request.stopping.min_tokens
+        if min_tokens is None:
+            stop_token_ids = () if request.stopping.ignore_eos else self.eos_token_ids
+            min_tokens = self._default_min_tokens(prompt_tokens) if stop_token_ids else 0
         self._check_ids(sampling.logit_bias, "logit_bias")
         requested = {name: getattr(sampling, name) for name in CHECKPOINT_DEFAULTS}
         return replace(
@@ -256,10 +319,17 @@ class InputProcessor:
             logit_bias=tuple(sampling.logit_bias.items()),
             seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
             logprobs=sampling.logprobs,
-            min_tokens=stopping.min_tokens,
-            stop_token_ids=stop_token_ids if stopping.min_tokens else (),
+            min_tokens=min_tokens,
+            stop_token_ids=stop_token_ids if min_tokens else (),
             **{name: value for name, value in requested.items() if value is not None},
         )
+
+    def _default_min_tokens(self, prompt_tokens: int) -> int:
+        """Return how many tokens the checkpoint wants before its end-of-sequence tokens."""
+        min_new_tokens: int | None = self._checkpoint.min_new_tokens
+        if min_new_tokens is None:
+            return max(0, (self._checkpoint.min_length or 0) - prompt_tokens)
+        return min_new_tokens
 
 
 class ConstraintBuilder:
@@ -283,7 +353,11 @@ class ConstraintBuilder:
         what the prompt already contains of the response.
 
         Raise InvalidInput where a constraint cannot be compiled, Pending until it is."""
-        calls, constraint, budget = request.tool_calls, request.constraint, request.thinking_tokens
+        calls, constraint, budget = (
+            request.tool_policy,
+            request.constraint,
+            request.thinking_tokens,
+        )
         content: Grammar | None = None  # of the whole response
         call: Grammar | None = None  # of a tool call that the model starts by itself
         if calls and output_format.tool_calls:
@@ -398,10 +472,10 @@ def response_parser(
 ) -> OutputParser | None:
     """Return the parser of a chat's responses; None if all of their text is content."""
     delimited = output_format.initial_phase != CONTENT or output_format.delimiters
-    if not delimited and not request.tool_calls:
+    if not delimited and not request.tool_policy:
         return None
-    tools = request.called_tools if request.tool_calls else ()
-    return OutputParser(output_format, prefix, bool(request.tool_calls), tools, document)
+    tools = request.called_tools if request.tool_policy else ()
+    return OutputParser(output_format, prefix, bool(request.tool_policy), tools, document)
 
 
 def eos_token_ids(

@@ -35,6 +35,18 @@ PREFIX_FRACTION = 0.25
 def load_generator(options: GeneratorOptions) -> GenerationEngine:
     """Return the engine of a loaded model. Raises LoadingFailed if the model cannot be served."""
     language = load_language_model(options)
+    language.extend_context(options.max_model_len)
+    engine = _load_engine(language, options)
+    if language.context > (original := language.rotary.original):
+        log.warning(
+            "rotary factors are those of %d tokens: up to %d tokens, outputs differ from those "
+            "of generate, unless MAX_MODEL_LEN=%d",
+            language.context, original, original,
+        )  # fmt: skip
+    return engine
+
+
+def _load_engine(language: LanguageModel, options: GeneratorOptions) -> GenerationEngine:
     preprocessor = load_image_preprocessor(language, int(options.max_image_mp * 1e6))
 
     def check_images() -> None:
@@ -78,7 +90,7 @@ def load_image_preprocessor(language: LanguageModel, max_pixels: int) -> ImagePr
         log.warning("images are refused, the image processor does not load: %s", reason)
         if not isinstance(error, ImportError):
             reason = "see the server's log"
-        language.no_images = f"this model's image processor does not load: {reason}"
+        language.no_images_reason = f"this model's image processor does not load: {reason}"
         return None
     language.tokenizer = processor.tokenizer
     return ImagePreprocessor(processor, max_pixels)
@@ -117,7 +129,9 @@ def cached_engine(
 
     def new_scheduler() -> ContinuousScheduler:
         pool = BlockPool(num_blocks, block_size)
-        return ContinuousScheduler(pool, max_running, whole_prompts=True)
+        return ContinuousScheduler(
+            pool, max_running, whole_prompts=True, chunks_oldest=runner.chunks_prompts
+        )
 
     return GenerationEngine(
         runner,

@@ -17,9 +17,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from batching.request_queue import WorkItem
-from batching.sequence import PrefixedTokens
+from batching.sequence import PrefixedTokens, TokenList
 from worker.grammar.constraints import ConstraintState, OutputConstraints
 from worker.messages.deltas import Delta, FinishReason, TokenLogprob
+from worker.messages.generation import GenerationInput
 from worker.model.sampler import SampledToken, SamplingParams, SamplingState, prompt_logprobs
 from worker.text.detokenizer import CONTEXT, TextSpan, Tokens, TokenSpan, Vocabulary
 from worker.text.parser import OutputEvent, OutputParser
@@ -30,10 +31,11 @@ from worker.vision.multimodal_prompt import MultimodalPrompt
 class PreparedPrompt:
     """A prompt ready to run, shared by a request's choices."""
 
-    ids: list[int] | PrefixedTokens
+    ids: TokenList | PrefixedTokens
     params: SamplingParams
     max_tokens: int  # of the output
     stop_token_ids: dict[int, int | None]  # each with the stop reason that the client gets
+    stop: tuple[str, ...] = ()  # the checkpoint's stop strings, besides the request's
     # None: log-probabilities of the prompt's tokens are not requested; else with the top k of each
     prompt_logprobs: int | None = None
     # at the start of a response; None: all of its text is content
@@ -51,20 +53,20 @@ class Echo(NamedTuple):
 
 
 def create_outputs(
-    item: WorkItem, prepared: PreparedPrompt, vocabulary: Vocabulary
+    item: WorkItem, request: GenerationInput, prepared: PreparedPrompt, vocabulary: Vocabulary
 ) -> list["SequenceOutput"]:
     """Return the outputs of a request's choices; they share what is derived from the prompt."""
     sampling = SamplingState(prepared.params, 0, prepared.ids)
     echo: Echo | None = None
-    if item.payload.echo or prepared.prompt_logprobs is not None:
-        echo = Echo(vocabulary.decode(prepared.ids) if item.payload.echo else "", [])
+    if request.echo or prepared.prompt_logprobs is not None:
+        echo = Echo(vocabulary.decode(prepared.ids) if request.echo else "", [])
     if echo and prepared.prompt_logprobs is not None:
         stream = vocabulary.stream([])
         echo.token_texts.extend(stream.push(token) for token in prepared.ids)
         echo.token_texts[-1] += stream.flush()
     return [
-        SequenceOutput(item, prepared, vocabulary, sampling.fork(choice), echo)
-        for choice in range(item.payload.n)
+        SequenceOutput(item, request, prepared, vocabulary, sampling.fork(choice), echo)
+        for choice in range(request.n)
     ]
 
 
@@ -74,18 +76,18 @@ class SequenceOutput:
     def __init__(
         self,
         item: WorkItem,
+        request: GenerationInput,
         prepared: PreparedPrompt,
         vocabulary: Vocabulary,
         sampling: SamplingState,
         echo: Echo | None,
     ) -> None:
-        payload = item.payload
         parser = prepared.parser and prepared.parser.fork()
         self.item = item
-        self.background: bool = payload.background
+        self.background = request.background
         self.prepared = prepared
         self.sampling = sampling
-        self.choice = payload.first_choice + sampling.choice  # within the request
+        self.choice = request.first_choice + sampling.choice  # within the request
         self.tokens = 0  # of the output so far
         self.started = False
         self.finished = False
@@ -95,8 +97,10 @@ class SequenceOutput:
         self._vocabulary = vocabulary
         self._detokenizer = vocabulary.stream(prepared.ids[-CONTEXT:])
         self._parser = parser  # None: all of the text is content
-        self._stopping = payload.stopping
-        self._stop_strings = StopStrings(self._stopping.stop) if self._stopping.stop else None
+        self._request = request
+        self._min_tokens = request.stopping.min_tokens or 0
+        stop = (*request.stopping.stop, *prepared.stop)
+        self._stop_strings = StopStrings(stop) if stop else None
         self._logprobs: ContentLogprobs | None = None
         if prepared.params.logprobs is not None:
             self._logprobs = ContentLogprobs(vocabulary)
@@ -105,7 +109,7 @@ class SequenceOutput:
         if echo and echo.token_texts:
             first = SampledToken(prepared.ids[0], None, ())
             self._prompt_logprobs.append(token_logprob(vocabulary, first, echo.token_texts[0]))
-        self._single_call = payload.tool_calls is not None and not payload.tool_calls.parallel
+        self._single_call = request.tool_policy is not None and not request.tool_policy.parallel
         self._calls = 0  # tool calls that have started
         self._delta = Delta(self.choice)
 
@@ -130,14 +134,14 @@ class SequenceOutput:
         if self.sampling.choice == 0:
             self._delta.prompt_tokens = len(self.prepared.ids)
             self._delta.cached_tokens = cached_tokens
-        payload = self.item.payload
-        if payload.token_ids:
-            self._delta.prompt_ids = self.prepared.ids
-        if payload.prompt_logprobs is not None:
+        request = self._request
+        if request.token_ids:
+            self._delta.prompt_ids = self.prepared.ids[:]
+        if request.prompt_logprobs is not None:
             self._delta.prompt_logprobs = self._prompt_logprobs
-        if payload.echo and self._echo is not None:
+        if request.echo and self._echo is not None:
             self._delta.add("content", self._echo.text)
-            if payload.sampling.logprobs is not None:
+            if request.sampling.logprobs is not None:
                 self._delta.logprobs = list(self._prompt_logprobs)
         self._prompt_logprobs = []
         if self.prepared.max_tokens == 0:
@@ -163,14 +167,14 @@ class SequenceOutput:
         token, parser, constraints = sampled.token, self._parser, self.constraints
         self.tokens += 1
         self._delta.tokens += 1
-        if self.item.payload.token_ids:
+        if self._request.token_ids:
             self._delta.token_ids.append(token)
         reasoning = parser is not None and parser.phase == "reasoning"
         if constraints:
             constraints.accept_token(token)
         if self.sampling.processes_logits:
             self.sampling.accept(token)
-        if token in self.prepared.stop_token_ids and self.tokens > self._stopping.min_tokens:
+        if token in self.prepared.stop_token_ids and self.tokens > self._min_tokens:
             self._finish("stop", self.prepared.stop_token_ids[token], sampled)
             return
         text = self._detokenizer.push(token)
@@ -206,7 +210,7 @@ class SequenceOutput:
         if self._stop_strings is None:
             return False
         pending = self._parser.trailing_space if self._parser else ""
-        counts = self.tokens > self._stopping.min_tokens
+        counts = self.tokens > self._min_tokens
         return self._matched is not None or (counts and self._stop_strings.ends_with(pending))
 
     def _parse(self, span: TextSpan) -> None:
@@ -232,7 +236,7 @@ class SequenceOutput:
 
     def _add_content(self, span: TextSpan) -> None:
         """Show the content, except for an end that may become a stop string."""
-        if self._stop_strings and self.tokens > self._stopping.min_tokens:
+        if self._stop_strings and self.tokens > self._min_tokens:
             span = self._stop_strings.push(span)
         self._show(span)
 

@@ -53,7 +53,7 @@ class ResponseReader:
         Raise InvalidInput if the template refuses the message."""
         request = sample_request(tools, thinking)
         assert isinstance(request.prompt, Chat)
-        prompt = self.template.render(request.prompt, request.tool_calls)
+        prompt = self.template.render(request.prompt, request.tool_policy)
         prefix = response_prefix(request.prompt, prompt)
         ids = self._encode(text)
         prepared = PreparedPrompt(
@@ -64,7 +64,7 @@ class ResponseReader:
             parser=response_parser(request, prompt.output_format, prefix),
         )
         item = WorkItem(request, float("inf"), 0.0)
-        [output] = create_outputs(item, prepared, self._vocabulary)
+        [output] = create_outputs(item, request, prepared, self._vocabulary)
         for token in (*ids, END):
             if not output.finished:
                 output.push(SampledToken(token, None, ()))
@@ -88,4 +88,4 @@ def sample_request(tools: Sequence[dict[str, Any]], thinking: bool | None) -> Ge
     variables = {} if thinking is None else {"enable_thinking": thinking}
     chat = Chat(({"role": "user", "content": "?"},), tuple(tools), variables)
     names = tuple(tool["function"]["name"] for tool in tools)
-    return GenerationInput(chat, tool_calls=ToolCallPolicy(names) if names else None)
+    return GenerationInput(chat, tool_policy=ToolCallPolicy(names) if names else None)

@@ -55,7 +55,7 @@ class Speculation:
         if drafter is None or sequence.has_placeholder:
             return ()
         self._drafted.add(sequence)
-        limit = min(self.room(), sequence.max_tokens - output.tokens - 1)
+        limit = min(self.allot_rows(), sequence.max_tokens - output.tokens - 1)
         drafts = drafter.draft(sequence.tokens, self.worthwhile(drafter.acceptance, limit))
         if output.constraints:
             drafts = output.constraints.draft(drafts, limit)
@@ -73,7 +73,7 @@ class Speculation:
             return True
         if chunk.sequence in self._drafted:
             return False
-        limit = self.worthwhile(drafter.acceptance, self.room())
+        limit = self.worthwhile(drafter.acceptance, self.allot_rows())
         return bool(drafter.draft(chunk.sequence.tokens, limit))
 
     def record_verified(self, chunk: Chunk, appended: int) -> dict[str, int]:
@@ -91,8 +91,9 @@ class Speculation:
 
     # ── the number of drafts ──
 
-    def room(self) -> int:
-        """Return how many rows the next sequence may have for drafts: an equal share."""
+    def allot_rows(self) -> int:
+        """Allot an equal share of the rows that are left for drafts to the next sequence. Return
+        its size; rows that it does not take are left to later sequences."""
         share = -(-self._free_rows // max(1, self._undrafted))
         self._undrafted -= 1
         return share

@@ -108,24 +108,38 @@ class ArgumentGrammar:
 
     def _entry(self, key: str, schemas: Sequence[Any]) -> str:
         """Return the rule of a key and its value, with the format's text around them."""
+        if self._notation == "raw":
+            return self._raw_entry(key, schemas)
         middle = "=" if self._notation == "python" else self._format.middle
         before = self._quote(self._format.open + key + middle)
-        after = self._literals(self._format.close)
-        if self._notation != "raw":
-            value = self._value(schemas)
-            return value and f"{before} {value} {after}"
-        alternatives = []
+        value = self._value(schemas)
+        return value and f"{before} {value} {self._literals(self._format.close)}"
+
+    def _raw_entry(self, key: str, schemas: Sequence[Any]) -> str:
+        close = self._format.closing(key)
+        alternatives: dict[str, list[str]] = {}  # by the text before the value
+
+        def add(kind: str, rule: str) -> None:
+            json_type = "number" if kind == "fraction" else kind
+            before = self._quote(self._format.opening(key, json_type))
+            alternatives.setdefault(before, []).append(rule)
+
         for analysis in self._branches(schemas):
             others = analysis.kinds
             if "string" in analysis.kinds and analysis.values is None:
                 others -= {"string"}
                 bounded = [kind for kind in sorted(others) if _is_bounded(kind, analysis)]
-                alternatives.append(self._string(self._format.close, analysis, bounded))
-                if not bounded and not _is_bounded("string", analysis):
+                excluded = () if self._format.types else bounded
+                add("string", self._string(close, analysis, excluded))
+                is_bounded = bounded or _is_bounded("string", analysis)
+                if not is_bounded and not self._format.types:
                     continue  # an unquoted string matches everything
-            if values := self._alternatives(analysis, others):
-                alternatives.append(f"({' | '.join(values)}) {after}")
-        return self._add_rule(f"{before} ({' | '.join(alternatives)})") if alternatives else ""
+            groups = [frozenset((kind,)) for kind in others] if self._format.types else [others]
+            for kinds in groups:
+                if values := self._alternatives(analysis, kinds):
+                    add(min(kinds), f"({' | '.join(values)}) {self._literals(close)}")
+        rules = (f"{before} ({' | '.join(values)})" for before, values in alternatives.items())
+        return self._add_rule(" | ".join(rules)) if alternatives else ""
 
     # ── rules ──
 

@@ -2,8 +2,9 @@
 
     requests of the rows → start → a thread: llguidance, without the GIL → result: TokenMask
 
-A grammar whose mask is late is abandoned, together with the thread that computes it; another thread
-computes the masks of the other rows.
+After MAX_MASKS_S in a step no other mask is started: those are deferred, and their outputs get no
+token in this step. A grammar whose mask is late is abandoned, together with the thread that
+computes it; another thread computes the masks of the other rows.
 """
 
 import queue
@@ -33,6 +34,7 @@ BIT = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32)).view(np.int32)
 MAX_MASK_S = 0.5
 MIN_MASK_S = 0.125
 MAX_STUCK_THREADS = 4
+MAX_MASKS_S = 0.1  # CPU time of a step's masks after which no other one is started
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,8 @@ class PendingMask:
     starts: Sequence[int]  # the first row of bits of each request
     bits: Bits
     current: int = 0  # index of the request that is being computed
+    times_s: list[float] = field(default_factory=list)  # CPU time of each computed mask
+    deferred: int = 0  # requests at the end that have no mask
     since: float | None = None  # the thread's CPU time when it started the current one
     thread: threading.Thread | None = None  # that computes; results of others are dropped
     outcome: Future[TokenMask] = field(default_factory=Future)
@@ -128,6 +132,7 @@ class PendingMask:
             if grammar := self.requests[self.current][1].grammar:
                 grammar.too_slow = True
             self.thread, self.current, self.since = None, self.current + 1, None
+            self.times_s.append(0.0)
         self.computer.abandon_thread()
         self.computer.enqueue(self)
         return True
@@ -139,12 +144,16 @@ class PendingMask:
         this = self.thread = threading.current_thread()
         try:
             while self.current < len(self.requests):
-                self.since = cpu_s(this)
+                started_s = self.since = cpu_s(this)
                 self._compute_one(executor)
                 with self.lock:
                     if self.thread is not this:
                         return False
+                    self.times_s.append(cpu_s(this) - started_s)
                     self.current, self.since = self.current + 1, None
+                    if sum(self.times_s) >= MAX_MASKS_S:
+                        self.deferred = len(self.requests) - self.current
+                        break
             self.outcome.set_result(self._token_mask())
         except BaseException as error:  # `result` raises it
             with self.lock:

@@ -1,11 +1,12 @@
 """Compiles and caches the llguidance grammars that constrain outputs.
 
     a pool thread requests one → Grammar, an error, or Pending: request again when called back
-    the grammar thread: check in a child process (sandbox.py) → compile → cache → call back
+    a grammar thread: check in a child process (sandbox.py) → compile → cache → call back
     Grammar → a copy for each choice (constraints.py) → the masks of a step (bitmask.py)
 
-Grammars are compiled one at a time, equal ones once. A slow one is retried after all that have not
-been tried yet. One that no request waits for any more is dropped.
+Equal grammars are compiled once. Clients have theirs compiled in turn. A slow one is tried again in
+a thread and a child process of its own, with more time. One that no request waits for any more is
+dropped.
 """
 
 import hashlib
@@ -15,9 +16,10 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeVar
 
 from llguidance import LLMatcher, LLTokenizer
@@ -35,13 +37,16 @@ MAX_CACHED = 32  # compiled grammars; least recently used ones are evicted
 MAX_BYTES = 512 << 20  # of all that are cached or in use
 MAX_USES = 200  # of one: its copies share the lexer's states, which are bounded
 MAX_RESULTS = 1_000  # of the sandbox, that are cached
-MAX_QUEUED, MAX_QUEUED_SLOW = 64, 8
+MAX_QUEUED, MAX_QUEUED_SLOW = 64, 8  # of a client, for the first and the second attempt
 ERROR_TTL_S = 1.0  # of an error that may not recur
-SANDBOX_S, SLOW_SANDBOX_S = 0.25, 2.0  # CPU time in the sandbox, of the first and second attempt
+SANDBOX_S, SLOW_SANDBOX_S = 0.1, 2.0  # CPU time in the sandbox, of the first and second attempt
 UNSUPPORTED_TOKENIZER = "constrained decoding does not support this model's tokenizer"
 UNAVAILABLE = "constrained decoding is temporarily unavailable"
 
 T = TypeVar("T")
+
+# The client of the request that a pool thread prepares.
+compiling_for: ContextVar[Hashable] = ContextVar("compiling_for", default=None)
 
 
 @dataclass(eq=False)
@@ -64,9 +69,14 @@ class _Task:
     forces_text: bool = True
     compiles: bool = False  # False: check only
     digest: bytes = b""  # the cache key
+    client: Hashable = None  # that requested it first
     cpu_s: float = SANDBOX_S
     # For each request: whether it still waits, and its callback.
     waiting: list[tuple[IsWanted, Notify]] = field(default_factory=list)
+
+    @property
+    def is_slow(self) -> bool:
+        return self.cpu_s >= SLOW_SANDBOX_S
 
     @property
     def wanted(self) -> bool:
@@ -92,7 +102,10 @@ class GrammarCompiler:
         # that waited, and to those that come right after them.
         self._errors: OrderedDict[bytes, tuple[str | OnequeueError, float]] = OrderedDict()
         self._tasks: dict[bytes, _Task] = {}
-        self._thread_runs = self._closed = False
+        self._threads: set[bool] = set()  # those that run: for slow grammars, and for others
+        self._slow_sandbox: GrammarSandbox | None = None
+        self._turns: dict[Hashable, int] = {}  # of clients: how many turns had passed at their last
+        self._closed = False
 
     # ── in pool threads: all raise InvalidInput with the reason, or Pending ──
 
@@ -173,19 +186,28 @@ class GrammarCompiler:
     def _enqueue(self, new: _Task) -> Pending:
         task = self._tasks.get(new.digest)
         if task is None:
-            if len(self._tasks) - self._slow_tasks >= MAX_QUEUED:
-                wait_s = SANDBOX_S * MAX_QUEUED + SLOW_SANDBOX_S
-                raise QueueFull("too many grammars are waiting to be compiled", wait_s)
+            new.client = compiling_for.get()
+            if self._queued(new.client, new.cpu_s) >= MAX_QUEUED:
+                message = "too many grammars are waiting to be compiled"
+                raise QueueFull(message, SANDBOX_S * MAX_QUEUED)
             task = self._tasks[new.digest] = new
         task.compiles |= new.compiles
-        if not self._thread_runs and not self._closed:
-            try:
-                sandbox.start_with_large_stack(self._work)  # it waits for the lock
-            except RuntimeError as error:
-                del self._tasks[new.digest]
-                raise WorkerDown(UNAVAILABLE, 5) from error
-            self._thread_runs = True
+        try:
+            self._start_thread(task.is_slow)
+        except RuntimeError as error:
+            del self._tasks[new.digest]
+            raise WorkerDown(UNAVAILABLE, 5) from error
         return Pending(lambda is_wanted, notify: self._wait(task, is_wanted, notify))
+
+    def _queued(self, client: Hashable, cpu_s: float) -> int:
+        """Return how many of a client's grammars wait for an attempt of this time."""
+        tasks = [*self._tasks.values()]
+        return sum(task.cpu_s == cpu_s and task.client == client for task in tasks)
+
+    def _start_thread(self, slow: bool) -> None:
+        if slow not in self._threads and not self._closed:
+            sandbox.start_with_large_stack(partial(self._work, slow))  # it waits for the lock
+            self._threads.add(slow)
 
     def _wait(self, task: _Task, is_wanted: IsWanted, notify: Notify) -> None:
         with self._lock:
@@ -196,13 +218,14 @@ class GrammarCompiler:
 
     def close(self) -> None:
         self._closed = True
-        if self._loaded:
-            self._loaded[1].close()
+        for grammar_sandbox in (self._loaded and self._loaded[1], self._slow_sandbox):
+            if grammar_sandbox:
+                grammar_sandbox.close()
 
-    # ── the grammar thread, which ends without tasks ──
+    # ── the grammar threads, which end without tasks ──
 
-    def _work(self) -> None:
-        while (task := self._next()) is not None:
+    def _work(self, slow: bool) -> None:
+        while (task := self._next(slow)) is not None:
             failure: str | OnequeueError | None = None
             try:
                 if not self._run(task):
@@ -224,13 +247,18 @@ class GrammarCompiler:
             for _, notify in task.waiting:
                 notify()
 
-    def _next(self) -> _Task | None:
+    def _next(self, slow: bool) -> _Task | None:
         with self._lock:
             for unwanted in [task for task in self._tasks.values() if not task.wanted]:
                 del self._tasks[unwanted.digest]
-            if self._tasks and not self._closed:
-                return min(self._tasks.values(), key=lambda task: task.cpu_s)
-            self._thread_runs = False
+            tasks = [task for task in self._tasks.values() if task.is_slow == slow]
+            if tasks and not self._closed:
+                task = min(tasks, key=lambda task: self._turns.get(task.client, -1))
+                self._turns[task.client] = max(self._turns.values(), default=0) + 1
+                return task
+            self._threads.remove(slow)
+            if not self._threads:
+                self._turns.clear()
             return None
 
     def _run(self, task: _Task) -> bool:
@@ -239,16 +267,15 @@ class GrammarCompiler:
             self._load_tokenizer()
             return True
         tokenizer, grammar_sandbox = self._loaded
+        if task.is_slow:
+            grammar_sandbox = self._sandbox_for_slow()
         client_lark, size = None, self._sizes.get(task.digest)
         if size is None:
             reason, client_lark, size = grammar_sandbox.check(
                 task.text, task.is_client_grammar, task.forces_text, task.cpu_s
             )
-            if reason == sandbox.TOO_LONG and task.cpu_s < SLOW_SANDBOX_S:
-                if self._slow_tasks >= MAX_QUEUED_SLOW:
-                    full = "too many slow grammars are waiting to be compiled"
-                    raise QueueFull(full, SLOW_SANDBOX_S * MAX_QUEUED_SLOW)
-                task.cpu_s = SLOW_SANDBOX_S
+            if reason == sandbox.TOO_LONG and not task.is_slow:
+                self._retry_later(task)
                 return False
             if reason is not None:
                 raise Unusable(reason)
@@ -265,6 +292,23 @@ class GrammarCompiler:
                 self._cache[task.digest] = grammar
                 self._alive.add(grammar)
         return True
+
+    def _retry_later(self, task: _Task) -> None:
+        """Queue a task for its second attempt, which has more time."""
+        with self._lock:
+            if self._queued(task.client, SLOW_SANDBOX_S) >= MAX_QUEUED_SLOW:
+                full = "too many slow grammars are waiting to be compiled"
+                raise QueueFull(full, SLOW_SANDBOX_S * MAX_QUEUED_SLOW)
+            task.cpu_s = SLOW_SANDBOX_S
+            self._start_thread(task.is_slow)
+
+    def _sandbox_for_slow(self) -> GrammarSandbox:
+        if self._slow_sandbox is None:
+            text = self._pretrained.backend_tokenizer.to_str()
+            self._slow_sandbox = GrammarSandbox(text, self._vocab_size, self._stop_token_ids)
+            if self._closed:
+                self._slow_sandbox.close()
+        return self._slow_sandbox
 
     def _load_tokenizer(self) -> None:
         """Create the tokenizer here and in the sandbox, at the same time."""
@@ -291,11 +335,6 @@ class GrammarCompiler:
                 self._cache.popitem(last=False)
             if self._used_bytes + size > MAX_BYTES:
                 raise QueueFull("the memory for compiled grammars is exhausted", 5)
-
-    @property
-    def _slow_tasks(self) -> int:
-        """The number of tasks in their second attempt: they do not count against MAX_QUEUED."""
-        return sum(task.cpu_s >= SLOW_SANDBOX_S for task in list(self._tasks.values()))
 
     @property
     def _used_bytes(self) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from batching.errors import InvalidInput
+from worker.grammar.finite import check_finite
 from worker.grammar.one_of import LITERAL_KEYWORDS, make_exclusive
 from worker.grammar.string_formats import FORMATS
 from worker.messages.generation import Constraint
@@ -72,8 +73,11 @@ def content_or_calls(constraint: Constraint, calls: str, before: str) -> str:
 
 def schema_rule(schema: dict[str, Any], options: dict[str, Any]) -> str:
     """Return the rule of a JSON schema. `options` replace those that the client set for llguidance
-    in it. InvalidInput if a `oneOf` cannot be made exclusive."""
-    return f"%json {json.dumps({**make_exclusive(schema), 'x-guidance': options})}"
+    in it. InvalidInput if a `oneOf` cannot be made exclusive, or if no finite document matches."""
+    rule = f"%json {json.dumps({**make_exclusive(schema), 'x-guidance': options})}"
+    if '"$ref"' in rule:
+        check_finite(schema)
+    return rule
 
 
 def arguments_schema(parameters: Any) -> dict[str, Any]:

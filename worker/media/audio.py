@@ -2,24 +2,23 @@
 
     file → header, checked → blocks of mono samples → resampled as a stream → windows
 
-libsndfile reads WAV, FLAC, OGG, Opus and MP3. FFmpeg reads the formats of phones and browsers, m4a
-and WebM, in a process of its own (container.py). A header's length is not trusted: the samples are
-counted while they are read. One thread at a time reads a recording.
+A process of its own decodes the file (audio_process.py): libsndfile reads WAV, FLAC, OGG, Opus and
+MP3, FFmpeg the formats of phones and browsers, m4a and WebM. A header's length is not trusted: the
+samples are counted while they are read. One thread at a time reads a recording.
 """
 
 import math
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
 from batching.errors import InvalidInput, QueueFull
-from worker.media.container import (
+from worker.media.audio_process import (
     MAX_PROCESSES,
-    Container,
+    AudioProcess,
     TooManyProcesses,
     UnreadableAudio,
-    container_format,
 )
 
 MIN_AUDIO_S = 0.03  # speech models need one frame of 25 ms
@@ -28,7 +27,6 @@ MIN_RATE, MAX_RATE = 1000, 384_000
 MAX_SAMPLES = 1 << 30  # of all channels, before resampling
 BLOCK = 1 << 18  # samples per block: decoded, of all channels, or resampled
 MAX_AMPLITUDE = 1e9  # 1 is full scale; the power of larger samples overflows
-UNKNOWN_FRAMES = (1 << 63) - 1  # libsndfile's value for a FLAC file without a length
 NO_SAMPLES = np.zeros(0, np.float32)
 UNREADABLE = "this is not an audio file that can be read (WAV, FLAC, OGG, MP3, m4a, WebM)"
 
@@ -55,7 +53,7 @@ class Recording:
         self.close()
 
     def close(self) -> None:
-        """Close the file and end FFmpeg's process."""
+        """End the process that reads the file."""
         self._ended = True
         self._source.close()
 
@@ -112,14 +110,14 @@ class Recording:
                 self.param,
             )
 
-    def _open(self) -> "Container | SoundFile":
-        """Open the file with FFmpeg if it starts like one of its formats, else with libsndfile."""
+    def _open(self) -> AudioProcess:
         try:
-            kind = container_format(self.path)
-            return Container(self.path, kind) if kind else SoundFile(self.path)
+            return AudioProcess(self.path)
         except TooManyProcesses:
-            full = f"the limit of {MAX_PROCESSES} m4a and WebM recordings read at a time is reached"
+            full = f"the limit of {MAX_PROCESSES} recordings read at a time is reached"
             raise QueueFull(full) from None
+        except OSError as error:
+            raise QueueFull("no process can be started to read the recording") from error
         except UnreadableAudio as error:
             raise InvalidInput(str(error) or UNREADABLE, self.param) from None
 
@@ -132,7 +130,7 @@ class Recording:
         return check_length(source, source.frames, self.max_s, self.param)
 
 
-def check_length(source: "Container | SoundFile", frames: int, max_s: float, param: str) -> float:
+def check_length(source: AudioProcess, frames: int, max_s: float, param: str) -> float:
     """Return the seconds of `frames` samples per channel. Raises InvalidInput if there are too
     many."""
     seconds, channels = frames / source.rate, source.channels
@@ -143,9 +141,7 @@ def check_length(source: "Container | SoundFile", frames: int, max_s: float, par
     return seconds
 
 
-def blocks(
-    source: "Container | SoundFile", rate: int, max_s: float, param: str
-) -> Iterator[np.ndarray]:
+def blocks(source: AudioProcess, rate: int, max_s: float, param: str) -> Iterator[np.ndarray]:
     """Yield a source's samples at `rate` in blocks.
 
     Not a method: a reference to the recording would leave the closing of a dropped one to the
@@ -163,7 +159,7 @@ def blocks(
         yield resampler.resample_chunk(NO_SAMPLES, last=True)
 
 
-def read_block(source: "Container | SoundFile", count: int, param: str) -> np.ndarray:
+def read_block(source: AudioProcess, count: int, param: str) -> np.ndarray:
     try:
         mono = source.read(count)
     except UnreadableAudio:
@@ -171,38 +167,3 @@ def read_block(source: "Container | SoundFile", count: int, param: str) -> np.nd
     if not (np.abs(mono) <= MAX_AMPLITUDE).all():
         raise InvalidInput("samples of the audio are not finite numbers, or too large", param)
     return mono
-
-
-class SoundFile:
-    """A file read by libsndfile, which returns at most as many samples as the header states.
-
-    `rate`: samples a second; `frames`: samples per channel, 0 if the header does not state it."""
-
-    def __init__(self, path: str) -> None:
-        import soundfile
-
-        self._broken: type[Exception] = soundfile.LibsndfileError
-        try:
-            self._file: Any = soundfile.SoundFile(path)
-        except (self._broken, TypeError):  # TypeError: a file without a header
-            raise UnreadableAudio from None
-        self.rate, self.channels = int(self._file.samplerate), int(self._file.channels)
-        self.frames = int(self._file.frames)
-        if self.frames == UNKNOWN_FRAMES:
-            self.frames = 0
-            # soundfile would seek to its position after each read, which fails at the end
-            self._file.seekable = lambda: False
-
-    def read(self, count: int) -> np.ndarray:
-        """Return mono float32 [n], at most `count`; none at the end. Raises UnreadableAudio for a
-        broken file."""
-        try:
-            block = self._file.read(count, "float32", always_2d=True)
-        except self._broken as error:
-            raise UnreadableAudio from error
-        with np.errstate(all="ignore"):  # broken files hold any number
-            mono: np.ndarray = block.mean(axis=1)
-        return mono
-
-    def close(self) -> None:
-        self._file.close()

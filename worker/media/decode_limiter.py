@@ -7,6 +7,7 @@ takes. No torch.
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
@@ -32,16 +33,20 @@ class DecodeLimiter:
         self.queue: deque[Lease] = deque()  # waiting, the next one first
         self.changed = threading.Condition()
 
-    def lease(self, request: RequestLimiter | None = None) -> "Lease":
-        return Lease(self, request)
+    def lease(
+        self, request: RequestLimiter | None = None, is_wanted: Callable[[], bool] = lambda: True
+    ) -> "Lease":
+        return Lease(self, request, is_wanted)
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One input's share of the limiter, returned at the end of the block."""
+    """One input's share of the limiter, returned at the end of the block. Decoding ends once not
+    `is_wanted()`."""
 
     limiter: DecodeLimiter
     request: RequestLimiter | None
+    is_wanted: Callable[[], bool]
     taken: int = 0
 
     def __enter__(self) -> Self:

@@ -6,8 +6,10 @@ bounds what all threads decode at a time.
 
 import base64
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
@@ -15,7 +17,7 @@ import numpy as np
 import orjson
 from PIL import Image
 
-from batching.errors import InvalidInput
+from batching.errors import InvalidInput, QueueFull
 from worker.media.audio import MAX_AUDIO_S, Recording
 from worker.media.data_urls import to_bytes
 from worker.media.decode_limiter import Lease
@@ -33,7 +35,9 @@ def to_images(
     Fewer pixels are accepted where the output has many values per pixel. Pipelines rotate the
     images and convert them to RGB themselves."""
     size = lease.limiter.size
-    images = [open_image(to_bytes(value, param), param, size) for value, param in values]
+    images = [
+        open_image(to_bytes(value, param), param, size, lease.is_wanted) for value, param in values
+    ]
     pixels = sum(image.width * image.height for image in images)
     limit = size * FREE_VALUES_PER_PIXEL // max(FREE_VALUES_PER_PIXEL, values_per_pixel)
     if pixels > limit:
@@ -60,19 +64,31 @@ def to_audio(
     lease: Lease,
     check_seconds: Callable[[float], None] = lambda seconds: None,
 ) -> np.ndarray:
-    """Return mono float32 samples [n] at `sampling_rate` Hz of an audio file.
+    """Return mono float32 samples [n] at `sampling_rate` Hz of an audio file. Raises QueueFull if
+    the disk is full.
 
     `check_seconds` raises for a length that is not accepted."""
-    data = to_bytes(value, "inputs")
-    with NamedTemporaryFile() as file:
-        file.write(data)
-        file.flush()
-        with Recording(file.name, sampling_rate, MAX_AUDIO_S, "inputs") as recording:
-            seconds = recording.length()
-            check_seconds(seconds)
-            count = int(seconds * sampling_rate)
-            lease.take(count)
-            return recording.window(0, count + sampling_rate)  # the header's length may be inexact
+    with (
+        saved(to_bytes(value, "inputs")) as path,
+        Recording(path, sampling_rate, MAX_AUDIO_S, "inputs") as recording,
+    ):
+        seconds = recording.length()
+        check_seconds(seconds)
+        count = int(seconds * sampling_rate)
+        lease.take(count)
+        return recording.window(0, count + sampling_rate)  # the header's length may be inexact
+
+
+@contextmanager
+def saved(data: bytes) -> Iterator[str]:
+    """Yield the path of a temporary file. Raises QueueFull if the disk is full."""
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(NamedTemporaryFile())
+            Path(file.name).write_bytes(data)
+        except OSError as error:
+            raise QueueFull("the server's disk has no space for the file") from error
+        yield file.name
 
 
 def _json_value(value: Any) -> Any:

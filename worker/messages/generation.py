@@ -90,12 +90,13 @@ class SamplingDefaults(Protocol):
 class Stopping:
     """The conditions that end a choice, besides the model's end-of-sequence tokens."""
 
-    max_tokens: int | None = None  # None: `default_tokens`, as far as the context has room
-    min_tokens: int = 0
+    # None: `default_tokens` or the checkpoint's limit, as far as the context has room
+    max_tokens: int | None = None
+    min_tokens: int | None = None  # None: the default of the checkpoint's generation_config
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    default_tokens: int | None = None  # None: the room in the context
+    default_tokens: int | None = None  # None: the checkpoint's limit
     # the field that errors about `max_tokens` name
     param: str = field(default="max_tokens", compare=False)
 
@@ -132,7 +133,7 @@ class GenerationInput:
     prompt_logprobs: int | None = None  # as `sampling.logprobs`, for the prompt's tokens
     token_ids: bool = False  # deltas have the ids of the prompt and the output
     constraint: Constraint | None = None
-    tool_calls: ToolCallPolicy | None = None  # None: text that looks like a call stays text
+    tool_policy: ToolCallPolicy | None = None  # None: text that looks like a call stays text
     thinking_tokens: int | None = None  # the limit of the reasoning; None: no limit
     param: str = "messages"  # the field that errors about the prompt name
     background: bool = False  # low priority: runs after all other requests
@@ -140,6 +141,6 @@ class GenerationInput:
     @property
     def called_tools(self) -> list[Mapping[str, Any]]:
         """The chat's tools that may be called."""
-        names = self.tool_calls.names if self.tool_calls else ()
+        names = self.tool_policy.names if self.tool_policy else ()
         tools = self.prompt.tools if isinstance(self.prompt, Chat) else ()
         return [tool for tool in tools if tool["function"]["name"] in names]

@@ -4,9 +4,12 @@ Engines and runners implement the protocols; the dataclasses are the messages. T
 language models, scoring and transcription are in the modules beside this one. No torch.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from enum import Enum, auto
+from typing import Any, Generic, Literal, Protocol
+
+from typing_extensions import TypeVar
 
 from batching.request_queue import WorkItem
 from worker.media.decode_limiter import RequestLimiter
@@ -17,8 +20,26 @@ IsWanted = Callable[[], bool]
 Notify = Callable[[], None]
 Batching = Literal["packed", "padded", "same shape", "single", "continuous", "static"]
 
-# Returned by `Runner.forward` for an input that continues in the next batch.
-UNFINISHED = object()
+# The types that an engine or a runner has for itself. A bare Engine or Runner may be of any model:
+# items name the registry entry whose engine takes them.
+Payload = TypeVar("Payload", contravariant=True, default=Any)
+Prepared = TypeVar("Prepared", default=Any)
+Raw = TypeVar("Raw", default=Any)
+Item = TypeVar("Item", bound=WorkItem, contravariant=True, default=Any)
+# Of the results of a step, whose receiver looks up the item's engine or stream.
+StepDelta = TypeVar("StepDelta", covariant=True, default=object)
+StepRaw = TypeVar("StepRaw", covariant=True, default=object)
+
+
+class Unfinished(Enum):
+    """Returned by `Runner.forward` for an input that continues in the next batch: beside new
+    inputs or, where the batch was cut to a short step, before any new ones."""
+
+    UNFINISHED = auto()
+    CUT = auto()
+
+
+UNFINISHED, CUT = Unfinished.UNFINISHED, Unfinished.CUT
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +99,12 @@ class StepReport:
 
 
 @dataclass(slots=True)
-class StepOutcome:
+class StepOutcome(Generic[StepDelta, StepRaw]):
     """The results of one step of an engine, each with its item."""
 
     report: BatchReport | StepReport
-    deltas: list[tuple[WorkItem, Any]] = field(default_factory=list)  # for the items' streams
-    outputs: list[tuple[WorkItem, Any]] = field(default_factory=list)  # raw, for `finish`
+    deltas: list[tuple[WorkItem, StepDelta]] = field(default_factory=list)  # for items' streams
+    outputs: list[tuple[WorkItem, StepRaw]] = field(default_factory=list)  # raw, for `finish`
     done: list[tuple[WorkItem, Exception | None]] = field(default_factory=list)  # ended or failed
     unfinished: bool = False  # some items of the batch continue in the next one
     inbox_waiting: bool = False  # set by the worker: items arrived during the step
@@ -125,7 +146,7 @@ class TextModel(Protocol):
     methods run in pool threads, several at once."""
 
     max_model_len: int  # tokens, output included
-    no_images: str  # why images in chats are refused; empty where they are accepted
+    no_images_reason: str  # why images in chats are refused; empty where they are accepted
 
     def encode(self, prompt: Chat | str, add_special_tokens: bool = True) -> list[int]:
         """Return a prompt's token ids. Raises InvalidInput if the chat template refuses it."""
@@ -136,37 +157,76 @@ class TextModel(Protocol):
         """Return the text of one token. Raises InvalidInput if the id does not exist."""
 
 
-class Runner(Protocol):
+class OtherModels(Protocol):
+    """The models that share the worker's thread with an engine's own. On that thread."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether one of them has work: a step should then be short."""
+
+    @property
+    def total_s(self) -> float:
+        """The time that `run_steps` has taken in all."""
+
+    def run_steps(self) -> None:
+        """Run a step of each that has one due. For a step that cannot be short, between two of its
+        forward passes."""
+
+    def wake(self) -> None:
+        """Have the worker's thread ask all engines again when their next step is due. From any
+        thread, for an engine that had none due."""
+
+
+class NoOtherModels:
+    """Implements OtherModels for an engine without a worker."""
+
+    busy = False
+    total_s = 0.0
+
+    def run_steps(self) -> None:
+        pass
+
+    def wake(self) -> None:
+        pass
+
+
+ALONE = NoOtherModels()
+
+
+class Runner(Protocol[Payload, Prepared, Raw]):
     """A loaded model that computes a batch at a time: a pipeline, an embedder or a reranker."""
 
     info: ModelInfo
+    others: OtherModels  # as the engine's
 
     @property
     def text_model(self) -> TextModel | None:
         """See Engine."""
 
-    def prepare(self, item: WorkItem) -> None:
+    def prepare(self, item: WorkItem[Payload, Prepared]) -> None:
         """See Engine."""
 
-    def forward(self, prepared: list[Any]) -> list[Any]:
+    def forward(self, prepared: list[Prepared]) -> Sequence[Raw | Unfinished]:
         """Run a batch on the worker's thread.
 
-        Returns one raw output per prepared input, in order. UNFINISHED marks an input that needs
-        more batches: it is passed again in the next one, unless its client has left.
+        Returns one raw output per prepared input, in order. UNFINISHED and CUT mark an input that
+        needs more batches: it is passed again in the next one, unless its client has left.
         """
 
-    def finish(self, item: WorkItem, raw: Any) -> Any:
+    def finish(self, item: WorkItem[Payload, Prepared], raw: Raw) -> object:
         """See Engine."""
 
     def warm_up(self) -> None:
         """See Engine."""
 
 
-class Engine(Protocol):
+class Engine(Protocol[Item, Raw]):
     """A served model, with the items that wait for it and those that run.
 
     `prepare` and `finish` run in pool threads, several at once; the rest on the worker's thread.
     """
+
+    others: OtherModels  # set by the worker before the first step
 
     @property
     def info(self) -> ModelInfo: ...
@@ -175,19 +235,19 @@ class Engine(Protocol):
     def text_model(self) -> TextModel | None:
         """The model's text side, for embedders, rerankers and language models."""
 
-    def prepare(self, item: WorkItem) -> None:
+    def prepare(self, item: Item) -> None:
         """Set `item.prepared` and what batches are formed by: `rows`, `tokens`, `width`, `key`.
 
         Raises InvalidInput for an input that cannot be served, and Pending if preparing takes
         longer than a pool thread should be busy.
         """
 
-    def add(self, item: WorkItem) -> None:
+    def add(self, item: Item) -> None:
         """Queue a prepared item."""
 
     @property
     def busy(self) -> bool:
-        """Whether any item waits or runs."""
+        """Whether any item waits or runs. Only `add`, `step` and `clear` change it."""
 
     def due_at(self, idle_since: float) -> float | None:
         """Return when the next step should run, in monotonic seconds; None if there is none.
@@ -195,13 +255,13 @@ class Engine(Protocol):
         `idle_since`: when the worker's last step ended, of whichever model.
         """
 
-    def step(self, idle_since: float) -> StepOutcome | None:
+    def step(self, idle_since: float) -> StepOutcome[object, Raw] | None:
         """Drop the items whose clients have left and run one step, if one is due.
 
         Failures of items are in the outcome. An exception belongs to no single item.
         """
 
-    def finish(self, item: WorkItem, raw: Any) -> Any:
+    def finish(self, item: Item, raw: Raw) -> object:
         """Return an item's response, from its raw output in StepOutcome.outputs."""
 
     def clear(self) -> list[WorkItem]:
@@ -214,7 +274,7 @@ class Engine(Protocol):
         """Stop the engine's own threads. Called on the event loop, after the last `prepare`."""
 
 
-class Generator(Engine, Protocol):
+class Generator(Engine[Item, Raw], Protocol[Item, Raw]):
     """The engine of a language model."""
 
     @property

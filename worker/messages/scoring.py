@@ -29,7 +29,7 @@ class Truncation:
 class EmbeddingInput:
     """A part of a request's inputs: texts, or token ids that are used as they are."""
 
-    inputs: Sequence[str | list[int]]
+    inputs: Sequence[str | Sequence[int]]
     first_index: int | None  # of the first input in the request's list; None if it is no list
     prompt: str | None = None  # the name of a prompt
     role: str | None = None  # query, document, or the name of a prompt

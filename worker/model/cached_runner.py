@@ -1,9 +1,12 @@
 """The model runner for models that are not paged: transformers' own forward and cache.
 
 Sequences that start together form a group, which shares a forward and a cache from then on. A check
-at load compares outputs to decide how sequences may share a forward (left-padded, of equal length,
-or not at all) and whether the cache gives right results; without it, the whole text is recomputed
-for each token. Prompts run whole. A preempted sequence has lost its cache and is recomputed.
+at load compares outputs with those of `generate` to decide how sequences may share a forward
+(left-padded, of equal length, or not at all) and whether the cache gives right results; without it,
+the whole text is recomputed for each token. Prompts run whole; one that takes long in chunks, where
+these give the same logits. A preempted sequence has lost its cache and is recomputed: at once, or
+token by token where attention selects keys, since the selection among equal scores depends on the
+length.
 """
 
 import inspect
@@ -14,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 from transformers.cache_utils import Cache
 
 from batching.block_pool import BlockTable
@@ -23,12 +27,15 @@ from worker.device.async_copy import fill_placeholders, to_device
 from worker.device.self_check import (
     TOLERANCE,
     CannotRun,
+    TopKSizes,
     compare,
     length_beyond_windows,
+    narrowed,
     random_prompts,
 )
 from worker.error_classification import failure_of, first_line
 from worker.model.language_model import LanguageModel
+from worker.model.loading import LoadingFailed
 
 log = logging.getLogger("onequeue.cached_runner")
 
@@ -42,6 +49,10 @@ MAX_REJOINED_TOKENS = {"cpu": 512, "cuda": 8192}
 # Tokens of the check's texts: more than the chunks of linear attention.
 CHECK_TOKENS = 70
 CHECK_STEPS = 4
+# The checked rows of the three texts, whose second and third are of equal length.
+CHECKED_ROWS = {"padded": slice(0, 2), "same length": slice(1, 3)}
+# Tokens of two texts that show whether attention selects keys.
+SELECTION_TOKENS = (40, 56)
 # Largest relative difference of cached and recomputed logits. Both round at different points; a
 # wrong cache differs by more.
 CACHED_TOLERANCE = 0.1
@@ -82,8 +93,9 @@ class CacheSlot(NamedTuple):
 class CachedRunner:
     """Runs batches by the model's own forward.
 
-    `max_model_len`: tokens of the longest sequence. `batching` and `uses_cache`: results of
-    the check.
+    `max_model_len`: tokens of the longest sequence. `batching`, `uses_cache`, `selects_keys`
+    (attention sees the keys with the highest scores) and `chunks_prompts` (the cache may grow by
+    several tokens at once): results of the check.
     """
 
     compile_state: Literal["running", "done", "off"] = "off"
@@ -100,10 +112,15 @@ class CachedRunner:
         pad_token_id = language.tokenizer.pad_token_id
         self.pad_token_id = pad_token_id if isinstance(pad_token_id, int) else 0
         self._sampled: Tensor | None = None  # the previous step's tokens, for placeholders
-        self.uses_cache = False
-        self.batching: Literal["padded", "same length", "single"] = "single"
+        self.uses_cache = True
+        self.batching: Literal["padded", "same length", "single"] = "padded"
+        self.selects_keys = False
         self._check()
-        log.info("static batches batching=%s cached=%s", self.batching, self.uses_cache)
+        self.chunks_prompts = self.uses_cache and not self.selects_keys and self._check_chunks()
+        log.info(
+            "static batches batching=%s cached=%s chunked=%s",
+            self.batching, self.uses_cache, self.chunks_prompts,
+        )  # fmt: skip
 
     @torch.inference_mode()
     def forward(self, batch: Batch, sampled: Tensor | None = None) -> Tensor:
@@ -115,6 +132,9 @@ class CachedRunner:
         """
         self._sampled = sampled
         scored = [self._prompt_logits(chunk) for chunk in batch.chunks if chunk.to_score]
+        for chunk in batch.chunks:
+            if not chunk.reaches_end and not chunk.sequence.scores_prompt:
+                self._run_chunk(chunk)
         sequences = [chunk.sequence for chunk in batch.chunks if chunk.to_sample]
         for group, members in self._groups_to_run(sequences):
             self._run_group(group, members)
@@ -133,14 +153,15 @@ class CachedRunner:
         for sequence in sequences:
             slot = find_cache_slot(sequence)
             missing = len(sequence.tokens) - slot.tokens if slot else -1
-            if slot and slot.group.state and missing == 1:
+            if slot and slot.group.state and missing:
                 ongoing.setdefault(slot.group, []).append(sequence)
             elif missing:
                 uncached.append(sequence)
         self._rejoin(ongoing, uncached)
-        new_groups: dict[int, list[Sequence]] = {}
+        new_groups: dict[object, list[Sequence]] = {}
         for number, sequence in enumerate(uncached):
-            keys = {"padded": 0, "same length": len(sequence.tokens), "single": number}
+            lengths = len(sequence.tokens), self.selects_keys and sequence.prompt_len
+            keys = {"padded": 0, "same length": lengths, "single": number}
             new_groups.setdefault(keys[self.batching], []).append(sequence)
         return [*ongoing.items(), *((None, members) for members in new_groups.values())]
 
@@ -156,19 +177,32 @@ class CachedRunner:
             del ongoing[smallest]
             smallest.state = None
 
-    def _run_group(self, group: CacheGroup | None, members: list[Sequence]) -> None:
+    def _run_chunk(self, chunk: Chunk) -> None:
+        """Run a part of a prompt before its end, alone."""
+        sequence, end = chunk.sequence, chunk.start + chunk.count
+        slot = find_cache_slot(sequence)
+        if slot is None or slot.tokens < end:
+            self._run_group(slot.group if slot else None, [sequence], end)
+
+    def _run_group(
+        self, group: CacheGroup | None, members: list[Sequence], end: int | None = None
+    ) -> None:
+        """Run the members' tokens that are not in the cache, up to `end`."""
         state = None
         if group:
             state, group.state = group.state, None  # invalid if the forward raises
             rows = [cache_slot(sequence).row for sequence in members]
             if state and rows != list(range(group.rows)):
                 state = self.select_rows(state, rows)
-        texts = [sequence.tokens for sequence in members]
+        texts = [sequence.tokens[:end] if end else sequence.tokens for sequence in members]
+        if self.selects_keys and not state:
+            for length in range(members[0].prompt_len, len(texts[0])):
+                _, state = self.run_texts([text[:length] for text in texts], state)
         logits, state = self.run_texts(texts, state)
         size = len(texts) * max(map(len, texts))
         next_group = CacheGroup(len(texts), size, logits, state)
         for row, sequence in enumerate(members):
-            slot = CacheSlot(next_group, row, len(sequence.tokens))
+            slot = CacheSlot(next_group, row, len(texts[row]))
             block_table(sequence).runner_state = slot
 
     def _logits(self, sequence: Sequence) -> Tensor:
@@ -190,8 +224,8 @@ class CachedRunner:
     def run_texts(self, texts: Texts, state: CacheState | None) -> tuple[Tensor, CacheState | None]:
         """Return the logits [B, V] after each text, and the state for its next token.
 
-        `state`: of all but the last token of each text; None: run the texts whole. It is updated in
-        place and must not be used again.
+        `state`: of all but the last tokens of each text, the same number for all; None: run the
+        texts whole. It is updated in place and must not be used again.
         """
         if state is None:
             width = max(map(len, texts))
@@ -199,8 +233,9 @@ class CachedRunner:
             masks = [[0] * (width - len(text)) + [1] * len(text) for text in texts]
             mask = to_device(masks, self.device)
         else:
-            rows = [[text[-1]] for text in texts]
-            mask = torch.cat([state.mask, state.mask.new_ones(len(texts), 1)], 1)
+            missing = len(texts[0]) - int(state.mask[0].sum())
+            rows = [[*text[-missing:]] for text in texts]
+            mask = torch.cat([state.mask, state.mask.new_ones(len(texts), missing)], 1)
         positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -len(rows[0]) :]
         ids = fill_placeholders(to_device(rows, self.device), self._sampled)
         inputs: dict[str, Any] = {"input_ids": ids, "position_ids": positions}
@@ -243,31 +278,111 @@ class CachedRunner:
     # ── the check at load ──
 
     def _check(self) -> None:
-        """Set `uses_cache` and `batching` to the fastest that give the logits of single texts."""
-        longest = max(length_beyond_windows(self.model.config, self.language.context), CHECK_TOKENS)
-        longest = min(self.language.context, longest)
-        lengths = [min(longest, CHECK_STEPS + 2), longest, longest]
-        texts = random_prompts(self.model, self.language.tokenizer, lengths)
-        reference = [self._run_steps([text])[0] for text in texts]
-        self.uses_cache = True
+        """Set `uses_cache` and `batching` to the fastest that give the outputs of `generate`, also
+        for texts that exceed every window and number of selected keys."""
+        limit = self.language.context
+        longest = max(length_beyond_windows(self.model.config, limit), CHECK_TOKENS)
+        self._check_length(min(limit, longest))
+        lengths = [min(limit, length) for length in SELECTION_TOKENS]
+        short, long = random_prompts(self.model, self.language.tokenizer, lengths)
+        with narrowed(self.language.decoder, lambda: self.run_texts([long], None)) as changed:
+            self.selects_keys = self._topk_sizes(short) != self._topk_sizes(long)
+            if changed:
+                self._check_length(min(limit, CHECK_TOKENS))
+        if self.selects_keys and self.batching == "padded":
+            log.info("not padded: its attention selects keys by score, and padding changes ties")
+            self.batching = "same length"
+
+    def _check_chunks(self) -> bool:
+        """Return whether a prompt in chunks and a token after it get the logits of a whole one."""
+        length = max(length_beyond_windows(self.model.config, self.language.context), CHECK_TOKENS)
+        length = min(self.language.context, length)
+        [text] = random_prompts(self.model, self.language.tokenizer, [length])
+
+        def run(ends: abc.Sequence[int]) -> Tensor:
+            logits, state = [], None
+            for end in ends:
+                if end:
+                    last, state = self.run_texts([text[:end]], state)
+                    logits.append(last)
+            return torch.cat(logits[-2:])
+
+        whole = length - 1, length
         try:
-            cached = [self._run_steps([text])[0] for text in texts]
-            _compare(cached, reference, CACHED_TOLERANCE)
-            reference = cached
+            tolerance = max(BATCHED_TOLERANCE, TOLERANCE[self.language.dtype])
+            compare(run((length // 3, length // 2, *whole)), run(whole), tolerance)
         except Exception as error:
-            self.uses_cache = False
+            log_refusal("chunked", error)
+            return False
+        return True
+
+    def _topk_sizes(self, text: abc.Sequence[int]) -> set[int]:
+        recorded = TopKSizes()
+        with recorded:
+            self.run_texts([text], None)
+        return recorded.sizes
+
+    def _check_length(self, longest: int) -> None:
+        """Keep `uses_cache` and `batching`, or set slower ones, so that texts of up to `longest`
+        tokens get the logits of `generate`. Raise LoadingFailed if none do."""
+        lengths = [min(longest, CHECK_STEPS + 2), longest, longest]
+        prompts = [max(1, length - CHECK_STEPS + 1) for length in lengths]
+        generated = [
+            self._generate(prompt)
+            for prompt in random_prompts(self.model, self.language.tokenizer, prompts)
+        ]
+        texts = [text for text, _ in generated]
+        try:
+            alone = [self._run_steps([text])[0] for text in texts]
+            _compare(alone, [logits for _, logits in generated], CACHED_TOLERANCE)
+        except Exception as error:
+            if not self.uses_cache:
+                raise LoadingFailed(
+                    f"the model {self.language.name!r} cannot be served: its outputs differ from "
+                    f"those of generate ({first_line(error)})"
+                ) from error
             log_refusal("cached", error)
+            self.uses_cache = False
+            self._check_length(longest)
+            return
         tolerance = max(BATCHED_TOLERANCE, TOLERANCE[self.language.dtype])
-        modes: tuple[Any, ...] = (("padded", slice(0, 2)), ("same length", slice(1, 3)))
-        for mode, part in modes:
+        while self.batching != "single":
+            rows = CHECKED_ROWS[self.batching]
             try:
-                _compare(self._run_steps(texts[part]), reference[part], tolerance)
-                self.batching = mode
+                _compare(self._run_steps(texts[rows]), alone[rows], tolerance)
                 return
             except Exception as error:
-                log_refusal(mode, error)
+                log_refusal(self.batching, error)
+                self.batching = "single" if self.batching == "same length" else "same length"
 
-    def _run_steps(self, texts: list[list[int]]) -> list[list[Tensor]]:
+    @torch.inference_mode()
+    def _generate(self, prompt: list[int]) -> tuple[list[int], list[Tensor]]:
+        """Return the prompt with tokens that `generate` adds, and the logits [V] after the prompt
+        and each of them. Where `generate` raises, recompute the text for each token."""
+        ids = torch.tensor([prompt], device=self.device)
+        model: Any = self.model  # not annotated
+        greedy: Any = GenerationConfig(  # type: ignore[no-untyped-call]
+            do_sample=False,
+            num_beams=1,
+            min_new_tokens=CHECK_STEPS,
+            max_new_tokens=CHECK_STEPS,
+            pad_token_id=self.pad_token_id,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        try:
+            output = model.generate(
+                ids, attention_mask=torch.ones_like(ids), generation_config=greedy
+            )
+            return output.sequences[0, :-1].tolist(), [logits[0] for logits in output.logits]
+        except Exception as error:
+            log_refusal("compared with generate", error)
+        text = [*prompt, *[prompt[0]] * (CHECK_STEPS - 1)]
+        prefixes = [text[: len(prompt) + step] for step in range(CHECK_STEPS)]
+        inputs = [{"input_ids": torch.tensor([ids], device=self.device)} for ids in prefixes]
+        return text, [self._call(one, False, 1).logits[0, -1] for one in inputs]
+
+    def _run_steps(self, texts: Texts) -> list[list[Tensor]]:
         """Run the last CHECK_STEPS tokens of the texts step by step, as one batch.
 
         Other texts run between the steps, and a row ends halfway, as in serving. Return the logits

@@ -22,6 +22,7 @@ from batching.sequence import Batch, Span
 from worker.device.async_copy import fill_placeholders, to_device
 from worker.error_classification import first_line
 from worker.model.attention.kv_cache import BLOCK, KVCache
+from worker.model.attention.mixed import MAX_SPAN_WIDTH, programs
 from worker.model.attention.paged import AttentionBackend, forward_context
 from worker.model.language_model import LanguageModel
 
@@ -35,9 +36,6 @@ Capture = Callable[[Run], tuple[Callable[[], Any], Tensor]]
 SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
 # The cache's last blocks, which no sequence gets: one for padding rows, one for the check.
 SPARE_BLOCKS = 2
-# A span of more tokens is a prompt: as rows, each token would read the whole prefix again.
-MAX_SPAN_WIDTH = 16
-PROGRAMS_PER_SM = 4  # Triton programs per streaming multiprocessor
 
 
 class RowsMetadata(AttentionBackend):
@@ -51,9 +49,7 @@ class RowsMetadata(AttentionBackend):
 
     def __init__(self, cache: KVCache, rows: int, max_blocks: int) -> None:
         self.cache = cache
-        self.programs = PROGRAMS_PER_SM
-        if cache.device.type == "cuda":
-            self.programs *= torch.cuda.get_device_properties(cache.device).multi_processor_count
+        self.programs = programs(cache.device)
         self._buffer = torch.zeros(5, rows, dtype=torch.long, device=cache.device)
         self._take_rows(self._buffer)
         self.tables = torch.zeros(rows, max_blocks, dtype=torch.int32, device=cache.device)

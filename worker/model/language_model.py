@@ -22,12 +22,17 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from worker.device.device import free_bytes
-from worker.device.self_check import TOLERANCE, compare, explicit_masks
+from worker.device.self_check import TOLERANCE, CannotRun, compare, explicit_masks
 from worker.messages.generation import TEXT_ONLY
 from worker.model.attention.kv_cache import LayerShape
-from worker.model.attention.native import native_ops_loaded
+from worker.model.attention.native import try_load_native_ops
 from worker.model.cpu import linear
 from worker.model.cpu.linear import emulates_dtype, pack_weights, packs_dtype, quantize_weights
+from worker.model.generation_config import (
+    check_generation_config,
+    log_not_served,
+    read_generation_config,
+)
 from worker.model.loading import (
     LoadingFailed,
     ModelOptions,
@@ -37,6 +42,7 @@ from worker.model.loading import (
     local_path,
     missing_weights_matter,
 )
+from worker.model.long_context import RotaryFactors
 from worker.task_detection import task_hint
 
 log = logging.getLogger("onequeue.language_model")
@@ -59,6 +65,7 @@ class GeneratorOptions(ModelOptions):
     kv_cache_gb: float | None = None
     max_running: int = 256
     max_image_mp: float = 64.0
+    later_caches: int = 0  # engines loaded after this one that size their cache by the free memory
 
 
 class LanguageModel:
@@ -78,7 +85,7 @@ class LanguageModel:
         self.name = name
         self.folder = folder
         self.is_multimodal = is_multimodal
-        self.no_images = TEXT_ONLY  # reason for refusing images, if they are refused
+        self.no_images_reason = TEXT_ONLY  # reason for refusing images, if they are refused
         self.model = model
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config()
@@ -86,6 +93,9 @@ class LanguageModel:
         self.dtype = model.dtype
         self.parameters = model.num_parameters()
         self.tolerance = TOLERANCE[model.dtype]
+        limits = [getattr(self.config, name, None) for name in CONTEXT_SETTINGS]
+        limit = next((n for n in limits if isinstance(n, int) and n > 0), DEFAULT_CONTEXT)
+        self.rotary = RotaryFactors(model, self.config, limit)
         # one entry per layer, set by paging.py; a window of 0 means none
         self.layers: list[LayerShape] = []
         self.windows: list[int] = []
@@ -106,14 +116,16 @@ class LanguageModel:
     @property
     def context(self) -> int:
         """Return the model's maximum number of tokens in a sequence."""
-        limits = [getattr(self.config, name, None) for name in CONTEXT_SETTINGS]
-        limit = next((n for n in limits if isinstance(n, int) and n > 0), DEFAULT_CONTEXT)
-        ropes = getattr(self.config, "rope_parameters", None) or {}
-        for rope in (ropes, *ropes.values()):  # some have one per layer type
-            if isinstance(rope, dict) and rope.get("rope_type") in ("longrope", "dynamic"):
-                # beyond this length, the tables depend on the longest sequence of a batch
-                limit = min(limit, rope.get("original_max_position_embeddings") or limit)
-        return int(limit)
+        return self.rotary.context
+
+    def extend_context(self, max_model_len: int | None) -> None:
+        """Extend `context` to `max_model_len` tokens, None: to all that the checkpoint has rotary
+        factors for. Log why it is not extended."""
+        length = min(max_model_len or self.rotary.longest, self.rotary.longest)
+        try:
+            self.rotary.fix(length)
+        except CannotRun as error:
+            log.warning("context=%d of %d: %s", self.context, self.rotary.longest, error)
 
     def compare(self, logits: Tensor, reference: Tensor) -> None:
         """Raise CannotRun if the logits differ by more than this dtype's rounding."""
@@ -139,7 +151,7 @@ class LanguageModel:
             free = free_bytes(self.device)
             bf16_weights = native and emulates_dtype(self.dtype)
             if bf16_weights:
-                bf16_weights = native_ops_loaded(build=not linear.has_memory(self.model, free))
+                bf16_weights = try_load_native_ops(build=not linear.has_memory(self.model, free))
             pack_weights(self.model, free, recheck, bf16_weights=bf16_weights)
         elif on_cpu and emulates_dtype(self.dtype):
             log.warning("this CPU emulates bfloat16: DTYPE=float32 is faster here")
@@ -150,13 +162,17 @@ def load_language_model(options: GeneratorOptions) -> LanguageModel:
     name = options.model
     with load_errors(name, "chat"):
         path = local_path(name, "chat")
+        check_generation_config(read_generation_config(path))  # before the weights are read
         model, tokenizer, missing = load_checkpoint(options, path, auto_class)
         if model.device.type == "cuda":
             torch.cuda.set_device(model.device)  # this thread's kernels and graphs run there
         is_multimodal = auto_class(model.config) is AutoModelForImageTextToText
         with explicit_masks(model.get_decoder()) if is_multimodal else nullcontext():
             check_generates(model, missing)
-    return LanguageModel(name, model, tokenizer, path, is_multimodal)
+        language = LanguageModel(name, model, tokenizer, path, is_multimodal)
+        check_generation_config(vars(language.defaults), language.vocab_size)
+        log_not_served(vars(language.defaults))
+    return language
 
 
 def auto_class(config: Any) -> Any:

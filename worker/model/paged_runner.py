@@ -1,8 +1,12 @@
 """The model runner over a paged KV cache: a batch goes in, the logits of its rows come out.
 
 Which implementation runs a step is decided here only: the eager model or its compiled copy, torch's
-or native attention, or a CUDA graph (cuda_graphs.py). Compiling and native operations are prepared
-in a background thread and used from the next step on, if they give the same logits.
+or native attention, or a CUDA graph (cuda_graphs.py). The model is compiled in a background thread
+and used from the next step on, if it gives the same logits up to rounding.
+
+With native operations a token's logits do not depend on the rest of its batch, on the chunks of its
+prompt or on the number of threads, in every bit. The compiled model rounds otherwise than the eager
+one, so a sequence that began on the eager model stays there.
 """
 
 import itertools
@@ -23,6 +27,7 @@ from worker.device.async_copy import fill_placeholders, to_device
 from worker.device.self_check import CannotRun, length_beyond_windows
 from worker.error_classification import first_line
 from worker.model.attention.kv_cache import BLOCK, KVCache
+from worker.model.attention.mixed import MixedMetadata
 from worker.model.attention.native import NATIVE_DTYPES, NativeMetadata, load_native_ops
 from worker.model.attention.paged import (
     AttentionBackend,
@@ -31,7 +36,7 @@ from worker.model.attention.paged import (
     forward_context,
     has_bidirectional_spans,
 )
-from worker.model.cpu.linear import use_bf16_weights, use_native_linear, warm_up_onednn
+from worker.model.cpu.linear import use_bf16_weights, use_native_linear
 from worker.model.cuda_graphs import (
     SIZES,
     SPARE_BLOCKS,
@@ -74,14 +79,17 @@ class PagedRunner:
         self.cache = KVCache(
             language.layers, blocks + SPARE_BLOCKS, language.dtype, language.device
         )
-        self.model: Callable[..., Any] = language.model  # or its compiled copy
+        self.model: Callable[..., Any] = language.model  # or its compiled copy, unless eager
         self.metadata: Callable[[KVCache, Batch], AttentionBackend] = AttentionMetadata
         self._compiled: Callable[..., Any] | None = None  # set by the thread, for the next step
         self._rows = min(max_running, SIZES[-1])
         self._graphs = self._capture()
+        if self._graphs:
+            self._use_decode_kernel()
 
     def forward(self, batch: Batch, sampled: Tensor | None = None) -> Tensor:
-        """Run the batch and write the keys and values of all its tokens.
+        """Run the batch and write the keys and values of all its tokens. Its sequences are either
+        all eager, or none is.
 
         `sampled`: int64, the previous step's tokens by row, for placeholders in the batch's ids.
         Return the logits [R, vocabulary] of the batch's rows, or hidden states [R, H] of a model
@@ -89,8 +97,12 @@ class PagedRunner:
         """
         if self._compiled:
             self._use_compiled(self._compiled)
+        eager = bool(batch.chunks) and batch.chunks[0].sequence.eager
         if batch.multimodal_spans:
-            return self._run_multimodal(batch, sampled)
+            return self._run_multimodal(batch, sampled, eager)
+        if eager:
+            metadata = self.metadata(self.cache, batch)
+            return run_model(self.language.model, batch, metadata, sampled)
         if self._graphs and self._graphs.supports(batch):
             return self._graphs.forward(batch, sampled)
         return self._run(batch, sampled)
@@ -98,15 +110,15 @@ class PagedRunner:
     def _run(self, batch: Batch, sampled: Tensor | None = None) -> Tensor:
         return run_model(self.model, batch, self.metadata(self.cache, batch), sampled)
 
-    def _run_multimodal(self, batch: Batch, sampled: Tensor | None) -> Tensor:
+    def _run_multimodal(self, batch: Batch, sampled: Tensor | None, eager: bool) -> Tensor:
         """Run a batch with image tokens through a decoder hook: the compiled model's if only
-        embeddings are injected, as in its check."""
+        embeddings are injected, as in its check, and the sequences are not eager."""
         backend = BidirectionalMetadata if has_bidirectional_spans(batch) else self.metadata
         metadata = backend(self.cache, batch)
         positions = to_device(multimodal_position_ids(batch).numpy(), self.cache.device)
         indices, rows = injected_rows(batch)
         only_embeddings = positions.dim() == 2 and rows.keys() <= {"inputs_embeds"}
-        hook = self._compiled_hook if only_embeddings else None
+        hook = self._compiled_hook if only_embeddings and not eager else None
         hook = hook or self.decoder_hook
         assert hook is not None
         with hook.inject(to_device(indices.numpy(), self.cache.device), rows):
@@ -119,6 +131,15 @@ class PagedRunner:
         metadata = RowsMetadata(self.cache, self._rows, blocks)
         return capture_graphs(self.language, self.model, metadata, self._run)
 
+    def _use_decode_kernel(self) -> None:
+        """Attend by the decode kernel also in steps with prompts, if the logits are the same."""
+        try:
+            self._check_attention(MixedMetadata)
+        except Exception as error:  # such as an operator that torch's build lacks
+            log.warning("steps with prompts use torch's attention: %.300s", first_line(error))
+        else:
+            self.metadata = MixedMetadata
+
     def _use_compiled(self, compiled: Callable[..., Any]) -> None:
         self.model, self._compiled = compiled, None
         self._compiled_hook = DecoderHook(compiled) if self.decoder_hook else None
@@ -126,10 +147,14 @@ class PagedRunner:
             self._graphs = None  # frees their memory first
             self._graphs = self._capture()
 
-    # ── in the background thread ──
+    # ── native operations, and compiling in the background thread ──
 
     def compile(self) -> None:
-        """Start to compile in a thread; `compile_state` shows when it is done."""
+        """Use native operations, which are built first, in half a minute, if they are not there.
+        Then start to compile in a thread; `compile_state` shows when it is done."""
+        self._use_native_ops()
+        if self.language.model.base_model is self.language.model:
+            return  # a model without a head runs prompts only: nothing to gain
         self.compile_state = "running"
         threads = torch.get_num_threads()
         thread = threading.Thread(
@@ -141,10 +166,6 @@ class PagedRunner:
         """`threads`: number of torch threads of the worker, for which the code is compiled."""
         unpin()
         torch.set_num_threads(threads)
-        self._use_native_ops()
-        if self.language.model.base_model is self.language.model:
-            self.compile_state = "off"  # a model without a head runs prompts only: nothing to gain
-            return
         started = time.monotonic()
         try:
             language = self.language
@@ -170,15 +191,14 @@ class PagedRunner:
             if self.decoder_hook:
                 self.decoder_hook = DecoderHook(language.model)  # copies the replaced layers
             use_native_linear(language.model)
-            self._check_native()
-            warm_up_onednn(language.model.base_model)
+            self._check_attention(NativeMetadata)
         except Exception as error:
             log.warning("native attention disabled, using torch: %.300s", first_line(error))
         else:
             self.metadata = NativeMetadata
             log.info("native attention seconds=%.0f", time.monotonic() - started)
 
-    def _check_native(self) -> None:
+    def _check_attention(self, checked: Callable[[KVCache, Batch], AttentionBackend]) -> None:
         """Raise CannotRun unless chunks of two sequences, longer than the attention windows, give
         the logits of torch's attention."""
         language = self.language
@@ -193,7 +213,7 @@ class PagedRunner:
                 Span(t, start, end - start) for t, (start, end) in zip(tables, chunks, strict=True)
             ]
             batch = _check_batch(language, spans)
-            backends = (AttentionMetadata, NativeMetadata)
+            backends = (AttentionMetadata, checked)
             steps = [kind(cache, batch) for kind, cache in zip(backends, caches, strict=True)]
             reference, logits = (run_model(language.model, batch, step) for step in steps)
             language.compare(logits, reference)
@@ -268,9 +288,10 @@ def compile_model(model: Any, check: Callable[[Any], None], is_multimodal: bool 
     Raise what the compiler or `check` raises.
 
     There is one graph for any number of tokens, since attention and its memory are opaque to the
-    compiler, and one for a single token. On a CPU weights are constants of the graph, and the code
-    that calls kernels is compiled too where the compiler supports that. The output head stays
-    eager, as its number of rows changes with every step.
+    compiler. On a GPU a single token has a graph of its own; on a CPU it does not, as that would
+    round otherwise. On a CPU weights are constants of the graph, and the code that calls kernels is
+    compiled too where the compiler supports that. The output head stays eager, as its number of
+    rows changes with every step.
     """
     path = path_to_decoder(model) if is_multimodal else _path_to_body(model)
     if model.device.type != "cpu":
@@ -292,7 +313,7 @@ def _compile_model(
         body.forward = torch.compile(
             _forward_of(model.get_submodule(path)),
             dynamic=True,
-            options={"guard_filter_fn": _keep_input_guards},
+            options={"guard_filter_fn": _keep_tensor_guards if settings else _keep_input_guards},
         )
         check(compiled)
     return compiled
@@ -332,3 +353,11 @@ def _keep_input_guards(guards: Sequence[Any]) -> list[bool]:
     long as some of its layers.
     """
     return [guard.guard_type == "SHAPE_ENV" or guard.name.startswith("inputs[") for guard in guards]
+
+
+def _keep_tensor_guards(guards: Sequence[Any]) -> list[bool]:
+    """Keep only the guards on input tensors. That a size is not 1 is dropped: graphs are general,
+    and `check` runs them with one token."""
+    return [
+        guard.guard_type != "SHAPE_ENV" and guard.name.startswith("inputs[") for guard in guards
+    ]

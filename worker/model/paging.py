@@ -20,10 +20,11 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from batching.sequence import Batch, Span
-from worker.device.device import free_bytes
+from worker.device.device import unreserved_bytes
 from worker.device.self_check import (
     MIN_PROMPT_TOKENS,
     CannotRun,
+    TopKSizes,
     explicit_masks,
     length_beyond_windows,
     random_prompts,
@@ -43,7 +44,7 @@ PROBE = "onequeue_probe"  # the attention function that records the layers
 MAX_FAR_POSITION = 1 << 17
 # A window that the prompts of the check exceed.
 NARROW_WINDOW = 5
-# Share of the memory that is free after loading, for keys and values.
+# Share of the memory that is free after loading, for the keys and values of one model.
 CACHE_SHARE = {"cpu": 0.5, "cuda": 0.85}
 
 
@@ -62,27 +63,34 @@ def load_paged_runner(
     native = is_worth_compiling(options.compile, language.parameters)
     language.pack_weights(options.quantization, check.compare, native)
     length = min(options.max_model_len or language.context, language.context)
-    blocks = cache_blocks(language, options.kv_cache_gb, options.max_running * length)
+    max_tokens = options.max_running * length
+    blocks = cache_blocks(language, options.kv_cache_gb, max_tokens, options.later_caches)
     max_model_len = min(length, blocks * BLOCK)
     if options.max_model_len and max_model_len < options.max_model_len:
         raise LoadingFailed(
             f"MAX_MODEL_LEN={options.max_model_len}: the model takes {language.context} tokens "
             f"and the memory for keys and values holds {blocks * BLOCK}"
         )
+    language.rotary.fix(max_model_len)
     log.info("cache blocks=%d tokens=%d context=%d", blocks, blocks * BLOCK, max_model_len)
     return PagedRunner(language, blocks, max_model_len, options.max_running)
 
 
-def cache_blocks(language: LanguageModel, size_gb: float | None, max_tokens: int) -> int:
+def cache_blocks(
+    language: LanguageModel, size_gb: float | None, max_tokens: int, later_caches: int = 0
+) -> int:
     """Return the number of cache blocks to allocate, at most for `max_tokens` tokens.
 
-    `size_gb`: size of the cache, None: a share of the free memory. Raise LoadingFailed if that is
-    less than two blocks.
+    `size_gb`: size of the cache, None: a share of the free memory that no other cache has reserved,
+    which leaves as much for each of `later_caches`. Raise LoadingFailed if that is less than two
+    blocks.
     """
     sizes = sum(layer.heads * (layer.key_size + layer.value_size) for layer in language.layers)
     block_bytes = BLOCK * sizes * language.dtype.itemsize
-    free = free_bytes(language.device) * CACHE_SHARE[language.device.type]
-    room = free if size_gb is None else size_gb * GB
+    share = CACHE_SHARE[language.device.type]
+    room = unreserved_bytes(language.device) * share / (1 + share * later_caches)
+    if size_gb is not None:
+        room = size_gb * GB
     blocks = min(int(room // block_bytes), -(-max_tokens // BLOCK))
     if blocks < 2:
         raise LoadingFailed(
@@ -116,7 +124,12 @@ class PagingCheck:
         widths = [min(3, longest), longest, longest - longest // 4]
         self.prompts = random_prompts(self.model, language.tokenizer, widths)
         with explicit_masks(language.decoder) if language.is_multimodal else nullcontext():
-            self.reference = [self._reference(prompt) for prompt in self.prompts]
+            recorded = [TopKSizes() for _ in self.prompts]
+            self.reference = []
+            for prompt, sizes in zip(self.prompts, recorded, strict=True):
+                with sizes:
+                    self.reference.append(self._reference(prompt))
+            self.selects_keys = any(one.sizes != recorded[0].sizes for one in recorded)
             self.narrow_reference = self._narrow_reference()
 
     def enable(self) -> None:
@@ -125,6 +138,8 @@ class PagingCheck:
         Raise CannotRun, with the model unchanged, if they do not or if logits differ. Fill in
         `layers` and `windows` of the language model.
         """
+        if self.selects_keys:
+            raise CannotRun("its attention selects keys by score")
         decoder = self.language.decoder
         before = decoder.config._attn_implementation
         try:

@@ -9,16 +9,16 @@ Not here: which rows there are, and the effect of a token on its request (stop s
 """
 
 import copy
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from batching.sequence import TokenIds
 from worker.device.async_copy import AsyncCopy, to_device
 
 # Rows are processed in blocks: float32 sums of blocks stay accurate, and the blocks' maxima locate
@@ -29,6 +29,9 @@ CANDIDATES, WIDEN_FACTOR = 64, 8
 MIN_TEMPERATURE = 1e-6  # keeps the division by it within float32
 
 # ── parameters ──
+
+# Return the scores [1, V] of the token after ids [1, L].
+Processor: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +50,46 @@ class SamplingParams:
     logprobs: int | None = None  # None: none; 0: of the sampled token; k: of the k best as well
     min_tokens: int = 0  # number of output tokens before which `stop_token_ids` are banned
     stop_token_ids: tuple[int, ...] = ()
+    # of the checkpoint: before a grammar's mask, and between the mask and the filters
+    processors: tuple[Processor, ...] = ()
+    warpers: tuple[Processor, ...] = ()
+
+
+class TokenCounts:
+    """The distinct tokens of an output and their counts, as arrays: a step reads them row by row,
+    and a long output has thousands."""
+
+    def __init__(self) -> None:
+        self._index: dict[int, int] = {}  # of a token in the arrays, which may be longer
+        self._ids, self._counts = np.empty(0, np.int64), np.empty(0, np.float32)
+
+    def add(self, token: int) -> None:
+        index = self._index.get(token)
+        if index is None:
+            index = self._index[token] = len(self._index)
+            if index == len(self._ids):
+                capacity = 2 * index + 16
+                self._ids = np.resize(self._ids, capacity)
+                self._counts = np.resize(self._counts, capacity)
+            self._ids[index], self._counts[index] = token, 0
+        self._counts[index] += 1
+
+    def with_drafts(self, drafts: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Return the distinct tokens [N] of output and drafts, and their counts [N]."""
+        size = len(self._index)
+        ids, counts = self._ids[:size], self._counts[:size]
+        if not drafts:
+            return ids, counts
+        new = [token for token in dict.fromkeys(drafts) if token not in self._index]
+        ids = np.append(ids, np.array(new, np.int64))
+        counts = np.append(counts, np.zeros(len(new), np.float32))
+        for token in drafts:
+            counts[self._index[token] if token in self._index else size + new.index(token)] += 1
+        return ids, counts
 
 
 class SamplingState:
-    """One sequence's parameters, and the token counts that its penalties need."""
+    """One sequence's parameters, and what its penalties and processors need of its tokens."""
 
     def __init__(self, params: SamplingParams, choice: int, prompt: Sequence[int]) -> None:
         self.params = params
@@ -62,13 +101,18 @@ class SamplingState:
         self.has_count_penalty = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
         in_prompt = prompt if self.has_repetition_penalty else ()
         self.prompt = np.unique(np.array(in_prompt, np.int64))
+        self.has_processors = bool(params.processors or params.warpers)
         self.processes_logits = bool(
             self.has_repetition_penalty
             or self.has_count_penalty
+            or self.has_processors
             or params.logit_bias
             or params.min_tokens
         )
-        self.counts: Counter[int] = Counter()  # of output tokens, if a penalty needs them
+        self.counts = TokenCounts()  # of the output, if a penalty needs them
+        # of the prompt and of the output, if a processor needs them
+        self.prompt_ids = np.array(prompt if self.has_processors else (), np.int64)
+        self.output_ids = TokenIds()
 
     def fork(self, choice: int) -> "SamplingState":
         """Return the state of another choice of the request, before its first token.
@@ -77,13 +121,15 @@ class SamplingState:
         """
         state = copy.copy(self)
         state.choice = choice
-        state.counts = Counter()
+        state.counts, state.output_ids = TokenCounts(), TokenIds()
         return state
 
     def accept(self, token: int) -> None:
         """Count a token of the output."""
         if self.has_repetition_penalty or self.has_count_penalty:
-            self.counts[token] += 1
+            self.counts.add(token)
+        if self.has_processors:
+            self.output_ids.append(token)
 
 
 class SamplingRow(NamedTuple):
@@ -92,6 +138,12 @@ class SamplingRow(NamedTuple):
     state: SamplingState
     position: int  # index of the output token, from 0
     drafted: tuple[int, ...] = ()  # drafts between the accepted output and this row
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        """The tokens before this row's, if a processor needs them."""
+        output = np.array((*self.state.output_ids, *self.drafted), np.int64)
+        return np.concatenate((self.state.prompt_ids, output))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +187,10 @@ def sample(
 ) -> "SamplerOutput":
     """Sample one token for each row of logits [R, V], of any float dtype, on any device.
 
-    Order: mask, logit bias and ban of stop tokens, repetition penalty, frequency and presence
-    penalties, temperature, min_p, top_k, top_p. This is vLLM's order; transformers applies min_p
-    last. top_p is relative to the probability that min_p and top_k keep.
+    Order: logit bias and ban of stop tokens, repetition penalty, frequency and presence penalties,
+    the checkpoint's processors, mask, its warpers, temperature, min_p, top_k, top_p. This is vLLM's
+    order; transformers applies min_p last. top_p is relative to the probability that min_p and
+    top_k keep.
     """
     raw = _blocked(logits)
     scores = raw
@@ -237,7 +290,7 @@ Change: TypeAlias = tuple[int, ArrayLike, ArrayLike]  # row, token ids, one amou
 def process_logits(
     raw: Tensor, rows: Sequence[SamplingRow], vocab_size: int, mask: TokenMask | None
 ) -> Tensor:
-    """Return a copy of the logits [R, …] with mask, bias, bans and penalties applied.
+    """Return a copy of the logits [R, …] with bias, bans, penalties, processors and mask applied.
 
     The first `vocab_size` values of a row are tokens. Return `raw` itself if nothing applies.
     """
@@ -253,22 +306,17 @@ def process_logits(
             # added, so that NaN stays NaN; later changes keep -inf
             added.append((n, state.stop_token_ids, -np.inf))
         if state.has_repetition_penalty or state.has_count_penalty:
-            counts = state.counts + Counter(row.drafted) if row.drafted else state.counts
-            output = np.fromiter(counts, np.int64, len(counts))
+            output, counts = state.counts.with_drafts(row.drafted)
             if state.has_repetition_penalty:
                 penalty = params.repetition_penalty
                 repeated += [(n, ids, penalty) for ids in (state.prompt, output)]
             if state.has_count_penalty:
-                frequency = np.fromiter(counts.values(), np.float32, len(counts))
-                amounts = -params.presence_penalty - params.frequency_penalty * frequency
+                amounts = -params.presence_penalty - params.frequency_penalty * counts
                 counted.append((n, output, amounts))
-    if not (added or repeated or counted or mask):
+    with_processors = [n for n, row in enumerate(rows) if row.state.has_processors]
+    if not (added or repeated or counted or with_processors or mask):
         return raw
     scores = raw.clone(memory_format=torch.contiguous_format)
-    if mask:
-        banned = ~to_device(mask.tokens.numpy(), scores.device)
-        for n, row_banned in zip(mask.rows, banned, strict=True):
-            scores[n].view(-1)[:vocab_size].masked_fill_(row_banned, -torch.inf)
     flat, row_size = scores.view(-1), scores[0].numel()
     if added:
         flat.index_add_(0, *_flat_changes(added, vocab_size, row_size, flat.device))
@@ -278,7 +326,37 @@ def process_logits(
         flat[index] = torch.where(before < 0, before * factor, before / factor)
     if counted:
         flat.index_add_(0, *_flat_changes(counted, vocab_size, row_size, flat.device))
+    banned: dict[int, Tensor] = {}
+    if mask:
+        tokens = ~to_device(mask.tokens.numpy(), scores.device)
+        banned = dict(zip(mask.rows, tokens, strict=True))
+        for n, row_banned in banned.items():
+            scores[n].view(-1)[:vocab_size].masked_fill_(row_banned, -torch.inf)
+    for n in with_processors:
+        _run_processors(scores[n].view(1, -1)[:, :vocab_size], rows[n], banned.get(n))
     return scores
+
+
+def _run_processors(scores: Tensor, row: SamplingRow, banned: Tensor | None) -> None:
+    """Replace the masked scores [1, V] of a row by those that its processors and warpers return.
+
+    Processors that leave no token, of those that the mask allows, have no effect. Scores with a NaN
+    stay.
+    """
+    params, ids = row.state.params, to_device(row.ids, scores.device)[None]
+    processed = scores
+    for processor in params.processors:
+        processed = processor(ids, processed)
+    if banned is not None:
+        processed = processed.masked_fill(banned, -torch.inf)
+    processed = torch.where(processed.amax() > -torch.inf, processed, scores)
+    if params.warpers:
+        usable = processed.amax().isfinite()
+        warped = torch.where(usable, processed, 0.0)
+        for warper in params.warpers:
+            warped = warper(ids, warped)
+        processed = torch.where(usable, warped, processed)
+    scores.copy_(processed)
 
 
 def _flat_changes(
@@ -286,14 +364,18 @@ def _flat_changes(
 ) -> tuple[Tensor, Tensor]:
     """Return the indices into the flattened rows and the amounts, without ids out of range, which
     would change another row."""
-    indices, amounts = [], []
-    for row, tokens, amount in changes:
-        ids = np.asarray(tokens, np.int64)
-        valid = (ids >= 0) & (ids < vocab_size)
-        indices.append(ids[valid] + row * row_size)
-        amounts.append(np.broadcast_to(np.asarray(amount, np.float32), ids.shape)[valid])
-    index, values = np.concatenate(indices), np.concatenate(amounts)
-    return to_device(index, device), to_device(values, device)
+    ids = np.concatenate([np.asarray(tokens, np.int64) for _, tokens, _ in changes])
+    counts = [np.size(tokens) for _, tokens, _ in changes]
+    rows = np.repeat([row for row, _, _ in changes], counts)
+    values = np.concatenate(
+        [
+            np.broadcast_to(np.asarray(amount, np.float32), count)
+            for (_, _, amount), count in zip(changes, counts, strict=True)
+        ]
+    )
+    valid = (ids >= 0) & (ids < vocab_size)
+    index = ids + rows * row_size
+    return to_device(index[valid], device), to_device(values[valid], device)
 
 
 # ── sampling rows of one kind ──
@@ -394,14 +476,16 @@ def _sample_top(
 ) -> tuple[Tensor, Tensor | None]:
     """Sample from the `width` largest scores, filtered by min_p, top_k and top_p.
 
-    top_p is relative to `mass` [R], or without it to the weights that min_p and top_k keep. Return
-    tokens [R], and whether [R] a row needs more scores, None if all were considered.
+    top_k keeps all scores equal to its last one. top_p is relative to `mass` [R], or without it to
+    the weights that min_p and top_k keep. Return tokens [R], and whether [R] a row needs more
+    scores, None if all were considered.
     """
     temperature, number, top_p, top_k, min_p = numbers[..., None]
     values, ids = _largest(blocks, width)  # each filter keeps a prefix of this order
     weights = ((values.double() - peak[:, None]) / temperature).exp()
     rank = torch.arange(values.shape[1], device=values.device)
-    allowed = (weights > 0) & (weights >= min_p) & ((top_k <= 0) | (rank < top_k))
+    last = values.gather(1, (top_k.long() - 1).clamp(0, values.shape[1] - 1))
+    allowed = (weights > 0) & (weights >= min_p) & ((top_k <= 0) | (values >= last))
     limit = allowed.sum(-1, keepdim=True).clamp(min=1)
     sums = weights.cumsum(-1)
     total = sums.gather(1, limit - 1) if mass is None else mass[:, None]

@@ -2,59 +2,69 @@
 
     prepare (pool) → add → step: take a batch, forward → finish (pool)
 
-DynamicBatcher decides which items form a batch and when it is due; a Runner computes it. A batch
-that raises is bisected until only the guilty items fail. Language and speech models have engines
-of their own.
+DynamicBatcher decides which items form a batch and when it is due; a Runner computes it, in several
+steps while other models have work. A batch that raises is bisected until only the guilty items
+fail. Language and speech models have engines of their own.
 """
 
 import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Generic
 
 from batching.batcher import DynamicBatcher
 from batching.errors import OnequeueError, OutOfMemory, WrongResultCount
 from batching.request_queue import WorkItem
 from worker.error_classification import run_in_halves
 from worker.messages.protocol import (
-    UNFINISHED,
+    ALONE,
+    CUT,
     BatchReport,
     ModelInfo,
+    OtherModels,
+    Payload,
+    Prepared,
+    Raw,
     Runner,
     StepOutcome,
     TextModel,
+    Unfinished,
 )
 
 log = logging.getLogger("onequeue.worker")
 
 
 @dataclass(slots=True)
-class BatchRun:
+class BatchRun(Generic[Raw]):
     """The results of one batch, those of its halves included."""
 
-    outputs: list[tuple[WorkItem, Any]] = field(default_factory=list)
+    outputs: list[tuple[WorkItem, Raw]] = field(default_factory=list)
     failed: list[tuple[WorkItem, Exception | None]] = field(default_factory=list)
     forward_s: float = 0.0
     out_of_memory: int = 0  # forward passes
     largest_rows: int = 0  # rows of the largest part that succeeded
 
 
-class PipelineEngine:
+class PipelineEngine(Generic[Payload, Prepared, Raw]):
     """Implements Engine of worker.messages.protocol."""
+
+    others: OtherModels = ALONE
 
     def __init__(
         self,
-        runner: Runner,
-        batcher: DynamicBatcher,
+        runner: Runner[Payload, Prepared, Raw],
+        batcher: DynamicBatcher[WorkItem[Payload, Prepared]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         batcher.packs = runner.info.batching in ("packed", "continuous")
         self.runner = runner
         self.batcher = batcher
         self.clock = clock
-        self._batch: list[WorkItem] = []  # the one that runs
-        self._unfinished: list[WorkItem] = []  # items of the last batch that join the next one
+        self._batch: list[WorkItem[Payload, Prepared]] = []  # the one that runs
+        # items of the last batch that continue in the next one
+        self._unfinished: list[WorkItem[Payload, Prepared]] = []
+        self._is_cut = False  # no new items join them
         self._started_at = 0.0  # start of the time that the next report with items covers
 
     @property
@@ -67,15 +77,15 @@ class PipelineEngine:
 
     # ── in pool threads ──
 
-    def prepare(self, item: WorkItem) -> None:
+    def prepare(self, item: WorkItem[Payload, Prepared]) -> None:
         self.runner.prepare(item)
 
-    def finish(self, item: WorkItem, raw: Any) -> Any:
+    def finish(self, item: WorkItem[Payload, Prepared], raw: Raw) -> object:
         return self.runner.finish(item, raw)
 
     # ── on the worker's thread ──
 
-    def add(self, item: WorkItem) -> None:
+    def add(self, item: WorkItem[Payload, Prepared]) -> None:
         self.batcher.add(item)
 
     @property
@@ -85,7 +95,7 @@ class PipelineEngine:
     def due_at(self, idle_since: float) -> float | None:
         return idle_since if self._unfinished else self.batcher.due_at(idle_since)
 
-    def step(self, idle_since: float) -> StepOutcome | None:
+    def step(self, idle_since: float) -> StepOutcome[object, Raw] | None:
         if not self._take_batch(idle_since):
             return None
         run = self._run_batch()
@@ -99,7 +109,7 @@ class PipelineEngine:
         )
 
     def clear(self) -> list[WorkItem]:
-        items = (self._batch or self._unfinished) + self.batcher.clear()
+        items: list[WorkItem] = [*(self._batch or self._unfinished), *self.batcher.clear()]
         self._batch, self._unfinished = [], []
         return items
 
@@ -117,8 +127,9 @@ class PipelineEngine:
         self._batch = [item for item in self._unfinished if item.open]
         if not self._batch:
             self._started_at = now
-        self._unfinished = []
-        joining = self.batcher.take(now, idle_since)
+        joins = not (self._is_cut and self._batch)
+        self._unfinished, self._is_cut = [], False
+        joining = self.batcher.take(now, idle_since) if joins else []
         self._batch += joining
         rows = sum(item.rows for item in joining)
         for item in joining:
@@ -126,13 +137,16 @@ class PipelineEngine:
             item.batch_size = rows
         return bool(self._batch)
 
-    def _run_batch(self) -> BatchRun:
-        run = BatchRun()
+    def _run_batch(self) -> BatchRun[Raw]:
+        run: BatchRun[Raw] = BatchRun()
+        self.runner.others = self.others
 
-        def forward(items: Sequence[WorkItem]) -> None:
-            rows, started_at = sum(item.rows for item in items), self.clock()
+        def forward(items: Sequence[WorkItem[Payload, Prepared]]) -> None:
+            started_at = self._own_time()
             outputs = self.runner.forward([item.prepared for item in items])
-            run.forward_s += self.clock() - started_at
+            run.forward_s += self._own_time() - started_at
+            pairs = zip(items, outputs, strict=False)
+            rows = sum(item.rows for item, output in pairs if output is not CUT)
             run.largest_rows = max(run.largest_rows, rows)
             self.batcher.succeeded(rows)
             if len(outputs) != len(items):
@@ -141,15 +155,16 @@ class PipelineEngine:
                 run.failed += [(item, WrongResultCount(error)) for item in items]
                 return
             for item, output in zip(items, outputs, strict=True):
-                if output is UNFINISHED:
+                if isinstance(output, Unfinished):
                     self._unfinished.append(item)
+                    self._is_cut |= output is CUT
                 else:
                     run.outputs.append((item, output))
 
         def failed(items: Sequence[WorkItem], failure: OnequeueError) -> None:
             run.out_of_memory += isinstance(failure, OutOfMemory)
             if len(items) == 1:
-                log.warning("item failed error=%r", failure.__cause__ or failure)
+                log.warning("item failed error=%.200r", failure.__cause__ or failure)
                 run.failed.append((items[0], failure))
 
         run_in_halves(self._batch, forward, failed, lambda item: item.open)
@@ -157,7 +172,11 @@ class PipelineEngine:
             self.batcher.out_of_memory(run.largest_rows)
         return run
 
-    def _report(self, run: BatchRun, finished_at: float) -> BatchReport:
+    def _own_time(self) -> float:
+        """Return the time without the steps of other models."""
+        return self.clock() - self.others.total_s
+
+    def _report(self, run: BatchRun[Raw], finished_at: float) -> BatchReport:
         """Measure the batch. An unfinished item is counted in the batch that finishes it."""
         unfinished, cap = set(self._unfinished), self.batcher.cap
         batch = [item for item in self._batch if item not in unfinished]

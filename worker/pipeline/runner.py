@@ -11,20 +11,31 @@ Which items share a batch is decided by batching/batcher.py from the keys that `
 import asyncio
 import copy
 import threading
+import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import orjson
 import torch
+from transformers import PreTrainedModel
 from transformers.pipelines.base import ChunkPipeline, pad_collate_fn
 
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
+from batching.turn_budget import TurnBudget
 from worker.media.decode_limiter import DecodeLimiter
 from worker.media.inputs import FREE_VALUES_PER_PIXEL, to_json
-from worker.messages.protocol import ModelInfo, PipelineInput
+from worker.messages.protocol import (
+    ALONE,
+    CUT,
+    IsWanted,
+    ModelInfo,
+    OtherModels,
+    PipelineInput,
+    Unfinished,
+)
 from worker.model.loading import Pipe
 from worker.pipeline import limits
 from worker.pipeline.inputs import InputReader, warm_up_input
@@ -49,7 +60,18 @@ class PreparedInput:
     sequences: int = 1  # rows that generation makes of each chunk
     masks: list[list[int]] | None = None  # per chunk, the only positions that the head needs
     pixels: int = 0  # of the image, where the response is as large as it
-    future: "asyncio.Future[Any] | None" = None  # the work item's; done if it is cancelled
+    future: "asyncio.Future[object] | None" = None  # the work item's; done if it is cancelled
+    outputs: list[Any] = field(default_factory=list)  # of the first chunks, which have run
+
+    def take_outputs(self) -> list[Any] | Unfinished:
+        """Remove and return the outputs of all chunks; CUT if some have not run."""
+        if len(self.outputs) < len(self.chunks):
+            return CUT
+        outputs, self.outputs = self.outputs, []
+        return outputs
+
+
+PipelineItem = WorkItem[PipelineInput, PreparedInput]
 
 
 class BatchCancelled(Exception):
@@ -66,6 +88,7 @@ class PipelineRunner:
     decode_limiter: DecodeLimiter
     max_rows: int
 
+    others: OtherModels = ALONE
     text_model: ClassVar[None] = None
 
     def __post_init__(self) -> None:
@@ -74,8 +97,12 @@ class PipelineRunner:
         self.reader = InputReader(info.task, pipe)
         self.limit, self.vocabulary = self.reader.limit, limits.vocabulary_size(pipe)
         self.generates = info.task == "text-generation"
+        # also other tasks whose forward pass is many of the model
+        self.calls_generate = "max_new_tokens" in self.task.parameters and pipe.model.can_generate()
         self.fills_masks = info.task == "fill-mask"
         self.reads_tokens = self.task.kind == "text" and self.task.stages
+        self._budget = TurnBudget()
+        self._hooked = innermost_models(pipe.model)
         self._template = copy_pipeline(pipe)  # never run, so it can be copied at any time
         self._idle: list[Pipe] = []  # replicas, as many as threads have ever worked at once
         self._copying = threading.Lock()
@@ -95,18 +122,20 @@ class PipelineRunner:
     def warm_up(self) -> None:
         """Run the smallest valid input through all three stages; raise if the model is broken."""
         inputs, parameters = warm_up_input(self.info.task, self.pipe)
-        item = WorkItem(PipelineInput(inputs, parameters), float("inf"), 0.0)
+        payload = PipelineInput(inputs, parameters)
+        item: PipelineItem = WorkItem(payload, float("inf"), 0.0)
         self.prepare(item)
-        (output,) = self.forward([item.prepared])
+        while (output := self.forward([item.prepared])[0]) is CUT:
+            pass
         self.finish(item, output)
 
     # ── pool threads: preprocess ──
 
-    def prepare(self, item: WorkItem) -> None:
+    def prepare(self, item: PipelineItem) -> None:
         """Preprocess an item's input and set its `prepared`, `rows`, `tokens`, `width` and `key`.
         Raises InvalidInput for what the task or the model does not accept."""
         with self._replica() as pipe:
-            prepared = self._preprocess(pipe, item.payload)
+            prepared = self._preprocess(pipe, item.payload, lambda: item.open)
         item.prepared = prepared
         prepared.future = getattr(item, "future", None)  # a warm-up has none
         item.rows = len(prepared.chunks) * prepared.sequences
@@ -116,10 +145,10 @@ class PipelineRunner:
             item.width = prepared.tokens
         item.key = self._batch_key(prepared) or id(item)
 
-    def _preprocess(self, pipe: Pipe, payload: PipelineInput) -> PreparedInput:
+    def _preprocess(self, pipe: Pipe, payload: PipelineInput, is_wanted: IsWanted) -> PreparedInput:
         if self._is_plain_text(pipe, payload):
             return self._make_chunks(pipe, payload.inputs, payload.parameters)
-        with self.decode_limiter.lease(payload.limiter) as lease:
+        with self.decode_limiter.lease(payload.limiter, is_wanted) as lease:
             inputs = self.reader.read(payload, pipe, lease)
             prepared = self._make_chunks(pipe, inputs, payload.parameters)
             prepared.pixels = lease.taken if self.reader.values_per_pixel > 1 else 0
@@ -178,31 +207,51 @@ class PipelineRunner:
     def forward(self, prepared: list[PreparedInput]) -> list[Any]:
         """Return the raw outputs of each input, a list with one per row.
 
-        Once all items are cancelled, the batch stops before the model's next forward pass, of which
-        generation and large batches need several. Each input then gets None."""
+        Generation and large batches need several forward passes of the model. Between two of them,
+        other models get a step, and the batch stops if all items are cancelled: each input then
+        gets None. Other batches are cut while other models have work."""
+        is_first, others_run = True, False
 
-        def stop_if_cancelled(*_: Any) -> None:
+        def before_forward(*_: Any) -> None:
+            nonlocal is_first, others_run
+            if others_run:  # one of them shares the model
+                return
             if all(item.future and item.future.done() for item in prepared):
                 raise BatchCancelled
+            if not is_first:
+                others_run = True
+                with torch.inference_mode(False):  # as outside of the pipeline
+                    self.others.run_steps()
+            is_first = others_run = False
 
-        hook = self.pipe.model.register_forward_pre_hook(stop_if_cancelled)
-        try:
-            return self._forward(prepared)
-        except BatchCancelled:
-            return [None] * len(prepared)
-        finally:
-            hook.remove()
+        with ExitStack() as hooks:
+            for model in self._hooked:
+                hooks.callback(model.register_forward_pre_hook(before_forward).remove)
+            try:
+                return self._forward(prepared)
+            except BatchCancelled:
+                return [None] * len(prepared)
 
     def _forward(self, prepared: list[PreparedInput]) -> list[Any]:
         if not self.task.stages:
             return [self.pipe(*item.chunks, **item.forward) for item in prepared]
-        rows = [chunk for item in prepared for chunk in item.chunks]
-        masks = [positions for item in prepared for positions in item.masks or ()] or None
-        outputs: list[Any] = []
+        waiting = [
+            (item, n) for item in prepared for n in range(len(item.outputs), len(item.chunks))
+        ]
+        sizes = [count_tokens(item.chunks[n]) for item, n in waiting]
+        if self.others.busy and not self.calls_generate:
+            waiting = waiting[: self._budget.fitting(sizes)]
+        rows = [item.chunks[n] for item, n in waiting]
+        masks = [item.masks[n] for item, n in waiting if item.masks] or None
+        started_at = time.monotonic() - self.others.total_s
         for part in self._sub_batches(rows):
-            outputs += self._forward_rows(rows[part], prepared[0].forward, masks and masks[part])
-        remaining = iter(outputs)
-        return [[next(remaining) for _ in item.chunks] for item in prepared]
+            outputs = self._forward_rows(rows[part], prepared[0].forward, masks and masks[part])
+            for (item, _), output in zip(waiting[part], outputs, strict=True):
+                item.outputs.append(output)
+        seconds = time.monotonic() - self.others.total_s - started_at
+        if rows:
+            self._budget.learn(sum(sizes[: len(rows)]), seconds)
+        return [item.take_outputs() for item in prepared]
 
     def _sub_batches(self, rows: list[ModelInputs]) -> Iterator[slice]:
         """Yield slices of rows that run together: at most `max_rows`, and images and recordings
@@ -240,9 +289,9 @@ class PipelineRunner:
 
     # ── pool threads: postprocess ──
 
-    def finish(self, item: WorkItem, raw: Any) -> bytes:
+    def finish(self, item: PipelineItem, raw: Any) -> bytes:
         """Return the response to an item as JSON, from its raw output."""
-        prepared: PreparedInput = item.prepared
+        prepared = item.prepared
         if not self.task.stages:
             return to_json(raw)
         if not prepared.pixels:
@@ -288,6 +337,22 @@ def check_tokens(chunks: Sequence[ModelInputs], limit: int, vocabulary: int) -> 
     if any(int(tensor.max()) >= vocabulary for tensor in ids):
         raise InvalidInput("the text has a token outside the model's vocabulary", "inputs")
     return max(counts)
+
+
+def count_tokens(row: ModelInputs) -> int:
+    """Return the tokens of a row of text; 1 for other rows."""
+    return row["input_ids"].shape[-1] if "input_ids" in row else 1
+
+
+def innermost_models(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """Return the models that contain no other one. A forward pass of `model`, or each step of its
+    `generate`, runs some of them."""
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    return [
+        model
+        for model in models
+        if sum(isinstance(m, PreTrainedModel) for m in model.modules()) == 1
+    ]
 
 
 def tensor_shapes(row: ModelInputs) -> Hashable:

@@ -12,19 +12,21 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Generic
+from typing import Any, Generic, NoReturn, TypeVar
 
 from batching.errors import DeviceLost, OnequeueError
 from batching.request_queue import WorkItem
 from worker.cores import use_one_core
 from worker.error_classification import failure_of, run_in_halves
 from worker.messages.protocol import (
+    ALONE,
     IsWanted,
     ModelInfo,
     Notify,
+    OtherModels,
     Pending,
     StepOutcome,
     StepReport,
@@ -34,13 +36,13 @@ from worker.speech.interfaces import Align, AudioReader, Decoder, SpeechRunner, 
 
 log = logging.getLogger("onequeue.speech")
 
+T = TypeVar("T")
+
 # Threads that open recordings, which may be slow, and that scan long ones: separate pools, so that
 # other recordings wait for neither.
 OPEN_THREADS = 4
 SCAN_THREADS = 2
-# Threads that read ahead and align, and how long an otherwise idle step waits for them.
-READ_THREADS = 2
-IDLE_WAIT_S = 0.005
+READ_THREADS = 2  # that read ahead and align
 # Windows per encoder run; on a CPU a batch takes as long as its windows one by one.
 ENCODER_BATCH = {"cpu": 1, "cuda": 8}
 
@@ -58,6 +60,9 @@ class TranscriptionJob(Generic[W]):
     aligning: Future[Sequence[float]] | None = None
 
 
+SpeechItem = WorkItem[TranscriptionInput, TranscriptionJob[W]]
+
+
 class SpeechEngine(Generic[W]):
     """`prepare` runs in pool threads, the rest on the worker's.
 
@@ -66,6 +71,7 @@ class SpeechEngine(Generic[W]):
     """
 
     text_model = None
+    others: OtherModels = ALONE
 
     def __init__(
         self,
@@ -86,6 +92,7 @@ class SpeechEngine(Generic[W]):
         self._scanners = ThreadPoolExecutor(SCAN_THREADS, "scan", use_one_core)
         self.jobs: dict[WorkItem, TranscriptionJob[W]] = {}
         self._waiting: deque[WorkItem] = deque()  # for a row
+        self._stalled = False  # a step has nothing to do before a reading thread has finished
         # of the current step
         self._started_at = 0.0
         self._deltas: list[tuple[WorkItem, TranscriptDelta]] = []
@@ -94,15 +101,14 @@ class SpeechEngine(Generic[W]):
 
     # ── in pool threads ──
 
-    def prepare(self, item: WorkItem) -> None:
+    def prepare(self, item: SpeechItem[W]) -> None:
         """Raise Pending while the engine's own threads open the recording, and scan a long one."""
-        job: TranscriptionJob[W] | None = item.prepared
-        if job is None:
+        if not hasattr(item, "prepared"):
             raise Pending(lambda *then: self._openers.submit(self._open, item, *then))
-        if job.error:
-            raise job.error
+        if item.prepared.error:
+            raise item.prepared.error
 
-    def _open(self, item: WorkItem, is_wanted: IsWanted, notify: Notify) -> None:
+    def _open(self, item: SpeechItem[W], is_wanted: IsWanted, notify: Notify) -> None:
         if not is_wanted():
             return
         job: TranscriptionJob[W] = TranscriptionJob()
@@ -132,7 +138,7 @@ class SpeechEngine(Generic[W]):
         if job.reader and (job.error or not is_wanted()):
             job.reader.close()
 
-    def finish(self, item: WorkItem, raw: Any) -> Any:
+    def finish(self, item: WorkItem, raw: object) -> NoReturn:
         raise NotImplementedError("transcripts are sent as deltas")
 
     def close(self) -> None:
@@ -146,11 +152,12 @@ class SpeechEngine(Generic[W]):
         return bool(self.jobs)
 
     def due_at(self, idle_since: float) -> float | None:
-        return idle_since if self.jobs else None
+        return idle_since if self.jobs and not self._stalled else None
 
-    def add(self, item: WorkItem) -> None:
+    def add(self, item: SpeechItem[W]) -> None:
         self.jobs[item] = item.prepared
         self._waiting.append(item)
+        self._stalled = False
 
     def clear(self) -> list[WorkItem]:
         items = list(self.jobs)
@@ -174,9 +181,10 @@ class SpeechEngine(Generic[W]):
             self.runner.remove(window)
         return window
 
-    def step(self, idle_since: float = 0.0) -> StepOutcome:
+    def step(self, idle_since: float = 0.0) -> StepOutcome[TranscriptDelta]:
         self._started_at = time.monotonic()
         self._deltas, self._done, self._waits = [], {}, []
+        self._stalled = True  # before any job is looked at: its thread may finish in between
         self._drop_cancelled()
         self._accept_aligned()
         running, generated = self.runner.running, 0
@@ -185,8 +193,8 @@ class SpeechEngine(Generic[W]):
         elif running:
             generated = len(running)
             self._run(self.runner.step, list(running))
-        else:
-            self._wait_for_pools()
+        if windows or generated:
+            self._stalled = False
         for window in [window for window in running if window.finished]:
             self._finish(window)
         return self._outcome(generated)
@@ -221,11 +229,15 @@ class SpeechEngine(Generic[W]):
         job.window, window.item = window, item
         return window
 
-    def _wait_for_pools(self) -> None:
-        futures: list[Future[Any] | None] = [
-            job.aligning or job.reading for job in self.jobs.values()
-        ]
-        wait([future for future in futures if future], IDLE_WAIT_S, FIRST_COMPLETED)
+    def _submit(self, run: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Run a function in a reading thread; the next step is due when it has finished."""
+        future = self._readers.submit(run, *arguments)
+        future.add_done_callback(self._resume)
+        return future
+
+    def _resume(self, _: Future[Any]) -> None:
+        self._stalled = False
+        self.others.wake()
 
     def _finish(self, window: W) -> None:
         """Retry a finished window, or align it, or accept it."""
@@ -235,7 +247,7 @@ class SpeechEngine(Generic[W]):
             if job.decoder.retry(window):
                 return
             if self._align and job.decoder.payload.words:
-                job.aligning = self._readers.submit(self._align(window))
+                job.aligning = self._submit(self._align(window))
             self.runner.remove(window)
             if not job.aligning:
                 self._accept(item, None)
@@ -262,7 +274,7 @@ class SpeechEngine(Generic[W]):
             self._done[item] = None
         else:
             self._waiting.append(item)
-            job.reading = self._readers.submit(decoder.reader.read_ahead, decoder.seek)
+            job.reading = self._submit(decoder.reader.read_ahead, decoder.seek)
 
     # ── failures and results ──
 
@@ -280,7 +292,7 @@ class SpeechEngine(Generic[W]):
         """Drop an item whose own work raised."""
         if isinstance(failure := failure_of(error), DeviceLost):
             raise error
-        log.warning("transcription failed error=%r", failure.__cause__ or failure)
+        log.warning("transcription failed error=%.200r", failure.__cause__ or failure)
         error.with_traceback(None)
         self._done[item] = failure
         if (window := self.jobs[item].window) is not None:
@@ -295,7 +307,7 @@ class SpeechEngine(Generic[W]):
         with suppress(RuntimeError):  # the engine is closed
             self._readers.submit(job.decoder.reader.close)
 
-    def _outcome(self, generated: int) -> StepOutcome:
+    def _outcome(self, generated: int) -> StepOutcome[TranscriptDelta]:
         for item in self._done:
             self._release(item)
         failed = {item for item, error in self._done.items() if error}

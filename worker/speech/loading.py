@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from transformers import AutoFeatureExtractor, AutoModelForCTC, AutoModelForSpeechSeq2Seq
 
-from worker.device.device import free_bytes
+from worker.device.device import free_bytes, unreserved_bytes
 from worker.media.audio import Recording
+from worker.media.audio_process import start_fork_server
 from worker.messages.transcription import TranscriptionInput
 from worker.model.cpu.linear import pack_weights, packs_dtype
 from worker.model.loading import (
@@ -38,7 +39,7 @@ from worker.speech.whisper import WhisperRunner, WhisperWindow
 
 TASK = "automatic-speech-recognition"
 MAX_ROWS = {"cpu": 16, "cuda": 64}  # windows that are decoded together
-ROWS_MEMORY_SHARE = 0.5  # of the free memory
+ROWS_MEMORY_SHARE = 0.5  # of the free memory that no cache has reserved
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ def load_speech(
 ) -> SpeechEngine[WhisperWindow] | SpeechEngine[CtcWindow]:
     """Raise LoadingFailed if the model cannot be served. `pipe`: a loaded pipeline of the model,
     whose weights are shared."""
+    start_fork_server()
     with load_errors(options.model, "transcription"):
         if pipe:
             checkpoint = SpeechCheckpoint(pipe.model, pipe.tokenizer, pipe.feature_extractor)
@@ -125,7 +127,7 @@ def new_whisper_engine(
 
 def max_rows(model: Any) -> int:
     """Return how many windows fit into memory. Raises LoadingFailed if none does."""
-    fitting = int(ROWS_MEMORY_SHARE * free_bytes(model.device)) // row_bytes(model)
+    fitting = int(ROWS_MEMORY_SHARE * unreserved_bytes(model.device)) // row_bytes(model)
     if not fitting:
         raise LoadingFailed(f"a window needs {row_bytes(model) / 1e9:.1f} GB of memory")
     return min(fitting, MAX_ROWS[model.device.type])

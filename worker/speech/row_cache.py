@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers import EncoderDecoderCache, PreTrainedModel
 
+from worker.device.device import record_reservation
+
 
 class RowCache(EncoderDecoderCache):
     """At most `max_rows` windows. `set_positions` comes before each forward."""
@@ -30,6 +32,7 @@ class RowCache(EncoderDecoderCache):
         self.self_attention = [torch.zeros(self_shape, **options) for _ in layers]
         # empty: memory is allocated when a row is first written
         self.cross_attention = [torch.empty(cross_shape, **options) for _ in layers]
+        record_reservation(self, (*self.self_attention, *self.cross_attention))
         # three attributes that the model's attention reads
         self.is_updated = dict.fromkeys(layers, True)
         self.self_attention_cache: Any = self

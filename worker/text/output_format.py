@@ -82,48 +82,6 @@ class Delimiter(NamedTuple):
         return int(match.start()) if cut else len(text)
 
 
-def first_delimiter(
-    delimiters: Iterable[Delimiter],
-    text: str,
-    phase: str,
-    counts: Callable[[Delimiter, Match], bool],
-    ended: bool,
-) -> tuple[tuple[Delimiter, Match] | None, int]:
-    """Return the first certain delimiter, and the length of the text before it and before anything
-    that may become a delimiter. `ended`: no more text comes."""
-    first: tuple[Delimiter, Match] | None = None
-    uncertain: tuple[Delimiter, Match] | None = None
-    pending = len(text)
-    for delimiter in delimiters:
-        if delimiter.first_chars and delimiter.first_chars.isdisjoint(text):
-            continue
-        pattern = delimiter.pattern
-        match = pattern.search(text, partial=not ended)
-        while match is not None and not counts(delimiter, match):
-            retry = (delimiter.known_tool or delimiter.line_start) and not match.partial
-            match = pattern.search(text, match.end(), partial=not ended) if retry else None
-        if match is None:
-            continue
-        extendable = delimiter.extendable or not match.group()
-        if not ended and (match.partial or (extendable and match.end() == len(text))):
-            pending = min(pending, match.start())
-        elif not match.group() and delimiter.next_phase == phase:
-            continue
-        elif delimiter.next_phase == CALL and phase == REASONING:
-            uncertain = uncertain or (delimiter, match)
-        elif first is None or match.start() < first[1].start():
-            first = delimiter, match
-    if first is not None and first[1].start() < pending:
-        return first, first[1].start()
-    max_pending = MAX_PENDING
-    if first is None and uncertain is not None:
-        # A call inside reasoning counts only if the reasoning never closes.
-        if ended:
-            return uncertain, uncertain[1].start()
-        pending, max_pending = min(pending, uncertain[1].start()), MAX_UNCERTAIN
-    return None, pending if len(text) - pending < max_pending else len(text)
-
-
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
     """`reasoning`, `content`: the delimiters around them; content seldom has any. `tool_calls` is
@@ -224,6 +182,8 @@ def inferred_output_format(
         arguments = calls.arguments
         texts += [*calls.section, *calls.call, calls.middle, calls.separator or ""]
         texts += [arguments.open, arguments.middle, arguments.close, arguments.quotes]
+        if arguments.item:
+            texts += [arguments.opening(arguments.item, ""), arguments.closing(arguments.item)]
     return replace(output_format, visible_texts=tuple(filter(None, texts)))
 
 

@@ -25,7 +25,6 @@ from worker.text.output_format import (
     Delimiter,
     Match,
     OutputFormat,
-    first_delimiter,
 )
 from worker.text.tool_call_parser import (
     BufferedCallParser,
@@ -160,9 +159,7 @@ class OutputParser:
     def _parse(self, ended: bool) -> list[OutputEvent]:
         events, self._prefix_events = self._prefix_events, []
         while True:
-            first, length = first_delimiter(
-                self._active, self._buffer.text, self._inside, self._counts, ended
-            )
+            first, length = self._first_delimiter(ended)
             call_ended = self._emit(self._buffer.take(length), events)
             if first is not None:
                 delimiter, match = first
@@ -173,6 +170,42 @@ class OutputParser:
                 return events
 
     # ── delimiters ──
+
+    def _first_delimiter(self, ended: bool) -> tuple[tuple[Delimiter, Match] | None, int]:
+        """Return the first certain delimiter in the pending text, and the length of the text before
+        it and before anything that may become a delimiter. `ended`: no more text comes."""
+        text, phase = self._buffer.text, self._inside
+        first: tuple[Delimiter, Match] | None = None
+        uncertain: tuple[Delimiter, Match] | None = None
+        pending = len(text)
+        for delimiter in self._active:
+            if delimiter.first_chars and delimiter.first_chars.isdisjoint(text):
+                continue
+            pattern = delimiter.pattern
+            match = pattern.search(text, partial=not ended)
+            while match is not None and not self._counts(delimiter, match):
+                retry = (delimiter.known_tool or delimiter.line_start) and not match.partial
+                match = pattern.search(text, match.end(), partial=not ended) if retry else None
+            if match is None:
+                continue
+            extendable = delimiter.extendable or not match.group()
+            if not ended and (match.partial or (extendable and match.end() == len(text))):
+                pending = min(pending, match.start())
+            elif not match.group() and delimiter.next_phase == phase:
+                continue
+            elif delimiter.next_phase == CALL and phase == REASONING:
+                uncertain = uncertain or (delimiter, match)
+            elif first is None or match.start() < first[1].start():
+                first = delimiter, match
+        if first is not None and first[1].start() < pending:
+            return first, first[1].start()
+        max_pending = MAX_PENDING
+        if first is None and uncertain is not None:
+            # A call inside reasoning counts only if the reasoning never closes.
+            if ended:
+                return uncertain, uncertain[1].start()
+            pending, max_pending = min(pending, uncertain[1].start()), MAX_UNCERTAIN
+        return None, pending if len(text) - pending < max_pending else len(text)
 
     def _counts(self, delimiter: Delimiter, match: Match) -> bool:
         """Whether this occurrence is a delimiter, and not a mention in the content."""

@@ -4,16 +4,18 @@
 
 chat_template/inference.py infers it from the text of a chat template. output_format.py derives the
 delimiters that start and end calls from it, grammar/tool_calls.py the grammar that constrains them.
-INDEX and ID stand in these texts for a call's index and id.
+INDEX and ID stand in these texts for a call's index and id, KEY and TYPE in the texts around an
+argument's value for its key and for the word of its JSON type.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from os.path import commonprefix
 from typing import Literal
 
-INDEX, ID = "\0", "\1"
+INDEX, ID, KEY, TYPE = "\0", "\1", "\2", "\3"
 PLACEHOLDER_PATTERNS = {INDEX: "[0-9]{1,3}", ID: "[A-Za-z0-9_]{1,64}"}
 # <tool_call>, [ARGS], <|"|>; and one that is not complete.
 DELIMITER = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,40}\]")
@@ -27,7 +29,10 @@ Pair = tuple[str, str]  # the text before and the text after something
 class ArgumentFormat:
     """A JSON object; Python's `key=value, …`; or entries: `open` KEY `middle` VALUE `close`.
 
-    In entries, `quotes` may surround strings; values of other types are JSON or Python literals."""
+    In entries, `quotes` may surround strings; values of other types are JSON or Python literals.
+    `types`: pairs of a JSON type and its word, where `middle` has a TYPE. `close` may have a KEY.
+    `item`: the key of a list's items, where lists and objects are written as entries themselves.
+    """
 
     style: Style = "json"
     colon: str = ": "  # of JSON
@@ -36,6 +41,21 @@ class ArgumentFormat:
     middle: str = ""
     close: str = ""
     quotes: str = ""
+    types: tuple[Pair, ...] = ()
+    item: str = ""
+
+    def type_word(self, json_type: str) -> str:
+        """Return the word of a JSON type; that of the others if it has no own one."""
+        words = {word for name, word in self.types if name != "string"}
+        return dict(self.types).get(json_type) or (words.pop() if len(words) == 1 else json_type)
+
+    def opening(self, key: str, json_type: str) -> str:
+        """Return the text before a value."""
+        return self.open + key + self.middle.replace(TYPE, self.type_word(json_type))
+
+    def closing(self, key: str) -> str:
+        """Return the text after a value."""
+        return self.close.replace(KEY, key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +70,7 @@ class ToolCallFormat:
     braces: Pair = ("", "")
     keys: Pair | None = None
     prefix_word: str = ""  # may stand before calls without delimiters
+    or_python: bool = False  # a list of Python calls may stand in place of the JSON
 
     def render(self, calls: Sequence[tuple[str, str]]) -> str:
         """Return the text of calls. `calls`: names and arguments."""
@@ -92,10 +113,15 @@ class ToolCallFormat:
         """The text after a call: the part that ends it, and delimiters that may follow."""
         after = (self.call[1] + self.section[1]).strip()
         after = after.removeprefix("]").lstrip() if self.is_list else after
-        delimiter = DELIMITER.search(after)
-        if delimiter is None:
+        in_arguments = self.arguments.open + self.arguments.close  # these end no call
+        all_ = [*DELIMITER.finditer(after)]
+        own = [delimiter for delimiter in all_ if delimiter[0] not in in_arguments]
+        if not own:
             return after, []
-        return after[: delimiter.end()], DELIMITER.findall(after, delimiter.end())
+        following = [delimiter[0] for delimiter in own[1:]]
+        if len(own) < len(all_):
+            following = [after[a.end() : b.end()].strip() for a, b in pairwise(own)]
+        return after[: own[0].end()], following
 
     @property
     def undelimited(self) -> bool:

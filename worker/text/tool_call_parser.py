@@ -18,7 +18,7 @@ from functools import cache
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from worker.text.tool_call_format import ArgumentFormat, Pair, ToolCallFormat
+from worker.text.tool_call_format import KEY, TYPE, ArgumentFormat, Pair, ToolCallFormat
 
 MAX_DEPTH = 100  # of a value, or of a schema
 SPACE = " \t\r\n"
@@ -258,13 +258,15 @@ def make_call_parser(
 ) -> ToolCallParser:
     """Return a parser of calls in this format; of one call's arguments if `name` was read."""
     arguments = call_format.arguments
+    if call_format.or_python:
+        return BufferedCallParser(lambda text, cut: _read_any_calls(text, tools, cut))
     if call_format.keys is not None:
         return JsonCallParser(*call_format.keys)
     if arguments.style == "json":
         return JsonCallParser("", "", name)
     if name is None:
         return PythonCallParser(tools)
-    value = arguments.open.strip(), arguments.close.strip()
+    value = arguments.open.strip(), arguments.close.partition(KEY)[0].strip()
     if arguments.quotes:
         value = arguments.quotes, arguments.quotes
     types = tools.get(name, {})
@@ -298,16 +300,80 @@ def read_entries(
     """Return the arguments up to the first text that is no entry; ValueError if there are none."""
     if argument_format.quotes:
         return _read_quoted_entries(argument_format, text)
+    if argument_format.item:
+        return {
+            key: _read_nested_value(argument_format, value, types.get(key, ()))
+            for key, value in _nested_entries(argument_format, text)
+        }
     entry, opens, position = _entry_pattern(argument_format), argument_format.open.strip(), 0
     arguments = {}
     while (start := text.find(opens, position)) >= 0 and (match := entry.match(text, start)):
         if not (key := match["key"].strip()):
             break
-        arguments[key] = read_value(match["value"], types.get(key, ()))
+        allowed = types.get(key, ())
+        if argument_format.types:
+            allowed = _types_of(argument_format, match["type"], allowed)
+        arguments[key] = read_value(match["value"], allowed)
         position = match.end()
     if text.strip() and not arguments:
         raise ValueError("no entries")
     return arguments
+
+
+def _nested_entries(argument_format: ArgumentFormat, text: str) -> Iterator[Pair]:
+    """Yield keys and the text of their values, up to the first text that is no entry; ValueError if
+    there are none."""
+    opens, position = re.escape(argument_format.open.strip()), 0
+    middle = re.escape(argument_format.middle.strip())
+    while match := re.compile(rf"\s*+{opens}([^\s<>]++){middle}").match(text, position):
+        key, depth = match[1], 1
+        closes = re.escape(argument_format.closing(key).strip())
+        for edge in re.compile(rf"({opens}{re.escape(key)}{middle})|{closes}").finditer(
+            text, match.end()
+        ):
+            depth += 1 if edge[1] else -1
+            if depth == 0:
+                break
+        if depth:
+            return
+        yield key, text[match.end() : edge.start()]
+        position = edge.end()
+    if position == 0 and text.strip():
+        raise ValueError("no entries")
+
+
+def _read_nested_value(
+    argument_format: ArgumentFormat, text: str, types: Collection[str], depth: int = 0
+) -> Any:
+    """Read a value that may be a list or an object of entries. Their own values have no types."""
+    if depth > MAX_DEPTH:
+        raise ValueError("too deep")
+    if "string" in types:
+        return read_value(text, types)
+    if not text.strip() and "array" in types:
+        return []
+    if not text.strip() and "object" in types:
+        return {}
+    if not text.strip().startswith(argument_format.open.strip()):
+        return read_value(text, types or (*NUMBER_TYPES, "boolean", "string"))
+    entries = [
+        (key, _read_nested_value(argument_format, value, (), depth + 1))
+        for key, value in _nested_entries(argument_format, text)
+    ]
+    is_list = {key for key, _ in entries} == {argument_format.item}
+    if is_list and (not types or "array" in types):
+        return [value for _, value in entries]
+    return dict(entries)
+
+
+def _types_of(
+    argument_format: ArgumentFormat, word: str, allowed: Collection[str]
+) -> Collection[str]:
+    """Return the types that both the entry's word and the schema allow; the schema's if none."""
+    named = {name for name, own in argument_format.types if own == word}
+    if "string" not in named:
+        named = {*JSON_TYPES} - {"string"}
+    return {*(allowed or JSON_TYPES)} & named or allowed
 
 
 @cache
@@ -321,6 +387,7 @@ def _entry_pattern(argument_format: ArgumentFormat) -> re.Pattern[str]:
     opens, closes = (
         re.escape(text.strip()) for text in (argument_format.open, argument_format.close)
     )
+    middle, closes = middle.replace(TYPE, r"(?P<type>\w+)"), closes.replace(KEY, "(?P=key)")
     return re.compile(
         rf"{opens}(?P<key>(?:(?!{re.escape(parts[0])}).)++){middle}"
         rf"{before}(?P<value>.*?){after}{closes}",
@@ -410,6 +477,18 @@ def read_python_calls(text: str, tools: ToolTypes, cut: bool) -> ParsedCalls:
         if not (cut and calls):
             raise
     return calls
+
+
+def _read_any_calls(text: str, tools: ToolTypes, cut: bool) -> ParsedCalls:
+    """Read JSON calls or Python calls; ValueError if the text is neither."""
+    if not text.lstrip("[" + SPACE).startswith("{"):
+        return read_python_calls(text, tools, cut)
+    value = _read_json(text)
+    calls = value if isinstance(value, list) else [value]
+    try:
+        return [(str(call["name"]), dict(call["arguments"])) for call in calls]
+    except (KeyError, TypeError) as error:
+        raise ValueError("no calls") from error
 
 
 class _PythonReader:

@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -74,23 +74,36 @@ class EncoderCache:
         self.features.put(image.digest, stored, stored.nbytes)
 
 
-class VisionEncoder:
-    """The part of a model before its decoder. `tiles_encoded` counts since construction."""
+class HasDecoderHook(Protocol):
+    @property
+    def decoder_hook(self) -> DecoderHook | None: ...
 
-    def __init__(self, hook: DecoderHook, cache: EncoderCache) -> None:
-        self.hook = hook
+
+class VisionEncoder:
+    """The part of a runner's model before its decoder. `tiles_encoded`: since construction."""
+
+    def __init__(self, runner: HasDecoderHook, cache: EncoderCache) -> None:
         self.cache = cache
         self.tiles_encoded = 0
+        self._runner = runner
+
+    @property
+    def hook(self) -> DecoderHook:
+        """The runner's: it makes a new one when layers of the model are replaced."""
+        hook = self._runner.decoder_hook
+        assert hook
+        return hook
 
     def encode(self, items: Sequence[MultimodalItem]) -> Sequence[DecoderRows]:
         """Encode items of equal shape in one run and cache their rows. Raises CannotRun if the
         decoder's inputs cannot be attributed to single tiles."""
-        device, width = self.hook.model.device, len(items[0].ids)
-        decoder_inputs = self.hook.capture(
+        hook, width = self.hook, len(items[0].ids)
+        device = hook.model.device
+        decoder_inputs = hook.capture(
             input_ids=torch.tensor([item.ids for item in items], device=device),
             **{
                 name: torch.cat([item.inputs[name] for item in items]).to(device)
-                for name in items[0].inputs.keys() & self.hook.argument_names
+                for name in items[0].inputs.keys() & hook.argument_names
             },
         )
         encoded = split_by_item(decoder_inputs, len(items), width)

@@ -62,12 +62,13 @@ class ImagePreprocessor:
         text: str,
         images: Sequence[ImageInput],
         cache_namespace: bytes = b"",
+        is_wanted: IsWanted = lambda: True,
         use_cache: bool = True,
     ) -> ProcessorOutput:
         """Return the processed prompt. Cached images are shared within `cache_namespace` only;
         without `use_cache` all images have their pixels. Raises InvalidInput for images that are
-        broken or too large."""
-        output = self._process(text, images, cache_namespace, use_cache)
+        broken or too large, ClientGone once not `is_wanted()`."""
+        output = self._process(text, images, cache_namespace, is_wanted, use_cache)
         self.memory_limiter.reserve(output)
         return output
 
@@ -93,26 +94,27 @@ class ImagePreprocessor:
         text: str,
         images: Sequence[ImageInput],
         cache_namespace: bytes = b"",
+        is_wanted: IsWanted = lambda: True,
         use_cache: bool = True,
     ) -> ProcessorOutput:
         tokens = self.processor.count_text_tokens(text)
-        self._check_sizes(tokens, images)
+        self._check_sizes(tokens, images, is_wanted)
         processed: list[ImageFeatures] = []
         for image in images:
             key = image.cache_key(cache_namespace)
             cached = self.cache.get(key) if use_cache else None
-            processed.append(cached or self._features(image, key))
+            processed.append(cached or self._features(image, key, is_wanted))
             tokens += processed[-1].token_count
             self.processor.check_fits(tokens, image.param)
         return self.processor.process_text(text, processed)
 
-    def _check_sizes(self, tokens: int, images: Sequence[ImageInput]) -> None:
+    def _check_sizes(self, tokens: int, images: Sequence[ImageInput], is_wanted: IsWanted) -> None:
         """Raise InvalidInput if the headers of the images alone exceed the limits of pixels or,
         with `tokens` of text, of the context."""
         pixels = 0
         max_pixels = REQUEST_PIXELS_RATIO * self.decode_limiter.size
         for image in images:
-            width, height = self._open(image).size
+            width, height = self._open(image, is_wanted).size
             pixels += width * height
             if pixels > max_pixels:
                 raise InvalidInput.at(
@@ -123,14 +125,14 @@ class ImagePreprocessor:
                 tokens += self.processor.min_image_tokens(width, height)
             self.processor.check_fits(tokens, image.param)
 
-    def _features(self, image: ImageInput, digest: bytes) -> ImageFeatures:
-        with self.decode_limiter.lease() as lease:
+    def _features(self, image: ImageInput, digest: bytes, is_wanted: IsWanted) -> ImageFeatures:
+        with self.decode_limiter.lease(is_wanted=is_wanted) as lease:
             decoded = self._decode(image, lease)
             return self.processor.process_image(decoded, digest, image.is_low_detail, image.param)
 
     def _decode(self, image: ImageInput, lease: Lease) -> Image.Image:
         """Return an upright RGB image, downscaled if it has low detail."""
-        opened = self._open(image)
+        opened = self._open(image, lease.is_wanted)
         if image.is_low_detail:
             opened.draft("RGB", (LOW_DETAIL_SIDE, LOW_DETAIL_SIDE))  # JPEG decodes fewer pixels
         lease.take(opened.width * opened.height)
@@ -140,9 +142,9 @@ class ImagePreprocessor:
             upright.thumbnail((LOW_DETAIL_SIDE, LOW_DETAIL_SIDE))
         return upright
 
-    def _open(self, image: ImageInput) -> Image.Image:
+    def _open(self, image: ImageInput, is_wanted: IsWanted) -> Image.Image:
         """Read the header alone."""
-        return open_image(image.data, image.param, self.decode_limiter.size)
+        return open_image(image.data, image.param, self.decode_limiter.size, is_wanted)
 
 
 class MemoryLimiter:

@@ -62,10 +62,12 @@ class MultimodalCachedRunner(CachedRunner):
         )
         return [*text, *with_images]
 
-    def _run_group(self, group: CacheGroup | None, members: list[Sequence]) -> None:
+    def _run_group(
+        self, group: CacheGroup | None, members: list[Sequence], end: int | None = None
+    ) -> None:
         sequence, prompt = members[0], members[0].multimodal
         if not isinstance(prompt, MultimodalPrompt):
-            super()._run_group(group, members)
+            super()._run_group(group, members, end)
             return
         state = None
         if group:

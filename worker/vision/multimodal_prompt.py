@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from batching.block_pool import Content
+from batching.sequence import TokenIds
 from worker.model.decoder_hook import DecoderHook, DecoderRows, attends_to_next
 from worker.model.multimodal_batch import EncodedInputs
 from worker.vision.encoder import EncoderCache, VisionEncoder
@@ -32,7 +33,7 @@ class MultimodalPrompt(EncodedInputs):
 
     recompute: Recompute = field(kw_only=True)
     processor_output: ProcessorOutput | None = field(kw_only=True)
-    ids: Sequence[int] = field(kw_only=True)
+    ids: TokenIds = field(kw_only=True)
     digests: Sequence[bytes] = field(kw_only=True)
     encoded: dict[bytes, DecoderRows] = field(default_factory=dict)
     recomputing: Future[ProcessorOutput] | None = None
@@ -43,9 +44,10 @@ class MultimodalPrompt(EncodedInputs):
     ) -> "MultimodalPrompt":
         spans = [(item.start, item.stop) for item in output.items]
         digests = [item.digest for item in output.items]
+        ids = TokenIds(output.ids)
         return cls(
-            spans=spans, end=spans[-1][1], contents=output.ids, recompute=recompute,
-            ids=output.ids, digests=digests, processor_output=output,
+            spans=spans, end=spans[-1][1], contents=ids, recompute=recompute, ids=ids,
+            digests=digests, processor_output=output,
         )  # fmt: skip
 
     def missing(self, cache: EncoderCache, limit: int) -> list[MultimodalItem]:
@@ -81,7 +83,7 @@ class MultimodalPrompt(EncodedInputs):
         }
         inputs = {**select_tensors(output.inputs, hook.argument_names), **joined}
         decoder_inputs = hook.capture(
-            input_ids=torch.tensor([self.ids], device=device),
+            input_ids=torch.tensor([[*self.ids]], device=device),
             **{name: tensor.to(device) for name, tensor in inputs.items()},
         )
         count = len(self.ids)
@@ -94,7 +96,7 @@ class MultimodalPrompt(EncodedInputs):
             self.end = count
         self.contents = self._contents()
 
-    def _contents(self) -> list[Content]:
+    def _contents(self) -> tuple[Content, ...]:
         """Return token ids, in images the digest of the tile instead. Tokens of a
         bidirectional span depend on all of it: there the digest of the span."""
         contents: list[Content] = [*self.ids]
@@ -103,7 +105,7 @@ class MultimodalPrompt(EncodedInputs):
         for start, stop in self.bidirectional_spans:
             whole = hashlib.blake2b(repr(contents[start:stop]).encode(), digest_size=16).digest()
             contents[start:stop] = [whole] * (stop - start)
-        return contents
+        return (*contents,)
 
     def mark_ready(self, encoder: VisionEncoder) -> None:
         """Let the scheduler admit the prompt: all its images are encoded. Raises CannotRun as

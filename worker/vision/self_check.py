@@ -43,8 +43,7 @@ def check_multimodal(language: LanguageModel, processor: Processor) -> None:
         text_logits = reference_logits(language, processor, text_output)
     blocks = -(-len(output.ids) // BLOCK)
     runner = PagedRunner(language, blocks + 2, language.context, 0)
-    assert runner.decoder_hook is not None
-    encoder = VisionEncoder(runner.decoder_hook, EncoderCache())
+    encoder = VisionEncoder(runner, EncoderCache())
     prompt = MultimodalPrompt.from_output(output)
     for item in prompt.missing(encoder.cache, len(prompt.spans)):
         (prompt.encoded[item.digest],) = encoder.encode([item])
@@ -70,15 +69,15 @@ def check_multimodal(language: LanguageModel, processor: Processor) -> None:
 
 
 def check_multimodal_unpaged(language: LanguageModel, processor: Processor) -> bool:
-    """Return whether the model's own forward takes images. If not, set `language.no_images` and log
-    the reason: the model serves text."""
+    """Return whether the model's own forward takes images. If not, log the reason and set
+    `language.no_images_reason`: the model serves text."""
     try:
         reference_logits(language, processor, sample_output(processor))
     except Exception as error:
         if isinstance(failure_of(error), DeviceLost):
             raise
         log.warning("images are refused, the model does not run with them: %s", first_line(error))
-        language.no_images = "this model does not run with images here; see the server's log"
+        language.no_images_reason = "this model does not run with images here; see the server's log"
         return False
     return True
 

@@ -1,4 +1,4 @@
-"""`python -m server calibrate --p95-ms 250`: the sustainable request rate, and settings for it.
+"""`onequeue calibrate --p95-ms 250`: the sustainable request rate, and settings for it.
 
     load the models → stages of load on one of them (stages.py) → search (search.py) → settings
 
@@ -27,7 +27,7 @@ from server.core.settings import Settings, SettingsError
 from server.http.request import Application
 from server.lifespan import with_cause
 
-# `--serves` by name, with the model's name in the registry.
+# Names of `--serves`, each with the name in the registry.
 SERVES = {
     "pipeline": "pipeline",
     "chat": "generation",
@@ -118,7 +118,7 @@ async def _calibrate(
 ) -> Stage | None:
     worker_client = app.worker_client
     name = options.serves or next(name for name in SERVES if SERVES[name] in worker_client.models)
-    if (serves := SERVES[name]) not in worker_client.models:
+    if (registry_name := SERVES[name]) not in worker_client.models:
         raise SettingsError(f"--serves {name}: no such model is served")
     quiet: dict[str, Any] = {"log_config": None, "access_log": False}
     # connections are idle while a rate needs fewer of them
@@ -133,12 +133,12 @@ async def _calibrate(
             except Exception as error:
                 raise SettingsError(with_cause(error)) from error
             requests = requests_for(
-                worker_client, serves, options.words, options.tokens, options.file
+                worker_client, registry_name, options.words, options.tokens, options.file
             )
-            model = worker_client.models[serves]
+            model = worker_client.models[registry_name]
             queue, lane = worker_client.queue, model.lane  # refusals are not measured
-            queue.capacity = max(queue.capacity, 2 * MAX_CLIENTS)
-            lane.slots = max(lane.slots, 2 * MAX_CLIENTS)
+            for slots in (queue.slots, lane.slots):
+                slots.capacity = max(slots.capacity, 2 * MAX_CLIENTS)
             target = f"{requests.path} of {model.engine.info.model}"
             echo(f"{target}: the highest rate with 95 % within {options.p95_ms:g} ms")
             runner = StageRunner(app, requests, listener.getsockname()[1])
@@ -152,7 +152,7 @@ async def _calibrate(
 async def _search(
     runner: StageRunner, limit_ms: float, echo: Callable[[str], None]
 ) -> Stage | None:
-    is_stepped = runner.requests.serves in STEPPED
+    is_stepped = runner.requests.registry_name in STEPPED
     max_cap = runner.app.settings.max_running if is_stepped else max(CAPS)
     limits = BatchLimits(min(4, max_cap))
     await runner(limits, 0, 1.0)  # warm-up

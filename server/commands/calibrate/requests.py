@@ -26,9 +26,9 @@ FORM = "multipart/form-data; boundary=a-part-of-a-calibration"
 
 @dataclass(frozen=True, slots=True)
 class RequestGenerator:
-    """`serves` is a model's name in the registry."""
+    """Requests to one model of the registry."""
 
-    serves: str
+    registry_name: str
     path: str
     media: str
     bodies: Iterator[bytes]
@@ -36,7 +36,7 @@ class RequestGenerator:
 
 def requests_for(
     worker_client: WorkerClient,
-    serves: str,
+    registry_name: str,
     words: tuple[int, int],
     tokens: int,
     file: bytes | None,
@@ -47,12 +47,12 @@ def requests_for(
     body, if given. Raises SettingsError where the task needs a file."""
     rng, vocabulary = random.Random(0), WORDS.split()
     texts = (" ".join(rng.choices(vocabulary, k=rng.randint(*words))) for _ in itertools.count())
-    if serves == "pipeline":
+    if registry_name == "pipeline":
         return _pipeline_requests(worker_client, texts, file)
-    if serves == "transcription":
+    if registry_name == "transcription":
         files = [file] if file is not None else [_audio_file(seed) for seed in range(FILES)]
         bodies = itertools.cycle([_form(content) for content in files])
-        return RequestGenerator(serves, "/v1/audio/transcriptions", FORM, bodies)
+        return RequestGenerator(registry_name, "/v1/audio/transcriptions", FORM, bodies)
     path, documents = {
         "generation": (
             "/v1/chat/completions",
@@ -60,8 +60,8 @@ def requests_for(
         ),
         "embedding": ("/v1/embeddings", ({"input": text} for text in texts)),
         "rerank": ("/rerank", ({"query": text, "documents": [next(texts)]} for text in texts)),
-    }[serves]
-    return RequestGenerator(serves, path, JSON, map(orjson.dumps, documents))
+    }[registry_name]
+    return RequestGenerator(registry_name, path, JSON, map(orjson.dumps, documents))
 
 
 def _pipeline_requests(

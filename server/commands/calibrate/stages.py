@@ -57,7 +57,7 @@ class StageRunner:
         """Set the batcher's limits; nothing waits or runs between stages."""
         from worker.pipeline.engine import PipelineEngine
 
-        model = self.app.worker_client.models[self.requests.serves]
+        model = self.app.worker_client.models[self.requests.registry_name]
         if isinstance(model.engine, PipelineEngine):
             batcher = model.engine.batcher
             batcher.max_size = batcher.cap = limits.cap

@@ -1,29 +1,33 @@
-"""The command line of `scripts/load_test.py`: its flags, and checks of their combinations."""
+"""The command line of `onequeue load`: its flags, and checks of their combinations."""
 
 import argparse
 import importlib.util
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
+
+from server.commands.load_test.request_bodies import read_texts
 
 DESCRIPTION = """\
 Load-test an HTTP inference server by URL: send requests, then print and plot the results.
 
 Closed loop (--concurrency) or open loop (--rate; latency counts from the scheduled arrival).
-It speaks plain HTTP/1.1 without https, proxies or redirects, and it does not judge the responses.
+It speaks HTTP/1.1 without proxies or redirects, and it does not judge the responses.
+https is verified by the system's certificates, or those of SSL_CERT_FILE.
 Latency percentiles are of 2xx responses only; the first error of each kind is shown.
 The last line of stdout is one JSON document."""
 EXAMPLES = """\
-    scripts/load_test.py http://127.0.0.1:8000/ --concurrency 16 --requests 2000 --plot out.svg
-    scripts/load_test.py http://127.0.0.1:8000 --kind chat --stream --rate 5 --duration 30 | tail -1
-    scripts/load_test.py http://127.0.0.1:8000 http://127.0.0.1:9000 --kind embeddings --duration 10
-    scripts/load_test.py http://127.0.0.1:8000 --kind upload --file speech.wav --requests 20"""
+    onequeue load http://127.0.0.1:8000/ --concurrency 16 --requests 2000 --plot out.svg
+    onequeue load http://127.0.0.1:8000 --kind chat --stream --rate 5 --duration 30 | tail -1
+    onequeue load http://127.0.0.1:8000 http://127.0.0.1:9000 --kind embeddings --duration 10
+    onequeue load http://127.0.0.1:8000 --kind upload --file speech.wav --requests 20"""
 
 
-def parse_args() -> argparse.Namespace:
-    parser = make_parser()
-    args = parser.parse_args()
+def parse_args(program: str, argv: Sequence[str]) -> argparse.Namespace:
+    parser = make_parser(program)
+    args = parser.parse_args(argv)
     if args.stream and args.kind != "chat":
         parser.error("--stream needs --kind chat")
     if args.plot:
@@ -33,6 +37,10 @@ def parse_args() -> argparse.Namespace:
     for name in args.file:
         if not Path(name).is_file():
             parser.error(f"--file {name}: no such file")
+    if args.texts and not (Path(args.texts).is_file() and read_texts(args.texts)):
+        parser.error(f"--texts {args.texts}: no such file, or it has no text")
+    if args.texts and args.kind in ("file", "upload"):
+        parser.error("--texts needs --kind text, json, chat or embeddings")
     if args.plot and len(args.urls) > 1:
         parser.error("--plot takes one URL")
     if args.requests == args.duration == math.inf:
@@ -49,14 +57,15 @@ def check_plot(parser: argparse.ArgumentParser, path: Path) -> None:
         parser.error(f"--plot {path}: a .png plot needs Pillow; .svg needs no package")
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
+        prog=program,
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawTextHelpFormatter,
     )
     add = parser.add_argument
-    several = "http:// only; several are loaded in turn and compared side by side"
+    several = "several are loaded in turn and compared side by side"
     add("urls", metavar="url", nargs="+", type=http_url, help=several)
     kinds = ("text", "json", "chat", "embeddings", "file", "upload")
     add("--kind", choices=kinds, default="text", help="upload: a file in a form, for speech")
@@ -70,6 +79,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--warmup", type=int, default=0, help="requests sent first and not counted")
     add("--timeout", type=positive, default=60.0, help="seconds for one whole request")
     add("--words", type=word_range, default=(4, 20), metavar="N|LOW-HIGH", help="per text (4-20)")
+    texts = "the inputs: one text per line, in this order, repeated; random words by default"
+    add("--texts", metavar="FILE", help=texts)
     add("--mask", help='put this word into each text at a random place, e.g. "[MASK]"')
     add("--json-key", default="inputs")
     add("--model", help="chat, embeddings, upload: the model's name")
@@ -88,9 +99,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 def http_url(text: str) -> str:
     url = urlsplit(text)
-    plain = url.scheme == "http" and url.hostname and "@" not in url.netloc
+    plain = url.scheme in ("http", "https") and url.hostname and "@" not in url.netloc
     if not (plain and text.isascii() and text.isprintable() and " " not in text and url.port != 0):
-        message = "must be http://host[:port][/path] in ASCII; https is not supported"
+        message = "must be http[s]://host[:port][/path] in ASCII"
         raise argparse.ArgumentTypeError(message)
     return text
 

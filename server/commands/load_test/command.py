@@ -1,8 +1,9 @@
-"""`scripts/load_test.py`: load one or more servers by URL, then print and plot the results.
+"""`onequeue load`: load one or more servers by URL, then print and plot the results.
 
     arguments → LoadGenerator, one target at a time → table and JSON on stdout, progress on stderr
 
-It runs on any Python without installed packages: only a PNG plot needs Pillow.
+`scripts/load_test.py` is the same. It runs on any Python without installed packages: only a PNG
+plot needs Pillow.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,7 +26,7 @@ from server.commands.load_test.http_client import Client
 from server.commands.load_test.latency_plot import plot
 from server.commands.load_test.report import (
     describe,
-    milliseconds,
+    duration,
     side_by_side,
     summarize,
     table,
@@ -43,8 +44,8 @@ PATHS = {
 PROGRESS_S = 0.25
 
 
-def main() -> None:
-    args = parse_args()
+def load_command(program: str, argv: Sequence[str]) -> None:
+    args = parse_args(program, argv)
     results: list[dict[str, Any]] = []
     for number in range(len(args.urls)):
         results.append(load_target(args, number))
@@ -149,7 +150,7 @@ async def show_progress(generator: LoadGenerator) -> None:
         line = (
             f"{elapsed:6.1f} s  done {done:,}  {done / elapsed:,.1f}/s  "
             f"in flight {record.in_flight}  errors {done - len(record.latencies)}  "
-            f"p50 {milliseconds(1000 * percentile(sampled, 50))}"
+            f"p50 {duration(1000 * percentile(sampled, 50))}"
             + "".join(f"  first {status}: {message}" for status, message in latest_error)
         )
         width = shutil.get_terminal_size().columns - 1

@@ -2,7 +2,7 @@
 
     bodies → closed_loop | open_loop → Client → Record
 
-Used by `scripts/load_test.py` and by `python -m server calibrate`. It imports nothing but the
+Used by `onequeue load` and `onequeue calibrate`. It imports nothing but the
 standard library, and it does not judge the content of a response.
 """
 

@@ -1,8 +1,8 @@
 """A small HTTP/1.1 client for load tests: keep-alive connections and chat streams.
 
 It is small so that the load generator takes little CPU time from a server on the same machine. It
-speaks plain http to one address, without proxies or redirects. It passes on event data as it
-arrives, so that ChatStream can record the time of each token.
+speaks HTTP/1.1 to one address, over TLS for https, without proxies or redirects. It passes on event
+data as it arrives, so that ChatStream can record the time of each token.
 """
 
 import asyncio
@@ -10,9 +10,10 @@ import contextlib
 import errno
 import json
 import socket
+import ssl
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import SplitResult
 
 # Below the usual server keep-alive (5 s), so that a request never races the server's close.
@@ -100,7 +101,12 @@ class Client:
     """A pool of keep-alive connections to one address; the most recently used one comes first."""
 
     def __init__(self, url: SplitResult, headers: dict[str, str]) -> None:
-        self.host, self.port = url.hostname or "", url.port or 80
+        secure = url.scheme == "https"
+        self.host, self.port = url.hostname or "", url.port or (443 if secure else 80)
+        # TLS is verified for the URL's name; `resolve` replaces `host` by an address.
+        self.tls: dict[str, Any] = {}
+        if secure:
+            self.tls = {"ssl": ssl.create_default_context(), "server_hostname": self.host}
         head = f"POST {url.path or '/'}{'?' + url.query if url.query else ''} HTTP/1.1\r\n"
         fields = {"host": url.netloc} | headers
         head += "".join(f"{name}: {value}\r\n" for name, value in fields.items())
@@ -128,7 +134,9 @@ class Client:
                 break
             connection.writer.transport.abort()
         else:
-            connection = Connection(*await asyncio.open_connection(self.host, self.port))
+            connection = Connection(
+                *await asyncio.open_connection(self.host, self.port, **self.tls)
+            )
         keep_alive = False
         try:
             request = self.head + b"content-length: %d\r\n\r\n" % len(body) + body

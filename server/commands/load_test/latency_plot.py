@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from server.commands.load_test.report import duration
 from server.commands.load_test.samples import percentile
 
 WIDTH, HEIGHT = 1100, 460
@@ -174,6 +175,6 @@ def plot_distribution(canvas: Canvas, curves: dict[str, list[float]], x: Axis, y
         marks = {rank: percentile(ordered, rank) for rank in (50, 95, 99)}
         for rank, value in marks.items():
             canvas.dot(x.at(value), y.at(rank), 4, color)
-        parts = ", ".join(f"p{rank} {value:.3g}" for rank, value in marks.items())
-        labels.append((f"{name}: {parts} ms", color))
+        parts = ", ".join(f"p{rank} {duration(value)}" for rank, value in marks.items())
+        labels.append((f"{name}: {parts}", color))
     legend(canvas, x, labels)

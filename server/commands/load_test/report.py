@@ -79,10 +79,11 @@ def totals(result: dict[str, Any]) -> str:
     return f"{result['requests']:,} requests in {rate}, {counts}"
 
 
-def milliseconds(value: float) -> str:
-    """Format with three digits where it is short: 2,050 ms, 41.2 ms, 0.35 ms."""
-    digits = 0 if value >= 100 else 1 if value >= 10 else 2
-    return f"{value:,.{digits}f} ms"
+def duration(milliseconds: float) -> str:
+    """Format with about three digits: 0.35 ms, 41.2 ms, 205 ms, 5.53 s, 61.2 s."""
+    value, unit = (milliseconds, "ms") if milliseconds < 999.5 else (milliseconds / 1000, "s")
+    digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
+    return f"{value:,.{digits}f} {unit}"
 
 
 def table(args: argparse.Namespace, url: str, result: dict[str, Any]) -> str:
@@ -96,7 +97,7 @@ def table(args: argparse.Namespace, url: str, result: dict[str, Any]) -> str:
     for status, values in result["latency_ms_by_status"].items():
         count = result["statuses"][status]
         lines.append(
-            f"{status:24}{count:10,}" + "".join(f"{milliseconds(values[c]):>11}" for c in columns)
+            f"{status:24}{count:10,}" + "".join(f"{duration(values[c]):>11}" for c in columns)
         )
     lines.append("")
     for status, message in result["first_errors"].items():
@@ -107,16 +108,16 @@ def table(args: argparse.Namespace, url: str, result: dict[str, Any]) -> str:
         lines.append(f"{'output tokens':24}{result['output_tokens']:,}, {rate:,.1f}/s")
     for name, key in (("first token", "ttft_ms"), ("inter-token", "inter_token_ms")):
         if values := result.get(key):
-            p50, p95 = milliseconds(values["p50"]), milliseconds(values["p95"])
+            p50, p95 = duration(values["p50"]), duration(values["p95"])
             lines.append(f"{name:24}p50 {p50}, p95 {p95}")
     if result["retry_after"]:
         seen = ", ".join(f"{value!r} x {count}" for value, count in result["retry_after"].items())
         lines.append(f"{'Retry-After on 503':24}{seen}")
     lag, share = result["send_lag_p99_ms"], result["generator_cpu_share"]
     line = f"{'load generator':24}{100 * share:.0f} % of one core"
-    line += "" if lag is None else f", send lag p99 {milliseconds(lag)}"
-    if share > 0.9 or (lag or 0) > 20:
-        line += "; the generator may be the bottleneck"
+    line += "" if lag is None else f", send lag p99 {duration(lag)}"
+    if share > 0.9:
+        line += "; it may limit the rate"
     return "\n".join([*lines, line])
 
 
@@ -126,8 +127,8 @@ def side_by_side(urls: Sequence[str], results: Sequence[dict[str, Any]]) -> str:
     rows: list[tuple[str, Callable[[dict[str, Any]], Any], Callable[[float], str]]] = [
         ("answered (2xx)/s", itemgetter("ok_per_s"), "{:,.1f}".format),
         ("errors", itemgetter("errors"), "{:,}".format),
-        *((name, partial(_nested, "latency_ms", name), milliseconds) for name in latencies),
-        ("first token p50", partial(_nested, "ttft_ms", "p50"), milliseconds),
+        *((name, partial(_nested, "latency_ms", name), duration) for name in latencies),
+        ("first token p50", partial(_nested, "ttft_ms", "p50"), duration),
         ("output tokens/s", lambda result: result.get("output_tokens_per_s"), "{:,.1f}".format),
     ]
     lines = [" " * 20 + "".join(f"{url.removeprefix('http://')[-28:]:>30}" for url in urls)]

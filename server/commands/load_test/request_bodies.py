@@ -21,9 +21,9 @@ WORDS = (
 
 
 def make_bodies(args: argparse.Namespace, number: int = 0) -> Iterator[bytes]:
-    """Yield bodies without end, all different, and different for each target's `number`: a server
-    may cache a text."""
-    rng, vocabulary = random.Random(f"{args.seed} {number}" if number else args.seed), WORDS.split()
+    """Yield bodies without end. Random texts are all different, and different for each target's
+    `number`: a server may cache a text."""
+    rng = random.Random(f"{args.seed} {number}" if number else args.seed)
     if args.kind in ("file", "upload"):
         files = [Path(name).read_bytes() for name in args.file]
         if args.kind == "upload":
@@ -36,11 +36,8 @@ def make_bodies(args: argparse.Namespace, number: int = 0) -> Iterator[bytes]:
         chat["max_tokens"] = args.max_tokens
     if args.stream:
         chat |= {"stream": True, "stream_options": {"include_usage": True}}
-    while True:
-        words = rng.choices(vocabulary, k=rng.randint(*args.words))
-        if args.mask:
-            words.insert(rng.randint(0, len(words)), args.mask)
-        text = " ".join(words)
+    texts = itertools.cycle(read_texts(args.texts)) if args.texts else random_texts(args, rng)
+    for text in texts:
         if args.kind == "text":
             yield text.encode()
         elif args.kind == "json":
@@ -55,6 +52,21 @@ def make_bodies(args: argparse.Namespace, number: int = 0) -> Iterator[bytes]:
                 content = [{"type": "text", "text": text}, striped_image(image_rng, args.picture)]
             messages = [*system, {"role": "user", "content": content}]
             yield json.dumps(chat | {"messages": messages}).encode()
+
+
+def read_texts(name: str) -> list[str]:
+    """Return the lines of a file that are not blank."""
+    lines = Path(name).read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line.strip()]
+
+
+def random_texts(args: argparse.Namespace, rng: random.Random) -> Iterator[str]:
+    vocabulary = WORDS.split()
+    while True:
+        words = rng.choices(vocabulary, k=rng.randint(*args.words))
+        if args.mask:
+            words.insert(rng.randint(0, len(words)), args.mask)
+        yield " ".join(words)
 
 
 def striped_image(rng: random.Random, side: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from prometheus_client import Counter
 from starlette.types import Receive, Scope, Send
 
 from server.core.delta_stream import DeltaStream
+from server.http.access import client_of
 from server.http.sse import data_frame
 from server.http.upload import Uploads
 from server.openai.audio.formats import Transcript, encode, token_scores
@@ -71,7 +72,12 @@ class SpeechEndpoint(Endpoint):
             payloads = [request.transcription_input(form.path)]
             builder = TranscriptBuilder(request, self.worker_client.metrics.audio_s)
             stream: DeltaStream[TranscriptDelta] = DeltaStream(
-                self.worker_client, "transcription", payloads, deadlines, receive
+                self.worker_client,
+                "transcription",
+                payloads,
+                deadlines,
+                receive,
+                client=client_of(scope),
             )
             with stream:
                 await self.respond(scope, send, stream, builder)

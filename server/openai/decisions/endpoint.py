@@ -18,6 +18,7 @@ from server.core.cache_namespace import cache_namespace
 from server.core.delta_stream import TokenStream, UsageCounts
 from server.core.settings import Settings
 from server.core.worker_client import Deadlines, WorkerClient
+from server.http.access import client_of
 from server.http.json import INLINE_BYTES, JsonBodyParser, parse_json, to_json
 from server.http.request import read_json_request, send_json
 from server.openai.models import NamedModel
@@ -78,11 +79,12 @@ class DecisionEndpoint:
         namespace = cache_namespace(self.model.id, scope["api_key"], request.cache_salt)
         with TokenStream(
             self.worker_client,
-            self.model.serves,
+            self.model.registry_name,
             [decision_input],
             replace(deadlines, whole=deadlines.first),
             receive,
             namespace,
+            client_of(scope),
         ) as stream:
             deltas = await stream.collect()
             return [delta.probabilities for delta in deltas], stream.usage

@@ -7,20 +7,21 @@ text-embeddings-inference returns. Prompts, dimensions and lengths are checked b
 `prepare` (worker/embedding).
 """
 
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
 from batching.errors import InvalidInput
 from server.http.json import to_json
 from server.openai.embedding.endpoint import MAX_INPUTS, TruncationFields
-from server.openai.request_fields import PositiveInt, Salt, TokenId, read_inputs
+from server.openai.request_fields import PositiveInt, Salt, TextsOrIds, read_inputs
 from server.openai.response_schemas import Embeddings, EmbeddingUsage
 from worker.messages.scoring import EmbeddingInput, EmbeddingOutput, PartSize, split_parts
 
 EMBEDDING_PATHS = ("/v1/embeddings", "/embed")
 Inputs = Annotated[
-    list[str | TokenId | list[TokenId]],
+    TextsOrIds,
     Meta(extra_json_schema={"minItems": 1, "maxItems": MAX_INPUTS}),
 ]
 
@@ -41,7 +42,7 @@ class EmbeddingRequest(TruncationFields, kw_only=True):
         """Whether the response is a bare list, as in text-embeddings-inference."""
         return self.inputs is not None
 
-    def payloads(self, max_size: PartSize, serves: str) -> list[EmbeddingInput]:
+    def payloads(self, max_size: PartSize, registry_name: str) -> list[EmbeddingInput]:
         if self.input is None and self.inputs is None:
             raise InvalidInput.at("input", "is required")
         if self.input is not None and self.inputs is not None:
@@ -52,21 +53,22 @@ class EmbeddingRequest(TruncationFields, kw_only=True):
             reason = f"takes at most {MAX_INPUTS} inputs, not {len(by_path)}"
             raise InvalidInput.at(param, reason)
         inputs, is_single = [*by_path.values()], param in by_path
-        options: dict[str, Any] = {
-            "prompt": self.prompt_name,
-            "role": self.input_type,
-            "dimensions": self.dimensions,
-            "normalize": self.normalize,
-            "truncation": self.truncation(),
-            "encoding": "bare" if self.is_bare else self.encoding_format or "float",
-            "param": param,
-        }
         return [
-            EmbeddingInput(part, None if is_single else first, **options)
+            EmbeddingInput(
+                part,
+                None if is_single else first,
+                prompt=self.prompt_name,
+                role=self.input_type,
+                dimensions=self.dimensions,
+                normalize=self.normalize,
+                truncation=self.truncation(),
+                encoding="bare" if self.is_bare else self.encoding_format or "float",
+                param=param,
+            )
             for first, part in split_parts(inputs, list(map(len, inputs)), max_size)
         ]
 
-    def content(self, outputs: list[EmbeddingOutput]) -> list[bytes]:
+    def content(self, outputs: Sequence[EmbeddingOutput]) -> list[bytes]:
         """Return the response with the vectors as the pool has encoded them."""
         vectors = [part for output in outputs for part in (b",", output.content)][1:]
         if self.is_bare:

@@ -6,7 +6,7 @@ body → request → payloads, a work item each → outputs → response
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Generic, Literal, Protocol, TypeVar
 
 import anyio.to_thread
 from msgspec import Meta, Struct
@@ -16,13 +16,21 @@ from batching.errors import InvalidInput
 from server.core.cache_namespace import cache_namespace
 from server.core.settings import Settings
 from server.core.worker_client import Submission, WorkerClient
+from server.http.access import client_of
 from server.http.json import INLINE_BYTES, JsonBodyParser, parse_json
 from server.http.request import read_json_request, send_parts
 from server.openai.models import NamedModel, find_model, find_model_id
 from server.openai.request_fields import ModelRequest, decode
-from worker.messages.scoring import MAX_PART_INPUTS, PartSize, Truncation
+from worker.messages.scoring import (
+    MAX_PART_INPUTS,
+    EmbeddingInput,
+    PartSize,
+    ScoringInput,
+    Truncation,
+)
 
 MAX_INPUTS = 2048
+Input = EmbeddingInput | ScoringInput
 
 
 class TruncationFields(Struct, kw_only=True):
@@ -43,37 +51,41 @@ class TruncationFields(Struct, kw_only=True):
         return Truncation(truncates, max_tokens, keep_end)
 
 
-class ScoringBody(ModelRequest, Protocol):
+Output = TypeVar("Output", contravariant=True)
+
+
+class ScoringBody(ModelRequest, Protocol[Output]):
     cache_salt: str | None
 
-    def payloads(self, max_size: PartSize, serves: str) -> Sequence[Any]:
+    def payloads(self, max_size: PartSize, registry_name: str) -> Sequence[Input]:
         """Return the payloads for a kind of model, or raise InvalidInput."""
 
-    def content(self, outputs: list[Any]) -> list[bytes]:
+    def content(self, outputs: Sequence[Output]) -> list[bytes]:
         """Return the response's JSON in parts. In a pool thread for large requests."""
 
 
 @dataclass(eq=False)
-class ScoringEndpoint:
+class ScoringEndpoint(Generic[Output]):
     """An ASGI app for one kind of request, to any of the models."""
 
     settings: Settings
     worker_client: WorkerClient
     models: Sequence[NamedModel]
-    kind: type[ScoringBody]
+    kind: type[ScoringBody[Output]]
     body_parser: JsonBodyParser = field(init=False, default_factory=JsonBodyParser)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, deadlines = await read_json_request(scope, receive)
         request, model, payloads = await self.body_parser.run(self.parse, body, deadlines.first)
         namespace = cache_namespace(model.id, scope["api_key"], request.cache_salt)
-        submission = Submission(
+        submission: Submission[Output] = Submission(
             self.worker_client,
-            model.serves,
+            model.registry_name,
             payloads,
             deadlines,
             receive,
             cache_namespace=namespace,
+            client=client_of(scope),
         )
         with submission:
             outputs = [await item.future for item in submission.items]
@@ -83,7 +95,7 @@ class ScoringEndpoint:
             parts = request.content(outputs)
         await send_parts(send, parts, submission.timing_headers())
 
-    def parse(self, body: bytes) -> tuple[ScoringBody, NamedModel, Sequence[Any]]:
+    def parse(self, body: bytes) -> tuple[ScoringBody[Output], NamedModel, Sequence[Input]]:
         """Return the request, its model and the payloads, each of which fits into a batch.
 
         Raises InvalidInput, also for more payloads than the queue has slots.
@@ -93,7 +105,7 @@ class ScoringEndpoint:
         max_size = PartSize(
             min(MAX_PART_INPUTS, settings.max_batch_size), settings.max_batch_tokens
         )
-        payloads = request.payloads(max_size, model.serves)
+        payloads = request.payloads(max_size, model.registry_name)
         if len(payloads) > settings.max_queue_size:
             slots = f"{len(payloads)} slots of the queue, which has {settings.max_queue_size}"
             raise InvalidInput(f"the inputs are too many or too long together: they need {slots}")

@@ -61,7 +61,7 @@ class RerankRequest(TruncationFields, kw_only=True):
         documents: Sequence[str | TextDocument] = self.documents or self.texts or ()
         return [entry.text if isinstance(entry, TextDocument) else entry for entry in documents]
 
-    def payloads(self, max_size: PartSize, serves: str) -> list[ScoringInput]:
+    def payloads(self, max_size: PartSize, registry_name: str) -> list[ScoringInput]:
         texts = self.document_texts()
         param = "texts" if self.is_bare else "documents"
         return split_pairs(
@@ -74,7 +74,7 @@ class RerankRequest(TruncationFields, kw_only=True):
             raw=bool(self.raw_scores) or self.use_activation is False,
         )
 
-    def content(self, outputs: list[ScoringOutput]) -> list[bytes]:
+    def content(self, outputs: Sequence[ScoringOutput]) -> list[bytes]:
         scores = [score for output in outputs for score in output.scores]
         ranking = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
         ranking = ranking[: self.top_n or None]

@@ -7,7 +7,6 @@ or is the only one.
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -51,8 +50,10 @@ class ScoreRequest(TruncationFields, kw_only=True):
             raise InvalidInput.at(second, reason)
         return sides[0], sides[1]
 
-    def payloads(self, max_size: PartSize, serves: str) -> Sequence[ScoringInput | EmbeddingInput]:
-        return self._pairs(max_size) if serves == "rerank" else self._texts(max_size)
+    def payloads(
+        self, max_size: PartSize, registry_name: str
+    ) -> Sequence[ScoringInput | EmbeddingInput]:
+        return self._pairs(max_size) if registry_name == "rerank" else self._texts(max_size)
 
     def _pairs(self, max_size: PartSize) -> list[ScoringInput]:
         (first, firsts), (second, seconds) = self.sides()
@@ -73,15 +74,19 @@ class ScoreRequest(TruncationFields, kw_only=True):
         for name, texts in self.sides():
             for first, part in split_parts(texts, list(map(len, texts)), max_size):
                 number = first if isinstance(getattr(self, name), list) else None
-                options: Any = {
-                    "truncation": self.truncation(),
-                    "encoding": "vectors",
-                    "param": name,
-                }
-                inputs.append(EmbeddingInput(part, number, normalize=True, **options))
+                inputs.append(
+                    EmbeddingInput(
+                        part,
+                        number,
+                        normalize=True,
+                        truncation=self.truncation(),
+                        encoding="vectors",
+                        param=name,
+                    )
+                )
         return inputs
 
-    def content(self, outputs: list[EmbeddingOutput] | list[ScoringOutput]) -> list[bytes]:
+    def content(self, outputs: Sequence[EmbeddingOutput | ScoringOutput]) -> list[bytes]:
         scores: list[float] = []
         vectors = []
         for output in outputs:

@@ -11,12 +11,14 @@ import contextlib
 import logging
 import math
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Literal, NamedTuple, TypeVar
 
+import anyio.from_thread
 import anyio.to_thread
+import orjson
 from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.routing import Route
@@ -27,19 +29,28 @@ from batching.request_queue import WorkItem
 from server.core.delta_stream import TokenStream, UsageCounts
 from server.core.worker_client import Deadlines
 from server.http.errors import HttpError
-from server.http.json import Document, parse_json
-from server.http.request import JsonEndpoint, send_json
+from server.http.json import INLINE_BYTES, Document, parse_json, to_json
+from server.http.request import MAX_BODIES, JsonEndpoint, send_json
+from server.http.transfers import Transfer, TransferBudget
 from server.openai.endpoint import GenerationEndpoint, build_events
 from server.openai.request_fields import convert, decode
 from server.openai.response_schemas import Deleted, ItemList
 from server.openai.responses.events import ResponsesBuilder
 from server.openai.responses.items import to_documents
 from server.openai.responses.request import ParsedResponseRequest, ResponseRequest
-from server.openai.responses.store import NotStored, ResponseStore, Stored, TooLarge
+from server.openai.responses.store import (
+    Count,
+    NotStored,
+    Owner,
+    ResponseStore,
+    TooLarge,
+    owner_of,
+)
 
 log = logging.getLogger("onequeue.responses")
 
 PATH = "/v1/responses/{id}"
+BACKGROUND_SHARE = 4  # inputs of background responses take a quarter of the memory for bodies
 MAX_FALLBACK_RESPONSES = 1000
 MAX_FALLBACK_BYTES = 64_000_000
 
@@ -49,8 +60,9 @@ T = TypeVar("T")
 class BackgroundJob(NamedTuple):
     """A response that is generated in the background."""
 
+    owner: Owner
     builder: ResponsesBuilder
-    items: list[WorkItem]
+    items: Sequence[WorkItem]
     task: "asyncio.Task[None]"
 
 
@@ -61,8 +73,14 @@ class Page(Struct):
     limit: Annotated[int, Meta(ge=1, le=100)] = 20
     after: Annotated[str | None, Meta(description="The id of an item")] = None
 
-    def select(self, items: list[Document]) -> tuple[list[Document], bool]:
-        """Return the page's items, and whether there are more."""
+    def encode(self, items: list[Document]) -> bytes:
+        """Return the page of a list as JSON."""
+        items, has_more = self._select(items)
+        first_id = items[0]["id"] if items else None
+        last_id = items[-1]["id"] if items else None
+        return to_json(ItemList("list", items, first_id, last_id, has_more))
+
+    def _select(self, items: list[Document]) -> tuple[list[Document], bool]:
         items, start = items[:: -1 if self.order == "desc" else 1], 0
         if self.after is not None:
             ids = [item["id"] for item in items]
@@ -88,6 +106,10 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         # Background responses that could not be written to `store`.
         self.fallback_store = ResponseStore(":memory:", MAX_FALLBACK_RESPONSES, MAX_FALLBACK_BYTES)
         self.jobs: dict[str, BackgroundJob] = {}
+        # They hold their input longer than a request: it does not count as a request's.
+        limit = int(MAX_BODIES * self.settings.max_body_mb * 1_000_000) // BACKGROUND_SHARE
+        message = "the memory for background responses is in use"
+        self.background_memory = TransferBudget(limit, message)
 
     def routes(self) -> list[Route]:
         return [
@@ -98,20 +120,21 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
 
     # ── a new response ──
 
-    def parse(self, body: bytes) -> ParsedResponseRequest:
+    def parse(self, body: bytes, scope: Scope) -> ParsedResponseRequest:
         max_entries = self.worker_client.generator.text_model.max_model_len
         request = decode(parse_json(body), ResponseRequest, self.model.id_for, max_entries)
+        namespace, count = owner_from(scope).namespace, counter(scope)
         max_mb = self.settings.max_body_mb
-        look_up = partial(self.store.items, max_bytes=max_mb * 1_000_000)
+        look_up = partial(self.store.items, namespace, max_bytes=max_mb * 1_000_000, count=count)
         try:
             items = to_documents(request.input, look_up)
         except TooLarge:
             reason = f"the stored responses with its items exceed {max_mb:g} MB"
             raise InvalidInput.at("input", reason) from None
-        previous = self._previous_items(request.previous_response_id)
+        previous = self._previous_items(namespace, request.previous_response_id, count)
         return ParsedResponseRequest(request, [request.generation_input(previous, items)], items)
 
-    def _previous_items(self, id: str | None) -> list[Document]:
+    def _previous_items(self, namespace: bytes, id: str | None, count: Count) -> list[Document]:
         """Return all items of the conversation that ends with a response.
 
         A stored conversation may be as large as a request body.
@@ -120,13 +143,15 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
             return []
         path, max_mb = "previous_response_id", self.settings.max_body_mb
         try:
-            chain = self.store.chain(id, max_mb * 1_000_000)
+            chain = self.store.chain(namespace, id, max_mb * 1_000_000, count)
         except TooLarge:
             raise InvalidInput.at(path, f"its conversation exceeds {max_mb:g} MB") from None
         except NotStored as error:
-            if error.id in self.jobs:
+            if self._job(namespace, error.id):
                 raise InvalidInput.at(path, f"{id!r} is still being generated") from None
             raise _not_found(error.id, path) from None
+        if any(stored.response["status"] == "failed" for stored in chain):
+            raise InvalidInput.at(path, "is a response that failed, or continues one")
         return [item for stored in chain for item in (*stored.input, *stored.response["output"])]
 
     def builder(self, request: ParsedResponseRequest, usage: UsageCounts) -> ResponsesBuilder:
@@ -144,20 +169,34 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
             return await send_json(send, self._start_job(scope, request, deadlines).response)
         with self.submit(scope, request, deadlines, receive) as stream:
             builder = self.builder(request, stream.usage)
-            before_end = partial(self._store_response, builder)
+            before_end = partial(self._store_response, owner_from(scope), builder)
             await self.respond(scope, send, stream, builder, before_end)
 
     def _start_job(
         self, scope: Scope, request: ParsedResponseRequest, deadlines: Deadlines
     ) -> ResponsesBuilder:
         """Submit a request that waits for its first token without a limit."""
-        stream = self.submit(scope, request, replace(deadlines, first=math.inf), None)
-        builder = self.builder(request, stream.usage)
-        task = self.worker_client.loop.create_task(self._run_job(scope, builder, stream))
-        self.jobs[builder.response.id] = BackgroundJob(builder, stream.items, task)
+        transfer = Transfer()
+        self.background_memory.take(transfer, scope["transfer"].held)
+        try:
+            stream = self.submit(scope, request, replace(deadlines, first=math.inf), None)
+        except BaseException:
+            self.background_memory.release(transfer)
+            raise
+        builder, owner = self.builder(request, stream.usage), owner_from(scope)
+        job = self._run_job(scope, owner, builder, stream, transfer)
+        task = self.worker_client.loop.create_task(job)
+        self.jobs[builder.response.id] = BackgroundJob(owner, builder, stream.items, task)
         return builder
 
-    async def _run_job(self, scope: Scope, builder: ResponsesBuilder, stream: TokenStream) -> None:
+    async def _run_job(
+        self,
+        scope: Scope,
+        owner: Owner,
+        builder: ResponsesBuilder,
+        stream: TokenStream,
+        transfer: Transfer,
+    ) -> None:
         """Generate a response without a connection; errors become its status."""
         with stream:
             try:
@@ -168,19 +207,22 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
             except Exception as error:
                 builder.fail(self.count_failure(error, scope))
         try:
-            if not await self._store_response(builder):  # the client has no other way to get it
-                await anyio.to_thread.run_sync(lambda: self.fallback_store.put(builder.stored))
+            # a client that cannot get it from the store has no other way
+            if not await self._store_response(owner, builder):
+                put = self.fallback_store.put
+                await anyio.to_thread.run_sync(lambda: put(owner, builder.stored))
         finally:
             del self.jobs[builder.response.id]
+            self.background_memory.release(transfer)
 
-    async def _store_response(self, builder: ResponsesBuilder) -> bool:
+    async def _store_response(self, owner: Owner, builder: ResponsesBuilder) -> bool:
         """Store a response; if that fails, as on a full disk, the response has `store: false`."""
         if not builder.response.store:
             return False
         try:
-            await anyio.to_thread.run_sync(lambda: self.store.put(builder.stored))
+            await anyio.to_thread.run_sync(lambda: self.store.put(owner, builder.stored))
         except sqlite3.Error as error:
-            log.error("response not stored id=%s error=%r", builder.response.id, error)
+            log.error("response not stored id=%s error=%.200r", builder.response.id, error)
             self.worker_client.metrics.not_stored.inc()
             builder.response.store = False
             return False
@@ -195,50 +237,91 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
 
     # ── a response by its id ──
 
-    async def retrieve_or_delete(self, request: Request) -> Document | Deleted:
-        id = request.path_params["id"]
+    async def retrieve_or_delete(self, request: Request) -> bytes | Deleted:
+        scope, id = request.scope, request.path_params["id"]
         if request.method == "DELETE":
-            await self._cancel_job(id)
-            await self._in_stores(ResponseStore.delete, id)
+            await self._cancel_job(owner_from(scope), id)
+            await self._in_stores(ResponseStore.delete, scope, id)
             return Deleted(id, "response", deleted=True)
         if request.query_params.get("stream", "false") != "false":
             raise InvalidInput.at("stream", "must be false: a stored response is sent whole")
-        return (await self._find(id)).response
+        if builder := await self._running(owner_from(scope), id):
+            return to_json(builder.response)
+        read = partial(ResponseStore.response, count=counter(scope))
+        return await self._in_stores(read, scope, id)
 
-    async def input_items(self, request: Request) -> ItemList:
-        stored = await self._find(request.path_params["id"])
+    async def input_items(self, request: Request) -> bytes:
+        scope, id = request.scope, request.path_params["id"]
         page = convert(dict(request.query_params), Page, strict=False)
-        items, has_more = page.select(stored.input)
-        first_id = items[0]["id"] if items else None
-        last_id = items[-1]["id"] if items else None
-        return ItemList("list", items, first_id, last_id, has_more)
+        if builder := await self._running(owner_from(scope), id):
+            return await anyio.to_thread.run_sync(page.encode, builder.input_items)
 
-    async def cancel(self, request: Request) -> Document:
-        id = request.path_params["id"]
-        if not (await self._find(id)).response["background"]:
-            raise InvalidInput.at("id", "only a response with background: true can be cancelled")
-        await self._cancel_job(id)
-        return (await self._find(id)).response
+        def read(store: ResponseStore, namespace: bytes, id: str) -> bytes:
+            return page.encode(store.get(namespace, id, counter(scope)).input)
 
-    async def _cancel_job(self, id: str) -> None:
+        return await self._in_stores(read, scope, id)
+
+    async def cancel(self, request: Request) -> bytes:
+        scope, id = request.scope, request.path_params["id"]
+        await self._cancel_job(owner_from(scope), id)
+
+        def read(store: ResponseStore, namespace: bytes, id: str) -> bytes:
+            content = store.response(namespace, id, counter(scope))
+            if not orjson.loads(content)["background"]:
+                reason = "only a response with background: true can be cancelled"
+                raise InvalidInput.at("id", reason)
+            return content
+
+        return await self._in_stores(read, scope, id)
+
+    def _job(self, namespace: bytes, id: str) -> BackgroundJob | None:
+        job = self.jobs.get(id)
+        return job if job and job.owner.namespace == namespace else None
+
+    async def _cancel_job(self, owner: Owner, id: str) -> None:
         """Cancel a background response, if there is one, and wait until it has ended."""
-        if (job := self.jobs.get(id)) is not None:
+        if job := self._job(owner.namespace, id):
             for item in job.items:
                 item.resolve(ClientGone("the response was cancelled"))
             await asyncio.wait([job.task])
 
-    async def _find(self, id: str) -> Stored:
-        if (job := self.jobs.get(id)) is not None:
+    async def _running(self, owner: Owner, id: str) -> ResponsesBuilder | None:
+        """Return the builder of a background response that has not ended."""
+        if job := self._job(owner.namespace, id):
             if job.builder.response.status in ("queued", "in_progress"):
-                return job.builder.stored
+                return job.builder
             await asyncio.wait([job.task])  # it has ended, and is being stored
-        return await self._in_stores(ResponseStore.get, id)
+        return None
 
-    async def _in_stores(self, work: Callable[[ResponseStore, str], T], id: str) -> T:
+    async def _in_stores(
+        self, work: Callable[[ResponseStore, bytes, str], T], scope: Scope, id: str
+    ) -> T:
+        """Return the result of `work`, which runs in a pool thread."""
+        namespace = owner_from(scope).namespace
         for store in (self.store, self.fallback_store):
             with contextlib.suppress(NotStored):
-                return await anyio.to_thread.run_sync(work, store, id)
+                return await anyio.to_thread.run_sync(work, store, namespace, id)
         raise _not_found(id, "id")
+
+
+def owner_from(scope: Scope) -> Owner:
+    address = scope["client"][0] if scope.get("client") else ""
+    return owner_of(scope["api_key"], address)
+
+
+def counter(scope: Scope) -> Count:
+    """Return a function for a pool thread: it counts stored bytes that a request is about to hold,
+    and raises QueueFull if there is no memory for them."""
+    uncounted = 0
+
+    def count(size: int) -> None:
+        nonlocal uncounted
+        uncounted += size
+        if uncounted > INLINE_BYTES:  # a conversation may have thousands of small responses
+            size, uncounted = uncounted, 0
+            anyio.from_thread.run_sync(scope["app"].count_body, scope, size)
+
+    return count
 
 
 def _not_found(id: str, param: str) -> HttpError:

@@ -86,8 +86,9 @@ class ResponsesBuilder(ResponseBuilder[Delta]):
 
     @property
     def stored(self) -> Stored:
-        """The response as it is stored."""
-        return Stored(msgspec.json.decode(to_json(self.response)), self.input_items)
+        """The response as it is stored: a failed one without its input."""
+        items = [] if self.response.status == "failed" else self.input_items
+        return Stored(msgspec.json.decode(to_json(self.response)), items)
 
     def entries(self, delta: Delta) -> int:
         return len(delta.logprobs) + len(delta.prompt_logprobs)

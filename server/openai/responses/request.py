@@ -139,7 +139,7 @@ class ResponseRequest(GenerationRequest, kw_only=True):
         return self._input(
             prompt,
             self.logprobs,
-            tool_calls=policy,
+            tool_policy=policy,
             thinking_tokens=self.thinking_token_budget,
             param="input",
             background=bool(self.background),

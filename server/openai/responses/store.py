@@ -1,17 +1,19 @@
 """The store of responses by id, for `GET /v1/responses/{id}` and `previous_response_id`.
 
-An sqlite database, in memory or in a file. It is bounded: the least recently used responses are
-dropped. A conversation is a chain of responses, each with its own input only. Methods block: call
-them in a pool thread.
+An sqlite database, in memory or in a file. It is bounded: the client with the most stored bytes, or
+responses, loses its least recently used ones. A conversation is a chain of responses, each with its
+own input only. Responses and items are looked up within a namespace; those of other namespaces do
+not exist for it. Methods block: call them in a pool thread.
 """
 
 import contextlib
+import hashlib
 import math
 import sqlite3
 import threading
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -20,19 +22,31 @@ from server.http.json import Document
 MAX_RESPONSES = 10_000
 MAX_BYTES = 256_000_000
 
+# The table `responses` of an older database has no namespaces. Its rows get an empty one: they are
+# not found, and are dropped first.
+OLD_CLIENT = b""
+UPGRADE = """
+DROP TABLE IF EXISTS items;
+ALTER TABLE responses ADD COLUMN namespace BLOB NOT NULL DEFAULT x'';
+ALTER TABLE responses ADD COLUMN client BLOB NOT NULL DEFAULT x'';
+"""
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
     id TEXT PRIMARY KEY,
     used INTEGER NOT NULL,
     size INTEGER NOT NULL,
     response BLOB NOT NULL,
-    input BLOB NOT NULL
+    input BLOB NOT NULL,
+    namespace BLOB NOT NULL,
+    client BLOB NOT NULL
 );
-CREATE INDEX IF NOT EXISTS responses_sizes ON responses (used, size);
+CREATE INDEX IF NOT EXISTS responses_uses ON responses (used);
+CREATE INDEX IF NOT EXISTS responses_sizes_of_clients ON responses (client, used, size);
 CREATE TABLE IF NOT EXISTS items (
+    namespace BLOB NOT NULL,
     id TEXT NOT NULL,
     response_id TEXT NOT NULL REFERENCES responses (id) ON DELETE CASCADE,
-    PRIMARY KEY (id, response_id)
+    PRIMARY KEY (namespace, id, response_id)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS items_response ON items (response_id);
 """
@@ -41,7 +55,7 @@ NEXT_USE = "(SELECT coalesce(max(used), 0) + 1 FROM responses)"
 
 
 class NotStored(Exception):
-    """There is no stored response with this id."""
+    """The namespace has no stored response with this id."""
 
     def __init__(self, id: str) -> None:
         super().__init__(id)
@@ -50,6 +64,37 @@ class NotStored(Exception):
 
 class TooLarge(Exception):
     """The stored items that a request refers to exceed the limit."""
+
+
+# Called with the size of a response before it is read, in bytes of JSON; may raise.
+Count = Callable[[int], object]
+
+
+def uncounted(size: int) -> None:
+    pass
+
+
+class Owner(NamedTuple):
+    """Who has stored a response: it is found in `namespace`, and counts for `client`."""
+
+    namespace: bytes
+    client: bytes
+
+
+def owner_of(key: bytes, address: str) -> Owner:
+    """Return the owner of responses that are stored with an API key. Without API_KEYS the key is
+    empty: there is one namespace, and each address is a client.
+
+    Both are 16 bytes, the same from one start to the next."""
+    return Owner(storage_namespace(key), _digest(key or address.encode()))
+
+
+def storage_namespace(key: bytes) -> bytes:
+    return _digest(key)
+
+
+def _digest(name: bytes) -> bytes:
+    return hashlib.blake2b(name, digest_size=16, person=b"responses").digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,96 +119,127 @@ class ResponseStore:
         run("PRAGMA foreign_keys = ON")
         run("PRAGMA journal_mode = WAL")
         run("PRAGMA synchronous = NORMAL")  # a power cut may lose the last responses only
-        self._database.executescript(SCHEMA)
+        columns = {name for _, name, *_ in run("PRAGMA table_info(responses)")}
+        upgrade = UPGRADE if columns and "namespace" not in columns else ""
+        self._database.executescript(f"BEGIN; {upgrade} {SCHEMA} COMMIT;")
 
     @property
     def totals(self) -> tuple[int, int]:
         """The number of responses, and their bytes."""
-        totals = "SELECT count(*), coalesce(sum(size), 0) FROM responses"
-        count, size = self._database.execute(totals).fetchone()
-        return count, size
+        usage = self._usage().values()
+        return sum(count for count, _ in usage), sum(size for _, size in usage)
 
     def close(self) -> None:
         with self._lock:
             self._database.close()
 
-    def put(self, stored: Stored) -> None:
-        """Store a response, and drop the least recently used ones beyond the bounds."""
+    def put(self, owner: Owner, stored: Stored) -> None:
+        """Store a response, and drop others beyond the bounds."""
         response, input_items = orjson.dumps(stored.response), orjson.dumps(stored.input)
         id, size = stored.response["id"], len(response) + len(input_items)
-        items = {(item["id"], id) for item in (*stored.input, *stored.response["output"])}
+        item_ids = {item["id"] for item in (*stored.input, *stored.response["output"])}
+        items = [(owner.namespace, item_id, id) for item_id in item_ids]
         with self._lock, self._database as database:  # a transaction
-            inserted = f"INSERT INTO responses VALUES (?, {NEXT_USE}, ?, ?, ?)"
-            database.execute(inserted, (id, size, response, input_items))
-            database.executemany("INSERT INTO items VALUES (?, ?)", items)
-            count, total = self.totals
-            oldest = "SELECT id FROM responses ORDER BY used LIMIT 1"
-            while count > self.max_responses or total > self.max_bytes:
-                dropped = f"DELETE FROM responses WHERE id = ({oldest}) RETURNING size"
-                count, total = count - 1, total - database.execute(dropped).fetchone()[0]
+            inserted = f"INSERT INTO responses VALUES (?, {NEXT_USE}, ?, ?, ?, ?, ?)"
+            database.execute(inserted, (id, size, response, input_items, *owner))
+            database.executemany("INSERT INTO items VALUES (?, ?, ?)", items)
+            self._drop()
 
-    def get(self, id: str) -> Stored:
-        with self._lock:
-            return self._read(id)
+    def response(self, namespace: bytes, id: str, count: Count = uncounted) -> bytes:
+        """Return a response as JSON."""
+        count(self._size(namespace, id))
+        content: bytes = self._row("response", namespace, id)[0]
+        return content
 
-    def chain(self, id: str, max_bytes: float = math.inf) -> list[Stored]:
+    def get(self, namespace: bytes, id: str, count: Count = uncounted) -> Stored:
+        count(self._size(namespace, id))
+        response, input_items = self._row("response, input", namespace, id)
+        return Stored(orjson.loads(response), orjson.loads(input_items))
+
+    def chain(
+        self, namespace: bytes, id: str, max_bytes: float = math.inf, count: Count = uncounted
+    ) -> list[Stored]:
         """Return the responses of a conversation, oldest first, up to the one with this id.
 
         Raises NotStored or TooLarge.
         """
         chain: list[Stored] = []
         next_id: str | None = id
-        with self._lock:
-            while next_id is not None:
-                max_bytes -= self._size(next_id)
-                if max_bytes < 0:
-                    raise TooLarge(id)
-                stored = self._read(next_id)
-                chain.append(stored)
-                next_id = stored.response["previous_response_id"]
-            with contextlib.suppress(sqlite3.Error), self._database:  # the disk may be full
-                used = f"UPDATE responses SET used = {NEXT_USE} WHERE id = ?"
-                self._database.executemany(used, [(stored.response["id"],) for stored in chain])
+        while next_id is not None:
+            max_bytes -= self._size(namespace, next_id)
+            if max_bytes < 0:
+                raise TooLarge(id)
+            stored = self.get(namespace, next_id, count)
+            chain.append(stored)
+            next_id = stored.response["previous_response_id"]
+        with self._lock, contextlib.suppress(sqlite3.Error), self._database:  # a full disk
+            used = f"UPDATE responses SET used = {NEXT_USE} WHERE id = ?"
+            self._database.executemany(used, [(stored.response["id"],) for stored in chain])
         return chain[::-1]
 
-    def items(self, ids: Set[str], max_bytes: float = math.inf) -> dict[str, Document]:
+    def items(
+        self,
+        namespace: bytes,
+        ids: Set[str],
+        max_bytes: float = math.inf,
+        count: Count = uncounted,
+    ) -> dict[str, Document]:
         """Return the input and output items of stored responses that have one of the ids.
 
         Raises TooLarge if their responses exceed `max_bytes`. A response is read once.
         """
         found: dict[str, Document] = {}
-        of_item = "SELECT response_id FROM items WHERE id = ? LIMIT 1"
+        of_item = "SELECT response_id FROM items WHERE namespace = ? AND id = ? LIMIT 1"
         for id in ids:
             if id in found:
                 continue
             with self._lock:
-                row = self._database.execute(of_item, (id,)).fetchone()
-                if row is None:
-                    continue
-                max_bytes -= self._size(row[0])
+                row = self._database.execute(of_item, (namespace, id)).fetchone()
+            if row is None:
+                continue
+            with contextlib.suppress(NotStored):  # it has been deleted meanwhile
+                max_bytes -= self._size(namespace, row[0])
                 if max_bytes < 0:
                     raise TooLarge(id)
-                stored = self._read(row[0])
-            for item in (*stored.input, *stored.response["output"]):
-                if item["id"] in ids:
-                    found.setdefault(item["id"], item)
+                stored = self.get(namespace, row[0], count)
+                for item in (*stored.input, *stored.response["output"]):
+                    if item["id"] in ids:
+                        found.setdefault(item["id"], item)
         return found
 
-    def delete(self, id: str) -> None:
+    def delete(self, namespace: bytes, id: str) -> None:
+        deleted = "DELETE FROM responses WHERE namespace = ? AND id = ?"
         with self._lock, self._database as database:
-            if not database.execute("DELETE FROM responses WHERE id = ?", (id,)).rowcount:
+            if not database.execute(deleted, (namespace, id)).rowcount:
                 raise NotStored(id)
 
-    def _read(self, id: str) -> Stored:
-        response, input_items = self._row("response, input", id)
-        return Stored(orjson.loads(response), orjson.loads(input_items))
+    def _usage(self) -> dict[bytes, tuple[int, int]]:
+        """Return the number and the bytes of each client's responses."""
+        usage = "SELECT client, count(*), sum(size) FROM responses GROUP BY client"
+        return {client: (count, size) for client, count, size in self._database.execute(usage)}
 
-    def _size(self, id: str) -> int:
-        return int(self._row("size", id)[0])
+    def _drop(self) -> None:
+        """Drop responses of the client with the most of what exceeds its bound."""
+        usage = self._usage()
+        count, size = map(sum, zip(*usage.values(), strict=True))
+        oldest = "SELECT id FROM responses WHERE client = ? ORDER BY used LIMIT 1"
+        dropped = f"DELETE FROM responses WHERE id = ({oldest}) RETURNING size"
+        while count > self.max_responses or size > self.max_bytes:
+            kind = int(count <= self.max_responses)
+            client = max(usage, key=lambda client: (client == OLD_CLIENT, usage[client][kind]))
+            [less] = self._database.execute(dropped, (client,)).fetchone()
+            usage[client] = usage[client][0] - 1, usage[client][1] - less
+            if not usage[client][0]:
+                del usage[client]
+            count, size = count - 1, size - less
 
-    def _row(self, columns: str, id: str) -> tuple[Any, ...]:
-        select = f"SELECT {columns} FROM responses WHERE id = ?"
-        row: tuple[Any, ...] | None = self._database.execute(select, (id,)).fetchone()
+    def _size(self, namespace: bytes, id: str) -> int:
+        return int(self._row("size", namespace, id)[0])
+
+    def _row(self, columns: str, namespace: bytes, id: str) -> tuple[Any, ...]:
+        select = f"SELECT {columns} FROM responses WHERE namespace = ? AND id = ?"
+        with self._lock:
+            row: tuple[Any, ...] | None = self._database.execute(select, (namespace, id)).fetchone()
         if row is None:
             raise NotStored(id)
         return row

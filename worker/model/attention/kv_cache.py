@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from worker.device.device import record_reservation
+
 BLOCK = 16  # token positions in a block
 
 
@@ -62,3 +64,4 @@ class KVCache:
 
         self.keys = [reserve(layer.heads, layer.key_size) for layer in layers]
         self.values = [reserve(layer.heads, layer.value_size) for layer in layers]
+        record_reservation(self, (*self.keys, *self.values))

@@ -48,13 +48,13 @@ def load_native_ops() -> None:
 
 @cache
 def _library() -> ctypes.CDLL:
-    return ctypes.CDLL(str(build_native_ops()))
+    return ctypes.CDLL(str(library_path(build=True)))
 
 
-def native_ops_loaded(build: bool) -> bool:
+def try_load_native_ops(build: bool) -> bool:
     """Load the library if it is built already, or if `build`; return whether it is loaded."""
     try:
-        if not build and not native_ops_path().exists():
+        if not build and not library_path(build=False).exists():
             return False
         load_native_ops()
     except Exception as error:  # no compiler, or a library that does not load
@@ -63,20 +63,9 @@ def native_ops_loaded(build: bool) -> bool:
     return True
 
 
-def build_native_ops() -> Path:
-    """Build the library unless it is there, and return its path.
-
-    It appears there complete: an interrupted build leaves nothing.
-    """
-    return _library_path(build=True)
-
-
-def native_ops_path() -> Path:
-    """Return the path of the library for this source, compiler and CPU, built or not."""
-    return _library_path(build=False)
-
-
-def _library_path(build: bool) -> Path:
+def library_path(build: bool) -> Path:
+    """Return the path of the library for this source, compiler and CPU. With `build`, build the
+    library if it is not there; it appears complete, and an interrupted build leaves nothing."""
     from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions  # seconds to import
     from torch._inductor.cpu_vec_isa import pick_vec_isa
     from torch._inductor.runtime.cache_dir_utils import cache_dir

@@ -4,7 +4,8 @@ A batch is one row of tokens, span after span, each the tokens of one sequence. 
 step's backend through the thread that runs the model. A layer first writes keys and values into the
 blocks that the scheduler assigned (batching/block_pool.py); then each token attends to its own
 sequence. AttentionMetadata does this with torch's functions; other backends are NativeMetadata
-(native.py, CPUs with a compiler) and RowsMetadata (model/cuda_graphs.py, few rows on a GPU).
+(native.py, CPUs with a compiler), RowsMetadata (model/cuda_graphs.py, few rows on a GPU) and
+MixedMetadata (mixed.py, prompts beside such rows).
 """
 
 import threading
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
@@ -30,6 +32,7 @@ ATTENTION = "onequeue_paged"
 MAX_REACH_RATIO, MAX_REACH_EXCESS = 1.5, 256
 # Elements of a mask (64 MB in two bytes), or of scores where those are materialized.
 MAX_MASK_ELEMENTS = 1 << 25
+MAX_FLASH_SIZE = 256  # of a query, in flash attention
 
 # ── what layers call ──
 
@@ -129,6 +132,7 @@ class AttentionMetadata(AttentionBackend):
         self.starts = np.array([span.start for span in batch.spans])
         self.widths = np.array([span.width for span in batch.spans])
         self.offsets = np.array(batch.offsets)  # first row of each span
+        self.grouped = np.ones(len(self.widths), np.bool_)  # spans that `attend` gathers
         positions = np.array(batch.positions)
         blocks = [
             np.repeat(b[s // BLOCK : (s + w - 1) // BLOCK + 1], BLOCK)[s % BLOCK : s % BLOCK + w]
@@ -189,7 +193,8 @@ class AttentionMetadata(AttentionBackend):
         first = self._first_gathered(slice(None), window, chunk)
         reach = self.starts + self.widths - first // BLOCK * BLOCK
         without_prefix = (self.starts == 0) & (self.widths > 1)
-        for members in (np.flatnonzero(without_prefix), np.flatnonzero(~without_prefix)):
+        for is_member in (self.grouped & without_prefix, self.grouped & ~without_prefix):
+            members = np.flatnonzero(is_member)
             if len(members) and _can_share_call(reach[members], self.widths[members]):
                 yield members
                 continue
@@ -212,7 +217,7 @@ class AttentionMetadata(AttentionBackend):
         rows = self.offsets[members, None] + np.minimum(within, widths[:, None] - 1)
         unpadded = None if is_token.all() else to_device(np.flatnonzero(is_token), device)
         is_whole_step = unpadded is None and b == len(self.widths)
-        blocks = ranges = device_ranges = mask = None
+        blocks = ranges = device_ranges = mask = extents = None
         begin, keys = np.zeros_like(starts), t
         if t == 1 or starts.any():
             gathered, begin = self._gathered(members, window, chunk)
@@ -223,9 +228,14 @@ class AttentionMetadata(AttentionBackend):
             device_ranges = to_device(ranges, device)
             if t <= BLOCK:
                 mask = make_mask(device_ranges, slice(0, keys), self.cache.dtype)
+            elif not needs_mask and not ranges[0].any():
+                reaches = starts + widths - begin
+                extents = list(zip(widths.tolist(), reaches.tolist(), strict=True))
         target_rows = None if is_whole_step else to_device(rows[is_token], device)
         rows = None if is_whole_step else to_device(rows.ravel(), device)
-        return SpanGroup(rows, unpadded, target_rows, (b, t), blocks, ranges, device_ranges, mask)
+        return SpanGroup(
+            rows, unpadded, target_rows, (b, t), blocks, ranges, device_ranges, mask, extents
+        )
 
     def _gathered(self, members: Any, window: int, chunk: int) -> tuple[Any, Any]:
         """Return the members' visible blocks [b, n], and the position where each row begins [b]."""
@@ -313,8 +323,9 @@ class BidirectionalMetadata(AttentionMetadata):
 class SpanGroup:
     """Spans that share one attention call: b spans, padded to the t tokens of the widest.
 
-    Each query attends to one range of its span's keys. The masks of long spans are recomputed for
-    each layer, for few queries at a time, which bounds their memory.
+    Each query attends to one range of its span's keys. Long spans attend with an offset where flash
+    attention is available. Otherwise their masks are recomputed for each layer, for few queries at
+    a time, which bounds their memory.
     """
 
     rows: Tensor | None  # [b * t] rows of the step, padding repeats the last; None: all, in order
@@ -325,6 +336,8 @@ class SpanGroup:
     ranges: Any  # int [2, b, t] first and last key of each query; None: causal
     device_ranges: Tensor | None  # `ranges` on the device
     mask: Tensor | None  # of short spans, shared by all layers
+    # queries and keys of each span, if these are causal: the last query sees all keys; else None
+    extents: list[tuple[int, int]] | None
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, sinks: Tensor | None
@@ -338,6 +351,12 @@ class SpanGroup:
             return out.transpose(1, 2)
         if self.mask is not None:
             return _masked_attention(q, k, v, self.mask, scale, softcap, sinks)
+        if self.extents is not None and has_flash_attention(q, v):
+            out = q.new_empty(*q.shape[:3], v.shape[3])
+            for span, (width, reach) in enumerate(self.extents):
+                part = q[span, :width], k[span, :reach], v[span, :reach]
+                out[span, :width] = _offset_attention(*part, scale)
+            return out
         # of one span, and of several, whose masks are repeated for each query head
         limits = MAX_MASK_ELEMENTS, MAX_MASK_ELEMENTS // heads_per_key
         if _materializes_scores(softcap, sinks):
@@ -350,6 +369,23 @@ class SpanGroup:
                 q[spans, queries], k[spans, keys], v[spans, keys], mask, scale, softcap, sinks
             )
         return out
+
+
+def has_flash_attention(q: Tensor, v: Tensor) -> bool:
+    """Return whether torch has attention with an offset of the queries, without a mask in memory,
+    for q [..., D] and v [..., Dv]."""
+    size = q.shape[-1]
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    return q.device.type == "cuda" and half and size == v.shape[-1] <= MAX_FLASH_SIZE
+
+
+def _offset_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Return [t, H, D] for the last t queries [t, H, D] of a span, k and v [keys, Hkv, D]."""
+    bias = causal_lower_right(len(q), len(k))
+    gqa = q.shape[1] > k.shape[1]
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    out = scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=gqa)
+    return out[0].transpose(0, 1)
 
 
 def make_mask(ranges: Tensor, keys: slice, dtype: torch.dtype) -> Tensor:

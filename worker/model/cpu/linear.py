@@ -1,9 +1,9 @@
 """Linear layers for a CPU, with weights in a layout that its matrix kernels read fast.
 
 PackedLinear holds weights in oneDNN's layout, several times faster than the plain one for the few
-rows of a decode step; the native operation (native/packed_linear.cpp) and compiled graphs read the
-same copy. Bf16WeightLinear serves bfloat16 on CPUs without bfloat16 instructions, Int8Linear holds
-int8 weights. Layers are replaced one by one, so the model exists once in memory, plus one layer.
+rows of a decode step; the native operation (native/packed_linear.cpp) reads the same copy.
+Bf16WeightLinear serves bfloat16 on CPUs without bfloat16 instructions, Int8Linear holds int8
+weights. Layers are replaced one by one, so the model exists once in memory, plus one layer.
 """
 
 import ctypes
@@ -29,8 +29,8 @@ Layer = TypeVar("Layer", bound=nn.Module)
 MAX_COPY_SHARE = 0.5
 # Largest difference of two products, relative to the largest value.
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-# Row counts to compare products with: one, some, more than an AMX tile, more than FEW_ROWS in C++.
-COMPARED_ROWS = (1, 7, 18, 45)
+# Row counts to compare products with: one, some, more than one and than two AMX tiles.
+COMPARED_ROWS = (1, 7, 18, 77)
 # The int8 kernels read the weights once per row, which pays up to so many rows.
 INT8_ROWS = 8
 # Output rows quantized at a time: the float32 copy of a vocabulary's head would take gigabytes.
@@ -39,8 +39,6 @@ QUANTIZED_ROWS = 4096
 GROUP_WIDTHS = (32, 64)
 # Columns of a panel of Bf16WeightLinear, SPREAD in native/bf16_weight_linear.cpp.
 PANEL_COLUMNS = 32
-# Prompt lengths, in rows, that oneDNN's kernels are created for ahead of the first prompt.
-WARM_UP_MAX_ROWS, WARM_UP_ROW_STEP = 512, 16
 LARGE_PAGE_BYTES = 2 << 20
 MADV_COLLAPSE = 25  # madvise(2), Linux 6.1: make large pages now
 
@@ -78,9 +76,8 @@ class PackedLinear(nn.Module):
 
     Where bfloat16 would be emulated, weights are float32 and so are sums; inputs and outputs stay
     bfloat16, with the results of bfloat16 kernels. The native operation replaces oneDNN's product
-    once `native_width`, the columns per group of the layout, is not 0. It reads weights at the
-    memory's speed for few rows. For more rows it pads the rows to one of a few dozen counts and
-    calls oneDNN, which would create a kernel for each new count.
+    once `native_width`, the columns per group of the layout, is not 0. A row of its result does not
+    depend on the other rows; oneDNN's order of sums changes with their number.
     """
 
     packed: Tensor
@@ -362,17 +359,6 @@ def use_native_linear(model: nn.Module) -> None:
     using = sum(layer.native_width > 0 for layer in layers)
     if layers:
         log.info("native products layers=%d of %d", using, len(layers))
-
-
-@torch.inference_mode()
-def warm_up_onednn(body: nn.Module) -> None:
-    """Create oneDNN's kernels for prompts of up to WARM_UP_MAX_ROWS tokens, for the calling
-    thread's number of threads."""
-    layers = [module for module in body.modules() if isinstance(module, PackedLinear)]
-    shapes = {(x.in_features, x.out_features, x.bias is not None): x for x in layers}
-    for layer in shapes.values():
-        for rows in range(WARM_UP_ROW_STEP, WARM_UP_MAX_ROWS + 1, WARM_UP_ROW_STEP):
-            layer(torch.zeros(rows, layer.in_features, dtype=layer.packed.dtype))
 
 
 def native_product_matches(layer: PackedLinear, width: int) -> bool:

@@ -18,6 +18,8 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
+from os.path import commonprefix
 from typing import Any, NamedTuple
 
 from worker.messages.deltas import Delta
@@ -44,6 +46,8 @@ from worker.text.tool_call_format import (
     DELIMITER,
     ID,
     INDEX,
+    KEY,
+    TYPE,
     ArgumentFormat,
     Pair,
     ToolCallFormat,
@@ -149,8 +153,16 @@ def infer_profile(
             lacks.append(f"calls: the template writes none in a known format; {FALLBACK}")
         elif not reads_back(output, examples):
             lacks.append(f"calls: the parser does not read back the template's own; {FALLBACK}")
+        elif calls.arguments.item:
+            output, examples = replace(output, tool_calls=None), []
         if lacks:
             output, examples = with_default_calls(output), []
+        if calls is None and (pair := prober.unseen_call_delimiters()):
+            output = _with_unseen_calls(output, pair)
+            lacks[0] += f", and calls in {pair[0]} are parsed"
+        if output.tool_calls is None and not lacks:
+            nested = "calls: lists and objects are elements in tags"
+            lacks.append(f"{nested}; only JSON in <tool_call> is constrained")
     if history is None:
         lacks.append("history: the template does not support calls and results; refused")
     elif history.calls_in_content:
@@ -166,6 +178,19 @@ def with_default_calls(output_format: OutputFormat) -> OutputFormat:
         output_format.reasoning, output_format.content, DEFAULT_TOOL_CALL_FORMAT, None
     )
     return replace(default, may_close_unopened=output_format.may_close_unopened)
+
+
+def _with_unseen_calls(output_format: OutputFormat, delimiters: Pair) -> OutputFormat:
+    """Add calls between these delimiters, as JSON or as Python. Since the model decides which, no
+    grammar constrains the calls that it begins."""
+    calls = replace(DEFAULT_TOOL_CALL_FORMAT, call=delimiters, or_python=True)
+    unseen = inferred_output_format(None, None, calls, None)
+    return replace(
+        output_format,
+        call_delimiters=(*unseen.call_delimiters, *output_format.call_delimiters),
+        tool_calls=None,
+        visible_texts=(*unseen.visible_texts, *output_format.visible_texts),
+    )
 
 
 def make_examples(render_calls: Callable[..., str], call_format: ToolCallFormat) -> list[Example]:
@@ -219,6 +244,8 @@ PREFIX_WORD = re.compile(r"([^\s<>\[\]{}\"'`(]{3,40})\[\s*\{\s*\"name\"")
 DUMPED_BLOCKS = re.compile(rf"\W(?:type|thinking)\W\s*:\s*\W(?:thinking|{THOUGHT})")
 # At the end of a text: a delimiter and perhaps a word, as in <|channel>thought
 LAST_DELIMITER = re.compile(rf"(?:{DELIMITER.pattern})\w*\s*$")
+# In the name of a delimiter around the results of calls
+RESULT_WORD = re.compile(r"(?:response|result|output)s?", re.IGNORECASE)
 # At the end of a prompt: <think> or <think></think>, [THINK] or [THINK][/THINK]
 OPEN_REASONING = re.compile(r"(<([\w:]{1,40})>|\[([A-Z]{2,40})\])\s*(?:</\2>|\[/\3\])?\s*$")
 
@@ -281,10 +308,27 @@ class TemplateProber:
             return None
         if NAMES[1] not in two or two.find(NAMES[1]) < two.find(NAMES[0]):
             two = ""
-        calls = infer_tool_call_format(one, two)
+        calls = infer_tool_call_format(one, two, self.render_calls(TYPED_ARGUMENTS))
         if calls and calls.undelimited and calls.keys and (word := PREFIX_WORD.search(self.prompt)):
             return replace(calls, prefix_word=word[1])  # from the prompt's example of a call
         return calls
+
+    def unseen_call_delimiters(self) -> Pair | None:
+        """Return the delimiters of calls that the template does not write, named like those that it
+        writes around results: <|tool_call_start|> like <|tool_response_start|>."""
+        history = self.history_format
+        if history is None or history.results != "tool":
+            return None
+        result = {"role": "tool", "tool_call_id": IDS[0], "content": CONTENT}
+        messages = HistoryAdapter(history).adapt([QUESTION, assistant(ARGUMENTS), result])
+        before, _, after = self._render(messages, self._tools).partition(CONTENT)
+        opens, closes = LAST_DELIMITER.search(before), DELIMITER.match(after.lstrip())
+        if opens is None or closes is None:
+            return None
+        around = opens[0].strip(), closes[0]
+        renamed = RESULT_WORD.sub("call", around[0]), RESULT_WORD.sub("call", around[1])
+        is_default = renamed[0] == DEFAULT_TOOL_CALL_FORMAT.call[0].strip()
+        return None if is_default or renamed[0] == around[0] else renamed
 
     def _render_with_ids(self, count: int) -> str:
         """Render calls, with ID in place of their ids."""
@@ -392,10 +436,11 @@ class ProbedArguments(NamedTuple):
     keys: Pair | None = None
 
 
-def infer_tool_call_format(one: str, two: str) -> ToolCallFormat | None:
+def infer_tool_call_format(one: str, two: str, typed: str) -> ToolCallFormat | None:
     """Return the format of a text with one call and a text with two; `two` is "" if a message has
-    at most one call. None: the style is unknown."""
-    for probe in (_probe_json, _probe_python, _probe_entries):
+    at most one call. `typed`: the text of a call with TYPED_ARGUMENTS. None: the style is
+    unknown."""
+    for probe in (_probe_json, _probe_python, partial(_probe_entries, typed=typed)):
         arguments = probe(one)
         if arguments and (call_format := _tool_call_format(one, two, arguments)):
             return call_format
@@ -452,7 +497,7 @@ def _probe_python(text: str) -> ProbedArguments | None:
     return ProbedArguments(match["arguments"], argument_format, after=len(")"))
 
 
-def _probe_entries(text: str) -> ProbedArguments | None:
+def _probe_entries(text: str, typed: str) -> ProbedArguments | None:
     """The text around two keys, a string and a number. In
 
         nameone{keyone:<|"|>valueone<|"|>,keytwo:12}
@@ -462,24 +507,73 @@ def _probe_entries(text: str) -> ProbedArguments | None:
 
         nameone<key>keyone</key><value>valueone</value><key>keytwo</key><value>12</value></call>
 
-    the text after both values closes an entry, and the text before both keys opens one."""
+    the text after both values closes an entry, and the text before both keys opens one. It may
+    repeat the key, and the middle may name the type of the value."""
     match = ENTRIES.search(text)
     if match is None:
         return None
     first, to_string, between, middle, rest = match.groups()
     quotes = to_string[len(middle) :]
+    types: tuple[Pair, ...] = ()
     if to_string != middle + quotes or not between.startswith(quotes):
-        return None
+        quotes = ""
+        middle = _with_type(to_string, middle)
+        if not (types := _type_words(middle, typed)):
+            return None
     between = between[len(quotes) :]
-    close = common_start(between, rest)
-    between = between[len(close) :]
-    opens = common_end(first, between)
-    comma = between[: len(between) - len(opens)]
+    with_key = between.replace("keyone", KEY, 1), rest.replace("keytwo", KEY, 1)
+    if KEY in with_key[0] and KEY in with_key[1]:
+        between, rest = with_key
+        opens = common_end(first, between)
+        close = common_start(between[: len(between) - len(opens)], rest)
+    else:
+        close = common_start(between, rest)
+        opens = common_end(first, between[len(close) :])
+    comma = between[len(close) : len(between) - len(opens)]
     argument_format = ArgumentFormat(
-        "entries", comma=comma, quotes=quotes, open=opens, middle=middle, close=close
+        "entries",
+        comma=comma,
+        quotes=quotes,
+        open=opens,
+        middle=middle,
+        close=close,
+        types=types,
     )
+    argument_format = replace(argument_format, item=_item_key(argument_format, typed))
     start = match.start(1) + len(first) - len(opens)
-    return ProbedArguments(text[start : match.start(5) + len(close)], argument_format)
+    end = match.start(5) + len(argument_format.closing("keytwo"))
+    return ProbedArguments(text[start:end], argument_format)
+
+
+def _item_key(argument_format: ArgumentFormat, typed: str) -> str:
+    """Return the key of a list's items in a call with TYPED_ARGUMENTS; "" if lists are literals."""
+    if KEY not in argument_format.close or argument_format.types:
+        return ""
+    opens, middle, closes = map(
+        re.escape, (argument_format.open, argument_format.middle, argument_format.closing("\4"))
+    )
+    item = rf"{opens}(\w+){middle}ab{closes}".replace("\4", r"\1")
+    match = re.search(rf"keyfive{middle}\s*{item}", typed)
+    return match[1] if match else ""
+
+
+def _with_type(to_string: str, to_number: str) -> str:
+    """Put TYPE for the word in which the texts before a string and before a number differ."""
+    texts = to_string, to_number
+    before = re.sub(r"\w+$", "", commonprefix(texts))  # noqa: RUF071  # no paths
+    after = commonprefix([text[: len(before) - 1 : -1] for text in texts])  # noqa: RUF071
+    return before + TYPE + re.sub(r"^\w+", "", after[::-1])
+
+
+def _type_words(middle: str, typed: str) -> tuple[Pair, ...]:
+    """Return the words of JSON types in a call with TYPED_ARGUMENTS; none if one has no word."""
+    before, _, after = map(re.escape, middle.partition(TYPE))
+    words = {}
+    for key, json_type in zip(TYPED_ARGUMENTS, TYPES, strict=True):
+        if (match := re.search(rf"{key}{before}(\w+){after}", typed)) is None:
+            return ()
+        words[json_type] = match[1]
+    return tuple(words.items())
 
 
 def _tool_call_format(one: str, two: str, arguments: ProbedArguments) -> ToolCallFormat | None:

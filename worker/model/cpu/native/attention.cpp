@@ -1,33 +1,26 @@
 // Attention of all spans of a step. Threads take tiles one after another. Where there are fewer tiles
-// than threads, tiles are split along their keys and merged at the end, as in Dao et al.,
-// "Flash-Decoding", 2023.
+// than threads, tiles are split at multiples of TILE_KEYS and their sums merged at the end, as in
+// Dao et al., "Flash-Decoding", 2023.
 
 #include <ATen/Parallel.h>
 
 #include <atomic>
+#include <memory>
 
 namespace {
 
 // Merges the sums of `count` parts of the same tokens and head into their output.
 template <typename T>
 void merge(const Attention<T>& attention, const Part* parts, int64_t count) {
-  const int64_t stride = 2 + rounded_up(attention.values.size, LANES);
+  const int64_t size = rounded_up(attention.values.size, LANES);
   const int64_t rows = (parts->end - parts->begin) * attention.group;
-  std::vector<float> values(attention.values.size);
   for (int64_t row = 0; row < rows; ++row) {
-    float peak = -INFINITE, total = 0;
-    for (int64_t n = 0; n < count; ++n) peak = std::max(peak, parts[n].sums[row * stride]);
-    std::fill(values.begin(), values.end(), 0.0f);
-    for (int64_t n = 0; n < count; ++n) {
-      const float* sums = parts[n].sums + row * stride;
-      const float weight = std::exp2(sums[0] - peak);
-      total += weight * sums[1];
-      for (int64_t d = 0; d < attention.values.size; ++d) values[d] += weight * sums[2 + d];
+    float* sums = parts->sums + row * (2 + size);
+    for (int64_t n = 1; n < count; ++n) {
+      const float* more = parts[n].sums + row * (2 + size);
+      if (more[1] != 0) add_sums(sums, more[0], more[1], more + 2, size);
     }
-    T* to = attention.out.at(
-        parts->span->row + parts->begin + row / attention.group,
-        parts->head * attention.group + row % attention.group);
-    for (int64_t d = 0; d < attention.values.size; ++d) to[d] = values[d] / total;
+    store_output(attention, *parts, row, sums);
   }
 }
 
@@ -40,27 +33,21 @@ std::vector<Part> parts_of(const Attention<T>& attention) {
     for (int64_t end = span.width; end > 0; end -= tokens)
       for (int64_t head = 0; head < attention.key_heads; ++head) {
         const int64_t begin = std::max<int64_t>(0, end - tokens);
-        const int64_t first = attention.mask.first(span.start + begin) / BLOCK * BLOCK;
+        const int64_t first = attention.mask.first(span.start + begin) / KEY_STEP * KEY_STEP;
         const int64_t last = attention.mask.last(span.start + end - 1, span.length());
         parts.push_back({&span, head, begin, end, first, last});
       }
   return parts;
 }
 
-// Splits parts along their keys into as many as there are threads, if there are enough keys. Parts of
-// the same tokens stay adjacent.
-std::vector<Part> split(const std::vector<Part>& whole, int64_t threads) {
+// Splits parts at multiples of TILE_KEYS. Parts of the same tokens stay adjacent.
+std::vector<Part> split(const std::vector<Part>& whole) {
   std::vector<Part> parts;
-  const int64_t max_count = threads / int64_t(whole.size());
-  for (Part part : whole) {
-    const int64_t last = part.last;
-    const int64_t count = std::clamp<int64_t>((last - part.first) / MIN_SPLIT_KEYS, 1, max_count);
-    const int64_t keys = rounded_up((last - part.first + count - 1) / count, BLOCK);
-    for (; part.first < last; part.first += keys) {
-      part.last = std::min(last, part.first + keys);
+  for (Part part : whole)
+    for (const int64_t last = part.last; part.first < last; part.first = part.last) {
+      part.last = std::min(last, (part.first / TILE_KEYS + 1) * TILE_KEYS);
       parts.push_back(part);
     }
-  }
   return parts;
 }
 
@@ -81,12 +68,12 @@ void attend(const Attention<T>& attention) {
     in_parallel(count, [&](int64_t n) { Tile<T>(attention, whole[n]).attend(); });
     return;
   }
-  std::vector<Part> parts = split(whole, threads);
+  std::vector<Part> parts = split(whole);
   const int64_t stride = 2 + rounded_up(attention.values.size, LANES);
   int64_t size = 0;
   for (const Part& part : parts) size += (part.end - part.begin) * attention.group * stride;
-  std::vector<float> sums(size);
-  float* free = sums.data();
+  const auto sums = std::make_unique_for_overwrite<float[]>(size);
+  float* free = sums.get();
   for (Part& part : parts) {
     part.sums = free;
     free += (part.end - part.begin) * attention.group * stride;

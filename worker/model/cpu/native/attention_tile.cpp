@@ -1,6 +1,8 @@
-// A tile of attention: the queries of some tokens for one key head are the rows of products with some
-// hundred keys at a time, with an online softmax (Dao et al., "FlashAttention", 2022). Scores, weights
-// and sums are float32 and stay in the thread's own memory.
+// A tile of attention: the queries of some tokens for one key head are the rows of products with
+// TILE_KEYS keys at a time, whose sums are merged (Dao et al., "FlashAttention", 2022). Scores, weights
+// and sums are float32 and stay in the thread's own memory. Keys are divided at multiples of TILE_KEYS
+// and merged in order, so a query's result depends on its own keys only: not on the other queries, the
+// chunks of its prompt or the number of threads.
 
 #include <vector>
 
@@ -8,8 +10,8 @@ namespace {
 
 constexpr int64_t TILE_ROWS = 256;  // queries of a tile
 constexpr int64_t TILE_KEYS = 256;
-constexpr int64_t MIN_SPLIT_KEYS = 256;
 constexpr int64_t BLOCK = LANES;  // tokens of a cache block, as in kv_cache.py
+constexpr int64_t KEY_STEP = 2 * BLOCK;  // a multiple of every STEP: where a part's keys may begin
 constexpr int64_t PREFETCH_KEYS = 2 * BLOCK;  // ahead of the packed ones
 
 // The mask and the scores of a layer. A token attends to keys in [first, last).
@@ -71,15 +73,41 @@ struct Attention {
   const std::vector<Span>& spans;
 };
 
+// Adds a query's sums over further keys to those in `sums`: the maximum of its scores, the sum of its
+// weights, and `size` weighted values. Not inlined, so that every call rounds alike.
+__attribute__((noinline)) inline void add_sums(
+    float* sums, float peak, float total, const float* values, int64_t size) {
+  const float common = std::max(sums[0], peak);
+  const float smaller = std::exp2(std::min(sums[0], peak) - common);  // the other factor is 1
+  const float before = sums[0] < common ? smaller : 1, after = peak < common ? smaller : 1;
+  sums[0] = common;
+  sums[1] = sums[1] * before + total * after;
+  for (int64_t d = 0; d < size; d += LANES)
+    store(sums + 2 + d, load<Floats>(sums + 2 + d) * before + load<Floats>(values + d) * after);
+}
+
 // The work of a tile: some tokens of a span, one key head, some of the keys that they attend to.
 struct Part {
   const Span* span;
   int64_t head;
   int64_t begin, end;  // tokens of the span
   int64_t first, last;  // keys
-  // [rows, 2 + size] maximum, sum of weights and weighted values, if the keys are split; else null
-  float* sums = nullptr;
+  float* sums = nullptr;  // [rows, 2 + size] as in add_sums, if the keys are split; else null
 };
+
+// Divides the sums of a part's row by the sum of its weights, to which an attention sink adds one.
+template <typename T>
+void store_output(const Attention<T>& attention, const Part& part, int64_t row, float* sums) {
+  const int64_t head = part.head * attention.group + row % attention.group;
+  const int64_t size = attention.values.size;
+  if (attention.sinks) {
+    const std::vector<float> zeros(rounded_up(size, LANES));
+    add_sums(sums, float(attention.sinks[head]) * LOG2_E, 1, zeros.data(), zeros.size());
+  }
+  T* to = attention.out.at(part.span->row + part.begin + row / attention.group, head);
+  for (int64_t d = 0; d < size; d += LANES)
+    store_floats(to + d, load<Floats>(sums + 2 + d) / sums[1], size - d);
+}
 
 template <typename T>
 class Tile {
@@ -104,7 +132,8 @@ class Tile {
         reserve(padded_rows * TILE_KEYS, 4),
         reserve(padded_rows * size, 4),
         reserve(padded_rows, 4),
-        reserve(padded_rows, 4)};
+        reserve(padded_rows, 4),
+        reserve(part.sums ? 0 : rows * (2 + size), 4)};
     if (int64_t(memory.size()) < used + 64) memory.resize(used + 64);
     char* begin = memory.data() + 63 - (uintptr_t(memory.data()) + 63) % 64;
     queries = reinterpret_cast<Operand<T>*>(begin + offsets[0]);
@@ -115,24 +144,33 @@ class Tile {
     summed = reinterpret_cast<float*>(begin + offsets[5]);
     peaks = reinterpret_cast<float*>(begin + offsets[6]);
     totals = reinterpret_cast<float*>(begin + offsets[7]);
+    sums = part.sums ? part.sums : reinterpret_cast<float*>(begin + offsets[8]);
   }
 
   void attend() {
     const Multiplier<Operand<T>> multiplier{};
     gather_queries();
-    begin_sums();
-    for (int64_t key = part.first; key < part.last; key += TILE_KEYS) {
-      const int64_t count = rounded_up(std::min(part.last - key, TILE_KEYS), STEP<T>);
+    for (int64_t row = 0; row < rows; ++row) {
+      std::fill_n(sums_of(row), 2 + size, 0.0f);
+      *sums_of(row) = -INFINITE;
+    }
+    for (int64_t key = part.first, end; key < part.last; key = end) {
+      end = std::min(part.last, (key / TILE_KEYS + 1) * TILE_KEYS);
+      const int64_t count = rounded_up(end - key, STEP<T>);
       pack(key, count);
       multiplier.multiply(
           {queries, depth, key_panels, depth * LANES, scores, TILE_KEYS, depth, false},
           rows, count / LANES);
       for (int64_t row = 0; row < rows; ++row) softmax(row, key, count);
       multiplier.multiply(
-          {weights, TILE_KEYS, value_panels, count * LANES, summed, size, count, true},
+          {weights, TILE_KEYS, value_panels, count * LANES, summed, size, count, false},
           rows, size / LANES);
+      for (int64_t row = 0; row < rows; ++row)
+        if (totals[row] != 0)
+          add_sums(sums_of(row), peaks[row], totals[row], summed + row * size, size);
     }
-    for (int64_t row = 0; row < rows; ++row) part.sums ? store_sums(row) : store_output(row);
+    for (int64_t row = 0; row < rows && !part.sums; ++row)
+      store_output(attention, part, row, sums_of(row));
   }
 
  private:
@@ -140,8 +178,9 @@ class Tile {
   const Part& part;
   const int64_t rows, depth, size;
   Operand<T>*queries, *key_panels, *value_panels, *weights;
-  float *scores, *summed, *peaks, *totals;
+  float *scores, *summed, *peaks, *totals, *sums;
 
+  float* sums_of(int64_t row) const { return sums + row * (2 + size); }
   int64_t token(int64_t row) const { return part.begin + row / attention.group; }
   int64_t head(int64_t row) const { return part.head * attention.group + row % attention.group; }
 
@@ -157,19 +196,6 @@ class Tile {
         store_floats(queries + row * depth + d, load_floats(rounded, LANES));
       }
     }
-  }
-
-  void begin_sums() {
-    const bool has_sinks = attention.sinks && part.first == first_block();
-    for (int64_t row = 0; row < rows; ++row) {
-      peaks[row] = has_sinks ? float(attention.sinks[head(row)]) * LOG2_E : -INFINITE;
-      totals[row] = has_sinks ? 1 : 0;
-    }
-    std::fill_n(summed, rows * size, 0.0f);
-  }
-
-  int64_t first_block() const {
-    return attention.mask.first(part.span->start + part.begin) / BLOCK * BLOCK;
   }
 
   void pack(int64_t key, int64_t count) {
@@ -203,8 +229,7 @@ class Tile {
     for (int64_t n = 0; n < count; n += 64 / sizeof(T)) __builtin_prefetch(from + n);
   }
 
-  // Turns the scores of `count` keys from `key` on into weights relative to the row's maximum so far,
-  // and rescales the row's earlier sums to it.
+  // Turns the scores of `count` keys from `key` on into weights relative to the row's maximum.
   void softmax(int64_t row, int64_t key, int64_t count) {
     const int64_t position = part.span->start + token(row);
     const int64_t visible = attention.mask.last(position, part.span->length());
@@ -217,6 +242,7 @@ class Tile {
     const int64_t padded_end = first < last ? rounded_up(last, LANES) : begin;
     for (int64_t n = 0; n < begin; n += LANES) store_floats(weight + n, Floats{});
     for (int64_t n = padded_end; n < count; n += LANES) store_floats(weight + n, Floats{});
+    totals[row] = 0;
     if (first >= last) return;
     const bool capping = attention.mask.softcap > 0;
     Floats maxima = Floats{} - INFINITE;
@@ -232,33 +258,15 @@ class Tile {
       maxima = maximum(x, maxima);
     }
     const float unit = LOG2_E * (capping ? 1.0f : float(attention.mask.scale));  // exponents of 2
-    const float peak = std::max(peaks[row], maximum(maxima) * unit);
+    const float peak = maximum(maxima) * unit;
     Floats total{};
     for (int64_t n = begin; n < padded_end; n += LANES) {
       const Floats x = power_of_2(load<Floats>(score + n) * unit - peak);
       total += x;
       store_floats(weight + n, x);
     }
-    const float rescale = std::exp2(peaks[row] - peak);
     peaks[row] = peak;
-    totals[row] = totals[row] * rescale + sum(total);
-    if (rescale == 1) return;
-    float* to = summed + row * size;
-    for (int64_t d = 0; d < size; d += LANES) store(to + d, load<Floats>(to + d) * rescale);
-  }
-
-  void store_sums(int64_t row) {
-    float* to = part.sums + row * (2 + size);
-    to[0] = peaks[row];
-    to[1] = totals[row];
-    std::copy_n(summed + row * size, size, to + 2);
-  }
-
-  void store_output(int64_t row) {
-    const float* from = summed + row * size;
-    T* to = attention.out.at(part.span->row + token(row), head(row));
-    for (int64_t d = 0; d < attention.values.size; d += LANES)
-      store_floats(to + d, load<Floats>(from + d) / totals[row], attention.values.size - d);
+    totals[row] = sum(total);
   }
 };
 

@@ -6,8 +6,9 @@ namespace {
 
 #if defined(__AVX512F__)
 constexpr int SUMS = 16, PANELS = 2;  // accumulator registers, and the panels that share them
+constexpr int INTERLEAVED_SUMS = 24;  // where panels are interleaved
 #else
-constexpr int SUMS = 6, PANELS = 1;
+constexpr int SUMS = 6, PANELS = 1, INTERLEAVED_SUMS = 6;
 #endif
 
 inline Floats add_product(Floats sum, const float* a, const float* line) {
@@ -26,7 +27,7 @@ inline Floats add_product(Floats sum, const Half* a, const Half* line) {
 template <typename T, int64_t LINE = LANES, int64_t PREFETCH_AHEAD = 0>
 struct Product {
   static constexpr int P = LINE == LANES ? PANELS : LINE / LANES;
-  static constexpr int R = SUMS / P;
+  static constexpr int R = (LINE == LANES ? SUMS : INTERLEAVED_SUMS) / P;
 
   const T* a;
   int64_t a_row;

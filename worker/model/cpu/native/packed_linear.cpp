@@ -1,14 +1,14 @@
-// Linear layers with weights that oneDNN has packed. With few rows, as in decoding, the native product
-// reads the weights once; more rows go to oneDNN. The layout: groups of 32 or 64 columns, each stored
+// Linear layers with weights that oneDNN has packed. The layout: groups of 32 or 64 columns, each stored
 // line after line; a line holds one row of a float32 matrix, or two of a bfloat16 matrix in pairs. The
-// caller finds the width of the groups by comparing products.
+// caller finds the width of the groups by comparing products. Sums are float32, in the order of the
+// depth: a row's product does not depend on the other rows or on the number of threads.
 
 namespace {
 
-constexpr int64_t FEW_ROWS = 32;  // most rows of the native product
 constexpr int64_t PREFETCH_BYTES = 8192;
-constexpr int64_t MIN_ROW_STEP = 16;         // between padded row counts
-constexpr int64_t MIN_COPIED_BYTES = 65536;  // per thread
+constexpr int64_t MAX_ROWS = 256;  // that a thread multiplies with a group of columns at a time
+constexpr int64_t MIN_ROWS = 48;   // a multiple of the rows of a block in registers
+constexpr int64_t MAX_DEPTH = 512;  // so much of a group stays in the level 2 cache
 
 // x [rows, depth], groups [columns / GROUP, depth / PER_WORD, GROUP, PER_WORD], out [rows, columns]
 template <typename T, int64_t GROUP>
@@ -18,21 +18,35 @@ struct Linear {
   int64_t rows, depth, columns;
 
   void multiply() const {
-    at::parallel_for(0, (columns + GROUP - 1) / GROUP, 1, [this](int64_t begin, int64_t end) {
-      multiply(begin, end);
+    const int64_t count = (columns + GROUP - 1) / GROUP;
+    const int64_t wanted = rows * count / (4 * at::get_num_threads());
+    const int64_t share = rounded_up(std::clamp(wanted, MIN_ROWS, MAX_ROWS), MIN_ROWS);
+    at::parallel_for(0, (rows + share - 1) / share * count, 1, [&](int64_t begin, int64_t end) {
+      std::vector<float> sums(std::min(rows, share) * GROUP);
+      for (int64_t n = begin; n < end; ++n) {
+        const int64_t row = n / count * share;
+        multiply(row, std::min(share, rows - row), n % count, sums.data());
+      }
     });
   }
 
-  void multiply(int64_t begin, int64_t end) const {
-    const Multiplier<T> multiplier(rows);
-    alignas(64) float sums[FEW_ROWS * GROUP];
-    for (int64_t group = begin; group < end; ++group) {
+  // Multiplies some rows with a group. AMX tiles take 32 rows, the last ones fewer.
+  void multiply(int64_t row, int64_t count, int64_t group, float* sums) const {
+    const int64_t whole = count / (2 * LANES) * (2 * LANES);
+    if (whole) sum(row, whole, group, sums);
+    if (count > whole) sum(row + whole, count - whole, group, sums + whole * GROUP);
+    for (int64_t last = row + count; row < last; ++row, sums += GROUP)
+      for (int64_t lane = 0; lane < GROUP; lane += LANES)
+        write(load<Floats>(sums + lane), row, group * GROUP + lane);
+  }
+
+  void sum(int64_t row, int64_t count, int64_t group, float* sums) const {
+    const Multiplier<T> multiplier(count);
+    for (int64_t k = 0; k < depth; k += MAX_DEPTH) {
       const Product<T, GROUP, PREFETCH_BYTES> product{
-          x, depth, groups + group * depth * GROUP, STEP<T>, sums, GROUP, depth, false};
-      multiplier.multiply(product, rows, GROUP / LANES);
-      for (int64_t row = 0; row < rows; ++row)
-        for (int64_t lane = 0; lane < GROUP; lane += LANES)
-          write(load<Floats>(sums + row * GROUP + lane), row, group * GROUP + lane);
+          x + row * depth + k, depth, groups + (group * depth + k) * GROUP, STEP<T>, sums, GROUP,
+          std::min(MAX_DEPTH, depth - k), k > 0};
+      multiplier.multiply(product, count, GROUP / LANES);
     }
   }
 
@@ -56,33 +70,8 @@ Tensor onednn_product(const Tensor& x, const Tensor& packed, const std::optional
   return product.call(x, packed, bias, "none", c10::List<std::optional<c10::Scalar>>(), "");
 }
 
-// Rounds up to one of eight row counts per power of two. oneDNN creates a kernel for each new count,
-// which takes as long as the product of hundreds of rows.
-int64_t padded_rows(int64_t rows) {
-  int64_t step = MIN_ROW_STEP;
-  while (step * 16 <= rows) step *= 2;
-  return rounded_up(rows, step);
-}
-
-// The product by oneDNN, of x padded with rows of zeros.
-Tensor multiply_many(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias) {
-  const int64_t depth = x.size(-1), rows = x.numel() / depth, padded = padded_rows(rows);
-  if (rows == padded) return onednn_product(x, packed, bias);
-  const Tensor source = x.contiguous(), all = at::empty({padded, depth}, x.options());
-  const int64_t bytes = depth * x.element_size();
-  const auto* from = static_cast<const char*>(source.const_data_ptr());
-  auto* to = static_cast<char*>(all.mutable_data_ptr());
-  at::parallel_for(0, rows, MIN_COPIED_BYTES / bytes + 1, [=](int64_t begin, int64_t end) {
-    std::memcpy(to + begin * bytes, from + begin * bytes, (end - begin) * bytes);
-  });
-  std::memset(to + rows * bytes, 0, (padded - rows) * bytes);
-  auto sizes = x.sizes().vec();
-  sizes.back() = packed.size(0);
-  return onednn_product(all, packed, bias).narrow(0, 0, rows).view(sizes);
-}
-
 template <typename T, int64_t GROUP>
-void multiply_few(const Tensor& x, const void* packed, const Tensor* bias, const Tensor& out) {
+void multiply_rows(const Tensor& x, const void* packed, const Tensor* bias, const Tensor& out) {
   Linear<T, GROUP>{
       x.const_data_ptr<T>(), static_cast<const T*>(packed),
       bias ? bias->const_data_ptr<T>() : nullptr, out.mutable_data_ptr<T>(),
@@ -119,7 +108,6 @@ Tensor packed_linear(
       packed.scalar_type());
   const int64_t rows = depth ? x.numel() / depth : 0;
   if (rows < 1) return onednn_product(x, packed, bias);
-  if (rows > FEW_ROWS) return multiply_many(x, packed, bias);
   auto sizes = x.sizes().vec();
   sizes.back() = columns;
   const Tensor out = at::empty(sizes, x.options());
@@ -132,7 +120,7 @@ Tensor packed_linear(
     if constexpr (HAS_KERNEL<T>) {
       const int64_t missing = -depth & (STEP<T> - 1);  // the weights' padding is zeros
       const Tensor padded = missing ? at::constant_pad_nd(x, {0, missing}) : x.contiguous();
-      const auto multiply = width == 32 ? multiply_few<T, 32> : multiply_few<T, 64>;
+      const auto multiply = width == 32 ? multiply_rows<T, 32> : multiply_rows<T, 64>;
       multiply(padded, packed_data(packed, width, depth + missing), bias ? &bias_row : nullptr, out);
     }
   });

@@ -1,0 +1,161 @@
+"""Outputs of native operations are equal in every bit, alone and in any batch."""
+
+import random
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from batching import scheduler
+from tests import tiny_decoders
+from tests.generating import ORDINARY, Driver, Served, engine, request, runner_of, serve
+from tests.matrix import matrix
+from worker.generation.engine import GenerationEngine
+from worker.generation.input_processor import GenerationItem
+from worker.generation.loading import paged_engine
+from worker.generation.speculation import NgramDrafter, Speculation
+from worker.messages.generation import Sampling
+from worker.model.attention.native import NativeMetadata
+from worker.model.language_model import GeneratorOptions, LanguageModel, load_language_model
+from worker.model.paged_runner import PagedRunner
+from worker.model.paging import load_paged_runner
+
+pytestmark = pytest.mark.usefixtures("native")
+
+NEW = 20
+LENGTHS = (1, 17, 33, 48, 100)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@cache
+def folder() -> Path:
+    """Return a model with products so deep that oneDNN divides them."""
+    path = tiny_decoders.folder("llama").with_name("deep-llama")
+    torch.manual_seed(0)
+    sizes = {"intermediate_size": 1056, "max_position_embeddings": 1024}
+    for part in tiny_decoders.decoder("LlamaConfig", **tiny_decoders.GROUPED, **sizes)():
+        part.save_pretrained(path)
+    return path
+
+
+@cache
+def language(dtype: str, quantization: str) -> LanguageModel:
+    options = GeneratorOptions(
+        str(folder()), dtype=dtype, device="cpu", kv_cache_gb=0.01, quantization=quantization
+    )
+    runner = load_paged_runner(load_language_model(options), options)
+    runner._use_native_ops()
+    assert runner.metadata is NativeMetadata
+    return runner.language
+
+
+def new_engine(model: LanguageModel, blocks: int, speculation: str) -> GenerationEngine:
+    runner = PagedRunner(model, blocks, model.context, 64)
+    runner.metadata = NativeMetadata
+    return paged_engine(runner, GeneratorOptions("", speculation=speculation, max_running=64))
+
+
+def requests() -> list[GenerationItem]:
+    """Return seeded and greedy requests; half of the prompts share a prefix with others."""
+    chance = random.Random(0)
+    trunk = chance.choices(ORDINARY, k=max(LENGTHS))
+    items: list[GenerationItem] = []
+    for number, length in enumerate(LENGTHS * 3):
+        shared = chance.randrange(length) if number % 2 else 0
+        prompt = trunk[:shared] + chance.choices(ORDINARY, k=length - shared)
+        sampling = Sampling(temperature=float(number % 3 > 0), seed=number, logprobs=2)
+        items.append(request(prompt, sampling, max_tokens=NEW))
+    return items
+
+
+def outputs(served: Served) -> tuple[Any, ...]:
+    """Return the tokens, and the log-probabilities in every bit."""
+    return served.ids, [[token.logprob for token in delta.logprobs] for delta in served.choices]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    matrix(
+        [
+            ("bfloat16", "none"),
+            ("float32", "none"),
+        ],
+        ("bfloat16", "none"),
+    ),
+)
+def test_outputs_are_those_of_each_request_alone(
+    dtype: str, quantization: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = language(dtype, quantization)
+    alone = [serve(new_engine(model, 64, "off"), [item])[0][0] for item in requests()]
+    texts = [(*served.prompt, *served.ids[0]) for served in alone]
+    chance = random.Random(1)
+
+    def draft(drafter: NgramDrafter, tokens: Any, limit: int) -> tuple[int, ...]:
+        """Drafts that are right up to a random position."""
+        text = next((text for text in texts if text[: len(tokens)] == tuple(tokens)), ())
+        return (*text[len(tokens) :][: min(limit, chance.randrange(5))], 7)[:limit]
+
+    monkeypatch.setattr(NgramDrafter, "draft", draft)
+    monkeypatch.setattr(Speculation, "worthwhile", lambda budget, acceptance, limit: limit)
+    monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", {"cpu": 70})
+    monkeypatch.setattr(scheduler, "MIN_PREFILL_TOKENS", 70)
+    torch.set_num_threads(3)
+    served, driver = serve(new_engine(model, 9, "auto"), requests(), seed=1)
+    assert driver.partial > 0
+    assert driver.total("cached_tokens") > 0
+    assert driver.total("preempted") > 0
+    assert 0 < driver.total("accepted") < driver.total("drafted")
+    assert list(map(outputs, served)) == list(map(outputs, alone))
+
+
+# ── the compiled model takes over ──
+
+
+class Compiled:
+    """The model with reversed logits, in place of a compiled one."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(self, **inputs: Any) -> tuple[Tensor]:
+        logits: Tensor = self.model(**inputs)[0]
+        return (logits.flip(-1),)
+
+
+def test_a_sequence_keeps_the_model_that_it_began_with() -> None:
+    prompts = [list(range(start, 42)) for start in (10, 11)]
+
+    def new_request(prompt: list[int]) -> GenerationItem:
+        return request(prompt, max_tokens=40)
+
+    eager, compiled = engine("llama", speculation="off"), engine("llama", speculation="off")
+    runner_of(compiled)._compiled = Compiled(runner_of(compiled).model)
+    of_eager, of_compiled = (
+        [served.ids for served in serve(run, map(new_request, prompts))[0]]
+        for run in (eager, compiled)
+    )
+
+    generator = engine("llama", blocks=8, speculation="off")
+    runner, driver = runner_of(generator), Driver(generator)
+    runner.compile_state = "running"
+    early = [driver.add(new_request(prompt)) for prompt in prompts]
+    driver.step()
+    runner._compiled, runner.compile_state = Compiled(runner.model), "done"
+    late = driver.add(new_request(prompts[0]))
+    driver.finish()
+    assert driver.total("preempted") > 0
+    assert [served.ids for served in early] == of_eager
+    assert late.ids == of_compiled[0] != of_eager[0]
+    assert late.sequences[0].cached == 0, "it reads keys of the eager model"

@@ -1,0 +1,184 @@
+"""While other models have work, the batches of encoders are cut, and generation lets others run
+between two tokens. Results are those of an uncut batch."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+import torch
+
+from batching.request_queue import WorkItem
+from batching.scheduler import PrefillBudget
+from batching.turn_budget import TurnBudget
+from tests import tiny_media as tiny_media  # adds its models to the list
+from tests.fakes import BusyModels
+from tests.matrix import matrix
+from tests.model.test_pipelines_media import noise, png, wav
+from tests.parity import assert_same, item, runner, serve, text
+from tests.tiny_embedders import NEW, checkpoint, load
+from worker.embedding.tokenization import TokenRow
+from worker.messages.protocol import ALONE, CUT
+from worker.messages.scoring import EmbeddingInput
+from worker.pipeline.runner import PipelineItem, PipelineRunner
+
+GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+LABELS = {"candidate_labels": ["a cat", "food", "paris"]}
+
+
+@pytest.fixture
+def rows_per_step(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Make steps of two rows; return how many each step had to choose from."""
+    counts: list[int] = []
+
+    def fitting(self: TurnBudget, sizes: Sequence[int]) -> int:
+        counts.append(len(sizes))
+        return 2
+
+    monkeypatch.setattr(TurnBudget, "fitting", fitting)
+    return counts
+
+
+def serve_in_steps(run: PipelineRunner, items: list[PipelineItem]) -> list[Any]:
+    """Pass cut items again, as the engine does."""
+    for one in items:
+        run.prepare(one)
+    raw: dict[PipelineItem, Any] = {}
+    while waiting := [one for one in items if one not in raw]:
+        outputs = run.forward([one.prepared for one in waiting])
+        raw |= {
+            one: output for one, output in zip(waiting, outputs, strict=True) if output is not CUT
+        }
+    return [orjson.loads(run.finish(one, raw[one])) for one in items]
+
+
+TEXTS = [text(3), text(9, 4), text(30, 2), text(1), text(12, 7)]
+ENCODERS: list[tuple[str, str, list[Any], dict[str, Any], list[int]]] = [
+    ("fill-mask", "bert-mlm", [f"{one} [MASK]" for one in TEXTS], {}, [5, 3, 1]),
+    ("zero-shot-classification", "bert-nli", TEXTS[:3], LABELS, [9, 7, 5, 3, 1]),
+    ("token-classification", "bert-ner", TEXTS, {}, [5, 3, 1]),
+    ("image-classification", "vit", [png(n, (32, 32)) for n in range(3)], {}, [3, 1]),
+]
+
+
+@pytest.mark.parametrize(
+    ("task", "model", "inputs", "parameters", "counts"), matrix(ENCODERS, *ENCODERS[:2])
+)
+def test_a_cut_batch_gives_the_results_of_an_uncut_one(
+    task: str,
+    model: str,
+    inputs: list[Any],
+    parameters: dict[str, Any],
+    counts: list[int],
+    rows_per_step: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = runner(task, model, 16)
+    expected = serve(run, [item(one, **parameters) for one in inputs])
+    assert rows_per_step == []
+    monkeypatch.setattr(run, "others", BusyModels())
+    answers = serve_in_steps(run, [item(one, **parameters) for one in inputs])
+    assert rows_per_step == counts
+    for answer, alone in zip(answers, expected, strict=True):
+        assert_same(answer, alone)
+
+
+def test_a_warm_up_completes_beside_other_models(
+    rows_per_step: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = runner("zero-shot-classification", "bert-nli")
+    monkeypatch.setattr(run, "others", BusyModels())
+    monkeypatch.setattr(TurnBudget, "fitting", lambda self, sizes: 1)
+    run.warm_up()
+
+
+def test_an_embedders_cut_batch_gives_the_vectors_of_an_uncut_one(
+    tmp_path: Path, rows_per_step: list[int]
+) -> None:
+    embedder = load(checkpoint(tmp_path / "m", pooling={"pooling_mode": "mean"}, prefix=NEW))
+    expected = embedder.run(EmbeddingInput(TEXTS, 0)).vectors
+    embedder.others = BusyModels()
+    items: list[WorkItem[EmbeddingInput, list[TokenRow]]] = [
+        WorkItem(EmbeddingInput(part, 0), 1e9, 0.0) for part in (TEXTS[:3], TEXTS[3:])
+    ]
+    for one in items:
+        embedder.prepare(one)
+    assert embedder.forward([one.prepared for one in items]) == [CUT, CUT]
+    first, second = embedder.forward([one.prepared for one in items])
+    assert second is CUT
+    [second] = embedder.forward([items[1].prepared])
+    assert rows_per_step == [5, 3, 1]
+    assert isinstance(first, torch.Tensor)
+    assert isinstance(second, torch.Tensor)
+    vectors = [embedder.finish(items[0], first).vectors, embedder.finish(items[1], second).vectors]
+    np.testing.assert_allclose(np.concatenate(vectors), expected, atol=1e-5)
+    assert embedder.others.steps == 0
+
+
+GENERATING: list[tuple[str, str, Any, dict[str, Any]]] = [
+    ("text-generation", "llama-lm", text(6), GREEDY),
+    ("text-generation", "llama-lm", text(6), {**GREEDY, "num_beams": 3}),
+    ("automatic-speech-recognition", "whisper", wav(noise(1, 4.0)), {"max_new_tokens": 5}),
+]
+
+
+@pytest.mark.parametrize(("task", "model", "inputs", "parameters"), matrix(GENERATING, *GENERATING))
+def test_other_models_run_between_two_tokens(
+    task: str,
+    model: str,
+    inputs: Any,
+    parameters: dict[str, Any],
+    rows_per_step: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run, states = runner(task, model), set()
+
+    class Others(BusyModels):
+        def run_steps(self) -> None:
+            super().run_steps()
+            states.add((torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+            for model in run._hooked:  # which the other model may share
+                for hook in model._forward_pre_hooks.values():
+                    hook(model, ())
+
+    expected = serve(run, [item(inputs, **parameters) for _ in range(3)])
+    others = Others()
+    monkeypatch.setattr(run, "others", others)
+    assert serve(run, [item(inputs, **parameters) for _ in range(3)]) == expected
+    assert rows_per_step == []  # their batch is not cut
+    assert others.steps >= 4
+    assert states == {(False, True)}  # as outside of a pipeline
+    monkeypatch.setattr(run, "others", ALONE)
+
+
+def test_the_time_of_other_models_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, seconds = runner("zero-shot-image-classification", "clip"), []
+
+    class Slow(BusyModels):
+        def run_steps(self) -> None:
+            self.total_s += 1000.0
+
+    monkeypatch.setattr(run, "others", Slow())
+    monkeypatch.setattr(TurnBudget, "learn", lambda self, tokens, s: seconds.append(s))
+    serve_in_steps(run, [item(png(1, (32, 32)), candidate_labels=["a"]) for _ in range(2)])
+    assert seconds
+    assert max(seconds) < 500
+
+
+def test_a_decoders_prompts_are_cut_to_the_time_beside_other_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embedder, shared = load(checkpoint(tmp_path / "m", "qwen3-base")), []
+    assert embedder.info.batching == "continuous"
+
+    def prompt_tokens(self: PrefillBudget, streaming: bool, spent_s: float = 0.0) -> int:
+        shared.append(streaming)
+        return 512
+
+    monkeypatch.setattr(PrefillBudget, "prompt_tokens", prompt_tokens)
+    embedder.run(EmbeddingInput(TEXTS, 0))
+    embedder.others = BusyModels()
+    embedder.run(EmbeddingInput(TEXTS, 0))
+    assert shared == [False, True]

@@ -1,0 +1,79 @@
+"""Refuses JSON schemas that only infinite documents match: generation would never complete one.
+
+A reference is finite if its target matches a document that needs finite references only: the least
+fixed point. Only `type`, `required`, `minItems` and the applicators are read, so a refused schema
+certainly has no finite document.
+"""
+
+from typing import Any
+
+from batching.errors import InvalidInput
+from worker.grammar.schema_analysis import Schema, list_in
+from worker.text.tool_call_parser import resolve_reference
+
+MAX_VISITS = 20_000  # of schemas; beyond it, the schema is accepted
+
+
+def check_finite(schema: Schema) -> None:
+    """InvalidInput if a schema has no finite document."""
+    if not FiniteReferences(schema).is_finite():
+        raise InvalidInput("no text matches it: each document contains itself")
+
+
+class FiniteReferences:
+    """The references of a schema that are known to have a finite document."""
+
+    def __init__(self, root: Schema) -> None:
+        self._root = root
+        self._targets: dict[str, Any] = {}  # by reference
+        self._finite: set[str] = set()
+        self._visits_left = MAX_VISITS
+
+    def is_finite(self) -> bool:
+        known = -1
+        while not self._matches(self._root):
+            if known == (known := len(self._targets) + len(self._finite)):
+                return False
+            for name in [*self._targets]:
+                if name not in self._finite and self._matches(self._targets[name]):
+                    self._finite.add(name)
+        return True
+
+    def _matches(self, schema: Any) -> bool:
+        """Whether a document may match that needs finite references only."""
+        self._visits_left -= 1
+        if not isinstance(schema, dict) or self._visits_left < 0:
+            return schema is not False
+        if "const" in schema or "enum" in schema:
+            return True
+        return (
+            ("$ref" not in schema or self._is_finite(schema["$ref"]))
+            and all(map(self._matches, list_in(schema, "allOf")))
+            and all(
+                any(map(self._matches, alternatives))
+                for keyword in ("anyOf", "oneOf")
+                if (alternatives := list_in(schema, keyword))
+            )
+            and self._matches_contents(schema)
+        )
+
+    def _is_finite(self, reference: Any) -> bool:
+        if not isinstance(reference, str) or reference in self._finite:
+            return True
+        if reference not in self._targets:
+            self._targets[reference] = resolve_reference(self._root, reference)
+        return False
+
+    def _matches_contents(self, schema: Schema) -> bool:
+        """Whether what an object or an array must contain may be finite."""
+        if schema.get("type") in ("object", ["object"]):
+            properties, others = schema.get("properties"), schema.get("additionalProperties")
+            named = properties if isinstance(properties, dict) else {}
+            names = [name for name in list_in(schema, "required") if isinstance(name, str)]
+            return all(self._matches(named.get(name, others)) for name in names)
+        if schema.get("type") in ("array", ["array"]):
+            count, first = schema.get("minItems"), list_in(schema, "prefixItems")
+            if isinstance(count, int):
+                rest = [schema.get("items")] if count > len(first) else []
+                return all(map(self._matches, [*first[: max(0, count)], *rest]))
+        return True

@@ -1,0 +1,65 @@
+"""Attention on a GPU in steps with prompts: decoding spans stay on the decode kernel."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batching.sequence import Batch
+from worker.device.async_copy import to_device
+from worker.model.attention.kv_cache import BLOCK, KVCache
+from worker.model.attention.paged import AttentionMetadata
+
+# A span of more tokens is a prompt: as rows, each token would read the whole prefix again.
+MAX_SPAN_WIDTH = 16
+PROGRAMS_PER_SM = 4  # Triton programs per streaming multiprocessor
+
+
+class MixedMetadata(AttentionMetadata):
+    """AttentionMetadata in which the tokens of short spans, decodes and drafts, are rows of the
+    decode kernel (triton_decode.py). Only prompts are gathered."""
+
+    def __init__(self, cache: KVCache, batch: Batch) -> None:
+        super().__init__(cache, batch)
+        self.programs = programs(cache.device)
+        is_short = self.widths <= MAX_SPAN_WIDTH
+        self.grouped = ~is_short
+        rows = np.flatnonzero(np.repeat(is_short, self.widths))
+        self._rows = to_device(rows, cache.device)
+        if not len(rows):
+            return
+        self._row_positions = self.positions[self._rows]
+        short = np.flatnonzero(is_short)
+        counts = (self.starts + self.widths - 1)[short] // BLOCK + 1
+        tables = np.zeros((len(short), counts.max()), np.int32)
+        for table, number, count in zip(tables, short, counts, strict=True):
+            table[:count] = self.blocks[number][:count]
+        self._tables = to_device(np.repeat(tables, self.widths[short], 0), cache.device)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None,
+        layer: int, scale: float, window: int, softcap: float,
+    ) -> Tensor:  # fmt: skip
+        out = super().attend(query, key, value, sinks, layer, scale, window, softcap)
+        if not len(self._rows):
+            return out
+        # triton comes with torch's builds for GPUs only
+        from worker.model.attention import triton_decode
+
+        cache, shape = self.cache, self.cache.layers[layer]
+        if shape.temperature:
+            query = shape.rescale(query, self.positions)
+        q = query[0].transpose(0, 1).index_select(0, self._rows)
+        attended = triton_decode.attend(
+            q, cache.keys[layer], cache.values[layer], self._tables, self._row_positions,
+            programs=self.programs, scale=scale, window=window, chunk=shape.chunk, softcap=softcap,
+            sinks=sinks,
+        )  # fmt: skip
+        out[0].index_copy_(0, self._rows, attended)
+        return out
+
+
+def programs(device: torch.device) -> int:
+    """Return the number of Triton programs that keep the device busy."""
+    if device.type != "cuda":
+        return PROGRAMS_PER_SM
+    return PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
