@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from ipaddress import ip_address, ip_network
 
-from starlette._utils import get_route_path
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -13,6 +12,7 @@ from starlette.types import Scope
 
 from server.http.errors import HttpError
 from server.http.json import to_json
+from server.http.paths import route_path
 
 # No key is needed here: probes of a load balancer and a browser's request for an icon have none.
 OPEN_PATHS = {"/health", "/ready", "/ping", "/metrics", "/version", "/favicon.ico"}
@@ -21,7 +21,7 @@ OPEN_PATHS = {"/health", "/ready", "/ping", "/metrics", "/version", "/favicon.ic
 def key_from_headers(scope: Scope, keys: Sequence[bytes]) -> bytes:
     """Return the request's API key; empty where none is needed. HttpError (401) if it is not one
     of `keys`."""
-    if scope["method"] == "OPTIONS" or is_open(scope["method"], get_route_path(scope)):
+    if scope["method"] == "OPTIONS" or is_open(scope["method"], route_path(scope)):
         return b""
     headers = dict(reversed(scope["headers"]))  # the first of repeated headers
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")

@@ -9,11 +9,11 @@ import socket
 from functools import lru_cache
 from ipaddress import IPv6Address, ip_address
 
-from starlette._utils import get_route_path
 from starlette.types import Scope
 
 from server.core.settings import Settings
 from server.http.errors import HttpError
+from server.http.paths import route_path
 
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 PROBES = ("/health", "/ready", "/ping")
@@ -41,7 +41,7 @@ class CrossSiteRules:
         if scope["method"] not in SAFE_METHODS:
             self._check_origin(headers, host)
         server = scope.get("server")  # the socket's address; None for a Unix socket
-        if server and is_loopback(server[0]) and get_route_path(scope) not in PROBES:
+        if server and is_loopback(server[0]) and route_path(scope) not in PROBES:
             self._check_host(host)
 
     def _check_origin(self, headers: dict[bytes, bytes], host: str) -> None:

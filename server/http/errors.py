@@ -9,12 +9,12 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 
-from starlette._utils import get_route_path
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
 from batching import errors
 from server.http.json import Document, Header
+from server.http.paths import route_path
 
 log = logging.getLogger("onequeue.errors")
 
@@ -140,7 +140,7 @@ def as_client_gone(error: OSError | RuntimeError) -> Exception:
 
 def _from_routing(error: HTTPException, scope: Scope) -> HttpError:
     """Convert an error of Starlette's router: no such route, or method not allowed."""
-    path = get_route_path(scope)[:200]
+    path = route_path(scope)[:200]
     message = {
         404: f"there is no route {path}",
         405: f"{path} does not take {scope['method'][:20]}",

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from prometheus_client import Counter, Histogram
-from starlette._utils import get_route_path
 from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -32,6 +31,7 @@ from server.http.access import Cors, key_from_headers
 from server.http.cross_site import CrossSiteRules
 from server.http.errors import HttpError, as_client_gone, as_http_error
 from server.http.json import Header, to_json
+from server.http.paths import route_path
 from server.http.transfers import Transfer, TransferBudget
 
 MAX_HEADERS = 256
@@ -124,7 +124,7 @@ class Application:
             await self.respond(scope, receive, send_with_id)
         finally:
             self.memory.release(transfer)
-            path = self._templates.get(scope.get("endpoint"), get_route_path(scope))
+            path = self._templates.get(scope.get("endpoint"), route_path(scope))
             path = scope.get("counted_as", path)
             self._count(path if path in self.paths else "other", status, started)
 

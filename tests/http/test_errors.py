@@ -10,11 +10,13 @@ import httpx
 import pytest
 import torch
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 from starlette.types import Message
 
 from batching.errors import ClientGone, InvalidInput, OutOfMemory, QueueFull
 from batching.request_queue import WorkItem
 from server.http.errors import MAX_MESSAGE, MAX_PARAM, SETTING_FOR_PATH, HttpError, as_http_error
+from server.http.paths import route_path
 from server.http.sse import EventStream
 from server.openai.audio.endpoint import AUDIO_PATHS
 from server.openai.embedding.embeddings import EMBEDDING_PATHS
@@ -76,6 +78,16 @@ def test_the_root_path_is_not_part_of_a_path() -> None:
         refused = httpx.post(server.url + "/v1/embeddings", headers=key, json={})
         assert "it needs EMBEDDING_MODEL" in refused.text
         assert metric(server, 'onequeue_requests_total{endpoint="/health",status="200"}') == 1
+
+
+@pytest.mark.parametrize("root", ["", "/llm", "/llm/", "/llm/v1"])
+@pytest.mark.parametrize("path", ["", "/", "/health", "/llm", "/llm/", "/llm/health", "/llmx", "*"])
+def test_a_path_is_read_as_the_router_reads_it(root: str, path: str) -> None:
+    """Else a key that a route needs is not asked for."""
+    scope = SCOPE | {"type": "http", "path": path, "root_path": root}
+    _, child = Route("/{path:path}", lambda _: None).matches(scope)
+    below = route_path(scope)
+    assert below == f"/{child['path_params']['path']}" if child else below in ("", "*")
 
 
 def test_messages_and_fields_are_cut() -> None:

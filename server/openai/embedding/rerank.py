@@ -8,7 +8,7 @@ document first. `texts` are those of text-embeddings-inference: a bare list, tru
 
 import secrets
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 from msgspec import UNSET, Meta
 
@@ -23,7 +23,13 @@ from server.openai.response_schemas import (
     Ranking,
     TextDocument,
 )
-from worker.messages.scoring import PartSize, ScoringInput, ScoringOutput, split_parts
+from worker.messages.scoring import (
+    PartSize,
+    ScoringInput,
+    ScoringOutput,
+    Truncation,
+    split_parts,
+)
 
 RERANK_PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
 
@@ -95,11 +101,22 @@ def split_pairs(
     pairs: Sequence[tuple[str, str]],
     paths: Sequence[tuple[str, str]],
     max_size: PartSize,
-    **options: Any,
+    *,
+    truncation: Truncation,
+    raw: bool,
+    instruction: str | None,
+    max_document_tokens: int | None = None,
 ) -> list[ScoringInput]:
     """Return payloads of at most `max_size`; `paths` name the pairs' texts in errors."""
     sizes = [len(query) + len(document) for query, document in pairs]
     return [
-        ScoringInput(part, paths[first : first + len(part)], **options)
+        ScoringInput(
+            part,
+            paths[first : first + len(part)],
+            instruction,
+            max_document_tokens,
+            truncation,
+            raw,
+        )
         for first, part in split_parts(pairs, sizes, max_size)
     ]
