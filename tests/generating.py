@@ -25,7 +25,7 @@ from worker.messages.generation import GenerationInput, Sampling, Stopping
 from worker.messages.protocol import Generator, Pending, StepReport
 from worker.model.attention.kv_cache import BLOCK, KVCache
 from worker.model.attention.paged import AttentionBackend, AttentionMetadata
-from worker.model.language_model import GeneratorOptions
+from worker.model.language_model import GeneratorOptions, LanguageModel
 from worker.model.paged_runner import PagedRunner
 
 torch.set_num_threads(1)
@@ -47,6 +47,14 @@ def loaded(model: str) -> GenerationEngine:
     generator = load_generator(options)
     assert generator.info.batching == "continuous", generator.info.why
     return generator
+
+
+def built(name: str, build: Callable[[], abc.Sequence[Any]]) -> LanguageModel:
+    """Return a model and its tokenizer, built with weights that depend on the name alone."""
+    torch.manual_seed(sum(name.encode()))
+    model, tokenizer = build()
+    model.generation_config.eos_token_id = None
+    return LanguageModel(name, model.eval(), tokenizer)
 
 
 def engine(
@@ -243,6 +251,19 @@ def raw_logits(model: str, ids: abc.Sequence[int]) -> torch.Tensor:
     return logits.double()
 
 
+def generate(model: Any, prompts: abc.Sequence[abc.Sequence[int]], count: int) -> list[list[int]]:
+    """Return `count` tokens after each of prompts of one length, by the model's own `generate`."""
+    ids = torch.tensor(prompts)
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=count,
+        pad_token_id=2,
+    )
+    return [tokens[ids.shape[1] :] for tokens in output.tolist()]
+
+
 def greedy(model: str, prompts: Iterable[abc.Sequence[int]], count: int) -> list[list[int]]:
     """Return `count` tokens after each prompt."""
     return _greedy(model, tuple(map(tuple, prompts)), count)
@@ -254,16 +275,7 @@ def _greedy(model: str, prompts: abc.Sequence[tuple[int, ...]], count: int) -> l
     expected: dict[tuple[int, ...], list[int]] = {}
     for length in sorted(set(map(len, prompts))):
         rows = [prompt for prompt in prompts if len(prompt) == length]
-        ids = torch.tensor(rows)
-        output = reference_model(model).generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=count,
-            pad_token_id=2,
-        )
-        for row, tokens in zip(rows, output.tolist(), strict=True):
-            expected[row] = tokens[length:]
+        expected |= zip(rows, generate(reference_model(model), rows, count), strict=True)
     return [expected[prompt] for prompt in prompts]
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.model.test_native_linear import of_any_shape, threads
+from tests.model.test_native_linear import of_any_shape
 from tests.model.test_packed_attention import enable_native_kernels, fresh_model
+from tests.threads import compute_threads
 from worker.model.cpu.amx_linear import AmxLinear, use_amx_linear
 from worker.model.cpu.linear import PackedLinear
 from worker.pipeline.packed_attention import Packing, start_native_kernels
@@ -74,7 +75,7 @@ def test_a_row_is_independent_of_other_rows_and_of_the_thread_count(count: int) 
     together = amx(x)
     assert together[20].isnan().all()
     assert together[:20].isfinite().all()
-    with threads(count):
+    with compute_threads(count):
         for first, last in ((0, 1), (1, 9), (9, 19), (21, 150), (60, 93)):
             assert torch.equal(amx(x[first:last]), together[first:last])
 

@@ -14,6 +14,7 @@ from batching import scheduler
 from tests import tiny_decoders
 from tests.generating import ORDINARY, Driver, Served, engine, request, runner_of, serve
 from tests.matrix import matrix
+from tests.threads import compute_threads
 from worker.generation.engine import GenerationEngine
 from worker.generation.input_processor import GenerationItem
 from worker.generation.loading import paged_engine
@@ -32,10 +33,8 @@ LENGTHS = (1, 17, 33, 48, 100)
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with compute_threads(1):
+        yield
 
 
 @cache

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from tests import tiny
-from tests.model.test_native_linear import of_any_shape, threads
+from tests.model.test_native_linear import of_any_shape
+from tests.threads import compute_threads
 from tests.unit.test_fused_linear import Fan, parts
 from worker.model import language_model
 from worker.model.attention.native import _library, library_path, try_load_native_ops
@@ -73,7 +74,7 @@ def test_a_row_is_independent_of_other_rows_and_of_the_thread_count(count: int) 
     together = ours(x)
     assert together[20].isnan().all()
     assert together.isfinite().all(1).sum() == 399
-    with threads(count):
+    with compute_threads(count):
         for first, last in ((0, 1), (1, 9), (9, 19), (21, 32), (130, 400), (399, 400)):
             assert torch.equal(ours(x[first:last]), together[first:last])
 

@@ -85,10 +85,7 @@ BAD_TOKEN = 7  # a token for which some tests make the model fail
 
 @cache
 def language(name: str) -> LanguageModel:
-    torch.manual_seed(sum(name.encode()))
-    model, tokenizer = BUILDERS[name]()
-    model.generation_config.eos_token_id = None
-    return LanguageModel(name, model.eval(), tokenizer)
+    return generating.built(name, BUILDERS[name])
 
 
 @cache
@@ -110,17 +107,7 @@ def prompts(seed: int, lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
 
 @cache
 def _oracle(name: str, prompt: tuple[int, ...], count: int) -> list[int]:
-    ids = torch.tensor([prompt])
-    generate: Any = language(name).model.generate
-    output = generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=count,
-        pad_token_id=2,
-    )
-    tokens: list[int] = output[0, len(prompt) :].tolist()
-    return tokens
+    return generating.generate(language(name).model, [prompt], count)[0]
 
 
 def oracle(name: str, prompt: Sequence[int], count: int = TOKENS) -> list[int]:

@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 from batching.sequence import Batch, Span
 from tests import tiny
 from tests.generating import engine, runner_of
+from tests.threads import compute_threads
 from worker.cores import use_one_core
 from worker.device.self_check import CannotRun
 from worker.model import paged_runner
@@ -91,18 +92,15 @@ def test_the_compiled_model_is_used_and_gives_the_same_logits(
 def test_code_is_compiled_for_the_workers_number_of_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    runner, threads, seen = loaded(), torch.get_num_threads(), []
+    runner, seen = loaded(), []
     monkeypatch.setattr(
         paged_runner, "compile_model", lambda *_: seen.append(torch.get_num_threads())
     )
-    torch.set_num_threads(3)
-    try:
+    with compute_threads(3):
         other = threading.Thread(target=use_one_core)  # as threads of a pool do
         other.start()
         other.join()
         compile_state(runner)
-    finally:
-        torch.set_num_threads(threads)
     assert seen == [3]
 
 

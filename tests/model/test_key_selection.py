@@ -12,7 +12,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
 
 from tests import generating
 from tests.generating import ORDINARY, Driver, request
@@ -23,7 +22,7 @@ from worker.generation.engine import GenerationEngine
 from worker.generation.input_processor import GenerationItem
 from worker.generation.loading import cached_engine
 from worker.model.cached_runner import CachedRunner
-from worker.model.language_model import GeneratorOptions, LanguageModel
+from worker.model.language_model import GeneratorOptions
 from worker.model.loading import LoadingFailed
 from worker.model.paging import PagingCheck
 
@@ -125,10 +124,7 @@ TOKENS = 10
 
 @cache
 def checked(name: str, keys: int) -> CachedRunner:
-    torch.manual_seed(sum(name.encode()))
-    model, tokenizer = builders(keys)[name]()
-    model.generation_config.eos_token_id = None
-    return CachedRunner(LanguageModel(name, model.eval(), tokenizer))
+    return CachedRunner(generating.built(name, builders(keys)[name]))
 
 
 def new_engine(name: str, keys: int, max_running: int = 256) -> GenerationEngine:
@@ -137,17 +133,7 @@ def new_engine(name: str, keys: int, max_running: int = 256) -> GenerationEngine
 
 
 def generate(name: str, keys: int, prompt: Sequence[int], count: int = TOKENS) -> list[int]:
-    ids = torch.tensor([prompt])
-    model: Any = checked(name, keys).model  # not annotated
-    output = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=count,
-        pad_token_id=2,
-    )
-    tokens: list[int] = output[0, len(prompt) :].tolist()
-    return tokens
+    return generating.generate(checked(name, keys).model, [prompt], count)[0]
 
 
 def prompts(lengths: Sequence[int]) -> list[list[int]]:

@@ -63,13 +63,7 @@ def reference(model: str, length: int) -> Any:
 
 
 def greedy(model: str, prompt: Sequence[int], length: int = 0) -> list[int]:
-    ids = torch.tensor([prompt])
-    mask = torch.ones_like(ids)
-    output = reference(model, length).generate(
-        ids, attention_mask=mask, do_sample=False, max_new_tokens=TOKENS, pad_token_id=2
-    )
-    tokens: list[int] = output[0, len(prompt) :].tolist()
-    return tokens
+    return generating.generate(reference(model, length), [prompt], TOKENS)[0]
 
 
 def outputs(engine: GenerationEngine, batch: Sequence[Sequence[int]]) -> list[list[int]]:

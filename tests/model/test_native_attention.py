@@ -4,8 +4,7 @@ import itertools
 import random
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from timeit import repeat
 from typing import Any
@@ -18,6 +17,7 @@ from torch._inductor.cpp_builder import CppBuilder
 from batching.block_pool import BlockPool
 from batching.sequence import Batch, Span
 from tests.matrix import matrix
+from tests.threads import compute_threads
 from tests.unit.test_paged_attention import CASES, Case, expected, memory, mixes, name
 from worker.model import cuda_graphs
 from worker.model.attention.kv_cache import BLOCK, KVCache, LayerShape
@@ -50,16 +50,6 @@ def chunks_of(case: Case, chance: random.Random) -> list[tuple[int, int]]:
     return [(0, 300), (2000, 1), (515, 280), (900, 5), (1023, 65)]
 
 
-@contextmanager
-def threads_of(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def attended(
     case: Case, mix: Sequence[tuple[int, int]], dtype: torch.dtype, broken: int | None, threads: int
 ) -> tuple[list[Tensor], list[Tensor]]:
@@ -73,7 +63,7 @@ def attended(
     ]
     sinks = torch.randn(case.heads, dtype=dtype)
     q, k, v = (x.transpose(0, 1)[None] for x in (torch.cat(query), *new))
-    with threads_of(threads), forward_context(NativeMetadata(cached.cache, cached.batch)):
+    with compute_threads(threads), forward_context(NativeMetadata(cached.cache, cached.batch)):
         options = 0, case.scale, case.window, case.softcap
         out = attend(q, k, v, sinks if case.sinks else None, *options)
     assert out.shape == (1, q.shape[2], case.heads, case.value_size)
@@ -142,7 +132,7 @@ def test_a_token_gets_the_same_bits_in_any_chunk_batch_and_number_of_threads(
             rows = torch.cat([torch.full((others,), start), torch.arange(start, end)])
             spans = [Span(table, start, 1) for table in tables[1:]]
             batch = Batch([*spans, Span(tables[0], start, end - start)], [0] * len(rows), [])
-            with threads_of(threads), forward_context(NativeMetadata(cache, batch)):
+            with compute_threads(threads), forward_context(NativeMetadata(cache, batch)):
                 options = 0, case.scale, case.window, case.softcap
                 out = attend(q[:, :, rows], k[:, :, rows], v[:, :, rows], sinks, *options)
             outputs.append(out[0, others:])

@@ -1,12 +1,12 @@
 """The native linear operation gives oneDNN's products from the same weights, or is unused."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.threads import compute_threads
 from worker.model.cpu.linear import (
     GROUP_WIDTHS,
     ROUNDING,
@@ -46,16 +46,6 @@ def of_any_shape(size: int, dtype: torch.dtype = torch.float32) -> Iterator[Tens
         yield torch.randn(rows, 2 * size, dtype=dtype)[:, ::2]
 
 
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def assert_close(actual: Tensor, right: Tensor) -> None:
     largest = float(right.abs().max()) if right.numel() else 0.0
     torch.testing.assert_close(actual, right, rtol=0, atol=ROUNDING[right.dtype] * largest)
@@ -81,7 +71,7 @@ def test_a_row_is_independent_of_other_rows_and_of_the_thread_count(
     x[20] = torch.nan
     together = layer(x)
     assert together[20].isnan().all()
-    with threads(count):
+    with compute_threads(count):
         for first, last in ((0, 1), (1, 9), (9, 19), (21, 32), (3, 20), (21, 70), (21, 600)):
             assert torch.equal(layer(x[first:last]), together[first:last])
 
