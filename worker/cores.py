@@ -9,9 +9,11 @@ wait, and a thread whose core is taken makes a step ten times as long.
 """
 
 import ctypes
+import hashlib
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -25,10 +27,14 @@ TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
 # There are too many threads if the worker's thread computes in less than this share of its turns.
 MIN_CPU_SHARE = 0.9
+# A core is free if a probe computes in this share of its time; it may wait for the interpreter.
+MIN_PROBE_SHARE = 0.75
 # The time of turns that a decision is based on, and the least for ending a trial of more threads.
 WINDOW_S, TRIAL_S = 1.0, 0.1
-# The interval after a change of the number of threads, and after a trial that fails.
+# The interval after a change of the number of threads or a probe, and after a trial that fails.
 MIN_INTERVAL_S, MAX_INTERVAL_S = 2.0, 3.5
+# A probe's rounds take 5 to 30 ms of CPU time: more than a busy core's scheduler grants at once.
+PROBE_ROUNDS = 50_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,23 +186,47 @@ def lines_of(path: str | Path) -> list[str]:
 # ── while serving ──
 
 
+class CoreProbe:
+    """Tells whether a number of further cores are free: as many threads compute for a moment beside
+    the worker's. A turn of too many threads instead takes many times as long.
+
+    `passed` is None until all have ended."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.passed: bool | None = None
+        self._shares: list[float] = []
+        for _ in range(count):
+            threading.Thread(target=self._run, name="core-probe", daemon=True).start()
+
+    def _run(self) -> None:
+        started, cpu = time.monotonic(), time.thread_time()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", PROBE_ROUNDS)  # without the interpreter lock
+        self._shares.append((time.thread_time() - cpu) / (time.monotonic() - started))
+        if len(self._shares) == self.count:
+            self.passed = min(self._shares) >= MIN_PROBE_SHARE
+
+
 class ThreadTuner:
-    """Adapts the number of OpenMP threads to the cores that other processes leave free, by how long
-    the worker's thread waits in its turns: for a core, or for a thread of its team that waits for
-    one. All methods run on that thread."""
+    """Adapts the number of OpenMP threads to the cores that other processes leave free.
+
+    There are too many while the worker's thread waits in its turns: for a core, or for a thread of
+    its team that waits for one. More are tried once a probe has found free cores. All methods run
+    on that thread."""
 
     def __init__(
         self,
         cores: Cores | None,
         clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.thread_time,
+        start_probe: Callable[[int], CoreProbe] = CoreProbe,
     ) -> None:
         """`cores`: None where torch decides."""
         self._max_threads = self.threads = cores.threads if cores and not cores.requested else 1
         self._trial = 0  # a larger number of threads that is tried; 0: none
-        self._tries_one = False  # the next trial has one thread more, not all
-        self._next_at = 0.0  # when the number may change, or the next trial may start
-        self._clock, self._cpu_clock = clock, cpu_clock
+        self._probe: CoreProbe | None = None
+        self._next_at = 0.0  # when the number may change, or the next probe may start
+        self._clock, self._cpu_clock, self._start_probe = clock, cpu_clock, start_probe
         self._began_at = self._cpu_at = 0.0  # of the turn that runs
         self._wall_s = self._cpu_s = 0.0  # of the turns since the last decision
 
@@ -204,27 +234,43 @@ class ThreadTuner:
         self._began_at, self._cpu_at = self._clock(), self._cpu_clock()
 
     def end_turn(self) -> None:
-        """Decide on the number of threads once enough turns are measured."""
+        """Decide on the number of threads once enough turns are measured, or a probe has ended."""
+        if self._max_threads == 1:
+            return
         now = self._clock()
         self._wall_s += now - self._began_at
         self._cpu_s += self._cpu_clock() - self._cpu_at
         crowded = self._cpu_s < MIN_CPU_SHARE * self._wall_s
-        fails = self._trial and crowded and self._wall_s >= TRIAL_S
-        if self._max_threads > 1 and (fails or self._wall_s >= WINDOW_S):
+        if self._probe and self._probe.passed is not None:
+            self._use(self._probe, now)
+        elif (self._trial and crowded and self._wall_s >= TRIAL_S) or self._wall_s >= WINDOW_S:
             self._decide(now, crowded)
-            self._wall_s = self._cpu_s = 0.0
-            log.debug("compute threads=%d of %d", self._trial or self.threads, self._max_threads)
-            if (set_threads := openmp_set_threads()) is not None:  # each time: libraries reset it
-                set_threads(self._trial or self.threads)
+        else:
+            return
+        self._wall_s = self._cpu_s = 0.0
+        log.debug("compute threads=%d of %d", self._trial or self.threads, self._max_threads)
+        if (set_threads := openmp_set_threads()) is not None:  # each time: libraries reset it
+            set_threads(self._trial or self.threads)
+
+    def _use(self, probe: CoreProbe, now: float) -> None:
+        """Try as many more threads as cores are free: all that are missing, or one."""
+        self._probe = None
+        if probe.passed:
+            self._trial = min(self.threads + probe.count, self._max_threads)
+        elif probe.count > 1:
+            self._probe = self._start_probe(1)
+        else:
+            self._next_at = now + MIN_INTERVAL_S
 
     def _decide(self, now: float, crowded: bool) -> None:
-        """Remove a thread, or start or end a trial. Trials alternate: all threads, one more."""
+        """Remove a thread, start a probe, or end a trial."""
         if self._trial:
-            self._tries_one = crowded and not self._tries_one
             self.threads, self._trial = self.threads if crowded else self._trial, 0
             self._next_at = now + (MAX_INTERVAL_S if crowded else MIN_INTERVAL_S)
-        elif now >= self._next_at and crowded and self.threads > 1:
+        elif now < self._next_at or self._probe:
+            pass
+        elif crowded and self.threads > 1:
             self.threads -= 1
             self._next_at = now + MIN_INTERVAL_S
-        elif now >= self._next_at and self.threads < self._max_threads:
-            self._trial = self.threads + 1 if self._tries_one else self._max_threads
+        elif self.threads < self._max_threads:
+            self._probe = self._start_probe(self._max_threads - self.threads)

@@ -5,9 +5,18 @@ from itertools import pairwise
 
 import pytest
 
-from worker.cores import MAX_INTERVAL_S, MIN_INTERVAL_S, Cores, ThreadTuner
+from tests.serving import wait_until
+from worker.cores import MIN_INTERVAL_S, CoreProbe, Cores, ThreadTuner
 
 TURN_S = 0.02
+
+
+class Probe(CoreProbe):
+    """Ends with the next turn."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(0)
+        self.count = count
 
 
 class Machine:
@@ -22,9 +31,17 @@ class Machine:
         self.threads_set: list[tuple[float, int]] = []
         monkeypatch.setattr("worker.cores.openmp_set_threads", lambda: self.set_threads)
         self.cores, self.threads = cores, cores
+        self.probes: list[Probe] = []
         self.tuner = ThreadTuner(
-            Cores(cores, frozenset(), False, "", requested), lambda: self.now, lambda: self.cpu
+            Cores(cores, frozenset(), False, "", requested),
+            lambda: self.now,
+            lambda: self.cpu,
+            self.start_probe,
         )
+
+    def start_probe(self, count: int) -> CoreProbe:
+        self.probes.append(Probe(count))
+        return self.probes[-1]
 
     def set_threads(self, threads: int) -> None:
         if threads != self.threads:
@@ -39,6 +56,8 @@ class Machine:
             if not idle:
                 self.tuner.begin_turn()
             self.now += TURN_S
+            if self.probes:
+                self.probes[-1].passed = self.cores - others - self.threads >= self.probes[-1].count
             free = (self.cores - others) / self.threads
             self.cpu += TURN_S * (0.97 if free >= 1 else 0.9 * free)
             if not idle:
@@ -81,15 +100,30 @@ def test_a_thread_is_back_once_its_core_is_free(machine: Callable[..., Machine])
     assert eight.turns(25.0, 1.0) == 7
 
 
-def test_trials_of_more_threads_take_little_of_the_time(machine: Callable[..., Machine]) -> None:
+def test_no_more_threads_are_tried_while_no_core_is_free(
+    machine: Callable[..., Machine],
+) -> None:
     two = machine(2)
     two.turns(5.0, 1.0)
     two.threads_set.clear()
     two.turns(60.0, 1.0)
+    assert two.threads_set == []
+    assert 10 < len(two.probes) < 40
+
+
+def test_trials_that_fail_take_little_of_the_time(
+    machine: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A probe may find a core free that is not: a process may have waited at that moment."""
+    two = machine(2)
+    two.turns(5.0, 1.0)
+    two.threads_set.clear()
+    monkeypatch.setattr(Probe, "passed", property(lambda _: True, lambda *_: None), raising=False)
+    two.turns(60.0, 1.0)
     started = [at for at, threads in two.threads_set if threads == 2]
     ended = [at for at, threads in two.threads_set if threads == 1]
     trials_s = [end - start for start, end in zip(started, ended, strict=False)]
-    assert len(started) >= 60 / (MAX_INTERVAL_S + 1)
+    assert len(started) > 10
     assert sum(trials_s) < 0.04 * 60
 
 
@@ -136,3 +170,13 @@ def test_without_known_cores_torch_decides(monkeypatch: pytest.MonkeyPatch) -> N
     unknown.tuner = ThreadTuner(None, lambda: unknown.now, lambda: unknown.cpu)
     unknown.turns(20.0, 2.0)
     assert unknown.threads_set == []
+
+
+@pytest.mark.parametrize(("least", "passed"), [(0.0, True), (1.01, False)])
+def test_a_probe_passes_if_its_threads_compute_in_enough_of_their_time(
+    monkeypatch: pytest.MonkeyPatch, least: float, passed: bool
+) -> None:
+    monkeypatch.setattr("worker.cores.MIN_PROBE_SHARE", least)
+    probe = CoreProbe(2)
+    wait_until(lambda: probe.passed is not None)
+    assert probe.passed == passed
