@@ -35,51 +35,6 @@ def page(visitor: Any, server: Server) -> Any:
     return visitor
 
 
-MARKDOWN = """
-1. one
-   goes on
-
-   - inside `a`
-     1. deeper
-2. two
-- another list
-***
-Figures:
-| a | b\\|c |
-| --- | :-: |
-| **1** | 2 |
-| 3
-> said"""
-MARKUP = (
-    "<ol start=1><li>one goes on<ul><li>inside <code>a</code><ol start=1><li>deeper</li></ol></li>"
-    "</ul></li><li>two</li></ol><ul><li>another list</li></ul><hr><p>Figures:</p>"
-    "<div class=scroll tabindex=0><table><thead><tr><th>a</th><th>b|c</th></tr></thead><tbody>"
-    "<tr><td><strong>1</strong></td><td>2</td></tr><tr><td>3</td><td></td></tr></tbody></table>"
-    "</div><blockquote>said</blockquote>"
-)
-
-
-@pytest.mark.parametrize(
-    ("text", "markup"),
-    [
-        (MARKDOWN, MARKUP),
-        ("a | b\n--\n\n| a\nb", "<p>a | b\n--</p><p>| a\nb</p>"),
-        ("- - -\n- [ ] x", "<hr><ul><li>[ ] x</li></ul>"),
-        ("| a |\n|---|", "<div class=scroll tabindex=0><table><thead><tr><th>a</th></tr></thead>"
-         "<tbody></tbody></table></div>"),
-    ],
-)  # fmt: skip
-def test_markdown_becomes_elements(page: Any, text: str, markup: str) -> None:
-    elements = page.evaluate(
-        """async text => {
-            const { markdown } = await import("./assets/markdown.js");
-            return markdown(text).map(block => block.outerHTML).join("").replaceAll('"', "");
-        }""",
-        text,
-    )
-    assert elements == markup
-
-
 def test_a_pipeline_shows_scores_as_bars(page: Any) -> None:
     page.get_by_role("tab", name="Pipeline").click()
     page.get_by_label("Text", exact=True).press("Enter")
@@ -110,6 +65,31 @@ def test_embeddings_become_a_table(page: Any) -> None:
         ["0.71", "1.00", "0.71"],
         ["0.00", "0.71", "1.00"],
     ]
+
+
+def test_documents_are_ranked_where_a_reranker_is_served(visitor: Any, server: Server) -> None:
+    """The responses are mocked: no reranker is served here."""
+    sent: list[Any] = []
+
+    def rank(route: Any) -> None:
+        sent.append(route.request.post_data_json)
+        scores = [{"index": 1, "relevance_score": 0.9}, {"index": 0, "relevance_score": 0.1}]
+        route.fulfill(json={"results": scores})
+
+    ready = {"status": "ready", "rerank_model": "ranker"}
+    model = {"id": "ranker", "serves": "rerank"}
+    visitor.route("**/ready", lambda route: route.fulfill(json=ready))
+    visitor.route("**/v1/models", lambda route: route.fulfill(json={"data": [model]}))
+    visitor.route("**/v1/rerank", rank)
+    visitor.goto(server.url)
+    visitor.get_by_label("Query").fill("q")
+    visitor.get_by_label("Documents, one per line").fill("a\n\nb")
+    visitor.keyboard.press("Control+Enter")
+    rows = visitor.locator("#rerank .bars li")
+    rows.first.wait_for()
+    assert [row.inner_text().split() for row in rows.all()] == [["b", "0.900"], ["a", "0.100"]]
+    assert sent == [{"model": "ranker", "query": "q", "documents": ["a", "b"]}]
+    assert visitor.get_by_role("tab").all_inner_texts() == ["Rerank", "Live"]
 
 
 def draw(page: Any, result: Any, **inputs: Any) -> Any:
@@ -206,7 +186,7 @@ def test_an_image_is_sent_with_a_message(visitor: Any, server: Server) -> None:
     visitor.get_by_role("button", name="Remove cat.svg").wait_for()
     visitor.get_by_label("Message", exact=True).fill("What is this?")
     visitor.keyboard.press("Enter")
-    visitor.get_by_text("A cat.", exact=True).wait_for()
+    visitor.locator(".content").get_by_text("A cat.", exact=True).wait_for()
     [image, text] = sent[0]["messages"][0]["content"]
     assert text == {"type": "text", "text": "What is this?"}
     assert base64.b64decode(image["image_url"]["url"].partition(",")[2]).decode() == SVG

@@ -2,8 +2,9 @@
 // message; server-sent events are parsed.
 
 import { element, find } from "./dom.js";
+import { session } from "./store.js";
 
-const STORAGE_KEY = "onequeue-key"; // in the tab's session storage
+const STORAGE_KEY = "onequeue-key"; // of the tab
 const keyListeners = [];
 let keyDialog = null; // a promise; all requests that need a key share one dialog
 
@@ -19,7 +20,7 @@ export async function call(path, { body, media, signal } = {}) {
   const isRaw = body === undefined || body instanceof Blob || body instanceof FormData;
   for (;;) {
     const headers = {};
-    if (hasKey()) headers.authorization = `Bearer ${sessionStorage.getItem(STORAGE_KEY)}`;
+    if (hasKey()) headers.authorization = `Bearer ${session.get(STORAGE_KEY)}`;
     if (body !== undefined && !(body instanceof FormData)) {
       headers["content-type"] = media ?? (isRaw ? body.type : "application/json");
     }
@@ -69,11 +70,11 @@ export function timings(response) {
 // ── the key ──
 
 export function hasKey() {
-  return sessionStorage.getItem(STORAGE_KEY) !== null;
+  return session.get(STORAGE_KEY) !== null;
 }
 
 export function forgetKey() {
-  sessionStorage.removeItem(STORAGE_KEY);
+  session.remove(STORAGE_KEY);
   keyListeners.forEach(listener => listener());
 }
 
@@ -90,7 +91,7 @@ function askForKey(reason) {
   return new Promise(resolve => {
     form.onsubmit = event => {
       event.preventDefault();
-      sessionStorage.setItem(STORAGE_KEY, form.elements.key.value.trim());
+      session.set(STORAGE_KEY, form.elements.key.value.trim());
       keyListeners.forEach(listener => listener());
       dialog.close("entered");
     };

@@ -1,75 +1,80 @@
 // The chat: the history is kept here and sent whole with each request; responses are streamed.
 //
-//   send → request → stream → AssistantMessage.add per event → .draw once a frame → history
+//   Composer → send → respond → stream → AssistantMessage.add per event → .draw now and then → history → store
 
-import { AssistantMessage } from "./message.js";
+import { AssistantMessage, toolMessage, userMessage } from "./message.js";
 import { call, events } from "./api.js";
-import { announce, autoGrow, element, find, setUpSettings, submitOnEnter } from "./dom.js";
-import { dataUrl } from "./files.js";
+import { Composer, textOf } from "./composer.js";
+import { Conversations } from "./conversations.js";
+import { announce, element, find, markRunning, setUpSettings } from "./dom.js";
+import { deleteConversations, loadConversation, saveConversation, session } from "./store.js";
 
 const PATH = "v1/chat/completions";
-const WEATHER = [{
+const CURRENT = "onequeue-conversation"; // in the session: the id of the one on the screen
+const SETTINGS = ["model", "system", "temperature", "max_tokens", "reasoning_effort", "tools"];
+const WEATHER = JSON.stringify([{
   type: "function",
   function: {
     name: "get_weather",
     description: "The weather of a city",
-    parameters: {
-      type: "object",
-      properties: { city: { type: "string" } },
-      required: ["city"],
-    },
+    parameters: { type: "object", properties: { city: { type: "string" } }, required: ["city"] },
   },
-}];
+}], null, 2);
+const WITH_TOOL = { text: "What is the weather in Paris?", tools: WEATHER };
+const TOY = [{ text: "What is the capital of France?" }, { text: "Count from 3 to 7." }, WITH_TOOL];
 const EXAMPLES = [
-  { text: "What is the capital of France?" },
-  { text: "Count from 3 to 7." },
-  { text: "What is the weather in Paris?", tools: WEATHER },
+  { text: "Explain in three sentences how a queue works." },
+  { text: "Compare tea and coffee in a table." },
+  WITH_TOOL,
 ];
 const NEAR_END_PX = 80; // a reader further up is not scrolled down
-
-const takesImages = model => model?.input_modalities?.includes("image");
+const MIN_PAUSE_MS = 16; // between two drawings
+const PAUSE_SHARE = 4; // of the time that a drawing took: a long text does not occupy the browser
 
 export function startChat(section, ready, models) {
-  new Chat(section, models);
+  const chat = new Chat(section, models);
+  chat.welcome(ready.chat_model);
+  chat.open(session.get(CURRENT));
 }
 
 class Chat {
   constructor(section, models) {
     this.section = section;
     this.messages = []; // in the API's form, without the system prompt
-    this.images = []; // {name, url} of the message being written
+    this.id = null; // of the conversation, once it has a message
+    this.editAt = null; // index of the message that is edited
     this.abort = null; // an AbortController while a response streams
-    this.log = find(".log", section);
+    this.log = find(".log", section); // its children have `at`, their index in `messages`, or Infinity
     this.form = find("form", section);
-    this.text = find("#chat-text", section);
     this.settings = this.form.elements;
-    this.fit = autoGrow(this.text);
+    this.composer = new Composer(this.form);
+    this.conversations = new Conversations(find("#conversations"), {
+      open: id => this.open(id),
+      onDelete: ids => ids.includes(this.id) && this.clear(),
+    });
     this.listen();
     this.listModels(models.filter(model => model.serves === "generation"));
-    this.listExamples();
   }
 
   listen() {
-    submitOnEnter(this.text, this.form);
     setUpSettings(this.form);
     this.form.onsubmit = event => {
       event.preventDefault();
       this.send();
     };
     this.button("stop").onclick = () => this.abort?.abort();
-    this.button("clear").onclick = () => this.clear();
+    this.button("new").onclick = () => this.clear();
+    this.button("conversations").onclick = () => this.conversations.show();
+    this.button("cancel-edit").onclick = () => this.endEdit();
     document.addEventListener("keydown", event => {
-      if (event.key === "Escape" && !this.section.hidden) this.abort?.abort();
+      if (event.key !== "Escape" || !this.section.checkVisibility() || find("dialog[open]")) return;
+      if (this.abort) this.abort.abort();
+      else if (this.editAt !== null) this.endEdit();
     });
     this.section.addEventListener("shown", () => {
-      this.fit();
-      if (document.activeElement === document.body && matchMedia("(hover: hover)").matches) this.text.focus();
+      this.composer.fit();
+      if (document.activeElement === document.body && matchMedia("(hover: hover)").matches) this.composer.text.focus();
     });
-    find("input[type=file]", this.form).onchange = event => {
-      this.attach([...event.target.files]);
-      event.target.value = "";
-    };
-    this.text.addEventListener("paste", event => this.attach([...event.clipboardData.files]));
   }
 
   listModels(models) {
@@ -77,68 +82,168 @@ class Chat {
     this.settings.model.parentElement.hidden = models.length < 2;
     const onModel = () => {
       const model = models.find(({ id }) => id === this.settings.model.value);
-      find(".attach", this.form).hidden = !takesImages(model);
+      this.composer.takeImages(model?.input_modalities?.includes("image") ?? false);
     };
     this.settings.model.onchange = onModel;
     onModel();
   }
 
-  listExamples() {
-    find(".examples", this.section).append(...EXAMPLES.map(({ text, tools }) => element("button", {
+  welcome(model) {
+    const isToy = model === "demo";
+    find(".about", this.section).textContent = isToy ? "A toy model that knows one page of facts." : model;
+    find(".examples", this.section).append(...(isToy ? TOY : EXAMPLES).map(({ text, tools }) => element("button", {
       type: "button", class: "example",
       onclick: () => {
-        if (tools) this.settings.tools.value = JSON.stringify(tools, null, 2);
-        this.text.value = text;
+        if (tools) this.settings.tools.value = tools;
+        this.composer.write(text);
         this.send();
       },
     }, text)));
   }
 
   button(action) {
-    return find(`[data-action=${action}]`, this.form);
+    return find(`[data-action=${action}]`, this.section);
   }
 
-  // ── the message being written ──
+  // ── the history ──
 
-  async attach(files) {
-    if (find(".attach", this.form).hidden) return;
-    for (const file of files.filter(({ type }) => type.startsWith("image/"))) {
-      this.images.push({ name: file.name, url: await dataUrl(file) });
+  add(message) {
+    const at = this.messages.push(message) - 1;
+    this.show(message, at);
+  }
+
+  show(message, at) {
+    let node;
+    if (message.role === "user") node = userMessage(message, () => this.edit(at));
+    else if (message.role === "tool") node = toolMessage(this.callOf(message), message);
+    else {
+      const answer = this.newAnswer(at);
+      answer.show(message);
+      node = answer.element;
     }
-    this.showImages();
+    this.append(node, at);
+    if (message.tool_calls && at === this.messages.length - 1) this.askForResults(message.tool_calls);
   }
 
-  showImages() {
-    const attached = find(".attached", this.form);
-    attached.hidden = !this.images.length;
-    attached.replaceChildren(...this.images.map(image => element("button", {
-      type: "button", class: "quiet", "aria-label": `Remove ${image.name}`,
-      onclick: () => {
-        this.images = this.images.filter(other => other !== image);
-        this.showImages();
-      },
-    }, element("img", { src: image.url, alt: "" }), "×")));
+  append(node, at) {
+    this.keepAtEnd(() => this.log.append(Object.assign(node, { at })));
+    this.showState();
+  }
+
+  newAnswer(at) {
+    return new AssistantMessage(() => this.regenerate(at));
+  }
+
+  callOf({ tool_call_id: id }) {
+    const calls = this.messages.flatMap(message => message.tool_calls ?? []);
+    return calls.find(other => other.id === id)?.function.name ?? "The tool";
+  }
+
+  // Removes messages, and what is shown without being one.
+  truncate(length) {
+    this.messages.length = length;
+    for (const node of [...this.log.children]) if (node.at >= length) node.remove();
+  }
+
+  replace(messages) {
+    this.messages = [...messages];
+    this.log.replaceChildren();
+    messages.forEach((message, at) => this.show(message, at));
+    this.showState();
+  }
+
+  // ── the conversation ──
+
+  async save() {
+    if (!this.messages.length) return this.id && deleteConversations([this.id]).catch(() => {});
+    this.id ??= `${Date.now()}-${Math.random()}`;
+    session.set(CURRENT, this.id);
+    const title = textOf(this.messages[0]?.content).slice(0, 80) || "Pictures";
+    const settings = Object.fromEntries(SETTINGS.map(name => [name, this.settings[name].value]));
+    const isKept = await saveConversation({ id: this.id, title, messages: this.messages, settings }).catch(() => true);
+    if (!isKept) find(".notice", this.form).textContent = "This conversation is too large to be kept.";
+  }
+
+  async open(id) {
+    const conversation = id && await loadConversation(id).catch(() => null);
+    if (!conversation || this.abort) return;
+    this.clear();
+    for (const name of SETTINGS) this.settings[name].value = conversation.settings[name];
+    this.settings.model.onchange();
+    this.id = id;
+    session.set(CURRENT, id);
+    this.replace(conversation.messages);
+    scrollToEnd();
+  }
+
+  clear() {
+    this.abort?.abort();
+    this.id = null;
+    session.remove(CURRENT);
+    if (this.settings.tools.value === WEATHER) this.settings.tools.value = ""; // an example's
+    this.endEdit();
+    this.replace([]);
+    this.composer.text.focus();
+  }
+
+  showState() {
+    const isEmpty = !this.log.children.length;
+    find(".welcome", this.section).hidden = !isEmpty;
+    this.button("new").hidden = isEmpty;
+    find(".title", this.section).textContent = isEmpty ? "" : textOf(this.messages[0]?.content);
+  }
+
+  // ── a message ──
+
+  edit(at) {
+    if (this.abort) return;
+    this.draft ??= this.composer.read();
+    this.editAt = at;
+    this.composer.write(this.messages[at].content);
+    this.button("cancel-edit").hidden = false;
+    this.composer.text.focus();
+  }
+
+  endEdit() {
+    if (this.editAt !== null) this.composer.write(this.draft);
+    this.editAt = this.draft = null;
+    this.button("cancel-edit").hidden = true;
   }
 
   send() {
-    const text = this.text.value.trim();
-    if (this.abort || !(text || this.images.length)) return;
-    let content = text;
-    if (this.images.length) {
-      content = this.images.map(({ url }) => ({ type: "image_url", image_url: { url } }));
-      if (text) content.push({ type: "text", text });
-    }
-    this.log.append(element("article", { class: "user", "aria-label": "You" },
-      ...this.images.map(({ name, url }) => element("img", { src: url, alt: name })),
-      element("p", {}, text)));
-    for (const outdated of this.log.querySelectorAll(".failure button, .results")) outdated.remove();
-    if (this.messages.at(-1)?.role === "user") this.messages.pop(); // it has no response
-    this.messages.push({ role: "user", content });
-    this.images = [];
-    this.showImages();
-    this.text.value = "";
-    this.fit();
-    this.respond();
+    const content = this.composer.read();
+    if (this.abort || !content) return;
+    const at = this.editAt;
+    this.endEdit();
+    const hidesAnswers = matchMedia("(max-width: 34rem)").matches && !find(".settings", this.form).hidden;
+    if (hidesAnswers) this.button("settings").click();
+    if (at === null) this.composer.write("");
+    this.ask(() => {
+      const isUnanswered = this.messages.at(-1)?.role === "user";
+      this.truncate(at ?? this.messages.length - isUnanswered);
+      this.add({ role: "user", content });
+    }, () => this.send(), () => {
+      if (at !== null) this.edit(at);
+      if (at !== null) this.composer.write(content);
+      else this.composer.putBack(content);
+    });
+  }
+
+  regenerate(at) {
+    if (!this.abort) this.ask(() => this.truncate(at), () => this.regenerate(at));
+  }
+
+  // Changes the history and asks for an answer. If the request is refused, the history is as before.
+  async ask(change, retry, whenRefused = () => {}) {
+    const before = [...this.messages];
+    change();
+    const refused = await this.respond(retry);
+    if (!refused) return;
+    if (this.messages.length === before.length + 1) this.truncate(before.length);
+    else this.replace(before);
+    whenRefused();
+    this.append(refused.element, Infinity);
+    this.save();
   }
 
   // Returns the API's request for the next message. Throws if the tools are not valid JSON.
@@ -157,62 +262,69 @@ class Chat {
     if (tools.value.trim()) body.tools = parseTools(tools.value);
     return { path: PATH, body };
   }
-
-  async respond() {
-    find(".welcome", this.section).hidden = true;
-    const reply = new AssistantMessage();
-    this.log.append(reply.element);
+  // Streams an answer. Returns it if the request was refused; `retry` is what its button does then.
+  async respond(retry) {
+    const at = this.messages.length;
+    const reply = this.newAnswer(at);
+    this.truncate(at);
+    this.append(reply.element, Infinity);
     this.setStreaming(true);
     scrollToEnd();
+    this.save();
+    let failed = null;
     try {
       const request = this.request();
       reply.addExchange(request);
       await this.stream(request, reply);
     } catch (error) {
-      if (error.name !== "AbortError") {
-        this.keepAtEnd(() => reply.fail(error, () => {
-          reply.element.remove();
-          this.respond();
-        }));
-        return;
-      }
-      reply.finishReason = "stopped";
-    } finally {
-      this.setStreaming(false);
+      if (error.name === "AbortError") reply.finishReason = "stopped";
+      else failed = error;
     }
-    this.keepAtEnd(() => reply.end());
-    this.addToHistory(reply);
-    announce(`Answer: ${reply.message.content || "none"}`);
+    this.setStreaming(false);
+    const isRefused = failed && !reply.firstAt;
+    this.keepAtEnd(() => reply.end(failed, isRefused ? retry : () => this.regenerate(at)));
+    if (isRefused) return reply;
+    this.keep(reply, failed || reply.finishReason === "stopped");
+    this.save();
+    return null;
   }
 
   async stream(request, reply) {
     const response = await call(request.path, { body: request.body, signal: this.abort.signal });
-    let frame = 0;
-    for await (const event of events(response)) {
-      reply.add(event);
-      frame ||= requestAnimationFrame(() => {
-        frame = 0;
-        this.keepAtEnd(() => reply.draw());
-      });
+    let [timer, pause] = [0, MIN_PAUSE_MS];
+    const draw = () => {
+      const started = performance.now();
+      this.keepAtEnd(() => reply.draw());
+      pause = Math.max(MIN_PAUSE_MS, PAUSE_SHARE * (performance.now() - started));
+      timer = 0;
+    };
+    try {
+      for await (const event of events(response)) {
+        reply.add(event);
+        timer ||= setTimeout(draw, pause);
+      }
+    } finally {
+      clearTimeout(timer);
     }
-    cancelAnimationFrame(frame);
   }
 
-  // A response without text that was stopped is left out of the history.
-  addToHistory(reply) {
+  // Adds an answer to the history: without calls if it ended early, and not at all without text.
+  keep(reply, isPart) {
     const { content, reasoning_content: reasoning, tool_calls: calls } = reply.message;
-    const called = reply.finishReason !== "stopped" && calls;
+    const called = !isPart && calls;
     if (!content && !called) return;
     const message = { role: "assistant", content: content || null };
     if (reasoning) message.reasoning_content = reasoning;
     if (called) message.tool_calls = calls;
-    this.messages.push(message);
-    if (called) {
-      this.keepAtEnd(() => this.log.append(resultsForm(calls, results => {
-        this.messages.push(...results);
-        this.respond();
-      })));
-    }
+    reply.element.at = this.messages.push(message) - 1;
+    if (called) this.askForResults(calls);
+  }
+
+  askForResults(calls) {
+    this.append(resultsForm(calls, results => {
+      results.forEach(result => this.add(result));
+      this.respond(() => this.respond());
+    }), Infinity);
   }
 
   // Changes the log; a view at its end stays there.
@@ -226,20 +338,12 @@ class Chat {
   setStreaming(streaming) {
     const hadFocus = document.activeElement === this.button("stop");
     this.abort = streaming ? new AbortController() : null;
-    this.log.setAttribute("aria-busy", streaming);
     this.button("send").hidden = streaming;
     this.button("stop").hidden = !streaming;
-    this.button("clear").hidden = streaming || !this.log.children.length;
-    if (hadFocus) this.text.focus(); // the stop button is hidden now
+    for (const action of ["new", "conversations"]) this.button(action).disabled = streaming;
+    markRunning(this.section, streaming);
+    if (hadFocus) this.composer.text.focus(); // the stop button is hidden now
     if (streaming) announce("Answering. Escape stops.");
-  }
-
-  clear() {
-    this.messages = [];
-    this.log.replaceChildren();
-    this.button("clear").hidden = true;
-    find(".welcome", this.section).hidden = false;
-    this.text.focus();
   }
 }
 
@@ -250,7 +354,7 @@ function scrollToEnd() {
 // Returns a form for the results of the called functions; `submit` gets them as API messages.
 function resultsForm(calls, submit) {
   const form = element("form", { class: "results" },
-    ...calls.map(({ function: { name } }, n) => element("label", {}, `${name} returns`,
+    calls.map(({ function: { name } }, n) => element("label", {}, `${name} returns`,
       element("input", { name: `result-${n}`, required: true, autocomplete: "off", placeholder: "22 degrees, sunny" }))),
     element("button", {}, "Send result"));
   form.onsubmit = event => {

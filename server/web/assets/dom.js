@@ -1,12 +1,13 @@
 // Create and find elements. Text is always text: nothing here parses markup.
 
+const MAX_ANNOUNCED = 20;
 const SVG = "http://www.w3.org/2000/svg";
 
 export function find(selector, within = document) {
   return within.querySelector(selector);
 }
 
-// element("p", {class: "note", onclick: f}, "text", otherElement): null children are left out.
+// element("p", {class: "note", onclick: f}, "text", otherElement, [more]): null children are left out.
 export function element(tag, properties = {}, ...children) {
   return fill(document.createElement(tag), properties, children);
 }
@@ -22,13 +23,31 @@ function fill(node, properties, children) {
     else if (typeof value === "boolean") node.toggleAttribute(name, value);
     else node.setAttribute(name, value);
   }
-  node.append(...children.filter(child => child !== null));
+  for (const child of children.flat()) if (child !== null) node.append(child);
   return node;
 }
 
-// Announces a text to screen readers.
+// Announces a text to screen readers, behind those before it.
 export function announce(text) {
-  find("#announcer").textContent = text;
+  const announcer = find("#announcer");
+  announcer.append(element("p", {}, text));
+  if (announcer.children.length > MAX_ANNOUNCED) announcer.firstChild.remove();
+}
+
+// Returns a text with the seconds that it has been shown.
+export function stopwatch(text) {
+  const node = element("p", { class: "note running" }, `${text}…`);
+  const started = performance.now();
+  const timer = setInterval(() => {
+    if (!node.isConnected) clearInterval(timer);
+    else node.textContent = `${text}… ${Math.round((performance.now() - started) / 1000)} s`;
+  }, 1000);
+  return node;
+}
+
+// Shows on a section's tab that something runs.
+export function markRunning(section, running) {
+  find(`#tab-${section.id}`).toggleAttribute("data-running", running);
 }
 
 // Shows the elements that `work` returns in a section, or its error.
@@ -36,15 +55,36 @@ export async function showResult(section, work) {
   const output = find(".output", section);
   const button = find("[data-action=send]", section);
   button.disabled = true;
-  output.setAttribute("aria-busy", true);
+  output.replaceChildren(stopwatch("Running"));
+  markRunning(section, true);
   try {
     output.replaceChildren(...await work());
   } catch (error) {
     output.replaceChildren(failure(error));
   } finally {
     button.disabled = false;
-    output.removeAttribute("aria-busy");
+    markRunning(section, false);
   }
+}
+
+// Returns a button that copies the text that `read` returns. Plain http:// has no clipboard API.
+export function copyButton(read, label = "Copy") {
+  const button = element("button", { type: "button", class: "quiet copy", onclick: async () => {
+    if (navigator.clipboard) await navigator.clipboard.writeText(read());
+    else copySelected(read());
+    button.textContent = "Copied";
+    announce("Copied");
+    setTimeout(() => { button.textContent = label; }, 1500);
+  } }, label);
+  return button;
+}
+
+function copySelected(text) {
+  const area = element("textarea", { class: "visually-hidden" }, text);
+  document.body.append(area);
+  area.select();
+  document.execCommand("copy");
+  area.remove();
 }
 
 // Lets a textarea grow with its text; returns a function that fits it.

@@ -4,7 +4,7 @@
 // Images in JSON are data: URLs: they are shown shortened, and the commands read them from files.
 
 import { hasKey } from "./api.js";
-import { element } from "./dom.js";
+import { copyButton, element } from "./dom.js";
 import { fileNameOf } from "./files.js";
 
 const MAX_CHARS = 400; // of a shown string
@@ -25,15 +25,7 @@ export function exchange(request, responseDocument) {
       text.textContent = view();
     },
   }, name));
-  const copy = element("button", {
-    type: "button", class: "quiet copy",
-    onclick: async () => {
-      await navigator.clipboard.writeText(text.textContent);
-      copy.textContent = "Copied";
-      setTimeout(() => { copy.textContent = "Copy"; }, 1500);
-    },
-  }, "Copy");
-  copy.hidden = !navigator.clipboard; // undefined on plain http:// addresses
+  const copy = copyButton(() => text.textContent);
   const details = element("details", { class: "exchange" },
     element("summary", {}, "Request and response"),
     element("div", { class: "toolbar" }, ...buttons, copy), text);

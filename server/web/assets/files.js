@@ -20,6 +20,26 @@ export function fileNameOf(url) {
   return names.get(url) ?? "image.png";
 }
 
+const receivers = []; // [element, take]
+
+// Calls `take` with files that are dropped anywhere on the page, or pasted, while `target` is visible.
+export function receiveFiles(target, take) {
+  receivers.push([target, take]);
+}
+
+// Without this, the browser would leave the page for a dropped file.
+function onFiles(event) {
+  const transfer = event.dataTransfer ?? event.clipboardData;
+  if (!transfer?.types.includes("Files")) return;
+  event.preventDefault();
+  const [target, take] = receivers.find(([element]) => element.checkVisibility()) ?? [];
+  target?.classList.toggle("over", event.type === "dragover");
+  if (event.type !== "dragover") take?.([...transfer.files]);
+}
+
+for (const type of ["dragover", "drop", "paste"]) document.addEventListener(type, onFiles);
+document.addEventListener("dragleave", () => receivers.forEach(([target]) => target.classList.remove("over")));
+
 // A drop zone for a file, with a button to choose one and, for audio, one to record it.
 // `file` is the current one; `onFile` is called with each new one.
 export class FileField {
@@ -28,7 +48,7 @@ export class FileField {
 
   constructor(zone, kind) {
     this.kind = kind;
-        const chooser = element("input", {
+    const chooser = element("input", {
       type: "file", class: "visually-hidden", accept: kind === "audio" ? "audio/*,video/webm" : "image/*",
       onchange: event => this.take(event.target.files[0]),
     });
@@ -38,26 +58,8 @@ export class FileField {
     zone.append(this.preview, element("div", { class: "sources" },
       element("label", { class: "button quiet" }, `Choose a ${noun}`, chooser),
       kind === "audio" ? recorderButton(this) : null,
-      element("span", { class: "hint" }, `or drop one here${kind === "image" ? ", or paste it" : ""}`)));
-    this.listen(zone);
-  }
-
-  listen(zone) {
-    zone.ondragover = event => {
-      event.preventDefault();
-      zone.classList.add("over");
-    };
-    zone.ondragleave = () => zone.classList.remove("over");
-    zone.ondrop = event => {
-      event.preventDefault();
-      zone.classList.remove("over");
-      this.take(event.dataTransfer.files[0]);
-    };
-    document.addEventListener("paste", event => {
-      if (zone.checkVisibility() && event.clipboardData.files.length) {
-        this.take(event.clipboardData.files[0]);
-      }
-    });
+      element("span", { class: "hint" }, "or drop or paste one")));
+    receiveFiles(zone, ([file]) => this.take(file));
   }
 
   take(file) {

@@ -14,13 +14,13 @@ const isRequest = labels => !INTERNAL.includes(labels.endpoint);
 // `now` and `then` are samples, `over` the seconds between them; `figure` returns a number or NaN.
 const CARDS = [
   {
-    title: "Queue", unit: whole,
+    title: "Queue", unit: whole, per: " queued",
     figure: now => now.sum("queue_depth"),
     more: now => now.has("running_sequences")
       && `${now.sum("running_sequences")} running · ${now.sum("waiting_sequences")} waiting`,
   },
   {
-    title: "Responses/s", unit: rounded,
+    title: "Responses/s", unit: rounded, per: "/s",
     figure: (now, then, over) => now.since(then, "requests_total", isRequest) / over,
     more: (now, then, over) => `${rounded(now.since(then, "errors_total") / over)} errors/s`,
   },
@@ -35,12 +35,12 @@ const CARDS = [
     more: (now, then) => `p50 ${seconds(now.percentile("queue_wait_seconds", 0.5, then))}`,
   },
   {
-    title: "Batch size", unit: rounded, serves: ["pipeline", "embedding", "rerank"],
+    title: "Batch size", unit: rounded, per: " per batch", serves: ["pipeline", "embedding", "rerank"],
     figure: (now, then) => now.mean("batch_size", then),
     more: now => `${rounded(now.mean("batch_size"))} since the start`,
   },
   {
-    title: "Tokens/s", unit: rounded, serves: ["generation"],
+    title: "Tokens/s", unit: rounded, per: "/s", serves: ["generation"],
     figure: (now, then, over) => now.since(then, "tokens_total", kind("output")) / over,
     more: (now, then, over) => `${rounded(now.since(then, "tokens_total", kind("prompt")) / over)} prompt tokens/s`,
   },
@@ -50,7 +50,7 @@ const CARDS = [
     more: (now, then) => `p50 ${seconds(now.percentile("time_to_first_token_seconds", 0.5, then))}`,
   },
   {
-    title: "Cache in use", unit: value => `${whole(100 * value)} %`, serves: ["generation"],
+    title: "Cache in use", unit: value => `${whole(100 * value)} %`, max: 1, serves: ["generation"],
     figure: now => now.sum("kv_blocks_used") / now.sum("kv_blocks"),
     more: now => `${whole(now.sum("kv_blocks_used"))} of ${whole(now.sum("kv_blocks"))} blocks`,
   },
@@ -67,6 +67,13 @@ function whole(value) {
 function rounded(value) {
   if (!Number.isFinite(value)) return "–";
   return value >= 100 || Number.isInteger(value) ? whole(value) : value.toFixed(1);
+}
+
+// Returns the end of a scale: 1, 2 or 5 times a power of ten.
+function roundedUp(value) {
+  if (!value) return 1;
+  const power = 10 ** Math.floor(Math.log10(value));
+  return power * [1, 2, 5, 10].find(step => step * power >= value);
 }
 
 export function startLive(section, ready) {
@@ -93,15 +100,19 @@ export function startLive(section, ready) {
   document.addEventListener("visibilitychange", poll);
 }
 
+// `max`: the scale's end, of figures with a fixed range; `per`: what follows a number on the scale.
 class Card {
-  constructor({ title, unit, figure, more }) {
-    Object.assign(this, { unit, figure, more });
+  constructor({ title, unit, figure, more, max = null, per = "" }) {
+    Object.assign(this, { unit, figure, more, max, per });
     this.value = element("strong", {}, "–");
     this.line = svgElement("path", { "vector-effect": "non-scaling-stroke" });
     this.area = svgElement("path", { class: "area" });
+    this.top = element("span", {});
     this.note = element("p", { class: "note" });
     this.element = element("article", { class: "card" }, element("h3", {}, title), this.value,
-      svgElement("svg", { viewBox: `0 0 ${MAX_SAMPLES - 1} 20`, preserveAspectRatio: "none", "aria-hidden": "true" }, this.area, this.line),
+      element("div", { class: "chart" },
+        svgElement("svg", { viewBox: `0 0 ${MAX_SAMPLES - 1} 20`, preserveAspectRatio: "none", "aria-hidden": "true" }, this.area, this.line),
+        this.top, element("span", {}, "0")),
       this.note);
   }
 
@@ -114,16 +125,23 @@ class Card {
     this.element.classList.remove("stale");
     this.value.textContent = this.unit(figures.at(-1));
     this.note.textContent = this.more(now, then, now.at - then.at || NaN) || "";
-    this.drawLine(figures.map(figure => (Number.isFinite(figure) ? figure : 0)));
+    this.drawLine(figures);
   }
 
-  // Draws the last sample at the right edge, the largest figure near the top.
+  // Draws the last sample at the right edge; a sample without a figure is a gap.
   drawLine(figures) {
-    const largest = Math.max(...figures) || 1;
-    const points = figures.map((figure, n) => `${MAX_SAMPLES - figures.length + n} ${19 - 17 * figure / largest}`);
-    const first = MAX_SAMPLES - figures.length;
-    this.line.setAttribute("d", `M${points.join("L")}`);
-    this.area.setAttribute("d", `M${first} 20L${points.join("L")}L${MAX_SAMPLES - 1} 20Z`);
+    const top = this.max ?? roundedUp(Math.max(0, ...figures.filter(Number.isFinite)));
+    this.top.textContent = this.unit(top) + this.per;
+    let [line, area] = ["", ""];
+    figures.forEach((figure, n) => {
+      if (!Number.isFinite(figure)) return;
+      const [x, y] = [MAX_SAMPLES - figures.length + n, 20 - 20 * figure / top];
+      const continues = Number.isFinite(figures[n - 1]);
+      line += `${continues ? "L" : "M"}${x} ${y}`;
+      if (continues) area += `M${x - 1} 20V${20 - 20 * figures[n - 1] / top}L${x} ${y}V20Z`;
+    });
+    this.line.setAttribute("d", line);
+    this.area.setAttribute("d", area);
   }
 
   setStale() {

@@ -1,111 +1,258 @@
 // Markdown as elements, as far as models write it: paragraphs, headings, nested lists, quotes, code,
-// tables, rules, bold, italic, links. Text never becomes markup.
+// tables, rules, emphasis, strike, links. Text never becomes markup, an image becomes a link, and a link
+// leads to http, https or mailto. The work is linear in the text: no expression backtracks over what
+// another one has read, and nesting is bounded.
 
-import { element } from "./dom.js";
+import { copyButton, element } from "./dom.js";
 
-const FENCE = /^\s*(```|~~~)\s*([\w+-]*)\s*$/;
-const HEADING = /^(#{1,6})\s+(.*)$/;
-const RULE = /^ {0,3}([-*_])(?: *\1){2,} *$/;
-const ITEM = /^(\s*)(?:[-*+]|(\d{1,9})[.)])\s+(.*)$/;
-const QUOTE = /^>\s?(.*)$/;
-const COLUMNS = /^ *\|? *:?-+:? *(?:\| *:?-+:? *)+\|? *$|^ *\| *:?-+:? *\| *$/; // below a table's header
-// The leftmost match is used: `code`, **bold**, *italic*, [text](https://…).
-const INLINE = /`([^`\n]+)`|\*\*(?=\S)([^\n]+?)\*\*|\*(?=\S)([^*\n]+?)\*|\[([^\]\n]+)\]\((https?:\/\/[^\s)]+)\)/;
+const MAX_DEPTH = 8; // of nested lists and quotes; deeper ones are paragraphs
+const MAX_OPEN = 16; // delimiters that wait for their end
+const MAX_RUN = 3; // delimiters in a row; longer runs are text
+const MAX_BACKTICKS = 8;
+
+const FENCE = /^ *(`{3,}|~{3,})([^`]*)$/;
+const HEADING = /^ {0,3}(#{1,6})\s+(.*)$/s;
+const RULE = /^ {0,3}([-*_])(?: *\1){2,}\s*$/;
+const ITEM = /^(\s*)(?:[-*+]|(\d{1,9})[.)])\s+(.*)$/s;
+const QUOTE = /^ {0,3}> ?/;
+const TOKEN = new RegExp([
+  /\\[!-/:-@[-`{-~]/, // an escaped character
+  /`+|\*+|_+|~+|!?\[|\]/,
+  /<(?:https?:\/\/|mailto:)[^\s<>]*>/,
+  /\bhttps?:\/\/[^\s<>[\]`|]*[^\s<>[\]`|.,:;!?'")*_~]/,
+].map(({ source }) => source).join("|"), "gi");
+const TARGET = /\(\s*<?((?:https?:\/\/|mailto:)[^\s<>()]*(?:\([^\s<>()]*\)[^\s<>()]*)*)>?(?:\s+"[^"]*")?\s*\)/iy;
+const PROTOCOLS = ["http:", "https:", "mailto:"];
+const EMPHASIS = { 1: "em", 2: "strong" };
 
 export function markdown(text) {
-  return blocks(text.split("\n"));
+  return [...new Blocks(text.split("\n"))].map(({ node }) => node);
 }
 
-function blocks(lines) {
-  const elements = [];
-  while (lines.length) elements.push(takeBlock(lines));
-  return elements.filter(block => block !== null);
-}
-
-// Removes the lines of the first block; returns its element.
-function takeBlock(lines) {
-  const startsTable = isTable(lines[0], 0, lines);
-  const line = lines.shift();
-  if (!line.trim()) return null;
-  const fence = FENCE.exec(line);
-  if (fence) {
-    const end = lines.findIndex(next => next.trim() === fence[1]);
-    const code = lines.splice(0, end < 0 ? lines.length : end + 1);
-    if (end >= 0) code.pop();
-    return element("pre", { tabindex: "0" }, element("code", {}, code.join("\n")));
+// Draws a growing text: the last block is drawn again, the ones before it stay.
+export class MarkdownView {
+  constructor(parent) {
+    this.parent = parent;
+    this.start = 0; // of the last block in the text
+    this.last = null;
   }
-  const heading = HEADING.exec(line);
-  if (heading) return element(`h${Math.min(6, heading[1].length + 2)}`, {}, ...inline(heading[2]));
-  if (RULE.test(line)) return element("hr");
-  if (ITEM.test(line)) return takeList(line, lines);
-  if (QUOTE.test(line)) {
-    const quoted = [line, ...takeWhile(lines, next => QUOTE.test(next))];
-    return element("blockquote", {}, ...inline(quoted.map(next => QUOTE.exec(next)[1]).join("\n")));
+
+  // Returns the elements of the blocks that have ended since.
+  draw(text) {
+    const lines = text.slice(this.start).split("\n");
+    const blocks = [...new Blocks(lines)];
+    this.last?.remove();
+    for (const { node } of blocks) this.parent.append(node);
+    const last = blocks.pop();
+    this.last = last?.node;
+    if (last) this.start += lines.slice(0, last.line).reduce((total, line) => total + line.length + 1, 0);
+    return blocks.map(({ node }) => node);
   }
-  if (startsTable) return takeTable(line, lines);
-  return element("p", {}, ...inline([line, ...takeWhile(lines, continues)].join("\n")));
 }
 
-function takeWhile(lines, matches) {
-  const end = lines.findIndex((...args) => !matches(...args));
-  return lines.splice(0, end < 0 ? lines.length : end);
-}
+// ── blocks ──
 
-// Returns whether a line continues the paragraph before it.
-function continues(line, n, lines) {
-  const startsBlock = [FENCE, HEADING, RULE, ITEM, QUOTE].some(kind => kind.test(line));
-  return line.trim() && !startsBlock && !isTable(line, n, lines);
-}
-
-// Lines indented deeper than an item's marker belong to the item.
-function takeList(line, lines) {
-  const first = ITEM.exec(line)[2];
-  const items = [];
-  for (;;) {
-    const [, indent, , text] = ITEM.exec(line);
-    const inside = takeWhile(lines, next => !next.trim() || indentOf(next) > indent.length);
-    const minIndent = Math.min(...inside.filter(next => next.trim()).map(indentOf));
-    const content = inside.map(next => next.slice(minIndent));
-    const paragraph = [text, ...takeWhile(content, continues)].join(" ");
-    items.push(element("li", {}, ...inline(paragraph), ...blocks(content)));
-    const next = ITEM.exec(lines[0] ?? "");
-    if (!next || RULE.test(lines[0]) || (next[2] === undefined) !== (first === undefined)) break;
-    line = lines.shift();
+// Yields {node, line} of each block; `line` is the index of its first one. The first paragraph of a
+// list item is an array of nodes.
+class Blocks {
+  constructor(lines, depth = 0, inItem = false) {
+    Object.assign(this, { lines, depth, inItem, at: 0 });
   }
-  return first === undefined ? element("ul", {}, ...items) : element("ol", { start: first }, ...items);
+
+  *[Symbol.iterator]() {
+    for (; this.at < this.lines.length;) {
+      const line = this.at;
+      if (this.lines[line].trim()) yield { node: this.take(), line };
+      else this.at++;
+    }
+  }
+
+  take() {
+    const first = this.at;
+    const line = this.lines[this.at++];
+    const [fence, heading] = [FENCE.exec(line), HEADING.exec(line)];
+    if (fence) return this.takeCode(fence);
+    if (heading) {
+      const level = Math.min(6, heading[1].length + 2); // the page has an h1 and an h2
+      return element(`h${level}`, {}, inline(heading[2].trim().replace(/(?<=\s)#+$/, "").trim()));
+    }
+    if (RULE.test(line)) return element("hr");
+    if (this.depth < MAX_DEPTH && ITEM.test(line)) return this.takeList(line);
+    if (this.depth < MAX_DEPTH && QUOTE.test(line)) {
+      const quoted = [line, ...this.takeWhile(next => QUOTE.test(next))];
+      return element("blockquote", {}, this.inside(quoted.map(next => next.replace(QUOTE, ""))));
+    }
+    if (this.startsTable(first)) return this.takeTable(line);
+    const text = [line, ...this.takeWhile((next, n) => this.continues(next, n))].join("\n");
+    const nodes = inline(text.trim());
+    return this.inItem && first === 0 ? nodes : element("p", {}, nodes);
+  }
+
+  takeWhile(matches) {
+    const first = this.at;
+    while (this.at < this.lines.length && matches(this.lines[this.at], this.at)) this.at++;
+    return this.lines.slice(first, this.at);
+  }
+
+  inside(lines, inItem = false) {
+    return [...new Blocks(lines, this.depth + 1, inItem)].flatMap(({ node }) => node);
+  }
+
+  // Returns whether a line continues the paragraph before it.
+  continues(line, n) {
+    const startsBlock = [FENCE, HEADING, RULE, ITEM, QUOTE].some(kind => kind.test(line));
+    return line.trim() && !startsBlock && !this.startsTable(n);
+  }
+
+  takeCode([, fence, info]) {
+    const ends = line => line.trim().startsWith(fence) && !line.trim().replaceAll(fence[0], "");
+    const code = visible(this.takeWhile(line => !ends(line)).join("\n"));
+    this.at++;
+    const language = info.trim().split(/\s/)[0];
+    return element("div", { class: "code" },
+      element("div", { class: "bar" }, element("span", { class: "note" }, language), copyButton(() => code, "Copy code")),
+      element("pre", { tabindex: "0" }, element("code", {}, code)));
+  }
+
+  // Lines indented deeper than an item's marker belong to the item.
+  takeList(line) {
+    const start = ITEM.exec(line)[2];
+    const items = [];
+    for (;;) {
+      const [, indent, , text] = ITEM.exec(line);
+      const rest = this.takeWhile(next => !next.trim() || indentOf(next) > indent.length);
+      const least = rest.reduce((least, next) => (next.trim() ? Math.min(least, indentOf(next)) : least), Infinity);
+      items.push(element("li", {}, this.inside([text, ...rest.map(next => next.slice(least))], true)));
+      line = this.lines[this.at] ?? "";
+      const next = ITEM.exec(line);
+      if (!next || RULE.test(line) || (next[2] === undefined) !== (start === undefined)) break;
+      this.at++;
+    }
+    return start === undefined ? element("ul", {}, items) : element("ol", { start }, items);
+  }
+
+  startsTable(n) {
+    const [header, below = ""] = [this.lines[n], this.lines[n + 1]];
+    return header.includes("|") && below.includes("|") && cells(below).every(cell => /^:?-+:?$/.test(cell));
+  }
+
+  takeTable(header) {
+    const sides = cells(this.lines[this.at++]).map(cell => (!cell.endsWith(":") ? "" : cell.startsWith(":") ? "center" : "right"));
+    const row = (tag, line) => element("tr", {},
+      cells(line).map((text, n) => element(tag, sides[n] ? { class: sides[n] } : {}, inline(text))));
+    const rows = this.takeWhile(next => next.includes("|")).map(line => row("td", line));
+    return element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Table" },
+      element("table", {}, element("thead", {}, row("th", header)), element("tbody", {}, rows)));
+  }
 }
 
 const indentOf = line => line.length - line.trimStart().length;
 
-const isTable = (line, n, lines) => line.includes("|") && COLUMNS.test(lines[n + 1] ?? "");
-
-function takeTable(header, lines) {
-  const width = cells(header).length;
-  lines.shift(); // the line below the header
-  const rows = takeWhile(lines, next => next.includes("|")).map(cells);
-  const row = (tag, texts) => element("tr", {},
-    ...Array.from({ length: width }, (_, n) => element(tag, {}, ...inline(texts[n] ?? ""))));
-  return element("div", { class: "scroll", tabindex: "0" }, element("table", {},
-    element("thead", {}, row("th", cells(header))),
-    element("tbody", {}, ...rows.map(texts => row("td", texts)))));
-}
-
 function cells(line) {
-  const inner = line.trim().replace(/^\|/, "").replace(/\|$/, "");
+  const inner = line.trim().replace(/^\|/, "").replace(/(?<!\\)\|$/, "");
   return inner.split(/(?<!\\)\|/).map(text => text.trim().replaceAll("\\|", "|"));
 }
 
+// ── inside a block ──
+
+// Returns strings and elements. `open` are delimiters in `nodes`, at index `at`, that may still get an end:
+// what follows one becomes the content of an element then.
 function inline(text) {
   const nodes = [];
-  for (let match; (match = INLINE.exec(text)); text = text.slice(match.index + match[0].length)) {
-    nodes.push(text.slice(0, match.index), inlineElement(match));
+  let open = [];
+  const unclosed = new Set(); // numbers of backticks
+  let end = 0;
+  const start = (mark, string, count) => {
+    open.push({ mark, count, at: nodes.push(string) - 1 });
+    if (open.length > MAX_OPEN) open.shift();
+  };
+
+  const code = ticks => {
+    const closing = new RegExp(`(?<!\`)${ticks}(?!\`)`, "g");
+    closing.lastIndex = end;
+    const last = ticks.length <= MAX_BACKTICKS && !unclosed.has(ticks.length) && closing.exec(text);
+    if (!last) return unclosed.add(ticks.length) && nodes.push(ticks);
+    const inner = text.slice(end, last.index);
+    nodes.push(element("code", {}, visible(inner.trim() ? inner.replace(/^ (.*) $/s, "$1") : inner)));
+    end = closing.lastIndex;
+  };
+
+  const emphasis = (run, before, after) => {
+    const mark = run[0];
+    let count = run.length;
+    const fits = other => other.mark === mark && (mark !== "~" || other.count === count);
+    const usable = mark === "~" ? count === 2 : count <= MAX_RUN;
+    const inWord = character => mark === "_" && /[\p{L}\p{N}]/u.test(character);
+    while (usable && count > 0 && /\S/.test(before) && !inWord(after)) {
+      const n = open.findLastIndex(fits);
+      if (n < 0) break;
+      const { at, count: opening } = open[n];
+      const used = Math.min(2, count, opening);
+      const node = element(mark === "~" ? "del" : EMPHASIS[used], {}, nodes.splice(at + 1));
+      nodes[at] = mark.repeat(opening - used);
+      open[n].count -= used;
+      open.length = opening > used ? n + 1 : n;
+      nodes.push(node);
+      count -= used;
+    }
+    const rest = mark.repeat(count);
+    if (usable && count && /\S/.test(after) && !inWord(before)) start(mark, rest, count);
+    else nodes.push(rest);
+  };
+
+  const closeLink = () => {
+    const n = open.findLastIndex(({ mark }) => mark === "[");
+    TARGET.lastIndex = end;
+    const target = n >= 0 && TARGET.exec(text);
+    const url = target && parseUrl(target[1]);
+    if (!url) {
+      if (n >= 0) open.splice(n, 1);
+      return nodes.push("]");
+    }
+    const [, ...label] = nodes.splice(open[n].at);
+    open = open.slice(0, n).filter(({ mark }) => mark !== "["); // no link in a link
+    nodes.push(...link(url, label, target[1]));
+    end = TARGET.lastIndex;
+  };
+
+  const address = token => {
+    const written = token.replace(/^<|>$/g, "");
+    const url = open.some(({ mark }) => mark === "[") ? null : parseUrl(written);
+    nodes.push(...(url ? link(url, [written], written) : [token]));
+  };
+
+  TOKEN.lastIndex = 0;
+  for (let match; (match = TOKEN.exec(text)); TOKEN.lastIndex = end) {
+    const [token] = match;
+    if (match.index > end) nodes.push(text.slice(end, match.index));
+    end = TOKEN.lastIndex;
+    if (token[0] === "\\") nodes.push(token[1]);
+    else if (token[0] === "`") code(token);
+    else if ("*_~".includes(token[0])) emphasis(token, text[match.index - 1] ?? " ", text[end] ?? " ");
+    else if (token.endsWith("[")) start("[", token);
+    else if (token === "]") closeLink();
+    else address(token);
   }
-  return [...nodes, text].filter(node => node !== "");
+  nodes.push(text.slice(end));
+  return nodes.filter(node => node !== "");
 }
 
-function inlineElement([, code, bold, italic, label, link]) {
-  if (code !== undefined) return element("code", {}, code);
-  if (bold !== undefined) return element("strong", {}, ...inline(bold));
-  if (italic !== undefined) return element("em", {}, ...inline(italic));
-  return element("a", { href: link, target: "_blank", rel: "noopener noreferrer" }, label);
+function parseUrl(text) {
+  const url = URL.canParse(text) ? new URL(text) : null;
+  return PROTOCOLS.includes(url?.protocol) ? url : null;
+}
+
+// Returns the link, and where it leads if its label looks like another address.
+function link(url, label, written) {
+  const text = label.map(node => node.textContent ?? node).join("");
+  const same = text === written && /^[!-~]*$/.test(text) && !url.username;
+  const node = element("a", { href: url.href, title: url.href, target: "_blank", rel: "noopener noreferrer" },
+    label.length ? label : url.host || url.pathname);
+  const leadsTo = element("span", { class: "note" }, ` (${url.host || url.pathname})`);
+  return /\S\.\S/.test(text) && !same ? [node, leadsTo] : [node];
+}
+
+// Shows characters that reorder text: code must read as it runs.
+function visible(code) {
+  return code.replace(/[\u202a-\u202e\u2066-\u2069]/g, character => `\\u${character.charCodeAt().toString(16)}`);
 }

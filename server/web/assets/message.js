@@ -1,12 +1,27 @@
-// An assistant's message while it streams in: events are added, and it is drawn once a frame.
-// `message` has the form of the API's whole message.
+// The messages of a chat as elements. An assistant's message streams in: events are added, and it is drawn
+// now and then. `message` has the form of the API's whole message.
 
-import { element, failure, find, seconds } from "./dom.js";
+import { textOf, imagesOf } from "./composer.js";
+import { announce, copyButton, element, failure, seconds, stopwatch } from "./dom.js";
 import { exchange } from "./exchange.js";
-import { markdown } from "./markdown.js";
+import { fileNameOf } from "./files.js";
+import { MarkdownView } from "./markdown.js";
+
+export function userMessage({ content }, edit) {
+  const text = textOf(content);
+  return element("article", { class: "user", "aria-label": "You" },
+    element("div", { class: "bubble" },
+      imagesOf(content).map(url => element("img", { src: url, alt: fileNameOf(url) })), element("p", {}, text)),
+    element("div", { class: "actions" }, copyButton(() => text),
+      element("button", { type: "button", class: "quiet", onclick: edit }, "Edit")));
+}
+
+export function toolMessage(name, { content }) {
+  return element("p", { class: "call" }, element("span", { class: "note" }, `${name} returned `), content);
+}
 
 export class AssistantMessage {
-  constructor() {
+  constructor(regenerate) {
     this.message = { role: "assistant", content: "" };
     this.finishReason = null;
     this.usage = null;
@@ -14,13 +29,17 @@ export class AssistantMessage {
     this.startedAt = performance.now();
     this.firstAt = null;
     this.reasoning = element("p", {});
-    this.summary = element("summary", {}, "Thinking…");
+    this.summary = element("summary", {}, "Reasoning…");
     this.details = element("details", { class: "reasoning", hidden: true }, this.summary, this.reasoning);
-    this.content = element("div", { class: "content" }, element("span", { class: "pending" }));
+    this.content = element("div", { class: "content" });
+    this.markdown = new MarkdownView(this.content);
     this.calls = element("div", { class: "calls" });
+    this.waiting = stopwatch("Waiting for the first token");
     this.note = element("p", { class: "note" });
+    this.actions = element("div", { class: "actions", hidden: true }, copyButton(() => this.message.content),
+      element("button", { type: "button", class: "quiet regenerate", onclick: regenerate }, "Regenerate"));
     this.element = element("article", { class: "assistant", "aria-label": "Answer" },
-      this.details, this.content, this.calls, this.note);
+      this.details, this.content, this.calls, this.waiting, this.note, this.actions);
   }
 
   addExchange(request) {
@@ -48,25 +67,39 @@ export class AssistantMessage {
     this.finishReason = reason ?? this.finishReason;
   }
 
-  draw() {
+  // Screen readers hear each block of the answer when it is complete.
+  draw(hear = announce) {
     const { content, reasoning_content: reasoning, tool_calls: calls } = this.message;
+    if (content || reasoning || calls) this.waiting.remove();
     if (reasoning) {
       this.details.hidden = false;
       this.reasoning.textContent = reasoning.trim();
       if (this.reasonedUntil) {
-        this.summary.textContent = `Thought for ${seconds((this.reasonedUntil - this.startedAt) / 1000)}`;
+        this.summary.textContent = `Reasoning · ${seconds((this.reasonedUntil - this.startedAt) / 1000)}`;
       }
     }
-    if (content) this.content.replaceChildren(...markdown(content.trim()));
-    if (calls && !content) this.content.replaceChildren();
+    this.markdown.draw(content ?? "").forEach(block => hear(block.textContent));
     if (calls) this.calls.replaceChildren(...calls.map(callElement));
   }
 
-  end() {
+  // Draws the whole message. `error`: why it ended early; `retry` is then called by a button.
+  end(error = null, retry = null) {
     this.reasonedUntil ??= performance.now();
     this.draw();
-    find(".pending", this.content)?.remove();
+    this.waiting.remove();
+    announce(this.markdown.last?.textContent ?? "");
     this.note.textContent = this.figures().join(" · ");
+    this.actions.hidden = !this.firstAt;
+    if (error) this.note.after(failure(error, retry));
+  }
+
+  // Shows a message of the history.
+  show(message) {
+    this.message = message;
+    this.draw(() => {});
+    this.waiting.remove();
+    this.actions.hidden = false;
+    this.summary.textContent = "Reasoning";
   }
 
   figures() {
@@ -80,12 +113,6 @@ export class AssistantMessage {
     }
     if (this.firstAt) parts.push(`first after ${seconds((this.firstAt - this.startedAt) / 1000)}`);
     return parts.filter(Boolean);
-  }
-
-  fail(error, retry) {
-    this.draw();
-    find(".pending", this.content)?.remove();
-    this.note.replaceWith(failure(error, retry));
   }
 
   // The response as it would be without streaming.

@@ -1,13 +1,15 @@
 // The page's entry point: a tab for each served model, and the server's state.
 //
-//   page.js → chat.js, pipeline.js, embeddings.js, speech.js, live.js → api.js (requests, the key)
-//             message.js (of a chat), exchange.js (inspect a request), results.js, files.js, dom.js
+//   page.js → chat.js → composer.js, message.js → markdown.js, conversations.js → store.js
+//           → pipeline.js → results.js, embeddings.js, rerank.js, speech.js, live.js → prometheus.js
+//   all of them use api.js (requests, the key), exchange.js (inspect a request), files.js and dom.js
 
 import { call, hasKey, forgetKey, whenKeyChanges } from "./api.js";
 import { element, find } from "./dom.js";
 import { startChat } from "./chat.js";
 import { startPipeline } from "./pipeline.js";
 import { startEmbeddings } from "./embeddings.js";
+import { startRerank } from "./rerank.js";
 import { startSpeech } from "./speech.js";
 import { startLive } from "./live.js";
 
@@ -18,6 +20,7 @@ const SECTIONS = [
   { id: "chat", served: ready => ready.chat_model, start: startChat },
   { id: "pipeline", served: ready => ready.task, start: startPipeline },
   { id: "embeddings", served: ready => ready.embedding_model, start: startEmbeddings },
+  { id: "rerank", served: ready => ready.rerank_model, start: startRerank },
   { id: "speech", served: ready => ready.transcription_model, start: startSpeech },
   { id: "live", served: () => true, start: startLive },
 ];

@@ -41,12 +41,12 @@ function asList(result) {
   return labels && scores ? labels.map((label, n) => ({ label, score: scores[n] })) : null;
 }
 
-function bars(scores, hueOf = null) {
+export function bars(scores, { hueOf = null, figure = percent } = {}) {
   const rows = scores.map(({ label, token_str: token, answer, sequence, score }) => element("li",
     hueOf ? { "--accent": `hsl(${hueOf(label)} 85% 45%)` } : {},
     element("span", { class: "label", title: sequence ?? "" }, String(label ?? token ?? answer)),
     element("span", { class: "bar", "--share": Math.max(0, Math.min(1, score)) }),
-    element("span", { class: "figure" }, percent(score))));
+    element("span", { class: "figure" }, figure(score))));
   return [element("ol", { class: "bars" }, ...rows)];
 }
 
@@ -74,7 +74,7 @@ async function boxes(objects, { image: url }) {
       `${label} ${percent(score)}`)));
   const over = svgElement("svg", { viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" }, ...groups);
   image.alt = `The picture, with ${objects.length} boxes`;
-  return [element("figure", { class: "overlaid" }, image, over), ...bars(objects, hueOf)];
+  return [element("figure", { class: "overlaid" }, image, over), ...bars(objects, { hueOf })];
 }
 
 async function masks(segments, { image: url }) {
