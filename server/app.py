@@ -18,13 +18,14 @@ from batching.batcher import WINDOW_BATCHES, DynamicBatcher
 from batching.request_queue import BatchLane, RequestQueue, StepLane
 from batching.round_robin import RoundRobin
 from server.core.metrics import Metrics
-from server.core.settings import Settings, SettingsError, load_settings
+from server.core.settings import Settings, SettingsError, load_settings, parse_model
 from server.core.worker_client import WorkerClient
 from server.http.request import Application
 from server.lifespan import lifespan
 from server.openai.decisions.endpoint import uses_language_model
 from server.preflight import (
     MODELS,
+    check_hub,
     check_models,
     check_workers,
     exit_with_error,
@@ -56,7 +57,9 @@ def __getattr__(name: str) -> Any:
 def make_app() -> Application:
     """Make `app` from the environment. Raises SettingsError for settings that cannot be served."""
     check_workers()
-    app = create_app(load_settings())
+    settings = load_settings()
+    check_hub(settings)
+    app = create_app(settings)
     if cores := app.worker_client.worker.cores:
         set_openmp_variables(cores)
     globals()["app"] = app
@@ -113,8 +116,10 @@ def served_models(
         if not pipeline_is_language_model:
             load = loaders.pipeline or partial(load_pipeline, settings)
             models.append(batched_model("pipeline", load, settings))
-        elif settings.pipeline_model != settings.chat_model:
-            chat_settings = replace(settings, chat_model=settings.pipeline_model)
+        elif not shares_model(settings, "chat_model"):
+            chat_settings = replace(
+                settings, chat_model=settings.pipeline_model, chat_template="auto"
+            )
             later_caches = int(settings.chat_model != "none")
             load_decider = partial(load_language_model, chat_settings, later_caches=later_caches)
             models.append(
@@ -152,9 +157,14 @@ def batched_model(name: str, load: Callable[[], Runner], settings: Settings) -> 
 
 def shares_speech_model(settings: Settings) -> bool:
     """Return whether POST / and /v1/audio use the same model, which is then loaded once."""
-    if settings.pipeline_model != settings.transcription_model:
-        return False
-    return resolve_task(settings.pipeline_task) == "automatic-speech-recognition"
+    is_recognizer = resolve_task(settings.pipeline_task) == "automatic-speech-recognition"
+    return is_recognizer and shares_model(settings, "transcription_model")
+
+
+def shares_model(settings: Settings, setting: str) -> bool:
+    """Return whether a setting names the model of `POST /`."""
+    path = parse_model(settings.pipeline_model).path
+    return parse_model(getattr(settings, setting)).path == path
 
 
 # ── loaders, on the worker thread: importing torch takes seconds ──
@@ -222,9 +232,11 @@ def import_torch() -> None:
 
 def loader_options(kind: type[Options], setting: str, settings: Settings, **given: Any) -> Options:
     """Return a loader's options; each field but these is the setting of the same name."""
+    model = parse_model(getattr(settings, setting))
     values = {
         "task": settings.pipeline_task,
-        "model": getattr(settings, setting),
+        "model": model.path,
+        "served_name": model.name,
         "attention": settings.attn_implementation,
         "compile": settings.compile if has_cache_folder() else "off",
         **given,

@@ -25,7 +25,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
-from server.core.settings import Settings, SettingsError
+from server.core.settings import Settings, SettingsError, is_folder, parse_model
+from worker.checkpoint_files import CONFIGS, config_problem, folder_problem
 from worker.cores import Cores
 from worker.task_detection import (
     TaskError,
@@ -33,10 +34,12 @@ from worker.task_detection import (
     detect_task,
     download,
     is_path,
+    list_files,
     load_error,
     tasks_of,
 )
 from worker.tasks import TASKS, UnservedTask
+from worker.template_file import UnusableTemplate, read_template
 
 log = logging.getLogger("onequeue.preflight")
 
@@ -52,7 +55,7 @@ MODELS = {
     "rerank_model": "rerank",
     "transcription_model": "transcription",
 }
-_CONFIGS = ("config.json", "modules.json")
+DEMO_MODELS = ("pipeline_model", "chat_model", "embedding_model")
 SPIN_COUNT = 20_000  # 0.3 to 1 ms, depending on the CPU's pause instruction
 CACHE_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 _OPENMP_THREADS = re.compile(r"\s*(\d{1,4})\s*(,.*)?")  # the first number is the outer level's
@@ -86,14 +89,18 @@ def exit_with_error(error: Exception | str, status: int = STARTUP_FAILURE) -> No
 
 
 def check_models(settings: Settings, with_loader: Container[str] = ()) -> Settings:
-    """Return the settings with the resolved pipeline task. Models of the settings `with_loader`
-    are not checked: a function loads them."""
+    """Return the settings with resolved models and pipeline task. Models of the settings
+    `with_loader` are not checked: a function loads them."""
     if not _DEVICE.fullmatch(settings.device):
         raise SettingsError(f"DEVICE={settings.device!r}: must be auto, cpu, cuda or cuda:N")
+    task, names_pipeline = settings.pipeline_task, settings.pipeline_model != "auto"
+    settings = resolve_models(settings, with_loader)
+    if task != "auto" and settings.pipeline_model == "none" and not names_pipeline:
+        raise SettingsError(f"PIPELINE_TASK={task}: name a PIPELINE_MODEL for it")
     named = {name: getattr(settings, name) for name in MODELS if name not in with_loader}
     for name, model in named.items():
         check_model(name.upper(), model)
-    task = settings.pipeline_task
+    named = {name: parse_model(model).path for name, model in named.items()}
     if named.get("pipeline_model") == "demo" and task in TASKS and task != "fill-mask":
         raise SettingsError(f"PIPELINE_MODEL=demo serves fill-mask only: name a model for {task}")
     if named.get("rerank_model") == "demo":
@@ -102,8 +109,15 @@ def check_models(settings: Settings, with_loader: Container[str] = ()) -> Settin
     if int8 and settings.device.startswith("cuda"):
         conflict = f"QUANTIZATION=int8 and DEVICE={settings.device}: int8 is for models on a CPU"
         raise SettingsError(conflict)
+    if (file := settings.chat_template) != "auto":
+        if settings.chat_model == "none":
+            raise SettingsError(f"CHAT_TEMPLATE={file!r}: there is no CHAT_MODEL for it")
+        try:
+            read_template(file)
+        except UnusableTemplate as error:
+            raise SettingsError(f"CHAT_TEMPLATE={file!r}: {error}") from None
     try:
-        task = detect_task(task, settings.pipeline_model)
+        task = detect_task(task, parse_model(settings.pipeline_model).path)
     except UnservedTask as error:
         raise SettingsError(f"PIPELINE_TASK: {error}") from None
     except TaskError as error:
@@ -114,31 +128,73 @@ def check_models(settings: Settings, with_loader: Container[str] = ()) -> Settin
     return replace(settings, pipeline_task=task)
 
 
+def resolve_models(settings: Settings, with_loader: Container[str]) -> Settings:
+    """Replace `auto`: the demo models are served if no setting names a model. A function that
+    loads a model, for a setting in `with_loader`, names one."""
+    models = {name: getattr(settings, name) for name in MODELS}
+    unnamed = [name for name, model in models.items() if model in ("auto", "none")]
+    with_demos = len(unnamed) == len(MODELS) and not any(name in with_loader for name in MODELS)
+    resolved = {
+        name: "demo" if name in with_loader or (with_demos and name in DEMO_MODELS) else "none"
+        for name, model in models.items()
+        if model == "auto"
+    }
+    return replace(settings, **resolved)
+
+
 def check_model(name: str, model: str) -> None:
     """Raise SettingsError unless `model` is a checkpoint's folder or has the form of a hub id."""
-    if problem := _model_problem(model):
+    path = parse_model(model).path
+    if path in ("none", "auto") and path != model:
+        raise SettingsError(f"{name}={model!r}: there is no model to name")
+    if problem := _model_problem(path):
         raise SettingsError(f"{name}={model!r}: {problem}")
 
 
 def _model_problem(model: str) -> str:
     """Return why there can be no such model; empty if there can."""
-    folder = Path(os.path.expanduser(model))
-    if folder.is_file():
-        return "is a file, not a checkpoint's folder" + _gguf_hint(folder)
-    if folder.is_dir():
-        if any((folder / config).is_file() for config in _CONFIGS):
-            return ""
-        if (folder / "adapter_config.json").is_file():
-            return "is an adapter (LoRA), which is not served: merge it into its model first"
-        gguf = next(folder.glob("*.gguf"), folder)
-        return "there is no config.json in this folder" + _gguf_hint(gguf)
+    if os.path.isfile(os.path.expanduser(model)):
+        gguf = "; GGUF is not served, use the model's safetensors"
+        return "is a file: name the checkpoint's folder" + gguf * model.endswith(".gguf")
+    if is_folder(model):
+        return folder_problem(Path(model).expanduser())
     if model.startswith(("/", ".", "~")):
         return "there is no such folder"
+    if "://" in model:
+        return "is no link to a model: https://huggingface.co/OWNER/NAME"
     return "" if _HUB_ID.fullmatch(model) else "is neither a folder nor a hub id (owner/name)"
 
 
-def _gguf_hint(path: Path) -> str:
-    return "; GGUF is not served, use the model's safetensors" if path.suffix == ".gguf" else ""
+def check_hub(settings: Settings) -> None:
+    """Raise SettingsError for a hub id whose config.json cannot be had. It is downloaded then."""
+    for name in MODELS:
+        path = parse_model(getattr(settings, name)).path
+        if path in ("demo", "none", "auto") or is_path(path) or not _HUB_ID.fullmatch(path):
+            continue
+        try:
+            missing = all(not _has_file(path, config) for config in CONFIGS)
+        except Exception as error:  # of the hub
+            raise SettingsError(f"{name.upper()}={path!r}: {load_error(error)}") from None
+        if missing:
+            raise SettingsError(f"{name.upper()}={path!r}: {_hub_problem(path)}")
+
+
+def _hub_problem(model: str) -> str:
+    """Return why a hub model has no configuration."""
+    files = list_files(model)
+    return config_problem(files) if files else "it has no config.json"
+
+
+def _has_file(model: str, name: str) -> bool:
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    try:
+        download(model, name)
+    except LocalEntryNotFoundError:
+        raise
+    except EntryNotFoundError:
+        return False
+    return True
 
 
 def check_workers(flag: str | None = None) -> None:
@@ -234,8 +290,8 @@ def assign_model(model: str, flags: Mapping[str, str | None]) -> dict[str, str |
     setting."""
     check_model("MODEL", model)
     if model == "demo":
-        return dict(flags)
-    setting = "pipeline_model" if flags["pipeline_task"] else setting_for(model)
+        return {**flags, **{name: flags[name] or "demo" for name in DEMO_MODELS}}
+    setting = "pipeline_model" if flags["pipeline_task"] else setting_for(parse_model(model).path)
     if flags[setting]:
         flag = "--" + setting.replace("_", "-")
         raise SettingsError(f"MODEL={model!r} and {flag} {flags[setting]!r}: give one of them")
@@ -252,7 +308,8 @@ def setting_for(model: str) -> str:
         if not any(".cross_encoder." in kind for kind in kinds):
             return "embedding_model"
     if config is None:
-        raise SettingsError(f"MODEL={model!r}: it has no config.json")
+        problem = "it has no config.json" if is_path(model) else _hub_problem(model)
+        raise SettingsError(f"MODEL={model!r}: {problem}")
     [task] = tasks_of(config)[:1] or [""]
     setting = SETTING_BY_TASK.get(task, "pipeline_model")
     if setting == "transcription_model" and not any(map(is_transcriber, architectures(config))):

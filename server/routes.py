@@ -28,7 +28,7 @@ from server.openai.embedding.endpoint import ScoringEndpoint
 from server.openai.embedding.rerank import RERANK_PATHS, RerankRequest
 from server.openai.embedding.score import ScoreRequest
 from server.openai.images import ImageLoader
-from server.openai.models import ModelListing, NamedModel
+from server.openai.models import ModelListing, NamedModel, add_aliases
 from server.openai.responses.endpoint import Responses
 from server.openai.responses.store import ResponseStore
 from server.openai.tokenize import tokenizer_routes
@@ -99,11 +99,13 @@ def root_endpoint(
 
 
 def named_models(settings: Settings, worker_client: WorkerClient) -> dict[str, NamedModel]:
-    """Return the models that a request may name, by their names in the registry."""
+    """Return the models that a request may name, by their names in the registry. Raises
+    SettingsError for MODEL_ALIASES."""
     models: dict[str, NamedModel] = {}
     for setting, name in MODELS.items():
         if name != "pipeline" and (value := getattr(settings, setting)) != "none":
             models[name] = NamedModel(value, worker_client, name, [*models.values()])
+    add_aliases([*models.values()], settings.model_aliases)
     return models
 
 

@@ -6,12 +6,16 @@ and refuses a task that contradicts the checkpoint. Missing weights are found af
 """
 
 import json
+import os
 import re
+import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from batching.errors import OnequeueError
 from worker.tasks import resolve_task
@@ -19,12 +23,14 @@ from worker.tasks import resolve_task
 DEMO_TASK = "fill-mask"
 CONFIG, DECISIONS = "config.json", "decision.json"
 FETCH_S = 60.0
+CONNECT_S = 1.0
+T = TypeVar("T")
 SPEECH_MODELS = "(Wav2Vec2|Hubert|UniSpeech|WavLM|SEW|Data2VecAudio|Whisper)"
 # The first pattern that matches an architecture's whole name counts. Names that end in Model are
 # models without a head.
 TASK_PATTERNS: Mapping[str, str | None] = {
     rf"{SPEECH_MODELS}.*ForSequenceClassification": "audio-classification",
-    rf"{SPEECH_MODELS}.*(Model|ForPreTraining)|.*EncoderDecoderModel": None,
+    rf"{SPEECH_MODELS}.*(Model|ForPreTraining)|.*EncoderDecoderModel|.*MTModel": None,
     r".*ForSequenceClassification": "text-classification",
     r".*ForMaskedLM|.*WithLMHeadModel": "fill-mask",
     r".*(Bert|Albert|BigBird|Ernie|FNet)ForPreTraining": "fill-mask",
@@ -48,6 +54,13 @@ TASK_PATTERNS: Mapping[str, str | None] = {
     r"ClapModel": "zero-shot-audio-classification",
     r"(Vits|Bark)Model|.*ForTextTo(Speech|Waveform)": "text-to-audio",
 }
+# Why transformers 5 runs no pipeline with an architecture; TASK_PATTERNS come first.
+DROPPED_ARCHITECTURES: Mapping[str, str] = {
+    r".*(ForConditionalGeneration|MTModel)|.*ForQuestionAnswering|.*EncoderDecoderModel": (
+        "has no pipeline in transformers 5: serve a chat model with --chat-model instead"
+    ),
+}
+CUSTOM_CODE = "needs Python code of its own (auto_map), which is never executed here"
 ENTAILMENT = re.compile("entail", re.IGNORECASE)  # starts a label of models for zero-shot
 # Tasks that need a head of their own, which other models lack.
 HEAD_TASKS = {
@@ -84,8 +97,21 @@ def _infer_task(config: Mapping[str, Any], model: str) -> str:
     if len(tasks) == 1:
         return tasks[0]
     names = " and ".join(architectures(config)) or "not named"
-    fits = f"fits several: {', '.join(tasks)}" if tasks else "fits no known task"
+    fits = unserved_reason(config) or "fits no known task: name one with --pipeline-task"
+    if tasks:
+        fits = f"fits several, {', '.join(tasks)}: name one, as --pipeline-task {tasks[-1]}"
     raise TaskError(f"PIPELINE_TASK is not set, and the architecture of {model} ({names}) {fits}")
+
+
+def unserved_reason(config: Mapping[str, Any]) -> str:
+    """Return why no task serves an architecture; empty if that is unknown."""
+    if config.get("auto_map"):
+        return CUSTOM_CODE
+    for name in architectures(config):
+        for pattern, reason in DROPPED_ARCHITECTURES.items():
+            if re.fullmatch(pattern, name):
+                return reason
+    return ""
 
 
 def tasks_of(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -115,12 +141,13 @@ def task_hint(config: Mapping[str, Any]) -> str:
     """Return the end of an error text: the architecture and the setting for it."""
     names, tasks = ", ".join(architectures(config)), " or ".join(tasks_of(config))
     if not tasks:
-        return f"its architecture is {names or 'not named'}"
+        reason = unserved_reason(config)
+        return f"its architecture is {names or 'not named'}" + (reason and f", which {reason}")
     return f"its architecture, {names}, is for PIPELINE_TASK={tasks}"
 
 
 def is_path(model: str) -> bool:
-    return model.startswith(("/", ".", "~")) or Path(model).is_dir()
+    return model.startswith(("/", ".", "~")) or os.path.isdir(model)
 
 
 def may_have_decision_settings(model: str) -> bool:
@@ -154,22 +181,61 @@ def read_config(model: str) -> dict[str, Any]:
 
 def download(model: str, name: str) -> Path:
     """Return the path of a hub model's file, from the cache or downloaded. Raises TimeoutError
-    after FETCH_S, so that a start does not hang; the thread is abandoned then."""
-    from huggingface_hub import hf_hub_download
+    after FETCH_S, so that a start does not hang; the thread is abandoned then. A hub that cannot be
+    reached is not tried again: that would take a quarter of a minute."""
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
-    path: Future[str] = Future()
+    if isinstance(cached := try_to_load_from_cache(model, name), str):
+        return Path(cached)
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            in_thread(lambda: connect(constants.ENDPOINT), CONNECT_S)
+        except OSError as error:  # a TimeoutError, too
+            raise LocalEntryNotFoundError("the hub cannot be reached") from error
+    try:
+        return Path(in_thread(lambda: hf_hub_download(model, name), FETCH_S))
+    except TimeoutError:
+        raise TimeoutError(f"the hub did not answer within {FETCH_S:g} s") from None
+
+
+def connect(endpoint: str) -> None:
+    """Raise an OSError unless the hub, or the proxy, accepts connections."""
+    url = urlsplit(endpoint)
+    proxy = getproxies().get(url.scheme)
+    if proxy and not proxy_bypass(url.hostname or ""):
+        url = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    port = url.port or (443 if url.scheme == "https" else 80)
+    socket.create_connection((url.hostname or "", port), CONNECT_S).close()
+
+
+def in_thread(function: Callable[[], T], timeout_s: float) -> T:
+    """Return a function's result. Raises TimeoutError; the thread is abandoned then."""
+    result: Future[T] = Future()
 
     def run() -> None:
         try:
-            path.set_result(hf_hub_download(model, name))
+            result.set_result(function())
         except BaseException as error:  # raised by `result`
-            path.set_exception(error)
+            result.set_exception(error)
 
     threading.Thread(target=run, name="download", daemon=True).start()
+    return result.result(timeout_s)
+
+
+def list_files(model: str) -> list[str]:
+    """Return the names of a hub model's files; none if they cannot be listed."""
+    from huggingface_hub import HfApi
+
     try:
-        return Path(path.result(FETCH_S))
-    except TimeoutError:
-        raise TimeoutError(f"the hub did not answer within {FETCH_S:g} s") from None
+        siblings = HfApi().model_info(model, timeout=FETCH_S).siblings or []
+    except Exception:  # of the hub
+        return []
+    return [sibling.rfilename for sibling in siblings]
+
+
+def is_custom_code(error: BaseException) -> bool:
+    return "trust_remote_code" in str(error)
 
 
 def load_error(error: Exception) -> str:
@@ -179,6 +245,13 @@ def load_error(error: Exception) -> str:
         if text := _hub_error(cause):
             return text
         cause = cause.__cause__
+    message = str(error)
+    if is_custom_code(error):
+        return f"it {CUSTOM_CODE}: use a model that transformers has built in"
+    if "does not recognize this architecture" in message or "Unrecognized model in" in message:
+        return "its config.json names no model_type that this transformers knows: update it"
+    if "no file named model.safetensors" in message or "loaded with `safetensors`" in message:
+        return "it has no model.safetensors: use a model with safetensors, or convert its weights"
     return (str(error).strip().splitlines() or [repr(error)])[0]
 
 

@@ -13,13 +13,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from dotenv import dotenv_values, load_dotenv
 
 MIN_SIMILARITY = 0.82  # of difflib's 1: two letters swapped, or a part left out
 # A longer variable that differs from a name this short is likely another program's.
 SHORT_NAME = 7
+# A served name, by which requests choose a model. It is no path.
+SERVED_NAME = re.compile(r"[\w@][\w.:@+/-]{0,127}", re.ASCII)
+HUB_LINK = re.compile(
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?!datasets/|spaces/)"
+    r"([\w.-]+(?:/[\w.-]+)?)(?:/tree/main)?/?(?:[?#].*)?"
+)
 
 
 class SettingsError(ValueError):
@@ -45,11 +51,23 @@ class Settings:
     pipeline_task: str = setting(
         "auto", "transformers pipeline task of POST /; auto: inferred from the checkpoint"
     )
-    pipeline_model: str = setting("demo", "model of POST /: a hub id, a local path, demo, or none")
-    chat_model: str = setting("demo", "model of the text endpoints under /v1, likewise")
-    embedding_model: str = setting("demo", "model of /v1/embeddings, likewise")
+    pipeline_model: str = setting(
+        "auto",
+        "model of POST /: a hub id, a local path, demo or none; auto: demo if no model is named, "
+        "else none; NAME=MODEL serves it under a name",
+    )
+    chat_model: str = setting("auto", "model of the text endpoints under /v1, likewise")
+    embedding_model: str = setting("auto", "model of /v1/embeddings, likewise")
     rerank_model: str = setting("none", "model of /rerank and /v1/score, likewise")
     transcription_model: str = setting("none", "model of /v1/audio/transcriptions, likewise")
+    model_aliases: tuple[str, ...] = setting(
+        (),
+        "comma-separated ALIAS=NAME: further names of the models under /v1",
+        part=(rf"{SERVED_NAME.pattern}=[^=]+", "ALIAS=NAME, the name being a served model's"),
+    )
+    chat_template: str = setting(
+        "auto", "file with the chat model's template in Jinja; auto: the checkpoint's"
+    )
     allow_dimensions: bool = setting(
         False, "shorten embeddings also of models not trained for it (Matryoshka)"
     )
@@ -160,12 +178,30 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
     return Settings(**values)
 
 
+class ModelReference(NamedTuple):
+    """A model as a setting names it."""
+
+    name: str  # that clients see
+    path: str  # a folder, a hub id, demo, none or auto
+
+
 @cache
-def model_name(setting: str) -> str:
-    """Return the name of a model that clients see: of a local path, its last folder."""
-    if setting.startswith(("/", ".", "~")) or (setting != "demo" and Path(setting).is_dir()):
-        return Path(setting).expanduser().resolve().name or setting
-    return setting
+def parse_model(setting: str) -> ModelReference:
+    """Parse `MODEL` or `NAME=MODEL`. A folder whose path contains `=` is a MODEL. By default a
+    folder is served by its last component, any other model by its id."""
+    name, separator, path = setting.partition("=")
+    is_named = separator and path and SERVED_NAME.fullmatch(name) and not is_folder(setting)
+    if not is_named:
+        name, path = "", setting
+    if not is_folder(path) and (link := HUB_LINK.fullmatch(path)):
+        path = link[1]
+    if not name and (path.startswith(("/", ".", "~")) or (path != "demo" and is_folder(path))):
+        name = Path(path).expanduser().resolve().name
+    return ModelReference(name or path, path)
+
+
+def is_folder(path: str) -> bool:
+    return os.path.isdir(os.path.expanduser(path))
 
 
 def export_flags(flags: Mapping[str, str | None]) -> None:

@@ -10,7 +10,6 @@ from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 
 from server import __version__
-from server.core.settings import model_name
 from server.core.worker_client import WorkerClient
 from server.http.errors import HttpError
 from worker.tasks import TASKS, Kind
@@ -55,7 +54,8 @@ async def health(request: Request) -> Health:
 async def ready(request: Request) -> Ready:
     worker_client: WorkerClient = request.app.worker_client
     if worker_client.failure is not None:
-        raise unavailable(str(worker_client.failure), "worker_down")
+        # the reason may name folders, and no key is needed here
+        raise unavailable("the worker is down: the server's log has the reason", "worker_down")
     if (refusal := worker_client.refusal()) is not None:
         raise unavailable(str(refusal))
     failing = [name for name in worker_client.models if worker_client.refusal(name)]
@@ -69,13 +69,11 @@ async def ready(request: Request) -> Ready:
         if name == "pipeline":
             response.task, response.model = (
                 "decision" if generates else info.task,
-                model_name(info.model),
+                info.model,
             )
             response.takes, response.mask_token = TASKS[response.task].kind, info.mask or UNSET
         else:
-            setattr(
-                response, "chat_model" if generates else f"{name}_model", model_name(info.model)
-            )
+            setattr(response, "chat_model" if generates else f"{name}_model", info.model)
     return response
 
 

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from server.core.settings import model_name
+from server.core.settings import SettingsError, parse_model
 from server.core.worker_client import WorkerClient
 from server.http.errors import HttpError
 from server.http.json import JsonBodyParser, parse_json
@@ -39,6 +39,7 @@ class Model(Struct):
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str  # the id, of an alias that of its model
     serves: str  # `registry_name` of NamedModel
     input_modalities: list[Literal["text", "image", "audio"]]
     max_model_len: int | UnsetType = UNSET  # of text models, as the next
@@ -51,7 +52,7 @@ class ModelList(Struct):
 
 
 class NamedModel:
-    """A model and the names that requests may use for it.
+    """A model and the names that requests may use for it. Responses name its id.
 
     `registry_name` is generation, embedding, rerank or transcription. The ids of `others` are
     taken.
@@ -67,8 +68,12 @@ class NamedModel:
         self.worker_client = worker_client
         self.registry_name = registry_name
         self.created = int(time.time())
-        self.id = model_name(setting)
-        self.names = {None, setting, self.id, *ANY_MODEL}
+        reference = parse_model(setting)
+        self.id = reference.name
+        self.names = {None, self.id, *ANY_MODEL}
+        if setting == reference.path:  # no other name is given
+            self.names.add(setting)
+        self.aliases: list[str] = []
         if self.id in [other.id for other in others]:
             self.id = f"{self.id}-{registry_name}"
             self.names.add(self.id)
@@ -84,15 +89,40 @@ class NamedModel:
         assert text_model, f"{self.registry_name} takes no text"
         return text_model
 
-    def describe(self) -> Model:
+    def describe(self, name: str) -> Model:
+        """Describe the model under its id or an alias."""
         if (refusal := self.worker_client.refusal()) is not None:
             raise refusal
-        model = Model(self.id, "model", self.created, "onequeue", self.registry_name, ["audio"])
+        model = Model(
+            name, "model", self.created, "onequeue", self.id, self.registry_name, ["audio"]
+        )
         if self.registry_name != "transcription":
             text_model = self.text_model
             model.input_modalities = ["text"] if text_model.no_images_reason else ["text", "image"]
             model.max_model_len = model.context_length = text_model.max_model_len
         return model
+
+
+def add_aliases(models: Sequence[NamedModel], aliases: Sequence[str]) -> None:
+    """Add the names of `ALIAS=NAME` to the models. Raises SettingsError for one that is taken, or
+    for an unknown model."""
+    ids = {model.id: model for model in models}
+    given: set[str] = set()
+    for entry in aliases:
+        alias, _, id = entry.partition("=")
+        if alias in given:
+            raise SettingsError(f"MODEL_ALIASES: {alias!r} is given twice")
+        if any(alias in model.names for model in models):
+            raise SettingsError(f"MODEL_ALIASES: {alias!r} is a served model's own name")
+        if id not in ids:
+            known = ", ".join(map(repr, ids)) or "none"
+            raise SettingsError(
+                f"MODEL_ALIASES={entry!r}: no model is served by the name {id!r}, only {known}"
+            )
+        given.add(alias)
+        ids[id].aliases.append(alias)
+    for model in models:
+        model.names.update(model.aliases)
 
 
 def find_model(models: Sequence[NamedModel], name: str | None) -> NamedModel:
@@ -126,12 +156,16 @@ class ModelListing:
         return routes
 
     async def list(self, request: Request) -> ModelList:
-        return ModelList("list", [model.describe() for model in self.models])
+        models = [
+            model.describe(name) for model in self.models for name in (model.id, *model.aliases)
+        ]
+        return ModelList("list", models)
 
     async def retrieve(self, request: Request) -> Model | ModelList:
         if not (name := request.path_params["id"]):
             return await self.list(request)
-        return find_model(self.models, name).describe()
+        model = find_model(self.models, name)
+        return model.describe(name if name in model.aliases else model.id)
 
     async def load(self, request: Request) -> Response:
         """Answer `transformers chat`, which waits for a `ready` event before its first message.

@@ -27,21 +27,27 @@ class CurlExample:
     command: str
 
 
-def curl_examples(settings: Settings, address: str, mask: str = MASK) -> list[CurlExample]:
+def curl_examples(
+    settings: Settings, address: str, mask: str = MASK, chats: bool = True
+) -> list[CurlExample]:
     """Return an example for each endpoint, the pipeline first.
 
     `address`: http://host:port without a slash at its end; `mask`: the loaded model's mask
-    token."""
+    token; `chats`: the chat model has a chat template, or is not loaded yet."""
     key = ' -H "Authorization: Bearer $API_KEY"' if settings.api_keys else ""
     examples: list[CurlExample] = []
     if settings.pipeline_model != "none":
         command = f"curl {address}/{key} {pipeline_body(settings.pipeline_task, mask)}"
         examples.append(CurlExample(settings.pipeline_task, command))
+    chat: tuple[str, str, str, Any] = ("chat_model", "chat", "/v1/chat/completions", {
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "max_tokens": 200,  # the model may reason, or have no stop token
+    })  # fmt: skip
+    completion: tuple[str, str, str, Any] = ("chat_model", "completions", "/v1/completions", {
+        "prompt": "The capital of France is", "max_tokens": 20,
+    })  # fmt: skip
     endpoints = [
-        ("chat_model", "chat", "/v1/chat/completions", {
-            "messages": [{"role": "user", "content": "What is the capital of France?"}],
-            "max_tokens": 200,  # the model may reason, or have no stop token
-        }),
+        chat if chats else completion,
         ("embedding_model", "embeddings", "/v1/embeddings", {"input": ["a cat", "a dog"]}),
         ("rerank_model", "reranking", "/rerank", {
             "query": "What is a panda?", "documents": ["A bear of China.", "A city."],

@@ -20,6 +20,7 @@ from server.core.settings import Settings
 from server.core.worker_client import WorkerClient
 from server.http.errors import HttpError
 from server.web.examples import ASSETS, MASK, curl_examples
+from worker.messages.protocol import ModelInfo
 
 ASSETS_PATH = "/assets/{name}"
 MEDIA_TYPES = {
@@ -74,15 +75,22 @@ class IndexPage:
             response = Response(self.plain_text(request), headers=headers, media_type="text/plain")
         await response(scope, receive, send)
 
+    def info(self, name: str) -> ModelInfo | None:
+        """Return a model's description; None while it is not served."""
+        client = self.worker_client
+        if name not in client.models or client.refusal(name):
+            return None
+        return client.models[name].engine.info
+
     def plain_text(self, request: Request) -> str:
         """Return curl examples for the served models."""
         host = request.headers.get("host", "")
         address = f"{request.scope['scheme']}://{host if _HOST.fullmatch(host) else 'localhost'}"
         address += request.scope.get("root_path", "")
-        client, mask = self.worker_client, MASK
-        if "pipeline" in client.models and client.refusal("pipeline") is None:
-            mask = client.models["pipeline"].engine.info.mask or mask
-        examples = curl_examples(self.settings, address, mask)
+        pipeline, language = self.info("pipeline"), self.info("generation")
+        mask = pipeline.mask if pipeline and pipeline.mask else MASK
+        chats = language is None or language.has_chat_template
+        examples = curl_examples(self.settings, address, mask, chats)
         lines = "\n\n".join(f"# {example.about}\n{example.command}" for example in examples)
         more = f"# Page for browsers: {address}/\n# All endpoints: {address}/openapi.json"
         return f"# onequeue {__version__}\n\n{lines}\n\n{more}\n"

@@ -30,6 +30,7 @@ def test_model_is_listed_and_found_by_its_name(server: Server) -> None:
         "id": "org/model",
         "object": "model",
         "owned_by": "onequeue",
+        "root": "org/model",
         "serves": "generation",
         "input_modalities": ["text"],
         "max_model_len": 4096,
@@ -54,6 +55,26 @@ def test_folder_is_named_by_its_last_component(tmp_path: Path) -> None:
             for name in ("my-model", setting, None):
                 assert chat(server, model=name).json()["model"] == "my-model"
             assert chat(server, model="model").status_code == 404
+
+
+def test_a_named_model_and_its_aliases_are_listed_and_responses_have_its_name(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "secret").mkdir()
+    settings: dict[str, Any] = {
+        "chat_model": f"me={tmp_path / 'secret'}",
+        "model_aliases": ("gpt-4o=me", "org/gpt=me"),
+    }
+    with serving(load_chat=FakeGenerator, **settings) as server:
+        listed = CLIENT.get(server.url + "/v1/models").json()["data"]
+        assert [(m["id"], m["root"]) for m in listed] == [
+            ("me", "me"), ("gpt-4o", "me"), ("org/gpt", "me"),
+        ]  # fmt: skip
+        assert CLIENT.get(server.url + "/v1/models/org/gpt").json() == listed[2]
+        for name in ("me", "gpt-4o", "org/gpt", None):
+            assert chat(server, model=name).json()["model"] == "me"
+        for name in ("secret", str(tmp_path / "secret")):
+            assert chat(server, model=name).status_code == 404
 
 
 def test_models_of_the_same_name_have_different_ids() -> None:

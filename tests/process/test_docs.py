@@ -52,7 +52,7 @@ def named(blocks: list[Block]) -> list[object]:
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
     """Run the documented start command; yield the port of the server."""
-    command = ["./scripts/serve", "--transcription-model", "demo"]
+    command = ["./scripts/serve", "demo", "--transcription-model", "demo"]
     assert any(" ".join(command) in block.text for block in BLOCKS if block.title == "Start")
     with started([*command, "--port", "0"]) as (_, port):
         wait_until(lambda: httpx.get(f"http://localhost:{port}/ready").status_code == 200)

@@ -1,10 +1,12 @@
 """Models by their hub id: fetched with the token, served offline, or refused."""
 
+import socket
 from pathlib import Path
 
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
+from server.preflight import MISUSE
 from tests.hub import serving_hub
 from tests.process.test_start import ROOT, SERVER, assert_refused, pipe, process, run
 from worker.model.loading import LoadingFailed, load_errors
@@ -55,6 +57,26 @@ def test_a_model_that_cannot_be_fetched_is_refused_in_one_line(
         done = run([*SERVER, model], **{**hub.environment, **cache, **environment})
     assert_refused(done, f"MODEL={model!r}: ", message)
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("flag", ["--chat-model", "--embedding-model", "--rerank-model"])
+def test_a_hub_that_cannot_be_reached_is_asked_once(flag: str, cache: dict[str, str]) -> None:
+    """Before torch is imported, for each kind of model."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    done = run([*SERVER, flag, MODEL], **cache, HF_ENDPOINT=f"http://127.0.0.1:{port}")
+    setting = flag[2:].replace("-", "_").upper()
+    sentence = (
+        f"onequeue: {setting}='{MODEL}': it is not in the cache, and the hub cannot be reached"
+    )
+    assert (done.returncode, done.stderr) == (MISUSE, sentence + "\n")
+
+
+def test_a_model_that_the_hub_lacks_is_refused_for_each_setting(cache: dict[str, str]) -> None:
+    with serving_hub(MODEL, ROOT / "worker/demo/fill-mask", TOKEN["HF_TOKEN"]) as hub:
+        environment = {**hub.environment, **cache, **TOKEN}
+        done = run([*SERVER, "--rerank-model", "a/missing"], **environment)
+    assert_refused(done, "RERANK_MODEL='a/missing': the hub has no such model")
 
 
 def test_the_error_of_a_load_includes_the_hubs_reason() -> None:

@@ -16,7 +16,12 @@ from tests.serving import Server
 pytestmark = pytest.mark.matrix
 
 GENERATOR = FakeGenerator()
-SEER = {"id": "seer", "serves": "generation", "input_modalities": ["text", "image"]}
+SEER = {
+    "id": "seer",
+    "root": "seer",
+    "serves": "generation",
+    "input_modalities": ["text", "image"],
+}
 DROP = """([selector, name, type]) => {
     const transfer = new DataTransfer();
     const content = `<svg xmlns='http://www.w3.org/2000/svg' id='${name}'/>`;

@@ -77,7 +77,7 @@ def test_documents_are_ranked_where_a_reranker_is_served(visitor: Any, server: S
         route.fulfill(json={"results": scores})
 
     ready = {"status": "ready", "rerank_model": "ranker"}
-    model = {"id": "ranker", "serves": "rerank"}
+    model = {"id": "ranker", "root": "ranker", "serves": "rerank"}
     visitor.route("**/ready", lambda route: route.fulfill(json=ready))
     visitor.route("**/v1/models", lambda route: route.fulfill(json={"data": [model]}))
     visitor.route("**/v1/rerank", rank)
@@ -176,7 +176,12 @@ def test_an_image_is_sent_with_a_message(visitor: Any, server: Server) -> None:
         body = f"data: {event}\n\ndata: [DONE]\n\n"
         route.fulfill(body=body, content_type="text/event-stream")
 
-    model = {"id": "seer", "serves": "generation", "input_modalities": ["text", "image"]}
+    model = {
+        "id": "seer",
+        "root": "seer",
+        "serves": "generation",
+        "input_modalities": ["text", "image"],
+    }
     visitor.route("**/v1/models", lambda route: route.fulfill(json={"data": [model]}))
     visitor.route("**/v1/chat/completions", respond)
     visitor.goto(server.url)

@@ -22,6 +22,7 @@ import pytest
 from server.app import create_app
 from server.core.settings import Settings, SettingsError
 from server.preflight import MISUSE, STARTUP_FAILURE
+from tests.checkpoints import write_checkpoint
 from tests.serving import read_response, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -315,7 +316,7 @@ def test_debug_shows_the_traceback_of_a_failed_load() -> None:
 
 
 def test_a_checkpoint_that_cannot_be_loaded_stops_the_server(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    write_checkpoint(tmp_path, {"model_type": "bert"})
     model = {"PIPELINE_MODEL": str(tmp_path), "PIPELINE_TASK": "fill-mask", "CHAT_MODEL": "none"}
     done = run([*SERVER, "--port", "0"], **model)
     assert_refused(done, str(tmp_path), "could not be loaded", status=STARTUP_FAILURE)

@@ -11,7 +11,8 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
 from server import preflight
 from server.core.settings import Settings, SettingsError
-from server.preflight import MODELS, assign_model
+from server.preflight import DEMO_MODELS, MODELS, assign_model
+from tests.checkpoints import NO_TENSORS, write_checkpoint
 
 DEMO = Path(__file__).parents[2] / "worker" / "demo"
 NO_FLAGS = dict.fromkeys((spec.name for spec in fields(Settings)), None)
@@ -42,7 +43,7 @@ def test_a_model_is_assigned_by_its_architecture(
     config = {"architectures": [architecture]}
     if "VL" in architecture:
         config["vision_config"] = {}  # type: ignore[assignment]
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_checkpoint(tmp_path, config)
     assert served(assign_model(str(tmp_path), NO_FLAGS)) == {setting: str(tmp_path)}
 
 
@@ -57,6 +58,7 @@ def test_a_sentence_transformers_folder_is_assigned_by_its_modules(
     tmp_path: Path, kinds: list[str], setting: str
 ) -> None:
     (tmp_path / "modules.json").write_text(json.dumps([{"type": kind} for kind in kinds]))
+    (tmp_path / "model.safetensors").write_bytes(NO_TENSORS)
     assert served(assign_model(str(tmp_path), NO_FLAGS)) == {setting: str(tmp_path)}
 
 
@@ -73,7 +75,15 @@ def test_a_task_assigns_the_model_to_the_pipeline() -> None:
 
 
 def test_demo_serves_all_demo_models() -> None:
-    assert assign_model("demo", NO_FLAGS) == NO_FLAGS
+    demos = dict.fromkeys(DEMO_MODELS, "demo")
+    assert assign_model("demo", NO_FLAGS) == NO_FLAGS | demos
+    speech = {"transcription_model": "demo"}
+    assert assign_model("demo", NO_FLAGS | speech) == NO_FLAGS | demos | speech
+
+
+def test_a_named_model_is_assigned_with_its_name(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, {"architectures": ["LlamaForCausalLM"]})
+    assert served(assign_model(f"big={tmp_path}", NO_FLAGS)) == {"chat_model": f"big={tmp_path}"}
 
 
 def hub(files: dict[str, Any]) -> Callable[[str, str], Path]:
@@ -114,9 +124,13 @@ def test_a_hub_id_without_a_readable_config_is_refused(
 @pytest.mark.parametrize(
     ("files", "model", "message"),
     [
-        (["model.gguf"], "model.gguf", "is a file, not a checkpoint's folder; GGUF is not served"),
-        (["model.gguf"], "", "no config.json in this folder; GGUF is not served"),
-        (["notes.txt"], "notes.txt", "is a file, not a checkpoint's folder$"),
+        (
+            ["model.gguf"],
+            "model.gguf",
+            "is a file: name the checkpoint's folder; GGUF is not served",
+        ),
+        (["model.gguf"], "", "no config.json in it; GGUF is not served"),
+        (["notes.txt"], "notes.txt", "is a file: name the checkpoint's folder$"),
         (["adapter_config.json"], "", r"is an adapter \(LoRA\), which is not served"),
     ],
 )

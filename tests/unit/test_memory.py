@@ -48,7 +48,7 @@ def test_a_checkpoint_needs_its_weights_and_the_largest_twice(
         loading.check_fits(checkpoint(tmp_path), dtype, CPU)
 
 
-@pytest.mark.parametrize("kind", ["whole", "shards", "old"])
+@pytest.mark.parametrize("kind", ["whole", "shards"])
 def test_files_that_are_not_loaded_are_not_counted(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,9 +62,6 @@ def test_files_that_are_not_loaded_are_not_counted(
         whole.rename(folder / "model-00001-of-00001.safetensors")
         index = {"weight_map": dict.fromkeys(("a", "b"), "model-00001-of-00001.safetensors")}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    elif kind == "old":
-        whole.unlink()
-        needed = 2000
     monkeypatch.setattr(loading, "free_bytes", lambda device: needed)
     loading.check_fits(str(folder), "auto", CPU)
     monkeypatch.setattr(loading, "free_bytes", lambda device: needed - 1)

@@ -1,6 +1,5 @@
 """The task is inferred from the checkpoint; one that contradicts it is refused before loading."""
 
-import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import pytest
 
 from server.app import create_app
 from server.core.settings import Settings, SettingsError
+from tests.checkpoints import write_checkpoint
 from tests.fakes import FakeRunner
 from worker import task_detection
 from worker.task_detection import TaskError, detect_task, tasks_of
@@ -59,8 +59,7 @@ def test_an_architecture_has_its_tasks(
 
 
 def checkpoint(folder: Path, *names: str, **more: Any) -> str:
-    (folder / "config.json").write_text(json.dumps({"architectures": names, **more}))
-    return str(folder)
+    return write_checkpoint(folder, {"architectures": names, **more})
 
 
 def test_a_task_that_is_not_set_is_inferred_from_the_checkpoint(tmp_path: Path) -> None:
@@ -73,8 +72,14 @@ def test_a_task_that_is_not_set_is_inferred_from_the_checkpoint(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["BertForSequenceClassification"], "several: text-classification, zero-shot-class"),
-        (["T5ForConditionalGeneration"], r"\(T5ForConditionalGeneration\) fits no known task"),
+        (["BertForSequenceClassification"], "--pipeline-task zero-shot-classification"),
+        (
+            ["T5ForConditionalGeneration"],
+            r"\(T5ForConditionalGeneration\) has no pipeline in .* 5: ",
+        ),
+        (["BartForConditionalGeneration"], "serve a chat model with --chat-model instead"),
+        (["MarianMTModel"], "has no pipeline in transformers 5"),
+        (["BertForQuestionAnswering"], "has no pipeline in transformers 5"),
         ([], r"\(not named\) fits no known task"),
     ],
 )
@@ -112,6 +117,8 @@ def test_the_config_of_a_hub_id_is_downloaded_if_the_task_is_not_set(
         return str(tmp_path / file)
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
+    monkeypatch.setattr(task_detection, "connect", lambda endpoint: None)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     assert detect_task("auto", "some/model") == "fill-mask"
     assert downloads == [("some/model", "config.json")]
     assert detect_task("token-classification", "some/model") == "token-classification"
@@ -130,6 +137,8 @@ def test_a_hub_that_does_not_respond_ends_the_start(monkeypatch: pytest.MonkeyPa
     gate = threading.Event()
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_: gate.wait(60))
     monkeypatch.setattr(task_detection, "FETCH_S", 0.01)
+    monkeypatch.setattr(task_detection, "connect", lambda endpoint: None)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     with pytest.raises(TaskError, match=r"did not answer within 0\.01 s"):
         detect_task("auto", "owner/name")
     gate.set()

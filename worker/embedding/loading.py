@@ -39,10 +39,10 @@ from worker.model.language_model import LanguageModel, check_generates
 from worker.model.loading import (
     LoadingFailed,
     ModelOptions,
+    checkpoint_path,
     describe_missing_weights,
     load_checkpoint,
     load_errors,
-    local_path,
     missing_weights_matter,
     model_info,
 )
@@ -96,7 +96,7 @@ class Checkpoint:
         return rows
 
     def info(self, task: str, rows: RowModel) -> ModelInfo:
-        name, count, why = self.options.model, self.parameters, rows.batching_reason
+        name, count, why = self.options.name, self.parameters, rows.batching_reason
         return model_info(task, name, self.model, count, rows.batching, why)
 
 
@@ -125,7 +125,7 @@ def load_reranker(options: ScoringOptions) -> Reranker:
 
 def read_checkpoint(options: ScoringOptions, choose_class: Callable[[Any], Any]) -> Checkpoint:
     """Load the model with the auto class that `choose_class` returns for its configuration."""
-    path = local_path(options.model, "embedding")
+    path = checkpoint_path(options.model, "embedding")
     config = read_config(path)
     model, tokenizer, missing = load_checkpoint(options, path, choose_class, config.subfolder)
     return Checkpoint(options, model, tokenizer, config, missing, model.num_parameters())
@@ -137,7 +137,15 @@ def encoder_class(config: Any) -> Any:
 
 
 def reranker_class(config: Any) -> Any:
-    return AutoModelForCausalLM if is_causal_lm(config) else AutoModelForSequenceClassification
+    if is_causal_lm(config):
+        return AutoModelForCausalLM
+    names = config.architectures or ()
+    if names and not any(name.endswith("ForSequenceClassification") for name in names):
+        raise LoadingFailed(
+            f"its architecture, {', '.join(names)}, has no head that scores pairs: name an "
+            "embedding model with EMBEDDING_MODEL, and /v1/score compares its vectors"
+        )
+    return AutoModelForSequenceClassification
 
 
 def is_causal_lm(config: Any) -> bool:
@@ -168,7 +176,9 @@ def trained_dimensions(config: Any) -> Sequence[int] | None:
 def make_cross_encoder(checkpoint: Checkpoint) -> Reranker:
     model, tokenizer = checkpoint.model, checkpoint.text_tokenizer()
     if (labels := model.config.num_labels) != 1:
-        raise LoadingFailed(f"it has {labels} labels; a reranker has one")
+        raise LoadingFailed(
+            f"it has {labels} labels and a reranker has one: name a classifier with PIPELINE_MODEL"
+        )
     if checkpoint.missing_weights:
         raise LoadingFailed(describe_missing_weights(checkpoint.missing_weights))
     rows = checkpoint.row_model(model, LOGITS)

@@ -94,6 +94,7 @@ class InputProcessor:
         strings = defaults.stop_strings or ()
         self._stop_strings = (strings,) if isinstance(strings, str) else tuple(strings)
         self.template = verify_tool_call_format(ChatTemplate(tokenizer))
+        self.info = replace(self.info, has_chat_template=bool(self.template.source))
         self.constraint_builder = ConstraintBuilder(
             self.template, tokenizer, vocab_size, self.eos_token_ids
         )

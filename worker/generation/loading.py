@@ -17,6 +17,7 @@ from worker.model.language_model import GeneratorOptions, LanguageModel, load_la
 from worker.model.loading import is_worth_compiling
 from worker.model.paged_runner import PagedRunner
 from worker.model.paging import load_paged_runner
+from worker.template_file import read_template
 from worker.vision.cpu_fusions import apply_cpu_fusions
 from worker.vision.image_preprocessor import ImagePreprocessor
 from worker.vision.multimodal_cached_runner import MultimodalCachedRunner
@@ -48,6 +49,10 @@ def load_generator(options: GeneratorOptions) -> GenerationEngine:
 
 def _load_engine(language: LanguageModel, options: GeneratorOptions) -> GenerationEngine:
     preprocessor = load_image_preprocessor(language, int(options.max_image_mp * 1e6))
+    if options.chat_template != "auto":
+        tokenizer: Any = language.tokenizer  # the processor's, of a multimodal model
+        tokenizer.chat_template = read_template(options.chat_template)
+        tokenizer.response_template = None
 
     def check_images() -> None:
         if preprocessor:

@@ -127,6 +127,7 @@ class ModelInfo:
     batching: Batching
     why: str = ""  # why not packed
     mask: str = ""  # the mask token of fill-mask
+    has_chat_template: bool = True  # of a language model; a base model may have none
 
 
 class Pending(Exception):

@@ -19,7 +19,10 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 
 from worker.device.device import free_bytes
 from worker.device.self_check import TOLERANCE, CannotRun, compare, explicit_masks
@@ -36,10 +39,10 @@ from worker.model.generation_config import (
 from worker.model.loading import (
     LoadingFailed,
     ModelOptions,
+    checkpoint_path,
     describe_missing_weights,
     load_checkpoint,
     load_errors,
-    local_path,
     missing_weights_matter,
 )
 from worker.model.long_context import RotaryFactors
@@ -65,6 +68,7 @@ class GeneratorOptions(ModelOptions):
     kv_cache_gb: float | None = None
     max_running: int = 256
     max_image_mp: float = 64.0
+    chat_template: str = "auto"  # a file, or the checkpoint's own
     later_caches: int = 0  # engines loaded after this one that size their cache by the free memory
 
 
@@ -161,7 +165,7 @@ def load_language_model(options: GeneratorOptions) -> LanguageModel:
     """Load the model of the options; raise LoadingFailed, with its name and the reason."""
     name = options.model
     with load_errors(name, "chat"):
-        path = local_path(name, "chat")
+        path = checkpoint_path(name, "chat")
         check_generation_config(read_generation_config(path))  # before the weights are read
         model, tokenizer, missing = load_checkpoint(options, path, auto_class)
         if model.device.type == "cuda":
@@ -169,7 +173,7 @@ def load_language_model(options: GeneratorOptions) -> LanguageModel:
         is_multimodal = auto_class(model.config) is AutoModelForImageTextToText
         with explicit_masks(model.get_decoder()) if is_multimodal else nullcontext():
             check_generates(model, missing)
-        language = LanguageModel(name, model, tokenizer, path, is_multimodal)
+        language = LanguageModel(options.name, model, tokenizer, path, is_multimodal)
         check_generation_config(vars(language.defaults), language.vocab_size)
         log_not_served(vars(language.defaults))
     return language
@@ -178,6 +182,8 @@ def load_language_model(options: GeneratorOptions) -> LanguageModel:
 def auto_class(config: Any) -> Any:
     """Return transformers' auto class for a configuration with or without images."""
     is_multimodal = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if not is_multimodal and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise LoadingFailed(f"it was not made to generate text: {task_hint(config.to_dict())}")
     return AutoModelForImageTextToText if is_multimodal else AutoModelForCausalLM
 
 

@@ -21,9 +21,10 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_log
 
 from batching.errors import OnequeueError
+from worker.checkpoint_files import folder_problem
 from worker.device.device import choose_device, free_bytes
 from worker.messages.protocol import Batching, ModelInfo
-from worker.task_detection import is_path, load_error
+from worker.task_detection import is_custom_code, is_path, load_error
 
 log = logging.getLogger("onequeue.loading")
 
@@ -35,6 +36,8 @@ MIN_COMPILED_PARAMETERS = 10_000_000
 FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 PROGRESS_INTERVAL_S = 3.0
 MAX_NAMED_WEIGHTS = 3
+MIN_VOCABULARY = 10  # entries that are no special tokens
+ADD_TOKENIZER = "add its files (tokenizer.json and tokenizer_config.json)"
 # A transformers.Pipeline. Its attributes are annotated as optional, whatever the task.
 Pipe: TypeAlias = Any
 
@@ -51,6 +54,11 @@ class ModelOptions:
     device: str = "auto"  # auto, cpu, cuda, cuda:1, …
     dtype: str = "auto"  # auto, float32, bfloat16, float16
     attention: str = "auto"  # auto, or a name that transformers accepts
+    served_name: str = ""  # that clients see; empty: `model`
+
+    @property
+    def name(self) -> str:
+        return self.served_name or self.model
 
 
 def load_checkpoint(
@@ -66,16 +74,37 @@ def load_checkpoint(
     check_fits(str(Path(path) / subfolder), options.dtype, device)
     files: Any = {"subfolder": subfolder, "trust_remote_code": False}
     auto = auto_class(AutoConfig.from_pretrained(path, **files))
+    tokenizer = load_tokenizer(path, **files)
     model, info = auto.from_pretrained(
         path,
+        use_safetensors=True,
         dtype=choose_dtype(options.dtype, path, device, subfolder),
         output_loading_info=True,
         ignore_mismatched_sizes=True,
         **files,
         **attention_keywords(options.attention),
     )
-    tokenizer = AutoTokenizer.from_pretrained(path, **files)
     return model.to(device).eval(), tokenizer, missing_weight_names(info)
+
+
+def load_tokenizer(path: str, **files: Any) -> Any:
+    """Load a checkpoint's tokenizer. Raises LoadingFailed if it has none."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, **files)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        if is_custom_code(error):
+            raise
+        raise LoadingFailed(f"its tokenizer does not load: {ADD_TOKENIZER}") from error
+    check_tokenizer(tokenizer)
+    return tokenizer
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raise LoadingFailed for a tokenizer without a vocabulary: transformers makes one where a
+    checkpoint has no files for it."""
+    words = len(tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys())
+    if words < MIN_VOCABULARY:
+        raise LoadingFailed(f"it has no tokenizer: {ADD_TOKENIZER}")
 
 
 def model_info(
@@ -130,6 +159,14 @@ def local_path(model: str, demo: str) -> str:
     return str(folder)
 
 
+def checkpoint_path(model: str, demo: str) -> str:
+    """Return `local_path`. Raises LoadingFailed for a folder that cannot be served."""
+    path = local_path(model, demo)
+    if is_path(path) and (problem := folder_problem(Path(path))):
+        raise LoadingFailed(problem)
+    return path
+
+
 def attention_keywords(attention: str) -> dict[str, str]:
     """Return the arguments of `from_pretrained` for the ATTENTION setting."""
     return {} if attention == "auto" else {"attn_implementation": attention}
@@ -168,11 +205,8 @@ def check_fits(path: str, dtype: str, device: torch.device) -> None:
 
 
 def _tensor_bytes(folder: Path, dtype: str) -> Iterator[int]:
-    """Yield the bytes of each tensor after loading; of files without a header, the file size."""
+    """Yield the bytes of each tensor after loading."""
     for file in _weight_files(folder):
-        if file.suffix != ".safetensors":
-            yield file.stat().st_size
-            continue
         with safe_open(file, framework="pt") as checkpoint:
             for name in checkpoint.keys():  # noqa: SIM118
                 tensor = checkpoint.get_slice(name)
@@ -183,13 +217,11 @@ def _tensor_bytes(folder: Path, dtype: str) -> Iterator[int]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the files that transformers loads, in its order of preference."""
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        if (folder / name).is_file():
-            return [folder / name]
-        if (index := folder / f"{name}.index.json").is_file():
-            shards = json.loads(index.read_text())["weight_map"].values()
-            return [folder / shard for shard in set(shards)]
+    """Return the files that transformers loads."""
+    if (whole := folder / "model.safetensors").is_file():
+        return [whole]
+    if (index := folder / "model.safetensors.index.json").is_file():
+        return [folder / shard for shard in {*json.loads(index.read_text())["weight_map"].values()}]
     return []
 
 

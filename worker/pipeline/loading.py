@@ -32,11 +32,12 @@ from worker.model.loading import (
     ModelOptions,
     Pipe,
     attention_keywords,
+    check_tokenizer,
+    checkpoint_path,
     choose_dtype,
     describe_missing_weights,
     is_worth_compiling,
     load_errors,
-    local_path,
     missing_weights_matter,
     model_info,
     record_missing_weights,
@@ -64,7 +65,7 @@ def load_pipeline(options: PipelineOptions) -> tuple[Pipe, dict[str, str]]:
         raise LoadingFailed(f"PIPELINE_MODEL=demo serves {DEMO_TASK} only: name a model for {task}")
     make: Any = pipeline  # overloaded by literal task
     with load_errors(options.model, task), record_missing_weights() as lacking:
-        path = local_path(options.model, "fill-mask")
+        path = checkpoint_path(options.model, "fill-mask")
         device = choose_device(options.device)
         pipe = make(
             task,
@@ -72,8 +73,10 @@ def load_pipeline(options: PipelineOptions) -> tuple[Pipe, dict[str, str]]:
             device=device,
             dtype=choose_dtype(options.dtype, path, device),
             trust_remote_code=False,  # if unset, transformers prompts on a terminal
-            model_kwargs=attention_keywords(options.attention),
+            model_kwargs={"use_safetensors": True, **attention_keywords(options.attention)},
         )
+        if TASKS[task].kind == "text" and pipe.tokenizer is not None:
+            check_tokenizer(pipe.tokenizer)
     pipe.model.eval()
     for part in (pipe, pipe.model):
         config: Any = getattr(part, "generation_config", None)
@@ -97,7 +100,7 @@ def load_runner(options: PipelineOptions, max_rows: int) -> PipelineRunner:
         pipe.tokenizer.padding_side = "left" if task == "text-generation" else "right"
     batching, why, packing = choose_batching(task, pipe)
     count = pipe.model.num_parameters()
-    info = model_info(task, options.model, pipe.model, count, batching, why)
+    info = model_info(task, options.name, pipe.model, count, batching, why)
     if task == "fill-mask":
         info = replace(info, mask=pipe.tokenizer.mask_token)
     limiter = DecodeLimiter(int(options.max_image_mp * 1e6))

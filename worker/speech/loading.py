@@ -21,10 +21,10 @@ from worker.model.loading import (
     LoadingFailed,
     ModelOptions,
     Pipe,
+    checkpoint_path,
     describe_missing_weights,
     load_checkpoint,
     load_errors,
-    local_path,
     missing_weights_matter,
     model_info,
 )
@@ -76,7 +76,7 @@ def load_speech(
 
 
 def load_speech_checkpoint(options: SpeechOptions) -> SpeechCheckpoint:
-    path = local_path(options.model, "speech")
+    path = checkpoint_path(options.model, "speech")
     model, tokenizer, missing = load_checkpoint(options, path, auto_class)
     untyped: Any = AutoFeatureExtractor
     extractor = untyped.from_pretrained(path, trust_remote_code=False)
@@ -121,7 +121,7 @@ def new_whisper_engine(
         language = next(iter(vocabulary.languages), "en")
         return WhisperWindow(silence, mel.window_frames, 0, (), language, "transcribe")
 
-    info = model_info(TASK, options.model, model, model.num_parameters(), "continuous")
+    info = model_info(TASK, options.name, model, model.num_parameters(), "continuous")
     return SpeechEngine(runner, open_decoder, info, example, Aligner(runner))
 
 
@@ -145,7 +145,7 @@ def new_ctc_engine(checkpoint: SpeechCheckpoint, options: SpeechOptions) -> Spee
             reader = CtcReader(extractor, samples_per_frame, recording)
             return CtcDecoder(payload, reader, checkpoint.tokenizer, samples_per_frame / rate)
 
-    info = model_info(TASK, options.model, model, model.num_parameters(), "same shape")
+    info = model_info(TASK, options.name, model, model.num_parameters(), "same shape")
     return SpeechEngine(runner, open_decoder, info, lambda: silent_window(extractor, 1))
 
 

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from server.core.cache_namespace import cache_namespace
 from server.core.delta_stream import TokenStream, UsageCounts
-from server.core.settings import Settings
+from server.core.settings import Settings, parse_model
 from server.core.worker_client import Deadlines, WorkerClient
 from server.http.access import client_of
 from server.http.json import INLINE_BYTES, JsonBodyParser, parse_json, to_json
@@ -94,4 +94,4 @@ def uses_language_model(settings: Settings) -> bool:
     """Return whether a language model serves `POST /`, instead of a transformers pipeline."""
     if settings.pipeline_task != "decision" or settings.pipeline_model == "none":
         return False
-    return not may_have_decision_settings(settings.pipeline_model)
+    return not may_have_decision_settings(parse_model(settings.pipeline_model).path)

@@ -64,7 +64,8 @@ async function listModels(ready) {
   const named = ["chat", "embedding", "rerank", "transcription"];
   if (!named.some(name => ready[`${name}_model`])) return [];
   try {
-    return (await (await call("v1/models")).json()).data;
+    const { data } = await (await call("v1/models")).json();
+    return data.filter(({ id, root }) => id === root); // without aliases
   } catch (error) {
     showState("waiting", error.message);
     return [];

@@ -53,6 +53,7 @@ You may call functions. Each is described by a line of JSON between <tools> and 
 </tools>
 To call one, write its name and a value for each of its parameters just so:
 {example}"""
+NO_TEMPLATE = "no chat template: use /v1/completions, or set CHAT_TEMPLATE=file.jinja"
 log = logging.getLogger("onequeue.template")
 utils: Any = chat_template_utils  # untyped
 
@@ -77,6 +78,8 @@ class ChatTemplate:
         if isinstance(source, dict):
             source = source.get("tool_use") or source.get("default") or ""
         self.source = str(source)
+        if not self.source:
+            log.warning(NO_TEMPLATE)
         try:
             variables = find_undeclared_variables(self._environment.parse(self.source))
         except (TemplateError, RecursionError):
@@ -162,7 +165,7 @@ class ChatTemplate:
 
     def _render_chat(self, chat: Chat) -> str:
         if not self._tokenizer.chat_template:
-            raise InvalidInput("this model has no chat template: use /v1/completions", "messages")
+            raise InvalidInput(f"this model has {NO_TEMPLATE}", "messages")
         for name in chat.template_kwargs:
             if name in self._reserved_names:
                 param = f"chat_template_kwargs.{name}"

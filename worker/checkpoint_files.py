@@ -1,0 +1,176 @@
+"""Why a checkpoint cannot be served, by its files: one sentence with the next step.
+
+Runs before torch is imported, and again where a model is loaded. Only names, sizes, JSON and the
+headers of safetensors files are read. What needs transformers is found while loading
+(model/loading.py).
+"""
+
+import json
+import os
+from collections.abc import Collection, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+MAX_FILES = 10_000
+MAX_CONFIG_BYTES = 10_000_000
+MAX_HEADER_BYTES = 100_000_000  # the library's own limit
+LFS_POINTER = b"version https://git-lfs"
+CONFIGS = ("config.json", "modules.json")
+TOKENIZERS = {
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt",
+    "spiece.model", "sentencepiece.bpe.model",
+}  # fmt: skip
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+TRAINING = ("training_args", "optimizer", "scheduler", "rng_state")  # pickles without weights
+OTHER_FRAMEWORKS = (".h5", ".msgpack")
+SAVE = "load it once in transformers and save it with save_pretrained, which writes safetensors"
+
+
+def folder_problem(folder: Path) -> str:
+    """Return why the checkpoint in a folder cannot be served; empty if its files can be."""
+    try:
+        names = list(_files(folder))
+    except OSError as error:
+        return f"this folder cannot be read: {error.strerror}"
+    if problem := config_problem(names):
+        return problem
+    try:
+        return _unreadable_config(folder) or weights_problem(names) or _damaged_weights(folder)
+    except OSError as error:
+        return f"{Path(error.filename or '').name} cannot be read: {error.strerror}"
+
+
+def _files(folder: Path) -> Iterator[str]:
+    """Yield the names of the files in a folder and, with its name, of those in each subfolder."""
+    for entry in islice(os.scandir(folder), MAX_FILES):
+        if entry.is_file():
+            yield entry.name
+        elif entry.is_dir() and os.access(entry.path, os.R_OK | os.X_OK):
+            for file in islice(os.scandir(entry.path), MAX_FILES):
+                yield f"{entry.name}/{file.name}"
+
+
+def config_problem(names: Collection[str]) -> str:
+    """Return why these files have no configuration of transformers; empty if they have one."""
+    if any(config in names for config in CONFIGS):
+        return ""
+    top = [name for name in names if "/" not in name]
+    if "adapter_config.json" in top:
+        return "is an adapter (LoRA), which is not served: merge it into its model first"
+    if "model_index.json" in top:
+        return "is a diffusers pipeline, which is not served: transformers has no such models"
+    missing = "there is no config.json in it" if names else "it is empty"
+    if any(name.endswith(".gguf") for name in names):
+        return f"{missing}; GGUF is not served, use the model's safetensors"
+    if any(name.startswith("snapshots/") for name in names):
+        return f"{missing}: name the folder of a revision in its folder snapshots"
+    nested = sorted(
+        name for name in names if name.count("/") == 1 and name.endswith("/config.json")
+    )
+    if nested:
+        return f"{missing}: name a folder in it that has one, such as {Path(nested[0]).parent}"
+    if "params.json" in top:
+        return f"{missing}, but params.json: use the model's version for transformers"
+    if TOKENIZERS & set(top):
+        return f"{missing}: it has a tokenizer only, add the model's other files"
+    return missing if names else f"{missing}: download the model's files into it"
+
+
+def weights_problem(names: Collection[str]) -> str:
+    """Return why these files have no weights that transformers loads; empty if they have them."""
+    files = [name.rpartition("/")[2] for name in names]
+    if any(file in WEIGHTS for file in files):
+        return ""
+    if "adapter_config.json" in files:
+        return "is an adapter (LoRA), which is not served: merge it into its model first"
+    if others := sorted(file for file in files if file.endswith(".safetensors")):
+        return f"its weights are {others[0]}, and transformers loads model.safetensors: rename them"
+    if any(file.endswith(".gguf") for file in files):
+        return "its weights are GGUF, which is not served: use the model's safetensors"
+    if any(file.endswith(".onnx") for file in files) or "openvino_model.xml" in files:
+        return "its weights are ONNX or OpenVINO only: use the model's safetensors"
+    if pickles := sorted(file for file in files if is_pickle(file)):
+        return f"its weights are a pickle ({pickles[0]}), which could run code: {SAVE}"
+    if any(file.endswith(OTHER_FRAMEWORKS) for file in files):
+        return "its weights are for TensorFlow or Flax only: use the model's safetensors"
+    return "it has no weights: add model.safetensors"
+
+
+def is_pickle(file: str) -> bool:
+    return file.endswith(PICKLES) and not file.startswith(
+        ("training_args", "optimizer", "scheduler")
+    )
+
+
+def _unreadable_config(folder: Path) -> str:
+    """Return why a configuration file cannot be read; empty if it can."""
+    for name in CONFIGS:
+        file = folder / name
+        if not file.is_file():
+            continue
+        if file.stat().st_size > MAX_CONFIG_BYTES:
+            return f"its {name} is larger than {MAX_CONFIG_BYTES // 1_000_000} MB"
+        content = file.read_bytes()
+        if content.startswith(LFS_POINTER):
+            return _pointer(name)
+        try:
+            document: Any = json.loads(content)
+        except ValueError as error:
+            return f"its {name} cannot be read, it is not JSON: {error}"
+        expected = dict if name == "config.json" else list
+        if not isinstance(document, expected):
+            kind = "an object" if expected is dict else "a list"
+            return f"its {name} is not {kind}: download it again"
+    return ""
+
+
+def _pointer(name: str) -> str:
+    return f"its {name} is a pointer of Git LFS: run git lfs pull in its folder"
+
+
+def _damaged_weights(folder: Path) -> str:
+    """Return which weights are missing or incomplete; empty if all are there."""
+    folders = [folder, *(entry for entry in folder.iterdir() if entry.is_dir())]
+    for parent in folders:
+        if not os.access(parent, os.R_OK | os.X_OK):
+            continue
+        index = parent / WEIGHTS[1]
+        shards = [parent / WEIGHTS[0]]
+        if not shards[0].is_file() and index.is_file():
+            try:
+                names = set(json.loads(index.read_bytes())["weight_map"].values())
+                shards = [parent / name for name in sorted(names)]
+            except (ValueError, KeyError, TypeError, AttributeError):
+                return f"its {index.name} cannot be read: download it again"
+            if missing := [shard.name for shard in shards if not shard.is_file()]:
+                return f"its weights lack {missing[0]}: download it"
+        for shard in shards:
+            if shard.is_file() and (problem := _safetensors_problem(shard)):
+                return problem
+    return ""
+
+
+def _safetensors_problem(file: Path) -> str:
+    """Return how a safetensors file is damaged: its header gives its size."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        start = stream.read(len(LFS_POINTER))
+        if start == LFS_POINTER:
+            return _pointer(file.name)
+        length = int.from_bytes(start[:8], "little")
+        damaged = f"its {file.name} is damaged: download it again"
+        if size < 8 or length > MAX_HEADER_BYTES:
+            return damaged
+        stream.seek(8)
+        header = stream.read(length)
+    try:
+        tensors = json.loads(header) if len(header) == length else {}
+        ends = [entry["data_offsets"][1] for name, entry in tensors.items() if name[:2] != "__"]
+        expected = 8 + length + max(ends, default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        return damaged
+    if size < expected:
+        return f"its {file.name} is incomplete, {size} of {expected} bytes: download it again"
+    return "" if size == expected else damaged
