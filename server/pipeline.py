@@ -1,4 +1,4 @@
-"""`POST /`: raw text, image or audio bytes, or JSON, for the loaded pipeline.
+"""`POST /`: raw text, image or audio bytes, a form with one, or JSON, for the loaded pipeline.
 
     body → inputs → a work item per input (worker_client.py) → results → JSON
 
@@ -6,8 +6,10 @@ A result is the return value of `pipeline(...)` as JSON; a list of inputs gets a
 The worker's side is worker/pipeline.
 """
 
+from collections.abc import Container
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -17,8 +19,10 @@ from server.core.settings import Settings
 from server.core.worker_client import Submission, WorkerClient
 from server.http.access import client_of
 from server.http.errors import HttpError
-from server.http.json import INLINE_BYTES, Document, JsonBodyParser, parse_json
+from server.http.form import Form
+from server.http.json import INLINE_BYTES, JsonBodyParser, in_thread, parse_json, parse_value
 from server.http.request import RequestBody, read_request, send_json
+from server.http.upload import boundary_from
 from server.openai.decisions.endpoint import DecisionEndpoint
 from server.openai.decisions.systemone import SystemOneRequest
 from server.openai.request_fields import decode
@@ -29,6 +33,7 @@ from worker.tasks import TASKS, check_parameters
 
 JSON = "application/json"
 FORM = "application/x-www-form-urlencoded"  # the type that curl -d sends
+MULTIPART = "multipart/form-data"  # the type that curl -F sends
 CURL_HINT = "with curl, post a file by --data-binary @FILE: -d leaves out its line breaks"
 
 
@@ -56,7 +61,10 @@ class PipelineEndpoint:
         self, scope: Scope, receive: Receive, send: Send, request_body: RequestBody
     ) -> None:
         media, body, deadlines = request_body
-        if len(body) > INLINE_BYTES and (self.task.kind == "text" or may_be_json(body, media)):
+        if media == MULTIPART:
+            parse_form = partial(self.parse_form, boundary=boundary_from(dict(scope["headers"])))
+            inputs, is_list = [await in_thread(parse_form, body, deadlines.first, None)], False
+        elif len(body) > INLINE_BYTES and (self.task.kind == "text" or may_be_json(body, media)):
             parse = partial(self.parse, media=media)
             inputs, is_list = await self.body_parser.run(parse, body, deadlines.first)
         else:  # raw bytes need no parsing
@@ -93,11 +101,11 @@ class PipelineEndpoint:
         if media in ("", JSON, FORM):
             return
         if kind != "json":
-            if media == "application/octet-stream" or media.startswith(kind + "/"):
+            if media in (MULTIPART, "application/octet-stream") or media.startswith(kind + "/"):
                 return
             if kind == "audio" and media == "video/webm":
                 return
-            accepted = f"{kind}/…, application/octet-stream or {JSON}"
+            accepted = f"{kind}/…, application/octet-stream, {MULTIPART} or {JSON}"
         message = f"Content-Type of {self.task_name} must be {accepted}, not {media[:100]!r}"
         raise HttpError(415, message)
 
@@ -106,11 +114,16 @@ class PipelineEndpoint:
         if not body:
             message = f"the body is empty: post raw {self.task.kind}, or JSON"
             raise InvalidInput(message, "inputs")
-        document = self.parse_object(body, media) if may_be_json(body, media) else None
+        document = self.parse_document(body, media) if may_be_json(body, media) else None
         if document is None:
-            return [self.parse_raw(body)], False
+            return [self.parse_raw(body, {})], False
+        if isinstance(document, list):
+            document = {"inputs": document}
+        if not isinstance(document, dict):
+            raise InvalidInput("the body must be a JSON object with inputs, or a list of inputs")
         if "inputs" not in document:
             raise InvalidInput.at("inputs", "is required")
+        self.check_keys(document)
         parameters = document.get("parameters")
         if parameters is None:
             parameters = {}
@@ -127,29 +140,60 @@ class PipelineEndpoint:
         limiter = RequestLimiter()
         return [PipelineInput(item, parameters, limiter) for item in inputs], True
 
-    def parse_object(self, body: bytes, media: str) -> Document | None:
-        """Return the JSON object, or None if the body is a raw text that starts with a brace."""
+    def check_keys(self, keys: Container[str]) -> None:
+        """Raise InvalidInput for a parameter beside `inputs`. Other keys are ignored: clients of
+        Hugging Face send some."""
+        for name in self.task.parameters:
+            if name in keys:
+                put = f'put it under "parameters": {{"{name}": …}}'
+                reason = f"is a parameter of {self.task_name}; {put}"
+                raise InvalidInput.at(name, reason)
+
+    def parse_document(self, body: bytes, media: str) -> Any:
+        """Return the JSON value, or None if the body is a raw text that starts with a brace."""
         may_be_text = media == FORM and self.task.kind == "text"
         try:
-            document = parse_json(body)
+            document = parse_value(body)
         except InvalidInput:
             if may_be_text:
                 return None
             raise
         return None if may_be_text and "inputs" not in document else document
 
-    def parse_raw(self, body: bytes) -> PipelineInput:
+    def parse_form(self, body: bytes, boundary: bytes) -> PipelineInput:
+        """Return the input of a form. Writes its file to disk: runs in a pool thread."""
+        form = Form(boundary, len(body))
+        try:
+            form.feed(body)
+            form.finish()
+            self.check_keys(form.fields)
+            texts, parameters = form.fields.get("inputs", []), form.fields.get("parameters", ["{}"])
+            if len(texts) + form.has_file != 1:
+                one = "must have one input: a file (-F file=@PATH) or a text (-F inputs=TEXT)"
+                raise InvalidInput(f"the form {one}", "inputs")
+            try:
+                [given] = map(parse_json, map(str.encode, parameters))
+            except (InvalidInput, ValueError):
+                reason = f"must be one JSON object, not {', '.join(parameters)[:100]!r}"
+                raise InvalidInput.at("parameters", reason) from None
+            if form.has_file:
+                return self.parse_raw(Path(form.path).read_bytes(), given)
+            check_parameters(self.task_name, given)
+            return PipelineInput(texts[0], given)
+        finally:
+            form.remove()
+
+    def parse_raw(self, body: bytes, parameters: dict[str, Any]) -> PipelineInput:
         task = self.task
         if task.kind == "json":
             keys = ", ".join(f'"{key}": …' for key in task.json_keys)
             example = f'{{"inputs": {{{keys}}}}}'
             raise InvalidInput(f"{self.task_name} takes JSON: {example}", "inputs")
-        if task.required:
-            check_parameters(self.task_name, {})
+        check_parameters(self.task_name, parameters)
         if task.kind != "text":
-            return PipelineInput(body)
+            return PipelineInput(body, parameters)
         try:
-            return PipelineInput(body.decode())
+            return PipelineInput(body.decode(), parameters)
         except UnicodeDecodeError as error:
             message = f"{self.task_name} takes text; byte {error.start} is not valid UTF-8"
             raise InvalidInput(message, "inputs") from None

@@ -140,12 +140,17 @@ def as_client_gone(error: OSError | RuntimeError) -> Exception:
 
 def _from_routing(error: HTTPException, scope: Scope) -> HttpError:
     """Convert an error of Starlette's router: no such route, or method not allowed."""
-    path = route_path(scope)[:200]
+    path, routes = route_path(scope)[:200], scope["app"].routes
     message = {
         404: f"there is no route {path}",
         405: f"{path} does not take {scope['method'][:20]}",
     }.get(error.status_code, error.detail)
     if scope["method"] == "POST" and (setting := SETTING_FOR_PATH.get(path)):
         message += f": it needs {setting}"
+    versioned = f"/v1{path}"
+    if error.status_code == 404 and (
+        versioned in SETTING_FOR_PATH or any(route.path_regex.match(versioned) for route in routes)
+    ):
+        message += f": /v1 is missing. The path is {versioned}; a client's base URL ends in /v1"
     headers = [(k.lower().encode(), v.encode()) for k, v in (error.headers or {}).items()]
     return HttpError(error.status_code, message, None, headers, kind="routing")

@@ -15,7 +15,7 @@ import threading
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from batching.errors import InvalidInput
+from batching.errors import InvalidInput, QueueFull
 from server.http.errors import HttpError
 
 FILE = "file"  # name of the field with the file
@@ -29,7 +29,7 @@ class Form:
     """A form that is fed in chunks. Call `finish` after the last one, and `remove` in the end.
 
     Raises InvalidInput with the invalid field, HttpError (413) for a file of more than `max_bytes`,
-    OSError for a full disk."""
+    QueueFull for a full disk."""
 
     def __init__(self, boundary: bytes, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -71,10 +71,16 @@ class Form:
         except FormParserError:
             message = "the body is not a form with the boundary of its Content-Type"
             raise InvalidInput(message) from None
+        except OSError:
+            raise QueueFull("the server's disk has no space for the file") from None
 
     def finish(self) -> None:
         if not self._complete:
             raise InvalidInput("the form is cut off: its last boundary is missing")
+
+    @property
+    def has_file(self) -> bool:
+        return bool(self._path)
 
     @property
     def path(self) -> str:

@@ -84,16 +84,21 @@ async def in_thread(
 
 def parse_json(body: bytes) -> Document:
     """Return a JSON object. Raises InvalidInput for anything else."""
+    document = parse_value(body)
+    if not isinstance(document, dict):
+        raise InvalidInput("the body must be a JSON object")
+    return document
+
+
+def parse_value(body: bytes) -> Any:
+    """Return a JSON value. Raises InvalidInput for anything else."""
     check_values(body)
     try:
-        document = orjson.loads(body.removeprefix(BOM_UTF8))
+        return orjson.loads(body.removeprefix(BOM_UTF8))
     except orjson.JSONDecodeError as error:
         if (param := _lone_surrogate(body)) is not None:
             raise InvalidInput.at(param, "has a lone surrogate: not Unicode text") from None
         raise InvalidInput(f"the body is not valid JSON: {error}") from None
-    if not isinstance(document, dict):
-        raise InvalidInput("the body must be a JSON object")
-    return document
 
 
 def check_values(body: bytes) -> None:

@@ -12,12 +12,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-import anyio
-import anyio.to_thread
+from anyio import CapacityLimiter, to_thread
 from python_multipart.multipart import parse_options_header
 from starlette.types import Receive, Scope
 
-from batching.errors import InvalidInput, OnequeueError, QueueFull
+from batching.errors import InvalidInput, OnequeueError
 from server.core.worker_client import Deadlines
 from server.http.errors import HttpError, as_http_error
 from server.http.form import MAX_FIELD_BYTES, MAX_PARTS, Form
@@ -49,7 +48,7 @@ class Uploads:
         self.max_bytes = int(self.max_mb * 1_000_000)
         message = "the disk space for uploads is in use"
         self.spool = TransferBudget(MAX_BODIES * self.max_bytes, message)
-        self._threads = anyio.CapacityLimiter(WRITER_THREADS)
+        self._threads = CapacityLimiter(WRITER_THREADS)
 
     @asynccontextmanager
     async def form(
@@ -105,7 +104,7 @@ class Uploads:
                     raise self._too_large()
                 self.spool.take(transfer, len(data))
                 if len(chunk) >= CHUNK_BYTES or not more:
-                    await self._feed(form, bytes(chunk))
+                    await to_thread.run_sync(form.feed, bytes(chunk), limiter=self._threads)
                     chunk.clear()
             except (OnequeueError, HttpError) as error:
                 if not more:
@@ -118,12 +117,6 @@ class Uploads:
 
     def _too_large(self) -> HttpError:
         return HttpError(413, f"the file is larger than {self.max_mb:g} MB", headers=CLOSE)
-
-    async def _feed(self, form: Form, chunk: bytes) -> None:
-        try:
-            await anyio.to_thread.run_sync(form.feed, chunk, limiter=self._threads)
-        except OSError:
-            raise QueueFull("the server's disk has no space for the file") from None
 
 
 def boundary_from(headers: Headers) -> bytes:

@@ -24,7 +24,7 @@ from server.http.cross_site import SAFE_METHODS
 from server.http.json import to_json
 from server.http.request import JsonEndpoint
 from server.openai import response_schemas as schemas
-from server.openapi.operations import EVENTS, JSON, OPERATIONS, TEXT, Body, Operation, Schema
+from server.openapi.operations import EVENTS, FORM, JSON, OPERATIONS, TEXT, Body, Operation, Schema
 from worker.tasks import TASKS, Task
 
 PATH = "/openapi.json"
@@ -88,6 +88,8 @@ def pipeline_operation(name: str) -> Operation:
         request[TEXT] = {"type": "string", "minLength": 1}
     elif task.kind != "json" and not task.required:
         request |= {f"{task.kind}/*": {}, "application/octet-stream": {}}
+    if task.kind != "json":
+        request[FORM] = _pipeline_form(task)
     summary = f"The output of the {name} pipeline for an input, or for each of a list"
     return Operation(summary, {JSON: {}}, request)
 
@@ -107,12 +109,25 @@ def _pipeline_schema(task: Task) -> Schema:
     }
     if not task.required:
         parameters = {"anyOf": [parameters, {"type": "null"}]}
-    inputs = {"anyOf": [one, {"type": "array", "items": one, "minItems": 1}]}
-    return {
+    several: Schema = {"type": "array", "items": one, "minItems": 1}
+    document: Schema = {
         "type": "object",
-        "properties": {"inputs": inputs, "parameters": parameters},
+        "properties": {"inputs": {"anyOf": [one, several]}, "parameters": parameters},
         "required": ["inputs", *(["parameters"] if task.required else [])],
     }
+    return document if task.required else {"anyOf": [document, several]}
+
+
+def _pipeline_form(task: Task) -> Schema:
+    """Return the schema of a form with a file or a text."""
+    fields: Schema = {
+        "file": {"type": "string", "format": "binary", "description": "With a file name"},
+        "inputs": {"type": "string", "minLength": 1},
+        "parameters": {"type": "string", "description": "A JSON object"},
+    }
+    required = ["parameters"] if task.required else []
+    one = [{"required": ["file"]}, {"required": ["inputs"]}]
+    return {"type": "object", "properties": fields, "required": required, "oneOf": one}
 
 
 def _operation_document(

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -21,10 +22,13 @@ from server.http.sse import EventStream
 from server.openai.audio.endpoint import AUDIO_PATHS
 from server.openai.embedding.embeddings import EMBEDDING_PATHS
 from server.openai.embedding.rerank import RERANK_PATHS
+from tests.fake_generator import FakeGenerator
+from tests.fake_transcriber import FakeTranscriber
 from tests.fakes import FakeRunner
 from tests.serving import metric, serving
 
-SCOPE: dict[str, Any] = {"request_id": b"1", "path": "/x", "method": "GET"}
+APP = SimpleNamespace(routes=[])
+SCOPE: dict[str, Any] = {"request_id": b"1", "path": "/x", "method": "GET", "app": APP}
 
 
 class VeryFull(QueueFull):
@@ -65,6 +69,22 @@ def test_a_path_without_its_model_names_the_setting() -> None:
     scope = SCOPE | {"path": "/", "method": "POST"}
     refused = as_http_error(HTTPException(405), scope, debug=False)
     assert refused.document["error"]["message"] == "/ does not take POST: it needs PIPELINE_MODEL"
+
+
+def test_a_path_without_v1_is_told_apart() -> None:
+    served = [*AUDIO_PATHS, "/v1/chat/completions", "/v1/completions", "/v1/responses"]
+    served += ["/v1/responses/resp_1", "/v1/embeddings", "/v1/models", "/v1/models/demo"]
+    fakes: dict[str, Any] = {"load_chat": FakeGenerator, "load_transcriber": FakeTranscriber}
+    with serving(load_embedder=FakeRunner, **fakes, ready=False) as server:
+        for path in served:
+            missing = httpx.post(server.url + path.removeprefix("/v1"), json={})
+            assert missing.status_code == 404
+            assert f": /v1 is missing. The path is {path};" in missing.json()["error"]["message"]
+        for path in ("/nope", "/v1/nope", "/v1"):
+            assert "missing" not in httpx.post(server.url + path).text
+    with serving(FakeRunner, ready=False) as server:
+        assert "/v1 is missing" in httpx.post(server.url + "/chat/completions").text
+        assert "/v1 is missing" not in httpx.get(server.url + "/models").text  # not served at all
 
 
 def test_the_root_path_is_not_part_of_a_path() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import select
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -103,6 +104,52 @@ def test_json_takes_one_input_or_several(server: Server) -> None:
     assert httpx.post(server.url, json={"inputs": ["a"]}).json() == {"echo": "a"}  # as in fill-mask
 
 
+def test_a_json_array_is_a_list_of_inputs_only_as_json(server: Server) -> None:
+    texts = '["a", "b"]'
+    several = httpx.post(server.url, content=texts, headers={"content-type": "application/json"})
+    assert several.json() == [{"echo": "a"}, {"echo": "b"}]
+    for media in ("text/plain", FORM["content-type"], ""):
+        response = httpx.post(server.url, content=texts, headers={"content-type": media})
+        assert response.json() == {"echo": texts}
+
+
+def test_keys_that_are_no_parameters_are_ignored(server: Server) -> None:
+    """Clients of Hugging Face send some."""
+    body = {"inputs": "a", "model": "m", "options": {"wait_for_model": True}, "stream": False}
+    assert httpx.post(server.url, json=body).json() == {"echo": "a"}
+
+
+def test_a_form_has_a_file_or_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    parameters = {"parameters": '{"top_k": 3}', "note": "ignored"}
+    for task, content in (("image-classification", "b'\\x89PNG'"), ("fill-mask", "a text")):
+        data = b"\x89PNG" if task == "image-classification" else content.encode()
+        with serving(Anything, pipeline_task=task) as server:
+            file = httpx.post(server.url, files={"file": ("a.png", data)}, data=parameters)
+            assert file.json() == {"echo": content}
+            text = {"inputs": (None, "a text")}
+            assert httpx.post(server.url, files=text).json() == {"echo": "a text"}
+            wrong: list[tuple[Any, dict[str, str], str | None, str]] = [
+                ({"file": ("a.png", data)}, {"parameters": "[]"}, "parameters", "not '[]'"),
+                ({"file": ("a.png", data)}, {"parameters": '{"x": 1}'}, "parameters.x", "no para"),
+                (text, {"parameters": '{"top_k": 0}'}, "parameters.top_k", "whole number"),
+                (text, {"top_k": "3"}, "top_k", 'put it under "parameters": {"top_k": …}'),
+                ({"image": ("a.png", data)}, {}, "image", "send it as 'file'"),
+                ({"file": ("a.png", b"")}, {}, "file", "is empty"),
+                ({"file": ("a.png", data)}, {"inputs": "a"}, "inputs", "one input"),
+                ({"note": (None, "a")}, {}, "inputs", "(-F file=@PATH)"),
+            ]
+            for files, fields, param, message in wrong:
+                response = httpx.post(server.url, files=files, data=fields)
+                assert response.status_code == 400
+                error = error_of(response)
+                assert error["param"] == param
+                assert message in error["message"]
+    with serving(Anything, pipeline_task="table-question-answering") as server:
+        assert httpx.post(server.url, files=text).status_code == 415
+    wait_until(lambda: not list(tmp_path.iterdir()))
+
+
 @pytest.mark.parametrize(
     ("body", "media", "status", "param", "message"),
     [
@@ -110,8 +157,16 @@ def test_json_takes_one_input_or_several(server: Server) -> None:
         (b"\xff\xfe", "text/plain", 400, "inputs", "takes text; byte 0 is not valid UTF-8"),
         (b"{", "application/json", 400, None, "not valid JSON"),
         (b"\xff", "application/json", 400, None, "not valid JSON"),
-        (b"[]", "application/json", 400, None, "object"),
-        (b'"text"', "application/json", 400, None, "object"),
+        (b"[]", "application/json", 400, "inputs", "1 to 8 entries, not 0"),
+        (b'["a", 3]', "application/json", 400, "inputs[1]", "is refused"),
+        (b'"text"', "application/json", 400, None, "object with inputs, or a list of inputs"),
+        (
+            b'{"inputs": "a", "options": {}, "top_k": 3}',
+            "application/json",
+            400,
+            "top_k",
+            'is a parameter of fill-mask; put it under "parameters": {"top_k": …}',
+        ),
         (b"{}", "application/json", 400, "inputs", "inputs"),
         (b'{"inputs": []}', "application/json", 400, "inputs", "1 to 8"),
         (b'{"inputs": "a", "parameters": 3}', "application/json", 400, "parameters", "object"),
@@ -131,7 +186,8 @@ def test_json_takes_one_input_or_several(server: Server) -> None:
         ),
         (b"refused", "text/plain", 400, "inputs", "this text is refused"),
         (b"x", "image/png", 415, None, "text/"),
-        (b"x", "multipart/form-data", 415, None, "octet-stream"),
+        (b"x", "video/mp4", 415, None, "octet-stream"),
+        (b"x", "multipart/form-data", 400, None, "has no boundary"),
         (b"x" * 1_000_001, "text/plain", 413, None, "larger than 1 MB"),
         (b'{"inputs": [' + b'"a",' * 9 + b'"a"]}', "application/json", 400, "inputs", "1 to 8"),
         (b'{"inputs": ["a", "refused"]}', "application/json", 400, "inputs[1]", "is refused"),
