@@ -1,4 +1,4 @@
-"""The ASGI app: `uvicorn server.app:app`.
+"""The ASGI app: `uvicorn server.app:app`, or mounted in another app.
 
 `create_app` wires settings, queue, worker, worker client and routes (routes.py). lifespan.py starts
 the worker and drains it on SIGTERM, before uvicorn handles the signal. One process, one worker
@@ -74,7 +74,8 @@ def create_app(
     load_reranker: Callable[[], Runner] | None = None,
     load_transcriber: Callable[[], Engine] | None = None,
 ) -> Application:
-    """Return the app. Raises SettingsError for settings that cannot be served.
+    """Return the app. Raises SettingsError for settings that cannot be served. An app that it is
+    mounted in runs its `lifespan`.
 
     The loaders run on the worker thread. By default they load the models that the settings name;
     a model named `none` is not served."""
@@ -89,8 +90,9 @@ def create_app(
     metrics = Metrics(lambda: queue.pending)
     worker_client = WorkerClient(worker, queue, metrics, pool_threads, settings.stuck_after_s)
     routes, responses = make_routes(settings, worker_client, pipeline_is_language_model)
-    router = Router(routes, redirect_slashes=False, lifespan=partial(lifespan, responses=responses))
-    return Application(router, routes, settings, worker_client)
+    run = partial(lifespan, responses=responses)
+    router = Router(routes, redirect_slashes=False, lifespan=partial(run, owns_process=True))
+    return Application(router, routes, settings, worker_client, partial(run, owns_process=False))
 
 
 class Loaders(NamedTuple):
@@ -218,15 +220,18 @@ def load_transcriber(settings: Settings, recognizer: ServedModel | None) -> Engi
 
 
 def import_torch() -> None:
-    """Import torch and transformers without garbage collection, which takes a fifth of the time:
-    the objects of an import stay."""
+    """Import torch and transformers, in a process of our own without garbage collection, which
+    takes a fifth of the time: the objects of an import stay."""
     has_cache_folder()  # before: the import creates the folder that the environment names
-    gc.disable()
+    owns_process = "app" in globals()
+    if owns_process:
+        gc.disable()
     try:
         import worker.model.loading  # noqa: F401
         from worker.model.loading import install_progress_log
     finally:
-        gc.enable()
+        if owns_process:
+            gc.enable()
     install_progress_log()
 
 

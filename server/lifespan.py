@@ -2,7 +2,8 @@
 
     lifespan: start the worker → serve → drain on a signal, or on a failed load → stop
 
-In a server that runs off the main thread, signals and the process stay with the embedding program.
+An app that is mounted in another one leaves signals, thread switching, garbage collection and the
+web server to its host. In a server that runs off the main thread, signals stay with the program.
 """
 
 import asyncio
@@ -36,23 +37,27 @@ READY_POLL_S = 0.05
 
 @contextlib.asynccontextmanager
 async def lifespan(
-    app: Application, responses: Responses | None
+    app: Application, responses: Responses | None, owns_process: bool
 ) -> AsyncIterator[dict[str, Application]]:
-    """Start the worker, drain it at the end, and close `responses` after all accepted work."""
+    """Start the worker, drain it at the end, and close `responses` after all accepted work.
+
+    `owns_process`: the app is not mounted in another one."""
     worker_client, grace_s = app.worker_client, app.settings.shutdown_grace_s
     configure_log()
-    server = running_server()
+    server = running_server() if owns_process else None
     if server:
         limit_connections(server.config)
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    if owns_process:
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
     worker_client.start()
     worker_client.loaded.add_done_callback(partial(on_loaded, app, server, time.monotonic()))
-    restore_signals = drain_on_signal(worker_client, grace_s)
+    restore_signals = drain_on_signal(worker_client, grace_s) if owns_process else lambda: None
     try:
         yield {APP_STATE: app}
     finally:
         restore_signals()
-        gc.unfreeze()  # so that libraries can collect their objects at exit
+        if owns_process:
+            gc.unfreeze()  # so that libraries can collect their objects at exit
         if not worker_client.draining:
             await drain(worker_client, grace_s)
         worker_client.stop()

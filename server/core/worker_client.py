@@ -109,12 +109,14 @@ class WorkerClient:
         self.metrics = metrics
         self.stuck_after_s = stuck_after_s
         self.failure: Exception | None = None  # the cause of the worker's death
+        self.started = False
         self.draining = False
         self.prepare: Pool[WorkItem] = Pool("prepare", pool_threads, self._prepare_items)
         self.decode: Pool[WorkItem] = Pool("decode", pool_threads, self._prepare_items)
         self.finish: Pool[RawOutput] = Pool("finish", pool_threads, self._finish_items)
 
     def start(self) -> None:
+        self.started = True
         self.loop = asyncio.get_running_loop()
         self.loaded = self.loop.create_future()
         self._check_stuck()

@@ -16,8 +16,9 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from prometheus_client import Counter, Histogram
 from starlette.requests import Request
@@ -41,6 +42,11 @@ SEND_BYTES = 1 << 16  # larger responses are sent in pieces of this size
 # A refused body is read and dropped for this long: otherwise the client may miss the response.
 LINGER_S = 5.0
 CLOSE = [(b"connection", b"close")]
+NOT_STARTED = (
+    "the app has not been started, because Starlette runs no lifespan of a mounted app: "
+    "run it in that of the host, by Starlette(lifespan=llm.lifespan) or, inside of its own, "
+    "async with llm.lifespan()"
+)
 JSON = b"application/json"
 COMPRESSED = (b"gzip", b"deflate", b"br", b"zstd")
 _PLAIN_ID = re.compile(rb"[!-~]{1,128}")
@@ -48,16 +54,19 @@ _PROCESS = secrets.token_hex(4).encode()
 _COUNT = itertools.count(1)
 
 Headers = Mapping[bytes, bytes]  # names in lower case
+Lifespan = AbstractAsyncContextManager[Mapping[str, Any]]
 
 
 @dataclass(eq=False)
 class Application:
-    """The ASGI app: `router` responds or raises, by `routes`."""
+    """The ASGI app: `router` responds or raises, by `routes`. It is served by itself, or mounted in
+    another app, which then runs `lifespan`."""
 
     router: ASGIApp
     routes: Sequence[Route]
     settings: Settings
     worker_client: WorkerClient
+    run_mounted: Callable[["Application"], Lifespan]
 
     def __post_init__(self) -> None:
         settings, self.metrics = self.settings, self.worker_client.metrics
@@ -80,6 +89,13 @@ class Application:
                 allow_headers=["*"],
                 expose_headers=["X-Request-Id", "X-Batch-Size", "Server-Timing", "Retry-After"],
             )
+
+    def lifespan(self, host: object = None) -> Lifespan:
+        """Return the life of an app that is mounted: load the models, and in the end finish the
+        accepted requests. It may be the lifespan of `host`, or run in that.
+
+        The host keeps its signal handlers, and the process its settings."""
+        return self.run_mounted(self)
 
     @property
     def body_bytes(self) -> int:
@@ -140,6 +156,8 @@ class Application:
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send a route's response, or the envelope of its exception."""
         try:
+            if not self.worker_client.started:
+                raise HttpError(503, NOT_STARTED)
             if len(scope["headers"]) > MAX_HEADERS:
                 raise HttpError(431, TOO_MANY_HEADERS)
             if self.keys:

@@ -35,11 +35,12 @@ def openapi_route(settings: Settings, others: Sequence[Route]) -> Route:
     """Return a route that serves the document of the other routes and itself."""
 
     @cache
-    def content() -> bytes:
-        return to_json(build_document(settings, [*others, route]))
+    def content(root_path: str) -> bytes:
+        document = build_document(settings, [*others, route])
+        return to_json(document | {"servers": [{"url": root_path or "/"}]})
 
     async def respond(request: Request) -> bytes:
-        return await anyio.to_thread.run_sync(content)
+        return await anyio.to_thread.run_sync(content, request.scope.get("root_path", ""))
 
     route = Route(PATH, JsonEndpoint(respond), methods=["GET"])
     return route
