@@ -2,6 +2,9 @@
 
 import contextlib
 import sqlite3
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,9 @@ import pytest
 from server.app import create_app
 from server.core.settings import Settings, SettingsError
 from server.openai.responses.store import (
+    LEASE_S,
     Count,
+    LeaseExpired,
     NotStored,
     Owner,
     ResponseStore,
@@ -306,3 +311,108 @@ def test_error_names_a_file_that_cannot_be_used(tmp_path: Path) -> None:
             ResponseStore(str(path))
         with pytest.raises(SettingsError, match="RESPONSES_DB="):
             create_app(Settings(responses_db=str(path)))
+
+
+# ── background responses, in a file that processes share ──
+
+
+def running(id: str) -> Stored:
+    response = {"id": id, "previous_response_id": None, "output": [], "status": "queued"}
+    return Stored(response, [{"id": f"in_{id}"}])
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Iterator[tuple[ResponseStore, ResponseStore]]:
+    """The store of two processes."""
+    path = str(tmp_path / "responses.db")
+    stores = ResponseStore(path, max_responses=2), ResponseStore(path, max_responses=2)
+    yield stores
+    for store in stores:
+        store.close()
+
+
+def test_a_background_response_is_found_by_all_from_its_start(
+    shared: tuple[ResponseStore, ResponseStore],
+) -> None:
+    owner, other = shared
+    owner.start(OWNER, running("a"))
+    assert other.get(MINE, "a") == running("a")
+    owner.update({**running("a").response, "status": "in_progress"})
+    assert orjson.loads(other.response(MINE, "a"))["status"] == "in_progress"
+    assert other.totals == (0, 0)
+    for id in "bcd":  # none of them drops the running one
+        other.put(OWNER, stored(id))
+    assert other.is_running(MINE, "a")
+    assert not other.is_running(OTHER, "a")
+    with pytest.raises(NotStored):
+        other.get(OTHER, "a")
+    owner.put(OWNER, stored("a"), has_lease=True)
+    assert not other.is_running(MINE, "a")
+    assert ids(other, *"abcd") == ["a", "d"]
+
+
+def test_an_expired_lease_is_a_failure_for_all(
+    shared: tuple[ResponseStore, ResponseStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, other = shared
+    now = 1000.0
+    monkeypatch.setattr("server.openai.responses.store.time.time", lambda: now)
+    for id in "ab":
+        owner.start(OWNER, running(id))
+    now += LEASE_S - 1
+    assert owner.renew(["a", "none"]) == (now + LEASE_S, {"a": False})
+    now += 2
+    for store in (other, owner):
+        failed = store.get(MINE, "b")
+        assert (failed.response["status"], failed.input) == ("failed", [])
+        assert failed.response["error"]["code"] == "server_error"
+        assert store.is_running(MINE, "a")
+    assert owner.renew(["a", "b"])[1] == {"a": False}
+    with pytest.raises(LeaseExpired):
+        owner.put(OWNER, stored("b"), has_lease=True)
+    assert owner.get(MINE, "b").response["status"] == "failed"
+    now += LEASE_S
+    with pytest.raises(LeaseExpired):  # no other process has looked
+        owner.put(OWNER, stored("a"), has_lease=True)
+
+
+def test_responses_of_processes_that_have_died_are_dropped_in_turn(
+    shared: tuple[ResponseStore, ResponseStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, other = shared
+    now = 1000.0
+    monkeypatch.setattr("server.openai.responses.store.time.time", lambda: now)
+    for id in "abcd":
+        owner.start(OWNER, running(id))
+    now += LEASE_S
+    other.start(OWNER, running("new"))  # nobody has asked for the others
+    count = "SELECT count(*) FROM running"
+    assert other._database.execute(count).fetchone() == (1,)
+    assert other.totals[0] == 2
+
+
+def test_a_cancellation_reaches_the_process_of_the_response(
+    shared: tuple[ResponseStore, ResponseStore],
+) -> None:
+    owner, other = shared
+    owner.start(OWNER, running("a"))
+    other.cancel(OTHER, "a")
+    assert owner.renew(["a"])[1] == {"a": False}
+    other.cancel(MINE, "a")
+    other.cancel(MINE, "none")
+    assert owner.renew(["a"])[1] == {"a": True}
+
+
+def test_processes_open_a_new_file_at_the_same_time(tmp_path: Path) -> None:
+    for n in range(10):
+        path, gate = str(tmp_path / f"{n}.db"), threading.Barrier(4)
+
+        def opened(path: str = path, gate: threading.Barrier = gate) -> int:
+            gate.wait(60)
+            store = ResponseStore(path)
+            store.put(OWNER, stored(f"a{threading.get_ident()}"))
+            store.close()
+            return 1
+
+        with ThreadPoolExecutor(4) as pool:
+            assert sum(future.result() for future in [pool.submit(opened) for _ in range(4)]) == 4

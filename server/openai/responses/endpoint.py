@@ -3,7 +3,8 @@
     body → request, previous items (pool) → submit → deltas → response → store → client
 
 The path of every generation request (openai/endpoint.py), with a store. A background response is
-read by a task of its own, without a connection, until it has ended.
+read by a task of its own, without a connection, until it has ended. Where the store is a file,
+other processes see it from its beginning, and may cancel it.
 """
 
 import asyncio
@@ -11,10 +12,11 @@ import contextlib
 import logging
 import math
 import sqlite3
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated, Literal, NamedTuple, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import anyio.from_thread
 import anyio.to_thread
@@ -25,7 +27,6 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import ClientGone, InvalidInput
-from batching.request_queue import WorkItem
 from server.core.delta_stream import TokenStream, UsageCounts
 from server.core.worker_client import Deadlines
 from server.http.errors import HttpError
@@ -40,6 +41,7 @@ from server.openai.responses.items import to_documents
 from server.openai.responses.request import ParsedResponseRequest, ResponseRequest
 from server.openai.responses.store import (
     Count,
+    LeaseExpired,
     NotStored,
     Owner,
     ResponseStore,
@@ -50,20 +52,31 @@ from server.openai.responses.store import (
 log = logging.getLogger("onequeue.responses")
 
 PATH = "/v1/responses/{id}"
+UNFINISHED = "queued", "in_progress"
 BACKGROUND_SHARE = 4  # inputs of background responses take a quarter of the memory for bodies
 MAX_FALLBACK_RESPONSES = 1000
 MAX_FALLBACK_BYTES = 64_000_000
+RENEW_S = 1.0  # how often leases are renewed, and cancellations by other processes are read
+POLL_S = 0.1  # how often the end of a response that another process generates is looked for
 
 T = TypeVar("T")
 
 
-class BackgroundJob(NamedTuple):
+@dataclass(eq=False, slots=True)
+class BackgroundJob:
     """A response that is generated in the background."""
 
     owner: Owner
     builder: ResponsesBuilder
-    items: Sequence[WorkItem]
-    task: "asyncio.Task[None]"
+    stream: TokenStream
+    task: "asyncio.Task[None]" = field(init=False)
+    shown: asyncio.Event = field(default_factory=asyncio.Event)  # other processes may see it
+    has_lease: bool = False
+    expires: float = math.inf  # the lease, in seconds since the epoch
+
+    def abort(self) -> None:
+        for item in self.stream.items:
+            item.resolve(ClientGone("the response was cancelled"))
 
 
 class Page(Struct):
@@ -106,6 +119,7 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         # Background responses that could not be written to `store`.
         self.fallback_store = ResponseStore(":memory:", MAX_FALLBACK_RESPONSES, MAX_FALLBACK_BYTES)
         self.jobs: dict[str, BackgroundJob] = {}
+        self._renewal: asyncio.Task[None] | None = None
         # They hold their input longer than a request: it does not count as a request's.
         limit = int(MAX_BODIES * self.settings.max_body_mb * 1_000_000) // BACKGROUND_SHARE
         message = "the memory for background responses is in use"
@@ -150,6 +164,8 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
             if self._job(namespace, error.id):
                 raise InvalidInput.at(path, f"{id!r} is still being generated") from None
             raise _not_found(error.id, path) from None
+        if any(stored.response["status"] in UNFINISHED for stored in chain):
+            raise InvalidInput.at(path, f"{id!r} is still being generated")
         if any(stored.response["status"] == "failed" for stored in chain):
             raise InvalidInput.at(path, "is a response that failed, or continues one")
         return [item for stored in chain for item in (*stored.input, *stored.response["output"])]
@@ -166,7 +182,10 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         deadlines: Deadlines,
     ) -> None:
         if request.body.background:
-            return await send_json(send, self._start_job(scope, request, deadlines).response)
+            job = self._start_job(scope, request, deadlines)
+            response = to_json(job.builder.response)
+            await job.shown.wait()
+            return await send_json(send, response)
         with self.submit(scope, request, deadlines, receive) as stream:
             builder = self.builder(request, stream.usage)
             before_end = partial(self._store_response, owner_from(scope), builder)
@@ -174,7 +193,7 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
 
     def _start_job(
         self, scope: Scope, request: ParsedResponseRequest, deadlines: Deadlines
-    ) -> ResponsesBuilder:
+    ) -> BackgroundJob:
         """Submit a request that waits for its first token without a limit."""
         transfer = Transfer()
         self.background_memory.take(transfer, scope["transfer"].held)
@@ -183,24 +202,21 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         except BaseException:
             self.background_memory.release(transfer)
             raise
-        builder, owner = self.builder(request, stream.usage), owner_from(scope)
-        job = self._run_job(scope, owner, builder, stream, transfer)
-        task = self.worker_client.loop.create_task(job)
-        self.jobs[builder.response.id] = BackgroundJob(owner, builder, stream.items, task)
-        return builder
+        job = BackgroundJob(owner_from(scope), self.builder(request, stream.usage), stream)
+        job.task = self.worker_client.loop.create_task(self._run_job(scope, job, transfer))
+        self.jobs[job.builder.response.id] = job
+        return job
 
-    async def _run_job(
-        self,
-        scope: Scope,
-        owner: Owner,
-        builder: ResponsesBuilder,
-        stream: TokenStream,
-        transfer: Transfer,
-    ) -> None:
+    async def _run_job(self, scope: Scope, job: BackgroundJob, transfer: Transfer) -> None:
         """Generate a response without a connection; errors become its status."""
+        builder, owner, stream = job.builder, job.owner, job.stream
         with stream:
             try:
-                async for _ in build_events(builder, stream, await stream.read()):
+                await self._show(job)
+                events = build_events(builder, stream, await stream.read())
+                await anext(events, None)
+                await self._update(job)
+                async for _ in events:
                     pass  # events are built for their effect on the response
             except ClientGone:
                 builder.abort("cancelled")
@@ -208,19 +224,62 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
                 builder.fail(self.count_failure(error, scope))
         try:
             # a client that cannot get it from the store has no other way
-            if not await self._store_response(owner, builder):
+            if not await self._store_response(owner, builder, job.has_lease):
                 put = self.fallback_store.put
                 await anyio.to_thread.run_sync(lambda: put(owner, builder.stored))
         finally:
             del self.jobs[builder.response.id]
             self.background_memory.release(transfer)
 
-    async def _store_response(self, owner: Owner, builder: ResponsesBuilder) -> bool:
+    async def _show(self, job: BackgroundJob) -> None:
+        """Show a job to other processes, if the store is a file that can be written."""
+        store, builder = self.store, job.builder
+        if store.is_shared and builder.response.store:
+            try:
+                start = partial(store.start, job.owner)
+                expires = await anyio.to_thread.run_sync(lambda: start(builder.stored))
+            except sqlite3.Error as error:
+                log.error("response not shared id=%s error=%.200r", builder.response.id, error)
+            else:
+                job.has_lease, job.expires = True, expires
+                if self._renewal is None or self._renewal.done():
+                    self._renewal = asyncio.create_task(self._renew_leases())
+        job.shown.set()
+
+    async def _update(self, job: BackgroundJob) -> None:
+        """Show that a job's response is in progress; its output is shown at its end."""
+        if job.has_lease:
+            with contextlib.suppress(sqlite3.Error):
+                response = job.builder.stored.response | {"output": []}
+                await anyio.to_thread.run_sync(self.store.update, response)
+
+    async def _renew_leases(self) -> None:
+        """Renew the leases of jobs until none is left. Jobs whose lease has expired, and jobs that
+        another process has cancelled, are aborted."""
+        while jobs := {id: job for id, job in self.jobs.items() if job.has_lease}:
+            try:
+                expires, held = await anyio.to_thread.run_sync(self.store.renew, [*jobs])
+            except sqlite3.Error as error:
+                log.error("leases not renewed error=%.200r", error)
+            else:
+                for id, job in jobs.items():
+                    if id in held:
+                        job.expires = expires
+                    if held.get(id, True):
+                        job.abort()
+            await asyncio.sleep(RENEW_S)
+
+    async def _store_response(
+        self, owner: Owner, builder: ResponsesBuilder, has_lease: bool = False
+    ) -> bool:
         """Store a response; if that fails, as on a full disk, the response has `store: false`."""
         if not builder.response.store:
             return False
         try:
-            await anyio.to_thread.run_sync(lambda: self.store.put(owner, builder.stored))
+            put = self.store.put
+            await anyio.to_thread.run_sync(lambda: put(owner, builder.stored, has_lease))
+        except LeaseExpired:
+            log.error("response dropped id=%s: its lease has expired", builder.response.id)
         except sqlite3.Error as error:
             log.error("response not stored id=%s error=%.200r", builder.response.id, error)
             self.worker_client.metrics.not_stored.inc()
@@ -232,6 +291,9 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         self.worker_client.cancel_all()
         if self.jobs:
             await asyncio.wait([job.task for job in self.jobs.values()])
+        if self._renewal:
+            self._renewal.cancel()
+            await asyncio.wait([self._renewal])
         await anyio.to_thread.run_sync(self.store.close)
         self.fallback_store.close()
 
@@ -275,20 +337,27 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         return await self._in_stores(read, scope, id)
 
     def _job(self, namespace: bytes, id: str) -> BackgroundJob | None:
+        """Return a job of this process whose lease, if it has one, has not expired."""
         job = self.jobs.get(id)
-        return job if job and job.owner.namespace == namespace else None
+        is_found = job and job.owner.namespace == namespace and time.time() < job.expires
+        return job if is_found else None
 
     async def _cancel_job(self, owner: Owner, id: str) -> None:
-        """Cancel a background response, if there is one, and wait until it has ended."""
+        """Cancel a background response of any process, if there is one, and wait until it has
+        ended: at the latest when its lease expires."""
         if job := self._job(owner.namespace, id):
-            for item in job.items:
-                item.resolve(ClientGone("the response was cancelled"))
+            job.abort()
             await asyncio.wait([job.task])
+        elif self.store.is_shared:
+            await anyio.to_thread.run_sync(self.store.cancel, owner.namespace, id)
+            is_running = partial(self.store.is_running, owner.namespace, id)
+            while await anyio.to_thread.run_sync(is_running):  # noqa: ASYNC110  # another process
+                await asyncio.sleep(POLL_S)
 
     async def _running(self, owner: Owner, id: str) -> ResponsesBuilder | None:
         """Return the builder of a background response that has not ended."""
         if job := self._job(owner.namespace, id):
-            if job.builder.response.status in ("queued", "in_progress"):
+            if job.builder.response.status in UNFINISHED:
                 return job.builder
             await asyncio.wait([job.task])  # it has ended, and is being stored
         return None
@@ -298,7 +367,7 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
     ) -> T:
         """Return the result of `work`, which runs in a pool thread."""
         namespace = owner_from(scope).namespace
-        for store in (self.store, self.fallback_store):
+        for store in (self.fallback_store, self.store):
             with contextlib.suppress(NotStored):
                 return await anyio.to_thread.run_sync(work, store, namespace, id)
         raise _not_found(id, "id")

@@ -4,6 +4,10 @@ An sqlite database, in memory or in a file. It is bounded: the client with the m
 responses, loses its least recently used ones. A conversation is a chain of responses, each with its
 own input only. Responses and items are looked up within a namespace; those of other namespaces do
 not exist for it. Methods block: call them in a pool thread.
+
+Processes on one machine may share a file. A background response is in the table `running` until it
+has ended, and its process renews a lease on it. One with an expired lease has failed, for all
+processes.
 """
 
 import contextlib
@@ -11,7 +15,8 @@ import hashlib
 import math
 import sqlite3
 import threading
-from collections.abc import Callable, Set
+import time
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,6 +26,8 @@ from server.http.json import Document
 
 MAX_RESPONSES = 10_000
 MAX_BYTES = 256_000_000
+LEASE_S = 30.0  # without a renewal, a background response has failed after this time
+ENDED = "the server process that generated the response has ended"
 
 # The table `responses` of an older database has no namespaces. Its rows get an empty one: they are
 # not found, and are dropped first.
@@ -49,6 +56,18 @@ CREATE TABLE IF NOT EXISTS items (
     PRIMARY KEY (namespace, id, response_id)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS items_response ON items (response_id);
+CREATE TABLE IF NOT EXISTS running (
+    id TEXT PRIMARY KEY,
+    expires REAL NOT NULL,
+    cancelled INTEGER NOT NULL,
+    response BLOB NOT NULL,
+    input BLOB NOT NULL,
+    namespace BLOB NOT NULL,
+    client BLOB NOT NULL
+);
+CREATE VIEW IF NOT EXISTS found AS
+    SELECT namespace, id, response, input, size FROM responses UNION ALL
+    SELECT namespace, id, response, input, length(response) + length(input) FROM running;
 """
 
 NEXT_USE = "(SELECT coalesce(max(used), 0) + 1 FROM responses)"
@@ -60,6 +79,10 @@ class NotStored(Exception):
     def __init__(self, id: str) -> None:
         super().__init__(id)
         self.id = id
+
+
+class LeaseExpired(Exception):
+    """The response has failed already: its lease was not renewed in time."""
 
 
 class TooLarge(Exception):
@@ -121,7 +144,8 @@ class ResponseStore:
         run("PRAGMA synchronous = NORMAL")  # a power cut may lose the last responses only
         columns = {name for _, name, *_ in run("PRAGMA table_info(responses)")}
         upgrade = UPGRADE if columns and "namespace" not in columns else ""
-        self._database.executescript(f"BEGIN; {upgrade} {SCHEMA} COMMIT;")
+        self._database.executescript(f"BEGIN IMMEDIATE; {upgrade} {SCHEMA} COMMIT;")
+        self.is_shared = path != ":memory:"
 
     @property
     def totals(self) -> tuple[int, int]:
@@ -133,17 +157,92 @@ class ResponseStore:
         with self._lock:
             self._database.close()
 
-    def put(self, owner: Owner, stored: Stored) -> None:
-        """Store a response, and drop others beyond the bounds."""
+    def put(self, owner: Owner, stored: Stored, has_lease: bool = False) -> None:
+        """Store a response, and drop others beyond the bounds.
+
+        `has_lease`: it was started by `start`. Raises LeaseExpired."""
+        with self._lock, self._database as database:  # a transaction
+            if has_lease:
+                ended = "DELETE FROM running WHERE id = ? AND expires > ?"
+                if not database.execute(ended, (stored.response["id"], time.time())).rowcount:
+                    raise LeaseExpired
+            self._insert(owner, stored)
+
+    def _insert(self, owner: Owner, stored: Stored) -> None:
+        """Within a transaction."""
         response, input_items = orjson.dumps(stored.response), orjson.dumps(stored.input)
         id, size = stored.response["id"], len(response) + len(input_items)
         item_ids = {item["id"] for item in (*stored.input, *stored.response["output"])}
         items = [(owner.namespace, item_id, id) for item_id in item_ids]
-        with self._lock, self._database as database:  # a transaction
-            inserted = f"INSERT INTO responses VALUES (?, {NEXT_USE}, ?, ?, ?, ?, ?)"
-            database.execute(inserted, (id, size, response, input_items, *owner))
-            database.executemany("INSERT INTO items VALUES (?, ?, ?)", items)
-            self._drop()
+        inserted = f"INSERT INTO responses VALUES (?, {NEXT_USE}, ?, ?, ?, ?, ?)"
+        self._database.execute(inserted, (id, size, response, input_items, *owner))
+        self._database.executemany("INSERT INTO items VALUES (?, ?, ?)", items)
+        self._drop()
+
+    # ── background responses that have not ended ──
+
+    def start(self, owner: Owner, stored: Stored) -> float:
+        """Show a background response to all processes; return when its lease expires, in seconds
+        since the epoch. `put` ends it."""
+        self._fail_expired()
+        response, input_items = orjson.dumps(stored.response), orjson.dumps(stored.input)
+        expires = time.time() + LEASE_S
+        values = stored.response["id"], expires, response, input_items, *owner
+        with self._lock, self._database as database:
+            database.execute("INSERT INTO running VALUES (?, ?, 0, ?, ?, ?, ?)", values)
+        return expires
+
+    def update(self, response: Document) -> None:
+        """Replace a background response, which has made progress."""
+        updated = "UPDATE running SET response = ? WHERE id = ?"
+        with self._lock, self._database as database:
+            database.execute(updated, (orjson.dumps(response), response["id"]))
+
+    def renew(self, ids: Sequence[str]) -> tuple[float, dict[str, bool]]:
+        """Renew leases. Return when they expire, and the responses whose lease had not expired,
+        each with whether it is to be cancelled."""
+        now = time.time()
+        renewed = (
+            "UPDATE running SET expires = ? WHERE expires > ? "
+            "AND id IN (SELECT value FROM json_each(?)) RETURNING id, cancelled"
+        )
+        values = now + LEASE_S, now, orjson.dumps(ids).decode()
+        with self._lock, self._database as database:
+            held = {id: bool(flag) for id, flag in database.execute(renewed, values)}
+        self._fail_expired()
+        return now + LEASE_S, held
+
+    def cancel(self, namespace: bytes, id: str) -> None:
+        """Let the process of a background response cancel it, at its next renewal."""
+        cancelled = "UPDATE running SET cancelled = 1 WHERE namespace = ? AND id = ?"
+        with self._lock, self._database as database:
+            database.execute(cancelled, (namespace, id))
+
+    def is_running(self, namespace: bytes, id: str) -> bool:
+        self._fail_expired()
+        running = "SELECT 1 FROM running WHERE namespace = ? AND id = ?"
+        with self._lock:
+            return self._database.execute(running, (namespace, id)).fetchone() is not None
+
+    def _fail_expired(self) -> None:
+        """Store background responses with an expired lease as failed, without their input."""
+        select = "SELECT id FROM running WHERE expires <= ?"
+        taken = "DELETE FROM running WHERE id = ? AND expires <= ? RETURNING *"
+        now = time.time()
+        with self._lock:
+            for [id] in self._database.execute(select, (now,)).fetchall():
+                with self._database as database:
+                    # another process may have done it
+                    for row in database.execute(taken, (id, now)).fetchall():
+                        response, owner = orjson.loads(row[3]), Owner(*row[5:])
+                        response |= {
+                            "status": "failed",
+                            "error": {"code": "server_error", "message": ENDED},
+                            "output": [],
+                        }
+                        self._insert(owner, Stored(response, []))
+
+    # ── stored responses ──
 
     def response(self, namespace: bytes, id: str, count: Count = uncounted) -> bytes:
         """Return a response as JSON."""
@@ -237,7 +336,8 @@ class ResponseStore:
         return int(self._row("size", namespace, id)[0])
 
     def _row(self, columns: str, namespace: bytes, id: str) -> tuple[Any, ...]:
-        select = f"SELECT {columns} FROM responses WHERE namespace = ? AND id = ?"
+        self._fail_expired()
+        select = f"SELECT {columns} FROM found WHERE namespace = ? AND id = ?"
         with self._lock:
             row: tuple[Any, ...] | None = self._database.execute(select, (namespace, id)).fetchone()
         if row is None:

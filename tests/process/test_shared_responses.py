@@ -1,0 +1,133 @@
+"""Two server processes with one file of responses: background responses are found from both."""
+
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.event_streams import CLIENT
+from tests.process.test_start import program, started
+from tests.serving import wait_until
+
+PROGRAM = """
+    import uvicorn
+    from server.app import create_app
+    from server.core.settings import Settings
+    from server.openai.responses import endpoint, store
+    from tests.fake_generator import FakeGenerator
+
+    store.LEASE_S, endpoint.RENEW_S = {lease_s}, 0.05
+    settings = Settings(
+        pipeline_model="none", embedding_model="none", api_keys=("one", "two"),
+        responses_db={path!r},
+    )
+    app = create_app(settings, load_chat=FakeGenerator)
+    uvicorn.run(app, port=0, timeout_graceful_shutdown=1)
+"""
+
+
+class Process(NamedTuple):
+    child: "subprocess.Popen[str]"
+    url: str
+
+    def call(self, method: str, path: str = "", key: str = "one", **body: Any) -> Any:
+        headers = {"authorization": f"Bearer {key}"}
+        return CLIENT.request(method, self.url + path, headers=headers, json=body or None)
+
+    def start(self, text: str) -> str:
+        """Start a background response; return its id."""
+        response = self.call("POST", background=True, input=text)
+        assert response.status_code == 200, response.text
+        return "/" + str(response.json()["id"])
+
+    def status(self, id: str) -> str:
+        return str(self.call("GET", id).json()["status"])
+
+
+@pytest.fixture
+def processes(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[Process]]:
+    """Two processes, which start at the same time. The parameter is how long a lease lasts."""
+    command = program(PROGRAM, path=str(tmp_path / "responses.db"), lease_s=request.param)
+    with ExitStack() as stack:
+        both = [stack.enter_context(started(command)) for _ in range(2)]
+        urls = [f"http://127.0.0.1:{port}" for _, port in both]
+        for url in urls:
+            wait_until(lambda url=url: CLIENT.get(url + "/ready").status_code == 200)  # type: ignore[misc]
+        yield [
+            Process(child, url + "/v1/responses")
+            for (child, _), url in zip(both, urls, strict=True)
+        ]
+
+
+@pytest.mark.parametrize("processes", [600], indirect=True)
+def test_a_background_response_is_found_and_cancelled_from_each_process(
+    processes: list[Process],
+) -> None:
+    owner, other = processes
+    id = owner.start("long")
+    seen = other.call("GET", id).json()
+    assert (seen["id"], seen["background"]) == (id[1:], True)
+    assert seen["status"] in ("queued", "in_progress")
+    wait_until(lambda: other.status(id) == "in_progress")
+    items = other.call("GET", id + "/input_items").json()["data"]
+    assert items[0]["content"][0]["text"] == "long"
+    streamed = other.call("GET", id + "?stream=true")
+    assert (streamed.status_code, streamed.json()["error"]["param"]) == (400, "stream")
+    continued = other.call("POST", input="hi", previous_response_id=id[1:])
+    assert "is still being generated" in continued.json()["error"]["message"]
+    for path in (id, id + "/input_items"):
+        assert other.call("GET", path, key="two").status_code == 404
+    assert other.call("POST", id + "/cancel", key="two").status_code == 404
+    assert owner.status(id) == "in_progress"
+    cancelled = other.call("POST", id + "/cancel")
+    assert cancelled.json()["status"] == "cancelled"
+    assert owner.status(id) == other.status(id) == "cancelled"
+
+    deleted = owner.start("long")
+    assert other.call("DELETE", deleted).json()["deleted"] is True
+    for process in processes:
+        assert process.call("GET", deleted).status_code == 404
+
+    done = other.start("say a b")
+    wait_until(lambda: owner.status(done) == "completed")
+    assert owner.call("GET", done).json() == other.call("GET", done).json()
+    then = owner.call("POST", input="say c", previous_response_id=done[1:])
+    assert then.json()["output"][0]["content"][0]["text"]
+
+
+@pytest.mark.parametrize("processes", [2], indirect=True)
+def test_the_responses_of_a_killed_process_have_failed(processes: list[Process]) -> None:
+    owner, other = processes
+    ids = [owner.start("long"), owner.start("hang")]
+    own = other.start("long")
+    assert {other.status(id) for id in ids} <= {"queued", "in_progress"}
+    owner.child.send_signal(signal.SIGKILL)
+    owner.child.wait(60)
+    for id in ids:
+        wait_until(lambda id=id: other.status(id) == "failed")  # type: ignore[misc]
+        response = other.call("GET", id).json()
+        assert response["error"]["code"] == "server_error"
+        assert "has ended" in response["error"]["message"]
+        assert other.call("GET", id + "/input_items").json()["data"] == []
+        assert other.call("POST", id + "/cancel").json()["status"] == "failed"
+    assert other.status(own) == "in_progress"  # its lease is renewed
+
+
+@pytest.mark.parametrize("processes", [1], indirect=True)
+def test_a_process_that_was_stopped_past_its_lease_agrees_that_it_has_failed(
+    processes: list[Process],
+) -> None:
+    owner, other = processes
+    id = owner.start("long")
+    owner.child.send_signal(signal.SIGSTOP)
+    try:
+        wait_until(lambda: other.status(id) == "failed")
+    finally:
+        owner.child.send_signal(signal.SIGCONT)
+    assert owner.status(id) == "failed"
+    assert owner.call("POST", id + "/cancel").json()["status"] == "failed"
+    assert owner.status(owner.start("say a")) in ("queued", "in_progress", "completed")
