@@ -148,9 +148,8 @@ def _from_routing(error: HTTPException, scope: Scope) -> HttpError:
     if scope["method"] == "POST" and (setting := SETTING_FOR_PATH.get(path)):
         message += f": it needs {setting}"
     versioned = f"/v1{path}"
-    if error.status_code == 404 and (
-        versioned in SETTING_FOR_PATH or any(route.path_regex.match(versioned) for route in routes)
-    ):
+    is_known = any(route.path_regex.match(versioned) for route in routes)
+    if path not in SETTING_FOR_PATH and (is_known or versioned in SETTING_FOR_PATH):
         message += f": /v1 is missing. The path is {versioned}; a client's base URL ends in /v1"
     headers = [(k.lower().encode(), v.encode()) for k, v in (error.headers or {}).items()]
     return HttpError(error.status_code, message, None, headers, kind="routing")

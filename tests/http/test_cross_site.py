@@ -297,8 +297,9 @@ def test_clients_in_process_are_accepted() -> None:
         assert client.get("/version").status_code == 200
 
     async def fetch(url: str, **headers: str) -> int:
-        transport = httpx.ASGITransport(fake_app())
-        async with httpx.AsyncClient(transport=transport) as client:
+        app = fake_app()
+        transport = httpx.ASGITransport(app)
+        async with app.lifespan(), httpx.AsyncClient(transport=transport) as client:
             return (await client.get(url, headers=headers)).status_code
 
     for base in ("http://test", "http://127.0.0.1:8000", "http://localhost"):

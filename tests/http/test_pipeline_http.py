@@ -122,7 +122,7 @@ def test_keys_that_are_no_parameters_are_ignored(server: Server) -> None:
 def test_a_form_has_a_file_or_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     parameters = {"parameters": '{"top_k": 3}', "note": "ignored"}
-    for task, content in (("image-classification", "b'\\x89PNG'"), ("fill-mask", "a text")):
+    for task, content in (("image-classification", "b'\\x89png'"), ("fill-mask", "a text")):
         data = b"\x89PNG" if task == "image-classification" else content.encode()
         with serving(Anything, pipeline_task=task) as server:
             file = httpx.post(server.url, files={"file": ("a.png", data)}, data=parameters)

@@ -317,7 +317,7 @@ def test_error_names_a_file_that_cannot_be_used(tmp_path: Path) -> None:
 
 
 def running(id: str) -> Stored:
-    response = {"id": id, "previous_response_id": None, "output": [], "status": "queued"}
+    response: Any = {"id": id, "previous_response_id": None, "output": [], "status": "queued"}
     return Stored(response, [{"id": f"in_{id}"}])
 
 
