@@ -2,7 +2,9 @@
 
 import asyncio
 import math
+import os
 import re
+import signal
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,6 +72,33 @@ def test_the_search_returns_none_for_a_limit_that_no_rate_holds() -> None:
     assert asyncio.run(Search(Machine(), 5, 1.0).run()) is None
 
 
+@pytest.mark.parametrize("seconds", [6, 12, 20, 41])
+def test_a_search_keeps_to_its_time_and_confirms_what_it_has_found(seconds: float) -> None:
+    machine = Machine()
+    search = Search(machine, 250, 1.0, ends_at=seconds, clock=lambda: machine.seconds)
+    best = asyncio.run(search.run())
+    assert machine.seconds <= seconds
+    assert search.is_confirmed == (best is not None)
+    assert search.is_confirmed or seconds < search.max_stages
+
+
+def test_a_cancelled_search_keeps_the_best_stage_so_far() -> None:
+    machine = Machine()
+
+    async def measure(limits: BatchLimits, rate: float, seconds: float) -> Stage:
+        if len(search.stages) == 20:
+            raise asyncio.CancelledError
+        return await machine(limits, rate, seconds)
+
+    search = Search(measure, 250, 1.0)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(search.run())
+    holding = [stage.rate for stage in search.stages if stage.rate and stage.holds(250)]
+    assert search.best is not None
+    assert search.best.rate == max(holding)
+    assert not search.is_confirmed
+
+
 def test_a_stage_with_failures_does_not_hold() -> None:
     stage = Stage(BatchLimits(8), 100, 100, 1, 2, 0)
     assert stage.holds(2)
@@ -90,8 +119,12 @@ def shorten(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 
 
 def run(app: Any, **options: Any) -> tuple[Stage | None, list[str]]:
+    """Return the best stage, and the lines of progress and of the result."""
     lines: list[str] = []
-    return calibrate(app, Options(**{"p95_ms": 60_000, **options}), lines.append), lines
+    chosen = Options(**{"p95_ms": 60_000, **options})
+    best, signal_number = calibrate(app, chosen, lines.append, lines.append)
+    assert signal_number is None
+    return best, lines
 
 
 @pytest.mark.usefixtures("short")
@@ -100,6 +133,8 @@ def test_settings_are_printed() -> None:
     settings = Settings(**ONLY, api_keys=("k",), max_queue_size=2)  # type: ignore[arg-type]
     best, lines = run(create_app(settings, FakeRunner))
     assert best is not None
+    assert re.match(r"measuring takes at most \d+ s; Ctrl-C", lines[1])
+    assert Options(250).seconds == 120
     pasted = dict(line.split("=") for line in lines if re.fullmatch(r"[A-Z_]+=\S+", line))
     assert set(pasted) == {"MAX_BATCH_SIZE", "MAX_BATCH_WAIT_MS", "MAX_QUEUE_SIZE"}
     from server.core.settings import load_settings
@@ -145,6 +180,48 @@ def test_the_queue_holds_the_requests_of_twice_the_limit(rate: float, places: in
     best = Stage(BatchLimits(256), rate, rate, 50, 200, 0)
     assert command.settings_lines(best, 250, True) == [f"MAX_QUEUE_SIZE={places}"]
     assert command.settings_lines(best, 250, False)[-1] == "MAX_QUEUE_SIZE=512"
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_prints_the_best_settings_so_far(number: signal.Signals) -> None:
+    progress: list[str] = []
+    lines: list[str] = []
+
+    def on_progress(line: str) -> None:
+        progress.append(line)
+        if len(progress) == 8:  # of the table, after three lines
+            os.kill(os.getpid(), number)
+
+    settings = Settings(**ONLY)  # type: ignore[arg-type]
+    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    app = create_app(settings, FakeRunner)
+    best, received = calibrate(app, Options(60_000), lines.append, on_progress)
+    assert received == number
+    assert best is not None
+    assert len(progress) == 8
+    assert "is the best so far, not confirmed" in lines[0]
+    assert any(line.startswith("MAX_BATCH_SIZE=") for line in lines)
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+def test_time_that_is_too_short_ends_a_measurement() -> None:
+    """Also one whose responses take longer than all the time."""
+    runner = FakeRunner(before=lambda texts: runner.gate.clear())
+    settings = Settings(**ONLY)  # type: ignore[arg-type]
+    lines: list[str] = []
+
+    def load() -> FakeRunner:
+        runner.gate.set()
+        return runner
+
+    app = create_app(settings, load)
+    try:
+        best, received = calibrate(app, Options(250, seconds=0.5), lines.append, lines.append)
+    finally:
+        runner.gate.set()
+    assert (best, received) == (None, None)
+    assert lines[-1] == "no rate was found before the end; allow more time by --seconds"
 
 
 def failing_loader() -> FakeRunner:

@@ -3,29 +3,44 @@
     load the models → stages of load on one of them (stages.py) → search (search.py) → settings
 
 The requests come over HTTP from this process, so the client's CPU time is part of the measurement.
-The rate holds for this machine under its present load.
+The rate holds for this machine under its present load. Each stage is a line on stderr. At the end
+of its time, and on SIGINT and SIGTERM, the best settings so far are printed.
 """
 
 import asyncio
 import logging
 import math
+import signal
 import socket
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import click
 import uvicorn
 
 from server.commands.calibrate.requests import requests_for
-from server.commands.calibrate.search import CAPS, BatchLimits, Search, Stage
+from server.commands.calibrate.search import (
+    CAPS,
+    CONFIRMATION_STAGES,
+    MAX_CONFIRMATIONS,
+    WAITS_MS,
+    BatchLimits,
+    Search,
+    Stage,
+)
 from server.commands.calibrate.stages import MAX_CLIENTS, StageRunner
 from server.commands.serve import MODEL, SettingsCommand, export_settings, setting_option
 from server.core.log import configure_log
 from server.core.settings import Settings, SettingsError
 from server.http.request import Application
 from server.lifespan import with_cause
+
+Echo: TypeAlias = Callable[[str], object]
+Outcome: TypeAlias = tuple[Stage | None, int | None]  # the best stage, and a signal's number
 
 # Names of `--serves`, each with the name in the registry.
 SERVES = {
@@ -42,6 +57,7 @@ MIN_STAGE_S, MAX_STAGE_S = 3.0, 30.0
 STAGE_PERCENTILES = 8
 MIN_STAGE_REQUESTS = 100
 HEADER = (
+    f"{'s':>5} "
     f"{'batch':>5} {'wait ms':>8} {'offered/s':>10} {'answered/s':>10} {'p50 ms':>9} {'p95 ms':>9}"
 )
 
@@ -52,6 +68,7 @@ class Options:
     serves: str | None = None
     words: tuple[int, int] = (4, 20)
     tokens: int = 32
+    seconds: float = 120.0
     file: bytes | None = None
 
 
@@ -73,6 +90,7 @@ def calibrate_command() -> click.Command:
             metavar="LOW HIGH",
         ),
         option("--tokens", click.IntRange(1), "of a chat response", default=32, metavar="N"),
+        option("--seconds", positive, "the longest time to measure", default=120.0, metavar="N"),
         option("--input file", click.File("rb"), file, metavar="FILE"),
     ]
     return SettingsCommand(
@@ -80,7 +98,8 @@ def calibrate_command() -> click.Command:
         params=[MODEL, *options, *map(setting_option, fields(Settings))],
         callback=run,
         help="Find the request rate that keeps a percentile on this machine, and the settings for "
-        "it. It takes a minute or two; run nothing else meanwhile.",
+        "it. It takes at most --seconds after the model is loaded; Ctrl-C prints the best settings "
+        "so far. Run nothing else meanwhile.",
     )
 
 
@@ -91,18 +110,23 @@ def run(model: str | None, **flags: Any) -> None:
 
     file = flags.pop("file")
     options = Options(**flags, file=file.read() if file else None)
-    if calibrate(make_app(), options, click.echo) is None:
+    progress = partial(click.echo, err=True)
+    best, signal_number = calibrate(make_app(), options, click.echo, progress)
+    if signal_number:
+        raise SystemExit(128 + signal_number)  # as of a shell
+    if best is None:
         raise SystemExit(1)
 
 
-def calibrate(app: Application, options: Options, echo: Callable[[str], None]) -> Stage | None:
-    """Return the best stage and print the settings for it; None if no rate holds the percentile.
+def calibrate(app: Application, options: Options, echo: Echo, progress: Echo) -> Outcome:
+    """Print the settings for the best stage; return it, and the signal that ended the search. The
+    stage is None if no rate holds the percentile.
 
     Raises SettingsError for a model that is not served or cannot be loaded, and for an input that
     it refuses."""
     configure_log()
     logging.getLogger("onequeue.worker_client").setLevel(logging.WARNING)
-    return asyncio.run(_calibrate(app, options, echo))
+    return asyncio.run(_calibrate(app, options, echo, progress))
 
 
 class QuietServer(uvicorn.Server):
@@ -113,9 +137,7 @@ class QuietServer(uvicorn.Server):
         yield
 
 
-async def _calibrate(
-    app: Application, options: Options, echo: Callable[[str], None]
-) -> Stage | None:
+async def _calibrate(app: Application, options: Options, echo: Echo, progress: Echo) -> Outcome:
     worker_client = app.worker_client
     name = options.serves or next(name for name in SERVES if SERVES[name] in worker_client.models)
     if (registry_name := SERVES[name]) not in worker_client.models:
@@ -140,53 +162,94 @@ async def _calibrate(
             for slots in (queue.slots, lane.slots):
                 slots.capacity = max(slots.capacity, 2 * MAX_CLIENTS)
             target = f"{requests.path} of {model.engine.info.model}"
-            echo(f"{target}: the highest rate with 95 % within {options.p95_ms:g} ms")
+            progress(f"{target}: the highest rate with 95 % within {options.p95_ms:g} ms")
             runner = StageRunner(app, requests, listener.getsockname()[1])
-            return await _search(runner, options.p95_ms, echo)
+            return await _search(runner, options, echo, progress)
         finally:
             server.should_exit = server.force_exit = True
             await serving
             worker_client.stop()
 
 
-async def _search(
-    runner: StageRunner, limit_ms: float, echo: Callable[[str], None]
-) -> Stage | None:
+async def _search(runner: StageRunner, options: Options, echo: Echo, progress: Echo) -> Outcome:
+    started, limit_ms = time.monotonic(), options.p95_ms
     is_stepped = runner.requests.registry_name in STEPPED
     max_cap = runner.app.settings.max_running if is_stepped else max(CAPS)
-    limits = BatchLimits(min(4, max_cap))
-    await runner(limits, 0, 1.0)  # warm-up
-    first = await runner(limits, 0, 1.0)
-    if first.failed:
-        raise SettingsError(f"{first.failed} requests failed: the model may not take this input")
-    seconds = max(
-        MIN_STAGE_S,
-        STAGE_PERCENTILES * limit_ms / 1000,
-        MIN_STAGE_REQUESTS / max(first.served, 0.1),
-    )
-    search = Search(runner, limit_ms, min(MAX_STAGE_S, seconds), on_stage=lambda s: echo(row(s)))
+    search = Search(runner, limit_ms, MIN_STAGE_S, ends_at=started + options.seconds)
+    search.on_stage = lambda stage: progress(row(stage, time.monotonic() - started))
     if is_stepped:
-        search.caps, search.waits_ms = [max_cap], [limits.wait_ms]
-    echo(HEADER)
-    if (best := await search.run()) is None:
-        echo(f"no rate keeps 95 % of the responses within {limit_ms:g} ms on this machine")
-        return None
+        search.caps, search.waits_ms = [max_cap], WAITS_MS[:1]
+
+    async def measure() -> None:
+        limits = BatchLimits(min(4, max_cap))
+        await runner(limits, 0, 1.0)  # warm-up
+        first = await runner(limits, 0, 1.0)
+        if first.failed:
+            reason = "the model may not take this input"
+            raise SettingsError(f"{first.failed} requests failed: {reason}")
+        needed_s = max(
+            STAGE_PERCENTILES * limit_ms / 1000, MIN_STAGE_REQUESTS / max(first.served, 0.1)
+        )
+        longest_s = min(MAX_STAGE_S, options.seconds / search.max_stages)
+        search.seconds = max(MIN_STAGE_S, min(needed_s, longest_s))
+        more_s = (MAX_CONFIRMATIONS - 1) * CONFIRMATION_STAGES * search.seconds
+        all_s = search.max_stages * search.seconds + more_s
+        seconds = min(options.seconds, time.monotonic() - started + all_s)
+        progress(f"measuring takes at most {seconds:.0f} s; Ctrl-C prints the best so far\n")
+        progress(HEADER)
+        await search.run()
+
+    signal_number, in_time = await run_until_signal(measure(), options.seconds)
+    if (best := search.best) is None:
+        if in_time and not signal_number and search.stages:
+            echo(f"no rate keeps 95 % of the responses within {limit_ms:g} ms on this machine")
+        else:
+            echo("no rate was found before the end; allow more time by --seconds")
+        return None, signal_number
+    found = "can be sustained" if search.is_confirmed else "is the best so far, not confirmed"
     echo(
-        f"\n{best.rate:.1f} requests/s can be sustained: 95 % of the responses come within "
+        f"\n{best.rate:.1f} requests/s {found}: 95 % of the responses come within "
         f"{best.p95_ms:.1f} ms, of {limit_ms:g} ms. The settings:\n"
     )
     for line in settings_lines(best, limit_ms, is_stepped):
         echo(line)
-    return best
+    return best, signal_number
 
 
-def row(stage: Stage) -> str:
+async def run_until_signal(
+    work: Coroutine[Any, Any, None], seconds: float
+) -> tuple[int | None, bool]:
+    """Run to the end, at most so long, or until SIGINT or SIGTERM. Return the signal's number, and
+    whether the work ended in time."""
+    loop, received = asyncio.get_running_loop(), list[int]()
+    task = loop.create_task(work)
+
+    def stop(number: int) -> None:
+        received.append(number)
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
+    try:
+        done, _ = await asyncio.wait([task], timeout=seconds)
+        if not done:
+            task.cancel()
+            await asyncio.wait([task])
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+    if not task.cancelled():
+        task.result()
+    return (received[0] if received else None), bool(done)
+
+
+def row(stage: Stage, elapsed_s: float) -> str:
     """Return a line of the table under HEADER; a closed loop offers no rate."""
     offered = f"{stage.rate:.1f}" if stage.rate else ""
     failed = f"  {stage.failed} failed" if stage.failed else ""
     return (
-        f"{stage.limits.cap:5d} {stage.limits.wait_ms:8g} {offered:>10} {stage.served:10.1f}"
-        f" {stage.p50_ms:9.1f} {stage.p95_ms:9.1f}{failed}"
+        f"{elapsed_s:5.0f} {stage.limits.cap:5d} {stage.limits.wait_ms:8g} {offered:>10}"
+        f" {stage.served:10.1f} {stage.p50_ms:9.1f} {stage.p95_ms:9.1f}{failed}"
     )
 
 
