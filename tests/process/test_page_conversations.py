@@ -130,12 +130,11 @@ def test_the_store_is_bounded(page: Any) -> None:
     kept = page.evaluate(
         """async () => {
             const store = await import("./assets/store.js");
-            for (let n = 0; n < 103; n++) {
-                await store.saveConversation({id: `${n}`, title: "", messages: [], settings: {}});
-            }
+            await Promise.all(Array.from({length: 103}, (_, n) => store.saveConversation(
+                {id: `${n}`, title: "", messages: [], settings: {}})));
             const large = {id: "large", title: "", messages: ["x".repeat(51e6)], settings: {}};
             const kept = await store.saveConversation(large);
-            const gone = await store.loadConversation("0");
+            const gone = await store.loadConversation("large");
             return [(await store.listConversations()).length, kept, gone ?? null];
         }"""
     )

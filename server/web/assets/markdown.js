@@ -110,7 +110,7 @@ class Blocks {
     this.at++;
     const language = info.trim().split(/\s/)[0];
     return element("div", { class: "code" },
-      element("div", { class: "bar" }, element("span", { class: "note" }, language), copyButton(() => code, "Copy code")),
+      element("div", { class: "head" }, element("span", { class: "note" }, language), copyButton(() => code, "Copy code")),
       element("pre", { tabindex: "0" }, element("code", {}, code)));
   }
 
