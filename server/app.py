@@ -29,6 +29,7 @@ from server.preflight import (
     check_models,
     check_workers,
     exit_with_error,
+    forbid_conversion,
     has_cache_folder,
     openmp_threads,
     set_openmp_variables,
@@ -223,6 +224,7 @@ def import_torch() -> None:
     """Import torch and transformers, in a process of our own without garbage collection, which
     takes a fifth of the time: the objects of an import stay."""
     has_cache_folder()  # before: the import creates the folder that the environment names
+    forbid_conversion()
     owns_process = "app" in globals()
     if owns_process:
         gc.disable()

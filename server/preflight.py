@@ -258,6 +258,11 @@ def has_cache_folder() -> bool:
     return False
 
 
+def forbid_conversion() -> None:
+    """Keep transformers from having the hub convert a model that has no safetensors."""
+    os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
+
+
 def check_socket(path: str) -> None:
     if not os.access(Path(path).absolute().parent, os.W_OK):
         raise SettingsError(f"--uds {path}: its folder does not exist or is not writable")
