@@ -7,7 +7,8 @@ import pytest
 from tests.tiny_tokenizers import llama_tokenizer
 from worker.generation.response_reader import ResponseReader
 from worker.grammar.tool_calls import accepts, tool_calls_grammar
-from worker.text.chat_template.inference import EXAMPLE_ARGUMENTS, TYPED_TOOLS
+from worker.text.chat_template.byte_tokenizer import byte_tokenizer
+from worker.text.chat_template.inference import EXAMPLE_ARGUMENTS, TYPED_TOOLS, find_brackets
 from worker.text.chat_template.template import ChatTemplate
 from worker.text.tool_call_format import DEFAULT_TOOL_CALL_FORMAT, ID
 
@@ -178,6 +179,110 @@ def test_lists_and_objects_may_be_elements() -> None:
     assert (response.content, len(response.calls)) == ("", 1)
     expected = {"text": f"{n}<b>", "o": {"o": [{"o": 1, "l": ["02"]}]}, "e": []}
     assert json.loads(response.calls[0][1]) == expected
+
+
+# Delimiters are words between two tokens, and content has some.
+PARTS = """
+{%- macro part(name, text) %}<|begin|>{{ name }}<|of|>{{ text }}<|finish|>{{ name }}<|of|>
+{%- endmacro %}
+{%- for m in messages %}<|begin|>turn by="{{ m.role }}"<|of|>
+{%- if m.role == "assistant" %}
+    {{- part("thought", m.reasoning_content or "") }}{{ part("answer", m.content or "") }}
+    {%- if m.tool_calls %}<|begin|>calls<|of|>
+    {%- for c in m.tool_calls %}<|begin|>call to="{{ c.function.name }}" n="{{ loop.index }}"<|of|>
+    {%- for key, value in c.function.arguments.items() %}<|begin|>argument key="{{ key }}"<|of|>
+        {{- value if value is string else value | tojson }}<|finish|>argument<|of|>
+    {%- endfor %}<|finish|>call<|of|>{% endfor %}<|finish|>calls<|of|>{% endif %}
+{%- else %}{{ m.content }}{% endif %}<|finish|>turn<|of|><|end|>{% endfor %}
+{%- if add_generation_prompt %}<|begin|>turn by="assistant"<|of|><|begin|>thought<|of|>{% endif %}
+"""
+ANSWER = "<|begin|>answer<|of|>Well.<|finish|>answer<|of|>"
+CALLS = """<|begin|>calls<|of|><|begin|>call to="a" n="1"<|of|><|begin|>argument key="x"<|of|>7\
+<|finish|>argument<|of|><|finish|>call<|of|><|finish|>calls<|of|>"""
+TURN_END = "<|finish|>turn<|of|>"
+TOOL_A = [{"type": "function", "function": {"name": "a"}}]
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Hm.<|finish|>thought<|of|>" + ANSWER + TURN_END, ("Well.", "Hm.", [])),
+        ("Hm.<|finish|>thought<|of|>" + ANSWER + CALLS + TURN_END, ("Well.", "Hm.", ["a"])),
+        (ANSWER + TURN_END, ("Well.", "", [])),  # nothing closes the reasoning
+        ("Hm.", ("", "Hm.", [])),
+    ],
+)
+def test_words_between_tokens_are_delimiters(
+    text: str, expected: tuple[str, str, list[str]], special: bool
+) -> None:
+    response = ResponseReader(byte_tokenizer(PARTS, special), ()).read(text, TOOL_A)
+    names = [name for name, _ in response.calls]
+    assert (response.content, response.reasoning, names) == expected
+
+
+def test_calls_of_words_between_tokens_are_constrained() -> None:
+    template = ResponseReader(byte_tokenizer(PARTS), ()).template
+    calls = template.output_format.tool_calls
+    assert not any(note.startswith("calls:") for note in template.notes)
+    assert calls is not None
+    assert calls.render([("a", ""), ("b", "")]).count('n="2"') == 1
+    assert len(template.examples) == len(EXAMPLE_ARGUMENTS)
+    assert all(accepts(calls, TYPED_TOOLS, text) for text, _ in template.examples)
+
+
+@pytest.mark.parametrize(
+    ("text", "brackets"),
+    [
+        ("<a>one<b>1<c>one<b><a>two<b>2<c>two<b>", (("<a>", "<b>"), ("<c>", "<b>"))),
+        ("<key>keyone</key><key>keytwo</key>", ()),  # the words are the model's
+        ("<call>function<sep>nameone<call>function<sep>nametwo", ()),  # the same word
+        ("<a>one<b><a>two<c>", ()),
+        ("<role>user<text><role>model<text><file>12<text>", ()),
+        ("<role>user\n?<end><role>model\nqcontentq<end>", ()),
+    ],
+)
+def test_only_words_of_the_template_make_a_delimiter(text: str, brackets: object) -> None:
+    assert find_brackets(text) == brackets
+
+
+TEXTS = """{% for m in messages %}[{{ m.role }}]
+{%- if m.reasoning_content %}<|think|>{{ m.reasoning_content }}<|/think|>{% endif -%}
+<|text|>{{ m.content }}<|/text|><|end|>{% endfor %}{% if add_generation_prompt %}[assistant]
+{%- endif %}"""
+
+
+def test_content_may_have_the_delimiters_of_the_users_messages() -> None:
+    reader = ResponseReader(byte_tokenizer(TEXTS), ())
+    for text, expected in {
+        "<|text|>Well.<|/text|>": ("Well.", ""),
+        "<|think|>Hm.<|/think|><|text|>Well.<|/text|>": ("Well.", "Hm."),
+        "<|think|>Hm.<|text|>Well.<|/text|>": ("Well.", "Hm."),
+    }.items():
+        response = reader.read(text)
+        assert (response.content, response.reasoning) == expected
+
+
+LEAD_IN = """{% for m in messages %}[{{ m.role }}]
+{%- if m.reasoning_content %}{{ m.reasoning_content }} [THE ANSWER IS] {% endif %}{{ m.content }}
+{%- endfor %}{% if add_generation_prompt %}[assistant]These are my steps: {% endif %}"""
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_words_of_the_prompt_may_begin_the_reasoning(special: bool) -> None:
+    reader = ResponseReader(byte_tokenizer(LEAD_IN, special), ())
+    response = reader.read("look up. [THE ANSWER IS] Blue.")
+    assert (response.content, response.reasoning) == ("Blue.", "These are my steps: look up.")
+    assert reader.read("look up.").reasoning == "These are my steps: look up."
+    # The next prompt repeats what the model has read and written.
+    asked = [{"role": "user", "content": "?"}]
+    answered = {
+        "role": "assistant",
+        "reasoning_content": response.reasoning,
+        "content": response.content,
+    }
+    before = reader.template.try_render(asked)
+    assert reader.template.try_render([*asked, answered]).startswith(before)
 
 
 def test_each_note_is_logged_as_a_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,9 +9,10 @@ end, for which it needs no complete output.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from string import ascii_letters
 from typing import Any, NamedTuple, TypeAlias
 
 import regex
@@ -97,6 +98,7 @@ class OutputFormat:
     message_start: str = ""  # may stand before content and calls where reasoning is a message
     may_close_unopened: bool = False  # reasoning may end that nothing opened: a variable toggles it
     initial_phase: str = CONTENT
+    lead_in: str = ""  # words that begin reasoning which no delimiter opens; part of it
     visible_texts: tuple[str, ...] = ()  # of the delimiters, and of the quotes around arguments
 
     def ends_reasoning(self, text: str) -> bool:
@@ -158,7 +160,10 @@ def inferred_output_format(
     content: Pair | None,
     calls: ToolCallFormat | None,
     channels: ChannelFormat | None,
+    ends: Sequence[str] = (),
 ) -> OutputFormat:
+    """`ends`: delimiters after content or calls that end neither."""
+    lead_in = reasoning[0] if reasoning and not DELIMITER.search(reasoning[0]) else ""
     if channels:
         output_format = _channel_output_format(channels, calls)
     else:
@@ -166,9 +171,12 @@ def inferred_output_format(
         for pair, phase in ((reasoning, REASONING), (content, CONTENT)):
             if pair:
                 delimiters += [
-                    _opening_delimiter(phase, pair[0]),
+                    _lead_in_delimiter(lead_in)
+                    if phase == REASONING and lead_in
+                    else _opening_delimiter(phase, pair[0]),
                     _delimiter((CONTENT, phase), CONTENT, pair[1]),
                 ]
+        delimiters += [_delimiter((CONTENT,), CONTENT, text) for text in ends]
         output_format = OutputFormat(
             tuple(delimiters),
             tuple(_call_delimiters(calls) if calls else ()),
@@ -176,8 +184,9 @@ def inferred_output_format(
             content,
             calls,
             undelimited_calls=calls is not None and calls.undelimited,
+            lead_in=lead_in,
         )
-    texts = [*output_format.visible_texts, *(reasoning or ()), *(content or ())]
+    texts = [*output_format.visible_texts, *(reasoning or ()), *(content or ()), *ends]
     if calls:
         arguments = calls.arguments
         texts += [*calls.section, *calls.call, calls.middle, calls.separator or ""]
@@ -193,16 +202,25 @@ def _delimiter(phases: Iterable[str], next_phase: str, text: str) -> Delimiter:
 
 
 def _opening_delimiter(phase: str, text: str) -> Delimiter:
-    """A word may follow the delimiter, as in <|channel>thought; it may be missing or cut if the
-    next character shows that."""
-    [bare] = DELIMITER.findall(text)[:1]
+    """Return what opens reasoning, or content, which may follow reasoning that nothing closes. A
+    word may follow the delimiter, as in <|channel>thought; it may be missing or cut if the next
+    character shows that."""
+    bare = text.rstrip(ascii_letters)
     word = text.removeprefix(bare)
     if not word:
-        delimiter = _delimiter((CONTENT, phase), phase, bare)
+        delimiter = _delimiter((CONTENT, REASONING), phase, bare)
         return delimiter._replace(line_start=phase == REASONING)  # elsewhere it is a mention
     cut = "|".join(f"(?={word[:n]}[^{char}])" for n, char in enumerate(word))
     pattern = regex.compile(f"{regex.escape(bare)}(?:{word}|{cut})")
     return Delimiter(frozenset((CONTENT, phase)), phase, pattern, first_chars=frozenset(bare[0]))
+
+
+def _lead_in_delimiter(text: str) -> Delimiter:
+    """Return what opens reasoning at the start of an output, and is part of it."""
+    pattern = regex.compile(f"(?={regex.escape(text)})")
+    return Delimiter(
+        frozenset((CONTENT,)), REASONING, pattern, first_chars=frozenset(text[0]), only_first=True
+    )
 
 
 def _call_delimiters(calls: ToolCallFormat) -> list[Delimiter]:

@@ -87,7 +87,11 @@ class OutputParser:
                 starts = [n for n, event in enumerate(events) if event.name is not None]
                 self._prefix_events = events[starts[-1] :]
             self.calls_started, self.calls_finished = int(bool(self._prefix_events)), 0
-            self._space, self._may_close = TextSpan(""), output_format.may_close_unopened
+            self._may_close = output_format.may_close_unopened
+            if output_format.lead_in and prefix.strip() == output_format.lead_in:
+                self._prefix_events = events
+            else:
+                self._space = TextSpan("")
 
     def fork(self) -> "OutputParser":
         """Return a parser in the same state, for another output of the same prompt."""

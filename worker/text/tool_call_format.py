@@ -11,18 +11,65 @@ argument's value for its key and for the word of its JSON type.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from os.path import commonprefix
 from typing import Literal
 
 INDEX, ID, KEY, TYPE = "\0", "\1", "\2", "\3"
 PLACEHOLDER_PATTERNS = {INDEX: "[0-9]{1,3}", ID: "[A-Za-z0-9_]{1,64}"}
-# <tool_call>, [ARGS], <|"|>; and one that is not complete.
-DELIMITER = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,40}\]")
-OPEN_DELIMITER = re.compile(r"<[^<>]{1,60}$")
+DELIMITER = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,40}\]")  # <tool_call>, [ARGS], <|"|>
 
 Style = Literal["json", "python", "entries"]
 Pair = tuple[str, str]  # the text before and the text after something
+
+
+@dataclass(frozen=True, slots=True)
+class DelimiterSyntax:
+    """How a template writes delimiters: <call> or [CALL], and with `brackets` also a word between
+    two tokens: <|open|>call<|sep|>. Such tokens are no delimiters themselves."""
+
+    brackets: tuple[Pair, ...] = ()
+
+    @property
+    def pattern(self) -> re.Pattern[str]:
+        return _delimiter_patterns(self.brackets)[0]
+
+    @property
+    def unfinished(self) -> re.Pattern[str]:
+        """The beginning of a delimiter, at the end of a text: <invoke name=" """
+        return _delimiter_patterns(self.brackets)[1]
+
+    def common_start(self, one: str, other: str) -> str:
+        """Return the longest common prefix that cuts no delimiter in two."""
+        length = len(commonprefix([one, other]))  # noqa: RUF071  # no paths
+        for delimiter in [*self.pattern.finditer(one), *self.pattern.finditer(other)]:
+            if delimiter.start() < length < delimiter.end():
+                length = delimiter.start()
+        return one[:length]
+
+    def common_end(self, one: str, other: str) -> str:
+        """Return the longest common suffix that cuts no delimiter in two."""
+        length = len(commonprefix([one[::-1], other[::-1]]))  # noqa: RUF071  # no paths
+        for text in (one, other):
+            for delimiter in self.pattern.finditer(text):
+                if delimiter.start() < len(text) - length < delimiter.end():
+                    length = len(text) - delimiter.end()
+        return one[len(one) - length :]
+
+
+@cache
+def _delimiter_patterns(brackets: tuple[Pair, ...]) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Return the patterns of delimiters and of the beginning of one."""
+    whole, unfinished = DELIMITER.pattern, r"<[^<>]{1,60}$"
+    if brackets:
+        bracket = "|".join(re.escape(text) for pair in brackets for text in pair)
+        whole = rf"(?!{bracket})(?:{whole})"
+        for before, after in brackets:
+            opening = rf"{re.escape(before)}(?:(?!{bracket})"
+            whole += rf"|{opening}\S){{1,60}}{re.escape(after)}"
+            unfinished += rf"|{opening}.){{1,60}}$"
+    return re.compile(whole), re.compile(unfinished)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,24 +118,27 @@ class ToolCallFormat:
     keys: Pair | None = None
     prefix_word: str = ""  # may stand before calls without delimiters
     or_python: bool = False  # a list of Python calls may stand in place of the JSON
+    first_index: int = 0
+    syntax: DelimiterSyntax = DelimiterSyntax()
 
     def render(self, calls: Sequence[tuple[str, str]]) -> str:
         """Return the text of calls. `calls`: names and arguments."""
         before, after = self.call[0] + self.braces[0], self.braces[1] + self.call[1]
         texts = [
             (before + name + self.middle).replace(INDEX, str(n)) + arguments + after
-            for n, (name, arguments) in enumerate(calls)
+            for n, (name, arguments) in enumerate(calls, self.first_index)
         ]
         return self.section[0] + (self.separator or "").join(texts) + self.section[1]
 
     def call_prefix(self, name: str) -> str:
         """Return the text of a call up to its arguments."""
-        return (self.call[0] + name + self.middle).replace(INDEX, "0").replace(ID, "id")
+        text = self.call[0] + name + self.middle
+        return text.replace(INDEX, str(self.first_index)).replace(ID, "id")
 
     @property
     def trigger(self) -> str:
         """The beginning of a call that identifies it: up to its first delimiter, if it has one."""
-        delimiter = DELIMITER.search(self.call[0])
+        delimiter = self.syntax.pattern.search(self.call[0])
         return self.call[0][: delimiter.end()] if delimiter else self.call[0]
 
     @property
@@ -104,7 +154,8 @@ class ToolCallFormat:
         if not call:
             section, call = "", section.rstrip()
         call = call.removesuffix("[").strip() if self.is_list else call.strip()
-        delimiters = [*DELIMITER.finditer(call), *OPEN_DELIMITER.finditer(call)]
+        syntax = self.syntax
+        delimiters = [*syntax.pattern.finditer(call), *syntax.unfinished.finditer(call)]
         start = delimiters[-1].start() if delimiters else 0
         return [text for text in (section.strip(), call[:start].strip()) if text], call[start:]
 
@@ -114,7 +165,7 @@ class ToolCallFormat:
         after = (self.call[1] + self.section[1]).strip()
         after = after.removeprefix("]").lstrip() if self.is_list else after
         in_arguments = self.arguments.open + self.arguments.close  # these end no call
-        all_ = [*DELIMITER.finditer(after)]
+        all_ = [*self.syntax.pattern.finditer(after)]
         own = [delimiter for delimiter in all_ if delimiter[0] not in in_arguments]
         if not own:
             return after, []
@@ -130,7 +181,8 @@ class ToolCallFormat:
     @property
     def shares_delimiters(self) -> bool:
         """Whether one pair of delimiters encloses several calls, which are read as one list."""
-        return self.is_list and self.separator is not None and not DELIMITER.search(self.separator)
+        separator = self.separator
+        return self.is_list and separator is not None and not self.syntax.pattern.search(separator)
 
 
 DEFAULT_TOOL_CALL_FORMAT = ToolCallFormat(
@@ -141,22 +193,3 @@ DEFAULT_TOOL_CALL_FORMAT = ToolCallFormat(
     braces=('{"name": "', "}"),
     keys=("name", "arguments"),
 )
-
-
-def common_start(one: str, other: str) -> str:
-    """Return the longest common prefix that cuts no delimiter in two."""
-    length = len(commonprefix([one, other]))  # noqa: RUF071  # no paths
-    for delimiter in [*DELIMITER.finditer(one), *DELIMITER.finditer(other)]:
-        if delimiter.start() < length < delimiter.end():
-            length = delimiter.start()
-    return one[:length]
-
-
-def common_end(one: str, other: str) -> str:
-    """Return the longest common suffix that cuts no delimiter in two."""
-    length = len(commonprefix([one[::-1], other[::-1]]))  # noqa: RUF071  # no paths
-    for text in (one, other):
-        for delimiter in DELIMITER.finditer(text):
-            if delimiter.start() < len(text) - length < delimiter.end():
-                length = len(text) - delimiter.end()
-    return one[len(one) - length :]

@@ -19,6 +19,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
@@ -49,10 +50,9 @@ from worker.text.tool_call_format import (
     KEY,
     TYPE,
     ArgumentFormat,
+    DelimiterSyntax,
     Pair,
     ToolCallFormat,
-    common_end,
-    common_start,
 )
 
 # ── the probing messages ──
@@ -242,8 +242,6 @@ def _parse_calls(
 PREFIX_WORD = re.compile(r"([^\s<>\[\]{}\"'`(]{3,40})\[\s*\{\s*\"name\"")
 # Reasoning that is shown as the list of blocks that was passed: {'type': 'thinking', …
 DUMPED_BLOCKS = re.compile(rf"\W(?:type|thinking)\W\s*:\s*\W(?:thinking|{THOUGHT})")
-# At the end of a text: a delimiter and perhaps a word, as in <|channel>thought
-LAST_DELIMITER = re.compile(rf"(?:{DELIMITER.pattern})\w*\s*$")
 # In the name of a delimiter around the results of calls
 RESULT_WORD = re.compile(r"(?:response|result|output)s?", re.IGNORECASE)
 # At the end of a prompt: <think> or <think></think>, [THINK] or [THINK][/THINK]
@@ -259,6 +257,9 @@ class TemplateProber:
         with_tools = render([QUESTION], TOOLS)
         self._tools, self._typed_tools = (TOOLS, TYPED_TOOLS) if with_tools else ([], [])
         self.prompt = with_tools or render([QUESTION])
+        self._syntax, self._ends = DelimiterSyntax(), list[str]()
+        self.reasoning: Pair | None = None
+        self._content: Pair | None = None
         self.history_format = infer_history_format(
             lambda messages: render(messages, self._tools), self.prompt.count("None")
         )
@@ -270,16 +271,20 @@ class TemplateProber:
                 if self.history_format:
                     self.history_format = replace(self.history_format, reasoning_key=key)
                 break
+        written = self._reasoning_text.rpartition(QUESTION["content"])[2]
+        self._syntax = DelimiterSyntax(find_brackets(written + self.render_calls(ARGUMENTS)))
         self.reasoning = self._reasoning_delimiters(source)
+        self._content, self._ends = self._content_delimiters()
 
     def output_format(self, calls: ToolCallFormat | None) -> OutputFormat:
         """Return the format with these calls, or with default ones. Reasoning may close unopened
         where a variable switches it on and off."""
         inferred = inferred_output_format(
             self.reasoning,
-            self._content_delimiters(),
+            self._content,
             calls or DEFAULT_TOOL_CALL_FORMAT,
             self._channel_format(calls),
+            self._ends,
         )
         on, off = (
             self._render([QUESTION], **dict.fromkeys(SWITCHES, value)) for value in (True, False)
@@ -308,7 +313,8 @@ class TemplateProber:
             return None
         if NAMES[1] not in two or two.find(NAMES[1]) < two.find(NAMES[0]):
             two = ""
-        calls = infer_tool_call_format(one, two, self.render_calls(TYPED_ARGUMENTS))
+        typed = self.render_calls(TYPED_ARGUMENTS)
+        calls = infer_tool_call_format(one, two, typed, self._syntax)
         if calls and calls.undelimited and calls.keys and (word := PREFIX_WORD.search(self.prompt)):
             return replace(calls, prefix_word=word[1])  # from the prompt's example of a call
         return calls
@@ -322,10 +328,10 @@ class TemplateProber:
         result = {"role": "tool", "tool_call_id": IDS[0], "content": CONTENT}
         messages = HistoryAdapter(history).adapt([QUESTION, assistant(ARGUMENTS), result])
         before, _, after = self._render(messages, self._tools).partition(CONTENT)
-        opens, closes = LAST_DELIMITER.search(before), DELIMITER.match(after.lstrip())
-        if opens is None or closes is None:
+        opens, closes = self._last_delimiter(before), self._syntax.pattern.match(after.lstrip())
+        if not opens or closes is None:
             return None
-        around = opens[0].strip(), closes[0]
+        around = opens, closes[0]
         renamed = RESULT_WORD.sub("call", around[0]), RESULT_WORD.sub("call", around[1])
         is_default = renamed[0] == DEFAULT_TOOL_CALL_FORMAT.call[0].strip()
         return None if is_default or renamed[0] == around[0] else renamed
@@ -338,12 +344,21 @@ class TemplateProber:
         """Return a message's text of calls, with all that stands around them."""
         text = self._render_message(assistant(*arguments)).rstrip()
         without_calls = (self._content_text or self.prompt).rstrip()
-        text = text[len(common_start(text, without_calls)) :]
-        text = text[: len(text) - len(common_end(text, without_calls))]
-        if self.reasoning:  # empty, between its delimiters
-            delimiter = rf"^\s*(?:{'|'.join(map(re.escape, self.reasoning))})\s*"
-            text = re.sub(delimiter, "", re.sub(delimiter, "", text))
-        return text
+        text = text[len(self._syntax.common_start(text, without_calls)) :]
+        text = text[: len(text) - len(self._syntax.common_end(text, without_calls))]
+        return self._without_delimiters(text, *(self.reasoning or ()), *(self._content or ()))
+
+    def _without_delimiters(self, text: str, *delimiters: str) -> str:
+        """Remove delimiters from the beginning of a text: those of empty reasoning or content."""
+        if not delimiters:
+            return text
+        return re.sub(rf"^(?:\s*(?:{'|'.join(map(re.escape, delimiters))})\s*)+", "", text)
+
+    def _last_delimiter(self, text: str) -> str:
+        """Return the delimiter at the end of a text, perhaps with a word, as in <|channel>thought;
+        "" if there is none."""
+        match = re.search(rf"(?:{self._syntax.pattern.pattern})\w*\s*$", text)
+        return match[0].strip() if match else ""
 
     # ── reasoning and content ──
 
@@ -355,36 +370,48 @@ class TemplateProber:
             messages.append(assistant(ARGUMENTS, reasoning=THOUGHT))
         for message in messages:
             text = self._render_message(message, key, enable_thinking=True)
-            if THOUGHT in text and not DUMPED_BLOCKS.search(text):
-                return text.replace(NAMES[0], CONTENT)
+            before, thought, after = text.partition(THOUGHT)
+            if thought and not DUMPED_BLOCKS.search(text):
+                return before + thought + after.replace(NAMES[0], CONTENT)
         return ""
 
     def _reasoning_delimiters(self, source: str) -> Pair | None:
         """Return the text around the reasoning; else what a prompt ends with, or what the source
         contains."""
         before, _, after = self._reasoning_text.partition(THOUGHT)
-        opens = LAST_DELIMITER.search(before)
-        closes = DELIMITER.search(after.partition(CONTENT)[0])
+        between = after.partition(CONTENT)[0]
+        opens, closes = self._last_delimiter(before), self._syntax.pattern.search(between)
         if opens and closes:
-            before_content = LAST_DELIMITER.search(self._content_text.partition(CONTENT)[0])
-            if before_content is None or before_content[0] != opens[0]:
-                return opens[0].strip(), closes[0]
+            if opens != self._last_delimiter(self._content_text.partition(CONTENT)[0]):
+                return opens, closes[0]
+        elif lead_in := self._lead_in(before):
+            return (lead_in, between.strip()) if between.strip() else None
         for variables in ({}, {"enable_thinking": True}, {"enable_thinking": False}):
             if match := OPEN_REASONING.search(self._render([QUESTION], **variables)):
                 return match[1], match[1][0] + "/" + match[1][1:]
         return ("<think>", "</think>") if "</think>" in source else None
 
-    def _content_delimiters(self) -> Pair | None:
+    def _lead_in(self, header: str) -> str:
+        """Return the words with which the prompt begins reasoning that has no opening delimiter.
+        `header`: the text before the reasoning of a message, without these words."""
+        prompt = self._render([QUESTION], self._typed_tools, enable_thinking=True)
+        words = prompt.removeprefix(header).strip() if prompt.startswith(header) else ""
+        return "" if self._syntax.pattern.search(words) else words
+
+    def _content_delimiters(self) -> tuple[Pair | None, list[str]]:
+        """Return the delimiters around content, and those that the model writes after them and
+        before the one that ends its turn."""
         messages = [QUESTION, assistant(content=CONTENT)]
         text = self._render(messages, add_generation_prompt=False)
-        before, _, after = text.partition(CONTENT)
-        opens, closes = LAST_DELIMITER.search(before), DELIMITER.match(after.lstrip())
-        if opens is None or closes is None:
-            return None
-        opening = opens[0].strip()
-        if not DELIMITER.fullmatch(opening) or opening in (self.reasoning or ()):
-            return None
-        return None if opening in self._render([QUESTION]) else (opening, closes[0])
+        header = self._syntax.common_start(text, self._render([QUESTION]))
+        before, _, after = text[len(header) :].partition(CONTENT)
+        opens = self._without_delimiters(before, *(self.reasoning or ())).strip()
+        ends = self._syntax.pattern.findall(after)
+        if "".join(after.split()) != "".join("".join(ends).split()):
+            return None, []
+        if not ends or not self._syntax.pattern.fullmatch(opens):
+            return None, ends[:-1]
+        return (opens, ends[0]), ends[1:-1]
 
     def _channel_format(self, calls: ToolCallFormat | None) -> ChannelFormat | None:
         """Return a format if reasoning is a message, and each message starts like the generation
@@ -396,7 +423,7 @@ class TemplateProber:
         if not between or (calls and "=" not in calls.call[0]):
             return None
         without_prompt = self._render([QUESTION], self._tools, add_generation_prompt=False)
-        start = self.prompt[len(common_start(self.prompt, without_prompt)) :].strip()
+        start = self.prompt[len(self._syntax.common_start(self.prompt, without_prompt)) :].strip()
         if not start or start not in between:
             return None
         end, _, content_header = between.partition(start)
@@ -411,6 +438,32 @@ class TemplateProber:
         recipient = calls.call[0] if calls else ""
         ends = list(dict.fromkeys(ends))
         return ChannelFormat(start, channel, body, tuple(ends), reasoning, content, recipient)
+
+
+# ── delimiters ──
+
+SENTINELS = frozenset((CONTENT, THOUGHT, TEXT, *NAMES, *IDS, *ARGUMENTS))
+BRACKETED_WORD = re.compile(r"([A-Za-z_]+)[^\n]{0,60}")
+
+
+def find_brackets(text: str) -> tuple[Pair, ...]:
+    """Return the pairs of tokens of a template's text between which it writes nothing but words of
+    its own, of each at least two: <|open|>response<|sep|>, <|open|>tools<|sep|>."""
+    first, *rest = re.split(f"({DELIMITER.pattern})", text)
+    tokens, texts = ["", *rest[::2]], [first, *rest[1::2]]
+    enclosed: dict[Pair, set[str]] = {}
+    for pair, between in zip(pairwise(tokens), texts, strict=False):
+        match = BRACKETED_WORD.fullmatch(between)
+        enclosed.setdefault(pair, set()).add(match[1] if match else "")
+    found = {
+        pair
+        for pair, words in enclosed.items()
+        if len(words) > 1 and "" not in words and words.isdisjoint(SENTINELS)
+    }
+    before, after = ({pair[n] for pair in found} for n in (0, 1))
+    if any(pair not in found for pair in enclosed if pair[0] in before or pair[1] in after):
+        return ()
+    return tuple(sorted(found)) if before.isdisjoint(after) else ()
 
 
 # ── the format of tool calls ──
@@ -436,13 +489,16 @@ class ProbedArguments(NamedTuple):
     keys: Pair | None = None
 
 
-def infer_tool_call_format(one: str, two: str, typed: str) -> ToolCallFormat | None:
+def infer_tool_call_format(
+    one: str, two: str, typed: str, syntax: DelimiterSyntax
+) -> ToolCallFormat | None:
     """Return the format of a text with one call and a text with two; `two` is "" if a message has
     at most one call. `typed`: the text of a call with TYPED_ARGUMENTS. None: the style is
     unknown."""
-    for probe in (_probe_json, _probe_python, partial(_probe_entries, typed=typed)):
+    probe_entries = partial(_probe_entries, typed=typed, syntax=syntax)
+    for probe in (_probe_json, _probe_python, probe_entries):
         arguments = probe(one)
-        if arguments and (call_format := _tool_call_format(one, two, arguments)):
+        if arguments and (call_format := _tool_call_format(one, two, arguments, syntax)):
             return call_format
     return None
 
@@ -497,7 +553,7 @@ def _probe_python(text: str) -> ProbedArguments | None:
     return ProbedArguments(match["arguments"], argument_format, after=len(")"))
 
 
-def _probe_entries(text: str, typed: str) -> ProbedArguments | None:
+def _probe_entries(text: str, typed: str, syntax: DelimiterSyntax) -> ProbedArguments | None:
     """The text around two keys, a string and a number. In
 
         nameone{keyone:<|"|>valueone<|"|>,keytwo:12}
@@ -524,11 +580,11 @@ def _probe_entries(text: str, typed: str) -> ProbedArguments | None:
     with_key = between.replace("keyone", KEY, 1), rest.replace("keytwo", KEY, 1)
     if KEY in with_key[0] and KEY in with_key[1]:
         between, rest = with_key
-        opens = common_end(first, between)
-        close = common_start(between[: len(between) - len(opens)], rest)
+        opens = syntax.common_end(first, between)
+        close = syntax.common_start(between[: len(between) - len(opens)], rest)
     else:
-        close = common_start(between, rest)
-        opens = common_end(first, between[len(close) :])
+        close = syntax.common_start(between, rest)
+        opens = syntax.common_end(first, between[len(close) :])
     comma = between[len(close) : len(between) - len(opens)]
     argument_format = ArgumentFormat(
         "entries",
@@ -576,7 +632,9 @@ def _type_words(middle: str, typed: str) -> tuple[Pair, ...]:
     return tuple(words.items())
 
 
-def _tool_call_format(one: str, two: str, arguments: ProbedArguments) -> ToolCallFormat | None:
+def _tool_call_format(
+    one: str, two: str, arguments: ProbedArguments, syntax: DelimiterSyntax
+) -> ToolCallFormat | None:
     """Derive the format from the text around one call, and between two."""
     before, _, rest = one.partition(NAMES[0])
     middle, matched, after = rest.partition(arguments.text)
@@ -584,41 +642,56 @@ def _tool_call_format(one: str, two: str, arguments: ProbedArguments) -> ToolCal
         return None
     start = len(before) - arguments.before
     head, tail = before[start:], after[: arguments.after]
-    between = None
+    between, first_index = None, 0
     rest = two.partition(NAMES[0])[2].partition(arguments.text)[2]
     second_before, _, rest = rest.partition(NAMES[1])
     second_middle, matched, _ = rest.partition(arguments.text)
     if matched:
         second = len(second_before) - arguments.before
         between = second_before[arguments.after : second]
-        indexed_head = _with_index(head, second_before[second:])
-        indexed_middle = _with_index(middle, second_middle)
-        if indexed_head is None or indexed_middle is None:
+        indexed = _with_index((head, middle), (second_before[second:], second_middle))
+        if indexed is None:
             return None
-        head, middle = indexed_head, indexed_middle
-    section, call, separator = split_surroundings(before[:start], between, after[arguments.after :])
+        (head, middle), first_index = indexed
+    section, call, separator = split_surroundings(
+        before[:start], between, after[arguments.after :], syntax
+    )
     return ToolCallFormat(
-        section, call, middle, separator, arguments.format, (head, tail), arguments.keys
+        section,
+        call,
+        middle,
+        separator,
+        arguments.format,
+        (head, tail),
+        arguments.keys,
+        first_index=first_index,
+        syntax=syntax,
     )
 
 
-def _with_index(first: str, second: str) -> str | None:
-    """Put INDEX for the number of the call; None if the texts of the first and second call differ
-    in anything else."""
+def _with_index(first: Pair, second: Pair) -> tuple[Pair, int] | None:
+    """Put INDEX for the number of the call, and return it with the first call's; None if the texts
+    of the first and second call differ in anything else."""
     if first == second:
-        return first
-    indexed = re.sub(r"\b0\b", INDEX, first)
-    return indexed if indexed == re.sub(r"\b1\b", INDEX, second) else None
+        return first, 0
+    for index in (0, 1):
+        one, two = (
+            tuple(re.sub(rf"\b{number}\b", INDEX, text) for text in texts)
+            for number, texts in ((index, first), (index + 1, second))
+        )
+        if one == two:
+            return (one[0], one[1]), index
+    return None
 
 
 def split_surroundings(
-    before: str, between: str | None, after: str
+    before: str, between: str | None, after: str, syntax: DelimiterSyntax
 ) -> tuple[Pair, Pair, str | None]:
     """Split the text before, between and after two calls into section, call and separator."""
     if between is None:
         return ("", ""), (before, after), None
-    opens = common_end(before, between)
+    opens = syntax.common_end(before, between)
     between = between[: len(between) - len(opens)]
-    closes = common_start(between, after)
+    closes = syntax.common_start(between, after)
     section = before[: len(before) - len(opens)], after[len(closes) :]
     return section, (opens, closes), between[len(closes) :]
