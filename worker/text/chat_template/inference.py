@@ -9,9 +9,10 @@ occur nowhere else; the text around them is the format. With
     <call>nametwo{…}</call>
 
 calls stand in <call> … </call>, nothing is between name and arguments, arguments are JSON, and a
-line feed separates calls. history.py infers the history. There is no table of model families,
-except <think> where a template closes it and shows no reasoning. A format counts only if the parser
-reads back the calls that the template has rendered.
+line feed separates calls. A delimiter may also be a word between two tokens (find_brackets).
+history.py infers the history. There is no table of model families, except <think> where a template
+closes it and shows no reasoning. A format counts only if the parser reads back the calls that the
+template has rendered.
 """
 
 import json
