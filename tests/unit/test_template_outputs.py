@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from server.commands.template import end_of_turn
+from tests.matrix import matrix
 from tests.unit.test_history import answered, chat, results
 from tests.unit.test_parser import garbled
 from worker.generation.input_processor import response_parser, response_prefix
@@ -32,7 +33,8 @@ from worker.text.detokenizer import TextSpan
 from worker.text.parser import OutputParser
 
 REAL = Path(__file__).parents[3] / "shared" / "templates"
-NAMES = sorted(path.stem for path in REAL.glob("*.jinja"))
+PATHS = {path.stem: path for path in sorted(REAL.rglob("*.jinja"))}
+NAMES = sorted(PATHS)
 pytestmark = pytest.mark.skipif(not NAMES, reason="no templates of real checkpoints here")
 
 # ── outputs ──
@@ -44,6 +46,7 @@ KNOWN_FAILURES: dict[str, dict[int, str]] = {
     "CohereForAI-c4ai-command-r7b-12-2024-tool_use": {2: AMBIGUOUS},
     "GLM-4.6": {7: AMBIGUOUS},
     "google-gemma-4-31B-it": dict.fromkeys((24, 26, 34), AMBIGUOUS),
+    "Cohere2MoE": {1: AMBIGUOUS},
     "Qwen-Qwen3-0.6B": dict.fromkeys((5, 6, 11, 12), UNDELIMITED),
     "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": dict.fromkeys((5, 6), UNDELIMITED),
 }
@@ -53,20 +56,31 @@ KNOWN_FAILURES: dict[str, dict[int, str]] = {
 def cases() -> dict[str, list[dict[str, Any]]]:
     """Return the cases by template."""
     actual: dict[str, list[dict[str, Any]]] = {}
-    if NAMES:
-        for line in (REAL / "cases.jsonl").read_text().splitlines():
+    for path in sorted(REAL.rglob("cases.jsonl")):
+        for line in path.read_text().splitlines():
             case = json.loads(line)
             actual.setdefault(case["template"], []).append(case)
     return actual
 
 
 NUMBERED = [(name, number) for name, own in cases().items() for number in range(len(own))]
+# One template of each kind of format; the default check reads the others' first cases too.
+KINDS = [
+    name
+    for name in (
+        "CohereForAI-c4ai-command-r7b-12-2024-tool_use", "GLM-4.6", "Kimi-K3", "LFM2.5-8B-A1B",
+        "MiniMax-M3", "Mistral-Small-3.2-24B-Instruct-2506", "Qwen-Qwen3-0.6B", "Qwen3-Coder",
+        "google-gemma-4-31B-it", "meta-llama-Llama-3.1-8B-Instruct", "openai-gpt-oss-120b",
+    )
+    if name in PATHS
+]  # fmt: skip
+KEPT = [(name, number) for name, number in NUMBERED if number < 2 + 2 * (name in KINDS)]
 
 
 @cache
 def reader(name: str, special: bool = False) -> ResponseReader:
     """`special`: delimiters are special tokens, else plain added ones."""
-    return ResponseReader(byte_tokenizer((REAL / f"{name}.jinja").read_text(), special), ())
+    return ResponseReader(byte_tokenizer(PATHS[name].read_text(), special), ())
 
 
 def tools_of(case: dict[str, Any]) -> list[dict[str, Any]]:
@@ -135,7 +149,7 @@ def all_ways(case: dict[str, Any]) -> dict[str, ParsedResponse]:
     return actual
 
 
-@pytest.mark.parametrize(("name", "number"), NUMBERED)
+@pytest.mark.parametrize(("name", "number"), matrix(NUMBERED, *KEPT))
 def test_recorded_outputs_are_parsed_as_intended(name: str, number: int) -> None:
     case = cases()[name][number]
     why = KNOWN_FAILURES.get(name, {}).get(number)
@@ -150,6 +164,7 @@ def test_recorded_outputs_are_parsed_as_intended(name: str, number: int) -> None
         assert wrong, "it is read as it is meant: take it out of KNOWN_FAILURES"
 
 
+@pytest.mark.matrix
 def test_nearly_all_recorded_outputs_are_parsed_as_intended() -> None:
     right = 0
     for name, number in NUMBERED:
@@ -161,7 +176,7 @@ def test_nearly_all_recorded_outputs_are_parsed_as_intended() -> None:
     assert right == len(NUMBERED) - expected_failures
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", matrix(NAMES, *KINDS))
 def test_garbled_output_is_parsed_the_same_whatever_the_chunks(name: str) -> None:
     template, rng = reader(name).template, random.Random(0)
     texts = [(text, [LOOKUP]) for text, _ in template.examples]
@@ -233,6 +248,8 @@ ANSWERS: dict[str, list[DeltaPart]] = {
 }
 # The end of a message with calls, where it differs from that of other messages.
 ENDS = {
+    "Cohere2MoE": "<|END_OF_TURN_TOKEN|>",
+    "Kimi-K3": "<|end_of_msg|>",
     "CohereForAI-c4ai-command-r7b-12-2024-tool_use": "<|END_OF_TURN_TOKEN|>",
     "google-gemma-4-31B-it": "<|tool_response>",
     "meetkai-functionary-medium-v3.1": "<|eom_id|>",
@@ -292,7 +309,7 @@ def leaves(value: Any) -> list[str]:
     return [value] if isinstance(value, str) and value.isalnum() else []
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", matrix(NAMES, *KINDS))
 def test_tool_without_descriptions_is_rendered(name: str) -> None:
     template, bare = reader(name).template, {"type": "function", "function": {"name": "clock"}}
     if not template.takes_tools:
@@ -301,7 +318,7 @@ def test_tool_without_descriptions_is_rendered(name: str) -> None:
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", matrix(NAMES, *KINDS))
 def test_generated_calls_are_parsed_and_rendered_back(name: str, answer: str) -> None:
     parts = ANSWERS[answer]
     if not shown_by(name, parts):
