@@ -56,6 +56,7 @@ STEPPED = {"generation", "transcription"}  # scheduled step by step, without bat
 MIN_STAGE_S, MAX_STAGE_S = 3.0, 30.0
 STAGE_PERCENTILES = 8
 MIN_STAGE_REQUESTS = 100
+STOP_S = 5.0  # the longest wait for the model's last forward pass
 HEADER = (
     f"{'s':>5} "
     f"{'batch':>5} {'wait ms':>8} {'offered/s':>10} {'answered/s':>10} {'p50 ms':>9} {'p95 ms':>9}"
@@ -169,6 +170,8 @@ async def _calibrate(app: Application, options: Options, echo: Echo, progress: E
             server.should_exit = server.force_exit = True
             await serving
             worker_client.stop()
+            # a thread that computes while the interpreter ends aborts the process
+            await asyncio.to_thread(worker_client.worker.thread.join, STOP_S)
 
 
 async def _search(runner: StageRunner, options: Options, echo: Echo, progress: Echo) -> Outcome:
