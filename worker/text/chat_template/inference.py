@@ -385,8 +385,8 @@ class TemplateProber:
         if opens and closes:
             if opens != self._last_delimiter(self._content_text.partition(CONTENT)[0]):
                 return opens, closes[0]
-        elif lead_in := self._lead_in(before):
-            return (lead_in, between.strip()) if between.strip() else None
+        elif CONTENT in after and between.strip() and (lead_in := self._lead_in(before)):
+            return lead_in, between.strip()
         for variables in ({}, {"enable_thinking": True}, {"enable_thinking": False}):
             if match := OPEN_REASONING.search(self._render([QUESTION], **variables)):
                 return match[1], match[1][0] + "/" + match[1][1:]
