@@ -171,3 +171,15 @@ def test_clients_do_not_evict_each_others_responses() -> None:
             ids = [create(server, "two", text) for _ in range(6)]
             assert status(server, "one", kept) == 200
             assert [status(server, "two", id) for id in ids] == [404, 404, 404, 200, 200, 200]
+
+
+def test_freed_memory_is_returned_after_large_stored_responses_are_read(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small, large = str(response_document(respond(server, "hi"))["id"]), store_long(server)
+    trimmed: list[int] = []
+    monkeypatch.setattr("server.openai.responses.endpoint.trim_heap", trimmed.append)
+    for id in (small, large):
+        get_response(server, id, "/input_items")
+        respond(server, "and then?", previous_response_id=id)
+        assert len(trimmed) == (2 if id == large else 0)

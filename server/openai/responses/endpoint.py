@@ -48,11 +48,13 @@ from server.openai.responses.store import (
     TooLarge,
     owner_of,
 )
+from worker.worker import trim_heap
 
 log = logging.getLogger("onequeue.responses")
 
 PATH = "/v1/responses/{id}"
 UNFINISHED = "queued", "in_progress"
+TRIM_BYTES = 4_000_000  # that a request holds; trimming takes milliseconds
 BACKGROUND_SHARE = 4  # inputs of background responses take a quarter of the memory for bodies
 MAX_FALLBACK_RESPONSES = 1000
 MAX_FALLBACK_BYTES = 64_000_000
@@ -146,7 +148,9 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
             reason = f"the stored responses with its items exceed {max_mb:g} MB"
             raise InvalidInput.at("input", reason) from None
         previous = self._previous_items(namespace, request.previous_response_id, count)
-        return ParsedResponseRequest(request, [request.generation_input(previous, items)], items)
+        parsed = ParsedResponseRequest(request, [request.generation_input(previous, items)], items)
+        return_memory(scope)
+        return parsed
 
     def _previous_items(self, namespace: bytes, id: str | None, count: Count) -> list[Document]:
         """Return all items of the conversation that ends with a response.
@@ -367,9 +371,15 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
     ) -> T:
         """Return the result of `work`, which runs in a pool thread."""
         namespace = owner_from(scope).namespace
+
+        def run(store: ResponseStore) -> T:
+            result = work(store, namespace, id)
+            return_memory(scope)
+            return result
+
         for store in (self.fallback_store, self.store):
             with contextlib.suppress(NotStored):
-                return await anyio.to_thread.run_sync(work, store, namespace, id)
+                return await anyio.to_thread.run_sync(run, store)
         raise _not_found(id, "id")
 
 
@@ -391,6 +401,13 @@ def counter(scope: Scope) -> Count:
             anyio.from_thread.run_sync(scope["app"].count_body, scope, size)
 
     return count
+
+
+def return_memory(scope: Scope) -> None:
+    """Return to the system what reading large bodies and stored responses has freed, in a pool
+    thread: the allocator keeps as much as the requests hold."""
+    if trim_heap is not None and scope["transfer"].held >= TRIM_BYTES:
+        trim_heap(0)
 
 
 def _not_found(id: str, param: str) -> HttpError:
