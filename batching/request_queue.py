@@ -224,6 +224,7 @@ class RequestQueue:
         self._requests = itertools.count()
         self.drained = asyncio.Event()  # set while there are no items
         self.drained.set()
+        self._waiting_for_room: list[asyncio.Future[None]] = []
 
     @property
     def pending(self) -> int:
@@ -239,13 +240,16 @@ class RequestQueue:
         stream: Stream[Any] | None = None,
         cache_namespace: bytes = b"",
         client: Hashable = None,
+        owner: WorkOwner | None = None,
     ) -> list[WorkItem[object, object, Result]]:
         """Reserve a slot, queue all payloads of a client's request, or raise a Refused (503).
 
         The results arrive at each `item.future`. The caller must `release` the items in the end.
+        `owner`: the request is a stream of inputs, which has waited for room.
         """
-        owner = WorkOwner(client, next(self._requests))
-        self._admit(owner, deadline, lane)
+        if owner is None:
+            owner = self.new_owner(client)
+            self._admit(owner, deadline, lane)
         loop, now = asyncio.get_running_loop(), self.clock()
         items: list[WorkItem[object, object, Result]] = [
             WorkItem(
@@ -266,6 +270,16 @@ class RequestQueue:
         self.drained.clear()
         lane.enqueue(items, self._accepted.put_nowait)
         return items
+
+    def new_owner(self, client: Hashable) -> WorkOwner:
+        return WorkOwner(client, next(self._requests))
+
+    async def wait_for_room(self, owner: WorkOwner, lane: Lane) -> None:
+        """Wait until a request finds a slot. New requests do not wait behind it."""
+        while not (self.slots.has_room(owner) and lane.slots.has_room(owner)):
+            freed = asyncio.get_running_loop().create_future()
+            self._waiting_for_room.append(freed)
+            await freed
 
     def _admit(self, owner: WorkOwner, deadline: float, lane: Lane) -> None:
         now = self.clock()
@@ -302,6 +316,10 @@ class RequestQueue:
                 if item.in_lane:
                     item.lane.release(item)
         self.items.difference_update(items)
+        waiting, self._waiting_for_room = self._waiting_for_room, []
+        for freed in waiting:
+            if not freed.done():
+                freed.set_result(None)
         if not self.items:
             self.drained.set()
 

@@ -130,7 +130,7 @@ def with_cause(error: BaseException) -> str:
 
 async def drain(worker_client: WorkerClient, grace_s: float) -> None:
     """Refuse new requests, wait for accepted ones, and fail the rest with 503 after `grace_s`."""
-    worker_client.draining = True
+    worker_client.start_draining()
     try:
         async with asyncio.timeout(grace_s):
             await worker_client.queue.drained.wait()

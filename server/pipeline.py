@@ -3,25 +3,35 @@
     body → inputs → a work item per input (worker_client.py) → results → JSON
 
 A result is the return value of `pipeline(...)` as JSON; a list of inputs gets a list of results.
-The worker's side is worker/pipeline.
+Each line of an NDJSON body is a request (ndjson.py). The worker's side is worker/pipeline.
 """
 
 from collections.abc import Container
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from batching.errors import InvalidInput
+from batching.errors import InvalidInput, ItemFailed
+from batching.fair_share import WorkOwner
 from server.core.settings import Settings
-from server.core.worker_client import Submission, WorkerClient
+from server.core.worker_client import Deadlines, Submission, WorkerClient
 from server.http.access import client_of
 from server.http.errors import HttpError
 from server.http.form import Form
-from server.http.json import INLINE_BYTES, JsonBodyParser, in_thread, parse_json, parse_value
-from server.http.request import RequestBody, read_request, send_json
+from server.http.json import (
+    INLINE_BYTES,
+    Document,
+    JsonBodyParser,
+    in_thread,
+    parse_json,
+    parse_value,
+    to_json,
+)
+from server.http.ndjson import LineWork, serve_lines
+from server.http.request import RequestBody, count_failure, is_ndjson, read_request, send_json
 from server.http.upload import boundary_from
 from server.openai.decisions.endpoint import DecisionEndpoint
 from server.openai.decisions.systemone import SystemOneRequest
@@ -35,6 +45,12 @@ JSON = "application/json"
 FORM = "application/x-www-form-urlencoded"  # the type that curl -d sends
 MULTIPART = "multipart/form-data"  # the type that curl -F sends
 CURL_HINT = "with curl, post a file by --data-binary @FILE: -d leaves out its line breaks"
+
+
+class PipelineRequest(NamedTuple):
+    inputs: list[PipelineInput]
+    is_list: bool = False
+    keeps_errors: bool = False  # the error of an input takes the place of its result
 
 
 @dataclass(eq=False)
@@ -53,6 +69,8 @@ class PipelineEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] != "POST":
             return await self.page(scope, receive, send)
+        if is_ndjson(scope):
+            return await serve_lines(scope, receive, send, self)
         request_body = await read_request(scope, receive)
         self.check_media(request_body.media)
         await self.respond(scope, receive, send, request_body)
@@ -63,36 +81,75 @@ class PipelineEndpoint:
         media, body, deadlines = request_body
         if media == MULTIPART:
             parse_form = partial(self.parse_form, boundary=boundary_from(dict(scope["headers"])))
-            inputs, is_list = [await in_thread(parse_form, body, deadlines.first, None)], False
+            payload = await in_thread(parse_form, body, deadlines.first, None)
+            request = PipelineRequest([payload])
         elif len(body) > INLINE_BYTES and (self.task.kind == "text" or may_be_json(body, media)):
             parse = partial(self.parse, media=media)
-            inputs, is_list = await self.body_parser.run(parse, body, deadlines.first)
+            request = await self.body_parser.run(parse, body, deadlines.first)
         else:  # raw bytes need no parsing
-            inputs, is_list = self.parse(body, media)
-        results: list[bytes] = []
+            request = self.parse(body, media)
         try:
-            work: Submission[bytes] = Submission(
-                self.worker_client,
-                "pipeline",
-                inputs,
-                deadlines,
-                receive,
-                client=client_of(scope),
-            )
-            with work:
-                for item in work.items:
-                    results.append(await item.future)  # noqa: PERF401  # its length is the failed index
+            with self.submit(scope, request, deadlines, receive) as work:
+                content = await self.content(scope, request, work)
         except InvalidInput as error:
-            if is_list and error.param and error.param.startswith("inputs"):
-                error.param = f"inputs[{len(results)}]" + error.param.removeprefix("inputs")
-            if media == FORM and isinstance(inputs[0].inputs, bytes):
+            if media == FORM and isinstance(request.inputs[0].inputs, bytes):
                 raise InvalidInput(f"{error}; {CURL_HINT}", error.param) from error
             raise
-        if not is_list or (self.task.unwraps_single and len(results) == 1):
-            content = results[0]
-        else:
-            content = b"[" + b",".join(results) + b"]"
         await send_json(send, content, headers=work.timing_headers())
+
+    def submit(
+        self,
+        scope: Scope,
+        request: PipelineRequest,
+        deadlines: Deadlines,
+        receive: Receive | None,
+        owner: WorkOwner | None = None,
+    ) -> Submission[bytes]:
+        """Submit the inputs, or raise a Refused. `owner`: of the stream that has the line."""
+        return Submission(
+            self.worker_client,
+            "pipeline",
+            request.inputs,
+            deadlines,
+            receive,
+            client=client_of(scope),
+            owner=owner,
+        )
+
+    async def content(
+        self, scope: Scope, request: PipelineRequest, work: Submission[bytes]
+    ) -> bytes:
+        """Return the results as JSON. Raises the error of an input, unless it takes its place."""
+        results: list[bytes] = []
+        for n, item in enumerate(work.items):
+            try:
+                results.append(await item.future)
+            except (InvalidInput, ItemFailed) as error:
+                if isinstance(error, InvalidInput) and request.is_list:
+                    error.param = path_in_list(error.param, n)
+                if not request.keeps_errors:
+                    raise
+                results.append(to_json(count_failure(error, scope).document))
+        if not request.is_list or (self.task.unwraps_single and len(results) == 1):
+            return results[0]
+        return b"[" + b",".join(results) + b"]"
+
+    # ── LineEndpoint of ndjson.py ──
+
+    parsing_blocks: ClassVar[bool] = False
+
+    @property
+    def line_model(self) -> str:
+        return "pipeline"
+
+    def parse_line(self, value: str | Document, scope: Scope) -> PipelineRequest:
+        return self.read_document({"inputs": value} if isinstance(value, str) else value)
+
+    def submit_line(
+        self, request: PipelineRequest, scope: Scope, deadlines: Deadlines, owner: WorkOwner
+    ) -> LineWork:
+        work = self.submit(scope, request, deadlines, None, owner)
+        return LineWork(work, partial(self.content, scope, request, work))
 
     def check_media(self, media: str) -> None:
         """Raise HttpError (415) for a content type that the task does not take. A form's content
@@ -105,22 +162,27 @@ class PipelineEndpoint:
                 return
             if kind == "audio" and media == "video/webm":
                 return
-            accepted = f"{kind}/…, application/octet-stream, {MULTIPART} or {JSON}"
+            accepted = f"{kind}/…, application/octet-stream, {MULTIPART}, {JSON}"
+        accepted += " or application/x-ndjson"
         message = f"Content-Type of {self.task_name} must be {accepted}, not {media[:100]!r}"
         raise HttpError(415, message)
 
-    def parse(self, body: bytes, media: str) -> tuple[list[PipelineInput], bool]:
-        """Return the inputs of a request, and whether it has a list of them."""
+    def parse(self, body: bytes, media: str) -> PipelineRequest:
+        """Return a request's inputs. Raises InvalidInput."""
         if not body:
             message = f"the body is empty: post raw {self.task.kind}, or JSON"
             raise InvalidInput(message, "inputs")
         document = self.parse_document(body, media) if may_be_json(body, media) else None
         if document is None:
-            return [self.parse_raw(body, {})], False
+            return PipelineRequest([self.parse_raw(body, {})])
         if isinstance(document, list):
             document = {"inputs": document}
         if not isinstance(document, dict):
             raise InvalidInput("the body must be a JSON object with inputs, or a list of inputs")
+        return self.read_document(document)
+
+    def read_document(self, document: Document) -> PipelineRequest:
+        """Return the inputs of a JSON object. Raises InvalidInput."""
         if "inputs" not in document:
             raise InvalidInput.at("inputs", "is required")
         self.check_keys(document)
@@ -131,14 +193,18 @@ class PipelineEndpoint:
             kind = type(parameters).__name__
             raise InvalidInput.at("parameters", f"must be an object, not {kind}")
         check_parameters(self.task_name, parameters)
+        on_error = document.get("on_error", "all")
+        if on_error not in ("all", "item"):
+            raise InvalidInput.at("on_error", "must be all or item")
         inputs, max_inputs = document["inputs"], self.settings.max_queue_size
         if isinstance(inputs, list) and not 0 < len(inputs) <= max_inputs:
             accepted = f"a list must have 1 to {max_inputs} entries, not {len(inputs)}"
             raise InvalidInput.at("inputs", accepted)
         if not isinstance(inputs, list) or is_conversation(inputs):
-            return [PipelineInput(inputs, parameters)], False
+            return PipelineRequest([PipelineInput(inputs, parameters)])
         limiter = RequestLimiter()
-        return [PipelineInput(item, parameters, limiter) for item in inputs], True
+        items = [PipelineInput(item, parameters, limiter) for item in inputs]
+        return PipelineRequest(items, is_list=True, keeps_errors=on_error == "item")
 
     def check_keys(self, keys: Container[str]) -> None:
         """Raise InvalidInput for a parameter beside `inputs`. Other keys are ignored: clients of
@@ -199,6 +265,9 @@ class PipelineEndpoint:
             raise InvalidInput(message, "inputs") from None
 
 
+ParsedDecision = tuple[SystemOneRequest, DecisionInput]
+
+
 @dataclass(eq=False)
 class DecisionPipelineEndpoint(PipelineEndpoint):
     """`POST /` with the task decision, by a language model."""
@@ -209,23 +278,65 @@ class DecisionPipelineEndpoint(PipelineEndpoint):
         self, scope: Scope, receive: Receive, send: Send, request_body: RequestBody
     ) -> None:
         media, body, deadlines = request_body
-        parse = partial(self.parse_requests, media=media)
-        requests, is_list = await self.body_parser.run(parse, body, deadlines.first, blocks=True)
-        answers = []
-        for request, payload in requests:
-            results = await self.decisions.decide(scope, receive, deadlines, request, payload)
-            answers.append(request.response(*results).answers)
-        await send_json(send, answers if is_list else answers[0])
+        parse = partial(self.parse_decisions, media=media)
+        posted, decisions = await self.body_parser.run(parse, body, deadlines.first, blocks=True)
+        answers: list[object] = []
+        for decision in decisions:
+            try:
+                if isinstance(decision, InvalidInput):
+                    raise decision
+                request, payload = decision
+                results = await self.decisions.decide(scope, receive, deadlines, request, payload)
+                answers.append(request.response(*results).answers)
+            except (InvalidInput, ItemFailed) as error:
+                if not posted.keeps_errors:
+                    raise
+                answers.append(count_failure(error, scope).document)
+        await send_json(send, answers if posted.is_list else answers[0])
 
-    def parse_requests(
+    def parse_decisions(
         self, body: bytes, media: str
-    ) -> tuple[list[tuple[SystemOneRequest, DecisionInput]], bool]:
-        """Return the requests, and whether the body has a list of them. Runs in a pool thread."""
-        inputs, is_list = self.parse(body, media)
-        paths = [f"inputs[{n}]" if is_list else "inputs" for n in range(len(inputs))]
-        return list(map(self._request, paths, inputs)), is_list
+    ) -> tuple[PipelineRequest, list[ParsedDecision | InvalidInput]]:
+        """Return the body, and a decision or its error for each input. Runs in a pool thread."""
+        posted = self.parse(body, media)
+        decisions: list[ParsedDecision | InvalidInput] = []
+        for n, payload in enumerate(posted.inputs):
+            try:
+                decisions.append(self._decision(payload, n if posted.is_list else None))
+            except InvalidInput as error:
+                if not posted.keeps_errors:
+                    raise
+                decisions.append(error)
+        return posted, decisions
 
-    def _request(self, path: str, payload: PipelineInput) -> tuple[SystemOneRequest, DecisionInput]:
+    # ── LineEndpoint of ndjson.py ──
+
+    parsing_blocks: ClassVar[bool] = True
+
+    @property
+    def line_model(self) -> str:
+        return self.decisions.model.registry_name
+
+    def parse_line(self, value: str | Document, scope: Scope) -> ParsedDecision:  # type: ignore[override]  # the type of submit_line
+        posted = super().parse_line(value, scope)
+        if posted.is_list:
+            raise InvalidInput.at("inputs", "must be one object: a line has one input")
+        return self._decision(posted.inputs[0], None)
+
+    def submit_line(
+        self, request: Any, scope: Scope, deadlines: Deadlines, owner: WorkOwner
+    ) -> LineWork:
+        body, payload = request
+        stream = self.decisions.submit(scope, None, deadlines, body, payload, owner)
+
+        async def content() -> bytes:
+            probabilities = [delta.probabilities for delta in await stream.collect()]
+            return to_json(body.response(probabilities, stream.usage).answers)
+
+        return LineWork(stream, content)
+
+    def _decision(self, payload: PipelineInput, index: int | None) -> ParsedDecision:
+        path = "inputs" if index is None else f"inputs[{index}]"
         if not isinstance(payload.inputs, dict) or "model" in payload.inputs:
             message = f"{self.task_name} takes an object with state and questions, without model"
             raise InvalidInput(message, path)
@@ -235,6 +346,13 @@ class DecisionPipelineEndpoint(PipelineEndpoint):
         except InvalidInput as error:
             error.param = f"{path}.{error.param}" if error.param else path
             raise
+
+
+def path_in_list(param: str | None, n: int) -> str | None:
+    """Return the path of an input's field in a list of inputs."""
+    if param is None or not param.startswith("inputs"):
+        return param
+    return f"inputs[{n}]" + param.removeprefix("inputs")
 
 
 def may_be_json(body: bytes, media: str) -> bool:

@@ -134,7 +134,7 @@ def resolve_models(settings: Settings, with_loader: Container[str]) -> Settings:
     models = {name: getattr(settings, name) for name in MODELS}
     unnamed = [name for name, model in models.items() if model in ("auto", "none")]
     with_demos = len(unnamed) == len(MODELS) and not any(name in with_loader for name in MODELS)
-    resolved = {
+    resolved: dict[str, Any] = {
         name: "demo" if name in with_loader or (with_demos and name in DEMO_MODELS) else "none"
         for name, model in models.items()
         if model == "auto"

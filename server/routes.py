@@ -23,7 +23,7 @@ from server.openai.completions import Completions
 from server.openai.decisions.endpoint import DecisionEndpoint
 from server.openai.decisions.request import DecisionRequest
 from server.openai.decisions.systemone import SystemOneRequest
-from server.openai.embedding.embeddings import EMBEDDING_PATHS, EmbeddingRequest
+from server.openai.embedding.embeddings import EMBEDDING_PATHS, EmbeddingEndpoint, EmbeddingRequest
 from server.openai.embedding.endpoint import ScoringEndpoint
 from server.openai.embedding.rerank import RERANK_PATHS, RerankRequest
 from server.openai.embedding.score import ScoreRequest
@@ -114,7 +114,7 @@ def scoring_and_speech_routes(
 ) -> Iterator[Route]:
     """Yield the routes of embedding, reranking and speech models."""
     if model := models.get("embedding"):
-        embeddings = ScoringEndpoint(settings, worker_client, [model], EmbeddingRequest)
+        embeddings = EmbeddingEndpoint(settings, worker_client, [model], EmbeddingRequest)
         yield from (post(path, embeddings) for path in EMBEDDING_PATHS)
     if model := models.get("rerank"):
         rerank = ScoringEndpoint(settings, worker_client, [model], RerankRequest)

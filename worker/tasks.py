@@ -75,9 +75,11 @@ SHARE = number(0, 1)
 TEXT = check(f"must be a string of at most {MAX_TEXT_CHARS} characters", is_short)
 TEXTS = check(f"must be a string or a list of 1 to {MAX_TEXTS} strings, none empty", are_texts)
 TEMPLATE = check("must be a string with one {} where the label goes", is_template)
+STRATEGIES = ("longest_first", "only_first", "only_second", "do_not_truncate")
+TRUNCATION = {"truncation": one_of(True, False, *STRATEGIES)}
 TOP_K = {"top_k": integer(1, 100_000)}
 SCORES = {"function_to_apply": one_of("sigmoid", "softmax", "none")}
-CLASSIFY = {"top_k": allow(None, integer(1)), **SCORES}
+CLASSIFY = {"top_k": allow(None, integer(1)), **SCORES, **TRUNCATION}
 ZERO_SHOT = {"candidate_labels": TEXTS, "hypothesis_template": TEMPLATE}
 ZERO_SHOT_MEDIA = {**ZERO_SHOT, "candidate_labels": listed}
 GENERATE = {
@@ -95,6 +97,7 @@ GENERATE = {
     "num_return_sequences": integer(1, 16),
     "stop_sequence": TEXTS,
     "return_full_text": FLAG,
+    **TRUNCATION,
 }
 
 
@@ -114,7 +117,7 @@ class Task:
 
 LABELS = ("candidate_labels",)
 TASKS: Mapping[str, Task] = {
-    "fill-mask": Task("text", {**TOP_K, "targets": TEXTS}, unwraps_single=True),
+    "fill-mask": Task("text", {**TOP_K, "targets": TEXTS, **TRUNCATION}, unwraps_single=True),
     "text-classification": Task("text", CLASSIFY, wraps_string=True),
     "token-classification": Task(
         "text",
@@ -122,14 +125,24 @@ TASKS: Mapping[str, Task] = {
             "aggregation_strategy": one_of("none", "simple", "first", "average", "max"),
             "ignore_labels": allow([], listed),
             "stride": integer(0),
+            **TRUNCATION,
         },
     ),
-    "zero-shot-classification": Task("text", {**ZERO_SHOT, "multi_label": FLAG}, required=LABELS),
-    "feature-extraction": Task("text", {"truncation": FLAG}),
+    "zero-shot-classification": Task(
+        "text", {**ZERO_SHOT, "multi_label": FLAG, **TRUNCATION}, required=LABELS
+    ),
+    "feature-extraction": Task("text", TRUNCATION),
     "text-generation": Task("text", GENERATE),
-    "text-to-audio": Task("text", stages=False),
+    "text-to-audio": Task("text", TRUNCATION, stages=False),
     "table-question-answering": Task(
-        "json", {"sequential": FLAG}, ("table", "query"), batches=False, unwraps_single=True
+        "json",
+        {
+            "sequential": FLAG,
+            "truncation": one_of(True, False, "drop_rows_to_fit", "do_not_truncate"),
+        },
+        ("table", "query"),
+        batches=False,
+        unwraps_single=True,
     ),
     "document-question-answering": Task(
         "json",
@@ -215,6 +228,11 @@ ALIASES = {
 
 class UnservedTask(OnequeueError):
     """The task is unknown or not served."""
+
+
+def truncates(parameters: Mapping[str, Any]) -> bool:
+    """Return whether checked parameters ask for truncation."""
+    return parameters.get("truncation", False) not in (False, "do_not_truncate")
 
 
 def resolve_task(name: str) -> str:

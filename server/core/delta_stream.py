@@ -14,7 +14,8 @@ from typing import Generic, TypeVar
 from starlette.types import Receive
 
 from batching.errors import ClientGone, ItemFailed
-from server.core.worker_client import Deadlines, Submission, WorkerClient
+from batching.fair_share import WorkOwner
+from server.core.worker_client import Deadlines, Submission, WorkerClient, stage_times
 from worker.messages.decisions import DecisionInput
 from worker.messages.deltas import Delta
 from worker.messages.generation import GenerationInput
@@ -38,6 +39,7 @@ class DeltaStream(Submission[None], Generic[D]):
         receive: Receive | None,
         cache_namespace: bytes = b"",
         client: Hashable = None,
+        owner: WorkOwner | None = None,
     ) -> None:
         self.deadlines = deadlines
         self.arrival = asyncio.Event()
@@ -46,7 +48,7 @@ class DeltaStream(Submission[None], Generic[D]):
         self._unread: list[D] = []
         self._end: BaseException | None = None  # raised once all deltas are read
         super().__init__(
-            worker_client, model, payloads, deadlines, receive, self, cache_namespace, client
+            worker_client, model, payloads, deadlines, receive, self, cache_namespace, client, owner
         )
         self._running = len(self.items)
         for item in self.items:
@@ -71,6 +73,12 @@ class DeltaStream(Submission[None], Generic[D]):
     def failure_at_end(self) -> BaseException | None:
         """Return an error if the work items have ended without a complete response."""
         return None
+
+    def timing_headers(self) -> list[tuple[bytes, bytes]]:
+        """Return the time per stage: until the prompts were prepared, until the first one started,
+        and until now. Empty if none has started."""
+        started = [item for item in self.items if item.started_at]
+        return [stage_times(started, time.monotonic())] if started else []
 
     async def read(self) -> list[D]:
         """Wait for deltas; none if `arrival` was set for another reason.
@@ -144,9 +152,10 @@ class TokenStream(DeltaStream[Delta]):
         receive: Receive | None,
         cache_namespace: bytes,
         client: Hashable,
+        owner: WorkOwner | None = None,
     ) -> None:
         super().__init__(
-            worker_client, model, payloads, deadlines, receive, cache_namespace, client
+            worker_client, model, payloads, deadlines, receive, cache_namespace, client, owner
         )
         self.usage = UsageCounts()
         self.unfinished = sum(payload.n for payload in payloads)  # choices

@@ -27,6 +27,7 @@ from starlette.types import Receive
 
 from batching import errors
 from batching.errors import OnequeueError
+from batching.fair_share import WorkOwner
 from batching.request_queue import RequestQueue, Result, Stream, WorkItem
 from server.core.metrics import MAX_REPORTS, Metrics
 from worker.cores import use_one_core
@@ -111,6 +112,7 @@ class WorkerClient:
         self.failure: Exception | None = None  # the cause of the worker's death
         self.started = False
         self.draining = False
+        self.on_drain: set[Callable[[], None]] = set()  # of streams that accept inputs
         self.prepare: Pool[WorkItem] = Pool("prepare", pool_threads, self._prepare_items)
         self.decode: Pool[WorkItem] = Pool("decode", pool_threads, self._prepare_items)
         self.finish: Pool[RawOutput] = Pool("finish", pool_threads, self._finish_items)
@@ -124,7 +126,7 @@ class WorkerClient:
         self.worker.start(self, self._post)
 
     def stop(self) -> None:
-        self.draining = True
+        self.start_draining()
         self.cancel_all()
         self.worker.stop()
         for model in self.models.values():
@@ -134,6 +136,12 @@ class WorkerClient:
         self.decode.stop()
         self.finish.stop()
         self._drain_task.cancel()
+
+    def start_draining(self) -> None:
+        """Refuse new requests, and further inputs of streams."""
+        self.draining = True
+        for stop in list(self.on_drain):
+            stop()
 
     def cancel_all(self) -> None:
         """Fail all items with Draining, in whatever state they are."""
@@ -169,16 +177,20 @@ class WorkerClient:
         stream: Stream[Any] | None = None,
         cache_namespace: bytes = b"",
         client: Hashable = None,
+        owner: WorkOwner | None = None,
     ) -> list[WorkItem[object, object, Result]]:
         """Queue payloads for a model, or raise a Refused. The items' futures get the results or
-        errors; `stream` gets the deltas of all of them. `client`: whose share they count for."""
+        errors; `stream` gets the deltas of all of them. `client`: whose share they count for;
+        `owner`: see RequestQueue.accept."""
         if (refusal := self.refusal(name)) is not None:
             raise refusal
         model, payload = self.models[name], payloads[0]
         lane = model.lane
         if isinstance(payload, GenerationInput | DecisionInput) and payload.background:
             lane = model.background or lane
-        return self.queue.accept(payloads, deadline, lane, name, stream, cache_namespace, client)
+        return self.queue.accept(
+            payloads, deadline, lane, name, stream, cache_namespace, client, owner
+        )
 
     @property
     def generator(self) -> Generator:
@@ -200,10 +212,9 @@ class WorkerClient:
 
     def _is_large(self, item: WorkItem) -> bool:
         payload = item.payload
-        if isinstance(payload, PipelineInput):
-            if TASKS[self.models[item.model].engine.info.task].kind != "text":
-                return True
-            return isinstance(payload.inputs, str) and len(payload.inputs) > LONG_CHARS
+        is_pipeline = isinstance(payload, PipelineInput)
+        if is_pipeline and TASKS[self.models[item.model].engine.info.task].kind != "text":
+            return True
         prompt = getattr(payload, "prompt", None)
         has_images = isinstance(prompt, Chat) and bool(prompt.images)
         return has_images or count_chars(payload) > LONG_CHARS
@@ -330,12 +341,14 @@ class WorkerClient:
 def count_chars(payload: Any) -> int:
     """Return the characters of a payload's texts."""
     match payload:
+        case PipelineInput(inputs=str(text)) | GenerationInput(prompt=str(text)):
+            return len(text)
+        case PipelineInput(inputs=dict(pair)):
+            return sum(len(text) for text in pair.values() if isinstance(text, str))
         case EmbeddingInput(inputs=texts):
             return sum(len(text) for text in texts if isinstance(text, str))
         case ScoringInput(pairs=pairs):
             return sum(len(query) + len(document) for query, document in pairs)
-        case GenerationInput(prompt=str(text)):
-            return len(text)
         case GenerationInput(prompt=Chat(messages=messages)) | DecisionInput(messages=messages):
             contents = [message.get("content") for message in messages]
             parts = [part for content in contents if isinstance(content, list) for part in content]
@@ -358,6 +371,18 @@ def fail_all(items: Iterable[WorkItem], error: OnequeueError) -> None:
     """Resolve items with one error."""
     for item in items:
         item.resolve(error)
+
+
+def stage_times(items: Sequence[WorkItem], finished_at: float) -> tuple[bytes, bytes]:
+    """Return the header with the milliseconds per stage of items that have run."""
+    arrived_at = min(item.arrived_at for item in items)
+    started_at = min(item.started_at for item in items)
+    timing = b"queue;dur=%.2f, batch;dur=%.2f, model;dur=%.2f" % (
+        (arrived_at - items[0].accepted_at) * 1e3,
+        (started_at - arrived_at) * 1e3,
+        (finished_at - started_at) * 1e3,
+    )
+    return b"server-timing", timing
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,11 +411,12 @@ class Submission(Generic[Result]):
         stream: Stream[Any] | None = None,
         cache_namespace: bytes = b"",
         client: Hashable = None,
+        owner: WorkOwner | None = None,
     ) -> None:
         self.worker_client = worker_client
         self._timer: asyncio.TimerHandle | None = None
         self.items: list[WorkItem[object, object, Result]] = worker_client.submit(
-            model, payloads, deadlines.first, stream, cache_namespace, client
+            model, payloads, deadlines.first, stream, cache_namespace, client, owner
         )
         self._expire_at(min(deadlines.first, deadlines.whole))
         if receive:
@@ -401,20 +427,23 @@ class Submission(Generic[Result]):
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         """Free the slots and abort the items that still run."""
         self._expire_at(math.inf)
         self.worker_client.queue.release(self.items)
 
     def timing_headers(self) -> list[tuple[bytes, bytes]]:
-        """Return the time per stage in milliseconds, of the item that finished last."""
-        items = self.items
-        item = items[0] if len(items) == 1 else max(items, key=lambda item: item.finished_at)
-        timing = b"queue;dur=%.2f, batch;dur=%.2f, model;dur=%.2f" % (
-            (item.arrived_at - item.accepted_at) * 1e3,
-            (item.started_at - item.arrived_at) * 1e3,
-            (item.finished_at - item.started_at) * 1e3,
-        )
-        return [(b"server-timing", timing), (b"x-batch-size", b"%d" % item.batch_size)]
+        """Return the time per stage in milliseconds: until the first item was prepared, until the
+        first batch started, and until the last one ended; and the size of the largest batch. Empty
+        if no item has reached the model."""
+        ran = [item for item in self.items if item.finished_at]
+        if not ran:
+            return []
+        timing = stage_times(ran, max(item.finished_at for item in ran))
+        batch_size = max(item.batch_size for item in ran)
+        return [timing, (b"x-batch-size", b"%d" % batch_size)]
 
     def _expire_at(self, deadline: float) -> None:
         """Replace the time limit."""

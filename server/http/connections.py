@@ -23,6 +23,7 @@ from server.http.request import (
     Application,
     content_headers,
 )
+from server.http.transfers import Transfer
 
 MAX_HEADER_BYTES = 64_000  # with the request line; also between two chunks of a body
 # A client that reads less than this of a waiting response within STALLED_S is disconnected.
@@ -65,6 +66,8 @@ class LimitedProtocol(asyncio.Protocol):
             if timer:
                 timer.cancel()
         super().connection_lost(exc)
+        if (transfer := self._transfer) and transfer.on_lost:
+            transfer.on_lost()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -82,13 +85,20 @@ class LimitedProtocol(asyncio.Protocol):
     def _check_reading(self, unread_before: int) -> None:
         if self.transport.get_protocol() is not self:
             return  # upgraded to a websocket
-        if self.transport.get_write_buffer_size() > unread_before - MIN_READ_BYTES:
+        may_stall = (transfer := self._transfer) and transfer.may_stall
+        unread = self.transport.get_write_buffer_size()
+        if unread > unread_before - MIN_READ_BYTES and not may_stall:
             self.transport.abort()  # close() would wait until the client reads all
         else:
             self._time_reading()
 
     def send_400_response(self, msg: str) -> None:
         self.refuse(HttpError(400, "this is not valid HTTP"))
+
+    @property
+    def _transfer(self) -> Transfer | None:
+        """The transfer of the latest request, unless it has been answered."""
+        return self.cycle.scope.get("transfer") if self.has_open_request else None
 
     @property
     def has_open_request(self) -> bool:

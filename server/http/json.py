@@ -90,21 +90,21 @@ def parse_json(body: bytes) -> Document:
     return document
 
 
-def parse_value(body: bytes) -> Any:
-    """Return a JSON value. Raises InvalidInput for anything else."""
-    check_values(body)
+def parse_value(body: bytes, name: str = "the body") -> Any:
+    """Return a JSON value. Raises InvalidInput, whose message starts with `name`."""
+    check_values(body, name)
     try:
         return orjson.loads(body.removeprefix(BOM_UTF8))
     except orjson.JSONDecodeError as error:
         if (param := _lone_surrogate(body)) is not None:
             raise InvalidInput.at(param, "has a lone surrogate: not Unicode text") from None
-        raise InvalidInput(f"the body is not valid JSON: {error}") from None
+        raise InvalidInput(f"{name} is not valid JSON: {error}") from None
 
 
-def check_values(body: bytes) -> None:
+def check_values(body: bytes, name: str = "the body") -> None:
     """Raise InvalidInput for JSON of more than MAX_VALUES keys and values."""
     if has_values(body, MAX_VALUES):
-        raise InvalidInput(f"the body has more than {MAX_VALUES} JSON values")
+        raise InvalidInput(f"{name} has more than {MAX_VALUES} JSON values")
 
 
 def has_values(body: bytes, number: int) -> bool:

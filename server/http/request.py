@@ -47,7 +47,7 @@ NOT_STARTED = (
     "run it in that of the host, by Starlette(lifespan=llm.lifespan) or, inside of its own, "
     "async with llm.lifespan()"
 )
-JSON = b"application/json"
+JSON, NDJSON = b"application/json", b"application/x-ndjson"
 COMPRESSED = (b"gzip", b"deflate", b"br", b"zstd")
 _PLAIN_ID = re.compile(rb"[!-~]{1,128}")
 _PROCESS = secrets.token_hex(4).encode()
@@ -165,16 +165,27 @@ class Application:
             else:
                 scope["api_key"] = b""
                 self.cross_site.check(scope)
+            path = route_path(scope)
+            if path not in self.paths and path.count("/") == 1 and is_ndjson(scope):
+                # curl -T adds the name of its file to a URL that ends with a slash
+                scope["path"] = scope.get("root_path", "") + "/"
             await self.router(scope, receive, send)
         except Exception as error:
-            response = as_http_error(error, scope, self.settings.debug)
-            if response.kind:
-                self.metrics.errors.labels(response.kind).inc()
+            response = count_failure(error, scope)
             if "started" not in scope:
                 with contextlib.suppress(ClientGone):
                     await send_json(send, response.document, response.status, response.headers)
             elif not isinstance(error, ClientGone):
                 raise  # the server closes the connection: the response is incomplete
+
+
+def count_failure(error: Exception, scope: Scope) -> HttpError:
+    """Count an error in the metrics; return its envelope."""
+    app: Application = scope["app"]
+    response = as_http_error(error, scope, app.settings.debug)
+    if response.kind:
+        app.metrics.errors.labels(response.kind).inc()
+    return response
 
 
 def _request_id(scope: Scope) -> bytes:
@@ -284,6 +295,14 @@ async def linger(receive: Receive) -> None:
         async with asyncio.timeout(LINGER_S):
             while (await receive()).get("more_body", False):
                 pass
+
+
+def is_ndjson(scope: Scope) -> bool:
+    """Return whether a request's body has one input per line."""
+    for name, value in scope["headers"]:
+        if name == b"content-type":
+            return media_type({name: value}) == NDJSON.decode()
+    return False
 
 
 def media_type(headers: Headers) -> str:

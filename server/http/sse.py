@@ -6,12 +6,12 @@ has disconnected it; the request's disconnect watcher notices that.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from starlette.types import Scope, Send
 
 from server.http.errors import as_client_gone
-from server.http.json import to_json
+from server.http.json import Header, to_json
 from server.http.request import SEND_BYTES, send_at_pace
 
 KEEP_ALIVE_S = 10.0  # a stream without an event in this interval sends a comment
@@ -34,7 +34,10 @@ class EventStream:
     """A response of events. `wake` is called when the connection is idle: it makes the source of
     the events yield a comment."""
 
-    def __init__(self, scope: Scope, send: Send, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, scope: Scope, send: Send, wake: Callable[[], None], headers: Sequence[Header] = ()
+    ) -> None:
+        self._headers = [*HEADERS, *headers]
         self._sent = 0  # events
         self._start = send
         self._send: Send = scope["send"]
@@ -47,7 +50,7 @@ class EventStream:
 
         They are sent in a task of their own: in the request's task, each token would resume every
         coroutine up to the server's."""
-        await self._start({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        await self._start({"type": "http.response.start", "status": 200, "headers": self._headers})
         self._timer = self._loop.call_later(KEEP_ALIVE_S, self._check_idle, self._sent)
         try:
             await self._loop.create_task(self._send_all(events))

@@ -9,7 +9,7 @@ closing its connection. With room, a slow client is left alone.
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from batching.errors import QueueFull
@@ -24,6 +24,8 @@ class Transfer:
     def __init__(self) -> None:
         self.held = 0
         self.ended = False
+        self.may_stall = False  # the response may wait unread: the client still sends
+        self.on_lost: Callable[[], None] | None = None  # called when the connection is lost
         self.restart()
 
     def restart(self) -> None:
@@ -86,6 +88,12 @@ class TransferBudget:
             with contextlib.suppress(QueueFull):
                 self._make_room(missing)
             self._add(transfer, missing)
+
+    def give_back(self, transfer: Transfer, size: int) -> None:
+        """Count bytes that a request holds no more."""
+        size = min(size, transfer.held)  # none, if the transfer was ended
+        self.used -= size
+        transfer.held -= size
 
     def release(self, transfer: Transfer) -> None:
         self.used -= transfer.held

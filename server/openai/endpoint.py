@@ -24,7 +24,7 @@ from server.core.settings import Settings
 from server.core.worker_client import Deadlines, WorkerClient
 from server.http.access import client_of
 from server.http.errors import HttpError, as_http_error
-from server.http.json import JsonBodyParser, to_json
+from server.http.json import Header, JsonBodyParser, to_json
 from server.http.request import read_json_request, send_json
 from server.http.sse import COMMENT, DONE, EventStream, data_frame
 from server.openai.images import ImageLoader
@@ -99,11 +99,14 @@ class Endpoint(ABC):
         `before_end` is awaited before the last event, or the document, is sent.
         """
         if not builder.streams:
-            return await self._send_document(send, builder, await stream.collect(), before_end)
+            deltas = await stream.collect()
+            headers = stream.timing_headers()
+            return await self._send_document(send, builder, deltas, headers, before_end)
         deltas = await stream.read()
         events = self._events(scope, stream, builder, deltas, before_end)
         try:
-            await EventStream(scope, send, stream.arrival.set).run(events)
+            headers = stream.timing_headers()
+            await EventStream(scope, send, stream.arrival.set, headers).run(events)
         except ClientGone as error:
             self.worker_client.metrics.errors.labels("client_gone").inc()
             log.info("stream ended id=%s because=%.200r", scope["request_id"].decode(), str(error))
@@ -113,6 +116,7 @@ class Endpoint(ABC):
         send: Send,
         builder: ResponseBuilder[D],
         deltas: Sequence[D],
+        headers: Sequence[Header],
         before_end: Callable[[], Awaitable[object]] | None,
     ) -> None:
         large = sum(map(builder.entries, deltas)) > MAX_INLINE_ENTRIES
@@ -121,7 +125,7 @@ class Endpoint(ABC):
             await before_end()
         if large and not isinstance(content, bytes):
             content = await run_sync(to_json, content)
-        await send_json(send, content, media=builder.media_type)
+        await send_json(send, content, headers=headers, media=builder.media_type)
 
     async def _events(
         self,

@@ -24,7 +24,18 @@ from server.http.cross_site import SAFE_METHODS
 from server.http.json import to_json
 from server.http.request import JsonEndpoint
 from server.openai import response_schemas as schemas
-from server.openapi.operations import EVENTS, FORM, JSON, OPERATIONS, TEXT, Body, Operation, Schema
+from server.openapi.operations import (
+    EVENTS,
+    FORM,
+    JSON,
+    LINES,
+    NDJSON,
+    OPERATIONS,
+    TEXT,
+    Body,
+    Operation,
+    Schema,
+)
 from worker.tasks import TASKS, Task
 
 PATH = "/openapi.json"
@@ -92,7 +103,7 @@ def pipeline_operation(name: str) -> Operation:
     if task.kind != "json":
         request[FORM] = _pipeline_form(task)
     summary = f"The output of the {name} pipeline for an input, or for each of a list"
-    return Operation(summary, {JSON: {}}, request)
+    return Operation(summary, {JSON: {}}, request, takes_lines=True)
 
 
 def _pipeline_schema(task: Task) -> Schema:
@@ -113,7 +124,14 @@ def _pipeline_schema(task: Task) -> Schema:
     several: Schema = {"type": "array", "items": one, "minItems": 1}
     document: Schema = {
         "type": "object",
-        "properties": {"inputs": {"anyOf": [one, several]}, "parameters": parameters},
+        "properties": {
+            "inputs": {"anyOf": [one, several]},
+            "parameters": parameters,
+            "on_error": {
+                "enum": ["all", "item"],
+                "description": "of a list: item puts an error in place of the result of an input",
+            },
+        },
         "required": ["inputs", *(["parameters"] if task.required else [])],
     }
     return document if task.required else {"anyOf": [document, several]}
@@ -141,6 +159,8 @@ def _operation_document(
     if alternatives:
         content[JSON] = {"schema": {"anyOf": [content[JSON]["schema"], *alternatives]}}
     content |= {media: {"schema": {"type": "string"}} for media in operation.others}
+    if operation.takes_lines:
+        content[NDJSON] = {"schema": {"type": "string", "description": LINES}}
     if operation.stream:
         content[EVENTS] = {"schema": {"description": operation.stream}}
     document: dict[str, Any] = {
@@ -163,7 +183,11 @@ def _operation_document(
         errors |= schemas.BODY_ERRORS
         if "model" in getattr(operation.request, "__struct_fields__", ()):
             errors.add(404)
-        document["requestBody"] = {"required": True, "content": _content(operation.request)}
+        body = _content(operation.request)
+        if operation.takes_lines:
+            lines = "One input per line: a JSON string, or an object as in a JSON body"
+            body[NDJSON] = {"schema": {"type": "string", "description": lines}}
+        document["requestBody"] = {"required": True, "content": body}
     if requires_key:
         errors.add(401)
         document["security"] = [{"bearer": []}, {"key": []}]

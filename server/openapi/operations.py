@@ -23,7 +23,8 @@ from server.openai.responses.request import ResponseRequest
 from server.openai.tokenize import DetokenizeRequest, Prompt, TokenizeRequest, Tokens
 
 JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
-HTML = "text/html"
+HTML, NDJSON = "text/html", "application/x-ndjson"
+LINES = "One line per line of the request: its response, or an error with the number of the line"
 
 Schema = dict[str, Any]
 Body = Mapping[str, Schema]  # by media type
@@ -48,6 +49,7 @@ class Operation:
     bare: Schema | None = None
     others: Sequence[str] = ()
     alternatives: Sequence[type[Struct]] = ()
+    takes_lines: bool = False  # the request may be NDJSON, and its response then is, too
 
 
 AUDIO = [f"POST {path}" for path in AUDIO_PATHS]
@@ -103,6 +105,7 @@ OPERATIONS: Mapping[str, Operation] = {
             schemas.Embeddings,
             EmbeddingRequest,
             bare={"type": "array", "items": {"type": "number"}},
+            takes_lines=True,
         ),
     ),
     **dict.fromkeys(

@@ -169,9 +169,9 @@ def test_each_task_has_an_example_that_it_accepts(tmp_path: Path) -> None:
         elif body.startswith(b"@"):
             body = (tmp_path / body[1:].decode()).read_bytes()
         unused: Any = None
-        inputs, _ = PipelineEndpoint(settings, unused, unused).parse(
+        request = PipelineEndpoint(settings, unused, unused).parse(
             body, JSON if "-H" in options else FORM
         )
-        assert (url, len(inputs)) == ("http://here/", 1)
+        assert (url, len(request.inputs)) == ("http://here/", 1)
         assert ("<mask>" in example.command) is (task == "fill-mask")
-        assert "$FILE" not in str(inputs)
+        assert "$FILE" not in str(request.inputs)

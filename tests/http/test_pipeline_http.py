@@ -150,6 +150,40 @@ def test_a_form_has_a_file_or_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyP
     wait_until(lambda: not list(tmp_path.iterdir()))
 
 
+def test_a_failed_input_of_a_list_may_leave_the_others(server: Server) -> None:
+    inputs = ["a", "refused", "bad", "b"]
+    for on_error in ({}, {"on_error": "all"}):
+        response = httpx.post(server.url, json={"inputs": inputs, **on_error})
+        assert (response.status_code, error_of(response)["param"]) == (400, "inputs[1]")
+    response = httpx.post(server.url, json={"inputs": inputs, "on_error": "item"})
+    assert response.status_code == 200
+    first, refused, failed, last = response.json()
+    assert (first, last) == ({"echo": "a"}, {"echo": "b"})
+    assert (refused["error"]["code"], refused["error"]["param"]) == ("invalid_value", "inputs[1]")
+    assert failed["error"]["code"] == "item_failed"
+    assert set(failed["error"]) == {"message", "type", "param", "code"}
+    one = httpx.post(server.url, json={"inputs": ["refused"], "on_error": "item"})
+    assert one.json()["error"]["param"] == "inputs[0]"
+    for document in ({"inputs": "refused", "on_error": "item"}, {"inputs": ["a"], "on_error": 1}):
+        assert httpx.post(server.url, json=document).status_code == 400
+
+
+def test_the_headers_of_a_list_describe_the_list() -> None:
+    runner = FakeRunner()
+    with serving(lambda: runner, max_batch_size=2) as server:
+        response = httpx.post(server.url, json={"inputs": ["a", "refused"], "on_error": "item"})
+        assert response.headers["x-batch-size"] == "1"
+        times: list[float] = []
+        runner.before = lambda texts: times.append(time.monotonic())
+        started = time.monotonic()
+        response = httpx.post(server.url, json={"inputs": list("abcdefg")})
+        total_ms = (time.monotonic() - started) * 1e3
+    assert response.headers["x-batch-size"] == "2"
+    stages = [float(p.split("dur=")[1]) for p in response.headers["server-timing"].split(", ")]
+    assert (times[-1] - times[0]) * 1e3 <= stages[2] + 0.01
+    assert sum(stages) <= total_ms
+
+
 @pytest.mark.parametrize(
     ("body", "media", "status", "param", "message"),
     [

@@ -223,3 +223,13 @@ def test_responses_refuse_both_fields(server: Server, fields: dict[str, Any]) ->
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
     accepted = {"input": "hi", "max_output_tokens": 16, "return_token_ids": False}
     assert post(server, "/v1/responses", accepted).is_success
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_responses_have_the_time_per_stage(server: Server, path: str, stream: bool) -> None:
+    response = post(server, path, {**BODIES[path], "stream": stream})
+    stages = dict(part.split(";dur=") for part in response.headers["server-timing"].split(", "))
+    assert list(stages) == ["queue", "batch", "model"]
+    assert float(stages["model"]) > 0
+    assert all(float(duration) >= 0 for duration in stages.values())

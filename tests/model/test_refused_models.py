@@ -67,8 +67,8 @@ def assert_refused(load: Callable[[str], object], model: str, message: str) -> N
 def test_a_chat_model_without_a_tokenizer_is_refused(config: str, tmp_path: Path) -> None:
     """transformers makes an empty tokenizer of the architecture's class."""
     class_ = getattr(hf, config)
-    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2} if config == "GPT2Config" else tiny_chat.SMALL
-    model = hf.AutoModelForCausalLM.from_config(class_(**{**sizes, "vocab_size": 400}))
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2} if config == "GPT2Config" else tiny.SMALL
+    model = tiny.hf.AutoModelForCausalLM.from_config(class_(**{**sizes, "vocab_size": 400}))
     model.save_pretrained(tmp_path / "model")
     assert_refused(chat, str(tmp_path / "model"), "add its files (tokenizer.json and tokenizer_con")
 

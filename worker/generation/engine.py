@@ -439,7 +439,9 @@ class GenerationEngine:
     def _report(self) -> StepReport:
         scheduler, admitted = self.scheduler, self.scheduler.admitted
         paged = not scheduler.whole_prompts
-        accepted = (self._outputs[sequence].item.accepted_at for sequence in admitted)
+        items = [self._outputs[sequence].item for sequence in admitted]
+        for item in items:
+            item.started_at = item.started_at or self._step_started
         return StepReport(
             **self._counts,
             cached_tokens=sum(sequence.cached or 0 for sequence in admitted),
@@ -451,7 +453,7 @@ class GenerationEngine:
             blocks_used=scheduler.pool.used if paged else 0,
             blocks_total=scheduler.pool.num_blocks if paged else 0,
             total_s=time.monotonic() - self._step_started,
-            waits_s=tuple(self._step_started - accepted_at for accepted_at in accepted),
+            waits_s=tuple(self._step_started - item.accepted_at for item in items),
         )
 
     # ── failures ──

@@ -21,7 +21,7 @@ from worker.media.inputs import to_audio, to_image, to_images
 from worker.messages.protocol import PipelineInput
 from worker.model.loading import Pipe
 from worker.pipeline import limits
-from worker.tasks import TASKS, TEXTS, check, listed
+from worker.tasks import TASKS, TEXTS, check, listed, truncates
 
 MAX_LABELLED_CHARS = 500_000  # of a text, times its labels: each label makes a row
 MAX_DETECTION_LABELS = 128  # each label makes a row with the whole image
@@ -42,9 +42,11 @@ class InputReader:
         Raises InvalidInput for inputs that the task or the model does not accept."""
         inputs, parameters = payload.inputs, payload.parameters
         limits.check_strides(parameters, self.limit)
+        any_length = truncates(parameters) and self.task.stages
+        limit = limits.UNLIMITED if any_length else self.limit
         match self.task.kind:
             case "text":
-                inputs = self._read_text(inputs, parameters, pipe)
+                inputs = self._read_text(inputs, parameters, pipe, limit)
             case "image":
                 inputs = to_image(inputs, lease, values_per_pixel=self.values_per_pixel)
             case "audio":
@@ -62,12 +64,12 @@ class InputReader:
             limits.check_decision(pipe, inputs, self.limit)
         return inputs
 
-    def _read_text(self, inputs: Any, parameters: Mapping[str, Any], pipe: Pipe) -> Any:
+    def _read_text(self, inputs: Any, parameters: Mapping[str, Any], pipe: Pipe, limit: int) -> Any:
         """Check a string or, for some tasks, a pair or a conversation."""
         if isinstance(inputs, dict) and self.name == "text-classification":
-            return read_pair(inputs, self.limit)
+            return read_pair(inputs, limit)
         if isinstance(inputs, list) and self.name == "text-generation":
-            return read_chat(inputs, pipe, self.limit)
+            return read_chat(inputs, pipe, limit)
         if not isinstance(inputs, str):
             raise InvalidInput(f"{self.name} takes a string, not {describe_type(inputs)}", "inputs")
         if not (inputs if self.name == "text-generation" else inputs.strip()):
@@ -80,7 +82,7 @@ class InputReader:
                 f"at most {MAX_LABELLED_CHARS} characters times labels are accepted",
                 "inputs",
             )
-        limits.check_characters(len(inputs), self.limit)
+        limits.check_characters(len(inputs), limit)
         if self.name == "fill-mask" and (mask := pipe.tokenizer.mask_token) not in inputs:
             raise InvalidInput(
                 f"the text has no {mask}: write it in place of the word to fill in", "inputs"
@@ -119,6 +121,14 @@ def read_chat(messages: list[Any], pipe: Pipe, limit: int) -> Chat:
             )
     limits.check_characters(sum(len(message["content"]) for message in messages), limit)
     return Chat(messages)  # type: ignore[arg-type]  # annotated as a dict, used as a list
+
+
+def text_length(inputs: Any) -> int:
+    """Return the characters of a text, of the texts of a pair, or of a conversation."""
+    if isinstance(inputs, Chat):
+        return sum(len(message["content"]) for message in inputs.messages)
+    texts = inputs.values() if isinstance(inputs, dict) else [inputs]
+    return sum(len(text) for text in texts if isinstance(text, str))
 
 
 def describe_type(value: Any) -> str:

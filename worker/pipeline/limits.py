@@ -13,6 +13,7 @@ from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 from batching.errors import InvalidInput
 from worker.model.loading import Pipe
+from worker.tasks import truncates
 
 UNLIMITED = 1 << 24  # tokenizers without a limit report 10^30
 # Longer tokens are rare: a text with more characters per token of context is refused unread.
@@ -100,15 +101,17 @@ def check_strings(pipe: Pipe, inputs: Any, parameters: Mapping[str, Any], limit:
     texts = [fields[key] for key in ("", "text") if isinstance(fields.get(key), str)]
     for text in (*texts, *map(phrase.format, fields.get("candidate_labels", ()))):
         check_characters(len(text), limit)
+        if truncates(parameters):
+            continue
         if (count := len(pipe.tokenizer(text)["input_ids"])) > limit:
             raise InvalidInput(f"the text has {count} tokens; the model takes {limit}", "inputs")
 
 
 def check_masks(
-    masks: int, tokens: int, text: str, parameters: Mapping[str, Any], words: int
+    masks: int, tokens: int, chars: int, parameters: Mapping[str, Any], words: int
 ) -> None:
-    """Check the size of a fill-mask response, which repeats the text. `parameters` are those of
-    postprocessing, `words` is the vocabulary's size."""
+    """Check the size of a fill-mask response, which repeats the text, of `chars` characters if it
+    is whole. `parameters` are those of postprocessing, `words` is the vocabulary's size."""
     if masks * words > MAX_MASK_SCORES:
         raise InvalidInput(
             f"the text has {masks} masks; at most {MAX_MASK_SCORES // words} are accepted", "inputs"
@@ -120,7 +123,7 @@ def check_masks(
         raise InvalidInput(
             f"top_k is {candidates}; the model has {words} tokens", "parameters.top_k"
         )
-    length = max(tokens, len(text) // CHARS_PER_TOKEN)
+    length = max(tokens, chars // CHARS_PER_TOKEN)
     if masks * candidates * length > MAX_FILLED_TOKENS:
         raise InvalidInput(
             f"the response would repeat a text of about {length} tokens {masks * candidates} times "

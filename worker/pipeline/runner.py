@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import orjson
 import torch
 from transformers import PreTrainedModel
-from transformers.pipelines.base import ChunkPipeline, pad_collate_fn
+from transformers.pipelines.base import ChunkPipeline, PipelineException, pad_collate_fn
 
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
@@ -38,9 +38,11 @@ from worker.messages.protocol import (
 )
 from worker.model.loading import Pipe
 from worker.pipeline import limits
-from worker.pipeline.inputs import InputReader, warm_up_input
+from worker.pipeline.inputs import InputReader, text_length, warm_up_input
 from worker.pipeline.packed_attention import Packing, scatter_logits
-from worker.tasks import TASKS
+from worker.pipeline.truncation import truncating
+from worker.tasks import TASKS, truncates
+from worker.text.long_text import tokenizing
 
 ModelInputs = dict[str, Any]  # the output of `preprocess` for an input or a part of it: one row
 
@@ -163,19 +165,36 @@ class PipelineRunner:
         return 0 < len(text) <= self.limit and not text.isspace() and required in text
 
     def _make_chunks(self, pipe: Pipe, inputs: Any, parameters: Mapping[str, Any]) -> PreparedInput:
+        truncation = parameters.get("truncation")
         if not self.task.stages:
-            return PreparedInput([inputs], dict(parameters), {})
+            # the pipeline passes these on to its tokenizer
+            tokenizing_options = {} if truncation is None else {"truncation": truncation}
+            if truncation and self.limit < min(limits.UNLIMITED, pipe.tokenizer.model_max_length):
+                tokenizing_options["max_length"] = self.limit
+            options = {"preprocess_params": tokenizing_options} if tokenizing_options else {}
+            return PreparedInput([inputs], options, {})
         # merged per stage as the pipeline's own __call__ does
         defaults = (pipe._preprocess_params, pipe._forward_params, pipe._postprocess_params)
-        overrides = pipe._sanitize_parameters(**parameters)
+        own = {name: value for name, value in parameters.items() if name != "truncation"}
+        overrides = pipe._sanitize_parameters(**own)
         preprocess, forward, postprocess = (
             {**default, **override} for default, override in zip(defaults, overrides, strict=True)
         )
-        output = pipe.preprocess(inputs, **preprocess)
-        if isinstance(pipe, ChunkPipeline):
-            chunks = list(share_equal_tensors(output) if self.task.kind == "json" else output)
-        else:
-            chunks = [output]
+        max_tokens = self.limit
+        if self.generates and truncates(parameters):
+            max_tokens = max(1, max_tokens - reserved_tokens(pipe, forward, max_tokens))
+        with truncating(pipe, truncation, max_tokens), tokenizing(text_length(inputs)):
+            try:
+                output = pipe.preprocess(inputs, **preprocess)
+            except PipelineException as error:
+                if not (self.fills_masks and truncates(parameters)):
+                    raise
+                message = f"the first {max_tokens} tokens have no {pipe.tokenizer.mask_token}"
+                raise InvalidInput(f"{message}: the rest is truncated", "inputs") from error
+            if isinstance(pipe, ChunkPipeline):
+                chunks = list(share_equal_tensors(output) if self.task.kind == "json" else output)
+            else:
+                chunks = [output]
         prepared = PreparedInput(chunks, forward, postprocess)
         prepared.tokens = check_tokens(chunks, self.limit, self.vocabulary)
         if self.generates:
@@ -187,7 +206,8 @@ class PipelineRunner:
             masks = is_mask.nonzero().squeeze(1).tolist()
             if len(masks) > 1 or postprocess:
                 words = min(self.vocabulary, len(pipe.tokenizer))
-                limits.check_masks(len(masks), prepared.tokens, inputs, postprocess, words)
+                chars = 0 if truncates(parameters) else len(inputs)
+                limits.check_masks(len(masks), prepared.tokens, chars, postprocess, words)
             prepared.masks = [masks] if self.packing else None
         return prepared
 
@@ -442,6 +462,15 @@ def plan_generation(pipe: Pipe, forward: dict[str, Any], prompt_tokens: int, lim
             "parameters.min_new_tokens",
         )
     return max(effective.num_beams or 1, effective.num_return_sequences or 1)
+
+
+def reserved_tokens(pipe: Pipe, forward: Mapping[str, Any], limit: int) -> int:
+    """Return the room for new tokens that truncation leaves behind a prompt: `max_new_tokens`, or
+    the default's, but of the default at most half of the context."""
+    if requested := forward.get("max_new_tokens"):
+        return int(requested)
+    default = base_generation_config(pipe).max_new_tokens or DEFAULT_NEW_TOKENS
+    return min(default, limit // 2)
 
 
 def base_generation_config(pipe: Pipe) -> Any:

@@ -225,6 +225,7 @@ class SpeechEngine(Generic[W]):
         self._waiting.remove(item)
         if not job.started:
             job.started = True
+            item.started_at = self._started_at
             self._waits.append(self._started_at - item.accepted_at)
         job.window, window.item = window, item
         return window

@@ -14,6 +14,7 @@ from typing import Protocol
 import anyio.to_thread
 from starlette.types import Receive, Scope, Send
 
+from batching.fair_share import WorkOwner
 from server.core.cache_namespace import cache_namespace
 from server.core.delta_stream import TokenStream, UsageCounts
 from server.core.settings import Settings, parse_model
@@ -76,8 +77,22 @@ class DecisionEndpoint:
         decision_input: DecisionInput,
     ) -> tuple[list[Sequence[float]], UsageCounts]:
         """Return the probabilities of each question's options, in order, and the usage."""
+        with self.submit(scope, receive, deadlines, request, decision_input) as stream:
+            deltas = await stream.collect()
+            return [delta.probabilities for delta in deltas], stream.usage
+
+    def submit(
+        self,
+        scope: Scope,
+        receive: Receive | None,
+        deadlines: Deadlines,
+        request: DecisionBody,
+        decision_input: DecisionInput,
+        owner: WorkOwner | None = None,
+    ) -> TokenStream:
+        """Submit a request, or raise a Refused. `owner`: of the stream that has the line."""
         namespace = cache_namespace(self.model.id, scope["api_key"], request.cache_salt)
-        with TokenStream(
+        return TokenStream(
             self.worker_client,
             self.model.registry_name,
             [decision_input],
@@ -85,9 +100,8 @@ class DecisionEndpoint:
             receive,
             namespace,
             client_of(scope),
-        ) as stream:
-            deltas = await stream.collect()
-            return [delta.probabilities for delta in deltas], stream.usage
+            owner,
+        )
 
 
 def uses_language_model(settings: Settings) -> bool:

@@ -8,13 +8,24 @@ text-embeddings-inference returns. Prompts, dimensions and lengths are checked b
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
+from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput
-from server.http.json import to_json
-from server.openai.embedding.endpoint import MAX_INPUTS, TruncationFields
+from batching.fair_share import WorkOwner
+from server.core.worker_client import Deadlines
+from server.http.json import Document, to_json
+from server.http.ndjson import LineWork, serve_lines
+from server.http.request import is_ndjson
+from server.openai.embedding.endpoint import (
+    MAX_INPUTS,
+    ScoringEndpoint,
+    ScoringTask,
+    TruncationFields,
+)
 from server.openai.request_fields import PositiveInt, Salt, TextsOrIds, read_inputs
 from server.openai.response_schemas import Embeddings, EmbeddingUsage
 from worker.messages.scoring import EmbeddingInput, EmbeddingOutput, PartSize, split_parts
@@ -77,3 +88,43 @@ class EmbeddingRequest(TruncationFields, kw_only=True):
         usage = EmbeddingUsage(tokens, tokens)
         head, tail = to_json(Embeddings("list", [], self.model, usage)).split(b"[]", 1)
         return [head + b"[", *vectors, b"]" + tail]
+
+
+@dataclass(eq=False)
+class EmbeddingEndpoint(ScoringEndpoint[EmbeddingOutput]):
+    """Also takes NDJSON: a line is a text, or a body; its `parameters` are fields of the body."""
+
+    parsing_blocks: ClassVar[bool] = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if is_ndjson(scope):
+            await serve_lines(scope, receive, send, self)
+        else:
+            await super().__call__(scope, receive, send)
+
+    @property
+    def line_model(self) -> str:
+        return self.models[0].registry_name
+
+    def parse_line(self, value: str | Document, scope: Scope) -> ScoringTask[EmbeddingOutput]:
+        if isinstance(value, str):
+            return self.read_document({"input": value})
+        parameters = value.pop("parameters", None) or {}
+        if not isinstance(parameters, dict):
+            raise InvalidInput.at("parameters", "must be an object")
+        return self.read_document({**parameters, **value})
+
+    def submit_line(
+        self,
+        request: ScoringTask[EmbeddingOutput],
+        scope: Scope,
+        deadlines: Deadlines,
+        owner: WorkOwner,
+    ) -> LineWork:
+        work = self.submit(scope, request, deadlines, None, owner)
+
+        async def content() -> bytes:
+            outputs = [await item.future for item in work.items]
+            return b"".join(request.request.content(outputs))
+
+        return LineWork(work, content)

@@ -6,18 +6,19 @@ body → request → payloads, a work item each → outputs → response
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Generic, Literal, Protocol, TypeVar
+from typing import Annotated, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import anyio.to_thread
 from msgspec import Meta, Struct
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput
+from batching.fair_share import WorkOwner
 from server.core.cache_namespace import cache_namespace
 from server.core.settings import Settings
-from server.core.worker_client import Submission, WorkerClient
+from server.core.worker_client import Deadlines, Submission, WorkerClient
 from server.http.access import client_of
-from server.http.json import INLINE_BYTES, JsonBodyParser, parse_json
+from server.http.json import INLINE_BYTES, Document, JsonBodyParser, parse_json
 from server.http.request import read_json_request, send_parts
 from server.openai.models import NamedModel, find_model, find_model_id
 from server.openai.request_fields import ModelRequest, decode
@@ -52,6 +53,7 @@ class TruncationFields(Struct, kw_only=True):
 
 
 Output = TypeVar("Output", contravariant=True)
+Result = TypeVar("Result")
 
 
 class ScoringBody(ModelRequest, Protocol[Output]):
@@ -76,31 +78,47 @@ class ScoringEndpoint(Generic[Output]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, deadlines = await read_json_request(scope, receive)
-        request, model, payloads = await self.body_parser.run(self.parse, body, deadlines.first)
-        namespace = cache_namespace(model.id, scope["api_key"], request.cache_salt)
-        submission: Submission[Output] = Submission(
+        parsed = await self.body_parser.run(self.parse, body, deadlines.first)
+        with self.submit(scope, parsed, deadlines, receive) as submission:
+            outputs = [await item.future for item in submission.items]
+        content = parsed.request.content
+        if len(body) > INLINE_BYTES:
+            parts = await anyio.to_thread.run_sync(content, outputs)
+        else:
+            parts = content(outputs)
+        await send_parts(send, parts, submission.timing_headers())
+
+    def submit(
+        self,
+        scope: Scope,
+        parsed: "ScoringTask[Output]",
+        deadlines: Deadlines,
+        receive: Receive | None,
+        owner: WorkOwner | None = None,
+    ) -> Submission[Output]:
+        """Submit the payloads, or raise a Refused. `owner`: of the stream that has the line."""
+        request, model, payloads = parsed
+        return Submission(
             self.worker_client,
             model.registry_name,
             payloads,
             deadlines,
             receive,
-            cache_namespace=namespace,
+            cache_namespace=cache_namespace(model.id, scope["api_key"], request.cache_salt),
             client=client_of(scope),
+            owner=owner,
         )
-        with submission:
-            outputs = [await item.future for item in submission.items]
-        if len(body) > INLINE_BYTES:
-            parts = await anyio.to_thread.run_sync(request.content, outputs)
-        else:
-            parts = request.content(outputs)
-        await send_parts(send, parts, submission.timing_headers())
 
-    def parse(self, body: bytes) -> tuple[ScoringBody[Output], NamedModel, Sequence[Input]]:
+    def parse(self, body: bytes) -> "ScoringTask[Output]":
+        """Return a body's request, its model and its payloads. Raises InvalidInput."""
+        return self.read_document(parse_json(body))
+
+    def read_document(self, document: Document) -> "ScoringTask[Output]":
         """Return the request, its model and the payloads, each of which fits into a batch.
 
         Raises InvalidInput, also for more payloads than the queue has slots.
         """
-        request = decode(parse_json(body), self.kind, partial(find_model_id, self.models))
+        request = decode(document, self.kind, partial(find_model_id, self.models))
         model, settings = find_model(self.models, request.model), self.settings
         max_size = PartSize(
             min(MAX_PART_INPUTS, settings.max_batch_size), settings.max_batch_tokens
@@ -109,4 +127,10 @@ class ScoringEndpoint(Generic[Output]):
         if len(payloads) > settings.max_queue_size:
             slots = f"{len(payloads)} slots of the queue, which has {settings.max_queue_size}"
             raise InvalidInput(f"the inputs are too many or too long together: they need {slots}")
-        return request, model, payloads
+        return ScoringTask(request, model, payloads)
+
+
+class ScoringTask(NamedTuple, Generic[Result]):
+    request: ScoringBody[Result]
+    model: NamedModel
+    payloads: Sequence[Input]

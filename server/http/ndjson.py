@@ -1,0 +1,331 @@
+"""NDJSON: one input per line of the body, one line of answer or error per line of input, in order.
+
+    chunks → lines (lines.py) → parse → wait for room → submit → results in order → spool.py
+
+The body is read only as fast as its lines are served. A stream has as many inputs in flight as are
+answered well within the time limit of a line, and at most its client's share of the queue; all of
+them count as one request there. It ends early with an error that names the first line not served.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from starlette.types import Receive, Scope, Send
+
+from batching.batcher import WINDOW_BATCHES
+from batching.errors import ClientGone, Draining, InvalidInput, QueueFull, Refused
+from batching.fair_share import WorkOwner, client_share
+from server.core.worker_client import Deadlines, Submission
+from server.http.access import client_of
+from server.http.errors import HttpError
+from server.http.json import Document, JsonBodyParser, parse_value, to_json
+from server.http.lines import Line, LineSplitter
+from server.http.request import (
+    CLOSE,
+    NDJSON,
+    Application,
+    count_failure,
+    linger,
+    read_headers,
+    receive_until,
+)
+from server.http.spool import SpooledResponse
+
+HEADERS = [
+    (b"content-type", NDJSON),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+    *CLOSE,  # the stream may end before the body
+]
+# A line should be answered within this part of its time limit.
+TARGET_DIVISOR = 4
+# Bytes of answers that a stream may have computed and not passed on.
+MAX_ANSWER_BYTES = 1 << 25
+MEMORY_POLL_S = 0.05
+
+
+@dataclass(slots=True)
+class LineWork:
+    """The submitted work of a line, which holds its slots, and its answer as JSON."""
+
+    submission: Submission[Any]
+    content: Callable[[], Awaitable[bytes]]
+
+
+P = TypeVar("P")
+
+
+class LineEndpoint(Protocol[P]):
+    body_parser: JsonBodyParser
+    parsing_blocks: ClassVar[bool]  # parsing takes long even for a short line
+
+    @property
+    def line_model(self) -> str:
+        """The model's name in the registry."""
+
+    def parse_line(self, value: str | Document, scope: Scope) -> P:
+        """Return the request of a line. Raises InvalidInput. In a pool thread for long lines."""
+
+    def submit_line(
+        self, request: P, scope: Scope, deadlines: Deadlines, owner: WorkOwner
+    ) -> LineWork:
+        """Submit the request, or raise a Refused."""
+
+
+@dataclass(slots=True)
+class PendingLine:
+    number: int
+    size: int  # bytes
+    started_at: float
+    work: LineWork | None = None
+    error: Exception | None = None
+
+    @property
+    def inputs(self) -> int:
+        return len(self.work.submission.items) if self.work else 1
+
+
+class LineWindow:
+    """The number of inputs in flight: it grows while lines are answered within `target_s`, and
+    shrinks while they are not."""
+
+    def __init__(self, most: int, target_s: float) -> None:
+        self.size = min(2, most)
+        self._most = most
+        self._target_s = target_s
+        self._answer_bytes = 0.0  # of the largest recent answer
+
+    def record(self, seconds: float, answer_bytes: int) -> None:
+        """Measure an answered line."""
+        step = 1 if seconds < self._target_s else -1
+        self._answer_bytes = max(answer_bytes, 0.99 * self._answer_bytes)
+        fitting = int(MAX_ANSWER_BYTES / max(1.0, self._answer_bytes))
+        self.size = max(1, min(self._most, fitting, self.size + step))
+
+
+async def serve_lines(
+    scope: Scope, receive: Receive, send: Send, endpoint: LineEndpoint[Any]
+) -> None:
+    """Respond to a stream of lines. Raises the errors of `read_headers`, a Refused (503) if the
+    model accepts nothing now, and ClientGone."""
+    app: Application = scope["app"]
+    _, deadlines = read_headers(scope)
+    limit_s = deadlines.first - time.monotonic()
+    if (refusal := app.worker_client.refusal(endpoint.line_model)) is not None:
+        raise refusal
+    await LineStream(scope, receive, send, endpoint, limit_s).run()
+
+
+class LineStream(Generic[P]):
+    """One response. `limit_s`: the time limit of each line, from when it is submitted."""
+
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        endpoint: LineEndpoint[P],
+        limit_s: float,
+    ) -> None:
+        app: Application = scope["app"]
+        self.scope, self.receive, self.endpoint, self.limit_s = scope, receive, endpoint, limit_s
+        self.settings, self.memory, self.max_body = app.settings, app.memory, app.max_body
+        self.worker_client = app.worker_client
+        self.queue = app.worker_client.queue
+        self.lane = app.worker_client.models[endpoint.line_model].lane
+        self.owner = self.queue.new_owner(client_of(scope))
+        most = min(
+            client_share(self.settings.max_queue_size),
+            WINDOW_BATCHES * self.settings.max_batch_size,
+        )
+        self.window = LineWindow(most, limit_s / TARGET_DIVISOR)
+        self.transfer = scope["transfer"]
+        self.lines = LineSplitter(self.max_body)
+        self.response = SpooledResponse(scope, send, HEADERS)
+        self.pending: deque[PendingLine] = deque()
+        self.inputs = self.bytes = 0  # of the pending lines
+        self.next_line = 1  # the first one that is not accepted
+        self.ended = False  # no more lines are accepted
+        self.finished = False  # all answers have been passed on
+        self.body_ended = False
+        self.end_error: Exception | None = None
+        self.added = asyncio.Event()  # a line is pending, or none follows
+        self.answered = asyncio.Event()  # a line is pending no more
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.reading = loop.create_task(self._read())
+        self.lost: asyncio.Future[None] = loop.create_future()
+        tasks = [self.reading, self.lost, loop.create_task(self.response.run())]
+        tasks.append(loop.create_task(self._answer()))
+        self.transfer.on_lost = self._on_lost
+        self.worker_client.on_drain.add(self._on_drain)
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in tasks:
+                if task.done() and not task.cancelled() and (error := task.exception()):
+                    raise error
+            if not self.body_ended:
+                await linger(self.receive)  # closing at once would reset the connection
+            await self.response.finish()
+        finally:
+            self.worker_client.on_drain.discard(self._on_drain)
+            self.transfer.on_lost = None
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for line in self.pending:
+                self._release(line)
+            self.response.discard()
+
+    def _on_lost(self) -> None:
+        if not self.lost.done():
+            self.lost.set_exception(ClientGone("the client has disconnected"))
+
+    def _on_drain(self) -> None:
+        """Accept no more lines; those that are pending are answered."""
+        if not self.ended:
+            self._end(Draining("the server is stopping", 5))
+            self.reading.cancel()
+
+    # ── reading ──
+
+    async def _read(self) -> None:
+        """Accept the lines of the body, then wait for a disconnect. Raises ClientGone."""
+        try:
+            while not self.body_ended:
+                until = time.monotonic() + self.settings.body_timeout_s
+                chunk, more = await receive_until(self.receive, self.transfer, until)
+                if not more:
+                    self.body_ended = True
+                    self.response.end_body()
+                for line in self.lines.feed(chunk):
+                    await self._accept(line)
+                await self._hold()
+            for line in self.lines.finish():
+                await self._accept(line)
+            self._end(None)
+        except ClientGone:
+            raise
+        except (HttpError, Refused) as error:
+            self._end(error)
+        except asyncio.CancelledError:
+            if self.finished or not self.ended:  # else by a drain
+                raise
+        # Drop the rest: some clients read the answers only after they have sent everything.
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+        raise ClientGone("the client has disconnected")
+
+    def _end(self, error: Exception | None) -> None:
+        self.ended, self.end_error = True, error
+        self.response.end_body()
+        self.added.set()
+
+    async def _accept(self, line: Line) -> None:
+        """Submit a line, once there is room for it. Raises a Refused if none is accepted now."""
+        pending = PendingLine(line.number, len(line.content or b""), time.monotonic())
+        self.next_line = line.number
+        await self._wait_for_window(pending)
+        try:
+            request = await self._parse(line)
+        except Exception as error:
+            pending.error = error
+        else:
+            await self.queue.wait_for_room(self.owner, self.lane)
+            pending.started_at = time.monotonic()
+            first = pending.started_at + self.limit_s
+            deadlines = Deadlines(first, first)
+            pending.work = self.endpoint.submit_line(request, self.scope, deadlines, self.owner)
+        self.pending.append(pending)
+        self.inputs += pending.inputs
+        self.bytes += pending.size
+        self.next_line = line.number + 1
+        self.added.set()
+
+    async def _parse(self, line: Line) -> P:
+        if line.content is None:
+            limit = f"{self.max_body / 1_000_000:g} MB"
+            raise HttpError(413, f"the line is larger than {limit}")
+        deadline = time.monotonic() + self.limit_s
+        blocks = self.endpoint.parsing_blocks
+        return await self.endpoint.body_parser.run(
+            self._parse_content, line.content, deadline, blocks
+        )
+
+    def _parse_content(self, content: bytes) -> P:
+        value = parse_value(content, "the line")
+        if not isinstance(value, str | dict):
+            raise InvalidInput("the line must be a JSON string or an object")
+        return self.endpoint.parse_line(value, self.scope)
+
+    async def _wait_for_window(self, line: PendingLine) -> None:
+        while self.pending and (
+            self.inputs >= self.window.size or self.bytes + line.size > self.max_body
+        ):
+            self.answered.clear()
+            await self.answered.wait()
+
+    async def _hold(self) -> None:
+        """Count the bytes that the stream holds. Waits for memory; QueueFull at the time limit."""
+        until = time.monotonic() + self.limit_s
+        while (missing := self.lines.held + self.bytes - self.transfer.held) > 0:
+            try:
+                self.memory.take(self.transfer, missing)
+            except QueueFull:
+                if time.monotonic() > until:
+                    raise
+                await asyncio.sleep(MEMORY_POLL_S)
+        self.memory.give_back(self.transfer, -missing)
+
+    # ── answering ──
+
+    async def _answer(self) -> None:
+        """Pass on the answers in order, then the error that has ended the stream."""
+        while self.pending or not self.ended:
+            if not self.pending:
+                self.added.clear()
+                await self.added.wait()
+                continue
+            line = self.pending[0]
+            answer = await self._content(line)
+            self.pending.popleft()
+            self.inputs -= line.inputs
+            self.bytes -= line.size
+            self._release(line)
+            self.window.record(time.monotonic() - line.started_at, len(answer))
+            self.answered.set()
+            await self.response.put(answer + b"\n")
+        if self.end_error:
+            await self.response.put(self._error_line(self.end_error, self.next_line) + b"\n")
+        self.response.close()
+        self.finished = True
+        self.reading.cancel()
+        self.lost.cancel()
+
+    async def _content(self, line: PendingLine) -> bytes:
+        try:
+            if line.error:
+                raise line.error
+            assert line.work
+            return await line.work.content()
+        except Exception as error:
+            return self._error_line(error, line.number)
+
+    def _error_line(self, error: Exception, number: int) -> bytes:
+        """Return the error envelope with the number of the line."""
+        response = count_failure(error, self.scope)
+        is_last = error is self.end_error
+        message = f"{response}: this line and those after it were not served"
+        document = response.document
+        document["error"] |= {"message": message} if is_last else {}
+        document["error"]["line"] = number
+        return to_json(document)
+
+    def _release(self, line: PendingLine) -> None:
+        if line.work:
+            line.work.submission.close()

@@ -1,0 +1,134 @@
+"""Send answers while the request's body still arrives, at the client's pace.
+
+    put → buffer → send
+             └─ beyond a megabyte → temporary file → send
+
+Some clients read only after they have sent everything: their answers wait in the file. The file is
+bounded; once it is full, or the body has arrived, `put` waits for the client.
+"""
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Sequence
+from typing import BinaryIO
+
+import anyio.to_thread
+from starlette.types import Scope, Send
+
+from server.http.errors import as_client_gone
+from server.http.json import Header
+from server.http.transfers import Transfer
+
+MAX_BUFFER = 1 << 20  # bytes of answers in memory, beside the last one
+MAX_SPOOL = 1 << 30  # bytes of one response in its file
+PIECE = 1 << 16  # sent at once
+
+
+class SpooledResponse:
+    """A response that is written in parts. `run` sends them, and raises ClientGone; the headers go
+    out with the first part."""
+
+    def __init__(self, scope: Scope, send: Send, headers: Sequence[Header]) -> None:
+        self.client_sends = True  # the body has not ended: the client may not read yet
+        self._start, self._send = send, scope["send"]
+        self._headers = headers
+        self._transfer: Transfer = scope["transfer"]
+        self._transfer.may_stall = True
+        self._buffer = bytearray()
+        self._closing = False
+        self._filled = asyncio.Event()  # there is something to send
+        self._sent = asyncio.Event()  # something was taken to be sent
+        self._file: BinaryIO | None = None
+        self._written = self._read = 0  # offsets in the file
+        self._is_writing = False
+
+    async def put(self, part: bytes) -> None:
+        """Add a part. Waits where neither memory nor the file has room."""
+        self._buffer += part
+        self._filled.set()
+        if len(self._buffer) < MAX_BUFFER:
+            return
+        await asyncio.sleep(0)  # `run` takes the buffer, if the client reads
+        while len(self._buffer) >= MAX_BUFFER and not await self._spool():
+            self._transfer.may_stall = False
+            self._sent.clear()
+            await self._sent.wait()
+        self._transfer.may_stall = self.client_sends
+
+    def end_body(self) -> None:
+        """The whole body has arrived: from now on the client has to read."""
+        self.client_sends = self._transfer.may_stall = False
+
+    def close(self) -> None:
+        """Let `run` end once everything has been sent."""
+        self._closing = True
+        self._filled.set()
+
+    async def run(self) -> None:
+        """Send all parts until `close`, but not the end of the response."""
+        is_started = False
+        while True:
+            piece = await self._take()
+            if not is_started:
+                is_started = True
+                start = {"type": "http.response.start", "status": 200, "headers": self._headers}
+                await self._start(start)
+            if not piece:
+                return
+            try:
+                await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+            except (OSError, RuntimeError) as error:
+                raise as_client_gone(error) from None
+
+    async def finish(self) -> None:
+        """Send the end of the response."""
+        await self._send({"type": "http.response.body", "body": b""})
+
+    def discard(self) -> None:
+        if self._file:
+            self._file.close()
+
+    async def _take(self) -> bytes:
+        """Return the next bytes to send, at most PIECE; none at the end."""
+        while True:
+            if self._read < self._written:
+                assert self._file
+                size = min(PIECE, self._written - self._read)
+                descriptor, offset = self._file.fileno(), self._read
+                piece = await anyio.to_thread.run_sync(os.pread, descriptor, size, offset)
+                self._read += size
+                if self._read == self._written and not self._is_writing:
+                    self._file.truncate(0)
+                    self._read = self._written = 0
+                break
+            if self._buffer and not self._is_writing:
+                piece = bytes(self._buffer[:PIECE])
+                del self._buffer[:PIECE]
+                break
+            if self._closing and not self._is_writing:
+                return b""
+            self._filled.clear()
+            await self._filled.wait()
+        self._sent.set()
+        return piece
+
+    async def _spool(self) -> bool:
+        """Move the buffer to the file. Return False if it has no room, or the client has to
+        read."""
+        if not self.client_sends or self._written + len(self._buffer) > MAX_SPOOL:
+            return False
+        self._is_writing = True
+        try:
+            if self._file is None:
+                self._file = await anyio.to_thread.run_sync(tempfile.TemporaryFile)
+            descriptor, data, offset = self._file.fileno(), bytes(self._buffer), self._written
+            written = await anyio.to_thread.run_sync(os.pwrite, descriptor, data, offset)
+        except OSError:  # the disk is full
+            return False
+        finally:
+            self._is_writing = False
+            self._filled.set()
+        self._written += written
+        del self._buffer[:written]
+        return True

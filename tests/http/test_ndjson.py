@@ -1,0 +1,342 @@
+"""NDJSON over real sockets: a line of answer or error for each line of input, in order."""
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import httpx
+import pytest
+
+from server.http import connections, spool
+from server.http.ndjson import LineWindow
+from tests.fakes import FakeRunner
+from tests.serving import ManualTimers, Parser, Server, metric, serving, wait_until
+
+NDJSON = {"content-type": "application/x-ndjson"}
+CHUNKED = (
+    b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/x-ndjson\r\n"
+    b"Transfer-Encoding: chunked\r\n\r\n"
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving(FakeRunner, max_body_mb=0.001, max_queue_size=8) as started:
+        yield started
+
+
+def lines_of(response: httpx.Response) -> list[Any]:
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"] == "application/x-ndjson"
+    return [json.loads(line) for line in response.text.splitlines()]
+
+
+def post(server: Server, content: Any, path: str = "", **headers: str) -> list[Any]:
+    return lines_of(
+        httpx.post(server.url + path, content=content, headers={**NDJSON, **headers}, timeout=60)
+    )
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+class Client:
+    """Sends lines in chunks and reads answers, on a socket."""
+
+    def __init__(self, server: Server) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket.sendall(CHUNKED)
+        self.file = self.socket.makefile("rb")
+        self.read: list[Any] = []
+
+    def send(self, *lines: str) -> None:
+        self.socket.sendall(chunk("".join(json.dumps(line) + "\n" for line in lines).encode()))
+
+    def answer(self) -> Any:
+        """Return the next answer."""
+        if not self.read:
+            while self.file.readline().strip() not in (b"", b"HTTP/1.1 200 OK"):
+                pass
+        while True:
+            line = self.file.readline()
+            if line.startswith(b"{"):
+                self.read.append(json.loads(line))
+                return self.read[-1]
+            assert line, "the response has ended"
+
+    def rest(self) -> list[Any]:
+        """Return the answers until the end of the connection."""
+        lines = [line for line in self.file.read().splitlines() if line.startswith(b"{")]
+        return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize("http", ["httptools", "h11"])
+def test_each_line_gets_its_answer_or_error(http: Parser) -> None:
+    body = (
+        b'\xef\xbb\xbf"one"\r\n\n{"inputs": "two", "parameters": {"top_k": 3}}\n'
+        b'{"inputs": "a", "parameters": {"top_k": 0}}\n{bad\n"\xff"\n[1]\n"refused"\n"bad"\n'
+        b'"' + b"x" * 2000 + b'"\n{"inputs": ["a", "refused"], "on_error": "item"}\n"last"'
+    )
+    with serving(FakeRunner, max_body_mb=0.001, http=http) as server:
+        answers = post(server, body)
+        errors = metric(server, 'onequeue_errors_total{kind="invalid_value"}')
+        assert metric(server, "onequeue_queue_depth") == 0
+    assert answers[0] == {"echo": "one"}
+    assert answers[1] == {"echo": "two"}
+    assert answers[-1] == {"echo": "last"}
+    assert [item.get("echo") or item["error"]["param"] for item in answers[-2]] == [
+        "a",
+        "inputs[1]",
+    ]
+    failed = [answer["error"] for answer in answers[2:-2]]
+    assert [(error["line"], error["code"], error["param"]) for error in failed] == [
+        (4, "invalid_value", "parameters.top_k"),
+        (5, "invalid_value", None),
+        (6, "invalid_value", None),
+        (7, "invalid_value", None),
+        (8, "invalid_value", "inputs"),
+        (9, "item_failed", None),
+        (10, "body_too_large", None),
+    ]
+    assert set(failed[0]) == {"message", "type", "param", "code", "line"}
+    assert errors == 6
+
+
+def test_the_file_name_that_curl_adds_to_the_path_is_ignored(server: Server) -> None:
+    assert post(server, b'"a"', "/texts.ndjson") == [{"echo": "a"}]
+    for path, headers in (("/texts.ndjson", {}), ("/a/texts.ndjson", NDJSON)):
+        response = httpx.post(server.url + path, content=b'"a"', headers=headers)
+        assert response.status_code == 404
+
+
+def test_an_empty_body_gets_no_answers(server: Server) -> None:
+    for body in (b"", b"\n\r\n  \n"):
+        assert post(server, body) == []
+
+
+def test_a_stream_is_longer_than_the_queue_and_the_limit_of_bodies(server: Server) -> None:
+    texts = [f"text {n}" for n in range(3000)]
+    body = "".join(json.dumps(text) + "\n" for text in texts).encode()
+    assert [answer["echo"] for answer in post(server, body)] == texts
+    assert metric(server, "onequeue_queue_depth") == 0
+    assert server.app.body_bytes == 0
+
+
+def test_answers_arrive_while_the_body_is_sent(server: Server) -> None:
+    client = Client(server)
+    with client.socket:
+        for n in range(5):
+            client.send(f"text {n}")
+            assert client.answer() == {"echo": f"text {n}"}
+        client.socket.sendall(b"0\r\n\r\n")
+        assert client.rest() == []
+
+
+def test_errors_before_the_first_line_keep_their_status() -> None:
+    with serving(FakeRunner, api_keys=("k",)) as server:
+        assert httpx.post(server.url, content=b'"a"', headers=NDJSON).status_code == 401
+        wrong = {**NDJSON, "x-api-key": "k", "x-request-timeout-ms": "x"}
+        assert httpx.post(server.url, content=b'"a"', headers=wrong).status_code == 400
+        assert post(server, b'"a"', **{"x-api-key": "k"}) == [{"echo": "a"}]
+        server.worker_client.draining = True
+        key = {**NDJSON, "x-api-key": "k"}
+        assert httpx.post(server.url, content=b'"a"', headers=key).status_code == 503
+        server.worker_client.draining = False
+
+
+def test_a_stream_waits_for_a_full_queue_and_lets_others_in() -> None:
+    runner = FakeRunner()
+    body = "".join(f'"t{n}"\n' for n in range(40))
+    with (
+        serving(lambda: runner, max_queue_size=4) as server,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        runner.gate.clear()
+        queue = server.worker_client.queue
+        others = [pool.submit(httpx.post, server.url, content=f"o{n}") for n in range(4)]
+        wait_until(lambda: queue.pending == 4)
+        stream = pool.submit(post, server, body)
+        wait_until(lambda: bool(queue._waiting_for_room) or queue.pending > 4)
+        runner.gate.set()
+        assert [answer["echo"] for answer in stream.result()] == [f"t{n}" for n in range(40)]
+        assert [other.result().status_code for other in others] == [200] * 4
+        runner.gate.clear()
+        stream = pool.submit(post, server, body)
+        wait_until(lambda: queue.pending == 2)  # the share of a client
+        bystander = pool.submit(httpx.post, server.url, content="bystander")
+        wait_until(lambda: queue.pending == 3)
+        before = len(runner.batches)
+        runner.gate.set()
+        assert bystander.result().status_code == 200
+        assert len(stream.result()) == 40
+        served = [n for n, batch in enumerate(runner.batches) if "bystander" in batch]
+        assert served[0] <= before + 1
+
+
+@pytest.mark.parametrize("http", ["httptools", "h11"])
+def test_a_disconnect_empties_the_queue(http: Parser) -> None:
+    runner = FakeRunner()
+    with serving(lambda: runner, http=http) as server:
+        for reset in (False, True):
+            runner.gate.clear()
+            client = Client(server)
+            client.send(*(f"t{n}" for n in range(5000)))
+            assert runner.entered.acquire(timeout=60)
+            if reset:
+                linger = (1).to_bytes(4, "little") + (0).to_bytes(4, "little")
+                client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            client.file.close()
+            client.socket.close()
+            runner.gate.set()
+            wait_until(lambda: not server.worker_client.queue.items)
+            wait_until(lambda: not server.uvicorn.server_state.connections)
+            served = sum(map(len, runner.batches))
+            assert post(server, b'"after"') == [{"echo": "after"}]
+            assert served < 5000
+            runner.batches.clear()
+            while runner.entered.acquire(blocking=False):
+                pass
+
+
+def test_a_late_line_is_an_error_and_the_stream_goes_on() -> None:
+    runner = FakeRunner()
+    with serving(lambda: runner) as server:
+        timers = ManualTimers(server)
+        runner.gate.clear()
+        client = Client(server)
+        with client.socket:
+            client.send("held")
+            assert runner.entered.acquire(timeout=60)
+            timers.fire(within_s=100)
+            assert client.answer()["error"]["code"] == "deadline_exceeded"
+            runner.gate.set()
+            client.send("next")
+            assert client.answer() == {"echo": "next"}
+
+
+def test_a_body_that_stops_arriving_ends_the_stream_behind_its_answers() -> None:
+    with serving(FakeRunner, body_timeout_s=0.2) as server:
+        client = Client(server)
+        with client.socket:
+            client.send("one")
+            client.socket.sendall(chunk(b'"two'))
+            [answer, error] = client.rest()
+            assert answer == {"echo": "one"}
+            assert (error["error"]["code"], error["error"]["line"]) == ("body_timeout", 2)
+            assert "this line and those after it were not served" in error["error"]["message"]
+
+
+def test_a_stopping_server_answers_what_it_has_accepted() -> None:
+    runner = FakeRunner()
+    with serving(lambda: runner) as server:
+        runner.gate.clear()
+        client = Client(server)
+        with client.socket:
+            client.send(*(f"t{n}" for n in range(500)))
+            assert runner.entered.acquire(timeout=60)
+            loop = server.worker_client.loop
+            wait_until(lambda: len(server.worker_client.queue.items) == 2)
+            loop.call_soon_threadsafe(server.worker_client.start_draining)
+            wait_until(lambda: server.worker_client.draining)
+            runner.gate.set()
+            *answers, error = client.rest()
+            assert answers == [{"echo": "t0"}, {"echo": "t1"}]
+            assert (error["error"]["code"], error["error"]["line"]) == ("draining", 3)
+
+
+def test_answers_wait_in_a_file_while_the_client_only_sends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "STALLED_S", 0.2)
+    monkeypatch.setattr(spool, "MAX_BUFFER", 1 << 16)
+    runner = FakeRunner()
+    runner.finish = lambda item, raw: b'{"echo": "%b"}' % (b"x" * 20_000)  # type: ignore[method-assign]
+    with serving(lambda: runner) as server:
+        sent: list[int] = []
+
+        def is_served(count: int) -> bool:
+            return sum(map(len, runner.batches)) > count
+
+        def body() -> Iterator[bytes]:
+            for n in range(1000):  # 20 MB of answers: more than the sockets hold
+                sent.append(n)
+                yield b'"a"\n'
+                wait_until(partial(is_served, n - 600))
+
+        response = httpx.post(server.url, content=body(), headers=NDJSON, timeout=60)
+        assert [len(answer["echo"]) for answer in lines_of(response)] == [20_000] * 1000
+        assert len(sent) == 1000
+
+
+def test_a_client_that_never_reads_is_given_up_once_the_file_is_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "STALLED_S", 0.5)
+    monkeypatch.setattr(spool, "MAX_BUFFER", 1 << 16)
+    monkeypatch.setattr(spool, "MAX_SPOOL", 1 << 20)
+    runner = FakeRunner()
+    runner.finish = lambda item, raw: b'{"echo": "%b"}' % (b"x" * 200_000)  # type: ignore[method-assign]
+    with serving(lambda: runner) as server:
+        client = Client(server)
+        stop = threading.Event()
+
+        def send() -> None:
+            try:
+                while not stop.is_set():
+                    client.send(*["a"] * 100)
+            except OSError:
+                stop.set()
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        assert stop.wait(60)
+        thread.join()
+        wait_until(lambda: not server.uvicorn.server_state.connections)
+        assert not server.worker_client.queue.items
+        served = sum(map(len, runner.batches))
+        assert served < 1000
+
+
+def test_expect_100_continue(server: Server) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
+        head = CHUNKED.replace(b"\r\n\r\n", b"\r\nExpect: 100-continue\r\n\r\n")
+        client.sendall(head)
+        file = client.makefile("rb")
+        assert file.readline() == b"HTTP/1.1 100 Continue\r\n"
+        client.sendall(chunk(b'"a"\n') + b"0\r\n\r\n")
+        assert b'{"echo":"a"}' in file.read()
+
+
+def test_embeddings_of_lines() -> None:
+    with serving(embedding_model="demo") as server:
+        path = "/v1/embeddings"
+        one = {"input": "paris", "dimensions": 64}
+        lines = ["paris", one, {"inputs": "paris"}, {"input": "a", "parameters": {"model": "x"}}]
+        body = "".join(json.dumps(line) + "\n" for line in lines)
+        answers = post(server, body, path)
+        expected = httpx.post(server.url + path, json={"input": "paris"}).json()
+        assert answers[0] == answers[1] == expected
+        assert answers[2] == [expected["data"][0]["embedding"]]
+        assert answers[3]["error"]["line"] == 4
+        assert answers[3]["error"]["code"] == "model_not_found"
+
+
+def test_the_window_follows_the_time_limit_and_the_size_of_answers() -> None:
+    window = LineWindow(64, target_s=1.0)
+    assert window.size == 2
+    for _ in range(100):
+        window.record(0.5, 100)
+    assert window.size == 64
+    for _ in range(30):
+        window.record(2.0, 100)
+    assert window.size == 34
+    window.record(0.5, 1 << 24)
+    assert window.size == 2
+    window.record(0.5, 1 << 30)
+    assert window.size == 1
