@@ -8,7 +8,7 @@ nearest in length out of a bounded window. Owned by the worker's thread; it has 
 """
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from itertools import islice
 from typing import Generic
 
@@ -44,6 +44,15 @@ class DynamicBatcher(Generic[Item]):
         self.waiting[item] = None
         self._in_turn.add(item)
         self._groups.setdefault(item.key, FairQueue()).add(item)
+
+    def put_back(self, items: Sequence[Item]) -> None:
+        """Add items of the last batch, all of one key, that it was cut before, in its order."""
+        for item in reversed(items):
+            self.waiting[item] = None
+            self.waiting.move_to_end(item, last=False)
+        self._in_turn.put_back(items)
+        if items:
+            self._groups.setdefault(items[0].key, FairQueue()).put_back(items)
 
     def due_at(self, idle_since: float) -> float | None:
         """Return when the next batch is due; None if nothing waits. The worker was busy until

@@ -8,7 +8,7 @@ too. Alone, a request or a client uses everything. Pure state: no clock, no thre
 """
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 REQUEST_DIVISOR = 4
@@ -115,6 +115,15 @@ class FairQueue(Generic[T]):
         requests = self._clients.setdefault(item.owner.client, OrderedDict())
         requests.setdefault(item.owner, OrderedDict())[item] = None
         self._length += 1
+
+    def put_back(self, items: Sequence[T]) -> None:
+        """Add items again, each before the others of its request, and end the turns of these."""
+        for item in reversed(items):
+            self.add(item)
+            self._clients[item.owner.client][item.owner].move_to_end(item, last=False)
+        for item in items:
+            self._clients[item.owner.client].move_to_end(item.owner)
+            self._clients.move_to_end(item.owner.client)
 
     def remove(self, item: T) -> None:
         client, requests = item.owner.client, self._clients[item.owner.client]

@@ -16,7 +16,8 @@ with less than its share gets a slot, or blocks, of a sequence of a request or c
 
 Beside other requests, the sequences of a request that share its step with the first one make the
 step at most twice as long, and those that have generated least come first: a chat beside a hundred
-choices of another request keeps about its speed.
+choices of another request keeps about its speed. The prompts of a client that take several steps at
+most double a step, too, beside another client that decodes or whose prompts take a single step.
 
 Background sequences have low priority: they come after all others, in the queue and in a step, and
 are preempted for them. Beside others only a few of them are in a step, since each makes it longer.
@@ -51,6 +52,7 @@ MAX_SCORED_TOKENS_WHOLE = 512
 SMALL_STEP = 8
 
 DraftFunction = abc.Callable[[Sequence], tuple[int, ...]]
+Limits = abc.Mapping[abc.Hashable, int]  # by client: tokens of its prompts in a step
 
 
 class ContinuousScheduler:
@@ -145,10 +147,12 @@ class ContinuousScheduler:
         is_timed: bool = False,
         spare_rows: float = math.inf,
         resting: abc.Container[WorkOwner] = (),
+        doubling: int | None = None,
     ) -> list[Chunk]:
         """Return the next step's chunks. `budget`: how many prompt tokens it may have; `is_timed`:
         more would take too long. `draft` proposes a sequence's next tokens. `spare_rows`: that take
-        as long as an empty step. `resting` requests have no part in the step."""
+        as long as an empty step. `resting` requests have no part in the step. `doubling`: the
+        prompt tokens that take as long as a step without prompts; None: not limited."""
         self.preempted, self.admitted = 0, []
         if self._removed_any:  # there is more memory than when it was short
             self.max_running = min(self._max_running_limit, 2 * self.max_running)
@@ -168,7 +172,10 @@ class ContinuousScheduler:
         without_prefill = idle.union(sitting_out, decoding)
         prompts = [s for s in self.running if s.uncomputed and s not in without_prefill]
         prompts = [sequence for sequence in prompts if sequence.owner not in resting]
-        chunks = self._prefill(prompts, budget, prefix_pending, is_timed) if prompts else []
+        limits: dict[abc.Hashable, int] = {}
+        if doubling is not None:
+            limits = dict.fromkeys(_large_clients(prompts, decoding, budget), doubling)
+        chunks = self._prefill(prompts, budget, prefix_pending, is_timed, limits) if prompts else []
         prefilled = {chunk.sequence.owner for chunk in chunks}
         self.starved |= any(
             not sequence.background and sequence.owner not in prefilled for sequence in prompts
@@ -422,7 +429,12 @@ class ContinuousScheduler:
     # ── prefill ──
 
     def _prefill(
-        self, prompts: list[Sequence], budget: int, prefix_pending: bool, is_timed: bool
+        self,
+        prompts: list[Sequence],
+        budget: int,
+        prefix_pending: bool,
+        is_timed: bool,
+        limits: Limits,
     ) -> list[Chunk]:
         """Return the prompts' chunks. While a pending prefix is waited for, which a background
         sequence may be computing, those have the same priority as all others."""
@@ -439,18 +451,24 @@ class ContinuousScheduler:
             for sequence in prompts
         }
         if self.whole_prompts:
-            shares = self._share_whole(ranked, wanted, budget, is_timed)
+            shares = self._share_whole(ranked, wanted, budget, is_timed, limits)
             return [_prefill_chunk(sequence, share) for sequence, share in shares.items()]
         background_from = len(ranked) if prefix_pending else _num_foreground(ranked)
         chunks: list[Chunk] = []
         for group in (ranked[:background_from], ranked[background_from:]):
-            shares = _divide({sequence: wanted[sequence] for sequence in group}, ranked[0], budget)
+            of_group = {sequence: wanted[sequence] for sequence in group}
+            shares = _divide(of_group, ranked[0], budget, limits)
             budget -= sum(shares.values())
             chunks += (_prefill_chunk(s, share) for s, share in shares.items() if share)
         return chunks
 
     def _share_whole(
-        self, ranked: list[Sequence], wanted: dict[Sequence, int], budget: int, is_timed: bool
+        self,
+        ranked: list[Sequence],
+        wanted: dict[Sequence, int],
+        budget: int,
+        is_timed: bool,
+        limits: Limits,
     ) -> dict[Sequence, int]:
         """Return the prompts that run: at least one, and more while all, padded to the longest,
         fit. If the oldest takes too long, it gets a chunk, of half the budget beside others, and
@@ -458,7 +476,8 @@ class ContinuousScheduler:
         oldest, *others = ranked
         shares, is_long = {}, is_timed and wanted[oldest] > budget
         if self.chunks_oldest and oldest.is_plain and (oldest.computed or is_long):
-            shares[oldest] = min(wanted[oldest], -(-budget // 2) if others else budget)
+            most = limits.get(oldest.owner.client, budget)
+            shares[oldest] = min(wanted[oldest], most, -(-budget // 2) if others else budget)
             budget -= shares[oldest]
             ranked = sorted(others, key=lambda sequence: (sequence.background, sequence.uncomputed))
         in_turn = list(fair_order(ranked))
@@ -529,10 +548,25 @@ def _youngest(
     return None
 
 
-def _divide(wanted: dict[Sequence, int], first: Sequence, budget: int) -> dict[Sequence, int]:
+def _large_clients(
+    prompts: abc.Iterable[Sequence], decoding: abc.Iterable[Sequence], budget: int
+) -> list[abc.Hashable]:
+    """Return the clients whose prompts take several steps beside another client that decodes or
+    whose prompts fit into one."""
+    needed, served = Counter[abc.Hashable](), {sequence.owner.client for sequence in decoding}
+    for sequence in prompts:
+        needed[sequence.owner.client] += sequence.uncomputed
+    served |= {client for client, tokens in needed.items() if tokens <= budget}
+    return [client for client, tokens in needed.items() if tokens > budget and served - {client}]
+
+
+def _divide(
+    wanted: dict[Sequence, int], first: Sequence, budget: int, client_limits: Limits
+) -> dict[Sequence, int]:
     """Divide a step's budget. The first sequence gets half; the rest goes to the requests that need
     the fewest tokens. Several requests are divided in three rounds: within the shares of request
-    and client, within the share of the request, then without shares."""
+    and client, within the share of the request, then without shares; all within the limits of
+    clients."""
     shares, held, of_request = dict.fromkeys(wanted, 0), FairShare(), Counter[WorkOwner]()
     for sequence in wanted:
         of_request[sequence.owner] += sequence.uncomputed
@@ -551,7 +585,7 @@ def _divide(wanted: dict[Sequence, int], first: Sequence, budget: int) -> dict[S
                 most - shares[sequence],
                 budget - held.total,
                 request - held.of_request(owner),
-                client - held.of_client(owner),
+                min(client, client_limits.get(owner.client, budget)) - held.of_client(owner),
             )
             if more > 0:
                 shares[sequence] += more
@@ -606,6 +640,12 @@ class PrefillBudget:
         if streaming:
             minimum = MIN_PREFILL_TOKENS if self._token_s else self._min_unmeasured
         return min(self.max_tokens, max(minimum, fitting))
+
+    @property
+    def doubling_tokens(self) -> int:
+        """The prompt tokens that take as long as a step without prompts, or a few more."""
+        fitting = int(self.decode_s / self._token_s) if self._token_s else 0
+        return max(MIN_PREFILL_TOKENS, fitting)
 
     def learn(self, prompt_tokens: int, other_rows: int, seconds: float) -> None:
         """Record the time of a step of `prompt_tokens` and of `other_rows` that decoded."""

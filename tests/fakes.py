@@ -9,6 +9,7 @@ import orjson
 from batching.batcher import DynamicBatcher
 from batching.errors import InvalidInput
 from batching.request_queue import BatchLane, WorkItem
+from batching.turn_budget import MAX_TURN_S
 from worker.messages.protocol import ALONE, ModelInfo, OtherModels, Runner
 from worker.pipeline.engine import PipelineEngine
 from worker.registry import ServedModel
@@ -71,6 +72,7 @@ class BusyModels:
     """Other models that always have work; counts their steps."""
 
     busy = True
+    max_turn_s = MAX_TURN_S
     total_s = 0.0
 
     def __init__(self) -> None:

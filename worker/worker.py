@@ -23,6 +23,7 @@ from typing import Protocol
 
 from batching.errors import DeviceLost, ItemFailed, OnequeueError, WorkerDown
 from batching.request_queue import WorkItem
+from batching.turn_budget import MAX_TURN_ALONE_S, MAX_TURN_S
 from worker.cores import Cores, ThreadTuner, pin
 from worker.error_classification import failure_of
 from worker.messages.protocol import State, StepOutcome
@@ -63,6 +64,10 @@ class OtherServedModels:
     def busy(self) -> bool:
         return self.worker.is_busy_besides(self.name)
 
+    @property
+    def max_turn_s(self) -> float:
+        return MAX_TURN_S if self.busy else MAX_TURN_ALONE_S
+
     def run_steps(self) -> None:
         started_at = self.worker.clock()
         self.worker.run_steps_besides(self.name)
@@ -90,6 +95,7 @@ class Worker:
         self.busy_since = float("inf")
         self._busy: set[str] = set()  # names of models whose engines have items
         self._failing: set[str] = set()  # of models whose breaker is open
+        self._in_step: list[str] = []  # of models whose step runs, each in the middle of the last
         self._idle_since = float("-inf")  # when the last step ended
         self._trim_at: float | None = None  # when memory is returned, if no step runs until then
         self.inbox: queue.SimpleQueue[list[WorkItem] | None] = queue.SimpleQueue()
@@ -188,23 +194,27 @@ class Worker:
             self._busy.add(item.model)
 
     def run_steps_besides(self, running: str) -> None:
-        """In the middle of a step of one model, receive items and run a step of each other one."""
+        """In the middle of a step of one model, receive items and run a step of each other one.
+        Those may do the same: the models whose step is interrupted are left out."""
         self._thread_tuner.end_turn()
         self._idle_since = self.clock()  # items that have arrived since have waited for it
         if not self._receive(0.0):
             self.stop()  # after the step
-        self._run_steps(running)
+        self._in_step.append(running)
+        try:
+            self._run_steps()
+        finally:
+            self._in_step.pop()
         self._begin_step()
 
     def is_busy_besides(self, name: str) -> bool:
         """Whether another model has items."""
         return bool(self._busy - {name})
 
-    def _run_steps(self, running: str | None = None) -> None:
-        """Run a step of each engine that has one due, and the probes that are due. `running`: the
-        name of a model whose step has not ended."""
+    def _run_steps(self) -> None:
+        """Run a step of each engine that has one due, and the probes that are due."""
         for name, model in self.models.items():
-            if name == running:
+            if name in self._in_step:
                 continue
             if name in self._failing:
                 self._reject_waiting(model)

@@ -1,9 +1,12 @@
-"""While other models have work, the batches of encoders are cut, and generation lets others run
-between two tokens. Results are those of an uncut batch."""
+"""The batches of encoders are cut to a turn. Other models run in the middle of long ones, between
+two tokens of generation, and between two layers. Results are those of an uncut batch."""
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import orjson
@@ -12,13 +15,14 @@ import torch
 
 from batching.request_queue import WorkItem
 from batching.scheduler import PrefillBudget
-from batching.turn_budget import TurnBudget
+from batching.turn_budget import MAX_TURN_S, TurnBudget
 from tests import tiny_media as tiny_media  # adds its models to the list
 from tests.fakes import BusyModels
 from tests.matrix import matrix
 from tests.model.test_pipelines_media import noise, png, wav
 from tests.parity import assert_same, item, runner, serve, text
 from tests.tiny_embedders import NEW, checkpoint, load
+from worker.embedding.single_pass import SinglePassModel
 from worker.embedding.tokenization import TokenRow
 from worker.messages.protocol import ALONE, CUT
 from worker.messages.scoring import EmbeddingInput
@@ -30,10 +34,12 @@ LABELS = {"candidate_labels": ["a cat", "food", "paris"]}
 
 @pytest.fixture
 def rows_per_step(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Make steps of two rows; return how many each step had to choose from."""
+    """Make bounded steps of two rows; return how many each had to choose from."""
     counts: list[int] = []
 
-    def fitting(self: TurnBudget, sizes: Sequence[int]) -> int:
+    def fitting(self: TurnBudget, sizes: Sequence[int], seconds: float) -> int:
+        if seconds == math.inf:
+            return len(sizes)
         counts.append(len(sizes))
         return 2
 
@@ -90,7 +96,7 @@ def test_a_warm_up_completes_beside_other_models(
 ) -> None:
     run = runner("zero-shot-classification", "bert-nli")
     monkeypatch.setattr(run, "others", BusyModels())
-    monkeypatch.setattr(TurnBudget, "fitting", lambda self, sizes: 1)
+    monkeypatch.setattr(TurnBudget, "fitting", lambda self, sizes, seconds: 1)
     run.warm_up()
 
 
@@ -139,18 +145,88 @@ def test_other_models_run_between_two_tokens(
         def run_steps(self) -> None:
             super().run_steps()
             states.add((torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
-            for model in run._hooked:  # which the other model may share
+            for model in run.pipe.model.modules():  # which the other model may share
                 for hook in model._forward_pre_hooks.values():
                     hook(model, ())
 
     expected = serve(run, [item(inputs, **parameters) for _ in range(3)])
+    assert rows_per_step == []  # alone their batch is not cut
     others = Others()
     monkeypatch.setattr(run, "others", others)
-    assert serve(run, [item(inputs, **parameters) for _ in range(3)]) == expected
-    assert rows_per_step == []  # their batch is not cut
+    assert serve_in_steps(run, [item(inputs, **parameters) for _ in range(3)]) == expected
     assert others.steps >= 4
     assert states == {(False, True)}  # as outside of a pipeline
     monkeypatch.setattr(run, "others", ALONE)
+
+
+def test_beside_other_models_the_prompts_of_a_layer_take_a_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run, limits = runner("text-generation", "llama-lm"), []
+
+    def fitting(self: TurnBudget, sizes: Sequence[int], seconds: float) -> int:
+        limits.append((list(sizes), seconds))
+        return len(sizes)
+
+    monkeypatch.setattr(TurnBudget, "fitting", fitting)
+    monkeypatch.setattr(run, "others", BusyModels())
+    serve(run, [item(text(6), **GREEDY, num_beams=3)])
+    [([size], seconds)] = limits
+    assert size % 3 == 0  # each beam has the prompt
+    assert seconds == pytest.approx(2 * MAX_TURN_S)  # of two layers
+
+
+def ticks(step_s: float) -> Callable[[], float]:
+    """Return a clock that advances with each call."""
+    times = itertools.count(0.0, step_s)
+    return lambda: next(times)
+
+
+@pytest.mark.parametrize(("step_s", "runs"), [(0.0, False), (2 * MAX_TURN_S, True)])
+@pytest.mark.parametrize(
+    ("task", "model", "inputs", "parameters", "counts"), matrix(ENCODERS, ENCODERS[0])
+)
+def test_other_models_run_between_the_layers_of_a_long_batch(
+    task: str,
+    model: str,
+    inputs: list[Any],
+    parameters: dict[str, Any],
+    counts: list[int],
+    step_s: float,
+    runs: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run, others = runner(task, model, 16), BusyModels()
+    expected = serve(run, [item(one, **parameters) for one in inputs])
+    monkeypatch.setattr(run._yield_points, "_clock", ticks(step_s))
+    monkeypatch.setattr(run, "others", others)
+    monkeypatch.setattr(TurnBudget, "fitting", lambda self, sizes, seconds: len(sizes))
+    answers = serve_in_steps(run, [item(one, **parameters) for one in inputs])
+    for answer, alone in zip(answers, expected, strict=True):
+        assert_same(answer, alone)
+    layers = run.pipe.model.config.num_hidden_layers
+    assert others.steps == (layers if runs else 0)
+
+
+def test_a_cancelled_batch_ends_between_two_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, one = runner("fill-mask", "bert-mlm"), item(f"{text(3)} [MASK]")
+    run.prepare(one)
+    future = Mock(done=Mock(side_effect=[False, True]))  # before the model, and before a layer
+    one.prepared.future = future
+    monkeypatch.setattr(run._yield_points, "_clock", ticks(2 * MAX_TURN_S))
+    assert run.forward([one.prepared]) == [None]
+    assert future.done.call_count == 2
+
+
+def test_other_models_run_between_the_layers_of_an_embedder(tmp_path: Path) -> None:
+    embedder = load(checkpoint(tmp_path / "m", pooling={"pooling_mode": "mean"}, prefix=NEW))
+    expected = embedder.run(EmbeddingInput(TEXTS, 0)).vectors
+    embedder.others = others = BusyModels()
+    assert isinstance(embedder.model, SinglePassModel)
+    embedder.model.yield_points._clock = ticks(2 * MAX_TURN_S)
+    vectors = embedder.run(EmbeddingInput(TEXTS, 0)).vectors
+    assert others.steps == embedder.model.model.config.num_hidden_layers
+    np.testing.assert_array_equal(vectors, expected)
 
 
 def test_the_time_of_other_models_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,22 @@ def test_deadline_counts_from_the_first_item_alone() -> None:
     assert b.take(11.0, NEVER) == [first, second]
 
 
+def test_items_put_back_come_first_of_their_request_but_not_of_others() -> None:
+    b = batcher(size=3)
+    mine, other = WorkOwner("a", 1), WorkOwner("b", 2)
+    first, second, third, late, bystander = (item() for _ in range(5))
+    for one in (first, second, third, late):
+        one.owner = mine
+        arrive(b, one, 10.0)
+    assert b.take(20.0, NEVER) == [first, second, third]
+    bystander.owner = other
+    arrive(b, bystander, 11.0)
+    b.put_back([second, third])
+    assert b.due_at(NEVER) == 10.0  # full
+    assert b.take(20.0, NEVER) == [bystander, second, third]
+    assert b.take(20.0, NEVER) == [late]
+
+
 def test_time_spent_in_preparation_counts() -> None:
     b = batcher(wait_s=1.0)
     slow = item()

@@ -3,6 +3,7 @@
 from typing import Any
 
 from batching.batcher import DynamicBatcher
+from batching.fair_share import NO_OWNER, WorkOwner
 from batching.request_queue import WorkItem
 from tests.fakes import FakeRunner
 from worker.messages.protocol import CUT, UNFINISHED, StepOutcome
@@ -35,8 +36,8 @@ def slow_engine() -> tuple[PipelineEngine, Slow]:
     return PipelineEngine(runner, DynamicBatcher(8, 100, 0.0), lambda: runner.now), runner
 
 
-def arrived(engine: PipelineEngine, text: str) -> WorkItem:
-    item = WorkItem(None, float("inf"), 0.0)
+def arrived(engine: PipelineEngine, text: str, owner: WorkOwner = NO_OWNER) -> WorkItem:
+    item = WorkItem(None, float("inf"), 0.0, owner=owner)
     item.prepared = text.split()
     engine.add(item)
     return item
@@ -91,11 +92,17 @@ def test_clear_returns_unfinished_items() -> None:
     assert engine.due_at(1.0) is None
 
 
-def test_a_cut_batch_is_completed_before_new_items_start() -> None:
+def cutting_engine() -> tuple[PipelineEngine, Cutting]:
     runner = Cutting()
-    engine = PipelineEngine(runner, DynamicBatcher(8, 100, 0.0), lambda: 1.0)
+    return PipelineEngine(runner, DynamicBatcher(8, 100, 0.0), lambda: 1.0), runner
+
+
+def test_items_that_a_batch_was_cut_before_run_before_new_ones_of_their_request() -> None:
+    engine, runner = cutting_engine()
     first, second, third = (arrived(engine, text) for text in "abc")
-    assert step(engine).outputs == [(first, "done")]
+    outcome = step(engine)
+    assert outcome.outputs == [(first, "done")]
+    assert outcome.unfinished
     later = arrived(engine, "later")
     third.open = False
     outcome = step(engine)
@@ -103,7 +110,28 @@ def test_a_cut_batch_is_completed_before_new_items_start() -> None:
     assert outcome.report.size == 1
     assert outcome.report.saturated
     assert step(engine).outputs == [(later, "done")]
-    assert runner.batches == [["a", "b", "c"], ["b"], ["later"]]
+    assert runner.batches == [["a", "b", "c"], ["b", "later"], ["later"]]
+    assert engine.step(1.0) is None  # the third was cancelled
+    assert not engine.busy
+
+
+def test_a_request_that_arrives_during_a_list_is_in_the_next_batch() -> None:
+    engine, runner = cutting_engine()
+    for text in "abc":
+        arrived(engine, text, WorkOwner("a", 1))
+    step(engine)
+    bystander = arrived(engine, "x", WorkOwner("b", 2))
+    step(engine)
+    assert step(engine).outputs == [(bystander, "done")]
+    step(engine)
+    assert runner.batches == [["a", "b", "c"], ["b", "x", "c"], ["x", "c"], ["c"]]
+
+
+def test_clear_returns_the_items_of_a_cut_batch_once() -> None:
+    engine, _ = cutting_engine()
+    _, *others = [arrived(engine, text) for text in "abc"]
+    step(engine)
+    assert engine.clear() == others
     assert not engine.busy
 
 

@@ -75,6 +75,15 @@ def test_the_budget_has_a_minimum_and_a_maximum(token_s: float, tokens: int) -> 
     assert trained(token_s, random.Random(0)).prompt_tokens(streaming=True) == tokens
 
 
+def test_the_tokens_that_double_a_step_are_measured() -> None:
+    prefill = trained(0.001, random.Random(0))
+    prefill.decode_s = 0.1
+    assert prefill.doubling_tokens == pytest.approx(100, rel=0.3)
+    prefill.decode_s = 0.0
+    assert prefill.doubling_tokens == MIN_PREFILL_TOKENS
+    assert PrefillBudget("cpu").doubling_tokens == MIN_PREFILL_TOKENS
+
+
 def test_one_slow_step_is_forgotten() -> None:
     prefill = trained(0.005, random.Random(1))
     usual = prefill.prompt_tokens(streaming=True)

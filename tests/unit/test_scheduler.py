@@ -406,6 +406,60 @@ def test_choices_of_another_request_at_most_double_the_time_of_a_step() -> None:
     assert max(steps[choice] for choice in large) - min(steps[choice] for choice in large) <= 1
 
 
+DOUBLING = 40  # prompt tokens that double a step
+
+
+def prompt_tokens(scheduler: ContinuousScheduler, *of: list[Sequence]) -> list[int]:
+    """Run a step with a budget of 200; return the prompt tokens of each request in it."""
+    chunks = scheduler.schedule(200, doubling=DOUBLING)
+    for chunk in chunks:
+        scheduler.advance(chunk, [7] if chunk.reaches_end else [])
+    return [sum(c.count for c in chunks if c.is_prefill and c.sequence in some) for some in of]
+
+
+def test_long_prompts_at_most_double_the_step_of_another_client() -> None:
+    s = scheduler_of(10000, max_running=16)
+    first, second = requests(s, 5, 5, length=1000, client="a")
+    assert sum(prompt_tokens(s, first, second)) == 200  # alone
+    [small] = requests(s, 1, length=100, client="b")
+    first_tokens, second_tokens, small_tokens = prompt_tokens(s, first, second, small)
+    assert (first_tokens + second_tokens, small_tokens) == (DOUBLING, 100)
+    for _ in range(20):
+        first_tokens, second_tokens, _ = prompt_tokens(s, first, second, small)
+        assert first_tokens + second_tokens == DOUBLING
+        assert s.running[0].computed or first_tokens  # the oldest advances
+    assert len(small[0].tokens) == 100 + 21  # a token in each step
+    s.remove(small[0])
+    assert sum(prompt_tokens(s, first, second)) == 200
+
+
+def test_prompts_of_a_single_step_and_those_of_the_same_client_are_not_limited() -> None:
+    s = scheduler_of(10000, max_running=16)
+    [stream] = requests(s, 1, length=10, client="a")
+    prompt_tokens(s)
+    own, short = requests(s, 1, length=1000, client="a"), requests(s, 2, length=50, client="b")
+    assert prompt_tokens(s, *own, *short) == [DOUBLING, 100]
+    assert prompt_tokens(s, *own) == [DOUBLING]  # beside the streams of the other client
+    for sequence in short[0]:
+        s.remove(sequence)
+    assert prompt_tokens(s, *own) == [200]
+    assert len(stream[0].tokens) == 10 + 4
+
+
+def test_large_clients_alone_share_the_whole_budget() -> None:
+    s = scheduler_of(10000, max_running=16)
+    large = [*requests(s, 2, length=1000, client="a"), *requests(s, 2, length=1000, client="b")]
+    assert sum(prompt_tokens(s, *large)) == 200
+
+
+def test_each_large_client_may_double_the_step() -> None:
+    s = scheduler_of(10000, max_running=16)
+    large = [requests(s, 2, length=1000, client=client)[0] for client in "abc"]
+    requests(s, 1, length=10, client="d")
+    for _ in range(3):
+        assert prompt_tokens(s, *large) == [DOUBLING] * 3
+
+
 def test_single_sequences_of_many_requests_are_all_in_a_step() -> None:
     s = scheduler_of(1000)
     requests(s, *[1] * 60)

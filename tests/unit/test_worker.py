@@ -4,6 +4,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from batching.batcher import DynamicBatcher
 from batching.errors import ItemFailed, OnequeueError, OutOfMemory, WorkerDown, WrongResultCount
 from batching.request_queue import WorkItem
+from batching.turn_budget import MAX_TURN_ALONE_S, MAX_TURN_S
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner, batched_model
 from tests.serving import wait_until
@@ -450,10 +452,12 @@ class Interruptible(FakeRunner):
     def __init__(self, before: Callable[[list[str]], object] | None = None) -> None:
         super().__init__(before)
         self.were_busy: list[bool] = []
+        self.turns_s: list[float] = []
 
     def forward(self, prepared: list[Any]) -> list[Any]:
         outputs = super().forward(prepared)
         self.were_busy.append(self.others.busy)
+        self.turns_s.append(self.others.max_turn_s)
         self.others.run_steps()
         return outputs
 
@@ -471,6 +475,41 @@ def test_other_models_run_in_the_middle_of_a_step(start: Callable[..., Bench]) -
     assert bench.recorder.outcomes["a"] == ["A"]
     assert bench.recorder.outcomes["b"] == ["B"]
     assert bench.runner.batches == [["a"], ["b"]]
+
+
+class Nesting(FakeRunner):
+    """Records the steps that other models run in the middle of its own."""
+
+    def __init__(self, name: str, events: list[str]) -> None:
+        super().__init__()
+        self.name, self.events = name, events
+
+    def forward(self, prepared: list[Any]) -> list[Any]:
+        outputs = super().forward(prepared)
+        self.events.append(f"{self.name} begins")
+        self.others.run_steps()
+        self.events.append(f"{self.name} ends")
+        return outputs
+
+
+def test_an_interrupted_step_is_not_entered_again() -> None:
+    events: list[str] = []
+    runners = {name: Nesting(name, events) for name in "ab"}
+    models = [
+        batched_model(name, partial(runners.__getitem__, name), DynamicBatcher(1, 100, 0.0))
+        for name in "ab"
+    ]
+    worker, recorder = Worker(models), Recorder()
+    worker.start(recorder, lambda function, *args: function(*args))
+    items = [WorkItem(PipelineInput(text), 1e12, time.monotonic()) for text in ("a1", "a2", "b")]
+    for item in items:
+        item.model = item.payload.inputs[0]
+        runners[item.model].prepare(item)
+    worker.submit(items)
+    wait_until(lambda: recorder.count() == 3)
+    worker.stop()
+    worker.thread.join(60)
+    assert events == ["a begins", "b begins", "b ends", "a ends", "a begins", "a ends"]
 
 
 def test_an_engine_without_a_due_step_wakes_the_worker(
@@ -500,6 +539,7 @@ def test_a_model_knows_whether_others_have_work(start: Callable[..., Bench]) -> 
     bench.wait_for(2)
     stream.open = False
     assert runner.were_busy == [False, True]
+    assert runner.turns_s == [MAX_TURN_ALONE_S, MAX_TURN_S]
 
 
 def test_a_failure_in_the_middle_of_another_models_step_stays_its_own(

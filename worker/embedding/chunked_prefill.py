@@ -22,6 +22,7 @@ from worker.device.self_check import CannotRun
 from worker.embedding.pooling import PoolFunction
 from worker.embedding.tokenization import TokenRow
 from worker.error_classification import first_line
+from worker.messages.protocol import OtherModels
 from worker.model.attention.kv_cache import BLOCK
 from worker.model.language_model import LanguageModel
 from worker.model.loading import is_worth_compiling
@@ -60,9 +61,7 @@ class ChunkedPrefillModel:
         return self.runner.language.device
 
     @torch.inference_mode()
-    def run(
-        self, rows: abc.Sequence[TokenRow], pool: PoolFunction, is_shared: bool = False
-    ) -> None:
+    def run(self, rows: abc.Sequence[TokenRow], pool: PoolFunction, others: OtherModels) -> None:
         """Run one step for `rows`, some of which may have started in earlier steps, and drop all
         other rows that have. `pool` reduces the states [tokens, H] of a complete row to its result.
 
@@ -70,7 +69,7 @@ class ChunkedPrefillModel:
         caller chooses: bisection finds the failing row that way."""
         try:
             self._update_sequences(rows)
-            while self._step(pool, is_shared) and any(
+            while self._step(pool, others.busy) and any(
                 row.in_failed_step for row in self._sequences
             ):
                 pass

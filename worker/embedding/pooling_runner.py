@@ -47,9 +47,9 @@ class RowModel(Protocol):
     def batching_reason(self) -> str:
         """The reason why rows are not packed; empty if they are."""
 
-    def run(self, rows: Sequence[TokenRow], pool: PoolFunction, is_shared: bool = False) -> None:
-        """Run the rows, or a part of them, and set `row.result` where a row is complete.
-        `is_shared`: other models have work, so that it must not take long."""
+    def run(self, rows: Sequence[TokenRow], pool: PoolFunction, others: OtherModels) -> None:
+        """Run the rows, or those that fit into a turn beside `others`, and set `row.result` where
+        a row is complete."""
 
 
 class PoolingRunner(ABC, Generic[Payload, Result]):
@@ -92,7 +92,7 @@ class PoolingRunner(ABC, Generic[Payload, Result]):
     @torch.inference_mode()
     def forward(self, prepared: list[list[TokenRow]]) -> list[Tensor | Unfinished]:
         """Return a tensor [rows, …] per item; UNFINISHED or CUT where rows need another step."""
-        self.model.run([row for rows in prepared for row in rows], self.pool, self.others.busy)
+        self.model.run([row for rows in prepared for row in rows], self.pool, self.others)
         incomplete = UNFINISHED if self.info.batching == "continuous" else CUT
         is_done = [all(row.result is not None for row in rows) for rows in prepared]
         done = [rows for rows, complete in zip(prepared, is_done, strict=True) if complete]

@@ -28,9 +28,10 @@ from worker.device.self_check import (
 )
 from worker.embedding.pooling import PoolFunction
 from worker.embedding.tokenization import TokenRow
-from worker.messages.protocol import Batching
+from worker.messages.protocol import Batching, OtherModels
 from worker.pipeline.loading import choose_batching, pad
 from worker.pipeline.packed_attention import Packing
+from worker.pipeline.yield_points import YieldPoints
 
 STATES, LOGITS = "last_hidden_state", "logits"
 
@@ -49,6 +50,7 @@ class SinglePassModel:
     first_position: int | None = field(init=False, default=None)  # None: not as one row
     packing: Packing | None = field(init=False, default=None)
     budget: TurnBudget = field(init=False, default_factory=TurnBudget)
+    yield_points: YieldPoints = field(init=False)
 
     def __post_init__(self) -> None:
         self.per_text = self.output_name == LOGITS
@@ -61,22 +63,24 @@ class SinglePassModel:
         else:
             task = "text-classification" if self.per_text else "feature-extraction"
             self.batching, self.batching_reason, self.packing = choose_batching(task, self)
+        self.yield_points = YieldPoints(self.model)
 
     @property
     def device(self) -> torch.device:
         return self.model.device
 
     @torch.inference_mode()
-    def run(self, rows: Sequence[TokenRow], pool: PoolFunction, is_shared: bool = False) -> None:
+    def run(self, rows: Sequence[TokenRow], pool: PoolFunction, others: OtherModels) -> None:
         """Set the result of each row, or of the first ones, from one forward pass."""
         rows = [row for row in rows if row.result is None]
-        if is_shared:
-            rows = rows[: self.budget.fitting([len(row.ids) for row in rows])]
         if not rows:  # another item of their batch has failed
             return
-        started = time.monotonic()
-        outputs = self(rows)
-        self.budget.learn(sum(len(row.ids) for row in rows), time.monotonic() - started)
+        rows = rows[: self.budget.fitting([len(row.ids) for row in rows], others.max_turn_s)]
+        started = time.monotonic() - others.total_s
+        with self.yield_points.active(others):
+            outputs = self(rows)
+        seconds = time.monotonic() - others.total_s - started
+        self.budget.learn(sum(len(row.ids) for row in rows), seconds)
         if self.per_text:
             parts = outputs.unbind()
         else:

@@ -4,6 +4,7 @@ Engines and runners implement the protocols; the dataclasses are the messages. T
 language models, scoring and transcription are in the modules beside this one. No torch.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -32,8 +33,8 @@ StepRaw = TypeVar("StepRaw", covariant=True, default=object)
 
 
 class Unfinished(Enum):
-    """Returned by `Runner.forward` for an input that continues in the next batch: beside new
-    inputs or, where the batch was cut to a short step, before any new ones."""
+    """Returned by `Runner.forward` for an input that needs another batch: the next one, beside new
+    inputs, or, where the batch was cut to a turn, one in which inputs of others may come first."""
 
     UNFINISHED = auto()
     CUT = auto()
@@ -166,6 +167,10 @@ class OtherModels(Protocol):
         """Whether one of them has work: a step should then be short."""
 
     @property
+    def max_turn_s(self) -> float:
+        """The longest time that a batch should take."""
+
+    @property
     def total_s(self) -> float:
         """The time that `run_steps` has taken in all."""
 
@@ -182,6 +187,7 @@ class NoOtherModels:
     """Implements OtherModels for an engine without a worker."""
 
     busy = False
+    max_turn_s = math.inf
     total_s = 0.0
 
     def run_steps(self) -> None:
@@ -211,7 +217,7 @@ class Runner(Protocol[Payload, Prepared, Raw]):
         """Run a batch on the worker's thread.
 
         Returns one raw output per prepared input, in order. UNFINISHED and CUT mark an input that
-        needs more batches: it is passed again in the next one, unless its client has left.
+        needs more batches: it is passed again in a later one, unless its client has left.
         """
 
     def finish(self, item: WorkItem[Payload, Prepared], raw: Raw) -> object:

@@ -64,8 +64,9 @@ class PipelineEngine(Generic[Payload, Prepared, Raw]):
         self._batch: list[WorkItem[Payload, Prepared]] = []  # the one that runs
         # items of the last batch that continue in the next one
         self._unfinished: list[WorkItem[Payload, Prepared]] = []
-        self._is_cut = False  # no new items join them
-        self._started_at = 0.0  # start of the time that the next report with items covers
+        self._cut: list[WorkItem[Payload, Prepared]] = []  # items that wait again after the batch
+        # start of the time that the next report with items covers; None: of the next step
+        self._started_at: float | None = None
 
     @property
     def info(self) -> ModelInfo:
@@ -102,16 +103,16 @@ class PipelineEngine(Generic[Payload, Prepared, Raw]):
         finished_at = self.clock()
         for item in self._batch:
             item.finished_at = finished_at
+        unfinished = bool(self._unfinished or self._cut)
+        self.batcher.put_back(self._cut)
         report = self._report(run, finished_at)
-        self._batch = []
-        return StepOutcome(
-            report, outputs=run.outputs, done=run.failed, unfinished=bool(self._unfinished)
-        )
+        self._batch, self._cut = [], []
+        return StepOutcome(report, outputs=run.outputs, done=run.failed, unfinished=unfinished)
 
     def clear(self) -> list[WorkItem]:
-        items: list[WorkItem] = [*(self._batch or self._unfinished), *self.batcher.clear()]
-        self._batch, self._unfinished = [], []
-        return items
+        running: list[WorkItem] = [*(self._batch or self._unfinished), *self.batcher.clear()]
+        self._batch, self._unfinished, self._cut, self._started_at = [], [], [], None
+        return list(dict.fromkeys(running))
 
     def warm_up(self) -> None:
         self.runner.warm_up()
@@ -125,12 +126,11 @@ class PipelineEngine(Generic[Payload, Prepared, Raw]):
         """Continue the unfinished items and add the next batch, if one is due."""
         now = self.clock()
         self._batch = [item for item in self._unfinished if item.open]
-        if not self._batch:
-            self._started_at = now
-        joins = not (self._is_cut and self._batch)
-        self._unfinished, self._is_cut = [], False
-        joining = self.batcher.take(now, idle_since) if joins else []
+        self._unfinished = []
+        joining = self.batcher.take(now, idle_since)
         self._batch += joining
+        if self._started_at is None or not self._batch:
+            self._started_at = now
         rows = sum(item.rows for item in joining)
         for item in joining:
             item.started_at = now
@@ -155,9 +155,10 @@ class PipelineEngine(Generic[Payload, Prepared, Raw]):
                 run.failed += [(item, WrongResultCount(error)) for item in items]
                 return
             for item, output in zip(items, outputs, strict=True):
-                if isinstance(output, Unfinished):
+                if output is CUT:
+                    self._cut.append(item)
+                elif isinstance(output, Unfinished):
                     self._unfinished.append(item)
-                    self._is_cut |= output is CUT
                 else:
                     run.outputs.append((item, output))
 
@@ -178,14 +179,16 @@ class PipelineEngine(Generic[Payload, Prepared, Raw]):
 
     def _report(self, run: BatchRun[Raw], finished_at: float) -> BatchReport:
         """Measure the batch. An unfinished item is counted in the batch that finishes it."""
-        unfinished, cap = set(self._unfinished), self.batcher.cap
+        unfinished, cap = {*self._unfinished, *self._cut}, self.batcher.cap
         batch = [item for item in self._batch if item not in unfinished]
         tokens = sum(item.tokens for item in batch)
         rows = sum(item.rows for item in batch)
         widest = max((item.width for item in batch), default=0)
         run_tokens = tokens if self.batcher.packs else rows * widest
-        started_at = self._started_at
-        if batch:
+        started_at = finished_at if self._started_at is None else self._started_at
+        if not unfinished:
+            self._started_at = None
+        elif batch:
             self._started_at = finished_at
         return BatchReport(
             size=len(batch),

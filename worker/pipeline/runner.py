@@ -10,16 +10,16 @@ Which items share a batch is decided by batching/batcher.py from the keys that `
 
 import asyncio
 import copy
+import math
 import threading
 import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import orjson
 import torch
-from transformers import PreTrainedModel
 from transformers.pipelines.base import ChunkPipeline, PipelineException, pad_collate_fn
 
 from batching.errors import InvalidInput
@@ -41,6 +41,7 @@ from worker.pipeline import limits
 from worker.pipeline.inputs import InputReader, text_length, warm_up_input
 from worker.pipeline.packed_attention import Packing, scatter_logits
 from worker.pipeline.truncation import truncating
+from worker.pipeline.yield_points import StepCancelled, YieldPoints
 from worker.tasks import TASKS, truncates
 from worker.text.long_text import tokenizing
 
@@ -76,10 +77,6 @@ class PreparedInput:
 PipelineItem = WorkItem[PipelineInput, PreparedInput]
 
 
-class BatchCancelled(Exception):
-    """All items of the running batch are cancelled."""
-
-
 @dataclass(eq=False)
 class PipelineRunner:
     """Implements worker.messages.protocol.Runner for one pipeline."""
@@ -104,7 +101,7 @@ class PipelineRunner:
         self.fills_masks = info.task == "fill-mask"
         self.reads_tokens = self.task.kind == "text" and self.task.stages
         self._budget = TurnBudget()
-        self._hooked = innermost_models(pipe.model)
+        self._yield_points = YieldPoints(pipe.model)
         self._template = copy_pipeline(pipe)  # never run, so it can be copied at any time
         self._idle: list[Pipe] = []  # replicas, as many as threads have ever worked at once
         self._copying = threading.Lock()
@@ -227,30 +224,17 @@ class PipelineRunner:
     def forward(self, prepared: list[PreparedInput]) -> list[Any]:
         """Return the raw outputs of each input, a list with one per row.
 
-        Generation and large batches need several forward passes of the model. Between two of them,
-        other models get a step, and the batch stops if all items are cancelled: each input then
-        gets None. Other batches are cut while other models have work."""
-        is_first, others_run = True, False
+        The batch is cut to the rows that run in a turn. In its middle other models get steps (see
+        yield_points.py), and it stops if all items are cancelled: each input then gets None."""
 
-        def before_forward(*_: Any) -> None:
-            nonlocal is_first, others_run
-            if others_run:  # one of them shares the model
-                return
-            if all(item.future and item.future.done() for item in prepared):
-                raise BatchCancelled
-            if not is_first:
-                others_run = True
-                with torch.inference_mode(False):  # as outside of the pipeline
-                    self.others.run_steps()
-            is_first = others_run = False
+        def is_wanted() -> bool:
+            return not all(item.future and item.future.done() for item in prepared)
 
-        with ExitStack() as hooks:
-            for model in self._hooked:
-                hooks.callback(model.register_forward_pre_hook(before_forward).remove)
-            try:
+        try:
+            with self._yield_points.active(self.others, is_wanted):
                 return self._forward(prepared)
-            except BatchCancelled:
-                return [None] * len(prepared)
+        except StepCancelled:
+            return [None] * len(prepared)
 
     def _forward(self, prepared: list[PreparedInput]) -> list[Any]:
         if not self.task.stages:
@@ -258,9 +242,8 @@ class PipelineRunner:
         waiting = [
             (item, n) for item in prepared for n in range(len(item.outputs), len(item.chunks))
         ]
-        sizes = [count_tokens(item.chunks[n]) for item, n in waiting]
-        if self.others.busy and not self.calls_generate:
-            waiting = waiting[: self._budget.fitting(sizes)]
+        sizes = [count_tokens(item.chunks[n]) * item.sequences for item, n in waiting]
+        waiting = waiting[: self._budget.fitting(sizes, self._max_turn_s())]
         rows = [item.chunks[n] for item, n in waiting]
         masks = [item.masks[n] for item, n in waiting if item.masks] or None
         started_at = time.monotonic() - self.others.total_s
@@ -269,9 +252,20 @@ class PipelineRunner:
             for (item, _), output in zip(waiting[part], outputs, strict=True):
                 item.outputs.append(output)
         seconds = time.monotonic() - self.others.total_s - started_at
+        if self.calls_generate:
+            seconds = self._yield_points.first_forward_s
         if rows:
             self._budget.learn(sum(sizes[: len(rows)]), seconds)
         return [item.take_outputs() for item in prepared]
+
+    def _max_turn_s(self) -> float:
+        """Return the longest time that the batch's first forward pass should take. Generation lets
+        other models run between two layers, and alone its batch stays whole: it is as fast with
+        many rows as with one."""
+        if not self.calls_generate:
+            return self.others.max_turn_s
+        layers = getattr(self.pipe.model.config.get_text_config(), "num_hidden_layers", 1)
+        return self.others.max_turn_s * layers if self.others.busy else math.inf
 
     def _sub_batches(self, rows: list[ModelInputs]) -> Iterator[slice]:
         """Yield slices of rows that run together: at most `max_rows`, and images and recordings
@@ -362,17 +356,6 @@ def check_tokens(chunks: Sequence[ModelInputs], limit: int, vocabulary: int) -> 
 def count_tokens(row: ModelInputs) -> int:
     """Return the tokens of a row of text; 1 for other rows."""
     return row["input_ids"].shape[-1] if "input_ids" in row else 1
-
-
-def innermost_models(model: PreTrainedModel) -> list[PreTrainedModel]:
-    """Return the models that contain no other one. A forward pass of `model`, or each step of its
-    `generate`, runs some of them."""
-    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    return [
-        model
-        for model in models
-        if sum(isinstance(m, PreTrainedModel) for m in model.modules()) == 1
-    ]
 
 
 def tensor_shapes(row: ModelInputs) -> Hashable:

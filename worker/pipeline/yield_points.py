@@ -1,0 +1,98 @@
+"""Yield points: places in the middle of a model's step at which the other models run theirs.
+
+A step lets them run between two forward passes, as of generation, and within a forward pass between
+two layers once it has taken MAX_TURN_S. A batch of long rows, and the prompts of generation, then
+stop a stream of another model for little longer than that. The results do not change.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from batching.turn_budget import MAX_TURN_S
+from worker.messages.protocol import OtherModels
+
+
+class StepCancelled(Exception):
+    """Nobody waits for the result of the step any more."""
+
+
+class YieldPoints:
+    """Hooks on a model, which do something only inside of `with yield_points.active(...)`."""
+
+    def __init__(self, model: PreTrainedModel, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._others: OtherModels | None = None  # None: not active
+        self._is_wanted: Callable[[], bool] = lambda: True
+        self._is_first = True  # no forward pass of the step has begun
+        self._turn_started = 0.0
+        self._started = 0.0  # of the step, in time without the steps of other models
+        self.first_forward_s = 0.0  # of the last step, without the steps of other models
+        for inner in innermost_models(model):
+            inner.register_forward_pre_hook(self._before_forward)
+        for layer in layers_of(model):
+            layer.register_forward_pre_hook(self._before_layer)
+
+    @contextmanager
+    def active(
+        self, others: OtherModels, is_wanted: Callable[[], bool] = lambda: True
+    ) -> Iterator[None]:
+        """Let `others` run during the step inside. Raise StepCancelled in its middle if it is no
+        longer wanted."""
+        self._others, self._is_wanted = others, is_wanted
+        self._is_first, self._turn_started = True, self._clock()
+        self._started, self.first_forward_s = self._turn_started - others.total_s, 0.0
+        try:
+            yield
+        finally:
+            self._others = None
+
+    def _before_forward(self, *_: Any) -> None:
+        if self._others is None:
+            return
+        if not self._is_wanted():
+            raise StepCancelled
+        if self._is_first:
+            self._is_first = False
+            return
+        own_time = self._clock() - self._others.total_s
+        self.first_forward_s = self.first_forward_s or own_time - self._started
+        self._run_others(self._others)
+
+    def _before_layer(self, *_: Any) -> None:
+        if self._others is None or self._clock() - self._turn_started < MAX_TURN_S:
+            return
+        if not self._is_wanted():
+            raise StepCancelled
+        self._run_others(self._others)
+
+    def _run_others(self, others: OtherModels) -> None:
+        self._others = None
+        try:
+            with torch.inference_mode(False):  # as outside of the step
+                others.run_steps()
+        finally:
+            self._others = others
+        self._turn_started = self._clock()
+
+
+def innermost_models(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """Return the models that contain no other one. A forward pass of `model`, or each step of its
+    `generate`, runs some of them."""
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    return [
+        model
+        for model in models
+        if sum(isinstance(m, PreTrainedModel) for m in model.modules()) == 1
+    ]
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Return the elements of all lists of modules, without duplicates."""
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+    return list(dict.fromkeys(layer for layers in lists for layer in layers))
