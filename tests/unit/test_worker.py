@@ -501,10 +501,11 @@ def test_an_interrupted_step_is_not_entered_again() -> None:
     ]
     worker, recorder = Worker(models), Recorder()
     worker.start(recorder, lambda function, *args: function(*args))
-    items = [WorkItem(PipelineInput(text), 1e12, time.monotonic()) for text in ("a1", "a2", "b")]
-    for item in items:
-        item.model = item.payload.inputs[0]
-        runners[item.model].prepare(item)
+    items: list[WorkItem] = []
+    for text in ("a1", "a2", "b"):
+        items.append(WorkItem(PipelineInput(text), 1e12, time.monotonic()))
+        items[-1].model = text[0]
+        runners[text[0]].prepare(items[-1])
     worker.submit(items)
     wait_until(lambda: recorder.count() == 3)
     worker.stop()
