@@ -264,8 +264,9 @@ class PipelineRunner:
         many rows as with one."""
         if not self.calls_generate:
             return self.others.max_turn_s
-        layers = getattr(self.pipe.model.config.get_text_config(), "num_hidden_layers", 1)
-        return self.others.max_turn_s * layers if self.others.busy else math.inf
+        if not self.others.busy:
+            return math.inf
+        return self.others.max_turn_s * self._yield_points.depth
 
     def _sub_batches(self, rows: list[ModelInputs]) -> Iterator[slice]:
         """Yield slices of rows that run together: at most `max_rows`, and images and recordings

@@ -5,6 +5,7 @@ two layers once it has taken MAX_TURN_S. A batch of long rows, and the prompts o
 stop a stream of another model for little longer than that. The results do not change.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,7 +36,9 @@ class YieldPoints:
         self.first_forward_s = 0.0  # of the last step, without the steps of other models
         for inner in innermost_models(model):
             inner.register_forward_pre_hook(self._before_forward)
-        for layer in layers_of(model):
+        stacks = [[*module] for module in model.modules() if isinstance(module, nn.ModuleList)]
+        self.depth = max(map(len, stacks), default=1)  # layers of the longest stack
+        for layer in dict.fromkeys(itertools.chain(*stacks)):
             layer.register_forward_pre_hook(self._before_layer)
 
     @contextmanager
@@ -50,7 +53,8 @@ class YieldPoints:
         try:
             yield
         finally:
-            self._others = None
+            self._others, self._is_wanted = None, lambda: True  # that holds the inputs
+            self._end_first_forward(others)
 
     def _before_forward(self, *_: Any) -> None:
         if self._others is None:
@@ -60,8 +64,7 @@ class YieldPoints:
         if self._is_first:
             self._is_first = False
             return
-        own_time = self._clock() - self._others.total_s
-        self.first_forward_s = self.first_forward_s or own_time - self._started
+        self._end_first_forward(self._others)
         self._run_others(self._others)
 
     def _before_layer(self, *_: Any) -> None:
@@ -70,6 +73,10 @@ class YieldPoints:
         if not self._is_wanted():
             raise StepCancelled
         self._run_others(self._others)
+
+    def _end_first_forward(self, others: OtherModels) -> None:
+        own_time_s = self._clock() - others.total_s
+        self.first_forward_s = self.first_forward_s or own_time_s - self._started
 
     def _run_others(self, others: OtherModels) -> None:
         self._others = None
@@ -90,9 +97,3 @@ def innermost_models(model: PreTrainedModel) -> list[PreTrainedModel]:
         for model in models
         if sum(isinstance(m, PreTrainedModel) for m in model.modules()) == 1
     ]
-
-
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the elements of all lists of modules, without duplicates."""
-    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
-    return list(dict.fromkeys(layer for layers in lists for layer in layers))
