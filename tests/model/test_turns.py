@@ -218,7 +218,10 @@ def test_a_cancelled_batch_ends_between_two_layers(monkeypatch: pytest.MonkeyPat
     assert future.done.call_count == 2
 
 
-def test_other_models_run_between_the_layers_of_an_embedder(tmp_path: Path) -> None:
+def test_other_models_run_between_the_layers_of_an_embedder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TurnBudget, "fitting", lambda self, sizes, seconds: len(sizes))
     embedder = load(checkpoint(tmp_path / "m", pooling={"pooling_mode": "mean"}, prefix=NEW))
     expected = embedder.run(EmbeddingInput(TEXTS, 0)).vectors
     embedder.others = others = BusyModels()
