@@ -1,13 +1,12 @@
-"""The time budget of a batch: it is cut to the rows that run within it, by the times of earlier
-batches. Owned by the worker's thread; it has no clock.
+"""The time budget of a batch: while other models have work, it is cut to the rows that run within
+it, by the times of earlier batches. Owned by the worker's thread; it has no clock.
 """
 
 from collections.abc import Sequence
 from itertools import accumulate
 
-# The longest time that a model computes while other models have work, and otherwise: a request may
-# arrive, also for the same model. The second is long enough to read the weights seldom.
-MAX_TURN_S, MAX_TURN_ALONE_S = 0.2, 0.5
+# The longest time that a model computes while other models have work.
+MAX_TURN_S = 0.2
 NEW_SHARE = 0.3  # weight of the latest batch in the measured time per token
 
 

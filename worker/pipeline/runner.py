@@ -10,7 +10,6 @@ Which items share a batch is decided by batching/batcher.py from the keys that `
 
 import asyncio
 import copy
-import math
 import threading
 import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -259,14 +258,11 @@ class PipelineRunner:
         return [item.take_outputs() for item in prepared]
 
     def _max_turn_s(self) -> float:
-        """Return the longest time that the batch's first forward pass should take. Generation lets
-        other models run between two layers, and alone its batch stays whole: it is as fast with
-        many rows as with one."""
-        if not self.calls_generate:
-            return self.others.max_turn_s
-        if not self.others.busy:
-            return math.inf
-        return self.others.max_turn_s * self._yield_points.depth
+        """Return the longest time that the batch's first forward pass should take. In generation
+        that is a turn for each layer, since other models run between two of them: a step is as fast
+        with many rows as with one."""
+        depth = self._yield_points.depth if self.calls_generate else 1
+        return self.others.max_turn_s * depth
 
     def _sub_batches(self, rows: list[ModelInputs]) -> Iterator[slice]:
         """Yield slices of rows that run together: at most `max_rows`, and images and recordings
