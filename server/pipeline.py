@@ -224,7 +224,11 @@ class PipelineEndpoint:
             if may_be_text:
                 return None
             raise
-        return None if may_be_text and "inputs" not in document else document
+        if may_be_text:
+            return document if "inputs" in document else None
+        if document is None:
+            raise InvalidInput("the body must be a JSON object with inputs, or a list of inputs")
+        return document
 
     def parse_form(self, body: bytes, boundary: bytes) -> PipelineInput:
         """Return the input of a form. Writes its file to disk: runs in a pool thread."""

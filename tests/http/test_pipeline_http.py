@@ -202,6 +202,7 @@ def test_the_headers_of_a_list_describe_the_list() -> None:
             'is a parameter of fill-mask; put it under "parameters": {"top_k": …}',
         ),
         (b"{}", "application/json", 400, "inputs", "inputs"),
+        (b"null", "application/json", 400, None, "object with inputs"),
         (b'{"inputs": []}', "application/json", 400, "inputs", "1 to 8"),
         (b'{"inputs": "a", "parameters": 3}', "application/json", 400, "parameters", "object"),
         (
