@@ -2,8 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -178,10 +176,3 @@ def test_a_path_with_a_slash_at_the_end_is_no_redirect() -> None:
             response = httpx.get(server.url + path, headers={"Host": "10.0.0.1"})
             assert response.status_code == 404
             assert "location" not in response.headers
-
-
-def test_ready_names_a_local_model_without_its_folders(tmp_path: Path) -> None:
-    runner = FakeRunner()
-    runner.info = replace(runner.info, model=str(tmp_path / "private" / "model"))
-    with serving(lambda: runner) as server:
-        assert httpx.get(server.url + "/ready").json()["model"] == "model"

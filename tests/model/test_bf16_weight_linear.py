@@ -36,6 +36,11 @@ SIZES = [(64, 128), (96, 40), (40, 24), (33, 101), (1, 1), (1025, 70), (2600, 64
 ROWS = [1, 2, 3, 11, 12, 13, 25, 100, 300]
 
 
+needs_onednn_bfloat16 = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bfloat16 on this CPU"
+)
+
+
 @pytest.fixture(autouse=True)
 def _emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.model.cpu.linear.has_bfloat16", lambda: False)
@@ -143,6 +148,7 @@ def test_packed_layers_are_replaced_on_an_emulating_cpu(
         assert torch.equal(weight, before.state_dict()[name])
 
 
+@needs_onednn_bfloat16
 def test_loaded_operations_are_used_without_packing_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """No memory is needed for float32 weights."""
     model = Fan().bfloat16()
@@ -241,6 +247,7 @@ def test_the_copy_of_int8_weights_is_replaced_too() -> None:
     torch.testing.assert_close(model(x), before)
 
 
+@needs_onednn_bfloat16
 def test_other_layers_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(plain(8, 8).float(), PackedLinear(torch.randn(8, 8), None))
     use_bf16_weights(model)

@@ -28,6 +28,7 @@ async def streaming() -> AsyncIterator[DeltaStream[str]]:
         stream: Any,
         cache_namespace: bytes,
         client: Any,
+        owner: Any,
     ) -> Any:
         return queue.accept(payloads, deadline, StepLane(name, 10), name, stream, cache_namespace)
 

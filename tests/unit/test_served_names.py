@@ -6,11 +6,16 @@ from typing import Any
 
 import pytest
 
-from server.app import create_app
+from server.app import create_app, loader_options
 from server.core.settings import Settings, SettingsError, load_settings, parse_model
 from server.preflight import DEMO_MODELS, MODELS, resolve_models
 from tests.checkpoints import write_checkpoint
 from tests.fake_generator import FakeGenerator
+from worker.embedding.loading import ScoringOptions
+from worker.model.language_model import GeneratorOptions
+from worker.model.loading import ModelOptions
+from worker.pipeline.loading import PipelineOptions
+from worker.speech.loading import SpeechOptions
 
 CHAT = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 
@@ -135,3 +140,23 @@ def test_names_and_loaders_of_every_kind_agree() -> None:
     settings: dict[str, Any] = dict.fromkeys(MODELS, "demo") | {"rerank_model": "none"}
     app = create_app(Settings(**settings))
     assert len(app.worker_client.models) == len(MODELS) - 1
+
+
+@pytest.mark.parametrize(
+    ("setting", "kind", "given"),
+    [
+        ("pipeline_model", PipelineOptions, {}),
+        ("chat_model", GeneratorOptions, {"later_caches": 0}),
+        ("embedding_model", ScoringOptions, {}),
+        ("rerank_model", ScoringOptions, {}),
+        ("transcription_model", SpeechOptions, {}),
+    ],
+)
+def test_a_local_model_is_loaded_under_a_name_without_its_folders(
+    tmp_path: Path, setting: str, kind: type[ModelOptions], given: dict[str, Any]
+) -> None:
+    folder = tmp_path / "private" / "model"
+    folder.mkdir(parents=True)
+    settings = Settings(**{setting: str(folder)})  # type: ignore[arg-type]
+    options = loader_options(kind, setting, settings, **given)
+    assert (options.name, options.model) == ("model", str(folder))

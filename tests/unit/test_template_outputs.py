@@ -262,6 +262,7 @@ ENDS = {
 UNQUOTED = "it writes strings without quotes, even with commas"
 UNESCAPED = "it writes quotes within quotes"
 LOSSY = {
+    ("Apriel-1.6-15b-Thinker-fixed", "thoughts"): "it shows thoughts without what begins them",
     ("LFM2.5-8B-A1B", "typed arguments"): UNESCAPED,
     ("tool_chat_template_llama3.2_pythonic", "typed arguments"): UNQUOTED,
     ("tool_chat_template_toolace", "typed arguments"): UNQUOTED,
