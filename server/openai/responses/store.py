@@ -26,6 +26,7 @@ from server.http.json import Document
 
 MAX_RESPONSES = 10_000
 MAX_BYTES = 256_000_000
+OPEN_S = 30.0  # to wait for other processes that open a new file
 LEASE_S = 30.0  # without a renewal, a background response has failed after this time
 ENDED = "the server process that generated the response has ended"
 
@@ -128,6 +129,19 @@ class Stored:
     input: list[Document]
 
 
+def use_write_ahead_log(database: sqlite3.Connection) -> None:
+    """Switch to it. While another process does so, sqlite fails at once, without its timeout."""
+    give_up_at = time.monotonic() + OPEN_S
+    while True:
+        try:
+            database.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > give_up_at:
+                raise
+        time.sleep(0.01)
+
+
 class ResponseStore:
     """`path` is a file, or `:memory:`. Raises sqlite3.Error if the file cannot be used."""
 
@@ -140,7 +154,7 @@ class ResponseStore:
         self._database = sqlite3.connect(path, check_same_thread=False)
         run = self._database.execute
         run("PRAGMA foreign_keys = ON")
-        run("PRAGMA journal_mode = WAL")
+        use_write_ahead_log(self._database)
         run("PRAGMA synchronous = NORMAL")  # a power cut may lose the last responses only
         columns = {name for _, name, *_ in run("PRAGMA table_info(responses)")}
         upgrade = UPGRADE if columns and "namespace" not in columns else ""
