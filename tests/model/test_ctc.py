@@ -7,6 +7,7 @@ import pytest
 from transformers import pipeline
 
 from batching.errors import InvalidInput
+from tests.matrix import matrix
 from tests.transcribing import (
     CTC,
     RATE,
@@ -35,7 +36,7 @@ def pipeline_output(samples: Any) -> dict[str, Any]:
     return output
 
 
-@pytest.mark.parametrize("seconds", [0.5, 12.0, 30.0, 30.1, 75.0])
+@pytest.mark.parametrize("seconds", matrix([0.5, 12.0, 30.0, 30.1, 75.0], 0.5, 30.1))
 def test_recording_gives_text_and_times_of_the_pipeline(tmp_path: Path, seconds: float) -> None:
     samples = noise(seconds)
     path = saved(tmp_path, samples)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 from batching.errors import InvalidInput
+from tests.matrix import matrix
 from tests.transcribing import (
     LENIENT,
     RATE,
@@ -49,7 +50,7 @@ END: int = checkpoint(WHISPER).tokenizer.eos_token_id
 LENGTHS = {"one window": 2.0, "several windows": 7.3, "several blocks": 70.0}
 
 
-@pytest.mark.parametrize("seconds", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("seconds", matrix(LENGTHS.values(), 7.3), ids=LENGTHS)
 def test_recording_gives_the_tokens_of_generate(tmp_path: Path, seconds: float) -> None:
     samples = noise(seconds)
     [deltas] = transcribed(new_speech_engine(), [TranscriptionInput(saved(tmp_path, samples))])
@@ -91,7 +92,7 @@ def test_rules_of_a_row_do_not_depend_on_longer_rows() -> None:
     assert torch.equal(together, torch.cat(alone))
 
 
-@pytest.mark.parametrize("language", ["en", "de", "German"])
+@pytest.mark.parametrize("language", matrix(["en", "de", "German"], "de"))
 @pytest.mark.parametrize("task", ["transcribe", "translate"])
 def test_language_and_task_of_the_request_are_used(
     tmp_path: Path, language: str, task: Any

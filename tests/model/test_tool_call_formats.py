@@ -206,7 +206,7 @@ def test_formats_and_item_counts_are_enforced(name: str) -> None:
     assert any(choice.finish_reason == "tool_calls" for choice in ended)
 
 
-@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("special", matrix([False, True], True))
 @pytest.mark.parametrize("name", FORMS)
 def test_call_that_the_model_starts_is_constrained_by_its_tool(name: str, special: bool) -> None:
     result = engine(name, special)

@@ -8,6 +8,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from server.preflight import MISUSE
 from tests.hub import serving_hub
+from tests.matrix import matrix
 from tests.process.test_start import ROOT, SERVER, assert_refused, pipe, process, run
 from worker.model.loading import LoadingFailed, load_errors
 
@@ -63,7 +64,9 @@ def test_a_model_that_cannot_be_fetched_is_refused_in_one_line(
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("flag", ["--chat-model", "--embedding-model", "--rerank-model"])
+@pytest.mark.parametrize(
+    "flag", matrix(["--chat-model", "--embedding-model", "--rerank-model"], "--chat-model")
+)
 def test_a_hub_that_cannot_be_reached_is_asked_once(flag: str, cache: dict[str, str]) -> None:
     """Before torch is imported, for each kind of model."""
     with socket.create_server(("127.0.0.1", 0)) as closed:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper
 
+from tests.matrix import matrix
 from worker.model import sampler
 from worker.model.sampler import (
     BLOCK,
@@ -412,7 +413,7 @@ def test_all_logits_equal_to_the_last_of_top_k_are_kept() -> None:
     assert len(set(sampled)) > 100
 
 
-@pytest.mark.parametrize("top_k", [1, 4, 50, 64, 65, 500])
+@pytest.mark.parametrize("top_k", matrix([1, 4, 50, 64, 65, 500], 4, 65))
 def test_top_k_keeps_what_transformers_keeps(top_k: int) -> None:
     logits = normal(4, 1000).bfloat16().float()
     kept = TopKLogitsWarper(top_k)(torch.zeros(4, 1, dtype=torch.long), logits).isfinite()
