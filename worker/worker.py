@@ -13,7 +13,6 @@ defined by the engines; HTTP, the asyncio queue and the pools are in server/core
 
 import ctypes
 import logging
-import math
 import queue
 import sys
 import threading
@@ -24,7 +23,7 @@ from typing import Protocol
 
 from batching.errors import DeviceLost, ItemFailed, OnequeueError, WorkerDown
 from batching.request_queue import WorkItem
-from batching.turn_budget import MAX_TURN_S
+from batching.turn_budget import MAX_TURN_ALONE_S, MAX_TURN_S
 from worker.cores import Cores, ThreadTuner, pin
 from worker.error_classification import failure_of
 from worker.messages.protocol import State, StepOutcome
@@ -67,7 +66,7 @@ class OtherServedModels:
 
     @property
     def max_turn_s(self) -> float:
-        return MAX_TURN_S if self.busy else math.inf
+        return MAX_TURN_S if self.busy else MAX_TURN_ALONE_S
 
     def run_steps(self) -> None:
         started_at = self.worker.clock()

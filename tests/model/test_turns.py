@@ -37,8 +37,8 @@ def rows_per_step(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Make bounded steps of two rows; return how many each had to choose from."""
     counts: list[int] = []
 
-    def fitting(self: TurnBudget, sizes: Sequence[int], seconds: float) -> int:
-        if seconds == math.inf:
+    def fitting(self: TurnBudget, sizes: Sequence[int], max_turn_s: float, layers: int = 1) -> int:
+        if max_turn_s == math.inf:
             return len(sizes)
         counts.append(len(sizes))
         return 2
@@ -96,7 +96,7 @@ def test_a_warm_up_completes_beside_other_models(
 ) -> None:
     run = runner("zero-shot-classification", "bert-nli")
     monkeypatch.setattr(run, "others", BusyModels())
-    monkeypatch.setattr(TurnBudget, "fitting", lambda self, sizes, seconds: 1)
+    monkeypatch.setattr(TurnBudget, "fitting", lambda self, sizes, *_: 1)
     run.warm_up()
 
 
@@ -159,21 +159,21 @@ def test_other_models_run_between_two_tokens(
     monkeypatch.setattr(run, "others", ALONE)
 
 
-def test_beside_other_models_the_prompts_of_a_layer_take_a_turn(
+def test_the_prompts_of_generation_take_a_turn_per_layer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run, limits = runner("text-generation", "llama-lm"), []
 
-    def fitting(self: TurnBudget, sizes: Sequence[int], seconds: float) -> int:
-        limits.append((list(sizes), seconds))
+    def fitting(self: TurnBudget, sizes: Sequence[int], max_turn_s: float, layers: int = 1) -> int:
+        limits.append((list(sizes), max_turn_s, layers))
         return len(sizes)
 
     monkeypatch.setattr(TurnBudget, "fitting", fitting)
     monkeypatch.setattr(run, "others", BusyModels())
     serve(run, [item(text(6), **GREEDY, num_beams=3)])
-    [([size], seconds)] = limits
+    [([size], max_turn_s, layers)] = limits
     assert size % 3 == 0  # each beam has the prompt
-    assert seconds == pytest.approx(2 * MAX_TURN_S)  # of two layers
+    assert (max_turn_s, layers) == (MAX_TURN_S, run.pipe.model.config.num_hidden_layers)
 
 
 def ticks(step_s: float) -> Callable[[], float]:
@@ -200,7 +200,7 @@ def test_other_models_run_between_the_layers_of_a_long_batch(
     expected = serve(run, [item(one, **parameters) for one in inputs])
     monkeypatch.setattr(run._yield_points, "_clock", ticks(step_s))
     monkeypatch.setattr(run, "others", others)
-    monkeypatch.setattr(TurnBudget, "fitting", lambda self, sizes, seconds: len(sizes))
+    monkeypatch.setattr(TurnBudget, "fitting", lambda self, sizes, *_: len(sizes))
     answers = serve_in_steps(run, [item(one, **parameters) for one in inputs])
     for answer, alone in zip(answers, expected, strict=True):
         assert_same(answer, alone)
@@ -221,7 +221,7 @@ def test_a_cancelled_batch_ends_between_two_layers(monkeypatch: pytest.MonkeyPat
 def test_other_models_run_between_the_layers_of_an_embedder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TurnBudget, "fitting", lambda self, sizes, seconds: len(sizes))
+    monkeypatch.setattr(TurnBudget, "fitting", lambda self, sizes, *_: len(sizes))
     embedder = load(checkpoint(tmp_path / "m", pooling={"pooling_mode": "mean"}, prefix=NEW))
     expected = embedder.run(EmbeddingInput(TEXTS, 0)).vectors
     embedder.others = others = BusyModels()

@@ -5,8 +5,8 @@ from typing import Any
 from batching.batcher import DynamicBatcher
 from batching.fair_share import NO_OWNER, WorkOwner
 from batching.request_queue import WorkItem
-from tests.fakes import FakeRunner
-from worker.messages.protocol import CUT, UNFINISHED, StepOutcome
+from tests.fakes import BusyModels, FakeRunner
+from worker.messages.protocol import CUT, UNFINISHED, PipelineInput, StepOutcome
 from worker.pipeline.engine import PipelineEngine
 
 
@@ -103,6 +103,7 @@ def test_items_that_a_batch_was_cut_before_run_before_new_ones_of_their_request(
     outcome = step(engine)
     assert outcome.outputs == [(first, "done")]
     assert outcome.unfinished
+    assert [item.batch_size for item in (first, second, third)] == [1, 0, 0]
     later = arrived(engine, "later")
     third.open = False
     outcome = step(engine)
@@ -145,3 +146,15 @@ def test_a_cut_batch_does_not_count_as_one_that_fits_into_memory() -> None:
         while engine.busy:
             step(engine)
     assert batcher.cap == 4
+
+
+def test_other_models_run_between_the_parts_of_a_batch_that_raises() -> None:
+    runner, others = FakeRunner(), BusyModels()
+    engine = PipelineEngine(runner, DynamicBatcher(8, 100, 0.0), lambda: 1.0)
+    engine.others = others
+    for text in ("a", "b", "bad", "c"):
+        engine.add(item := WorkItem(PipelineInput(text), float("inf"), 0.0))
+        runner.prepare(item)
+    outcome = step(engine)
+    assert len(outcome.outputs) == 3
+    assert others.steps == 2  # after the batch and its second half

@@ -1,6 +1,5 @@
 """The worker thread with a fake runner: failure isolation, exactly-once results, the breaker."""
 
-import math
 import threading
 import time
 import weakref
@@ -14,7 +13,7 @@ import torch
 from batching.batcher import DynamicBatcher
 from batching.errors import ItemFailed, OnequeueError, OutOfMemory, WorkerDown, WrongResultCount
 from batching.request_queue import WorkItem
-from batching.turn_budget import MAX_TURN_S
+from batching.turn_budget import MAX_TURN_ALONE_S, MAX_TURN_S
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner, batched_model
 from tests.serving import wait_until
@@ -541,7 +540,7 @@ def test_a_model_knows_whether_others_have_work(start: Callable[..., Bench]) -> 
     bench.wait_for(2)
     stream.open = False
     assert runner.were_busy == [False, True]
-    assert runner.turns_s == [math.inf, MAX_TURN_S]
+    assert runner.turns_s == [MAX_TURN_ALONE_S, MAX_TURN_S]
 
 
 def test_a_failure_in_the_middle_of_another_models_step_stays_its_own(

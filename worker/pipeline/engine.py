@@ -100,9 +100,11 @@ class PipelineEngine(Generic[Payload, Prepared, Raw]):
         if not self._take_batch(idle_since):
             return None
         run = self._run_batch()
-        finished_at = self.clock()
+        finished_at, cut = self.clock(), {*self._cut}
+        rows = sum(item.rows for item in self._batch if item not in cut)
         for item in self._batch:
             item.finished_at = finished_at
+            item.batch_size = 0 if item in cut else rows
         unfinished = bool(self._unfinished or self._cut)
         self.batcher.put_back(self._cut)
         report = self._report(run, finished_at)
@@ -131,10 +133,8 @@ class PipelineEngine(Generic[Payload, Prepared, Raw]):
         self._batch += joining
         if self._started_at is None or not self._batch:
             self._started_at = now
-        rows = sum(item.rows for item in joining)
         for item in joining:
             item.started_at = now
-            item.batch_size = rows
         return bool(self._batch)
 
     def _run_batch(self) -> BatchRun[Raw]:
@@ -167,6 +167,8 @@ class PipelineEngine(Generic[Payload, Prepared, Raw]):
             if len(items) == 1:
                 log.warning("item failed error=%.200r", failure.__cause__ or failure)
                 run.failed.append((items[0], failure))
+            else:
+                self.others.run_steps()  # the halves are turns of their own
 
         run_in_halves(self._batch, forward, failed, lambda item: item.open)
         if run.out_of_memory:

@@ -13,7 +13,7 @@ import copy
 import threading
 import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -23,7 +23,7 @@ from transformers.pipelines.base import ChunkPipeline, PipelineException, pad_co
 
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
-from batching.turn_budget import TurnBudget
+from batching.turn_budget import EFFICIENT_TOKENS, TurnBudget
 from worker.media.decode_limiter import DecodeLimiter
 from worker.media.inputs import FREE_VALUES_PER_PIXEL, to_json
 from worker.messages.protocol import (
@@ -42,7 +42,7 @@ from worker.pipeline.packed_attention import Packing, scatter_logits
 from worker.pipeline.truncation import truncating
 from worker.pipeline.yield_points import StepCancelled, YieldPoints
 from worker.tasks import TASKS, truncates
-from worker.text.long_text import tokenizing
+from worker.text.long_text import LONG_CHARS, tokenizing
 
 ModelInputs = dict[str, Any]  # the output of `preprocess` for an input or a part of it: one row
 
@@ -148,7 +148,8 @@ class PipelineRunner:
             return self._make_chunks(pipe, payload.inputs, payload.parameters)
         with self.decode_limiter.lease(payload.limiter, is_wanted) as lease:
             inputs = self.reader.read(payload, pipe, lease)
-            prepared = self._make_chunks(pipe, inputs, payload.parameters)
+            with tokenizing(text_length(inputs)):
+                prepared = self._make_chunks(pipe, inputs, payload.parameters)
             prepared.pixels = lease.taken if self.reader.values_per_pixel > 1 else 0
         return prepared
 
@@ -158,7 +159,8 @@ class PipelineRunner:
         if not self.reads_tokens or payload.parameters or not isinstance(text, str):
             return False
         required = pipe.tokenizer.mask_token if self.fills_masks else ""
-        return 0 < len(text) <= self.limit and not text.isspace() and required in text
+        is_short = 0 < len(text) <= min(self.limit, LONG_CHARS)
+        return is_short and not text.isspace() and required in text
 
     def _make_chunks(self, pipe: Pipe, inputs: Any, parameters: Mapping[str, Any]) -> PreparedInput:
         truncation = parameters.get("truncation")
@@ -179,7 +181,10 @@ class PipelineRunner:
         max_tokens = self.limit
         if self.generates and truncates(parameters):
             max_tokens = max(1, max_tokens - reserved_tokens(pipe, forward, max_tokens))
-        with truncating(pipe, truncation, max_tokens), tokenizing(text_length(inputs)):
+        truncated: AbstractContextManager[None] = nullcontext()
+        if truncation is not None:
+            truncated = truncating(pipe, truncation, max_tokens)
+        with truncated:
             try:
                 output = pipe.preprocess(inputs, **preprocess)
             except PipelineException as error:
@@ -242,7 +247,9 @@ class PipelineRunner:
             (item, n) for item in prepared for n in range(len(item.outputs), len(item.chunks))
         ]
         sizes = [count_tokens(item.chunks[n]) * item.sequences for item, n in waiting]
-        waiting = waiting[: self._budget.fitting(sizes, self._max_turn_s())]
+        # in generation, where a step is as fast with many rows, other models run between layers
+        layers = self._yield_points.depth if self.calls_generate else 1
+        waiting = waiting[: self._budget.fitting(sizes, self.others.max_turn_s, layers)]
         rows = [item.chunks[n] for item, n in waiting]
         masks = [item.masks[n] for item, n in waiting if item.masks] or None
         started_at = time.monotonic() - self.others.total_s
@@ -256,13 +263,6 @@ class PipelineRunner:
         if rows:
             self._budget.learn(sum(sizes[: len(rows)]), seconds)
         return [item.take_outputs() for item in prepared]
-
-    def _max_turn_s(self) -> float:
-        """Return the longest time that the batch's first forward pass should take. In generation
-        that is a turn for each layer, since other models run between two of them: a step is as fast
-        with many rows as with one."""
-        depth = self._yield_points.depth if self.calls_generate else 1
-        return self.others.max_turn_s * depth
 
     def _sub_batches(self, rows: list[ModelInputs]) -> Iterator[slice]:
         """Yield slices of rows that run together: at most `max_rows`, and images and recordings
@@ -351,8 +351,8 @@ def check_tokens(chunks: Sequence[ModelInputs], limit: int, vocabulary: int) -> 
 
 
 def count_tokens(row: ModelInputs) -> int:
-    """Return the tokens of a row of text; 1 for other rows."""
-    return row["input_ids"].shape[-1] if "input_ids" in row else 1
+    """Return the tokens of a row of text; other rows count as an efficient batch."""
+    return row["input_ids"].shape[-1] if "input_ids" in row else EFFICIENT_TOKENS
 
 
 def tensor_shapes(row: ModelInputs) -> Hashable:

@@ -13,11 +13,8 @@ from worker.model.loading import Pipe
 
 
 @contextmanager
-def truncating(pipe: Pipe, truncation: bool | str | None, max_tokens: int) -> Iterator[None]:
-    """Let a replica's tokenizer truncate to at most `max_tokens`. None: as the pipeline does."""
-    if truncation is None:
-        yield
-        return
+def truncating(pipe: Pipe, truncation: bool | str, max_tokens: int) -> Iterator[None]:
+    """Let a replica's tokenizer truncate to at most `max_tokens`."""
     tokenizer = pipe.tokenizer
     pipe.tokenizer = TruncatingTokenizer(tokenizer, truncation, max_tokens)
     try:
