@@ -263,7 +263,9 @@ def _hub_error(error: BaseException) -> str:
     if isinstance(error, errors.RepositoryNotFoundError):
         return "the hub has no such model, or HF_TOKEN has no access to it"
     if isinstance(error, errors.LocalEntryNotFoundError):
-        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
-        return f"it is not in the cache, and {why}"
+        why = "the hub cannot be reached: check the network"
+        if constants.HF_HUB_OFFLINE:
+            why = "HF_HUB_OFFLINE is set: unset it"
+        return f"it is not in the cache, and {why}, or name a folder"
     unauthorized = getattr(getattr(error, "response", None), "status_code", None) == 401
     return "the hub does not accept HF_TOKEN" if unauthorized else ""

@@ -24,6 +24,7 @@ from server.preflight import (
     MISUSE,
     assign_model,
     check_address,
+    check_hub,
     check_socket,
     check_workers,
     exit_with_error,
@@ -61,6 +62,7 @@ def serve(model: str | None, **flags: Any) -> None:
         check_socket(flags["uds"])
     elif flags["fd"] is None:
         check_address(flags["host"], flags["port"])
+    check_hub(load_settings())  # before the imports
     if flags["log_config"] is None:
         flags |= {"log_config": uvicorn_config(), "use_colors": None}
     from server.app import create_app, make_app

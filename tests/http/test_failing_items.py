@@ -13,6 +13,7 @@ from batching.request_queue import WorkItem
 from tests import tiny_chat
 from tests.event_streams import frames
 from tests.fakes import FakeRunner
+from tests.matrix import matrix
 from tests.serving import Server, serving
 from worker.text.parser import OutputParser
 
@@ -113,10 +114,13 @@ def stage(shared: Stage) -> Iterator[Stage]:
 
 @pytest.mark.parametrize(
     ("place", "error"),
-    [
-        *((place, PanicException) for place in CHOICE_METHODS),
-        *(("push", error) for error in ERRORS[:2]),
-    ],
+    matrix(
+        [
+            *((place, PanicException) for place in CHOICE_METHODS),
+            *(("push", error) for error in ERRORS[:2]),
+        ],
+        *((place, PanicException) for place in ("start", "push", "constraints.accept_token")),
+    ),
 )
 def test_an_error_in_one_choice_fails_its_request_alone(
     stage: Stage, place: str, error: type[BaseException]

@@ -8,6 +8,7 @@ import pytest
 
 from tests import sdk, tiny_chat
 from tests.event_streams import chunks, post
+from tests.matrix import matrix
 from tests.serving import Server, serving
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -86,15 +87,20 @@ def test_a_completion_has_token_ids_in_each_choice(server: Server) -> None:
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize(
     "fields",
-    [
+    matrix(
+        [
+            {},
+            {"n": 3},
+            {"logprobs": 1},
+            {"stop": ["e"]},
+            {"stream_options": {"include_usage": True}},
+            {"ignore_eos": True, "max_tokens": 60},
+            {"response_format": {"type": "json_object"}},
+        ],
         {},
         {"n": 3},
-        {"logprobs": 1},
         {"stop": ["e"]},
-        {"stream_options": {"include_usage": True}},
-        {"ignore_eos": True, "max_tokens": 60},
-        {"response_format": {"type": "json_object"}},
-    ],
+    ),
 )
 def test_streamed_token_ids_join_to_those_of_the_whole_response(
     server: Server, path: str, fields: dict[str, Any]

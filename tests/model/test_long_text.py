@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from batching.errors import InvalidInput
 from tests.generating import engine, request
+from tests.matrix import matrix
 from tests.tiny_embedders import checkpoint, load
 from tests.tiny_tokenizers import bert_tokenizer, byte_bpe, llama_tokenizer, roberta_tokenizer
 from worker.embedding.tokenization import TextTokenizer
@@ -56,7 +57,7 @@ def ids_of(tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("name", matrix(TOKENIZERS, "bert", "spaces"))
 def test_no_text_that_fits_is_refused_by_its_pieces(name: str) -> None:
     tokenizer = TOKENIZERS[name]()
     limit = TokenLimit(tokenizer, lambda text: ids_of(tokenizer, text))

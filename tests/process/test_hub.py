@@ -48,7 +48,11 @@ def test_a_model_is_fetched_with_the_token_and_then_served_offline(cache: dict[s
         ("a/missing", TOKEN, "the hub has no such model, or HF_TOKEN has no access to it"),
         ("a/gated", TOKEN, "the model is gated, and HF_TOKEN has no access to it"),
         (MODEL, {"HF_TOKEN": "wrong"}, "the hub does not accept HF_TOKEN"),
-        (MODEL, {"HF_HUB_OFFLINE": "1"}, "it is not in the cache, and HF_HUB_OFFLINE is set"),
+        (
+            MODEL,
+            {"HF_HUB_OFFLINE": "1"},
+            "it is not in the cache, and HF_HUB_OFFLINE is set: unset it, or",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_fetched_is_refused_in_one_line(
@@ -70,9 +74,20 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(flag: str, cache: dict[str, 
     done = run([*SERVER, flag, MODEL], **cache, HF_ENDPOINT=f"http://127.0.0.1:{port}")
     setting = flag[2:].replace("-", "_").upper()
     sentence = (
-        f"onequeue: {setting}='{MODEL}': it is not in the cache, and the hub cannot be reached"
+        f"onequeue: {setting}='{MODEL}': it is not in the cache, and the hub cannot be reached: "
+        "check the network, or name a folder"
     )
     assert (done.returncode, done.stderr) == (MISUSE, sentence + "\n")
+
+
+def test_a_hub_id_is_checked_before_the_app_is_imported(cache: dict[str, str]) -> None:
+    python, *server = SERVER
+    command = [python, "-X", "importtime", *server, "--chat-model", MODEL]
+    done = run(command, **cache | {"HF_HUB_OFFLINE": "1"})
+    assert done.returncode == MISUSE
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "server.preflight" in imported
+    assert imported.isdisjoint({"server.app", "server.http.request", "torch"})
 
 
 def test_a_model_that_the_hub_lacks_is_refused_for_each_setting(cache: dict[str, str]) -> None:

@@ -74,7 +74,7 @@ KINDS = [
     )
     if name in PATHS
 ]  # fmt: skip
-KEPT = [(name, number) for name, number in NUMBERED if number < 2 + 2 * (name in KINDS)]
+KEPT = [(name, number) for name, number in NUMBERED if number < 1 + 3 * (name in KINDS)]
 
 
 @cache
