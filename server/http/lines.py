@@ -1,8 +1,11 @@
 """Split an NDJSON body into lines, as its chunks arrive, in bounded memory. Pure state."""
 
+import re
 from codecs import BOM_UTF8
 from collections.abc import Iterator
 from typing import NamedTuple
+
+_BLANK_LINES = re.compile(rb"\s*\n")
 
 
 class Line(NamedTuple):
@@ -27,13 +30,18 @@ class LineSplitter:
 
     def feed(self, chunk: bytes) -> Iterator[Line]:
         """Yield the lines that end in a chunk; all must be taken."""
-        *ends, rest = chunk.split(b"\n")
-        for part in ends:
+        start = 0
+        while (end := chunk.find(b"\n", start)) >= 0:
+            part = chunk[start:end]
+            start = end + 1
             if self._partial or self._is_too_long:
                 self._add(part)
                 part = b"" if self._is_too_long else bytes(self._partial)
             yield from self._end(part)
-        self._add(rest)
+            if blank := _BLANK_LINES.match(chunk, start):  # at once: a chunk may have 300,000
+                self.complete += chunk.count(b"\n", start, blank.end())
+                start = blank.end()
+        self._add(chunk[start:])
 
     def finish(self) -> Iterator[Line]:
         """Yield the last line, if it has no line break."""

@@ -33,6 +33,7 @@ from server.http.cross_site import CrossSiteRules
 from server.http.errors import HttpError, as_client_gone, as_http_error
 from server.http.json import Header, to_json
 from server.http.paths import route_path
+from server.http.spool import SpoolBudget
 from server.http.transfers import Transfer, TransferBudget
 
 MAX_HEADERS = 256
@@ -79,6 +80,7 @@ class Application:
         self.cross_site = CrossSiteRules(settings)
         self.max_body = int(settings.max_body_mb * 1_000_000)
         self.memory = TransferBudget(MAX_BODIES * self.max_body, "the memory for bodies is in use")
+        self.spools = SpoolBudget()
         self._counters: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
         self.respond: ASGIApp = self._respond
         if settings.cors_origins:

@@ -10,19 +10,41 @@ bounded; once it is full, or the body has arrived, `put` waits for the client.
 import asyncio
 import os
 import tempfile
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from typing import BinaryIO
 
 import anyio.to_thread
 from starlette.types import Scope, Send
 
+from server.http.access import client_of
 from server.http.errors import as_client_gone
 from server.http.json import Header
 from server.http.transfers import Transfer
 
 MAX_BUFFER = 1 << 20  # bytes of answers in memory, beside the last one
-MAX_SPOOL = 1 << 30  # bytes of one response in its file
+MAX_SPOOL = 1 << 31  # bytes of all files; those of a client take at most what is left
 PIECE = 1 << 16  # sent at once
+
+
+class SpoolBudget:
+    """The bytes of all files. Those of a client grow up to as much as remains free: half of
+    MAX_SPOOL if it is alone, and later clients find room."""
+
+    def __init__(self) -> None:
+        self._used = Counter[Hashable]()
+
+    def take(self, client: Hashable, size: int) -> bool:
+        """Count bytes that are about to be written. Return False if there is no room."""
+        if self._used[client] + self._used.total() + 2 * size > MAX_SPOOL:
+            return False
+        self._used[client] += size
+        return True
+
+    def give_back(self, client: Hashable, size: int) -> None:
+        self._used[client] -= size
+        if not self._used[client]:
+            del self._used[client]
 
 
 class SpooledResponse:
@@ -33,6 +55,8 @@ class SpooledResponse:
         self.client_sends = True  # the body has not ended: the client may not read yet
         self._start, self._send = send, scope["send"]
         self._headers = headers
+        self._budget: SpoolBudget = scope["app"].spools
+        self._client = client_of(scope)
         self._transfer: Transfer = scope["transfer"]
         self._transfer.may_stall = True
         self._buffer = bytearray()
@@ -88,6 +112,7 @@ class SpooledResponse:
     def discard(self) -> None:
         if self._file:
             self._file.close()
+            self._budget.give_back(self._client, self._written)
 
     async def _take(self) -> bytes:
         """Return the next bytes to send, at most PIECE; none at the end."""
@@ -100,6 +125,7 @@ class SpooledResponse:
                 self._read += size
                 if self._read == self._written and not self._is_writing:
                     self._file.truncate(0)
+                    self._budget.give_back(self._client, self._written)
                     self._read = self._written = 0
                 break
             if self._buffer and not self._is_writing:
@@ -116,9 +142,11 @@ class SpooledResponse:
     async def _spool(self) -> bool:
         """Move the buffer to the file. Return False if it has no room, or the client has to
         read."""
-        if not self.client_sends or self._written + len(self._buffer) > MAX_SPOOL:
+        size = len(self._buffer)
+        if not self.client_sends or not self._budget.take(self._client, size):
             return False
         self._is_writing = True
+        written = 0
         try:
             if self._file is None:
                 self._file = await anyio.to_thread.run_sync(tempfile.TemporaryFile)
@@ -129,6 +157,7 @@ class SpooledResponse:
         finally:
             self._is_writing = False
             self._filled.set()
+            self._budget.give_back(self._client, size - written)
         self._written += written
         del self._buffer[:written]
         return True
