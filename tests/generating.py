@@ -147,9 +147,10 @@ class Driver:
         self._schedule: Any = generator.scheduler.schedule
         scheduler: Any = generator.scheduler
         scheduler.schedule = self._watched_schedule
-        speculation: Any = generator._speculation
-        if speculation:  # the number of drafts does not depend on the machine's speed
-            speculation.learn = lambda *_: None
+        # the numbers of drafts, rows and prompt tokens do not depend on the machine's speed
+        measured: list[Any] = [generator._speculation, generator._budget, generator._row_cost]
+        for estimate in filter(None, measured):
+            estimate.learn = lambda *_: None
 
     def _watched_schedule(self, *arguments: Any) -> list[Chunk]:
         chunks: list[Chunk] = self._schedule(*arguments)

@@ -124,10 +124,10 @@ def test_a_prompt_cancelled_in_flight_counts_in_the_steps_time(
 ) -> None:
     """Else the time of decoding would be learned from it."""
     generator, learned = engine_ahead(), list[tuple[int, int]]()
+    driver = Driver(generator)
     monkeypatch.setattr(
         generator._budget, "learn", lambda prompt, others, seconds: learned.append((prompt, others))
     )
-    driver = Driver(generator)
     driver.add(request(list(ORDINARY[:5]), max_tokens=4))
     driver.step()
     leaves = driver.add(request(prompts(4, (20,), count=1)[0], max_tokens=4))
