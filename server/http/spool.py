@@ -8,11 +8,10 @@ bounded; once it is full, or the body has arrived, `put` waits for the client.
 """
 
 import asyncio
-import os
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from typing import BinaryIO
 
 import anyio.to_thread
 from starlette.types import Scope, Send
@@ -47,6 +46,31 @@ class SpoolBudget:
             del self._used[client]
 
 
+class SpoolFile:
+    """A temporary file, for pool threads. A thread whose task has been cancelled goes on: it gets
+    a ValueError once the file is closed, and never the next file with its descriptor."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  # closed by `close`
+        self._lock = threading.Lock()
+
+    def write(self, data: bytes, offset: int) -> int:
+        """Return the number of bytes written. Raises OSError."""
+        with self._lock:
+            self._file.seek(offset)
+            return self._file.write(data)
+
+    def read(self, size: int, offset: int) -> bytes:
+        with self._lock:
+            self._file.seek(offset)
+            return self._file.read(size)
+
+    def close(self) -> None:
+        """Takes about a second per gigabyte."""
+        with self._lock:
+            self._file.close()
+
+
 class SpooledResponse:
     """A response that is written in parts. `run` sends them, and raises ClientGone; the headers go
     out with the first part."""
@@ -63,7 +87,7 @@ class SpooledResponse:
         self._closing = False
         self._filled = asyncio.Event()  # there is something to send
         self._sent = asyncio.Event()  # something was taken to be sent
-        self._file: BinaryIO | None = None
+        self._file: SpoolFile | None = None
         self._written = self._read = 0  # offsets in the file
         self._is_writing = False
 
@@ -110,9 +134,11 @@ class SpooledResponse:
         await self._send({"type": "http.response.body", "body": b""})
 
     def discard(self) -> None:
+        """Remove the file."""
         if self._file:
-            self._file.close()
+            asyncio.get_running_loop().run_in_executor(None, self._file.close)
             self._budget.give_back(self._client, self._written)
+            self._file, self._read, self._written = None, 0, 0
 
     async def _take(self) -> bytes:
         """Return the next bytes to send, at most PIECE; none at the end."""
@@ -120,13 +146,10 @@ class SpooledResponse:
             if self._read < self._written:
                 assert self._file
                 size = min(PIECE, self._written - self._read)
-                descriptor, offset = self._file.fileno(), self._read
-                piece = await anyio.to_thread.run_sync(os.pread, descriptor, size, offset)
+                piece = await anyio.to_thread.run_sync(self._file.read, size, self._read)
                 self._read += size
                 if self._read == self._written and not self._is_writing:
-                    self._file.truncate(0)
-                    self._budget.give_back(self._client, self._written)
-                    self._read = self._written = 0
+                    self.discard()
                 break
             if self._buffer and not self._is_writing:
                 piece = bytes(self._buffer[:PIECE])
@@ -149,9 +172,9 @@ class SpooledResponse:
         written = 0
         try:
             if self._file is None:
-                self._file = await anyio.to_thread.run_sync(tempfile.TemporaryFile)
-            descriptor, data, offset = self._file.fileno(), bytes(self._buffer), self._written
-            written = await anyio.to_thread.run_sync(os.pwrite, descriptor, data, offset)
+                self._file = await anyio.to_thread.run_sync(SpoolFile)
+            data, offset = bytes(self._buffer), self._written
+            written = await anyio.to_thread.run_sync(self._file.write, data, offset)
         except OSError:  # the disk is full
             return False
         finally:

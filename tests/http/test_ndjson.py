@@ -318,6 +318,7 @@ def test_embeddings_of_lines() -> None:
         path = "/v1/embeddings"
         one = {"input": "paris", "dimensions": 64}
         lines = ["paris", one, {"inputs": "paris"}, {"input": "a", "parameters": {"model": "x"}}]
+        lines.append({"input": "a", "parameters": []})
         body = "".join(json.dumps(line) + "\n" for line in lines)
         answers = post(server, body, path)
         expected = httpx.post(server.url + path, json={"input": "paris"}).json()
@@ -325,6 +326,7 @@ def test_embeddings_of_lines() -> None:
         assert answers[2] == [expected["data"][0]["embedding"]]
         assert answers[3]["error"]["line"] == 4
         assert answers[3]["error"]["code"] == "model_not_found"
+        assert answers[4]["error"]["param"] == "parameters"
 
 
 def test_the_window_follows_the_time_limit_and_the_size_of_answers() -> None:

@@ -5,7 +5,6 @@ import random
 import pytest
 
 from server.http.lines import Line, LineSplitter
-from server.http.spool import MAX_SPOOL, SpoolBudget
 
 
 def split(body: bytes, cuts: list[int], max_bytes: int = 20) -> list[Line]:
@@ -64,12 +63,3 @@ def test_blank_lines_count_and_take_no_step_each() -> None:
     assert list(splitter.feed(b"1\n \n\r\n" + b"\n" * 1000 + b"  2")) == [Line(1, b"1")]
     assert splitter.complete == 1003
     assert list(splitter.finish()) == [Line(1004, b"  2")]
-
-
-def test_the_files_of_a_client_leave_room_for_those_of_others() -> None:
-    budget = SpoolBudget()
-    piece = MAX_SPOOL // 64
-    taken = {client: sum(budget.take(client, piece) for _ in range(64)) for client in "abc"}
-    assert taken == {"a": 32, "b": 16, "c": 8}
-    budget.give_back("a", 32 * piece)
-    assert budget.take("c", piece)

@@ -109,7 +109,8 @@ class EmbeddingEndpoint(ScoringEndpoint[EmbeddingOutput]):
     def parse_line(self, value: str | Document, scope: Scope) -> ScoringTask[EmbeddingOutput]:
         if isinstance(value, str):
             return self.read_document({"input": value})
-        parameters = value.pop("parameters", None) or {}
+        if (parameters := value.pop("parameters", None)) is None:
+            parameters = {}
         if not isinstance(parameters, dict):
             raise InvalidInput.at("parameters", "must be an object")
         return self.read_document({**parameters, **value})
