@@ -51,7 +51,9 @@ async def lifespan(
         sys.setswitchinterval(SWITCH_INTERVAL_S)
     worker_client.start()
     worker_client.loaded.add_done_callback(partial(on_loaded, app, server, time.monotonic()))
-    restore_signals = drain_on_signal(worker_client, grace_s) if owns_process else lambda: None
+    restore_signals: Callable[[], None] = lambda: None
+    if owns_process:
+        restore_signals = drain_on_signal(worker_client, app.settings.drain_delay_s, grace_s)
     try:
         yield {APP_STATE: app}
     finally:
@@ -139,8 +141,11 @@ async def drain(worker_client: WorkerClient, grace_s: float) -> None:
     worker_client.cancel_all()
 
 
-def drain_on_signal(worker_client: WorkerClient, grace_s: float) -> Callable[[], None]:
-    """On SIGTERM or SIGINT drain first, then call the previous handler.
+def drain_on_signal(
+    worker_client: WorkerClient, delay_s: float, grace_s: float
+) -> Callable[[], None]:
+    """On SIGTERM or SIGINT drain after `delay_s`, in which load balancers notice that /ready is
+    503, then call the previous handler.
 
     uvicorn would close its listeners and wait, while accepted requests still wait for a model.
     A second signal ends the wait at once. Returns a function that restores the handlers.
@@ -157,20 +162,25 @@ def drain_on_signal(worker_client: WorkerClient, grace_s: float) -> Callable[[],
 
     async def drain_first(number: int, frame: FrameType | None) -> None:
         log.info(
-            "draining unanswered=%d grace_s=%g: a second signal, or Ctrl-C, ends the wait at once",
+            "draining unanswered=%d delay_s=%g grace_s=%g: a second signal, or Ctrl-C, ends the "
+            "wait at once",
             worker_client.queue.pending,
+            delay_s,
             grace_s,
         )
+        if delay_s:
+            await asyncio.sleep(delay_s)
         await drain(worker_client, grace_s)
         if signal.getsignal(number) is on_signal:
             call_previous(number, frame)
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        if worker_client.draining:
+        if worker_client.terminating:
             worker_client.loop.call_soon_threadsafe(worker_client.cancel_all)
             call_previous(number, frame)
         else:
-            worker_client.draining = True
+            worker_client.terminating = True
+            worker_client.draining = not delay_s  # at once
             asyncio.run_coroutine_threadsafe(drain_first(number, frame), worker_client.loop)
 
     with contextlib.suppress(ValueError):  # off the main thread there are no signal handlers

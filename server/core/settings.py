@@ -130,8 +130,13 @@ class Settings:
         200.0, "maximum size of an audio upload, in MB; beyond it 413", minimum=0.000001
     )
     max_audio_s: float = setting(7200.0, "maximum length of a recording, in seconds", minimum=0.03)
+    drain_delay_s: float = setting(
+        0.0,
+        "time after SIGTERM in which /ready is 503 and requests are still accepted, in seconds",
+        minimum=0,
+    )
     shutdown_grace_s: float = setting(
-        30.0, "time for accepted requests after SIGTERM, in seconds", minimum=0
+        30.0, "time for accepted requests after that, in seconds", minimum=0
     )
     stuck_after_s: float = setting(
         120.0, "a forward pass longer than this, in seconds, turns /health to 503", minimum=0.001

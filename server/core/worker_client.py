@@ -111,7 +111,8 @@ class WorkerClient:
         self.stuck_after_s = stuck_after_s
         self.failure: Exception | None = None  # the cause of the worker's death
         self.started = False
-        self.draining = False
+        self.terminating = False  # a signal to stop has arrived
+        self.draining = False  # new requests are refused
         self.on_drain: set[Callable[[], None]] = set()  # of streams that accept inputs
         self.prepare: Pool[WorkItem] = Pool("prepare", pool_threads, self._prepare_items)
         self.decode: Pool[WorkItem] = Pool("decode", pool_threads, self._prepare_items)

@@ -56,6 +56,8 @@ async def ready(request: Request) -> Ready:
     if worker_client.failure is not None:
         # the reason may name folders, and no key is needed here
         raise unavailable("the worker is down: the server's log has the reason", "worker_down")
+    if worker_client.terminating:
+        raise unavailable("the server is stopping")
     if (refusal := worker_client.refusal()) is not None:
         raise unavailable(str(refusal))
     failing = [name for name in worker_client.models if worker_client.refusal(name)]

@@ -129,6 +129,8 @@ class Application:
                     transfer.restart()
                     self.memory.hold(transfer, length)
                 message["headers"] = [*headers, (b"x-request-id", request_id)]
+                if self.worker_client.terminating:
+                    message["headers"] += CLOSE  # the next request goes to another process
                 scope["started"] = True
             try:
                 if is_large and message.get("body"):

@@ -1,4 +1,4 @@
-"""SIGTERM: accepted requests finish within the grace, new ones get 503."""
+"""SIGTERM: accepted requests finish within the grace, new ones get 503, after the delay."""
 
 import os
 import signal
@@ -28,16 +28,21 @@ PROGRAM = """
     listener.bind(("127.0.0.1", 0))
     print(listener.getsockname()[1], flush=True)
     only = dict(chat_model="none", embedding_model="none")
-    app = create_app(Settings(shutdown_grace_s={grace_s}, **only), lambda: runner)
+    settings = Settings(shutdown_grace_s={grace_s}, drain_delay_s={delay_s}, **only)
+    app = create_app(settings, lambda: runner)
     uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])
 """
 
 
 @contextmanager
-def process(grace_s: float, held: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def process(
+    grace_s: float, held: Path, delay_s: float = 0.0
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server process; the text `hold` keeps its worker busy until the pipe `held` is opened."""
     os.mkfifo(held)
-    code = textwrap.dedent(PROGRAM).format(grace_s=grace_s, held=str(held))
+    code = textwrap.dedent(PROGRAM).format(
+        grace_s=grace_s, delay_s=delay_s, held=str(held)
+    )
     child = subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
@@ -115,3 +120,39 @@ def test_a_second_signal_ends_the_drain_at_once(tmp_path: Path) -> None:
         child.send_signal(signal.SIGINT)
         assert accepted.result().status_code == 503
         child.wait(60)
+
+
+def test_requests_are_accepted_during_the_delay_while_the_server_is_not_ready(
+    tmp_path: Path,
+) -> None:
+    with process(grace_s=60, held=tmp_path / "held", delay_s=3600) as (child, url):
+        child.send_signal(signal.SIGTERM)
+        wait_until(lambda: httpx.get(url + "/ready").status_code == 503)
+        with httpx.Client() as client:
+            accepted = client.post(url, content="a")
+        assert accepted.status_code == 200
+        assert accepted.headers["connection"] == "close", "the next one goes to another server"
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(60) in (0, -signal.SIGTERM)
+
+
+def test_no_request_fails_behind_a_load_balancer_that_asks_for_readiness(tmp_path: Path) -> None:
+    sent_after_signal = 0
+    with (
+        process(grace_s=60, held=tmp_path / "a", delay_s=1.0) as (child, url),
+        process(grace_s=60, held=tmp_path / "b") as (_, other_url),
+        httpx.Client() as client,
+    ):
+        ready, asked_at = [url, other_url], time.monotonic()
+        for number in range(10_000):
+            if time.monotonic() > asked_at + 0.2:
+                ready, asked_at = [u for u in (url, other_url) if is_ready(u)], time.monotonic()
+            target = ready[number % len(ready)]
+            assert client.post(target, content="a").status_code == 200
+            if number == 20:
+                child.send_signal(signal.SIGTERM)
+            sent_after_signal += number > 20 and target == url
+            if child.poll() is not None:
+                break
+    assert child.returncode in (0, -signal.SIGTERM)
+    assert sent_after_signal
