@@ -209,23 +209,23 @@ def test_a_tool_of_an_example_leaves_with_the_conversation(page: Any) -> None:
     assert "mine" in page.get_by_label("Tools").input_value(), "only an example's leaves"
 
 
-def test_a_picture_dropped_anywhere_is_attached(visitor: Any, server: Server) -> None:
+def test_an_image_dropped_anywhere_is_attached(visitor: Any, server: Server) -> None:
     visitor.route("**/v1/models", lambda route: route.fulfill(json={"data": [SEER]}))
     page = opened(visitor, server)
     for n, selector in enumerate(("body", "#chat .welcome", "#chat-text")):
         assert page.evaluate(DROP, [selector, f"{n}.svg", "image/svg+xml"]), "or it is opened"
         page.get_by_role("button", name=f"Remove {n}.svg").wait_for()
     assert page.evaluate(DROP, ["body", "a.pdf", "application/pdf"])
-    page.get_by_text("Only pictures can be attached").wait_for()
+    page.get_by_text("Only images can be attached").wait_for()
     page.get_by_role("tab", name="Live").click()
     assert page.evaluate(DROP, ["body", "3.svg", "image/svg+xml"]), "on other tabs too"
     page.get_by_role("tab", name="Chat").click()
     assert page.get_by_role("button", name="Remove").count() == 3
 
 
-def test_a_model_without_pictures_says_so(page: Any) -> None:
+def test_a_text_model_refuses_images_with_a_reason(page: Any) -> None:
     assert page.evaluate(DROP, ["body", "a.svg", "image/svg+xml"])
-    page.get_by_text("This model takes no pictures.").wait_for()
+    page.get_by_text("This model takes no images.").wait_for()
     assert page.get_by_role("button", name="Remove").count() == 0
 
 

@@ -158,7 +158,7 @@ class Chat {
     if (!this.messages.length) return this.id && deleteConversations([this.id]).catch(() => {});
     this.id ??= `${Date.now()}-${Math.random()}`;
     session.set(CURRENT, this.id);
-    const title = textOf(this.messages[0]?.content).slice(0, 80) || "Pictures";
+    const title = textOf(this.messages[0]?.content).slice(0, 80) || "Images";
     const settings = Object.fromEntries(SETTINGS.map(name => [name, this.settings[name].value]));
     const isKept = await saveConversation({ id: this.id, title, messages: this.messages, settings }).catch(() => true);
     if (!isKept) find(".notice", this.form).textContent = "This conversation is too large to be kept.";

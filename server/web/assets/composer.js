@@ -1,4 +1,4 @@
-// The message being written: its text and pictures, as the content of an API message.
+// The message being written: its text and images, as the content of an API message.
 
 import { autoGrow, element, find, submitOnEnter } from "./dom.js";
 import { dataUrl, fileNameOf, receiveFiles } from "./files.js";
@@ -30,7 +30,7 @@ export class Composer {
   async attach(files) {
     const fit = files.filter(({ type, size }) => type.startsWith("image/") && size <= MAX_IMAGE_BYTES)
       .slice(0, this.takesImages ? MAX_IMAGES - this.images.length : 0);
-    const reason = this.takesImages ? `Only pictures can be attached, ${MAX_IMAGES} of at most 20 MB each.` : "This model takes no pictures.";
+    const reason = this.takesImages ? `Only images can be attached, ${MAX_IMAGES} of at most 20 MB each.` : "This model takes no images.";
     find(".notice", this.form).textContent = fit.length < files.length ? reason : "";
     this.images.push(...await Promise.all(fit.map(dataUrl)));
     this.showImages();

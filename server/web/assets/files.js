@@ -52,11 +52,11 @@ export class FileField {
       type: "file", class: "visually-hidden", accept: kind === "audio" ? "audio/*,video/webm" : "image/*",
       onchange: event => this.take(event.target.files[0]),
     });
-    const noun = kind === "audio" ? "audio file" : "picture";
+    const noun = kind === "audio" ? "audio file" : "image";
     this.preview = element("div", { class: "preview" });
     zone.classList.add("dropzone");
     zone.append(this.preview, element("div", { class: "sources" },
-      element("label", { class: "button quiet" }, `Choose a ${noun}`, chooser),
+      element("label", { class: "button quiet" }, `Choose an ${noun}`, chooser),
       kind === "audio" ? recorderButton(this) : null,
       element("span", { class: "hint" }, "or drop or paste one")));
     receiveFiles(zone, ([file]) => this.take(file));

@@ -54,7 +54,7 @@ async function readForm(form, parts, takes, field) {
   }
   const file = field?.file;
   if (field && !file && (!parts.objects || objects.value.includes(FILE))) {
-    throw new Error(`choose a ${takes === "audio" ? "audio file" : "picture"} first`);
+    throw new Error(`choose an ${takes === "audio" ? "audio file" : "image"} first`);
   }
   const hasParameters = Object.keys(values).length > 0;
   if (takes === "image" || takes === "audio") {

@@ -73,7 +73,7 @@ async function boxes(objects, { image: url }) {
     svgElement("text", { x: xmin + 4 * unit, y: ymin + 14 * unit, "font-size": 13 * unit },
       `${label} ${percent(score)}`)));
   const over = svgElement("svg", { viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" }, ...groups);
-  image.alt = `The picture, with ${objects.length} boxes`;
+  image.alt = `The image, with ${objects.length} boxes`;
   return [element("figure", { class: "overlaid" }, image, over), ...bars(objects, { hueOf })];
 }
 
@@ -102,7 +102,7 @@ async function layer(mask, hue) {
 }
 
 async function loadImage(url) {
-  const image = element("img", { src: url, alt: "The picture" });
+  const image = element("img", { src: url, alt: "The image" });
   await image.decode();
   return image;
 }
