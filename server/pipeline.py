@@ -195,7 +195,8 @@ class PipelineEndpoint:
         check_parameters(self.task_name, parameters)
         on_error = document.get("on_error", "all")
         if on_error not in ("all", "item"):
-            raise InvalidInput.at("on_error", "must be all or item")
+            reason = f"must be 'all' or 'item', not {str(on_error)[:50]!r}"
+            raise InvalidInput.at("on_error", reason)
         inputs, max_inputs = document["inputs"], self.settings.max_queue_size
         if isinstance(inputs, list) and not 0 < len(inputs) <= max_inputs:
             accepted = f"a list must have 1 to {max_inputs} entries, not {len(inputs)}"
@@ -242,14 +243,14 @@ class PipelineEndpoint:
                 one = "must have one input: a file (-F file=@PATH) or a text (-F inputs=TEXT)"
                 raise InvalidInput(f"the form {one}", "inputs")
             try:
-                [given] = map(parse_json, map(str.encode, parameters))
+                [values] = map(parse_json, map(str.encode, parameters))
             except (InvalidInput, ValueError):
                 reason = f"must be one JSON object, not {', '.join(parameters)[:100]!r}"
                 raise InvalidInput.at("parameters", reason) from None
             if form.has_file:
-                return self.parse_raw(Path(form.path).read_bytes(), given)
-            check_parameters(self.task_name, given)
-            return PipelineInput(texts[0], given)
+                return self.parse_raw(Path(form.path).read_bytes(), values)
+            check_parameters(self.task_name, values)
+            return PipelineInput(texts[0], values)
         finally:
             form.remove()
 
