@@ -29,7 +29,7 @@ def server(generator: FakeGenerator) -> Iterator[Server]:
 
 
 def submitted(generator: FakeGenerator, server: Server, **body: Any) -> GenerationInput:
-    """What the worker gets of a request."""
+    """Return the input that the worker receives."""
     answer = post(server, PATH, {"messages": [{"role": "user", "content": "hi"}], **body})
     assert answer.status_code == 200, answer.text
     return generator.payloads[-1]

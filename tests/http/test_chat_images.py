@@ -52,7 +52,7 @@ def user(*parts: dict[str, Any], role: str = "user") -> dict[str, Any]:
 
 
 def chat(generator: FakeGenerator, server: Server, body: Any, path: str = CHAT) -> Chat:
-    """What the worker gets of a request."""
+    """Return the input that the worker receives."""
     answer = post(server, path, body)
     assert answer.status_code == 200, answer.text
     prompt = generator.payloads[-1].prompt

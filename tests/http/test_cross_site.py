@@ -24,7 +24,7 @@ from tests.http.test_pipeline_http import error_of
 from tests.page_server import LetterEmbedder
 from tests.serving import Server, read_response, serving, wait_until
 
-# What a page may send without a preflight request, and where.
+# Requests that a page may send without a preflight request.
 PATHS = ["/", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/tokenize"]
 PLAIN = {"content-type": "text/plain;charset=UTF-8"}
 EVIL = "https://evil.example"

@@ -127,7 +127,7 @@ def scores(decision: Decision) -> list[float]:
 
 
 def test_cached_tokens_of_the_input_are_counted(client: openai.OpenAI) -> None:
-    text = "Another text that nobody has asked about. " * 4
+    text = "Another text without a question about it. " * 4
     first, second = (ask(client, [PREDICATE, SCORE], text).usage for _ in range(2))
     assert first.input_tokens_details.cached_tokens == 0
     assert second.input_tokens_details.cached_tokens > 32

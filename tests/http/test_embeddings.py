@@ -201,7 +201,7 @@ def test_one_text_beside_four_long_lists_waits_for_two_batches() -> None:
 
 
 def in_hand(server: Server, model: Any) -> list[WorkItem[Any]]:
-    """What has been sent on to the worker."""
+    """The payloads that the worker has received."""
     return [item for item in list(server.worker_client.queue.items) if item.arrived_at]
 
 

@@ -69,7 +69,7 @@ def test_a_path_without_its_model_names_the_setting() -> None:
     assert refused.document["error"]["message"] == "/ does not take POST: it needs PIPELINE_MODEL"
 
 
-def test_a_path_without_v1_is_told_apart() -> None:
+def test_a_path_without_v1_has_a_hint() -> None:
     served = [*AUDIO_PATHS, "/v1/chat/completions", "/v1/completions", "/v1/responses"]
     served += ["/v1/responses/resp_1", "/v1/embeddings", "/v1/models", "/v1/models/demo"]
     fakes: dict[str, Any] = {"load_chat": FakeGenerator, "load_transcriber": FakeTranscriber}

@@ -1,4 +1,4 @@
-"""What every generation endpoint promises: status codes, time limits, leaving and slow clients."""
+"""Promises of all generation endpoints: status codes, time limits, slow and gone clients."""
 
 import json
 import socket
@@ -127,7 +127,7 @@ def test_a_long_limit_of_the_client_does_not_lengthen_the_wait_for_the_first_tok
 
 
 @PATHS
-def test_what_fails_later_is_told_in_one_event(path: str) -> None:
+def test_later_failure_is_sent_in_one_event(path: str) -> None:
     with serving_fake() as (server, _):
         answer = ask(server, path, "bad later", stream=True)
         assert answer.status_code == 200
@@ -187,7 +187,7 @@ def test_the_clients_own_limit_bounds_the_whole(path: str, stream: bool) -> None
         wait_until(lambda: generator.dropped == ["long"])
 
 
-def test_a_server_that_gives_up_says_so_in_the_stream() -> None:
+def test_stream_of_a_stopping_server_ends_with_an_error() -> None:
     with serving_fake() as (server, _), ThreadPoolExecutor(1) as pool:
         pending = pool.submit(chat, server, "long", stream=True)
         wait_until(lambda: metric(server, "onequeue_time_to_first_token_seconds_count") == 1)
@@ -195,7 +195,7 @@ def test_a_server_that_gives_up_says_so_in_the_stream() -> None:
         assert json.loads(frames(pending.result().text)[-2])["error"]["code"] == "draining"
 
 
-def test_a_worker_that_dies_says_so_in_the_stream() -> None:
+def test_stream_of_a_dying_worker_ends_with_an_error() -> None:
     with serving_fake() as (server, generator), ThreadPoolExecutor(1) as pool:
         pending = pool.submit(chat, server, "long", stream=True)
         assert generator.responded.wait(60)

@@ -88,7 +88,7 @@ async def offered(mcp: Client) -> list[dict[str, Any]]:
 
 
 async def called(mcp: Client, name: str, arguments: str, tool_calls: list[Call]) -> str:
-    """What a tool returned, as text."""
+    """Return a tool's result as text."""
     values = json.loads(arguments)
     tool_calls.append((name, values))
     result = await mcp.call_tool(name, values)
@@ -96,7 +96,7 @@ async def called(mcp: Client, name: str, arguments: str, tool_calls: list[Call])
 
 
 @pytest.mark.parametrize("loop", [by_chat, by_responses])
-def test_an_mcp_servers_tool_is_called_and_its_result_is_told(
+def test_an_mcp_servers_tool_is_called_and_its_result_is_used(
     demo: Sdk, loop: Callable[..., Awaitable[str]]
 ) -> None:
     tool_calls: list[Call] = []

@@ -1,4 +1,4 @@
-"""What Open Responses (openresponses.org) asks of a server, on the embedded model."""
+"""The requirements of Open Responses (openresponses.org), on the embedded model."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -84,7 +84,7 @@ def test_long_document_is_truncated_unless_truncation_is_off(tmp_path: Path) -> 
 
 # ── decoders ──
 
-# What Qwen3-Reranker is asked, by its model card.
+# The prompt of Qwen3-Reranker, by its model card.
 BEFORE = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
     'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
@@ -119,7 +119,7 @@ def decoder(folder: Path, template: str | None = None) -> Path:
 
 @torch.no_grad()
 def yes_less_no(folder: Path, *parts: str) -> float:
-    """What the model alone would rather say after these texts, each of its own tokens."""
+    """Return the logit of yes less that of no after these texts, each tokenized apart."""
     model = hf.AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer = hf.AutoTokenizer.from_pretrained(folder)
     ids = [i for part in parts for i in tokenizer(part, add_special_tokens=False)["input_ids"]]

@@ -41,7 +41,7 @@ def server(generator: FakeGenerator) -> Iterator[Server]:
 
 @pytest.fixture
 def submit(generator: FakeGenerator, server: Server) -> Any:
-    """What the worker gets of a request."""
+    """Return the input that the worker receives."""
 
     def ask(input: Any = "hi", **fields: Any) -> GenerationInput:
         response_document(respond(server, input, **fields))

@@ -33,7 +33,7 @@ FORMATS = ("json", "verbose_json", "text", "srt", "vtt")
 
 @pytest.fixture(scope="module")
 def spool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where uploads go."""
+    """Return the folder of uploads."""
     folder = tmp_path_factory.mktemp("spool")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(folder))

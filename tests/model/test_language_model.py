@@ -1,4 +1,4 @@
-"""Which models run on a paged cache, and that the check at load detects faults."""
+"""Models on a paged cache, and the check at load that detects faults."""
 
 from collections.abc import Callable
 from dataclasses import replace

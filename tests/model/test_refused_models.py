@@ -103,7 +103,7 @@ def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_pickle_is_not_loaded(tmp_path: Path) -> None:
-    """Also of a folder that passes the first look: it is told by transformers, too."""
+    """Also of a folder that passes the first look: transformers refuses it, too."""
     model = copied(tiny_chat.folder(), tmp_path / "model", without=("model.safetensors",))
     torch.save({}, tmp_path / "model" / "pytorch_model.bin")
     assert_refused(chat, model, "its weights are a pickle (pytorch_model.bin)")

@@ -286,7 +286,7 @@ def test_an_invalid_number_of_threads_is_replaced(
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is put into the environment goes again with the test."""
+    """Restore the environment after the test."""
     for name in OPENMP:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)

@@ -76,7 +76,7 @@ def test_the_document_is_well_formed(server: Server) -> None:
     ids = every(document["paths"], "operationId")
     assert len(ids) == len(set(ids))
     for name in document["components"]["schemas"]:
-        assert name.isalnum(), "two structs of one name are told apart by their modules"
+        assert name.isalnum(), "two structs of one name are distinguished by their modules"
 
 
 @pytest.mark.parametrize("task", sorted(TASKS))
@@ -293,7 +293,7 @@ def fuzz(server: Server, folder: Path, examples: int, *words: str) -> None:
 
 
 def answers(server: Server) -> dict[tuple[str, str], int]:
-    """How many there were, by endpoint and status."""
+    """Return their number by endpoint and status."""
     text = CLIENT.get(server.url + "/metrics").text
     counted = r'onequeue_requests_total\{endpoint="(.*)",status="(.*)"\} (.*)'
     return {(path, status): int(float(count)) for path, status, count in re.findall(counted, text)}

@@ -32,7 +32,7 @@ apis = pytest.mark.parametrize("api", ["chat", "responses"])
 
 
 class Checks:
-    """What each script's checks got; a script runs once, and only if it is looked at."""
+    """The results of each script's checks; a script runs once, at the first access."""
 
     def __init__(self, demo: str, tiny: str) -> None:
         self.environment = os.environ | {"DEMO_URL": demo, "TINY_URL": tiny}

@@ -40,9 +40,7 @@ def process(
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server process; the text `hold` keeps its worker busy until the pipe `held` is opened."""
     os.mkfifo(held)
-    code = textwrap.dedent(PROGRAM).format(
-        grace_s=grace_s, delay_s=delay_s, held=str(held)
-    )
+    code = textwrap.dedent(PROGRAM).format(grace_s=grace_s, delay_s=delay_s, held=str(held))
     child = subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )

@@ -1,4 +1,4 @@
-"""What steps add to a choice, merged until it is read."""
+"""Deltas of a choice, merged until they are read."""
 
 import tracemalloc
 

@@ -1,4 +1,4 @@
-"""How many drafts a step has: as many as pay, by the measured times of steps."""
+"""The number of drafts in a step: as many as pay, by the measured times of steps."""
 
 import random
 

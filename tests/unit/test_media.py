@@ -241,7 +241,7 @@ def test_a_length_above_the_models_limit_is_refused_before_decoding(
         to_audio(tone(301, 1000), RATE, check_seconds=check)
 
 
-def test_audio_shorter_than_its_header_says_is_read(
+def test_audio_shorter_than_its_header_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(audio, "BLOCK", 2000)

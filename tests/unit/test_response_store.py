@@ -387,7 +387,7 @@ def test_responses_of_processes_that_have_died_are_dropped_in_turn(
     for id in "abcd":
         owner.start(OWNER, running(id))
     now += LEASE_S
-    other.start(OWNER, running("new"))  # nobody has asked for the others
+    other.start(OWNER, running("new"))  # the others were not requested
     count = "SELECT count(*) FROM running"
     assert other._database.execute(count).fetchone() == (1,)
     assert other.totals[0] == 2

@@ -1,4 +1,4 @@
-"""Which models are served, and by which names: NAME=MODEL, MODEL_ALIASES, links to the hub."""
+"""Served models and their names: NAME=MODEL, MODEL_ALIASES, links to the hub."""
 
 import os
 from pathlib import Path
