@@ -16,7 +16,7 @@ CLIENT_DIVISOR = 2
 
 
 class WorkOwner(NamedTuple):
-    """Whose work it is."""
+    """The client and the request that work belongs to."""
 
     client: Hashable
     request: Hashable  # unique among those of all clients
@@ -84,9 +84,9 @@ class FairShare:
         if not client_exceeds and self._clients[client] > self.of_client(owner) + 1:
             return self._largest_of(client)
         if owner.client in self._requests:
-            sibling = self._largest_of(owner.client)
-            if self.of_request(sibling) > self.of_request(owner) + 1:
-                return sibling
+            largest = self._largest_of(owner.client)
+            if self.of_request(largest) > self.of_request(owner) + 1:
+                return largest
         return None
 
     def _largest_of(self, client: Hashable) -> WorkOwner:

@@ -6,8 +6,8 @@
        └────preempt───────┘   (its blocks are freed, its tokens are computed again later)
 
 Every decoding sequence is in every step. Prompts share the step's prefill budget, so they run in
-chunks beside decoding sequences: half of it is for the oldest, the rest for those that need least,
-so that short prompts do not wait for a long one, nor a long one forever. When blocks run out,
+chunks beside decoding sequences: the oldest prompt gets half of it, the shortest ones the rest, so
+that short prompts do not wait for a long one, nor a long one forever. When blocks run out,
 paused sequences lose theirs first, then the youngest of the largest request is preempted, so the
 oldest always advances and nothing can deadlock.
 
@@ -476,8 +476,8 @@ class ContinuousScheduler:
         oldest, *others = ranked
         shares, is_long = {}, is_timed and wanted[oldest] > budget
         if self.chunks_oldest and oldest.is_plain and (oldest.computed or is_long):
-            most = limits.get(oldest.owner.client, budget)
-            shares[oldest] = min(wanted[oldest], most, -(-budget // 2) if others else budget)
+            max_tokens = limits.get(oldest.owner.client, budget)
+            shares[oldest] = min(wanted[oldest], max_tokens, -(-budget // 2) if others else budget)
             budget -= shares[oldest]
             ranked = sorted(others, key=lambda sequence: (sequence.background, sequence.uncomputed))
         in_turn = list(fair_order(ranked))
@@ -579,10 +579,10 @@ def _divide(
         request, client = request_share(budget), client_share(budget)
         limits = [(turns, request, client), (turns, request, budget), (by_need, budget, budget)]
     for sequences, request, client in limits:
-        for sequence, most in sequences:
+        for sequence, max_tokens in sequences:
             owner = sequence.owner
             more = min(
-                most - shares[sequence],
+                max_tokens - shares[sequence],
                 budget - held.total,
                 request - held.of_request(owner),
                 min(client, client_limits.get(owner.client, budget)) - held.of_client(owner),

@@ -45,8 +45,8 @@ class TokenIds(array):  # type: ignore[type-arg]  # not subscriptable before Pyt
     def __getitem__(self, index: slice) -> list[int]: ...
 
     def __getitem__(self, index: Any) -> Any:
-        found = super().__getitem__(index)
-        return found.tolist() if isinstance(index, slice) else found
+        value = super().__getitem__(index)
+        return value.tolist() if isinstance(index, slice) else value
 
 
 TokenList: TypeAlias = TokenIds | list[int]

@@ -23,9 +23,9 @@ class TurnBudget:
     def fitting(self, sizes: Sequence[int], max_turn_s: float, layers: int = 1) -> int:
         """Return how many of the first rows run within a turn, at least one. `sizes`: the tokens of
         each row. `layers`: the parts of the batch, each of which may take a turn."""
-        least = EFFICIENT_TOKENS if max_turn_s > MAX_TURN_S else 0
+        min_tokens = EFFICIENT_TOKENS if max_turn_s > MAX_TURN_S else 0
         fits = (
-            tokens <= least or tokens * self._token_s <= max_turn_s * layers
+            tokens <= min_tokens or tokens * self._token_s <= max_turn_s * layers
             for tokens in accumulate(sizes)
         )
         return max(1, sum(fits))

@@ -3,7 +3,7 @@
     load → warm up → (receive items → a step of each engine that has one due)* → stopped or dead
 
 All scheduling state belongs to this thread. Its inbox takes items and a stop. The listener gets one
-outcome per step. A step that cannot be short lets the other engines run theirs in its middle.
+outcome per step. A long step lets the other engines run theirs at its yield points.
 
 An exception inside a step that belongs to one item fails that item, in the engine. Any other
 exception fails all items of that model. When a step yields nothing but failures, the warm-up input
@@ -62,7 +62,7 @@ class OtherServedModels:
 
     @property
     def busy(self) -> bool:
-        return self.worker.is_busy_besides(self.name)
+        return self.worker.has_other_work(self.name)
 
     @property
     def max_turn_s(self) -> float:
@@ -70,7 +70,7 @@ class OtherServedModels:
 
     def run_steps(self) -> None:
         started_at = self.worker.clock()
-        self.worker.run_steps_besides(self.name)
+        self.worker.run_other_steps(self.name)
         self.total_s += self.worker.clock() - started_at
 
     def wake(self) -> None:
@@ -95,7 +95,7 @@ class Worker:
         self.busy_since = float("inf")
         self._busy: set[str] = set()  # names of models whose engines have items
         self._failing: set[str] = set()  # of models whose breaker is open
-        self._in_step: list[str] = []  # of models whose step runs, each in the middle of the last
+        self._in_step: list[str] = []  # names of models whose steps run, one within the other
         self._idle_since = float("-inf")  # when the last step ended
         self._trim_at: float | None = None  # when memory is returned, if no step runs until then
         self.inbox: queue.SimpleQueue[list[WorkItem] | None] = queue.SimpleQueue()
@@ -193,9 +193,9 @@ class Worker:
         else:
             self._busy.add(item.model)
 
-    def run_steps_besides(self, running: str) -> None:
-        """In the middle of a step of one model, receive items and run a step of each other one.
-        Those may do the same: the models whose step is interrupted are left out."""
+    def run_other_steps(self, running: str) -> None:
+        """At a yield point of one model's step, receive items and run a step of each other model.
+        Those have yield points too: models whose steps are interrupted are left out."""
         self._thread_tuner.end_turn()
         self._idle_since = self.clock()  # items that have arrived since have waited for it
         if not self._receive(0.0):
@@ -207,7 +207,7 @@ class Worker:
             self._in_step.pop()
         self._begin_step()
 
-    def is_busy_besides(self, name: str) -> bool:
+    def has_other_work(self, name: str) -> bool:
         """Whether another model has items."""
         return bool(self._busy - {name})
 

@@ -339,7 +339,7 @@ class WorkerClient:
         fail_all(waiting, errors.WorkerDown(reason, 60))
 
 
-def count_chars(payload: Any) -> int:
+def count_chars(payload: object) -> int:
     """Return the characters of a payload's texts."""
     match payload:
         case PipelineInput(inputs=str(text)) | GenerationInput(prompt=str(text)):

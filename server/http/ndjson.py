@@ -93,9 +93,9 @@ class LineWindow:
     """The number of inputs in flight: it grows while lines are answered within `target_s`, and
     shrinks while they are not."""
 
-    def __init__(self, most: int, target_s: float) -> None:
-        self.size = min(2, most)
-        self._most = most
+    def __init__(self, max_inputs: int, target_s: float) -> None:
+        self.size = min(2, max_inputs)
+        self._max_inputs = max_inputs
         self._target_s = target_s
         self._answer_bytes = 0.0  # of the largest recent answer
 
@@ -104,7 +104,7 @@ class LineWindow:
         step = 1 if seconds < self._target_s else -1
         self._answer_bytes = max(answer_bytes, 0.99 * self._answer_bytes)
         fitting = int(MAX_ANSWER_BYTES / max(1.0, self._answer_bytes))
-        self.size = max(1, min(self._most, fitting, self.size + step))
+        self.size = max(1, min(self._max_inputs, fitting, self.size + step))
 
 
 async def serve_lines(
@@ -138,11 +138,11 @@ class LineStream(Generic[P]):
         self.queue = app.worker_client.queue
         self.lane = app.worker_client.models[endpoint.line_model].lane
         self.owner = self.queue.new_owner(client_of(scope))
-        most = min(
+        max_inputs = min(
             client_share(self.settings.max_queue_size),
             WINDOW_BATCHES * self.settings.max_batch_size,
         )
-        self.window = LineWindow(most, limit_s / TARGET_DIVISOR)
+        self.window = LineWindow(max_inputs, limit_s / TARGET_DIVISOR)
         self.transfer = scope["transfer"]
         self.lines = LineSplitter(self.max_body)
         self.response = SpooledResponse(scope, send, HEADERS)

@@ -317,6 +317,8 @@ class GenerationEngine:
                 SamplingRow(output.sampling, output.tokens + n, drafts[:n])
                 for n in range(chunk.to_sample)
             ]
+        if not requests:
+            return rows, [], None
         in_turn = fair_order(sorted(requests, key=lambda s: len(s.tokens) - s.prompt_len))
         chunk_of = {chunk.sequence: chunk for chunk in chunks}
         constrained = [chunk_of[sequence] for sequence in in_turn]

@@ -133,7 +133,7 @@ def upright_rgb(image: Image.Image) -> Image.Image:
 
 
 def _too_complex(reason: TooComplex, param: str) -> InvalidInput:
-    return InvalidInput(f"the image is too complex: {reason}; save it anew", param)
+    return InvalidInput(f"the image is too complex: {reason}; save it again", param)
 
 
 def _unreadable(param: str) -> InvalidInput:

@@ -33,14 +33,14 @@ def reduce_jpeg(data: bytes) -> tuple[bytes, int]:
     exif_parts: list[bytes] = []
     scans, at, xmp_orientation = 0, 2, 0
     for _ in range(MAX_SEGMENTS):
-        found = MARKER.search(data, at)
+        marker = MARKER.search(data, at)
         if scans:  # compressed data lies between
-            kept.append(data[at : found.start() if found else len(data)])
-        if found is None:
+            kept.append(data[at : marker.start() if marker else len(data)])
+        if marker is None:
             break
-        kind, start = data[found.end() - 1], found.end()
+        kind, start = data[marker.end() - 1], marker.end()
         if kind == END:
-            kept.append(found[0])
+            kept.append(marker[0])
             break
         if kind == START:
             raise BrokenJpeg
@@ -49,7 +49,7 @@ def reduce_jpeg(data: bytes) -> tuple[bytes, int]:
         if size < 2 or at > len(data) or (kind in TABLES and size > MAX_TABLE_BYTES):
             raise BrokenJpeg
         if kind in DECODED:
-            kept.append(data[found.start() : at])
+            kept.append(data[marker.start() : at])
             scans += kind == SCAN
             if scans > MAX_SCANS:
                 raise TooComplex(f"it has more than {MAX_SCANS} scans")

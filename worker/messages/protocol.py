@@ -175,7 +175,7 @@ class OtherModels(Protocol):
         """The time that `run_steps` has taken in all."""
 
     def run_steps(self) -> None:
-        """Run a step of each that has one due. For a step that cannot be short, in its middle."""
+        """Run a step of each that has one due. Called at the yield points of a long step."""
 
     def wake(self) -> None:
         """Have the worker's thread ask all engines again when their next step is due. From any

@@ -81,9 +81,9 @@ def number(minimum: float, maximum: float = math.inf, above: bool = False) -> Ex
     def accepts(value: Any, _: float) -> bool:
         return is_number(value) and minimum <= value <= maximum and not (above and value == minimum)
 
-    least = f"above {minimum:g}" if above else f"of at least {minimum:g}"
-    most = f" and at most {maximum:g}" if maximum < math.inf else ""
-    return Expected(accepts, f"a number {least}{most}")
+    lower = f"above {minimum:g}" if above else f"of at least {minimum:g}"
+    upper = f" and at most {maximum:g}" if maximum < math.inf else ""
+    return Expected(accepts, f"a number {lower}{upper}")
 
 
 BOOLEAN = Expected(lambda value, _: isinstance(value, bool), "true or false")
@@ -199,8 +199,8 @@ def check_generation_config(fields: Mapping[str, Any], vocab_size: float = math.
         value = fields.get(name)
         if value is not None and not expected.accepts(value, vocab_size):
             text = repr(value)
-            given = text if len(text) <= 60 else f"{text[:60]}…"
-            raise LoadingFailed(f"its generation_config has {name}: {given}, not {expected.text}")
+            shown = text if len(text) <= 60 else f"{text[:60]}…"
+            raise LoadingFailed(f"its generation_config has {name}: {shown}, not {expected.text}")
 
 
 def log_not_served(fields: Mapping[str, Any]) -> None:

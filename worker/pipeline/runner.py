@@ -228,8 +228,8 @@ class PipelineRunner:
     def forward(self, prepared: list[PreparedInput]) -> list[Any]:
         """Return the raw outputs of each input, a list with one per row.
 
-        The batch is cut to the rows that run in a turn. In its middle other models get steps (see
-        yield_points.py), and it stops if all items are cancelled: each input then gets None."""
+        The batch is cut to the rows that run in a turn. Other models run steps at its yield points
+        (yield_points.py), where it stops if all items are cancelled: each input then gets None."""
 
         def is_wanted() -> bool:
             return not all(item.future and item.future.done() for item in prepared)

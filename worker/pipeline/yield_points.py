@@ -1,4 +1,4 @@
-"""Yield points: places in the middle of a model's step at which the other models run theirs.
+"""Yield points: places within a model's step at which the other models run theirs.
 
 A step lets them run between two forward passes, as of generation, and within a forward pass between
 two layers once it has taken MAX_TURN_S. A batch of long rows, and the prompts of generation, then
@@ -20,7 +20,7 @@ from worker.messages.protocol import OtherModels
 
 
 class StepCancelled(Exception):
-    """Nobody waits for the result of the step any more."""
+    """All items of the step are cancelled."""
 
 
 class YieldPoints:
@@ -45,15 +45,15 @@ class YieldPoints:
     def active(
         self, others: OtherModels, is_wanted: Callable[[], bool] = lambda: True
     ) -> Iterator[None]:
-        """Let `others` run during the step inside. Raise StepCancelled in its middle if it is no
-        longer wanted."""
+        """Let `others` run during the step inside. Raise StepCancelled at a yield point if it is
+        no longer wanted."""
         self._others, self._is_wanted = others, is_wanted
         self._is_first, self._turn_started = True, self._clock()
         self._started, self.first_forward_s = self._turn_started - others.total_s, 0.0
         try:
             yield
         finally:
-            self._others, self._is_wanted = None, lambda: True  # that holds the inputs
+            self._others, self._is_wanted = None, lambda: True  # the last one holds the inputs
             self._end_first_forward(others)
 
     def _before_forward(self, *_: Any) -> None:

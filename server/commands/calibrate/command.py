@@ -209,9 +209,9 @@ async def _search(runner: StageRunner, options: Options, echo: Echo, progress: E
         else:
             echo("no rate was found before the end; allow more time by --seconds")
         return None, signal_number
-    found = "can be sustained" if search.is_confirmed else "is the best so far, not confirmed"
+    verdict = "can be sustained" if search.is_confirmed else "is the best so far, not confirmed"
     echo(
-        f"\n{best.rate:.1f} requests/s {found}: 95 % of the responses come within "
+        f"\n{best.rate:.1f} requests/s {verdict}: 95 % of the responses come within "
         f"{best.p95_ms:.1f} ms, of {limit_ms:g} ms. The settings:\n"
     )
     for line in settings_lines(best, limit_ms, is_stepped):

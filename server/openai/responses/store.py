@@ -99,7 +99,7 @@ def uncounted(size: int) -> None:
 
 
 class Owner(NamedTuple):
-    """Who has stored a response: it is found in `namespace`, and counts for `client`."""
+    """Of a stored response: `namespace` limits its readers, `client` is charged for its size."""
 
     namespace: bytes
     client: bytes
@@ -301,10 +301,10 @@ class ResponseStore:
 
         Raises TooLarge if their responses exceed `max_bytes`. A response is read once.
         """
-        found: dict[str, Document] = {}
+        items: dict[str, Document] = {}
         of_item = "SELECT response_id FROM items WHERE namespace = ? AND id = ? LIMIT 1"
         for id in ids:
-            if id in found:
+            if id in items:
                 continue
             with self._lock:
                 row = self._database.execute(of_item, (namespace, id)).fetchone()
@@ -317,8 +317,8 @@ class ResponseStore:
                 stored = self.get(namespace, row[0], count)
                 for item in (*stored.input, *stored.response["output"]):
                     if item["id"] in ids:
-                        found.setdefault(item["id"], item)
-        return found
+                        items.setdefault(item["id"], item)
+        return items
 
     def delete(self, namespace: bytes, id: str) -> None:
         deleted = "DELETE FROM responses WHERE namespace = ? AND id = ?"
@@ -332,7 +332,7 @@ class ResponseStore:
         return {client: (count, size) for client, count, size in self._database.execute(usage)}
 
     def _drop(self) -> None:
-        """Drop responses of the client with the most of what exceeds its bound."""
+        """Drop the least recently used responses of the client that has the most, until all fit."""
         usage = self._usage()
         count, size = map(sum, zip(*usage.values(), strict=True))
         oldest = "SELECT id FROM responses WHERE client = ? ORDER BY used LIMIT 1"
@@ -340,11 +340,11 @@ class ResponseStore:
         while count > self.max_responses or size > self.max_bytes:
             kind = int(count <= self.max_responses)
             client = max(usage, key=lambda client: (client == OLD_CLIENT, usage[client][kind]))
-            [less] = self._database.execute(dropped, (client,)).fetchone()
-            usage[client] = usage[client][0] - 1, usage[client][1] - less
+            [freed] = self._database.execute(dropped, (client,)).fetchone()
+            usage[client] = usage[client][0] - 1, usage[client][1] - freed
             if not usage[client][0]:
                 del usage[client]
-            count, size = count - 1, size - less
+            count, size = count - 1, size - freed
 
     def _size(self, namespace: bytes, id: str) -> int:
         return int(self._row("size", namespace, id)[0])

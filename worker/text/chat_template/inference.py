@@ -456,15 +456,15 @@ def find_brackets(text: str) -> tuple[Pair, ...]:
     for pair, between in zip(pairwise(tokens), texts, strict=False):
         match = BRACKETED_WORD.fullmatch(between)
         enclosed.setdefault(pair, set()).add(match[1] if match else "")
-    found = {
+    pairs = {
         pair
         for pair, words in enclosed.items()
         if len(words) > 1 and "" not in words and words.isdisjoint(SENTINELS)
     }
-    before, after = ({pair[n] for pair in found} for n in (0, 1))
-    if any(pair not in found for pair in enclosed if pair[0] in before or pair[1] in after):
+    before, after = ({pair[n] for pair in pairs} for n in (0, 1))
+    if any(pair not in pairs for pair in enclosed if pair[0] in before or pair[1] in after):
         return ()
-    return tuple(sorted(found)) if before.isdisjoint(after) else ()
+    return tuple(sorted(pairs)) if before.isdisjoint(after) else ()
 
 
 # ── the format of tool calls ──
