@@ -220,7 +220,7 @@ def test_bodies_of_many_values_are_parsed_one_at_a_time() -> None:
 
 
 def test_a_body_in_small_pieces_takes_no_more_memory_than_its_bytes() -> None:
-    pieces = 200_000
+    pieces = 50_000
 
     async def read() -> int:
         left = pieces

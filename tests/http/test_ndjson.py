@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.http import connections, spool
+from server.http import connections, request, spool
 from server.http.ndjson import LineWindow
 from tests.fakes import FakeRunner
 from tests.serving import ManualTimers, Parser, Server, metric, serving, wait_until
@@ -54,6 +54,17 @@ class Client:
         self.socket.sendall(CHUNKED)
         self.file = self.socket.makefile("rb")
         self.read: list[Any] = []
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection, which the file keeps open, too."""
+        self.file.close()
+        self.socket.close()
 
     def send(self, *lines: str) -> None:
         self.socket.sendall(chunk("".join(json.dumps(line) + "\n" for line in lines).encode()))
@@ -129,8 +140,7 @@ def test_a_stream_is_longer_than_the_queue_and_the_limit_of_bodies(server: Serve
 
 
 def test_answers_arrive_while_the_body_is_sent(server: Server) -> None:
-    client = Client(server)
-    with client.socket:
+    with Client(server) as client:
         for n in range(5):
             client.send(f"text {n}")
             assert client.answer() == {"echo": f"text {n}"}
@@ -191,8 +201,7 @@ def test_a_disconnect_empties_the_queue(http: Parser) -> None:
             if reset:
                 linger = (1).to_bytes(4, "little") + (0).to_bytes(4, "little")
                 client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-            client.file.close()
-            client.socket.close()
+            client.close()
             runner.gate.set()
             wait_until(lambda: not server.worker_client.queue.items)
             wait_until(lambda: not server.uvicorn.server_state.connections)
@@ -209,8 +218,7 @@ def test_a_late_line_is_an_error_and_the_stream_goes_on() -> None:
     with serving(lambda: runner) as server:
         timers = ManualTimers(server)
         runner.gate.clear()
-        client = Client(server)
-        with client.socket:
+        with Client(server) as client:
             client.send("held")
             assert runner.entered.acquire(timeout=60)
             timers.fire(within_s=100)
@@ -220,10 +228,12 @@ def test_a_late_line_is_an_error_and_the_stream_goes_on() -> None:
             assert client.answer() == {"echo": "next"}
 
 
-def test_a_body_that_stops_arriving_ends_the_stream_behind_its_answers() -> None:
+def test_a_body_that_stops_arriving_ends_the_stream_behind_its_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(request, "LINGER_S", 0.2)
     with serving(FakeRunner, body_timeout_s=0.2) as server:
-        client = Client(server)
-        with client.socket:
+        with Client(server) as client:
             client.send("one")
             client.socket.sendall(chunk(b'"two'))
             [answer, error] = client.rest()
@@ -232,12 +242,12 @@ def test_a_body_that_stops_arriving_ends_the_stream_behind_its_answers() -> None
             assert "this line and those after it were not served" in error["error"]["message"]
 
 
-def test_a_stopping_server_answers_what_it_has_accepted() -> None:
+def test_a_stopping_server_answers_what_it_has_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request, "LINGER_S", 0.2)
     runner = FakeRunner()
     with serving(lambda: runner) as server:
         runner.gate.clear()
-        client = Client(server)
-        with client.socket:
+        with Client(server) as client:
             client.send(*(f"t{n}" for n in range(500)))
             assert runner.entered.acquire(timeout=60)
             loop = server.worker_client.loop
