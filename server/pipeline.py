@@ -126,7 +126,7 @@ class PipelineEndpoint:
                 results.append(await item.future)
             except (InvalidInput, ItemFailed) as error:
                 if isinstance(error, InvalidInput) and request.is_list:
-                    error.param = path_in_list(error.param, n)
+                    locate_in_list(error, n)
                 if not request.keeps_errors:
                     raise
                 results.append(to_json(count_failure(error, scope).document))
@@ -353,11 +353,13 @@ class DecisionPipelineEndpoint(PipelineEndpoint):
             raise
 
 
-def path_in_list(param: str | None, n: int) -> str | None:
-    """Return the path of an input's field in a list of inputs."""
-    if param is None or not param.startswith("inputs"):
-        return param
-    return f"inputs[{n}]" + param.removeprefix("inputs")
+def locate_in_list(error: InvalidInput, n: int) -> None:
+    """Add an input's index in a list to the path that its error has, also in the message."""
+    param, message = error.param, str(error)
+    if param and param.startswith("inputs"):
+        error.param = f"inputs[{n}]" + param.removeprefix("inputs")
+        if message.startswith(f"{param}: "):
+            error.args = (error.param + message.removeprefix(param),)
 
 
 def may_be_json(body: bytes, media: str) -> bool:

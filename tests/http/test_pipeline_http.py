@@ -17,6 +17,7 @@ import pytest
 
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
+from server.pipeline import locate_in_list
 from tests.checkpoints import write_checkpoint
 from tests.fakes import FakeRunner
 from tests.serving import Server, metric, read_response, serving, wait_until
@@ -148,6 +149,16 @@ def test_a_form_has_a_file_or_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with serving(Anything, pipeline_task="table-question-answering") as server:
         assert httpx.post(server.url, files=text).status_code == 415
     wait_until(lambda: not list(tmp_path.iterdir()))
+
+
+def test_an_error_of_a_list_names_the_input_in_its_message() -> None:
+    for param, path in (("inputs", "inputs[2]"), ("inputs[1].role", "inputs[2][1].role")):
+        error = InvalidInput.at(param, "must be a string, not null")
+        locate_in_list(error, 2)
+        assert (str(error), error.param) == (f"{path}: must be a string, not null", path)
+    other = InvalidInput.at("parameters.top_k", "must be positive")
+    locate_in_list(other, 2)
+    assert (str(other), other.param) == ("parameters.top_k: must be positive", "parameters.top_k")
 
 
 def test_a_failed_input_of_a_list_may_leave_the_others(server: Server) -> None:

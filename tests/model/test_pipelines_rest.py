@@ -208,7 +208,10 @@ def test_keypoint_matching_equals_the_pipeline() -> None:
 def test_keypoint_matching_needs_two_images(images: list[bytes] | None) -> None:
     value = encoded(IMAGES[0]) if images is None else list(map(encoded, images))
     error = refusal("keypoint-matching", "superglue", {"images": value})
-    assert (str(error), error.param) == ("must be a list of two images", "inputs.images")
+    assert (str(error), error.param) == (
+        "inputs.images: must be a list of two images",
+        "inputs.images",
+    )
 
 
 def test_an_error_names_the_image_that_is_a_path() -> None:

@@ -17,14 +17,15 @@ def to_bytes(value: Any, param: str) -> bytes:
     if isinstance(value, bytes):
         return value
     if not isinstance(value, str):
-        raise InvalidInput("must be a base64 string or a data: URL", param)
+        kind = type(value).__name__
+        raise InvalidInput.at(param, f"must be a base64 string or a data: URL, not {kind}")
     encoded = value
     if value[:5].lower() == "data:":
         header, _, encoded = value.partition(",")
         if not header.lower().endswith(";base64"):
-            raise InvalidInput("a data: URL must be base64-encoded", param)
+            raise InvalidInput.at(param, f"a data: URL must be in base64, not {header[:100]!r}")
     try:
         return base64.b64decode(encoded.encode("ascii").translate(None, SPACES), validate=True)
     except ValueError:  # also raised for text that is not ASCII
         invalid = "must be a base64 string or a data: URL; paths and links are not opened"
-        raise InvalidInput(invalid, param) from None
+        raise InvalidInput.at(param, invalid) from None

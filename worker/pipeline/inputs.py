@@ -110,10 +110,12 @@ def read_chat(messages: list[Any], pipe: Pipe, limit: int) -> Chat:
         raise InvalidInput("the conversation is empty", "inputs")
     for index, message in enumerate(messages):
         if not isinstance(message, dict):
-            raise InvalidInput("must be an object with role and content", f"inputs[{index}]")
+            accepted = f"must be an object with role and content, not {describe_type(message)}"
+            raise InvalidInput.at(f"inputs[{index}]", accepted)
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
-                raise InvalidInput("must be a string", f"inputs[{index}].{key}")
+                kind = describe_type(message[key]) if key in message else "absent"
+                raise InvalidInput.at(f"inputs[{index}].{key}", f"must be a string, not {kind}")
         if unknown := set(message) - {"role", "content"}:
             raise InvalidInput(
                 f"a message takes role and content, not {min(map(str, unknown))[:100]!r}",
@@ -198,7 +200,7 @@ def read_object(task: str, inputs: Any, limit: int, lease: Lease) -> Any:
         raise InvalidInput(f"{task} takes an object {{{keys}}}", "inputs")
     for key, value in fields.items():
         if key in CHECKS and (wrong := CHECKS[key](value)):
-            raise InvalidInput(wrong, f"inputs.{key}")
+            raise InvalidInput.at(f"inputs.{key}", wrong)
     try:
         characters = sum(count_characters(fields[key]) for key in CHECKS if key in fields)
     except RecursionError:
@@ -209,7 +211,7 @@ def read_object(task: str, inputs: Any, limit: int, lease: Lease) -> Any:
     if task == "keypoint-matching":
         pair = fields["images"]
         if not isinstance(pair, list) or len(pair) != 2:
-            raise InvalidInput("must be a list of two images", "inputs.images")
+            raise InvalidInput.at("inputs.images", "must be a list of two images")
         return to_images([(image, f"inputs.images[{n}]") for n, image in enumerate(pair)], lease)
     if "image" in fields:
         labels = len(fields.get("candidate_labels", ()))
