@@ -1,10 +1,10 @@
 """Fair shares of clients and requests: the one rule that the queue, the batcher, the scheduler and
 the grammar compiler follow.
 
-While a request of another waits, a request gets at most a quarter of a resource, and a client (an
-API key; an address, without keys) at most half of it, but at least one unit. Beyond that, units
-move from the largest to the smallest, so that several large requests leave room for a small one,
-too. Alone, a request or a client uses everything. Pure state: no clock, no thread.
+While others wait, a request gets at most a quarter of a resource, and a client (an API key; an
+address, without keys) at most half of it, but at least one unit. Beyond that, units move from the
+largest to the smallest, so that several large requests also leave room for a small one. Alone, a
+request or a client uses everything. Pure state: no clock, no thread.
 """
 
 from collections import Counter, OrderedDict, deque

@@ -232,14 +232,13 @@ def test_a_body_that_stops_arriving_ends_the_stream_behind_its_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(request, "LINGER_S", 0.2)
-    with serving(FakeRunner, body_timeout_s=0.2) as server:
-        with Client(server) as client:
-            client.send("one")
-            client.socket.sendall(chunk(b'"two'))
-            [answer, error] = client.rest()
-            assert answer == {"echo": "one"}
-            assert (error["error"]["code"], error["error"]["line"]) == ("body_timeout", 2)
-            assert "this line and those after it were not served" in error["error"]["message"]
+    with serving(FakeRunner, body_timeout_s=0.2) as server, Client(server) as client:
+        client.send("one")
+        client.socket.sendall(chunk(b'"two'))
+        [answer, error] = client.rest()
+        assert answer == {"echo": "one"}
+        assert (error["error"]["code"], error["error"]["line"]) == ("body_timeout", 2)
+        assert "this line and those after it were not served" in error["error"]["message"]
 
 
 def test_a_stopping_server_answers_what_it_has_accepted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The orientation of an image in its EXIF, which is all that is read of it.
+"""The orientation of an image, the only part of its EXIF that is read.
 
 Pillow copies every value of EXIF, and several values may share the same bytes: a few megabytes make
 gigabytes. No torch.

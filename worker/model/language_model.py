@@ -1,7 +1,6 @@
 """A causal language model: its loading, its limits and the layout of its weights.
 
-Running it is not here: paged_runner.py runs it where the check in paging.py passes, else
-cached_runner.py does.
+paged_runner.py runs the model where the check in paging.py passes, cached_runner.py elsewhere.
 """
 
 import logging

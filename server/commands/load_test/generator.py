@@ -2,8 +2,8 @@
 
     bodies → closed_loop | open_loop → Client → Record
 
-Used by `onequeue load` and `onequeue calibrate`. It imports nothing but the
-standard library, and it does not judge the content of a response.
+Used by `onequeue load` and `onequeue calibrate`. It imports the standard library only, and it does
+not check the content of responses.
 """
 
 import asyncio
