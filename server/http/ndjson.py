@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
@@ -52,7 +52,7 @@ MEMORY_POLL_S = 0.05
 class LineWork:
     """The submitted work of a line, which holds its slots, and its answer as JSON."""
 
-    submission: Submission[Any]
+    submission: Submission
     content: Callable[[], Awaitable[bytes]]
 
 
@@ -108,7 +108,7 @@ class LineWindow:
 
 
 async def serve_lines(
-    scope: Scope, receive: Receive, send: Send, endpoint: LineEndpoint[Any]
+    scope: Scope, receive: Receive, send: Send, endpoint: LineEndpoint[P]
 ) -> None:
     """Respond to a stream of lines. Raises the errors of `read_headers`, a Refused (503) if the
     model accepts nothing now, and ClientGone."""
