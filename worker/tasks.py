@@ -5,6 +5,7 @@ load and run a repository's code: no paths, models, callables or `trust_remote_c
 pipeline/runner.py runs the tasks.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -23,6 +24,13 @@ MAX_NEW_TOKENS = 1 << 20
 
 def check(requirement: str, is_valid: Callable[[Any], bool]) -> Check:
     return lambda value: None if is_valid(value) else requirement
+
+
+def describe_value(value: Any) -> str:
+    """Return a JSON value for an error text: strings cut, lists and objects by their size."""
+    if isinstance(value, list | dict):
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
+    return json.dumps(value[:50] if isinstance(value, str) else value, ensure_ascii=False)
 
 
 def allow(other: Any, check: Check) -> Check:
@@ -258,7 +266,9 @@ def check_parameters(task_name: str, parameters: dict[str, Any]) -> None:
             unknown = f"{task_name} has no parameter {name[:100]!r}; it accepts: {known}"
             raise InvalidInput(unknown, f"parameters.{name[:100]}")
         if requirement := check_value(value):
-            raise InvalidInput(f"{name} {requirement}", f"parameters.{name}")
+            raise InvalidInput(
+                f"{name} {requirement}, not {describe_value(value)}", f"parameters.{name}"
+            )
         if type(value) is int and check_value(float(value)) is None:
             parameters[name] = float(value)
     for name in task.required:

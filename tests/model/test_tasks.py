@@ -148,6 +148,21 @@ def test_values_of_wrong_type_or_range_are_refused(task: str, parameters: dict[s
 
 
 @pytest.mark.parametrize(
+    ("value", "given"),
+    [
+        (0, "0"),
+        (True, "true"),
+        (None, "null"),
+        ("é" * 99, '"' + "é" * 50 + '"'),
+        ([1, 2], "a list of 2"),
+    ],
+)
+def test_an_error_names_the_given_value(value: Any, given: str) -> None:
+    with pytest.raises(InvalidInput, match=f"^top_k must be a whole number from .*, not {given}$"):
+        check_parameters("fill-mask", {"top_k": value})
+
+
+@pytest.mark.parametrize(
     ("labels", "words"),
     [("a, b", "must be a list of 1 to 512 strings"), ([], "must be a string or a list of 1 to")],
 )
