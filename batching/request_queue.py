@@ -447,8 +447,8 @@ class StepLane(Lane):
         return True
 
     def expected_wait_s(self, now: float, client: Hashable = None) -> float:
-        """The time since the last start counts too: each running request has taken at least as
-        long. A request that finds free room does not wait."""
+        """Return the estimated wait of a client's next item. The time since the last start counts
+        too: each running request has taken at least as long. With free room nothing waits."""
         start_s = self._starts_s / self._starts if self._starts else 0.0
         if self._starved_since is not None:
             start_s = max(start_s, (now - self._starved_since) / max(1, self._running))

@@ -208,7 +208,7 @@ class Worker:
         self._begin_step()
 
     def has_other_work(self, name: str) -> bool:
-        """Whether another model has items."""
+        """Return whether another model has items."""
         return bool(self._busy - {name})
 
     def _run_steps(self) -> None:

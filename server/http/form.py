@@ -112,7 +112,7 @@ class Form:
         self._text.clear()
 
     def _on_header_value(self, data: bytes, start: int, end: int) -> None:
-        """The parser limits the length of a header and their number."""
+        """Collect a header. The parser limits the length and the number of headers."""
         self._header += data[start:end]
 
     def _on_header_end(self) -> None:

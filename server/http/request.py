@@ -45,7 +45,7 @@ LINGER_S = 5.0
 CLOSE = [(b"connection", b"close")]
 NOT_STARTED = (
     "the app has not been started, because Starlette runs no lifespan of a mounted app: "
-    "run it in that of the host, by Starlette(lifespan=llm.lifespan) or, inside of its own, "
+    "pass it to the host, Starlette(lifespan=llm.lifespan), or enter it in the host's own, "
     "async with llm.lifespan()"
 )
 JSON, NDJSON = b"application/json", b"application/x-ndjson"
@@ -93,8 +93,8 @@ class Application:
             )
 
     def lifespan(self, host: object = None) -> Lifespan:
-        """Return the life of an app that is mounted: load the models, and in the end finish the
-        accepted requests. It may be the lifespan of `host`, or run in that.
+        """Return the lifespan of a mounted app: it loads the models, and at the end finishes the
+        accepted requests. `host` takes it as its own lifespan, or enters it in that.
 
         The host keeps its signal handlers, and the process its settings."""
         return self.run_mounted(self)

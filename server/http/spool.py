@@ -66,7 +66,7 @@ class SpoolFile:
             return self._file.read(size)
 
     def close(self) -> None:
-        """Takes about a second per gigabyte."""
+        """Delete the file, which takes about a second per gigabyte."""
         with self._lock:
             self._file.close()
 
@@ -105,7 +105,7 @@ class SpooledResponse:
         self._transfer.may_stall = self.client_sends
 
     def end_body(self) -> None:
-        """The whole body has arrived: from now on the client has to read."""
+        """Require the client to read from now on: the whole body has arrived."""
         self.client_sends = self._transfer.may_stall = False
 
     def close(self) -> None:

@@ -115,7 +115,7 @@ class InputProcessor:
         item.tokens = len(prepared.ids)
 
     def encode(self, prompt: Chat | str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt; InvalidInput if the chat template refuses it."""
+        """Return a prompt's token ids. Raises InvalidInput if the chat template refuses it."""
         if not isinstance(prompt, Chat):
             return self._tokenize(prompt, add_special_tokens, "messages")
         text = self.template.render(prompt).text
@@ -128,7 +128,7 @@ class InputProcessor:
         return self.vocabulary.decode(ids, skip_special=False)
 
     def token(self, token_id: int) -> str:
-        """The text of one token; InvalidInput if there is no such id."""
+        """Return the text of one token. Raises InvalidInput if the id does not exist."""
         self._check_ids([token_id], "tokens")
         return self.vocabulary.token(token_id)[0]
 
@@ -430,7 +430,7 @@ class ConstraintBuilder:
             self.grammars.check(grammar, param)
 
     def _headers(self, output_format: OutputFormat) -> str:
-        """A rule, in Lark's notation, for the delimiters that may precede content."""
+        """Return a Lark rule for the delimiters that may precede content."""
         headers = (output_format.message_start, output_format.content and output_format.content[0])
         return "".join(f"({self.grammars.quote(text)})? " for text in headers if text)
 

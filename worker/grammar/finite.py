@@ -40,7 +40,7 @@ class FiniteReferences:
         return True
 
     def _matches(self, schema: Any) -> bool:
-        """Whether a document may match that needs finite references only."""
+        """Return whether a document that needs finite references only may match."""
         self._visits_left -= 1
         if not isinstance(schema, dict) or self._visits_left < 0:
             return schema is not False
@@ -65,7 +65,7 @@ class FiniteReferences:
         return False
 
     def _matches_contents(self, schema: Schema) -> bool:
-        """Whether what an object or an array must contain may be finite."""
+        """Return whether the required members of an object or an array may be finite."""
         if schema.get("type") in ("object", ["object"]):
             properties, others = schema.get("properties"), schema.get("additionalProperties")
             named = properties if isinstance(properties, dict) else {}

@@ -194,7 +194,7 @@ def _check_in_fork(tokenizer: LLTokenizer, cpu_s: float, *request: Any) -> Seque
 
 
 def _set_limits(cpu_s: float) -> None:
-    """The kernel ends this process beyond any of these limits."""
+    """Have the kernel end this process beyond its limits of time and memory."""
     os.nice(NICE)
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     signal.setitimer(signal.ITIMER_REAL, WALL_S)

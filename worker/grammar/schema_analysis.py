@@ -216,7 +216,7 @@ def branches(analysis: SchemaAnalysis) -> Iterator[SchemaAnalysis]:
 
 
 def disjoint(a: SchemaAnalysis, b: SchemaAnalysis) -> bool:
-    """Whether it is certain that no document matches both."""
+    """Return whether certainly no document matches both."""
     a.document.spend()
     if all(_disjoint_in(kind, a, b) for kind in a.kinds & b.kinds):
         return True

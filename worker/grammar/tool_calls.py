@@ -71,7 +71,7 @@ def tool_calls_grammar(
 
 
 def accepts(call_format: ToolCallFormat, tools: Sequence[Tool], text: str) -> bool:
-    """Whether the grammar of a format accepts the text of calls."""
+    """Return whether the grammar of a format accepts the text of calls."""
     tokenizer = LLTokenizer("byte")
     matcher = LLMatcher(tokenizer, tool_calls_grammar(call_format, tools, True, json.dumps))
     tokens = tokenizer.tokenize_str(text.strip())

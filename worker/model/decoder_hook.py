@@ -59,7 +59,7 @@ class DecoderHook:
 
     @contextmanager
     def inject(self, indices: Tensor, rows: DecoderRows) -> Iterator[None]:
-        """In the context, a forward of `model` takes `rows` for the tokens at `indices` [N]."""
+        """Let forwards of `model` in the context take `rows` for the tokens at `indices` [N]."""
         self._injected = indices, rows
         try:
             yield

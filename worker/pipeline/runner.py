@@ -154,7 +154,7 @@ class PipelineRunner:
         return prepared
 
     def _is_plain_text(self, pipe: Pipe, payload: PipelineInput) -> bool:
-        """Whether the input is a short text without parameters, which passes every check."""
+        """Return whether the input is a short text without parameters, which passes every check."""
         text = payload.inputs
         if not self.reads_tokens or payload.parameters or not isinstance(text, str):
             return False
@@ -460,7 +460,7 @@ def base_generation_config(pipe: Pipe) -> Any:
 
 
 def padding_affects_output(pipe: Pipe, forward: Mapping[str, Any]) -> bool:
-    """Whether generation reads the prompt's token ids, padding included."""
+    """Return whether generation reads the prompt's token ids, padding included."""
     settings = {**base_generation_config(pipe).to_diff_dict(), **forward}
     return bool(
         (settings.get("repetition_penalty") or 1.0) != 1.0

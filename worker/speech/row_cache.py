@@ -39,7 +39,7 @@ class RowCache(EncoderDecoderCache):
         self.cross_attention_cache: Any = SimpleNamespace()
 
     def set_positions(self, rows: Sequence[int], positions: Tensor) -> None:
-        """The next forward computes tokens at `positions` [R, N] of these rows."""
+        """Set the `positions` [R, N] of these rows whose tokens the next forward computes."""
         first, count = rows[0], len(rows)
         contiguous = list(rows) == list(range(first, first + count))
         self._rows: Any = slice(first, first + count) if contiguous else torch.tensor(rows)

@@ -115,8 +115,8 @@ class OutputFormat:
         return "" if rest.strip() else tail
 
     def may_become_call(self, text: str, names: Iterable[str]) -> bool:
-        """Whether the text of a call that is cut short may continue as one. Without delimiters, its
-        beginning decides."""
+        """Return whether the text of an incomplete call may continue as a call. Without delimiters,
+        its beginning decides."""
         if not self.undelimited_calls:
             return True
         calls = self.tool_calls
@@ -131,7 +131,7 @@ class OutputFormat:
         return pattern.fullmatch(text, partial=True) is not None
 
     def keeps_special(self, token: str) -> bool:
-        """Whether a special token is part of a delimiter or of the quotes around arguments."""
+        """Return whether a special token is part of a delimiter or of quotes around arguments."""
         return len(token) > 2 and any(token in text for text in self.visible_texts)
 
 
@@ -261,8 +261,8 @@ def _call_delimiters(calls: ToolCallFormat) -> list[Delimiter]:
 
 
 def _channel_output_format(channels: ChannelFormat, calls: ToolCallFormat | None) -> OutputFormat:
-    """Each header is one delimiter; the first that matches decides the message's phase. The
-    patterns do not backtrack, so that text that is no header is searched once."""
+    """Return the format of channels, whose headers are one delimiter each; the first that matches
+    decides the phase. The patterns do not backtrack, so that other text is searched once."""
     start, channel, body = map(regex.escape, (channels.start, channels.channel, channels.body))
     recipient = regex.escape(channels.recipient.strip())
     to = regex.escape(channels.recipient.split("=")[0].strip() + "=")

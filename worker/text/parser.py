@@ -212,7 +212,7 @@ class OutputParser:
         return None, pending if len(text) - pending < max_pending else len(text)
 
     def _counts(self, delimiter: Delimiter, match: Match) -> bool:
-        """Whether this occurrence is a delimiter, and not a mention in the content."""
+        """Return whether this occurrence is a delimiter, not a mention in the content."""
         if delimiter.known_tool and not match.partial and match["name"] not in self._tools:
             return False
         if delimiter.line_start and self._inside == CONTENT:
@@ -227,8 +227,8 @@ class OutputParser:
         return not self._has_content and not self._buffer.text[: match.start()].strip()
 
     def _in_string(self, match: Match, ended: bool) -> bool | None:
-        """Whether a delimiter is part of a value in a call, or of a string in its JSON, after which
-        the JSON continues. None: more text is needed."""
+        """Return whether a delimiter is part of a value in a call, or of a string in its JSON that
+        continues after it. None: more text is needed."""
         if self._call is None or not self._call.in_string:
             return False
         if isinstance(self._call, BufferedCallParser):

@@ -276,7 +276,7 @@ def make_call_parser(
 
 
 def continues_json(text: str) -> bool | None:
-    """Whether the text may be the rest of a JSON string and more JSON. None: too short to tell."""
+    """Return whether the text may be the rest of a JSON string and more JSON; None if too short."""
     match = END_OF_STRING.match(text)
     return match and match[1] in ",:}]"
 
@@ -431,7 +431,7 @@ def read_value(text: str, types: Collection[str]) -> Any:
 
 
 def _read_json(text: str) -> Any:
-    """Integers of any size; ValueError for numbers that JSON cannot write."""
+    """Parse JSON, integers of any size. ValueError for numbers that JSON cannot write."""
     return json.loads(text, parse_constant=_finite, parse_float=_finite)
 
 
@@ -580,7 +580,7 @@ class _PythonReader:
 
 
 def _unquote(string: str) -> str:
-    """The string may have several lines, and backslashes that Python does not define."""
+    """Return the value of a quoted string, of several lines and with any backslashes."""
     quotes = string[0] * 2
     escaped = BACKSLASH.sub(lambda match: "\\" * (match[1] not in ESCAPES) + match[0], string)
     try:

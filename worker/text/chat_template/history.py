@@ -294,7 +294,7 @@ def _with_own_messages(render: Render, best: HistoryFormat) -> HistoryFormat:
 
 
 def _shows_all(render: Render, history_format: HistoryFormat, content: str, calls: int) -> bool:
-    """Whether all calls and the content before them are shown, with a later message too."""
+    """Return whether all calls and the content before them are shown, with a later message too."""
     messages = _conversation(history_format, content, calls)
     text = render(messages)
     shown = all(

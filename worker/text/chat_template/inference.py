@@ -109,7 +109,7 @@ TYPED_TOOLS = [_tool(name, dict(zip(TYPED_ARGUMENTS, TYPES, strict=True))) for n
 
 
 def shows_tools(text: str) -> bool:
-    """Whether a prompt shows TOOLS."""
+    """Return whether a prompt shows TOOLS."""
     return all(name in text for name in (*NAMES, "keyone"))
 
 
@@ -213,7 +213,7 @@ def example_calls(examples: Iterable[Example], count: int) -> str:
 
 
 def reads_back(output_format: OutputFormat, examples: Iterable[Example]) -> bool:
-    """Whether the parser reads the examples' calls, in one piece and character by character."""
+    """Return whether the parser reads the examples' calls, whole and character by character."""
     return all(
         _parse_calls(output_format, pieces) == calls
         for text, calls in examples
@@ -555,12 +555,12 @@ def _probe_python(text: str) -> ProbedArguments | None:
 
 
 def _probe_entries(text: str, typed: str, syntax: DelimiterSyntax) -> ProbedArguments | None:
-    """The text around two keys, a string and a number. In
+    """Infer the format from the text around two keys, a string and a number. In
 
         nameone{keyone:<|"|>valueone<|"|>,keytwo:12}
 
-    the middle is ":", the quotes are what a string has besides, and "," stands before the second
-    key and not before the first. In
+    the middle is ":", the quotes are the rest around a string, and "," stands before the second key
+    and not before the first. In
 
         nameone<key>keyone</key><value>valueone</value><key>keytwo</key><value>12</value></call>
 
