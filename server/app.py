@@ -7,8 +7,8 @@ thread.
 
 import gc
 import time
-from collections.abc import Callable
-from dataclasses import fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,11 +18,11 @@ from batching.batcher import WINDOW_BATCHES, DynamicBatcher
 from batching.request_queue import BatchLane, RequestQueue, StepLane
 from batching.round_robin import RoundRobin
 from server.core.metrics import Metrics
-from server.core.settings import Settings, SettingsError, load_settings, parse_model
+from server.core.settings import Settings, SettingsError, load_settings
 from server.core.worker_client import WorkerClient
+from server.entries import ModelEntry, model_entries, shares_recognizer
 from server.http.request import Application
 from server.lifespan import lifespan
-from server.openai.decisions.endpoint import uses_language_model
 from server.preflight import (
     MODELS,
     check_hub,
@@ -39,7 +39,6 @@ from worker.cores import find_cores
 from worker.messages.protocol import Engine, Generator, Runner
 from worker.messages.scoring import MAX_PART_INPUTS
 from worker.registry import ServedModel, language_model
-from worker.tasks import resolve_task
 from worker.worker import Worker
 
 Options = TypeVar("Options")
@@ -83,14 +82,14 @@ def create_app(
     loaders = Loaders(load, load_chat, load_embedder, load_reranker, load_transcriber)
     with_loader = {name for name, loader in zip(MODELS, loaders, strict=True) if loader}
     settings = check_models(settings, with_loader)
+    entries = model_entries(settings, with_loader)
     cores = find_cores(settings.pin_worker, openmp_threads())
     pool_threads = max(2, min(8, cores.threads if cores else 2))
     queue = RequestQueue(settings.max_queue_size, time.monotonic)
-    pipeline_is_language_model = not loaders.pipeline and uses_language_model(settings)
-    worker = Worker(served_models(settings, loaders, pipeline_is_language_model), cores=cores)
+    worker = Worker(served_models(settings, entries, loaders), cores=cores)
     metrics = Metrics(lambda: queue.pending)
     worker_client = WorkerClient(worker, queue, metrics, pool_threads, settings.stuck_after_s)
-    routes, responses = make_routes(settings, worker_client, pipeline_is_language_model)
+    routes, responses = make_routes(settings, worker_client, entries)
     run = partial(lifespan, responses=responses)
     router = Router(routes, redirect_slashes=False, lifespan=partial(run, owns_process=True))
     return Application(router, routes, settings, worker_client, partial(run, owns_process=False))
@@ -107,42 +106,39 @@ class Loaders(NamedTuple):
 
 
 def served_models(
-    settings: Settings, loaders: Loaders, pipeline_is_language_model: bool
+    settings: Settings, entries: Sequence[ModelEntry], loaders: Loaders
 ) -> list[ServedModel]:
-    """Return the models that the settings name; the worker thread loads them.
-
-    `pipeline_is_language_model`: a language model serves `POST /`, the chat model if both settings
-    name the same one."""
-    models: list[ServedModel] = []
-    queue_size = settings.max_queue_size
-    if settings.pipeline_model != "none":
-        if not pipeline_is_language_model:
-            load = loaders.pipeline or partial(load_pipeline, settings)
-            models.append(batched_model("pipeline", load, settings))
-        elif not shares_model(settings, "chat_model"):
-            chat_settings = replace(
-                settings, chat_model=settings.pipeline_model, chat_template="auto"
+    """Return the models of the entries; the worker thread loads them."""
+    models: dict[str, ServedModel] = {}
+    recognizers: dict[str, ModelEntry] = {}  # pipelines, by name
+    later_caches = sum(entry.generates and entry.served_by == entry.name for entry in entries)
+    for entry in entries:
+        if entry.served_by != entry.name:
+            continue
+        if entry.generates:
+            later_caches -= 1
+            load_chat = loaders.chat if entry.kind == "generation" else None
+            load_chat = load_chat or partial(load_language_model, entry, later_caches)
+            model = language_model(
+                entry.name, load_chat, settings.max_queue_size, entry.settings.max_running
             )
-            later_caches = int(settings.chat_model != "none")
-            load_decider = partial(load_language_model, chat_settings, later_caches=later_caches)
-            models.append(
-                language_model("pipeline", load_decider, queue_size, settings.max_running)
-            )
-    if settings.chat_model != "none":
-        load_chat = loaders.chat or partial(load_language_model, settings)
-        models.append(language_model("generation", load_chat, queue_size, settings.max_running))
-    if settings.embedding_model != "none":
-        load = loaders.embedder or partial(load_scoring, "embedding_model", settings)
-        models.append(batched_model("embedding", load, settings))
-    if settings.rerank_model != "none":
-        load = loaders.reranker or partial(load_scoring, "rerank_model", settings)
-        models.append(batched_model("rerank", load, settings))
-    if settings.transcription_model != "none":
-        recognizer = models[0] if not any(loaders) and shares_speech_model(settings) else None
-        load_speech = loaders.transcriber or partial(load_transcriber, settings, recognizer)
-        lane = StepLane("transcription", queue_size)
-        models.append(ServedModel("transcription", load_speech, lane))
-    return models
+        elif entry.kind == "transcription":
+            shared = [name for name, pipe in recognizers.items() if shares_recognizer(pipe, entry)]
+            recognizer = models[shared[0]] if shared and not any(loaders) else None
+            load_speech = loaders.transcriber or partial(load_transcriber, entry, recognizer)
+            lane = StepLane(entry.name, settings.max_queue_size)
+            model = ServedModel(entry.name, load_speech, lane)
+        else:
+            load = {
+                "pipeline": loaders.pipeline or partial(load_pipeline, entry),
+                "embedding": loaders.embedder or partial(load_scoring, entry),
+                "rerank": loaders.reranker or partial(load_scoring, entry),
+            }[entry.kind]
+            model = batched_model(entry.name, load, settings)
+        if entry.kind == "pipeline":
+            recognizers[entry.name] = entry
+        models[entry.name] = model
+    return [*models.values()]
 
 
 def batched_model(name: str, load: Callable[[], Runner], settings: Settings) -> ServedModel:
@@ -152,22 +148,10 @@ def batched_model(name: str, load: Callable[[], Runner], settings: Settings) -> 
     wait_s = settings.max_batch_wait_ms / 1000
     batcher: DynamicBatcher = DynamicBatcher(rows, settings.max_batch_tokens, wait_s)
     at_a_time = WINDOW_BATCHES * rows
-    if name != "pipeline":
+    if not name.startswith("pipeline"):
         at_a_time = max(2, 2 * rows // min(MAX_PART_INPUTS, rows))
     lane = BatchLane(name, settings.max_queue_size, RoundRobin(at_a_time))
     return ServedModel(name, partial(load_engine, load, batcher), lane)
-
-
-def shares_speech_model(settings: Settings) -> bool:
-    """Return whether POST / and /v1/audio use the same model, which is then loaded once."""
-    is_recognizer = resolve_task(settings.pipeline_task) == "automatic-speech-recognition"
-    return is_recognizer and shares_model(settings, "transcription_model")
-
-
-def shares_model(settings: Settings, setting: str) -> bool:
-    """Return whether a setting names the model of `POST /`."""
-    path = parse_model(settings.pipeline_model).path
-    return parse_model(getattr(settings, setting)).path == path
 
 
 # ── loaders, on the worker thread: importing torch takes seconds ──
@@ -179,33 +163,31 @@ def load_engine(load: Callable[[], Runner], batcher: DynamicBatcher) -> Engine:
     return PipelineEngine(load(), batcher)
 
 
-def load_pipeline(settings: Settings) -> Runner:
+def load_pipeline(entry: ModelEntry) -> Runner:
     import_torch()
     from worker.pipeline.loading import PipelineOptions, load_runner
 
-    options = loader_options(PipelineOptions, "pipeline_model", settings)
-    return load_runner(options, settings.max_batch_size)
+    return load_runner(loader_options(PipelineOptions, entry), entry.settings.max_batch_size)
 
 
-def load_language_model(settings: Settings, later_caches: int = 0) -> Generator:
+def load_language_model(entry: ModelEntry, later_caches: int = 0) -> Generator:
     """`later_caches`: language models that are loaded after this one."""
     import_torch()
     from worker.generation.loading import load_generator
     from worker.model.language_model import GeneratorOptions
 
-    options = loader_options(GeneratorOptions, "chat_model", settings, later_caches=later_caches)
-    return load_generator(options)
+    return load_generator(loader_options(GeneratorOptions, entry, later_caches=later_caches))
 
 
-def load_scoring(setting: str, settings: Settings) -> Runner:
+def load_scoring(entry: ModelEntry) -> Runner:
     import_torch()
     from worker.embedding.loading import ScoringOptions, load_embedder, load_reranker
 
-    load = load_embedder if setting == "embedding_model" else load_reranker
-    return load(loader_options(ScoringOptions, setting, settings))
+    load = load_embedder if entry.kind == "embedding" else load_reranker
+    return load(loader_options(ScoringOptions, entry))
 
 
-def load_transcriber(settings: Settings, recognizer: ServedModel | None) -> Engine:
+def load_transcriber(entry: ModelEntry, recognizer: ServedModel | None) -> Engine:
     """`recognizer`: the model of `POST /`, loaded before, whose weights are shared."""
     import_torch()
     from worker.pipeline.engine import PipelineEngine
@@ -217,7 +199,7 @@ def load_transcriber(settings: Settings, recognizer: ServedModel | None) -> Engi
         assert isinstance(recognizer.engine, PipelineEngine)
         assert isinstance(recognizer.engine.runner, PipelineRunner)
         pipe = recognizer.engine.runner.pipe
-    return load_speech(loader_options(SpeechOptions, "transcription_model", settings), pipe)
+    return load_speech(loader_options(SpeechOptions, entry), pipe)
 
 
 def import_torch() -> None:
@@ -237,13 +219,13 @@ def import_torch() -> None:
     install_progress_log()
 
 
-def loader_options(kind: type[Options], setting: str, settings: Settings, **given: Any) -> Options:
+def loader_options(kind: type[Options], entry: ModelEntry, **given: Any) -> Options:
     """Return a loader's options; each field but these is the setting of the same name."""
-    model = parse_model(getattr(settings, setting))
+    settings = entry.settings
     values = {
         "task": settings.pipeline_task,
-        "model": model.path,
-        "served_name": model.name,
+        "model": entry.reference.path,
+        "served_name": entry.reference.name,
         "attention": settings.attn_implementation,
         "compile": settings.compile if has_cache_folder() else "off",
         **given,

@@ -6,12 +6,13 @@ A result is the return value of `pipeline(...)` as JSON; a list of inputs gets a
 Each line of an NDJSON body is a request (ndjson.py). The worker's side is worker/pipeline.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+from starlette.datastructures import QueryParams
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from batching.errors import InvalidInput, ItemFailed
@@ -35,6 +36,7 @@ from server.http.request import RequestBody, count_failure, is_ndjson, read_requ
 from server.http.upload import boundary_from
 from server.openai.decisions.endpoint import DecisionEndpoint
 from server.openai.decisions.systemone import SystemOneRequest
+from server.openai.models import ModelGroup, NamedModel
 from server.openai.request_fields import decode
 from worker.media.decode_limiter import RequestLimiter
 from worker.messages.decisions import DecisionInput
@@ -54,12 +56,39 @@ class PipelineRequest(NamedTuple):
 
 
 @dataclass(eq=False)
+class PipelineModels:
+    """An ASGI app for all methods of `/`: `page` serves GET, and the endpoint of the model that
+    `?model=` or the header X-Model names serves POST; without a name, the first."""
+
+    page: ASGIApp
+    endpoints: Mapping[NamedModel, ASGIApp]
+
+    def __post_init__(self) -> None:
+        self.models = ModelGroup([*self.endpoints])
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self.page
+        if scope["method"] == "POST":
+            app = self.endpoints[self.models.find(named_in(scope))]
+        await app(scope, receive, send)
+
+
+def named_in(scope: Scope) -> str | None:
+    """Return the model that a request names outside of its body."""
+    for name, value in scope["headers"]:
+        if name == b"x-model":
+            return str(value.decode("latin-1"))
+    return QueryParams(scope["query_string"]).get("model") if scope["query_string"] else None
+
+
+@dataclass(eq=False)
 class PipelineEndpoint:
-    """An ASGI app for all methods of `/`; `page` serves GET. POST is the server's hot path."""
+    """An ASGI app for `POST /` of one model, the server's hot path. `model`: its name in the
+    registry."""
 
     settings: Settings
     worker_client: WorkerClient
-    page: ASGIApp
+    model: str
 
     def __post_init__(self) -> None:
         self.task_name = self.settings.pipeline_task
@@ -67,8 +96,6 @@ class PipelineEndpoint:
         self.body_parser = JsonBodyParser()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["method"] != "POST":
-            return await self.page(scope, receive, send)
         if is_ndjson(scope):
             return await serve_lines(scope, receive, send, self)
         request_body = await read_request(scope, receive)
@@ -108,7 +135,7 @@ class PipelineEndpoint:
         """Submit the inputs, or raise a Refused. `owner`: of the stream that has the line."""
         return Submission(
             self.worker_client,
-            "pipeline",
+            self.model,
             request.inputs,
             deadlines,
             receive,
@@ -140,7 +167,7 @@ class PipelineEndpoint:
 
     @property
     def line_model(self) -> str:
-        return "pipeline"
+        return self.model
 
     def parse_line(self, value: str | Document, scope: Scope) -> PipelineRequest:
         return self.read_document({"inputs": value} if isinstance(value, str) else value)
@@ -318,10 +345,6 @@ class DecisionPipelineEndpoint(PipelineEndpoint):
 
     parsing_blocks: ClassVar[bool] = True
 
-    @property
-    def line_model(self) -> str:
-        return self.decisions.model.registry_name
-
     def parse_line(self, value: str | Document, scope: Scope) -> ParsedDecision:  # type: ignore[override]  # the type of submit_line
         posted = super().parse_line(value, scope)
         if posted.is_list:
@@ -346,7 +369,7 @@ class DecisionPipelineEndpoint(PipelineEndpoint):
             message = f"{self.task_name} takes an object with state and questions, without model"
             raise InvalidInput(message, path)
         try:
-            request = decode(payload.inputs, SystemOneRequest, self.decisions.model.id_for)
+            request = decode(payload.inputs, SystemOneRequest, self.decisions.models.id_for)
             return request, request.decision_input()
         except InvalidInput as error:
             error.param = f"{path}.{error.param}" if error.param else path

@@ -25,7 +25,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
-from server.core.settings import Settings, SettingsError, is_folder, parse_model
+from server.core.settings import (
+    MODEL_SETTINGS,
+    Settings,
+    SettingsError,
+    is_folder,
+    parse_models,
+    split_entries,
+    split_entry,
+)
 from worker.checkpoint_files import CONFIGS, config_problem, folder_problem
 from worker.cores import Cores
 from worker.task_detection import (
@@ -45,16 +53,11 @@ log = logging.getLogger("onequeue.preflight")
 
 MISUSE = 2  # exit status of shell commands for invalid arguments
 STARTUP_FAILURE = 3  # uvicorn's; its supervisor restarts no process with this exit status
-_HUB_ID = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
+_HUB_ID = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?(@[\w.+/-]{1,128})?")  # with its revision
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 # Settings that name a model, with its name in the registry.
-MODELS = {
-    "pipeline_model": "pipeline",
-    "chat_model": "generation",
-    "embedding_model": "embedding",
-    "rerank_model": "rerank",
-    "transcription_model": "transcription",
-}
+KINDS = ("pipeline", "generation", "embedding", "rerank", "transcription")
+MODELS = dict(zip(MODEL_SETTINGS, KINDS, strict=True))
 DEMO_MODELS = ("pipeline_model", "chat_model", "embedding_model")
 SPIN_COUNT = 20_000  # 0.3 to 1 ms, depending on the CPU's pause instruction
 CACHE_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
@@ -97,18 +100,9 @@ def check_models(settings: Settings, with_loader: Container[str] = ()) -> Settin
     settings = resolve_models(settings, with_loader)
     if task != "auto" and settings.pipeline_model == "none" and not names_pipeline:
         raise SettingsError(f"PIPELINE_TASK={task}: name a PIPELINE_MODEL for it")
-    named = {name: getattr(settings, name) for name in MODELS if name not in with_loader}
-    for name, model in named.items():
-        check_model(name.upper(), model)
-    named = {name: parse_model(model).path for name, model in named.items()}
-    if named.get("pipeline_model") == "demo" and task in TASKS and task != "fill-mask":
-        raise SettingsError(f"PIPELINE_MODEL=demo serves fill-mask only: name a model for {task}")
-    if named.get("rerank_model") == "demo":
-        raise SettingsError("RERANK_MODEL=demo: there is no demo reranker, name a model")
-    int8 = "chat_model" in named and settings.quantization == "int8"
-    if int8 and settings.device.startswith("cuda"):
-        conflict = f"QUANTIZATION=int8 and DEVICE={settings.device}: int8 is for models on a CPU"
-        raise SettingsError(conflict)
+    for name in MODELS:
+        if name not in with_loader:
+            check_setting(name, settings)
     if (file := settings.chat_template) != "auto":
         if settings.chat_model == "none":
             raise SettingsError(f"CHAT_TEMPLATE={file!r}: there is no CHAT_MODEL for it")
@@ -116,16 +110,49 @@ def check_models(settings: Settings, with_loader: Container[str] = ()) -> Settin
             read_template(file)
         except UnusableTemplate as error:
             raise SettingsError(f"CHAT_TEMPLATE={file!r}: {error}") from None
-    try:
-        task = detect_task(task, parse_model(settings.pipeline_model).path)
-    except UnservedTask as error:
-        raise SettingsError(f"PIPELINE_TASK: {error}") from None
-    except TaskError as error:
-        raise SettingsError(str(error)) from None
     if all(getattr(settings, name) == "none" for name in MODELS):
         nones = ", ".join(f"{name.upper()}=none" for name in MODELS)
         raise SettingsError(f"{nones}: there is nothing to serve")
-    return replace(settings, pipeline_task=task)
+    return resolve_tasks(settings)
+
+
+def check_setting(name: str, settings: Settings) -> None:
+    """Raise SettingsError for a model of a setting that cannot be served."""
+    for reference in parse_models(name, getattr(settings, name)):
+        check_model(name.upper(), reference.entry, reference.path)
+        own = reference.apply(settings)
+        task = own.pipeline_task
+        if reference.path == "demo" and name == "rerank_model":
+            raise SettingsError(f"{name.upper()}=demo: there is no demo reranker, name a model")
+        is_demo_pipeline = reference.path == "demo" and name == "pipeline_model"
+        if is_demo_pipeline and task in TASKS and task != "fill-mask":
+            raise SettingsError(
+                f"{name.upper()}=demo serves fill-mask only: name a model for {task}"
+            )
+        if name == "chat_model" and own.quantization == "int8" and own.device.startswith("cuda"):
+            conflict = f"QUANTIZATION=int8 and DEVICE={own.device}: int8 is for models on a CPU"
+            raise SettingsError(conflict)
+
+
+def resolve_tasks(settings: Settings) -> Settings:
+    """Return the settings with the task of each pipeline: that of the first one in its setting, of
+    others in their entries."""
+    references = parse_models("pipeline_model", settings.pipeline_model)
+    tasks = []
+    for reference in references or [None]:
+        own = reference.apply(settings) if reference else settings
+        try:
+            tasks.append(detect_task(own.pipeline_task, reference.path if reference else "none"))
+        except UnservedTask as error:
+            raise SettingsError(f"PIPELINE_TASK: {error}") from None
+        except TaskError as error:
+            raise SettingsError(str(error)) from None
+    entries = [reference.entry for reference in references]
+    for n, task in enumerate(tasks[1:], start=1):
+        if "pipeline_task" not in dict(references[n].options):
+            entries[n] += f";task={task}"
+    models = ",".join(entries) or settings.pipeline_model
+    return replace(settings, pipeline_task=tasks[0], pipeline_model=models)
 
 
 def resolve_models(settings: Settings, with_loader: Container[str]) -> Settings:
@@ -142,13 +169,12 @@ def resolve_models(settings: Settings, with_loader: Container[str]) -> Settings:
     return replace(settings, **resolved)
 
 
-def check_model(name: str, model: str) -> None:
-    """Raise SettingsError unless `model` is a checkpoint's folder or has the form of a hub id."""
-    path = parse_model(model).path
-    if path in ("none", "auto") and path != model:
-        raise SettingsError(f"{name}={model!r}: there is no model to name")
+def check_model(name: str, entry: str, path: str) -> None:
+    """Raise SettingsError unless `path` is a checkpoint's folder or has the form of a hub id."""
+    if path in ("none", "auto"):
+        raise SettingsError(f"{name}={entry!r}: there is no model to name")
     if problem := _model_problem(path):
-        raise SettingsError(f"{name}={model!r}: {problem}")
+        raise SettingsError(f"{name}={entry!r}: {problem}")
 
 
 def _model_problem(model: str) -> str:
@@ -168,15 +194,16 @@ def _model_problem(model: str) -> str:
 def check_hub(settings: Settings) -> None:
     """Raise SettingsError for a hub id whose config.json cannot be had. It is downloaded then."""
     for name in MODELS:
-        path = parse_model(getattr(settings, name)).path
-        if path in ("demo", "none", "auto") or is_path(path) or not _HUB_ID.fullmatch(path):
-            continue
-        try:
-            missing = all(not _has_file(path, config) for config in CONFIGS)
-        except Exception as error:  # of the hub
-            raise SettingsError(f"{name.upper()}={path!r}: {load_error(error)}") from None
-        if missing:
-            raise SettingsError(f"{name.upper()}={path!r}: {_hub_problem(path)}")
+        for reference in parse_models(name, getattr(settings, name)):
+            path = reference.path
+            if path == "demo" or is_path(path) or not _HUB_ID.fullmatch(path):
+                continue
+            try:
+                missing = all(not _has_file(path, config) for config in CONFIGS)
+            except Exception as error:  # of the hub
+                raise SettingsError(f"{name.upper()}={path!r}: {load_error(error)}") from None
+            if missing:
+                raise SettingsError(f"{name.upper()}={path!r}: {_hub_problem(path)}")
 
 
 def _hub_problem(model: str) -> str:
@@ -289,14 +316,17 @@ def check_address(host: str, port: int) -> None:
 
 
 def assign_model(model: str, flags: Mapping[str, str | None]) -> dict[str, str | None]:
-    """Return the flags with MODEL under its setting, and `none` for models without a flag.
+    """Return the flags with MODEL under its setting, and `none` for models without a flag. Of a
+    list of models, the first one decides.
 
     Raises SettingsError if there is no such model, or if a flag names another one for its
     setting."""
-    check_model("MODEL", model)
+    entry = split_entries(model)[0]
+    _, path, _ = split_entry(entry)
+    check_model("MODEL", entry, path)
     if model == "demo":
         return {**flags, **{name: flags[name] or "demo" for name in DEMO_MODELS}}
-    setting = "pipeline_model" if flags["pipeline_task"] else setting_for(parse_model(model).path)
+    setting = "pipeline_model" if flags["pipeline_task"] else setting_for(path)
     if flags[setting]:
         flag = "--" + setting.replace("_", "-")
         raise SettingsError(f"MODEL={model!r} and {flag} {flags[setting]!r}: give one of them")

@@ -4,7 +4,8 @@ app.py makes them once, from the settings, before any model is loaded.
 """
 
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 from starlette.routing import Route
 from starlette.types import ASGIApp
@@ -12,6 +13,7 @@ from starlette.types import ASGIApp
 from server.core.metrics import metrics
 from server.core.settings import Settings, SettingsError
 from server.core.worker_client import WorkerClient
+from server.entries import ModelEntry
 from server.http.fetch import Fetcher
 from server.http.health import health, ready, version
 from server.http.request import JsonEndpoint
@@ -28,13 +30,12 @@ from server.openai.embedding.endpoint import ScoringEndpoint
 from server.openai.embedding.rerank import RERANK_PATHS, RerankRequest
 from server.openai.embedding.score import ScoreRequest
 from server.openai.images import ImageLoader
-from server.openai.models import ModelListing, NamedModel, add_aliases
+from server.openai.models import ModelGroup, ModelListing, NamedModel, add_aliases
 from server.openai.responses.endpoint import Responses
 from server.openai.responses.store import ResponseStore
 from server.openai.tokenize import tokenizer_routes
 from server.openapi.document import openapi_route
-from server.pipeline import DecisionPipelineEndpoint, PipelineEndpoint
-from server.preflight import MODELS
+from server.pipeline import DecisionPipelineEndpoint, PipelineEndpoint, PipelineModels
 from server.web.page import ASSETS_PATH, Assets, IndexPage
 
 STATUS_ROUTES = [
@@ -47,18 +48,17 @@ STATUS_ROUTES = [
 
 
 def make_routes(
-    settings: Settings, worker_client: WorkerClient, pipeline_is_language_model: bool
+    settings: Settings, worker_client: WorkerClient, entries: Sequence[ModelEntry]
 ) -> tuple[list[Route], Responses | None]:
-    """Return the routes, and the endpoint of responses, which is closed at shutdown.
-
-    `pipeline_is_language_model`: `POST /` serves the task decision by a language model."""
-    assets, models = Assets(), named_models(settings, worker_client)
+    """Return the routes, and the endpoint of responses, which is closed at shutdown."""
+    assets, models = Assets(), named_models(settings, worker_client, entries)
     page = IndexPage(settings, worker_client, assets.files["index.html"])
-    root = root_endpoint(settings, worker_client, page, pipeline_is_language_model)
+    root = root_endpoint(worker_client, page, entries)
     methods = ["GET"] if root is page else ["GET", "POST"]
     routes = [Route("/", root, methods=methods), *STATUS_ROUTES]  # tried in this order
     responses: Responses | None = None
-    if chat := models.get("generation"):
+    if chats := models.get("generation"):
+        chat = ModelGroup(chats)
         max_bytes = int(settings.max_body_mb * 1_000_000)
         fetcher = Fetcher(settings.image_fetch, max_bytes, worker_client.metrics)
         shared = settings, worker_client, chat, ImageLoader(worker_client, fetcher)
@@ -73,8 +73,9 @@ def make_routes(
         ]
     routes += scoring_and_speech_routes(settings, worker_client, models)
     if models:
-        routes += ModelListing([*models.values()]).routes()
-    if text_models := [model for name, model in models.items() if name != "transcription"]:
+        routes += ModelListing([*chain(*models.values())]).routes()
+    texts = (group for kind, group in models.items() if kind != "transcription")
+    if text_models := [*chain(*texts)]:
         routes += tokenizer_routes(text_models)
     routes += [Route(path, assets, methods=["GET"]) for path in (ASSETS_PATH, "/favicon.ico")]
     routes.append(openapi_route(settings, routes))
@@ -82,49 +83,61 @@ def make_routes(
 
 
 def root_endpoint(
-    settings: Settings,
-    worker_client: WorkerClient,
-    page: IndexPage,
-    pipeline_is_language_model: bool,
+    worker_client: WorkerClient, page: IndexPage, entries: Sequence[ModelEntry]
 ) -> ASGIApp:
-    """Return the endpoint of `/`: the pipeline's if one is served, else the page."""
-    if settings.pipeline_model == "none":
-        return page
-    if not pipeline_is_language_model:
-        return PipelineEndpoint(settings, worker_client, page)
-    name = "pipeline" if "pipeline" in worker_client.models else "generation"
-    model = NamedModel(settings.pipeline_model, worker_client, name)
-    decisions = DecisionEndpoint(worker_client, model, SystemOneRequest)
-    return DecisionPipelineEndpoint(settings, worker_client, page, decisions)
+    """Return the endpoint of `/`: the pipelines' if any is served, else the page."""
+    endpoints: dict[NamedModel, ASGIApp] = {}
+    for entry in entries:
+        if entry.kind != "pipeline":
+            continue
+        model = NamedModel(entry.reference, worker_client, entry.name)
+        common = entry.settings, worker_client, entry.served_by
+        if entry.generates:
+            served_by = NamedModel(entry.reference, worker_client, entry.served_by)
+            served_by.names.add(None)
+            group = ModelGroup([served_by])
+            decisions = DecisionEndpoint(worker_client, group, SystemOneRequest)
+            endpoints[model] = DecisionPipelineEndpoint(*common, decisions)
+        else:
+            endpoints[model] = PipelineEndpoint(*common)
+    return PipelineModels(page, endpoints) if endpoints else page
 
 
-def named_models(settings: Settings, worker_client: WorkerClient) -> dict[str, NamedModel]:
-    """Return the models that a request may name, by their names in the registry. Raises
-    SettingsError for MODEL_ALIASES."""
-    models: dict[str, NamedModel] = {}
-    for setting, name in MODELS.items():
-        if name != "pipeline" and (value := getattr(settings, setting)) != "none":
-            models[name] = NamedModel(value, worker_client, name, [*models.values()])
-    add_aliases([*models.values()], settings.model_aliases)
+def named_models(
+    settings: Settings, worker_client: WorkerClient, entries: Sequence[ModelEntry]
+) -> dict[str, list[NamedModel]]:
+    """Return the models that a request may name, by their kinds. Raises SettingsError for names
+    that are taken, and for MODEL_ALIASES."""
+    models: dict[str, list[NamedModel]] = {}
+    for entry in entries:
+        if entry.kind != "pipeline":
+            others = [*chain(*models.values())]
+            model = NamedModel(entry.reference, worker_client, entry.name, others)
+            models.setdefault(entry.kind, []).append(model)
+    add_aliases([*chain(*models.values())], settings.model_aliases)
     return models
 
 
 def scoring_and_speech_routes(
-    settings: Settings, worker_client: WorkerClient, models: Mapping[str, NamedModel]
+    settings: Settings, worker_client: WorkerClient, models: Mapping[str, Sequence[NamedModel]]
 ) -> Iterator[Route]:
     """Yield the routes of embedding, reranking and speech models."""
-    if model := models.get("embedding"):
-        embeddings = EmbeddingEndpoint(settings, worker_client, [model], EmbeddingRequest)
+    if embedders := models.get("embedding"):
+        group = ModelGroup(embedders)
+        embeddings = EmbeddingEndpoint(settings, worker_client, group, EmbeddingRequest)
         yield from (post(path, embeddings) for path in EMBEDDING_PATHS)
-    if model := models.get("rerank"):
-        rerank = ScoringEndpoint(settings, worker_client, [model], RerankRequest)
+    if rerankers := models.get("rerank"):
+        group = ModelGroup(rerankers)
+        rerank = ScoringEndpoint(settings, worker_client, group, RerankRequest)
         yield from (post(path, rerank) for path in RERANK_PATHS)
-    if scoring := [models[name] for name in ("rerank", "embedding") if name in models]:
-        yield post("/v1/score", ScoringEndpoint(settings, worker_client, scoring, ScoreRequest))
-    if model := models.get("transcription"):
-        uploads, kinds = Uploads(settings.max_audio_mb), (TranscriptionRequest, TranslationRequest)
+    if scoring := [*chain(*(models.get(kind, ()) for kind in ("rerank", "embedding")))]:
+        group = ModelGroup(scoring)
+        yield post("/v1/score", ScoringEndpoint(settings, worker_client, group, ScoreRequest))
+    if transcribers := models.get("transcription"):
+        group, uploads = ModelGroup(transcribers), Uploads(settings.max_audio_mb)
+        kinds = (TranscriptionRequest, TranslationRequest)
         for path, kind in zip(AUDIO_PATHS, kinds, strict=True):
-            yield post(path, SpeechEndpoint(settings, worker_client, model, uploads, kind))
+            yield post(path, SpeechEndpoint(settings, worker_client, group, uploads, kind))
 
 
 def post(path: str, endpoint: ASGIApp) -> Route:

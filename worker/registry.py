@@ -44,7 +44,8 @@ class Breaker:
 
 
 class ServedModel:
-    """A model that requests are served by. `name` appears in metrics, logs and /ready."""
+    """A model that requests are served by. `name` appears in metrics, logs and /ready: that of its
+    kind, for the kind's default model, or kind:name."""
 
     engine: Engine  # set by the worker's thread at the end of the state "loading"
 
@@ -60,6 +61,10 @@ class ServedModel:
         self.background = background
         self.lanes = [lane] if background is None else [lane, background]
         self._load = load
+
+    @property
+    def kind(self) -> str:
+        return self.name.partition(":")[0]
 
     @property
     def generator(self) -> Generator | None:

@@ -179,6 +179,12 @@ def read_config(model: str) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
+def split_revision(model: str) -> tuple[str, str | None]:
+    """Return the id and the revision of ID@REVISION; None if there is none."""
+    id, _, revision = model.partition("@")
+    return id, revision or None
+
+
 def download(model: str, name: str) -> Path:
     """Return the path of a hub model's file, from the cache or downloaded. Raises TimeoutError
     after FETCH_S, so that a start does not hang; the thread is abandoned then. A hub that cannot be
@@ -186,7 +192,8 @@ def download(model: str, name: str) -> Path:
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    if isinstance(cached := try_to_load_from_cache(model, name), str):
+    id, revision = split_revision(model)
+    if isinstance(cached := try_to_load_from_cache(id, name, revision=revision), str):
         return Path(cached)
     if not constants.HF_HUB_OFFLINE:
         try:
@@ -194,7 +201,7 @@ def download(model: str, name: str) -> Path:
         except OSError as error:  # a TimeoutError, too
             raise LocalEntryNotFoundError("the hub cannot be reached") from error
     try:
-        return Path(in_thread(lambda: hf_hub_download(model, name), FETCH_S))
+        return Path(in_thread(lambda: hf_hub_download(id, name, revision=revision), FETCH_S))
     except TimeoutError:
         raise TimeoutError(f"the hub did not answer within {FETCH_S:g} s") from None
 
@@ -227,8 +234,9 @@ def list_files(model: str) -> list[str]:
     """Return the names of a hub model's files; none if they cannot be listed."""
     from huggingface_hub import HfApi
 
+    id, revision = split_revision(model)
     try:
-        siblings = HfApi().model_info(model, timeout=FETCH_S).siblings or []
+        siblings = HfApi().model_info(id, revision=revision, timeout=FETCH_S).siblings or []
     except Exception:  # of the hub
         return []
     return [sibling.rfilename for sibling in siblings]
@@ -260,6 +268,8 @@ def _hub_error(error: BaseException) -> str:
 
     if isinstance(error, errors.GatedRepoError):
         return "the model is gated, and HF_TOKEN has no access to it"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return "the hub's model has no such revision"
     if isinstance(error, errors.RepositoryNotFoundError):
         return "the hub has no such model, or HF_TOKEN has no access to it"
     if isinstance(error, errors.LocalEntryNotFoundError):

@@ -104,7 +104,7 @@ class Metrics:
         for serves, report in reports:
             if isinstance(report, BatchReport):
                 self._record_batch(serves, report)
-            elif serves == "transcription":
+            elif serves.startswith("transcription"):
                 self._record_windows(report)
             else:
                 self._record_step(serves, report)

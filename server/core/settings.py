@@ -9,14 +9,18 @@ import math
 import os
 import re
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 from dotenv import dotenv_values, load_dotenv
 
+MODEL_SETTINGS = (
+    "pipeline_model", "chat_model", "embedding_model", "rerank_model", "transcription_model",
+)  # fmt: skip
 MIN_SIMILARITY = 0.82  # of difflib's 1: two letters swapped, or a part left out
 # A longer variable that differs from a name this short is likely another program's.
 SHORT_NAME = 7
@@ -53,13 +57,14 @@ class Settings:
     )
     pipeline_model: str = setting(
         "auto",
-        "model of POST /: a hub id, a local path, demo or none; auto: demo if no model is named, "
-        "else none; NAME=MODEL serves it under a name",
+        "models of POST /: hub ids, local paths, demo or none; auto: demo if no model is named, "
+        "else none; comma-separated [NAME=]MODEL[@REVISION][;OPTION=VALUE…]",
     )
-    chat_model: str = setting("auto", "model of the text endpoints under /v1, likewise")
-    embedding_model: str = setting("auto", "model of /v1/embeddings, likewise")
-    rerank_model: str = setting("none", "model of /rerank and /v1/score, likewise")
-    transcription_model: str = setting("none", "model of /v1/audio/transcriptions, likewise")
+    chat_model: str = setting("auto", "models of the text endpoints under /v1, likewise")
+    embedding_model: str = setting("auto", "models of /v1/embeddings, likewise")
+    rerank_model: str = setting("none", "models of /rerank and /v1/score, likewise")
+    transcription_model: str = setting("none", "models of /v1/audio/transcriptions, likewise")
+    models: str = setting("none", "TOML file with the lists of models, by the settings' names")
     model_aliases: tuple[str, ...] = setting(
         (),
         "comma-separated ALIAS=NAME: further names of the models under /v1",
@@ -180,29 +185,147 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
         for spec in fields(Settings)
         if (raw := environ.get(spec.name.upper())) is not None
     }
+    if (file := values.get("models", "none")) != "none":
+        for name, value in read_models(file).items():
+            if name in values:
+                raise SettingsError(f"{name.upper()} is set, and in MODELS={file!r} too")
+            values[name] = value
     return Settings(**values)
 
 
-class ModelReference(NamedTuple):
-    """A model as a setting names it."""
+@dataclass(frozen=True, slots=True)
+class ModelReference:
+    """A model as an entry of a setting names it."""
 
+    entry: str  # the text
     name: str  # that clients see
-    path: str  # a folder, a hub id, demo, none or auto
+    path: str  # a folder, a hub id, with @REVISION if one is given, or demo
+    is_named: bool = False  # the entry gives the name
+    options: tuple[tuple[str, Any], ...] = ()  # settings of this model alone, by field name
+    pin: bool = False  # it is never unloaded
+
+    def apply(self, settings: Settings) -> Settings:
+        """Return the settings with the model's options."""
+        return replace(settings, **dict(self.options))
+
+
+# Options of a model, with the setting that is the default of each, and the settings of models that
+# take it; none: all.
+OPTIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "dtype": ("dtype", ()),
+    "quantization": ("quantization", ("chat_model",)),
+    "attention": ("attn_implementation", ()),
+    "task": ("pipeline_task", ("pipeline_model",)),
+    "max_len": ("max_model_len", ("chat_model",)),
+}
 
 
 @cache
-def parse_model(setting: str) -> ModelReference:
-    """Parse `MODEL` or `NAME=MODEL`. A folder whose path contains `=` is a MODEL. By default a
-    folder is served by its last component, any other model by its id."""
-    name, separator, path = setting.partition("=")
-    is_named = separator and path and SERVED_NAME.fullmatch(name) and not is_folder(setting)
-    if not is_named:
-        name, path = "", setting
+def parse_models(setting: str, value: str) -> tuple[ModelReference, ...]:
+    """Parse the comma-separated entries of a setting, such as chat_model: `none` and `auto` have
+    none. Raises SettingsError for a duplicate name, and the errors of `parse_model`."""
+    if value in ("none", "auto"):
+        return ()
+    references = tuple(parse_model(setting, entry) for entry in split_entries(value))
+    names = [reference.name for reference in references]
+    for name in names:
+        if names.count(name) > 1:
+            raise SettingsError(f"{setting.upper()}={value!r}: the name {name!r} is given twice")
+    return references
+
+
+def split_entries(value: str) -> list[str]:
+    """Return the entries of a setting. A folder whose path contains a comma is one entry."""
+    return [value] if is_folder(value) else [entry.strip() for entry in value.split(",")]
+
+
+def split_entry(entry: str) -> tuple[str, str, str]:
+    """Return the name that an entry gives, or "", its path and its options. A folder whose path
+    contains `=` or `;` is a path."""
+    model, options = entry, ""
+    if not is_folder(entry):
+        model, _, options = entry.partition(";")
+    name, separator, path = model.partition("=")
+    if not (separator and path and SERVED_NAME.fullmatch(name)) or is_folder(model):
+        name, path = "", model
     if not is_folder(path) and (link := HUB_LINK.fullmatch(path)):
         path = link[1]
+    return name, path, options
+
+
+@cache
+def parse_model(setting: str, entry: str) -> ModelReference:
+    """Parse `[NAME=]MODEL[@REVISION][;OPTION=VALUE…]`. By default a folder is served by its last
+    component, any other model by its id. Raises SettingsError for an option that is unknown or has
+    a value that is not accepted."""
+    name, path, options = split_entry(entry)
+    is_named = bool(name)
     if not name and (path.startswith(("/", ".", "~")) or (path != "demo" and is_folder(path))):
         name = Path(path).expanduser().resolve().name
-    return ModelReference(name or path, path)
+    values: dict[str, Any] = {}
+    pin = False
+    for option in filter(None, options.split(";")):
+        key, _, raw = (part.strip() for part in option.partition("="))
+        where = f"{setting.upper()}={entry!r}"
+        if key == "pin":
+            pin = _parse_option(where, key, "debug", raw or "on")
+            continue
+        accepted = [name for name, (_, kinds) in OPTIONS.items() if not kinds or setting in kinds]
+        if key not in accepted:
+            known = ", ".join([*accepted, "pin"])
+            raise SettingsError(f"{where}: {key!r} is no option of this setting, only {known}")
+        field_name, _ = OPTIONS[key]
+        values[field_name] = _parse_option(where, key, field_name, raw)
+    options_given = tuple(values.items())
+    return ModelReference(entry, name or path, path, is_named, options_given, pin)
+
+
+def _parse_option(where: str, key: str, field_name: str, raw: str) -> Any:
+    """Return the value of an option, by the setting that is its default."""
+    [spec] = [spec for spec in fields(Settings) if spec.name == field_name]
+    try:
+        return parse(spec, raw)
+    except SettingsError as error:
+        reason = str(error).partition(": ")[2]
+        raise SettingsError(f"{where}: {key}={raw!r} {reason}") from None
+
+
+def read_models(file: str) -> dict[str, str]:
+    """Return the settings of models in a TOML file, by field name. An entry of a list is a string,
+    as in the setting, or a table with model, name, revision and options. Raises SettingsError."""
+    where = f"MODELS={file!r}"
+    try:
+        document = tomllib.loads(Path(file).expanduser().read_text())
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"{where}: {error}") from None
+    values: dict[str, str] = {}
+    for key, entries in document.items():
+        if key not in MODEL_SETTINGS:
+            accepted = ", ".join(MODEL_SETTINGS)
+            raise SettingsError(f"{where}: {key!r} is no list of models, only {accepted}")
+        given = entries if isinstance(entries, list) else [entries]
+        texts = [_entry_of(f"{where}: {key}[{n}]", entry) for n, entry in enumerate(given)]
+        values[key] = ",".join(texts) or "none"
+    return values
+
+
+def _entry_of(where: str, entry: object) -> str:
+    """Return an entry of the file as the text of an entry of the setting."""
+    if isinstance(entry, str):
+        return entry
+    if not isinstance(entry, dict) or not isinstance(entry.get("model"), str):
+        raise SettingsError(f"{where}: must be a string, or a table with a model")
+    table = {key: _option_text(value) for key, value in entry.items()}
+    for key, text in table.items():
+        if "," in text or ";" in text:
+            raise SettingsError(f"{where}: {key} must have no comma or semicolon, not {text!r}")
+    name, model, revision = table.pop("name", ""), table.pop("model"), table.pop("revision", "")
+    options = "".join(f";{key}={text}" for key, text in table.items())
+    return (f"{name}=" if name else "") + model + (f"@{revision}" if revision else "") + options
+
+
+def _option_text(value: object) -> str:
+    return ("on" if value else "off") if isinstance(value, bool) else str(value)
 
 
 def is_folder(path: str) -> bool:

@@ -65,6 +65,8 @@ async def ready(request: Request) -> Ready:
         raise unavailable("all models keep failing; they are tried again shortly")
     response = Ready("ready", "off", failing=failing or UNSET)
     for name, model in worker_client.models.items():
+        if model.kind != name:
+            continue
         info, generates = model.engine.info, model.generator is not None
         if model.generator:
             response.compile = model.generator.compile_state

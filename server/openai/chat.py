@@ -124,10 +124,10 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
 class ChatCompletions(GenerationEndpoint[ParsedRequest]):
     def parse(self, body: bytes, scope: Scope) -> ParsedRequest:
-        max_entries = self.worker_client.generator.text_model.max_model_len
+        max_entries = self.models.max_entries
         try:
             document = with_generation_config(parse_json(body))
-            request = decode(document, ChatRequest, self.model.id_for, max_entries)
+            request = decode(document, ChatRequest, self.models.id_for, max_entries)
         except InvalidInput as error:
             if error.param == "messages" and b'"input"' in body:
                 hint = "is required; a request with `input` goes to /v1/responses"
@@ -138,7 +138,7 @@ class ChatCompletions(GenerationEndpoint[ParsedRequest]):
     def builder(
         self, request: ParsedRequest, usage: UsageCounts
     ) -> ChoicesResponseBuilder[ChatChoice, ChatChunkChoice]:
-        chat_format = ChatFormat(request.inputs[0], self.worker_client.generator.call_id)
+        chat_format = ChatFormat(request.inputs[0], self.model_of(request).generator.call_id)
         return ChoicesResponseBuilder(request, usage, chat_format)
 
 

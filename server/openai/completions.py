@@ -101,8 +101,8 @@ class Completions(GenerationEndpoint[ParsedRequest]):
     def parse(self, body: bytes, scope: Scope) -> ParsedRequest:
         max_choices = self.settings.max_queue_size
         # A list has prompts, or the tokens of one prompt.
-        max_entries = max(max_choices, self.worker_client.generator.text_model.max_model_len)
-        request = decode(parse_json(body), CompletionRequest, self.model.id_for, max_entries)
+        max_entries = max(max_choices, self.models.max_entries)
+        request = decode(parse_json(body), CompletionRequest, self.models.id_for, max_entries)
         return ParsedRequest(request, request.generation_inputs(max_choices))
 
     def builder(

@@ -28,7 +28,7 @@ from server.http.json import Header, JsonBodyParser, to_json
 from server.http.request import read_json_request, send_json
 from server.http.sse import COMMENT, DONE, EventStream, data_frame
 from server.openai.images import ImageLoader
-from server.openai.models import NamedModel
+from server.openai.models import ModelGroup, NamedModel
 from server.openai.request_fields import GenerationRequest
 from worker.messages.deltas import Delta
 from worker.messages.generation import GenerationInput
@@ -84,7 +84,7 @@ class Endpoint(ABC):
 
     settings: Settings
     worker_client: WorkerClient
-    model: NamedModel
+    models: ModelGroup
 
     async def respond(
         self,
@@ -208,6 +208,9 @@ class GenerationEndpoint(Endpoint, Generic[P]):
         """Return the checked request, or raise InvalidInput. Large bodies are parsed in a pool
         thread."""
 
+    def model_of(self, request: P) -> NamedModel:
+        return self.models.find(request.body.model)
+
     @abstractmethod
     def builder(self, request: P, usage: UsageCounts) -> ResponseBuilder[Delta]:
         """Return the builder of the response; `usage` is counted while its deltas are read."""
@@ -216,7 +219,8 @@ class GenerationEndpoint(Endpoint, Generic[P]):
         body, deadlines = await read_json_request(scope, receive)
         parse = partial(self.parse, scope=scope)
         request = await self.body_parser.run(parse, body, deadlines.first, self.parse_blocks)
-        inputs = await self.images.load(scope, receive, request.inputs, deadlines.first)
+        model = self.model_of(request).text_model
+        inputs = await self.images.load(scope, receive, request.inputs, model, deadlines.first)
         await self.serve(scope, receive, send, replace(request, inputs=inputs), deadlines)
 
     async def serve(
@@ -230,10 +234,11 @@ class GenerationEndpoint(Endpoint, Generic[P]):
         self, scope: Scope, request: P, deadlines: Deadlines, receive: Receive | None
     ) -> TokenStream:
         """Submit the inputs, or raise a Refused. Without `receive` no client is waited for."""
-        namespace = cache_namespace(self.model.id, scope["api_key"], request.body.cache_salt)
+        model = self.model_of(request)
+        namespace = cache_namespace(model.id, scope["api_key"], request.body.cache_salt)
         return TokenStream(
             self.worker_client,
-            "generation",
+            model.registry_name,
             request.inputs,
             deadlines,
             receive,

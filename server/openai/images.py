@@ -59,7 +59,12 @@ class ImageLoader:
     fetching: int = 0
 
     async def load(
-        self, scope: Scope, receive: Receive, inputs: Sequence[GenerationInput], deadline: float
+        self,
+        scope: Scope,
+        receive: Receive,
+        inputs: Sequence[GenerationInput],
+        model: TextModel,
+        deadline: float,
     ) -> list[GenerationInput]:
         """Return the inputs with the bytes of all images.
 
@@ -70,7 +75,7 @@ class ImageLoader:
         for generation_input in inputs:
             chat = generation_input.prompt
             if isinstance(chat, Chat) and chat.images:
-                check_images(chat, self.worker_client.generator.text_model)
+                check_images(chat, model)
                 if any(image.link for image in chat.images):
                     chat = await self._fetch_all(scope, receive, chat, deadline)
                 generation_input = replace(generation_input, prompt=chat)

@@ -5,6 +5,7 @@ The endpoints of /v1 look up a request's model by the names of a NamedModel.
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
@@ -12,14 +13,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from server.core.settings import SettingsError, parse_model
+from server.core.settings import ModelReference, SettingsError
 from server.core.worker_client import WorkerClient
 from server.http.errors import HttpError
 from server.http.json import JsonBodyParser, parse_json
 from server.http.request import JsonEndpoint, read_json_request
 from server.http.sse import data_frame
 from server.openai.request_fields import decode
-from worker.messages.protocol import TextModel
+from worker.messages.protocol import Generator, TextModel
 
 ANY_MODEL = ("", "dummy", "tgi")  # sent by clients that have to name a model
 
@@ -40,7 +41,7 @@ class Model(Struct):
     created: int
     owned_by: str
     root: str  # the id, of an alias that of its model
-    serves: str  # `registry_name` of NamedModel
+    serves: str  # `kind` of NamedModel
     input_modalities: list[Literal["text", "image", "audio"]]
     max_model_len: int | UnsetType = UNSET  # of text models, as the next
     context_length: int | UnsetType = UNSET
@@ -54,33 +55,34 @@ class ModelList(Struct):
 class NamedModel:
     """A model and the names that requests may use for it. Responses name its id.
 
-    `registry_name` is generation, embedding, rerank or transcription. The ids of `others` are
-    taken.
+    `registry_name` is the kind (generation, embedding, rerank or transcription), which is the name
+    of the kind's default model, or kind:name. The ids of `others` are taken.
     """
 
     def __init__(
         self,
-        setting: str,
+        reference: ModelReference,
         worker_client: WorkerClient,
         registry_name: str,
         others: "Sequence[NamedModel]" = (),
     ) -> None:
         self.worker_client = worker_client
         self.registry_name = registry_name
+        self.kind, _, own_name = registry_name.partition(":")
         self.created = int(time.time())
-        reference = parse_model(setting)
         self.id = reference.name
-        self.names = {None, self.id, *ANY_MODEL}
-        if setting == reference.path:  # no other name is given
-            self.names.add(setting)
+        self.names: set[str | None] = {self.id}
+        if not own_name:
+            self.names |= {None, *ANY_MODEL}
+        if not reference.is_named:
+            self.names.add(reference.path)
         self.aliases: list[str] = []
-        if self.id in [other.id for other in others]:
-            self.id = f"{self.id}-{registry_name}"
+        ids = [other.id for other in others]
+        if self.id in ids:
+            self.id = f"{self.id}-{self.kind}"
             self.names.add(self.id)
-
-    def id_for(self, name: str | None) -> str:
-        """Return the id for a name, or raise an HttpError (404)."""
-        return find_model([self], name).id
+            if self.id in ids:
+                raise SettingsError(f"two models are served by the name {self.id!r}")
 
     @property
     def text_model(self) -> TextModel:
@@ -89,18 +91,52 @@ class NamedModel:
         assert text_model, f"{self.registry_name} takes no text"
         return text_model
 
+    @property
+    def generator(self) -> Generator:
+        """The loaded language model's engine, likewise."""
+        generator = self.worker_client.models[self.registry_name].generator
+        assert generator, f"{self.registry_name} is not a language model"
+        return generator
+
     def describe(self, name: str) -> Model:
         """Describe the model under its id or an alias."""
         if (refusal := self.worker_client.refusal()) is not None:
             raise refusal
-        model = Model(
-            name, "model", self.created, "onequeue", self.id, self.registry_name, ["audio"]
-        )
-        if self.registry_name != "transcription":
+        model = Model(name, "model", self.created, "onequeue", self.id, self.kind, ["audio"])
+        if self.kind != "transcription":
             text_model = self.text_model
             model.input_modalities = ["text"] if text_model.no_images_reason else ["text", "image"]
             model.max_model_len = model.context_length = text_model.max_model_len
         return model
+
+
+@dataclass(frozen=True)
+class ModelGroup:
+    """The models that an endpoint serves. The first one serves requests that name none."""
+
+    models: Sequence[NamedModel]
+
+    @property
+    def default(self) -> NamedModel:
+        return self.models[0]
+
+    @property
+    def max_entries(self) -> int:
+        """The tokens of the longest context: no list of a request is longer."""
+        return max(model.text_model.max_model_len for model in self.models)
+
+    def find(self, name: str | None) -> NamedModel:
+        """Return the first model of a name, or raise an HttpError (404) that lists the models."""
+        for model in self.models:
+            if name in model.names:
+                return model
+        ids = ", ".join(dict.fromkeys(repr(model.id) for model in self.models))
+        message = f"there is no model {(name or '')[:200]!r} here, only {ids}"
+        raise HttpError(404, message, "model", code="model_not_found")
+
+    def id_for(self, name: str | None) -> str:
+        """Return the id for a name, or raise an HttpError (404)."""
+        return self.find(name).id
 
 
 def add_aliases(models: Sequence[NamedModel], aliases: Sequence[str]) -> None:
@@ -125,25 +161,11 @@ def add_aliases(models: Sequence[NamedModel], aliases: Sequence[str]) -> None:
         model.names.update(model.aliases)
 
 
-def find_model(models: Sequence[NamedModel], name: str | None) -> NamedModel:
-    """Return the first model of a name, or raise an HttpError (404) that lists the models."""
-    for model in models:
-        if name in model.names:
-            return model
-    ids = ", ".join(dict.fromkeys(repr(model.id) for model in models))
-    message = f"there is no model {(name or '')[:200]!r} here, only {ids}"
-    raise HttpError(404, message, "model", code="model_not_found")
-
-
-def find_model_id(models: Sequence[NamedModel], name: str | None) -> str:
-    return find_model(models, name).id
-
-
 class ModelListing:
     """The endpoints about models."""
 
     def __init__(self, models: Sequence[NamedModel]) -> None:
-        self.models = models
+        self.models = ModelGroup(models)
         self.body_parser = JsonBodyParser()
 
     def routes(self) -> list[Route]:
@@ -151,20 +173,22 @@ class ModelListing:
             Route("/v1/models", JsonEndpoint(self.list), methods=["GET"]),
             Route("/v1/models/{id:path}", JsonEndpoint(self.retrieve), methods=["GET"]),
         ]
-        if self.models[0].registry_name == "generation":
+        if self.models.default.kind == "generation":
             routes.append(Route("/load_model", self.load, methods=["POST"]))
         return routes
 
     async def list(self, request: Request) -> ModelList:
         models = [
-            model.describe(name) for model in self.models for name in (model.id, *model.aliases)
+            model.describe(name)
+            for model in self.models.models
+            for name in (model.id, *model.aliases)
         ]
         return ModelList("list", models)
 
     async def retrieve(self, request: Request) -> Model | ModelList:
         if not (name := request.path_params["id"]):
             return await self.list(request)
-        model = find_model(self.models, name)
+        model = self.models.find(name)
         return model.describe(name if name in model.aliases else model.id)
 
     async def load(self, request: Request) -> Response:
@@ -174,6 +198,6 @@ class ModelListing:
         """
         body, deadlines = await read_json_request(request.scope, request.receive)
         document = await self.body_parser.run(parse_json, body, deadlines.first)
-        model = decode(document, LoadRequest, self.models[0].id_for).model
+        model = decode(document, LoadRequest, self.models.id_for).model
         frame = data_frame(LoadEvent("ready", model, cached=True))
         return Response(frame, media_type="text/event-stream")

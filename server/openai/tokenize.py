@@ -5,7 +5,6 @@ Both use the tokenizer without a forward pass, and run in a pool thread.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import anyio
@@ -19,7 +18,7 @@ from server.http.json import JsonBodyParser, in_thread, parse_json
 from server.http.request import read_json_request, send_json
 from server.openai.images import check_images
 from server.openai.messages import Messages, conversation
-from server.openai.models import NamedModel, find_model, find_model_id
+from server.openai.models import ModelGroup, NamedModel
 from server.openai.request_fields import TokenId, decode
 from server.openai.tools import Tools
 from worker.messages.generation import Chat
@@ -88,8 +87,8 @@ class DetokenizeRequest(Struct):
 
 
 def tokenizer_routes(models: Sequence[NamedModel]) -> list[Route]:
-    tokenize = TokenizerEndpoint(TokenizeRequest, models)
-    detokenize = TokenizerEndpoint(DetokenizeRequest, models)
+    tokenize = TokenizerEndpoint(TokenizeRequest, ModelGroup(models))
+    detokenize = TokenizerEndpoint(DetokenizeRequest, ModelGroup(models))
     return [
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
@@ -101,7 +100,7 @@ class TokenizerEndpoint:
     """An ASGI app for one kind of request, to any of the models."""
 
     kind: type[TokenizeRequest | DetokenizeRequest]
-    models: Sequence[NamedModel]
+    models: ModelGroup
 
     def __post_init__(self) -> None:
         self.threads = anyio.CapacityLimiter(THREADS)
@@ -113,13 +112,11 @@ class TokenizerEndpoint:
         await send_json(send, await in_thread(self._run, request, deadlines.first, self.threads))
 
     def _parse(self, body: bytes) -> TokenizeRequest | DetokenizeRequest:
-        longest = max(model.text_model.max_model_len for model in self.models)
-        id_for = partial(find_model_id, self.models)
-        return decode(parse_json(body), self.kind, id_for, longest)
+        return decode(parse_json(body), self.kind, self.models.id_for, self.models.max_entries)
 
     def _run(self, request: TokenizeRequest | DetokenizeRequest) -> Tokens | Prompt:
         try:
-            return request.run(find_model(self.models, request.model).text_model)
+            return request.run(self.models.find(request.model).text_model)
         except Exception:
             raise
         except BaseException as error:  # a panic of the Rust tokenizer

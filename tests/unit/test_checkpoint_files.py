@@ -56,7 +56,7 @@ def test_a_checkpoint_without_its_weights_is_explained(
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).touch()
     with pytest.raises(SettingsError) as refused:
-        check_model("CHAT_MODEL", str(folder))
+        check_model("CHAT_MODEL", str(folder), str(folder))
     assert str(refused.value).startswith(f"CHAT_MODEL='{folder}': ")
     assert sentence in str(refused.value)
 

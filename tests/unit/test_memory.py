@@ -13,8 +13,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from server import entries
 from server.app import Loaders, served_models
 from server.core.settings import Settings
+from server.entries import model_entries
 from worker.device import device
 from worker.device.device import cgroup_free_bytes, free_bytes, unreserved_bytes
 from worker.generation import loading as generation_loading
@@ -213,8 +215,10 @@ def test_a_language_model_at_the_root_leaves_memory_for_the_chat_model(
 
     monkeypatch.setattr(generation_loading, "load_generator", load)
     settings = replace(Settings(), chat_model=chat_model, pipeline_model="b")
-    settings = replace(settings, embedding_model="none")
-    for model in served_models(settings, Loaders(None, None, None, None, None), True):
+    settings = replace(settings, embedding_model="none", pipeline_task="decision")
+    monkeypatch.setattr(entries, "uses_language_model", lambda task, path: True)
+    loaders = Loaders(None, None, None, None, None)
+    for model in served_models(settings, model_entries(settings, ()), loaders):
         with pytest.raises(LookupError):
             model.load()
     assert loaded == [("b", later_caches), ("a", 0)][: 1 + later_caches]

@@ -8,6 +8,7 @@ import pytest
 
 from server.app import create_app, loader_options
 from server.core.settings import Settings, SettingsError, load_settings, parse_model
+from server.entries import model_entries
 from server.preflight import DEMO_MODELS, MODELS, resolve_models
 from tests.checkpoints import write_checkpoint
 from tests.fake_generator import FakeGenerator
@@ -39,6 +40,11 @@ def test_a_named_model_is_served_without_demo_models(name: str, model: str) -> N
     assert served(**{name: model, "embedding_model": "demo"}) == {
         name: model, "embedding_model": "demo",
     } | {name: "demo" if name == "embedding_model" else model}  # fmt: skip
+
+
+def name_and_path(entry: str) -> tuple[str, str]:
+    reference = parse_model("chat_model", entry)
+    return reference.name, reference.path
 
 
 def test_a_loader_names_a_model() -> None:
@@ -73,17 +79,17 @@ def test_a_task_without_a_model_is_refused() -> None:
     ],
 )
 def test_a_setting_is_a_model_with_or_without_a_name(setting: str, name: str, path: str) -> None:
-    assert parse_model(setting) == (name, path)
+    assert name_and_path(setting) == (name, path)
 
 
 def test_a_folder_whose_path_contains_an_equals_sign_is_no_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert parse_model("x=y") == ("x", "y")
+    assert name_and_path("x=y") == ("x", "y")
     parse_model.cache_clear()
     os.makedirs("x=y")
-    assert parse_model("x=y") == ("x=y", "x=y")
+    assert name_and_path("x=y") == ("x=y", "x=y")
     parse_model.cache_clear()
 
 
@@ -158,5 +164,6 @@ def test_a_local_model_is_loaded_under_a_name_without_its_folders(
     folder = tmp_path / "private" / "model"
     folder.mkdir(parents=True)
     settings = Settings(**{setting: str(folder)})  # type: ignore[arg-type]
-    options = loader_options(kind, setting, settings, **given)
+    [entry] = [e for e in model_entries(settings, ()) if e.reference.path == str(folder)]
+    options = loader_options(kind, entry, **given)
     assert (options.name, options.model) == ("model", str(folder))

@@ -112,15 +112,17 @@ def test_the_config_of_a_hub_id_is_downloaded_if_the_task_is_not_set(
     checkpoint(tmp_path, "BertForMaskedLM")
     downloads = []
 
-    def fetch(model: str, file: str) -> str:
-        downloads.append((model, file))
+    def fetch(model: str, file: str, revision: str | None) -> str:
+        downloads.append((model, file, revision))
         return str(tmp_path / file)
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
     monkeypatch.setattr(task_detection, "connect", lambda endpoint: None)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     assert detect_task("auto", "some/model") == "fill-mask"
-    assert downloads == [("some/model", "config.json")]
+    assert downloads == [("some/model", "config.json", None)]
+    assert detect_task("auto", "some/model@v2") == "fill-mask"
+    assert downloads.pop() == ("some/model", "config.json", "v2")
     assert detect_task("token-classification", "some/model") == "token-classification"
     assert len(downloads) == 1, "a task that is set needs no config"
 
@@ -135,7 +137,7 @@ def test_an_unreadable_config_is_an_error(tmp_path: Path) -> None:
 
 def test_a_hub_that_does_not_respond_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_: gate.wait(60))
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: gate.wait(60))
     monkeypatch.setattr(task_detection, "FETCH_S", 0.01)
     monkeypatch.setattr(task_detection, "connect", lambda endpoint: None)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)

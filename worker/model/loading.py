@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_log
@@ -24,7 +25,7 @@ from batching.errors import OnequeueError
 from worker.checkpoint_files import folder_problem
 from worker.device.device import choose_device, free_bytes
 from worker.messages.protocol import Batching, ModelInfo
-from worker.task_detection import is_custom_code, is_path, load_error
+from worker.task_detection import is_custom_code, is_path, load_error, split_revision
 
 log = logging.getLogger("onequeue.loading")
 
@@ -34,6 +35,7 @@ GB = 1e9
 MIN_COMPILED_PARAMETERS = 10_000_000
 # Bytes of an element, for the safetensors dtypes that DTYPE converts.
 FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+LOADED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 PROGRESS_INTERVAL_S = 3.0
 MAX_NAMED_WEIGHTS = 3
 MIN_VOCABULARY = 10  # entries that are no special tokens
@@ -162,9 +164,18 @@ def local_path(model: str, demo: str) -> str:
 def checkpoint_path(model: str, demo: str) -> str:
     """Return `local_path`. Raises LoadingFailed for a folder that cannot be served."""
     path = local_path(model, demo)
+    if not is_path(path) and split_revision(path)[1]:
+        path = snapshot_folder(path)
     if is_path(path) and (problem := folder_problem(Path(path))):
         raise LoadingFailed(problem)
     return path
+
+
+def snapshot_folder(model: str) -> str:
+    """Return the folder with the files of a revision, ID@REVISION, downloaded if they are not in
+    the cache."""
+    id, revision = split_revision(model)
+    return snapshot_download(id, revision=revision, allow_patterns=LOADED_FILES)
 
 
 def attention_keywords(attention: str) -> dict[str, str]:

@@ -68,12 +68,13 @@ class SpeechEndpoint(Endpoint):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self.uploads.form(scope, receive, "transcription") as (form, deadlines):
             request = read_fields(form.fields, self.kind)
-            request.model = self.model.id_for(request.model)
+            model = self.models.find(request.model)
+            request.model = model.id
             payloads = [request.transcription_input(form.path)]
             builder = TranscriptBuilder(request, self.worker_client.metrics.audio_s)
             stream: DeltaStream[TranscriptDelta] = DeltaStream(
                 self.worker_client,
-                "transcription",
+                model.registry_name,
                 payloads,
                 deadlines,
                 receive,

@@ -17,12 +17,11 @@ from starlette.types import Receive, Scope, Send
 from batching.fair_share import WorkOwner
 from server.core.cache_namespace import cache_namespace
 from server.core.delta_stream import TokenStream, UsageCounts
-from server.core.settings import Settings, parse_model
 from server.core.worker_client import Deadlines, WorkerClient
 from server.http.access import client_of
 from server.http.json import INLINE_BYTES, JsonBodyParser, parse_json, to_json
 from server.http.request import read_json_request, send_json
-from server.openai.models import NamedModel
+from server.openai.models import ModelGroup
 from server.openai.request_fields import ModelRequest, decode
 from server.openai.response_schemas import Decision, SystemOne
 from worker.messages.decisions import MAX_QUESTIONS, DecisionInput
@@ -44,7 +43,7 @@ class DecisionEndpoint:
     """An ASGI app for one kind of request."""
 
     worker_client: WorkerClient
-    model: NamedModel
+    models: ModelGroup
     kind: type[DecisionBody]
     body_parser: JsonBodyParser = field(init=False, default_factory=JsonBodyParser)
 
@@ -64,8 +63,8 @@ class DecisionEndpoint:
     def parse(self, body: bytes) -> tuple[DecisionBody, DecisionInput]:
         """Return the request and the model's input. In a pool thread: 400 questions take
         milliseconds."""
-        max_entries = max(MAX_QUESTIONS, self.model.text_model.max_model_len)
-        request = decode(parse_json(body), self.kind, self.model.id_for, max_entries)
+        max_entries = max(MAX_QUESTIONS, self.models.max_entries)
+        request = decode(parse_json(body), self.kind, self.models.id_for, max_entries)
         return request, request.decision_input()
 
     async def decide(
@@ -91,10 +90,11 @@ class DecisionEndpoint:
         owner: WorkOwner | None = None,
     ) -> TokenStream:
         """Submit a request, or raise a Refused. `owner`: of the stream that has the line."""
-        namespace = cache_namespace(self.model.id, scope["api_key"], request.cache_salt)
+        model = self.models.find(request.model)
+        namespace = cache_namespace(model.id, scope["api_key"], request.cache_salt)
         return TokenStream(
             self.worker_client,
-            self.model.registry_name,
+            model.registry_name,
             [decision_input],
             replace(deadlines, whole=deadlines.first),
             receive,
@@ -104,8 +104,6 @@ class DecisionEndpoint:
         )
 
 
-def uses_language_model(settings: Settings) -> bool:
-    """Return whether a language model serves `POST /`, instead of a transformers pipeline."""
-    if settings.pipeline_task != "decision" or settings.pipeline_model == "none":
-        return False
-    return not may_have_decision_settings(parse_model(settings.pipeline_model).path)
+def uses_language_model(task: str, path: str) -> bool:
+    """Return whether a language model serves a task of `POST /`, instead of a pipeline."""
+    return task == "decision" and not may_have_decision_settings(path)

@@ -53,7 +53,7 @@ class EmbeddingRequest(TruncationFields, kw_only=True):
         """Whether the response is a bare list, as in text-embeddings-inference."""
         return self.inputs is not None
 
-    def payloads(self, max_size: PartSize, registry_name: str) -> list[EmbeddingInput]:
+    def payloads(self, max_size: PartSize, kind: str) -> list[EmbeddingInput]:
         if self.input is None and self.inputs is None:
             raise InvalidInput.at("input", "is required")
         if self.input is not None and self.inputs is not None:
@@ -104,7 +104,7 @@ class EmbeddingEndpoint(ScoringEndpoint[EmbeddingOutput]):
 
     @property
     def line_model(self) -> str:
-        return self.models[0].registry_name
+        return self.models.default.registry_name
 
     def parse_line(self, value: str | Document, scope: Scope) -> ScoringTask[EmbeddingOutput]:
         if isinstance(value, str):

@@ -5,7 +5,6 @@ body → request → payloads, a work item each → outputs → response
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Annotated, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import anyio.to_thread
@@ -20,7 +19,7 @@ from server.core.worker_client import Deadlines, Submission, WorkerClient
 from server.http.access import client_of
 from server.http.json import INLINE_BYTES, Document, JsonBodyParser, parse_json
 from server.http.request import read_json_request, send_parts
-from server.openai.models import NamedModel, find_model, find_model_id
+from server.openai.models import ModelGroup, NamedModel
 from server.openai.request_fields import ModelRequest, decode
 from worker.messages.scoring import (
     MAX_PART_INPUTS,
@@ -59,7 +58,7 @@ Result = TypeVar("Result")
 class ScoringBody(ModelRequest, Protocol[Output]):
     cache_salt: str | None
 
-    def payloads(self, max_size: PartSize, registry_name: str) -> Sequence[Input]:
+    def payloads(self, max_size: PartSize, kind: str) -> Sequence[Input]:
         """Return the payloads for a kind of model, or raise InvalidInput."""
 
     def content(self, outputs: Sequence[Output]) -> list[bytes]:
@@ -72,7 +71,7 @@ class ScoringEndpoint(Generic[Output]):
 
     settings: Settings
     worker_client: WorkerClient
-    models: Sequence[NamedModel]
+    models: ModelGroup
     kind: type[ScoringBody[Output]]
     body_parser: JsonBodyParser = field(init=False, default_factory=JsonBodyParser)
 
@@ -118,12 +117,12 @@ class ScoringEndpoint(Generic[Output]):
 
         Raises InvalidInput, also for more payloads than the queue has slots.
         """
-        request = decode(document, self.kind, partial(find_model_id, self.models))
-        model, settings = find_model(self.models, request.model), self.settings
+        request = decode(document, self.kind, self.models.id_for)
+        model, settings = self.models.find(request.model), self.settings
         max_size = PartSize(
             min(MAX_PART_INPUTS, settings.max_batch_size), settings.max_batch_tokens
         )
-        payloads = request.payloads(max_size, model.registry_name)
+        payloads = request.payloads(max_size, model.kind)
         if len(payloads) > settings.max_queue_size:
             slots = f"{len(payloads)} slots of the queue, which has {settings.max_queue_size}"
             raise InvalidInput(f"the inputs are too many or too long together: they need {slots}")

@@ -67,7 +67,7 @@ class RerankRequest(TruncationFields, kw_only=True):
         documents: Sequence[str | TextDocument] = self.documents or self.texts or ()
         return [entry.text if isinstance(entry, TextDocument) else entry for entry in documents]
 
-    def payloads(self, max_size: PartSize, registry_name: str) -> list[ScoringInput]:
+    def payloads(self, max_size: PartSize, kind: str) -> list[ScoringInput]:
         texts = self.document_texts()
         param = "texts" if self.is_bare else "documents"
         return split_pairs(

@@ -50,10 +50,8 @@ class ScoreRequest(TruncationFields, kw_only=True):
             raise InvalidInput.at(second, reason)
         return sides[0], sides[1]
 
-    def payloads(
-        self, max_size: PartSize, registry_name: str
-    ) -> Sequence[ScoringInput | EmbeddingInput]:
-        return self._pairs(max_size) if registry_name == "rerank" else self._texts(max_size)
+    def payloads(self, max_size: PartSize, kind: str) -> Sequence[ScoringInput | EmbeddingInput]:
+        return self._pairs(max_size) if kind == "rerank" else self._texts(max_size)
 
     def _pairs(self, max_size: PartSize) -> list[ScoringInput]:
         (first, firsts), (second, seconds) = self.sides()

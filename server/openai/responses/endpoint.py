@@ -137,8 +137,8 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
     # ── a new response ──
 
     def parse(self, body: bytes, scope: Scope) -> ParsedResponseRequest:
-        max_entries = self.worker_client.generator.text_model.max_model_len
-        request = decode(parse_json(body), ResponseRequest, self.model.id_for, max_entries)
+        max_entries = self.models.max_entries
+        request = decode(parse_json(body), ResponseRequest, self.models.id_for, max_entries)
         namespace, count = owner_from(scope).namespace, counter(scope)
         max_mb = self.settings.max_body_mb
         look_up = partial(self.store.items, namespace, max_bytes=max_mb * 1_000_000, count=count)
@@ -175,7 +175,7 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         return [item for stored in chain for item in (*stored.input, *stored.response["output"])]
 
     def builder(self, request: ParsedResponseRequest, usage: UsageCounts) -> ResponsesBuilder:
-        return ResponsesBuilder(request, usage, self.worker_client.generator)
+        return ResponsesBuilder(request, usage, self.model_of(request).generator)
 
     async def serve(
         self,

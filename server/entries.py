@@ -1,0 +1,77 @@
+"""The models that the settings name, each with its name in the registry and its own settings.
+
+app.py makes the registry of them, routes.py the names that requests use.
+"""
+
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, replace
+
+from server.core.settings import ModelReference, Settings, parse_models
+from server.openai.decisions.endpoint import uses_language_model
+from server.preflight import MODELS
+from worker.tasks import resolve_task
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEntry:
+    """`settings` have the model's own options. `name` is the kind's for its first model, and
+    kind:name for others."""
+
+    kind: str
+    name: str
+    reference: ModelReference
+    settings: Settings
+    generates: bool  # a language model
+    served_by: str  # name of the entry whose model serves it: its own, or that of a chat model
+
+
+def model_entries(settings: Settings, with_loader: Container[str]) -> list[ModelEntry]:
+    """Return the entries of all settings. The language models share KV_CACHE_GB and MAX_RUNNING.
+
+    `with_loader`: settings whose models a function loads."""
+    entries = list(_entries(settings, with_loader))
+    count = sum(entry.generates and entry.served_by == entry.name for entry in entries)
+    return [
+        replace(entry, settings=_with_share(entry.settings, count)) if entry.generates else entry
+        for entry in entries
+    ]
+
+
+def _entries(settings: Settings, with_loader: Container[str]) -> Iterator[ModelEntry]:
+    chats = {reference.path: name for name, reference in _named("chat_model", settings)}
+    for setting, kind in MODELS.items():
+        for name, reference in _named(setting, settings):
+            own, served_by = reference.apply(settings), name
+            generates = kind == "generation"
+            if setting == "pipeline_model":
+                own = replace(own, pipeline_task=resolve_task(own.pipeline_task))
+            if setting == "pipeline_model" and setting not in with_loader:
+                if generates := uses_language_model(own.pipeline_task, reference.path):
+                    own = replace(own, chat_template="auto")
+                    served_by = chats.get(reference.path, name)
+            elif generates and name != kind:
+                own = replace(own, chat_template="auto")  # the setting is for the default model
+            yield ModelEntry(kind, name, reference, own, generates, served_by)
+
+
+def _named(setting: str, settings: Settings) -> Iterator[tuple[str, ModelReference]]:
+    kind = MODELS[setting]
+    for n, reference in enumerate(parse_models(setting, getattr(settings, setting))):
+        yield f"{kind}:{reference.name}" if n else kind, reference
+
+
+def _with_share(settings: Settings, count: int) -> Settings:
+    """Return the settings of one of `count` language models."""
+    cache = settings.kv_cache_gb
+    return replace(
+        settings,
+        kv_cache_gb=None if cache is None else cache / count,
+        max_running=max(1, settings.max_running // count),
+    )
+
+
+def shares_recognizer(pipeline: ModelEntry, transcription: ModelEntry) -> bool:
+    """Return whether POST / and /v1/audio use the same model, which is then loaded once."""
+    task = resolve_task(pipeline.settings.pipeline_task)
+    same = pipeline.reference.path == transcription.reference.path
+    return same and task == "automatic-speech-recognition"

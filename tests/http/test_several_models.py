@@ -1,0 +1,101 @@
+"""Several models of a kind in one server: requests choose by `model`."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.event_streams import CLIENT, chat, post
+from tests.http.test_pipeline_http import error_of
+from tests.serving import Server, metric, serving
+
+FOLDER = Path(__file__).parents[2] / "worker" / "demo"
+FRANCE = "What is the capital of France?"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """The demo models, each twice: with the whole context and a short one."""
+    with serving(
+        chat_model=f"demo,short={FOLDER / 'chat'};max_len=40",
+        embedding_model="demo,other=demo;dtype=float32",
+        pipeline_model="demo,vectors=" + str(FOLDER / "fill-mask") + ";task=feature-extraction",
+        pipeline_task="fill-mask",
+        compile="off",
+    ) as started:
+        yield started
+
+
+def test_models_are_listed_and_found(server: Server) -> None:
+    listed = CLIENT.get(server.url + "/v1/models").json()["data"]
+    assert [model["id"] for model in listed] == ["demo", "short", "demo-embedding", "other"]
+    assert listed[1]["max_model_len"] == 40
+    assert CLIENT.get(server.url + "/v1/models/short").json() == listed[1]
+    ready = CLIENT.get(server.url + "/ready").json()
+    assert (ready["chat_model"], ready["embedding_model"]) == ("demo", "demo")
+
+
+def test_a_request_is_answered_by_the_model_that_it_names(server: Server) -> None:
+    for name in ("demo", "short", None):
+        answer = chat(server, FRANCE, model=name, max_tokens=20, temperature=0).json()
+        assert answer["model"] == name or "demo"
+        assert "Paris" in answer["choices"][0]["message"]["content"]
+    steps = metric(server, 'onequeue_model_info{batching="continuous",device="cpu",dtype="float32"'
+                   ',model="short",serves="generation:short",task="text-generation"}')  # fmt: skip
+    assert steps == 1
+    body = {"messages": [{"role": "user", "content": "a " * 60}], "max_tokens": 2}
+    assert post(server, "/v1/chat/completions", body | {"model": "demo"}).status_code == 200
+    long = post(server, "/v1/chat/completions", body | {"model": "short"})
+    assert (long.status_code, "holds 40" in error_of(long)["message"]) == (400, True)
+    unknown = chat(server, FRANCE, model="other")
+    assert unknown.status_code == 404
+    assert "only 'demo', 'short'" in error_of(unknown)["message"]
+
+
+def test_every_generation_endpoint_chooses_the_model(server: Server) -> None:
+    long = "a " * 60
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": long, "max_tokens": 2},
+        "/v1/responses": {"input": long, "max_output_tokens": 2},
+        "/v1/decisions": {"input": long, "questions": [{"type": "predicate", "instructions": "?"}]},
+    }
+    for path, body in bodies.items():
+        short = post(server, path, body | {"model": "short"})
+        assert short.status_code == 400, (path, short.text)
+        assert "40" in error_of(short)["message"]
+    counted = post(server, "/tokenize", {"prompt": "a", "model": "short"}).json()
+    assert counted["max_model_len"] == 40
+
+
+def test_embeddings_choose_the_model(server: Server) -> None:
+    for name, answered in (
+        (None, "demo-embedding"),
+        ("demo", "demo-embedding"),
+        ("other", "other"),
+    ):
+        answer = post(server, "/v1/embeddings", {"input": "a", "model": name}).json()
+        assert answer["model"] == answered
+    lines = b'{"input": "a", "model": "other"}\n{"input": "b"}\n'
+    headers = {"content-type": "application/x-ndjson"}
+    answer = httpx.post(server.url + "/v1/embeddings", content=lines, headers=headers)
+    models = [json.loads(line)["model"] for line in answer.text.splitlines()]
+    assert models == ["other", "demo-embedding"]
+
+
+@pytest.mark.parametrize("headers", [{}, {"content-type": "application/x-ndjson"}])
+def test_the_pipeline_is_chosen_by_query_or_header(server: Server, headers: dict[str, str]) -> None:
+    body = json.dumps({"inputs": "the capital of france is [MASK]."})
+
+    def ask(query: str = "", **more: str) -> httpx.Response:
+        return httpx.post(server.url + "/" + query, content=body, headers=headers | more)
+
+    assert "token_str" in ask().text
+    assert ask("?model=demo").text == ask().text
+    vectors = ask("?model=vectors")
+    assert "token_str" not in vectors.text
+    assert vectors.status_code == 200
+    assert ask(**{"x-model": "vectors"}).text == vectors.text
+    assert ask("?model=short").status_code == 404
