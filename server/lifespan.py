@@ -51,9 +51,11 @@ async def lifespan(
         sys.setswitchinterval(SWITCH_INTERVAL_S)
     worker_client.start()
     worker_client.loaded.add_done_callback(partial(on_loaded, app, server, time.monotonic()))
-    restore_signals: Callable[[], None] = lambda: None
-    if owns_process:
-        restore_signals = drain_on_signal(worker_client, app.settings.drain_delay_s, grace_s)
+    restore_signals = (
+        drain_on_signal(worker_client, app.settings.drain_delay_s, grace_s)
+        if owns_process
+        else lambda: None
+    )
     try:
         yield {APP_STATE: app}
     finally:
