@@ -43,7 +43,7 @@ def _entries(settings: Settings, with_loader: Container[str]) -> Iterator[ModelE
         for name, reference in _named(setting, settings):
             own, served_by = reference.apply(settings), name
             generates = kind == "generation"
-            if setting == "pipeline_model":
+            if setting == "pipeline_model" and own.pipeline_task != "auto":
                 own = replace(own, pipeline_task=resolve_task(own.pipeline_task))
             if setting == "pipeline_model" and setting not in with_loader:
                 if generates := uses_language_model(own.pipeline_task, reference.path):
