@@ -1,6 +1,7 @@
 """The format of tool calls is inferred from the calls that a chat template renders."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -306,3 +307,93 @@ def test_grammar_has_the_names_of_tools_and_parameters() -> None:
     assert '"additionalProperties": false' in one.splitlines()[3]
     assert ")*" not in one
     assert ")*" in more
+
+
+# Habits of templates: how they write calls, and an output of their model.
+PAIRS = "{% for key, value in c.function.arguments.items() %}"
+LOST_COMMAS = f"""[{{% for c in m.tool_calls %}}{{{{ c.function.name }}}}({PAIRS}
+{{{{- key }}}}={{{{ value | tojson }}}}{{% endfor %}})
+{{{{- ", " if not loop.last }}}}{{% endfor %}}]"""
+HABITS: dict[str, tuple[str, str]] = {
+    "JSON on several lines": (
+        "<call>{{ m.tool_calls | map(attribute='function') | list | tojson(indent=2) }}",
+        '<call>[{"name": "a", "arguments": {"x": 7}}]',
+    ),
+    "JSON in a block of code": (
+        "Action:\n```json\n[{% for c in m.tool_calls %}\n    {\n        "
+        '"tool": "{{ c.function.name }}",\n        "parameters": '
+        "{{ c.function.arguments | tojson(indent=4) }}\n    }{{ ',' if not loop.last }}"
+        "{% endfor %}\n]\n```",
+        'Action:\n```json\n[{"tool": "a", "parameters": {"x": 7}}]\n```',
+    ),
+    "no comma between arguments": (LOST_COMMAS, "[a(x=7)]"),
+    "all values in quotes": (
+        EACH.replace(
+            "EACH",
+            "<call>{{ c.function.name }}{{ '{' }}" + PAIRS + "{{ key }}:<q>{{ value }}<q>"
+            "{{ ',' if not loop.last }}{% endfor %}}</call>",
+        ),
+        "<call>a{x:<q>7<q>,t:<q>7, 8<q>,l:[<q>7<q>,8],n:7.5}</call>",
+    ),
+    "the section ends after several calls only": (
+        EACH.replace(
+            "EACH",
+            "{{ '<calls>' if loop.first }}<call>{{ c.function.name }}<args>"
+            "{{ c.function.arguments | tojson }}</call>"
+            "{{ '</calls>' if loop.last and loop.index > 1 }}",
+        ),
+        '<calls><call>a<args>{"x": 7}</call></calls>',
+    ),
+    "values may be quoted as in XML": (
+        TEMPLATES["named closings"][0],
+        "<call name=a><x>7</x><t><![CDATA[<7>\n]]></t></call>",
+    ),
+}
+PARAMETERS = {"x": "integer", "t": "string", "l": "array", "n": "number"}
+TYPED_TOOL_A = {
+    "name": "a",
+    "parameters": {"properties": {key: {"type": type_} for key, type_ in PARAMETERS.items()}},
+}
+
+
+@pytest.mark.parametrize("habit", HABITS)
+def test_calls_are_inferred_whatever_the_habits_of_the_template(habit: str) -> None:
+    source, output = HABITS[habit]
+    tokenizer = llama_tokenizer(TURN.replace("CALLS", source))
+    reader = ResponseReader(tokenizer, ())
+    assert not any(note.startswith("calls:") for note in reader.template.notes)
+    response = reader.read(f"Well. {output}" if output[0] != "[" else output, [
+        {"type": "function", "function": TYPED_TOOL_A}
+    ])  # fmt: skip
+    assert response.content.strip() in ("Well.", "")
+    [(name, arguments)] = response.calls
+    expected: dict[str, Any] = {"x": 7}
+    if "<q>" in output:
+        expected = {"x": 7, "t": "7, 8", "l": ["7", 8], "n": 7.5}
+    if "CDATA" in output:
+        expected["t"] = "<7>\n"
+    assert (name, json.loads(arguments)) == ("a", expected)
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+def test_output_may_reason_though_the_template_shows_none(pieces: bool) -> None:
+    reader = ResponseReader(byte_tokenizer(TURN.replace("CALLS", TEMPLATES["qwen"][0]), pieces), ())
+    call = '<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>'
+    response = reader.read(f"<think>\nHm.\n</think>\n\n{call}", TOOL_A)
+    assert (response.content, response.reasoning, response.calls) == ("", "Hm.", [("a", "{}")])
+    response = reader.read("The tags <think> and </think>.", TOOL_A)
+    assert (response.content, response.reasoning) == ("The tags <think> and </think>.", "")
+
+
+def test_end_of_the_generation_prompt_is_no_part_of_a_call() -> None:
+    header = "\n<|role|>assistant<|text|>\n"
+    source = "{% for m in messages %}{% if m.tool_calls %}{{ H }}"
+    source += "{% for c in m.tool_calls %}" + '{"name": "{{ c.function.name }}", "parameters": '
+    source += "{{ c.function.arguments | tojson }}}{% endfor %}{% else %}<|role|>{{ m.role }}"
+    source += "<|text|>\n{{ m.content }}{% endif %}<|end|>{% endfor %}"
+    source += "{% if add_generation_prompt %}{{ H }}{% endif %}"
+    source = source.replace("{{ H }}", header.replace("\n", '{{ "\n" }}'))
+    response = ResponseReader(byte_tokenizer(source), ()).read(
+        '{"name": "a", "parameters": {"x": 7}}', TOOL_A
+    )
+    assert response.calls == [("a", '{"x": 7}')]

@@ -441,7 +441,9 @@ def verify_tool_call_format(template: ChatTemplate) -> ChatTemplate:
     call_format = template.output_format.tool_calls
     if call_format and (call_format.arguments.style != "python" or call_format.arguments.quotes):
         texts = [text for text, calls in template.examples if calls[0][1] == ARGUMENTS]
-        if not all(accepts(call_format, TOOLS, text) for text in texts):
+        # Some templates do not end a section of one call.
+        ends = "", call_format.section[1]
+        if not all(any(accepts(call_format, TOOLS, text + end) for end in ends) for text in texts):
             template.disable_tool_call_format(
                 "their grammar does not accept the calls that the template writes"
             )

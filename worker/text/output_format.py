@@ -137,6 +137,8 @@ class OutputFormat:
 
 # ── inferred from a chat template ──
 
+DEFAULT_REASONING: Pair = ("<think>", "</think>")
+
 TOOL_NAME = r"[\w.:/-]{1,128}+"  # any that a request may define
 NAME_GROUP = r"(?P<name>[^\s<>\[\]{}()\"'`,]{1,128}?)"
 
@@ -176,6 +178,12 @@ def inferred_output_format(
                     else _opening_delimiter(phase, pair[0]),
                     _delimiter((CONTENT, phase), CONTENT, pair[1]),
                 ]
+        if reasoning is None:  # some models reason though their template shows none
+            opening = _delimiter((CONTENT,), REASONING, DEFAULT_REASONING[0])
+            delimiters += [
+                opening._replace(only_first=True),
+                _delimiter((REASONING,), CONTENT, DEFAULT_REASONING[1]),
+            ]
         delimiters += [_delimiter((CONTENT,), CONTENT, text) for text in ends]
         output_format = OutputFormat(
             tuple(delimiters),
@@ -186,7 +194,12 @@ def inferred_output_format(
             undelimited_calls=calls is not None and calls.undelimited,
             lead_in=lead_in,
         )
-    texts = [*output_format.visible_texts, *(reasoning or ()), *(content or ()), *ends]
+    texts = [
+        *output_format.visible_texts,
+        *(reasoning or DEFAULT_REASONING),
+        *(content or ()),
+        *ends,
+    ]
     if calls:
         arguments = calls.arguments
         texts += [*calls.section, *calls.call, calls.middle, calls.separator or ""]
@@ -338,7 +351,7 @@ def _inferred_call_parser(
 
 # Used where a model must call a tool and its own format is unknown.
 DEFAULT_OUTPUT_FORMAT = inferred_output_format(
-    ("<think>", "</think>"), None, DEFAULT_TOOL_CALL_FORMAT, None
+    DEFAULT_REASONING, None, DEFAULT_TOOL_CALL_FORMAT, None
 )
 
 

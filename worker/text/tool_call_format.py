@@ -91,6 +91,12 @@ class ArgumentFormat:
     types: tuple[Pair, ...] = ()
     item: str = ""
 
+    @property
+    def value_quotes(self) -> str:
+        """The delimiter on both sides of strings, or of all values; "" if there is none."""
+        same = self.style == "entries" and not self.open and self.close.strip()
+        return self.quotes or (self.close if same and self.middle.endswith(self.close) else "")
+
     def type_word(self, json_type: str) -> str:
         """Return the word of a JSON type; that of the others if it has no own one."""
         words = {word for name, word in self.types if name != "string"}

@@ -267,8 +267,8 @@ def make_call_parser(
     if name is None:
         return PythonCallParser(tools)
     value = arguments.open.strip(), arguments.close.partition(KEY)[0].strip()
-    if arguments.quotes:
-        value = arguments.quotes, arguments.quotes
+    if quotes := arguments.value_quotes:
+        value = quotes, quotes
     types = tools.get(name, {})
     return BufferedCallParser(
         lambda text, _: [(name, read_entries(arguments, text, types))], single=True, value=value
@@ -291,6 +291,7 @@ def _json_string(chars: Iterable[str]) -> str:
 
 # ── arguments as entries ──
 
+CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)  # XML's quotes
 BARE_KEY = re.compile(r'(?<=[{,])([^":,{}\[\]]+):')
 
 
@@ -298,8 +299,8 @@ def read_entries(
     argument_format: ArgumentFormat, text: str, types: ParameterTypes
 ) -> dict[str, Any]:
     """Return the arguments up to the first text that is no entry; ValueError if there are none."""
-    if argument_format.quotes:
-        return _read_quoted_entries(argument_format, text)
+    if argument_format.value_quotes:
+        return _read_quoted_entries(argument_format, text, types)
     if argument_format.item:
         return {
             key: _read_nested_value(argument_format, value, types.get(key, ()))
@@ -395,8 +396,10 @@ def _entry_pattern(argument_format: ArgumentFormat) -> re.Pattern[str]:
     )
 
 
-def _read_quoted_entries(argument_format: ArgumentFormat, text: str) -> dict[str, Any]:
-    parts = text.split(argument_format.quotes)
+def _read_quoted_entries(
+    argument_format: ArgumentFormat, text: str, types: ParameterTypes
+) -> dict[str, Any]:
+    parts = text.split(argument_format.value_quotes)
     if len(parts) % 2 == 0:
         raise ValueError("a string is not closed")
     parts[1::2] = [json.dumps(part, ensure_ascii=False) for part in parts[1::2]]
@@ -405,12 +408,18 @@ def _read_quoted_entries(argument_format: ArgumentFormat, text: str) -> dict[str
         parts[n] = BARE_KEY.sub(lambda key: f"{json.dumps(key[1].strip())}:", parts[n])
     arguments = read_literal("".join(parts) + "}")
     assert isinstance(arguments, dict)
+    if not argument_format.quotes:  # values of all types have them
+        for key, value in arguments.items():
+            if isinstance(value, str):
+                arguments[key] = read_value(value, types.get(key, ()))
     return arguments
 
 
 def read_value(text: str, types: Collection[str]) -> Any:
     """Read a value that may be a plain string, JSON or a Python literal. `types`: those that the
     schema allows; empty: any."""
+    if (quoted := CDATA.fullmatch(text)) and (not types or "string" in types):
+        return quoted[1]
     if types == {"string"}:
         return text
     stripped, may_be_string = text.strip(), "string" in types

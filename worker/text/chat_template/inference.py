@@ -97,8 +97,18 @@ def assistant(*arguments: dict[str, Any], content: str = "", reasoning: str = ""
     return message
 
 
+# Some templates read these to describe parameters as code.
+NESTED_SCHEMAS: dict[str, Any] = {
+    "array": {"items": {}},
+    "object": {"additionalProperties": {}},
+}
+
+
 def _tool(name: str, types: dict[str, str]) -> dict[str, Any]:
-    properties = {key: {"description": "any", "type": type_} for key, type_ in types.items()}
+    properties = {
+        key: {"description": "any", "type": type_, **NESTED_SCHEMAS.get(type_, {})}
+        for key, type_ in types.items()
+    }
     parameters = {"type": "object", "properties": properties, "required": []}
     function = {"name": name, "description": "any", "parameters": parameters}
     return {"type": "function", "function": function}
@@ -345,8 +355,11 @@ class TemplateProber:
         """Return a message's text of calls, with all that stands around them."""
         text = self._render_message(assistant(*arguments)).rstrip()
         without_calls = (self._content_text or self.prompt).rstrip()
-        text = text[len(self._syntax.common_start(text, without_calls)) :]
+        prompt = self._render([QUESTION], self._typed_tools).rstrip()
+        starts = (self._syntax.common_start(text, other) for other in (without_calls, prompt))
+        text = text[max(map(len, starts)) :]
         text = text[: len(text) - len(self._syntax.common_end(text, without_calls))]
+        text = JOINED_ARGUMENTS.sub(r", \1", compact_json(text))
         return self._without_delimiters(text, *(self.reasoning or ()), *(self._content or ()))
 
     def _without_delimiters(self, text: str, *delimiters: str) -> str:
@@ -468,6 +481,27 @@ def find_brackets(text: str) -> tuple[Pair, ...]:
 
 
 # ── the format of tool calls ──
+
+
+# Python's arguments whose comma is lost among a template's tags: (keyone="valueone"keytwo=12
+JOINED_ARGUMENTS = re.compile(rf"(?<=[\w\"'\])}}])((?:{'|'.join([*TYPED_ARGUMENTS][1:])})=)")
+
+
+def compact_json(text: str) -> str:
+    """Write the JSON of calls that spans lines on one line, as models write it."""
+    parts, position = [], 0
+    for start in (match.start() for match in re.finditer(r"[\[{]", text)):
+        if start < position:
+            continue
+        try:
+            value, end = json.JSONDecoder().raw_decode(text, start)
+        except ValueError:
+            continue
+        if "\n" in text[start:end] and '"keyone"' in text[start:end]:
+            parts += [text[position:start], json.dumps(value, ensure_ascii=False)]
+            position = end
+    return "".join([*parts, text[position:]])
+
 
 OBJECT = re.compile(
     r'\{\s*"keyone"(?P<colon>\s*:\s*)"valueone"(?P<comma>\s*,\s*)"keytwo"\s*:\s*12\s*\}'
@@ -646,7 +680,7 @@ def _tool_call_format(
     between, first_index = None, 0
     rest = two.partition(NAMES[0])[2].partition(arguments.text)[2]
     second_before, _, rest = rest.partition(NAMES[1])
-    second_middle, matched, _ = rest.partition(arguments.text)
+    second_middle, matched, last = rest.partition(arguments.text)
     if matched:
         second = len(second_before) - arguments.before
         between = second_before[arguments.after : second]
@@ -654,6 +688,8 @@ def _tool_call_format(
         if indexed is None:
             return None
         (head, middle), first_index = indexed
+    if matched:  # some templates end the section after several calls only
+        after = last
     section, call, separator = split_surroundings(
         before[:start], between, after[arguments.after :], syntax
     )

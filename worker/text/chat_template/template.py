@@ -321,13 +321,19 @@ def _as_parts(message: Message) -> Message:
 
 
 def _with_descriptions(tool: Message) -> Message:
-    """Add empty descriptions and parameters where a tool has none."""
+    """Add empty descriptions and parameters where a tool has none, and what objects contain."""
     function = {"description": "", "parameters": {}, **tool["function"]}
     parameters = function["parameters"] or {"type": "object", "properties": {}}
     properties = parameters.get("properties")
     if isinstance(properties, dict):
         described = {
-            key: {"description": "", **schema} if isinstance(schema, dict) else schema
+            key: {
+                "description": "",
+                **({"additionalProperties": {}} if schema.get("type") == "object" else {}),
+                **schema,
+            }
+            if isinstance(schema, dict)
+            else schema
             for key, schema in properties.items()
         }
         parameters = {**parameters, "properties": described}
