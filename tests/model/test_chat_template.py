@@ -113,10 +113,10 @@ def prepared(source: str, **fields: Any) -> PreparedPrompt:
         processor.close()
 
 
-def test_plain_chat_has_no_constraints_and_a_parser_only_with_delimiters() -> None:
+def test_plain_chat_has_a_parser_and_no_constraints() -> None:
     calls = ToolCallPolicy(("clock",))
     for source, fields, reads, plans in (
-        (CALLS, {}, False, False),
+        (CALLS, {}, True, False),  # it may reason though its template shows none
         (THOUGHTS, {}, True, False),
         (CALLS, {"tool_policy": calls}, True, True),
         (CALLS, {"tool_policy": ToolCallPolicy(("clock",), required=True)}, True, True),

@@ -397,3 +397,75 @@ def test_end_of_the_generation_prompt_is_no_part_of_a_call() -> None:
         '{"name": "a", "parameters": {"x": 7}}', TOOL_A
     )
     assert response.calls == [("a", '{"x": 7}')]
+
+
+# Each part of a message is a message of its own, with a header.
+TO = """{% for m in messages %}<|start|>{{ m.role }}
+{%- if m.role == "assistant" %}
+{%- if m.reasoning_content %} to=self<|text|>{{ m.reasoning_content }}<|next|><|start|>assistant
+{%- endif %}
+{%- for c in m.tool_calls or [] %} to={{ c.function.name }}<|text|><calls>
+<call of="{{ c.function.name }}">
+{%- for key, value in c.function.arguments.items() %}<arg of="{{ key }}">
+    {{- value if value is string else value | tojson }}</arg>{% endfor %}</call>
+</calls>{{ "<|next|><|start|>assistant" if not loop.last }}{% endfor %}
+{%- if not m.tool_calls %} to=user<|text|>{{ m.content }}{% endif %}
+{%- else %}<|text|>{{ m.content }}{% endif %}<|end|>{% endfor %}
+{%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
+NAMED = """{% for m in messages %}<|{{ m.role }}|>
+{%- if m.role == "assistant" %}{% if m.content %}>>>all
+{{ m.content }}{% endif %}{% for c in m.tool_calls or [] %}>>>{{ c.function.name }}
+{{ c.function.arguments | tojson }}{% endfor %}{% else %}{{ m.content }}{% endif %}<|end|>
+{%- endfor %}{% if add_generation_prompt %}<|assistant|>>>>{% endif %}"""
+CALL_TO = ' to=a<|text|><calls>\n<call of="a"><arg of="x">7</arg></call>\n</calls>'
+NEXT = "<|next|><|start|>assistant"
+MESSAGES = [
+    (TO, " to=user<|text|>Well.", ("Well.", "", [])),
+    (TO, f" to=self<|text|>Hm.{NEXT} to=user<|text|>Well.", ("Well.", "Hm.", [])),
+    (TO, f"{CALL_TO}{NEXT}{CALL_TO}", ("", "", ["a", "a"])),
+    (TO, f" to=self<|text|>Hm.{NEXT}{CALL_TO}", ("", "Hm.", ["a"])),
+    (TO, f" to=user<|text|>Say to=self.{NEXT}{CALL_TO}", ("Say to=self.", "", ["a"])),
+    (NAMED, "all\nWell.\nall\na\n{}", ("Well.\nall\na\n{}", "", [])),
+    (NAMED, 'a\n{"x": 7}>>>a\n{"x": 7}', ("", "", ["a", "a"])),
+    (NAMED, 'all\nWell.\n>>>a\n{"x": 7}', ("Well.", "", ["a"])),
+]
+
+
+@pytest.mark.parametrize(("source", "text", "expected"), MESSAGES)
+def test_parts_may_be_messages_with_a_header(
+    source: str, text: str, expected: tuple[str, str, list[str]]
+) -> None:
+    reader = ResponseReader(byte_tokenizer(source), ())
+    assert not any(note.startswith("calls:") for note in reader.template.notes)
+    response = reader.read(text, TOOL_A)
+    names = [name for name, _ in response.calls]
+    assert (response.content, response.reasoning, names) == expected
+    assert all(json.loads(arguments) == {"x": 7} for _, arguments in response.calls)
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('<tool_call>{"name": "a", "arguments": {"x": 7}}</tool_call>', {"x": 7}),
+        ("<|tool_call_start|>[a(x=7)]<|tool_call_end|>", {"x": 7}),
+        ('<tool_call>a\n{"x": 7}</tool_call>', {"x": 7}),
+        ("<tool_call>a\n<k>x</k>\n<v>7</v>\n<k>y</k>\n<v>z</v>\n</tool_call>", {"x": 7, "y": "z"}),
+        ("<tool_call>\n<f=a>\n<p=x>\n7\n</p>\n</f>\n</tool_call>", {"x": 7}),
+        ('<tool_call><f name="a"><p name="x">7</p></f></tool_call>', {"x": 7}),
+    ],
+)
+def test_calls_of_a_template_that_writes_none_may_have_any_style(
+    text: str, arguments: dict[str, Any]
+) -> None:
+    source = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    response = ResponseReader(byte_tokenizer(source), ()).read(f"Well. {text}", TOOL_A)
+    assert response.content.strip() == "Well."
+    assert [(name, json.loads(text)) for name, text in response.calls] == [("a", arguments)]
+
+
+def test_tokens_of_the_instructions_remain_in_calls_that_the_template_does_not_write() -> None:
+    source = "{% if tools %}Write <tool_call>NAME<k>KEY</k><v>VALUE</v></tool_call>{% endif %}"
+    source += "{% for m in messages %}<role>{{ m.role }}{{ m.content }}{% endfor %}"
+    reader = ResponseReader(byte_tokenizer(source, special=True), ())
+    response = reader.read("<tool_call>a<k>x</k><v>7</v></tool_call>", TOOL_A)
+    assert response.calls == [("a", '{"x": 7}')]

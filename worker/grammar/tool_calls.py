@@ -57,7 +57,7 @@ def tool_calls_grammar(
             arguments = _json_arguments(call_format.arguments, parameters)
         else:
             arguments = ArgumentGrammar(call_format.arguments, quote, rules, parameters).arguments()
-        prefix = format_literals(call_format.braces[0] + name + call_format.middle, quote)
+        prefix = format_literals(call_format.braces[0] + name + call_format.middle_of(name), quote)
         suffix = format_literals(call_format.braces[1] + call_format.call[1], quote)
         calls.append(f"{prefix} {arguments} {suffix}")
     return "\n".join(

@@ -27,6 +27,7 @@ from worker.text.tool_call_format import (
     DELIMITER,
     ID,
     INDEX,
+    NAME,
     PLACEHOLDER_PATTERNS,
     Pair,
     ToolCallFormat,
@@ -163,21 +164,28 @@ def inferred_output_format(
     calls: ToolCallFormat | None,
     channels: ChannelFormat | None,
     ends: Sequence[str] = (),
+    message_start: str = "",
 ) -> OutputFormat:
-    """`ends`: delimiters after content or calls that end neither."""
-    lead_in = reasoning[0] if reasoning and not DELIMITER.search(reasoning[0]) else ""
+    """`ends`: delimiters after content or calls that end neither. `message_start`: reasoning,
+    content and calls are messages that begin with it, or with the prompt's end, and a header."""
+    is_lead_in = reasoning and not (message_start or DELIMITER.search(reasoning[0]))
+    lead_in = reasoning[0] if reasoning and is_lead_in else ""
     if channels:
         output_format = _channel_output_format(channels, calls)
     else:
         delimiters: list[Delimiter] = []
         for pair, phase in ((reasoning, REASONING), (content, CONTENT)):
             if pair:
-                delimiters += [
-                    _lead_in_delimiter(lead_in)
-                    if phase == REASONING and lead_in
-                    else _opening_delimiter(phase, pair[0]),
-                    _delimiter((CONTENT, phase), CONTENT, pair[1]),
-                ]
+                if message_start and not DELIMITER.match(pair[0]):
+                    delimiters += _header_delimiters(phase, message_start, pair[0])
+                elif phase == REASONING and lead_in:
+                    delimiters.append(_lead_in_delimiter(lead_in))
+                else:
+                    delimiters.append(_opening_delimiter(phase, pair[0]))
+                if pair[1]:
+                    delimiters.append(_delimiter((CONTENT, phase), CONTENT, pair[1]))
+        if message_start:
+            delimiters.append(_delimiter((CONTENT,), CONTENT, message_start))
         if reasoning is None:  # some models reason though their template shows none
             opening = _delimiter((CONTENT,), REASONING, DEFAULT_REASONING[0])
             delimiters += [
@@ -199,6 +207,7 @@ def inferred_output_format(
         *(reasoning or DEFAULT_REASONING),
         *(content or ()),
         *ends,
+        message_start,
     ]
     if calls:
         arguments = calls.arguments
@@ -228,6 +237,22 @@ def _opening_delimiter(phase: str, text: str) -> Delimiter:
     return Delimiter(frozenset((CONTENT, phase)), phase, pattern, first_chars=frozenset(bare[0]))
 
 
+def _header_delimiters(phase: str, start: str, header: str) -> list[Delimiter]:
+    """Return what opens reasoning or content whose header is words: these count after the start of
+    a message, and at the start of the output."""
+    phases, body = frozenset((CONTENT, REASONING)), regex.escape(header.lstrip())
+    first_chars = frozenset(header.lstrip()[0])
+    return [
+        Delimiter(
+            phases,
+            phase,
+            regex.compile(rf"{regex.escape(start)}\s*+{body}"),
+            first_chars=frozenset(start[0]),
+        ),
+        Delimiter(phases, phase, regex.compile(body), first_chars=first_chars, only_first=True),
+    ]
+
+
 def _lead_in_delimiter(text: str) -> Delimiter:
     """Return what opens reasoning at the start of an output, and is part of it."""
     pattern = regex.compile(f"(?={regex.escape(text)})")
@@ -249,23 +274,32 @@ def _call_delimiters(calls: ToolCallFormat) -> list[Delimiter]:
         pattern = rf"(?:<\|\w{{1,40}}\|>\s*+)?{word}(?={start})"
     elif calls.is_list:
         pattern = before + _flexible_pattern(opens)
+        if calls.any_style and calls.call == DEFAULT_TOOL_CALL_FORMAT.call:
+            pattern += r"(?=\s*+[^\s{])"  # JSON is streamed
     else:
         before_id, id_, after_id = calls.middle.strip().rpartition(ID)
         optional_id = f"(?:{_flexible_pattern(before_id + id_)})?" if id_ and after_id else ""
         middle = optional_id + _flexible_pattern(after_id) or r"(?=[\s<])"
         pattern = rf"{before}{_flexible_pattern(opens)}\s*{NAME_GROUP}\s*{middle}"
     trigger = None if calls.is_list else regex.compile(_flexible_pattern(calls.trigger.strip()))
-    delimiters = [
-        Delimiter(
-            frozenset((CONTENT,) if calls.undelimited else (CONTENT, REASONING)),
-            CALL,
-            regex.compile(pattern, regex.DOTALL),
-            first_chars=frozenset(text[0] for text in (*optional, opens) if text),
-            make_parser=partial(_inferred_call_parser, calls),
-            only_first=calls.undelimited,
-            trigger=trigger,
+    delimiter = Delimiter(
+        frozenset((CONTENT,) if calls.undelimited else (CONTENT, REASONING)),
+        CALL,
+        regex.compile(pattern, regex.DOTALL),
+        first_chars=frozenset(text[0] for text in (*optional, opens) if text),
+        make_parser=partial(_inferred_call_parser, calls),
+        only_first=calls.undelimited,
+        trigger=trigger,
+    )
+    delimiters = [delimiter]
+    if (start := calls.message_start) and not DELIMITER.match(opens):
+        at_start = delimiter._replace(only_first=True, known_tool=True, trigger=None)
+        after_start = at_start._replace(
+            pattern=regex.compile(rf"{regex.escape(start)}\s*+{pattern}", regex.DOTALL),
+            first_chars=frozenset(start[0]),
+            only_first=False,
         )
-    ]
+        delimiters = [after_start, at_start]
     if closes:
         closing = regex.compile(_flexible_pattern(closes), regex.DOTALL)
         first_chars = frozenset(closes[0])
@@ -338,7 +372,7 @@ def _flexible_pattern(text: str) -> str:
     placeholders match any index or id."""
     return "".join(
         PLACEHOLDER_PATTERNS.get(part) or (r"\s*" if part.isspace() else regex.escape(part))
-        for part in re.split(rf"([{INDEX}{ID}]|\s+)", text)
+        for part in re.split(rf"([{INDEX}{ID}{NAME}]|\s+)", text)
         if part
     )
 

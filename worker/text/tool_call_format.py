@@ -4,8 +4,8 @@
 
 chat_template/inference.py infers it from the text of a chat template. output_format.py derives the
 delimiters that start and end calls from it, grammar/tool_calls.py the grammar that constrains them.
-INDEX and ID stand in these texts for a call's index and id, KEY and TYPE in the texts around an
-argument's value for its key and for the word of its JSON type.
+INDEX, ID and NAME stand in these texts for a call's index, id and name, KEY and TYPE in the texts
+around an argument's value for its key and for the word of its JSON type.
 """
 
 import re
@@ -16,8 +16,8 @@ from itertools import pairwise
 from os.path import commonprefix
 from typing import Literal
 
-INDEX, ID, KEY, TYPE = "\0", "\1", "\2", "\3"
-PLACEHOLDER_PATTERNS = {INDEX: "[0-9]{1,3}", ID: "[A-Za-z0-9_]{1,64}"}
+INDEX, ID, KEY, TYPE, NAME = "\0", "\1", "\2", "\3", "\5"
+PLACEHOLDER_PATTERNS = {INDEX: "[0-9]{1,3}", ID: "[A-Za-z0-9_]{1,64}", NAME: "(?P=name)"}
 DELIMITER = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,40}\]")  # <tool_call>, [ARGS], <|"|>
 
 Style = Literal["json", "python", "entries"]
@@ -123,22 +123,27 @@ class ToolCallFormat:
     braces: Pair = ("", "")
     keys: Pair | None = None
     prefix_word: str = ""  # may stand before calls without delimiters
-    or_python: bool = False  # a list of Python calls may stand in place of the JSON
+    any_style: bool = False  # JSON, Python calls or tags may stand between the delimiters
     first_index: int = 0
+    message_start: str = ""  # each call is a message that begins with it; the prompt has the first
     syntax: DelimiterSyntax = DelimiterSyntax()
 
     def render(self, calls: Sequence[tuple[str, str]]) -> str:
         """Return the text of calls. `calls`: names and arguments."""
         before, after = self.call[0] + self.braces[0], self.braces[1] + self.call[1]
         texts = [
-            (before + name + self.middle).replace(INDEX, str(n)) + arguments + after
+            (before + name + self.middle_of(name)).replace(INDEX, str(n)) + arguments + after
             for n, (name, arguments) in enumerate(calls, self.first_index)
         ]
         return self.section[0] + (self.separator or "").join(texts) + self.section[1]
 
+    def middle_of(self, name: str) -> str:
+        """Return the text between a call's name and its arguments."""
+        return self.middle.replace(NAME, name)
+
     def call_prefix(self, name: str) -> str:
         """Return the text of a call up to its arguments."""
-        text = self.call[0] + name + self.middle
+        text = self.call[0] + name + self.middle_of(name)
         return text.replace(INDEX, str(self.first_index)).replace(ID, "id")
 
     @property
@@ -182,7 +187,7 @@ class ToolCallFormat:
 
     @property
     def undelimited(self) -> bool:
-        return not self.opening[1]
+        return not (self.opening[1] or self.message_start)
 
     @property
     def shares_delimiters(self) -> bool:

@@ -49,6 +49,7 @@ from worker.text.tool_call_format import (
     ID,
     INDEX,
     KEY,
+    NAME,
     TYPE,
     ArgumentFormat,
     DelimiterSyntax,
@@ -127,6 +128,7 @@ def shows_tools(text: str) -> bool:
 
 # A template's text of calls, and their names and arguments.
 Example = tuple[str, list[tuple[str, Any]]]
+UNKNOWN_CALLS = (DEFAULT_TOOL_CALL_FORMAT.call, ("<|tool_call_start|>", "<|tool_call_end|>"))
 FALLBACK = "JSON in <tool_call> is used"
 SWITCHES = ("enable_thinking", "thinking")  # variables of templates
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking", REASONING_BLOCKS)
@@ -168,6 +170,8 @@ def infer_profile(
             output, examples = replace(output, tool_calls=None), []
         if lacks:
             output, examples = with_default_calls(output), []
+            shown = (*output.visible_texts, *prober.tool_delimiters())
+            output = replace(output, visible_texts=shown)
         if calls is None and (pair := prober.unseen_call_delimiters()):
             output = _with_unseen_calls(output, pair)
             lacks[0] += f", and calls in {pair[0]} are parsed"
@@ -188,13 +192,19 @@ def with_default_calls(output_format: OutputFormat) -> OutputFormat:
     default = inferred_output_format(
         output_format.reasoning, output_format.content, DEFAULT_TOOL_CALL_FORMAT, None
     )
-    return replace(default, may_close_unopened=output_format.may_close_unopened)
+    for delimiters in UNKNOWN_CALLS:
+        default = _with_unseen_calls(default, delimiters)
+    return replace(
+        default,
+        may_close_unopened=output_format.may_close_unopened,
+        tool_calls=DEFAULT_TOOL_CALL_FORMAT,
+    )
 
 
 def _with_unseen_calls(output_format: OutputFormat, delimiters: Pair) -> OutputFormat:
-    """Add calls between these delimiters, as JSON or as Python. Since the model decides which, no
-    grammar constrains the calls that it begins."""
-    calls = replace(DEFAULT_TOOL_CALL_FORMAT, call=delimiters, or_python=True)
+    """Add calls between these delimiters, in any style. Since the model decides which, no grammar
+    constrains the calls that it begins."""
+    calls = replace(DEFAULT_TOOL_CALL_FORMAT, call=delimiters, any_style=True)
     unseen = inferred_output_format(None, None, calls, None)
     return replace(
         output_format,
@@ -270,6 +280,7 @@ class TemplateProber:
         self.prompt = with_tools or render([QUESTION])
         self._syntax, self._ends = DelimiterSyntax(), list[str]()
         self.reasoning: Pair | None = None
+        self._message_start = ""
         self._content: Pair | None = None
         self.history_format = infer_history_format(
             lambda messages: render(messages, self._tools), self.prompt.count("None")
@@ -284,6 +295,7 @@ class TemplateProber:
                 break
         written = self._reasoning_text.rpartition(QUESTION["content"])[2]
         self._syntax = DelimiterSyntax(find_brackets(written + self.render_calls(ARGUMENTS)))
+        self._message_start = self._find_message_start()
         self.reasoning = self._reasoning_delimiters(source)
         self._content, self._ends = self._content_delimiters()
 
@@ -296,6 +308,7 @@ class TemplateProber:
             calls or DEFAULT_TOOL_CALL_FORMAT,
             self._channel_format(calls),
             self._ends,
+            self._message_start,
         )
         on, off = (
             self._render([QUESTION], **dict.fromkeys(SWITCHES, value)) for value in (True, False)
@@ -326,9 +339,16 @@ class TemplateProber:
             two = ""
         typed = self.render_calls(TYPED_ARGUMENTS)
         calls = infer_tool_call_format(one, two, typed, self._syntax)
+        if calls and self._message_start and not calls.is_list:
+            calls = replace(calls, message_start=self._message_start)
         if calls and calls.undelimited and calls.keys and (word := PREFIX_WORD.search(self.prompt)):
             return replace(calls, prefix_word=word[1])  # from the prompt's example of a call
         return calls
+
+    def tool_delimiters(self) -> set[str]:
+        """Return the delimiters that a prompt has because of its tools."""
+        without_tools = DELIMITER.findall(self._render([QUESTION]))
+        return set(DELIMITER.findall(self.prompt)).difference(without_tools)
 
     def unseen_call_delimiters(self) -> Pair | None:
         """Return the delimiters of calls that the template does not write, named like those that it
@@ -356,8 +376,8 @@ class TemplateProber:
         text = self._render_message(assistant(*arguments)).rstrip()
         without_calls = (self._content_text or self.prompt).rstrip()
         prompt = self._render([QUESTION], self._typed_tools).rstrip()
-        starts = (self._syntax.common_start(text, other) for other in (without_calls, prompt))
-        text = text[max(map(len, starts)) :]
+        starts = [self._syntax.common_start(text, other) for other in (prompt, without_calls)]
+        text = text[max(map(len, starts[:1] if self._message_start else starts)) :]
         text = text[: len(text) - len(self._syntax.common_end(text, without_calls))]
         text = JOINED_ARGUMENTS.sub(r", \1", compact_json(text))
         return self._without_delimiters(text, *(self.reasoning or ()), *(self._content or ()))
@@ -375,6 +395,27 @@ class TemplateProber:
         return match[0].strip() if match else ""
 
     # ── reasoning and content ──
+
+    def _generation_prompt(self) -> str:
+        without_prompt = self._render([QUESTION], self._tools, add_generation_prompt=False)
+        return self.prompt[len(self._syntax.common_start(self.prompt, without_prompt)) :].strip()
+
+    def _find_message_start(self) -> str:
+        """Return the end of the generation prompt that begins each part of a message; "" if none
+        does: <|start|>assistant to=self<|message|>THOUGHT<|start|>assistant to=user<|message|>…"""
+        prompt = self._generation_prompt()
+        for start in (prompt, self._syntax.pattern.split(prompt)[-1].strip()):
+            if len(start) > 1 and any(start in between for between in self._between_parts()):
+                return start
+        return ""
+
+    def _between_parts(self) -> list[str]:
+        """Return the text between reasoning and content, and between two calls."""
+        content = self._reasoning_text.partition(THOUGHT)[2].partition(CONTENT)[0]
+        if self.history_format is None or self.history_format.one_call:
+            return [content]
+        two = self._render_message(assistant(ARGUMENTS, ARGUMENTS)).partition(NAMES[0])[2]
+        return [content, two.partition(TEXT)[2].partition(NAMES[1])[0]]
 
     def _render_reasoning(self, key: str) -> str:
         """Return a message with reasoning and content, or with a call if only that shows the
@@ -394,6 +435,10 @@ class TemplateProber:
         contains."""
         before, _, after = self._reasoning_text.partition(THOUGHT)
         between = after.partition(CONTENT)[0]
+        if (start := self._message_start) and start in between and start in before:
+            header, ends = before.rpartition(start)[2], self._syntax.pattern.findall(between)
+            if header.strip() and header != between.rpartition(start)[2]:
+                return header, ends[0]
         opens, closes = self._last_delimiter(before), self._syntax.pattern.search(between)
         if opens and closes:
             if opens != self._last_delimiter(self._content_text.partition(CONTENT)[0]):
@@ -421,6 +466,11 @@ class TemplateProber:
         before, _, after = text[len(header) :].partition(CONTENT)
         opens = self._without_delimiters(before, *(self.reasoning or ())).strip()
         ends = self._syntax.pattern.findall(after)
+        if start := self._message_start:
+            parts = [between.partition(start)[0] for between in self._between_parts()]
+            others = [end for part in parts for end in self._syntax.pattern.findall(part)[-1:]]
+            content = (before, ends[0] if ends else "") if before.strip() else None
+            return content, list(dict.fromkeys(others))
         if "".join(after.split()) != "".join("".join(ends).split()):
             return None, []
         if not ends or not self._syntax.pattern.fullmatch(opens):
@@ -436,8 +486,7 @@ class TemplateProber:
         between, _, rest = after.partition(CONTENT)
         if not between or (calls and "=" not in calls.call[0]):
             return None
-        without_prompt = self._render([QUESTION], self._tools, add_generation_prompt=False)
-        start = self.prompt[len(self._syntax.common_start(self.prompt, without_prompt)) :].strip()
+        start = self._generation_prompt()
         if not start or start not in between:
             return None
         end, _, content_header = between.partition(start)
@@ -675,6 +724,7 @@ def _tool_call_format(
     middle, matched, after = rest.partition(arguments.text)
     if not matched:
         return None
+    middle = middle.replace(NAMES[0], NAME)  # some templates repeat it
     start = len(before) - arguments.before
     head, tail = before[start:], after[: arguments.after]
     between, first_index = None, 0
@@ -684,6 +734,7 @@ def _tool_call_format(
     if matched:
         second = len(second_before) - arguments.before
         between = second_before[arguments.after : second]
+        second_middle = second_middle.replace(NAMES[1], NAME)
         indexed = _with_index((head, middle), (second_before[second:], second_middle))
         if indexed is None:
             return None
