@@ -20,6 +20,7 @@ class WorkOwner(NamedTuple):
 
     client: Hashable
     request: Hashable  # unique among those of all clients
+    request_id: str = ""  # for logs; it may be the client's own
 
 
 NO_OWNER = WorkOwner(None, None)  # of all work outside of requests

@@ -25,6 +25,7 @@ from batching.round_robin import RoundRobin
 
 # The factor of a measurement's weight with each later one: about the latest ten count.
 DECAY = 0.9
+MAX_IDS = 20
 
 # Of a work item. The queue does not read them: a bare WorkItem has objects.
 Payload = TypeVar("Payload", covariant=True, default=object)
@@ -89,6 +90,12 @@ class WorkItem(Generic[Payload, Prepared, Result]):
         else:
             self.future.set_result(cast(Result, outcome))  # its engine's
         return True
+
+
+def request_ids(items: Sequence[WorkItem]) -> str:
+    """Return the ids of the items' requests for a log line: the first MAX_IDS of them."""
+    ids = [*dict.fromkeys(item.owner.request_id for item in items)]
+    return ",".join(ids[:MAX_IDS]) + (",…" if len(ids) > MAX_IDS else "")
 
 
 class LoadReport(Protocol):
@@ -240,6 +247,7 @@ class RequestQueue:
         stream: Stream[Any] | None = None,
         cache_namespace: bytes = b"",
         client: Hashable = None,
+        request_id: str = "",
         owner: WorkOwner | None = None,
     ) -> list[WorkItem[object, object, Result]]:
         """Reserve a slot, queue all payloads of a client's request, or raise a Refused (503).
@@ -248,7 +256,7 @@ class RequestQueue:
         `owner`: the request is a stream of inputs, which has waited for room.
         """
         if owner is None:
-            owner = self.new_owner(client)
+            owner = self.new_owner(client, request_id)
             self._admit(owner, deadline, lane)
         loop, now = asyncio.get_running_loop(), self.clock()
         items: list[WorkItem[object, object, Result]] = [
@@ -271,8 +279,8 @@ class RequestQueue:
         lane.enqueue(items, self._accepted.put_nowait)
         return items
 
-    def new_owner(self, client: Hashable) -> WorkOwner:
-        return WorkOwner(client, next(self._requests))
+    def new_owner(self, client: Hashable, request_id: str = "") -> WorkOwner:
+        return WorkOwner(client, next(self._requests), request_id)
 
     async def wait_for_room(self, owner: WorkOwner, lane: Lane) -> None:
         """Wait until a request finds a slot. New requests do not wait behind it."""

@@ -23,6 +23,7 @@ import uvicorn
 
 from server.core.log import configure_log, silence_libraries
 from server.core.worker_client import WorkerClient
+from server.http.access_log import replace_access_log
 from server.http.connections import APP_STATE, limit_connections
 from server.http.request import Application
 from server.openai.responses.endpoint import Responses
@@ -43,24 +44,22 @@ async def lifespan(
 
     `owns_process`: the app is not mounted in another one."""
     worker_client, grace_s = app.worker_client, app.settings.shutdown_grace_s
-    configure_log()
     server = running_server() if owns_process else None
+    configure_log(app.settings.log_format)
     if server:
         limit_connections(server.config)
+        app.logs_requests = replace_access_log()
     if owns_process:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
     worker_client.start()
     worker_client.loaded.add_done_callback(partial(on_loaded, app, server, time.monotonic()))
-    restore_signals = (
-        drain_on_signal(worker_client, app.settings.drain_delay_s, grace_s)
-        if owns_process
-        else lambda: None
-    )
+    delay_s = app.settings.drain_delay_s
+    restore_signals = drain_on_signal(worker_client, delay_s, grace_s) if owns_process else None
     try:
         yield {APP_STATE: app}
     finally:
-        restore_signals()
-        if owns_process:
+        if restore_signals:
+            restore_signals()
             gc.unfreeze()  # so that libraries can collect their objects at exit
         if not worker_client.draining:
             await drain(worker_client, grace_s)

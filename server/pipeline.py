@@ -19,7 +19,6 @@ from batching.errors import InvalidInput, ItemFailed
 from batching.fair_share import WorkOwner
 from server.core.settings import Settings
 from server.core.worker_client import Deadlines, Submission, WorkerClient
-from server.http.access import client_of
 from server.http.errors import HttpError
 from server.http.form import Form
 from server.http.json import (
@@ -139,7 +138,7 @@ class PipelineEndpoint:
             request.inputs,
             deadlines,
             receive,
-            client=client_of(scope),
+            scope["context"],
             owner=owner,
         )
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from batching.errors import DeviceLost, ItemFailed, OnequeueError, WorkerDown
-from batching.request_queue import WorkItem
+from batching.request_queue import WorkItem, request_ids
 from batching.turn_budget import MAX_TURN_ALONE_S, MAX_TURN_S
 from worker.cores import Cores, ThreadTuner, pin
 from worker.error_classification import failure_of
@@ -267,7 +267,8 @@ class Worker:
         self.busy_since = float("inf")
         if isinstance(failure := failure_of(error), DeviceLost):
             raise error
-        log.error("failed serves=%s items=%d", name, len(items), exc_info=error)
+        ids = request_ids(items)
+        log.error("failed serves=%s items=%d ids=%s", name, len(items), ids, exc_info=error)
         error.with_traceback(None)  # its frames hold the items
         self._post(self._listener.on_failed, items, failure)
 

@@ -62,13 +62,14 @@ def serve(model: str | None, **flags: Any) -> None:
         check_socket(flags["uds"])
     elif flags["fd"] is None:
         check_address(flags["host"], flags["port"])
-    check_hub(load_settings())  # before the imports
+    settings = load_settings()
+    check_hub(settings)  # before the imports
     if flags["log_config"] is None:
-        flags |= {"log_config": uvicorn_config(), "use_colors": None}
+        flags |= {"log_config": uvicorn_config(settings.log_format), "use_colors": None}
     from server.app import create_app, make_app
 
     if flags["reload"]:  # the child processes make the app, from this environment
-        create_app(load_settings())
+        create_app(settings)
     else:
         make_app()
     assert uvicorn_command.callback

@@ -7,7 +7,7 @@ Runs on the event loop only. Submission (worker_client.py) submits and releases 
 
 import asyncio
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -15,6 +15,7 @@ from starlette.types import Receive
 
 from batching.errors import ClientGone, ItemFailed
 from batching.fair_share import WorkOwner
+from server.core.request_context import RequestContext
 from server.core.worker_client import Deadlines, Submission, WorkerClient, stage_times
 from worker.messages.decisions import DecisionInput
 from worker.messages.deltas import Delta
@@ -37,8 +38,8 @@ class DeltaStream(Submission[None], Generic[D]):
         payloads: Sequence[object],
         deadlines: Deadlines,
         receive: Receive | None,
+        context: RequestContext,
         cache_namespace: bytes = b"",
-        client: Hashable = None,
         owner: WorkOwner | None = None,
     ) -> None:
         self.deadlines = deadlines
@@ -48,7 +49,15 @@ class DeltaStream(Submission[None], Generic[D]):
         self._unread: list[D] = []
         self._end: BaseException | None = None  # raised once all deltas are read
         super().__init__(
-            worker_client, model, payloads, deadlines, receive, self, cache_namespace, client, owner
+            worker_client,
+            model,
+            payloads,
+            deadlines,
+            receive,
+            context,
+            self,
+            cache_namespace,
+            owner,
         )
         self._running = len(self.items)
         for item in self.items:
@@ -150,12 +159,12 @@ class TokenStream(DeltaStream[Delta]):
         payloads: Sequence[GenerationInput | DecisionInput],
         deadlines: Deadlines,
         receive: Receive | None,
+        context: RequestContext,
         cache_namespace: bytes,
-        client: Hashable,
         owner: WorkOwner | None = None,
     ) -> None:
         super().__init__(
-            worker_client, model, payloads, deadlines, receive, cache_namespace, client, owner
+            worker_client, model, payloads, deadlines, receive, context, cache_namespace, owner
         )
         self.usage = UsageCounts()
         self.unfinished = sum(payload.n for payload in payloads)  # choices
@@ -179,6 +188,10 @@ class TokenStream(DeltaStream[Delta]):
         super().start()
         waited_s = time.monotonic() - self.items[0].accepted_at
         self.worker_client.metrics.first_token.observe(waited_s)
+
+    def count_tokens(self, context: RequestContext) -> None:
+        context.prompt_tokens += self.usage.prompt
+        context.output_tokens += self.usage.completion
 
     def failure_at_end(self) -> BaseException:
         return ItemFailed("the model ended without a finish_reason")

@@ -1,11 +1,12 @@
-"""The log: one line per event on stderr, `key=value` pairs after the message.
+"""The log: one line per event on stderr, `key=value` pairs after the message, or JSON.
 
 Text of clients is escaped, and at most MAX_TEXT characters of it are logged.
 
-`onequeue serve` gives uvicorn's lines the same format. Probes are left out of the access log. An
-embedding program that has configured logging keeps its own configuration.
+`onequeue serve` gives uvicorn's lines the same format. An embedding program that has configured
+logging keeps its own configuration.
 """
 
+import json
 import logging
 import re
 import sys
@@ -15,7 +16,7 @@ FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 MAX_TEXT = 200
 MAX_LINES = 300  # of a traceback
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-PROBES = ("/health", "/ready", "/ping", "/metrics")
+_PLAIN = re.compile(r"""[^\s"'=]+""")  # a value that needs no quotes
 # uvicorn's messages about its lifecycle; lifespan.py logs the lines that matter.
 LIFECYCLE = {
     "Started server process [%d]",
@@ -28,27 +29,30 @@ LIFECYCLE = {
 }
 
 
-def configure_log() -> None:
-    """Write onequeue's log to stderr at uvicorn's level, unless logging is configured already."""
-    for access_filter in (is_not_probe, shorten_path):
-        logging.getLogger("uvicorn.access").addFilter(access_filter)
+def configure_log(log_format: str = "text") -> None:
+    """Write onequeue's log to stderr at uvicorn's level, unless logging is configured already. In
+    JSON, uvicorn's log too."""
     logger = logging.getLogger("onequeue")
     if logger.handlers or logging.getLogger().handlers:
         return
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(OneLineFormatter(FORMAT))
+    handler.setFormatter(FORMATTERS[log_format](FORMAT))
+    if log_format == "json":
+        for uvicorns in logging.getLogger("uvicorn").handlers:
+            uvicorns.setFormatter(handler.formatter)
     logger.addHandler(handler)
     logger.setLevel(logging.getLogger("uvicorn.error").level or logging.INFO)
     logger.propagate = False
 
 
-def uvicorn_config() -> dict[str, Any]:
+def uvicorn_config(log_format: str = "text") -> dict[str, Any]:
     """Return uvicorn's `log_config` for lines in our format."""
+    formatter = f"server.core.log.{FORMATTERS[log_format].__name__}"
     logger = {"handlers": ["stderr"], "level": "INFO", "propagate": False}
     return {
         "version": 1,
         "disable_existing_loggers": False,
-        "formatters": {"line": {"()": "server.core.log.OneLineFormatter", "fmt": FORMAT}},
+        "formatters": {"line": {"()": formatter, "fmt": FORMAT}},
         "filters": {"lifecycle": {"()": "server.core.log.LifecycleFilter"}},
         "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
         "loggers": {
@@ -59,12 +63,21 @@ def uvicorn_config() -> dict[str, Any]:
     }
 
 
+def log_fields(logger: logging.Logger, level: int, message: str, fields: dict[str, Any]) -> None:
+    """Log a message with values by name: members of a JSON line."""
+    logger.log(level, message, extra={"fields": fields})
+
+
 class OneLineFormatter(logging.Formatter):
     """Escape control characters, so that a traceback stays one event and no text looks like one."""
 
     def format(self, record: logging.LogRecord) -> str:
         record.name = record.name.removesuffix(".error")  # uvicorn.error is its general log
-        return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], super().format(record))
+        return escape(super().format(record))
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # logging's name
+        pairs = (f" {name}={quoted(value)}" for name, value in fields_of(record).items())
+        return super().formatMessage(record) + "".join(pairs)
 
     def formatException(self, ei: Any) -> str:  # noqa: N802  # logging's name
         """Shorten the lines of a traceback: an error may quote what a client has sent."""
@@ -72,11 +85,39 @@ class OneLineFormatter(logging.Formatter):
         return "\n".join(line[:MAX_TEXT] for line in lines[:MAX_LINES])
 
 
-def shorten_path(record: logging.LogRecord) -> bool:
-    """Shorten the path in a record of uvicorn's access log."""
-    if isinstance(record.args, tuple) and len(record.args) > 2:
-        record.args = (*record.args[:2], str(record.args[2])[:MAX_TEXT], *record.args[3:])
-    return True
+class JsonFormatter(OneLineFormatter):
+    """Format a record as a JSON object on one line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        document = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S") + f".{record.msecs:03.0f}",
+            "level": record.levelname,
+            "logger": record.name.removesuffix(".error"),
+            "message": escape(record.getMessage()),
+        }
+        for name, value in fields_of(record).items():
+            document[name] = escape(value[:MAX_TEXT]) if isinstance(value, str) else value
+        if record.exc_info:
+            document["exception"] = self.formatException(record.exc_info)
+        return json.dumps(document).replace("\x7f", "\\u007f")
+
+
+FORMATTERS = {"text": OneLineFormatter, "json": JsonFormatter}
+
+
+def fields_of(record: logging.LogRecord) -> dict[str, Any]:
+    fields: dict[str, Any] = getattr(record, "fields", {})
+    return fields
+
+
+def quoted(value: Any) -> str:
+    """Return a value for a line of text, at most MAX_TEXT characters of it."""
+    text = str(value)[:MAX_TEXT]
+    return text if _PLAIN.fullmatch(text) else repr(text)
+
+
+def escape(text: str) -> str:
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def silence_libraries() -> None:
@@ -85,13 +126,6 @@ def silence_libraries() -> None:
     logger = logging.getLogger("transformers")
     if logger.level == logging.WARNING:  # its default
         logger.setLevel(logging.ERROR)
-
-
-def is_not_probe(record: logging.LogRecord) -> bool:
-    """Filter uvicorn's access log, whose arguments are client, method, path, version, status. The
-    path includes the prefix of `--root-path`."""
-    path = record.args[2] if isinstance(record.args, tuple) and len(record.args) > 2 else ""
-    return not str(path).partition("?")[0].endswith(PROBES)
 
 
 class LifecycleFilter(logging.Filter):

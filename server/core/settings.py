@@ -167,6 +167,7 @@ class Settings:
         "comma-separated names in Host headers on a loopback address, or *",
         part=(r"\*|[\w.-]+", "host names without scheme, port or *, or * alone"),
     )
+    log_format: str = setting("text", "format of the log's lines", ("text", "json"))
     debug: bool = setting(False, "show internal errors in error messages")
 
 

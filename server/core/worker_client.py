@@ -30,6 +30,7 @@ from batching.errors import OnequeueError
 from batching.fair_share import WorkOwner
 from batching.request_queue import RequestQueue, Result, Stream, WorkItem
 from server.core.metrics import MAX_REPORTS, Metrics
+from server.core.request_context import RequestContext
 from worker.cores import use_one_core
 from worker.messages.decisions import DecisionInput
 from worker.messages.generation import Chat, GenerationInput
@@ -178,6 +179,7 @@ class WorkerClient:
         stream: Stream[Any] | None = None,
         cache_namespace: bytes = b"",
         client: Hashable = None,
+        request_id: str = "",
         owner: WorkOwner | None = None,
     ) -> list[WorkItem[object, object, Result]]:
         """Queue payloads for a model, or raise a Refused. The items' futures get the results or
@@ -190,7 +192,7 @@ class WorkerClient:
         if isinstance(payload, GenerationInput | DecisionInput) and payload.background:
             lane = model.background or lane
         return self.queue.accept(
-            payloads, deadline, lane, name, stream, cache_namespace, client, owner
+            payloads, deadline, lane, name, stream, cache_namespace, client, request_id, owner
         )
 
     @property
@@ -239,7 +241,7 @@ class WorkerClient:
             except MemoryError:
                 failed.append((item, errors.OutOfMemory("this input does not fit into memory")))
             except BaseException as error:  # a panic in a Rust library is not an Exception
-                log.info("input refused error=%.200r", error)
+                log.info("input refused id=%s error=%.200r", item.owner.request_id, error)
                 failure = errors.InvalidInput(f"the input does not fit the task {engine.info.task}")
                 failure.__cause__ = error
                 failed.append((item, failure))
@@ -259,7 +261,8 @@ class WorkerClient:
             try:
                 responses.append((item, self.models[item.model].engine.finish(item, raw)))
             except BaseException as error:
-                log.warning("postprocessing failed error=%.200r", error)
+                id = item.owner.request_id
+                log.warning("postprocessing failed id=%s error=%.200r", id, error)
                 message = "the model's output for this input could not be processed"
                 failure = errors.ItemFailed(message)
                 failure.__cause__ = error
@@ -409,16 +412,25 @@ class Submission(Generic[Result]):
         payloads: Sequence[object],
         deadlines: Deadlines,
         receive: Receive | None,
+        context: RequestContext,
         stream: Stream[Any] | None = None,
         cache_namespace: bytes = b"",
-        client: Hashable = None,
         owner: WorkOwner | None = None,
     ) -> None:
         self.worker_client = worker_client
+        self.context = context
         self._timer: asyncio.TimerHandle | None = None
         self.items: list[WorkItem[object, object, Result]] = worker_client.submit(
-            model, payloads, deadlines.first, stream, cache_namespace, client, owner
+            model,
+            payloads,
+            deadlines.first,
+            stream,
+            cache_namespace,
+            context.client,
+            context.request_id,
+            owner,
         )
+        context.model = worker_client.models[model].engine.info.model
         self._expire_at(min(deadlines.first, deadlines.whole))
         if receive:
             # The pending receive() keeps a reference to the task.
@@ -433,7 +445,12 @@ class Submission(Generic[Result]):
     def close(self) -> None:
         """Free the slots and abort the items that still run."""
         self._expire_at(math.inf)
+        self.count_tokens(self.context)
         self.worker_client.queue.release(self.items)
+
+    def count_tokens(self, context: RequestContext) -> None:
+        """Add the tokens of the items that have reached the model."""
+        context.prompt_tokens += sum(item.tokens for item in self.items if item.started_at)
 
     def timing_headers(self) -> list[tuple[bytes, bytes]]:
         """Return the time per stage in milliseconds: until the first item was prepared, until the

@@ -19,8 +19,8 @@ from starlette.types import Receive, Scope, Send
 from batching.batcher import WINDOW_BATCHES
 from batching.errors import ClientGone, Draining, InvalidInput, QueueFull, Refused
 from batching.fair_share import WorkOwner, client_share
+from server.core.request_context import RequestContext
 from server.core.worker_client import Deadlines, Submission
-from server.http.access import client_of
 from server.http.errors import HttpError
 from server.http.json import Document, JsonBodyParser, parse_value, to_json
 from server.http.lines import Line, LineSplitter
@@ -132,12 +132,13 @@ class LineStream(Generic[P]):
         limit_s: float,
     ) -> None:
         app: Application = scope["app"]
+        context: RequestContext = scope["context"]
         self.scope, self.receive, self.endpoint, self.limit_s = scope, receive, endpoint, limit_s
         self.settings, self.memory, self.max_body = app.settings, app.memory, app.max_body
         self.worker_client = app.worker_client
         self.queue = app.worker_client.queue
         self.lane = app.worker_client.models[endpoint.line_model].lane
-        self.owner = self.queue.new_owner(client_of(scope))
+        self.owner = self.queue.new_owner(context.client, context.request_id)
         max_inputs = min(
             client_share(self.settings.max_queue_size),
             WINDOW_BATCHES * self.settings.max_batch_size,

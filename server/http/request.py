@@ -26,9 +26,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from batching.errors import ClientGone, Draining, InvalidInput
+from server.core.request_context import RequestContext
 from server.core.settings import Settings
 from server.core.worker_client import Deadlines, WorkerClient
-from server.http.access import Cors, key_from_headers
+from server.http.access import Cors, client_of, key_from_headers
+from server.http.access_log import log_request
 from server.http.cross_site import CrossSiteRules
 from server.http.errors import HttpError, as_client_gone, as_http_error
 from server.http.json import Header, to_json
@@ -81,6 +83,7 @@ class Application:
         self.max_body = int(settings.max_body_mb * 1_000_000)
         self.memory = TransferBudget(MAX_BODIES * self.max_body, "the memory for bodies is in use")
         self.spools = SpoolBudget()
+        self.logs_requests = False
         self._counters: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
         self.respond: ASGIApp = self._respond
         if settings.cors_origins:
@@ -118,6 +121,7 @@ class Application:
         status, is_large = 0, False
         scope["transfer"] = transfer = Transfer()
         scope["request_id"] = request_id = _request_id(scope)
+        scope["context"] = context = RequestContext(request_id.decode())
         scope["send"] = send  # for an event stream's body
 
         async def send_with_id(message: Message) -> None:
@@ -147,6 +151,8 @@ class Application:
             path = self._templates.get(scope.get("endpoint"), route_path(scope))
             path = scope.get("counted_as", path)
             self._count(path if path in self.paths else "other", status, started)
+            if self.logs_requests:
+                log_request(scope, context, status, started)
 
     def _count(self, endpoint: str, status: int, started: float) -> None:
         if (counters := self._counters.get((endpoint, status))) is None:
@@ -169,6 +175,7 @@ class Application:
             else:
                 scope["api_key"] = b""
                 self.cross_site.check(scope)
+            scope["context"].client = client_of(scope)
             path = route_path(scope)
             if path not in self.paths and path.count("/") == 1 and is_ndjson(scope):
                 # curl -T adds the name of its file to a URL that ends with a slash
@@ -187,6 +194,7 @@ def count_failure(error: Exception, scope: Scope) -> HttpError:
     """Count an error in the metrics; return its envelope."""
     app: Application = scope["app"]
     response = as_http_error(error, scope, app.settings.debug)
+    scope["context"].error = str(response)
     if response.kind:
         app.metrics.errors.labels(response.kind).inc()
     return response

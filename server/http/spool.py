@@ -16,7 +16,6 @@ from collections.abc import Hashable, Sequence
 import anyio.to_thread
 from starlette.types import Scope, Send
 
-from server.http.access import client_of
 from server.http.errors import as_client_gone
 from server.http.json import Header
 from server.http.transfers import Transfer
@@ -80,7 +79,7 @@ class SpooledResponse:
         self._start, self._send = send, scope["send"]
         self._headers = headers
         self._budget: SpoolBudget = scope["app"].spools
-        self._client = client_of(scope)
+        self._client = scope["context"].client
         self._transfer: Transfer = scope["transfer"]
         self._transfer.may_stall = True
         self._buffer = bytearray()

@@ -6,7 +6,6 @@ The headers of a stream wait for the first delta, so refusals and early failures
 codes; a later failure is an event. A ResponseBuilder turns deltas into the response's bytes.
 """
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,18 +21,15 @@ from server.core.cache_namespace import cache_namespace
 from server.core.delta_stream import DeltaStream, TokenStream, UsageCounts
 from server.core.settings import Settings
 from server.core.worker_client import Deadlines, WorkerClient
-from server.http.access import client_of
-from server.http.errors import HttpError, as_http_error
+from server.http.errors import HttpError
 from server.http.json import Header, JsonBodyParser, to_json
-from server.http.request import read_json_request, send_json
+from server.http.request import count_failure, read_json_request, send_json
 from server.http.sse import COMMENT, DONE, EventStream, data_frame
 from server.openai.images import ImageLoader
 from server.openai.models import ModelGroup, NamedModel
 from server.openai.request_fields import GenerationRequest
 from worker.messages.deltas import Delta
 from worker.messages.generation import GenerationInput
-
-log = logging.getLogger("onequeue.responses")
 
 # Larger deltas and responses are encoded in a pool thread.
 MAX_INLINE_ENTRIES = 64
@@ -108,8 +104,7 @@ class Endpoint(ABC):
             headers = stream.timing_headers()
             await EventStream(scope, send, stream.arrival.set, headers).run(events)
         except ClientGone as error:
-            self.worker_client.metrics.errors.labels("client_gone").inc()
-            log.info("stream ended id=%s because=%.200r", scope["request_id"].decode(), str(error))
+            count_failure(error, scope)
 
     async def _send_document(
         self,
@@ -142,17 +137,11 @@ class Endpoint(ABC):
         except ClientGone:
             raise
         except Exception as error:
-            for event in builder.fail(self.count_failure(error, scope)):
+            for event in builder.fail(count_failure(error, scope)):
                 yield event
         if before_end:
             await before_end()
         yield builder.end()
-
-    def count_failure(self, error: Exception, scope: Scope) -> HttpError:
-        """Count an error in the metrics; return its envelope."""
-        envelope = as_http_error(error, scope, self.settings.debug)
-        self.worker_client.metrics.errors.labels(envelope.kind).inc()
-        return envelope
 
 
 async def build_events(
@@ -242,6 +231,6 @@ class GenerationEndpoint(Endpoint, Generic[P]):
             request.inputs,
             deadlines,
             receive,
+            scope["context"],
             namespace,
-            client_of(scope),
         )

@@ -18,7 +18,6 @@ from starlette.types import Receive, Scope
 from batching.errors import ClientGone, DeadlineExceeded, InvalidInput, QueueFull
 from batching.fair_share import WorkOwner
 from server.core.worker_client import WorkerClient
-from server.http.access import client_of
 from server.http.fetch import Fetcher
 from worker.media.data_urls import to_bytes
 from worker.messages.generation import Chat, GenerationInput, ImageInput
@@ -88,7 +87,7 @@ class ImageLoader:
             if image.link:
                 self.fetcher.check(image.link, image.param)
         slots = self.worker_client.queue.slots
-        owner = WorkOwner(client_of(scope), None)  # its request has no slot yet
+        owner = WorkOwner(scope["context"].client, None)  # its request has no slot yet
         if self.fetching >= slots.capacity or not slots.has_room(owner):
             taken = f"{slots.used + self.fetching} of {slots.capacity} slots are in use"
             raise QueueFull(f"the queue is full: {taken}", 1.0)

@@ -1,5 +1,6 @@
-"""The log of a start: its format, the address, a command that works, and what is filtered out."""
+"""The log of a start: its format, the address, a command that works, and its access log."""
 
+import json
 import logging
 import shlex
 import signal
@@ -11,7 +12,7 @@ import httpx
 import pytest
 import uvicorn
 
-from server.core.log import configure_log, is_not_probe, uvicorn_config
+from server.core.log import configure_log, uvicorn_config
 from server.lifespan import curl_command
 from tests.fakes import FakeRunner
 from tests.process.test_start import pipe, process, program, started
@@ -46,7 +47,10 @@ def test_a_start_logs_the_address_a_command_and_the_drain() -> None:
         assert httpx.post(command[1], content=command[3]).status_code == 200
         child.send_signal(signal.SIGINT)
         rest = pipe(child.stderr).read()
-    assert '"POST / HTTP/1.1" 200' in rest
+    [line] = [line for line in rest.splitlines() if " path=/ " in line and "POST" in line]
+    assert " INFO onequeue.access request id=" in line
+    assert " status=200 seconds=" in line
+    assert "HTTP/1.1" not in rest, "uvicorn's access log is off"
     assert "/health" not in rest
     assert "/metrics" not in rest
     assert "a second signal, or Ctrl-C, ends the wait" in rest
@@ -83,14 +87,22 @@ def test_the_logged_address_can_be_called(config: dict[str, Any], wanted: str) -
     assert curl_command(uvicorn.Server(server_config)) == wanted
 
 
-@pytest.mark.parametrize("path", ["/health", "/metrics?name=a", "/a/prefix/ready"])
-def test_probes_are_left_out_of_the_access_log(path: str) -> None:
-    def logged(path: str) -> bool:
-        args = ("127.0.0.1:9", "GET", path, "1.1", 200)
-        return is_not_probe(logging.LogRecord("uvicorn.access", 20, "", 0, "%s", args, None))
-
-    assert not logged(path)
-    assert logged(path.replace("?", "s?") + "/of/what")
+@pytest.mark.parametrize("configured", ["LOG_FORMAT=json", "--log-format"])
+def test_every_line_is_json_if_asked_for(configured: str) -> None:
+    code = FAKE.replace("embedding_model=", 'log_format="json", embedding_model=')
+    if configured == "--log-format":  # as the command configures uvicorn
+        code = code.replace("uvicorn_config()", 'uvicorn_config("json")')
+    with started(program(code)) as (child, port):
+        wait_until(lambda: httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200)
+        headers = {"x-request-id": "my-id"}
+        httpx.post(f"http://127.0.0.1:{port}/", content="a", headers=headers)
+        child.send_signal(signal.SIGINT)
+        lines = [json.loads(line) for line in pipe(child.stderr)]
+    assert {"time", "level", "logger", "message"} <= set.intersection(*map(set, lines))
+    [line] = [line for line in lines if line["message"] == "request"]
+    assert line["id"] == "my-id"
+    assert line["status"] == 200
+    assert line["prompt_tokens"] == 1
 
 
 @pytest.mark.parametrize(("names", "level"), [([], logging.INFO), (["warning"], logging.WARNING)])

@@ -1,15 +1,19 @@
 """Text of clients in log lines: escaped, at most 200 characters, and no line for each value."""
 
+import contextlib
+import json
 import logging
 import sys
 from collections.abc import Iterator
 
+import httpx
 import pytest
 
-from server.core.log import FORMAT, MAX_TEXT, OneLineFormatter, shorten_path
+from server.core.log import FORMAT, JsonFormatter, OneLineFormatter
 from tests.event_streams import CLIENT
+from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
-from tests.serving import serving
+from tests.serving import serving, wait_until
 
 FORGED = "a\n2026-01-01 00:00:00 ERROR onequeue \x1b[31m\r\x85\u2028forged " + "x" * 10_000
 
@@ -31,6 +35,7 @@ def lines() -> Iterator[list[str]]:
     handler = Lines()
     loggers = [logging.getLogger(name) for name in ("onequeue", "transformers")]
     levels = [logger.level for logger in loggers]
+    loggers[0].setLevel(logging.INFO)
     loggers[1].setLevel(logging.WARNING)  # its default
     for logger in loggers:
         logger.addHandler(handler)
@@ -81,9 +86,56 @@ def test_a_traceback_is_one_line_of_short_parts() -> None:
     assert "forged" in line
 
 
-def test_the_access_log_shortens_paths() -> None:
-    args = ("127.0.0.1:1", "GET", "/" + "x" * 60_000, "1.1", 404)
-    record = logging.LogRecord("a", logging.INFO, "", 0, '%s - "%s %s HTTP/%s" %d', args, None)
-    assert shorten_path(record)
-    assert len(record.getMessage()) < MAX_TEXT + 50
-    assert record.getMessage().endswith(' HTTP/1.1" 404')
+def test_text_of_clients_stays_one_json_line() -> None:
+    record = logging.LogRecord("a", logging.INFO, "", 0, "refused %s", (FORGED[:60],), None)
+    record.fields = {"error": FORGED + "\x7f", "tokens": 3}
+    line = JsonFormatter().format(record)
+    assert line.isprintable()
+    assert line.isascii()
+    document = json.loads(line)
+    assert document["message"].startswith("refused a\\n2026")
+    assert document["error"].startswith("a\\n2026")
+    assert document["tokens"] == 3
+    assert len(line) < 1000
+
+
+def access_lines(lines: list[str]) -> list[str]:
+    return [line.partition(" onequeue.access ")[2] for line in lines if " onequeue.access " in line]
+
+
+def test_a_requests_line_has_its_id_model_tokens_and_reason(lines: list[str]) -> None:
+    with serving(load_chat=FakeGenerator) as server:
+        server.app.logs_requests = True
+        url, headers = server.url + "/v1/completions", {"x-request-id": "mine"}
+        body = {"prompt": "long", "max_tokens": 5, "stream": True}
+        assert CLIENT.post(url, json=body, headers=headers).status_code == 200
+        assert CLIENT.post(url, json={"prompt": "a", "temperature": "hot"}).status_code == 400
+        assert CLIENT.get(server.url + "/x%0Aforged id=1").status_code == 404
+        assert CLIENT.get(server.url + "/health").status_code == 200
+    completed, refused, unknown = access_lines(lines)
+    assert completed.startswith("request id=mine method=POST path=/v1/completions status=200 ")
+    assert "client=127.0.0.1 model=fake prompt_tokens=" in completed
+    assert completed.endswith(" output_tokens=5")
+    assert " status=400 " in refused
+    assert "temperature" in refused.partition(" error=")[2]
+    assert r"path='/x\nforged id=1' status=404 " in unknown, "the value stays in its quotes"
+
+
+def test_the_line_of_a_client_that_left_has_status_499(lines: list[str]) -> None:
+    with serving(load_chat=FakeGenerator) as server:
+        server.app.logs_requests = True
+        with contextlib.suppress(httpx.TimeoutException):
+            CLIENT.post(server.url + "/v1/completions", json={"prompt": "hang"}, timeout=0.2)
+        wait_until(lambda: bool(access_lines(lines)))
+    [line] = access_lines(lines)
+    assert " status=499 " in line
+    assert "error=" in line
+
+
+def test_lines_about_an_item_have_the_id_of_its_request(lines: list[str]) -> None:
+    def fail(texts: list[str]) -> None:
+        raise ValueError("broken")
+
+    with serving(lambda: FakeRunner(fail)) as server:
+        CLIENT.post(server.url, content="a", headers={"x-request-id": "mine"})
+    assert [line for line in lines if "item failed id=mine error=" in line]

@@ -13,7 +13,9 @@ import pytest
 from batching.errors import ItemFailed
 from batching.request_queue import RequestQueue, StepLane
 from server.core.delta_stream import DeltaStream
+from server.core.request_context import RequestContext
 from server.core.worker_client import Deadlines
+from tests.fake_generator import INFO
 
 
 @asynccontextmanager
@@ -27,13 +29,14 @@ async def streaming() -> AsyncIterator[DeltaStream[str]]:
         deadline: float,
         stream: Any,
         cache_namespace: bytes,
-        client: Any,
-        owner: Any,
+        *_: Any,
     ) -> Any:
         return queue.accept(payloads, deadline, StepLane(name, 10), name, stream, cache_namespace)
 
-    worker_client: Any = SimpleNamespace(loop=loop, queue=queue, submit=submit)
-    with DeltaStream[str](worker_client, "x", ["a"], Deadlines(math.inf, math.inf), None) as stream:
+    model = SimpleNamespace(engine=SimpleNamespace(info=INFO))
+    worker_client: Any = SimpleNamespace(loop=loop, queue=queue, submit=submit, models={"x": model})
+    deadlines, context = Deadlines(math.inf, math.inf), RequestContext("")
+    with DeltaStream[str](worker_client, "x", ["a"], deadlines, None, context) as stream:
         yield stream
 
 

@@ -465,7 +465,8 @@ class GenerationEngine:
         """Fail a request: `error` was raised by work on it alone. A lost device is raised."""
         if isinstance(failure := failure_of(error), DeviceLost):
             raise error
-        log.warning("generation failed error=%.200r", failure.__cause__ or failure)
+        id, cause = item.owner.request_id, failure.__cause__ or failure
+        log.warning("generation failed id=%s error=%.200r", id, cause)
         error.with_traceback(None)
         self._failed[item] = failure
         self._unschedule(item, failed=True)

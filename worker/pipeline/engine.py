@@ -15,7 +15,7 @@ from typing import Generic
 
 from batching.batcher import DynamicBatcher
 from batching.errors import OnequeueError, OutOfMemory, WrongResultCount
-from batching.request_queue import WorkItem
+from batching.request_queue import WorkItem, request_ids
 from worker.error_classification import run_in_halves
 from worker.messages.protocol import (
     ALONE,
@@ -151,7 +151,7 @@ class PipelineEngine(Generic[Payload, Prepared, Raw]):
             self.batcher.succeeded(rows)
             if len(outputs) != len(items):
                 error = f"the model returned {len(outputs)} results for {len(items)} inputs"
-                log.error("%s", error)
+                log.error("%s ids=%s", error, request_ids(items))
                 run.failed += [(item, WrongResultCount(error)) for item in items]
                 return
             for item, output in zip(items, outputs, strict=True):
@@ -165,7 +165,8 @@ class PipelineEngine(Generic[Payload, Prepared, Raw]):
         def failed(items: Sequence[WorkItem], failure: OnequeueError) -> None:
             run.out_of_memory += isinstance(failure, OutOfMemory)
             if len(items) == 1:
-                log.warning("item failed error=%.200r", failure.__cause__ or failure)
+                id, cause = items[0].owner.request_id, failure.__cause__ or failure
+                log.warning("item failed id=%s error=%.200r", id, cause)
                 run.failed.append((items[0], failure))
             else:
                 self.others.run_steps()  # the halves are turns of their own

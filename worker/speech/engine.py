@@ -293,7 +293,8 @@ class SpeechEngine(Generic[W]):
         """Drop an item whose own work raised."""
         if isinstance(failure := failure_of(error), DeviceLost):
             raise error
-        log.warning("transcription failed error=%.200r", failure.__cause__ or failure)
+        id, cause = item.owner.request_id, failure.__cause__ or failure
+        log.warning("transcription failed id=%s error=%.200r", id, cause)
         error.with_traceback(None)
         self._done[item] = failure
         if (window := self.jobs[item].window) is not None:

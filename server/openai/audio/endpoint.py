@@ -14,7 +14,6 @@ from prometheus_client import Counter
 from starlette.types import Receive, Scope, Send
 
 from server.core.delta_stream import DeltaStream
-from server.http.access import client_of
 from server.http.sse import data_frame
 from server.http.upload import Uploads
 from server.openai.audio.formats import Transcript, encode, token_scores
@@ -78,7 +77,7 @@ class SpeechEndpoint(Endpoint):
                 payloads,
                 deadlines,
                 receive,
-                client=client_of(scope),
+                scope["context"],
             )
             with stream:
                 await self.respond(scope, send, stream, builder)

@@ -18,7 +18,6 @@ from batching.fair_share import WorkOwner
 from server.core.cache_namespace import cache_namespace
 from server.core.delta_stream import TokenStream, UsageCounts
 from server.core.worker_client import Deadlines, WorkerClient
-from server.http.access import client_of
 from server.http.json import INLINE_BYTES, JsonBodyParser, parse_json, to_json
 from server.http.request import read_json_request, send_json
 from server.openai.models import ModelGroup
@@ -98,8 +97,8 @@ class DecisionEndpoint:
             [decision_input],
             replace(deadlines, whole=deadlines.first),
             receive,
+            scope["context"],
             namespace,
-            client_of(scope),
             owner,
         )
 

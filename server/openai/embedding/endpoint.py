@@ -16,7 +16,6 @@ from batching.fair_share import WorkOwner
 from server.core.cache_namespace import cache_namespace
 from server.core.settings import Settings
 from server.core.worker_client import Deadlines, Submission, WorkerClient
-from server.http.access import client_of
 from server.http.json import INLINE_BYTES, Document, JsonBodyParser, parse_json
 from server.http.request import read_json_request, send_parts
 from server.openai.models import ModelGroup, NamedModel
@@ -103,8 +102,8 @@ class ScoringEndpoint(Generic[Output]):
             payloads,
             deadlines,
             receive,
+            scope["context"],
             cache_namespace=cache_namespace(model.id, scope["api_key"], request.cache_salt),
-            client=client_of(scope),
             owner=owner,
         )
 

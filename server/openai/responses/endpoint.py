@@ -31,7 +31,7 @@ from server.core.delta_stream import TokenStream, UsageCounts
 from server.core.worker_client import Deadlines
 from server.http.errors import HttpError
 from server.http.json import INLINE_BYTES, Document, parse_json, to_json
-from server.http.request import MAX_BODIES, JsonEndpoint, send_json
+from server.http.request import MAX_BODIES, JsonEndpoint, count_failure, send_json
 from server.http.transfers import Transfer, TransferBudget
 from server.openai.endpoint import GenerationEndpoint, build_events
 from server.openai.request_fields import convert, decode
@@ -225,7 +225,7 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
             except ClientGone:
                 builder.abort("cancelled")
             except Exception as error:
-                builder.fail(self.count_failure(error, scope))
+                builder.fail(count_failure(error, scope))
         try:
             # a client that cannot get it from the store has no other way
             if not await self._store_response(owner, builder, job.has_lease):

@@ -1,0 +1,18 @@
+"""One HTTP request as its work items, metrics and log lines know it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class RequestContext:
+    """`client`: whose share of the server the request counts for, an API key or an address.
+
+    A submission adds its model and its tokens when it ends; the error is set by the response. All
+    are in the request's line of the log."""
+
+    request_id: str
+    client: bytes = b""
+    model: str = ""  # its served name
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    error: str = ""
