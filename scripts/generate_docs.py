@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from environment import ROOT
+from prometheus_client import ProcessCollector
 
 from server.core.metrics import Metrics
 from server.core.settings import Settings
@@ -43,7 +44,7 @@ def metrics_table() -> str:
     metrics = Metrics(lambda: 0.0)
     instruments: dict[Any, None] = dict.fromkeys(metrics.registry._names_to_collectors.values())
     for instrument in instruments:
-        if instrument is metrics:
+        if instrument is metrics or isinstance(instrument, ProcessCollector):
             continue
         name, kind = instrument._name, instrument._type
         suffix = {"counter": "_total", "info": "_info"}.get(kind, "")

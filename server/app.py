@@ -87,7 +87,8 @@ def create_app(
     pool_threads = max(2, min(8, cores.threads if cores else 2))
     queue = RequestQueue(settings.max_queue_size, time.monotonic)
     worker = Worker(served_models(settings, entries, loaders), cores=cores)
-    metrics = Metrics(lambda: queue.pending)
+    lanes = [lane for model in worker.models.values() for lane in model.lanes]
+    metrics = Metrics(lambda: queue.pending, lambda: sum(lane.not_started for lane in lanes))
     worker_client = WorkerClient(worker, queue, metrics, pool_threads, settings.stuck_after_s)
     routes, responses = make_routes(settings, worker_client, entries)
     run = partial(lifespan, responses=responses)

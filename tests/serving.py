@@ -157,8 +157,13 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
 
 
 def metric(server: Server, name: str) -> float:
-    """Return a sample's value from /metrics, by its full name with labels."""
+    """Return a sample's value from /metrics, by its name and labels: the sum of those that have
+    further labels."""
+    name, _, labels = name.removesuffix("}").partition("{")
+    total = 0.0
     for line in httpx.get(server.url + "/metrics").text.splitlines():
-        if line.startswith(name + " "):
-            return float(line.rsplit(" ", 1)[1])
-    return 0.0
+        series, _, value = line.rpartition(" ")
+        series, _, given = series.removesuffix("}").partition("{")
+        if series == name and set(filter(None, labels.split(","))) <= set(given.split(",")):
+            total += float(value)
+    return total

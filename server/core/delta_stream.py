@@ -45,6 +45,7 @@ class DeltaStream(Submission[None], Generic[D]):
         self.deadlines = deadlines
         self.arrival = asyncio.Event()
         self.started = False  # the first deltas have been read
+        self.ended_at = 0.0  # monotonic seconds: when the last item did
         self.unfinished = 1
         self._unread: list[D] = []
         self._end: BaseException | None = None  # raised once all deltas are read
@@ -121,6 +122,7 @@ class DeltaStream(Submission[None], Generic[D]):
     def _on_done(self, future: "asyncio.Future[None]") -> None:
         """Count a work item that has ended; the first failure of an item ends the stream."""
         self._running -= 1
+        self.ended_at = time.monotonic()
         if self._end is not None:
             return
         self._end = ClientGone("the server is gone") if future.cancelled() else future.exception()
@@ -167,7 +169,7 @@ class TokenStream(DeltaStream[Delta]):
             worker_client, model, payloads, deadlines, receive, context, cache_namespace, owner
         )
         self.usage = UsageCounts()
-        self.unfinished = sum(payload.n for payload in payloads)  # choices
+        self._num_choices = self.unfinished = sum(payload.n for payload in payloads)
         self._choices: dict[int, Delta] = {}  # unread
 
     def push(self, delta: Delta) -> None:
@@ -186,8 +188,16 @@ class TokenStream(DeltaStream[Delta]):
 
     def start(self) -> None:
         super().start()
-        waited_s = time.monotonic() - self.items[0].accepted_at
-        self.worker_client.metrics.first_token.observe(waited_s)
+        self._started_at = time.monotonic()
+        waited_s = self._started_at - self.items[0].accepted_at
+        self.worker_client.metrics.first_token.labels(self.context.model).observe(waited_s)
+
+    def close(self) -> None:
+        if self.started and self.ended_at and self.usage.completion > self._num_choices:
+            tokens = self.usage.completion / self._num_choices
+            per_token_s = (self.ended_at - self._started_at) / (tokens - 1)
+            self.worker_client.metrics.per_token.labels(self.context.model).observe(per_token_s)
+        super().close()
 
     def count_tokens(self, context: RequestContext) -> None:
         context.prompt_tokens += self.usage.prompt

@@ -196,7 +196,7 @@ def count_failure(error: Exception, scope: Scope) -> HttpError:
     response = as_http_error(error, scope, app.settings.debug)
     scope["context"].error = str(response)
     if response.kind:
-        app.metrics.errors.labels(response.kind).inc()
+        app.metrics.errors.labels(response.kind, scope["context"].model).inc()
     return response
 
 

@@ -138,7 +138,7 @@ def test_later_failure_is_sent_in_one_event(path: str) -> None:
         assert set(error["error"]) == {"message", "type", "param", "code"}
         assert error["error"]["code"] == "item_failed"
         assert not any("error" in frame for frame in data[:-2])
-        assert metric(server, 'onequeue_errors_total{kind="item_failed"}') == 1
+        assert metric(server, 'onequeue_errors_total{kind="item_failed",model="fake"}') == 1
         assert ask(server, path, "bad later", max_tokens=50).status_code == 500
 
 
@@ -275,7 +275,7 @@ def test_leaving_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving_fake() as (server, generator):
         with open_stream(server, CHAT, body_for(CHAT, "long", stream=True)) as client:
             read_until(client, b"content")
-        gone = 'onequeue_errors_total{kind="client_gone"}'
+        gone = 'onequeue_errors_total{kind="client_gone",model="fake"}'
         wait_until(lambda: metric(server, gone) == 1)
         wait_until(lambda: generator.dropped == ["long"])
 
@@ -288,7 +288,7 @@ def test_a_client_that_stops_reading_is_given_up(monkeypatch: pytest.MonkeyPatch
             wait_until(lambda: server.worker_client.queue.pending == 0)
             assert client.recv(4096).startswith(b"HTTP/1.1 200")
         assert chat(server).status_code == 200
-        assert metric(server, 'onequeue_errors_total{kind="client_gone"}') == 1
+        assert metric(server, 'onequeue_errors_total{kind="client_gone",model="fake"}') == 1
 
 
 def test_a_slow_reader_gets_everything_in_fewer_events(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,7 @@ def test_a_deadline_that_passes_gets_504_in_the_queue_and_while_running() -> Non
         runner.gate.set()
         assert post(server.url, "after").status_code == 200
         assert not any("queued" in batch for batch in runner.batches)
-        assert metric(server, 'onequeue_errors_total{kind="deadline_exceeded"}') == 2
+        assert metric(server, 'onequeue_errors_total{kind="deadline_exceeded",model="fake"}') == 2
 
 
 def test_the_header_may_only_shorten_the_time_limit() -> None:

@@ -429,11 +429,11 @@ def test_only_debug_shows_internal_errors() -> None:
 
 def test_metrics_count_requests_batches_and_errors(server: Server) -> None:
     before = metric(server, 'onequeue_requests_total{endpoint="/",status="200"}')
-    errors = metric(server, 'onequeue_errors_total{kind="item_failed"}')
+    errors = metric(server, 'onequeue_errors_total{kind="item_failed",model="fake"}')
     httpx.post(server.url, content="x")
     httpx.post(server.url, content="bad")
     assert metric(server, 'onequeue_requests_total{endpoint="/",status="200"}') == before + 1
-    assert metric(server, 'onequeue_errors_total{kind="item_failed"}') == errors + 1
+    assert metric(server, 'onequeue_errors_total{kind="item_failed",model="fake"}') == errors + 1
     assert metric(server, "onequeue_queue_depth") == 0
     assert metric(server, "onequeue_batch_size_count") > 0
     text = httpx.get(server.url + "/metrics").text

@@ -18,7 +18,7 @@ import logging
 import time
 from collections import Counter, abc, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Literal, NoReturn
 
@@ -86,8 +86,12 @@ class GenerationEngine:
         device = runner.language.device.type
         self.runner = runner
         self.input_processor = input_processor
-        self.info = input_processor.info
         self.scheduler = new_scheduler()
+        self.info = input_processor.info
+        if not self.scheduler.whole_prompts:
+            pool = self.scheduler.pool
+            sizes = {"cache_blocks": pool.num_blocks, "block_size": pool.block_size}
+            self.info = replace(self.info, **sizes)
         self.live: dict[WorkItem, list[Sequence]] = {}  # until their end is reported
         self._outputs: dict[Sequence, Output] = {}  # of their sequences
         self._failed: dict[WorkItem, Exception] = {}  # of them, until the step ends

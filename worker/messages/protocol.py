@@ -129,6 +129,8 @@ class ModelInfo:
     why: str = ""  # why not packed
     mask: str = ""  # the mask token of fill-mask
     has_chat_template: bool = True  # of a language model; a base model may have none
+    cache_blocks: int = 0  # of a paged cache
+    block_size: int = 0  # tokens
 
 
 class Pending(Exception):
