@@ -90,8 +90,7 @@ class GenerationEngine:
         self.info = input_processor.info
         if not self.scheduler.whole_prompts:
             pool = self.scheduler.pool
-            sizes = {"cache_blocks": pool.num_blocks, "block_size": pool.block_size}
-            self.info = replace(self.info, **sizes)
+            self.info = replace(self.info, cache_blocks=pool.num_blocks, block_size=pool.block_size)
         self.live: dict[WorkItem, list[Sequence]] = {}  # until their end is reported
         self._outputs: dict[Sequence, Output] = {}  # of their sequences
         self._failed: dict[WorkItem, Exception] = {}  # of them, until the step ends
