@@ -33,7 +33,7 @@ def known_series() -> dict[str, set[str]]:
         labels = {*getattr(collector, "_labelnames", ())}
         if isinstance(collector, ProcessCollector):
             names = [metric.name for metric in collector.collect()]
-        known |= {name: labels | TARGET_LABELS for name in names}
+        known |= dict.fromkeys(names, labels | TARGET_LABELS)
     return known
 
 
