@@ -8,6 +8,7 @@ HTTP-level errors are raised as an HttpError; `as_http_error` converts all other
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
@@ -140,16 +141,30 @@ def as_client_gone(error: OSError | RuntimeError) -> Exception:
 
 def _from_routing(error: HTTPException, scope: Scope) -> HttpError:
     """Convert an error of Starlette's router: no such route, or method not allowed."""
-    path, routes = route_path(scope)[:200], scope["app"].routes
+    path = route_path(scope)[:200]
     message = {
         404: f"there is no route {path}",
         405: f"{path} does not take {scope['method'][:20]}",
     }.get(error.status_code, error.detail)
     if scope["method"] == "POST" and (setting := SETTING_FOR_PATH.get(path)):
         message += f": it needs {setting}"
-    versioned = f"/v1{path}"
-    is_known = any(route.path_regex.match(versioned) for route in routes)
-    if path not in SETTING_FOR_PATH and (is_known or versioned in SETTING_FOR_PATH):
-        message += f": /v1 is missing. The path is {versioned}; a client's base URL ends in /v1"
+    elif error.status_code == 404:
+        message += f": {_path_hint(path, scope['app'].routes)}"
+    elif allowed := (error.headers or {}).get("Allow"):
+        message += f", but {allowed}"
     headers = [(k.lower().encode(), v.encode()) for k, v in (error.headers or {}).items()]
     return HttpError(error.status_code, message, None, headers, kind="routing")
+
+
+def _path_hint(path: str, routes: Sequence[Any]) -> str:
+    """Return the route that is meant by an unknown path, or where all are listed."""
+
+    def is_known(path: str) -> bool:
+        return path in SETTING_FOR_PATH or any(route.path_regex.match(path) for route in routes)
+
+    if is_known(versioned := f"/v1{path}"):
+        return f"/v1 is missing. The path is {versioned}; a client's base URL ends in /v1"
+    for meant in (path.rstrip("/"), path.removeprefix("/v1"), f"{path}/completions"):
+        if meant not in ("", "/", path, "/v1/completions") and is_known(meant):
+            return f"the path is {meant}"
+    return "GET /openapi.json lists the routes; a client's base URL ends in /v1"

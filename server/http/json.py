@@ -96,6 +96,8 @@ def parse_value(body: bytes, name: str = "the body") -> Any:
     try:
         return orjson.loads(body.removeprefix(BOM_UTF8))
     except orjson.JSONDecodeError as error:
+        if not body:
+            raise InvalidInput(f"{name} is empty: it must be JSON") from None
         if (param := _lone_surrogate(body)) is not None:
             raise InvalidInput.at(param, "has a lone surrogate: not Unicode text") from None
         raise InvalidInput(f"{name} is not valid JSON: {error}") from None

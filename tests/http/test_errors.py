@@ -69,6 +69,26 @@ def test_a_path_without_its_model_names_the_setting() -> None:
     assert refused.document["error"]["message"] == "/ does not take POST: it needs PIPELINE_MODEL"
 
 
+def test_an_unknown_path_or_method_names_the_known_ones() -> None:
+    with serving(FakeRunner, load_chat=FakeGenerator) as server:
+
+        def message(method: str, path: str) -> str:
+            response = httpx.request(method, server.url + path)
+            return str(response.json()["error"]["message"])
+
+        meant = ": the path is /v1/chat/completions"
+        for path in ("/v1/chat/completions/", "/v1/v1/chat/completions", "/v1/chat"):
+            assert message("POST", path).endswith(path + meant)
+        assert message("GET", "/v1/health").endswith(": the path is /health")
+        for path in ("/api/generate", "/v1", "/v1/", "/v1/messages", "/v1/v1", "//"):
+            assert "GET /openapi.json lists the routes" in message("POST", path)
+        expected = "/v1/chat/completions does not take GET, but POST"
+        assert message("GET", "/v1/chat/completions") == expected
+        assert message("PUT", "/").startswith("/ does not take PUT, but ")
+        empty = message("POST", "/v1/chat/completions")
+        assert empty == "the body is empty: it must be JSON"
+
+
 def test_a_path_without_v1_has_a_hint() -> None:
     served = [*AUDIO_PATHS, "/v1/chat/completions", "/v1/completions", "/v1/responses"]
     served += ["/v1/responses/resp_1", "/v1/embeddings", "/v1/models", "/v1/models/demo"]
