@@ -43,7 +43,8 @@ def test_text_beyond_the_context_is_refused_with_both_counts() -> None:
         ("feature-extraction", "bert-base"),
     ):
         wrong = refusal(task, model, "the " * 100)
-        assert str(wrong) == "the text has 102 tokens; the model takes 64"
+        counts = "the text has 102 tokens; the model takes 64"
+        assert str(wrong) == counts + '; "parameters": {"truncation": true} truncates it'
     run = runner("feature-extraction", "bert-base")
     run.prepare(item("the " * 62))
     assert len(serve(run, [item("the " * 100, truncation=True)])[0][0]) == 64

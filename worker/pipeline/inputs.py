@@ -82,7 +82,7 @@ class InputReader:
                 f"at most {MAX_LABELLED_CHARS} characters times labels are accepted",
                 "inputs",
             )
-        limits.check_characters(len(inputs), limit)
+        limits.check_characters(len(inputs), limit, limits.TRUNCATION_HINT)
         if self.name == "fill-mask" and (mask := pipe.tokenizer.mask_token) not in inputs:
             raise InvalidInput(
                 f"the text has no {mask}: write it in place of the word to fill in", "inputs"

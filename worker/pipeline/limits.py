@@ -19,6 +19,7 @@ UNLIMITED = 1 << 24  # tokenizers without a limit report 10^30
 # Longer tokens are rare: a text with more characters per token of context is refused unread.
 MAX_CHARS_PER_TOKEN = 256
 MAX_TEXT_CHARS = 1 << 19  # a tokenizer needs 300 bytes of memory per character
+TRUNCATION_HINT = '; "parameters": {"truncation": true} truncates it'
 MAX_CHUNKS = 1024  # rows of one input
 MAX_UNCHUNKED_S = 300.0  # audio in one row: the cost grows with the square
 MAX_PADDED_RATIO = 4  # times that audio is processed where each chunk is padded with silence
@@ -69,14 +70,14 @@ def values_per_pixel(task: str, pipe: Pipe) -> int:
 # ── checks of inputs and parameters; all raise InvalidInput ──
 
 
-def check_characters(count: int, limit: int) -> None:
+def check_characters(count: int, limit: int, hint: str = "") -> None:
     if count > MAX_TEXT_CHARS:
         raise InvalidInput(
             f"the text has {count} characters; at most {MAX_TEXT_CHARS} are accepted", "inputs"
         )
     if count > MAX_CHARS_PER_TOKEN * limit:
         raise InvalidInput(
-            f"the text has {count} characters; the model takes {limit} tokens", "inputs"
+            f"the text has {count} characters; the model takes {limit} tokens{hint}", "inputs"
         )
 
 

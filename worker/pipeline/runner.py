@@ -197,7 +197,8 @@ class PipelineRunner:
             else:
                 chunks = [output]
         prepared = PreparedInput(chunks, forward, postprocess)
-        prepared.tokens = check_tokens(chunks, self.limit, self.vocabulary)
+        hint = limits.TRUNCATION_HINT if self.task.kind == "text" else ""
+        prepared.tokens = check_tokens(chunks, self.limit, self.vocabulary, hint)
         if self.generates:
             prepared.sequences = plan_generation(pipe, forward, prepared.tokens, self.limit)
             if "tokenizer" in forward:  # set with stop strings; a replica's must stay in the pool
@@ -331,9 +332,9 @@ def copy_pipeline(pipe: Pipe) -> Pipe:
 # ── rows and their outputs ──
 
 
-def check_tokens(chunks: Sequence[ModelInputs], limit: int, vocabulary: int) -> int:
+def check_tokens(chunks: Sequence[ModelInputs], limit: int, vocabulary: int, hint: str) -> int:
     """Return the longest chunk's token count. Raises InvalidInput for too many chunks, for a chunk
-    of no or more than `limit` tokens, and for ids outside the vocabulary."""
+    of no or more than `limit` tokens (with a hint), and for ids outside the vocabulary."""
     if len(chunks) > limits.MAX_CHUNKS:
         raise InvalidInput(
             f"the input makes {len(chunks)} chunks; at most {limits.MAX_CHUNKS} are accepted",
@@ -342,7 +343,8 @@ def check_tokens(chunks: Sequence[ModelInputs], limit: int, vocabulary: int) -> 
     ids = [chunk["input_ids"] for chunk in chunks if "input_ids" in chunk]
     counts: list[int] = [tensor.shape[-1] for tensor in ids] or [1]
     if max(counts) > limit:
-        raise InvalidInput(f"the text has {max(counts)} tokens; the model takes {limit}", "inputs")
+        message = f"the text has {max(counts)} tokens; the model takes {limit}{hint}"
+        raise InvalidInput(message, "inputs")
     if not min(counts):
         raise InvalidInput("the text has no tokens", "inputs")
     if any(int(tensor.max()) >= vocabulary for tensor in ids):
