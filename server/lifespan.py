@@ -27,6 +27,7 @@ from server.http.access_log import replace_access_log
 from server.http.connections import APP_STATE, limit_connections
 from server.http.request import Application
 from server.openai.responses.endpoint import Responses
+from worker.task_detection import load_error
 
 log = logging.getLogger("onequeue.lifespan")
 
@@ -124,11 +125,9 @@ def end_unloaded(error: BaseException, debug: bool, server: uvicorn.Server | Non
 
 
 def with_cause(error: BaseException) -> str:
-    """Return the message on one line, with the first line of its cause if it adds something."""
-    cause = error.__cause__
-    reason = str(cause).strip().partition("\n")[0] or repr(cause)
-    is_known = cause is None or reason in str(error)
-    return str(error) if is_known else f"{error}: {reason}"
+    """Return the message on one line, with the reason of its cause if it adds something."""
+    reason = load_error(error.__cause__) if error.__cause__ else ""
+    return str(error) if reason in str(error) else f"{error}: {reason}"
 
 
 async def drain(worker_client: WorkerClient, grace_s: float) -> None:

@@ -324,6 +324,9 @@ def assign_model(model: str, flags: Mapping[str, str | None]) -> dict[str, str |
     entry = split_entries(model)[0]
     _, path, _ = split_entry(entry)
     check_model("MODEL", entry, path)
+    if model != "demo" and path == "demo":
+        named = f"demo is three models: name one, as --chat-model {model}"
+        raise SettingsError(f"MODEL={model!r}: {named}")
     if model == "demo":
         return {**flags, **{name: flags[name] or "demo" for name in DEMO_MODELS}}
     setting = "pipeline_model" if flags["pipeline_task"] else setting_for(path)

@@ -246,7 +246,7 @@ def is_custom_code(error: BaseException) -> bool:
     return "trust_remote_code" in str(error)
 
 
-def load_error(error: Exception) -> str:
+def load_error(error: BaseException) -> str:
     """Return in one line why a checkpoint cannot be downloaded or read."""
     cause: BaseException | None = error
     while cause:

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from safetensors.torch import load_file, save_file
 
-from batching.errors import InvalidInput
+from batching.errors import InvalidInput, WorkerDown
 from server.core.settings import Settings
+from server.lifespan import with_cause
 from server.web.examples import curl_examples
 from tests import tiny, tiny_chat
 from worker.embedding.loading import ScoringOptions, load_embedder, load_reranker
@@ -112,6 +114,30 @@ def test_a_pickle_is_not_loaded(tmp_path: Path) -> None:
     shutil.copy(tiny_chat.folder() / "model.safetensors", nested)
     assert_refused(chat, model, "it has no model.safetensors")
     assert_refused(pipeline, model, "it has no model.safetensors")
+
+
+def test_a_chat_model_without_some_weights_is_incomplete(tmp_path: Path) -> None:
+    model = copied(tiny_chat.folder(), tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.0.mlp.down_proj.weight"]
+    save_file(tensors, file, {"format": "pt"})
+    message = "its checkpoint has no weights for model.layers.0.mlp.down_proj.weight: download it"
+    assert_refused(chat, model, message)
+    with pytest.raises(LoadingFailed, match="for chat: its checkpoint has no weights"):
+        chat(model)
+
+
+def test_the_last_line_is_one_sentence(tmp_path: Path) -> None:
+    """It has no sentences of transformers about a reason that is known."""
+    model = copied(tiny_chat.folder(), tmp_path / "model", model_type="mine")
+    with pytest.raises(LoadingFailed) as refused:
+        chat(model)
+    assert with_cause(refused.value) == str(refused.value)
+    assert with_cause(refused.value).endswith("that this transformers knows: update it")
+    died = WorkerDown("the worker has died")
+    died.__cause__ = RuntimeError("first\nsecond")
+    assert with_cause(died) == "the worker has died: first"
 
 
 def test_an_embedding_model_is_no_reranker() -> None:

@@ -9,7 +9,7 @@ import pytest
 from server.app import create_app, loader_options
 from server.core.settings import Settings, SettingsError, load_settings, parse_model
 from server.entries import model_entries
-from server.preflight import DEMO_MODELS, MODELS, resolve_models
+from server.preflight import DEMO_MODELS, MODELS, assign_model, resolve_models
 from tests.checkpoints import write_checkpoint
 from tests.fake_generator import FakeGenerator
 from worker.embedding.loading import ScoringOptions
@@ -50,6 +50,11 @@ def name_and_path(entry: str) -> tuple[str, str]:
 def test_a_loader_names_a_model() -> None:
     app = create_app(Settings(), load_chat=FakeGenerator)
     assert [*app.worker_client.models] == ["generation"]
+
+
+def test_a_name_for_the_demo_models_asks_for_the_setting() -> None:
+    with pytest.raises(SettingsError, match=r"MODEL='mine=demo': .* as --chat-model mine=demo"):
+        assign_model("mine=demo", dict.fromkeys((*MODELS, "pipeline_task")))
 
 
 def test_a_task_without_a_model_is_refused() -> None:

@@ -45,7 +45,7 @@ from worker.model.loading import (
     missing_weights_matter,
 )
 from worker.model.long_context import RotaryFactors
-from worker.task_detection import task_hint
+from worker.task_detection import task_hint, tasks_of
 
 log = logging.getLogger("onequeue.language_model")
 
@@ -199,6 +199,8 @@ def check_generates(model: PreTrainedModel, missing: dict[str, str]) -> None:
     one, other = logits(0)[:-1], logits(8)[:-1]
     if missing_weights_matter(model, missing, lambda: logits(0).cpu().numpy().tobytes()):
         why = describe_missing_weights(missing)
+        if "text-generation" in tasks_of(model.config.to_dict()):
+            raise LoadingFailed(f"{why}: download it again, or add them")
     elif (one - other).abs().max() > TOLERANCE[model.dtype] * one.abs().max():
         why = "its tokens depend on those that follow"
     else:
