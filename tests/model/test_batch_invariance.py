@@ -21,6 +21,7 @@ from worker.generation.loading import paged_engine
 from worker.generation.speculation import NgramDrafter, Speculation
 from worker.messages.generation import Sampling
 from worker.model.attention.native import NativeMetadata
+from worker.model.cpu.linear import native_int8_matches
 from worker.model.language_model import GeneratorOptions, LanguageModel, load_language_model
 from worker.model.paged_runner import PagedRunner
 from worker.model.paging import load_paged_runner
@@ -51,7 +52,12 @@ def folder() -> Path:
 @cache
 def language(dtype: str, quantization: str) -> LanguageModel:
     options = GeneratorOptions(
-        str(folder()), dtype=dtype, device="cpu", kv_cache_gb=0.01, quantization=quantization
+        str(folder()),
+        dtype=dtype,
+        device="cpu",
+        kv_cache_gb=0.01,
+        quantization=quantization,
+        compile="on",  # which builds the native operations
     )
     runner = load_paged_runner(load_language_model(options), options)
     runner._use_native_ops()
@@ -89,14 +95,19 @@ def outputs(served: Served) -> tuple[Any, ...]:
         [
             ("bfloat16", "none"),
             ("float32", "none"),
+            ("bfloat16", "int8"),
+            ("float32", "int8"),
         ],
         ("bfloat16", "none"),
+        ("float32", "int8"),
     ),
 )
 def test_outputs_are_those_of_each_request_alone(
     dtype: str, quantization: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = language(dtype, quantization)
+    if quantization == "int8" and not native_int8_matches(model.dtype):
+        pytest.skip("no kernel for int8 weights on this CPU")
     alone = [serve(new_engine(model, 64, "off"), [item])[0][0] for item in requests()]
     texts = [(*served.prompt, *served.ids[0]) for served in alone]
     chance = random.Random(1)

@@ -7,11 +7,16 @@ import torch
 from torch import Tensor, nn
 
 from tests.threads import compute_threads
+from worker.device.device import has_bfloat16
 from worker.model.cpu.linear import (
     GROUP_WIDTHS,
     ROUNDING,
+    Int8Linear,
+    NativeInt8Linear,
     PackedLinear,
+    native_int8_matches,
     native_product_matches,
+    quantize_weights,
     use_native_linear,
 )
 
@@ -117,3 +122,60 @@ def test_plain_layers_stay() -> None:
     model = nn.Sequential(nn.Linear(8, 8), packed(64, 64, torch.float32))
     use_native_linear(model)
     assert [getattr(module, "native_width", None) is None for module in model] == [True, False]
+
+
+# ── int8 weights ──
+
+
+@pytest.fixture(params=ROUNDING, ids=str)
+def int8_dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    dtype: torch.dtype = request.param
+    if not native_int8_matches(dtype):
+        pytest.skip("no kernel for int8 weights on this CPU")
+    return dtype
+
+
+def test_a_cpu_with_bfloat16_instructions_has_the_int8_kernel() -> None:
+    assert native_int8_matches(torch.bfloat16) == has_bfloat16()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_int8_products_are_torchs(
+    size: tuple[int, int], bias: bool, int8_dtype: torch.dtype
+) -> None:
+    inputs, outputs = size
+    torch.manual_seed(inputs)
+    weight = torch.randn(outputs, inputs, dtype=int8_dtype)
+    offsets = torch.randn(outputs, dtype=int8_dtype) if bias else None
+    native, plain = NativeInt8Linear(weight, offsets), Int8Linear(weight, offsets, keep_copy=False)
+    for rows in ROWS:
+        x = torch.randn(rows, inputs, dtype=int8_dtype)
+        right = plain(x).float()
+        largest = float(right.abs().max())
+        assert native(x).dtype == int8_dtype
+        torch.testing.assert_close(native(x).float(), right, rtol=0, atol=1e-2 * largest)
+    for x in of_any_shape(inputs, int8_dtype):
+        assert native(x).shape == (*x.shape[:-1], outputs)
+
+
+@pytest.mark.parametrize("count", [1, 3, 16])
+def test_an_int8_row_is_independent_of_other_rows_and_of_the_thread_count(
+    count: int, int8_dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    layer = NativeInt8Linear(torch.randn(200, 1056, dtype=int8_dtype), None)
+    x = torch.randn(700, 1056, dtype=int8_dtype)
+    with compute_threads(1):
+        together = layer(x)
+    with compute_threads(3):
+        for start in range(0, 700 - count, 97):
+            assert torch.equal(layer(x[start : start + count]), together[start : start + count])
+
+
+def test_native_int8_weights_have_no_copy(int8_dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(64, 48).to(int8_dtype))
+    quantize_weights(model, 10**9, native=True)
+    [layer] = model
+    assert isinstance(layer, NativeInt8Linear)
+    assert sum(buffer.nbytes for buffer in layer.buffers()) < 2 * 64 * 64

@@ -27,7 +27,7 @@ from worker.device.device import free_bytes
 from worker.device.self_check import TOLERANCE, CannotRun, compare, explicit_masks
 from worker.messages.generation import TEXT_ONLY
 from worker.model.attention.kv_cache import LayerShape
-from worker.model.attention.native import try_load_native_ops
+from worker.model.attention.native import NATIVE_DTYPES, try_load_native_ops
 from worker.model.cpu import linear
 from worker.model.cpu.linear import emulates_dtype, pack_weights, packs_dtype, quantize_weights
 from worker.model.generation_config import (
@@ -148,7 +148,9 @@ class LanguageModel:
         if quantization == "int8":
             if not on_cpu:
                 raise LoadingFailed(f"QUANTIZATION=int8 needs DEVICE=cpu, not {self.device}")
-            quantize_weights(self.model, free_bytes(self.device), recheck or (lambda: None))
+            native = native and self.dtype in NATIVE_DTYPES and try_load_native_ops(build=True)
+            free = free_bytes(self.device)
+            quantize_weights(self.model, free, recheck or (lambda: None), native)
             self.tolerance = TOLERANCE[torch.bfloat16]  # inputs of int8 layers
         elif recheck and on_cpu and packs_dtype(self.dtype):
             free = free_bytes(self.device)

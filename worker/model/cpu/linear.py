@@ -3,7 +3,8 @@
 PackedLinear holds weights in oneDNN's layout, several times faster than the plain one for the few
 rows of a decode step; the native operation (native/packed_linear.cpp) reads the same copy.
 Bf16WeightLinear serves bfloat16 on CPUs without bfloat16 instructions, Int8Linear holds int8
-weights. Layers are replaced one by one, so the model exists once in memory, plus one layer.
+weights, NativeInt8Linear does so with bfloat16 instructions. Layers are replaced one by one, so the
+model exists once in memory, plus one layer.
 """
 
 import ctypes
@@ -37,8 +38,9 @@ INT8_ROWS = 8
 QUANTIZED_ROWS = 4096
 # Columns per group in which oneDNN may have packed the weights.
 GROUP_WIDTHS = (32, 64)
-# Columns of a panel of Bf16WeightLinear, SPREAD in native/bf16_weight_linear.cpp.
+# Columns of a panel: SPREAD in native/bf16_weight_linear.cpp, INT8_GROUP in native/int8_linear.cpp.
 PANEL_COLUMNS = 32
+INT8_DEPTH = 32  # int8 weights are padded to a multiple of this depth, STEP<Half> in C++
 LARGE_PAGE_BYTES = 2 << 20
 MADV_COLLAPSE = 25  # madvise(2), Linux 6.1: make large pages now
 
@@ -55,6 +57,12 @@ torch.library.define(
     tags=torch.Tag.flexible_layout,
 )  # fmt: skip
 
+torch.library.define(
+    "onequeue::int8_linear",
+    "(Tensor x, Tensor panels, Tensor scales, Tensor? bias, int columns) -> Tensor",
+    tags=torch.Tag.flexible_layout,
+)  # fmt: skip
+
 
 @torch.library.register_fake("onequeue::packed_linear")  # type: ignore[untyped-decorator]  # torch's
 def _(x: Any, packed: Any, bias: Any, width: int) -> Tensor:
@@ -64,6 +72,12 @@ def _(x: Any, packed: Any, bias: Any, width: int) -> Tensor:
 
 @torch.library.register_fake("onequeue::bf16_weight_linear")  # type: ignore[untyped-decorator]  # torch's
 def _(x: Any, panels: Any, bias: Any, columns: int) -> Tensor:
+    out: Tensor = x.new_empty(*x.shape[:-1], columns)
+    return out
+
+
+@torch.library.register_fake("onequeue::int8_linear")  # type: ignore[untyped-decorator]  # torch's
+def _(x: Any, panels: Any, scales: Any, bias: Any, columns: int) -> Tensor:
     out: Tensor = x.new_empty(*x.shape[:-1], columns)
     return out
 
@@ -164,7 +178,8 @@ class Bf16WeightLinear(nn.Module):
 
 
 class Int8Linear(nn.Module):
-    """x [..., in] → [..., out] with int8 weights [out, in] and one bfloat16 scale per output.
+    """x [..., in] → [..., out] with int8 weights [out, in rounded up to INT8_DEPTH] and one
+    bfloat16 scale per output.
 
     Symmetric quantization: scale = max |w| / 127 of a row, w ≈ int8 · scale. Inputs are rounded to
     bfloat16. More than INT8_ROWS rows go through `dequantized`, a packed copy of the same values,
@@ -181,13 +196,16 @@ class Int8Linear(nn.Module):
         starts = range(0, self.out_features, QUANTIZED_ROWS)
         parts = [_quantize(weight.detach()[at : at + QUANTIZED_ROWS]) for at in starts]
         quantized, scales = zip(*parts, strict=True)
-        self.register_buffer("weight", torch.cat(quantized), persistent=False)
+        # torch's kernel reads beyond rows of other depths
+        padded = nn.functional.pad(torch.cat(quantized), (0, -self.in_features % INT8_DEPTH))
+        self.register_buffer("weight", padded, persistent=False)
         self.register_buffer("scale", torch.cat(scales), persistent=False)
         self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
         self.dtype = weight.dtype
         self.dequantized: nn.Module | None = None
         if keep_copy:
-            values = self.weight.float().mul_(self.scale.float()[:, None]).to(self.dtype)
+            weights = self.weight[:, : self.in_features].float()
+            values = weights.mul_(self.scale.float()[:, None]).to(self.dtype)
             self.dequantized = (
                 PackedLinear(values, None)
                 if packs_dtype(self.dtype)
@@ -199,10 +217,50 @@ class Int8Linear(nn.Module):
         if self.dequantized is not None and len(rows) > INT8_ROWS:
             out = self.dequantized(rows.to(self.dtype))
         else:
+            rows = nn.functional.pad(rows, (0, -self.in_features % INT8_DEPTH))
             out = torch.ops.aten._weight_int8pack_mm(rows, self.weight, self.scale)
         out = out.to(self.dtype).view(*x.shape[:-1], self.out_features)
         biased: Tensor = out if self.bias is None else out + self.bias
         return biased
+
+
+class NativeInt8Linear(nn.Module):
+    """Int8Linear by the native operation, which must be loaded: it widens weights to bfloat16 in
+    the cache, so no copy is needed, and a row of its result does not depend on the other rows.
+
+    `panels` [out / PANEL_COLUMNS, in / 2, PANEL_COLUMNS, 2] int8, padded with zeros; `scales`
+    [out, rounded up to PANEL_COLUMNS] float32.
+    """
+
+    panels: Tensor
+    scales: Tensor
+    bias: Tensor | None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
+        self.weight = _weight_stand_in(weight)
+        columns, depth = -self.out_features % PANEL_COLUMNS, -self.in_features % INT8_DEPTH
+        panels, scales = [], []
+        for at in range(0, self.out_features, QUANTIZED_ROWS):  # a multiple of PANEL_COLUMNS
+            quantized, scale = _quantize(weight.detach()[at : at + QUANTIZED_ROWS])
+            padded = nn.functional.pad(quantized, (0, depth, 0, -len(quantized) % PANEL_COLUMNS))
+            pairs = padded.reshape(-1, PANEL_COLUMNS, padded.shape[1] // 2, 2)
+            panels.append(pairs.transpose(1, 2).contiguous())
+            scales.append(scale.float())
+        packed = torch.cat(panels)
+        use_large_pages(packed.data_ptr(), packed.nbytes)
+        self.register_buffer("panels", packed, persistent=False)
+        padded_scales = nn.functional.pad(torch.cat(scales), (0, columns))
+        self.register_buffer("scales", padded_scales, persistent=False)
+        self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.onequeue.int8_linear(
+            x, self.panels, self.scales, self.bias, self.out_features
+        )
+        return out
 
 
 def _weight_stand_in(weight: Tensor) -> SimpleNamespace:
@@ -329,24 +387,49 @@ def use_bf16_weights(model: nn.Module) -> None:
 
 
 def quantize_weights(
-    model: nn.Module, free_bytes: int, check: Callable[[], object] = lambda: None
+    model: nn.Module,
+    free_bytes: int,
+    check: Callable[[], object] = lambda: None,
+    native: bool = False,
 ) -> None:
-    """Replace all linear layers by Int8Linear, with a copy for large batches if it fits.
+    """Replace all linear layers by NativeInt8Linear if `native` and this CPU has its kernel, else
+    by Int8Linear, with a copy for large batches if it fits.
 
-    `check` runs the model, which shows the layers that share an input.
+    `check` runs the model, which shows the layers that share an input. `native`: the operation is
+    loaded.
     """
     numbers, dtype = _linear_weights(model)
     copy_bytes = numbers * packed_dtype(dtype).itemsize
-    keep_copy = copy_bytes <= MAX_COPY_SHARE * free_bytes
-    groups = find_shared_inputs(model, check)
-    fuse_linears(model, groups, lambda weight, bias: Int8Linear(weight, bias, keep_copy))
-    _replace(model, nn.Linear, lambda plain: Int8Linear(plain.weight, plain.bias, keep_copy))
+    native = native and native_int8_matches(dtype)
+    keep_copy = not native and copy_bytes <= MAX_COPY_SHARE * free_bytes
+
+    def quantized(weight: Tensor, bias: Tensor | None) -> nn.Module:
+        return NativeInt8Linear(weight, bias) if native else Int8Linear(weight, bias, keep_copy)
+
+    fuse_linears(model, find_shared_inputs(model, check), quantized)
+    _replace(model, nn.Linear, lambda plain: quantized(plain.weight, plain.bias))
     log.info(
-        "int8 weights_gb=%.3f copy_gb=%.3f%s",
+        "int8 weights_gb=%.3f copy_gb=%.3f native=%s%s",
         numbers / 1e9,
         copy_bytes / 1e9 if keep_copy else 0.0,
+        native,
         " the dequantized copy serves larger batches" if keep_copy else "",
     )
+
+
+@torch.inference_mode()
+def native_int8_matches(dtype: torch.dtype) -> bool:
+    """Return whether the native operation has a kernel for this CPU and dtype, with the products
+    of torch's."""
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = (
+        torch.randn(shape, generator=generator).to(dtype) for shape in ((80, 70), (80,))
+    )
+    one, other = NativeInt8Linear(weight, bias), Int8Linear(weight, bias, keep_copy=False)
+    try:
+        return products_match(one, other, 70, dtype, ROUNDING[torch.bfloat16])
+    except RuntimeError:
+        return False
 
 
 @torch.inference_mode()

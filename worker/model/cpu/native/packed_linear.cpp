@@ -10,11 +10,24 @@ constexpr int64_t MAX_ROWS = 256;  // that a thread multiplies with a group of c
 constexpr int64_t MIN_ROWS = 48;   // a multiple of the rows of a block in registers
 constexpr int64_t MAX_DEPTH = 512;  // so much of a group stays in the level 2 cache
 
-// x [rows, depth], groups [columns / GROUP, depth / PER_WORD, GROUP, PER_WORD], out [rows, columns]
+// Weights [columns / GROUP, depth / PER_WORD, GROUP, PER_WORD] of type T.
 template <typename T, int64_t GROUP>
+struct PackedWeights {
+  static constexpr int64_t PREFETCH = PREFETCH_BYTES, BUFFER = 1;
+  const T* groups;
+
+  // Some lines of a group, in place.
+  const T* lines(int64_t at, int64_t, T*) const { return groups + at; }
+  Floats scaled(Floats sums, int64_t) const { return sums; }
+};
+
+// x [rows, depth], out [rows, columns] of type O, bias [columns] of the same or null
+template <typename T, int64_t GROUP, typename Weights = PackedWeights<T, GROUP>, typename O = T>
 struct Linear {
-  const T *x, *groups, *bias;
-  T* out;
+  const T* x;
+  Weights weights;
+  const O* bias;
+  O* out;
   int64_t rows, depth, columns;
 
   void multiply() const {
@@ -42,16 +55,19 @@ struct Linear {
 
   void sum(int64_t row, int64_t count, int64_t group, float* sums) const {
     const Multiplier<T> multiplier(count);
+    alignas(64) T buffer[Weights::BUFFER];
     for (int64_t k = 0; k < depth; k += MAX_DEPTH) {
-      const Product<T, GROUP, PREFETCH_BYTES> product{
-          x + row * depth + k, depth, groups + (group * depth + k) * GROUP, STEP<T>, sums, GROUP,
-          std::min(MAX_DEPTH, depth - k), k > 0};
+      const int64_t deep = std::min(MAX_DEPTH, depth - k);
+      const T* lines = weights.lines((group * depth + k) * GROUP, deep * GROUP, buffer);
+      const Product<T, GROUP, Weights::PREFETCH> product{
+          x + row * depth + k, depth, lines, STEP<T>, sums, GROUP, deep, k > 0};
       multiplier.multiply(product, count, GROUP / LANES);
     }
   }
 
   void write(Floats sums, int64_t row, int64_t column) const {
     const int64_t count = columns - column;
+    sums = weights.scaled(sums, column);
     if (bias) sums += load_floats(bias + column, count);
     store_floats(out + row * columns + column, sums, count);
   }
@@ -73,7 +89,7 @@ Tensor onednn_product(const Tensor& x, const Tensor& packed, const std::optional
 template <typename T, int64_t GROUP>
 void multiply_rows(const Tensor& x, const void* packed, const Tensor* bias, const Tensor& out) {
   Linear<T, GROUP>{
-      x.const_data_ptr<T>(), static_cast<const T*>(packed),
+      x.const_data_ptr<T>(), {static_cast<const T*>(packed)},
       bias ? bias->const_data_ptr<T>() : nullptr, out.mutable_data_ptr<T>(),
       x.numel() / x.size(-1), x.size(-1), out.size(-1)}
       .multiply();

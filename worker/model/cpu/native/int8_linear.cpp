@@ -1,0 +1,75 @@
+// Linear layers of int8 weights with one scale per column, on a CPU that multiplies bfloat16: lines of
+// weights are widened to bfloat16, which holds them exactly, and multiplied with all rows
+// (packed_linear.cpp). Inputs are rounded to bfloat16. A row's product does not depend on the others.
+
+namespace {
+
+constexpr int64_t INT8_GROUP = 2 * LANES;  // columns, PANEL_COLUMNS in cpu/linear.py
+
+#if defined(__AVX512BF16__)
+// Weights [columns / INT8_GROUP, depth / 2, INT8_GROUP, 2], scales [columns rounded up to a group]
+struct Int8Weights {
+  static constexpr int64_t PREFETCH = 0, BUFFER = MAX_DEPTH * INT8_GROUP;
+  const int8_t* groups;
+  const float* scales;
+
+  const Half* lines(int64_t at, int64_t count, Half* buffer) const {
+    for (int64_t n = 0; n < count; n += 2 * LANES) {
+      const int8_t* from = groups + at + n;
+      if (n % 64 == 0) __builtin_prefetch(from + PREFETCH_BYTES);
+      const __m512bh pair = _mm512_cvtne2ps_pbh(widened(from + LANES), widened(from));
+      store(buffer + n, pair);
+    }
+    return buffer;
+  }
+
+  static __m512 widened(const int8_t* from) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(from)));
+  }
+
+  Floats scaled(Floats sums, int64_t column) const { return sums * load<Floats>(scales + column); }
+};
+#endif
+
+// x [..., depth], float32 or bfloat16; panels as Int8Weights, the depth padded with zeros; bias
+// [columns] of x's type → [..., columns]
+Tensor int8_linear(
+    const Tensor& x, const Tensor& panels, const Tensor& scales, const std::optional<Tensor>& bias,
+    int64_t columns) {
+#if defined(__AVX512BF16__)
+  const int64_t depth = x.size(-1), padded = rounded_up(depth, STEP<Half>);
+  const int64_t groups = (columns + INT8_GROUP - 1) / INT8_GROUP;
+  TORCH_CHECK(
+      panels.sizes() == at::IntArrayRef({groups, padded / 2, INT8_GROUP, 2}) &&
+          panels.is_contiguous() && panels.scalar_type() == at::kChar &&
+          scales.numel() == groups * INT8_GROUP && scales.scalar_type() == at::kFloat &&
+          (!bias || (bias->numel() == columns && bias->scalar_type() == x.scalar_type())),
+      "int8_linear of ", x.sizes(), " ", x.scalar_type(), " and panels ", panels.sizes());
+  auto sizes = x.sizes().vec();
+  sizes.back() = columns;
+  const Tensor out = at::empty(sizes, x.options());
+  const int64_t rows = depth ? x.numel() / depth : 0;
+  if (!rows) return out.zero_();
+  const Tensor half = x.to(at::kBFloat16), bias_row = bias ? bias->contiguous() : Tensor();
+  const Tensor wide =
+      padded > depth ? at::constant_pad_nd(half, {0, padded - depth}) : half.contiguous();
+  dispatch(x, [&](auto kind) {
+    using O = decltype(kind);
+    Linear<Half, INT8_GROUP, Int8Weights, O>{
+        wide.const_data_ptr<Half>(),
+        {panels.const_data_ptr<int8_t>(), scales.const_data_ptr<float>()},
+        bias ? bias_row.const_data_ptr<O>() : nullptr, out.mutable_data_ptr<O>(), rows, padded,
+        columns}
+        .multiply();
+  });
+  return out;
+#else
+  TORCH_CHECK(false, "no kernel for int8 weights on this CPU");
+#endif
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(onequeue, CPU, m) {
+  m.impl("int8_linear", &int8_linear);
+}
