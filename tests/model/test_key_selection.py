@@ -16,7 +16,9 @@ import pytest
 from tests import generating
 from tests.generating import ORDINARY, Driver, request
 from tests.matrix import matrix
-from tests.tiny_decoders import GROUPED, decoder
+from tests.tiny import SMALL, hf
+from tests.tiny_decoders import CONTEXT, GROUPED, decoder
+from tests.tiny_tokenizers import llama_tokenizer
 from worker.device.self_check import CannotRun, narrowed
 from worker.generation.engine import GenerationEngine
 from worker.generation.input_processor import GenerationItem
@@ -113,7 +115,35 @@ def builders(keys: int) -> dict[str, Callable[[], list[Any]]]:
             indexer_compress_ratio=4,
         ),
         "doge": decoder("DogeConfig", **GROUPED, keep_window_size=keys),
+        "glm5-next": multimodal_decoder(
+            "Glm5NextConfig",
+            **{**latent, "qk_rope_head_dim": 0, "head_dim": 0},
+            num_hidden_layers=4,
+            index_kpool=4,
+            linear_head_dim=8,
+            linear_num_heads=4,
+            hc_mult=2,
+        ),
+        "mistral-large4": multimodal_decoder("MistralLarge4Config", **latent, num_hidden_layers=4),
     }
+
+
+def multimodal_decoder(config: str, **text: Any) -> Callable[[], list[Any]]:
+    """Return a builder of a model that transformers has with images only, served without."""
+
+    def build() -> list[Any]:
+        tokenizer = llama_tokenizer()
+        sizes = {**SMALL, "vocab_size": len(tokenizer), "max_position_embeddings": CONTEXT}
+        ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+        vision = dict.fromkeys(("hidden_size", "intermediate_size"), 32)
+        vision |= {"num_attention_heads": 2, "num_hidden_layers": 1}
+        settings = getattr(hf, config)(
+            text_config={**sizes, **ids, **text},
+            vision_config={**vision, "depth": 1, "out_hidden_size": SMALL["hidden_size"]},
+        )
+        return [hf.AutoModelForImageTextToText.from_config(settings), tokenizer]
+
+    return build
 
 
 MODELS = sorted(builders(16))
