@@ -113,17 +113,27 @@ def has_values(body: bytes, number: int) -> bool:
     """Return whether JSON has more than a number of keys and values."""
     if len(body) <= number:
         return False
-    if b"\\" in body:  # remove escapes: every other quote starts or ends a string
-        body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     count = in_string = 0
-    for start in range(0, len(body), _CHUNK_BYTES):
-        texts = body[start : start + _CHUNK_BYTES].split(b'"')
+    for chunk in _without_escapes(body):  # every other quote starts or ends a string
+        texts = chunk.split(b'"')
         outside = b"".join(texts[in_string::2])
         count += sum(map(outside.count, _DELIMITERS))
         in_string = (in_string + len(texts) - 1) % 2
         if count >= number:
             return True
     return False
+
+
+def _without_escapes(body: bytes) -> Iterator[bytes]:
+    """Yield chunks of JSON without escaped quotes and backslashes."""
+    cut = b""  # the first half of an escape, at the end of a chunk
+    for start in range(0, len(body), _CHUNK_BYTES):
+        chunk = cut + body[start : start + _CHUNK_BYTES]
+        cut = b"\\" if (len(chunk) - len(chunk.rstrip(b"\\"))) % 2 else b""
+        chunk = chunk.removesuffix(cut)
+        if b"\\" in chunk:
+            chunk = chunk.replace(b"\\\\", b"").replace(b'\\"', b"")
+        yield chunk
 
 
 def _lone_surrogate(body: bytes) -> str | None:

@@ -79,6 +79,14 @@ def test_values_are_counted_across_chunks_and_strings(
                 check_values(body)
 
 
+def test_values_are_counted_in_small_steps_also_among_escapes() -> None:
+    class Body(bytes):
+        def replace(self, *_: Any) -> bytes:
+            pytest.fail("holds the interpreter lock for the whole body")
+
+    check_values(Body(b'"' + b'\\"' * json.MAX_VALUES + b'"'))
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_a_body_of_too_many_values_is_refused_by_every_endpoint(server: Server, path: str) -> None:
     body = b'{"other": [%b]}' % b",".join([b"1"] * MAX_VALUES)

@@ -18,7 +18,7 @@ import soundfile
 from PIL import Image, ImageOps
 
 from batching.errors import ClientGone, InvalidInput, QueueFull
-from worker.media import audio, images, inputs
+from worker.media import audio, images, inputs, jpeg
 from worker.media.audio_process import AudioProcess
 from worker.media.data_urls import to_bytes
 from worker.media.decode_limiter import DecodeLimiter
@@ -355,6 +355,23 @@ def test_metadata_is_skipped() -> None:
         started = time.thread_time()
         assert to_image(inserted("JPEG", data)).size == (40, 30)
         assert time.thread_time() - started < 0.2
+
+
+def test_a_search_for_segments_holds_the_interpreter_lock_for_a_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    searched = []
+
+    class Marker:
+        def search(self, data: bytes, at: int, end: int | None = None) -> Any:
+            searched.append(min(len(data), end or len(data)) - at)
+            return pattern.search(data, at, len(data) if end is None else end)
+
+    pattern = jpeg.MARKER
+    monkeypatch.setattr(jpeg, "MARKER", Marker())
+    assert to_image(inserted("JPEG", 30_000_000 * b"\xff")).size == (40, 30)
+    assert sum(searched) > 30_000_000
+    assert max(searched) < 1_000_000  # megabytes take milliseconds each
 
 
 def test_ordinary_images_are_read() -> None:

@@ -15,6 +15,7 @@ MAX_SCANS = 100  # cameras and encoders write about ten
 MAX_TABLE_BYTES = 4096  # the tables of one segment
 # Neither a zero behind FF in compressed data nor a restart marker.
 MARKER = re.compile(rb"\xff[\xc0-\xcf\xd8-\xfe]")
+SEARCH_BYTES = 1 << 17  # searched at once: a search holds the interpreter lock
 START, END, SCAN, EXIF_OR_XMP = 0xD8, 0xD9, 0xDA, 0xE1
 TABLES = (0xC4, 0xCC, 0xDB)
 # Frames, tables, scans, and the two segments that name the color space.
@@ -33,7 +34,7 @@ def reduce_jpeg(data: bytes) -> tuple[bytes, int]:
     exif_parts: list[bytes] = []
     scans, at, xmp_orientation = 0, 2, 0
     for _ in range(MAX_SEGMENTS):
-        marker = MARKER.search(data, at)
+        marker = _next_marker(data, at)
         if scans:  # compressed data lies between
             kept.append(data[at : marker.start() if marker else len(data)])
         if marker is None:
@@ -63,6 +64,13 @@ def reduce_jpeg(data: bytes) -> tuple[bytes, int]:
         raise TooComplex(f"it has more than {MAX_SEGMENTS} segments")
     orientation = exif.orientation(b"".join(exif_parts)) or xmp_orientation
     return b"".join([data[:2], _orientation_segment(orientation), *kept]), scans
+
+
+def _next_marker(data: bytes, at: int) -> re.Match[bytes] | None:
+    for start in range(at, len(data), SEARCH_BYTES):
+        if marker := MARKER.search(data, start, start + SEARCH_BYTES + 1):
+            return marker
+    return None
 
 
 def _orientation_segment(orientation: int) -> bytes:
