@@ -133,7 +133,7 @@ def test_grammars_in_use_are_limited_in_bytes(
     grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiler, "ERROR_TTL_S", 3600.0)
-    monkeypatch.setattr(compiler, "MAX_BYTES", 1 << 30)
+    monkeypatch.setattr(compiler, "MAX_BYTES", 2 << 30)
     used = when_ready(lambda: grammars.compile_constraint(regex("a")))
     used.size = 1 << 30
     with pytest.raises(QueueFull, match="memory"):
@@ -141,6 +141,23 @@ def test_grammars_in_use_are_limited_in_bytes(
     del used  # its last user is done, and it was evicted
     grammars._errors.clear()  # time has passed
     assert when_ready(lambda: grammars.compile_constraint(regex("[b-z]+")))
+
+
+def test_grammars_of_a_client_leave_memory_to_others(
+    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def use(client: str, text: str) -> compiler.Grammar:
+        compiling_for.set(client)
+        return when_ready(lambda: grammars.compile_constraint(regex(text)))
+
+    monkeypatch.setattr(compiler, "ERROR_TTL_S", 3600.0)
+    monkeypatch.setattr(compiler, "MAX_BYTES", 2 << 30)
+    of_client = [use("one", text) for text in "abcd"]
+    for grammar in of_client:
+        grammar.size = 256 << 20
+    with pytest.raises(QueueFull, match="memory"):
+        use("one", "[e-z]+")
+    assert use("another", "[e-z]*")
 
 
 def test_queue_of_grammars_is_limited(

@@ -15,7 +15,7 @@ import re
 import threading
 import time
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -26,6 +26,7 @@ from llguidance import LLMatcher, LLTokenizer
 from transformers import PreTrainedTokenizerBase
 
 from batching.errors import InvalidInput, OnequeueError, QueueFull, WorkerDown
+from batching.fair_share import client_share
 from worker.grammar import lark, sandbox
 from worker.grammar.sandbox import GrammarSandbox, Unusable
 from worker.messages.generation import Constraint
@@ -34,7 +35,9 @@ from worker.messages.protocol import IsWanted, Notify, Pending
 log = logging.getLogger("onequeue.grammar")
 
 MAX_CACHED = 32  # compiled grammars; least recently used ones are evicted
-MAX_BYTES = 512 << 20  # of all that are cached or in use
+# Of all that are cached or in use. A client has at most half of what those of others leave, since
+# memory in use cannot be taken back.
+MAX_BYTES = 1 << 30
 MAX_USES = 200  # of one: its copies share the lexer's states, which are bounded
 MAX_RESULTS = 1_000  # of the sandbox, that are cached
 MAX_QUEUED, MAX_QUEUED_SLOW = 64, 8  # of a client, for the first and the second attempt
@@ -55,6 +58,7 @@ class Grammar:
 
     matcher: LLMatcher
     size: int = 0  # bytes
+    client: Hashable = None  # whose memory it is
     uses: int = 0
     too_slow: bool = False  # it delayed a step, and is used no more
 
@@ -282,11 +286,12 @@ class GrammarCompiler:
             if not task.is_client_grammar:  # the sandbox converts those, each time
                 _store(self._sizes, task.digest, size)
         if task.compiles:
-            self._make_room(size)
+            self._make_room(size, task.client)
             text = client_lark or sandbox.to_lark(
                 task.text, task.is_client_grammar, task.forces_text
             )
-            grammar = Grammar(sandbox.compile_grammar(tokenizer, text), size, 1)
+            matcher = sandbox.compile_grammar(tokenizer, text)
+            grammar = Grammar(matcher, size, task.client, uses=1)
             grammar.matcher.deep_copy().compute_bitmask()  # copies share the lexer's first states
             with self._lock:
                 self._cache[task.digest] = grammar
@@ -327,18 +332,23 @@ class GrammarCompiler:
         if self._closed:
             grammar_sandbox.close()
 
-    def _make_room(self, size: int) -> None:
+    def _make_room(self, size: int, client: Hashable) -> None:
         with self._lock:
-            while self._cache and (
-                len(self._cache) >= MAX_CACHED or self._used_bytes + size > MAX_BYTES
-            ):
+            while len(self._cache) >= MAX_CACHED:
                 self._cache.popitem(last=False)
-            if self._used_bytes + size > MAX_BYTES:
+            # the client's own first
+            for digest in sorted(self._cache, key=lambda key: self._cache[key].client != client):
+                if self._has_room(size, client):
+                    return
+                del self._cache[digest]
+            if not self._has_room(size, client):
                 raise QueueFull("the memory for compiled grammars is exhausted", 5)
 
-    @property
-    def _used_bytes(self) -> int:
-        return sum(grammar.size for grammar in self._alive)
+    def _has_room(self, size: int, client: Hashable) -> bool:
+        used = Counter[Hashable]()
+        for grammar in self._alive:
+            used[grammar.client] += grammar.size
+        return used[client] + size <= client_share(MAX_BYTES - used.total() + used[client])
 
 
 def _store(cache: OrderedDict[bytes, T], digest: bytes, result: T) -> None:
