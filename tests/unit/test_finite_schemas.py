@@ -9,6 +9,7 @@ from worker.grammar.finite import check_finite
 from worker.grammar.lark import COMPACT_JSON, schema_rule
 
 SELF = {"$ref": "#"}
+A = {"required": ["a"]}
 NODE = {"$ref": "#/$defs/node"}
 
 
@@ -26,6 +27,9 @@ INFINITE: list[dict[str, Any]] = [
     tree({"anyOf": [NODE, {"type": "array", "items": NODE, "minItems": 1}]}),
     tree({"type": "array", "prefixItems": [NODE], "minItems": 1}),
     {"type": "object", "additionalProperties": SELF, "required": ["a"]},
+    {"type": "object", "additionalProperties": SELF, "minProperties": 1},
+    {"type": "object", "patternProperties": {"^a": SELF}, "additionalProperties": SELF, **A},
+    {"type": ["object", "array"], "additionalProperties": SELF, **A, "items": SELF, "minItems": 1},
     {
         "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/b"}]}, "b": {"anyOf": [{"$ref": "#/$defs/a"}]}},
         "type": "array",
@@ -45,6 +49,10 @@ FINITE: list[dict[str, Any]] = [
         "$ref": "#/$defs/a",
     },
     {"type": "array", "items": SELF, "minItems": 0},
+    {"type": "object", "additionalProperties": SELF, "minProperties": 0},
+    {"type": "object", "properties": {"a": {}}, "additionalProperties": SELF, "minProperties": 1},
+    {"type": "object", "patternProperties": {"^a": {}}, "additionalProperties": False, **A},
+    {"type": ["object", "array"], "additionalProperties": SELF, **A, "items": SELF},
 ]
 
 

@@ -1,8 +1,8 @@
 """Refuses JSON schemas that only infinite documents match: generation would never complete one.
 
 A reference is finite if its target matches a document that needs finite references only: the least
-fixed point. Only `type`, `required`, `minItems` and the applicators are read, so a refused schema
-certainly has no finite document.
+fixed point. Only `type`, `required`, `minItems`, `minProperties` and the applicators are read, so a
+refused schema certainly has no finite document.
 """
 
 from typing import Any
@@ -66,14 +66,29 @@ class FiniteReferences:
 
     def _matches_contents(self, schema: Schema) -> bool:
         """Return whether the required members of an object or an array may be finite."""
-        if schema.get("type") in ("object", ["object"]):
-            properties, others = schema.get("properties"), schema.get("additionalProperties")
-            named = properties if isinstance(properties, dict) else {}
-            names = [name for name in list_in(schema, "required") if isinstance(name, str)]
-            return all(self._matches(named.get(name, others)) for name in names)
-        if schema.get("type") in ("array", ["array"]):
-            count, first = schema.get("minItems"), list_in(schema, "prefixItems")
-            if isinstance(count, int):
-                rest = [schema.get("items")] if count > len(first) else []
-                return all(map(self._matches, [*first[: max(0, count)], *rest]))
-        return True
+        kinds = list_in(schema, "type") or [schema.get("type")]
+        return (
+            any(kind not in ("object", "array") for kind in kinds)
+            or ("object" in kinds and self._matches_object(schema))
+            or ("array" in kinds and self._matches_array(schema))
+        )
+
+    def _matches_object(self, schema: Schema) -> bool:
+        named, patterns = (
+            value if isinstance(value := schema.get(keyword), dict) else {}
+            for keyword in ("properties", "patternProperties")
+        )
+        others = [*patterns.values(), schema.get("additionalProperties")]
+        names = {name for name in list_in(schema, "required") if isinstance(name, str)}
+        contents = [[named[name]] if name in named else others for name in names]
+        count = schema.get("minProperties")
+        if isinstance(count, int) and count > len(names):
+            contents.append([*(named[name] for name in named.keys() - names), *others])
+        return all(any(map(self._matches, alternatives)) for alternatives in contents)
+
+    def _matches_array(self, schema: Schema) -> bool:
+        count, first = schema.get("minItems"), list_in(schema, "prefixItems")
+        if not isinstance(count, int):
+            return True
+        rest = [schema.get("items")] if count > len(first) else []
+        return all(map(self._matches, [*first[: max(0, count)], *rest]))
