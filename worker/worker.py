@@ -95,6 +95,10 @@ class Worker:
         self.busy_since = float("inf")
         self._busy: set[str] = set()  # names of models whose engines have items
         self._failing: set[str] = set()  # of models whose breaker is open
+        # Seconds that models have computed. One that becomes busy starts at those of the others.
+        self._used_s: dict[str, float] = {}
+        self._last_step_s: dict[str, float] = {}
+        self._resumed_at: dict[str, float] = {}  # of models in a step
         self._in_step: list[str] = []  # names of models whose steps run, one within the other
         self._idle_since = float("-inf")  # when the last step ended
         self._trim_at: float | None = None  # when memory is returned, if no step runs until then
@@ -191,6 +195,9 @@ class Worker:
         except BaseException as error:
             self._fail(item.model, [item], error)
         else:
+            if item.model not in self._busy:
+                used_s = [self._used_s[name] for name in self._busy]
+                self._used_s[item.model] = max(used_s, default=0.0)
             self._busy.add(item.model)
 
     def run_other_steps(self, running: str) -> None:
@@ -200,11 +207,13 @@ class Worker:
         self._idle_since = self.clock()  # items that have arrived since have waited for it
         if not self._receive(0.0):
             self.stop()  # after the step
+        self._count_time(running)
         self._in_step.append(running)
         try:
             self._run_steps()
         finally:
             self._in_step.pop()
+            self._resumed_at[running] = self.clock()
         self._begin_step()
 
     def has_other_work(self, name: str) -> bool:
@@ -212,7 +221,9 @@ class Worker:
         return bool(self._busy - {name})
 
     def _run_steps(self) -> None:
-        """Run a step of each engine that has one due, and the probes that are due."""
+        """Run a step of each engine that has one due, and the probes that are due. Then engines of
+        short steps run more, until they have computed as long as the others: else a stream would
+        get one token for each batch of another model."""
         for name, model in self.models.items():
             if name in self._in_step:
                 continue
@@ -221,17 +232,42 @@ class Worker:
                 self._probe(model)
             if name in self._busy:
                 self._run_step(model)
-                if not model.engine.busy:
-                    self._busy.discard(name)
+        busy = self._busy - {*self._in_step}
+        while len(self._busy) > 1 and busy and self._busy - {*self._in_step} <= busy:
+            name = min(busy, key=self._used_s.__getitem__)
+            used_s = max(self._used_s[other] for other in self._busy)
+            if self._used_s[name] + self._last_step_s.get(name, 0.0) > used_s:
+                return
+            if not self._run_step(self.models[name]):
+                return
+            if not self._receive(0.0):
+                self.stop()  # after the round
+                return
+            busy &= self._busy
 
-    def _run_step(self, model: ServedModel) -> None:
+    def _run_step(self, model: ServedModel) -> bool:
+        """Return whether the engine had a step due."""
+        used_s = self._used_s[model.name]
+        self._resumed_at[model.name] = self.clock()
+        try:
+            return self._try_step(model)
+        finally:
+            self._count_time(model.name)
+            self._last_step_s[model.name] = self._used_s[model.name] - used_s
+            if not model.engine.busy:
+                self._busy.discard(model.name)
+
+    def _count_time(self, name: str) -> None:
+        self._used_s[name] += self.clock() - self._resumed_at[name]
+
+    def _try_step(self, model: ServedModel) -> bool:
         outcome: StepOutcome | None = None
         self._begin_step()
         try:
             outcome = model.engine.step(self._idle_since)
             if outcome is None:
                 self.busy_since = float("inf")
-                return
+                return False
             self._end_step()
             if outcome.succeeded:  # else it may have waited for other threads
                 self._thread_tuner.end_turn()
@@ -244,6 +280,7 @@ class Worker:
             self._probe(model)
         else:
             self._update_breaker(model, outcome)
+        return True
 
     def _begin_step(self) -> None:
         self.busy_since = self.clock()

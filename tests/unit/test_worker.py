@@ -21,7 +21,7 @@ from worker.messages.generation import GenerationInput
 from worker.messages.protocol import UNFINISHED, BatchReport, PipelineInput, State, StepOutcome
 from worker.pipeline.engine import PipelineEngine
 from worker.registry import Breaker, ServedModel, language_model
-from worker.worker import Worker
+from worker.worker import OtherServedModels, Worker
 
 
 class Recorder:
@@ -634,3 +634,43 @@ def test_turns_are_measured_without_the_steps_of_other_models(
     bench.wait_for(2)
     wait_until(lambda: bench.runner.warm_ups == 2)
     assert recorder.turns[4:] == ["begin", "begin"]  # without a result it is not measured
+
+
+class TimedEngine:
+    """An engine whose steps take a time on a manual clock, and which stays busy."""
+
+    busy = True
+
+    def __init__(self, step_s: float, clock: list[float], steps: list[float]) -> None:
+        self.step_s, self.clock, self.steps = step_s, clock, steps
+        self.others: Any = None
+
+    def add(self, item: WorkItem) -> None:
+        pass
+
+    def step(self, idle_since: float) -> StepOutcome:
+        self.clock[0] += self.step_s
+        if self.step_s > 1 and self.others:
+            self.others.run_steps()
+        self.steps.append(self.step_s)
+        report = BatchReport(0, 0, 0.0, 0.0, self.step_s, (), 0, 1, True)
+        return StepOutcome(report)
+
+
+@pytest.mark.parametrize("long_s", [1.0, 2.0])  # in whose middle others run
+def test_short_steps_compute_as_long_as_the_long_steps_of_another_model(long_s: float) -> None:
+    clock, steps = [0.0], list[float]()
+    models = [batched_model(name, FakeRunner, DynamicBatcher(1, 100, 0.0)) for name in "ab"]
+    worker = Worker(models, lambda: clock[0])
+    worker._listener = Recorder()
+    for model, step_s in zip(models, (long_s, 0.125), strict=True):
+        engine: Any = TimedEngine(step_s, clock, steps)
+        model.engine = engine
+        engine.others = OtherServedModels(worker, model.name)
+        item: WorkItem = WorkItem(PipelineInput(""), 1e12, 0.0)
+        item.model = model.name
+        worker._add(item)
+    for _ in range(10):
+        worker._run_steps()
+    assert steps.count(long_s) == 10
+    assert 0.9 < steps.count(0.125) * 0.125 / (10 * long_s) < 1.2
