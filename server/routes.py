@@ -10,6 +10,7 @@ from itertools import chain
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from server.anthropic.endpoint import MessagesEndpoint, count_tokens_endpoint
 from server.core.metrics import metrics
 from server.core.settings import Settings, SettingsError
 from server.core.worker_client import WorkerClient
@@ -63,11 +64,14 @@ def make_routes(
         fetcher = Fetcher(settings.image_fetch, max_bytes, worker_client.metrics)
         shared = settings, worker_client, chat, ImageLoader(worker_client, fetcher)
         responses = Responses(*shared, open_store(settings))
+        count_tokens = count_tokens_endpoint(chat, shared[-1])
         routes += [
             post("/v1/chat/completions", ChatCompletions(*shared)),
             post("/v1/completions", Completions(*shared)),
             post("/v1/responses", responses),
             *responses.routes(),
+            post("/v1/messages", MessagesEndpoint(*shared)),
+            post("/v1/messages/count_tokens", count_tokens),
             post("/v1/decisions", DecisionEndpoint(worker_client, chat, DecisionRequest)),
             post("/v1/systemone", DecisionEndpoint(worker_client, chat, SystemOneRequest)),
         ]

@@ -26,6 +26,7 @@ MIN_SIMILARITY = 0.82  # of difflib's 1: two letters swapped, or a part left out
 SHORT_NAME = 7
 # A served name, by which requests choose a model. It is no path.
 SERVED_NAME = re.compile(r"[\w@][\w.:@+/-]{0,127}", re.ASCII)
+ALIAS = re.compile(r"[\w@*][\w.:@+/*-]{0,127}", re.ASCII)
 HUB_LINK = re.compile(
     r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?!datasets/|spaces/)"
     r"([\w.-]+(?:/[\w.-]+)?)(?:/tree/main)?/?(?:[?#].*)?"
@@ -67,8 +68,8 @@ class Settings:
     models: str = setting("none", "TOML file with the lists of models, by the settings' names")
     model_aliases: tuple[str, ...] = setting(
         (),
-        "comma-separated ALIAS=NAME: further names of the models under /v1",
-        part=(rf"{SERVED_NAME.pattern}=[^=]+", "ALIAS=NAME, the name being a served model's"),
+        "comma-separated ALIAS=NAME: further names of the models under /v1; * stands for any text",
+        part=(rf"{ALIAS.pattern}=[^=]+", "ALIAS=NAME, the name being a served model's"),
     )
     chat_template: str = setting(
         "auto", "file with the chat model's template in Jinja; auto: the checkpoint's"

@@ -1,6 +1,7 @@
 """HTTP statuses and the error envelope, by exception class.
 
     {"error": {"message", "type", "param", "code"}}
+    {"type": "error", "error": {"type", "message"}, "request_id"}    below /v1/messages
 
 HTTP-level errors are raised as an HttpError; `as_http_error` converts all other exceptions.
 """
@@ -29,6 +30,8 @@ PATHS_BY_SETTING: Mapping[str, Sequence[str]] = {
         "/v1/chat/completions",
         "/v1/completions",
         "/v1/responses",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
         "/v1/decisions",
         "/v1/systemone",
     ],
@@ -69,6 +72,17 @@ RESPONSE_BY_STATUS: Mapping[int, tuple[str, str]] = {
     431: ("invalid_request_error", "headers_too_large"),
     500: ("server_error", "internal"),
     503: ("unavailable_error", "not_ready"),
+}
+
+ANTHROPIC_PATH = "/v1/messages"
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+    504: "timeout_error",
 }
 
 
@@ -127,6 +141,25 @@ def as_http_error(error: Exception, scope: Scope, debug: bool) -> HttpError:
         headers = [(b"retry-after", b"%d" % math.ceil(error.retry_after_s))]
     param = getattr(error, "param", None)
     return HttpError(status, message, param, headers, type=type_, code=code, kind=code)
+
+
+def error_document(error: HttpError, scope: Scope) -> Document:
+    """Return the envelope that clients of the path read."""
+    if is_anthropic(scope):
+        return anthropic_document(error, scope["request_id"].decode())
+    return error.document
+
+
+def is_anthropic(scope: Scope) -> bool:
+    return route_path(scope).startswith(ANTHROPIC_PATH)
+
+
+def anthropic_document(error: HttpError, request_id: str | None = None) -> Document:
+    """Return Anthropic's envelope; `request_id` is left out in events."""
+    default = "invalid_request_error" if error.status < 500 else "api_error"
+    type_ = ANTHROPIC_TYPES.get(error.status, default)
+    document = {"type": "error", "error": {"type": type_, "message": str(error)}}
+    return document if request_id is None else {**document, "request_id": request_id}
 
 
 def as_client_gone(error: OSError | RuntimeError) -> Exception:

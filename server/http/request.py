@@ -32,7 +32,13 @@ from server.core.worker_client import Deadlines, WorkerClient
 from server.http.access import Cors, client_of, key_from_headers
 from server.http.access_log import log_request
 from server.http.cross_site import CrossSiteRules
-from server.http.errors import HttpError, as_client_gone, as_http_error
+from server.http.errors import (
+    HttpError,
+    as_client_gone,
+    as_http_error,
+    error_document,
+    is_anthropic,
+)
 from server.http.json import Header, to_json
 from server.http.paths import route_path
 from server.http.spool import SpoolBudget
@@ -133,6 +139,8 @@ class Application:
                     transfer.restart()
                     self.memory.hold(transfer, length)
                 message["headers"] = [*headers, (b"x-request-id", request_id)]
+                if is_anthropic(scope):
+                    message["headers"].append((b"request-id", request_id))
                 if self.worker_client.terminating:
                     message["headers"] += CLOSE  # the next request goes to another process
                 scope["started"] = True
@@ -185,7 +193,8 @@ class Application:
             response = count_failure(error, scope)
             if "started" not in scope:
                 with contextlib.suppress(ClientGone):
-                    await send_json(send, response.document, response.status, response.headers)
+                    document = error_document(response, scope)
+                    await send_json(send, document, response.status, response.headers)
             elif not isinstance(error, ClientGone):
                 raise  # the server closes the connection: the response is incomplete
 

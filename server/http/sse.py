@@ -30,6 +30,10 @@ def data_frame(document: object) -> bytes:
     return b"data: %b\n\n" % to_json(document)
 
 
+def named_frame(name: str, document: object) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), to_json(document))
+
+
 class EventStream:
     """A response of events. `wake` is called when the connection is idle: it makes the source of
     the events yield a comment."""

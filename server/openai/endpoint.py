@@ -44,6 +44,7 @@ class ResponseBuilder(ABC, Generic[D]):
 
     streams: bool
     media_type = b"application/json"
+    keep_alive = COMMENT  # sent where the connection is idle
 
     @abstractmethod
     def entries(self, delta: D) -> int:
@@ -66,7 +67,7 @@ class ResponseBuilder(ABC, Generic[D]):
         yield data_frame(error.document)
 
     def end(self) -> bytes:
-        """Return the last event of the stream, after success and failure alike."""
+        """Return the last event of the stream, after success and failure alike; it may be empty."""
         return DONE
 
     @abstractmethod
@@ -141,7 +142,8 @@ class Endpoint(ABC):
                 yield event
         if before_end:
             await before_end()
-        yield builder.end()
+        if last := builder.end():
+            yield last
 
 
 async def build_events(
@@ -149,7 +151,7 @@ async def build_events(
 ) -> AsyncIterator[bytes]:
     """Yield the events of a response, from its first deltas on.
 
-    An idle connection gets a comment; see EventStream.
+    An idle connection gets the builder's `keep_alive`; see EventStream.
     """
     for event in builder.start(deltas):
         yield event
@@ -164,7 +166,7 @@ async def build_events(
             break
         deltas = await stream.read()
         if not deltas and stream.unfinished:
-            yield COMMENT
+            yield builder.keep_alive
     for event in builder.finish():
         yield event
 

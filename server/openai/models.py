@@ -6,6 +6,7 @@ The endpoints of /v1 look up a request's model by the names of a NamedModel.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
@@ -22,6 +23,7 @@ from server.http.sse import data_frame
 from server.openai.request_fields import decode
 from worker.messages.protocol import Generator, TextModel
 
+MAX_NAME = 200  # characters that are compared with patterns
 ANY_MODEL = ("", "dummy", "tgi")  # sent by clients that have to name a model
 
 
@@ -77,6 +79,7 @@ class NamedModel:
         if not reference.is_named:
             self.names.add(reference.path)
         self.aliases: list[str] = []
+        self.patterns: list[str] = []  # aliases with a `*`
         ids = [other.id for other in others]
         if self.id in ids:
             self.id = f"{self.id}-{self.kind}"
@@ -126,9 +129,13 @@ class ModelGroup:
         return max(model.text_model.max_model_len for model in self.models)
 
     def find(self, name: str | None) -> NamedModel:
-        """Return the first model of a name, or raise an HttpError (404) that lists the models."""
+        """Return the first model of a name, or else of a pattern of it. Raises an HttpError (404)
+        that lists the models."""
         for model in self.models:
             if name in model.names:
+                return model
+        for model in self.models:
+            if name and any(fnmatchcase(name[:MAX_NAME], pattern) for pattern in model.patterns):
                 return model
         ids = ", ".join(dict.fromkeys(repr(model.id) for model in self.models))
         message = f"there is no model {(name or '')[:200]!r} here, only {ids}"
@@ -140,8 +147,8 @@ class ModelGroup:
 
 
 def add_aliases(models: Sequence[NamedModel], aliases: Sequence[str]) -> None:
-    """Add the names of `ALIAS=NAME` to the models. Raises SettingsError for one that is taken, or
-    for an unknown model."""
+    """Add the names of `ALIAS=NAME` to the models; a `*` in an alias stands for any text. Raises
+    SettingsError for one that is taken, or for an unknown model."""
     ids = {model.id: model for model in models}
     given: set[str] = set()
     for entry in aliases:
@@ -156,7 +163,7 @@ def add_aliases(models: Sequence[NamedModel], aliases: Sequence[str]) -> None:
                 f"MODEL_ALIASES={entry!r}: no model is served by the name {id!r}, only {known}"
             )
         given.add(alias)
-        ids[id].aliases.append(alias)
+        (ids[id].patterns if "*" in alias else ids[id].aliases).append(alias)
     for model in models:
         model.names.update(model.aliases)
 

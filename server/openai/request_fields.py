@@ -18,9 +18,9 @@ from msgspec import Meta, Struct, inspect
 from batching.errors import InvalidInput
 from server.http.json import Document
 from server.openai.response_format import (
+    RequestedFormat,
     ResponseFormat,
     StructuredOutputs,
-    TextFormat,
     output_constraint,
 )
 from worker.messages.generation import Chat, GenerationInput, Sampling, Stopping
@@ -99,7 +99,7 @@ class GenerationRequest(Struct, kw_only=True):
         return "max_tokens", self.max_tokens
 
     @property
-    def output_format(self) -> tuple[str, ResponseFormat | TextFormat | None]:
+    def output_format(self) -> tuple[str, RequestedFormat | None]:
         """The field with the format of the output, and its value."""
         return "response_format", self.response_format
 

@@ -4,7 +4,7 @@
 Chat nests the JSON schema of a format where the Responses API has it flat.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import orjson
 from msgspec import Struct
@@ -60,6 +60,14 @@ class TextFormat(JsonSchema, kw_only=True):
         return ".schema", self.schema
 
 
+class RequestedFormat(Protocol):
+    @property
+    def type(self) -> str: ...
+
+    def find_schema(self) -> tuple[str, Document | None]:
+        """Return the field of the schema, relative to this format, and the schema."""
+
+
 class StructuredOutputs(Struct):
     json: dict[str, Any] | str | None = None
     regex: str | None = None
@@ -70,7 +78,7 @@ class StructuredOutputs(Struct):
 
 def output_constraint(
     path: str,
-    output_format: ResponseFormat | TextFormat | None,
+    output_format: RequestedFormat | None,
     structured_outputs: StructuredOutputs | None,
 ) -> Constraint | None:
     """Return the constraint on the output, None for free text.

@@ -3,7 +3,8 @@
 Both use the tokenizer without a forward pass, and run in a pool thread.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,9 +116,16 @@ class TokenizerEndpoint:
         return decode(parse_json(body), self.kind, self.models.id_for, self.models.max_entries)
 
     def _run(self, request: TokenizeRequest | DetokenizeRequest) -> Tokens | Prompt:
-        try:
+        with panics_as_invalid_input():
             return request.run(self.models.find(request.model).text_model)
-        except Exception:
-            raise
-        except BaseException as error:  # a panic of the Rust tokenizer
-            raise InvalidInput("the tokenizer failed on this input") from error
+
+
+@contextlib.contextmanager
+def panics_as_invalid_input() -> Iterator[None]:
+    """Convert a panic of the Rust tokenizer, which is no Exception."""
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as error:
+        raise InvalidInput("the tokenizer failed on this input") from error

@@ -83,7 +83,7 @@ def chat_tool_policy(
         chosen = {path.format(n): tool.function.name for n, tool in enumerate(allowed)}
     else:
         mode, chosen = choice or "auto", {}
-    return _tool_policy(names, mode, chosen, parallel)
+    return tool_policy(names, mode, chosen, parallel)
 
 
 # ── flat, as in the Responses API ──
@@ -133,10 +133,10 @@ def flat_tool_policy(
         chosen = {f"tool_choice.tools[{n}].name": tool.name for n, tool in enumerate(choice.tools)}
     else:
         mode, chosen = choice or "auto", {}
-    return _tool_policy(names, mode, chosen, parallel)
+    return tool_policy(names, mode, chosen, parallel)
 
 
-def _tool_policy(
+def tool_policy(
     names: Mapping[str, str], mode: Mode, chosen: Mapping[str, str], parallel: bool | None
 ) -> ToolCallPolicy | None:
     """Return which tools may be called, from the names of all and of the chosen ones, by path."""

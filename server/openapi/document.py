@@ -64,20 +64,25 @@ def build_document(settings: Settings, routes: Sequence[Route]) -> dict[str, Any
     table = {"POST /": pipeline_operation(settings.pipeline_task), **OPERATIONS}
     operations = {key: operation for key, operation in table.items() if key in mounted}
     has_keys = bool(settings.api_keys)
+    error_kinds = list(dict.fromkeys(operation.error for operation in operations.values()))
     paths: dict[str, dict[str, Any]] = {}
     for key, operation in operations.items():
         method, path = key.split()
         requires_key = has_keys and not is_open(method, path)
         document = _operation_document(method, path, operation, requires_key)
         if not has_keys:
-            _add_errors(document, {421} if method in SAFE_METHODS else {403, 421})
+            statuses = {421} if method in SAFE_METHODS else {403, 421}
+            _add_errors(document, statuses, operation.error)
         paths.setdefault(path, {})[method.lower()] = document
     errors: dict[str, Any] = {
-        f"Error{status}": {"description": meaning, "content": _content(schemas.Error)}
+        f"{kind.__name__}{status}": {"description": meaning, "content": _content(kind)}
+        for kind in error_kinds
         for status, meaning in schemas.ERRORS.items()
     }
-    for status, name in schemas.ERROR_HEADERS.items():
-        errors[f"Error{status}"]["headers"] = {name: {"schema": {"type": "string"}}}
+    for kind in error_kinds:
+        for status, name in schemas.ERROR_HEADERS.items():
+            headers = {name: {"schema": {"type": "string"}}}
+            errors[f"{kind.__name__}{status}"]["headers"] = headers
     components = {"schemas": _schemas(operations.values()), "responses": errors}
     if has_keys:
         components["securitySchemes"] = {
@@ -191,13 +196,14 @@ def _operation_document(
     if requires_key:
         errors.add(401)
         document["security"] = [{"bearer": []}, {"key": []}]
-    _add_errors(document, errors)
+    _add_errors(document, errors, operation.error)
     return document
 
 
-def _add_errors(document: dict[str, Any], statuses: set[int]) -> None:
+def _add_errors(document: dict[str, Any], statuses: set[int], kind: type[Struct]) -> None:
     for status in sorted(statuses):
-        document["responses"][str(status)] = {"$ref": f"{COMPONENTS}/responses/Error{status}"}
+        reference = f"{COMPONENTS}/responses/{kind.__name__}{status}"
+        document["responses"][str(status)] = {"$ref": reference}
 
 
 def _content(body: type[Struct] | Body) -> dict[str, Any]:
@@ -210,12 +216,14 @@ def _content(body: type[Struct] | Body) -> dict[str, Any]:
 def _schemas(operations: Iterable[Operation]) -> dict[str, Any]:
     """Return the schemas of the operations' structs and of those within them, by name."""
     bodies = [
-        schemas.Error,
-        *(
-            body
-            for operation in operations
-            for body in (operation.request, operation.response, *operation.alternatives)
-        ),
+        body
+        for operation in operations
+        for body in (
+            operation.error,
+            operation.request,
+            operation.response,
+            *operation.alternatives,
+        )
     ]
     kinds = [body for body in bodies if isinstance(body, type)]
     template = COMPONENTS + "/schemas/{name}"

@@ -6,6 +6,8 @@ from typing import Any
 
 from msgspec import Struct
 
+from server.anthropic.request import CountTokensRequest, MessagesRequest
+from server.anthropic.schemas import AnthropicError, MessageResponse, TokenCount
 from server.http.health import Health, Ready, Version
 from server.openai import response_schemas as schemas
 from server.openai.audio.endpoint import AUDIO_PATHS
@@ -37,7 +39,7 @@ class Operation:
     Alternatives to the response: `stream` describes events, `bare` is the schema of an entry of a
     bare list, `others` are media types of text, `alternatives` are other structs. `errors` are the
     statuses beyond 401, 403, 405, 421, 500 and, with a request body, BODY_ERRORS; a request with a
-    `model` may get 404.
+    `model` may get 404. `error` is their body.
     """
 
     summary: str
@@ -49,6 +51,7 @@ class Operation:
     bare: Schema | None = None
     others: Sequence[str] = ()
     alternatives: Sequence[type[Struct]] = ()
+    error: type[Struct] = schemas.Error
     takes_lines: bool = False  # the request may be NDJSON, and its response then is, too
 
 
@@ -87,6 +90,19 @@ OPERATIONS: Mapping[str, Operation] = {
     ),
     "POST /v1/responses/{id}/cancel": Operation(
         "Cancel a background response", schemas.Response, errors=[400, 404]
+    ),
+    "POST /v1/messages": Operation(
+        "The next message of a conversation, as Anthropic has it",
+        MessageResponse,
+        MessagesRequest,
+        stream="With stream: true. message_start, events of the blocks, message_stop.",
+        error=AnthropicError,
+    ),
+    "POST /v1/messages/count_tokens": Operation(
+        "The number of tokens of a conversation",
+        TokenCount,
+        CountTokensRequest,
+        error=AnthropicError,
     ),
     "POST /v1/decisions": Operation(
         "The probabilities of answers to questions about an input",

@@ -36,6 +36,7 @@ LAYERS: dict[str, set[str]] = {
     "server/openai/embedding": TORCH,
     "server/openai/responses": TORCH,
     "server/openai/decisions": TORCH,
+    "server/anthropic": TORCH,
     "server/openapi": TORCH,
     "server": TORCH,
     "server/commands/load_test": WEB | TORCH,

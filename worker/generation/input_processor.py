@@ -359,6 +359,8 @@ class ConstraintBuilder:
             request.constraint,
             request.thinking_tokens,
         )
+        if request.thinking_is_optional and output_format.reasoning is None:
+            budget = None
         content: Grammar | None = None  # of the whole response
         call: Grammar | None = None  # of a tool call that the model starts by itself
         if calls and output_format.tool_calls:

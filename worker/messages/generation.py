@@ -135,6 +135,7 @@ class GenerationInput:
     constraint: Constraint | None = None
     tool_policy: ToolCallPolicy | None = None  # None: text that looks like a call stays text
     thinking_tokens: int | None = None  # the limit of the reasoning; None: no limit
+    thinking_is_optional: bool = False  # no limit, rather than an error, for a model without
     param: str = "messages"  # the field that errors about the prompt name
     background: bool = False  # low priority: runs after all other requests
 

@@ -19,6 +19,7 @@ from msgspec import UNSET
 from server.core.delta_stream import UsageCounts
 from server.http.errors import HttpError
 from server.http.json import Document, to_json
+from server.http.sse import named_frame
 from server.openai.chat import CallIdFactory
 from server.openai.endpoint import ResponseBuilder
 from server.openai.logprobs import scored_token_with_top
@@ -144,7 +145,7 @@ class ResponsesBuilder(ResponseBuilder[Delta]):
     def _frame(self, event: StreamEvent) -> bytes:
         event.sequence_number = self._events
         self._events += 1
-        return b"event: %b\ndata: %b\n\n" % (event.type.encode(), to_json(event))
+        return named_frame(event.type, event)
 
 
 def response_usage(usage: UsageCounts) -> ResponseUsage:

@@ -1,0 +1,208 @@
+"""A message while it is generated: the document that is sent, or its events.
+
+    message_start → content_block_start → ping → deltas → content_block_stop → … → message_delta
+                  → message_stop
+
+Each stretch of reasoning, text or arguments is a block. A failure is the event `error`, the last.
+"""
+
+import secrets
+from collections.abc import Iterator, Sequence
+
+import orjson
+
+from server.anthropic.request import MessagesRequest
+from server.anthropic.schemas import (
+    BlockDelta,
+    BlockDeltaEvent,
+    BlockStart,
+    BlockStop,
+    MessageBlock,
+    MessageEnd,
+    MessageEvent,
+    MessageResponse,
+    MessageStart,
+    MessageStop,
+    MessageUsage,
+    OutputTokensDetails,
+    StopFields,
+    StopReason,
+)
+from server.core.delta_stream import UsageCounts
+from server.core.sealing import seal
+from server.http.errors import HttpError, anthropic_document
+from server.http.sse import named_frame
+from server.openai.chat import CallIdFactory
+from server.openai.endpoint import MAX_INLINE_ENTRIES, ResponseBuilder
+from worker.messages.deltas import Delta, DeltaPart
+from worker.messages.generation import Chat, GenerationInput
+
+PING = named_frame("ping", {"type": "ping"})
+INLINE_CHARS = 4096 // MAX_INLINE_ENTRIES  # per entry: longer deltas are encoded in a pool thread
+
+
+class MessageBuilder(ResponseBuilder[Delta]):
+    keep_alive = PING
+
+    def __init__(
+        self,
+        request: MessagesRequest,
+        generation_input: GenerationInput,
+        usage: UsageCounts,
+        call_id: CallIdFactory,
+    ) -> None:
+        prompt = generation_input.prompt
+        assert isinstance(prompt, Chat)
+        assert request.model is not None
+        self.streams = bool(request.stream)
+        self.usage = usage
+        self._request = request
+        self._call_id = call_id
+        self._calls = prompt.num_tool_calls if generation_input.tool_policy else 0
+        self._message = MessageResponse(
+            id="msg_" + secrets.token_hex(12),
+            type="message",
+            role="assistant",
+            model=request.model,
+            content=[],
+            stop_reason=None,
+            stop_sequence=None,
+            usage=self._usage_now(),
+        )
+        self._open: MessageBlock | None = None  # the last block, unless it is closed
+        self._texts: list[str] = []  # of the open block
+        self._last_event = MessageStop()
+        self._failed = False
+
+    def entries(self, delta: Delta) -> int:
+        return sum(len(part.text) for part in delta.parts) // INLINE_CHARS
+
+    def start(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
+        self._message.usage = self._usage_now()
+        yield frame(MessageStart(self._message))
+
+    def add(self, delta: Delta) -> Iterator[bytes]:
+        for part in delta.parts:
+            for event in self._add_part(part):
+                yield frame(event)
+                if isinstance(event, BlockStart) and event.index == 0:
+                    yield PING
+        if delta.finish_reason is not None:
+            self._set_stop(delta)
+
+    def finish(self) -> Iterator[bytes]:
+        yield from map(frame, self._close())
+        message = self._message
+        message.usage = self._usage_now()
+        stop = StopFields(message.stop_reason, message.stop_sequence)
+        yield frame(MessageEnd(stop, message.usage))
+
+    def fail(self, error: HttpError) -> Iterator[bytes]:
+        self._failed = True
+        yield named_frame("error", anthropic_document(error))
+
+    def end(self) -> bytes:
+        return b"" if self._failed else frame(self._last_event)
+
+    def build(self, deltas: Sequence[Delta]) -> MessageResponse:
+        for delta in deltas:
+            for part in delta.parts:
+                for _ in self._add_part(part):
+                    pass  # events are built for their effect on the message
+            self._set_stop(delta)
+        for _ in self._close():
+            pass
+        self._message.usage = self._usage_now()
+        return self._message
+
+    # ── blocks ──
+
+    def _add_part(self, part: DeltaPart) -> Iterator[MessageEvent]:
+        block = self._open
+        kind = {"content": "text", "reasoning": "thinking", "call": "tool_use"}[part.kind]
+        if block is None or block.type != kind or part.name is not None:
+            yield from self._close()
+            block = self._new_block(part)
+            self._message.content.append(block)
+            self._open, self._texts = block, []
+            yield BlockStart(self._index, block)
+        if not part.text:
+            return
+        self._texts.append(part.text)
+        if block.type == "text":
+            delta = BlockDelta("text_delta", text=part.text)
+        elif block.type == "tool_use":
+            delta = BlockDelta("input_json_delta", partial_json=part.text)
+        elif self._request.hides_thinking:
+            return
+        else:
+            delta = BlockDelta("thinking_delta", thinking=part.text)
+        yield BlockDeltaEvent(self._index, delta)
+
+    def _new_block(self, part: DeltaPart) -> MessageBlock:
+        if part.kind == "content":
+            return MessageBlock("text", text="")
+        if part.kind == "reasoning":
+            return MessageBlock("thinking", thinking="", signature="")
+        name = part.name or ""
+        id = self._call_id(name, self._calls)
+        self._calls += 1
+        return MessageBlock("tool_use", id=id, name=name, input={})
+
+    def _close(self) -> Iterator[MessageEvent]:
+        """Complete the open block. The signature of thinking has the text that is not shown."""
+        if (block := self._open) is None:
+            return
+        text, self._open = "".join(self._texts), None
+        if block.type == "text":
+            block.text = text
+        elif block.type == "tool_use":
+            block.input = read_arguments(text)
+        else:
+            hidden = self._request.hides_thinking
+            block.thinking = "" if hidden else text
+            block.signature = seal(text if hidden else "")
+            signature = BlockDelta("signature_delta", signature=block.signature)
+            yield BlockDeltaEvent(self._index, signature)
+        yield BlockStop(self._index)
+
+    @property
+    def _index(self) -> int:
+        return len(self._message.content) - 1
+
+    # ── the end ──
+
+    def _set_stop(self, delta: Delta) -> None:
+        message, request = self._message, self._request
+        reason: StopReason = "end_turn"
+        if delta.finish_reason == "tool_calls":
+            reason = "tool_use"
+        elif delta.finish_reason == "length":
+            is_limit = self.usage.completion >= request.max_tokens
+            reason = "max_tokens" if is_limit else "model_context_window_exceeded"
+        elif delta.stop_reason in (request.stop_sequences or ()):
+            reason, message.stop_sequence = "stop_sequence", str(delta.stop_reason)
+        message.stop_reason = reason
+
+    def _usage_now(self) -> MessageUsage:
+        usage = self.usage
+        return MessageUsage(
+            input_tokens=usage.prompt - usage.cached,
+            cache_creation_input_tokens=0,
+            cache_read_input_tokens=usage.cached,
+            output_tokens=usage.completion,
+            output_tokens_details=OutputTokensDetails(usage.reasoning),
+        )
+
+
+def frame(event: MessageEvent) -> bytes:
+    return named_frame(event.name, event)
+
+
+def read_arguments(text: str) -> dict[str, object]:
+    """Return a call's arguments; empty if the output ended within them."""
+    try:
+        arguments = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return {}
+    return arguments if isinstance(arguments, dict) else {}

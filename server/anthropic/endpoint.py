@@ -1,0 +1,48 @@
+"""`POST /v1/messages`, Anthropic's chat, and `POST /v1/messages/count_tokens`.
+
+    body → MessagesRequest → GenerationInput → deltas → MessageBuilder → message, or events
+
+The path of every generation request (openai/endpoint.py). Tokens are counted by rendering and
+tokenizing the same input (openai/token_count.py).
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+from starlette.types import Scope
+
+from server.anthropic.builder import MessageBuilder
+from server.anthropic.request import CountTokensRequest, MessagesRequest
+from server.anthropic.schemas import TokenCount
+from server.core.delta_stream import UsageCounts
+from server.http.json import parse_json
+from server.openai.endpoint import GenerationEndpoint, ParsedRequest
+from server.openai.images import ImageLoader
+from server.openai.models import ModelGroup
+from server.openai.request_fields import decode
+from server.openai.token_count import TokenCounter
+
+
+@dataclass(frozen=True)
+class ParsedMessagesRequest(ParsedRequest):
+    body: MessagesRequest
+
+
+class MessagesEndpoint(GenerationEndpoint[ParsedMessagesRequest]):
+    def parse(self, body: bytes, scope: Scope) -> ParsedMessagesRequest:
+        models = self.models
+        request = decode(parse_json(body), MessagesRequest, models.id_for, models.max_entries)
+        return ParsedMessagesRequest(request, [request.generation_input()])
+
+    def builder(self, request: ParsedMessagesRequest, usage: UsageCounts) -> MessageBuilder:
+        call_id = self.model_of(request).generator.call_id
+        return MessageBuilder(request.body, request.inputs[0], usage, call_id)
+
+
+def count_tokens_endpoint(models: ModelGroup, images: ImageLoader) -> TokenCounter:
+    return TokenCounter(models, images, partial(parse_prompt, models), TokenCount)
+
+
+def parse_prompt(models: ModelGroup, body: bytes, scope: Scope) -> ParsedRequest:
+    request = decode(parse_json(body), CountTokensRequest, models.id_for, models.max_entries)
+    return ParsedRequest(request, [request.generation_input()])

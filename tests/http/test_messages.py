@@ -1,0 +1,421 @@
+"""`POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's API over the path of chats."""
+
+import base64
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from server.core.sealing import seal, unseal
+from tests.event_streams import CLIENT
+from tests.fake_generator import FakeGenerator
+from tests.serving import Server, serving
+from worker.messages.generation import Chat, GenerationInput, ToolCallPolicy
+
+PATH = "/v1/messages"
+HI = [{"role": "user", "content": "hi"}]
+WHOLE = "Hello there, wörld!"
+TOOL = {"name": "look", "description": "Look", "input_schema": {"type": "object"}}
+Document = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def generator() -> FakeGenerator:
+    return FakeGenerator()
+
+
+@pytest.fixture(scope="module")
+def server(generator: FakeGenerator) -> Iterator[Server]:
+    aliases = ("claude-*=demo",)
+    with serving(load_chat=lambda: generator, model_aliases=aliases, api_keys=("key",)) as started:
+        yield started
+
+
+def post(server: Server, path: str = PATH, **fields: Any) -> httpx.Response:
+    fields = {"model": "demo", "messages": HI, "max_tokens": 100} | fields
+    body = {name: value for name, value in fields.items() if value is not ...}
+    return CLIENT.post(server.url + path, json=body, headers={"x-api-key": "key"})
+
+
+def say(text: str) -> list[Document]:
+    return [{"role": "user", "content": f"say {text}"}]
+
+
+def message(response: httpx.Response) -> Document:
+    assert response.status_code == 200, response.text
+    document: Document = response.json()
+    return document
+
+
+def events(response: httpx.Response) -> list[Document]:
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    frames = response.text.removesuffix("\n\n").split("\n\n")
+    parsed = []
+    for frame in frames:
+        name, data = frame.split("\n")
+        document = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {document['type']}"
+        parsed.append(document)
+    return parsed
+
+
+def error(response: httpx.Response, status: int, type: str) -> str:
+    """Return the message of an error in Anthropic's envelope."""
+    assert response.status_code == status, response.text
+    document = response.json()
+    assert document["type"] == "error"
+    assert document["error"]["type"] == type
+    assert document["request_id"] == response.headers["request-id"]
+    text: str = document["error"]["message"]
+    return text
+
+
+def last_input(server: Server, generator: FakeGenerator, **fields: Any) -> GenerationInput:
+    message(post(server, **fields))
+    return generator.payloads[-1]
+
+
+def chat(server: Server, generator: FakeGenerator, **fields: Any) -> Chat:
+    prompt = last_input(server, generator, **fields).prompt
+    assert isinstance(prompt, Chat)
+    return prompt
+
+
+# ── responses ──
+
+
+def test_a_message_has_text_usage_and_a_stop_reason(server: Server) -> None:
+    response = post(server)
+    document = message(response)
+    assert response.headers["request-id"] == response.headers["x-request-id"]
+    assert document.pop("id").startswith("msg_")
+    assert document == {
+        "type": "message",
+        "role": "assistant",
+        "model": "demo",
+        "content": [{"type": "text", "text": WHOLE}],
+        "stop_reason": "end_turn",
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": 0,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 2,
+            "output_tokens": 5,
+            "output_tokens_details": {"thinking_tokens": 0},
+        },
+    }
+
+
+def test_events_come_in_order(server: Server) -> None:
+    text = '*why !look ={"a": =1} !look ={}'
+    stream = events(post(server, messages=say(text), tools=[TOOL], stream=True))
+    assert [event["type"] for event in stream] == [
+        "message_start",
+        "content_block_start",
+        "ping",
+        "content_block_delta",
+        "content_block_delta",
+        "content_block_stop",
+        *["content_block_start", *["content_block_delta"] * 2, "content_block_stop"],
+        *["content_block_start", "content_block_delta", "content_block_stop"],
+        "message_delta",
+        "message_stop",
+    ]
+    start = stream[0]["message"]
+    assert (start["content"], start["stop_reason"]) == ([], None)
+    assert start["usage"]["input_tokens"] + start["usage"]["cache_read_input_tokens"] == len(
+        f"say {text}"
+    )
+    blocks = [event for event in stream if event["type"] == "content_block_start"]
+    assert blocks[0]["content_block"] == {"type": "thinking", "thinking": "", "signature": ""}
+    assert blocks[1]["content_block"] == {
+        "type": "tool_use",
+        "id": "call_look:0",
+        "name": "look",
+        "input": {},
+    }
+    assert [block["index"] for block in blocks] == [0, 1, 2]
+    deltas = [event["delta"] for event in stream if event["type"] == "content_block_delta"]
+    assert [delta["type"] for delta in deltas] == [
+        "thinking_delta",
+        "signature_delta",
+        *["input_json_delta"] * 3,
+    ]
+    assert json.loads("".join(delta["partial_json"] for delta in deltas[2:4])) == {"a": 1}
+    assert stream[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert stream[-2]["usage"]["output_tokens"] == 6
+
+
+def test_a_document_has_the_blocks_of_the_events(server: Server) -> None:
+    document = message(post(server, messages=say('*why then !look ={"a": =1}'), tools=[TOOL]))
+    thinking, text, call = document["content"]
+    assert thinking["thinking"] == "why "
+    assert thinking["signature"]
+    assert text == {"type": "text", "text": " then"}
+    assert call == {"type": "tool_use", "id": "call_look:0", "name": "look", "input": {"a": 1}}
+    assert document["stop_reason"] == "tool_use"
+    assert document["usage"]["output_tokens_details"] == {"thinking_tokens": 1}
+
+
+def test_stop_reasons(server: Server) -> None:
+    assert message(post(server, max_tokens=2))["stop_reason"] == "max_tokens"
+    cut = message(post(server, messages=say("!look ={"), tools=[TOOL], max_tokens=2))
+    assert cut["content"][0]["input"] == {}
+
+
+def test_omitted_thinking_comes_back_in_the_signature(
+    server: Server, generator: FakeGenerator
+) -> None:
+    thinking = {"type": "adaptive", "display": "omitted"}
+    document = message(post(server, messages=say("*why so"), thinking=thinking))
+    block = document["content"][0]
+    assert block["thinking"] == ""
+    assert unseal(block["signature"]) == "why "
+    stream = events(post(server, messages=say("*why so"), thinking=thinking, stream=True))
+    assert "thinking_delta" not in json.dumps(stream)
+    messages = [*HI, {"role": "assistant", "content": document["content"]}, *HI]
+    prompt = chat(server, generator, messages=messages)
+    assert prompt.messages[1]["reasoning_content"] == "why "
+
+
+def test_a_failure_within_a_stream_is_the_last_event(
+    server: Server, generator: FakeGenerator
+) -> None:
+    stream = events(post(server, messages=[{"role": "user", "content": "bad later"}], stream=True))
+    assert stream[-1]["type"] == "error"
+    assert stream[-1]["error"]["type"] == "api_error"
+    assert stream[-2]["type"] == "content_block_delta"
+
+
+# ── requests ──
+
+
+def test_blocks_are_translated(server: Server, generator: FakeGenerator) -> None:
+    document = {"type": "document", "title": "T", "source": {"type": "text", "data": "D"}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, document]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "why", "signature": "another server's"},
+                {"type": "redacted_thinking", "data": seal("hidden")},
+                {"type": "redacted_thinking", "data": "another server's"},
+                {"type": "text", "text": "b"},
+                {"type": "tool_use", "id": "1", "name": "look", "input": {"x": 1}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "1",
+                    "content": [
+                        {"type": "text", "text": "r", "cache_control": {"type": "ephemeral"}}
+                    ],
+                },
+                {"type": "text", "text": "c"},
+            ],
+        },
+        {"role": "system", "content": "later"},
+        {"role": "user", "content": "say d"},
+    ]
+    prompt = chat(server, generator, messages=messages, tools=[TOOL], system="s")
+    function = {"name": "look", "arguments": {"x": 1}}
+    assert prompt.messages == (
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "a\nT\nD"},
+        {
+            "role": "assistant",
+            "content": "b",
+            "reasoning_content": "why\nhidden",
+            "tool_calls": [{"function": function, "id": "1", "type": "function"}],
+        },
+        {"role": "tool", "content": "r", "name": "look", "tool_call_id": "1"},
+        {"role": "user", "content": "c"},
+        {"role": "system", "content": "later"},
+        {"role": "user", "content": "say d"},
+    )
+    parameters = {"name": "look", "description": "Look", "parameters": {"type": "object"}}
+    assert prompt.tools == ({"type": "function", "function": parameters},)
+
+
+def test_images_are_translated(server: Server, generator: FakeGenerator) -> None:
+    generator.no_images_reason, data = "", base64.b64encode(b"png").decode()
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+    call = {"type": "tool_use", "id": "1", "name": "look", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [image]}
+    messages = [
+        {"role": "user", "content": [image]},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result, {"type": "text", "text": "say a"}]},
+    ]
+    try:
+        prompt = chat(server, generator, messages=messages)
+    finally:
+        generator.no_images_reason = "text only"
+    assert prompt.messages[0]["content"] == [{"type": "image"}]
+    assert prompt.messages[2]["content"] == ""
+    assert prompt.messages[3]["content"] == [{"type": "image"}, {"type": "text", "text": "say a"}]
+    assert [image.data for image in prompt.images] == [b"png", b"png"]
+    assert prompt.images[1].param.startswith("messages[2].content[0].content[0].source")
+
+
+def test_the_billing_line_is_removed(server: Server, generator: FakeGenerator) -> None:
+    line = "x-anthropic-billing-header: cc_version=2.1; cch=00000;"
+    blocks = [{"type": "text", "text": text} for text in (line, "You are an agent.", f"a {line}")]
+    prompt = chat(server, generator, system=blocks)
+    assert prompt.messages[0]["content"] == f"You are an agent.\na {line}"
+    assert chat(server, generator, system=f"{line}\nBe brief.").messages[0] == {
+        "role": "system",
+        "content": "Be brief.",
+    }
+    assert chat(server, generator, system=line).messages[0]["role"] == "user"
+
+
+@pytest.mark.parametrize(
+    ("choice", "policy"),
+    [
+        (None, ToolCallPolicy(("look",))),
+        (
+            {"type": "auto", "disable_parallel_tool_use": True},
+            ToolCallPolicy(("look",), False, False),
+        ),
+        ({"type": "any"}, ToolCallPolicy(("look",), True)),
+        ({"type": "tool", "name": "look"}, ToolCallPolicy(("look",), True, False)),
+        ({"type": "none"}, None),
+    ],
+)
+def test_tool_choices(
+    server: Server, generator: FakeGenerator, choice: Any, policy: ToolCallPolicy | None
+) -> None:
+    payload = last_input(server, generator, tools=[TOOL], tool_choice=choice)
+    assert payload.tool_policy == policy
+
+
+def test_parameters_are_translated(server: Server, generator: FakeGenerator) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    payload = last_input(
+        server,
+        generator,
+        max_tokens=7,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=5,
+        stop_sequences=["END"],
+        thinking={"type": "enabled", "budget_tokens": 31_999},
+        output_config={"effort": "high", "format": {"type": "json_schema", "schema": schema}},
+        metadata={"user_id": "u"},
+        service_tier="auto",
+        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    )
+    sampling = payload.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 5)
+    assert payload.stopping.stop == ("END",)
+    assert payload.stopping.default_tokens == 7
+    assert payload.thinking_tokens == 31_999
+    assert payload.constraint is not None
+    assert payload.constraint.value == schema
+    assert isinstance(payload.prompt, Chat)
+    assert payload.prompt.effort == "high"
+    prompt = chat(server, generator)
+    assert prompt.effort == "none"  # thinking is off unless a request turns it on
+
+
+def test_the_last_message_of_the_assistant_is_continued(
+    server: Server, generator: FakeGenerator
+) -> None:
+    prompt = chat(server, generator, messages=[*HI, {"role": "assistant", "content": "say a"}])
+    assert prompt.continue_final_message
+    assert not prompt.add_generation_prompt
+
+
+# ── tokens ──
+
+
+def test_count_tokens_counts_the_prompt(server: Server, generator: FakeGenerator) -> None:
+    fields: Document = {"messages": say("a"), "tools": [TOOL], "thinking": {"type": "adaptive"}}
+    response = post(server, PATH + "/count_tokens?beta=true", max_tokens=..., **fields)
+    counted = len(generator.encode(chat(server, generator, **fields)))
+    assert message(response) == {"input_tokens": counted}
+
+
+# ── errors ──
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"max_tokens": ...}, "max_tokens: is required"),
+        ({"max_tokens": 0}, "max_tokens: "),
+        ({"messages": []}, "messages: must not be empty"),
+        ({"mcp_servers": [{"type": "url"}]}, "mcp_servers: is not implemented"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"name": "look"}]}, "tools[0].input_schema: is required"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice: 'any' requires tools"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}}, "there is no tool 'x'"),
+        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens: is required"),
+        ({"messages": [{"role": "user", "content": [{"type": "server_tool_use"}]}]}, "messages[0]"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages[0].content[0].text: is required",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "0"}]}
+                ]
+            },
+            "messages[0].content[0].tool_use_id: no tool_use",
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {
+                                "type": "document",
+                                "source": {
+                                    "type": "base64",
+                                    "media_type": "application/pdf",
+                                    "data": "",
+                                },
+                            }
+                        ],
+                    }
+                ]
+            },
+            "source.type: must be text or content, not 'base64'",
+        ),
+        ({"messages": [{"role": "user", "content": "refused"}]}, "this prompt is refused"),
+    ],
+)
+def test_invalid_requests_name_the_field(server: Server, fields: Document, reason: str) -> None:
+    assert reason in error(post(server, **fields), 400, "invalid_request_error")
+
+
+def test_errors_before_the_route_have_the_envelope(server: Server) -> None:
+    url = server.url + PATH
+    error(CLIENT.post(url, json={}), 401, "authentication_error")
+    error(CLIENT.get(url, headers={"x-api-key": "key"}), 405, "invalid_request_error")
+    gone = CLIENT.post(url + "/batches", json={}, headers={"x-api-key": "key"})
+    error(gone, 404, "not_found_error")
+
+
+def test_names_of_claude_models_need_an_alias(server: Server) -> None:
+    assert message(post(server, model="claude-sonnet-4-5"))["model"] == "demo"
+    assert "there is no model" in error(post(server, model="claudius"), 404, "not_found_error")
+    with serving(load_chat=FakeGenerator) as other:
+        error(post(other, model="claude-sonnet-4-5"), 404, "not_found_error")
+
+
+def test_beta_features_and_head_are_accepted(server: Server) -> None:
+    headers = {"x-api-key": "key", "anthropic-beta": "new-2030-01-01", "anthropic-version": "x"}
+    body = {"model": "demo", "messages": HI, "max_tokens": 5}
+    response = CLIENT.post(server.url + PATH + "?beta=true", json=body, headers=headers)
+    assert message(response)["content"]
+    assert CLIENT.head(server.url + "/").status_code == 200
