@@ -15,6 +15,7 @@ from server.core.metrics import metrics
 from server.core.settings import Settings, SettingsError
 from server.core.worker_client import WorkerClient
 from server.entries import ModelEntry
+from server.http.debug import debug_queue
 from server.http.fetch import Fetcher
 from server.http.health import health, ready, version
 from server.http.request import JsonEndpoint
@@ -57,6 +58,8 @@ def make_routes(
     root = root_endpoint(worker_client, page, entries)
     methods = ["GET"] if root is page else ["GET", "POST"]
     routes = [Route("/", root, methods=methods), *STATUS_ROUTES]  # tried in this order
+    if settings.api_keys:
+        routes.append(Route("/debug/queue", JsonEndpoint(debug_queue), methods=["GET"]))
     responses: Responses | None = None
     if chats := models.get("generation"):
         chat = ModelGroup(chats)

@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from server.anthropic.request import CountTokensRequest, MessagesRequest
 from server.anthropic.schemas import AnthropicError, MessageResponse, TokenCount
+from server.http.debug import DebugQueue
 from server.http.health import Health, Ready, Version
 from server.openai import response_schemas as schemas
 from server.openai.audio.endpoint import AUDIO_PATHS
@@ -166,6 +167,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "GET /ready": Operation("Readiness", Ready, errors=[503]),
     "GET /ping": Operation("Readiness, the same as /ready", Ready, errors=[503]),
     "GET /version": Operation("The version of the server", Version),
+    "GET /debug/queue": Operation("The requests that wait and run", DebugQueue),
     "GET /favicon.ico": Operation("The icon of the page", {"image/svg+xml": {}}),
     "GET /metrics": Operation("Prometheus metrics", {TEXT: {"type": "string"}}),
     "GET /": Operation(

@@ -1,0 +1,62 @@
+"""`GET /debug/queue`: the requests that wait and run, without contents. Only with API keys."""
+
+import math
+import time
+from itertools import groupby
+from typing import Literal
+
+from msgspec import Struct
+from starlette.requests import Request
+
+from batching.request_queue import WorkItem
+from server.core.delta_stream import DeltaStream, TokenStream
+
+MAX_REQUESTS = 1000
+
+
+class QueuedRequest(Struct):
+    id: str
+    key: str  # its name
+    model: str  # its name in the registry
+    state: Literal["waiting", "running"]
+    age_s: float  # since it was accepted
+    time_left_s: float | None  # until the response must begin; null where it has, or has no limit
+    inputs: int  # not answered yet
+    running_inputs: int
+    output_tokens: int  # so far
+
+
+class DebugQueue(Struct):
+    inputs: int  # accepted and not answered
+    slots: int
+    requests: list[QueuedRequest]  # the oldest MAX_REQUESTS
+
+
+async def debug_queue(request: Request) -> DebugQueue:
+    app, queue = request.app, request.app.worker_client.queue
+    names = {key: f"key {n}" for n, key in enumerate(app.keys, 1)}
+    by_owner = sorted(queue.items, key=lambda item: (item.accepted_at, str(item.owner.request)))
+    groups = (list(items) for _, items in groupby(by_owner, lambda item: item.owner))
+    requests = [
+        describe(items, names) for items, _ in zip(groups, range(MAX_REQUESTS), strict=False)
+    ]
+    return DebugQueue(queue.pending, queue.slots.capacity, requests)
+
+
+def describe(items: list[WorkItem], names: dict[bytes, str]) -> QueuedRequest:
+    """Describe the items of one request."""
+    first, now = items[0], time.monotonic()
+    running = sum(item.started_at > 0 for item in items)
+    stream, left_s = first.stream, first.deadline - now
+    has_started = isinstance(stream, DeltaStream) and stream.started
+    return QueuedRequest(
+        id=first.owner.request_id,
+        key=names.get(first.owner.client, ""),  # type: ignore[call-overload]  # bytes, here
+        model=first.model,
+        state="running" if running or has_started else "waiting",
+        age_s=round(now - first.accepted_at, 3),
+        time_left_s=None if has_started or left_s == math.inf else round(left_s, 3),
+        inputs=len(items),
+        running_inputs=running,
+        output_tokens=stream.usage.completion if isinstance(stream, TokenStream) else 0,
+    )

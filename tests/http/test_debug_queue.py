@@ -1,0 +1,66 @@
+"""GET /debug/queue: what waits and runs, by whose key, without contents."""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+
+from tests.event_streams import CLIENT
+from tests.fake_generator import FakeGenerator
+from tests.serving import serving, wait_until
+
+NAMES = ("first", "second")
+KEYS = [{"authorization": f"Bearer {key}"} for key in NAMES]
+
+
+def test_the_queue_is_not_shown_without_keys() -> None:
+    with serving(load_chat=FakeGenerator) as server:
+        assert CLIENT.get(server.url + "/debug/queue").status_code == 404
+    with serving(load_chat=FakeGenerator, api_keys=("first",)) as server:
+        assert CLIENT.get(server.url + "/debug/queue").status_code == 401
+
+
+def test_waiting_and_running_requests_are_listed_with_their_keys() -> None:
+    generator = FakeGenerator()
+    generator.one_by_one = True
+    generator.permits.release()  # for the first token
+    with (
+        serving(load_chat=lambda: generator, api_keys=NAMES, max_queue_size=8) as server,
+        ThreadPoolExecutor(1) as pool,
+        httpx.Client(headers=KEYS[1] | {"x-request-id": "mine"}) as client,
+    ):
+        url, body = (
+            server.url + "/v1/completions",
+            {"prompt": "long", "max_tokens": 4000, "stream": True},
+        )
+        with client.stream("POST", url, json=body) as stream:
+            chunks = stream.iter_raw()  # its end would close the stream
+            next(chunks)
+
+            def queue() -> dict[str, Any]:
+                document: dict[str, Any] = CLIENT.get(
+                    server.url + "/debug/queue", headers=KEYS[0]
+                ).json()
+                return document
+
+            document = queue()
+            assert (document["inputs"], document["slots"]) == (1, 8)
+            [request] = document["requests"]
+            assert (request["id"], request["key"]) == ("mine", "key 2")
+            assert request["model"] == "generation"
+            assert request["age_s"] >= 0
+            assert request["state"] == "running"
+            assert request["output_tokens"] > 0
+            assert request["time_left_s"] is None, "it has started"
+            waiting = pool.submit(
+                CLIENT.post, url, json={"prompt": "a", "max_tokens": 1}, headers=KEYS[0]
+            )
+            wait_until(lambda: queue()["inputs"] == 2)
+            second = queue()["requests"][1]
+            assert (second["key"], second["state"]) == ("key 1", "waiting")
+            assert 0 < second["time_left_s"] <= 60
+            assert "long" not in str(queue())
+            generator.one_by_one = False
+            generator.permits.release()
+            assert waiting.result().status_code == 200
+        wait_until(lambda: queue()["inputs"] == 0)
