@@ -203,6 +203,7 @@ def _history(template: ChatTemplate) -> dict[str, Any] | None:
         "ids": IDS[history.call_ids],
         "text_and_calls": "two messages" if history.separate_content else "one message",
         "calls_in_a_message": "one" if history.one_call else "several",
+        "later_system_messages": "in place" if template.message_order.system_in_place else "folded",
     }
 
 

@@ -1,6 +1,7 @@
 """Earlier calls and their results are rendered in the form that the template takes: with small
 templates, and with those of real checkpoints where they are present."""
 
+import itertools
 import json
 import re
 from functools import cache
@@ -424,3 +425,140 @@ def test_history_formats_of_real_templates() -> None:
         NO_TOOLS, "microsoft-Phi-3.5-mini-instruct",
     }  # fmt: skip
     assert having(results="user") == {NO_TOOLS, "microsoft-Phi-3.5-mini-instruct"}
+
+
+# ── system messages after the first turn ──
+
+TAGGED = "{% for m in messages %}BODY{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+SHOWN = "<{{ m.role[0] }}>{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+SHOWN += '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+SHOWN += "{% endfor %}</>"
+LATER = "m.role == 'system' and not loop.first"
+AFTER = "m.role == 'user' and not loop.first and messages[loop.index0 - 1].role"
+TWICE = f"({AFTER} == 'user')"
+ORDERS = {
+    "in place": SHOWN,
+    "refused": f"{{{{ raise_exception('no') if {LATER} }}}}{SHOWN}",
+    "left out": f"{{% if not ({LATER}) %}}{SHOWN}{{% endif %}}",
+    "alternating": f"{{{{ raise_exception('no') if ({LATER}) or {TWICE} }}}}{SHOWN}",
+    "no user after results": f"{{{{ raise_exception('no') if ({LATER}) or {TWICE} "
+    f"or ({AFTER} == 'tool') }}}}{SHOWN}",
+    "at the beginning": "{% if loop.first %}{% for m in messages if m.role == 'system' %}"
+    f"{SHOWN}{{% endfor %}}{{% endif %}}{{% if m.role != 'system' %}}{SHOWN}{{% endif %}}",
+}
+CALLING_A = {
+    "role": "assistant",
+    "tool_calls": [{"id": "1", "type": "function", "function": {"name": "a", "arguments": "{}"}}],
+}
+RESULT_A = {"role": "tool", "tool_call_id": "1", "content": "of a"}
+
+
+def said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+RULES, FIRST, ANSWER = said("system", "rules"), said("user", "one"), said("assistant", "first")
+NOTE, SECOND = said("developer", "note"), said("user", "two")
+FOLDED = "<system>\nnote\n</system>"
+CALL_A = '<a>{"name": "a", "arguments": {}}</>'
+# Messages, and their text where system messages are taken in place, where they are not, and where a
+# user's message may not follow a result.
+PLACES = [
+    (
+        [RULES, FIRST, ANSWER, NOTE, SECOND],
+        "<s>rules</><u>one</><a>first</><s>note</><u>two</>",
+        f"<s>rules</><u>one</><a>first</><u>{FOLDED}\n\ntwo</>",
+        None,
+    ),
+    (
+        [RULES, FIRST, NOTE],
+        "<s>rules</><u>one</><s>note</>",
+        f"<s>rules</><u>one\n\n{FOLDED}</>",
+        None,
+    ),
+    (
+        [RULES, FIRST, ANSWER, NOTE],
+        "<s>rules</><u>one</><a>first</><s>note</>",
+        f"<s>rules</><u>one</><a>first</><u>{FOLDED}</>",
+        None,
+    ),
+    (
+        [RULES, NOTE, FIRST],
+        "<s>rules</><s>note</><u>one</>",
+        "<s>rules\n\nnote</><u>one</>",
+        None,
+    ),
+    (
+        [FIRST, CALLING_A, RESULT_A, NOTE],
+        f"<u>one</>{CALL_A}<t>of a</><s>note</>",
+        f"<u>one</>{CALL_A}<t>of a</><u>{FOLDED}</>",
+        f"<u>one</>{CALL_A}<t>of a\n\n{FOLDED}</>",
+    ),
+    (
+        [FIRST, CALLING_A, RESULT_A, SECOND],
+        f"<u>one</>{CALL_A}<t>of a</><u>two</>",
+        f"<u>one</>{CALL_A}<t>of a</><u>two</>",
+        f"<u>one</>{CALL_A}<t>of a\n\ntwo</>",
+    ),
+]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("messages", "in_place", "folded", "in_result"), PLACES)
+def test_system_messages_stay_in_their_place_or_are_folded(
+    order: str, messages: list[Any], in_place: str, folded: str, in_result: str | None
+) -> None:
+    template = template_of(TAGGED.replace("BODY", ORDERS[order]))
+    _, prompt = chat(messages)
+    text = template.render(Chat(prompt.messages)).text
+    expected = in_place if order == "in place" else folded
+    if order == "no user after results" and in_result:
+        expected = in_result
+    assert text == f"{expected}<a>"
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_longer_histories_begin_with_the_shorter_one(order: str) -> None:
+    template = template_of(TAGGED.replace("BODY", ORDERS[order]))
+    history: list[Any] = [
+        RULES,
+        FIRST,
+        NOTE,
+        CALLING_A,
+        RESULT_A,
+        NOTE,
+        ANSWER,
+        NOTE,
+        SECOND,
+        ANSWER,
+    ]
+    texts = []
+    for length in range(2, len(history)):
+        if history[length]["role"] == "assistant":
+            _, prompt = chat(history[:length])
+            texts.append(template.render(Chat(prompt.messages)).text)
+    assert len(texts) == 3
+    for shorter, longer in itertools.pairwise(texts):
+        assert longer.startswith(shorter.removesuffix("<a>"))
+
+
+def test_equal_arguments_give_equal_prompts() -> None:
+    source = TAGGED.replace("BODY", SHOWN.replace("c.function.arguments | tojson", "''")).replace(
+        "{{ '' }}", "{{ c.function.arguments + '' }}"
+    )
+    template = template_of(source)
+    assert template.history_format is not None
+    assert template.history_format.arguments == "text"
+    texts = set()
+    for arguments in ('{"x":1,"y":"ü"}', '{ "x": 1, "y": "\\u00fc" }', {"x": 1, "y": "ü"}):
+        function: dict[str, Any] = {"name": "a", "arguments": arguments}
+        call: dict[str, Any] = {
+            "role": "assistant",
+            "tool_calls": [{"id": "1", "function": function}],
+        }
+        _, prompt = chat([FIRST, call, RESULT_A])
+        texts.add(template.render(Chat(prompt.messages)).text)
+    assert texts == {f"<u>one</>{CALL_A}<t>of a</><a>".replace("{}", '{"x": 1, "y": "ü"}')}
+    call["tool_calls"][0]["function"]["arguments"] = '{"x": "\\ud800"}'  # it stays escaped
+    _, prompt = chat([FIRST, call, RESULT_A])
+    assert '"\\ud800"' in template.render(Chat(prompt.messages)).text

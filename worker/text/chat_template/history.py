@@ -4,7 +4,9 @@
     a request:  messages of the API  --HistoryAdapter.adapt-->  messages of the template
 
 Templates differ in the content they expect beside calls, in the type of arguments, in ids, and in
-which of these they show at all.
+which of these they show at all; and in whether system messages may follow the first turn
+(MessageOrder). Equal histories give equal messages, and those of a longer history begin with those
+of a shorter one, so that prompts share their prefix.
 """
 
 import hashlib
@@ -224,21 +226,82 @@ def _match_results(
 def _adapt_arguments(
     arguments: str | dict[str, Any], history_format: HistoryFormat
 ) -> str | dict[str, Any]:
-    """Convert arguments; those that are no JSON object stay as they are."""
-    if history_format.arguments == "text" or history_format.calls_in_content:
-        if isinstance(arguments, str):
-            return arguments or "{}"
-        return json.dumps(arguments, ensure_ascii=False)
-    if isinstance(arguments, dict):
-        return arguments
+    """Convert arguments, as text with the spaces that templates write. Those that are no JSON
+    object stay as they are."""
     try:
-        parsed = json.loads(arguments or "{}")  # integers of any size
+        parsed = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+        if not isinstance(parsed, dict):
+            return arguments
+        if history_format.arguments == "object" and not history_format.calls_in_content:
+            return parsed
+        text = json.dumps(parsed, ensure_ascii=False)
+        text.encode()  # an escaped surrogate stays escaped
     except (ValueError, RecursionError):
         return arguments
-    return parsed if isinstance(parsed, dict) else arguments
+    return text
+
+
+# ── system messages after the first turn ──
+
+SYSTEM_TEXT = "<system>\n{}\n</system>"  # in a user's message
+
+
+@dataclass(frozen=True, slots=True)
+class MessageOrder:
+    """Which messages a template takes where."""
+
+    system_in_place: bool = True  # system messages anywhere; else only at the beginning
+    user_after_result: bool = True  # a user's message right after the result of a call
+
+
+def fold_messages(messages: Sequence[Message], order: MessageOrder) -> list[Message]:
+    """Write the messages that the template does not take into their neighbours: system messages
+    into the user's message beside them, or into one of their own, and what follows a result into
+    the result. The place of a message depends on nothing after its own turn."""
+    folded: list[Message] = []
+    is_system = False  # the last message has a system message in it
+    for position, message in enumerate(messages):
+        is_later_system = message["role"] == "system" and not order.system_in_place
+        if is_later_system and all(other["role"] == "system" for other in folded):
+            if folded:
+                message = _joined(folded.pop(), message)
+            folded.append(message)
+            continue
+        last_role = folded[-1]["role"] if folded else None
+        if is_later_system:
+            message = {"role": "user", "content": SYSTEM_TEXT.format(_text(message))}
+        is_user = message["role"] == "user"
+        after_result = last_role == "tool" or (folded and folded[-1].get("is_result"))
+        next_role = messages[position + 1]["role"] if position + 1 < len(messages) else None
+        joins = last_role == "user" and (is_later_system or is_system)
+        if after_result and is_user:
+            joins = not order.user_after_result or (is_later_system and next_role == "tool")
+        is_system = is_later_system or (is_system and joins)
+        folded.append(_joined(folded.pop(), message) if joins and is_user else message)
+    return folded
+
+
+def _text(message: Message) -> str:
+    content = message["content"]
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.get("text", "") for part in content)
+
+
+def _joined(message: Message, other: Message) -> Message:
+    """Return a message with the content of both."""
+    contents = message["content"], other["content"]
+    if all(isinstance(content, str) for content in contents):
+        return {**message, "content": "\n\n".join(contents)}
+    parts = [
+        [{"type": "text", "text": content}] if isinstance(content, str) else content
+        for content in contents
+    ]
+    return {**message, "content": [*parts[0], *parts[1]]}
 
 
 # ── at load: the format of a template ──
+
 
 QUESTION: Message = {"role": "user", "content": "?"}
 # Of probing conversations; TOOLS in inference.py have other names.
@@ -305,6 +368,28 @@ def _shows_all(render: Render, history_format: HistoryFormat, content: str, call
     in_order = 0 <= text.find(content) < text.find("name_one")
     messages += [{"role": "assistant", "content": "!"}, QUESTION]
     return shown and in_order and "name_one" in render(messages)
+
+
+def infer_message_order(render: Render, history_format: HistoryFormat | None) -> MessageOrder:
+    """Return which messages a template shows in their place."""
+
+    def shows(*messages: Message) -> bool:
+        text, contents = render([*messages]), [message.get("content") for message in messages]
+        shown = [content for content in contents if content and isinstance(content, str)]
+        positions = [text.find(content) for content in shown]
+        return positions == sorted(positions) and all(text.count(each) == 1 for each in shown)
+
+    first, later, last, asked, again, answer = (
+        {"role": role, "content": f"{role}_{number}"}
+        for role, numbers in (("system", "123"), ("user", "12"), ("assistant", "1"))
+        for number in numbers
+    )
+    in_place = shows(first, asked, answer, later, again, last)
+    if history_format is None:
+        return MessageOrder(in_place)
+    _, *called = _conversation(history_format)
+    in_place = in_place and shows(first, asked, *called, later)
+    return MessageOrder(in_place, shows(asked, *called, again))
 
 
 def make_call(id: str, name: str, arguments: dict[str, Any]) -> Message:

@@ -31,8 +31,10 @@ from worker.text.chat_template.history import (
     HistoryAdapter,
     HistoryFormat,
     Message,
+    MessageOrder,
     Render,
     infer_history_format,
+    infer_message_order,
     make_call,
 )
 from worker.text.detokenizer import TextSpan
@@ -137,6 +139,7 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking", REASONING_BLOCKS
 class TemplateProfile(NamedTuple):
     output_format: OutputFormat
     history_format: HistoryFormat | None  # None: the template takes no calls or results
+    message_order: MessageOrder
     shows_tools: bool
     examples: list[Example]
     lacks: list[str]  # messages about what the template cannot do, and what is done instead
@@ -149,6 +152,7 @@ def infer_profile(
     one. `lenient`: renders templates that show no calls with `render`."""
     prober = TemplateProber(render, source)
     history, template_shows_tools = prober.history_format, shows_tools(prober.prompt)
+    order = prober.message_order
     calls = prober.tool_call_format()
     if calls is None and (history is None or history.calls_in_content):
         prober = TemplateProber(lenient, source)
@@ -184,7 +188,7 @@ def infer_profile(
         lacks.append("history: the template does not show calls; the content does")
     if history and history.results == "user":
         lacks.append("history: the template does not show results; user messages do")
-    return TemplateProfile(output, history, template_shows_tools, examples, lacks)
+    return TemplateProfile(output, history, order, template_shows_tools, examples, lacks)
 
 
 def with_default_calls(output_format: OutputFormat) -> OutputFormat:
@@ -282,9 +286,9 @@ class TemplateProber:
         self.reasoning: Pair | None = None
         self._message_start = ""
         self._content: Pair | None = None
-        self.history_format = infer_history_format(
-            lambda messages: render(messages, self._tools), self.prompt.count("None")
-        )
+        render_with_tools = partial(render, tools=self._tools)
+        self.history_format = infer_history_format(render_with_tools, self.prompt.count("None"))
+        self.message_order = infer_message_order(render_with_tools, self.history_format)
         self._content_text = self._render_message(assistant(content=CONTENT))
         self._reasoning_text = ""  # a message with reasoning and content
         for key in REASONING_KEYS:

@@ -29,6 +29,7 @@ from worker.text.chat_template.history import (
     HistoryFormat,
     Message,
     Render,
+    fold_messages,
 )
 from worker.text.chat_template.inference import (
     CONTENT,
@@ -96,6 +97,7 @@ class ChatTemplate:
             self.try_render, self._lenient_render(), self.source, response_template
         )
         self.output_format, self.history_format = profile.output_format, profile.history_format
+        self.message_order = profile.message_order
         self.shows_tools, self.examples = profile.shows_tools, profile.examples
         self.notes: list[str] = []
         # A template that shows no tools gets them in a system message. One that renders nothing at
@@ -220,6 +222,7 @@ class ChatTemplate:
             is_json = calls is not None and calls.arguments.style == "json"
             content_calls = calls if calls and is_json else DEFAULT_TOOL_CALL_FORMAT
             messages = HistoryAdapter(self.history_format, content_calls).adapt(messages)
+        messages = fold_messages(messages, self.message_order)
         tools = [dict(tool) for tool in chat.tools]
         if tools and not self.takes_tools:
             cannot = "the model's chat template supports neither tools nor a system message"
