@@ -18,15 +18,22 @@ import traceback
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from types import FrameType
+from typing import TYPE_CHECKING
 
+import anyio.to_thread
 import uvicorn
 
 from server.core.log import configure_log, silence_libraries
+from server.core.settings import SettingsError
 from server.core.worker_client import WorkerClient
 from server.http.access_log import replace_access_log
 from server.http.connections import APP_STATE, limit_connections
 from server.http.request import Application
 from server.openai.responses.endpoint import Responses
+from server.preflight import telemetry_is_configured
+
+if TYPE_CHECKING:
+    from server.core.telemetry import Telemetry
 from worker.task_detection import load_error
 
 log = logging.getLogger("onequeue.lifespan")
@@ -52,6 +59,8 @@ async def lifespan(
         app.logs_requests = replace_access_log()
     if owns_process:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+    if telemetry_is_configured():
+        app.telemetry = make_telemetry(app)
     worker_client.start()
     worker_client.loaded.add_done_callback(partial(on_loaded, app, server, time.monotonic()))
     delay_s = app.settings.drain_delay_s
@@ -67,9 +76,22 @@ async def lifespan(
         worker_client.stop()
         if responses:
             await responses.close()
+        if app.telemetry:
+            await anyio.to_thread.run_sync(app.telemetry.shutdown)
         log.info("stopped")
         if server and load_failure(worker_client.loaded):
             server.started = False  # uvicorn then exits with the status of a failed start, 3
+
+
+def make_telemetry(app: Application) -> "Telemetry":
+    try:
+        from server.core.telemetry import telemetry_from_environment
+
+        return telemetry_from_environment(app.metrics)
+    except ImportError as error:
+        raise SettingsError(
+            f"OTEL_EXPORTER_OTLP_ENDPOINT: the extra otel is not installed ({error})"
+        ) from None
 
 
 def running_server() -> uvicorn.Server | None:

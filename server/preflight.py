@@ -285,6 +285,14 @@ def has_cache_folder() -> bool:
     return False
 
 
+def telemetry_is_configured() -> bool:
+    """Return whether OpenTelemetry's variables name a receiver."""
+    if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return False
+    kinds = ("", "TRACES_", "METRICS_")
+    return any(os.environ.get(f"OTEL_EXPORTER_OTLP_{kind}ENDPOINT") for kind in kinds)
+
+
 def forbid_conversion() -> None:
     """Keep transformers from having the hub convert a model that has no safetensors."""
     os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")

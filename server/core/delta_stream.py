@@ -191,17 +191,20 @@ class TokenStream(DeltaStream[Delta]):
         self._started_at = time.monotonic()
         waited_s = self._started_at - self.items[0].accepted_at
         self.worker_client.metrics.first_token.labels(self.context.model).observe(waited_s)
+        self.context.first_token_at = self._started_at
 
     def close(self) -> None:
         if self.started and self.ended_at and self.usage.completion > self._num_choices:
             tokens = self.usage.completion / self._num_choices
             per_token_s = (self.ended_at - self._started_at) / (tokens - 1)
             self.worker_client.metrics.per_token.labels(self.context.model).observe(per_token_s)
+            self.context.per_token_s = per_token_s
         super().close()
 
     def count_tokens(self, context: RequestContext) -> None:
         context.prompt_tokens += self.usage.prompt
         context.output_tokens += self.usage.completion
+        context.ended_at = self.ended_at
 
     def failure_at_end(self) -> BaseException:
         return ItemFailed("the model ended without a finish_reason")

@@ -77,6 +77,8 @@ class Metrics:
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
         self._served_names: dict[str, str] = {}  # by the name in the registry of models
+        self._observers: list[Callable[[str, BatchReport | StepReport], None]] = []
+        self.max_reports = MAX_REPORTS
         self.reports: list[tuple[str, BatchReport | StepReport]] = []  # with the model's name
         common: dict[str, Any] = {"namespace": "onequeue", "registry": self.registry}
         in_seconds, in_tokens = common | {"buckets": SECONDS}, common | {"buckets": TOKENS}
@@ -158,10 +160,17 @@ class Metrics:
         self._cache_config = Info("vllm:cache_config", "The cache", registry=self.registry)
         self._cache_blocks: dict[str, int] = {}  # by the name in the registry
 
+    def observe(self, observer: Callable[[str, BatchReport | StepReport], None]) -> None:
+        """Call a function with each report and its model's served name, without delay."""
+        self._observers.append(observer)
+        self.max_reports = 1
+
     def collect(self) -> Iterable[Metric]:
         """Record the waiting reports. The registry calls this before it reads the instruments."""
         reports, self.reports = self.reports, []
         for serves, report in reports:
+            for observe in self._observers:
+                observe(self._served_names.get(serves, serves), report)
             if isinstance(report, BatchReport):
                 self._record_batch(serves, report)
             elif serves.startswith("transcription"):

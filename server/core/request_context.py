@@ -16,3 +16,11 @@ class RequestContext:
     prompt_tokens: int = 0
     output_tokens: int = 0
     error: str = ""
+    # Monotonic seconds, 0 where it did not get there: of the first input, the last for the end.
+    received_at: float = 0.0
+    accepted_at: float = 0.0
+    prepared_at: float = 0.0
+    started_at: float = 0.0
+    first_token_at: float = 0.0
+    ended_at: float = 0.0
+    per_token_s: float = 0.0  # mean time between two output tokens of a choice

@@ -29,7 +29,7 @@ from batching import errors
 from batching.errors import OnequeueError
 from batching.fair_share import WorkOwner
 from batching.request_queue import RequestQueue, Result, Stream, WorkItem
-from server.core.metrics import MAX_REPORTS, Metrics
+from server.core.metrics import Metrics
 from server.core.request_context import RequestContext
 from worker.cores import use_one_core
 from worker.messages.decisions import DecisionInput
@@ -282,7 +282,7 @@ class WorkerClient:
     def _record_step(self, model: ServedModel, outcome: StepOutcome) -> None:
         reports = self.metrics.reports
         reports.append((model.name, outcome.report))
-        if len(reports) >= MAX_REPORTS:
+        if len(reports) >= self.metrics.max_reports:
             self.metrics.collect()
         for item, _ in chain(outcome.deltas, outcome.done):
             if not item.started:
@@ -445,11 +445,20 @@ class Submission(Generic[Result]):
     def close(self) -> None:
         """Free the slots and abort the items that still run."""
         self._expire_at(math.inf)
-        self.count_tokens(self.context)
+        self.record(self.context)
         self.worker_client.queue.release(self.items)
 
+    def record(self, context: RequestContext) -> None:
+        """Add the times and the tokens of the items that have reached the model."""
+        context.accepted_at = context.accepted_at or self.items[0].accepted_at
+        for item in self.items:
+            context.prepared_at = context.prepared_at or item.arrived_at
+            if item.started_at:
+                context.started_at = context.started_at or item.started_at
+                context.ended_at = max(context.ended_at, item.finished_at)
+        self.count_tokens(context)
+
     def count_tokens(self, context: RequestContext) -> None:
-        """Add the tokens of the items that have reached the model."""
         context.prompt_tokens += sum(item.tokens for item in self.items if item.started_at)
 
     def timing_headers(self) -> list[tuple[bytes, bytes]]:

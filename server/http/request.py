@@ -18,7 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from prometheus_client import Counter, Histogram
 from starlette.requests import Request
@@ -30,7 +30,7 @@ from server.core.request_context import RequestContext
 from server.core.settings import Settings
 from server.core.worker_client import Deadlines, WorkerClient
 from server.http.access import Cors, client_of, key_from_headers
-from server.http.access_log import log_request
+from server.http.access_log import PROBES, log_request
 from server.http.cross_site import CrossSiteRules
 from server.http.errors import (
     HttpError,
@@ -43,6 +43,9 @@ from server.http.json import Header, to_json
 from server.http.paths import route_path
 from server.http.spool import SpoolBudget
 from server.http.transfers import Transfer, TransferBudget
+
+if TYPE_CHECKING:
+    from server.core.telemetry import Telemetry
 
 MAX_HEADERS = 256
 TOO_MANY_HEADERS = f"there are more than {MAX_HEADERS} headers"
@@ -90,6 +93,7 @@ class Application:
         self.memory = TransferBudget(MAX_BODIES * self.max_body, "the memory for bodies is in use")
         self.spools = SpoolBudget()
         self.logs_requests = False
+        self.telemetry: Telemetry | None = None
         self._counters: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
         self.respond: ASGIApp = self._respond
         if settings.cors_origins:
@@ -127,7 +131,7 @@ class Application:
         status, is_large = 0, False
         scope["transfer"] = transfer = Transfer()
         scope["request_id"] = request_id = _request_id(scope)
-        scope["context"] = context = RequestContext(request_id.decode())
+        scope["context"] = context = RequestContext(request_id.decode(), received_at=started)
         scope["send"] = send  # for an event stream's body
 
         async def send_with_id(message: Message) -> None:
@@ -161,6 +165,8 @@ class Application:
             self._count(path if path in self.paths else "other", status, started)
             if self.logs_requests:
                 log_request(scope, context, status, started)
+            if self.telemetry and path in self.paths and path not in PROBES:
+                self.telemetry.record_request(scope, context, path, status, time.monotonic())
 
     def _count(self, endpoint: str, status: int, started: float) -> None:
         if (counters := self._counters.get((endpoint, status))) is None:
