@@ -9,7 +9,7 @@ are checked here. No model runs here, and grammars are compiled in a thread of t
 """
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,7 +26,13 @@ from worker.grammar.constraints import OutputConstraints
 from worker.grammar.lark import content_or_calls, unusable_grammar
 from worker.grammar.tool_calls import accepts, tool_calls_grammar
 from worker.messages.decisions import DecisionInput
-from worker.messages.generation import Chat, GenerationInput, ImageInput, ToolCallPolicy
+from worker.messages.generation import (
+    Chat,
+    Constraint,
+    GenerationInput,
+    ImageInput,
+    ToolCallPolicy,
+)
 from worker.messages.protocol import Batching, IsWanted
 from worker.model.language_model import LanguageModel
 from worker.model.loading import model_info
@@ -367,6 +373,10 @@ class ConstraintBuilder:
             content, call = self._tool_call_grammars(
                 request, calls, output_format, output_format.tool_calls
             )
+        elif calls and (inputs := calls.input_constraints):
+            param = next(iter(inputs.values())).param
+            reason = "cannot be applied: the format of this model's tool calls is not known"
+            raise InvalidInput.at(param, reason)
         elif constraint:
             headers = self._headers(output_format) if isinstance(request.prompt, Chat) else ""
             content = self.grammars.compile_constraint(constraint, headers)
@@ -400,15 +410,16 @@ class ConstraintBuilder:
         optional = not (calls.required or constraint)
         several = calls.parallel and (not optional or call_format.shares_delimiters)
         starts = [output_format.message_start] if output_format.message_start else []
+        inputs = calls.input_constraints
         try:
             grammar = tool_calls_grammar(
-                call_format, tools, several, grammars.quote, starts, optional
+                call_format, tools, several, grammars.quote, starts, optional, inputs
             )
             compiled = grammars.compile(grammar, "tools")
         except InvalidInput:
-            if optional:
+            if optional and not inputs:
                 return None, None
-            self._check_each_tool(request, call_format)
+            self._check_each_tool(request, inputs, call_format)
             raise
         if calls.required:
             return compiled, None
@@ -420,15 +431,24 @@ class ConstraintBuilder:
         whole = content_or_calls(constraint, grammar, self._headers(output_format))
         return grammars.compile(whole, constraint.param), None
 
-    def _check_each_tool(self, request: GenerationInput, call_format: ToolCallFormat) -> None:
+    def _check_each_tool(
+        self,
+        request: GenerationInput,
+        inputs: Mapping[str, Constraint],
+        call_format: ToolCallFormat,
+    ) -> None:
         """Raise InvalidInput that names the tool whose grammar cannot be compiled."""
         assert isinstance(request.prompt, Chat)
         for tool in request.called_tools:
             param = f"tools[{request.prompt.tools.index(tool)}]"
+            if constraint := inputs.get(tool["function"]["name"]):
+                param = constraint.param
             try:
-                grammar = tool_calls_grammar(call_format, [tool], False, self.grammars.quote)
+                grammar = tool_calls_grammar(
+                    call_format, [tool], False, self.grammars.quote, inputs=inputs
+                )
             except InvalidInput as error:
-                raise unusable_grammar(str(error), param) from None
+                raise error if error.param else unusable_grammar(str(error), param) from None
             self.grammars.check(grammar, param)
 
     def _headers(self, output_format: OutputFormat) -> str:

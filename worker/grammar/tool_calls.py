@@ -13,6 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from batching.errors import InvalidInput
 from worker.grammar.argument_grammar import ArgumentGrammar
+from worker.grammar.custom_input import escaped_value, plain_value, whole_pattern
 from worker.grammar.lark import (
     Quote,
     arguments_schema,
@@ -20,9 +21,11 @@ from worker.grammar.lark import (
     schema_rule,
     without_annotations,
 )
+from worker.messages.generation import INPUT, Constraint
 from worker.text.tool_call_format import ArgumentFormat, ToolCallFormat
 
 Tool = Mapping[str, Any]
+NO_INPUTS: Mapping[str, Constraint] = {}
 
 
 def tool_calls_grammar(
@@ -32,10 +35,11 @@ def tool_calls_grammar(
     quote: Quote,
     message_starts: Sequence[str] = (),
     started: bool = False,
+    inputs: Mapping[str, Constraint] = NO_INPUTS,
 ) -> str:
     """Return a grammar of calls of these tools and nothing else, of one call unless `several`.
     `message_starts`: texts that may stand before them. `started`: the model has started the call
-    itself, perhaps inside a section."""
+    itself, perhaps inside a section. `inputs`: the constraints of custom tools' inputs."""
     rules: list[str] = []  # named rules of the arguments
     section, end = call_format.section
     before = " ".join(f"({format_literals(text, quote)})?" for text in message_starts)
@@ -53,7 +57,9 @@ def tool_calls_grammar(
     for tool in tools:
         name = tool["function"]["name"]
         parameters = _parameters(tool["function"].get("parameters"))
-        if call_format.arguments.style == "json":
+        if name in inputs:
+            arguments = _custom_input(call_format.arguments, inputs[name], quote, rules)
+        elif call_format.arguments.style == "json":
             arguments = _json_arguments(call_format.arguments, parameters)
         else:
             arguments = ArgumentGrammar(call_format.arguments, quote, rules, parameters).arguments()
@@ -68,6 +74,26 @@ def tool_calls_grammar(
             *rules,
         ]
     )
+
+
+def _custom_input(
+    argument_format: ArgumentFormat, constraint: Constraint, quote: Quote, rules: list[str]
+) -> str:
+    """Return the rule of the only argument of a custom tool."""
+    if argument_format.style == "json":
+        before = f'{{"{INPUT}"{argument_format.colon}'
+        return f"{quote(before)} {escaped_value(constraint)} {quote('}')}"
+    if argument_format.style == "python":
+        return f"{quote(f'{INPUT}=')} {escaped_value(constraint)}"
+    if constraint.kind == "regex":
+        value = {"type": "string", "pattern": whole_pattern(constraint)}
+        schema = {"type": "object", "properties": {INPUT: value}, "required": [INPUT]}
+        return ArgumentGrammar(argument_format, quote, rules, schema).arguments()
+    before = argument_format.opening(INPUT, "string") + argument_format.quotes
+    close = argument_format.quotes + argument_format.closing(INPUT)
+    closing = format_literals(close, quote)
+    is_token = format_literals(close.lstrip(), quote).startswith("<[")  # a special token, no text
+    return f"{quote(before)} {plain_value(constraint, '' if is_token else close)} {closing}"
 
 
 def accepts(call_format: ToolCallFormat, tools: Sequence[Tool], text: str) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
+INPUT = "input"  # the argument of a custom tool
 TEXT_ONLY = "this model takes text, no images"
 
 
@@ -117,6 +118,15 @@ class ToolCallPolicy:
     names: tuple[str, ...]
     required: bool = False  # the response is one or more calls
     parallel: bool = True  # more than one call is allowed
+    # By name, the constraints of custom tools' inputs: of functions with one argument, INPUT. None:
+    # any text.
+    inputs: Mapping[str, Constraint | None] = field(default_factory=dict)
+
+    @property
+    def input_constraints(self) -> dict[str, Constraint]:
+        """The constraints of those inputs that have one, of the tools that may be called."""
+        named = ((name, self.inputs.get(name)) for name in self.names)
+        return {name: constraint for name, constraint in named if constraint}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,207 @@
+"""Grammars of custom tools' inputs, within the text of calls of every format."""
+
+import json
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from batching.errors import InvalidInput
+from tests.unit.test_parser import CALL_FORMATS, HARMONY
+from worker.grammar.custom_input import escaped_value, plain_value
+from worker.grammar.tool_calls import tool_calls_grammar
+from worker.messages.generation import Constraint
+from worker.text.tool_call_format import ToolCallFormat
+from worker.text.tool_call_parser import make_call_parser
+
+# The grammar that Codex sends for its tool apply_patch.
+APPLY_PATCH = """\
+start: begin_patch hunk+ end_patch
+begin_patch: "*** Begin Patch" LF
+end_patch: "*** End Patch" LF?
+
+hunk: add_hunk | delete_hunk | update_hunk
+add_hunk: "*** Add File: " filename LF add_line+
+delete_hunk: "*** Delete File: " filename LF
+update_hunk: "*** Update File: " filename LF change_move? change?
+
+filename: /(.+)/
+add_line: "+" /(.*)/ LF -> line
+
+change_move: "*** Move to: " filename LF
+change: (change_context | change_line)+ eof_line?
+change_context: ("@@" | "@@ " /(.+)/) LF
+change_line: ("+" | "-" | " ") /(.*)/ LF
+eof_line: "*** End of File" LF
+
+%import common.LF
+"""
+PATCH = """\
+*** Begin Patch
+*** Update File: src/a "b".py
+@@ def f(x):
+ \tif x == '\\n':
+-\t\treturn "é"
++\t\treturn {"a": [1, 2]}
+*** Add File: c.txt
++one
+*** End Patch"""
+# Codex's tool exec.
+EXEC = r"""
+start: pragma_source | plain_source
+pragma_source: PRAGMA_LINE NEWLINE SOURCE
+plain_source: SOURCE
+
+PRAGMA_LINE: /[ \t]*\/\/ @exec:[^\r\n]*/
+NEWLINE: /\r?\n/
+SOURCE: /[\s\S]+/
+"""
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "patch",
+        "parameters": {
+            "type": "object",
+            "properties": {"input": {"type": "string"}},
+            "required": ["input"],
+        },
+    },
+}
+BYTES = LLTokenizer("byte")
+FORMATS = {**CALL_FORMATS, "harmony": HARMONY.tool_calls}
+
+
+def matches(grammar: str, text: str) -> bool:
+    matcher = LLMatcher(BYTES, grammar)
+    assert not matcher.get_error(), matcher.get_error()
+    tokens = BYTES.tokenize_str(text)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+def matches_escaped(definition: str, text: str) -> bool:
+    rule = escaped_value(Constraint("grammar", definition, "p"))
+    return matches(f"start: {rule}", json.dumps(text, ensure_ascii=False))
+
+
+def test_a_grammar_constrains_the_decoded_string() -> None:
+    assert matches_escaped(APPLY_PATCH, PATCH)
+    assert matches_escaped(APPLY_PATCH, PATCH + "\n")
+    for wrong in ("", PATCH[1:], PATCH.replace("@@", "%%"), PATCH.replace("+one", "one")):
+        assert not matches_escaped(APPLY_PATCH, wrong)
+    assert matches_escaped(EXEC, '// @exec: {"a": 1}\r\nlet x = "\\\\";\n\x01é')
+
+
+@pytest.mark.parametrize(
+    ("definition", "good", "bad"),
+    [
+        ("start: STR\n%import common.ESCAPED_STRING -> STR\n", r'"a \n \" b"', '"a'),
+        (
+            'start: NUMBER ("," NUMBER)*\n%import common (NUMBER, WS)\n%ignore WS\n',
+            "1, 2,\n\t3.5",
+            "1,,2",
+        ),
+        ('start: s+\ns: "GET"i /[a-z_]+/ (NL | ";")\nNL: "\\n"+\n', "geta\n\nGETb_c;", "GETa"),
+        ("start: LINE+\nLINE: /[^\\n]*\\n/\n", 'a\nb"c"\n\n', "a"),
+        ('start: /a.*z\\n/ "q"\n', "a zz\nq", "a zz q"),
+        ('start: word (/\\s+/ word)*\nword: /\\w+/\n  | "\\""\n', 'ab \n\tcd "', "a,"),
+        ("start: /(?s:a.b)/ /[^\\x00-\\x1f]/i", "a\nbX", "a\nb\n"),
+        ('start: "\\x41\\u00e9\\\\" ["x"] /\\"{2}/ ~ 1', 'Aé\\x""', "Aé"),
+        ("start: (A | B)+ // comment\nA: /[\\t\\/]/\nB: /b|\\\\/\n", "\t/b\\", "c"),
+    ],
+)
+def test_escaped_terminals(definition: str, good: str, bad: str) -> None:
+    assert matches(definition, good)
+    assert not matches(definition, bad)
+    assert matches_escaped(definition, good)
+    assert not matches_escaped(definition, bad)
+
+
+@pytest.mark.parametrize(
+    ("definition", "reason"),
+    [
+        ('start: "a" }\nx: "b" {', "braces"),
+        ("start: <think>", "'<think>' is not supported"),
+        ("start: %json {}", "'%json {}' is not supported"),
+        ("start: @other", "'@other' is not supported"),
+        ("start: /a(?=b)/", "'(?=b)' is not supported"),
+        ("start: /a\\b/", "is not supported"),
+        ("start: /^a$/", "'^a$' is not supported"),
+        ("start: /a/x", "flags"),
+        ("start: /[a/", "not closed"),
+        ("start: /(a/", "not closed"),
+        ("start: /a)/", "not opened"),
+        ("start: /[" + "a" * 501 + "]/", "too long"),
+        ("start: /" + "(" * 60 + ")" * 60 + "/", "too deeply"),
+        ('start: A\nA: ~"a"', "~ is not supported"),
+        ('start: "a".."z"', "a range is not supported"),
+        ("start: A\nA: /a\\n/ & /[^b]+/", "& is not supported"),
+        ("%import common.NOPE", "no terminal common.NOPE"),
+        ('start: "a"\n%ignore /a\\nb/', "%ignore takes a class"),
+        ("start", "starts no rule"),
+        ("x" * 200_000, "characters"),
+    ],
+)
+def test_a_grammar_that_cannot_be_applied_is_refused(definition: str, reason: str) -> None:
+    with pytest.raises(InvalidInput) as error:
+        escaped_value(Constraint("grammar", definition, "tools[0].format.definition"))
+    assert str(error.value).startswith("tools[0].format.definition: cannot be compiled: ")
+    assert reason in str(error.value)
+    assert error.value.param == "tools[0].format.definition"
+
+
+def test_plain_text_excludes_the_text_that_ends_it() -> None:
+    close = "\n</parameter>\n"
+    rule = plain_value(Constraint("grammar", APPLY_PATCH, "p"), close)
+    grammar = f"start: {rule} {json.dumps(close)}"
+    assert matches(grammar, PATCH + close)
+    assert matches(grammar, PATCH + "\n" + close)
+    assert not matches(grammar, PATCH.replace("+one", "+</parameter>") + close)
+    with pytest.raises(InvalidInput, match="matches the text that ends the input"):
+        plain_value(Constraint("grammar", EXEC, "p"), close)
+    # Lines of the text may have the beginning of the end where other text follows.
+    shell = 'start: (/[^;]+/ ";")+ "done"'
+    plain_value(Constraint("grammar", shell, "p"), close)
+
+
+def test_a_regular_expression_is_the_pattern_of_the_string() -> None:
+    for pattern in (r'^[a-z"]+\d$', r'[a-z"]+\d'):
+        rule = escaped_value(Constraint("regex", pattern, "p"))
+        assert matches(f"start: {rule}", json.dumps('ab"1'))
+        assert not matches(f"start: {rule}", json.dumps('ab"1x'))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_of_every_format_have_an_input_of_the_grammar(name: str) -> None:
+    call_format = FORMATS[name]
+    assert isinstance(call_format, ToolCallFormat)
+    arguments = call_format.arguments
+    values = {"json": json.dumps(PATCH, ensure_ascii=False)}
+    values["python"] = f"input={values['json']}"
+    values["json"] = f'{{"input"{arguments.colon}{values["json"]}}}'
+    plain = f"{arguments.open}input{arguments.middle}{arguments.quotes}{PATCH}"
+    text = values.get(arguments.style, f"{plain}{arguments.quotes}{arguments.close}")
+    constraint = Constraint("grammar", APPLY_PATCH, "p")
+    grammar = tool_calls_grammar(
+        call_format, [TOOL], False, json.dumps, inputs={"patch": constraint}
+    )
+    call = call_format.render([("patch", text)]).replace("\1", "id1").lstrip()
+    assert matches(grammar, call)
+    assert not matches(grammar, call.replace("Begin Patch", "begin"))
+    if arguments.style == "entries":  # the parser reads the same input
+        types = {"patch": {"input": {"string"}}}
+        parser = make_call_parser(call_format, "patch", types)
+        parser.feed(text)
+        [part] = parser.close(False)
+        assert json.loads(part.arguments) == {"input": PATCH}
+    pattern = tool_calls_grammar(
+        call_format, [TOOL], False, json.dumps, inputs={"patch": Constraint("regex", "[a-z]+", "p")}
+    )
+    assert not matches(pattern, call)
+    short = (
+        call.replace(
+            values.get("json", ""),
+            values["json"].replace(json.dumps(PATCH, ensure_ascii=False), '"ab"'),
+        )
+        .replace(json.dumps(PATCH, ensure_ascii=False), '"ab"')
+        .replace(PATCH, "ab")
+    )
+    assert matches(pattern, short)

@@ -1,0 +1,351 @@
+"""The grammars of custom tools' inputs, as rules of the text in which a call has its input.
+
+    Lark → tokens of statements → terminals rewritten → a nested grammar
+
+Where calls have JSON or Python arguments, the input is an escaped string: terminals match the
+escaped text, and those with escapes become rules. Elsewhere the input is plain up to a closing
+text, which terminals then exclude. What cannot be rewritten is refused. A regular expression is the
+pattern of a string.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from worker.grammar.lark import (
+    MAX_LENGTH_OF,
+    check_length,
+    regex_terminal,
+    schema_rule,
+    string_literal,
+    unusable_grammar,
+)
+from worker.grammar.regex_syntax import (
+    ESCAPED,
+    RegexPart,
+    escaped_lexemes,
+    escaped_rule,
+    parse_regex,
+    regex_char,
+)
+from worker.messages.generation import Constraint
+
+# As llguidance reads Lark.
+TOKEN = re.compile(
+    r"""(?P<space>(?:\#|//)[^\n]*|[\ \t]+)
+    |(?P<newline>(?:\r?\n)+[\ \t]*)
+    |(?P<string>"(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2})|[^"\\\x00-\x1f\x7f])*")
+     (?P<ignores_case>i?)
+    |(?P<regex>/(?:\\.|[^/\\])+/)(?P<flags>[imslux]*)
+    |(?P<import>%import[\ \t]+common[\ \t]*
+      (?:\.[\ \t]*(?P<imported>\w+)(?:[\ \t]*->[\ \t]*(?P<alias>\w+))?
+        |\((?P<list>[\w,\ \t]*)\)))
+    |(?P<name>%ignore\b|!?[_?]?[a-zA-Z][\w-]*)
+    |(?P<number>[+-]?[0-9]+)
+    |(?P<sign>->|\.\.|[:|()\[\]{}?*+~&,=.])""",
+    re.VERBOSE | re.DOTALL,
+)
+# Lark's library of common terminals.
+NUMBER = r"([0-9]+\.[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|[0-9]+[eE][+-]?[0-9]+"
+COMMON = {
+    "DIGIT": "[0-9]",
+    "HEXDIGIT": "[a-fA-F0-9]",
+    "INT": "[0-9]+",
+    "SIGNED_INT": "[+-]?[0-9]+",
+    "DECIMAL": r"[0-9]+\.[0-9]*|\.[0-9]+",
+    "FLOAT": NUMBER,
+    "SIGNED_FLOAT": f"[+-]?({NUMBER})",
+    "NUMBER": f"[0-9]+|{NUMBER}",
+    "SIGNED_NUMBER": f"[+-]?([0-9]+|{NUMBER})",
+    "ESCAPED_STRING": r'"([^"\\]|\\.)*"',
+    "LCASE_LETTER": "[a-z]",
+    "UCASE_LETTER": "[A-Z]",
+    "LETTER": "[A-Za-z]",
+    "WORD": "[A-Za-z]+",
+    "CNAME": "[_A-Za-z][_A-Za-z0-9]*",
+    "WS_INLINE": r"[ \t]+",
+    "WS": r"[ \t\f\r\n]+",
+    "CR": r"\r",
+    "LF": r"\n",
+    "NEWLINE": r"(\r?\n)+",
+    "SH_COMMENT": r"#[^\n]*",
+    "CPP_COMMENT": r"\/\/[^\n]*",
+    "SQL_COMMENT": r"--[^\n]*",
+}
+IGNORE = "%ignore"
+SKIPPING = ("?", "*", "}")  # operators of what may be missing
+IN_OPERATORS = ("{", ",", "~", "->", "&", ":")
+STRICT_JSON = {"whitespace_flexible": False}  # a pattern that is not supported is an error
+Lexical = str | tuple[RegexPart, str]  # other text of a grammar, or a regular expression and flags
+
+
+def escaped_value(constraint: Constraint) -> str:
+    """Return the rule of an input as a JSON string, with its quotes."""
+    if constraint.kind == "regex":
+        return schema_rule({"type": "string", "pattern": whole_pattern(constraint)}, STRICT_JSON)
+    return f'"\\"" {nested_grammar(constraint, EscapedTerminals())} "\\""'
+
+
+def plain_value(constraint: Constraint, close: str) -> str:
+    """Return the rule of an input as it is, which the text `close` follows: empty for a special
+    token, which is no text."""
+    return nested_grammar(constraint, PlainTerminals(close))
+
+
+def whole_pattern(constraint: Constraint) -> str:
+    """Return a regular expression that matches a whole input."""
+    check_length(constraint.value, constraint.param, MAX_LENGTH_OF["regex"])
+    pattern = str(constraint.value).removeprefix("^")
+    if pattern.endswith("$") and not pattern.endswith(r"\$"):
+        pattern = pattern[:-1]
+    return f"^(?:{pattern})$"
+
+
+def nested_grammar(constraint: Constraint, terminals: "PlainTerminals | EscapedTerminals") -> str:
+    """Return a client's Lark grammar as a nested one. InvalidInput if it cannot be rewritten."""
+    check_length(constraint.value, constraint.param, MAX_LENGTH_OF["grammar"])
+    try:
+        rewritten = terminals.rewrite([*_statements(constraint.value)])
+    except ValueError as error:
+        raise unusable_grammar(str(error), constraint.param) from None
+    return "%lark {\n" + "\n".join(rewritten) + "\n}"
+
+
+# ── reading ──
+
+
+def _statements(grammar: str) -> Iterator[list[Lexical]]:
+    """Yield the statements of a grammar; the first token is a name that it defines, or %ignore."""
+    statement: list[Lexical] = []
+    position = depth = 0
+    while position < len(grammar):
+        token = TOKEN.match(grammar, position)
+        if token is None:
+            raise ValueError(f"{grammar[position : position + 20]!r} is not supported in it")
+        position, text = token.end(), token[0]
+        depth += (text == "{") - (text == "}")
+        if depth < 0:
+            raise ValueError("its braces are not balanced")
+        if token["newline"] is not None:
+            following = TOKEN.match(grammar, position)
+            is_continued = following is not None and following[0] in ("|", "->", "&")
+            if statement and not is_continued and _is_start(grammar, position):
+                yield statement
+                statement = []
+        elif token["import"]:
+            names = [token["imported"]] if token["imported"] else re.findall(r"\w+", token["list"])
+            yield from (_imported(name, token["alias"]) for name in names)
+        elif token["string"] is not None and token["ignores_case"]:
+            pattern = "".join(map(regex_char, _decode_string(token["string"])))
+            statement.append((parse_regex(pattern, "i"), "i"))
+        elif token["string"] is not None:
+            statement.append(json.dumps(_decode_string(token["string"])))
+        elif token["regex"] is not None:
+            flags = token["flags"]
+            statement.append((parse_regex(token["regex"][1:-1], flags), flags.replace("s", "")))
+        elif text == "~" and not re.match(r"[ \t]*[0-9]", grammar[position:]):
+            raise ValueError("~ is not supported in it")
+        elif text == "..":
+            raise ValueError("a range is not supported in it; a class is: /[a-z]/")
+        elif token["space"] is None:
+            statement.append(text)
+    if depth:
+        raise ValueError("its braces are not balanced")
+    if statement:
+        yield statement
+
+
+def _is_start(grammar: str, position: int) -> bool:
+    """Return whether a statement starts here."""
+    return bool(re.match(r"%|[!?_]?[?_]?[a-zA-Z][\w-]*[^\n:]*:|$", grammar[position:]))
+
+
+def _imported(name: str, alias: str | None) -> list[Lexical]:
+    if name not in COMMON:
+        raise ValueError(f"there is no terminal common.{name[:50]}")
+    return [alias or name, ":", (parse_regex(COMMON[name], ""), "")]
+
+
+def _decode_string(literal: str) -> str:
+    unescaped: str = json.loads(
+        re.sub(r"\\(?:x(..)|.)", lambda m: f"\\u00{m[1]}" if m[1] else m[0], literal)
+    )
+    return unescaped
+
+
+def _is_string(token: Lexical) -> bool:
+    return isinstance(token, str) and token.startswith('"')
+
+
+def _unused_prefix(prefix: str, statements: Sequence[Sequence[Lexical]]) -> str:
+    """Return a beginning that no name has."""
+    names = {token for statement in statements for token in statement if isinstance(token, str)}
+    while any(name.lstrip("!?_").lower().startswith(prefix.lower()) for name in names):
+        prefix = f"x{prefix}"
+    return prefix
+
+
+# ── rewriting ──
+
+
+class PlainTerminals:
+    """Rewrites terminals of text that `close` follows, which they exclude."""
+
+    def __init__(self, close: str) -> None:
+        self._close, self._end = close, close.strip()
+        self._terminals: list[str] = []
+
+    def rewrite(self, statements: Sequence[Sequence[Lexical]]) -> list[str]:
+        self._prefix = _unused_prefix("text_", statements).upper()
+        self._check_ends(statements)
+        lines = [" ".join(map(self._token, statement)) for statement in statements]
+        return [*lines, *self._terminals]
+
+    def _token(self, token: Lexical) -> str:
+        if isinstance(token, str):
+            return token
+        regex, flags = token
+        literal = regex_terminal(regex.source) + flags
+        if not self._end or not regex.matches(self._end[0], flags):
+            return literal
+        excluded = regex_terminal(f"(?s:.*){re.escape(self._end)}(?s:.*)")
+        name = f"{self._prefix}{len(self._terminals)}"
+        self._terminals.append(f"{name}: {literal} & ~{excluded}")
+        return name
+
+    def _check_ends(self, statements: Sequence[Sequence[Lexical]]) -> None:
+        """Refuse a last lexeme that may go on with the closing text: it would never end."""
+        bodies = {_name(s): s[s.index(":") + 1 :] for s in statements if s[0] != IGNORE}
+        ends = last_tokens(bodies) if self._end else []
+        ends += [token for s in statements if s[0] == IGNORE for token in s[1:]]
+        for token in ends:
+            if not isinstance(token, str) and _repeats(token[0], self._close[0], token[1]):
+                reason = "a repeated part matches the text that ends the input in this model's call"
+                raise ValueError(f"/{token[0].source[:50]}/: {reason}")
+
+
+def _repeats(part: RegexPart, char: str, flags: str) -> bool:
+    if part.is_repeated and part.matches(char, flags):
+        return True
+    return any(_repeats(inner, char, flags) for parts in part.group for inner in parts)
+
+
+def last_tokens(bodies: Mapping[str, Sequence[Lexical]]) -> list[Lexical]:
+    """Return the strings and regular expressions with which a text of the rule `start` may end, and
+    perhaps some more."""
+    found: list[Lexical] = []
+    names, pending = {"start"}, ["start"]
+    while pending:
+        for token in _last_of(bodies.get(pending.pop(), ())):
+            if not isinstance(token, str) or token not in bodies:
+                found.append(token)
+            elif token not in names:
+                names.add(token)
+                pending.append(token)
+    return found
+
+
+def _last_of(body: Sequence[Lexical]) -> Iterator[Lexical]:
+    """Yield the names and terminals with which a text of a rule may end."""
+    ends = [True]  # of the rule and each group around: whether its end may be the text's
+    may_end = [True]  # likewise, of the place before the last token
+    skips = [False]  # of each: whether it may be empty
+    operator = ""
+    for n in reversed(range(len(body))):
+        token = body[n]
+        if token == "|":
+            may_end[-1], operator = ends[-1], ""
+        elif token in (")", "]"):
+            ends.append(may_end[-1])
+            may_end.append(may_end[-1])
+            skips.append(token == "]" or operator in SKIPPING)
+            operator = ""
+        elif token in ("(", "["):
+            outer_end, skip = ends.pop(), skips.pop()
+            may_end.pop()
+            may_end[-1] = outer_end and skip
+        elif token in ("?", "*", "+", "}"):
+            operator = token if isinstance(token, str) else ""
+        elif token in IN_OPERATORS or (isinstance(token, str) and token.isdigit()):
+            continue
+        elif n == 0 or body[n - 1] != "->":
+            if may_end[-1]:
+                yield token
+            may_end[-1] = may_end[-1] and operator in SKIPPING
+            operator = ""
+
+
+class EscapedTerminals:
+    """Rewrites terminals to match text as a JSON string has it."""
+
+    def rewrite(self, statements: Sequence[Sequence[Lexical]]) -> list[str]:
+        self._prefix = _unused_prefix("rule_", statements)
+        definitions = {_name(s): s for s in statements if s[0] != IGNORE and _is_terminal(_name(s))}
+        self._rules: dict[str, str] = {}  # of terminals that become rules
+        before = -1
+        while before < len(self._rules):
+            before = len(self._rules)
+            for name, statement in definitions.items():
+                if any(map(self._has_escapes, statement[1:])) and name not in self._rules:
+                    if "&" in statement:
+                        raise ValueError(f"{name}: & is not supported beside escaped characters")
+                    self._rules[name] = f"{self._prefix}{len(self._rules)}"
+        lines: list[str] = []
+        for statement in statements:
+            if statement[0] == IGNORE:
+                lines += self._ignored(statement[1:], definitions)
+            else:
+                lines.append(self._definition(statement))
+        return lines
+
+    def _definition(self, statement: Sequence[Lexical]) -> str:
+        if (name := _name(statement)) in self._rules:
+            body = statement[statement.index(":") :]  # without a priority
+            return " ".join([self._rules[name], *map(self._token, body)])
+        return " ".join(map(self._token, statement))
+
+    def _has_escapes(self, token: Lexical) -> bool:
+        if not isinstance(token, str):
+            return bool(token[0].members([*ESCAPED], token[1]))
+        if _is_string(token):
+            return not ESCAPED.keys().isdisjoint(json.loads(token))
+        return token in self._rules
+
+    def _token(self, token: Lexical) -> str:
+        if not isinstance(token, str):
+            regex, flags = token
+            if self._has_escapes(token):
+                return escaped_rule(regex, flags)
+            return regex_terminal(regex.source) + flags
+        if _is_string(token):
+            text = json.loads(token)
+            return string_literal(json.dumps(text, ensure_ascii=False)[1:-1])
+        return self._rules.get(token, token)
+
+    def _ignored(
+        self, tokens: Sequence[Lexical], definitions: dict[str, Sequence[Lexical]]
+    ) -> Iterator[str]:
+        """Yield statements that ignore the lexemes of repeated classes."""
+        while len(tokens) == 1 and isinstance(tokens[0], str) and tokens[0] in self._rules:
+            tokens = definitions[tokens[0]][2:]
+        lexemes: list[str] | None = None
+        if not any(map(self._has_escapes, tokens)):
+            lexemes = [" ".join(map(self._token, tokens))]
+        elif len(tokens) == 1 and not isinstance(tokens[0], str):
+            lexemes = escaped_lexemes(*tokens[0])
+        elif len(tokens) == 1:
+            lexemes = [self._token(tokens[0])]
+        if lexemes is None:
+            raise ValueError("%ignore takes a class of characters, repeated: /[ \\n]+/")
+        yield from (f"{IGNORE} {lexeme}" for lexeme in lexemes)
+
+
+def _name(statement: Sequence[Lexical]) -> str:
+    name = statement[0]
+    if not isinstance(name, str) or ":" not in statement:
+        raise ValueError(f"{str(name)[:20]!r} starts no rule")
+    return name
+
+
+def _is_terminal(name: str) -> bool:
+    return name.lstrip("!?_")[:1].isupper()

@@ -1,0 +1,260 @@
+"""Regular expressions of clients' grammars, as Rust reads them: parsed, and rewritten to rules.
+
+    pattern --parse_regex--> alternatives of sequences of repeated parts --escaped_rule--> Lark
+
+Only what terminals of a grammar need: characters, classes, groups, repetition, alternatives.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+from llguidance import LLMatcher, LLTokenizer
+
+from worker.grammar.lark import regex_terminal, string_literal
+
+EMPTY = '""'
+MAX_CLASS_CHARS = 500  # of a class of characters
+MAX_DEPTH = 50  # of groups
+# Characters that JSON escapes, and how: in one way, so that each text has one escaped form.
+ESCAPED = {char: json.dumps(char)[1:-1] for char in [*map(chr, range(32)), '"', "\\"]}
+UNESCAPED_CLASS = r'[^"\\\x00-\x1f]'
+CONTROL = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "a": "\a"}
+QUANTIFIER = re.compile(r"[*+?]|\{[0-9]{1,5}(?:,[0-9]{0,5})?\}")
+GROUP = re.compile(r"\?(?:P?<\w+>|(?P<flag>s?|-s):)")
+CLASS_ESCAPE = re.compile(r"[dDwWsS]|[pP](?:\{\^?[\w=:]{1,50}\}|\w)")
+CHAR_ESCAPE = re.compile(r"[xu]\{([0-9a-fA-F]{1,6})\}|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})")
+
+
+@dataclass(frozen=True, slots=True)
+class RegexPart:
+    """A character, a class of them (`text` in brackets) or a group of alternatives, repeated."""
+
+    text: str = ""
+    char: str = ""
+    group: tuple[tuple["RegexPart", ...], ...] = ()
+    quantifier: str = ""
+
+    @property
+    def is_repeated(self) -> bool:
+        return self.quantifier not in ("", "?")
+
+    def matches(self, char: str, flags: str) -> bool:
+        """Whether a character is possible somewhere in the part."""
+        return bool(self.members([char], flags))
+
+    def members(self, chars: Sequence[str], flags: str) -> list[str]:
+        """Return those of the characters that are possible somewhere in the part."""
+        if self.group:
+            parts = [part for sequence in self.group for part in sequence]
+            found = {char for part in parts for char in part.members(chars, flags)}
+            return [char for char in chars if char in found]
+        if self.char:
+            return [char for char in chars if char == self.char]
+        return class_members(self.text, "i" in flags, *chars)
+
+    @property
+    def source(self) -> str:
+        """The part as a regular expression."""
+        text = self.text
+        if self.group:
+            alternatives = ("".join(part.source for part in parts) for parts in self.group)
+            text = f"(?:{'|'.join(alternatives)})"
+        return text + self.quantifier
+
+
+def parse_regex(pattern: str, flags: str) -> RegexPart:
+    """Return a regular expression as a group. ValueError for what is not supported."""
+    if set(flags) - set("is"):
+        raise ValueError(f"flags of a regular expression may be i and s, not {flags!r}")
+    reader = _RegexReader(pattern)
+    group = reader.alternatives("s" in flags)
+    if reader.position < len(pattern):
+        raise ValueError("a parenthesis in it is not opened")
+    return group
+
+
+@dataclass
+class _RegexReader:
+    pattern: str
+    position: int = 0
+    depth: int = 0
+
+    def alternatives(self, dot_all: bool) -> RegexPart:
+        """Read up to the end or to a closing parenthesis."""
+        sequences: list[tuple[RegexPart, ...]] = []
+        parts: list[RegexPart] = []
+        while self.position < len(self.pattern) and self.pattern[self.position] != ")":
+            if self.pattern[self.position] == "|":
+                self.position += 1
+                sequences.append(tuple(parts))
+                parts = []
+            else:
+                parts.append(self._quantified(self._part(dot_all)))
+        return RegexPart(group=(*sequences, tuple(parts)))
+
+    def _part(self, dot_all: bool) -> RegexPart:
+        start, char = self.position, self.pattern[self.position]
+        self.position += 1
+        if char == "\\":
+            return self._escape()
+        if char == "[":
+            return RegexPart(self._class(start))
+        if char == ".":
+            return RegexPart(r"[\s\S]" if dot_all else r"[^\n]")
+        if char == "(":
+            return self._group(dot_all)
+        if char in "^$*+?{":
+            raise ValueError(f"{self.pattern[start : start + 20]!r} is not supported in it")
+        return RegexPart(char, char)
+
+    def _group(self, dot_all: bool) -> RegexPart:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise ValueError("its groups are nested too deeply")
+        if match := GROUP.match(self.pattern, self.position):
+            self.position = match.end()
+            dot_all = match["flag"] == "s" or (dot_all and match["flag"] != "-s")
+        elif self.pattern.startswith("?", self.position):
+            text = self.pattern[self.position - 1 : self.position + 20]
+            raise ValueError(f"{text!r} is not supported in it")
+        group = self.alternatives(dot_all)
+        if not self.pattern.startswith(")", self.position):
+            raise ValueError("a parenthesis in it is not closed")
+        self.position += 1
+        self.depth -= 1
+        return group
+
+    def _quantified(self, part: RegexPart) -> RegexPart:
+        if (match := QUANTIFIER.match(self.pattern, self.position)) is None:
+            return part
+        self.position = match.end()
+        if self.pattern[self.position : self.position + 1] in ("?", "+", "*"):
+            raise ValueError(f"{self.pattern[match.start() :][:20]!r} is not supported in it")
+        return RegexPart(part.text, part.char, part.group, match[0])
+
+    def _escape(self) -> RegexPart:
+        if match := CLASS_ESCAPE.match(self.pattern, self.position):
+            self.position = match.end()
+            return RegexPart(f"[\\{match[0]}]")
+        if match := CHAR_ESCAPE.match(self.pattern, self.position):
+            self.position = match.end()
+            code = int(match[1] or match[2] or match[3], 16)
+            if code > 0x10FFFF or 0xD800 <= code < 0xE000:
+                raise ValueError(f"\\{match[0]} is no character")
+            return RegexPart(f"\\x{{{code:x}}}", chr(code))
+        char = self.pattern[self.position : self.position + 1]
+        self.position += 1
+        if char in CONTROL:
+            return RegexPart(f"\\x{{{ord(CONTROL[char]):x}}}", CONTROL[char])
+        if not char or char.isalnum() or char in "<>":
+            raise ValueError(f"{chr(92) + char!r} is not supported in it")
+        return RegexPart(f"\\{char}", char)
+
+    def _class(self, start: int) -> str:
+        """Read the class whose bracket has been read."""
+        pattern, position, depth = self.pattern, self.position, 1
+        position += pattern.startswith("^", position)
+        position += pattern.startswith("]", position)
+        while depth and position < len(pattern):
+            char = pattern[position]
+            position += 2 if char == "\\" else 1
+            depth += (char == "[") - (char == "]")
+        if depth or position - start > MAX_CLASS_CHARS:
+            raise ValueError("a class of characters in it is not closed, or too long")
+        self.position = position
+        return pattern[start:position]
+
+
+# ── rules of escaped text ──
+
+
+def escaped_rule(regex: RegexPart, flags: str) -> str:
+    """Return a Lark rule that matches what JSON writes for the matches of a regular expression.
+
+    An escape begins a lexeme: llguidance's lexer does not go back to a lexeme that could have ended
+    before it."""
+    return _alternatives(regex, flags, is_last=True)
+
+
+def escaped_lexemes(regex: RegexPart, flags: str) -> list[str] | None:
+    """Return the lexemes whose repetition a class matches that is repeated; None for any other
+    regular expression."""
+    while len(regex.group) == 1 and len(regex.group[0]) == 1 and not regex.quantifier:
+        [[regex]] = regex.group
+    if regex.group or regex.char or regex.quantifier not in ("*", "+"):
+        return None
+    return _class_lexemes(regex, flags, "+")
+
+
+def _alternatives(group: RegexPart, flags: str, is_last: bool) -> str:
+    sequences = (" ".join(_sequence(parts, flags, is_last)) for parts in group.group)
+    return f"({' | '.join(sequence or EMPTY for sequence in sequences)})"
+
+
+def _sequence(parts: Sequence[RegexPart], flags: str, is_last: bool) -> Iterator[str]:
+    """Yield the rules of the parts. Those without characters that are escaped are one lexeme."""
+    plain: list[str] = []
+    for n, part in enumerate(parts):
+        if not part.members([*ESCAPED], flags):
+            plain.append(part.source)
+            continue
+        if plain:
+            yield _lexeme("".join(plain), flags)
+            plain = []
+        ends = is_last and n == len(parts) - 1
+        if part.char:
+            yield string_literal(ESCAPED[part.char]) + part.quantifier
+        elif part.group:
+            ends = ends and not part.is_repeated
+            yield _alternatives(part, flags, ends) + part.quantifier
+        else:
+            following = parts[n + 1] if n + 1 < len(parts) else None
+            may_run = ends or (
+                following is not None
+                and following.char != ""
+                and following.quantifier in ("", "+")
+                and not part.matches(following.char, flags)
+            )
+            is_run = may_run and part.quantifier in ("*", "+")
+            lexemes = _class_lexemes(part, flags, "+" if is_run else "")
+            yield f"({' | '.join(lexemes)}){part.quantifier}"
+    if plain:
+        yield _lexeme("".join(plain), flags)
+
+
+def _class_lexemes(part: RegexPart, flags: str, repeated: str) -> list[str]:
+    """Return the lexemes of a class: its unescaped characters, and escapes."""
+    escapes = [ESCAPED[char][1:] for char in part.members([*ESCAPED], flags)]
+    lexemes = [_lexeme(f"[{part.text}&&{UNESCAPED_CLASS}]{repeated}", flags)]
+    if len(escapes) == 1:
+        lexemes.append(string_literal(f"\\{escapes[0]}"))
+    elif escapes:
+        alternatives = "|".join("".join(map(regex_char, escape)) for escape in escapes)
+        lexemes.append(regex_terminal(rf"\\(?:{alternatives})"))
+    return [lexeme for lexeme in lexemes if lexeme]
+
+
+def _lexeme(source: str, flags: str) -> str:
+    return regex_terminal(source) + ("i" if "i" in flags else "")
+
+
+@lru_cache(maxsize=1024)
+def class_members(character_class: str, ignores_case: bool, *chars: str) -> list[str]:
+    """Return those of the characters that a class has."""
+    grammar = f"start: {regex_terminal(character_class)}{'i' * ignores_case}"
+    matcher = LLMatcher(_byte_tokenizer(), grammar)
+    if matcher.get_error():
+        raise ValueError(f"{character_class[:50]!r} is not supported in it")
+    return [char for char in chars if matcher.deep_copy().try_consume_tokens([*char.encode()])]
+
+
+@cache
+def _byte_tokenizer() -> LLTokenizer:
+    return LLTokenizer("byte")
+
+
+def regex_char(char: str) -> str:
+    return f"\\{char}" if char in r"\.+*?()|[]{}^$/&~-" else char
