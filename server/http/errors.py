@@ -30,6 +30,7 @@ PATHS_BY_SETTING: Mapping[str, Sequence[str]] = {
         "/v1/chat/completions",
         "/v1/completions",
         "/v1/responses",
+        "/v1/responses/input_tokens",
         "/v1/messages",
         "/v1/messages/count_tokens",
         "/v1/decisions",

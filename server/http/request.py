@@ -65,6 +65,15 @@ _PLAIN_ID = re.compile(rb"[!-~]{1,128}")
 _PROCESS = secrets.token_hex(4).encode()
 _COUNT = itertools.count(1)
 
+EXPOSED_HEADERS = [
+    "X-Request-Id",
+    "Request-Id",
+    "X-Batch-Size",
+    "X-Dropped-Tools",
+    "Server-Timing",
+    "Retry-After",
+]
+
 Headers = Mapping[bytes, bytes]  # names in lower case
 Lifespan = AbstractAsyncContextManager[Mapping[str, Any]]
 
@@ -102,7 +111,7 @@ class Application:
                 allow_origins=settings.cors_origins,
                 allow_methods=["*"],
                 allow_headers=["*"],
-                expose_headers=["X-Request-Id", "X-Batch-Size", "Server-Timing", "Retry-After"],
+                expose_headers=EXPOSED_HEADERS,
             )
 
     def lifespan(self, host: object = None) -> Lifespan:

@@ -9,13 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, TypeAlias
 
-from msgspec import Meta
+from msgspec import UNSET, Meta
 from starlette.types import Scope
 
 from batching.errors import InvalidInput
 from server.core.delta_stream import UsageCounts
 from server.http.json import Document, parse_json
 from server.openai.choices import ChoicesResponseBuilder, ChunkUsage, Head
+from server.openai.custom_tools import CustomInputReader
 from server.openai.endpoint import GenerationEndpoint, ParsedRequest
 from server.openai.logprobs import prompt_fields, scored_token_with_top
 from server.openai.messages import Messages, conversation
@@ -34,6 +35,8 @@ from server.openai.response_schemas import (
     ChatCompletion,
     ChatCompletionChunk,
     ChatLogprobs,
+    CustomCallDelta,
+    CustomCallText,
     FinishReason,
     FunctionCallDelta,
     FunctionCallText,
@@ -43,7 +46,7 @@ from server.openai.response_schemas import (
     ToolCallDelta,
     Usage,
 )
-from server.openai.tools import ChatToolChoice, Tools, chat_tool_policy
+from server.openai.tools import ChatToolChoice, Tools, chat_tools
 from worker.messages.deltas import Delta, DeltaPart, TokenLogprob
 from worker.messages.generation import Chat, GenerationInput
 
@@ -111,10 +114,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
     def generation_input(self) -> GenerationInput:
         """Return the model's input; InvalidInput for unusable tools, messages or formats."""
-        policy = None
-        if self.tools is not None or self.tool_choice is not None:
-            policy = chat_tool_policy(self.tools, self.tool_choice, self.parallel_tool_calls)
-        tools = self.tools if policy else None  # tools that may not be called are not shown
+        tools, policy = chat_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
         prompt = conversation(self, self.messages, tools, self.reasoning_effort)
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self._input(
@@ -170,6 +170,9 @@ class ChatFormat:
             generation_input.prompt.num_tool_calls if generation_input.tool_policy else 0
         )
         self._calls: Counter[int] = Counter()  # by choice
+        policy = generation_input.tool_policy
+        self._custom_tools = policy.inputs if policy else {}
+        self._inputs: dict[int, CustomInputReader | None] = {}  # of the open call, by choice
 
     # ── whole ──
 
@@ -196,10 +199,17 @@ class ChatFormat:
         for part in delta.parts:
             if part.kind == "call" and part.name is not None:
                 id = self._new_call(delta.choice, part.name)
-                function = FunctionCallText(part.name, part.text)
-                calls.append(MessageToolCall(id, "function", function))
+                call = MessageToolCall(id, "function", FunctionCallText(part.name, part.text))
+                calls.append(call)
             elif part.kind == "call":
+                assert calls[-1].function is not UNSET
                 calls[-1].function.arguments += part.text
+        for call in calls:
+            function = call.function
+            if function is not UNSET and function.name in self._custom_tools:
+                text = CustomInputReader().read(function.arguments)
+                call.type, call.function = "custom", UNSET
+                call.custom = CustomCallText(function.name, text)
         if calls:
             message.content = delta.text or None
             message.tool_calls = calls
@@ -231,6 +241,8 @@ class ChatFormat:
             else:
                 yield self._scored_choice(delta, MessageDelta(content=part.text))
         if delta.finish_reason is not None:
+            for call in self._end_input(delta.choice):
+                yield ChatChunkChoice(delta.choice, MessageDelta(tool_calls=[call]))
             yield self._scored_choice(delta, MessageDelta(), delta.finish_reason)
 
     def chunk(self, head: Head, usage: ChunkUsage) -> ChatCompletionChunk:
@@ -245,14 +257,29 @@ class ChatFormat:
         return ChatChunkChoice(delta.choice, message, scores, finish_reason)
 
     def _call_deltas(self, choice: int, part: DeltaPart) -> Iterator[ToolCallDelta]:
-        """Yield a call's id and name first, then its arguments."""
+        """Yield a call's id and name first, then its arguments or its input."""
         if part.name is not None:
-            id = self._new_call(choice, part.name)
-            function = FunctionCallDelta(part.name, "")
-            yield ToolCallDelta(self._calls[choice] - 1, id, "function", function)
-        if part.text:
+            yield from self._end_input(choice)
+            id, is_custom = self._new_call(choice, part.name), part.name in self._custom_tools
+            self._inputs[choice] = CustomInputReader() if is_custom else None
+            call = ToolCallDelta(self._calls[choice] - 1, id, "custom" if is_custom else "function")
+            if is_custom:
+                call.custom = CustomCallDelta(part.name, "")
+            else:
+                call.function = FunctionCallDelta(part.name, "")
+            yield call
+        if reader := self._inputs.get(choice):
+            if text := reader.push(part.text):
+                custom = CustomCallDelta(input=text)
+                yield ToolCallDelta(self._calls[choice] - 1, custom=custom)
+        elif part.text:
             function = FunctionCallDelta(arguments=part.text)
             yield ToolCallDelta(self._calls[choice] - 1, function=function)
+
+    def _end_input(self, choice: int) -> Iterator[ToolCallDelta]:
+        """Yield what is left of a custom tool's input."""
+        if (reader := self._inputs.pop(choice, None)) and (text := reader.finish()):
+            yield ToolCallDelta(self._calls[choice] - 1, custom=CustomCallDelta(input=text))
 
     def _new_call(self, choice: int, name: str) -> str:
         """Count a call; return its id."""

@@ -45,6 +45,7 @@ class ResponseBuilder(ABC, Generic[D]):
     streams: bool
     media_type = b"application/json"
     keep_alive = COMMENT  # sent where the connection is idle
+    headers: Sequence[Header] = ()  # of the response, beside those of every response
 
     @abstractmethod
     def entries(self, delta: D) -> int:
@@ -97,12 +98,12 @@ class Endpoint(ABC):
         """
         if not builder.streams:
             deltas = await stream.collect()
-            headers = stream.timing_headers()
+            headers = [*stream.timing_headers(), *builder.headers]
             return await self._send_document(send, builder, deltas, headers, before_end)
         deltas = await stream.read()
         events = self._events(scope, stream, builder, deltas, before_end)
         try:
-            headers = stream.timing_headers()
+            headers = [*stream.timing_headers(), *builder.headers]
             await EventStream(scope, send, stream.arrival.set, headers).run(events)
         except ClientGone as error:
             count_failure(error, scope)

@@ -13,7 +13,7 @@ from batching.errors import InvalidInput
 from server.http.json import Document
 from server.openai.images import MAX_IMAGES, ImageUrl, image_input
 from server.openai.request_fields import NON_EMPTY, required
-from worker.messages.generation import Chat, ImageInput
+from worker.messages.generation import INPUT, Chat, ImageInput
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 TEXTS = ("text", "refusal")
@@ -72,16 +72,28 @@ class CalledFunction(Struct):
     arguments: str | dict[str, Any] = ""
 
 
+class CalledCustomTool(Struct):
+    name: str
+    input: str
+
+
 class ToolCall(Struct):
-    function: CalledFunction
+    function: CalledFunction | None = None
     id: str | None = None
     type: str = "function"
+    custom: CalledCustomTool | None = None
 
-    def to_template(self) -> Document:
+    def to_template(self, path: str) -> Document:
         """Return the call in the chat template's form. Its arguments may be nested deeply: they are
         not converted."""
-        function = {"name": self.function.name, "arguments": self.function.arguments}
-        return {"function": function, "id": self.id, "type": self.type}
+        if self.type == "custom":
+            custom: CalledCustomTool = required(self.custom, f"{path}.custom")
+            function: Document = {"name": custom.name, "arguments": {INPUT: custom.input}}
+        else:
+            called: CalledFunction = required(self.function, f"{path}.function")
+            function = {"name": called.name, "arguments": called.arguments}
+        type_ = "function" if self.type == "custom" else self.type
+        return {"function": function, "id": self.id, "type": type_}
 
 
 class Message(Struct):
@@ -114,7 +126,10 @@ class Message(Struct):
         }
         optional = {key: value for key, value in optional.items() if value is not None}
         if self.tool_calls:
-            optional["tool_calls"] = [call.to_template() for call in self.tool_calls]
+            optional["tool_calls"] = [
+                call.to_template(f"{path}.tool_calls[{n}]")
+                for n, call in enumerate(self.tool_calls)
+            ]
         return {"role": role, "content": content, **optional}, images
 
     def _parts(

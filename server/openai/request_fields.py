@@ -49,7 +49,15 @@ Biases = Annotated[
 Salt = Annotated[str, Meta(min_length=1, max_length=256)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-CacheOptions = dict[Literal["mode", "ttl"], Literal["implicit", "30m"]]  # the API's defaults
+
+
+class CacheOptions(Struct):
+    """Hints without effect: every prompt is cached, as long as there is memory."""
+
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: Literal["30m", "12h"] | None = None
+    prewarm: bool | None = None
+    comparison_response_id: str | None = None
 
 
 class StreamOptions(Struct):

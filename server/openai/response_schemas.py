@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType, json
 
-from server.openai.tools import Tool, ToolChoice
+from server.openai.response_tools import ToolChoice
 
 T = TypeVar("T")
 
@@ -112,10 +112,16 @@ class FunctionCallText(Struct):
     arguments: str
 
 
+class CustomCallText(Struct):
+    name: str
+    input: str
+
+
 class MessageToolCall(Struct):
     id: str
-    type: Literal["function"]
-    function: FunctionCallText
+    type: Literal["function", "custom"]
+    function: FunctionCallText | UnsetType = UNSET
+    custom: CustomCallText | UnsetType = UNSET
 
 
 REASONING = Meta(description="The same as reasoning")
@@ -180,11 +186,17 @@ class FunctionCallDelta(Struct):
     arguments: str | UnsetType = UNSET
 
 
+class CustomCallDelta(Struct):
+    name: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET
+
+
 class ToolCallDelta(Struct):
     index: int
     id: str | UnsetType = UNSET
-    type: Literal["function"] | UnsetType = UNSET
+    type: Literal["function", "custom"] | UnsetType = UNSET
     function: FunctionCallDelta | UnsetType = UNSET
+    custom: CustomCallDelta | UnsetType = UNSET
 
 
 class MessageDelta(Struct):
@@ -232,18 +244,27 @@ class ReasoningText(Struct, tag_field="type", tag="reasoning_text"):
     text: str = ""
 
 
+OutputItemType = Literal[
+    "message", "reasoning", "function_call", "custom_tool_call", "local_shell_call"
+]
+
+
 class OutputItem(Struct, kw_only=True):
-    """A message, a reasoning item or a function call, each with its own fields alone."""
+    """A message, a reasoning item or a call, each with its own fields alone."""
 
     id: str
-    type: Literal["message", "reasoning", "function_call"]
+    type: OutputItemType
     status: ItemStatus = "in_progress"
     role: Literal["assistant"] | UnsetType = UNSET
     summary: list[None] | UnsetType = UNSET
     content: list[OutputText | ReasoningText] | UnsetType = UNSET
     call_id: str | UnsetType = UNSET
     name: str | UnsetType = UNSET
+    namespace: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET  # of a custom tool
+    action: dict[str, Any] | UnsetType = UNSET  # of the local shell
+    encrypted_content: str | UnsetType = UNSET  # of reasoning
 
 
 class ResponseError(Struct):
@@ -300,7 +321,7 @@ class Response(Struct, kw_only=True):
     temperature: float
     text: ResponseText
     tool_choice: ToolChoice
-    tools: list[Tool]
+    tools: list[dict[str, Any]]
     top_logprobs: int
     top_p: float
     truncation: Literal["disabled"] = "disabled"
@@ -313,6 +334,11 @@ class Response(Struct, kw_only=True):
     prompt_cache_key: str | None
     safety_identifier: str | None
     user: str | None
+
+
+class InputTokens(Struct):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
 
 
 class Deleted(Struct):
@@ -378,8 +404,20 @@ class ArgumentsDoneEvent(ItemEventBase, kw_only=True):
     sequence_number: int = 0
 
 
+class InputDoneEvent(ItemEventBase, kw_only=True):
+    item_id: str
+    input: str
+    sequence_number: int = 0
+
+
 StreamEvent: TypeAlias = (
-    ResponseEvent | ItemEvent | PartEvent | TextDeltaEvent | TextDoneEvent | ArgumentsDoneEvent
+    ResponseEvent
+    | ItemEvent
+    | PartEvent
+    | TextDeltaEvent
+    | TextDoneEvent
+    | ArgumentsDoneEvent
+    | InputDoneEvent
 )
 
 

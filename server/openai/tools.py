@@ -2,20 +2,20 @@
 
     tools, tool_choice → names of tools, a mode, the chosen tools → ToolCallPolicy
 
-Chat Completions nests the fields of a function, as chat templates read them; the Responses API has
-them flat. Functions are the only tools: tools that the server would run are refused.
+Chat Completions nests the fields of a function, as chat templates read them. The tools of the
+Responses API are in response_tools.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
 from server.http.json import Document
-from server.openai.request_fields import convert
-from server.openai.response_format import check_depth
-from worker.messages.generation import ToolCallPolicy
+from server.openai.custom_tools import InputFormat, custom_function
+from server.openai.request_fields import convert, required
+from worker.messages.generation import Constraint, ToolCallPolicy
 
 MAX_TOOLS = 128
 Tools = Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)]  # passed to the chat template
@@ -31,13 +31,20 @@ class Function(Struct):
     parameters: dict[str, Any] | None = None
 
 
-class FunctionTool(Struct):
-    type: Literal["function"]
-    function: Function
+class CustomFunction(Struct):
+    name: Name
+    description: str | None = None
+    format: InputFormat | None = None
+
+
+class ChatTool(Struct):
+    type: Literal["function", "custom"]
+    function: Function | None = None
+    custom: CustomFunction | None = None
 
 
 class ToolList(Struct):
-    tools: list[FunctionTool]
+    tools: list[ChatTool]
 
 
 class FunctionName(Struct):
@@ -48,98 +55,83 @@ class ChosenFunction(Struct, tag_field="type", tag="function"):
     function: FunctionName
 
 
+class ChosenCustom(Struct, tag_field="type", tag="custom"):
+    custom: FunctionName
+
+
+class AllowedTool(Struct):
+    type: Literal["function", "custom"] = "function"
+    function: FunctionName | None = None
+    custom: FunctionName | None = None
+
+
 class AllowedFunctions(Struct):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[ChosenFunction], Meta(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[list[AllowedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
 class AllowedChoice(Struct, tag_field="type", tag="allowed_tools"):
     allowed_tools: AllowedFunctions
 
 
-ChatToolChoice: TypeAlias = Mode | ChosenFunction | AllowedChoice
+ChatToolChoice: TypeAlias = Mode | ChosenFunction | ChosenCustom | AllowedChoice
 
 
-def chat_tool_policy(
+def chat_tools(
     tools: Tools | None, choice: ChatToolChoice | None, parallel: bool | None
-) -> ToolCallPolicy | None:
-    """Return which tools may be called, None if none may.
+) -> tuple[list[Document], ToolCallPolicy | None]:
+    """Return the tools as functions, and which of them may be called: None if none may.
 
     InvalidInput for an invalid tool, and for a choice that the tools do not allow.
     """
     if tools is None:
         if choice not in (None, "none"):
             raise InvalidInput.at("tool_choice", "requires tools")
-        return None
-    functions = [tool.function for tool in convert({"tools": tools}, ToolList).tools]
-    names = {f"tools[{n}].function.name": function.name for n, function in enumerate(functions)}
+        return [], None
+    shown: list[Document] = []
+    names: dict[str, str] = {}
+    inputs: dict[str, Constraint | None] = {}
+    for n, (document, tool) in enumerate(
+        zip(tools, convert({"tools": tools}, ToolList).tools, strict=True)
+    ):
+        path = f"tools[{n}].{tool.type}"
+        if tool.type == "function":
+            names[f"{path}.name"] = required(tool.function, path).name
+            shown.append(document)
+            continue
+        custom: CustomFunction = required(tool.custom, path)
+        constraint = custom.format.constraint(f"{path}.format") if custom.format else None
+        names[f"{path}.name"], inputs[custom.name] = custom.name, constraint
+        shown.append(custom_function(custom.name, custom.description, constraint))
     mode: Mode = "required"
+    chosen: dict[str, str] = {}
     if isinstance(choice, ChosenFunction):
-        parallel = False  # exactly one call
         chosen = {"tool_choice.function.name": choice.function.name}
+    elif isinstance(choice, ChosenCustom):
+        chosen = {"tool_choice.custom.name": choice.custom.name}
     elif isinstance(choice, AllowedChoice):
-        mode, allowed = choice.allowed_tools.mode, choice.allowed_tools.tools
-        path = "tool_choice.allowed_tools.tools[{}].function.name"
-        chosen = {path.format(n): tool.function.name for n, tool in enumerate(allowed)}
+        mode = choice.allowed_tools.mode
+        for n, allowed in enumerate(choice.allowed_tools.tools):
+            path = f"tool_choice.allowed_tools.tools[{n}].{allowed.type}"
+            entry = allowed.custom if allowed.type == "custom" else allowed.function
+            chosen[f"{path}.name"] = required(entry, path).name
     else:
-        mode, chosen = choice or "auto", {}
-    return tool_policy(names, mode, chosen, parallel)
-
-
-# ── flat, as in the Responses API ──
-
-
-class Tool(Struct):
-    type: Literal["function"]
-    name: Name
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-    def nested(self) -> Document:
-        """Return the tool as chat templates read it."""
-        fields = {name: getattr(self, name) for name in self.__struct_fields__ if name != "type"}
-        function = {name: value for name, value in fields.items() if value is not None}
-        return {"type": self.type, "function": function}
-
-
-class ChosenTool(Struct, tag_field="type", tag="function"):
-    name: str
-
-
-class AllowedTools(Struct, tag_field="type", tag="allowed_tools"):
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[ChosenTool], Meta(min_length=1, max_length=MAX_TOOLS)]
-
-
-ToolChoice: TypeAlias = Mode | ChosenTool | AllowedTools
-
-
-def flat_tool_policy(
-    tools: Sequence[Tool], choice: ToolChoice | None, parallel: bool | None
-) -> ToolCallPolicy | None:
-    """Return which tools may be called, as `chat_tool_policy` does."""
-    names = {f"tools[{n}].name": tool.name for n, tool in enumerate(tools)}
-    for n, tool in enumerate(tools):
-        check_depth(tool.parameters, f"tools[{n}].parameters")
-    if choice == "required" and not tools:
-        raise InvalidInput.at("tool_choice", "'required' requires tools")
-    mode: Mode = "required"
-    if isinstance(choice, ChosenTool):
+        mode = choice or "auto"
+    if isinstance(choice, (ChosenFunction, ChosenCustom)):
         parallel = False  # exactly one call
-        chosen = {"tool_choice.name": choice.name}
-    elif isinstance(choice, AllowedTools):
-        mode = choice.mode
-        chosen = {f"tool_choice.tools[{n}].name": tool.name for n, tool in enumerate(choice.tools)}
-    else:
-        mode, chosen = choice or "auto", {}
-    return tool_policy(names, mode, chosen, parallel)
+    policy = tool_policy(names, mode, chosen, parallel, inputs)
+    return shown if policy else [], policy  # tools that may not be called are not shown
 
 
 def tool_policy(
-    names: Mapping[str, str], mode: Mode, chosen: Mapping[str, str], parallel: bool | None
+    names: Mapping[str, str],
+    mode: Mode,
+    chosen: Mapping[str, str],
+    parallel: bool | None,
+    inputs: Mapping[str, Constraint | None] | None = None,
 ) -> ToolCallPolicy | None:
-    """Return which tools may be called, from the names of all and of the chosen ones, by path."""
+    """Return which tools may be called, from the names of all and of the chosen ones, by path.
+    `inputs`: the constraints of custom tools."""
     known: set[str] = set()
     for path, name in names.items():
         if name in known:
@@ -150,5 +142,5 @@ def tool_policy(
             raise InvalidInput.at(path, f"there is no tool {name[:50]!r}")
     if mode == "none" or not names:
         return None
-    callable_names = dict.fromkeys((chosen or names).values())
-    return ToolCallPolicy(tuple(callable_names), mode == "required", parallel is not False)
+    callable_names = tuple(dict.fromkeys((chosen or names).values()))
+    return ToolCallPolicy(callable_names, mode == "required", parallel is not False, inputs or {})

@@ -81,6 +81,12 @@ OPERATIONS: Mapping[str, Operation] = {
         ResponseRequest,
         stream=RESPONSE_EVENTS,
     ),
+    "POST /v1/responses/input_tokens": Operation(
+        "The number of tokens of a response's input", schemas.InputTokens, ResponseRequest
+    ),
+    "POST /v1/responses/compact": Operation(
+        "Refused: compaction is not implemented", {JSON: {}}, errors=[400]
+    ),
     "GET /v1/responses/{id}": Operation("A response", schemas.Response, errors=[400, 404]),
     "DELETE /v1/responses/{id}": Operation("Delete a response", schemas.Deleted, errors=[404]),
     "GET /v1/responses/{id}/input_items": Operation(

@@ -215,7 +215,7 @@ IMAGE = {
             {"input": [{"role": "user", "content": [{"type": "input_json"}]}]},
             "input[0].content[0].data",
         ),
-        ({"prompt_cache_options": {"mode": "explicit"}}, "prompt_cache_options"),
+        ({"prompt_cache_options": {"mode": "never"}}, "prompt_cache_options.mode"),
         ({"cache_salt": ""}, "cache_salt"),
     ],
 )

@@ -339,9 +339,9 @@ ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [TOOL]}
         ({"input": [{**CALL, "arguments": {}}]}, "input[0].arguments", "expected str"),
         ({"input": [CALL, {**TOLD, "output": None}]}, "input[1].output", "is required"),
         (
-            {"input": [CALL, {**TOLD, "output": [PICTURE]}]},
+            {"input": [CALL, {**TOLD, "output": [{"type": "input_file"}]}]},
             "input[1].output[0].type",
-            "'input_image'",
+            "'input_file'",
         ),
         ({"input": [USER, TOLD]}, "input[1].call_id", "no function_call"),
         ({"input": [TOLD, CALL]}, "input[0].call_id", "no function_call"),
@@ -396,7 +396,7 @@ ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [TOOL]}
             "cannot be combined with text.format",
         ),
         ({"tools": [{}]}, "tools[0].type", "is required"),
-        ({"tools": [TOOL, {"type": "web_search"}]}, "tools[1].type", "'web_search'"),
+        ({"tools": [TOOL, {"type": "mcp"}]}, "tools[1].type", "'mcp'"),
         ({"tools": [{"type": "mcp", "server_label": "a"}]}, "tools[0].type", "'mcp'"),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "is required"),
         ({"tools": [{"type": "function", "name": ""}]}, "tools[0].name", "{1,64}"),
@@ -489,13 +489,13 @@ def test_error_names_the_unimplemented_parameter(server: Server, name: str, valu
 
 def test_defaults_of_the_api_are_accepted(server: Server) -> None:
     defaults = {
-        "prompt_cache_options": {"mode": "implicit", "ttl": "30m"},
+        "prompt_cache_options": {"mode": "explicit", "ttl": "12h", "prewarm": True},
         "background_options": {"completion_window": "soonest"},
         "image": {"context_compression": "auto"},
     }
     assert respond(server, **defaults).status_code == 200
-    refused = respond(server, prompt_cache_options={"mode": "explicit"})
-    assert error_of(refused)["param"] == "prompt_cache_options"
+    refused = respond(server, prompt_cache_options={"mode": "never"})
+    assert error_of(refused)["param"] == "prompt_cache_options.mode"
 
 
 def test_unknown_model_is_404_before_other_errors(server: Server) -> None:

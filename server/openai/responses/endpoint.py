@@ -35,7 +35,7 @@ from server.http.request import MAX_BODIES, JsonEndpoint, count_failure, send_js
 from server.http.transfers import Transfer, TransferBudget
 from server.openai.endpoint import GenerationEndpoint, build_events
 from server.openai.request_fields import convert, decode
-from server.openai.response_schemas import Deleted, ItemList
+from server.openai.response_schemas import Deleted, InputTokens, ItemList
 from server.openai.responses.events import ResponsesBuilder
 from server.openai.responses.items import to_documents
 from server.openai.responses.request import ParsedResponseRequest, ResponseRequest
@@ -48,11 +48,13 @@ from server.openai.responses.store import (
     TooLarge,
     owner_of,
 )
+from server.openai.token_count import TokenCounter
 from worker.worker import trim_heap
 
 log = logging.getLogger("onequeue.responses")
 
 PATH = "/v1/responses/{id}"
+COUNT_PATH, COMPACT_PATH = "/v1/responses/input_tokens", "/v1/responses/compact"
 UNFINISHED = "queued", "in_progress"
 TRIM_BYTES = 4_000_000  # that a request holds; trimming takes milliseconds
 BACKGROUND_SHARE = 4  # inputs of background responses take a quarter of the memory for bodies
@@ -128,7 +130,10 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         self.background_memory = TransferBudget(limit, message)
 
     def routes(self) -> list[Route]:
+        count = TokenCounter(self.models, self.images, self.parse, input_tokens, True)
         return [
+            Route(COUNT_PATH, count, methods=["POST"]),
+            Route(COMPACT_PATH, JsonEndpoint(refuse_compaction), methods=["POST"]),
             Route(PATH, JsonEndpoint(self.retrieve_or_delete), methods=["GET", "DELETE"]),
             Route(PATH + "/input_items", JsonEndpoint(self.input_items), methods=["GET"]),
             Route(PATH + "/cancel", JsonEndpoint(self.cancel), methods=["POST"]),
@@ -148,7 +153,12 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
             reason = f"the stored responses with its items exceed {max_mb:g} MB"
             raise InvalidInput.at("input", reason) from None
         previous = self._previous_items(namespace, request.previous_response_id, count)
-        parsed = ParsedResponseRequest(request, [request.generation_input(previous, items)], items)
+        tools = request.callable_tools([*previous, *items])
+        if tools.dropped:
+            id, names = scope["request_id"].decode(), ", ".join(tools.dropped)
+            log.warning("tools dropped id=%s types=%s: they are not run here", id, names)
+        prompt = request.generation_input(previous, items, tools)
+        parsed = ParsedResponseRequest(request, [prompt], items, tools)
         return_memory(scope)
         return parsed
 
@@ -189,7 +199,7 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
             job = self._start_job(scope, request, deadlines)
             response = to_json(job.builder.response)
             await job.shown.wait()
-            return await send_json(send, response)
+            return await send_json(send, response, headers=job.builder.headers)
         with self.submit(scope, request, deadlines, receive) as stream:
             builder = self.builder(request, stream.usage)
             before_end = partial(self._store_response, owner_from(scope), builder)
@@ -381,6 +391,15 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
             with contextlib.suppress(NotStored):
                 return await anyio.to_thread.run_sync(run, store)
         raise _not_found(id, "id")
+
+
+def input_tokens(count: int) -> InputTokens:
+    return InputTokens("response.input_tokens", count)
+
+
+async def refuse_compaction(request: Request) -> bytes:
+    reason = "is not implemented: send the items themselves, or a summary that a response writes"
+    raise InvalidInput(f"{COMPACT_PATH} {reason}")
 
 
 def owner_from(scope: Scope) -> Owner:

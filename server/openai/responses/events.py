@@ -10,17 +10,20 @@ share their items with the response, so an event is encoded before the next one 
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, get_args
 
 import msgspec
+import orjson
 from msgspec import UNSET
 
 from server.core.delta_stream import UsageCounts
+from server.core.sealing import seal
 from server.http.errors import HttpError
 from server.http.json import Document, to_json
 from server.http.sse import named_frame
 from server.openai.chat import CallIdFactory
+from server.openai.custom_tools import CustomInputReader
 from server.openai.endpoint import ResponseBuilder
 from server.openai.logprobs import scored_token_with_top
 from server.openai.response_format import TextFormat
@@ -28,9 +31,11 @@ from server.openai.response_schemas import (
     ArgumentsDoneEvent,
     CompletionTokensDetails,
     IncompleteDetails,
+    InputDoneEvent,
     InputTokensDetails,
     ItemEvent,
     OutputItem,
+    OutputItemType,
     OutputText,
     PartEvent,
     ReasoningText,
@@ -45,26 +50,32 @@ from server.openai.response_schemas import (
     TextDeltaEvent,
     TextDoneEvent,
 )
+from server.openai.response_tools import CallableTool, HostedType, ToolKind
 from server.openai.responses.items import new_id
-from server.openai.responses.request import ParsedResponseRequest, ResponseRequest
+from server.openai.responses.request import ENCRYPTED, ParsedResponseRequest, ResponseRequest
 from server.openai.responses.store import Stored
 from worker.messages.deltas import Delta, TokenLogprob
 from worker.messages.generation import Chat, SamplingDefaults
 from worker.messages.protocol import Generator
 
-FinalStatus = Literal["completed", "incomplete"]
-OutputItemType = Literal["message", "reasoning", "function_call"]
-
-OUTPUT_ITEM_TYPES: dict[str, OutputItemType] = {
+NO_TOOLS: Mapping[str, CallableTool] = {}
+ITEM_TYPES: dict[str, Literal["message", "reasoning"]] = {
     "content": "message",
     "reasoning": "reasoning",
-    "call": "function_call",
 }
-# The events of an item's text, without `.delta` or `.done`.
+FinalStatus = Literal["completed", "incomplete"]
+
+CALL_ITEM_TYPES: dict[ToolKind, OutputItemType] = {
+    "function": "function_call",
+    "custom": "custom_tool_call",
+    "local_shell": "local_shell_call",
+}
+# The events of an item's text, without `.delta` or `.done`; those of a local shell have none.
 TEXT_EVENTS = {
     "message": "response.output_text",
     "reasoning": "response.reasoning_text",
     "function_call": "response.function_call_arguments",
+    "custom_tool_call": "response.custom_tool_call_input",
 }
 
 
@@ -80,7 +91,14 @@ class ResponsesBuilder(ResponseBuilder[Delta]):
         self.streams = bool(request.body.stream)
         self.usage = usage
         self.input_items = request.items
-        self.output = ResponseOutput(generator.call_id, prompt.num_tool_calls)
+        self.output = ResponseOutput(
+            generator.call_id,
+            prompt.num_tool_calls,
+            request.tools.callable,
+            ENCRYPTED in (request.body.include or ()),
+        )
+        if dropped := request.tools.dropped:
+            self.headers = [(b"x-dropped-tools", ", ".join(dropped).encode())]
         self.response = _new_response(request.body, generator.defaults, self.output.items)
         self._is_truncated = False  # by max_output_tokens or the end of the context
         self._events = 0
@@ -164,10 +182,19 @@ def consume(events: Iterator[object]) -> None:
 
 
 class ResponseOutput:
-    """Builds output items from deltas. `earlier_calls`: calls in the conversation before."""
+    """Builds output items from deltas. `earlier_calls`: calls in the conversation before. `tools`:
+    by the names that the model calls. `seals`: reasoning is also sent sealed."""
 
-    def __init__(self, call_id: CallIdFactory, earlier_calls: int) -> None:
+    def __init__(
+        self,
+        call_id: CallIdFactory,
+        earlier_calls: int,
+        tools: Mapping[str, CallableTool] = NO_TOOLS,
+        seals: bool = False,
+    ) -> None:
         self.items: list[OutputItem] = []
+        self._tools, self._seals = tools, seals
+        self._input: CustomInputReader | None = None  # of the open call of a custom tool
         self._call_id = call_id
         self._calls = earlier_calls
         self._open: OutputItem | None = None  # the last item, unless it is closed
@@ -179,14 +206,20 @@ class ResponseOutput:
     def add(self, delta: Delta) -> Iterator[StreamEvent]:
         self._logprobs += delta.logprobs
         for part in delta.parts:
-            kind = OUTPUT_ITEM_TYPES[part.kind]
-            if self._open is None or self._open.type != kind or part.name is not None:
+            is_call = self._open is not None and self._open.call_id is not UNSET
+            if part.kind == "call":
+                if part.name is not None or not is_call:
+                    yield from self._close("completed")
+                    yield from self._begin_call(part.name or "")
+            elif self._open is None or self._open.type != ITEM_TYPES[part.kind]:
                 yield from self._close("completed")
-                yield from self._begin(kind, part.name or "")
-            if part.text:
-                self._texts.append(part.text)
-                self._unscored += len(part.text)
-                yield self._delta_event(self.items[-1], part.text)
+                yield from self._begin(ITEM_TYPES[part.kind])
+            text = self._input.push(part.text) if self._input else part.text
+            if text:
+                self._texts.append(text)
+                self._unscored += len(text)
+                if self.items[-1].type in TEXT_EVENTS:
+                    yield self._delta_event(self.items[-1], text)
 
     def close(self, status: FinalStatus) -> Iterator[StreamEvent]:
         """Close the open item. A completed output without items gets an empty message."""
@@ -194,28 +227,43 @@ class ResponseOutput:
             yield from self._begin("message")
         yield from self._close(status)
 
-    def _begin(self, kind: OutputItemType, name: str = "") -> Iterator[StreamEvent]:
-        item = OutputItem(id=new_id(kind), type=kind)
-        part: OutputText | ReasoningText | None = None
-        if kind == "message":
-            item.role, item.content = "assistant", []
-            part = OutputText()
-        elif kind == "reasoning":
-            item.summary, item.content = [], []
-            part = ReasoningText()
+    def _begin_call(self, name: str) -> Iterator[StreamEvent]:
+        tool = self._tools.get(name)
+        item_type = CALL_ITEM_TYPES[tool.kind if tool else "function"]
+        item = OutputItem(id=new_id(item_type), type=item_type)
+        item.call_id = self._call_id(name, self._calls)
+        self._calls += 1
+        if item_type == "local_shell_call":
+            item.action = {"type": "exec", "command": [], "env": {}}
         else:
-            item.call_id = self._call_id(name, self._calls)
-            self._calls += 1
-            item.name, item.arguments = name, ""
+            item.name = tool.name if tool else name
+            if tool and tool.namespace:
+                item.namespace = tool.namespace
+        if item_type == "custom_tool_call":
+            item.input, self._input = "", CustomInputReader()
+        elif item_type == "function_call":
+            item.arguments = ""
+        yield self._added(item)
+
+    def _added(self, item: OutputItem) -> ItemEvent:
         self.items.append(item)
         self._open, self._texts, self._unscored = item, [], 0
         added = "response.output_item.added"
-        yield ItemEvent(type=added, output_index=self._index, item=item)
-        if part is not None:
-            added = "response.content_part.added"
-            yield PartEvent(type=added, output_index=self._index, item_id=item.id, part=part)
-            assert item.content is not UNSET
-            item.content.append(part)
+        return ItemEvent(type=added, output_index=self._index, item=item)
+
+    def _begin(self, kind: Literal["message", "reasoning"]) -> Iterator[StreamEvent]:
+        item = OutputItem(id=new_id(kind), type=kind)
+        part: OutputText | ReasoningText
+        if kind == "message":
+            item.role, item.content = "assistant", []
+            part = OutputText()
+        else:
+            item.summary, item.content = [], []
+            part = ReasoningText()
+        yield self._added(item)
+        added = "response.content_part.added"
+        yield PartEvent(type=added, output_index=self._index, item_id=item.id, part=part)
+        item.content.append(part)
 
     def _delta_event(self, item: OutputItem, text: str) -> TextDeltaEvent:
         type = TEXT_EVENTS[item.type] + ".delta"
@@ -239,15 +287,26 @@ class ResponseOutput:
     def _close(self, status: FinalStatus) -> Iterator[StreamEvent]:
         if (item := self._open) is None:
             return
+        if self._input and (rest := self._input.finish()):
+            self._texts.append(rest)
+            yield self._delta_event(item, rest)
+        self._input = None
         text, index = "".join(self._texts), self._index
-        done = TEXT_EVENTS[item.type] + ".done"
-        if item.content is UNSET:
+        done = TEXT_EVENTS.get(item.type, "") + ".done"
+        if item.type == "local_shell_call":
+            item.action = shell_action(text)
+        elif item.type == "custom_tool_call":
+            item.input = text
+            yield InputDoneEvent(type=done, output_index=index, item_id=item.id, input=text)
+        elif item.content is UNSET:
             assert item.name is not UNSET
             item.arguments = text
             yield ArgumentsDoneEvent(
                 type=done, output_index=index, item_id=item.id, name=item.name, arguments=text
             )
         else:
+            if item.type == "reasoning" and self._seals:
+                item.encrypted_content = seal(text)
             [part] = item.content
             part.text = text
             event = TextDoneEvent(type=done, output_index=index, item_id=item.id, text=text)
@@ -264,6 +323,15 @@ class ResponseOutput:
     @property
     def _index(self) -> int:
         return len(self.items) - 1
+
+
+def shell_action(arguments: str) -> Document:
+    """Return the action of a local shell's call; without a command if the output ended early."""
+    try:
+        action = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        action = {}
+    return {"type": "exec", "command": [], "env": {}, **action}
 
 
 def _new_response(
@@ -288,7 +356,9 @@ def _new_response(
             _format_document(text.format if text else None), (text and text.verbosity) or "medium"
         ),
         tool_choice="auto" if request.tool_choice is None else request.tool_choice,
-        tools=request.tools or [],
+        tools=[
+            tool.document() for tool in request.tools or () if tool.type not in get_args(HostedType)
+        ],
         top_logprobs=request.top_logprobs or 0,
         top_p=defaults.top_p if request.top_p is None else request.top_p,
         metadata=request.metadata or {},

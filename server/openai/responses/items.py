@@ -3,16 +3,17 @@
     Item  --to_documents-->  stored and listed documents  --to_messages-->  chat template
 
 An assistant's reasoning, text and calls are separate items; a template takes them as one message.
-Images are allowed in messages of the user. Other items and parts are refused.
+Images are allowed in messages of the user and in outputs. Other items and parts are refused.
 """
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
+from server.core.sealing import unseal
 from server.http.errors import HttpError
 from server.http.json import Document
 from server.openai.images import Detail, ImageUrl
@@ -25,24 +26,49 @@ from server.openai.messages import (
     any_of,
 )
 from server.openai.request_fields import required
+from server.openai.response_tools import LOCAL_SHELL, Tool, flat_name, flatten_tools
+from server.openai.tools import MAX_TOOLS
+from worker.messages.generation import INPUT
 
 ID_PREFIXES = {
     "message": "msg_",
     "reasoning": "rs_",
     "function_call": "fc_",
     "function_call_output": "fco_",
+    "custom_tool_call": "ctc_",
+    "custom_tool_call_output": "ctco_",
+    "local_shell_call": "lsh_",
+    "local_shell_call_output": "lsho_",
+    "additional_tools": "at_",
 }
 InputItemType = Literal[
-    "message", "reasoning", "function_call", "function_call_output", "item_reference", "input_text"
+    "message",
+    "reasoning",
+    "function_call",
+    "function_call_output",
+    "custom_tool_call",
+    "custom_tool_call_output",
+    "local_shell_call",
+    "local_shell_call_output",
+    "additional_tools",
+    "item_reference",
+    "input_text",
 ]
 REQUIRED_FIELDS: Mapping[InputItemType, Sequence[str]] = {
     "message": ("role", "content"),
     "reasoning": (),
     "function_call": ("call_id", "name", "arguments"),
     "function_call_output": ("call_id", "output"),
+    "custom_tool_call": ("call_id", "name", "input"),
+    "custom_tool_call_output": ("call_id", "output"),
+    "local_shell_call": ("call_id", "action"),
+    "local_shell_call_output": ("output",),  # and call_id or id
+    "additional_tools": ("tools",),
     "item_reference": ("id",),
     "input_text": ("text",),  # a content part in place of an item: a message of the user
 }
+CALLS = ("function_call", "custom_tool_call", "local_shell_call")
+OUTPUTS = tuple(f"{call}_output" for call in CALLS)
 ItemRole = Literal["user", "assistant", "system", "developer"]
 MESSAGE_PARTS = ("input_text", "output_text", "refusal")
 IMAGE = "input_image"
@@ -93,6 +119,11 @@ class Item(Struct):
     arguments: str | None = None
     output: Parts | None = None
     text: str | None = None
+    namespace: str | None = None
+    input: str | None = None  # of a custom tool
+    action: dict[str, Any] | None = None  # of the local shell
+    encrypted_content: str | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
 
     @property
     def kind(self) -> InputItemType:
@@ -112,12 +143,16 @@ class Item(Struct):
         if kind == "input_text":
             text = required(self.text, f"{path}.text")
             return Item(role=self.role or "user", content=text).document(path, stored)
-        fields = {
-            "message": self._message,
-            "reasoning": self._reasoning,
-            "function_call": self._function_call,
-            "function_call_output": self._function_call_output,
-        }[kind](path)
+        if kind in CALLS:
+            fields = self._call(path, REQUIRED_FIELDS[kind])
+        elif kind in OUTPUTS:
+            fields = self._output(path)
+        elif kind == "additional_tools":
+            tools: list[Tool] = required(self.tools, f"{path}.tools")
+            flatten_tools(f"{path}.tools", tools)  # checked
+            fields = {"role": "developer", "tools": [tool.document() for tool in tools]}
+        else:
+            fields = {"message": self._message, "reasoning": self._reasoning}[kind](path)
         return {"id": self.id or new_id(kind), "type": kind, "status": "completed", **fields}
 
     def _message(self, path: str) -> Document:
@@ -135,18 +170,23 @@ class Item(Struct):
     def _reasoning(self, path: str) -> Document:
         summary = _part_documents(self.summary or [], f"{path}.summary", ("summary_text",))
         content = _part_documents(self.content or [], f"{path}.content", ("reasoning_text",))
+        if not content and (text := unseal(self.encrypted_content or "")):
+            content = [{"type": "reasoning_text", "text": text}]
         return {
             "summary": [part for part in summary if part["text"]],
             "content": [part for part in content if part["text"]],
         }
 
-    def _function_call(self, path: str) -> Document:
-        names = REQUIRED_FIELDS["function_call"]
-        return {name: required(getattr(self, name), f"{path}.{name}") for name in names}
+    def _call(self, path: str, names: Sequence[str]) -> Document:
+        fields = {name: required(getattr(self, name), f"{path}.{name}") for name in names}
+        return fields | ({"namespace": self.namespace} if self.namespace else {})
 
-    def _function_call_output(self, path: str) -> Document:
-        call_id = required(self.call_id, f"{path}.call_id")
-        parts = _part_documents(self.output, f"{path}.output", ("input_text",))
+    def _output(self, path: str) -> Document:
+        call_id = self.call_id
+        if call_id is None and self.kind == "local_shell_call_output":
+            call_id = self.id
+        call_id = required(call_id, f"{path}.call_id")
+        parts = _part_documents(self.output, f"{path}.output", ("input_text",), allow_images=True)
         return {
             "call_id": call_id,
             "output": self.output if isinstance(self.output, str) else parts,
@@ -195,20 +235,22 @@ def to_messages(
     paths: list[str] = []
     functions: dict[str, str] = {}  # names by call_id
     for n, item in enumerate((*previous, *items), start=-len(previous)):
-        kind, message = item["type"], _assistant_message(messages, item)
+        if (kind := item["type"]) == "additional_tools":
+            continue
+        message = _assistant_message(messages, item)
         if message is None:
-            messages.append(_other_message(item, functions, f"input[{n}].call_id"))
+            messages += _other_messages(item, functions, f"input[{n}].call_id")
         elif kind == "reasoning":
             parts = item["content"] or item["summary"]
             message.reasoning_content = _join(parts) or None
         elif kind == "message":
             message.content = _join(item["content"])
         else:
-            functions[item["call_id"]] = item["name"]
-            function = CalledFunction(item["name"], item["arguments"])
+            function = _called_function(item)
+            functions[item["call_id"]] = function.name
             message.tool_calls = [*(message.tool_calls or ()), ToolCall(function, item["call_id"])]
-        if len(messages) > len(paths):
-            paths.append(f"input[{n}]" if n >= 0 else "previous_response_id")
+        path = f"input[{n}]" if n >= 0 else "previous_response_id"
+        paths += [path] * (len(messages) - len(paths))
     for message in messages:
         if message.content is None and not message.tool_calls:
             message.content = ""  # reasoning that was cut off before any text
@@ -221,27 +263,45 @@ def _assistant_message(messages: list[Message], item: Document) -> Message | Non
     None for an item of another role.
     """
     kind = item["type"]
-    if kind == "function_call_output" or item.get("role", "assistant") != "assistant":
+    if kind in OUTPUTS or item.get("role", "assistant") != "assistant":
         return None
     if messages and messages[-1].role == "assistant":
         last = messages[-1]
         complete = (
             last.content or last.tool_calls or (kind == "reasoning" and last.reasoning_content)
         )
-        if kind == "function_call" or not complete:
+        if kind in CALLS or not complete:
             return last
     messages.append(Message("assistant"))
     return messages[-1]
 
 
-def _other_message(item: Document, functions: dict[str, str], path: str) -> Message:
+def _called_function(item: Document) -> CalledFunction:
+    """Return the function that the model has called, from the item of a call."""
+    if item["type"] == "local_shell_call":
+        arguments = {key: value for key, value in item["action"].items() if key != "type"}
+        return CalledFunction(LOCAL_SHELL, arguments)
+    name = flat_name(item["name"], item.get("namespace"))
+    if item["type"] == "custom_tool_call":
+        return CalledFunction(name, {INPUT: item["input"]})
+    return CalledFunction(name, item["arguments"])
+
+
+def _other_messages(item: Document, functions: dict[str, str], path: str) -> Iterator[Message]:
+    """Yield the message of an item, and one with its images: templates take those of users only."""
     if item["type"] == "message":
-        return Message(item["role"], _content(item["content"]))
+        yield Message(item["role"], _content(item["content"]))
+        return
     call_id = item["call_id"]
     if call_id not in functions:
         raise InvalidInput.at(path, "no function_call before it has this call_id")
-    output = _join(item["output"])
-    return Message("tool", output, name=functions[call_id], tool_call_id=call_id)
+    output: str | list[Document] = item["output"]
+    images = [part for part in output if part["type"] == IMAGE] if isinstance(output, list) else []
+    if isinstance(output, list):
+        output = [part for part in output if part["type"] != IMAGE]
+    yield Message("tool", _join(output), name=functions[call_id], tool_call_id=call_id)
+    if images:
+        yield Message("user", _content(images))
 
 
 def _join(parts: str | list[Document]) -> str:

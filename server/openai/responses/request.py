@@ -5,9 +5,9 @@
 items.py converts the items to messages; endpoint.py reads the previous ones from the store.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from msgspec import Meta, Struct
 
@@ -24,14 +24,25 @@ from server.openai.request_fields import (
     NonEmpty,
     PositiveInt,
     TopLogprobs,
+    convert,
 )
 from server.openai.response_format import TextFormat
+from server.openai.response_tools import (
+    TOOL_FIELDS,
+    CallableTool,
+    Tool,
+    ToolChoice,
+    ToolDocuments,
+    dropped_types,
+    flatten_tools,
+    response_policy,
+)
 from server.openai.responses.items import ITEM_FIELDS, Item, to_messages
-from server.openai.tools import MAX_TOOLS, Tool, ToolChoice, flat_tool_policy
+from server.openai.tools import MAX_TOOLS
 from worker.messages.generation import Chat, GenerationInput
 
 LOGPROBS = "message.output_text.logprobs"
-# reasoning.encrypted_content is accepted without effect: reasoning is not encrypted.
+ENCRYPTED = "reasoning.encrypted_content"
 Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 
 # With OpenAI's limits: metadata is stored, and sent in most events.
@@ -70,7 +81,7 @@ class ResponseRequest(GenerationRequest, kw_only=True):
         "response_format": (),
         "return_token_ids": (False,),
         "truncation": ("disabled",),
-        "reasoning.context": ("auto",),
+        "reasoning.context": ("auto", "current_turn", "all_turns"),
         "reasoning.mode": ("standard",),
     } | GenerationRequest.unimplemented
 
@@ -81,7 +92,7 @@ class ResponseRequest(GenerationRequest, kw_only=True):
     background: bool | None = None
     metadata: Metadata | None = None
     max_output_tokens: PositiveInt | None = None
-    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Annotated[Tool, TOOL_FIELDS]], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -119,19 +130,32 @@ class ResponseRequest(GenerationRequest, kw_only=True):
         if self.background and self.stream:
             raise InvalidInput.at("stream", "cannot be combined with background: true")
 
+    def callable_tools(self, items: Sequence[Document]) -> "ToolSet":
+        """Return the tools of the request and those of items, which replace earlier ones of their
+        names."""
+        tools = self.tools or []
+        found, dropped = flatten_tools("tools", tools), dropped_types(tools)
+        for item in items:
+            if item["type"] == "additional_tools":
+                more = convert({"tools": item["tools"]}, ToolDocuments).tools
+                found |= flatten_tools("input.tools", more)
+                dropped += dropped_types(more)
+        if len(found) > MAX_TOOLS:
+            raise InvalidInput.at("tools", f"takes at most {MAX_TOOLS} tools, not {len(found)}")
+        return ToolSet(found, list(dict.fromkeys(dropped)))
+
     def generation_input(
-        self, previous: Sequence[Document], items: Sequence[Document]
+        self, previous: Sequence[Document], items: Sequence[Document], tools: "ToolSet"
     ) -> GenerationInput:
         """Return the model's input, from the conversation's previous items and the request's."""
         conversation = to_messages(previous, items)
         if self.instructions is not None:
             conversation.insert(0, ("instructions", Message("system", self.instructions)))
-        tools = self.tools or ()
-        policy = flat_tool_policy(tools, self.tool_choice, self.parallel_tool_calls)
+        policy = response_policy(tools.callable, self.tool_choice, self.parallel_tool_calls)
         messages, images = to_template_messages(conversation)
         prompt = Chat(
             messages,
-            tuple(tool.nested() for tool in tools if policy),
+            tuple(tool.document for tool in tools.callable.values()) if policy else (),
             self.chat_template_kwargs or {},
             effort=self.reasoning.effort if self.reasoning else None,
             images=images,
@@ -146,9 +170,17 @@ class ResponseRequest(GenerationRequest, kw_only=True):
         )
 
 
+class ToolSet(NamedTuple):
+    """`callable`: by the names that the model sees. `dropped`: types of tools that are not."""
+
+    callable: Mapping[str, CallableTool]
+    dropped: Sequence[str]
+
+
 @dataclass(frozen=True)
 class ParsedResponseRequest(ParsedRequest):
     """`items` are the request's own, as they are stored, without those of earlier responses."""
 
     body: ResponseRequest
     items: list[Document]
+    tools: ToolSet
