@@ -47,13 +47,13 @@ class MessageBuilder(ResponseBuilder[Delta]):
     def __init__(
         self,
         request: MessagesRequest,
+        model_name: str,
         generation_input: GenerationInput,
         usage: UsageCounts,
         call_id: CallIdFactory,
     ) -> None:
         prompt = generation_input.prompt
         assert isinstance(prompt, Chat)
-        assert request.model is not None
         self.streams = bool(request.stream)
         self.usage = usage
         self._request = request
@@ -63,7 +63,7 @@ class MessageBuilder(ResponseBuilder[Delta]):
             id="msg_" + secrets.token_hex(12),
             type="message",
             role="assistant",
-            model=request.model,
+            model=model_name,
             content=[],
             stop_reason=None,
             stop_sequence=None,

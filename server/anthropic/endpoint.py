@@ -25,18 +25,24 @@ from server.openai.token_count import TokenCounter
 
 @dataclass(frozen=True)
 class ParsedMessagesRequest(ParsedRequest):
+    """`model_name`: as the client names the model. Claude Code sends thinking back only to a model
+    of the same name."""
+
     body: MessagesRequest
+    model_name: str
 
 
 class MessagesEndpoint(GenerationEndpoint[ParsedMessagesRequest]):
     def parse(self, body: bytes, scope: Scope) -> ParsedMessagesRequest:
-        models = self.models
-        request = decode(parse_json(body), MessagesRequest, models.id_for, models.max_entries)
-        return ParsedMessagesRequest(request, [request.generation_input()])
+        models, document = self.models, parse_json(body)
+        request = decode(document, MessagesRequest, models.id_for, models.max_entries)
+        name = str(document.get("model") or request.model)
+        return ParsedMessagesRequest(request, [request.generation_input()], name)
 
     def builder(self, request: ParsedMessagesRequest, usage: UsageCounts) -> MessageBuilder:
         call_id = self.model_of(request).generator.call_id
-        return MessageBuilder(request.body, request.inputs[0], usage, call_id)
+        body, [prompt] = request.body, request.inputs
+        return MessageBuilder(body, request.model_name, prompt, usage, call_id)
 
 
 def count_tokens_endpoint(models: ModelGroup, images: ImageLoader) -> TokenCounter:

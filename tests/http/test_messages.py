@@ -407,7 +407,9 @@ def test_errors_before_the_route_have_the_envelope(server: Server) -> None:
 
 
 def test_names_of_claude_models_need_an_alias(server: Server) -> None:
-    assert message(post(server, model="claude-sonnet-4-5"))["model"] == "demo"
+    document = message(post(server, model="claude-sonnet-4-5"))
+    assert document["model"] == "claude-sonnet-4-5"  # Claude Code compares the names
+    assert message(post(server, model=None))["model"] == "demo"
     assert "there is no model" in error(post(server, model="claudius"), 404, "not_found_error")
     with serving(load_chat=FakeGenerator) as other:
         error(post(other, model="claude-sonnet-4-5"), 404, "not_found_error")

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from tests import sdk
-from tests.sdk import SAMPLED, Sdk
+from tests.sdk import Sdk
 from tests.unit.test_custom_input import APPLY_PATCH
 
 # A short grammar with characters that JSON escapes.
@@ -65,21 +65,20 @@ def test_chat_completions_constrain_custom_tools(tiny: Sdk) -> None:
 
 
 def test_the_grammar_of_apply_patch_is_applied(tiny: Sdk) -> None:
-    for choice in ("auto", "required"):
+    sampled: dict[str, Any] = {"temperature": 1.0, "extra_body": {"seed": 1}}
+    choices: list[Any] = ["auto", "required"]
+    for choice in choices:
         response = tiny.client.responses.create(
             model=tiny.model,
             input="Patch it",
             tools=[custom(APPLY_PATCH)],
-            tool_choice=choice,  # type: ignore[arg-type]  # a parameter of the loop
+            tool_choice=choice,
             max_output_tokens=60,
-            **SAMPLED_BY,
+            **sampled,
         )
     [item] = response.output
     assert item.type == "custom_tool_call"
     assert item.input.startswith("*** Begin Patch\n*** ")
-
-
-SAMPLED_BY: dict[str, Any] = {"temperature": SAMPLED["temperature"], "extra_body": {"seed": 1}}
 
 
 def test_a_grammar_that_cannot_be_applied_is_refused(tiny: Sdk) -> None:
