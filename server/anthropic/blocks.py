@@ -49,13 +49,12 @@ class BlockSource(Struct):
 
     def image_input(self, path: str) -> ImageInput:
         if self.type == "url":
-            url = required(self.url, f"{path}.url")
-        elif self.type == "base64":
-            media_type = required(self.media_type, f"{path}.media_type")
-            url = f"data:{media_type};base64,{required(self.data, f'{path}.data')}"
-        else:
+            return image_input(required(self.url, f"{path}.url"), None, f"{path}.url")
+        if self.type != "base64":
             raise _unsupported(f"{path}.type", self.type, "base64 or url")
-        return image_input(url, None, path)
+        media_type = required(self.media_type, f"{path}.media_type")
+        data = required(self.data, f"{path}.data")
+        return image_input(f"data:{media_type};base64,{data}", None, f"{path}.data")
 
     def document_text(self, path: str) -> str:
         if self.type == "text":

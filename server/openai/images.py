@@ -32,10 +32,9 @@ class ImageUrl(Struct):
     detail: Detail | None = None
 
 
-def image_input(url: str, detail: Detail | None, path: str) -> ImageInput:
-    """Return the image of the content part at `path`; InvalidInput for an unsupported URL."""
-    detail = detail or "auto"
-    param, scheme = f"{path}.image_url", url[:8].lower()
+def image_input(url: str, detail: Detail | None, param: str) -> ImageInput:
+    """Return the image of the URL in a field; InvalidInput for an unsupported URL."""
+    detail, scheme = detail or "auto", url[:8].lower()
     if scheme.startswith(("http://", "https://")):
         return ImageInput(b"", detail, param, url)
     if not scheme.startswith("data:"):

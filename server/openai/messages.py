@@ -62,9 +62,9 @@ class ContentPart(TextPart):
     def image_input(self, path: str) -> ImageInput:
         image: ImageUrl | str | None = self.image_url
         if isinstance(image, str):
-            return image_input(image, None, path)
+            return image_input(image, None, f"{path}.{IMAGE}")
         image = required(image, f"{path}.{IMAGE}")
-        return image_input(image.url, image.detail, path)
+        return image_input(image.url, image.detail, f"{path}.{IMAGE}")
 
 
 class CalledFunction(Struct):

@@ -23,6 +23,9 @@ LOOK = {"type": "function", "name": "look", "parameters": {"type": "object"}}
 SPACE = {"type": "namespace", "name": "files", "description": "", "tools": [LOOK, PLAIN]}
 SHELL = {"type": "local_shell"}
 USER = {"role": "user", "content": "hi"}
+DEEP: Any = {}
+for _ in range(400):
+    DEEP = {"a": DEEP}
 Document = dict[str, Any]
 
 
@@ -226,6 +229,14 @@ def test_a_named_tool_is_called_exactly_once(
         ({"input": [{"type": "custom_tool_call", "call_id": "1", "name": "a"}]}, "input[0].input"),
         ({"input": [{"type": "local_shell_call", "call_id": "1"}]}, "input[0].action"),
         ({"input": [{"type": "additional_tools"}]}, "input[0].tools"),
+        (
+            {"input": [{"type": "local_shell_call", "call_id": "1", "action": DEEP}]},
+            "input[0].action",
+        ),
+        (
+            {"input": [{"type": "additional_tools", "tools": [{**LOOK, "parameters": DEEP}]}]},
+            "input[0].tools[0].parameters",
+        ),
     ],
 )
 def test_error_names_the_invalid_field(server: Server, fields: Document, param: str) -> None:

@@ -18,6 +18,9 @@ PATH = "/v1/messages"
 HI = [{"role": "user", "content": "hi"}]
 WHOLE = "Hello there, wörld!"
 TOOL = {"name": "look", "description": "Look", "input_schema": {"type": "object"}}
+IMAGE: dict[str, Any] = {"type": "image"}
+BAD_SOURCE = {"type": "base64", "media_type": "image/png", "data": "!!"}
+CALL = {"type": "tool_use", "id": "1", "name": "look", "input": {}}
 Document = dict[str, Any]
 
 
@@ -390,6 +393,14 @@ def test_count_tokens_counts_the_prompt(server: Server, generator: FakeGenerator
                 ]
             },
             "source.type: must be text or content, not 'base64'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [IMAGE | {"source": BAD_SOURCE}]}]},
+            "messages[0].content[0].source.data: ",
+        ),
+        (
+            {"messages": [*HI, {"role": "assistant", "content": [CALL]}]},
+            "messages[1].content: tool_use must be followed",
         ),
         ({"messages": [{"role": "user", "content": "refused"}]}, "this prompt is refused"),
     ],

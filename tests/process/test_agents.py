@@ -17,6 +17,8 @@ pytestmark = pytest.mark.agents
 TASK = "Replace hello by goodbye in a.txt"
 DONE = ["All", " done."]
 PATCH = "*** Begin Patch\n*** Update File: a.txt\n@@\n-hello\n+goodbye\n*** End Patch"
+SED = "sed -i s/hello/goodbye/ a.txt"
+SCRIPT = f'const result = await tools.exec_command({{cmd: "{SED}"}});\ntext(result.output);'
 CODEX_CONFIG = """\
 model = "{model}"
 model_provider = "onequeue"
@@ -114,14 +116,15 @@ def test_claude_code_edits_a_file(
 @pytest.mark.parametrize(
     ("model", "turn"),
     [
-        ("demo", call("exec_command", cmd="sed -i s/hello/goodbye/ a.txt")),
+        ("demo", call("exec_command", cmd=SED)),
         ("gpt-5.5", call("apply_patch", input=PATCH)),
+        ("gpt-6.1-sol", call("functions__exec", input=SCRIPT)),
     ],
 )
 def test_codex_edits_a_file(
     server: Server, generator: ScriptedGenerator, workplace: Workplace, model: str, turn: Turn
 ) -> None:
-    """Codex has the tool apply_patch, with its grammar, for models whose names it knows."""
+    """For models whose names it knows, Codex has custom tools with grammars: a patch, a script."""
     generator.turns = [["*think", *turn], DONE]
     config = CODEX_CONFIG.format(model=model, url=server.url)
     (workplace.home / "config.toml").write_text(config)
@@ -134,4 +137,6 @@ def test_codex_edits_a_file(
     assert second.tools == first.tools
     assert second.messages[-2]["reasoning_content"] == "think "
     policy: Any = generator.payloads[0].tool_policy
-    assert ("apply_patch" in policy.inputs) == (model == "gpt-5.5")
+    assert [*policy.inputs] == {"demo": [], "gpt-5.5": ["apply_patch"]}.get(
+        model, ["functions__exec"]
+    )

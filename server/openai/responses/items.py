@@ -26,6 +26,7 @@ from server.openai.messages import (
     any_of,
 )
 from server.openai.request_fields import required
+from server.openai.response_format import check_depth
 from server.openai.response_tools import LOCAL_SHELL, Tool, flat_name, flatten_tools
 from server.openai.tools import MAX_TOOLS
 from worker.messages.generation import INPUT
@@ -151,6 +152,7 @@ class Item(Struct):
             tools: list[Tool] = required(self.tools, f"{path}.tools")
             flatten_tools(f"{path}.tools", tools)  # checked
             fields = {"role": "developer", "tools": [tool.document() for tool in tools]}
+            check_depth(fields, f"{path}.tools")
         else:
             fields = {"message": self._message, "reasoning": self._reasoning}[kind](path)
         return {"id": self.id or new_id(kind), "type": kind, "status": "completed", **fields}
@@ -179,6 +181,7 @@ class Item(Struct):
 
     def _call(self, path: str, names: Sequence[str]) -> Document:
         fields = {name: required(getattr(self, name), f"{path}.{name}") for name in names}
+        check_depth(self.action, f"{path}.action")
         return fields | ({"namespace": self.namespace} if self.namespace else {})
 
     def _output(self, path: str) -> Document:
