@@ -33,6 +33,10 @@ PART_FIELDS = any_of(
     ({"type": {"const": IMAGE}, IMAGE: {"type": ["object", "string"]}}, [IMAGE]),
 )
 CALLING = {"role": {"const": "assistant"}, "tool_calls": {"type": "array", "minItems": 1}}
+CALL_FIELDS = any_of(
+    ({"function": {"type": "object"}}, ["function"]),
+    ({"type": {"const": "custom"}, "custom": {"type": "object"}}, ["type", "custom"]),
+)
 MESSAGE_FIELDS = any_of(
     ({"content": {"type": ["string", "array"]}}, ["content"]), (CALLING, ["tool_calls"])
 )
@@ -100,7 +104,7 @@ class Message(Struct):
     role: Role
     content: str | Annotated[list[Annotated[ContentPart, PART_FIELDS]], NON_EMPTY] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[Annotated[ToolCall, CALL_FIELDS]] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # vLLM's name for reasoning_content

@@ -229,6 +229,7 @@ def test_a_named_tool_is_called_exactly_once(
         ({"input": [{"type": "custom_tool_call", "call_id": "1", "name": "a"}]}, "input[0].input"),
         ({"input": [{"type": "local_shell_call", "call_id": "1"}]}, "input[0].action"),
         ({"input": [{"type": "additional_tools"}]}, "input[0].tools"),
+        ({"input": [{"type": "additional_tools", "tools": [LOOK]}]}, "input"),
         (
             {"input": [{"type": "local_shell_call", "call_id": "1", "action": DEEP}]},
             "input[0].action",

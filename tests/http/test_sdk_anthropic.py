@@ -142,9 +142,9 @@ def test_the_count_is_the_prompt_of_a_real_model() -> None:
         for _ in range(2):  # the second one finds its prefix in the cache
             message = client.messages.create(
                 **fields,
-                max_tokens=100,
-                extra_body={"temperature": 1.0},
-                tool_choice={"type": "any"},
+                max_tokens=200,
+                extra_body={"temperature": 1.0, "seed": 1},
+                tool_choice={"type": "tool", "name": "get_weather"},
             )
             usage = message.usage
             cached = usage.cache_read_input_tokens or 0

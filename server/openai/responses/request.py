@@ -149,6 +149,8 @@ class ResponseRequest(GenerationRequest, kw_only=True):
     ) -> GenerationInput:
         """Return the model's input, from the conversation's previous items and the request's."""
         conversation = to_messages(previous, items)
+        if not conversation:
+            raise InvalidInput.at("input", "must have more than tools")
         if self.instructions is not None:
             conversation.insert(0, ("instructions", Message("system", self.instructions)))
         policy = response_policy(tools.callable, self.tool_choice, self.parallel_tool_calls)
