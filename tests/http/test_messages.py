@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from server.core.sealing import seal, unseal
-from tests.event_streams import CLIENT
+from server.http import sse
+from tests.event_streams import CLIENT, open_stream, read_until
 from tests.fake_generator import FakeGenerator
 from tests.serving import Server, serving
 from worker.messages.generation import Chat, GenerationInput, ToolCallPolicy
@@ -432,3 +433,20 @@ def test_beta_features_and_head_are_accepted(server: Server) -> None:
     response = CLIENT.post(server.url + PATH + "?beta=true", json=body, headers=headers)
     assert message(response)["content"]
     assert CLIENT.head(server.url + "/").status_code == 200
+
+
+def test_an_idle_stream_gets_pings(
+    server: Server, generator: FakeGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.05)
+    generator.one_by_one = True
+    generator.permits.release()
+    body = {"model": "demo", "messages": HI, "max_tokens": 9, "stream": True}
+    try:
+        with open_stream(server, PATH, body, "x-api-key: key") as client:
+            received = read_until(client, b'{"type":"ping"}\n\n')  # the one of every stream
+            assert b"content_block_start" in received
+            received += read_until(client, b'{"type":"ping"}\n\n')
+            assert b"keep-alive" not in received
+    finally:
+        generator.release()
