@@ -10,13 +10,18 @@ A block takes memory from its first use on. So blocks are allocated in this orde
 hold nothing; fresh ones, up to a fraction of all; the least recently used registered ones; the
 other fresh ones.
 
+Models with recurrent layers also have states (state_pool.py). Their sequences continue from a
+prefix only where it has a checkpoint of these, and wait only for one that will get one.
+
 The tensors are in worker/model/attention/kv_cache.py.
 """
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from batching.state_pool import SequenceState, StatePool, StateSegment
 
 # A token's id. At a position of an image, a digest of the image: its tokens are the same for all.
 Content = int | bytes
@@ -36,14 +41,23 @@ class BlockTable:
     prefix: Prefix  # at the end of those
     # of a model runner that has its own cache instead of blocks; opaque to all others
     runner_state: object = None
+    state: SequenceState | None = None  # None: the pool has no states
 
 
 class BlockPool:
-    """`fresh_fraction`: of all blocks, those that are used before registered ones are reused."""
+    """`fresh_fraction`: of all blocks, those that are used before registered ones are reused.
+    `states`: of recurrent layers, None if there are none."""
 
-    def __init__(self, num_blocks: int, block_size: int, fresh_fraction: float = 1.0) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        fresh_fraction: float = 1.0,
+        states: StatePool | None = None,
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.states = states
         self.used = 0
         self._ref_counts = [0] * num_blocks
         # Free blocks: those that hold nothing, last in, first out; registered ones, least recently
@@ -75,17 +89,33 @@ class BlockPool:
         matched: its output is needed."""
         blocks: list[int] = []
         prefix: Prefix = cache_namespace
-        pending = None
+        pending, is_computed = None, True
         for end in range(self.block_size, len(tokens), self.block_size):
             key = (prefix, tuple(tokens[end - self.block_size : end]))
-            if pending is None and (block := self._computed.get(key)) is not None:
+            if is_computed and (block := self._computed.get(key)) is not None:
                 blocks.append(block)
             elif (block := self.computing.get(key)) is not None:
-                pending = key
+                is_computed = False
+                if self.is_awaited(key):
+                    pending = key
             else:
                 break
             prefix = self._prefix_of[block]
         return blocks, pending
+
+    def is_awaited(self, key: BlockKey | None) -> bool:
+        """Return whether a running sequence is computing a block from which others continue."""
+        block = self.computing.get(key) if key else None
+        if block is None:
+            return False
+        return not self.states or self._prefix_of[block] in self.states.planned
+
+    def resumable(self, blocks: Sequence[int]) -> int:
+        """Return after how many of these matched blocks a sequence can continue."""
+        if not self.states:
+            return len(blocks)
+        counts = range(len(blocks), 0, -1)
+        return next((n for n in counts if self._prefix_of[blocks[n - 1]] in self.states), 0)
 
     def count_unused(self, blocks: Sequence[int]) -> int:
         """Return how many of these no sequence uses: taking them leaves fewer free."""
@@ -99,19 +129,26 @@ class BlockPool:
         matched: Sequence[int],
         reserve: int = 0,
         cache_namespace: bytes = SHARED_NAMESPACE,
+        checkpoints: Iterable[int] = (),
     ) -> BlockTable | None:
         """Return a table with room for all `tokens`, which begins with the `matched` blocks; None
         if that would leave fewer than `reserve` free. Later sequences wait for the prompt's other
-        full blocks instead of computing them as well."""
+        full blocks instead of computing them as well. `checkpoints`: numbers of tokens after which
+        the states of recurrent layers are kept."""
         needed = self.blocks_for(len(tokens)) - len(matched) + self.count_unused(matched)
         if needed + reserve > self.free:
             return None
+        state, last = None, self._prefix_of[matched[-1]] if matched else None
+        if self.states:
+            state = self.states.open(last, len(matched) * self.block_size, checkpoints)
+            if state is None:
+                return None
         for block in matched:
             self.used += not self._ref_counts[block]
             self._ref_counts[block] += 1
             self._cached.pop(block, None)
-        prefix = self._prefix_of[matched[-1]] if matched else cache_namespace
-        table = BlockTable(array("i", matched), len(matched), prefix)
+        prefix = cache_namespace if last is None else last
+        table = BlockTable(array("i", matched), len(matched), prefix, state=state)
         self.grow(table, len(tokens))
         self._announce(table, tokens)
         return table
@@ -126,6 +163,8 @@ class BlockPool:
             block = table.blocks[i]
             self.computing[key] = block
             prefix = self._new_prefix(block, key)
+            if self.states and table.state and (i + 1) * size in table.state.positions:
+                self.states.planned.add(prefix)
 
     def grow(self, table: BlockTable, tokens: int) -> bool:
         """Make room for `tokens` in all. Return False, and take nothing, if there are too few
@@ -151,7 +190,12 @@ class BlockPool:
         assert key is not None
         del self._computed[key]
         self._key_of[block] = None
+        self._drop_checkpoint(block)
         return block
+
+    def _drop_checkpoint(self, block: int) -> None:
+        if self.states:
+            self.states.drop(self._prefix_of[block])
 
     def register(self, table: BlockTable, tokens: Sequence[Content], computed: int) -> None:
         """Let other sequences find the full blocks among the first `computed` tokens."""
@@ -161,13 +205,30 @@ class BlockPool:
             if self.computing.get(key) == block:
                 del self.computing[key]
                 self._computed[key] = block
+                if self.states:
+                    self.states.planned.discard(self._prefix_of[block])
             elif (other := self._computed.get(key, self.computing.get(key))) is not None:
                 block = other  # it holds the same tokens: the chain continues from it
             else:
                 self._new_prefix(block, key)
                 self._computed[key] = block
-            table.prefix = self._prefix_of[block]
+            table.prefix = prefix = self._prefix_of[block]
             table.registered += 1
+            if self.states and table.state:
+                self.states.register(table.state, end, prefix)
+
+    # ── states of recurrent layers ──
+
+    def plan_states(self, table: BlockTable, end: int) -> tuple[StateSegment, ...]:
+        """Return the segments of a step that runs a sequence's tokens up to `end`."""
+        return self.states.plan(table.state, end) if self.states and table.state else ()
+
+    def commit_states(self, table: BlockTable, tokens: int) -> None:
+        """Record that the states are those of `tokens` tokens. Those at full blocks are kept."""
+        if self.states and table.state:
+            self.states.commit(table.state, tokens, keep=tokens % self.block_size == 0)
+
+    # ── freeing blocks ──
 
     def trim(self, table: BlockTable, tokens: int) -> None:
         """Free what `grow` took beyond `tokens`; those blocks are allocated next."""
@@ -188,6 +249,7 @@ class BlockPool:
             ):
                 del self._computed[key]
                 self._key_of[block] = None
+                self._drop_checkpoint(block)
 
     def withdraw(self, table: BlockTable) -> None:
         """Let no sequence wait for the blocks that this one has not computed."""
@@ -196,6 +258,9 @@ class BlockPool:
             if key is not None and self.computing.get(key) == block:
                 del self.computing[key]
                 self._key_of[block] = None
+                self._drop_checkpoint(block)  # of another sequence that computed it as well
+                if self.states:
+                    self.states.planned.discard(self._prefix_of[block])
 
     def close(self, table: BlockTable) -> None:
         """Free all blocks; registered ones can be found until their memory is needed."""
@@ -209,6 +274,9 @@ class BlockPool:
                 self._empty.append(block)
             else:
                 self._cached[block] = None
+        if self.states and table.state:
+            self.states.close(table.state)
+            table.state = None
         # chunks of a failed step may keep the table alive, but not what it refers to
         table.blocks, table.runner_state = array("i"), None
 

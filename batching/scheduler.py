@@ -38,7 +38,8 @@ from collections import Counter, abc
 
 from batching.block_pool import BlockPool
 from batching.fair_share import FairShare, WorkOwner, client_share, fair_order, request_share
-from batching.sequence import Chunk, Sequence
+from batching.sequence import Chunk, PrefixedTokens, Sequence
+from batching.state_pool import checkpoint_positions
 
 # An admission leaves a block free for each running sequence to grow into, or else it might be
 # preempted at once; but at most this part of all blocks.
@@ -180,7 +181,11 @@ class ContinuousScheduler:
         self.starved |= any(
             not sequence.background and sequence.owner not in prefilled for sequence in prompts
         )
-        return [self._decode(sequence, draft) for sequence in decoding if sequence.table] + chunks
+        chunks = [self._decode(sequence, draft) for sequence in decoding if sequence.table] + chunks
+        for chunk in chunks:
+            if chunk.table:
+                chunk.states = self.pool.plan_states(chunk.table, chunk.start + chunk.width)
+        return chunks
 
     def _sitting_out(self, ready: list[Sequence], spare_rows: float) -> set[Sequence]:
         """Return the sequences that would more than double the time of a step beside other
@@ -396,12 +401,15 @@ class ContinuousScheduler:
         of its last block is kept, since matching again takes as long as the prefix is."""
         if sequence.scores_prompt or sequence.paused:
             return []
-        if sequence.pending_prefix not in self.pool.computing:
+        if not self.pool.is_awaited(sequence.pending_prefix):
             matched, sequence.pending_prefix = self.pool.match(
                 sequence.contents, sequence.cache_namespace
             )
             if sequence.pending_prefix is None:
-                return matched
+                usable = self.pool.resumable(matched)
+                # where it leaves a prefix of others: later ones may continue from there
+                sequence.branch = len(matched) * self.pool.block_size if matched[usable:] else 0
+                return matched[:usable]
         return None
 
     def _admit(self, sequence: Sequence, matched: list[int]) -> bool:
@@ -412,7 +420,8 @@ class ContinuousScheduler:
                 return False
         else:
             reserve = min(len(self.running), self.pool.num_blocks // RESERVE_DIVISOR)
-            sequence.table = self.pool.open(contents, matched, reserve, namespace)
+            checkpoints = self._checkpoints(sequence) if self.pool.states else ()
+            sequence.table = self.pool.open(contents, matched, reserve, namespace, checkpoints)
             if sequence.table is None:
                 return False
             sequence.computed = len(matched) * self.pool.block_size
@@ -425,6 +434,13 @@ class ContinuousScheduler:
             self.admitted.append(sequence)
         self._add_running(sequence)
         return True
+
+    def _checkpoints(self, sequence: Sequence) -> set[int]:
+        """Return the numbers of tokens after which the states of its prompt are kept."""
+        tokens, shared = sequence.tokens, [sequence.branch]
+        if isinstance(tokens, PrefixedTokens):
+            shared.append(len(tokens.shared))
+        return checkpoint_positions(len(tokens), self.pool.block_size, shared)
 
     # ── prefill ──
 
@@ -494,8 +510,9 @@ class ContinuousScheduler:
         for chunk in chunks:
             sequence = chunk.sequence
             max_len = sequence.prompt_len + sequence.max_tokens
-            if chunk.is_active:
-                sequence.computed = chunk.start + chunk.count - chunk.deferred
+            if chunk.is_active and chunk.table:
+                sequence.computed = chunk.end
+                self.pool.commit_states(chunk.table, chunk.end)
                 if chunk.reaches_end and not chunk.deferred and len(sequence.tokens) + 1 < max_len:
                     sequence.append_placeholder(row)
             row += chunk.to_sample
@@ -507,7 +524,8 @@ class ContinuousScheduler:
         assert sequence.table is not None
         if sequence.scores_prompt:
             sequence.scored = max(sequence.scored, chunk.to_score.stop)
-        sequence.computed = chunk.start + chunk.count - chunk.deferred + max(0, len(sampled) - 1)
+        sequence.computed = chunk.end + max(0, len(sampled) - 1)
+        self.pool.commit_states(sequence.table, sequence.computed)
         if sampled:
             sequence.extend(sampled)
         if chunk.drafts:

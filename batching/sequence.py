@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Self, SupportsIndex, TypeAlias, overload
 
 from batching.block_pool import SHARED_NAMESPACE, BlockKey, BlockTable, Content
 from batching.fair_share import NO_OWNER, WorkOwner
+from batching.state_pool import StateSegment
 
 # A token that the step in flight is to sample has a placeholder in its sequence, by which the next
 # step is scheduled already: a negative number for the row of that step's samples. A model runner
@@ -131,6 +132,7 @@ class Sequence:
     computed: int = 0  # leading tokens whose keys and values are in the cache
     cached: int | None = None  # prompt tokens found in the prefix cache at first admission
     pending_prefix: BlockKey | None = None  # the last block of its prefix that is being computed
+    branch: int = 0  # leading tokens in blocks, after which no state of recurrent layers was kept
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.tokens)
@@ -194,6 +196,8 @@ class Chunk:
     count: int
     drafts: tuple[int, ...] = ()
     deferred: bool = False  # its last token runs again: no token could be sampled
+    # in which slots its states of recurrent layers are
+    states: tuple[StateSegment, ...] = field(init=False, default=())
     table: BlockTable | None = field(init=False)  # the sequence's at construction
     width: int = field(init=False)  # tokens, drafts included
     reaches_end: bool = field(init=False)
@@ -206,6 +210,14 @@ class Chunk:
         self.reaches_end = self.start + self.count == len(sequence.tokens)
         samples = self.reaches_end and sequence.max_tokens
         self.to_sample = 1 + len(self.drafts) if samples else 0
+
+    @property
+    def end(self) -> int:
+        """Leading tokens of the sequence that are computed once the chunk has run, if its drafts
+        are rejected. The states of recurrent layers then stay those before a deferred chunk."""
+        if self.deferred and self.states:
+            return self.start
+        return self.start + self.count - self.deferred
 
     @property
     def is_active(self) -> bool:
@@ -250,6 +262,8 @@ class Batch:
     chunks: abc.Sequence[Chunk] = ()  # one for each span; empty in the batch of a check
     multimodal_spans: abc.Sequence[int] = ()  # those that overlap the part before `end`
     shifts: Mapping[int, int] = field(default_factory=dict)  # of other spans: position id - index
+    # of each span, the slots of recurrent layers' states; empty: there are none
+    states: abc.Sequence[abc.Sequence[StateSegment]] = ()
     offsets: list[int] = field(init=False)  # [spans] index into `ids` at which each begins
     positions: list[int] = field(init=False)  # [T] of each token in its sequence
 
@@ -282,7 +296,9 @@ class Batch:
             ids += sequence.tokens[start : start + chunk.count]
             ids += chunk.drafts
             sampled += range(len(ids) - chunk.to_sample, len(ids))
-        return cls(spans, ids, scored + sampled, len(scored), chunks, multimodal_spans, shifts)
+        states = [chunk.states for chunk in chunks]
+        rows = scored + sampled
+        return cls(spans, ids, rows, len(scored), chunks, multimodal_spans, shifts, states)
 
     @property
     def position_ids(self) -> list[int]:

@@ -26,7 +26,7 @@ from worker.messages.protocol import Generator, Pending, StepReport
 from worker.model.attention.kv_cache import BLOCK, KVCache
 from worker.model.attention.paged import AttentionBackend, AttentionMetadata
 from worker.model.language_model import GeneratorOptions, LanguageModel
-from worker.model.paged_runner import PagedRunner
+from worker.model.paged_runner import PagedRunner, StateSlots
 
 torch.set_num_threads(1)
 logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -60,13 +60,15 @@ def built(name: str, build: Callable[[], abc.Sequence[Any]]) -> LanguageModel:
 def engine(
     model: str, blocks: int = 400, speculation: str = "auto", max_running: int = 256,
     metadata: Callable[[KVCache, Batch], AttentionBackend] = AttentionMetadata,
+    state_sequences: int = 64, checkpoints: int = 64,
 ) -> GenerationEngine:  # fmt: skip
-    """A new engine of a model that is loaded once. Its KV cache is filled with NaN."""
+    """A new engine of a model that is loaded once. Its cache is filled with NaN."""
     language = loaded(model).runner.language
     options = GeneratorOptions("", speculation=speculation, max_running=max_running)
     room = min(language.context, blocks * BLOCK)
-    runner = PagedRunner(language, blocks, room, max_running)
-    for stored in (*runner.cache.keys, *runner.cache.values):
+    slots = StateSlots(state_sequences, checkpoints)
+    runner = PagedRunner(language, blocks, room, max_running, slots)
+    for stored in (*runner.cache.keys, *runner.cache.values, *runner.cache.states):
         stored.fill_(float("nan"))
     runner.metadata = metadata
     return paged_engine(runner, options)
@@ -194,7 +196,9 @@ class Driver:
                 break
             self.step()
         assert not self.generator.busy, "it does not finish"
-        assert self.generator.scheduler.pool.used == 0
+        pool = self.generator.scheduler.pool
+        assert pool.used == 0
+        assert not pool.states or not pool.states.sequences
         assert not self.generator.scheduler.running
         assert not self.generator.scheduler.waiting
 

@@ -13,6 +13,7 @@ from batching.block_pool import BlockPool, BlockTable
 from batching.fair_share import NO_OWNER, WorkOwner, client_share, request_share
 from batching.scheduler import RESERVE_DIVISOR, ContinuousScheduler
 from batching.sequence import Chunk, Sequence, is_placeholder
+from batching.state_pool import NO_SLOT, SequenceState, StatePool
 
 TOKENS = 3  # so few that prefixes are often equal by chance
 NOTHING = 0
@@ -36,6 +37,31 @@ def assert_sound(pool: BlockPool, tables: Collection[BlockTable]) -> None:
     assert {**pool._computed, **pool.computing} == {key: block for block, key in named.items()}
     assert not pool._computed.keys() & pool.computing.keys()
     assert all(users[block] for block in pool.computing.values())
+    if pool.states:
+        assert_sound_states(pool, pool.states, [table.state for table in tables if table.state])
+
+
+def assert_sound_states(
+    pool: BlockPool, states: StatePool, of_sequences: Collection[SequenceState]
+) -> None:
+    assert states.sequences == len(of_sequences) <= states.max_sequences
+    users = [0] * states.num_slots
+    for state in of_sequences:
+        for slot in (state.current, state.target, *state.pending.values()):
+            users[slot] += slot != NO_SLOT
+        assert state.target != state.current
+    for slot in states._checkpoints.values():
+        users[slot] += 1
+    assert states._ref_counts == users
+    assert states.used == sum(map(bool, users))
+    assert sorted(states._empty) == [s for s in range(states._fresh) if not users[s]]
+    pending = sum(len(state.pending) for state in of_sequences)
+    assert states._pending == pending
+    assert pending + len(states._checkpoints) <= states.max_checkpoints
+    registered = {pool._prefix_of[block] for block in pool._computed.values()}
+    computing = {pool._prefix_of[block] for block in pool.computing.values()}
+    assert states._checkpoints.keys() <= registered | computing
+    assert states.planned <= computing
 
 
 def following(tokens: abc.Sequence[int]) -> int:
@@ -48,6 +74,7 @@ class FakeModel:
     def __init__(self, pool: BlockPool) -> None:
         self.size = pool.block_size
         self.memory = [NOTHING] * (pool.num_blocks * pool.block_size)
+        self.states = [BROKEN] * (pool.states.num_slots if pool.states else 0)
         self._numbers: dict[tuple[int, int], int] = {}
 
     def prefixes(self, tokens: Iterable[int]) -> list[int]:
@@ -66,6 +93,7 @@ class FakeModel:
         """Read for all chunks before any writes: a chunk does not see another's part of the step.
         `sampled`: the tokens of the step before, for placeholders."""
         written: dict[int, int] = {}
+        written_states: dict[int, int] = {}
         for chunk in chunks:
             sequence = chunk.sequence
             assert sequence.table is not None
@@ -80,8 +108,29 @@ class FakeModel:
             for slot, prefix in zip(slots[chunk.start : end], prefixes[chunk.start :], strict=True):
                 assert slot not in written
                 written[slot] = BROKEN if sequence in broken else prefix
+            if self.states:
+                self._run_states(chunk, [NOTHING, *prefixes], written_states)
+                if sequence in broken:
+                    written_states |= {segment.target: BROKEN for segment in chunk.states}
+        for slot, prefix in written_states.items():
+            self.states[slot] = prefix
         for slot, prefix in written.items():
             self.memory[slot] = prefix
+
+    def _run_states(
+        self, chunk: Chunk, prefixes: abc.Sequence[int], written: dict[int, int]
+    ) -> None:
+        """Run its segments one after another; none writes a slot that another one reads."""
+        position = chunk.start
+        before: dict[int, int] = {}  # of this chunk
+        for tokens, source, target in chunk.states:
+            assert tokens > 0
+            assert target not in written
+            state = before.get(source, self.states[source]) if source != NO_SLOT else NOTHING
+            assert state == prefixes[position]
+            position += tokens
+            before[target] = written[target] = prefixes[position]
+        assert position == chunk.start + chunk.width
 
 
 class Job:
@@ -120,16 +169,21 @@ class Job:
 
 
 class Simulation:
-    """Random arrivals, cancellations and failures, checked at every step."""
+    """Random arrivals, cancellations and failures, checked at every step. `is_recurrent`: the model
+    has recurrent layers."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, is_recurrent: bool = False) -> None:
         self.chance = chance = random.Random(seed)
         self.max_len = chance.randint(2, 44)  # prompt and output
         size = chance.choice((1, 2, 4, 16))
         blocks = -(-self.max_len // size)
         count = int(blocks * chance.choice((1, 1.3, 2, 3, 8)))
-        self.pool = BlockPool(count, size, fresh_fraction=(0, 0.3, 1)[seed % 3])
-        self.scheduler = ContinuousScheduler(self.pool, chance.choice((1, 3, 8, 16)))
+        running = chance.choice((1, 3, 8, 16))
+        states = None
+        if is_recurrent:
+            states = StatePool(max(1, running - seed % 3 * 2), seed % 7 * 2)
+        self.pool = BlockPool(count, size, fresh_fraction=(0, 0.3, 1)[seed % 3], states=states)
+        self.scheduler = ContinuousScheduler(self.pool, running)
         self.model = FakeModel(self.pool)
         self.budget = chance.choice((2, 8, 30, 200))
         self.prefixes = [self._tokens(self.max_len) for _ in range(3)]
@@ -161,6 +215,7 @@ class Simulation:
         assert whole is not None  # no block stays registered when its memory is needed
         self.pool.close(whole)
         assert not self.pool._computed
+        assert not self.pool.states or not self.pool.states.used
 
     def _tokens(self, max_len: int) -> list[int]:
         return [self.chance.randrange(TOKENS) for _ in range(self.chance.randint(1, max_len))]
@@ -201,7 +256,7 @@ class Simulation:
 
     def _draft(self, sequence: Sequence) -> tuple[int, ...]:
         job = self.jobs[sequence]
-        if sequence.has_placeholder:
+        if sequence.has_placeholder or self.pool.states:
             return ()
         limit = min(job.remaining - 1, self.chance.choice((0, 0, 1, 2, 5)))
         right = job.expected[len(sequence.tokens) :][: max(0, limit)]
@@ -256,6 +311,7 @@ class Simulation:
     def _count(self, chunks: abc.Sequence[Chunk]) -> None:
         self.seen["preempted"] += self.scheduler.preempted
         self.seen["cached"] += sum(s.cached or 0 for s in self.scheduler.admitted)
+        self.seen["divided"] += sum(len(c.states) > 1 for c in chunks)
         self.seen["chunked"] += sum(c.start > 0 and c.count > 1 for c in chunks)
         self.seen["drafted"] += sum(len(chunk.drafts) for chunk in chunks)
         self.seen["waiting for a prefix"] += len(waiting_for_prefix(self.scheduler))
@@ -463,6 +519,9 @@ class Before:
             assert all(s < first for s in admitted)
         slots = scheduler.max_running - len(scheduler.running) - passed
         matched = [] if first.scores_prompt else pool.match(first.tokens)[0]
+        matched = matched[: pool.resumable(matched)]
+        if pool.states and pool.states.sequences == pool.states.max_sequences:
+            return
         wanted = pool.blocks_for(len(first.tokens)) - len(matched) + pool.count_unused(matched)
         for_drafts = sum(
             len(c.sequence.table.blocks) - pool.blocks_for(len(c.sequence.tokens))

@@ -148,6 +148,72 @@ BUILDERS: dict[str, Callable[[], list[Any]]] = {
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     ),
 }
+# Models with recurrent layers.
+LINEAR = {
+    **GROUPED,
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 16,
+}
+RECURRENT: dict[str, Callable[[], list[Any]]] = {
+    "mamba": decoder("MambaConfig", state_size=8),
+    "mamba2": decoder(
+        "Mamba2Config", state_size=8, num_heads=8, head_dim=8, n_groups=2, chunk_size=16
+    ),
+    "qwen3.5": decoder("Qwen3_5TextConfig", **LINEAR),
+    "qwen3-next": decoder(
+        "Qwen3NextConfig", **{**EXPERTS, **LINEAR}, shared_expert_intermediate_size=32
+    ),
+    "lfm2": decoder("Lfm2Config", **GROUPED, layer_types=["conv", "full_attention"]),
+    "bamba": decoder("BambaConfig", **GROUPED, **MAMBA, attn_layer_indices=[1]),
+    "falcon-h1": decoder("FalconH1Config", **GROUPED, **MAMBA, mamba_d_ssm=64),
+    "granite4": decoder(
+        "GraniteMoeHybridConfig",
+        **GROUPED,
+        **MAMBA,
+        layer_types=["linear_attention", "full_attention"],
+        num_local_experts=4,
+        shared_intermediate_size=32,
+    ),
+    "jamba": decoder(
+        "JambaConfig",
+        **GROUPED,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        num_experts=4,
+        mamba_d_state=8,
+        mamba_dt_rank=4,
+    ),
+    "olmo-hybrid": decoder(
+        "OlmoHybridConfig",
+        **{**LINEAR, "num_key_value_heads": 4, "linear_num_key_heads": 4},
+    ),
+    "kimi-linear": decoder(
+        "KimiLinearConfig",
+        num_key_value_heads=4,
+        moe_intermediate_size=32,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=12,
+        linear_head_dim=8,
+        linear_num_heads=4,
+        layer_types=["linear_attention", "full_attention"],
+        mlp_layer_types=["dense", "sparse"],
+    ),
+}
 # Models that do not run on a paged cache.
 UNPAGED: dict[str, Callable[[], list[Any]]] = {
     "bloom": decoder("BloomConfig", n_layer=2, n_head=4),
@@ -243,4 +309,4 @@ def skip_where_capping_is_ignored(name: str) -> None:
 
 WINDOWED = ("mistral", "gemma2", "gemma3", "starcoder2", "cohere2", "gpt-oss")
 ARCHITECTURES = sorted(BUILDERS)
-BUILDERS |= UNPAGED | LONG_ROPES | UNFIXABLE | WIDE
+BUILDERS |= RECURRENT | UNPAGED | LONG_ROPES | UNFIXABLE | WIDE

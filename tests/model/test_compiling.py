@@ -78,10 +78,15 @@ def test_the_compiled_model_is_used_and_gives_the_same_logits(
         batch = Batch(spans, [1 + n % 50 for n in range(width)], range(width))
         logits = runner.forward(batch)
         assert runner.model is not eager
-        language.compare(logits, run_model(eager, batch, AttentionMetadata(runner.cache, batch)))
+        language.compare(
+            logits, run_model(runner.language, batch, AttentionMetadata(runner.cache, batch))
+        )
         # the operation in the graph falls back to torch's attention in steps of that backend
         language.compare(
-            logits, run_model(runner.model, batch, AttentionMetadata(runner.cache, batch))
+            logits,
+            run_model(
+                runner.language, batch, AttentionMetadata(runner.cache, batch), model=runner.model
+            ),
         )
     spans = [Span([3, 4], start, end - start) for start, end in pairwise((0, 5, 6, 7, 10))]
     logits = torch.cat([run_tokens(runner, span) for span in spans])

@@ -60,9 +60,11 @@ def drafting(
 def check_parity(
     model: str, features: frozenset[str], seed: int, monkeypatch: pytest.MonkeyPatch,
     metadata: Callable[[KVCache, Batch], AttentionBackend] = AttentionMetadata,
+    texts: Sequence[list[int]] = (),
 ) -> None:  # fmt: skip
-    """Serve 32 prompts at random times. Each feature occurs if and only if it is on."""
-    texts = prompts(seed, LENGTHS)
+    """Serve `texts`, or 32 prompts, at random times. Each feature occurs if and only if it is
+    on."""
+    texts = texts or prompts(seed, LENGTHS)
     prefill = PREFILL_TOKENS if "chunked prefill" in features else 512
     monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", {"cpu": prefill})
     monkeypatch.setattr(scheduler, "MIN_PREFILL_TOKENS", prefill)  # whatever was measured

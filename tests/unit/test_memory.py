@@ -23,7 +23,7 @@ from worker.generation import loading as generation_loading
 from worker.model import loading
 from worker.model.attention.kv_cache import BLOCK, KVCache, LayerShape
 from worker.model.language_model import GeneratorOptions, LanguageModel
-from worker.model.paging import cache_blocks
+from worker.model.paging import cache_blocks, cache_bytes
 from worker.speech.loading import ROWS_MEMORY_SHARE, max_rows
 from worker.speech.row_cache import row_bytes
 
@@ -185,13 +185,15 @@ def test_engines_share_the_free_memory(engines: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(device, "free_bytes", lambda _: 64 << 20)
     language, caches = language_on_cpu(), list[KVCache]()
     for later in reversed(range(engines)):
-        blocks = cache_blocks(language, None, 1 << 30, later)
+        blocks = cache_blocks(language, cache_bytes(language, None, later), 1 << 30)
         caches.append(KVCache(language.layers, blocks, language.dtype, CPU))
     sizes = [sum(tensor.nbytes for tensor in (*c.keys, *c.values)) for c in caches]
     expected = (64 << 20) / (engines + 1)
     assert sizes == pytest.approx([expected] * engines, rel=0.02)
     assert max_rows(whisper()) == ROWS_MEMORY_SHARE * expected // row_bytes(whisper())
-    assert cache_blocks(language, 0.05, 1 << 30) == 0.05e9 // (BLOCK * 8 * 128 * 4)
+    assert cache_blocks(language, cache_bytes(language, 0.05), 1 << 30) == 0.05e9 // (
+        BLOCK * 8 * 128 * 4
+    )
     caches.clear()
     assert unreserved_bytes(CPU) == 64 << 20
 

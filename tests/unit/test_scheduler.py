@@ -49,6 +49,23 @@ def test_random_schedules_give_each_sequence_its_own_output(
         assert seen[f"{event} while waiting"] > 10
 
 
+@pytest.mark.parametrize("group", matrix(range(6), 0))
+def test_random_schedules_continue_from_the_states_of_their_tokens(group: int) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(140 * group, 140 * (group + 1)):
+        simulation = Simulation(seed, is_recurrent=True)
+        try:
+            simulation.play()
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise
+        seen += simulation.seen
+    for event in ("cached", "chunked", "divided", "placeholders", "dropped"):
+        assert seen[event] > 100
+    for event in ("preempted", "waiting for a prefix"):
+        assert seen[event] > 10
+
+
 def scheduler_of(blocks: int, size: int = 4, max_running: int = 64) -> ContinuousScheduler:
     return ContinuousScheduler(BlockPool(blocks, size), max_running)
 

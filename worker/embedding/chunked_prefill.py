@@ -27,7 +27,7 @@ from worker.model.attention.kv_cache import BLOCK
 from worker.model.language_model import LanguageModel
 from worker.model.loading import is_worth_compiling
 from worker.model.paged_runner import PagedRunner
-from worker.model.paging import PagingCheck, cache_blocks
+from worker.model.paging import PagingCheck, cache_blocks, cache_bytes
 
 # Tokens of KV cache beyond the longest text, if memory allows.
 EXTRA_CACHE_TOKENS = 1 << 16
@@ -143,7 +143,10 @@ def load_chunked_prefill(
     Raises CannotRun where the model does not run paged, and leaves it unchanged."""
 
     def check_room() -> None:
-        if cache_blocks(language, None, limit + BLOCK) * BLOCK < limit or limit > language.context:
+        if language.states:
+            raise CannotRun("its recurrent layers have states")
+        blocks = cache_blocks(language, cache_bytes(language, None), limit + BLOCK)
+        if blocks * BLOCK < limit or limit > language.context:
             raise CannotRun(f"memory is too small for keys and values of {limit} tokens")
 
     try:
@@ -153,7 +156,8 @@ def load_chunked_prefill(
     check.enable()
     compiles = is_worth_compiling(compile, language.parameters)
     language.pack_weights("none", check.compare, native=compiles)
-    blocks = cache_blocks(language, None, limit + EXTRA_CACHE_TOKENS)
+    room = cache_bytes(language, None)
+    blocks = cache_blocks(language, room, limit + EXTRA_CACHE_TOKENS)
     runner = PagedRunner(language, blocks, limit, max_running=0)
     if compiles:
         runner.compile()

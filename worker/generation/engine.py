@@ -200,7 +200,10 @@ class GenerationEngine:
             return  # running sequences use all blocks
         try:
             for start, count in ((0, 2), (2, 1)):
-                logits = self.runner.forward(Batch.from_chunks([Chunk(sequence, start, count)]))
+                chunk = Chunk(sequence, start, count)
+                chunk.states = pool.plan_states(sequence.table, chunk.end)
+                logits = self.runner.forward(Batch.from_chunks([chunk]))
+                pool.commit_states(sequence.table, chunk.end)
                 if not bool(logits.isfinite().all()):
                     raise ItemFailed("the model's output is not a number")
                 tokens.append(0)
@@ -444,7 +447,7 @@ class GenerationEngine:
 
     def _report(self) -> StepReport:
         scheduler, admitted = self.scheduler, self.scheduler.admitted
-        paged = not scheduler.whole_prompts
+        paged, states = not scheduler.whole_prompts, scheduler.pool.states
         items = [self._outputs[sequence].item for sequence in admitted]
         for item in items:
             item.started_at = item.started_at or self._step_started
@@ -458,6 +461,8 @@ class GenerationEngine:
             saturated=scheduler.starved,
             blocks_used=scheduler.pool.used if paged else 0,
             blocks_total=scheduler.pool.num_blocks if paged else 0,
+            states_used=states.used if states else 0,
+            states_total=states.num_slots if states else 0,
             total_s=time.monotonic() - self._step_started,
             waits_s=tuple(self._step_started - item.accepted_at for item in items),
         )

@@ -110,14 +110,16 @@ def paged_engine(
     fresh_fraction = 1.0 if is_reserved else PREFIX_FRACTION
 
     def new_scheduler() -> ContinuousScheduler:
-        pool = BlockPool(runner.blocks, BLOCK, fresh_fraction)
+        states = runner.slots.pool() if runner.language.states else None
+        pool = BlockPool(runner.blocks, BLOCK, fresh_fraction, states)
         return ContinuousScheduler(pool, options.max_running)
 
     return GenerationEngine(
         runner,
         InputProcessor(runner.language, runner.max_model_len, image_preprocessor=preprocessor),
         new_scheduler,
-        speculates=options.speculation == "auto",
+        # a rejected draft would have changed the states of recurrent layers
+        speculates=options.speculation == "auto" and not runner.language.states,
     )
 
 

@@ -87,6 +87,8 @@ class StepReport:
     saturated: bool = False  # foreground sequences had no room in the step
     blocks_used: int = 0
     blocks_total: int = 0
+    states_used: int = 0  # slots of recurrent layers' states
+    states_total: int = 0
     total_s: float = 0.0
     waits_s: tuple[float, ...] = ()  # from acceptance to admission, one per admitted sequence
 

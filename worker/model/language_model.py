@@ -26,8 +26,9 @@ from transformers.models.auto.modeling_auto import (
 from worker.device.device import free_bytes
 from worker.device.self_check import TOLERANCE, CannotRun, compare, explicit_masks
 from worker.messages.generation import TEXT_ONLY
-from worker.model.attention.kv_cache import LayerShape
+from worker.model.attention.kv_cache import LayerShape, StateShape
 from worker.model.attention.native import NATIVE_DTYPES, try_load_native_ops
+from worker.model.attention.recurrent import RecurrentModule
 from worker.model.cpu import linear
 from worker.model.cpu.linear import emulates_dtype, pack_weights, packs_dtype, quantize_weights
 from worker.model.generation_config import (
@@ -102,6 +103,9 @@ class LanguageModel:
         # one entry per layer, set by paging.py; a window of 0 means none
         self.layers: list[LayerShape] = []
         self.windows: list[int] = []
+        # of recurrent layers, set by paging.py
+        self.recurrent: list[RecurrentModule] = []
+        self.states: list[StateShape] = []
         # width of the logits, which may exceed the tokenizer's number of tokens
         self.vocab_size = int(self.config.vocab_size)
 

@@ -15,13 +15,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import FunctionType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from batching.sequence import Batch, Span
+from batching.state_pool import MAX_CHECKPOINTS, NO_SLOT, StatePool, StateSegment
 from worker.cores import unpin
 from worker.device.async_copy import fill_placeholders, to_device
 from worker.device.self_check import CannotRun, length_beyond_windows
@@ -36,6 +37,7 @@ from worker.model.attention.paged import (
     forward_context,
     has_bidirectional_spans,
 )
+from worker.model.attention.recurrent import PackedStates
 from worker.model.cpu.linear import use_bf16_weights, use_native_linear
 from worker.model.cuda_graphs import (
     SIZES,
@@ -58,17 +60,38 @@ COMPILED_WIDTHS = (24, 7, 1, 7)
 CPU_COMPILE_SETTINGS = {"freezing": True, "cpp.dynamic_threads": True}
 
 
+class StateSlots(NamedTuple):
+    """How many sequences may have states of recurrent layers, and how many checkpoints of such
+    states are kept."""
+
+    sequences: int
+    checkpoints: int
+
+    @property
+    def total(self) -> int:
+        return 2 * self.sequences + self.checkpoints
+
+    def pool(self) -> StatePool:
+        return StatePool(self.sequences, self.checkpoints)
+
+
 class PagedRunner:
     """Runs batches of a language model over a paged cache.
 
     `blocks`: number of cache blocks that sequences share. `max_model_len`: tokens of the longest
-    sequence. `max_running`: most sequences in a step; 0: no CUDA graphs.
+    sequence. `max_running`: most sequences in a step; 0: no CUDA graphs. `slots`: of recurrent
+    layers' states; None: as many as run, and a few checkpoints.
     """
 
     idempotent = True  # a batch may be run again with other tokens: only the last run counts
 
     def __init__(
-        self, language: LanguageModel, blocks: int, max_model_len: int, max_running: int
+        self,
+        language: LanguageModel,
+        blocks: int,
+        max_model_len: int,
+        max_running: int,
+        slots: StateSlots | None = None,
     ) -> None:
         self.language = language
         self.decoder_hook = DecoderHook(language.model) if language.is_multimodal else None
@@ -76,9 +99,8 @@ class PagedRunner:
         self.blocks = blocks
         self.max_model_len = max_model_len
         self.compile_state: Literal["running", "done", "off"] = "off"
-        self.cache = KVCache(
-            language.layers, blocks + SPARE_BLOCKS, language.dtype, language.device
-        )
+        self.slots = slots or StateSlots(max(1, max_running), 2 * MAX_CHECKPOINTS)
+        self.cache = new_cache(language, blocks + SPARE_BLOCKS, self.slots.total)
         self.model: Callable[..., Any] = language.model  # or its compiled copy, unless eager
         self.metadata: Callable[[KVCache, Batch], AttentionBackend] = AttentionMetadata
         self._compiled: Callable[..., Any] | None = None  # set by the thread, for the next step
@@ -102,13 +124,14 @@ class PagedRunner:
             return self._run_multimodal(batch, sampled, eager)
         if eager:
             metadata = self.metadata(self.cache, batch)
-            return run_model(self.language.model, batch, metadata, sampled)
+            return run_model(self.language, batch, metadata, sampled)
         if self._graphs and self._graphs.supports(batch):
             return self._graphs.forward(batch, sampled)
         return self._run(batch, sampled)
 
     def _run(self, batch: Batch, sampled: Tensor | None = None) -> Tensor:
-        return run_model(self.model, batch, self.metadata(self.cache, batch), sampled)
+        metadata = self.metadata(self.cache, batch)
+        return run_model(self.language, batch, metadata, sampled, model=self.model)
 
     def _run_multimodal(self, batch: Batch, sampled: Tensor | None, eager: bool) -> Tensor:
         """Run a batch with image tokens through a decoder hook: the compiled model's if only
@@ -122,10 +145,10 @@ class PagedRunner:
         hook = hook or self.decoder_hook
         assert hook is not None
         with hook.inject(to_device(indices.numpy(), self.cache.device), rows):
-            return run_model(hook.model, batch, metadata, sampled, positions)
+            return run_model(self.language, batch, metadata, sampled, positions, hook.model)
 
     def _capture(self) -> CudaGraphs | None:
-        if self.language.device.type != "cuda" or not self._rows:
+        if self.language.device.type != "cuda" or not self._rows or self.language.states:
             return None
         blocks = min(self.blocks, -(-self.max_model_len // BLOCK))
         metadata = RowsMetadata(self.cache, self._rows, blocks)
@@ -205,28 +228,28 @@ class PagedRunner:
         longest = length_beyond_windows(language.config, language.context - 2, 3 * BLOCK)
         blocks = -(-longest // BLOCK)
         tables = range(1, 2 * blocks, 2), range(0, 2 * blocks, 2)
-        shape = language.layers, 2 * blocks, language.dtype, language.device
-        caches = KVCache(*shape), KVCache(*shape)
+        caches = new_cache(language, 2 * blocks, 4), new_cache(language, 2 * blocks, 4)
         ends = (0, longest // 2, longest - 1, longest), (0, 3, longest // 2, longest // 2 + 1)
-        for chunks in zip(*map(itertools.pairwise, ends), strict=True):
+        for step, chunks in enumerate(zip(*map(itertools.pairwise, ends), strict=True)):
             spans = [
                 Span(t, start, end - start) for t, (start, end) in zip(tables, chunks, strict=True)
             ]
-            batch = _check_batch(language, spans)
+            slots = [(2 * n + (step + 1) % 2, 2 * n + step % 2) for n in range(len(tables))]
+            batch = _check_batch(language, spans, slots)
             backends = (AttentionMetadata, checked)
-            steps = [kind(cache, batch) for kind, cache in zip(backends, caches, strict=True)]
-            reference, logits = (run_model(language.model, batch, step) for step in steps)
+            layouts = [kind(cache, batch) for kind, cache in zip(backends, caches, strict=True)]
+            reference, logits = (run_model(language, batch, layout) for layout in layouts)
             language.compare(logits, reference)
 
     def _check_compiled(self, compiled: Callable[..., Any]) -> None:
         """Raise CannotRun unless the compiled model gives the logits of the eager one."""
         language = self.language
-        cache = KVCache(language.layers, 2, language.dtype, language.device)
+        cache = new_cache(language, 2, 2)
         for width in COMPILED_WIDTHS:
-            batch = _check_batch(language, [Span([0, 1], 0, width)])
+            batch = _check_batch(language, [Span([0, 1], 0, width)], [(1, 0)])
             metadata = self.metadata(cache, batch)
-            reference = run_model(language.model, batch, metadata)
-            language.compare(run_model(compiled, batch, metadata), reference)
+            reference = run_model(language, batch, metadata)
+            language.compare(run_model(language, batch, metadata, model=compiled), reference)
             if language.is_multimodal:
                 self._check_injected(compiled, batch, metadata)
 
@@ -240,35 +263,51 @@ class PagedRunner:
         for model in (language.model, compiled):
             hook = DecoderHook(model)
             with hook.inject(indices, {"inputs_embeds": rows.to(language.device)}):
-                outputs.append(run_model(hook.model, batch, metadata))
+                outputs.append(run_model(language, batch, metadata, model=hook.model))
         language.compare(outputs[1], outputs[0])
 
 
-def _check_batch(language: LanguageModel, spans: Sequence[Span]) -> Batch:
-    """Return a batch of arbitrary tokens in these spans, with the logits of all rows."""
+def new_cache(language: LanguageModel, blocks: int, slots: int) -> KVCache:
+    """Return a cache for the keys and values of a model's layers, and for their states."""
+    return KVCache(language.layers, blocks, language.dtype, language.device, language.states, slots)
+
+
+def _check_batch(
+    language: LanguageModel, spans: Sequence[Span], slots: Sequence[tuple[int, int]]
+) -> Batch:
+    """Return a batch of arbitrary tokens in these spans, with the logits of all rows. `slots`: of
+    the states that each span reads, unless it is the first, and writes."""
     width = sum(span.width for span in spans)
     ids = [1 + 7 * n % (language.vocab_size - 1) for n in range(width)]
-    return Batch(spans, ids, range(width))
+    states = [
+        (StateSegment(span.width, source if span.start else NO_SLOT, target),)
+        for span, (source, target) in zip(spans, slots, strict=True)
+    ]
+    return Batch(spans, ids, range(width), states=states)
 
 
 @torch.inference_mode()
 def run_model(
-    model: Callable[..., Any], batch: Batch, metadata: AttentionBackend,
+    language: LanguageModel, batch: Batch, metadata: AttentionBackend,
     sampled: Tensor | None = None, positions: Tensor | None = None,
+    model: Callable[..., Any] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Run a model whose layers attend by `metadata`.
+    """Run a language model whose layers attend by `metadata`.
 
     `sampled`: tokens for the placeholders in the batch's ids. `positions`: the model's position
-    ids, if they are not the batch's own. Return the logits [R, vocabulary] of the batch's rows, or
-    the hidden states [R, H] of a model without a head.
+    ids, if they are not the batch's own. `model`: a copy of the model to call. Return the logits
+    [R, vocabulary] of the batch's rows, or the hidden states [R, H] of a model without a head.
     """
     device = metadata.cache.device
     if positions is None:
         row = to_device(batch.position_ids, device) if batch.shifts else metadata.positions
         positions = row[None]
     rows = to_device(batch.rows, device)
-    with forward_context(metadata):
-        output = model(
+    states = None
+    if language.recurrent:
+        states = PackedStates(language.recurrent, metadata.cache, batch)
+    with forward_context(metadata, states):
+        output = (model or language.model)(
             input_ids=fill_placeholders(to_device([batch.ids], device), sampled),
             position_ids=positions.clone(),  # a new tensor, as the compiler's guards expect
             use_cache=False,

@@ -7,7 +7,7 @@ the prompts is narrowed on both sides, which detects layers that rely on the mod
 pass the window on.
 """
 
-import functools
+import inspect
 import itertools
 import logging
 from collections.abc import Callable, Sequence
@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from batching.sequence import Batch, Span
+from batching.state_pool import MAX_CHECKPOINTS, SequenceState, StatePool, StateSegment
 from worker.device.device import unreserved_bytes
 from worker.device.self_check import (
     MIN_PROMPT_TOKENS,
@@ -33,15 +34,21 @@ from worker.device.self_check import (
 from worker.error_classification import first_line
 from worker.model.attention.kv_cache import BLOCK, KVCache, LayerShape
 from worker.model.attention.paged import ATTENTION, AttentionMetadata, SpanGroup
+from worker.model.attention.recurrent import RecurrentProbe, install, uninstall
 from worker.model.language_model import GeneratorOptions, LanguageModel
 from worker.model.loading import GB, LoadingFailed, is_worth_compiling
-from worker.model.paged_runner import PagedRunner, run_model
+from worker.model.paged_runner import PagedRunner, StateSlots, new_cache, run_model
 
 log = logging.getLogger("onequeue.paging")
 
 PROBE = "onequeue_probe"  # the attention function that records the layers
 # Position limit of a sequence at the end of the context: so many keys are gathered quickly.
 MAX_FAR_POSITION = 1 << 17
+# Tokens of the longest prompt where layers are recurrent: more than two of their chunks.
+MIN_RECURRENT_TOKENS = 150
+# Kinds of layers that have states besides keys and values, by the kind of their attention.
+HYBRID_KINDS = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
+NO_ATTENTION = LayerShape(0, 0, 0)
 # A window that the prompts of the check exceed.
 NARROW_WINDOW = 5
 # Share of the memory that is free after loading, for the keys and values of one model.
@@ -64,7 +71,9 @@ def load_paged_runner(
     language.pack_weights(options.quantization, check.compare, native)
     length = min(options.max_model_len or language.context, language.context)
     max_tokens = options.max_running * length
-    blocks = cache_blocks(language, options.kv_cache_gb, max_tokens, options.later_caches)
+    room = cache_bytes(language, options.kv_cache_gb, options.later_caches)
+    slots = state_slots(language, room, options.max_running)
+    blocks = cache_blocks(language, room - slots.total * state_bytes(language), max_tokens)
     max_model_len = min(length, blocks * BLOCK)
     if options.max_model_len and max_model_len < options.max_model_len:
         raise LoadingFailed(
@@ -73,24 +82,54 @@ def load_paged_runner(
         )
     language.rotary.fix(max_model_len)
     log.info("cache blocks=%d tokens=%d context=%d", blocks, blocks * BLOCK, max_model_len)
-    return PagedRunner(language, blocks, max_model_len, options.max_running)
+    if language.states:
+        log.info(
+            "states bytes=%d sequences=%d checkpoints=%d",
+            state_bytes(language), slots.sequences, slots.checkpoints,
+        )  # fmt: skip
+    return PagedRunner(language, blocks, max_model_len, options.max_running, slots)
 
 
-def cache_blocks(
-    language: LanguageModel, size_gb: float | None, max_tokens: int, later_caches: int = 0
-) -> int:
-    """Return the number of cache blocks to allocate, at most for `max_tokens` tokens.
+def cache_bytes(language: LanguageModel, size_gb: float | None, later_caches: int = 0) -> float:
+    """Return the size of a model's cache: `size_gb`, None: a share of the free memory that no other
+    cache has reserved, which leaves as much for each of `later_caches`."""
+    if size_gb is not None:
+        return size_gb * GB
+    share = CACHE_SHARE[language.device.type]
+    return unreserved_bytes(language.device) * share / (1 + share * later_caches)
 
-    `size_gb`: size of the cache, None: a share of the free memory that no other cache has reserved,
-    which leaves as much for each of `later_caches`. Raise LoadingFailed if that is less than two
-    blocks.
+
+def state_bytes(language: LanguageModel) -> int:
+    """Return the size of a slot: the states of recurrent layers for one sequence."""
+    return sum(state.nbytes for state in language.states)
+
+
+def state_slots(language: LanguageModel, room: float, max_running: int) -> StateSlots:
+    """Divide a cache of `room` bytes: half of it is for states of sequences, if so many run, and a
+    quarter for checkpoints.
+
+    Raise LoadingFailed if it holds no sequence's states.
+    """
+    if not language.states:
+        return StateSlots(0, 0)
+    size = state_bytes(language)
+    sequences = min(max_running, int(room / 2 // (2 * size)))
+    if not sequences:
+        raise LoadingFailed(
+            f"the states of its recurrent layers need {4 * size / 1e6:.1f} MB and there is room "
+            f"for {room / 1e6:.1f} MB"
+        )
+    most = sequences * MAX_CHECKPOINTS
+    return StateSlots(sequences, min(most, int(room / 4 // size)))
+
+
+def cache_blocks(language: LanguageModel, room: float, max_tokens: int) -> int:
+    """Return the number of blocks for a cache of `room` bytes, at most for `max_tokens` tokens.
+
+    Raise LoadingFailed if that is less than two blocks.
     """
     sizes = sum(layer.heads * (layer.key_size + layer.value_size) for layer in language.layers)
-    block_bytes = BLOCK * sizes * language.dtype.itemsize
-    share = CACHE_SHARE[language.device.type]
-    room = unreserved_bytes(language.device) * share / (1 + share * later_caches)
-    if size_gb is not None:
-        room = size_gb * GB
+    block_bytes = max(1, BLOCK * sizes * language.dtype.itemsize)
     blocks = min(int(room // block_bytes), -(-max_tokens // BLOCK))
     if blocks < 2:
         raise LoadingFailed(
@@ -120,7 +159,11 @@ class PagingCheck:
         self.extra_check = extra_check
         self.model = language.model
         limit = language.context - 2
-        longest = length_beyond_windows(language.config, limit, MIN_PROMPT_TOKENS + BLOCK)
+        self.probe = RecurrentProbe(language.decoder, language.decoder.config)
+        shortest = MIN_PROMPT_TOKENS + BLOCK
+        if self.probe.cache is not None:  # more than the chunks of linear attention
+            shortest = MIN_RECURRENT_TOKENS
+        longest = length_beyond_windows(language.config, limit, shortest)
         widths = [min(3, longest), longest, longest - longest // 4]
         self.prompts = random_prompts(self.model, language.tokenizer, widths)
         with explicit_masks(language.decoder) if language.is_multimodal else nullcontext():
@@ -150,6 +193,8 @@ class PagingCheck:
                 self._compare_narrow(self.narrow_reference)
         except Exception as error:
             decoder.set_attn_implementation(before)
+            uninstall(self.language.recurrent)
+            self.language.recurrent, self.language.states = [], []
             if isinstance(error, CannotRun):
                 raise
             raise CannotRun(f"a packed step failed: {first_line(error)[:200]}") from error
@@ -159,26 +204,48 @@ class PagingCheck:
     @torch.inference_mode()
     def _probe_layers(self) -> None:
         """Run the model with an attention function that records each layer."""
+        language, probe = self.language, self.probe
         recorded: dict[int, tuple[LayerShape, int]] = {}
-        record = functools.partial(_record, recorded, self.language.is_multimodal)
+
+        def record(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+            probe.record_attention()
+            return _record(recorded, language.is_multimodal, *args, **kwargs)
+
         AttentionInterface.register(PROBE, record)
         set_attention(self.language.decoder, PROBE)
         positions = torch.arange(2, device=self.model.device)[None]
-        self.model(input_ids=positions * 0, position_ids=positions, use_cache=False)
-        config = self.language.config
-        if sorted(recorded) != list(range(config.num_hidden_layers)):
+        with probe.recording():
+            self._call(
+                input_ids=positions * 0, position_ids=positions, **probe.arguments(self.model)
+            )
+        config = language.config
+        layers = config.num_hidden_layers
+        if not probe.attending(layers) <= recorded.keys() <= set(range(layers)):
             raise CannotRun("not every layer calls a registered attention function")
-        kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(recorded)
-        for layer in range(len(recorded)):
-            (shape, window), kind = recorded[layer], kinds[layer]
+        language.recurrent, language.states = probe.find()
+        install(language.recurrent)
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
+        for layer in range(layers):
+            if layer not in recorded:
+                language.layers.append(NO_ATTENTION)
+                language.windows.append(0)
+                continue
+            (shape, window), kind = recorded[layer], HYBRID_KINDS.get(kinds[layer], kinds[layer])
             if kind == "chunked_attention":
                 shape = replace(shape, chunk=int(config.attention_chunk_size))
             elif kind not in ("full_attention", "sliding_attention"):
                 raise CannotRun(f"it has layers of {kind}")
             elif kind == "sliding_attention" and not window:
                 raise CannotRun("its attention function is not passed its sliding window")
-            self.language.layers.append(shape)
-            self.language.windows.append(window)
+            language.layers.append(shape)
+            language.windows.append(window)
+
+    def _call(self, **inputs: Any) -> Any:
+        """Call the model with those inputs that it takes."""
+        names = inspect.signature(self.model.forward).parameters
+        if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in names.values()):
+            inputs = {name: value for name, value in inputs.items() if name in names}
+        return self.model(**inputs)
 
     # ── the reference ──
 
@@ -221,12 +288,14 @@ class PagingCheck:
     def compare(self) -> None:
         """Raise CannotRun unless paged steps give the reference's logits: chunks of the prompts in
         shared batches, and a last token beside one near the end of the context."""
-        cache, tables = self._compare(self.prompts, self.reference)
+        cache, tables, states = self._compare(self.prompts, self.reference)
         far = min(self.language.context, MAX_FAR_POSITION) - 1
         last = len(self.prompts[1]) - 1
         spans = [Span(tables[1], last, 1), Span([0] * (far // BLOCK + 1), far, 1)]
-        batch = Batch(spans, [self.prompts[1][last], self.prompts[0][0]], range(2))
-        logits = run_model(self.model, batch, AttentionMetadata(cache, batch))
+        segments = [[StateSegment(1, states[n].current, states[n].target)] for n in (1, 0)]
+        ids = [self.prompts[1][last], self.prompts[0][0]]
+        batch = Batch(spans, ids, range(2), states=segments)
+        logits = run_model(self.language, batch, AttentionMetadata(cache, batch))
         self.language.compare(logits[:1], self.reference[1][last:])
         self.extra_check()
 
@@ -239,12 +308,16 @@ class PagingCheck:
     def _compare(
         self, prompts: Sequence[Sequence[int]], reference: Sequence[Tensor],
         metadata: type[AttentionMetadata] = AttentionMetadata,
-    ) -> tuple[KVCache, list[range]]:  # fmt: skip
-        """Compare chunk by chunk; return the cache with all prompts in it, and their blocks."""
+    ) -> tuple[KVCache, list[range], list[SequenceState]]:  # fmt: skip
+        """Compare chunk by chunk; return the cache with all prompts in it, their blocks, and their
+        states before their last tokens."""
         language = self.language
         ends = list(itertools.accumulate(-(-len(prompt) // BLOCK) for prompt in prompts))
         tables = [range(*bounds) for bounds in itertools.pairwise([0, *ends])]
-        cache = KVCache(language.layers, ends[-1], language.dtype, language.device)
+        pool = StatePool(len(prompts), len(prompts))
+        cache = new_cache(language, ends[-1], pool.num_slots)
+        opened = (pool.open(None, 0, {len(prompt) * 3 // 4}) for prompt in prompts)
+        states = [state for state in opened if state]
         done = [0] * len(prompts)
         # chunks up to the half, then up to the last token, then the last token
         for divisor, less in ((2, 0), (1, 1), (1, 0)):
@@ -253,12 +326,15 @@ class PagingCheck:
             chunks = [(n, start, end) for n, start, end in bounds if start < end]
             spans = [Span(tables[n], start, end - start) for n, start, end in chunks]
             ids = [token for n, start, end in chunks for token in prompts[n][start:end]]
-            batch = Batch(spans, ids, range(len(ids)))
-            logits = run_model(self.model, batch, metadata(cache, batch))
+            for n, start, _ in chunks:
+                pool.commit(states[n], start, keep=False)
+            segments = [pool.plan(states[n], end) for n, _, end in chunks]
+            batch = Batch(spans, ids, range(len(ids)), states=segments)
+            logits = run_model(language, batch, metadata(cache, batch))
             for (n, start, end), row in zip(chunks, batch.offsets, strict=True):
                 language.compare(logits[row : row + end - start], reference[n][start:end])
             done = ends
-        return cache, tables
+        return cache, tables, states
 
 
 def _record(

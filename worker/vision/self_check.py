@@ -18,11 +18,12 @@ from torch import Tensor
 from batching.block_pool import BlockTable
 from batching.errors import DeviceLost
 from batching.sequence import Batch, Chunk, Sequence
+from batching.state_pool import StatePool
 from worker.device.self_check import explicit_masks
 from worker.error_classification import failure_of, first_line
 from worker.model.attention.kv_cache import BLOCK
 from worker.model.language_model import LanguageModel
-from worker.model.paged_runner import PagedRunner
+from worker.model.paged_runner import PagedRunner, StateSlots
 from worker.vision.encoder import EncoderCache, VisionEncoder
 from worker.vision.multimodal_prompt import MultimodalPrompt, select_tensors
 from worker.vision.processor import Processor, ProcessorOutput
@@ -42,15 +43,16 @@ def check_multimodal(language: LanguageModel, processor: Processor) -> None:
         text_output = ProcessorOutput(text_ids, {}, [], [])
         text_logits = reference_logits(language, processor, text_output)
     blocks = -(-len(output.ids) // BLOCK)
-    runner = PagedRunner(language, blocks + 2, language.context, 0)
+    runner = PagedRunner(language, blocks + 2, language.context, 0, StateSlots(2, 0))
     encoder = VisionEncoder(runner, EncoderCache())
     prompt = MultimodalPrompt.from_output(output)
     for item in prompt.missing(encoder.cache, len(prompt.spans)):
         (prompt.encoded[item.digest],) = encoder.encode([item])
     prompt.mark_ready(encoder)
-    with_images = _sequence(output.ids, range(blocks))
+    states = StatePool(2, 0)
+    with_images = _sequence(output.ids, range(blocks), states)
     with_images.multimodal = prompt
-    text_only = _sequence(text_ids, range(blocks, blocks + 2))
+    text_only = _sequence(text_ids, range(blocks, blocks + 2), states)
     while with_images.uncomputed:
         half = -(-len(output.ids) // 2)
         count = prompt.align_chunk(with_images.computed, min(with_images.uncomputed, half))
@@ -58,6 +60,10 @@ def check_multimodal(language: LanguageModel, processor: Processor) -> None:
         if text_only.uncomputed:
             chunks.append(Chunk(text_only, text_only.computed, min(text_only.uncomputed, BLOCK)))
         chunks.append(Chunk(with_images, with_images.computed, count))
+        for chunk in chunks:
+            assert chunk.table is not None
+            assert chunk.table.state is not None
+            chunk.states = states.plan(chunk.table.state, chunk.end)
         batch = Batch.from_chunks(chunks)
         batch.rows = range(len(batch.ids))
         logits = runner.forward(batch)
@@ -66,6 +72,9 @@ def check_multimodal(language: LanguageModel, processor: Processor) -> None:
             expected = reference[chunk.start : chunk.start + chunk.count]
             language.compare(logits[row : row + chunk.count], expected)
             chunk.sequence.computed += chunk.count
+            assert chunk.table is not None
+            assert chunk.table.state is not None
+            states.commit(chunk.table.state, chunk.end, keep=False)
 
 
 def check_multimodal_unpaged(language: LanguageModel, processor: Processor) -> bool:
@@ -106,7 +115,7 @@ def reference_logits(
     return logits
 
 
-def _sequence(ids: list[int], blocks: range) -> Sequence:
+def _sequence(ids: list[int], blocks: range, states: StatePool) -> Sequence:
     sequence = Sequence([*ids])
-    sequence.table = BlockTable(array("i", blocks), 0, 0)
+    sequence.table = BlockTable(array("i", blocks), 0, 0, state=states.open(None, 0))
     return sequence

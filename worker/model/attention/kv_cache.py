@@ -3,6 +3,7 @@
 Which block holds which tokens, and which blocks are reused, is decided in batching/block_pool.py.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,8 +42,21 @@ class LayerShape:
         return (query * (correct / applied)[:, None]).to(query.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """The shape of one state of a recurrent layer, for one sequence."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
 class KVCache:
-    """Keys and values of all layers, [blocks, BLOCK, heads, size] each.
+    """Keys and values of all layers, [blocks, BLOCK, heads, size] each, and `slots` states of
+    recurrent layers, [slots, *shape] each.
 
     Memory is reserved, not touched: the system provides a page at its first write. torch's
     attention multiplies masked positions too, so none of them may hold a NaN: a block is zeroed
@@ -50,7 +64,13 @@ class KVCache:
     """
 
     def __init__(
-        self, layers: Sequence[LayerShape], blocks: int, dtype: torch.dtype, device: torch.device
+        self,
+        layers: Sequence[LayerShape],
+        blocks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        states: Sequence[StateShape] = (),
+        slots: int = 0,
     ) -> None:
         self.layers = layers
         # float64 [layers, 3] for the native operation: chunk, floor_scale and attn_scale
@@ -64,4 +84,7 @@ class KVCache:
 
         self.keys = [reserve(layer.heads, layer.key_size) for layer in layers]
         self.values = [reserve(layer.heads, layer.value_size) for layer in layers]
-        record_reservation(self, (*self.keys, *self.values))
+        self.states = [
+            torch.empty(slots, *state.shape, dtype=state.dtype, device=device) for state in states
+        ]
+        record_reservation(self, (*self.keys, *self.values, *self.states))

@@ -62,19 +62,33 @@ class AttentionBackend(ABC):
     def end(self) -> None: ...  # noqa: B027
 
 
-_context = threading.local()  # .backend: of the step that runs on this thread
+class StepStates(ABC):
+    """How recurrent layers run in a step (recurrent.py)."""
+
+    @abstractmethod
+    def run(self, number: int, hidden: Tensor) -> Tensor:
+        """Run the recurrent module of this number: [1, T, H] → [1, T, size]."""
+
+
+_context = threading.local()  # .backend and .states: of the step that runs on this thread
 
 
 @contextmanager
-def forward_context(backend: AttentionBackend) -> Iterator[None]:
-    """Make a model that runs in the context, on this thread, attend by `backend`."""
-    _context.backend = backend
+def forward_context(backend: AttentionBackend, states: StepStates | None = None) -> Iterator[None]:
+    """Make a model that runs in the context, on this thread, attend by `backend`, and its recurrent
+    layers run by `states`."""
+    _context.backend, _context.states = backend, states
     try:
         backend.begin()
         yield
     finally:
         backend.end()
-        _context.backend = None
+        _context.backend = _context.states = None
+
+
+def step_states() -> StepStates:
+    states: StepStates = _context.states
+    return states
 
 
 def attend(

@@ -1,0 +1,168 @@
+"""Models with recurrent layers run on paged memory, with the output of transformers' `generate`."""
+
+import random
+from typing import Any
+
+import pytest
+
+from batching.state_pool import StatePool
+from tests import tiny_decoders
+from tests.generating import (
+    ORDINARY,
+    Driver,
+    Served,
+    assert_greedy,
+    engine,
+    greedy,
+    prompts,
+    request,
+    runner_of,
+    serve,
+)
+from tests.matrix import matrix
+from tests.model.test_generation import FEATURES, LENGTHS, check_parity
+from worker.generation.loading import load_generator
+from worker.model.attention.kv_cache import BLOCK
+from worker.model.attention.native import NativeMetadata
+from worker.model.language_model import GeneratorOptions
+
+WITHOUT_DRAFTS = FEATURES - {"speculation"}
+# Their modules lose the state when they continue with several tokens (transformers#45513).
+UNPAGED = ("jamba", "mamba")
+PAGED = [name for name in tiny_decoders.RECURRENT if name not in UNPAGED]
+NEW = 12
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(ORDINARY, k=count)
+
+
+def texts(seed: int) -> list[list[int]]:
+    """Prompts, and each again with more tokens: a checkpoint lies where a prompt has ended."""
+    first = prompts(seed, LENGTHS, 1)
+    return [[*prompt, *more] for n, prompt in enumerate(first) for more in ((), tokens(5, n))]
+
+
+def states_of(driver: Driver) -> StatePool:
+    states = driver.generator.scheduler.pool.states
+    assert states is not None
+    return states
+
+
+@pytest.mark.usefixtures("steps")
+@pytest.mark.parametrize("model", matrix(PAGED, "qwen3.5"))
+def test_greedy_output_equals_generate(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_parity(model, WITHOUT_DRAFTS, 1, monkeypatch, texts=texts(1))
+
+
+@pytest.mark.usefixtures("steps", "native")
+@pytest.mark.parametrize("model", matrix(PAGED, "falcon-h1"))
+def test_greedy_output_with_native_attention_equals_generate(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_parity(model, WITHOUT_DRAFTS, 1, monkeypatch, NativeMetadata, texts(1))
+
+
+@pytest.mark.parametrize("feature", [*sorted(WITHOUT_DRAFTS), None])
+def test_each_feature_alone_leaves_the_output_unchanged(
+    feature: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    features = frozenset({feature} if feature else ())
+    check_parity("qwen3.5", features, 2, monkeypatch, texts=texts(2))
+
+
+@pytest.mark.parametrize("model", UNPAGED)
+def test_a_model_that_loses_its_state_between_chunks_keeps_its_own_cache(model: str) -> None:
+    folder = str(tiny_decoders.folder(model))
+    generator = load_generator(GeneratorOptions(folder, dtype="float32", device="cpu"))
+    assert generator.info.batching == "static"
+    assert "logits differ" in generator.info.why
+    (served,), _ = serve(generator, [request(tokens(40), max_tokens=NEW)])
+    assert_greedy(model, [served], NEW)
+
+
+@pytest.mark.parametrize("model", ["qwen3.5", "falcon-h1"])
+def test_a_conversation_computes_its_new_tokens_and_at_most_a_block(model: str) -> None:
+    driver = Driver(engine(model))
+    history: list[int] = []
+    for turn in range(4):
+        history += tokens(23, turn)
+        served = driver.add(request(history, max_tokens=NEW))
+        computed = -driver.total("prefill_tokens")
+        driver.finish()
+        computed += driver.total("prefill_tokens")
+        # the last token of the answer before has not run yet
+        assert computed <= 23 + (turn > 0) * (1 + BLOCK)
+        assert_greedy(model, [served], NEW)
+        history += served.ids[0]
+
+
+def test_a_prompt_that_leaves_another_one_is_continued_by_the_next() -> None:
+    """A shared beginning gets its checkpoint by the first prompt that leaves it."""
+    driver, shared = Driver(engine("qwen3.5")), tokens(5 * BLOCK + 3)
+    cached = []
+    for number in range(3):
+        served = driver.add(request(shared + tokens(20, 1 + number), max_tokens=NEW))
+        driver.finish()
+        assert_greedy("qwen3.5", [served], NEW)
+        cached.append(served.sequences[0].cached)
+    assert cached == [0, 0, 5 * BLOCK]
+
+
+def test_the_choices_of_a_request_continue_from_its_prompt(monkeypatch: Any) -> None:
+    prompt = tokens(50)
+    (served,), driver = serve(engine("qwen3.5"), [request(prompt, max_tokens=NEW, n=4)])
+    assert served.ids == greedy("qwen3.5", [prompt], NEW) * 4
+    assert driver.total("prefill_tokens") == 50 + 3 * (50 - 3 * BLOCK)
+
+
+def test_a_failed_step_runs_again_from_the_same_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = engine("qwen3.5")
+    runner, calls = runner_of(generator), 0
+    forward = runner.forward
+
+    def failing(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        logits = forward(*args)
+        if len(args[0].chunks) > 1:
+            raise ValueError  # after all states are written
+        return logits
+
+    monkeypatch.setattr(runner, "forward", failing)
+    served, _ = serve(generator, [request(tokens(30, n), max_tokens=NEW) for n in range(4)])
+    assert_greedy("qwen3.5", served, NEW)
+    assert calls > 2 * NEW
+
+
+def test_a_cancelled_request_frees_its_states() -> None:
+    driver = Driver(engine("qwen3.5"))
+    stays, leaves = (driver.add(request(tokens(40, n), max_tokens=NEW)) for n in range(2))
+    driver.step()
+    driver.step()
+    assert states_of(driver).sequences == 2
+    assert driver.reports[-1].states_used >= 4
+    leaves.item.open = False
+    driver.step()
+    assert states_of(driver).sequences == 1
+    driver.finish()
+    assert states_of(driver).sequences == 0
+    assert_greedy("qwen3.5", [stays], NEW)
+
+
+def test_sequences_beyond_the_states_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = engine("qwen3.5", state_sequences=2)
+    served, driver = serve(generator, [request(tokens(20, n), max_tokens=NEW) for n in range(5)])
+    assert max(report.running for report in driver.reports) == 2
+    assert max(report.states_used for report in driver.reports) <= driver.reports[0].states_total
+    assert_greedy("qwen3.5", served, NEW)
+
+
+def test_checkpoints_are_bounded() -> None:
+    generator = engine("qwen3.5", state_sequences=2, checkpoints=3)
+    served: list[Served] = []
+    for seed in range(6):
+        more, driver = serve(generator, [request(tokens(40, seed), max_tokens=NEW)])
+        served += more
+        assert states_of(driver).used <= 3
+    assert_greedy("qwen3.5", served, NEW)
