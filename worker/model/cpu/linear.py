@@ -20,6 +20,12 @@ from torch import Tensor, nn
 
 from worker.device.device import has_bfloat16
 from worker.device.self_check import CannotRun, compare
+from worker.model.cpu.experts import (
+    expert_weights,
+    pack_experts,
+    packed_experts,
+    unpack_experts,
+)
 from worker.model.cpu.fused_linear import FusedSlice, find_shared_inputs, fuse_linears
 
 log = logging.getLogger("onequeue.linear")
@@ -330,6 +336,12 @@ def pack_weights(
     if extra:
         log.info("bfloat16 weights are kept as float32, which takes %.3f GB more", extra / 1e9)
     try:
+        if pack_experts(model, packed):
+            check()
+    except Exception as error:
+        unpack_experts(model)
+        log.warning("experts stay as they are: %r", error)
+    try:
         fuse_linears(model, find_shared_inputs(model, check) if fuse else (), packed)
         _replace(model, nn.Linear, lambda plain: packed(plain.weight, plain.bias))
         check()
@@ -352,7 +364,8 @@ def has_memory(model: nn.Module, free_bytes: int) -> bool:
 
 
 def unpack_weights(model: nn.Module) -> None:
-    """Put plain linear layers back in place of fused and packed ones."""
+    """Put plain linear layers back in place of fused and packed ones, and experts."""
+    unpack_experts(model)
     _replace(model, FusedSlice, _unpacked_slice)
     _replace(model, PackedLinear, lambda layer: _plain_linear(*layer.unpacked()))
     _replace(model, Bf16WeightLinear, lambda layer: _plain_linear(*layer.unpacked()))
@@ -370,9 +383,9 @@ def use_bf16_weights(model: nn.Module) -> None:
     the same product; the model may be running meanwhile. The operation must be loaded."""
     replaced = 0
 
-    def with_bf16_weights(layer: PackedLinear) -> nn.Module:
+    def with_bf16_weights(layer: nn.Module) -> nn.Module:
         nonlocal replaced
-        if not emulates_dtype(layer.dtype) or layer.activation:
+        if type(layer) is not PackedLinear or not emulates_dtype(layer.dtype) or layer.activation:
             return layer
         candidate = Bf16WeightLinear(*layer.unpacked())
         dtype = layer.dtype
@@ -382,6 +395,10 @@ def use_bf16_weights(model: nn.Module) -> None:
         return candidate
 
     _replace(model, PackedLinear, with_bf16_weights)
+    for experts in packed_experts(model):
+        for layers in (experts.up, experts.down):
+            for number, layer in enumerate(layers):
+                layers[number] = with_bf16_weights(layer)
     if replaced:
         log.info("bfloat16 weights are widened in registers layers=%d", replaced)
 
@@ -406,7 +423,9 @@ def quantize_weights(
     def quantized(weight: Tensor, bias: Tensor | None) -> nn.Module:
         return NativeInt8Linear(weight, bias) if native else Int8Linear(weight, bias, keep_copy)
 
-    fuse_linears(model, find_shared_inputs(model, check), quantized)
+    groups = find_shared_inputs(model, check)
+    pack_experts(model, quantized)
+    fuse_linears(model, groups, quantized)
     _replace(model, nn.Linear, lambda plain: quantized(plain.weight, plain.bias))
     log.info(
         "int8 weights_gb=%.3f copy_gb=%.3f native=%s%s",
@@ -439,6 +458,13 @@ def use_native_linear(model: nn.Module) -> None:
     layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
     for layer in layers:
         layer.native_width = next((w for w in GROUP_WIDTHS if native_product_matches(layer, w)), 0)
+    for experts in packed_experts(model):
+        for alike in (experts.up, experts.down):  # one tells for all
+            packed = [layer for layer in alike if isinstance(layer, PackedLinear)]
+            widths = (w for w in GROUP_WIDTHS if packed and native_product_matches(packed[0], w))
+            width = next(widths, 0)
+            for layer in packed:
+                layer.native_width = width
     using = sum(layer.native_width > 0 for layer in layers)
     if layers:
         log.info("native products layers=%d of %d", using, len(layers))
@@ -477,10 +503,10 @@ def products_match(
 
 
 def _linear_weights(model: nn.Module) -> tuple[int, torch.dtype]:
-    """Return the number of weights in all linear layers, and their dtype."""
+    """Return the number of weights in all linear layers and experts, and their dtype."""
     weights = [module.weight for module in model.modules() if type(module) is nn.Linear]
     dtype = weights[0].dtype if weights else torch.float32
-    return sum(weight.numel() for weight in weights), dtype
+    return sum(weight.numel() for weight in weights) + expert_weights(model), dtype
 
 
 def _replace(
