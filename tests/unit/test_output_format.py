@@ -469,3 +469,39 @@ def test_tokens_of_the_instructions_remain_in_calls_that_the_template_does_not_w
     reader = ResponseReader(byte_tokenizer(source, special=True), ())
     response = reader.read("<tool_call>a<k>x</k><v>7</v></tool_call>", TOOL_A)
     assert response.calls == [("a", '{"x": 7}')]
+
+
+BESIDE = """{% for m in messages %}<|{{ m.role }}|>{% if m.tool_calls %}
+{{- "<|text_start|>" ~ (m.content or "") ~ "<|text_end|>" }}
+{%- for c in m.tool_calls %}{"name": "{{ c.function.name }}", "parameters":
+{{- c.function.arguments | tojson }}}{% endfor %}{% else %}{{ m.content }}{% endif %}<|end|>
+{%- endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "a", "parameters": {"x": 7}}',
+        '<|text_start|>{"name": "a", "parameters": {"x": 7}}<|text_end|>',
+        '<|text_start|><|text_end|>{"name": "a", "parameters": {"x": 7}}',
+    ],
+)
+def test_delimiters_of_content_beside_calls_are_no_part_of_the_calls(text: str) -> None:
+    response = ResponseReader(byte_tokenizer(BESIDE), ()).read(text, TOOL_A)
+    assert (response.content, response.calls) == ("", [("a", '{"x": 7}')])
+
+
+PLAN = "{% for m in messages %}<|{{ m.role }}|>{% if m.tool_calls %}PLAN{% for c in m.tool_calls %}"
+PLAN += "<call>{{ c.function.name }}<args>{{ c.function.arguments | tojson }}</call>{% endfor %}"
+PLAN += "{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}"
+PLAN += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+
+
+def test_reasoning_beside_calls_may_be_a_plan() -> None:
+    source = PLAN.replace("PLAN", "<|PLAN_START|>{{ m.tool_plan }}<|PLAN_END|>")
+    reader = ResponseReader(byte_tokenizer(source), ())
+    assert reader.template.history_format is not None
+    assert reader.template.history_format.reasoning_key == "tool_plan"
+    response = reader.read('<|PLAN_START|>Hm.<|PLAN_END|><call>a<args>{"x": 7}</call>', TOOL_A)
+    assert (response.content, response.reasoning) == ("", "Hm.")
+    assert response.calls == [("a", '{"x": 7}')]

@@ -133,7 +133,7 @@ Example = tuple[str, list[tuple[str, Any]]]
 UNKNOWN_CALLS = (DEFAULT_TOOL_CALL_FORMAT.call, ("<|tool_call_start|>", "<|tool_call_end|>"))
 FALLBACK = "JSON in <tool_call> is used"
 SWITCHES = ("enable_thinking", "thinking")  # variables of templates
-REASONING_KEYS = ("reasoning_content", "reasoning", "thinking", REASONING_BLOCKS)
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking", "tool_plan", REASONING_BLOCKS)
 
 
 class TemplateProfile(NamedTuple):
@@ -269,6 +269,8 @@ PREFIX_WORD = re.compile(r"([^\s<>\[\]{}\"'`(]{3,40})\[\s*\{\s*\"name\"")
 DUMPED_BLOCKS = re.compile(rf"\W(?:type|thinking)\W\s*:\s*\W(?:thinking|{THOUGHT})")
 # In the name of a delimiter around the results of calls
 RESULT_WORD = re.compile(r"(?:response|result|output)s?", re.IGNORECASE)
+# In a delimiter, what tells its two ends apart: <|text_start|> and <|text_end|>, <text> and </text>
+EDGE_WORD = re.compile(r"[\W_]|start|begin|open|end|close", re.IGNORECASE)
 # At the end of a prompt: <think> or <think></think>, [THINK] or [THINK][/THINK]
 OPEN_REASONING = re.compile(r"(<([\w:]{1,40})>|\[([A-Z]{2,40})\])\s*(?:</\2>|\[/\3\])?\s*$")
 
@@ -282,7 +284,7 @@ class TemplateProber:
         with_tools = render([QUESTION], TOOLS)
         self._tools, self._typed_tools = (TOOLS, TYPED_TOOLS) if with_tools else ([], [])
         self.prompt = with_tools or render([QUESTION])
-        self._syntax, self._ends = DelimiterSyntax(), list[str]()
+        self._syntax, self._ends, self._beside_calls = DelimiterSyntax(), list[str](), list[str]()
         self.reasoning: Pair | None = None
         self._message_start = ""
         self._content: Pair | None = None
@@ -302,6 +304,8 @@ class TemplateProber:
         self._message_start = self._find_message_start()
         self.reasoning = self._reasoning_delimiters(source)
         self._content, self._ends = self._content_delimiters()
+        self._beside_calls = self._delimiters_beside_calls()
+        self._ends += self._beside_calls
 
     def output_format(self, calls: ToolCallFormat | None) -> OutputFormat:
         """Return the format with these calls, or with default ones. Reasoning may close unopened
@@ -384,7 +388,8 @@ class TemplateProber:
         text = text[max(map(len, starts[:1] if self._message_start else starts)) :]
         text = text[: len(text) - len(self._syntax.common_end(text, without_calls))]
         text = JOINED_ARGUMENTS.sub(r", \1", compact_json(text))
-        return self._without_delimiters(text, *(self.reasoning or ()), *(self._content or ()))
+        around = *(self.reasoning or ()), *(self._content or ()), *self._beside_calls
+        return self._without_delimiters(text, *around)
 
     def _without_delimiters(self, text: str, *delimiters: str) -> str:
         """Remove delimiters from the beginning of a text: those of empty reasoning or content."""
@@ -480,6 +485,23 @@ class TemplateProber:
         if not ends or not self._syntax.pattern.fullmatch(opens):
             return None, ends[:-1]
         return (opens, ends[0]), ends[1:-1]
+
+    def _delimiters_beside_calls(self) -> list[str]:
+        """Return the delimiters around content that has calls beside it, where other content has
+        none; with calls alone they are empty."""
+        text = self._render_message(assistant(ARGUMENTS, content=CONTENT))
+        prompt = self._render([QUESTION], self._typed_tools)
+        header = self._syntax.common_start(text, prompt)
+        before, content, after = text[len(header) :].partition(CONTENT)
+        opens, closes = before.strip(), self._syntax.pattern.match(after.lstrip())
+        if not content or closes is None or not self._syntax.pattern.fullmatch(opens):
+            return []
+        words = [EDGE_WORD.sub("", delimiter) for delimiter in (opens, closes[0])]
+        is_empty = opens + closes[0] in self._render_message(assistant(ARGUMENTS))
+        known = *(self.reasoning or ()), *(self._content or ())
+        return (
+            [opens, closes[0]] if words[0] == words[1] and is_empty and opens not in known else []
+        )
 
     def _channel_format(self, calls: ToolCallFormat | None) -> ChannelFormat | None:
         """Return a format if reasoning is a message, and each message starts like the generation
