@@ -1,6 +1,7 @@
 """The format of tool calls is inferred from the calls that a chat template renders."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from worker.grammar.tool_calls import accepts, tool_calls_grammar
 from worker.text.chat_template.byte_tokenizer import byte_tokenizer
 from worker.text.chat_template.inference import EXAMPLE_ARGUMENTS, TYPED_TOOLS, find_brackets
 from worker.text.chat_template.template import ChatTemplate
+from worker.text.detokenizer import TextSpan
+from worker.text.parser import OutputParser
 from worker.text.tool_call_format import DEFAULT_TOOL_CALL_FORMAT, ID
 
 TURN = "{% for m in messages %}{% if m.tool_calls %}CALLS{% else %}[INST]{{ m.content }}[/INST]"
@@ -441,6 +444,21 @@ def test_parts_may_be_messages_with_a_header(
     names = [name for name, _ in response.calls]
     assert (response.content, response.reasoning, names) == expected
     assert all(json.loads(arguments) == {"x": 7} for _, arguments in response.calls)
+
+
+@pytest.mark.parametrize("source", [TO, NAMED])
+@pytest.mark.parametrize("text", ["\n", "a", " to=", "a\n", "all", ">", ">>>", "<|start|>"])
+def test_endless_headers_take_linear_time(source: str, text: str) -> None:
+    output_format = ResponseReader(byte_tokenizer(source), ()).template.output_format
+    seconds = []
+    for length in (2000, 8000):
+        parser = OutputParser(output_format, "", True, TOOL_A)
+        started = time.thread_time()
+        for char in text * (length // len(text)):
+            parser.feed(TextSpan(char))
+        parser.finish()
+        seconds.append(time.thread_time() - started)
+    assert seconds[1] < 8 * seconds[0] + 0.4
 
 
 @pytest.mark.parametrize(

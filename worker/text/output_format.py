@@ -280,7 +280,8 @@ def _call_delimiters(calls: ToolCallFormat) -> list[Delimiter]:
         before_id, id_, after_id = calls.middle.strip().rpartition(ID)
         optional_id = f"(?:{_flexible_pattern(before_id + id_)})?" if id_ and after_id else ""
         middle = optional_id + _flexible_pattern(after_id) or r"(?=[\s<])"
-        pattern = rf"{before}{_flexible_pattern(opens)}\s*{NAME_GROUP}\s*{middle}"
+        opening = rf"{_flexible_pattern(opens)}\s*" if opens else ""
+        pattern = rf"{before}{opening}{NAME_GROUP}\s*{middle}"
     trigger = None if calls.is_list else regex.compile(_flexible_pattern(calls.trigger.strip()))
     delimiter = Delimiter(
         frozenset((CONTENT,) if calls.undelimited else (CONTENT, REASONING)),
