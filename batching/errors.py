@@ -5,7 +5,7 @@
     ├─ Refused             admission: not accepted, try again after `retry_after_s`
     │  ├─ QueueFull        the allowed number of items is accepted and unanswered
     │  ├─ DeadlineHopeless the measured service rate cannot meet the deadline
-    │  ├─ NotReady         the models are loading or warming up
+    │  ├─ NotReady         the models are loading or warming up, or a model could not be loaded
     │  ├─ Draining         the server is stopping
     │  ├─ BreakerOpen      the model keeps failing; a probe is due
     │  └─ WorkerDown       the worker thread is dead or stuck

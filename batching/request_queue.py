@@ -61,6 +61,7 @@ class WorkItem(Generic[Payload, Prepared, Result]):
     started: bool = False  # the response has started: later items no longer wait for this one
     in_lane: bool = False  # the lane counts it: it does not wait inside its request
     counted: bool = False  # the lane has counted its tokens
+    awaits_model: bool = False  # accepted while its model was not loaded, until it is
     open: bool = True  # unresolved; written by the event loop, read by all threads
     prepared: Prepared = field(init=False)  # set by the engine's `prepare`
     has_output: bool = False  # computed: only postprocessing is left
@@ -229,6 +230,9 @@ class RequestQueue:
         self.items: set[WorkItem] = set()  # accepted and not released
         self._accepted: asyncio.Queue[WorkItem] = asyncio.Queue()
         self._requests = itertools.count()
+        self.uses: Counter[str] = Counter()  # items of each model, by its name in the registry
+        self.awaiting: Counter[str] = Counter()  # those of them that await the model
+        self.on_unused: Callable[[str], object] = lambda model: None  # no item uses it any more
         self.drained = asyncio.Event()  # set while there are no items
         self.drained.set()
         self._waiting_for_room: list[asyncio.Future[None]] = []
@@ -249,6 +253,7 @@ class RequestQueue:
         client: Hashable = None,
         request_id: str = "",
         owner: WorkOwner | None = None,
+        awaits_model: bool = False,
     ) -> list[WorkItem[object, object, Result]]:
         """Reserve a slot, queue all payloads of a client's request, or raise a Refused (503).
 
@@ -272,6 +277,9 @@ class RequestQueue:
         ]
         for item in items:
             item.future, item.model, item.lane = loop.create_future(), model, lane
+            item.awaits_model = awaits_model
+        self.uses[model] += len(items)
+        self.awaiting[model] += awaits_model * len(items)
         self.items.update(items)
         self.slots.add(items)
         lane.slots.add(items)
@@ -304,6 +312,19 @@ class RequestQueue:
                 retry_after_s,
             )
 
+    def has_model(self, model: str) -> None:
+        """Record that the items of a model await it no more."""
+        del self.awaiting[model]
+        for item in self.items:
+            if item.model == model:
+                item.awaits_model = False
+
+    def _stop_using(self, item: WorkItem) -> None:
+        self.uses[item.model] -= 1
+        self.awaiting[item.model] -= item.awaits_model
+        if self.uses[item.model] == self.awaiting[item.model]:
+            self.on_unused(item.model)
+
     async def take(self) -> list[WorkItem]:
         """Wait for an item, then take all that are queued."""
         items = [await self._accepted.get()]
@@ -323,7 +344,8 @@ class RequestQueue:
                 item.lane.slots.remove(item)
                 if item.in_lane:
                     item.lane.release(item)
-        self.items.difference_update(items)
+                self.items.discard(item)
+                self._stop_using(item)
         waiting, self._waiting_for_room = self._waiting_for_room, []
         for freed in waiting:
             if not freed.done():

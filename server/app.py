@@ -7,7 +7,7 @@ thread.
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -42,6 +42,11 @@ from worker.registry import ServedModel, language_model
 from worker.worker import Worker
 
 Options = TypeVar("Options")
+# Folders of the demo models.
+DEMOS = {
+    "pipeline": "fill-mask", "generation": "chat", "embedding": "embedding",
+    "rerank": "embedding", "transcription": "speech",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
@@ -89,7 +94,16 @@ def create_app(
     worker = Worker(served_models(settings, entries, loaders), cores=cores)
     lanes = [lane for model in worker.models.values() for lane in model.lanes]
     metrics = Metrics(lambda: queue.pending, lambda: sum(lane.not_started for lane in lanes))
-    worker_client = WorkerClient(worker, queue, metrics, pool_threads, settings.stuck_after_s)
+    limit = None if settings.models_gb is None else int(settings.models_gb * 1e9)
+    worker_client = WorkerClient(
+        worker,
+        queue,
+        metrics,
+        pool_threads,
+        settings.stuck_after_s,
+        settings.model_idle_s,
+        limit,
+    )
     routes, responses = make_routes(settings, worker_client, entries)
     run = partial(lifespan, responses=responses)
     router = Router(routes, redirect_slashes=False, lifespan=partial(run, owns_process=True))
@@ -109,26 +123,30 @@ class Loaders(NamedTuple):
 def served_models(
     settings: Settings, entries: Sequence[ModelEntry], loaders: Loaders
 ) -> list[ServedModel]:
-    """Return the models of the entries; the worker thread loads them."""
+    """Return the models of the entries. The default model of each kind is loaded at the start."""
     models: dict[str, ServedModel] = {}
-    recognizers: dict[str, ModelEntry] = {}  # pipelines, by name
-    later_caches = sum(entry.generates and entry.served_by == entry.name for entry in entries)
+    pipelines: dict[str, ModelEntry] = {}  # by name
     for entry in entries:
         if entry.served_by != entry.name:
             continue
+        model: ServedModel
         if entry.generates:
-            later_caches -= 1
             load_chat = loaders.chat if entry.kind == "generation" else None
+            later_caches = partial(count_later_caches, models, entry.name)
             load_chat = load_chat or partial(load_language_model, entry, later_caches)
             model = language_model(
                 entry.name, load_chat, settings.max_queue_size, entry.settings.max_running
             )
         elif entry.kind == "transcription":
-            shared = [name for name, pipe in recognizers.items() if shares_recognizer(pipe, entry)]
+            shared = [name for name, pipe in pipelines.items() if shares_recognizer(pipe, entry)]
             recognizer = models[shared[0]] if shared and not any(loaders) else None
             load_speech = loaders.transcriber or partial(load_transcriber, entry, recognizer)
             lane = StepLane(entry.name, settings.max_queue_size)
             model = ServedModel(entry.name, load_speech, lane)
+            if recognizer:  # one holds the other's weights
+                for sharing in (recognizer, model):
+                    sharing.pin = True
+                    sharing.load_at_start()
         else:
             load = {
                 "pipeline": loaders.pipeline or partial(load_pipeline, entry),
@@ -137,9 +155,23 @@ def served_models(
             }[entry.kind]
             model = batched_model(entry.name, load, settings)
         if entry.kind == "pipeline":
-            recognizers[entry.name] = entry
+            pipelines[entry.name] = entry
         models[entry.name] = model
+        model.title, model.path = entry.reference.name, entry.reference.path
+        model.pin = model.pin or entry.reference.pin
+        if not any(loaders):
+            model.measure = partial(measure_model, entry)
+        if entry.name == entry.kind:
+            model.load_at_start()
     return [*models.values()]
+
+
+def count_later_caches(models: Mapping[str, ServedModel], name: str) -> int:
+    """Return how many language models beside one may still take memory for a cache."""
+    return sum(
+        model.background is not None and not model.is_loaded and model.name != name
+        for model in models.values()
+    )
 
 
 def batched_model(name: str, load: Callable[[], Runner], settings: Settings) -> ServedModel:
@@ -155,7 +187,7 @@ def batched_model(name: str, load: Callable[[], Runner], settings: Settings) -> 
     return ServedModel(name, partial(load_engine, load, batcher), lane)
 
 
-# ── loaders, on the worker thread: importing torch takes seconds ──
+# ── loaders, on the loader thread: importing torch takes seconds ──
 
 
 def load_engine(load: Callable[[], Runner], batcher: DynamicBatcher) -> Engine:
@@ -171,13 +203,13 @@ def load_pipeline(entry: ModelEntry) -> Runner:
     return load_runner(loader_options(PipelineOptions, entry), entry.settings.max_batch_size)
 
 
-def load_language_model(entry: ModelEntry, later_caches: int = 0) -> Generator:
-    """`later_caches`: language models that are loaded after this one."""
+def load_language_model(entry: ModelEntry, later_caches: Callable[[], int]) -> Generator:
+    """`later_caches` returns the number of language models that may be loaded after this one."""
     import_torch()
     from worker.generation.loading import load_generator
     from worker.model.language_model import GeneratorOptions
 
-    return load_generator(loader_options(GeneratorOptions, entry, later_caches=later_caches))
+    return load_generator(loader_options(GeneratorOptions, entry, later_caches=later_caches()))
 
 
 def load_scoring(entry: ModelEntry) -> Runner:
@@ -201,6 +233,17 @@ def load_transcriber(entry: ModelEntry, recognizer: ServedModel | None) -> Engin
         assert isinstance(recognizer.engine.runner, PipelineRunner)
         pipe = recognizer.engine.runner.pipe
     return load_speech(loader_options(SpeechOptions, entry), pipe)
+
+
+def measure_model(entry: ModelEntry) -> tuple[int, int]:
+    """Return the bytes that loading a model takes at least, and those that are free."""
+    import_torch()
+    from worker.device.device import choose_device, unreserved_bytes
+    from worker.model.loading import needed_bytes
+
+    device = choose_device(entry.settings.device)
+    needed = needed_bytes(entry.reference.path, DEMOS[entry.kind], entry.settings.dtype, device)
+    return needed, unreserved_bytes(device)
 
 
 def import_torch() -> None:

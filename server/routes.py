@@ -79,8 +79,15 @@ def make_routes(
             post("/v1/systemone", DecisionEndpoint(worker_client, chat, SystemOneRequest)),
         ]
     routes += scoring_and_speech_routes(settings, worker_client, models)
-    if models:
-        routes += ModelListing([*chain(*models.values())]).routes()
+    named = [*chain(*models.values())]
+    pipelines = [
+        NamedModel(
+            entry.reference, worker_client, entry.served_by, named, entry.settings.pipeline_task
+        )
+        for entry in entries
+        if entry.kind == "pipeline" and entry.served_by == entry.name
+    ]
+    routes += ModelListing(settings, named, pipelines).routes()
     texts = (group for kind, group in models.items() if kind != "transcription")
     if text_models := [*chain(*texts)]:
         routes += tokenizer_routes(text_models)
@@ -97,10 +104,11 @@ def root_endpoint(
     for entry in entries:
         if entry.kind != "pipeline":
             continue
-        model = NamedModel(entry.reference, worker_client, entry.name)
+        task = entry.settings.pipeline_task
+        model = NamedModel(entry.reference, worker_client, entry.name, task=task)
         common = entry.settings, worker_client, entry.served_by
         if entry.generates:
-            served_by = NamedModel(entry.reference, worker_client, entry.served_by)
+            served_by = NamedModel(entry.reference, worker_client, entry.served_by, task=task)
             served_by.names.add(None)
             group = ModelGroup([served_by])
             decisions = DecisionEndpoint(worker_client, group, SystemOneRequest)

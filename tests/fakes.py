@@ -10,6 +10,7 @@ from batching.batcher import DynamicBatcher
 from batching.errors import InvalidInput
 from batching.request_queue import BatchLane, WorkItem
 from batching.turn_budget import MAX_TURN_S
+from worker.messages.generation import TEXT_ONLY
 from worker.messages.protocol import ALONE, ModelInfo, OtherModels, Runner
 from worker.pipeline.engine import PipelineEngine
 from worker.registry import ServedModel
@@ -25,6 +26,8 @@ class FakeRunner:
 
     info = INFO
     others: OtherModels = ALONE
+    max_model_len = 512
+    no_images_reason = TEXT_ONLY
 
     def __init__(self, before: Callable[[list[str]], object] | None = None) -> None:
         self.gate = threading.Event()

@@ -1,17 +1,20 @@
 """The registry's entries: a served model with its name, state, lanes, breaker and engine.
 
-Requests name an entry; the worker's thread loads its engine and runs the engine's steps. Entries
-share nothing but that thread. Lanes belong to the event loop, which also reads states and breakers;
-the rest belongs to the worker's thread.
+Requests name an entry; the loader thread loads its engine, and the worker's thread runs the
+engine's steps. Entries share nothing but those threads. Lanes belong to the event loop, which also
+reads states and breakers. A model that is not loaded has no engine.
 """
 
 import logging
+import sys
 from collections.abc import Callable
-from typing import cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 from batching.request_queue import BackgroundLane, Lane, StepLane
 from batching.round_robin import RoundRobin
-from worker.messages.protocol import Engine, Generator, State
+from worker.load_context import LoadContext, LoadProgress, Memory, loading
+from worker.messages.protocol import Engine, Generator, ModelInfo, ModelState
 
 log = logging.getLogger("onequeue.worker")
 
@@ -43,24 +46,56 @@ class Breaker:
             self.probe_at = now + self.cooldown_s
 
 
+def call(function: Callable[[], Any]) -> Any:
+    return function()
+
+
+@dataclass(frozen=True, slots=True)
+class TextModelInfo:
+    """What is known of a TextModel also while it is not loaded."""
+
+    max_model_len: int
+    no_images_reason: str
+
+
 class ServedModel:
     """A model that requests are served by. `name` appears in metrics, logs and /ready: that of its
-    kind, for the kind's default model, or kind:name."""
+    kind, for the kind's default model, or kind:name.
 
-    engine: Engine  # set by the worker's thread at the end of the state "loading"
+    `load` returns the engine; it runs on the loader thread. Language models alone have a
+    `background` lane, for low-priority requests.
+    """
+
+    engine: Engine  # of a model that is loaded
 
     def __init__(
-        self, name: str, load: Callable[[], Engine], lane: Lane, background: Lane | None = None
+        self,
+        name: str,
+        load: Callable[[], Engine],
+        lane: Lane,
+        background: Lane | None = None,
     ) -> None:
-        """`load` returns the engine; it runs on the worker's thread. Language models alone have a
-        `background` lane, for low-priority requests."""
         self.name = name
-        self.state: State = "loading"
+        self.state: ModelState = "unloaded"
+        self.at_start = False  # it is loaded before the server is ready; others are on demand
+        self.pin = False  # it is never unloaded
+        self.title = name  # its name for clients
+        self.path = ""  # of its checkpoint: not for clients
         self.breaker = Breaker()
         self.lane = lane
         self.background = background
         self.lanes = [lane] if background is None else [lane, background]
+        # the bytes that loading takes at least, and those that are free; on the loader thread
+        self.measure: Callable[[], tuple[int, int]] = lambda: (0, sys.maxsize)
+        self.progress = LoadProgress()
+        self.on_progress: Callable[[], object] = lambda: None  # called on the loader thread
+        self.info: ModelInfo | None = None  # since the first load, as the next
+        self.text_info: TextModelInfo | None = None
+        self.memory: list[Memory] = []
         self._load = load
+
+    def load_at_start(self) -> None:
+        self.at_start, self.state = True, "loading"
 
     @property
     def kind(self) -> str:
@@ -71,19 +106,62 @@ class ServedModel:
         """The engine of a language model; None for other models."""
         return cast(Generator, self.engine) if self.background else None
 
-    def load(self) -> None:
-        self.engine = self._load()
-        self.state, info = "warming", self.engine.info
+    @property
+    def is_loaded(self) -> bool:
+        return self.state in ("warming", "ready")
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of weights and caches."""
+        return sum(memory.nbytes for memory in self.memory)
+
+    def load(
+        self, run: Callable[[Callable[[], Any]], Any] = call, limit: int | None = None
+    ) -> None:
+        """Load the engine. `run` runs a function on the worker's thread; `limit`: bytes that the
+        model may take."""
+        self.state, self.progress = "loading", LoadProgress()
+
+        def report(progress: LoadProgress) -> None:
+            self.progress = progress
+            self.on_progress()
+
+        context = LoadContext(run, report, limit)
+        try:
+            with loading(context):
+                self.engine = self._load()
+        except BaseException:
+            release(context.memory)
+            raise
+        self.memory, self.info = context.memory, self.engine.info
+        if text_model := self.engine.text_model:
+            self.text_info = TextModelInfo(text_model.max_model_len, text_model.no_images_reason)
+        self.state, info = "warming", self.info
         log.info(
             "model loaded task=%s model=%s device=%s dtype=%s parameters=%d batching=%s%s",
             info.task, info.model, info.device, info.dtype, info.parameters,
             info.batching, f" because={info.why!r}" if info.why else "",
         )  # fmt: skip
 
+    def take_engine(self) -> None:
+        """Drop the engine. On the worker's thread: no step may run."""
+        del self.engine
+        self.breaker.succeeded()
+
+    def free(self) -> None:
+        """Free the memory, once the engine is dropped."""
+        memory, self.memory = self.memory, []
+        release(memory)
+
     def close(self) -> None:
         """Stop the engine's own threads. On the event loop."""
-        if self.state != "loading":
+        if self.is_loaded:
             self.engine.close()
+
+
+def release(memory: list[Memory]) -> None:
+    for part in memory:
+        part.release()
 
 
 def language_model(
@@ -91,4 +169,5 @@ def language_model(
 ) -> ServedModel:
     """Return the entry of a language model, with its two lanes."""
     background = BackgroundLane("background", max(1, slots // BACKGROUND_DIVISOR))
-    return ServedModel(name, load, StepLane(name, slots, RoundRobin(max_running)), background)
+    lane = StepLane(name, slots, RoundRobin(max_running))
+    return ServedModel(name, load, lane, background)

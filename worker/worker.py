@@ -1,9 +1,11 @@
-"""The worker: one dedicated thread that loads the models and runs their engines' steps.
+"""The worker: one dedicated thread that runs the steps of the models' engines.
 
-    load → warm up → (receive items → a step of each engine that has one due)* → stopped or dead
+    (receive items and jobs → a job → a step of each engine that has one due)* → stopped or dead
 
-All scheduling state belongs to this thread. Its inbox takes items and a stop. The listener gets one
-outcome per step. A long step lets the other engines run theirs at its yield points.
+All scheduling state belongs to this thread. Its inbox takes items, jobs and a stop. A job is a
+forward pass of a model that the loader thread loads (loader.py), its warm-up, or the end of an
+engine. The listener gets one outcome per step. A long step lets the other engines run theirs at its
+yield points.
 
 An exception inside a step that belongs to one item fails that item, in the engine. Any other
 exception fails all items of that model. When a step yields nothing but failures, the warm-up input
@@ -12,20 +14,26 @@ defined by the engines; HTTP, the asyncio queue and the pools are in server/core
 """
 
 import ctypes
+import gc
 import logging
 import queue
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
 from batching.errors import DeviceLost, ItemFailed, OnequeueError, WorkerDown
 from batching.request_queue import WorkItem, request_ids
 from batching.turn_budget import MAX_TURN_ALONE_S, MAX_TURN_S
 from worker.cores import Cores, ThreadTuner, pin
 from worker.error_classification import failure_of
+from worker.loader import Job, Loader
 from worker.messages.protocol import State, StepOutcome
 from worker.registry import ServedModel
 
@@ -39,6 +47,13 @@ STATES: Sequence[State] = ("loading", "warming", "ready")  # in this order
 # the memory again in every layer.
 IDLE_S = 5.0
 trim_heap = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+
+
+T = TypeVar("T")
+
+
+class FailedStart(Exception):
+    """A model that is loaded at the start cannot be served; the cause is the reason."""
 
 
 class Listener(Protocol):
@@ -88,6 +103,9 @@ class Worker:
         cores: Cores | None = None,
     ) -> None:
         self.models = {model.name: model for model in models}
+        if not any(model.at_start for model in models):
+            for model in models:
+                model.load_at_start()
         self.clock = clock
         self.cores = cores  # None: torch's own choice
         self._thread_tuner = ThreadTuner(cores)
@@ -102,17 +120,26 @@ class Worker:
         self._in_step: list[str] = []  # names of models whose steps run, one within the other
         self._idle_since = float("-inf")  # when the last step ended
         self._trim_at: float | None = None  # when memory is returned, if no step runs until then
-        self.inbox: queue.SimpleQueue[list[WorkItem] | None] = queue.SimpleQueue()
+        self.started = False  # the models that are loaded at the start are ready
+        self.inbox: queue.SimpleQueue[list[WorkItem] | Job | None] = queue.SimpleQueue()
+        self._jobs: deque[Job] = deque()  # received
+        self._accepts_jobs = threading.Lock()  # held while the thread ends
+        self._ended = False
+        self.loader = Loader()
         self.thread = threading.Thread(target=self._run, name="worker", daemon=True)
 
     # ── called from other threads ──
 
     @property
     def state(self) -> State:
-        """The state of the model that is furthest behind."""
+        """The state of the model that is furthest behind, until all that are loaded at the start
+        are ready."""
         if self.dead:
             return "dead"
-        return min((model.state for model in self.models.values()), key=STATES.index)
+        if self.started:
+            return "ready"
+        states = [model.state for model in self.models.values() if model.at_start]
+        return next(state for state in STATES if state in states)
 
     @property
     def busy_s(self) -> float:
@@ -120,9 +147,10 @@ class Worker:
         return self.clock() - self.busy_since
 
     def start(self, listener: Listener, post: Callable[..., None]) -> None:
-        """Start the thread. `post(function, *args)` runs a listener's method on the event loop."""
+        """Start the threads. `post(function, *args)` runs a listener's method on the event loop."""
         self._listener, self._post = listener, post
         self.thread.start()
+        threading.Thread(target=self._load_at_start, name="loader", daemon=True).start()
 
     def submit(self, items: list[WorkItem]) -> None:
         now = self.clock()
@@ -130,20 +158,92 @@ class Worker:
             item.arrived_at = now
         self.inbox.put(items)
 
+    def load(self, model: ServedModel, limit: int | None = None) -> "Future[None]":
+        """Load a model and warm it up; `limit`: bytes that it may take."""
+        return self.loader.submit(partial(self._load, model, limit))
+
+    def measure(self, model: ServedModel) -> "Future[tuple[int, int]]":
+        """Return the bytes that a model needs at least, and those that are free."""
+        return self.loader.submit(model.measure)
+
+    def unload(self, model: ServedModel) -> "Future[None]":
+        """Drop a model's engine, which must have no items, and free its memory."""
+        return self.loader.submit(partial(self._unload, model))
+
     def stop(self) -> None:
+        self.loader.stop()
         self.inbox.put(None)
+
+    # ── the loader's thread ──
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Return the result of a function that runs on the worker's thread."""
+        job = Job(function)
+        with self._accepts_jobs:
+            if self._ended:
+                raise WorkerDown("the worker has ended")
+            self.inbox.put(job)
+        result: T = job.result.result()
+        return result
+
+    def _load_at_start(self) -> None:
+        """Load with all cores, on a thread that ends: OpenMP then forgets its team (use_one_core).
+        After that the loader's own thread starts."""
+        models = [model for model in self.models.values() if model.at_start]
+        try:
+            for model in models:
+                model.load(self.call)
+            self._post(self._listener.on_state, "warming", None)
+            for model in models:
+                self.call(partial(self._warm_up, model))
+        except WorkerDown:
+            return  # stopped
+        except BaseException as error:
+            self.inbox.put(Job(partial(self._end_failed_start, error)))
+            return
+        self.started = True
+        self._post(self._listener.on_state, "ready", None)
+        self.loader.thread.start()
+
+    def _load(self, model: ServedModel, limit: int | None) -> None:
+        model.load(self.call, limit)
+        try:
+            self.call(partial(self._warm_up, model))
+        except BaseException:
+            model.close()
+            self._unload(model)
+            raise
+
+    def _unload(self, model: ServedModel) -> None:
+        self.call(partial(self._remove, model))
+        model.free()
+        gc.collect()
+        if trim_heap is not None:
+            trim_heap(0)
 
     # ── the thread ──
 
     def _run(self) -> None:
         try:
             self._pin_thread()
-            self._load()
             while self._receive(self._wait_s()):
                 self._run_steps()
                 self._trim_memory()
         except BaseException as error:
             self._die(error)
+        finally:
+            self._end_jobs()
+
+    def _end_jobs(self) -> None:
+        """Fail the jobs that wait, and all later ones."""
+        with self._accepts_jobs:
+            self._ended = True
+            with suppress(queue.Empty):
+                while True:
+                    if isinstance(job := self.inbox.get_nowait(), Job):
+                        self._jobs.append(job)
+        for job in self._jobs:
+            job.result.set_exception(WorkerDown("the worker has ended"))
 
     def _pin_thread(self) -> None:
         """Before any computation: OpenMP's threads inherit this thread's cores."""
@@ -152,22 +252,37 @@ class Worker:
             pinned = ",".join(map(str, sorted(cores.pinned))) or "none"
             log.info("compute threads=%d pinned=%s %s", cores.threads, pinned, cores.why)
 
-    def _load(self) -> None:
-        for model in self.models.values():
-            model.load()
-        for name, model in self.models.items():
-            model.engine.others = OtherServedModels(self, name)
-        self._post(self._listener.on_state, "warming", None)
+    def _warm_up(self, model: ServedModel) -> None:
+        """Run a new engine's warm-up input; from then on it takes items."""
+        model.engine.others = OtherServedModels(self, model.name)
         self._begin_step()
         try:
-            for model in self.models.values():
-                model.engine.warm_up()
+            model.engine.warm_up()
         except Exception as error:
             raise ItemFailed("the model failed on its warm-up input") from error
+        model.state = "ready"
+
+    def _remove(self, model: ServedModel) -> None:
+        self._busy.discard(model.name)
+        self._failing.discard(model.name)
+        model.take_engine()
+
+    def _end_failed_start(self, error: BaseException) -> None:
+        raise FailedStart from error
+
+    def _run_job(self) -> None:
+        if not self._jobs:
+            return
+        job = self._jobs.popleft()
+        if self.started:  # a start's checks may take longer than a step ever does
+            self._begin_step()
+        job.run()
         self._end_step()
-        for model in self.models.values():
-            model.state = "ready"
-        self._post(self._listener.on_state, "ready", None)
+        error = job.result.exception()
+        if isinstance(error, FailedStart):
+            raise error.__cause__ or error
+        if error and isinstance(failure_of(error), DeviceLost):
+            raise error
 
     def _receive(self, wait_s: float | None) -> bool:
         """Wait for items, then empty the inbox. False: stop."""
@@ -175,14 +290,19 @@ class Worker:
             items = self.inbox.get(timeout=wait_s)
             self._trim_at = self.clock() + IDLE_S  # also if the pool has refused all of them
             while items is not None:
-                for item in items:
-                    self._add(item)
+                if isinstance(items, Job):
+                    self._jobs.append(items)
+                else:
+                    for item in items:
+                        self._add(item)
                 items = self.inbox.get_nowait()
         except queue.Empty:
             return True
         return False
 
     def _wait_s(self) -> float | None:
+        if self._jobs:
+            return 0.0
         due = [self._trim_at]
         due += [self.models[name].engine.due_at(self._idle_since) for name in self._busy]
         due += [self.models[name].breaker.probe_at for name in self._failing]
@@ -190,6 +310,8 @@ class Worker:
         return max(0.0, min(times) - self.clock()) if times else None
 
     def _add(self, item: WorkItem) -> None:
+        if not self.models[item.model].is_loaded:
+            return  # unloaded: nothing waits for the item
         try:
             self.models[item.model].engine.add(item)
         except BaseException as error:
@@ -221,9 +343,10 @@ class Worker:
         return bool(self._busy - {name})
 
     def _run_steps(self) -> None:
-        """Run a step of each engine that has one due, and the probes that are due. Then engines of
-        short steps run more, until they have computed as long as the others: else a stream would
-        get one token for each batch of another model."""
+        """Run a job, a step of each engine that has one due, and the probes that are due. Then
+        engines of short steps run more, until they have computed as long as the others: else a
+        stream would get one token for each batch of another model."""
+        self._run_job()
         for name, model in self.models.items():
             if name in self._in_step:
                 continue
@@ -351,7 +474,7 @@ class Worker:
                 self._post(self._listener.on_rejected, items)
 
     def _die(self, error: BaseException) -> None:
-        loaded = self.state == "ready"
+        loaded = self.started
         self.busy_since = float("inf")
         self.dead = True
         if not isinstance(reason := error, OnequeueError):

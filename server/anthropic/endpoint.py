@@ -40,7 +40,7 @@ class MessagesEndpoint(GenerationEndpoint[ParsedMessagesRequest]):
         return ParsedMessagesRequest(request, [request.generation_input()], name)
 
     def builder(self, request: ParsedMessagesRequest, usage: UsageCounts) -> MessageBuilder:
-        call_id = self.model_of(request).generator.call_id
+        call_id = self.model_of(request).call_id
         body, [prompt] = request.body, request.inputs
         return MessageBuilder(body, request.model_name, prompt, usage, call_id)
 

@@ -100,6 +100,10 @@ class Metrics:
         versions = {name: importlib.metadata.version(name) for name in libraries}
         versions |= {"version": __version__, "python": platform.python_version()}
         Info("build", "Versions", **common).info(versions)
+        is_loaded = "1 while the model is loaded"
+        self.model_loaded = Gauge("model_loaded", is_loaded, ["serves"], **common)
+        loads = "Loads of a model, by result"
+        self.loads = Counter("model_loads", loads, ["serves", "result"], **common)
         self.model = Info("model", "A loaded model", ["serves"], **common)
 
         out_of_memory = "Forward passes that ran out of memory"
@@ -219,10 +223,20 @@ class Metrics:
     def on_loaded(self, name: str, info: ModelInfo) -> None:
         self._served_names[name] = info.model
         self.breaker_open.labels(name).set(0)
+        self.model_loaded.labels(name).set(1)
+        self.loads.labels(name, "loaded").inc()
         labels = ("task", "model", "device", "dtype", "batching")
         self.model.labels(name).info({label: getattr(info, label) for label in labels})
         if info.cache_blocks:
             self._cache_blocks[name] = info.cache_blocks
-            blocks = sum(self._cache_blocks.values())
-            sizes = {"block_size": str(info.block_size), "num_gpu_blocks": str(blocks)}
-            self._cache_config.info(sizes)
+            self._describe_caches(str(info.block_size))
+
+    def on_unloaded(self, name: str) -> None:
+        self.collect()
+        self.model_loaded.labels(name).set(0)
+        self._last_steps.pop(name, None)
+        self._cache_blocks.pop(name, None)
+
+    def _describe_caches(self, block_size: str) -> None:
+        blocks = sum(self._cache_blocks.values())
+        self._cache_config.info({"block_size": block_size, "num_gpu_blocks": str(blocks)})

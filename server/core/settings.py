@@ -66,6 +66,14 @@ class Settings:
     rerank_model: str = setting("none", "models of /rerank and /v1/score, likewise")
     transcription_model: str = setting("none", "models of /v1/audio/transcriptions, likewise")
     models: str = setting("none", "TOML file with the lists of models, by the settings' names")
+    model_idle_s: float = setting(
+        0.0, "time without requests until a model is unloaded, in seconds; 0: never", minimum=0
+    )
+    models_gb: float | None = setting(
+        None,
+        "memory of the weights and caches of all models, in GB; auto: what is free",
+        minimum=0.000001,
+    )
     model_aliases: tuple[str, ...] = setting(
         (),
         "comma-separated ALIAS=NAME: further names of the models under /v1; * stands for any text",
@@ -154,6 +162,14 @@ class Settings:
         (),
         "comma-separated keys; empty: no key is needed",
         part=("[!-~]+", "keys of ASCII characters without spaces, as a header can carry"),
+    )
+    admin_keys: tuple[str, ...] = setting(
+        (),
+        "comma-separated keys that may load and unload models, and all that other keys may",
+        part=("[!-~]+", "keys of ASCII characters without spaces, as a header can carry"),
+    )
+    model_control: bool = setting(
+        False, "let clients load and unload models, where no keys are set"
     )
     cors_origins: tuple[str, ...] = setting(
         (),
@@ -358,7 +374,7 @@ def parse(spec: Field[Any], raw: str) -> Any:
         pattern, accepted = spec.metadata["part"]
         if all(re.fullmatch(pattern, part) for part in parts):
             return parts
-        value_text = "" if spec.name == "api_keys" else f"={raw!r}"  # keys are secret
+        value_text = "" if spec.name.endswith("_keys") else f"={raw!r}"  # keys are secret
         raise SettingsError(f"{spec.name.upper()}{value_text}: must be {accepted}")
     types: Any = get_args(spec.type) or [spec.type]
     kind, *optional = types

@@ -30,6 +30,7 @@ from batching.errors import OnequeueError
 from batching.fair_share import WorkOwner
 from batching.request_queue import RequestQueue, Result, Stream, WorkItem
 from server.core.metrics import Metrics
+from server.core.model_manager import ModelManager
 from server.core.request_context import RequestContext
 from worker.cores import use_one_core
 from worker.messages.decisions import DecisionInput
@@ -104,6 +105,8 @@ class WorkerClient:
         metrics: Metrics,
         pool_threads: int,
         stuck_after_s: float,
+        model_idle_s: float = 0.0,
+        models_bytes: int | None = None,
     ) -> None:
         self.worker = worker
         self.models = worker.models
@@ -118,6 +121,9 @@ class WorkerClient:
         self.prepare: Pool[WorkItem] = Pool("prepare", pool_threads, self._prepare_items)
         self.decode: Pool[WorkItem] = Pool("decode", pool_threads, self._prepare_items)
         self.finish: Pool[RawOutput] = Pool("finish", pool_threads, self._finish_items)
+        self.manager = ModelManager(
+            worker, queue, self._put, self._on_change, model_idle_s, models_bytes
+        )
 
     def start(self) -> None:
         self.started = True
@@ -130,6 +136,7 @@ class WorkerClient:
     def stop(self) -> None:
         self.start_draining()
         self.cancel_all()
+        self.manager.stop()
         self.worker.stop()
         for model in self.models.values():
             model.close()
@@ -169,7 +176,7 @@ class WorkerClient:
         if name and (probe_at := self.models[name].breaker.probe_at) is not None:
             wait_s = max(1.0, probe_at - time.monotonic())
             return errors.BreakerOpen("the model keeps failing; it is tried again shortly", wait_s)
-        return None
+        return self.manager.refusal(name) if name else None
 
     def submit(
         self,
@@ -191,8 +198,18 @@ class WorkerClient:
         lane = model.lane
         if isinstance(payload, GenerationInput | DecisionInput) and payload.background:
             lane = model.background or lane
+        awaits = self.manager.admit(name, len(payloads))
         return self.queue.accept(
-            payloads, deadline, lane, name, stream, cache_namespace, client, request_id, owner
+            payloads,
+            deadline,
+            lane,
+            name,
+            stream,
+            cache_namespace,
+            client,
+            request_id,
+            owner,
+            awaits,
         )
 
     @property
@@ -204,7 +221,7 @@ class WorkerClient:
 
     async def _drain_queue(self) -> None:
         while True:
-            self._put(await self.queue.take())
+            self._put(self.manager.hold(await self.queue.take()))
 
     def _put(self, items: list[WorkItem]) -> None:
         """Queue items to be prepared, from any thread: images, audio and long texts in threads of
@@ -216,7 +233,7 @@ class WorkerClient:
     def _is_large(self, item: WorkItem) -> bool:
         payload = item.payload
         is_pipeline = isinstance(payload, PipelineInput)
-        if is_pipeline and TASKS[self.models[item.model].engine.info.task].kind != "text":
+        if is_pipeline and TASKS[task_of(self.models[item.model])].kind != "text":
             return True
         prompt = getattr(payload, "prompt", None)
         has_images = isinstance(prompt, Chat) and bool(prompt.images)
@@ -231,9 +248,9 @@ class WorkerClient:
         for item in items:
             if not is_alive(item):
                 continue
-            engine = self.models[item.model].engine
+            model = self.models[item.model]
             try:
-                engine.prepare(item)
+                model.engine.prepare(item)
             except Pending as pending:
                 pending.then(partial(is_alive, item), partial(self._put, [item]))
             except OnequeueError as error:
@@ -242,7 +259,7 @@ class WorkerClient:
                 failed.append((item, errors.OutOfMemory("this input does not fit into memory")))
             except BaseException as error:  # a panic in a Rust library is not an Exception
                 log.info("input refused id=%s error=%.200r", item.owner.request_id, error)
-                failure = errors.InvalidInput(f"the input does not fit the task {engine.info.task}")
+                failure = errors.InvalidInput(f"the input does not fit the task {task_of(model)}")
                 failure.__cause__ = error
                 failed.append((item, failure))
             else:
@@ -310,16 +327,26 @@ class WorkerClient:
     def on_state(self, state: State, error: Exception | None) -> None:
         if state == "warming":
             for model in self.models.values():
-                self.metrics.on_loaded(model.name, model.engine.info)
+                if model.at_start:
+                    self._on_change(model, "loaded")
             for thread in (*self.prepare.threads, *self.decode.threads, *self.finish.threads):
                 thread.start()  # after torch was imported: each thread limits itself to one core
         elif state == "ready":
+            self.manager.start()
             self.loaded.set_result(None)
         elif state == "dead":
             self.failure = error
             self._abandon("the worker has died")
             if error and not self.loaded.done():
                 self.loaded.set_exception(error)
+
+    def _on_change(self, model: ServedModel, change: str) -> None:
+        if change == "loaded" and model.info:
+            self.metrics.on_loaded(model.name, model.info)
+        elif change == "failed":
+            self.metrics.loads.labels(model.name, "failed").inc()
+        else:
+            self.metrics.on_unloaded(model.name)
 
     # ── a stuck worker ──
 
@@ -340,6 +367,10 @@ class WorkerClient:
         """Fail the items that the worker has not computed; the pool finishes the others."""
         waiting = [item for item in self.queue.items if not item.has_output]
         fail_all(waiting, errors.WorkerDown(reason, 60))
+
+
+def task_of(model: ServedModel) -> str:
+    return model.info.task if model.info else model.kind
 
 
 def count_chars(payload: object) -> int:
@@ -430,7 +461,8 @@ class Submission(Generic[Result]):
             context.request_id,
             owner,
         )
-        context.model = worker_client.models[model].engine.info.model
+        served = worker_client.models[model]
+        context.model = served.info.model if served.info else served.title
         self._expire_at(min(deadlines.first, deadlines.whole))
         if receive:
             # The pending receive() keeps a reference to the task.
@@ -482,7 +514,8 @@ class Submission(Generic[Result]):
 
     def _expire(self) -> None:
         message = "the request did not finish within its time limit"
-        self._fail(errors.DeadlineExceeded(message))
+        late = self.worker_client.manager.late_text(self.items[0])
+        self._fail(errors.DeadlineExceeded(message + late))
 
     async def _abort_on_disconnect(self, receive: Receive) -> None:
         """Cancel the items on a disconnect. After the response this has no effect."""

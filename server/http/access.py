@@ -10,6 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import Scope
 
+from server.core.settings import Settings
 from server.http.errors import HttpError
 from server.http.json import to_json
 from server.http.paths import route_path
@@ -23,15 +24,39 @@ def key_from_headers(scope: Scope, keys: Sequence[bytes]) -> bytes:
     of `keys`."""
     if scope["method"] == "OPTIONS" or is_open(scope["method"], route_path(scope)):
         return b""
+    key = key_in(scope)
+    if not is_one_of(key, keys):
+        message = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
+        raise HttpError(401, message, headers=[(b"www-authenticate", b"Bearer")])
+    return key
+
+
+def key_in(scope: Scope) -> bytes:
     headers = dict(reversed(scope["headers"]))  # the first of repeated headers
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     if scheme.lower() != b"bearer":
         key = headers.get(b"x-api-key", b"")
-    matches = [hmac.compare_digest(key.strip(), valid) for valid in keys]
-    if not any(matches):
-        message = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
-        raise HttpError(401, message, headers=[(b"www-authenticate", b"Bearer")])
     return bytes(key.strip())
+
+
+def is_one_of(key: bytes, keys: Sequence[bytes]) -> bool:
+    matches = [hmac.compare_digest(key, valid) for valid in keys]
+    return any(matches)
+
+
+def check_admin(scope: Scope, settings: Settings) -> None:
+    """Raise HttpError (403) unless the request may change which models are loaded."""
+    if settings.admin_keys:
+        if is_one_of(key_in(scope), [key.encode() for key in settings.admin_keys]):
+            return
+        reason = "a key of ADMIN_KEYS is needed"
+    elif settings.api_keys:
+        reason = "a key of ADMIN_KEYS is needed, and none is set"
+    elif settings.model_control:
+        return
+    else:
+        reason = "the server has neither ADMIN_KEYS nor MODEL_CONTROL=1"
+    raise HttpError(403, f"models are not loaded or unloaded by this request: {reason}")
 
 
 def client_of(scope: Scope) -> bytes:

@@ -65,10 +65,10 @@ async def ready(request: Request) -> Ready:
         raise unavailable("all models keep failing; they are tried again shortly")
     response = Ready("ready", "off", failing=failing or UNSET)
     for name, model in worker_client.models.items():
-        if model.kind != name:
+        if model.kind != name or (info := model.info) is None:
             continue
-        info, generates = model.engine.info, model.generator is not None
-        if model.generator:
+        generates = model.background is not None
+        if model.is_loaded and model.generator:
             response.compile = model.generator.compile_state
         if name == "pipeline":
             response.task, response.model = (

@@ -96,7 +96,8 @@ class Application:
         self._templates: dict[object, str] = {
             route.endpoint: route.path_format for route in self.routes if route.param_convertors
         }
-        self.keys = [key.encode() for key in settings.api_keys]
+        keys = (*settings.api_keys, *settings.admin_keys) if settings.api_keys else ()
+        self.keys = [key.encode() for key in keys]
         self.cross_site = CrossSiteRules(settings)
         self.max_body = int(settings.max_body_mb * 1_000_000)
         self.memory = TransferBudget(MAX_BODIES * self.max_body, "the memory for bodies is in use")

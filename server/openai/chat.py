@@ -138,7 +138,7 @@ class ChatCompletions(GenerationEndpoint[ParsedRequest]):
     def builder(
         self, request: ParsedRequest, usage: UsageCounts
     ) -> ChoicesResponseBuilder[ChatChoice, ChatChunkChoice]:
-        chat_format = ChatFormat(request.inputs[0], self.model_of(request).generator.call_id)
+        chat_format = ChatFormat(request.inputs[0], self.model_of(request).call_id)
         return ChoicesResponseBuilder(request, usage, chat_format)
 
 

@@ -211,7 +211,7 @@ class GenerationEndpoint(Endpoint, Generic[P]):
         body, deadlines = await read_json_request(scope, receive)
         parse = partial(self.parse, scope=scope)
         request = await self.body_parser.run(parse, body, deadlines.first, self.parse_blocks)
-        model = self.model_of(request).text_model
+        model = self.model_of(request).text_info
         inputs = await self.images.load(scope, receive, request.inputs, model, deadlines.first)
         await self.serve(scope, receive, send, replace(request, inputs=inputs), deadlines)
 

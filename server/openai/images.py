@@ -22,6 +22,7 @@ from server.http.fetch import Fetcher
 from worker.media.data_urls import to_bytes
 from worker.messages.generation import Chat, GenerationInput, ImageInput
 from worker.messages.protocol import TextModel
+from worker.registry import TextModelInfo
 
 MAX_IMAGES = 20  # per request
 Detail = Literal["auto", "low", "high", "original"]
@@ -42,7 +43,7 @@ def image_input(url: str, detail: Detail | None, param: str) -> ImageInput:
     return ImageInput(to_bytes(url, param), detail, param)
 
 
-def check_images(chat: Chat, model: TextModel) -> None:
+def check_images(chat: Chat, model: TextModel | TextModelInfo) -> None:
     """Raise InvalidInput if there are images and the model takes none."""
     if chat.images and model.no_images_reason:
         raise InvalidInput.at(chat.images[0].param, model.no_images_reason)
@@ -61,7 +62,7 @@ class ImageLoader:
         scope: Scope,
         receive: Receive,
         inputs: Sequence[GenerationInput],
-        model: TextModel,
+        model: TextModel | TextModelInfo,
         deadline: float,
     ) -> list[GenerationInput]:
         """Return the inputs with the bytes of all images.

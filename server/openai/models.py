@@ -1,10 +1,14 @@
-"""`GET /v1/models`, `GET /v1/models/{id}` and `POST /load_model`; the `model` field of requests.
+"""`GET /v1/models`, `GET /models`, `POST /models/load`, `/models/unload` and `/load_model`.
+
+`/models` and its paths are as in llama.cpp's router, `/load_model` is as in transformers' server.
 
 The endpoints of /v1 look up a request's model by the names of a NamedModel.
 """
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -13,28 +17,73 @@ from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
-from server.core.settings import ModelReference, SettingsError
-from server.core.worker_client import WorkerClient
+from batching.errors import InvalidInput
+from server.core.model_manager import AWAIT_MODEL, Residency
+from server.core.settings import ModelReference, Settings, SettingsError
+from server.core.worker_client import Deadlines, Submission, WorkerClient
+from server.http.access import check_admin
 from server.http.errors import HttpError
 from server.http.json import JsonBodyParser, parse_json
 from server.http.request import JsonEndpoint, read_json_request
-from server.http.sse import data_frame
+from server.http.sse import COMMENT, EventStream, data_frame
 from server.openai.request_fields import decode
-from worker.messages.protocol import Generator, TextModel
+from worker.load_context import LoadProgress
+from worker.messages.generation import SamplingDefaults
+from worker.messages.protocol import TextModel
+from worker.registry import ServedModel, TextModelInfo
+from worker.tasks import TASKS
 
 MAX_NAME = 200  # characters that are compared with patterns
 ANY_MODEL = ("", "dummy", "tgi")  # sent by clients that have to name a model
+KIND_TASKS = {
+    "generation": ["text-generation"],
+    "embedding": ["feature-extraction"],
+    "rerank": ["text-ranking"],
+    "transcription": ["automatic-speech-recognition"],
+}
+MODALITIES: dict[str, list[Literal["text", "image", "audio"]]] = {
+    "text": ["text"], "json": ["text"], "image": ["image"], "audio": ["audio"],
+}  # fmt: skip
+
+
+# The limits of a model that has not been loaded yet: its `prepare` has its own.
+NOT_LOADED = TextModelInfo(max_model_len=1 << 20, no_images_reason="")
 
 
 class LoadRequest(Struct):
     model: str | None = None
 
 
+class Progress(Struct):
+    current: int
+    total: int
+
+
 class LoadEvent(Struct):
-    status: Literal["ready"]
+    """An event of `POST /load_model`, as transformers' server sends them."""
+
+    status: Literal["loading", "ready", "error"]
     model: str | None
-    cached: bool
+    stage: str | UnsetType = UNSET  # while it is loading, as the next
+    progress: Progress | UnsetType = UNSET
+    cached: bool | UnsetType = UNSET  # when it is ready
+    message: str | UnsetType = UNSET  # of an error
+
+
+class LoadResponse(Struct):
+    success: bool
+
+
+class ModelStatus(Struct):
+    """As llama.cpp's router has it, and the progress of a load."""
+
+    value: Literal["unloaded", "loading", "loaded", "failed"]
+    stage: str | UnsetType = UNSET
+    progress: Progress | UnsetType = UNSET
+    failed: bool | UnsetType = UNSET
+    error: str | UnsetType = UNSET
 
 
 class Model(Struct):
@@ -44,6 +93,8 @@ class Model(Struct):
     owned_by: str
     root: str  # the id, of an alias that of its model
     serves: str  # `kind` of NamedModel
+    status: ModelStatus
+    tasks: list[str]
     input_modalities: list[Literal["text", "image", "audio"]]
     max_model_len: int | UnsetType = UNSET  # of text models, as the next
     context_length: int | UnsetType = UNSET
@@ -58,7 +109,7 @@ class NamedModel:
     """A model and the names that requests may use for it. Responses name its id.
 
     `registry_name` is the kind (generation, embedding, rerank or transcription), which is the name
-    of the kind's default model, or kind:name. The ids of `others` are taken.
+    of the kind's default model, or kind:name. The ids of `others` are taken. `task`: of a pipeline.
     """
 
     def __init__(
@@ -67,6 +118,7 @@ class NamedModel:
         worker_client: WorkerClient,
         registry_name: str,
         others: "Sequence[NamedModel]" = (),
+        task: str = "",
     ) -> None:
         self.worker_client = worker_client
         self.registry_name = registry_name
@@ -80,6 +132,10 @@ class NamedModel:
             self.names.add(reference.path)
         self.aliases: list[str] = []
         self.patterns: list[str] = []  # aliases with a `*`
+        self.tasks = [task] if task else KIND_TASKS[self.kind]
+        self.modalities = MODALITIES[TASKS[task].kind if task else "text"]
+        if self.kind == "transcription":
+            self.modalities = MODALITIES["audio"]
         ids = [other.id for other in others]
         if self.id in ids:
             self.id = f"{self.id}-{self.kind}"
@@ -88,28 +144,90 @@ class NamedModel:
                 raise SettingsError(f"two models are served by the name {self.id!r}")
 
     @property
+    def served(self) -> ServedModel:
+        return self.worker_client.models[self.registry_name]
+
+    @property
     def text_model(self) -> TextModel:
-        """The loaded model; valid only while the worker client's `refusal` is None."""
-        text_model = self.worker_client.models[self.registry_name].engine.text_model
+        """The text side of the loaded model."""
+        text_model = self.served.engine.text_model
         assert text_model, f"{self.registry_name} takes no text"
         return text_model
 
+    @asynccontextmanager
+    async def loaded(
+        self, scope: Scope, receive: Receive, deadlines: Deadlines
+    ) -> AsyncIterator[TextModel]:
+        """Have the model loaded and keep it. Raises the errors of a submission."""
+        if self.served.state == "ready":
+            yield self.text_model
+            return
+        context, payloads = scope["context"], [AWAIT_MODEL]
+        with Submission[None](
+            self.worker_client, self.registry_name, payloads, deadlines, receive, context
+        ) as submission:
+            await submission.items[0].future
+            yield self.text_model
+
     @property
-    def generator(self) -> Generator:
-        """The loaded language model's engine, likewise."""
-        generator = self.worker_client.models[self.registry_name].generator
+    def text_info(self) -> TextModel | TextModelInfo:
+        """The limits of the model: since its first load its own."""
+        return self.text_model if self.served.is_loaded else self.served.text_info or NOT_LOADED
+
+    @property
+    def defaults(self) -> SamplingDefaults | None:
+        """The loaded language model's defaults; None while it is not loaded."""
+        generator = self.served.generator if self.served.is_loaded else None
+        return generator.defaults if generator else None
+
+    def call_id(self, name: str, index: int) -> str:
+        """Return an id for a tool call, as the loaded language model accepts it back."""
+        generator = self.served.generator
         assert generator, f"{self.registry_name} is not a language model"
-        return generator
+        return generator.call_id(name, index)
+
+    @property
+    def residency(self) -> Residency:
+        return self.worker_client.manager.models[self.registry_name]
+
+    def status(self) -> ModelStatus:
+        entry = self.residency
+        if entry.is_loading:
+            progress = entry.model.progress
+            return ModelStatus("loading", progress.stage, progress_of(progress))
+        if entry.model.state == "failed":
+            return ModelStatus("failed", failed=True, error=entry.failure)
+        return ModelStatus("loaded" if entry.model.state == "ready" else "unloaded")
+
+    def load_event(self) -> LoadEvent:
+        """Return the event of a model that is loading, ready or failed."""
+        entry, id = self.residency, self.id
+        if entry.is_loading:
+            progress = entry.model.progress
+            return LoadEvent("loading", id, progress.stage, progress_of(progress))
+        if entry.is_ready:
+            return LoadEvent("ready", id, cached=False)
+        return LoadEvent("error", id, message=entry.failure or "the model was unloaded")
 
     def describe(self, name: str) -> Model:
         """Describe the model under its id or an alias."""
         if (refusal := self.worker_client.refusal()) is not None:
             raise refusal
-        model = Model(name, "model", self.created, "onequeue", self.id, self.kind, ["audio"])
-        if self.kind != "transcription":
-            text_model = self.text_model
-            model.input_modalities = ["text"] if text_model.no_images_reason else ["text", "image"]
-            model.max_model_len = model.context_length = text_model.max_model_len
+        model = Model(
+            id=name,
+            object="model",
+            created=self.created,
+            owned_by="onequeue",
+            root=self.id,
+            serves=self.kind,
+            status=self.status(),
+            tasks=self.tasks,
+            input_modalities=[*self.modalities],
+        )
+        if self.kind in ("transcription", "pipeline") or (info := self.text_info) is NOT_LOADED:
+            return model
+        model.input_modalities += [] if info.no_images_reason else ["image"]
+        model.max_model_len = model.context_length = info.max_model_len
         return model
 
 
@@ -126,7 +244,7 @@ class ModelGroup:
     @property
     def max_entries(self) -> int:
         """The tokens of the longest context: no list of a request is longer."""
-        return max(model.text_model.max_model_len for model in self.models)
+        return max(model.text_info.max_model_len for model in self.models)
 
     def find(self, name: str | None) -> NamedModel:
         """Return the first model of a name, or else of a pattern of it. Raises an HttpError (404)
@@ -144,6 +262,10 @@ class ModelGroup:
     def id_for(self, name: str | None) -> str:
         """Return the id for a name, or raise an HttpError (404)."""
         return self.find(name).id
+
+
+def progress_of(progress: LoadProgress) -> Progress | UnsetType:
+    return Progress(progress.done, progress.total) if progress.total else UNSET
 
 
 def add_aliases(models: Sequence[NamedModel], aliases: Sequence[str]) -> None:
@@ -169,42 +291,108 @@ def add_aliases(models: Sequence[NamedModel], aliases: Sequence[str]) -> None:
 
 
 class ModelListing:
-    """The endpoints about models."""
+    """The endpoints about models. `named`: those that requests name by `model`; `pipelines`: those
+    of `POST /`."""
 
-    def __init__(self, models: Sequence[NamedModel]) -> None:
-        self.models = ModelGroup(models)
+    def __init__(
+        self, settings: Settings, named: Sequence[NamedModel], pipelines: Sequence[NamedModel]
+    ) -> None:
+        self.settings = settings
+        self.named = ModelGroup(named)
+        self.all = ModelGroup([*named, *pipelines])
         self.body_parser = JsonBodyParser()
 
     def routes(self) -> list[Route]:
         routes = [
-            Route("/v1/models", JsonEndpoint(self.list), methods=["GET"]),
-            Route("/v1/models/{id:path}", JsonEndpoint(self.retrieve), methods=["GET"]),
+            Route("/models", JsonEndpoint(self.list_all), methods=["GET"]),
+            Route("/models/load", JsonEndpoint(self.load), methods=["POST"]),
+            Route("/models/unload", JsonEndpoint(self.unload), methods=["POST"]),
         ]
-        if self.models.default.kind == "generation":
-            routes.append(Route("/load_model", self.load, methods=["POST"]))
+        if self.named.models:
+            routes += [
+                Route("/v1/models", JsonEndpoint(self.list), methods=["GET"]),
+                Route("/v1/models/{id:path}", JsonEndpoint(self.retrieve), methods=["GET"]),
+                Route("/load_model", self.load_events, methods=["POST"]),
+            ]
         return routes
 
     async def list(self, request: Request) -> ModelList:
-        models = [
-            model.describe(name)
-            for model in self.models.models
-            for name in (model.id, *model.aliases)
-        ]
-        return ModelList("list", models)
+        return listing(self.named)
+
+    async def list_all(self, request: Request) -> ModelList:
+        return listing(self.all)
 
     async def retrieve(self, request: Request) -> Model | ModelList:
         if not (name := request.path_params["id"]):
             return await self.list(request)
-        model = self.models.find(name)
+        model = self.named.find(name)
         return model.describe(name if name in model.aliases else model.id)
 
-    async def load(self, request: Request) -> Response:
-        """Answer `transformers chat`, which waits for a `ready` event before its first message.
-
-        The model is loaded at start-up, so this event is the only one.
-        """
-        body, deadlines = await read_json_request(request.scope, request.receive)
+    async def _model(self, scope: Scope, receive: Receive, models: ModelGroup) -> NamedModel:
+        body, deadlines = await read_json_request(scope, receive)
         document = await self.body_parser.run(parse_json, body, deadlines.first)
-        model = decode(document, LoadRequest, self.models.id_for).model
-        frame = data_frame(LoadEvent("ready", model, cached=True))
-        return Response(frame, media_type="text/event-stream")
+        return models.find(decode(document, LoadRequest, models.id_for).model)
+
+    async def load(self, request: Request) -> LoadResponse:
+        """Start to load a model; its progress is in the listing."""
+        check_admin(request.scope, self.settings)
+        model = await self._model(request.scope, request.receive, self.all)
+        if model.residency.is_ready or model.residency.is_loading:
+            raise InvalidInput.at("model", f"{model.id!r} is already {model.status().value}")
+        model.worker_client.manager.request_load(model.residency)
+        return LoadResponse(success=True)
+
+    async def unload(self, request: Request) -> LoadResponse:
+        """Unload a model once what runs on it has finished; new requests load it again."""
+        check_admin(request.scope, self.settings)
+        model = await self._model(request.scope, request.receive, self.all)
+        if model.served.pin:
+            raise InvalidInput.at("model", f"{model.id!r} is pinned")
+        if not model.residency.is_ready:
+            raise InvalidInput.at("model", f"{model.id!r} is {model.status().value}, not loaded")
+        model.worker_client.manager.request_unload(model.residency)
+        return LoadResponse(success=True)
+
+    async def load_events(self, request: Request) -> Response:
+        """Load a model as transformers' server does: an event for each change, the last is `ready`
+        or `error`. Its chat client waits for `ready` before its first message."""
+        model = await self._model(request.scope, request.receive, self.named)
+        if model.residency.is_ready:
+            frame = data_frame(LoadEvent("ready", model.id, cached=True))
+            return Response(frame, media_type="text/event-stream")
+        check_admin(request.scope, self.settings)
+        model.worker_client.manager.request_load(model.residency)
+        return LoadEvents(model)
+
+
+class LoadEvents(Response):
+    """The response of `POST /load_model` while the model loads. The load goes on without it."""
+
+    def __init__(self, model: NamedModel) -> None:
+        self.model = model
+        self.changed = asyncio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watchers = self.model.residency.watchers
+        watchers.add(self.changed)
+        try:
+            await EventStream(scope, send, self.changed.set).run(self.events())
+        finally:
+            watchers.discard(self.changed)
+
+    async def events(self) -> AsyncIterator[bytes]:
+        sent = b""
+        while True:
+            self.changed.clear()
+            event = self.model.load_event()
+            frame = data_frame(event)
+            yield COMMENT if frame == sent else frame
+            sent = frame
+            if event.status != "loading":
+                return
+            await self.changed.wait()
+
+
+def listing(group: ModelGroup) -> ModelList:
+    names = [(model, name) for model in group.models for name in (model.id, *model.aliases)]
+    return ModelList("list", [model.describe(name) for model, name in names])

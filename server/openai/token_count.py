@@ -20,8 +20,8 @@ from worker.messages.protocol import TextModel
 
 @dataclass(eq=False)
 class TokenCounter:
-    """An ASGI app that takes no slot of the queue. `parse` may block if `parse_blocks`; `result`
-    makes the response from the count."""
+    """An ASGI app that takes a slot of the queue only while its model loads. `parse` may block if
+    `parse_blocks`; `result` makes the response from the count."""
 
     models: ModelGroup
     images: ImageLoader
@@ -40,9 +40,10 @@ class TokenCounter:
         body, deadlines = await read_json_request(scope, receive)
         until = deadlines.first
         request = await self.body_parser.run(parse, body, until, self.parse_blocks)
-        model = self.models.find(request.body.model).text_model
-        [prompt] = await self.images.load(scope, receive, request.inputs, model, until)
-        count = await in_thread(partial(count_tokens, model), prompt, until, self.threads)
+        named = self.models.find(request.body.model)
+        async with named.loaded(scope, receive, deadlines) as model:
+            [prompt] = await self.images.load(scope, receive, request.inputs, model, until)
+            count = await in_thread(partial(count_tokens, model), prompt, until, self.threads)
         await send_json(send, self.result(count))
 
 

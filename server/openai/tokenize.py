@@ -6,6 +6,7 @@ Both use the tokenizer without a forward pass, and run in a pool thread.
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import anyio
@@ -110,14 +111,20 @@ class TokenizerEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, deadlines = await read_json_request(scope, receive)
         request = await self.body_parser.run(self._parse, body, deadlines.first)
-        await send_json(send, await in_thread(self._run, request, deadlines.first, self.threads))
+        model = self.models.find(request.model)
+        async with model.loaded(scope, receive, deadlines) as text_model:
+            run = partial(self._run, model=text_model)
+            tokens = await in_thread(run, request, deadlines.first, self.threads)
+        await send_json(send, tokens)
 
     def _parse(self, body: bytes) -> TokenizeRequest | DetokenizeRequest:
         return decode(parse_json(body), self.kind, self.models.id_for, self.models.max_entries)
 
-    def _run(self, request: TokenizeRequest | DetokenizeRequest) -> Tokens | Prompt:
+    def _run(
+        self, request: TokenizeRequest | DetokenizeRequest, model: TextModel
+    ) -> Tokens | Prompt:
         with panics_as_invalid_input():
-            return request.run(self.models.find(request.model).text_model)
+            return request.run(model)
 
 
 @contextlib.contextmanager

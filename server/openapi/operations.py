@@ -20,7 +20,7 @@ from server.openai.decisions.systemone import SystemOneRequest
 from server.openai.embedding.embeddings import EMBEDDING_PATHS, EmbeddingRequest
 from server.openai.embedding.rerank import RERANK_PATHS, RerankRequest
 from server.openai.embedding.score import ScoreRequest
-from server.openai.models import LoadRequest, Model, ModelList
+from server.openai.models import LoadRequest, LoadResponse, Model, ModelList
 from server.openai.responses.endpoint import Page
 from server.openai.responses.request import ResponseRequest
 from server.openai.tokenize import DetokenizeRequest, Prompt, TokenizeRequest, Tokens
@@ -164,10 +164,21 @@ OPERATIONS: Mapping[str, Operation] = {
         "The token ids of a text or a conversation", Tokens, TokenizeRequest
     ),
     "POST /detokenize": Operation("The text of token ids", Prompt, DetokenizeRequest),
-    "POST /load_model": Operation(
-        "A `ready` event: the model is loaded at start-up",
-        {EVENTS: {"description": "One event, a JSON object."}},
+    "GET /models": Operation("The models, those of POST / included", ModelList, errors=[503]),
+    "POST /models/load": Operation(
+        "Start to load a model", LoadResponse, LoadRequest, errors=[403]
+    ),
+    "POST /models/unload": Operation(
+        "Unload a model once what runs on it has finished",
+        LoadResponse,
         LoadRequest,
+        errors=[403],
+    ),
+    "POST /load_model": Operation(
+        "Load a model: an event for each change, the last is `ready` or `error`",
+        {EVENTS: {"description": "Events, each a JSON object."}},
+        LoadRequest,
+        errors=[403],
     ),
     "GET /health": Operation("Liveness", Health, errors=[503]),
     "GET /ready": Operation("Readiness", Ready, errors=[503]),

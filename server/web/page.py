@@ -80,7 +80,7 @@ class IndexPage:
         client = self.worker_client
         if name not in client.models or client.refusal(name):
             return None
-        return client.models[name].engine.info
+        return client.models[name].info
 
     def plain_text(self, request: Request) -> str:
         """Return curl examples for the served models."""

@@ -91,7 +91,7 @@ def test_an_unknown_path_or_method_names_the_known_ones() -> None:
 
 def test_a_path_without_v1_has_a_hint() -> None:
     served = [*AUDIO_PATHS, "/v1/chat/completions", "/v1/completions", "/v1/responses"]
-    served += ["/v1/responses/resp_1", "/v1/embeddings", "/v1/models", "/v1/models/demo"]
+    served += ["/v1/responses/resp_1", "/v1/embeddings", "/v1/models/demo"]
     fakes: dict[str, Any] = {"load_chat": FakeGenerator, "load_transcriber": FakeTranscriber}
     with serving(load_embedder=FakeRunner, **fakes, ready=False) as server:
         for path in served:
@@ -102,7 +102,7 @@ def test_a_path_without_v1_has_a_hint() -> None:
             assert "missing" not in httpx.post(server.url + path).text
     with serving(FakeRunner, ready=False) as server:
         assert "/v1 is missing" in httpx.post(server.url + "/chat/completions").text
-        assert "/v1 is missing" not in httpx.get(server.url + "/models").text  # not served at all
+        assert "/v1 is missing" not in httpx.get(server.url + "/models/a").text  # not served at all
 
 
 def test_the_root_path_is_not_part_of_a_path() -> None:

@@ -32,6 +32,8 @@ def test_model_is_listed_and_found_by_its_name(server: Server) -> None:
         "owned_by": "onequeue",
         "root": "org/model",
         "serves": "generation",
+        "status": {"value": "loaded"},
+        "tasks": ["text-generation"],
         "input_modalities": ["text"],
         "max_model_len": 4096,
         "context_length": 4096,

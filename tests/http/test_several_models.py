@@ -30,6 +30,7 @@ def server() -> Iterator[Server]:
 
 
 def test_models_are_listed_and_found(server: Server) -> None:
+    assert post(server, "/tokenize", {"prompt": "a", "model": "short"}).status_code == 200
     listed = CLIENT.get(server.url + "/v1/models").json()["data"]
     assert [model["id"] for model in listed] == ["demo", "short", "demo-embedding", "other"]
     assert listed[1]["max_model_len"] == 40

@@ -122,6 +122,7 @@ def start() -> Iterator[Callable[..., Bench]]:
         bench = Bench(runner or FakeRunner(), **settings)
         benches.append(bench)
         bench.worker.start(bench.recorder, lambda function, *args: function(*args))
+        wait_until(lambda: bench.recorder.states[-1:] in (["ready"], ["dead"]))
         return bench
 
     yield make
@@ -665,7 +666,7 @@ def test_short_steps_compute_as_long_as_the_long_steps_of_another_model(long_s: 
     worker._listener = Recorder()
     for model, step_s in zip(models, (long_s, 0.125), strict=True):
         engine: Any = TimedEngine(step_s, clock, steps)
-        model.engine = engine
+        model.engine, model.state = engine, "ready"
         engine.others = OtherServedModels(worker, model.name)
         item: WorkItem = WorkItem(PipelineInput(""), 1e12, 0.0)
         item.model = model.name

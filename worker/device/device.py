@@ -2,7 +2,9 @@
 
 import re
 import sys
+import weakref
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -60,10 +62,29 @@ def free_bytes(device: torch.device) -> int:
 _reservations: WeakKeyDictionary[object, int] = WeakKeyDictionary()  # on the CPU
 
 
-def record_reservation(owner: object, tensors: Iterable[Tensor]) -> None:
+def record_reservation(owner: object, tensors: Iterable[Tensor]) -> "Reservation":
     """Record the bytes that `owner` will use, as long as it exists. Free memory still includes
     those of a CPU: the system provides a page at its first write."""
+    tensors = list(tensors)
     _reservations[owner] = sum(tensor.nbytes for tensor in tensors if tensor.device.type == "cpu")
+    return Reservation(weakref.ref(owner), sum(tensor.nbytes for tensor in tensors))
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Implements Memory of worker/load_context.py: a cache, stripped of its tensors at the end."""
+
+    owner: weakref.ref[object]
+    size: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.size if self.owner() else 0
+
+    def release(self) -> None:
+        if (owner := self.owner()) is not None:
+            vars(owner).clear()
+            _reservations.pop(owner, None)
 
 
 def unreserved_bytes(device: torch.device) -> int:

@@ -34,6 +34,7 @@ from worker.embedding.sentence_transformers import (
 )
 from worker.embedding.single_pass import LOGITS, STATES, SinglePassModel
 from worker.embedding.tokenization import TextTokenizer, TokenRow
+from worker.load_context import on_worker
 from worker.messages.protocol import ModelInfo
 from worker.model.language_model import LanguageModel, check_generates
 from worker.model.loading import (
@@ -207,8 +208,13 @@ def make_yes_no_reranker(checkpoint: Checkpoint) -> Reranker:
     )
     probe = TokenRow(tokenizer.encode("yes or no", add_special_tokens=False))
     ids = torch.tensor([probe.ids], device=model.device)
-    with torch.inference_mode():
-        logits = model(input_ids=ids).logits[0, -1].float()
+
+    @torch.inference_mode()
+    def probe_logits() -> torch.Tensor:
+        logits: torch.Tensor = model(input_ids=ids).logits[0, -1].float()
+        return logits
+
+    logits = on_worker(probe_logits)
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # not annotated
     weight, expected = head.weight.detach().float(), logits[yes]
     direction = weight[yes]
@@ -219,7 +225,7 @@ def make_yes_no_reranker(checkpoint: Checkpoint) -> Reranker:
     info, activation = checkpoint.info("yes-no", rows), checkpoint.config.activation
     pairs = PromptTokenizer(tokenizer)
     reranker = Reranker(rows, answer_logit(direction), tokenizer, pairs, activation, info)
-    [score] = reranker.compute([probe])
+    [score] = on_worker(lambda: reranker.compute([probe]))
     if not (score - expected).abs() <= TOLERANCE[model.dtype] * logits.abs().max():
         raise LoadingFailed("its logits are not its last state times its output weights")
     return reranker

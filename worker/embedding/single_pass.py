@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from worker.device.self_check import (
 )
 from worker.embedding.pooling import PoolFunction
 from worker.embedding.tokenization import TokenRow
+from worker.load_context import on_worker
 from worker.messages.protocol import Batching, OtherModels
 from worker.pipeline.loading import choose_batching, pad
 from worker.pipeline.packed_attention import Packing
@@ -58,7 +60,7 @@ class SinglePassModel:
         padding = getattr(self.model.config, "pad_token_id", None)
         # RoBERTa counts positions from the padding token's id
         candidates = dict.fromkeys((0, padding + 1 if isinstance(padding, int) else 0))
-        if any(self._runs_as_one_row(first) for first in candidates):
+        if any(on_worker(partial(self._runs_as_one_row, first)) for first in candidates):
             self.batching = "packed"
         else:
             task = "text-classification" if self.per_text else "feature-extraction"

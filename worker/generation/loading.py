@@ -3,6 +3,7 @@ or, where the model does not run on it, with transformers' cache.
 """
 
 import logging
+from functools import partial
 from typing import Any
 
 from batching.block_pool import BlockPool
@@ -11,6 +12,7 @@ from worker.device.self_check import CannotRun
 from worker.error_classification import first_line
 from worker.generation.engine import GenerationEngine
 from worker.generation.input_processor import InputProcessor
+from worker.load_context import on_worker
 from worker.model.attention.kv_cache import BLOCK
 from worker.model.cached_runner import CachedRunner
 from worker.model.language_model import GeneratorOptions, LanguageModel, load_language_model
@@ -56,7 +58,7 @@ def _load_engine(language: LanguageModel, options: GeneratorOptions) -> Generati
 
     def check_images() -> None:
         if preprocessor:
-            check_multimodal(language, preprocessor.processor)
+            on_worker(partial(check_multimodal, language, preprocessor.processor))
 
     runner: PagedRunner | CachedRunner
     try:
@@ -64,8 +66,9 @@ def _load_engine(language: LanguageModel, options: GeneratorOptions) -> Generati
     except CannotRun as error:
         log.warning("static batches: %s", error)
         language.pack_weights(options.quantization)
-        if preprocessor and not check_multimodal_unpaged(language, preprocessor.processor):
-            preprocessor = None
+        if preprocessor:
+            takes_images = partial(check_multimodal_unpaged, language, preprocessor.processor)
+            preprocessor = preprocessor if on_worker(takes_images) else None
         length = options.max_model_len
         if preprocessor:
             runner = MultimodalCachedRunner(language, length, preprocessor.processor)

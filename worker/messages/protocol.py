@@ -16,7 +16,9 @@ from batching.request_queue import WorkItem
 from worker.media.decode_limiter import RequestLimiter
 from worker.messages.generation import Chat, SamplingDefaults
 
-State = Literal["loading", "warming", "ready", "dead"]
+State = Literal["loading", "warming", "ready", "dead"]  # of the worker
+# of a model; "warming" to the end of "unloading" it has an engine
+ModelState = Literal["unloaded", "loading", "warming", "ready", "unloading", "failed"]
 IsWanted = Callable[[], bool]
 Notify = Callable[[], None]
 Batching = Literal["packed", "padded", "same shape", "single", "continuous", "static"]

@@ -34,6 +34,7 @@ from worker.device.self_check import (
     random_prompts,
 )
 from worker.error_classification import failure_of, first_line
+from worker.load_context import on_worker
 from worker.model.language_model import LanguageModel
 from worker.model.loading import LoadingFailed
 
@@ -115,8 +116,9 @@ class CachedRunner:
         self.uses_cache = True
         self.batching: Literal["padded", "same length", "single"] = "padded"
         self.selects_keys = False
-        self._check()
-        self.chunks_prompts = self.uses_cache and not self.selects_keys and self._check_chunks()
+        on_worker(self._check)
+        may_chunk = self.uses_cache and not self.selects_keys
+        self.chunks_prompts = may_chunk and on_worker(self._check_chunks)
         log.info(
             "static batches batching=%s cached=%s chunked=%s",
             self.batching, self.uses_cache, self.chunks_prompts,

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from transformers.models.auto.modeling_auto import (
 
 from worker.device.device import free_bytes
 from worker.device.self_check import TOLERANCE, CannotRun, compare, explicit_masks
+from worker.load_context import on_worker
 from worker.messages.generation import TEXT_ONLY
 from worker.model.attention.kv_cache import LayerShape, StateShape
 from worker.model.attention.native import NATIVE_DTYPES, try_load_native_ops
@@ -174,7 +176,8 @@ def load_language_model(options: GeneratorOptions) -> LanguageModel:
         check_generation_config(read_generation_config(path))  # before the weights are read
         model, tokenizer, missing = load_checkpoint(options, path, auto_class)
         if model.device.type == "cuda":
-            torch.cuda.set_device(model.device)  # this thread's kernels and graphs run there
+            # the worker's kernels and graphs run there
+            on_worker(partial(torch.cuda.set_device, model.device))
         is_multimodal = auto_class(model.config) is AutoModelForImageTextToText
         with explicit_masks(model.get_decoder()) if is_multimodal else nullcontext():
             check_generates(model, missing)
@@ -202,7 +205,7 @@ def check_generates(model: PreTrainedModel, missing: dict[str, str]) -> None:
         output: Tensor = model(input_ids=ids, use_cache=False).logits[0]
         return output.float()
 
-    one, other = logits(0)[:-1], logits(8)[:-1]
+    one, other = (on_worker(partial(logits, last))[:-1] for last in (0, 8))
     if missing_weights_matter(model, missing, lambda: logits(0).cpu().numpy().tobytes()):
         why = describe_missing_weights(missing)
         if "text-generation" in tasks_of(model.config.to_dict()):

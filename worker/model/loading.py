@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import snapshot_download, try_to_load_from_cache
 from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_log
@@ -24,6 +25,7 @@ from transformers.utils import logging as transformers_log
 from batching.errors import OnequeueError
 from worker.checkpoint_files import folder_problem
 from worker.device.device import choose_device, free_bytes
+from worker.load_context import add_memory, on_worker, remaining_bytes, report
 from worker.messages.protocol import Batching, ModelInfo
 from worker.task_detection import is_custom_code, is_path, load_error, split_revision
 
@@ -74,6 +76,7 @@ def load_checkpoint(
     """
     device = choose_device(options.device)
     check_fits(str(Path(path) / subfolder), options.dtype, device)
+    report("config")
     files: Any = {"subfolder": subfolder, "trust_remote_code": False}
     auto = auto_class(AutoConfig.from_pretrained(path, **files))
     tokenizer = load_tokenizer(path, **files)
@@ -86,7 +89,9 @@ def load_checkpoint(
         **files,
         **attention_keywords(options.attention),
     )
-    return model.to(device).eval(), tokenizer, missing_weight_names(info)
+    model = model.to(device).eval()
+    add_memory(Weights(model))
+    return model, tokenizer, missing_weight_names(info)
 
 
 def load_tokenizer(path: str, **files: Any) -> Any:
@@ -206,13 +211,31 @@ def check_fits(path: str, dtype: str, device: torch.device) -> None:
     On a CPU the largest tensor counts twice: a weight exists in both layouts while it is packed,
     and an output head that is tied to the embedding keeps both.
     """
-    sizes = list(_tensor_bytes(Path(path), dtype))
-    largest = max(sizes, default=0) if device.type == "cpu" else 0
-    needed, free = sum(sizes) + largest, free_bytes(device)
-    if needed > free:
+    needed, limit = _needed_bytes(Path(path), dtype, device), remaining_bytes()
+    if needed > limit:
+        raise LoadingFailed(
+            f"its weights need {needed / GB:.1f} GB but MODELS_GB leaves {limit / GB:.1f} GB"
+        )
+    if needed > (free := free_bytes(device)):
         raise LoadingFailed(
             f"its weights need {needed / GB:.1f} GB but {free / GB:.1f} GB are free on {device}"
         )
+
+
+def needed_bytes(model: str, demo: str, dtype: str, device: torch.device) -> int:
+    """Return the bytes that loading a checkpoint takes, as `check_fits` counts them; 0 if its files
+    are not on this machine."""
+    path = local_path(model, demo)
+    if not is_path(path):
+        id, revision = split_revision(path)
+        config = try_to_load_from_cache(id, "config.json", revision=revision)
+        path = str(Path(config).parent) if isinstance(config, str) else ""
+    return _needed_bytes(Path(path), dtype, device) if path else 0
+
+
+def _needed_bytes(folder: Path, dtype: str, device: torch.device) -> int:
+    sizes = list(_tensor_bytes(folder, dtype))
+    return sum(sizes) + (max(sizes, default=0) if device.type == "cpu" else 0)
 
 
 def _tensor_bytes(folder: Path, dtype: str) -> Iterator[int]:
@@ -234,6 +257,30 @@ def _weight_files(folder: Path) -> list[Path]:
     if (index := folder / "model.safetensors.index.json").is_file():
         return [folder / shard for shard in {*json.loads(index.read_text())["weight_map"].values()}]
     return []
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Implements Memory for a model's parameters and buffers. It is stripped of them at the end:
+    references to its modules may outlive it."""
+
+    model: torch.nn.Module
+
+    @property
+    def nbytes(self) -> int:
+        parts = (*self.model.parameters(), *self.model.buffers())
+        return sum(tensor_bytes(tensor) for tensor in {id(t): t for t in parts}.values())
+
+    def release(self) -> None:
+        for module in self.model.modules():
+            for tensors in (module._parameters, module._buffers):
+                tensors.update(dict.fromkeys(tensors))
+
+
+def tensor_bytes(tensor: torch.Tensor) -> int:
+    if tensor.is_mkldnn:
+        return int(torch.ops.mkldnn._nbytes(tensor))
+    return 0 if tensor.is_meta else tensor.nbytes
 
 
 # ── progress in the log ──
@@ -260,6 +307,8 @@ def log_progress(items: Iterable[Any] = (), *_: Any, **bar: Any) -> Iterator[Any
     total: int | None = bar.get("total") or getattr(items, "__len__", lambda: None)()
     started = logged = time.monotonic()
     for done, item in enumerate(items):
+        if total:
+            report("weights", done + 1, total)
         if total and (now := time.monotonic()) - logged >= PROGRESS_INTERVAL_S:
             logged, percent = now, 100 * done / total
             log.info("%s percent=%.0f seconds=%.0f", description, percent, now - started)
@@ -330,12 +379,12 @@ def missing_weights_matter(
         return False
     before = [value.clone() for value in initialized]
     try:
-        reference = _run_seeded(run)
+        reference = on_worker(partial(_run_seeded, run))
         for seed in range(3):
             generator = torch.Generator().manual_seed(seed)
             for value in initialized:
                 value.copy_(torch.randn(value.shape, generator=generator))
-            if _run_seeded(run) != reference:
+            if on_worker(partial(_run_seeded, run)) != reference:
                 return True
     finally:
         for value, original in zip(initialized, before, strict=True):

@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import FunctionType
 from typing import Any, Literal, NamedTuple
 
@@ -27,6 +28,7 @@ from worker.cores import unpin
 from worker.device.async_copy import fill_placeholders, to_device
 from worker.device.self_check import CannotRun, length_beyond_windows
 from worker.error_classification import first_line
+from worker.load_context import on_worker
 from worker.model.attention.kv_cache import BLOCK, KVCache
 from worker.model.attention.mixed import MixedMetadata
 from worker.model.attention.native import NATIVE_DTYPES, NativeMetadata, load_native_ops
@@ -152,7 +154,8 @@ class PagedRunner:
             return None
         blocks = min(self.blocks, -(-self.max_model_len // BLOCK))
         metadata = RowsMetadata(self.cache, self._rows, blocks)
-        return capture_graphs(self.language, self.model, metadata, self._run)
+        capture = partial(capture_graphs, self.language, self.model, metadata, self._run)
+        return on_worker(capture)
 
     def _use_decode_kernel(self) -> None:
         """Attend by the decode kernel also in steps with prompts, if the logits are the same."""
@@ -286,7 +289,6 @@ def _check_batch(
     return Batch(spans, ids, range(width), states=states)
 
 
-@torch.inference_mode()
 def run_model(
     language: LanguageModel, batch: Batch, metadata: AttentionBackend,
     sampled: Tensor | None = None, positions: Tensor | None = None,
@@ -298,6 +300,14 @@ def run_model(
     ids, if they are not the batch's own. `model`: a copy of the model to call. Return the logits
     [R, vocabulary] of the batch's rows, or the hidden states [R, H] of a model without a head.
     """
+    return on_worker(partial(_run_model, model, batch, metadata, sampled, positions))
+
+
+@torch.inference_mode()
+def _run_model(
+    model: Callable[..., Any], batch: Batch, metadata: AttentionBackend,
+    sampled: Tensor | None, positions: Tensor | None,
+) -> Tensor:  # fmt: skip
     device = metadata.cache.device
     if positions is None:
         row = to_device(batch.position_ids, device) if batch.shifts else metadata.positions

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from worker.device.self_check import (
     set_attention,
 )
 from worker.error_classification import first_line
+from worker.load_context import on_worker, remaining_bytes
 from worker.model.attention.kv_cache import BLOCK, KVCache, LayerShape
 from worker.model.attention.paged import ATTENTION, AttentionMetadata, SpanGroup
 from worker.model.attention.recurrent import RecurrentProbe, install, uninstall
@@ -96,7 +98,8 @@ def cache_bytes(language: LanguageModel, size_gb: float | None, later_caches: in
     if size_gb is not None:
         return size_gb * GB
     share = CACHE_SHARE[language.device.type]
-    return unreserved_bytes(language.device) * share / (1 + share * later_caches)
+    free = min(unreserved_bytes(language.device), remaining_bytes())
+    return free * share / (1 + share * later_caches)
 
 
 def state_bytes(language: LanguageModel) -> int:
@@ -170,8 +173,7 @@ class PagingCheck:
             recorded = [TopKSizes() for _ in self.prompts]
             self.reference = []
             for prompt, sizes in zip(self.prompts, recorded, strict=True):
-                with sizes:
-                    self.reference.append(self._reference(prompt))
+                self.reference.append(on_worker(partial(self._recorded_reference, prompt, sizes)))
             self.selects_keys = any(one.sizes != recorded[0].sizes for one in recorded)
             self.narrow_reference = self._narrow_reference()
 
@@ -186,7 +188,7 @@ class PagingCheck:
         decoder = self.language.decoder
         before = decoder.config._attn_implementation
         try:
-            self._probe_layers()
+            on_worker(self._probe_layers)
             set_attention(decoder, ATTENTION)
             self.compare()
             if self.narrow_reference is not None:
@@ -249,6 +251,10 @@ class PagingCheck:
 
     # ── the reference ──
 
+    def _recorded_reference(self, prompt: Sequence[int], sizes: TopKSizes) -> Tensor:
+        with sizes:
+            return self._reference(prompt)
+
     @torch.inference_mode()
     def _reference(self, prompt: Sequence[int]) -> Tensor:
         ids = torch.tensor([list(prompt)], device=self.model.device)
@@ -273,7 +279,7 @@ class PagingCheck:
         try:
             for config, _ in windows:
                 config.sliding_window = NARROW_WINDOW
-            narrow = self._reference(prompt)
+            narrow = on_worker(partial(self._reference, prompt))
         finally:
             for config, window in windows:
                 config.sliding_window = window

@@ -23,6 +23,7 @@ from worker.device.self_check import (
     length_beyond_windows,
     random_prompts,
 )
+from worker.load_context import add_memory, on_worker
 from worker.media.decode_limiter import DecodeLimiter
 from worker.media.inputs import to_json
 from worker.messages.protocol import Batching, PipelineInput
@@ -31,7 +32,9 @@ from worker.model.loading import (
     LoadingFailed,
     ModelOptions,
     Pipe,
+    Weights,
     attention_keywords,
+    check_fits,
     check_tokenizer,
     checkpoint_path,
     choose_dtype,
@@ -67,6 +70,7 @@ def load_pipeline(options: PipelineOptions) -> tuple[Pipe, dict[str, str]]:
     with load_errors(options.model, task), record_missing_weights() as lacking:
         path = checkpoint_path(options.model, "fill-mask")
         device = choose_device(options.device)
+        check_fits(path, options.dtype, device)
         pipe = make(
             task,
             model=path,
@@ -78,6 +82,7 @@ def load_pipeline(options: PipelineOptions) -> tuple[Pipe, dict[str, str]]:
         if TASKS[task].kind == "text" and pipe.tokenizer is not None:
             check_tokenizer(pipe.tokenizer)
     pipe.model.eval()
+    add_memory(Weights(pipe.model))
     for part in (pipe, pipe.model):
         config: Any = getattr(part, "generation_config", None)
         if getattr(config, "return_timestamps", None) is False:
@@ -246,9 +251,10 @@ def check_rows(
     """Raise CannotRun unless every float output of the batch equals that of the row alone, up to
     rounding."""
     counts = rows.counts
-    outputs = split_output(forward_batch(**rows.batch), len(counts), counts)
+    outputs = split_output(on_worker(partial(forward_batch, **rows.batch)), len(counts), counts)
     for row, output, count in zip(rows.single, outputs, counts, strict=True):
-        for name, expected in split_output(forward_single(**row), 1, [count])[0].items():
+        single = on_worker(partial(forward_single, **row))
+        for name, expected in split_output(single, 1, [count])[0].items():
             if not isinstance(expected, Tensor) or not expected.is_floating_point():
                 continue
             if expected.ndim > 2 and expected.shape[1] != count:

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoFeatureExtractor, AutoModelForCTC, AutoModelForSpeechSeq2Seq
 
 from worker.device.device import free_bytes, unreserved_bytes
+from worker.load_context import on_worker
 from worker.media.audio import Recording
 from worker.media.audio_process import start_fork_server
 from worker.messages.transcription import TranscriptionInput
@@ -137,7 +138,7 @@ def new_ctc_engine(checkpoint: SpeechCheckpoint, options: SpeechOptions) -> Spee
     model, extractor = checkpoint.model, checkpoint.extractor
     rate: int = extractor.sampling_rate
     runner = CtcRunner(model, ENCODER_BATCH[model.device.type])
-    samples_per_frame = measure_samples_per_frame(extractor, runner)
+    samples_per_frame = on_worker(lambda: measure_samples_per_frame(extractor, runner))
 
     def open_decoder(payload: TranscriptionInput) -> CtcDecoder:
         recording = Recording(payload.path, rate, options.max_audio_s)

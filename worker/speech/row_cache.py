@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import EncoderDecoderCache, PreTrainedModel
 
 from worker.device.device import record_reservation
+from worker.load_context import add_memory
 
 
 class RowCache(EncoderDecoderCache):
@@ -32,7 +33,7 @@ class RowCache(EncoderDecoderCache):
         self.self_attention = [torch.zeros(self_shape, **options) for _ in layers]
         # empty: memory is allocated when a row is first written
         self.cross_attention = [torch.empty(cross_shape, **options) for _ in layers]
-        record_reservation(self, (*self.self_attention, *self.cross_attention))
+        add_memory(record_reservation(self, (*self.self_attention, *self.cross_attention)))
         # three attributes that the model's attention reads
         self.is_updated = dict.fromkeys(layers, True)
         self.self_attention_cache: Any = self

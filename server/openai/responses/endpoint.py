@@ -185,7 +185,7 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         return [item for stored in chain for item in (*stored.input, *stored.response["output"])]
 
     def builder(self, request: ParsedResponseRequest, usage: UsageCounts) -> ResponsesBuilder:
-        return ResponsesBuilder(request, usage, self.model_of(request).generator)
+        return ResponsesBuilder(request, usage, self.model_of(request))
 
     async def serve(
         self,

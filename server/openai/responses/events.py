@@ -26,6 +26,7 @@ from server.openai.chat import CallIdFactory
 from server.openai.custom_tools import CustomInputReader
 from server.openai.endpoint import ResponseBuilder
 from server.openai.logprobs import scored_token_with_top
+from server.openai.models import NamedModel
 from server.openai.response_format import TextFormat
 from server.openai.response_schemas import (
     ArgumentsDoneEvent,
@@ -55,8 +56,7 @@ from server.openai.responses.items import new_id
 from server.openai.responses.request import ENCRYPTED, ParsedResponseRequest, ResponseRequest
 from server.openai.responses.store import Stored
 from worker.messages.deltas import Delta, TokenLogprob
-from worker.messages.generation import Chat, SamplingDefaults
-from worker.messages.protocol import Generator
+from worker.messages.generation import Chat
 
 NO_TOOLS: Mapping[str, CallableTool] = {}
 ITEM_TYPES: dict[str, Literal["message", "reasoning"]] = {
@@ -84,7 +84,7 @@ class ResponsesBuilder(ResponseBuilder[Delta]):
     cause, else `server_error`."""
 
     def __init__(
-        self, request: ParsedResponseRequest, usage: UsageCounts, generator: Generator
+        self, request: ParsedResponseRequest, usage: UsageCounts, model: NamedModel
     ) -> None:
         prompt = request.inputs[0].prompt
         assert isinstance(prompt, Chat)
@@ -92,16 +92,26 @@ class ResponsesBuilder(ResponseBuilder[Delta]):
         self.usage = usage
         self.input_items = request.items
         self.output = ResponseOutput(
-            generator.call_id,
+            model.call_id,
             prompt.num_tool_calls,
             request.tools.callable,
             ENCRYPTED in (request.body.include or ()),
         )
         if dropped := request.tools.dropped:
             self.headers = [(b"x-dropped-tools", ", ".join(dropped).encode())]
-        self.response = _new_response(request.body, generator.defaults, self.output.items)
+        self.response = _new_response(request.body, self.output.items)
+        self._request, self._model = request.body, model
+        self._set_defaults()
         self._is_truncated = False  # by max_output_tokens or the end of the context
         self._events = 0
+
+    def _set_defaults(self) -> None:
+        """Set what the request leaves to the model, which may not be loaded at first."""
+        if defaults := self._model.defaults:
+            if self._request.temperature is None:
+                self.response.temperature = defaults.temperature
+            if self._request.top_p is None:
+                self.response.top_p = defaults.top_p
 
     @property
     def stored(self) -> Stored:
@@ -113,6 +123,7 @@ class ResponsesBuilder(ResponseBuilder[Delta]):
         return len(delta.logprobs) + len(delta.prompt_logprobs)
 
     def start(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
+        self._set_defaults()
         self.response.status = "in_progress"
         for name in ("created", "in_progress"):
             yield self._frame(self._event(name))
@@ -140,6 +151,7 @@ class ResponsesBuilder(ResponseBuilder[Delta]):
         return self._frame(self._event(self.response.status))
 
     def build(self, deltas: Sequence[Delta]) -> Response:
+        self._set_defaults()
         for delta in deltas:
             consume(self.add(delta))
         consume(self.finish())
@@ -334,9 +346,7 @@ def shell_action(arguments: str) -> Document:
     return {"type": "exec", "command": [], "env": {}, **action}
 
 
-def _new_response(
-    request: ResponseRequest, defaults: SamplingDefaults, output: list[OutputItem]
-) -> Response:
+def _new_response(request: ResponseRequest, output: list[OutputItem]) -> Response:
     """Return a response before anything is generated, with the request's parameters."""
     text, reasoning = request.text, request.reasoning
     return Response(
@@ -351,7 +361,7 @@ def _new_response(
             reasoning.effort if reasoning else None, reasoning.summary if reasoning else None
         ),
         store=request.store is not False,
-        temperature=defaults.temperature if request.temperature is None else request.temperature,
+        temperature=1.0 if request.temperature is None else request.temperature,
         text=ResponseText(
             _format_document(text.format if text else None), (text and text.verbosity) or "medium"
         ),
@@ -360,7 +370,7 @@ def _new_response(
             tool.document() for tool in request.tools or () if tool.type not in get_args(HostedType)
         ],
         top_logprobs=request.top_logprobs or 0,
-        top_p=defaults.top_p if request.top_p is None else request.top_p,
+        top_p=1.0 if request.top_p is None else request.top_p,
         metadata=request.metadata or {},
         instructions=request.instructions,
         max_output_tokens=request.max_output_tokens,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from worker.device.device import record_reservation
+from worker.load_context import add_memory
 
 BLOCK = 16  # token positions in a block
 
@@ -87,4 +88,4 @@ class KVCache:
         self.states = [
             torch.empty(slots, *state.shape, dtype=state.dtype, device=device) for state in states
         ]
-        record_reservation(self, (*self.keys, *self.values, *self.states))
+        add_memory(record_reservation(self, (*self.keys, *self.values, *self.states)))

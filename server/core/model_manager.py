@@ -1,0 +1,323 @@
+"""Loads models when requests name them, and unloads them: when idle, or to make room.
+
+    unloaded → loading → warming → ready → (finishes what runs) → unloading → unloaded
+                  └────────┴────▶ failed ── the next request, after a back-off ──▶ loading
+
+Items of a model that is not loaded wait here, accepted and in order, and go on to be prepared when
+it is ready. Models are loaded one after another. Everything runs on the event loop; the work is
+done by the worker's loader thread (worker/loader.py).
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+
+from batching.errors import NotReady, OnequeueError, QueueFull
+from batching.request_queue import RequestQueue, WorkItem
+from worker.registry import ServedModel
+from worker.worker import Worker
+
+log = logging.getLogger("onequeue.models")
+
+# Items that await models may hold 1 / AWAITING_DIVISOR of the queue's slots.
+AWAITING_DIVISOR = 4
+# The time from a failed load to the next, doubled with each failure.
+MIN_BACKOFF_S, MAX_BACKOFF_S = 5.0, 300.0
+GB = 1e9
+AWAIT_MODEL = object()  # payload of an item that ends when its model is ready
+
+
+class LoadFailed(OnequeueError):
+    """There is no room for a model. The message is the reason."""
+
+
+@dataclass(eq=False)
+class Residency:
+    """A model, and the items that await it."""
+
+    model: ServedModel
+    waiting: deque[WorkItem] = field(default_factory=deque)
+    queued: bool = False  # to be loaded
+    requested: bool = False  # to be loaded by an operator: also if no item awaits it
+    # finishes what runs, and is unloaded then
+    departure: "asyncio.Task[None] | None" = None
+    used_at: float = 0.0
+    load_started_at: float = 0.0
+    failure: str = ""  # of the last load
+    failures: int = 0  # in a row
+    retry_at: float = 0.0
+    timer: asyncio.TimerHandle | None = None  # of the idle model
+    watchers: set[asyncio.Event] = field(default_factory=set)  # set with each change
+    unused: asyncio.Event = field(default_factory=asyncio.Event)  # set when what ran has finished
+
+    def notify(self) -> None:
+        for watcher in self.watchers:
+            watcher.set()
+
+    @property
+    def is_loading(self) -> bool:
+        return self.queued or self.model.state in ("loading", "warming")
+
+    @property
+    def is_ready(self) -> bool:
+        return self.model.state == "ready" and self.departure is None
+
+    def progress_text(self, now: float) -> str:
+        """Return how far the load is, for the error of a request that has waited for it."""
+        progress = self.model.progress
+        if self.model.state == "loading" and self.load_started_at:
+            how_far = f"stage {progress.stage}"
+            if progress.total:
+                how_far += f", {100 * progress.done // progress.total} %"
+            return f"loading for {now - self.load_started_at:.1f} s ({how_far})"
+        return {"warming": "warming up", "failed": "to be loaded again"}.get(
+            self.model.state, "to be loaded"
+        )
+
+
+class ModelManager:
+    """`put` passes items on to be prepared. `idle_s`: time until an unused model is unloaded, 0:
+    never. `limit_bytes`: of weights and caches together, None: what is free."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        queue: RequestQueue,
+        put: Callable[[list[WorkItem]], None],
+        on_change: Callable[[ServedModel, str], None],
+        idle_s: float = 0.0,
+        limit_bytes: int | None = None,
+    ) -> None:
+        self.worker = worker
+        self.queue = queue
+        self.put = put
+        self.on_change = on_change  # called with loaded, failed or unloaded
+        self.idle_s = idle_s
+        self.limit_bytes = limit_bytes
+        self.models = {name: Residency(model) for name, model in worker.models.items()}
+        self._loads: deque[Residency] = deque()
+        self._task: asyncio.Task[None] | None = None
+        queue.on_unused = self._on_unused
+
+    def start(self) -> None:
+        """Begin to count the idle time of the models that were loaded at the start."""
+        loop = asyncio.get_running_loop()
+        for entry in self.models.values():
+            entry.model.on_progress = partial(loop.call_soon_threadsafe, entry.notify)
+            if entry.model.state == "ready":
+                self._on_unused(entry.model.name)
+
+    def stop(self) -> None:
+        if self._task:
+            self._task.cancel()
+        for entry in self.models.values():
+            self._stop_timer(entry)
+
+    # ── requests ──
+
+    def refusal(self, name: str) -> NotReady | None:
+        """Return the reason for refusing a model whose load has failed, until it is tried again."""
+        entry = self.models[name]
+        left_s = entry.retry_at - time.monotonic()
+        if entry.model.state != "failed" or left_s <= 0:
+            return None
+        return NotReady(self._failure_text(entry), math.ceil(left_s))
+
+    def admit(self, name: str, count: int) -> bool:
+        """Return whether items of a model await it, and have it loaded then. Raises QueueFull if
+        too many items await models."""
+        entry = self.models[name]
+        entry.used_at = time.monotonic()
+        self._stop_timer(entry)
+        if entry.is_ready:
+            return False
+        self._want(entry)
+        capacity = max(1, self.queue.slots.capacity // AWAITING_DIVISOR)
+        awaiting = self.queue.awaiting.total()
+        if awaiting + count > capacity:
+            raise QueueFull(
+                f"the model {entry.model.title!r} is {entry.progress_text(time.monotonic())}, and "
+                f"{awaiting} of {capacity} slots for requests that await models are in use", 5.0
+            )  # fmt: skip
+        return True
+
+    def hold(self, items: Iterable[WorkItem]) -> list[WorkItem]:
+        """Keep the items that await their model; return the others."""
+        passed: list[WorkItem] = []
+        for item in items:
+            if item.awaits_model:
+                self.models[item.model].waiting.append(item)
+            else:
+                passed.append(item)
+        return passed
+
+    def late_text(self, item: WorkItem) -> str:
+        """Return the end of the error of an item whose time is up; empty if it has its model."""
+        if not item.awaits_model:
+            return ""
+        entry = self.models[item.model]
+        return f": the model {entry.model.title!r} is {entry.progress_text(time.monotonic())}"
+
+    # ── loading ──
+
+    def _want(self, entry: Residency) -> None:
+        """Have a model loaded, unless it is being loaded."""
+        if not entry.queued:
+            entry.queued = True
+            self._loads.append(entry)
+            if self._task is None or self._task.done():
+                self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def _run(self) -> None:
+        while self._loads:
+            entry = self._loads.popleft()
+            try:
+                await self._load(entry)
+            except Exception as error:
+                entry.queued = False
+                self._on_failed(entry, error)
+
+    async def _load(self, entry: Residency) -> None:
+        model = entry.model
+        if entry.departure:  # it is unloaded first
+            await asyncio.shield(entry.departure)
+        if not (entry.requested or self.queue.awaiting[model.name]):
+            entry.queued = False  # all clients have left
+            return
+        entry.load_started_at = time.monotonic()
+        model.state = "loading"
+        needed, free = await asyncio.wrap_future(self.worker.measure(model))
+        await self._make_room(entry, needed, free)
+        limit = None if self.limit_bytes is None else self.limit_bytes - self._used_bytes()
+        await asyncio.wrap_future(self.worker.load(model, limit))
+        log.info(
+            "ready serves=%s seconds=%.1f", model.name, time.monotonic() - entry.load_started_at
+        )
+        entry.queued = entry.requested = False
+        entry.failures, entry.failure = 0, ""
+        self.on_change(model, "loaded")
+        self.queue.has_model(model.name)
+        entry.notify()
+        waiting, entry.waiting = entry.waiting, deque()
+        for item in waiting:
+            if item.payload is AWAIT_MODEL:
+                item.resolve(None)
+        self.put([item for item in waiting if item.payload is not AWAIT_MODEL])
+        if not self.queue.uses[model.name]:
+            self._on_unused(model.name)
+
+    def _on_failed(self, entry: Residency, error: Exception) -> None:
+        """Fail the items that await a model, and those alone."""
+        model, now = entry.model, time.monotonic()
+        entry.requested = False
+        model.state = "failed"
+        entry.failure = self._reason(entry, error)
+        wait_s = min(MAX_BACKOFF_S, MIN_BACKOFF_S * 2**entry.failures)
+        entry.failures, entry.retry_at = entry.failures + 1, now + wait_s
+        log.error("load failed serves=%s retry_s=%g: %s", model.name, wait_s, error, exc_info=error)
+        self.on_change(model, "failed")
+        failure = NotReady(self._failure_text(entry), wait_s)
+        for item in list(self.queue.items):
+            if item.model == model.name and item.awaits_model:
+                item.resolve(failure)
+        entry.waiting.clear()
+        entry.notify()
+
+    def _reason(self, entry: Residency, error: Exception) -> str:
+        """Return the reason without the path of the checkpoint, which clients do not see."""
+        if not isinstance(error, OnequeueError):
+            return "see the server's log"
+        reason = str(error).partition(": ")[2] or str(error)
+        path = entry.model.path
+        return reason.replace(path, entry.model.title) if path else reason
+
+    def _failure_text(self, entry: Residency) -> str:
+        return f"the model {entry.model.title!r} could not be loaded: {entry.failure}"
+
+    # ── memory ──
+
+    def _used_bytes(self) -> int:
+        return sum(entry.model.nbytes for entry in self.models.values())
+
+    async def _make_room(self, entry: Residency, needed: int, free: int) -> None:
+        """Unload models until there is room for one: the least recently used first, idle ones
+        before busy ones, which finish what runs. Raises LoadFailed if pinned models leave none."""
+        while True:
+            limit = math.inf if self.limit_bytes is None else self.limit_bytes
+            if needed <= free and needed + self._used_bytes() <= limit:
+                return
+            loaded = [
+                other
+                for other in self.models.values()
+                if other is not entry and other.model.state == "ready" and not other.model.pin
+            ]
+            if not loaded:
+                room = max(0.0, min(free, limit - self._used_bytes()))
+                raise LoadFailed(
+                    f"{entry.model.title}: it needs {needed / GB:.2f} GB, {room / GB:.2f} GB are "
+                    "left and no model can be unloaded"
+                )
+            await asyncio.shield(self._leave(min(loaded, key=self._eviction_order)))
+            needed, free = await asyncio.wrap_future(self.worker.measure(entry.model))
+
+    def _eviction_order(self, entry: Residency) -> tuple[bool, bool, float]:
+        return entry.departure is None, self.queue.uses[entry.model.name] > 0, entry.used_at
+
+    # ── unloading ──
+
+    def _leave(self, entry: Residency) -> "asyncio.Task[None]":
+        """Unload a model that is ready, once what runs on it has finished. New items await it."""
+        if entry.departure is None:
+            self._stop_timer(entry)
+            entry.departure = asyncio.get_running_loop().create_task(self._depart(entry))
+        return entry.departure
+
+    async def _depart(self, entry: Residency) -> None:
+        model = entry.model
+        try:
+            entry.unused.clear()
+            if self.queue.uses[model.name] > self.queue.awaiting[model.name]:
+                await entry.unused.wait()
+            model.close()
+            model.state = "unloading"
+            await asyncio.wrap_future(self.worker.unload(model))
+            model.state = "unloaded"
+            self.on_change(model, "unloaded")
+            log.info("unloaded serves=%s", model.name)
+        finally:
+            entry.departure = None
+            entry.notify()
+
+    def _on_unused(self, name: str) -> None:
+        entry = self.models[name]
+        entry.unused.set()
+        self._stop_timer(entry)
+        if self.idle_s and not entry.model.pin and entry.is_ready:
+            loop = asyncio.get_running_loop()
+            entry.timer = loop.call_later(self.idle_s, self._unload_idle, entry)
+
+    def _stop_timer(self, entry: Residency) -> None:
+        if entry.timer:
+            entry.timer.cancel()
+            entry.timer = None
+
+    def _unload_idle(self, entry: Residency) -> None:
+        if entry.is_ready and not self.queue.uses[entry.model.name]:
+            self._leave(entry)
+
+    # ── operators ──
+
+    def request_load(self, entry: Residency) -> None:
+        """Load a model, also within the back-off after a failure."""
+        if not entry.is_ready:
+            entry.requested = True
+            self._want(entry)
+
+    def request_unload(self, entry: Residency) -> None:
+        """Unload a model that is ready, once what runs on it has finished."""
+        self._leave(entry)

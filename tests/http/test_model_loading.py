@@ -1,0 +1,375 @@
+"""Models that are loaded by a request and unloaded, with fake models."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+
+from server.lifespan import drain
+from tests.event_streams import CLIENT, chat, post
+from tests.fake_generator import FakeGenerator
+from tests.http.test_pipeline_http import error_of
+from tests.serving import Server, serving, wait_until
+from worker.load_context import add_memory, report
+from worker.model.loading import LoadingFailed
+
+MODEL_BYTES = 600_000
+Answer = Future[httpx.Response]
+
+
+@dataclass
+class FakeMemory:
+    nbytes: int = MODEL_BYTES
+
+    def release(self) -> None:
+        self.nbytes = 0
+
+
+class Loads:
+    """Loads chat models: the first at once, later ones when `gate` is open."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Semaphore(0)
+        self.error: Exception | None = None  # of the next load
+        self.generators: list[FakeGenerator] = []
+
+    def __call__(self) -> FakeGenerator:
+        if self.generators:
+            report("weights", 1, 4)
+            self.entered.release()
+            assert self.gate.wait(60)
+        if error := self.error:
+            self.error = None
+            raise error
+        add_memory(FakeMemory())
+        self.generators.append(FakeGenerator())
+        return self.generators[-1]
+
+
+@dataclass
+class Setup:
+    server: Server
+    loads: Loads
+    pool: ThreadPoolExecutor
+
+    def ask(
+        self, model: str | None, text: str = "say yes", **more: Any
+    ) -> "Future[httpx.Response]":
+        return self.pool.submit(chat, self.server, text, model=model, **more)
+
+    def state(self, name: str) -> str:
+        return self.server.worker_client.models[name].state
+
+    def awaiting(self) -> int:
+        return self.server.worker_client.queue.awaiting.total()
+
+
+@contextmanager
+def loading(models: str = "a=demo,b=demo", **settings: Any) -> Iterator[Setup]:
+    loads = Loads()
+    with (
+        serving(load_chat=loads, chat_model=models, **settings) as server,
+        ThreadPoolExecutor(16) as pool,
+    ):
+        try:
+            yield Setup(server, loads, pool)
+        finally:
+            loads.gate.set()
+            for generator in loads.generators:
+                generator.release()
+
+
+def content(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def test_only_the_first_model_is_loaded_at_the_start() -> None:
+    with loading() as setup:
+        assert (setup.state("generation"), setup.state("generation:b")) == ("ready", "unloaded")
+        assert content(setup.ask("a").result()) == content(setup.ask(None).result()) == "yes"
+        assert len(setup.loads.generators) == 1
+        assert content(setup.ask("b").result()) == "yes"
+        assert len(setup.loads.generators) == 2
+
+
+def test_requests_wait_in_order_while_others_are_answered() -> None:
+    with loading() as setup:
+        setup.loads.gate.clear()
+        waiting = []
+        for n in range(5):
+            waiting.append(setup.ask("b", f"say {n}"))
+            wait_until(lambda n=n: setup.awaiting() == n + 1)  # type: ignore[misc]  # a default
+        assert content(setup.ask("a").result()) == "yes"
+        assert setup.state("generation:b") == "loading"
+        setup.loads.gate.set()
+        assert [content(answer.result()) for answer in waiting] == [*"01234"]
+        payloads: Any = setup.loads.generators[1].payloads
+        prompts = [payload.prompt.messages[-1]["content"] for payload in payloads]
+        assert prompts == [f"say {n}" for n in range(5)]
+
+
+def test_the_504_names_the_model_and_its_progress() -> None:
+    with loading(request_timeout_s=0.3) as setup:
+        setup.loads.gate.clear()
+        late = setup.ask("b").result()
+        assert late.status_code == 504
+        message = error_of(late)["message"]
+        assert "the model 'b' is loading for 0." in message
+        assert "(stage weights, 25 %)" in message
+
+
+def test_waiting_requests_hold_at_most_a_quarter_of_the_queue() -> None:
+    with loading(max_queue_size=8) as setup:
+        setup.loads.gate.clear()
+        waiting = [setup.ask("b"), setup.ask("b")]
+        wait_until(lambda: setup.awaiting() == 2)
+        refused = setup.ask("b").result()
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+        assert "2 of 2 slots for requests that await models" in error_of(refused)["message"]
+        assert content(setup.ask("a").result()) == "yes"
+        setup.loads.gate.set()
+        assert [content(answer.result()) for answer in waiting] == ["yes", "yes"]
+
+
+def test_a_failed_load_fails_its_waiting_requests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with loading() as setup:
+        long = setup.ask("a", "long", max_tokens=10_000)
+        wait_until(lambda: bool(setup.loads.generators[0].running))
+        setup.loads.gate.clear()
+        setup.loads.error = LoadingFailed(
+            "the model 'demo' could not be loaded for chat: no weights"
+        )
+        waiting = [setup.ask("b") for _ in range(3)]
+        wait_until(lambda: setup.awaiting() == 3)
+        setup.loads.gate.set()
+        for answer in waiting:
+            assert answer.result().status_code == 503
+            assert error_of(answer.result())["message"] == (
+                "the model 'b' could not be loaded: no weights"
+            )
+        refused = setup.ask("b").result()  # within the back-off
+        assert refused.status_code == 503
+        assert 1 <= int(refused.headers["retry-after"]) <= 5
+        assert not long.done()
+        entry = setup.server.worker_client.manager.models["generation:b"]
+        entry.retry_at = 0.0
+        assert content(setup.ask("b").result()) == "yes"
+        assert entry.failures == 0
+        setup.loads.generators[0].release()
+
+
+def test_a_client_that_leaves_during_a_load_frees_its_slot() -> None:
+    with loading(max_queue_size=4) as setup:
+        setup.loads.gate.clear()
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(
+                setup.server.url + "/v1/chat/completions",
+                json={"messages": [{"role": "user", "content": "say no"}], "model": "b"},
+                timeout=0.5,
+            )
+        wait_until(lambda: setup.awaiting() == 0)
+        answer = setup.ask("b")  # the only slot
+        wait_until(lambda: setup.awaiting() == 1)
+        setup.loads.gate.set()
+        assert content(answer.result()) == "yes"
+        assert len(setup.loads.generators[1].payloads) == 1
+
+
+def test_tokenizing_and_responses_wait_as_well() -> None:
+    with loading() as setup:
+        counted = post(setup.server, "/tokenize", {"prompt": "ab", "model": "b"}).json()
+        assert counted["count"] == 3
+    with loading() as setup:
+        answer = post(setup.server, "/v1/responses", {"input": "say yes", "model": "b"}).json()
+        assert (answer["temperature"], answer["top_p"]) == (0.7, 0.8)  # the model's defaults
+        assert answer["output"][0]["content"][0]["text"] == "yes"
+
+
+def test_an_idle_model_is_unloaded_and_loaded_again() -> None:
+    with loading("a=demo;pin,b=demo", model_idle_s=0.05) as setup:
+        assert content(setup.ask("b").result()) == "yes"
+        wait_until(lambda: setup.state("generation:b") == "unloaded")
+        assert setup.state("generation") == "ready"
+        for _ in range(3):
+            assert content(setup.ask("b").result()) == "yes"
+        assert len(setup.loads.generators) >= 3
+
+
+def test_a_model_in_use_is_not_idle() -> None:
+    with loading(model_idle_s=0.05) as setup:
+        setup.loads.gate.clear()
+        setup.loads.gate.set()
+        streamed = setup.ask("b", "long", max_tokens=10_000)
+        wait_until(lambda: len(setup.loads.generators) > 1)
+        wait_until(lambda: setup.state("generation") == "unloaded")  # the other one is
+        assert setup.state("generation:b") == "ready"
+        setup.loads.generators[1].release()
+        setup.server.worker_client.loop.call_soon_threadsafe(setup.server.worker_client.cancel_all)
+        streamed.result()
+
+
+@contextmanager
+def loading_one_at_a_time(**settings: Any) -> Iterator[Setup]:
+    """The budget fits one model."""
+    with loading(models_gb=1.5 * MODEL_BYTES / 1e9, **settings) as setup:
+        for model in setup.server.worker_client.models.values():
+            model.measure = lambda: (MODEL_BYTES, 1 << 40)
+        yield setup
+
+
+def test_the_least_recently_used_model_makes_room() -> None:
+    with loading_one_at_a_time() as setup:
+        for name in "babab":
+            assert content(setup.ask(name).result()) == "yes"
+            states = {setup.state("generation"), setup.state("generation:b")}
+            assert states == {"ready", "unloaded"}
+
+
+def test_a_busy_model_finishes_and_makes_room_so_that_nobody_starves() -> None:
+    with loading_one_at_a_time() as setup:
+        first = setup.loads.generators[0]
+        first.one_by_one = True
+        running = setup.ask("a", "say 1 2 3")
+        wait_until(lambda: bool(first.running))
+        waiting = setup.ask("b")
+        wait_until(lambda: setup.awaiting() == 1)
+        later = setup.ask("a", "say later")  # waits behind: the model leaves
+        wait_until(lambda: setup.awaiting() == 2)
+        first.release()
+        assert content(running.result()) == "1 2 3"
+        assert content(waiting.result()) == "yes"
+        assert content(later.result()) == "later"
+        assert len(setup.loads.generators) == 3
+
+
+def test_no_room_beside_pinned_models_is_an_error() -> None:
+    with loading_one_at_a_time() as setup:
+        setup.server.worker_client.models["generation"].pin = True
+        refused = setup.ask("b").result()
+        assert refused.status_code == 503
+        assert "no model can be unloaded" in error_of(refused)["message"]
+        assert content(setup.ask("a").result()) == "yes"
+
+
+def test_a_drain_answers_the_requests_that_wait_for_a_load() -> None:
+    with loading() as setup:
+        setup.loads.gate.clear()
+        waiting = setup.ask("b")
+        wait_until(lambda: setup.awaiting() == 1)
+        client = setup.server.worker_client
+        drained = asyncio.run_coroutine_threadsafe(drain(client, 60), client.loop)
+        wait_until(lambda: client.draining)
+        assert setup.ask("a").result().status_code == 503
+        setup.loads.gate.set()
+        assert content(waiting.result()) == "yes"
+        drained.result(60)
+
+
+# ── listing, loading and unloading by an operator ──
+
+
+def status(setup: Setup, name: str, path: str = "/v1/models") -> dict[str, Any]:
+    listed = CLIENT.get(setup.server.url + path).json()["data"]
+    [found] = [model["status"] for model in listed if model["id"] == name]
+    return dict(found)
+
+
+def test_the_listing_has_states_and_progress() -> None:
+    with loading(model_control=True) as setup:
+        assert status(setup, "a") == {"value": "loaded"}
+        assert status(setup, "b", "/models") == {"value": "unloaded"}
+        setup.loads.gate.clear()
+        assert post(setup.server, "/models/load", {"model": "b"}).json() == {"success": True}
+        assert setup.loads.entered.acquire(timeout=60)
+        assert status(setup, "b") == {
+            "value": "loading", "stage": "weights", "progress": {"current": 1, "total": 4},
+        }  # fmt: skip
+        again = post(setup.server, "/models/load", {"model": "b"})
+        assert (again.status_code, "already loading" in error_of(again)["message"]) == (400, True)
+        setup.loads.error = LoadingFailed("the model could not be loaded for chat: no weights")
+        setup.loads.gate.set()
+        wait_until(lambda: status(setup, "b")["value"] == "failed")
+        assert status(setup, "b") == {"value": "failed", "failed": True, "error": "no weights"}
+        assert post(setup.server, "/models/load", {"model": "b"}).status_code == 200  # at once
+        wait_until(lambda: status(setup, "b")["value"] == "loaded")
+
+
+def test_unloading_waits_for_what_runs_and_a_request_loads_again() -> None:
+    with loading(model_control=True) as setup:
+        first = setup.loads.generators[0]
+        first.one_by_one = True
+        running = setup.ask("a", "say 1 2")
+        wait_until(lambda: bool(first.running))
+        assert post(setup.server, "/models/unload", {"model": "a"}).json() == {"success": True}
+        later = setup.ask("a", "say later")
+        wait_until(lambda: setup.awaiting() == 1)
+        assert status(setup, "a")["value"] == "loading"
+        first.release()
+        assert (content(running.result()), content(later.result())) == ("1 2", "later")
+        for name, reason in (("b", "is unloaded, not loaded"), ("nobody", "there is no model")):
+            refused = post(setup.server, "/models/unload", {"model": name})
+            assert refused.status_code in (400, 404)
+            assert reason in error_of(refused)["message"]
+    with loading("a=demo;pin", model_control=True) as setup:
+        refused = post(setup.server, "/models/unload", {"model": "a"})
+        assert (refused.status_code, error_of(refused)["message"]) == (400, "model: 'a' is pinned")
+
+
+def test_load_model_sends_the_progress() -> None:
+    with loading(model_control=True) as setup:
+        answer = post(setup.server, "/load_model", {"model": "b"})
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        events = [json.loads(line[6:]) for line in answer.text.splitlines() if line[:5] == "data:"]
+        assert events[0] == {"status": "loading", "model": "b", "stage": "processor"}
+        assert events[-1] == {"status": "ready", "model": "b", "cached": False}
+        ready = post(setup.server, "/load_model", {"model": "b"}).text
+        assert json.loads(ready[6:]) == {"status": "ready", "model": "b", "cached": True}
+    with loading(model_control=True) as setup:
+        setup.loads.error = LoadingFailed("the model could not be loaded for chat: no weights")
+        last = post(setup.server, "/load_model", {"model": "b"}).text.splitlines()[-2]
+        event = {"status": "error", "model": "b", "message": "no weights"}
+        assert json.loads(last[6:]) == event
+
+
+CONTROL = ("/models/load", "/models/unload", "/load_model")
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "allowed"),
+    [
+        ({}, None, False),
+        ({"model_control": True}, None, True),
+        ({"api_keys": ("user",)}, "user", False),
+        ({"api_keys": ("user",), "model_control": True}, "user", False),
+        ({"api_keys": ("user",), "admin_keys": ("boss",)}, "user", False),
+        ({"api_keys": ("user",), "admin_keys": ("boss",)}, "boss", True),
+        ({"admin_keys": ("boss",)}, None, False),
+        ({"admin_keys": ("boss",), "model_control": True}, None, False),
+        ({"admin_keys": ("boss",)}, "boss", True),
+    ],
+)
+def test_only_operators_load_and_unload(
+    settings: dict[str, Any], key: str | None, allowed: bool
+) -> None:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    with loading(**settings) as setup:
+        for path in CONTROL:
+            name = "a" if path == "/models/unload" else "b"
+            answer = CLIENT.post(setup.server.url + path, json={"model": name}, headers=headers)
+            assert answer.status_code == (200 if allowed else 403), (path, answer.text)
+            if allowed and path == "/models/load":
+                wait_until(lambda: setup.state("generation:b") == "ready")
+        listed = CLIENT.get(setup.server.url + "/models", headers=headers)
+        assert listed.status_code == 200
+        if "admin_keys" in settings and "api_keys" not in settings:
+            assert chat(setup.server, "say yes").status_code == 200  # needs no key

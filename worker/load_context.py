@@ -1,0 +1,110 @@
+"""The load that runs on this thread: where its forwards run, its progress, its memory.
+
+A loader thread reads weights and lays them out, while the worker's thread serves other models.
+`on_worker` hands each forward pass of the load to that thread, which runs it between their steps.
+Without a load, as in tests, forwards run on the caller's thread.
+"""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
+_thread = threading.local()
+
+
+class Memory(Protocol):
+    """Memory that a model holds until it is unloaded."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def release(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """How far a load is, in the stages and units of transformers' server."""
+
+    stage: str = "processor"  # then config, then weights
+    done: int = 0
+    total: int = 0
+
+
+@dataclass(eq=False)
+class LoadContext:
+    """`run`: runs a function on the worker's thread. `limit`: bytes that weights and cache may take
+    together; None: what is free."""
+
+    run: Callable[[Callable[[], Any]], Any]
+    report: Callable[[LoadProgress], object] = lambda progress: None
+    limit: int | None = None
+    memory: list[Memory] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(memory.nbytes for memory in self.memory)
+
+
+@contextmanager
+def loading(context: LoadContext) -> Iterator[None]:
+    """Make `context` the load of this thread."""
+    _thread.context = context
+    try:
+        yield
+    finally:
+        _thread.context = None
+
+
+def current_load() -> LoadContext | None:
+    context: LoadContext | None = getattr(_thread, "context", None)
+    return context
+
+
+def on_worker(function: Callable[[], T]) -> T:
+    """Return the result of a function that runs a model."""
+    if (context := current_load()) is None:
+        return function()
+    result: T = context.run(partial(_with_modes, function, *_torch_modes()))
+    return result
+
+
+def report(stage: str, done: int = 0, total: int = 0) -> None:
+    """Report the progress of this thread's load, if there is one."""
+    if context := current_load():
+        context.report(LoadProgress(stage, done, total))
+
+
+def add_memory(memory: Memory) -> None:
+    """Record memory that this thread's load has taken, if there is one."""
+    if context := current_load():
+        context.memory.append(memory)
+
+
+def remaining_bytes() -> int:
+    """Return how many bytes the limit of this thread's load leaves."""
+    context = current_load()
+    if context is None or context.limit is None:
+        return sys.maxsize
+    return max(0, context.limit - context.nbytes)
+
+
+def _torch_modes() -> tuple[bool, bool]:
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return True, False
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+
+def _with_modes(function: Callable[[], T], grad: bool, inference: bool) -> T:
+    """Run a function in the modes of torch that the loading thread has; each thread has its own."""
+    with ExitStack() as modes:
+        if torch := sys.modules.get("torch"):
+            modes.enter_context(torch.set_grad_enabled(grad))
+            if inference:
+                modes.enter_context(torch.inference_mode())
+        return function()
