@@ -29,7 +29,7 @@ from tests.serving import Server, serving
 from worker.tasks import TASKS
 
 ALWAYS = {"/", "/assets/{name}", "/health", "/ready", "/ping", "/version", "/favicon.ico"}
-ALWAYS |= {"/metrics", "/openapi.json"}
+ALWAYS |= {"/metrics", "/openapi.json", "/models", "/models/load", "/models/unload"}
 KEY = {"Authorization": "Bearer k"}
 
 

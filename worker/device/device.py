@@ -79,7 +79,7 @@ class Reservation:
 
     @property
     def nbytes(self) -> int:
-        return self.size if self.owner() else 0
+        return self.size if self.owner() is not None else 0
 
     def release(self) -> None:
         if (owner := self.owner()) is not None:

@@ -8,6 +8,7 @@ fastest RowModel that keeps the model's own output.
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,7 +94,8 @@ class Checkpoint:
             except CannotRun as error:
                 log.debug("not paged: %s", error)
         rows = SinglePassModel(model, self.tokenizer, self.limit, output_name)
-        start_native_kernels(rows.model, rows.packing, rows.warm_up, options.compile)
+        warm_up = partial(on_worker, rows.warm_up)
+        start_native_kernels(rows.model, rows.packing, warm_up, options.compile)
         return rows
 
     def info(self, task: str, rows: RowModel) -> ModelInfo:
@@ -112,7 +114,7 @@ def load_embedder(options: ScoringOptions) -> Embedder:
             dimensions = trained_dimensions(checkpoint.model.config)
         info = checkpoint.info("feature-extraction", rows)
         tokenizer = checkpoint.text_tokenizer()
-        return Embedder(rows, tokenizer, checkpoint.config, dimensions, info)
+        return on_worker(partial(Embedder, rows, tokenizer, checkpoint.config, dimensions, info))
 
 
 def load_reranker(options: ScoringOptions) -> Reranker:

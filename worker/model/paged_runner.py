@@ -300,13 +300,14 @@ def run_model(
     ids, if they are not the batch's own. `model`: a copy of the model to call. Return the logits
     [R, vocabulary] of the batch's rows, or the hidden states [R, H] of a model without a head.
     """
-    return on_worker(partial(_run_model, model, batch, metadata, sampled, positions))
+    model = model or language.model
+    return on_worker(partial(_run_model, language, batch, metadata, sampled, positions, model))
 
 
 @torch.inference_mode()
 def _run_model(
-    model: Callable[..., Any], batch: Batch, metadata: AttentionBackend,
-    sampled: Tensor | None, positions: Tensor | None,
+    language: LanguageModel, batch: Batch, metadata: AttentionBackend,
+    sampled: Tensor | None, positions: Tensor | None, model: Callable[..., Any],
 ) -> Tensor:  # fmt: skip
     device = metadata.cache.device
     if positions is None:
@@ -317,7 +318,7 @@ def _run_model(
     if language.recurrent:
         states = PackedStates(language.recurrent, metadata.cache, batch)
     with forward_context(metadata, states):
-        output = (model or language.model)(
+        output = model(
             input_ids=fill_placeholders(to_device([batch.ids], device), sampled),
             position_ids=positions.clone(),  # a new tensor, as the compiler's guards expect
             use_cache=False,

@@ -110,11 +110,12 @@ def load_runner(options: PipelineOptions, max_rows: int) -> PipelineRunner:
         info = replace(info, mask=pipe.tokenizer.mask_token)
     limiter = DecodeLimiter(int(options.max_image_mp * 1e6))
     runner = PipelineRunner(pipe, info, packing, limiter, max_rows)
+    warm_up = partial(on_worker, runner.warm_up)
     on_cpu, dtype = pipe.device.type == "cpu", pipe.dtype
     if on_cpu and packs_dtype(dtype) and emulates_dtype(dtype):
-        pack_weights(pipe.model, free_bytes(pipe.device), runner.warm_up)
+        pack_weights(pipe.model, free_bytes(pipe.device), warm_up)
     if packing and is_worth_compiling(options.compile, info.parameters):
-        start_native_kernels(pipe.model, packing, runner.warm_up, options.compile)
+        start_native_kernels(pipe.model, packing, warm_up, options.compile)
     return runner
 
 

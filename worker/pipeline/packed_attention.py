@@ -27,7 +27,6 @@ from worker.cores import unpin, use_one_core
 from worker.device.device import free_bytes
 from worker.device.self_check import MIN_PROMPT_TOKENS, TOLERANCE, CannotRun, compare, set_attention
 from worker.error_classification import first_line
-from worker.load_context import on_worker
 from worker.model.attention.native import NATIVE_DTYPES, load_native_ops
 from worker.model.cpu.amx_linear import use_amx_linear
 from worker.model.cpu.linear import pack_weights, packs_dtype, use_native_linear
@@ -350,7 +349,7 @@ def start_native_kernels(
     if packs_dtype(model.dtype):
         pack_weights(model.base_model, free_bytes(model.device), run, fuse=False)
     if packing and is_worth_compiling(compile, parameters):
-        on_worker(run)  # records the attention configurations of the layers
+        run()  # records the attention configurations of the layers
         threading.Thread(
             target=_enable_native_kernels, args=(packing,), name="compile", daemon=True
         ).start()

@@ -6,6 +6,7 @@ The architecture decides between Whisper (whisper.py, transcript.py) and CTC (ct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -72,7 +73,7 @@ def load_speech(
         if missing_weights_matter(model, missing, lambda: repr(engine.run_example()).encode()):
             raise LoadingFailed(describe_missing_weights(missing))
     if model.device.type == "cpu" and packs_dtype(model.dtype):
-        pack_weights(model, free_bytes(model.device), engine.warm_up)
+        pack_weights(model, free_bytes(model.device), partial(on_worker, engine.warm_up))
     return engine
 
 
