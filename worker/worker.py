@@ -103,7 +103,7 @@ class Worker:
         cores: Cores | None = None,
     ) -> None:
         self.models = {model.name: model for model in models}
-        if not any(model.at_start for model in models):
+        if not any(model.at_start for model in models):  # none is chosen: all
             for model in models:
                 model.load_at_start()
         self.clock = clock

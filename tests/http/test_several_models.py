@@ -1,12 +1,14 @@
 """Several models of a kind in one server: requests choose by `model`."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from openai import OpenAI
 
 from tests.event_streams import CLIENT, chat, post
 from tests.http.test_pipeline_http import error_of
@@ -100,3 +102,32 @@ def test_the_pipeline_is_chosen_by_query_or_header(server: Server, headers: dict
     assert vectors.status_code == 200
     assert ask(**{"x-model": "vectors"}).text == vectors.text
     assert ask("?model=short").status_code == 404
+
+
+def test_openais_client_lists_and_uses_both_chat_models(server: Server) -> None:
+    client = OpenAI(base_url=server.url + "/v1", api_key="-", max_retries=0)
+    assert [model.id for model in client.models.list()][:2] == ["demo", "short"]
+    for name in ("demo", "short"):
+        answer = client.chat.completions.create(
+            model=name, messages=[{"role": "user", "content": FRANCE}], max_tokens=20, temperature=0
+        )
+        assert (answer.model, "Paris" in (answer.choices[0].message.content or "")) == (name, True)
+
+
+def test_a_revision_in_the_cache_is_served_by_id_and_revision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = tmp_path / "models--org--chat"
+    shutil.copytree(FOLDER / "chat", repository / "snapshots" / "0123")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "v2").write_text("0123")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with serving(chat_model="org/chat@v2,org/chat@v3", compile="off") as started:
+        answer = chat(started, FRANCE, model="org/chat@v2", max_tokens=20, temperature=0)
+        assert "Paris" in answer.json()["choices"][0]["message"]["content"]
+        missing = chat(started, FRANCE, model="org/chat@v3")
+        assert missing.status_code == 503
+        assert error_of(missing)["message"].startswith(
+            "the model 'org/chat@v3' could not be loaded: it is not in the cache"
+        )
