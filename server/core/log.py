@@ -10,11 +10,13 @@ import json
 import logging
 import re
 import sys
+from datetime import datetime
 from typing import Any
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 MAX_TEXT = 200
 MAX_LINES = 300  # of a traceback
+LIBRARIES = ("asyncio", "opentelemetry")  # that log while requests are served
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _PLAIN = re.compile(r"""[^\s"'=]+""")  # a value that needs no quotes
 # uvicorn's messages about its lifecycle; lifespan.py logs the lines that matter.
@@ -30,8 +32,8 @@ LIFECYCLE = {
 
 
 def configure_log(log_format: str = "text") -> None:
-    """Write onequeue's log to stderr at uvicorn's level, unless logging is configured already. In
-    JSON, uvicorn's log too."""
+    """Write onequeue's log, at uvicorn's level, and that of LIBRARIES to stderr, unless logging is
+    configured already. In JSON, uvicorn's log too."""
     logger = logging.getLogger("onequeue")
     if logger.handlers or logging.getLogger().handlers:
         return
@@ -40,9 +42,10 @@ def configure_log(log_format: str = "text") -> None:
     if log_format == "json":
         for uvicorns in logging.getLogger("uvicorn").handlers:
             uvicorns.setFormatter(handler.formatter)
-    logger.addHandler(handler)
     logger.setLevel(logging.getLogger("uvicorn.error").level or logging.INFO)
-    logger.propagate = False
+    for name in ("onequeue", *LIBRARIES):
+        logging.getLogger(name).addHandler(handler)
+        logging.getLogger(name).propagate = False
 
 
 def uvicorn_config(log_format: str = "text") -> dict[str, Any]:
@@ -89,8 +92,9 @@ class JsonFormatter(OneLineFormatter):
     """Format a record as a JSON object on one line."""
 
     def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created).astimezone()
         document = {
-            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S") + f".{record.msecs:03.0f}",
+            "time": time.isoformat(timespec="milliseconds"),  # with the offset from UTC
             "level": record.levelname,
             "logger": record.name.removesuffix(".error"),
             "message": escape(record.getMessage()),
@@ -113,7 +117,7 @@ def fields_of(record: logging.LogRecord) -> dict[str, Any]:
 def quoted(value: Any) -> str:
     """Return a value for a line of text, at most MAX_TEXT characters of it."""
     text = str(value)[:MAX_TEXT]
-    return text if _PLAIN.fullmatch(text) else repr(text)
+    return text if _PLAIN.fullmatch(text) and text.isprintable() else repr(text)
 
 
 def escape(text: str) -> str:

@@ -7,6 +7,7 @@ package's extra `otel` has the SDK, which reads its own variables. All names are
 of GenAI are of the semantic conventions, which are in development; the engine's are ours.
 """
 
+import threading
 import time
 from collections.abc import Mapping
 from itertools import pairwise
@@ -24,6 +25,7 @@ from server.core.request_context import RequestContext
 from worker.messages.protocol import BatchReport, StepReport
 
 SCOPE = "onequeue"
+SHUTDOWN_S = 3.0
 # The span of each stage, from the time of one field of RequestContext to that of the next.
 STAGES = {
     "received_at": "onequeue.accept",
@@ -139,9 +141,15 @@ class Telemetry:
                     self._tokens.add(count, attributes | {"onequeue.token.kind": kind})
 
     def shutdown(self) -> None:
-        """Send the last spans and metrics: blocks for as long as the exporters need."""
-        for provider in self._providers:
-            provider.shutdown()  # type: ignore[union-attr]  # of the SDK
+        """Send the last spans and metrics, for at most SHUTDOWN_S: the exporters retry for longer,
+        and a collector that is down must not delay the exit."""
+        stops = [provider.shutdown for provider in self._providers]  # type: ignore[union-attr]  # of the SDK
+        threads = [threading.Thread(target=stop, daemon=True) for stop in stops]
+        for thread in threads:
+            thread.start()
+        until = time.monotonic() + SHUTDOWN_S
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
 
 
 def trace_headers(scope: Scope) -> Mapping[str, str]:
@@ -163,8 +171,8 @@ def telemetry_from_environment(metrics: Metrics) -> Telemetry:
     resource = Resource.create({"service.version": __version__})
     if str(resource.attributes.get("service.name")).startswith("unknown_service"):
         resource = resource.merge(Resource({"service.name": SCOPE}))
-    tracers = sdk_trace.TracerProvider(resource=resource)
+    tracers = sdk_trace.TracerProvider(resource=resource, shutdown_on_exit=False)
     tracers.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     reader = PeriodicExportingMetricReader(OTLPMetricExporter())
-    meters = sdk_metrics.MeterProvider([reader], resource)
+    meters = sdk_metrics.MeterProvider([reader], resource, shutdown_on_exit=False)
     return Telemetry(tracers, meters, metrics)

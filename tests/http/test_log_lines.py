@@ -5,11 +5,12 @@ import json
 import logging
 import sys
 from collections.abc import Iterator
+from datetime import datetime
 
 import httpx
 import pytest
 
-from server.core.log import FORMAT, JsonFormatter, OneLineFormatter
+from server.core.log import FORMAT, JsonFormatter, OneLineFormatter, configure_log, quoted
 from tests.event_streams import CLIENT
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
@@ -97,6 +98,29 @@ def test_text_of_clients_stays_one_json_line() -> None:
     assert document["error"].startswith("a\\n2026")
     assert document["tokens"] == 3
     assert len(line) < 1000
+
+
+def test_a_json_line_has_the_offset_from_utc() -> None:
+    record = logging.LogRecord("a", logging.INFO, "", 0, "ready", (), None)
+    time = datetime.fromisoformat(json.loads(JsonFormatter().format(record))["time"])
+    assert abs(time.timestamp() - record.created) < 0.002
+    assert time.tzinfo
+
+
+def test_a_value_without_spaces_is_quoted_if_it_reorders_text() -> None:
+    assert quoted("/\u202egpj.exe").isprintable()
+    assert quoted("/wörld") == "/wörld"
+
+
+def test_libraries_write_in_our_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    loggers: dict[str, logging.Logger] = {}
+    monkeypatch.setattr(
+        logging, "getLogger", lambda name="": loggers.setdefault(name, logging.Logger(name))
+    )
+    configure_log("json")
+    for name in ("onequeue", "opentelemetry", "asyncio"):
+        [handler] = loggers[name].handlers
+        assert isinstance(handler.formatter, JsonFormatter)
 
 
 def access_lines(lines: list[str]) -> list[str]:

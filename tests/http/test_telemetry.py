@@ -1,12 +1,16 @@
 """OpenTelemetry over OTLP: spans and metrics arrive at a receiver."""
 
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
+from server.core.metrics import Metrics
+from server.core.request_context import RequestContext
 from tests.event_streams import CLIENT
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
@@ -18,6 +22,8 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
     ExportMetricsServiceRequest,
 )
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from server.core import telemetry
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -115,6 +121,21 @@ def test_generation_has_the_metrics_of_genai_servers_and_of_the_engine(receiver:
     assert {"onequeue.step.duration", "onequeue.sequences.running"} <= receiver.metrics.keys()
     tokens = receiver.metrics["onequeue.tokens"].sum.data_points
     assert sum(point.as_int for point in tokens) >= 5
+
+
+def test_a_receiver_that_does_not_answer_delays_the_exit_for_a_limited_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
+        recorded = telemetry.telemetry_from_environment(Metrics(lambda: 0))
+        scope = {"method": "GET", "headers": []}
+        recorded.record_request(scope, RequestContext("1", received_at=1.0), "/", 200, 2.0)
+        monkeypatch.setattr(telemetry, "SHUTDOWN_S", 0.05)
+        started = time.monotonic()
+        recorded.shutdown()
+        assert time.monotonic() - started < 5  # an exporter waits for 10 s
 
 
 def test_nothing_is_recorded_without_a_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
