@@ -144,7 +144,10 @@ def resolve_tasks(settings: Settings) -> Settings:
         try:
             tasks.append(detect_task(own.pipeline_task, reference.path if reference else "none"))
         except UnservedTask as error:
-            raise SettingsError(f"PIPELINE_TASK: {error}") from None
+            where = "PIPELINE_TASK"
+            if reference and "pipeline_task" in dict(reference.options):
+                where = f"PIPELINE_MODEL={reference.entry!r}"
+            raise SettingsError(f"{where}: {error}") from None
         except TaskError as error:
             raise SettingsError(str(error)) from None
     entries = [reference.entry for reference in references]

@@ -274,17 +274,21 @@ def split_entry(entry: str) -> tuple[str, str, str]:
 @cache
 def parse_model(setting: str, entry: str) -> ModelReference:
     """Parse `[NAME=]MODEL[@REVISION][;OPTION=VALUE…]`. By default a folder is served by its last
-    component, any other model by its id. Raises SettingsError for an option that is unknown or has
-    a value that is not accepted."""
+    component, any other model by its id. Raises SettingsError for an option that is unknown, given
+    twice, or has a value that is not accepted."""
     name, path, options = split_entry(entry)
     is_named = bool(name)
     if not name and (path.startswith(("/", ".", "~")) or (path != "demo" and is_folder(path))):
         name = Path(path).expanduser().resolve().name
     values: dict[str, Any] = {}
+    given: set[str] = set()
     pin = False
     for option in filter(None, options.split(";")):
         key, _, raw = (part.strip() for part in option.partition("="))
         where = f"{setting.upper()}={entry!r}"
+        if key in given:
+            raise SettingsError(f"{where}: {key!r} is given twice")
+        given.add(key)
         if key == "pin":
             pin = _parse_option(where, key, "debug", raw or "on")
             continue

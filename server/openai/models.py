@@ -131,7 +131,7 @@ class NamedModel:
         if not reference.is_named:
             self.names.add(reference.path)
         self.aliases: list[str] = []
-        self.patterns: list[str] = []  # aliases with a `*`
+        self.patterns: dict[str, int] = {}  # aliases with a `*`: their places in MODEL_ALIASES
         self.tasks = [task] if task else KIND_TASKS[self.kind]
         self.modalities = MODALITIES[TASKS[task].kind if task else "text"]
         if self.kind == "transcription":
@@ -247,14 +247,20 @@ class ModelGroup:
         return max(model.text_info.max_model_len for model in self.models)
 
     def find(self, name: str | None) -> NamedModel:
-        """Return the first model of a name, or else of a pattern of it. Raises an HttpError (404)
-        that lists the models."""
+        """Return the first model of a name, or else that of its first pattern. Raises an HttpError
+        (404) that lists the models."""
         for model in self.models:
             if name in model.names:
                 return model
-        for model in self.models:
-            if name and any(fnmatchcase(name[:MAX_NAME], pattern) for pattern in model.patterns):
-                return model
+        matches = [
+            (place, n)
+            for n, model in enumerate(self.models)
+            for pattern, place in model.patterns.items()
+            if name and fnmatchcase(name[:MAX_NAME], pattern)
+        ]
+        if matches:
+            _, n = min(matches)
+            return self.models[n]
         ids = ", ".join(dict.fromkeys(repr(model.id) for model in self.models))
         message = f"there is no model {(name or '')[:200]!r} here, only {ids}"
         raise HttpError(404, message, "model", code="model_not_found")
@@ -273,7 +279,7 @@ def add_aliases(models: Sequence[NamedModel], aliases: Sequence[str]) -> None:
     SettingsError for one that is taken, or for an unknown model."""
     ids = {model.id: model for model in models}
     given: set[str] = set()
-    for entry in aliases:
+    for place, entry in enumerate(aliases):
         alias, _, id = entry.partition("=")
         if alias in given:
             raise SettingsError(f"MODEL_ALIASES: {alias!r} is given twice")
@@ -285,7 +291,10 @@ def add_aliases(models: Sequence[NamedModel], aliases: Sequence[str]) -> None:
                 f"MODEL_ALIASES={entry!r}: no model is served by the name {id!r}, only {known}"
             )
         given.add(alias)
-        (ids[id].patterns if "*" in alias else ids[id].aliases).append(alias)
+        if "*" in alias:
+            ids[id].patterns[alias] = place
+        else:
+            ids[id].aliases.append(alias)
     for model in models:
         model.names.update(model.aliases)
 

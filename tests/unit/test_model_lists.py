@@ -55,7 +55,13 @@ def test_a_folder_with_separators_in_its_path_is_one_model(tmp_path: Path) -> No
         ("chat_model", "demo,,x=demo", "CHAT_MODEL='': is neither a folder nor a hub id"),
         ("chat_model", "demo,/nowhere@v1", "there is no such folder"),
         ("chat_model", "org/x@", "is neither a folder nor a hub id"),
-        ("pipeline_model", "demo,x=demo;task=summarize", "PIPELINE_TASK"),
+        ("chat_model", "demo;dtype=float32;dtype=auto", "'dtype' is given twice"),
+        ("chat_model", "demo;pin;pin=off", "'pin' is given twice"),
+        (
+            "pipeline_model",
+            "demo,x=demo;task=summarize",
+            "PIPELINE_MODEL='x=demo;task=summarize': unknown task 'summarize'",
+        ),
         ("pipeline_model", "demo,x=demo;task=token-classification", "serves fill-mask only"),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 from server.app import create_app, loader_options
 from server.core.settings import Settings, SettingsError, load_settings, parse_model
 from server.entries import model_entries
+from server.openai.models import ModelGroup, NamedModel, add_aliases
 from server.preflight import DEMO_MODELS, MODELS, assign_model, resolve_models
 from tests.checkpoints import write_checkpoint
 from tests.fake_generator import FakeGenerator
@@ -136,6 +137,17 @@ def create(aliases: str, **models: str) -> None:
 def test_an_alias_that_cannot_be_used_is_refused(aliases: str, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         create(aliases)
+
+
+def test_the_first_pattern_of_a_name_chooses_the_model() -> None:
+    client: Any = None
+    models = [
+        NamedModel(parse_model("chat_model", entry), client, registry_name)
+        for entry, registry_name in (("a=demo", "generation"), ("b=demo", "generation:b"))
+    ]
+    add_aliases(models, ("gpt-*=b", "*=a", "gpt-5=a"))
+    group = ModelGroup(models)
+    assert [group.id_for(name) for name in ("gpt-4", "o3", "b", "gpt-5")] == ["b", "a", "b", "a"]
 
 
 def test_an_alias_is_for_a_served_name(tmp_path: Path) -> None:
