@@ -7,7 +7,7 @@ Each line of an NDJSON body is a request (ndjson.py). The worker's side is worke
 """
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -83,11 +83,12 @@ def named_in(scope: Scope) -> str | None:
 @dataclass(eq=False)
 class PipelineEndpoint:
     """An ASGI app for `POST /` of one model, the server's hot path. `model`: its name in the
-    registry."""
+    registry. `names`: what requests may name it, if they choose one of several."""
 
     settings: Settings
     worker_client: WorkerClient
     model: str
+    names: Container[str | None] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         self.task_name = self.settings.pipeline_task
@@ -208,7 +209,12 @@ class PipelineEndpoint:
         return self.read_document(document)
 
     def read_document(self, document: Document) -> PipelineRequest:
-        """Return the inputs of a JSON object. Raises InvalidInput."""
+        """Return the inputs of a JSON object. Raises InvalidInput, also for the name of another
+        model: the body is read after the choice."""
+        name = document.get("model")
+        if self.names is not None and name is not None and str(name) not in self.names:
+            chosen = "must be the model that ?model= or the header X-Model names"
+            raise InvalidInput.at("model", f"{chosen}, not {str(name)[:50]!r}")
         if "inputs" not in document:
             raise InvalidInput.at("inputs", "is required")
         self.check_keys(document)

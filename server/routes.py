@@ -101,20 +101,20 @@ def root_endpoint(
 ) -> ASGIApp:
     """Return the endpoint of `/`: the pipelines' if any is served, else the page."""
     endpoints: dict[NamedModel, ASGIApp] = {}
-    for entry in entries:
-        if entry.kind != "pipeline":
-            continue
+    pipelines = [entry for entry in entries if entry.kind == "pipeline"]
+    for entry in pipelines:
         task = entry.settings.pipeline_task
         model = NamedModel(entry.reference, worker_client, entry.name, task=task)
+        names = model.names if len(pipelines) > 1 else None
         common = entry.settings, worker_client, entry.served_by
         if entry.generates:
             served_by = NamedModel(entry.reference, worker_client, entry.served_by, task=task)
             served_by.names.add(None)
             group = ModelGroup([served_by])
             decisions = DecisionEndpoint(worker_client, group, SystemOneRequest)
-            endpoints[model] = DecisionPipelineEndpoint(*common, decisions)
+            endpoints[model] = DecisionPipelineEndpoint(*common, decisions, names=names)
         else:
-            endpoints[model] = PipelineEndpoint(*common)
+            endpoints[model] = PipelineEndpoint(*common, names=names)
     return PipelineModels(page, endpoints) if endpoints else page
 
 

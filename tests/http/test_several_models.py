@@ -131,3 +131,15 @@ def test_a_revision_in_the_cache_is_served_by_id_and_revision(
         assert error_of(missing)["message"].startswith(
             "the model 'org/chat@v3' could not be loaded: it is not in the cache"
         )
+
+
+@pytest.mark.parametrize("media", ["application/json", "application/x-ndjson"])
+def test_a_body_that_names_another_pipeline_is_refused(server: Server, media: str) -> None:
+    body = json.dumps({"inputs": "the capital of france is [MASK].", "model": "vectors"})
+
+    def ask(query: str) -> str:
+        url, headers = server.url + "/" + query, {"content-type": media}
+        return httpx.post(url, content=body, headers=headers).text
+
+    assert "model: must be the model that ?model= or the header X-Model names" in ask("")
+    assert ask("?model=vectors").startswith("[[")
