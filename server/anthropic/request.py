@@ -101,9 +101,11 @@ class CountTokensRequest(GenerationRequest, kw_only=True):
         messages, images = to_template_messages(self.system, self.messages)
         thinking, effort = self._reasoning()
         is_prefilled = self.messages[-1].role == "assistant"
-        if is_prefilled and messages[-1].get("tool_calls"):
-            path = f"messages[{len(self.messages) - 1}].content"
+        path, last = f"messages[{len(self.messages) - 1}].content", messages[-1]
+        if is_prefilled and last.get("tool_calls"):
             raise InvalidInput.at(path, "tool_use must be followed by a message with its result")
+        if is_prefilled and last.get("reasoning_content") and not last["content"]:
+            raise InvalidInput.at(path, "thinking must be followed by text, or by a message")
         prompt = Chat(
             messages,
             tuple(shown) if policy else (),

@@ -403,6 +403,15 @@ def test_count_tokens_counts_the_prompt(server: Server, generator: FakeGenerator
             {"messages": [*HI, {"role": "assistant", "content": [CALL]}]},
             "messages[1].content: tool_use must be followed",
         ),
+        (
+            {
+                "messages": [
+                    *HI,
+                    {"role": "assistant", "content": [{"type": "thinking", "thinking": "a"}]},
+                ]
+            },
+            "messages[1].content: thinking must be followed",
+        ),
         ({"messages": [{"role": "user", "content": "refused"}]}, "this prompt is refused"),
     ],
 )
