@@ -2,12 +2,13 @@
 
 import math
 import time
-from itertools import groupby
+from itertools import islice
 from typing import Literal
 
 from msgspec import Struct
 from starlette.requests import Request
 
+from batching.fair_share import WorkOwner
 from batching.request_queue import WorkItem
 from server.core.delta_stream import DeltaStream, TokenStream
 
@@ -35,11 +36,10 @@ class DebugQueue(Struct):
 async def debug_queue(request: Request) -> DebugQueue:
     app, queue = request.app, request.app.worker_client.queue
     names = {key: f"key {n}" for n, key in enumerate(app.keys, 1)}
-    by_owner = sorted(queue.items, key=lambda item: (item.accepted_at, str(item.owner.request)))
-    groups = (list(items) for _, items in groupby(by_owner, lambda item: item.owner))
-    requests = [
-        describe(items, names) for items, _ in zip(groups, range(MAX_REQUESTS), strict=False)
-    ]
+    by_owner: dict[WorkOwner, list[WorkItem]] = {}  # the items of a stream arrive over time
+    for item in sorted(queue.items, key=lambda item: item.accepted_at):
+        by_owner.setdefault(item.owner, []).append(item)
+    requests = [describe(items, names) for items in islice(by_owner.values(), MAX_REQUESTS)]
     return DebugQueue(queue.pending, queue.slots.capacity, requests)
 
 

@@ -1,10 +1,15 @@
 """GET /debug/queue: what waits and runs, by whose key, without contents."""
 
+import asyncio
+import math
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 
+from batching.request_queue import RequestQueue, StepLane
+from server.http.debug import debug_queue
 from tests.event_streams import CLIENT
 from tests.fake_generator import FakeGenerator
 from tests.serving import serving, wait_until
@@ -64,3 +69,19 @@ def test_waiting_and_running_requests_are_listed_with_their_keys() -> None:
             generator.permits.release()
             assert waiting.result().status_code == 200
         wait_until(lambda: queue()["inputs"] == 0)
+
+
+def test_a_request_whose_inputs_arrive_over_time_is_listed_once() -> None:
+    async def listed() -> list[str]:
+        times = iter(range(10))
+        queue = RequestQueue(8, lambda: float(next(times)))
+        lane = StepLane("generation", 8)
+        stream = queue.new_owner(b"first", "stream")
+        for owner in (stream, None, stream):
+            queue.accept(["a"], math.inf, lane, "generation", request_id="other", owner=owner)
+        client = SimpleNamespace(queue=queue)
+        app = SimpleNamespace(worker_client=client, keys=[b"first"])
+        request: Any = SimpleNamespace(app=app)
+        return [f"{entry.id} {entry.inputs}" for entry in (await debug_queue(request)).requests]
+
+    assert asyncio.run(listed()) == ["stream 2", "other 1"]
