@@ -14,7 +14,7 @@ token.
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,6 +37,10 @@ from worker.model.attention.paged import StepStates, step_states
 
 # Names of the cache in the arguments of models.
 CACHE_NAMES = ("past_key_values", "cache_params")
+
+
+# Stands for a state that a native operation reads and writes where it lies.
+IN_PLACE = torch.empty(0)
 
 
 class StateKey(NamedTuple):
@@ -62,6 +66,11 @@ class RecurrentModule:
     cache_name: str
     states: dict[StateKey, int]
     size: int  # of an output
+    hidden_size: int = 0  # of an input
+    # With a native operation (delta_rule.py): the index of the states that it reads and writes in
+    # place, and the context that passes them.
+    in_place: int | None = None
+    on_states: Callable[[Tensor, Tensor | None, Tensor], AbstractContextManager[None]] | None = None
 
     def run(self, x: Tensor, sources: Tensor | None, targets: Tensor, store: KVCache) -> Tensor:
         """Run rows x [B, T, H] of B sequences; return [B, T, size].
@@ -72,14 +81,25 @@ class RecurrentModule:
         for key, number in self.states.items():
             layer = layers.setdefault(key.layer, _Layer(1 + max(k.number for k in self.states)))
             if sources is not None:
-                stored = store.states[number].index_select(0, sources)
-                layer.set_state(key, stored)
+                is_copied = number != self.in_place
+                states = store.states[number]
+                layer.set_state(key, states.index_select(0, sources) if is_copied else IN_PLACE)
         inputs = {self.input_name: x, self.cache_name: _LayerCache(layers)}
-        out = self.forward(**{**self.arguments, **inputs})
+        with self._in_place(sources, targets, store):
+            out = self.forward(**{**self.arguments, **inputs})
         for key, number in self.states.items():
+            if number == self.in_place:
+                continue
             new = getattr(layers[key.layer], key.kind)[key.number]
             store.states[number].index_copy_(0, targets, new)
         return out
+
+    def _in_place(
+        self, sources: Tensor | None, targets: Tensor, store: KVCache
+    ) -> AbstractContextManager[None]:
+        if self.on_states is None or self.in_place is None:
+            return nullcontext()
+        return self.on_states(store.states[self.in_place], sources, targets)
 
 
 class _Layer(LinearAttentionLayer):
@@ -356,5 +376,5 @@ def _recurrent_module(
         name: value if isinstance(value, (bool, int, float, str)) else None
         for name, value in arguments.items()
     }
-    size = output.shape[2]
-    return RecurrentModule(module, module.forward, plain, tensors[0], caches[0], states, size)
+    sizes = output.shape[2], arguments[tensors[0]].shape[2]
+    return RecurrentModule(module, module.forward, plain, tensors[0], caches[0], states, *sizes)
