@@ -42,12 +42,12 @@ def decoder(config: str, **more: Any) -> Callable[[], list[Any]]:
         ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
         settings = getattr(hf, config)(**{**sizes, **ids, **more})
         model = hf.AutoModelForCausalLM.from_config(settings)
-        return [_with_random_vectors(model), tokenizer]
+        return [with_random_vectors(model), tokenizer]
 
     return build
 
 
-def _with_random_vectors(model: Any) -> Any:
+def with_random_vectors(model: Any) -> Any:
     """Randomize parameters that classes set to a constant: biases, scales, attention sinks."""
     with torch.no_grad():
         for parameter in model.parameters():
