@@ -16,7 +16,7 @@ import torch
 
 from tests.tiny import SMALL
 from tests.tiny import hf as hf
-from tests.tiny_decoders import MIXED, WINDOW, _with_random_vectors
+from tests.tiny_decoders import MIXED, WINDOW, with_random_vectors
 from tests.tiny_tokenizers import llama_tokenizer
 
 CONTEXT = 1024
@@ -92,7 +92,7 @@ def llava() -> list[Any]:
         num_additional_image_tokens=1,
         chat_template=tokenizer.chat_template,
     )
-    return [_with_random_vectors(hf.LlavaForConditionalGeneration(config)), processor]
+    return [with_random_vectors(hf.LlavaForConditionalGeneration(config)), processor]
 
 
 QWEN_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -121,7 +121,7 @@ def qwen(family: str, vision: dict[str, Any], **more: Any) -> list[Any]:
     images = hf.Qwen2VLImageProcessorPil(
         patch_size=PATCH, min_pixels=16 * 16, max_pixels=64 * 64, merge_size=2
     )
-    return [_with_random_vectors(model), images, tokenizer]
+    return [with_random_vectors(model), images, tokenizer]
 
 
 def qwen2_vl() -> list[Any]:
@@ -157,7 +157,7 @@ def split(family: str) -> list[Any]:
         size={"longest_edge": 2 * SIDE}, max_image_size={"longest_edge": SIDE}
     )
     model = getattr(hf, f"{family}ForConditionalGeneration")(config)
-    return [_with_random_vectors(model), images, tokenizer, {"image_seq_len": 4}]
+    return [with_random_vectors(model), images, tokenizer, {"image_seq_len": 4}]
 
 
 def gemma3() -> list[Any]:
@@ -183,7 +183,7 @@ def gemma3() -> list[Any]:
         image_token_id=soft,
     )  # fmt: skip
     images = hf.Gemma3ImageProcessorPil(size=SIZE, image_seq_length=4)
-    model = _with_random_vectors(hf.Gemma3ForConditionalGeneration(config))
+    model = with_random_vectors(hf.Gemma3ForConditionalGeneration(config))
     return [model, images, tokenizer, {"image_seq_length": 4}]
 
 
@@ -199,7 +199,7 @@ def paligemma() -> list[Any]:
     )  # fmt: skip
     images = hf.SiglipImageProcessorPil(size=SIZE)
     images.image_seq_length = 16
-    return [_with_random_vectors(hf.PaliGemmaForConditionalGeneration(config)), images, tokenizer]
+    return [with_random_vectors(hf.PaliGemmaForConditionalGeneration(config)), images, tokenizer]
 
 
 def glm4v() -> list[Any]:
@@ -221,7 +221,7 @@ def glm4v() -> list[Any]:
     images = hf.Glm4vImageProcessorPil(
         patch_size=PATCH, size={"shortest_edge": 2 * 16 * 16, "longest_edge": 2 * 64 * 64}
     )
-    return [_with_random_vectors(hf.Glm4vForConditionalGeneration(config)), images, tokenizer]
+    return [with_random_vectors(hf.Glm4vForConditionalGeneration(config)), images, tokenizer]
 
 
 def gemma4(**more: Any) -> list[Any]:
@@ -246,7 +246,7 @@ def gemma4(**more: Any) -> list[Any]:
         video_token_id=tokenizer.convert_tokens_to_ids("<|video|>"),
     )  # fmt: skip
     images = hf.Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70)
-    model = _with_random_vectors(hf.Gemma4ForConditionalGeneration(config))
+    model = with_random_vectors(hf.Gemma4ForConditionalGeneration(config))
     audio = json.loads(hf.Gemma4AudioFeatureExtractor().to_json_string())
     return [model, images, tokenizer, {"feature_extractor": audio}]
 
@@ -281,7 +281,7 @@ def mllama() -> list[Any]:
         image_token_index=tokenizer.convert_tokens_to_ids("<|image|>"),
     )  # fmt: skip
     images = hf.MllamaImageProcessorPil(size=SIZE, max_image_tiles=4)
-    return [_with_random_vectors(hf.MllamaForConditionalGeneration(config)), images, tokenizer]
+    return [with_random_vectors(hf.MllamaForConditionalGeneration(config)), images, tokenizer]
 
 
 UNPAGED = "gemma4-large", "mllama"

@@ -48,6 +48,8 @@ PROBE = "onequeue_probe"  # the attention function that records the layers
 MAX_FAR_POSITION = 1 << 17
 # Tokens of the longest prompt where layers are recurrent: more than two of their chunks.
 MIN_RECURRENT_TOKENS = 150
+# Largest relative difference of their logits: recurrences amplify rounding.
+RECURRENT_TOLERANCE = 1e-3
 # Kinds of layers that have states besides keys and values, by the kind of their attention.
 HYBRID_KINDS = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
 NO_ATTENTION = LayerShape(0, 0, 0)
@@ -226,6 +228,8 @@ class PagingCheck:
             raise CannotRun("not every layer calls a registered attention function")
         language.recurrent, language.states = probe.find()
         install(language.recurrent)
+        if language.states:
+            language.tolerance = max(language.tolerance, RECURRENT_TOLERANCE)
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
         for layer in range(layers):
             if layer not in recorded:
