@@ -129,8 +129,9 @@ def check_setting(name: str, settings: Settings) -> None:
             raise SettingsError(
                 f"{name.upper()}=demo serves fill-mask only: name a model for {task}"
             )
-        if name == "chat_model" and own.quantization == "int8" and own.device.startswith("cuda"):
-            conflict = f"QUANTIZATION=int8 and DEVICE={own.device}: int8 is for models on a CPU"
+        kind = own.quantization
+        if name == "chat_model" and kind != "none" and own.device.startswith("cuda"):
+            conflict = f"QUANTIZATION={kind} and DEVICE={own.device}: {kind} is for models on a CPU"
             raise SettingsError(conflict)
 
 

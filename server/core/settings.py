@@ -92,7 +92,7 @@ class Settings:
         ("auto", "float32", "bfloat16", "float16"),
     )
     attn_implementation: str = setting("auto", "attention backend, by transformers' names")
-    quantization: str = setting("none", "int8 weights, on CPUs", ("none", "int8"))
+    quantization: str = setting("none", "int8 or int4 weights, on CPUs", ("none", "int8", "int4"))
     compile: str = setting(
         "auto",
         "compile the chat model in the background, use native operations",

@@ -21,7 +21,7 @@ from worker.generation.loading import paged_engine
 from worker.generation.speculation import NgramDrafter, Speculation
 from worker.messages.generation import Sampling
 from worker.model.attention.native import NativeMetadata
-from worker.model.cpu.linear import native_int8_matches
+from worker.model.cpu.linear import native_quantized_matches
 from worker.model.language_model import GeneratorOptions, LanguageModel, load_language_model
 from worker.model.paged_runner import PagedRunner
 from worker.model.paging import load_paged_runner
@@ -97,8 +97,11 @@ def outputs(served: Served) -> tuple[Any, ...]:
             ("float32", "none"),
             ("bfloat16", "int8"),
             ("float32", "int8"),
+            ("bfloat16", "int4"),
+            ("float32", "int4"),
         ],
         ("bfloat16", "none"),
+        ("bfloat16", "int4"),
         ("float32", "int8"),
     ),
 )
@@ -106,8 +109,8 @@ def test_outputs_are_those_of_each_request_alone(
     dtype: str, quantization: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = language(dtype, quantization)
-    if quantization == "int8" and not native_int8_matches(model.dtype):
-        pytest.skip("no kernel for int8 weights on this CPU")
+    if quantization != "none" and not native_quantized_matches(quantization, model.dtype):
+        pytest.skip(f"no kernel for {quantization} weights on this CPU")
     alone = [serve(new_engine(model, 64, "off"), [item])[0][0] for item in requests()]
     texts = [(*served.prompt, *served.ids[0]) for served in alone]
     chance = random.Random(1)

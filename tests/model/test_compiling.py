@@ -55,7 +55,11 @@ def compile_state(runner: PagedRunner) -> str:
 @pytest.mark.skipif(not shutil.which("g++"), reason="there is no compiler")
 @pytest.mark.parametrize(
     ("quantization", "rounding"),
-    [("none", 1e-4), pytest.param("int8", 5e-2, marks=pytest.mark.slow)],
+    [
+        ("none", 1e-4),
+        pytest.param("int8", 5e-2, marks=pytest.mark.slow),
+        pytest.param("int4", 5e-2, marks=pytest.mark.slow),
+    ],
 )
 def test_the_compiled_model_is_used_and_gives_the_same_logits(
     quantization: str, rounding: float

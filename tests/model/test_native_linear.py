@@ -1,6 +1,6 @@
 """The native linear operation gives oneDNN's products from the same weights, or is unused."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -11,11 +11,13 @@ from worker.device.device import has_bfloat16
 from worker.model.cpu.linear import (
     GROUP_WIDTHS,
     ROUNDING,
+    Int4Linear,
     Int8Linear,
+    NativeInt4Linear,
     NativeInt8Linear,
     PackedLinear,
-    native_int8_matches,
     native_product_matches,
+    native_quantized_matches,
     quantize_weights,
     use_native_linear,
 )
@@ -124,48 +126,65 @@ def test_plain_layers_stay() -> None:
     assert [getattr(module, "native_width", None) is None for module in model] == [True, False]
 
 
-# ── int8 weights ──
+# ── quantized weights ──
+
+KINDS: dict[str, Callable[[Tensor, Tensor | None], nn.Module]] = {
+    "int8": NativeInt8Linear,
+    "int4": NativeInt4Linear,
+}
 
 
-@pytest.fixture(params=ROUNDING, ids=str)
-def int8_dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    dtype: torch.dtype = request.param
-    if not native_int8_matches(dtype):
-        pytest.skip("no kernel for int8 weights on this CPU")
-    return dtype
+@pytest.fixture(params=KINDS)
+def quantization(request: pytest.FixtureRequest) -> str:
+    if not native_quantized_matches(request.param, torch.bfloat16):
+        pytest.skip(f"no kernel for {request.param} weights on this CPU")
+    return str(request.param)
 
 
-def test_a_cpu_with_bfloat16_instructions_has_the_int8_kernel() -> None:
-    assert native_int8_matches(torch.bfloat16) == has_bfloat16()
+def by_torch(quantization: str, weight: Tensor, bias: Tensor | None) -> nn.Module:
+    """Return a layer of the same weights that torch multiplies."""
+    if quantization == "int8":
+        return Int8Linear(weight, bias, keep_copy=False)
+    return Int4Linear(weight, bias)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cpu_with_bfloat16_instructions_has_the_kernel(kind: str) -> None:
+    assert native_quantized_matches(kind, torch.bfloat16) == has_bfloat16()
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_int8_products_are_torchs(
-    size: tuple[int, int], bias: bool, int8_dtype: torch.dtype
+def test_quantized_products_are_torchs(
+    size: tuple[int, int], bias: bool, quantization: str, dtype: torch.dtype
 ) -> None:
     inputs, outputs = size
     torch.manual_seed(inputs)
-    weight = torch.randn(outputs, inputs, dtype=int8_dtype)
-    offsets = torch.randn(outputs, dtype=int8_dtype) if bias else None
-    native, plain = NativeInt8Linear(weight, offsets), Int8Linear(weight, offsets, keep_copy=False)
+    weight = torch.randn(outputs, inputs, dtype=dtype)
+    offsets = torch.randn(outputs, dtype=dtype) if bias else None
+    native, plain = (
+        KINDS[quantization](weight, offsets),
+        by_torch(quantization, weight, offsets),
+    )
     for rows in ROWS:
-        x = torch.randn(rows, inputs, dtype=int8_dtype)
+        x = torch.randn(rows, inputs, dtype=dtype)
         right = plain(x).float()
         largest = float(right.abs().max())
-        assert native(x).dtype == int8_dtype
+        assert native(x).dtype == dtype
         torch.testing.assert_close(native(x).float(), right, rtol=0, atol=1e-2 * largest)
-    for x in of_any_shape(inputs, int8_dtype):
+    for x in of_any_shape(inputs, dtype):
         assert native(x).shape == (*x.shape[:-1], outputs)
 
 
+@pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("count", [1, 3, 16])
-def test_an_int8_row_is_independent_of_other_rows_and_of_the_thread_count(
-    count: int, int8_dtype: torch.dtype
+def test_a_quantized_row_is_independent_of_other_rows_and_of_the_thread_count(
+    count: int, quantization: str, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
-    layer = NativeInt8Linear(torch.randn(200, 1056, dtype=int8_dtype), None)
-    x = torch.randn(700, 1056, dtype=int8_dtype)
+    layer = KINDS[quantization](torch.randn(200, 1056, dtype=dtype), None)
+    x = torch.randn(700, 1056, dtype=dtype)
     with compute_threads(1):
         together = layer(x)
     with compute_threads(3):
@@ -173,9 +192,31 @@ def test_an_int8_row_is_independent_of_other_rows_and_of_the_thread_count(
             assert torch.equal(layer(x[start : start + count]), together[start : start + count])
 
 
-def test_native_int8_weights_have_no_copy(int8_dtype: torch.dtype) -> None:
-    model = nn.Sequential(nn.Linear(64, 48).to(int8_dtype))
-    quantize_weights(model, 10**9, native=True)
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize(("kind", "bytes_per_weight"), [("int8", 1.1), ("int4", 0.65)])
+def test_native_quantized_weights_have_no_copy(
+    kind: str, bytes_per_weight: float, dtype: torch.dtype
+) -> None:
+    if not native_quantized_matches(kind, dtype):
+        pytest.skip(f"no kernel for {kind} weights on this CPU")
+    model = nn.Sequential(nn.Linear(256, 128, bias=False).to(dtype))
+    quantize_weights(model, 10**9, native=True, quantization=kind)
     [layer] = model
-    assert isinstance(layer, NativeInt8Linear)
-    assert sum(buffer.nbytes for buffer in layer.buffers()) < 2 * 64 * 64
+    assert type(layer) is KINDS[kind]
+    assert sum(buffer.nbytes for buffer in layer.buffers()) < bytes_per_weight * 256 * 128
+
+
+def test_mismatched_int4_operands_raise() -> None:
+    if not native_quantized_matches("int4", torch.bfloat16):
+        pytest.skip("no kernel for int4 weights on this CPU")
+    layer, x = NativeInt4Linear(torch.randn(128, 64), None), torch.randn(2, 64)
+    for arguments in (
+        (x[:, :31], layer.blocks, None, 128),
+        (x, layer.blocks[:1], None, 128),
+        (x, layer.blocks, None, 64),
+        (x, layer.blocks, torch.zeros(127), 128),
+        (x, layer.blocks, torch.zeros(128, dtype=torch.bfloat16), 128),
+        (x, layer.blocks.char(), None, 128),
+    ):
+        with pytest.raises(RuntimeError, match="int4_linear of"):
+            torch.ops.onequeue.int4_linear(*arguments)

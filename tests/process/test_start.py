@@ -147,6 +147,7 @@ NOTHING = dict.fromkeys(("pipeline_model", "chat_model", "embedding_model"), "no
         ({"device": "gpu"}, "DEVICE='gpu': must be auto, cpu, cuda or cuda:N"),
         ({"device": "cuda:"}, "DEVICE='cuda:'"),
         ({"device": "cuda", "quantization": "int8"}, "QUANTIZATION=int8 and DEVICE=cuda"),
+        ({"device": "cuda", "quantization": "int4"}, "int4 is for models on a CPU"),
         (NOTHING, "there is nothing to serve"),
         ({"embedding_model": "/nowhere"}, "EMBEDDING_MODEL='/nowhere': there is no such folder"),
         ({"rerank_model": "demo"}, "RERANK_MODEL=demo: there is no demo reranker"),

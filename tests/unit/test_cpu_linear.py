@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+from worker.model.cpu import linear
 from worker.model.cpu.linear import (
     INT8_ROWS,
+    Int4Linear,
     Int8Linear,
     PackedLinear,
+    _quantize_int4,
     pack_weights,
     packed_dtype,
     quantize_weights,
@@ -169,3 +172,70 @@ def test_a_copy_is_kept_only_with_enough_memory_and_is_logged(
 def test_a_row_of_zeros_is_quantized_to_zeros() -> None:
     weight = torch.zeros(16, 32)
     assert not Int8Linear(weight, None, keep_copy=False)(torch.randn(3, 32)).any()
+
+
+# ── int4 weights ──
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [(1, 80), (33, 80), (70, 5), (256, 4200)], ids=str)
+def test_int4_products_of_any_size_are_close(size: tuple[int, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    inputs, outputs = size
+    plain = nn.Linear(inputs, outputs).to(dtype).requires_grad_(False)
+    quantized = Int4Linear(plain.weight, plain.bias)
+    for shape in ((inputs,), (1, inputs), (2, 30, inputs)):
+        x = torch.randn(shape).to(dtype)
+        exact, ours = plain(x).float(), quantized(x)
+        assert (ours.dtype, ours.shape) == (dtype, exact.shape)
+        assert float((ours.float() - exact).norm() / exact.norm()) < 0.15
+
+
+def test_an_int4_row_is_independent_of_other_rows() -> None:
+    torch.manual_seed(0)
+    quantized, x = Int4Linear(torch.randn(100, 200), None), torch.randn(130, 200)
+    together = quantized(x)
+    for rows in range(1, 130):
+        assert torch.equal(quantized(x[:rows]), together[:rows])
+
+
+def test_int4_codes_are_within_half_a_step_of_the_weights() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(64, 96) + 3  # an offset that symmetric codes would waste
+    codes, scale, offset = _quantize_int4(weight)
+    back = (codes.float() - 8).view(64, 3, 32) * scale[..., None] + offset[..., None]
+    step = scale.float()[..., None]
+    error = (back - weight.view(64, 3, 32)).abs()
+    assert codes.max() == 15
+    assert bool((error <= 0.5 * step + 16 * 2**-8 * step + 2**-8 * offset[..., None].abs()).all())
+
+
+def test_zeros_are_int4_zeros() -> None:
+    assert not Int4Linear(torch.zeros(16, 32), None)(torch.randn(3, 32)).any()
+
+
+@pytest.mark.parametrize(("seconds", "is_slow"), [((1.0, 2.0), False), ((3.0, 2.0), True)])
+def test_the_log_has_the_measured_time_beside_plain_weights(
+    seconds: tuple[float, float],
+    is_slow: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    caplog.set_level(logging.INFO, "onequeue.linear")
+    of_kind = dict(zip((Int4Linear, PackedLinear), seconds, strict=True))
+    monkeypatch.setattr(linear, "_seconds", lambda layer, x: of_kind[type(layer)])
+    monkeypatch.setattr(linear, "TIMED_SHAPE", (64, 64))
+    quantize_weights(nn.Sequential(layer()), 10**9, quantization="int4")
+    assert "relative to" not in caplog.text, "a model so small is not timed"
+    monkeypatch.setattr(linear, "MIN_TIMED_WEIGHTS", 1)
+    quantize_weights(nn.Sequential(layer()), 10**9, quantization="int4")
+    record = caplog.records[-1]
+    assert f"time of int4 products relative to float32: rows=1 factor={seconds[0] / 2:.2f} " in (
+        record.message
+    )
+    assert (record.levelno == logging.WARNING) is is_slow
+    assert ("slower on this machine for 1 and 16 and 256 rows" in record.message) is is_slow
+
+
+def test_a_timed_product_is_computed() -> None:
+    assert 0 < linear._seconds(layer(), torch.randn(3, 48)) < 10

@@ -102,7 +102,7 @@ def parts(model: nn.Module) -> list[str]:
         ("gpt-neox", []),
     ],
 )
-@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 def test_an_architectures_layers_are_found_and_give_the_same_logits(
     architecture: str, expected: list[list[str]], quantization: str
 ) -> None:
@@ -120,12 +120,14 @@ def test_an_architectures_layers_are_found_and_give_the_same_logits(
     if quantization == "none":
         check.compare()
     else:
-        _compare_with_separate_int8(language, options)
+        _compare_with_separate(language, options, quantization)
 
 
-def _compare_with_separate_int8(language: LanguageModel, options: GeneratorOptions) -> None:
+def _compare_with_separate(
+    language: LanguageModel, options: GeneratorOptions, quantization: str
+) -> None:
     other = load_language_model(options)
-    other.pack_weights("int8")
+    other.pack_weights(quantization)
     assert not parts(other.model)
     language.model.set_attn_implementation("eager")
     other.model.set_attn_implementation("eager")

@@ -151,13 +151,15 @@ class LanguageModel:
         if the device cannot run the quantization.
         """
         on_cpu = self.device.type == "cpu"
-        if quantization == "int8":
+        if quantization != "none":
             if not on_cpu:
-                raise LoadingFailed(f"QUANTIZATION=int8 needs DEVICE=cpu, not {self.device}")
+                raise LoadingFailed(
+                    f"QUANTIZATION={quantization} needs DEVICE=cpu, not {self.device}"
+                )
             native = native and self.dtype in NATIVE_DTYPES and try_load_native_ops(build=True)
             free = free_bytes(self.device)
-            quantize_weights(self.model, free, recheck or (lambda: None), native)
-            self.tolerance = TOLERANCE[torch.bfloat16]  # inputs of int8 layers
+            quantize_weights(self.model, free, recheck or (lambda: None), native, quantization)
+            self.tolerance = TOLERANCE[torch.bfloat16]  # inputs of quantized layers
         elif recheck and on_cpu and packs_dtype(self.dtype):
             free = free_bytes(self.device)
             bf16_weights = native and emulates_dtype(self.dtype)

@@ -2,16 +2,18 @@
 
 PackedLinear holds weights in oneDNN's layout, several times faster than the plain one for the few
 rows of a decode step; the native operation (native/packed_linear.cpp) reads the same copy.
-Bf16WeightLinear serves bfloat16 on CPUs without bfloat16 instructions, Int8Linear holds int8
-weights, NativeInt8Linear does so with bfloat16 instructions. Layers are replaced one by one, so the
-model exists once in memory, plus one layer.
+Bf16WeightLinear serves bfloat16 on CPUs without bfloat16 instructions. Int8Linear and Int4Linear
+hold quantized weights for torch's kernels, NativeInt8Linear and NativeInt4Linear for the native
+ones, which need bfloat16 instructions. Layers are replaced one by one, so the model exists once in
+memory, plus one layer.
 """
 
 import ctypes
 import logging
 import mmap
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -44,9 +46,19 @@ INT8_ROWS = 8
 QUANTIZED_ROWS = 4096
 # Columns per group in which oneDNN may have packed the weights.
 GROUP_WIDTHS = (32, 64)
-# Columns of a panel: SPREAD in native/bf16_weight_linear.cpp, INT8_GROUP in native/int8_linear.cpp.
-PANEL_COLUMNS = 32
+PANEL_COLUMNS = 32  # columns of a panel: SPREAD in native/bf16_weight_linear.cpp
+QUANTIZED_COLUMNS = 64  # of int8 and int4 weights: QUANTIZED_GROUP in native/int8_linear.cpp
 INT8_DEPTH = 32  # int8 weights are padded to a multiple of this depth, STEP<Half> in C++
+INT4_DEPTH = 32  # inputs that share a scale and an offset; as in native/int4_linear.cpp
+INT4_BYTES = 0.5 + 4 / INT4_DEPTH  # of a weight, with its share of scale and offset
+# Quantized products are timed beside plain ones where a model has so many weights, with a weight
+# [out, in] of this shape and so many rows; so many other bytes fill the CPU's cache before each.
+MIN_TIMED_WEIGHTS = 10_000_000
+TIMED_SHAPE = (4096, 2048)
+TIMED_ROWS = (1, 16, 256)
+CACHE_BYTES = 64 << 20
+# Times beside others are noise up to this factor.
+MAX_FACTOR = 1.1
 LARGE_PAGE_BYTES = 2 << 20
 MADV_COLLAPSE = 25  # madvise(2), Linux 6.1: make large pages now
 
@@ -69,6 +81,11 @@ torch.library.define(
     tags=torch.Tag.flexible_layout,
 )  # fmt: skip
 
+torch.library.define(
+    "onequeue::int4_linear", "(Tensor x, Tensor blocks, Tensor? bias, int columns) -> Tensor",
+    tags=torch.Tag.flexible_layout,
+)  # fmt: skip
+
 
 @torch.library.register_fake("onequeue::packed_linear")  # type: ignore[untyped-decorator]  # torch's
 def _(x: Any, packed: Any, bias: Any, width: int) -> Tensor:
@@ -84,6 +101,12 @@ def _(x: Any, panels: Any, bias: Any, columns: int) -> Tensor:
 
 @torch.library.register_fake("onequeue::int8_linear")  # type: ignore[untyped-decorator]  # torch's
 def _(x: Any, panels: Any, scales: Any, bias: Any, columns: int) -> Tensor:
+    out: Tensor = x.new_empty(*x.shape[:-1], columns)
+    return out
+
+
+@torch.library.register_fake("onequeue::int4_linear")  # type: ignore[untyped-decorator]  # torch's
+def _(x: Any, blocks: Any, bias: Any, columns: int) -> Tensor:
     out: Tensor = x.new_empty(*x.shape[:-1], columns)
     return out
 
@@ -234,8 +257,8 @@ class NativeInt8Linear(nn.Module):
     """Int8Linear by the native operation, which must be loaded: it widens weights to bfloat16 in
     the cache, so no copy is needed, and a row of its result does not depend on the other rows.
 
-    `panels` [out / PANEL_COLUMNS, in / 2, PANEL_COLUMNS, 2] int8, padded with zeros; `scales`
-    [out, rounded up to PANEL_COLUMNS] float32.
+    `panels` [out / QUANTIZED_COLUMNS, in / 2, QUANTIZED_COLUMNS, 2] int8, padded with zeros;
+    `scales` [out, rounded up to QUANTIZED_COLUMNS] float32.
     """
 
     panels: Tensor
@@ -247,12 +270,14 @@ class NativeInt8Linear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
         self.weight = _weight_stand_in(weight)
-        columns, depth = -self.out_features % PANEL_COLUMNS, -self.in_features % INT8_DEPTH
+        columns, depth = -self.out_features % QUANTIZED_COLUMNS, -self.in_features % INT8_DEPTH
         panels, scales = [], []
-        for at in range(0, self.out_features, QUANTIZED_ROWS):  # a multiple of PANEL_COLUMNS
+        for at in range(0, self.out_features, QUANTIZED_ROWS):  # a multiple of QUANTIZED_COLUMNS
             quantized, scale = _quantize(weight.detach()[at : at + QUANTIZED_ROWS])
-            padded = nn.functional.pad(quantized, (0, depth, 0, -len(quantized) % PANEL_COLUMNS))
-            pairs = padded.reshape(-1, PANEL_COLUMNS, padded.shape[1] // 2, 2)
+            padded = nn.functional.pad(
+                quantized, (0, depth, 0, -len(quantized) % QUANTIZED_COLUMNS)
+            )
+            pairs = padded.reshape(-1, QUANTIZED_COLUMNS, padded.shape[1] // 2, 2)
             panels.append(pairs.transpose(1, 2).contiguous())
             scales.append(scale.float())
         packed = torch.cat(panels)
@@ -267,6 +292,102 @@ class NativeInt8Linear(nn.Module):
             x, self.panels, self.scales, self.bias, self.out_features
         )
         return out
+
+
+class Int4Linear(nn.Module):
+    """x [..., in] → [..., out] with int4 weights (`_quantize_int4`), by torch's kernel. Inputs are
+    rounded to bfloat16.
+
+    `packed`: in the layout of the kernel; `scales` [in / INT4_DEPTH, out, 2]: scales and offsets.
+    Both are padded with zeros.
+    """
+
+    packed: Tensor
+    scales: Tensor
+    bias: Tensor | None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
+        self.weight = _weight_stand_in(weight)
+        parts, scales = [], []
+        for codes, scale, offset in _int4_parts(weight):
+            parts.append(torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1))
+            scales.append(torch.stack((scale, offset), -1).transpose(0, 1))
+        self.register_buffer("packed", torch.cat(parts), persistent=False)
+        self.register_buffer("scales", torch.cat(scales, 1).contiguous(), persistent=False)
+        self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features).bfloat16()
+        rows = nn.functional.pad(rows, (0, -self.in_features % INT4_DEPTH))
+        out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
+            rows, self.packed, INT4_DEPTH, self.scales
+        )
+        out = out[:, : self.out_features].to(self.dtype)
+        out = out.reshape(*x.shape[:-1], self.out_features)
+        return out if self.bias is None else out + self.bias
+
+
+class NativeInt4Linear(nn.Module):
+    """Int4Linear by the native operation, which must be loaded: it widens weights to bfloat16 in
+    the cache, and a row of its result does not depend on the other rows.
+
+    `blocks` [out / QUANTIZED_COLUMNS, in / INT4_DEPTH, bytes], padded with zeros: scales, offsets
+    and codes of QUANTIZED_COLUMNS outputs and INT4_DEPTH inputs.
+    """
+
+    blocks: Tensor
+    bias: Tensor | None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
+        self.weight = _weight_stand_in(weight)
+        blocks = torch.cat([_int4_blocks(*part) for part in _int4_parts(weight)])
+        use_large_pages(blocks.data_ptr(), blocks.nbytes)
+        self.register_buffer("blocks", blocks, persistent=False)
+        self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.onequeue.int4_linear(x, self.blocks, self.bias, self.out_features)
+        return out
+
+
+def _int4_parts(weight: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield `_quantize_int4` of QUANTIZED_ROWS rows at a time, padded to QUANTIZED_COLUMNS."""
+    padding = (0, -weight.shape[1] % INT4_DEPTH)
+    for at in range(0, len(weight), QUANTIZED_ROWS):
+        rows = weight.detach()[at : at + QUANTIZED_ROWS]
+        yield _quantize_int4(nn.functional.pad(rows, (*padding, 0, -len(rows) % QUANTIZED_COLUMNS)))
+
+
+def _quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return uint8 codes [rows, in] from 0 to 15, bfloat16 scales and offsets [rows, groups] for
+    each INT4_DEPTH inputs: w ≈ (code - 8) · scale + offset, rounded to the nearest code."""
+    groups = weight.float().view(len(weight), -1, INT4_DEPTH)
+    low, high = groups.amin(2), groups.amax(2)
+    scale = ((high - low) / 15).clamp(min=1e-12).bfloat16()
+    offset = (low + 8 * scale.float()).bfloat16()
+    codes = (groups - offset.float()[..., None]).div_(scale.float()[..., None])
+    codes = codes.round_().add_(8).clamp_(0, 15).to(torch.uint8)
+    return codes.flatten(1), scale, offset
+
+
+def _int4_blocks(codes: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
+    """Return the blocks of the native operation: two inputs side by side for each column; a byte
+    holds two of 32 codes, 16 apart."""
+    columns, depth = QUANTIZED_COLUMNS, INT4_DEPTH
+    shape = (len(codes) // columns, columns, codes.shape[1] // depth, depth // 2, 2)
+    pairs = codes.view(shape).permute(0, 2, 3, 1, 4).reshape(*shape[:1], shape[2], -1, 2, 16)
+    bytes_of_codes = (pairs[..., 0, :] | pairs[..., 1, :] << 4).flatten(2)
+    factors = [
+        each.view(shape[0], columns, -1).transpose(1, 2).contiguous().view(torch.uint8)
+        for each in (scales, offsets)
+    ]
+    return torch.cat([*factors, bytes_of_codes], 2)
 
 
 def _weight_stand_in(weight: Tensor) -> SimpleNamespace:
@@ -408,43 +529,92 @@ def quantize_weights(
     free_bytes: int,
     check: Callable[[], object] = lambda: None,
     native: bool = False,
+    quantization: str = "int8",
 ) -> None:
-    """Replace all linear layers by NativeInt8Linear if `native` and this CPU has its kernel, else
-    by Int8Linear, with a copy for large batches if it fits.
+    """Replace all linear layers by NativeInt8Linear or NativeInt4Linear if `native` and this CPU
+    has its kernel, else by Int4Linear or Int8Linear, whose copy for large batches is kept if it
+    fits.
 
-    `check` runs the model, which shows the layers that share an input. `native`: the operation is
-    loaded.
+    `check` runs the model, which shows the layers that share an input. `native`: the operations
+    are loaded.
     """
     numbers, dtype = _linear_weights(model)
     copy_bytes = numbers * packed_dtype(dtype).itemsize
-    native = native and native_int8_matches(dtype)
-    keep_copy = not native and copy_bytes <= MAX_COPY_SHARE * free_bytes
+    is_int8 = quantization == "int8"
+    native = native and native_quantized_matches(quantization, dtype)
+    keep_copy = is_int8 and not native and copy_bytes <= MAX_COPY_SHARE * free_bytes
 
     def quantized(weight: Tensor, bias: Tensor | None) -> nn.Module:
-        return NativeInt8Linear(weight, bias) if native else Int8Linear(weight, bias, keep_copy)
+        if native:
+            return NativeInt8Linear(weight, bias) if is_int8 else NativeInt4Linear(weight, bias)
+        return Int8Linear(weight, bias, keep_copy) if is_int8 else Int4Linear(weight, bias)
 
     groups = find_shared_inputs(model, check)
     pack_experts(model, quantized)
     fuse_linears(model, groups, quantized)
     _replace(model, nn.Linear, lambda plain: quantized(plain.weight, plain.bias))
     log.info(
-        "int8 weights_gb=%.3f copy_gb=%.3f native=%s%s",
-        numbers / 1e9,
+        "%s weights_gb=%.3f copy_gb=%.3f native=%s%s",
+        quantization,
+        numbers * (1 if is_int8 else INT4_BYTES) / 1e9,
         copy_bytes / 1e9 if keep_copy else 0.0,
         native,
         " the dequantized copy serves larger batches" if keep_copy else "",
     )
+    if numbers >= MIN_TIMED_WEIGHTS:
+        _log_speed(quantization, quantized, dtype)
 
 
 @torch.inference_mode()
-def native_int8_matches(dtype: torch.dtype) -> bool:
+def _log_speed(
+    quantization: str, quantized: Callable[[Tensor, None], nn.Module], dtype: torch.dtype
+) -> None:
+    """Log how long products of quantized weights take, relative to QUANTIZATION=none."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(TIMED_SHAPE, generator=generator).to(dtype)
+    plain = PackedLinear(weight, None) if packs_dtype(dtype) else _plain_linear(weight, None)
+    layer, factors = quantized(weight, None), {}
+    for rows in TIMED_ROWS:
+        x = torch.ones(rows, TIMED_SHAPE[1], dtype=dtype)
+        factors[rows] = _seconds(layer, x) / _seconds(plain, x)
+    slow = {rows: factor for rows, factor in factors.items() if factor > MAX_FACTOR}
+    times = " ".join(f"rows={rows} factor={factor:.2f}" for rows, factor in factors.items())
+    log.log(
+        logging.WARNING if slow else logging.INFO,
+        "time of %s products relative to %s: %s%s",
+        quantization,
+        str(dtype).removeprefix("torch."),
+        times,
+        f": slower on this machine for {' and '.join(map(str, slow))} rows" if slow else "",
+    )
+
+
+def _seconds(layer: nn.Module, x: Tensor) -> float:
+    """Return the shortest of some times of a product whose weights are not in the CPU's cache."""
+    other = torch.empty(CACHE_BYTES, dtype=torch.uint8)
+    times = []
+    for value in range(5):
+        other.fill_(value)
+        started = time.perf_counter()
+        layer(x)
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+@torch.inference_mode()
+def native_quantized_matches(quantization: str, dtype: torch.dtype) -> bool:
     """Return whether the native operation has a kernel for this CPU and dtype, with the products
     of torch's."""
     generator = torch.Generator().manual_seed(0)
     weight, bias = (
         torch.randn(shape, generator=generator).to(dtype) for shape in ((80, 70), (80,))
     )
-    one, other = NativeInt8Linear(weight, bias), Int8Linear(weight, bias, keep_copy=False)
+    one: nn.Module
+    other: nn.Module
+    if quantization == "int8":
+        one, other = NativeInt8Linear(weight, bias), Int8Linear(weight, bias, keep_copy=False)
+    else:
+        one, other = NativeInt4Linear(weight, bias), Int4Linear(weight, bias)
     try:
         return products_match(one, other, 70, dtype, ROUNDING[torch.bfloat16])
     except RuntimeError:

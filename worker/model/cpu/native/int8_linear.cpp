@@ -4,12 +4,12 @@
 
 namespace {
 
-constexpr int64_t INT8_GROUP = 2 * LANES;  // columns, PANEL_COLUMNS in cpu/linear.py
+constexpr int64_t QUANTIZED_GROUP = 4 * LANES;  // columns, QUANTIZED_COLUMNS in cpu/linear.py
 
 #if defined(__AVX512BF16__)
-// Weights [columns / INT8_GROUP, depth / 2, INT8_GROUP, 2], scales [columns rounded up to a group]
+// Weights [columns / QUANTIZED_GROUP, depth / 2, QUANTIZED_GROUP, 2], scales [columns rounded up to a group]
 struct Int8Weights {
-  static constexpr int64_t PREFETCH = 0, BUFFER = MAX_DEPTH * INT8_GROUP;
+  static constexpr int64_t PREFETCH = 0, BUFFER = MAX_DEPTH * QUANTIZED_GROUP;
   const int8_t* groups;
   const float* scales;
 
@@ -31,38 +31,48 @@ struct Int8Weights {
 };
 #endif
 
-// x [..., depth], float32 or bfloat16; panels as Int8Weights, the depth padded with zeros; bias
-// [columns] of x's type → [..., columns]
-Tensor int8_linear(
-    const Tensor& x, const Tensor& panels, const Tensor& scales, const std::optional<Tensor>& bias,
-    int64_t columns) {
 #if defined(__AVX512BF16__)
-  const int64_t depth = x.size(-1), padded = rounded_up(depth, STEP<Half>);
-  const int64_t groups = (columns + INT8_GROUP - 1) / INT8_GROUP;
-  TORCH_CHECK(
-      panels.sizes() == at::IntArrayRef({groups, padded / 2, INT8_GROUP, 2}) &&
-          panels.is_contiguous() && panels.scalar_type() == at::kChar &&
-          scales.numel() == groups * INT8_GROUP && scales.scalar_type() == at::kFloat &&
-          (!bias || (bias->numel() == columns && bias->scalar_type() == x.scalar_type())),
-      "int8_linear of ", x.sizes(), " ", x.scalar_type(), " and panels ", panels.sizes());
+// The product of x [..., depth], float32 or bfloat16, with weights of a depth padded with zeros, plus
+// bias [columns] of x's type → [..., columns].
+template <typename Weights>
+Tensor quantized_product(
+    const Tensor& x, const Weights& weights, int64_t padded, const std::optional<Tensor>& bias,
+    int64_t columns) {
   auto sizes = x.sizes().vec();
   sizes.back() = columns;
   const Tensor out = at::empty(sizes, x.options());
-  const int64_t rows = depth ? x.numel() / depth : 0;
+  const int64_t depth = x.size(-1), rows = depth ? x.numel() / depth : 0;
   if (!rows) return out.zero_();
   const Tensor half = x.to(at::kBFloat16), bias_row = bias ? bias->contiguous() : Tensor();
   const Tensor wide =
       padded > depth ? at::constant_pad_nd(half, {0, padded - depth}) : half.contiguous();
   dispatch(x, [&](auto kind) {
     using O = decltype(kind);
-    Linear<Half, INT8_GROUP, Int8Weights, O>{
-        wide.const_data_ptr<Half>(),
-        {panels.const_data_ptr<int8_t>(), scales.const_data_ptr<float>()},
-        bias ? bias_row.const_data_ptr<O>() : nullptr, out.mutable_data_ptr<O>(), rows, padded,
-        columns}
+    Linear<Half, QUANTIZED_GROUP, Weights, O>{
+        wide.const_data_ptr<Half>(), weights, bias ? bias_row.const_data_ptr<O>() : nullptr,
+        out.mutable_data_ptr<O>(), rows, padded, columns}
         .multiply();
   });
   return out;
+}
+#endif
+
+// x [..., depth], float32 or bfloat16; panels as Int8Weights, the depth padded with zeros; bias
+// [columns] of x's type → [..., columns]
+Tensor int8_linear(
+    const Tensor& x, const Tensor& panels, const Tensor& scales, const std::optional<Tensor>& bias,
+    int64_t columns) {
+#if defined(__AVX512BF16__)
+  const int64_t padded = rounded_up(x.size(-1), STEP<Half>);
+  const int64_t groups = (columns + QUANTIZED_GROUP - 1) / QUANTIZED_GROUP;
+  TORCH_CHECK(
+      panels.sizes() == at::IntArrayRef({groups, padded / 2, QUANTIZED_GROUP, 2}) &&
+          panels.is_contiguous() && panels.scalar_type() == at::kChar &&
+          scales.numel() == groups * QUANTIZED_GROUP && scales.scalar_type() == at::kFloat &&
+          (!bias || (bias->numel() == columns && bias->scalar_type() == x.scalar_type())),
+      "int8_linear of ", x.sizes(), " ", x.scalar_type(), " and panels ", panels.sizes());
+  const Int8Weights weights{panels.const_data_ptr<int8_t>(), scales.const_data_ptr<float>()};
+  return quantized_product(x, weights, padded, bias, columns);
 #else
   TORCH_CHECK(false, "no kernel for int8 weights on this CPU");
 #endif
