@@ -1,6 +1,7 @@
 """Packed experts give the output of transformers' eager ones, and only those that are hit run."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tests.matrix import matrix
 from worker.model.attention.native import load_native_ops
 from worker.model.cpu.experts import NAME, packed_experts
 from worker.model.cpu.linear import (
+    Int4Linear,
     Int8Linear,
     PackedLinear,
     pack_weights,
@@ -120,10 +122,19 @@ def test_a_row_does_not_depend_on_other_rows() -> None:
         assert torch.equal(experts.run(hidden[one], index[one], weights[one]), together[one])
 
 
+@pytest.mark.parametrize(
+    ("quantization", "kind"), [("int8", partial(Int8Linear, keep_copy=False)), ("int4", Int4Linear)]
+)
 @torch.inference_mode()
-def test_int8_experts_equal_eager_ones_of_the_same_values() -> None:
+def test_quantized_experts_equal_eager_ones_of_the_same_values(
+    quantization: str, kind: Callable[[Tensor, Tensor | None], nn.Module]
+) -> None:
+    def values(layer: Any) -> Tensor:
+        rows: Tensor = layer(torch.eye(layer.in_features))
+        return rows.T
+
     model, eager = loaded("qwen3-moe"), loaded("qwen3-moe")
-    quantize_weights(model, 0)
+    quantize_weights(model, 0, quantization=quantization)
     for experts, plain in zip(
         packed_experts(model),
         (m for m in eager.modules() if hasattr(m, "is_transposed")),
@@ -131,15 +142,14 @@ def test_int8_experts_equal_eager_ones_of_the_same_values() -> None:
     ):
         for name, layers in (("gate_up_proj", experts.up), ("down_proj", experts.down)):
             for number, layer in enumerate(layers):
-                assert isinstance(layer, Int8Linear)
-                values = layer.weight.float() * layer.scale.float()[:, None]
-                getattr(plain, name)[number] = values
+                assert type(layer) is type(kind(torch.zeros(1, 1), None))
+                getattr(plain, name)[number] = values(layer)
     for layer in (m for m in eager.modules() if type(m) is nn.Linear):
-        int8 = Int8Linear(layer.weight, layer.bias, False)
-        layer.weight.copy_(int8.weight.float() * int8.scale.float()[:, None])
+        layer.weight.copy_(values(kind(layer.weight, None)))
     expected = logits(eager)
-    difference = (logits(model) - expected).abs().max() / expected.abs().max()
-    assert difference < 0.05
+    differences = (logits(model) - expected)[0].abs().amax(-1) / expected.abs().max()
+    close = int((differences < 0.05).sum())
+    assert close >= len(differences) - 2, "rounding may change the expert of a near tie"
 
 
 @torch.inference_mode()

@@ -2,12 +2,12 @@
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from worker.model.cpu import linear
 from worker.model.cpu.linear import (
@@ -222,8 +222,12 @@ def test_the_log_has_the_measured_time_beside_plain_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level(logging.INFO, "onequeue.linear")
-    of_kind = dict(zip((Int4Linear, PackedLinear), seconds, strict=True))
-    monkeypatch.setattr(linear, "_seconds", lambda layer, x: of_kind[type(layer)])
+
+    def of_kinds(layers: Sequence[nn.Module], x: Tensor) -> list[float]:
+        assert [type(layer) for layer in layers] == [Int4Linear, PackedLinear]
+        return [*seconds]
+
+    monkeypatch.setattr(linear, "_seconds", of_kinds)
     monkeypatch.setattr(linear, "TIMED_SHAPE", (64, 64))
     quantize_weights(nn.Sequential(layer()), 10**9, quantization="int4")
     assert "relative to" not in caplog.text, "a model so small is not timed"
@@ -237,5 +241,12 @@ def test_the_log_has_the_measured_time_beside_plain_weights(
     assert ("slower on this machine for 1 and 16 and 256 rows" in record.message) is is_slow
 
 
-def test_a_timed_product_is_computed() -> None:
-    assert 0 < linear._seconds(layer(), torch.randn(3, 48)) < 10
+def test_timed_layers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "CACHE_BYTES", 1)
+    calls: list[str] = []
+    layers = [layer(), layer()]
+    for name, each in zip("ab", layers, strict=True):
+        each.register_forward_hook(lambda *_, name=name: calls.append(name))
+    seconds = linear._seconds(layers, torch.randn(3, 48))
+    assert calls == ["a", "b"] * linear.TIMED_TURNS
+    assert all(0 < each < 10 for each in seconds)

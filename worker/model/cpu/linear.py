@@ -10,10 +10,11 @@ memory, plus one layer.
 
 import ctypes
 import logging
+import math
 import mmap
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -56,6 +57,7 @@ INT4_BYTES = 0.5 + 4 / INT4_DEPTH  # of a weight, with its share of scale and of
 MIN_TIMED_WEIGHTS = 10_000_000
 TIMED_SHAPE = (4096, 2048)
 TIMED_ROWS = (1, 16, 256)
+TIMED_TURNS = 10
 CACHE_BYTES = 64 << 20
 # Times beside others are noise up to this factor.
 MAX_FACTOR = 1.1
@@ -576,7 +578,8 @@ def _log_speed(
     layer, factors = quantized(weight, None), {}
     for rows in TIMED_ROWS:
         x = torch.ones(rows, TIMED_SHAPE[1], dtype=dtype)
-        factors[rows] = _seconds(layer, x) / _seconds(plain, x)
+        seconds, plain_seconds = _seconds((layer, plain), x)
+        factors[rows] = seconds / plain_seconds
     slow = {rows: factor for rows, factor in factors.items() if factor > MAX_FACTOR}
     times = " ".join(f"rows={rows} factor={factor:.2f}" for rows, factor in factors.items())
     log.log(
@@ -589,16 +592,18 @@ def _log_speed(
     )
 
 
-def _seconds(layer: nn.Module, x: Tensor) -> float:
-    """Return the shortest of some times of a product whose weights are not in the CPU's cache."""
+def _seconds(layers: Sequence[nn.Module], x: Tensor) -> list[float]:
+    """Return the shortest of some times of each layer's product, with weights that are not in the
+    CPU's cache. The layers take turns, because other processes may run meanwhile."""
     other = torch.empty(CACHE_BYTES, dtype=torch.uint8)
-    times = []
-    for value in range(5):
-        other.fill_(value)
-        started = time.perf_counter()
-        layer(x)
-        times.append(time.perf_counter() - started)
-    return min(times)
+    shortest = [math.inf for _ in layers]
+    for turn in range(TIMED_TURNS):
+        for index, layer in enumerate(layers):
+            other.fill_(turn)
+            started = time.perf_counter()
+            layer(x)
+            shortest[index] = min(shortest[index], time.perf_counter() - started)
+    return shortest
 
 
 @torch.inference_mode()
