@@ -119,7 +119,13 @@ def all_accept(worker_client: WorkerClient, names: Sequence[str]) -> bool:
     return not any(worker_client.refusal(name) for name in names)
 
 
-async def test_each_model_with_a_due_step_runs_one_per_round() -> None:
+async def test_each_model_with_a_due_step_runs_one_per_round_if_steps_take_equally_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def count_one_second(worker: Worker, name: str) -> None:
+        worker._used_s[name] += 1.0
+
+    monkeypatch.setattr(Worker, "_count_time", count_one_second)
     async with serving() as setup:
         reader = setup.runners["reader"]
         reader.gate.clear()
