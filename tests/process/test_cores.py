@@ -151,6 +151,7 @@ PINNED = """
     from server.app import create_app
     from server.core.settings import Settings
     from worker.cores import unpin
+    from worker.load_context import on_worker
 
     tasks = lambda: set(os.listdir("/proc/self/task"))
     masks = lambda ids: {tuple(sorted(os.sched_getaffinity(int(id)))) for id in ids}
@@ -161,6 +162,9 @@ PINNED = """
         found.put(masks([threading.get_native_id()]))
 
     def load():
+        return on_worker(measure)
+
+    def measure():
         torch.set_num_threads(2)
         before = tasks()
         torch.ones(1 << 22).add_(1)  # in parallel

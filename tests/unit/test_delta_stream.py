@@ -33,7 +33,7 @@ async def streaming() -> AsyncIterator[DeltaStream[str]]:
     ) -> Any:
         return queue.accept(payloads, deadline, StepLane(name, 10), name, stream, cache_namespace)
 
-    model = SimpleNamespace(engine=SimpleNamespace(info=INFO))
+    model = SimpleNamespace(info=INFO)
     worker_client: Any = SimpleNamespace(loop=loop, queue=queue, submit=submit, models={"x": model})
     deadlines, context = Deadlines(math.inf, math.inf), RequestContext("")
     with DeltaStream[str](worker_client, "x", ["a"], deadlines, None, context) as stream:

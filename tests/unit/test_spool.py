@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
+from server.core.request_context import RequestContext
 from server.http import spool
 from server.http.spool import MAX_SPOOL, PIECE, SpoolBudget, SpooledResponse, SpoolFile
 
@@ -63,7 +64,8 @@ def test_the_event_loop_does_not_wait_for_files(monkeypatch: pytest.MonkeyPatch)
             sent.extend(message.get("body", b""))
 
         app, transfer = SimpleNamespace(spools=budget), SimpleNamespace(may_stall=False)
-        scope = {"app": app, "send": send, "api_key": b"key", "transfer": transfer}
+        context = RequestContext("")
+        scope = {"app": app, "send": send, "context": context, "transfer": transfer}
         response = SpooledResponse(scope, send, [])
         running = asyncio.get_running_loop().create_task(response.run())
         for part in parts:
