@@ -210,7 +210,7 @@ def test_a_model_in_use_is_not_idle() -> None:
         setup.loads.gate.clear()
         setup.loads.gate.set()
         streamed = setup.ask("b", "long", max_tokens=10_000)
-        wait_until(lambda: len(setup.loads.generators) > 1)
+        wait_until(lambda: setup.state("generation:b") == "ready")
         wait_until(lambda: setup.state("generation") == "unloaded")  # the other one is
         assert setup.state("generation:b") == "ready"
         setup.loads.generators[1].release()
