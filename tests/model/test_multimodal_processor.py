@@ -122,6 +122,15 @@ def test_image_tokens_follow_from_the_size_where_patches_are_counted(
         assert processor.min_image_tokens(*size) == (count if counts else 0)
 
 
+def test_images_are_taken_where_the_processor_counts_no_patches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    processor = loaded("smolvlm")
+    monkeypatch.setattr(Processor, "_count_patches", lambda *_: 0)
+    monkeypatch.setattr(processor, "_patches_per_tokens", processor._infer_patches_per_tokens())
+    assert processor.min_image_tokens(64, 48) == 0
+
+
 def test_image_that_the_processor_rejects_names_its_field() -> None:
     processor = loaded("qwen2-vl")
     with pytest.raises(InvalidInput, match="1 × 300 pixels") as error:

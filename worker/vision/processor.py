@@ -291,7 +291,8 @@ class Processor:
             )
         except Exception:  # the method is missing, or fails
             return 1, 0
-        return (patches, tokens) if patches * more_tokens == more_patches * tokens else (1, 0)
+        is_constant = patches > 0 and patches * more_tokens == more_patches * tokens
+        return (patches, tokens) if is_constant else (1, 0)
 
     def _infer_axes(self) -> dict[str, int]:
         """Return the axis along which each feature of several images is joined: the one that is
