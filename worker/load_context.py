@@ -38,7 +38,7 @@ class LoadProgress:
 @dataclass(eq=False)
 class LoadContext:
     """`run`: runs a function on the worker's thread. `limit`: bytes that weights and cache may take
-    together; None: what is free."""
+    together; None: the free memory."""
 
     run: Callable[[Callable[[], Any]], Any]
     report: Callable[[LoadProgress], object] = lambda progress: None

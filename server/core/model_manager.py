@@ -82,7 +82,7 @@ class Residency:
 
 class ModelManager:
     """`put` passes items on to be prepared. `idle_s`: time until an unused model is unloaded, 0:
-    never. `limit_bytes`: of weights and caches together, None: what is free."""
+    never. `limit_bytes`: of weights and caches together, None: the free memory."""
 
     def __init__(
         self,

@@ -71,7 +71,7 @@ class Settings:
     )
     models_gb: float | None = setting(
         None,
-        "memory of the weights and caches of all models, in GB; auto: what is free",
+        "memory of the weights and caches of all models, in GB; auto: the free memory",
         minimum=0.000001,
     )
     model_aliases: tuple[str, ...] = setting(

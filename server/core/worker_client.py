@@ -35,7 +35,7 @@ from server.core.request_context import RequestContext
 from worker.cores import use_one_core
 from worker.messages.decisions import DecisionInput
 from worker.messages.generation import Chat, GenerationInput
-from worker.messages.protocol import Generator, Pending, PipelineInput, State, StepOutcome
+from worker.messages.protocol import Pending, PipelineInput, State, StepOutcome
 from worker.messages.scoring import EmbeddingInput, ScoringInput
 from worker.registry import ServedModel
 from worker.tasks import TASKS
@@ -211,13 +211,6 @@ class WorkerClient:
             owner,
             awaits,
         )
-
-    @property
-    def generator(self) -> Generator:
-        """The language model's engine. Valid once `refusal` has returned None."""
-        generator = self.models["generation"].generator
-        assert generator, "generation is not a language model"
-        return generator
 
     async def _drain_queue(self) -> None:
         while True:

@@ -277,7 +277,7 @@ class ChatFormat:
             yield ToolCallDelta(self._calls[choice] - 1, function=function)
 
     def _end_input(self, choice: int) -> Iterator[ToolCallDelta]:
-        """Yield what is left of a custom tool's input."""
+        """Yield the rest of a custom tool's input."""
         if (reader := self._inputs.pop(choice, None)) and (text := reader.finish()):
             yield ToolCallDelta(self._calls[choice] - 1, custom=CustomCallDelta(input=text))
 

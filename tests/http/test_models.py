@@ -162,7 +162,7 @@ def test_panic_of_the_tokenizer_is_400(server: Server, monkeypatch: pytest.Monke
     def panic(*args: Any) -> list[int]:
         raise PanicException("index out of bounds")
 
-    monkeypatch.setattr(server.worker_client.generator, "encode", panic)
+    monkeypatch.setattr(server.worker_client.models["generation"].generator, "encode", panic)
     answer = post(server, "/tokenize", {"prompt": "a"})
     assert answer.status_code == 400
     assert "index" not in error_of(answer)["message"]

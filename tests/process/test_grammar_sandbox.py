@@ -275,7 +275,7 @@ def test_sandbox_ends_with_the_server_and_imports_no_torch() -> None:
     messages = [{"role": "user", "content": "hello"}]
     body = {"messages": messages, "response_format": schema}
     with serving(chat_model="demo") as server:
-        generator: Any = server.worker_client.generator
+        generator: Any = server.worker_client.models["generation"].generator
         grammars = generator.input_processor.constraint_builder.grammars
         assert not grammars._loaded  # no grammar has been requested
         answer = httpx.post(server.url + "/v1/chat/completions", json=body, timeout=60)

@@ -66,7 +66,7 @@ class RegexPart:
 
 
 def parse_regex(pattern: str, flags: str) -> RegexPart:
-    """Return a regular expression as a group. ValueError for what is not supported."""
+    """Return a regular expression as a group. Raise ValueError for unsupported syntax."""
     if set(flags) - set("is"):
         raise ValueError(f"flags of a regular expression may be i and s, not {flags!r}")
     reader = _RegexReader(pattern)
