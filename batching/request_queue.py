@@ -15,7 +15,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, cast
+from typing import Generic, Never, Protocol, cast
 
 from typing_extensions import TypeVar
 
@@ -27,11 +27,11 @@ from batching.round_robin import RoundRobin
 DECAY = 0.9
 MAX_IDS = 20
 
-# Of a work item. The queue does not read them: a bare WorkItem has objects.
+# Of a work item. The queue does not read them: a bare WorkItem has objects and takes any stream.
 Payload = TypeVar("Payload", covariant=True, default=object)
 Prepared = TypeVar("Prepared", covariant=True, default=object)
 Result = TypeVar("Result", covariant=True, default=object)
-Delta = TypeVar("Delta", contravariant=True)
+Delta = TypeVar("Delta", contravariant=True, default=Never)
 
 
 class Stream(Protocol[Delta]):
@@ -41,7 +41,7 @@ class Stream(Protocol[Delta]):
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class WorkItem(Generic[Payload, Prepared, Result]):
+class WorkItem(Generic[Payload, Prepared, Result, Delta]):
     """One unit of work: a payload, the future of its result, and its state. Times are monotonic
     seconds.
 
@@ -55,7 +55,7 @@ class WorkItem(Generic[Payload, Prepared, Result]):
     future: "asyncio.Future[Result]" = field(init=False)  # unset in warm-ups, as the next two
     model: str = field(init=False)  # its name in the registry
     lane: "Lane" = field(init=False)
-    stream: Stream[Any] | None = None  # of its engine's deltas; None: the result is one whole
+    stream: Stream[Delta] | None = None  # None: the result is one whole
     cache_namespace: bytes = b""  # cached prefixes and images are shared within it alone
     owner: WorkOwner = NO_OWNER
     started: bool = False  # the response has started: later items no longer wait for this one
@@ -77,6 +77,11 @@ class WorkItem(Generic[Payload, Prepared, Result]):
     def is_alive(self, now: float) -> bool:
         """Return whether the result is still wanted: the item is open and not late."""
         return self.open and self.deadline > now
+
+    def push(self, delta: object) -> None:
+        """Hand a delta to the stream, if the item has one and is open. On the event loop only."""
+        if self.open and self.stream:
+            self.stream.push(cast(Delta, delta))  # its engine's
 
     def resolve(self, outcome: object) -> bool:
         """Set the future's result or exception. Return False if the item was resolved before. On
@@ -248,7 +253,7 @@ class RequestQueue:
         deadline: float,
         lane: Lane,
         model: str,
-        stream: Stream[Any] | None = None,
+        stream: Stream[Never] | None = None,
         cache_namespace: bytes = b"",
         client: Hashable = None,
         request_id: str = "",

@@ -21,7 +21,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, Generic, Self, TypeVar
+from typing import Generic, Never, Self, TypeVar
 
 from starlette.types import Receive
 
@@ -156,7 +156,7 @@ class WorkerClient:
         """Fail all items with Draining, in whatever state they are."""
         fail_all(self.queue.items, errors.Draining("the server has stopped", 5))
 
-    def _post(self, function: Callable[..., None], *args: Any) -> None:
+    def _post(self, function: Callable[..., None], *args: object) -> None:
         """Call a function on the event loop, from any thread. Nothing happens once it is closed."""
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(function, *args)
@@ -183,7 +183,7 @@ class WorkerClient:
         name: str,
         payloads: Sequence[object],
         deadline: float,
-        stream: Stream[Any] | None = None,
+        stream: Stream[Never] | None = None,
         cache_namespace: bytes = b"",
         client: Hashable = None,
         request_id: str = "",
@@ -298,8 +298,7 @@ class WorkerClient:
             if not item.started:
                 item.lane.start(item)
         for item, delta in outcome.deltas:
-            if item.open and item.stream:
-                item.stream.push(delta)
+            item.push(delta)
         now = self.queue.clock()
         for lane in model.lanes:
             lane.update(now, outcome.report, outcome.inbox_waiting)
@@ -437,7 +436,7 @@ class Submission(Generic[Result]):
         deadlines: Deadlines,
         receive: Receive | None,
         context: RequestContext,
-        stream: Stream[Any] | None = None,
+        stream: Stream[Never] | None = None,
         cache_namespace: bytes = b"",
         owner: WorkOwner | None = None,
     ) -> None:
