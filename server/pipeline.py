@@ -31,7 +31,7 @@ from server.http.json import (
     to_json,
 )
 from server.http.ndjson import LineWork, serve_lines
-from server.http.request import RequestBody, count_failure, is_ndjson, read_request, send_json
+from server.http.request import count_failure, is_ndjson, read_request, send_json
 from server.http.upload import boundary_from
 from server.openai.decisions.endpoint import DecisionEndpoint
 from server.openai.decisions.systemone import SystemOneRequest
@@ -81,102 +81,16 @@ def named_in(scope: Scope) -> str | None:
 
 
 @dataclass(eq=False)
-class PipelineEndpoint:
-    """An ASGI app for `POST /` of one model, the server's hot path. `model`: its name in the
-    registry. `names`: what requests may name it, if they choose one of several."""
+class PipelineInputParser:
+    """Parses bodies of `POST /` into a pipeline's inputs. `names`: what requests may name the
+    model, if they choose one of several."""
 
     settings: Settings
-    worker_client: WorkerClient
-    model: str
-    names: Container[str | None] | None = field(default=None, kw_only=True)
+    names: Container[str | None] | None = None
 
     def __post_init__(self) -> None:
         self.task_name = self.settings.pipeline_task
         self.task = TASKS[self.task_name]
-        self.body_parser = JsonBodyParser()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if is_ndjson(scope):
-            return await serve_lines(scope, receive, send, self)
-        request_body = await read_request(scope, receive)
-        self.check_media(request_body.media)
-        await self.respond(scope, receive, send, request_body)
-
-    async def respond(
-        self, scope: Scope, receive: Receive, send: Send, request_body: RequestBody
-    ) -> None:
-        media, body, deadlines = request_body
-        if media == MULTIPART:
-            parse_form = partial(self.parse_form, boundary=boundary_from(dict(scope["headers"])))
-            payload = await in_thread(parse_form, body, deadlines.first, None)
-            request = PipelineRequest([payload])
-        elif len(body) > INLINE_BYTES and (self.task.kind == "text" or may_be_json(body, media)):
-            parse = partial(self.parse, media=media)
-            request = await self.body_parser.run(parse, body, deadlines.first)
-        else:  # raw bytes need no parsing
-            request = self.parse(body, media)
-        try:
-            with self.submit(scope, request, deadlines, receive) as work:
-                content = await self.content(scope, request, work)
-        except InvalidInput as error:
-            if media == FORM and isinstance(request.inputs[0].inputs, bytes):
-                raise InvalidInput(f"{error}; {CURL_HINT}", error.param) from error
-            raise
-        await send_json(send, content, headers=work.timing_headers())
-
-    def submit(
-        self,
-        scope: Scope,
-        request: PipelineRequest,
-        deadlines: Deadlines,
-        receive: Receive | None,
-        owner: WorkOwner | None = None,
-    ) -> Submission[bytes]:
-        """Submit the inputs, or raise a Refused. `owner`: of the stream that has the line."""
-        return Submission(
-            self.worker_client,
-            self.model,
-            request.inputs,
-            deadlines,
-            receive,
-            scope["context"],
-            owner=owner,
-        )
-
-    async def content(
-        self, scope: Scope, request: PipelineRequest, work: Submission[bytes]
-    ) -> bytes:
-        """Return the results as JSON. Raises the error of an input, unless it takes its place."""
-        results: list[bytes] = []
-        for n, item in enumerate(work.items):
-            try:
-                results.append(await item.future)
-            except (InvalidInput, ItemFailed) as error:
-                if isinstance(error, InvalidInput) and request.is_list:
-                    locate_in_list(error, n)
-                if not request.keeps_errors:
-                    raise
-                results.append(to_json(count_failure(error, scope).document))
-        if not request.is_list or (self.task.unwraps_single and len(results) == 1):
-            return results[0]
-        return b"[" + b",".join(results) + b"]"
-
-    # ── LineEndpoint of ndjson.py ──
-
-    parsing_blocks: ClassVar[bool] = False
-
-    @property
-    def line_model(self) -> str:
-        return self.model
-
-    def parse_line(self, value: str | Document, scope: Scope) -> PipelineRequest:
-        return self.read_document({"inputs": value} if isinstance(value, str) else value)
-
-    def submit_line(
-        self, request: PipelineRequest, scope: Scope, deadlines: Deadlines, owner: WorkOwner
-    ) -> LineWork:
-        work = self.submit(scope, request, deadlines, None, owner)
-        return LineWork(work, partial(self.content, scope, request, work))
 
     def check_media(self, media: str) -> None:
         """Raise HttpError (415) for a content type that the task does not take. A form's content
@@ -302,19 +216,112 @@ class PipelineEndpoint:
             raise InvalidInput(message, "inputs") from None
 
 
+@dataclass(eq=False)
+class PipelineEndpoint:
+    """An ASGI app for `POST /` of one model, the server's hot path. `model`: its name in the
+    registry."""
+
+    parser: PipelineInputParser
+    worker_client: WorkerClient
+    model: str
+    body_parser: JsonBodyParser = field(init=False, default_factory=JsonBodyParser)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if is_ndjson(scope):
+            return await serve_lines(scope, receive, send, self)
+        parser = self.parser
+        media, body, deadlines = await read_request(scope, receive)
+        parser.check_media(media)
+        if media == MULTIPART:
+            parse_form = partial(parser.parse_form, boundary=boundary_from(dict(scope["headers"])))
+            payload = await in_thread(parse_form, body, deadlines.first, None)
+            request = PipelineRequest([payload])
+        elif len(body) > INLINE_BYTES and (parser.task.kind == "text" or may_be_json(body, media)):
+            parse = partial(parser.parse, media=media)
+            request = await self.body_parser.run(parse, body, deadlines.first)
+        else:  # raw bytes need no parsing
+            request = parser.parse(body, media)
+        try:
+            with self.submit(scope, request, deadlines, receive) as work:
+                content = await self.content(scope, request, work)
+        except InvalidInput as error:
+            if media == FORM and isinstance(request.inputs[0].inputs, bytes):
+                raise InvalidInput(f"{error}; {CURL_HINT}", error.param) from error
+            raise
+        await send_json(send, content, headers=work.timing_headers())
+
+    def submit(
+        self,
+        scope: Scope,
+        request: PipelineRequest,
+        deadlines: Deadlines,
+        receive: Receive | None,
+        owner: WorkOwner | None = None,
+    ) -> Submission[bytes]:
+        """Submit the inputs, or raise a Refused. `owner`: of the stream that has the line."""
+        return Submission(
+            self.worker_client,
+            self.model,
+            request.inputs,
+            deadlines,
+            receive,
+            scope["context"],
+            owner=owner,
+        )
+
+    async def content(
+        self, scope: Scope, request: PipelineRequest, work: Submission[bytes]
+    ) -> bytes:
+        """Return the results as JSON. Raises the error of an input, unless it takes its place."""
+        results: list[bytes] = []
+        for n, item in enumerate(work.items):
+            try:
+                results.append(await item.future)
+            except (InvalidInput, ItemFailed) as error:
+                if isinstance(error, InvalidInput) and request.is_list:
+                    locate_in_list(error, n)
+                if not request.keeps_errors:
+                    raise
+                results.append(to_json(count_failure(error, scope).document))
+        if not request.is_list or (self.parser.task.unwraps_single and len(results) == 1):
+            return results[0]
+        return b"[" + b",".join(results) + b"]"
+
+    # ── LineEndpoint of ndjson.py ──
+
+    parsing_blocks: ClassVar[bool] = False
+
+    @property
+    def line_model(self) -> str:
+        return self.model
+
+    def parse_line(self, value: str | Document, scope: Scope) -> PipelineRequest:
+        return self.parser.read_document({"inputs": value} if isinstance(value, str) else value)
+
+    def submit_line(
+        self, request: PipelineRequest, scope: Scope, deadlines: Deadlines, owner: WorkOwner
+    ) -> LineWork:
+        work = self.submit(scope, request, deadlines, None, owner)
+        return LineWork(work, partial(self.content, scope, request, work))
+
+
 ParsedDecision = tuple[SystemOneRequest, DecisionInput]
 
 
 @dataclass(eq=False)
-class DecisionPipelineEndpoint(PipelineEndpoint):
-    """`POST /` with the task decision, by a language model."""
+class DecisionPipelineEndpoint:
+    """An ASGI app for `POST /` with the task decision, by a language model."""
 
+    parser: PipelineInputParser
     decisions: DecisionEndpoint
+    model: str
+    body_parser: JsonBodyParser = field(init=False, default_factory=JsonBodyParser)
 
-    async def respond(
-        self, scope: Scope, receive: Receive, send: Send, request_body: RequestBody
-    ) -> None:
-        media, body, deadlines = request_body
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if is_ndjson(scope):
+            return await serve_lines(scope, receive, send, self)
+        media, body, deadlines = await read_request(scope, receive)
+        self.parser.check_media(media)
         parse = partial(self.parse_decisions, media=media)
         posted, decisions = await self.body_parser.run(parse, body, deadlines.first, blocks=True)
         answers: list[object] = []
@@ -335,7 +342,7 @@ class DecisionPipelineEndpoint(PipelineEndpoint):
         self, body: bytes, media: str
     ) -> tuple[PipelineRequest, list[ParsedDecision | InvalidInput]]:
         """Return the body, and a decision or its error for each input. Runs in a pool thread."""
-        posted = self.parse(body, media)
+        posted = self.parser.parse(body, media)
         decisions: list[ParsedDecision | InvalidInput] = []
         for n, payload in enumerate(posted.inputs):
             try:
@@ -350,14 +357,18 @@ class DecisionPipelineEndpoint(PipelineEndpoint):
 
     parsing_blocks: ClassVar[bool] = True
 
-    def parse_line(self, value: str | Document, scope: Scope) -> ParsedDecision:  # type: ignore[override]  # the type of submit_line
-        posted = super().parse_line(value, scope)
+    @property
+    def line_model(self) -> str:
+        return self.model
+
+    def parse_line(self, value: str | Document, scope: Scope) -> ParsedDecision:
+        posted = self.parser.read_document({"inputs": value} if isinstance(value, str) else value)
         if posted.is_list:
             raise InvalidInput.at("inputs", "must be one object: a line has one input")
         return self._decision(posted.inputs[0], None)
 
     def submit_line(
-        self, request: Any, scope: Scope, deadlines: Deadlines, owner: WorkOwner
+        self, request: ParsedDecision, scope: Scope, deadlines: Deadlines, owner: WorkOwner
     ) -> LineWork:
         body, payload = request
         stream = self.decisions.submit(scope, None, deadlines, body, payload, owner)
@@ -371,7 +382,9 @@ class DecisionPipelineEndpoint(PipelineEndpoint):
     def _decision(self, payload: PipelineInput, index: int | None) -> ParsedDecision:
         path = "inputs" if index is None else f"inputs[{index}]"
         if not isinstance(payload.inputs, dict) or "model" in payload.inputs:
-            message = f"{self.task_name} takes an object with state and questions, without model"
+            message = (
+                f"{self.parser.task_name} takes an object with state and questions, without model"
+            )
             raise InvalidInput(message, path)
         try:
             request = decode(payload.inputs, SystemOneRequest, self.decisions.models.id_for)

@@ -37,7 +37,12 @@ from server.openai.responses.endpoint import Responses
 from server.openai.responses.store import ResponseStore
 from server.openai.tokenize import tokenizer_routes
 from server.openapi.document import openapi_route
-from server.pipeline import DecisionPipelineEndpoint, PipelineEndpoint, PipelineModels
+from server.pipeline import (
+    DecisionPipelineEndpoint,
+    PipelineEndpoint,
+    PipelineInputParser,
+    PipelineModels,
+)
 from server.web.page import ASSETS_PATH, Assets, IndexPage
 
 STATUS_ROUTES = [
@@ -106,15 +111,15 @@ def root_endpoint(
         task = entry.settings.pipeline_task
         model = NamedModel(entry.reference, worker_client, entry.name, task=task)
         names = model.names if len(pipelines) > 1 else None
-        common = entry.settings, worker_client, entry.served_by
+        parser = PipelineInputParser(entry.settings, names)
         if entry.generates:
             served_by = NamedModel(entry.reference, worker_client, entry.served_by, task=task)
             served_by.names.add(None)
             group = ModelGroup([served_by])
             decisions = DecisionEndpoint(worker_client, group, SystemOneRequest)
-            endpoints[model] = DecisionPipelineEndpoint(*common, decisions, names=names)
+            endpoints[model] = DecisionPipelineEndpoint(parser, decisions, entry.served_by)
         else:
-            endpoints[model] = PipelineEndpoint(*common, names=names)
+            endpoints[model] = PipelineEndpoint(parser, worker_client, entry.served_by)
     return PipelineModels(page, endpoints) if endpoints else page
 
 

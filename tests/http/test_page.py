@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from server.core.settings import Settings
-from server.pipeline import FORM, JSON, PipelineEndpoint
+from server.pipeline import FORM, JSON, PipelineInputParser
 from server.web.examples import ASSETS, curl_examples
 from server.web.page import CONTENT_SECURITY_POLICY, prefers_html
 from tests.fake_generator import FakeGenerator
@@ -168,10 +168,7 @@ def test_each_task_has_an_example_that_it_accepts(tmp_path: Path) -> None:
             body = (tmp_path / "input").read_bytes()
         elif body.startswith(b"@"):
             body = (tmp_path / body[1:].decode()).read_bytes()
-        unused: Any = None
-        request = PipelineEndpoint(settings, unused, unused).parse(
-            body, JSON if "-H" in options else FORM
-        )
+        request = PipelineInputParser(settings).parse(body, JSON if "-H" in options else FORM)
         assert (url, len(request.inputs)) == ("http://here/", 1)
         assert ("<mask>" in example.command) is (task == "fill-mask")
         assert "$FILE" not in str(request.inputs)
