@@ -133,6 +133,51 @@ def test_outputs_are_those_of_each_request_alone(
     assert list(map(outputs, served)) == list(map(outputs, alone))
 
 
+@cache
+def hybrid(name: str, dtype: str) -> LanguageModel:
+    options = GeneratorOptions(
+        str(tiny_decoders.folder(name)), dtype=dtype, device="cpu", kv_cache_gb=0.01,
+        compile="on",
+    )  # fmt: skip
+    runner = load_paged_runner(load_language_model(options), options)
+    runner._use_native_ops()
+    assert all(module.native for module in runner.language.recurrent)
+    return runner.language
+
+
+# float32 shows that torch computes the rest of a small tensor otherwise, as of the routers of those
+# with four experts
+HYBRIDS = ("qwen3.5", "lfm2", "bamba")
+WITH_EXPERTS = ("granite4", "qwen3-next", "kimi-linear")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    matrix(
+        [
+            *((name, "float32") for name in HYBRIDS),
+            *((name, "bfloat16") for name in (*HYBRIDS, *WITH_EXPERTS)),
+        ],
+        ("qwen3.5", "float32"),
+        ("granite4", "bfloat16"),
+    ),
+)
+def test_outputs_of_recurrent_models_are_those_of_each_request_alone(
+    name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = hybrid(name, dtype)
+    alone = [serve(new_engine(model, 64, "off"), [item])[0][0] for item in requests()]
+    monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", {"cpu": 70})
+    monkeypatch.setattr(scheduler, "MIN_PREFILL_TOKENS", 70)
+    torch.set_num_threads(3)
+    for blocks, feature in ((200, "cached_tokens"), (9, "preempted")):
+        items = [*requests(), *requests()]
+        served, driver = serve(new_engine(model, blocks, "off"), items, seed=1)
+        assert driver.partial > 0
+        assert driver.total(feature) > 0
+        assert list(map(outputs, served)) == list(map(outputs, alone)) * 2
+
+
 # ── the compiled model takes over ──
 
 

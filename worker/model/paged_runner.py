@@ -29,10 +29,10 @@ from worker.device.async_copy import fill_placeholders, to_device
 from worker.device.self_check import CannotRun, length_beyond_windows
 from worker.error_classification import first_line
 from worker.load_context import on_worker
-from worker.model.attention.delta_rule import use_native_delta_rule
 from worker.model.attention.kv_cache import BLOCK, KVCache
 from worker.model.attention.mixed import MixedMetadata
 from worker.model.attention.native import NATIVE_DTYPES, NativeMetadata, load_native_ops
+from worker.model.attention.native_recurrent import use_native_recurrence
 from worker.model.attention.paged import (
     AttentionBackend,
     AttentionMetadata,
@@ -218,7 +218,7 @@ class PagedRunner:
             if self.decoder_hook:
                 self.decoder_hook = DecoderHook(language.model)  # copies the replaced layers
             use_native_linear(language.model)
-            use_native_delta_rule(language.recurrent, language.states, language.dtype)
+            use_native_recurrence(language.recurrent, language.states, language.dtype)
             self._check_attention(NativeMetadata)
         except Exception as error:
             log.warning("native attention disabled, using torch: %.300s", first_line(error))

@@ -6,7 +6,8 @@ the model and records the modules that call it. In a step each module runs its o
 packed row's parts: once for all sequences that decode, as a batch of single tokens, and once for
 each prompt chunk. The cache that it gets holds copies of the states in the step's source slots;
 afterwards the whole states are written to its target slots (batching/state_pool.py), since some
-modules change them in place without a call.
+modules change them in place without a call. On a CPU native operations run most modules on the
+whole row instead (native_recurrent.py).
 
 A new sequence has no state rather than one of zeros, and runs as a chunk even if it is a single
 token.
@@ -14,8 +15,9 @@ token.
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -37,10 +39,6 @@ from worker.model.attention.paged import StepStates, step_states
 
 # Names of the cache in the arguments of models.
 CACHE_NAMES = ("past_key_values", "cache_params")
-
-
-# Stands for a state that a native operation reads and writes where it lies.
-IN_PLACE = torch.empty(0)
 
 
 class StateKey(NamedTuple):
@@ -67,10 +65,9 @@ class RecurrentModule:
     states: dict[StateKey, int]
     size: int  # of an output
     hidden_size: int = 0  # of an input
-    # With a native operation (delta_rule.py): the index of the states that it reads and writes in
-    # place, and the context that passes them.
-    in_place: int | None = None
-    on_states: Callable[[Tensor, Tensor | None, Tensor], AbstractContextManager[None]] | None = None
+    # Runs a packed row with its segments (native_recurrent.py); None: the module's own forward
+    # runs its parts.
+    native: Callable[[Tensor, Tensor, KVCache], Tensor] | None = None
 
     def run(self, x: Tensor, sources: Tensor | None, targets: Tensor, store: KVCache) -> Tensor:
         """Run rows x [B, T, H] of B sequences; return [B, T, size].
@@ -81,25 +78,13 @@ class RecurrentModule:
         for key, number in self.states.items():
             layer = layers.setdefault(key.layer, _Layer(1 + max(k.number for k in self.states)))
             if sources is not None:
-                is_copied = number != self.in_place
-                states = store.states[number]
-                layer.set_state(key, states.index_select(0, sources) if is_copied else IN_PLACE)
+                layer.set_state(key, store.states[number].index_select(0, sources))
         inputs = {self.input_name: x, self.cache_name: _LayerCache(layers)}
-        with self._in_place(sources, targets, store):
-            out = self.forward(**{**self.arguments, **inputs})
+        out = self.forward(**{**self.arguments, **inputs})
         for key, number in self.states.items():
-            if number == self.in_place:
-                continue
             new = getattr(layers[key.layer], key.kind)[key.number]
             store.states[number].index_copy_(0, targets, new)
         return out
-
-    def _in_place(
-        self, sources: Tensor | None, targets: Tensor, store: KVCache
-    ) -> AbstractContextManager[None]:
-        if self.on_states is None or self.in_place is None:
-            return nullcontext()
-        return self.on_states(store.states[self.in_place], sources, targets)
 
 
 class _Layer(LinearAttentionLayer):
@@ -137,56 +122,71 @@ class _LayerCache(Cache):
 
 
 class PackedStates(StepStates):
-    """The parts of a step's packed row, each with the slots of its states.
-
-    `decoding`: rows [B] of the sequences that run a single token, with their source and target
-    slots. `chunks`: others, one after another, since the parts of a divided chunk depend on each
-    other: first row, number of rows and both slots.
-    """
+    """Runs recurrent modules on a step's packed row."""
 
     def __init__(self, modules: Sequence[RecurrentModule], cache: KVCache, batch: Batch) -> None:
-        self.modules, self.cache = modules, cache
-        device = cache.device
-        rows: list[tuple[int, int, int]] = []
-        chunks: list[tuple[int, int, int, int]] = []
-        for offset, segments in zip(batch.offsets, batch.states, strict=True):
-            row = offset
-            for number, (tokens, source, target) in enumerate(segments):
-                if tokens == 1 and source != NO_SLOT and not number:
-                    rows.append((row, source, target))
-                else:
-                    chunks.append((row, tokens, source, target))
-                row += tokens
-        self.decoding: tuple[Tensor, Tensor, Tensor] | None = None
-        if rows:
-            row_numbers, sources, targets = (
-                to_device(part, device) for part in zip(*rows, strict=True)
-            )
-            self.decoding = row_numbers, sources, targets
-        self.is_decoding = len(rows) == len(batch.ids)
-        self.chunks = [
-            (
-                slice(row, row + tokens),
-                None if source == NO_SLOT else to_device([source], device),
-                to_device([target], device),
-            )
-            for row, tokens, source, target in chunks
-        ]
+        self.modules, self.cache, self.batch = modules, cache, batch
 
     def run(self, number: int, hidden: Tensor) -> Tensor:
         module, cache = self.modules[number], self.cache
-        if self.decoding and self.is_decoding:
-            _, sources, targets = self.decoding
+        if module.native:
+            return module.native(hidden, self.segments, cache)
+        parts = self.parts
+        if parts.decoding and not parts.chunks:
+            _, sources, targets = parts.decoding
             out = module.run(hidden.transpose(0, 1), sources, targets, cache)
             return out.transpose(0, 1).contiguous()
         out = hidden.new_empty(1, hidden.shape[1], module.size)
-        if self.decoding:
-            rows, sources, targets = self.decoding
+        if parts.decoding:
+            rows, sources, targets = parts.decoding
             x = hidden[0].index_select(0, rows).unsqueeze(1)
             out[0].index_copy_(0, rows, module.run(x, sources, targets, cache)[:, 0])
-        for part, source, target in self.chunks:
+        for part, source, target in parts.chunks:
             out[:, part] = module.run(hidden[:, part], source, target, cache)
         return out
+
+    @cached_property
+    def segments(self) -> Tensor:
+        """[S, 4]: first row, number of rows, source and target slot."""
+        segments: list[tuple[int, int, int, int]] = []
+        for row, of_span in zip(self.batch.offsets, self.batch.states, strict=True):
+            for tokens, source, target in of_span:
+                segments.append((row, tokens, source, target))
+                row += tokens
+        return torch.tensor(segments)
+
+    @cached_property
+    def parts(self) -> "_Parts":
+        device = self.cache.device
+        rows: list[tuple[int, int, int]] = []
+        chunks: list[tuple[slice, Tensor | None, Tensor]] = []
+        for row, of_span in zip(self.batch.offsets, self.batch.states, strict=True):
+            for number, (tokens, source, target) in enumerate(of_span):
+                if tokens == 1 and source != NO_SLOT and not number:
+                    rows.append((row, source, target))
+                else:
+                    known = None if source == NO_SLOT else to_device([source], device)
+                    part = slice(row, row + tokens)
+                    chunks.append((part, known, to_device([target], device)))
+                row += tokens
+        if not rows:
+            return _Parts(None, chunks)
+        row_numbers, sources, targets = (
+            to_device(part, device) for part in zip(*rows, strict=True)
+        )
+        return _Parts((row_numbers, sources, targets), chunks)
+
+
+class _Parts(NamedTuple):
+    """The parts of a packed row, each with the slots of its states.
+
+    `decoding`: rows [B] of the sequences that run a single token, with their source and target
+    slots. `chunks`: others, one after another, since the parts of a divided chunk depend on each
+    other: rows and both slots.
+    """
+
+    decoding: tuple[Tensor, Tensor, Tensor] | None
+    chunks: list[tuple[slice, Tensor | None, Tensor]]
 
 
 def run_recurrent(hidden: Tensor, number: int, size: int) -> Tensor:

@@ -8,24 +8,26 @@ constexpr int64_t TILE_VECTORS = 4;
 constexpr int64_t TILE_COLUMNS = TILE_VECTORS * LANES;
 constexpr float NORM_EPSILON = 1e-6f;
 
-// query, key [B, T, key heads, keys]; value, out [B, T, heads, columns]; beta [B, T, heads]; decay
-// [B, T, heads, 1 or keys], logarithms; states [slots, heads, keys, columns]
+// query, key [rows, key heads, keys]; value, out [rows, heads, columns]; beta [rows, heads]; decay
+// [rows, heads, 1 or keys], logarithms; states [slots, heads, keys, columns]
 template <typename T>
 struct GatedDeltaRule {
   const T *query, *key, *value;
   const float *decay, *beta;
   float* states;
-  const int64_t *sources, *targets;  // slots; sources: nullptr: the states begin with zeros
   T* out;
-  int64_t batch, tokens, key_heads, heads, keys, columns;
+  int64_t key_heads, heads, keys, columns;
   bool decays_keys, normalizes;
+  const Segments& segments;
 
   void run() const {
     const int64_t tiles = (columns + TILE_COLUMNS - 1) / TILE_COLUMNS;
-    at::parallel_for(0, batch * heads * tiles, 1, [&](int64_t begin, int64_t end) {
+    at::parallel_for(0, segments.chains * heads * tiles, 1, [&](int64_t begin, int64_t end) {
       std::vector<float> memory(keys * (TILE_COLUMNS + 4));
       for (int64_t n = begin; n < end; ++n)
-        run(n / tiles / heads, n / tiles % heads, n % tiles * TILE_COLUMNS, memory.data());
+        segments.each(n / tiles / heads, [&](const Segment& s) {
+          run(s, n / tiles % heads, n % tiles * TILE_COLUMNS, memory.data());
+        });
     });
   }
 
@@ -33,11 +35,11 @@ struct GatedDeltaRule {
     return states + (slot * heads + head) * keys * columns;
   }
 
-  void run(int64_t row, int64_t head, int64_t column, float* tile) const {
+  void run(const Segment& segment, int64_t head, int64_t column, float* tile) const {
     const int64_t width = std::min(TILE_COLUMNS, columns - column);
     float *q = tile + keys * TILE_COLUMNS, *k = q + keys, *d = k + keys, *kd = d + keys;
-    if (sources) {
-      const float* from = state(sources[row], head) + column;
+    if (segment.source != NO_SLOT) {
+      const float* from = state(segment.source, head) + column;
       for (int64_t i = 0; i < keys; ++i)
         for (int64_t j = 0; j < TILE_VECTORS; ++j)
           store(tile + i * TILE_COLUMNS + j * LANES,
@@ -46,8 +48,7 @@ struct GatedDeltaRule {
       std::fill_n(tile, keys * TILE_COLUMNS, 0.0f);
     }
     const int64_t key_head = head / (heads / key_heads);
-    for (int64_t t = 0; t < tokens; ++t) {
-      const int64_t token = row * tokens + t;
+    for (int64_t token = segment.offset; token < segment.offset + segment.tokens; ++token) {
       prepare(query + (token * key_heads + key_head) * keys, q, 1.0f / std::sqrt(float(keys)));
       prepare(key + (token * key_heads + key_head) * keys, k, 1.0f);
       const float* g = decay + (token * heads + head) * (decays_keys ? keys : 1);
@@ -59,7 +60,7 @@ struct GatedDeltaRule {
       const int64_t at = (token * heads + head) * columns + column;
       step(tile, q, k, d, kd, beta[token * heads + head], value + at, out + at, width);
     }
-    float* to = state(targets[row], head) + column;
+    float* to = state(segment.target, head) + column;
     for (int64_t i = 0; i < keys; ++i)
       for (int64_t j = 0; j < TILE_VECTORS; ++j)
         store_floats(to + i * columns + j * LANES,
@@ -115,30 +116,18 @@ struct GatedDeltaRule {
   }
 };
 
-void check_slots(const std::optional<Tensor>& slots, int64_t rows, int64_t count) {
-  if (!slots) return;
-  TORCH_CHECK(
-      slots->scalar_type() == at::kLong && slots->is_contiguous() && slots->numel() == rows,
-      "the slots are not one for each of ", rows, " rows");
-  for (int64_t n = 0; n < rows; ++n) {
-    const int64_t slot = slots->const_data_ptr<int64_t>()[n];
-    TORCH_CHECK(0 <= slot && slot < count, "slot ", slot, " of ", count);
-  }
-}
-
-// Sizes as in GatedDeltaRule. Reads the states in slots `sources` [B], writes those in `targets` [B].
+// Sizes as in GatedDeltaRule, after a dimension of 1; segments as Segments.
 Tensor gated_delta_rule(
     const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& decay,
-    const Tensor& beta, const Tensor& states, const std::optional<Tensor>& sources,
-    const Tensor& targets, bool normalizes) {
+    const Tensor& beta, const Tensor& states, const Tensor& segments, bool normalizes) {
   const auto q = query.sizes(), k = key.sizes(), v = value.sizes();
   TORCH_CHECK(
-      q.size() == 4 && k == q && v.size() == 4 && v[0] == q[0] && v[1] == q[1] && q[2] > 0 &&
-          v[2] % q[2] == 0 && key.scalar_type() == query.scalar_type() &&
+      q.size() == 4 && k == q && v.size() == 4 && q[0] == 1 && v[0] == 1 && v[1] == q[1] &&
+          q[2] > 0 && v[2] % q[2] == 0 && key.scalar_type() == query.scalar_type() &&
           value.scalar_type() == query.scalar_type(),
       "the delta rule of queries ", q, ", keys ", k, " and values ", v);
   const bool decays_keys = decay.dim() == 4;
-  const int64_t gates = q[0] * q[1] * v[2];
+  const int64_t gates = q[1] * v[2];
   TORCH_CHECK(
       decay.numel() == gates * (decays_keys ? q[3] : 1) && beta.numel() == gates,
       "decays ", decay.sizes(), " and rates ", beta.sizes());
@@ -146,19 +135,17 @@ Tensor gated_delta_rule(
       states.scalar_type() == at::kFloat && states.is_contiguous() && states.dim() == 4 &&
           states.size(1) == v[2] && states.size(2) == q[3] && states.size(3) == v[3],
       "states ", states.sizes(), " for keys ", k, " and values ", v);
-  check_slots(sources, q[0], states.size(0));
-  check_slots(targets, q[0], states.size(0));
+  const Segments parts(segments, q[1], states.size(0));
   const Tensor gate = decay.to(at::kFloat).contiguous(), rate = beta.to(at::kFloat).contiguous();
   const Tensor qs = query.contiguous(), ks = key.contiguous(), vs = value.contiguous();
-  const Tensor out = at::empty(v, value.options());
+  const Tensor out = at::zeros(v, value.options());
   dispatch(query, [&](auto kind) {
     using T = decltype(kind);
     GatedDeltaRule<T>{
         qs.const_data_ptr<T>(), ks.const_data_ptr<T>(), vs.const_data_ptr<T>(),
         gate.const_data_ptr<float>(), rate.const_data_ptr<float>(),
-        states.mutable_data_ptr<float>(), sources ? sources->const_data_ptr<int64_t>() : nullptr,
-        targets.const_data_ptr<int64_t>(), out.mutable_data_ptr<T>(), q[0], q[1], q[2], v[2], q[3],
-        v[3], decays_keys, normalizes}
+        states.mutable_data_ptr<float>(), out.mutable_data_ptr<T>(), q[2], v[2], q[3], v[3],
+        decays_keys, normalizes, parts}
         .run();
   });
   return out;
