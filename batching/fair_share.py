@@ -9,10 +9,19 @@ request or a client uses everything. Pure state: no clock, no thread.
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from enum import IntEnum
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 REQUEST_DIVISOR = 4
 CLIENT_DIVISOR = 2
+
+
+class Priority(IntEnum):
+    """The class of work. Each gives way to those before it."""
+
+    INTERACTIVE = 0
+    BATCH = 1
+    BACKGROUND = 2
 
 
 class WorkOwner(NamedTuple):

@@ -20,7 +20,7 @@ from typing import Generic, Never, Protocol, cast
 from typing_extensions import TypeVar
 
 from batching.errors import ClientGone, DeadlineHopeless, QueueFull
-from batching.fair_share import NO_OWNER, FairQueue, FairShare, WorkOwner
+from batching.fair_share import NO_OWNER, FairQueue, FairShare, Priority, WorkOwner
 from batching.round_robin import RoundRobin
 
 # The factor of a measurement's weight with each later one: about the latest ten count.
@@ -58,6 +58,7 @@ class WorkItem(Generic[Payload, Prepared, Result, Delta]):
     stream: Stream[Delta] | None = None  # None: the result is one whole
     cache_namespace: bytes = b""  # cached prefixes and images are shared within it alone
     owner: WorkOwner = NO_OWNER
+    priority: Priority = Priority.INTERACTIVE
     started: bool = False  # the response has started: later items no longer wait for this one
     in_lane: bool = False  # the lane counts it: it does not wait inside its request
     counted: bool = False  # the lane has counted its tokens
@@ -259,6 +260,7 @@ class RequestQueue:
         request_id: str = "",
         owner: WorkOwner | None = None,
         awaits_model: bool = False,
+        priority: Priority = Priority.INTERACTIVE,
     ) -> list[WorkItem[object, object, Result]]:
         """Reserve a slot, queue all payloads of a client's request, or raise a Refused (503).
 
@@ -277,6 +279,7 @@ class RequestQueue:
                 stream=stream,
                 cache_namespace=cache_namespace,
                 owner=owner,
+                priority=priority,
             )
             for payload in payloads
         ]
@@ -514,8 +517,8 @@ class StepLane(Lane):
         self._room = max(self._running, self._room - started)
 
 
-class BackgroundLane(StepLane):
-    """The lane of low-priority requests: those that wait always count as starved."""
+class LowPriorityLane(StepLane):
+    """The lane of a class below the interactive one: those that wait always count as starved."""
 
     def update(self, now: float, report: LoadReport, inbox_waiting: bool) -> None:
         starved = self.not_started > 0

@@ -19,9 +19,10 @@ step at most twice as long, and those that have generated least come first: a ch
 choices of another request keeps about its speed. The prompts of a client that take several steps at
 most double a step, too, beside another client that decodes or whose prompts take a single step.
 
-Background sequences have low priority: they come after all others, in the queue and in a step, and
-are preempted for them. Beside others only a few of them are in a step, since each makes it longer.
-The oldest is promoted to the others, so that background work also finishes, one by one at least.
+Sequences of lower classes come after all others, in the queue and in a step, and are preempted for
+them. Beside others only some of them are in a step, since each makes it longer: of a batch as many
+as at most double its time, of the background a few. The oldest of each class is promoted, so that
+such work also finishes, one by one at least.
 
 A step may be scheduled while the one before it runs. Sequences then have placeholders for the
 tokens that this will sample; the prefix cache gets those once they are known.
@@ -37,7 +38,14 @@ import math
 from collections import Counter, abc
 
 from batching.block_pool import BlockPool
-from batching.fair_share import FairShare, WorkOwner, client_share, fair_order, request_share
+from batching.fair_share import (
+    FairShare,
+    Priority,
+    WorkOwner,
+    client_share,
+    fair_order,
+    request_share,
+)
 from batching.sequence import Chunk, PrefixedTokens, Sequence
 from batching.state_pool import checkpoint_positions
 
@@ -48,12 +56,13 @@ RESERVE_DIVISOR = 20
 # vocabulary. The second: where each step of such a prompt runs the whole of it.
 MAX_SCORED_TOKENS = 128
 MAX_SCORED_TOKENS_WHOLE = 512
-# Sequences in a step with both kinds: as many background ones as others, or up to this total. A
+# Sequences in a step of several classes: as many of a lower one as others, or up to this total. A
 # step of so many takes hardly longer than one of a single sequence.
 SMALL_STEP = 8
 
 DraftFunction = abc.Callable[[Sequence], tuple[int, ...]]
-Limits = abc.Mapping[abc.Hashable, int]  # by client: tokens of its prompts in a step
+Limits = abc.Sequence[float]  # of each class: running sequences with those of the classes before
+ClientLimits = abc.Mapping[abc.Hashable, int]  # by client: tokens of its prompts in a step
 
 
 class ContinuousScheduler:
@@ -75,15 +84,16 @@ class ContinuousScheduler:
         self.num_waiting = 0
         self.preempted = 0  # in the last step
         self.admitted: list[Sequence] = []  # for the first time, in the last step
-        # The last step had no room for a request within its share that is not in the background.
+        # The last step had no room for an interactive request within its share.
         self.starved = False
         self._waiting: dict[WorkOwner, list[Sequence]] = {}  # by priority, then by order of arrival
         self._paused: set[Sequence] = set()  # of those that wait
-        # Running sequences, and slots kept for waiting ones: in the background, and others.
-        self._shares = {True: FairShare(), False: FairShare()}
+        # Of each class: running sequences, and slots kept for waiting ones.
+        self._shares = [FairShare() for _ in Priority]
         self._capacity = max_running  # of these, in this step: less if memory is short
         self._max_running_limit = max_running
-        self._promoted: Sequence | None = None  # the background sequence that counts as another
+        self._live = [0 for _ in Priority]  # sequences of each class
+        self._promoted: dict[Priority, Sequence] = {}  # by the class that they had
         self._removed_any = False  # since the last step
         self._numbers = itertools.count()
 
@@ -95,6 +105,7 @@ class ContinuousScheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. The caller checks that the pool can hold it at its full length."""
         sequence.number = next(self._numbers)
+        self._live[sequence.priority] += 1
         self._add_waiting(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -105,9 +116,10 @@ class ContinuousScheduler:
             self._remove_running(sequence)
         self._release(sequence)
         sequence.number = -1
+        self._live[sequence.priority] -= 1
         self._removed_any = True
-        if sequence is self._promoted:
-            self._promoted = None
+        for priority in [p for p, promoted in self._promoted.items() if promoted is sequence]:
+            del self._promoted[priority]
 
     def _add_waiting(self, sequence: Sequence) -> None:
         bisect.insort(self._waiting.setdefault(sequence.owner, []), sequence)
@@ -122,11 +134,11 @@ class ContinuousScheduler:
 
     def _add_running(self, sequence: Sequence) -> None:
         bisect.insort(self.running, sequence)
-        self._shares[sequence.background].take(sequence.owner)
+        self._shares[sequence.priority].take(sequence.owner)
 
     def _remove_running(self, sequence: Sequence) -> None:
         _remove(self.running, sequence)
-        self._shares[sequence.background].give_back(sequence.owner)
+        self._shares[sequence.priority].give_back(sequence.owner)
 
     def _release(self, sequence: Sequence) -> None:
         """Free its blocks. The step in flight may still write to them: any step that reuses them
@@ -158,28 +170,32 @@ class ContinuousScheduler:
         if self._removed_any:  # there is more memory than when it was short
             self.max_running = min(self._max_running_limit, 2 * self.max_running)
             self._removed_any = False
-        limit = self._background_limit() if self._promote() else self.max_running
-        idle = set(self.running[limit:])  # background sequences beyond the limit
-        ready = [sequence for sequence in self.running[:limit] if sequence.uncomputed == 1]
+        self._promote()
+        limits = self._limits(spare_rows)
+        active = [s for n, s in enumerate(self.running) if n < limits[s.priority]]
+        idle = set(self.running[len(active) :])
+        ready = [sequence for sequence in active if sequence.uncomputed == 1]
         sitting_out = {sequence for sequence in ready if sequence.owner in resting}
         sitting_out |= self._sitting_out([s for s in ready if s not in sitting_out], spare_rows)
         ready = [sequence for sequence in ready if sequence not in sitting_out]
         tables = {sequence: sequence.table for sequence in ready if self._make_room(sequence)}
-        prefix_pending = self._admit_waiting(limit)
+        prefix_pending = self._admit_waiting(limits)
         decoding = [s for s, table in tables.items() if s.table is table and not s.paused]
-        if prefix_pending:  # a background sequence may be computing that prefix
+        if prefix_pending:  # an idle sequence may be computing that prefix
             idle = {sequence for sequence in idle if sequence.uncomputed <= 1}
         sitting_out = {sequence for sequence in sitting_out if sequence.uncomputed == 1}
         without_prefill = idle.union(sitting_out, decoding)
         prompts = [s for s in self.running if s.uncomputed and s not in without_prefill]
         prompts = [sequence for sequence in prompts if sequence.owner not in resting]
-        limits: dict[abc.Hashable, int] = {}
+        doubled: dict[abc.Hashable, int] = {}
         if doubling is not None:
-            limits = dict.fromkeys(_large_clients(prompts, decoding, budget), doubling)
-        chunks = self._prefill(prompts, budget, prefix_pending, is_timed, limits) if prompts else []
+            doubled = dict.fromkeys(_large_clients(prompts, decoding, budget), doubling)
+        chunks: list[Chunk] = []
+        if prompts:
+            chunks = self._prefill(prompts, budget, prefix_pending, is_timed, doubled)
         prefilled = {chunk.sequence.owner for chunk in chunks}
         self.starved |= any(
-            not sequence.background and sequence.owner not in prefilled for sequence in prompts
+            s.priority == Priority.INTERACTIVE and s.owner not in prefilled for s in prompts
         )
         chunks = [self._decode(sequence, draft) for sequence in decoding if sequence.table] + chunks
         for chunk in chunks:
@@ -200,27 +216,37 @@ class ContinuousScheduler:
         others = fair_order(s for s in ready if s is not first[s.owner])
         return set(itertools.islice(others, len(first) + int(spare_rows), None))
 
-    def _promote(self) -> bool:
-        """Promote the oldest background sequence, until it has finished, to be one of the others.
-        Return whether there are background sequences."""
-        queues = [queue for queue in (self.running, *self._waiting.values()) if queue]
-        queues = [queue for queue in queues if queue[-1].background]
-        if queues and self._promoted is None:
-            first_of_each = [queue[_num_foreground(queue)] for queue in queues]
-            self._promoted = oldest = min(first_of_each, key=lambda sequence: sequence.number)
+    def _promote(self) -> None:
+        """Promote the oldest sequence of each lower class to an interactive one, until it has
+        finished."""
+        for priority in Priority:
+            if not self._live[priority] or priority in (Priority.INTERACTIVE, *self._promoted):
+                continue
+            queues = (self.running, *self._waiting.values())
+            oldest = min(
+                (queue[n] for queue in queues for n in _first_of(queue, priority)),
+                key=lambda sequence: sequence.number,
+            )
+            self._promoted[priority] = oldest
             is_running = oldest.table and not oldest.paused
             (self._remove_running if is_running else self._remove_waiting)(oldest)
-            oldest.background = False
+            self._live[priority] -= 1
+            oldest.priority = Priority.INTERACTIVE
+            self._live[oldest.priority] += 1
             (self._add_running if is_running else self._add_waiting)(oldest)
-        return bool(queues)
 
-    def _background_limit(self) -> int:
-        """Return how many sequences a step may have if the last of them is a background one."""
-        running = _num_foreground(self.running)
-        waiting = sum(map(_num_foreground, self._waiting.values()))
-        if running + waiting == (self._promoted is not None):
-            return self.max_running  # there are no others
-        return max(SMALL_STEP, 2 * running)
+    def _limits(self, spare_rows: float) -> list[float]:
+        """Return for each class how many sequences a step may have if the last is of this class."""
+        limits: list[float] = []
+        limit: float = self.max_running
+        for priority in Priority:
+            promoted = sum(before >= priority for before in self._promoted)
+            if sum(self._live[:priority]) > promoted:  # there are others before it
+                running = _num_before(self.running, priority)
+                beside = running + (spare_rows if priority == Priority.BATCH else 0)
+                limit = min(limit, max(SMALL_STEP, 2 * running, beside))
+            limits.append(limit)
+        return limits
 
     def _decode(self, sequence: Sequence, draft: DraftFunction | None) -> Chunk:
         """Return a decode chunk. Its drafts have their room for this step only, and come after all
@@ -240,12 +266,12 @@ class ContinuousScheduler:
         return table is not None
 
     def _youngest_of_largest(self) -> Sequence:
-        """Return the youngest sequence of the client and the request that run most, of those in the
-        background if there are any."""
-        background = self.running[-1].background
-        shares = self._shares[background]
+        """Return the youngest sequence of the client and the request that run most, of those of the
+        lowest class."""
+        priority = self.running[-1].priority
+        shares = self._shares[priority]
         youngest_first = itertools.takewhile(
-            lambda s: s.background == background, reversed(self.running)
+            lambda s: s.priority == priority, reversed(self.running)
         )
         return max(
             youngest_first, key=lambda s: (shares.of_client(s.owner), shares.of_request(s.owner))
@@ -268,7 +294,7 @@ class ContinuousScheduler:
     def _release_paused(self, needs: Sequence) -> bool:
         """Free the blocks of a paused sequence for another one: of the youngest, which is computed
         again later. Return False if there is none."""
-        paused = [s for s in self._paused if s is not needs and s.background >= needs.background]
+        paused = [s for s in self._paused if s is not needs and s.priority >= needs.priority]
         if not paused:
             return False
         self._release(max(paused))
@@ -305,58 +331,57 @@ class ContinuousScheduler:
 
     def _blocked_key(self, sequence: Sequence) -> tuple[abc.Hashable, int]:
         owner = sequence.owner
-        return owner.client, self._shares[sequence.background].of_request(owner)
+        return owner.client, self._shares[sequence.priority].of_request(owner)
 
     def _rank(self, sequence: Sequence) -> tuple[object, ...]:
-        shares = self._shares[sequence.background]
+        shares = self._shares[sequence.priority]
         excess = shares.excess(sequence.owner, self._capacity)
-        return sequence.background, excess, sequence.number
+        return sequence.priority, excess, sequence.number
 
-    def _admit_waiting(self, limit: int) -> bool:
-        """Admit sequences in order while there is room or others yield, background ones while fewer
-        than `limit` run. Return whether one that is not in the background waits for a pending
-        prefix."""
+    def _admit_waiting(self, limits: Limits) -> bool:
+        """Admit sequences in order while there is room or others yield, those of each class while
+        fewer than its limit run. Return whether an interactive one waits for a pending prefix."""
         self.starved = prefix_pending = False
         self._capacity = self.max_running
         kept: list[Sequence] = []  # those that cannot run yet keep their slots
         blocked: set[tuple[abc.Hashable, int]] = set()
         for sequence in self.candidates(blocked):
-            owner, shares = sequence.owner, self._shares[sequence.background]
-            if sequence.background and (self.preempted or blocked):
+            owner, shares = sequence.owner, self._shares[sequence.priority]
+            is_interactive = sequence.priority == Priority.INTERACTIVE
+            if not is_interactive and (self.preempted or blocked):
                 break  # it would idle, or was preempted in this very step
-            has_slot = self._has_slot(sequence, kept, limit)
+            has_slot = self._has_slot(sequence, kept, limits)
             if (has_slot and not blocked) or shares.yields_to(owner, self._capacity):
                 ready = not sequence.multimodal or sequence.multimodal.ready
                 matched = self._match(sequence) if ready else None
                 if matched is None:  # the rest of its prefix is being computed, or its images are
-                    prefix_pending |= ready and not sequence.background
+                    prefix_pending |= ready and is_interactive
                     if has_slot:
                         kept.append(sequence)
                         shares.take(owner)
                     continue
-                if self._admit_or_reclaim(sequence, matched, kept, limit):
+                if self._admit_or_reclaim(sequence, matched, kept, limits):
                     continue
             blocked.add(self._blocked_key(sequence))
-            self.starved |= not (sequence.background or shares.excess(owner, self.max_running)[0])
+            self.starved |= is_interactive and not shares.excess(owner, self.max_running)[0]
         for sequence in kept:
-            self._shares[sequence.background].give_back(sequence.owner)
+            self._shares[sequence.priority].give_back(sequence.owner)
         return prefix_pending
 
-    def _has_slot(self, sequence: Sequence, kept: list[Sequence], limit: int) -> bool:
-        running = len(self.running) if sequence.background else _num_foreground(self.running)
-        fits_limit = running < limit or not sequence.background
-        return fits_limit and running + len(kept) < self.max_running
+    def _has_slot(self, sequence: Sequence, kept: list[Sequence], limits: Limits) -> bool:
+        running = _num_before(self.running, sequence.priority + 1)
+        return running < limits[sequence.priority] and running + len(kept) < self.max_running
 
     def _admit_or_reclaim(
-        self, sequence: Sequence, matched: list[int], kept: list[Sequence], limit: int
+        self, sequence: Sequence, matched: list[int], kept: list[Sequence], limits: Limits
     ) -> bool:
         """Admit a sequence, if need be by taking slots and blocks from others."""
         while True:
-            if not self._has_slot(sequence, kept, limit):
+            if not self._has_slot(sequence, kept, limits):
                 if not self._take_slot(sequence, kept):
                     return False
             elif len(self.running) + len(kept) >= self.max_running:
-                self._preempt(self._youngest_of_largest())  # in the background
+                self._preempt(self._youngest_of_largest())  # of a lower class
             elif self._admit(sequence, matched):
                 return True
             elif not self._take_blocks(sequence):
@@ -365,33 +390,33 @@ class ContinuousScheduler:
     def _take_slot(self, sequence: Sequence, kept: list[Sequence]) -> bool:
         """Take a slot that has to be yielded: one that is kept, or of a running sequence. Return
         False if there is none."""
-        shares = self._shares[sequence.background]
+        shares = self._shares[sequence.priority]
         if (owner := shares.yields_to(sequence.owner, self.max_running)) is None:
             return False
-        if youngest := _youngest(kept, owner, shares, sequence.background):
+        if youngest := _youngest(kept, owner, shares, sequence.priority):
             kept.remove(youngest)
             shares.give_back(youngest.owner)
-        elif youngest := _youngest(self.running, owner, shares, sequence.background):
+        elif youngest := _youngest(self.running, owner, shares, sequence.priority):
             self._pause(youngest)
         return True
 
     def _take_blocks(self, sequence: Sequence) -> bool:
-        """Free blocks of a paused sequence, of one in the background, or of one that has to yield.
+        """Free blocks of a paused sequence, of one of a lower class, or of one that has to yield.
         Return False if there is none."""
         if self._release_paused(sequence):
             return True
-        background = sequence.background
-        if not background and self.running and self.running[-1].background:
+        priority = sequence.priority
+        if self.running and self.running[-1].priority > priority:
             self._preempt(self._youngest_of_largest())
             return True
         self._capacity = min(self._capacity, len(self.running))
         shares = FairShare()  # of memory: sequences that keep a slot have none
         for running in self.running:
-            if running.background == background:
+            if running.priority == priority:
                 shares.take(running.owner)
         if (owner := shares.yields_to(sequence.owner, self._capacity)) is None:
             return False
-        youngest = _youngest(self.running, owner, shares, background)
+        youngest = _youngest(self.running, owner, shares, priority)
         assert youngest
         self._preempt(youngest)
         return True
@@ -450,10 +475,10 @@ class ContinuousScheduler:
         budget: int,
         prefix_pending: bool,
         is_timed: bool,
-        limits: Limits,
+        limits: ClientLimits,
     ) -> list[Chunk]:
-        """Return the prompts' chunks. While a pending prefix is waited for, which a background
-        sequence may be computing, those have the same priority as all others."""
+        """Return the prompts' chunks. While a pending prefix is waited for, which a sequence of a
+        lower class may be computing, all classes have the same priority."""
         if budget <= 0:
             return []
         ranked = prompts
@@ -469,9 +494,11 @@ class ContinuousScheduler:
         if self.whole_prompts:
             shares = self._share_whole(ranked, wanted, budget, is_timed, limits)
             return [_prefill_chunk(sequence, share) for sequence, share in shares.items()]
-        background_from = len(ranked) if prefix_pending else _num_foreground(ranked)
+        groups: abc.Iterable[abc.Iterable[Sequence]] = [ranked]
+        if not prefix_pending:
+            groups = (group for _, group in itertools.groupby(ranked, lambda s: s.priority))
         chunks: list[Chunk] = []
-        for group in (ranked[:background_from], ranked[background_from:]):
+        for group in groups:
             of_group = {sequence: wanted[sequence] for sequence in group}
             shares = _divide(of_group, ranked[0], budget, limits)
             budget -= sum(shares.values())
@@ -484,7 +511,7 @@ class ContinuousScheduler:
         wanted: dict[Sequence, int],
         budget: int,
         is_timed: bool,
-        limits: Limits,
+        limits: ClientLimits,
     ) -> dict[Sequence, int]:
         """Return the prompts that run: at least one, and more while all, padded to the longest,
         fit. If the oldest takes too long, it gets a chunk, of half the budget beside others, and
@@ -495,7 +522,7 @@ class ContinuousScheduler:
             max_tokens = limits.get(oldest.owner.client, budget)
             shares[oldest] = min(wanted[oldest], max_tokens, -(-budget // 2) if others else budget)
             budget -= shares[oldest]
-            ranked = sorted(others, key=lambda sequence: (sequence.background, sequence.uncomputed))
+            ranked = sorted(others, key=lambda sequence: (sequence.priority, sequence.uncomputed))
         in_turn = list(fair_order(ranked))
         lengths = itertools.accumulate((len(sequence.tokens) for sequence in in_turn), max)
         fitting = sum(n * length <= budget for n, length in enumerate(lengths, 1))
@@ -554,13 +581,13 @@ def _remove(queue: list[Sequence], sequence: Sequence) -> None:
 
 
 def _youngest(
-    queue: list[Sequence], owner: WorkOwner, shares: FairShare, background: bool
+    queue: list[Sequence], owner: WorkOwner, shares: FairShare, priority: Priority
 ) -> Sequence | None:
     """Return the youngest sequence of a request, or of another one of its client that holds as
     much."""
     held = shares.of_request(owner)
     for sequence in reversed(queue):
-        is_equal = sequence.owner.client == owner.client and sequence.background == background
+        is_equal = sequence.owner.client == owner.client and sequence.priority == priority
         if is_equal and shares.of_request(sequence.owner) == held:
             return sequence
     return None
@@ -579,7 +606,7 @@ def _large_clients(
 
 
 def _divide(
-    wanted: dict[Sequence, int], first: Sequence, budget: int, client_limits: Limits
+    wanted: dict[Sequence, int], first: Sequence, budget: int, client_limits: ClientLimits
 ) -> dict[Sequence, int]:
     """Divide a step's budget. The first sequence gets half; the rest goes to the requests that need
     the fewest tokens. Several requests are divided in three rounds: within the shares of request
@@ -617,9 +644,17 @@ def _prefill_chunk(sequence: Sequence, count: int) -> Chunk:
     return Chunk(sequence, start, multimodal.align_chunk(start, count) if multimodal else count)
 
 
-def _num_foreground(queue: list[Sequence]) -> int:
-    """Return how many sequences of a queue are not in the background."""
-    return bisect.bisect_left(queue, True, key=lambda sequence: sequence.background)
+def _num_before(queue: list[Sequence], priority: int) -> int:
+    """Return how many sequences of a sorted queue are of a class before this one."""
+    return bisect.bisect_left(queue, priority, key=lambda sequence: sequence.priority)
+
+
+def _first_of(queue: list[Sequence], priority: int) -> range:
+    """Return the index of a class's first sequence in a sorted queue; an empty range if there is
+    none."""
+    first = _num_before(queue, priority)
+    is_here = first < len(queue) and queue[first].priority == priority
+    return range(first, first + is_here)
 
 
 # Limits of a step's prompt tokens, by device; where prompts run whole, padding included.

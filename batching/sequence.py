@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple, Self, SupportsIndex, TypeAlias, overload
 
 from batching.block_pool import SHARED_NAMESPACE, BlockKey, BlockTable, Content
-from batching.fair_share import NO_OWNER, WorkOwner
+from batching.fair_share import NO_OWNER, Priority, WorkOwner
 from batching.state_pool import StateSegment
 
 # A token that the step in flight is to sample has a placeholder in its sequence, by which the next
@@ -119,7 +119,7 @@ class Sequence:
     max_tokens: int = 1  # of the output; 0: only the prompt is run
     scores_prompt: bool = False  # log-probabilities of the prompt: no cached prefix is reused
     scores_end: bool = False  # the logits after the prompt's last token are scored, not sampled
-    background: bool = False  # low priority: after all that are not
+    priority: Priority = Priority.INTERACTIVE
     owner: WorkOwner = NO_OWNER
     cache_namespace: bytes = SHARED_NAMESPACE  # prefixes are shared within it
     multimodal: MultimodalInputs | None = None  # None: the prompt is text
@@ -179,7 +179,7 @@ class Sequence:
 
     def __lt__(self, other: "Sequence") -> bool:
         """Whether it comes first, in a queue and in a step."""
-        return (self.background, self.number) < (other.background, other.number)
+        return (self.priority, self.number) < (other.priority, other.number)
 
 
 @dataclass(eq=False, slots=True)

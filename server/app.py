@@ -169,8 +169,7 @@ def served_models(
 def count_later_caches(models: Mapping[str, ServedModel], name: str) -> int:
     """Return how many language models beside one may still take memory for a cache."""
     return sum(
-        model.background is not None and not model.is_loaded and model.name != name
-        for model in models.values()
+        model.generates and not model.is_loaded and model.name != name for model in models.values()
     )
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from batching.errors import ClientGone, InvalidInput, ItemFailed
+from batching.fair_share import Priority
 from batching.request_queue import WorkItem
 from worker.messages.decisions import DecisionInput
 from worker.messages.deltas import Delta, DeltaPart, FinishReason, Kind, TokenLogprob
@@ -78,7 +79,8 @@ class FakeGenerator:
         self.responded = threading.Event()  # set after the first step with output
         self.running: list[Running] = []
         self.payloads: list[GenerationInput] = []
-        self.cache_namespaces: list[bytes] = []  # of the payloads' items
+        self.cache_namespaces: list[bytes] = []  # of the payloads' items, as the next
+        self.priorities: list[Priority] = []
         self.dropped: list[str] = []  # prompts of cancelled requests
         self.step_error: Exception | None = None  # raised by steps
         self.healthy = True
@@ -126,6 +128,7 @@ class FakeGenerator:
     def add(self, item: WorkItem[Any, Any]) -> None:
         payload: GenerationInput = item.payload
         self.payloads.append(payload)
+        self.priorities.append(item.priority)
         self.cache_namespaces.append(item.cache_namespace)
         prompt: str = item.prepared
         choices = [Choice(script(prompt)) for _ in range(payload.n)]

@@ -1,6 +1,5 @@
 """Random schedules, and a fake model that knows the contents of every slot in memory."""
 
-import math
 import random
 import zlib
 from collections import Counter, abc
@@ -10,7 +9,7 @@ from itertools import takewhile
 
 from batching import scheduler
 from batching.block_pool import BlockPool, BlockTable
-from batching.fair_share import NO_OWNER, WorkOwner, client_share, request_share
+from batching.fair_share import NO_OWNER, Priority, WorkOwner, client_share, request_share
 from batching.scheduler import RESERVE_DIVISOR, ContinuousScheduler
 from batching.sequence import Chunk, Sequence, is_placeholder
 from batching.state_pool import NO_SLOT, SequenceState, StatePool
@@ -137,14 +136,14 @@ class Job:
     """A request for `count` tokens, and its expected output."""
 
     def __init__(
-        self, prompt: list[int], count: int, reuse: bool, background: bool, owner: WorkOwner
+        self, prompt: list[int], count: int, reuse: bool, priority: Priority, owner: WorkOwner
     ) -> None:
         # the step after its last token ends it
         self.sequence = Sequence(
             prompt,
             max_tokens=count + 1,
             scores_prompt=not reuse,
-            background=background,
+            priority=priority,
             owner=owner,
         )
         self.count = count
@@ -190,7 +189,8 @@ class Simulation:
         self.to_come = chance.randint(1, 15)
         self.arrivals = chance.choice((0.2, 0.5, 0.9))  # probability of another before a step
         self.cancellations = chance.choice((0, 0, 0.02, 0.1))  # probability per job and step
-        self.background = chance.choice((0, 0, 0.5, 0.9))  # probability per job
+        self.low = chance.choice((0, 0, 0.5, 0.9))  # probability per job of a low priority
+        self.low_classes = ([Priority.BATCH], [Priority.BACKGROUND], [*Priority][1:])[seed % 3]
         self.clients = chance.choice((0, 0, 0, 1, 2, 4))  # 0: all jobs belong to one request
         self.live: list[Job] = []
         self.jobs: dict[Sequence, Job] = {}  # finished ones too
@@ -237,7 +237,10 @@ class Simulation:
         if self.clients:
             owner = WorkOwner(self.chance.randrange(self.clients), self.to_come)
         for _ in range(self.chance.choice((1, 1, 1, 4, 9 if self.clients else 4))):
-            job = Job(prompt, count, reuse, self.chance.random() < self.background, owner)
+            priority = Priority.INTERACTIVE
+            if self.chance.random() < self.low:
+                priority = self.chance.choice(self.low_classes)
+            job = Job(prompt, count, reuse, priority, owner)
             self.scheduler.add(job.sequence)
             self.live.append(job)
             self.jobs[job.sequence] = job
@@ -268,9 +271,9 @@ class Simulation:
             self._end(job, "cancelled while")
         if not self.live:
             return
-        before = Before(self.scheduler, alone=not self.clients)
         budget = self.chance.randint(1, self.budget)
-        spare_rows = self.chance.randrange(4) if self.clients else math.inf
+        spare_rows = self.chance.randrange(4)
+        before = Before(self.scheduler, spare_rows, alone=not self.clients)
         chunks = self.scheduler.schedule(budget, self._draft, spare_rows=spare_rows)
         before.check(chunks, budget, [job.sequence for job in self.live])
         self.seen["background preempted"] += before.background_preempted
@@ -327,10 +330,14 @@ def is_waiting_for_prefix(scheduler: ContinuousScheduler, sequence: Sequence) ->
     return is_pending and not (sequence.scores_prompt or sequence.paused)
 
 
+def is_interactive(sequence: Sequence) -> bool:
+    return sequence.priority == Priority.INTERACTIVE
+
+
 def scheduler_state(scheduler: ContinuousScheduler) -> tuple[int, set[Sequence]]:
     """Check the counters of the scheduler, and return its counts of waiting sequences."""
-    for background, shares in scheduler._shares.items():
-        owners = Counter(s.owner for s in scheduler.running if s.background == background)
+    for priority, shares in enumerate(scheduler._shares):
+        owners = Counter(s.owner for s in scheduler.running if s.priority == priority)
         assert {owner: shares.of_request(owner) for owner in owners} == owners
         assert shares.total == owners.total()
     return scheduler.num_waiting, scheduler._paused
@@ -339,10 +346,10 @@ def scheduler_state(scheduler: ContinuousScheduler) -> tuple[int, set[Sequence]]
 class Before:
     """The state before a step, to check the step by. `alone`: all belongs to one request."""
 
-    def __init__(self, scheduler: ContinuousScheduler, alone: bool) -> None:
+    def __init__(self, scheduler: ContinuousScheduler, spare_rows: float, alone: bool) -> None:
         self.alone = alone
         scheduler._promote()  # as the step does first
-        self.limit = scheduler._background_limit()
+        self.limits = limits = scheduler._limits(spare_rows)
         self.scheduler = scheduler
         self.background_preempted = False
         self.pool = pool = scheduler.pool
@@ -350,8 +357,9 @@ class Before:
         self.was_paused = [s for s in scheduler.waiting if s.paused]
         self.paused = self.resumed = 0
         self.tables = {sequence: sequence.table for sequence in self.running}
-        self.decoding = [s for s in self.running[: self.limit] if s.uncomputed == 1]
-        self.idle = self.running[self.limit :]
+        active = [s for n, s in enumerate(self.running) if n < limits[s.priority]]
+        self.decoding = [s for s in active if s.uncomputed == 1]
+        self.idle = [s for s in self.running if s not in active]
         self.ending = [s for s in self.running if not s.uncomputed]
         self.new = [s for s in scheduler.waiting if s.cached is None]
         self.free = pool.free
@@ -391,7 +399,7 @@ class Before:
             return  # they keep slots
         if scheduler.preempted:
             return  # those are admitted in the next step
-        running = [s for s in scheduler.running if not s.background]
+        running = [s for s in scheduler.running if is_interactive(s)]
         by_request = Counter(s.owner for s in running)
         by_client = Counter(s.owner.client for s in running)
         capacity = scheduler.max_running
@@ -400,7 +408,7 @@ class Before:
         for sequence in scheduler.waiting:
             owner, held = sequence.owner, by_request[sequence.owner]
             held_by_client = by_client[owner.client]
-            if sequence.background or held >= request_share(capacity):
+            if not is_interactive(sequence) or held >= request_share(capacity):
                 continue
             assert max(by_request.values(), default=0) <= request_share(capacity)
             if held_by_client < client_share(capacity):
@@ -413,9 +421,14 @@ class Before:
         assert sorted(waiting + running, key=lambda s: s.number) == live  # none is lost
         for queue in (waiting, running):
             assert queue == sorted(queue)
-        background = [s for s in live if s.background]
-        promoted = [s for s in live if s is self.scheduler._promoted]
-        assert all(promoted[0].number < s.number for s in background)  # the oldest is promoted
+        for priority in (Priority.BATCH, Priority.BACKGROUND):  # the oldest is promoted
+            below = [s for s in live if s.priority == priority]
+            promoted = self.scheduler._promoted.get(priority)
+            assert promoted or not below
+            assert not promoted or promoted in live
+            assert all(promoted.number < s.number for s in below if promoted)
+        counts = Counter(s.priority for s in live)
+        assert self.scheduler._live == [counts[priority] for priority in Priority]
         assert len(running) <= self.scheduler.max_running
         assert_sound(self.pool, [s.table for s in (*running, *waiting) if s.table])
         assert all(s.paused or (s.table is None and s.computed == 0) for s in waiting)
@@ -439,7 +452,7 @@ class Before:
         running = self.scheduler.running  # the oldest always advances
         oldest = {running[0], min(running, key=lambda s: s.number)}
         assert oldest.intersection(in_step) or oldest.intersection(self.ending)
-        if self.running and not self.running[0].background:
+        if self.running and is_interactive(self.running[0]):
             assert self._stayed(self.running[0])
 
     def _check_budget(self, prompts: list[Chunk], budget: int, left: int) -> None:
@@ -452,9 +465,9 @@ class Before:
         wanting = [s for s in self.scheduler.running if s not in idle]
         if not wanting:
             return
-        if any(not s.background for s in waiting_for_prefix(self.scheduler)):
+        if any(map(is_interactive, waiting_for_prefix(self.scheduler))):
             return
-        assert all(s.background for s in self.idle)
+        assert not any(map(is_interactive, self.idle))
         assert not any(s in shares for s in self.idle if self._stayed(s))
         wanted = {
             s: min(s.uncomputed, scheduler.MAX_SCORED_TOKENS) if s.scores_prompt else s.uncomputed
@@ -467,14 +480,14 @@ class Before:
         assert shares[wanting[0]] >= min(wanted[wanting[0]], budget / 2)
         for s in unmet:
             served = [t for t in wanting[1:] if t in shares]
-            assert all((t.background, t.uncomputed) <= (s.background, s.uncomputed) for t in served)
+            assert all((t.priority, t.uncomputed) <= (s.priority, s.uncomputed) for t in served)
 
     def _check_budget_shares(
         self, shares: dict[Sequence, int], unmet: list[Sequence], budget: int
     ) -> None:
         """No request has less than its share of the budget and more to run, unless its client has
         half of it, or those with their shares have all of it."""
-        if any(s.background for s in (*shares, *unmet)):
+        if not all(map(is_interactive, (*shares, *unmet))):
             return
         by_request, by_client = Counter[WorkOwner](), Counter[object]()
         for sequence, count in shares.items():
@@ -488,17 +501,18 @@ class Before:
                     assert max(by_client.values(), default=0) <= client_share(budget)
 
     def _check_preemption(self) -> None:
-        """The youngest are preempted, and only for tokens without room; or background sequences,
-        for one that is not."""
+        """The youngest are preempted, and only for tokens without room; or sequences of a low
+        priority, for one of a higher one."""
         stayed = [self._stayed(sequence) for sequence in self.running]
         assert stayed == sorted(stayed, reverse=True)
         assert stayed.count(False) == self.scheduler.preempted
         if all(stayed) or self.needed > self.free:
             return
         self.background_preempted = True
-        assert all(s.background for s in self.running if not self._stayed(s))
+        preempted = [s.priority for s in self.running if not self._stayed(s)]
         newcomers = [s for s in self.scheduler.running if not self._stayed(s)]
-        assert not all(s.background for s in newcomers + self.scheduler.waiting)
+        first = min(s.priority for s in newcomers + self.scheduler.waiting)
+        assert first < min(preempted)
 
     def _check_admission(self, chunks: list[Chunk]) -> None:
         """Sequences are admitted in order, past those only whose prefix is being computed, and none
@@ -513,7 +527,9 @@ class Before:
         if passed == len(scheduler.waiting):
             return
         first = scheduler.waiting[passed]
-        if first.background and (scheduler.preempted or len(scheduler.running) >= self.limit):
+        limit = self.limits[first.priority]
+        before = sum(s.priority <= first.priority for s in scheduler.running)
+        if not is_interactive(first) and (scheduler.preempted or before >= limit):
             return
         if not scheduler.preempted:
             assert all(s < first for s in admitted)

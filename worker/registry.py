@@ -7,19 +7,20 @@ reads states and breakers. A model that is not loaded has no engine.
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from batching.request_queue import BackgroundLane, Lane, StepLane
+from batching.fair_share import Priority
+from batching.request_queue import Lane, LowPriorityLane, StepLane
 from batching.round_robin import RoundRobin
 from worker.load_context import LoadContext, LoadProgress, Memory, loading
 from worker.messages.protocol import Engine, Generator, ModelInfo, ModelState
 
 log = logging.getLogger("onequeue.worker")
 
-# Background requests may use 1 / BACKGROUND_DIVISOR of a language model's slots.
-BACKGROUND_DIVISOR = 4
+# Requests of a lower class may use a part of a language model's slots: one divided by this.
+LOW_PRIORITY_DIVISORS = {Priority.BATCH: 2, Priority.BACKGROUND: 4}
 
 
 class Breaker:
@@ -62,8 +63,8 @@ class ServedModel:
     """A model that requests are served by. `name` appears in metrics, logs and /ready: that of its
     kind, for the kind's default model, or kind:name.
 
-    `load` returns the engine; it runs on the loader thread. Language models alone have a
-    `background` lane, for low-priority requests.
+    `load` returns the engine; it runs on the loader thread. Language models alone have `low_lanes`,
+    for the classes of requests below the interactive one.
     """
 
     engine: Engine  # of a model that is loaded
@@ -73,7 +74,7 @@ class ServedModel:
         name: str,
         load: Callable[[], Engine],
         lane: Lane,
-        background: Lane | None = None,
+        low_lanes: Sequence[Lane] = (),
     ) -> None:
         self.name = name
         self.state: ModelState = "unloaded"
@@ -83,8 +84,7 @@ class ServedModel:
         self.path = ""  # of its checkpoint: not for clients
         self.breaker = Breaker()
         self.lane = lane
-        self.background = background
-        self.lanes = [lane] if background is None else [lane, background]
+        self.lanes = [lane, *low_lanes]
         # the bytes that loading takes at least, and those that are free; on the loader thread
         self.measure: Callable[[], tuple[int, int]] = lambda: (0, sys.maxsize)
         self.progress = LoadProgress()
@@ -102,9 +102,18 @@ class ServedModel:
         return self.name.partition(":")[0]
 
     @property
+    def generates(self) -> bool:
+        """Whether it is a language model."""
+        return len(self.lanes) > 1
+
+    @property
     def generator(self) -> Generator | None:
         """The engine of a language model; None for other models."""
-        return cast(Generator, self.engine) if self.background else None
+        return cast(Generator, self.engine) if self.generates else None
+
+    def lane_of(self, priority: Priority) -> Lane:
+        """Return the lane of a class of requests."""
+        return self.lanes[priority] if self.generates else self.lane
 
     @property
     def is_loaded(self) -> bool:
@@ -167,7 +176,10 @@ def release(memory: list[Memory]) -> None:
 def language_model(
     name: str, load: Callable[[], Generator], slots: int, max_running: int
 ) -> ServedModel:
-    """Return the entry of a language model, with its two lanes."""
-    background = BackgroundLane("background", max(1, slots // BACKGROUND_DIVISOR))
+    """Return the entry of a language model, with a lane for each class."""
+    low_lanes = [
+        LowPriorityLane(priority.name.lower(), max(1, slots // divisor), RoundRobin(max_running))
+        for priority, divisor in LOW_PRIORITY_DIVISORS.items()
+    ]
     lane = StepLane(name, slots, RoundRobin(max_running))
-    return ServedModel(name, load, lane, background)
+    return ServedModel(name, load, lane, low_lanes)

@@ -2,16 +2,20 @@
 
 from dataclasses import dataclass
 
+from batching.fair_share import Priority
+
 
 @dataclass(slots=True)
 class RequestContext:
     """`client`: whose share of the server the request counts for, an API key or an address.
+    `priority`: its class; a submission reads it.
 
     A submission adds its model and its tokens when it ends; the error is set by the response. All
     are in the request's line of the log."""
 
     request_id: str
     client: bytes = b""
+    priority: Priority = Priority.INTERACTIVE
     model: str = ""  # its served name
     prompt_tokens: int = 0
     output_tokens: int = 0

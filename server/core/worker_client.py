@@ -27,7 +27,7 @@ from starlette.types import Receive
 
 from batching import errors
 from batching.errors import OnequeueError
-from batching.fair_share import WorkOwner
+from batching.fair_share import Priority, WorkOwner
 from batching.request_queue import RequestQueue, Result, Stream, WorkItem
 from server.core.metrics import Metrics
 from server.core.model_manager import ModelManager
@@ -188,21 +188,19 @@ class WorkerClient:
         client: Hashable = None,
         request_id: str = "",
         owner: WorkOwner | None = None,
+        priority: Priority = Priority.INTERACTIVE,
     ) -> list[WorkItem[object, object, Result]]:
         """Queue payloads for a model, or raise a Refused. The items' futures get the results or
         errors; `stream` gets the deltas of all of them. `client`: whose share they count for;
-        `owner`: see RequestQueue.accept."""
+        `owner`: see RequestQueue.accept. `priority`: their class."""
         if (refusal := self.refusal(name)) is not None:
             raise refusal
-        model, payload = self.models[name], payloads[0]
-        lane = model.lane
-        if isinstance(payload, GenerationInput | DecisionInput) and payload.background:
-            lane = model.background or lane
+        model = self.models[name]
         awaits = self.manager.admit(name, len(payloads))
         return self.queue.accept(
             payloads,
             deadline,
-            lane,
+            model.lane_of(priority),
             name,
             stream,
             cache_namespace,
@@ -210,6 +208,7 @@ class WorkerClient:
             request_id,
             owner,
             awaits,
+            priority,
         )
 
     async def _drain_queue(self) -> None:
@@ -452,6 +451,7 @@ class Submission(Generic[Result]):
             context.client,
             context.request_id,
             owner,
+            context.priority,
         )
         served = worker_client.models[model]
         context.model = served.info.model if served.info else served.title

@@ -67,17 +67,16 @@ async def ready(request: Request) -> Ready:
     for name, model in worker_client.models.items():
         if model.kind != name or (info := model.info) is None:
             continue
-        generates = model.background is not None
         if model.is_loaded and model.generator:
             response.compile = model.generator.compile_state
         if name == "pipeline":
             response.task, response.model = (
-                "decision" if generates else info.task,
+                "decision" if model.generates else info.task,
                 info.model,
             )
             response.takes, response.mask_token = TASKS[response.task].kind, info.mask or UNSET
         else:
-            setattr(response, "chat_model" if generates else f"{name}_model", info.model)
+            setattr(response, "chat_model" if model.generates else f"{name}_model", info.model)
     return response
 
 

@@ -137,7 +137,7 @@ class LineStream(Generic[P]):
         self.settings, self.memory, self.max_body = app.settings, app.memory, app.max_body
         self.worker_client = app.worker_client
         self.queue = app.worker_client.queue
-        self.lane = app.worker_client.models[endpoint.line_model].lane
+        self.lane = app.worker_client.models[endpoint.line_model].lane_of(context.priority)
         self.owner = self.queue.new_owner(context.client, context.request_id)
         max_inputs = min(
             client_share(self.settings.max_queue_size),

@@ -10,6 +10,7 @@ import pytest
 from openai.types.responses import ResponseItem
 from pydantic import TypeAdapter
 
+from batching.fair_share import Priority
 from server import routes
 from server.openai.responses import endpoint
 from tests.event_streams import CLIENT, open_stream, post
@@ -361,7 +362,11 @@ def test_background_responses_take_at_most_a_quarter_of_the_slots() -> None:
         assert "background" in error_of(full)["message"]
         assert int(full.headers["retry-after"]) >= 1
         response_document(respond(server))
-        assert [payload.background for payload in generator.payloads] == [True, True, False]
+        assert generator.priorities == [
+            Priority.BACKGROUND,
+            Priority.BACKGROUND,
+            Priority.INTERACTIVE,
+        ]
 
 
 # ── what the store cannot take ──

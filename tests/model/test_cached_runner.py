@@ -15,6 +15,7 @@ import torch
 
 from batching import scheduler
 from batching.errors import ItemFailed, OutOfMemory
+from batching.fair_share import Priority
 from batching.scheduler import PrefillBudget
 from tests import generating, tiny_decoders
 from tests.generating import GREEDY, ORDINARY, Driver, Request, Served, request
@@ -167,7 +168,7 @@ def test_rows_that_end_do_not_change_the_others(name: str, steps: bool) -> None:
 
 def background_request(prompt: Sequence[int], **options: Any) -> Request:
     item = request(prompt, **options)
-    item.payload = replace(item.payload, background=True)
+    item.priority = Priority.BACKGROUND
     return item
 
 

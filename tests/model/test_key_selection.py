@@ -7,12 +7,12 @@ it, and so does computing a text again.
 import functools
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 
+from batching.fair_share import Priority
 from tests import generating
 from tests.generating import ORDINARY, Driver, request
 from tests.matrix import matrix
@@ -192,7 +192,7 @@ def test_a_paged_cache_is_not_used(name: str) -> None:
 
 def background_request(prompt: Sequence[int]) -> GenerationItem:
     item = request(prompt, max_tokens=30)
-    item.payload = replace(item.payload, background=True)
+    item.priority = Priority.BACKGROUND
     return item
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from batching import scheduler
 from batching.errors import ItemFailed
+from batching.fair_share import Priority
 from batching.sequence import Batch
 from tests.generating import ORDINARY, Driver, Served, engine, request
 from tests.matrix import matrix
@@ -78,9 +79,9 @@ def items_of(seed: int) -> list[Any]:
             stop_token_ids=stop_tokens, min_tokens=chance.choice((0, 1)),
         )  # fmt: skip
         item.payload = replace(
-            item.payload, background=chance.random() < 0.2, token_ids=True,
-            prompt_logprobs=chance.choice((None, None, 1)),
+            item.payload, token_ids=True, prompt_logprobs=chance.choice((None, None, 1)),
         )  # fmt: skip
+        item.priority = chance.choices([*Priority], (8, 1, 1))[0]
         items.append(item)
     return items
 

@@ -12,6 +12,7 @@ from batching.errors import (
     Draining,
     QueueFull,
 )
+from batching.fair_share import Priority
 from batching.request_queue import BatchLane, Lane, RequestQueue, WorkItem
 from batching.round_robin import RoundRobin
 from tests.fake_generator import FakeGenerator
@@ -156,16 +157,16 @@ async def test_hopeless_deadline_is_refused_at_once_and_only_then() -> None:
 
 async def test_background_requests_have_a_quarter_of_the_slots_and_delay_no_others() -> None:
     q, model = queue(8), language_model("generation", FakeGenerator, 8, 8)
-    assert model.background
-    behind = q.admit_each(2, math.inf, model.background)
+    background = model.lane_of(Priority.BACKGROUND)
+    behind = q.admit_each(2, math.inf, background)
     with pytest.raises(QueueFull, match="background"):
-        q.admit(["c"], math.inf, model.background)
-    assert (model.background.not_started, model.lane.not_started) == (2, 0)
+        q.admit(["c"], math.inf, background)
+    assert (background.not_started, model.lane.not_started) == (2, 0)
     q.admit_each(6, 200, model.lane)
     with pytest.raises(QueueFull):
         q.admit(["x"], 200, model.lane)
     q.release(behind[:1])
-    q.admit(["c"], math.inf, model.background)
+    q.admit(["c"], math.inf, background)
 
 
 async def test_a_lane_may_have_a_part_of_the_slots() -> None:

@@ -1,5 +1,6 @@
 """The scheduler: admission, chunks, preemption, background work and batches."""
 
+import math
 import random
 from collections import Counter, abc
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 
 from batching import scheduler
 from batching.block_pool import BlockPool
-from batching.fair_share import WorkOwner
+from batching.fair_share import Priority, WorkOwner
 from batching.scheduler import (
     MAX_SCORED_TOKENS,
     RESERVE_DIVISOR,
@@ -117,8 +118,10 @@ def test_other_long_prompts_run_whole(case: str) -> None:
     assert counts(s, 20, is_timed=case != "not timed") == [50]
 
 
-def step(scheduler: ContinuousScheduler, budget: int = 1000) -> dict[Sequence, Chunk]:
-    chunks = scheduler.schedule(budget)
+def step(
+    scheduler: ContinuousScheduler, budget: int = 1000, spare_rows: float = math.inf
+) -> dict[Sequence, Chunk]:
+    chunks = scheduler.schedule(budget, spare_rows=spare_rows)
     for chunk in chunks:
         scheduler.advance(chunk, [7] if chunk.reaches_end else [])
     return {chunk.sequence: chunk for chunk in chunks}
@@ -524,7 +527,7 @@ def test_a_long_queue_of_choices_costs_a_step_little(monkeypatch: pytest.MonkeyP
 
 
 def in_background(scheduler: ContinuousScheduler, *prompts: abc.Sequence[int]) -> list[Sequence]:
-    sequences = [Sequence([*prompt], background=True) for prompt in prompts]
+    sequences = [Sequence([*prompt], priority=Priority.BACKGROUND) for prompt in prompts]
     for sequence in sequences:
         scheduler.add(sequence)
     return sequences
@@ -640,6 +643,71 @@ def test_background_work_that_computes_a_pending_prefix_does_not_idle() -> None:
     for _ in range(8):
         step(s, budget=100)
     assert waits.tokens[400:]
+
+
+# ── the batch class ──
+
+
+def in_class(
+    scheduler: ContinuousScheduler, priority: Priority, *prompts: abc.Sequence[int]
+) -> list[Sequence]:
+    sequences = [Sequence([*prompt], priority=priority) for prompt in prompts]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    return sequences
+
+
+def test_classes_are_admitted_in_order_after_the_oldest_of_each() -> None:
+    s = scheduler_of(100, max_running=5)
+    background = in_class(s, Priority.BACKGROUND, [1], [2], [3])
+    batch = in_class(s, Priority.BATCH, [4], [5], [6])
+    interactive = arriving(s, [7])
+    step(s)
+    assert s.running == [background[0], batch[0], *interactive, *batch[1:]]
+    assert s.waiting == background[1:]
+
+
+def test_a_batch_shares_a_step_with_others_while_that_at_most_doubles_it() -> None:
+    s = scheduler_of(1000)
+    batch = in_class(s, Priority.BATCH, *([n] for n in range(50)))
+    assert len(step(s)) == 50
+    (chat,) = arriving(s, [100])
+    for _ in range(2):  # the oldest counts as another
+        assert set(step(s, spare_rows=20)) == {*batch[:21], chat}
+    assert s.preempted == 0
+    s.remove(chat)
+    assert set(step(s, spare_rows=20)) == set(batch)
+
+
+def test_a_chat_preempts_a_batch_and_background_work_first() -> None:
+    s = scheduler_of(100, max_running=4)
+    batch = in_class(s, Priority.BATCH, [1], [2])
+    background = in_class(s, Priority.BACKGROUND, [3], [4])
+    step(s)
+    for number, preempted in enumerate((background[1], batch[1]), start=5):
+        arriving(s, [number])
+        step(s)
+        assert (s.preempted, s.waiting[0]) == (1, preempted)
+    assert {batch[0], background[0]} <= {*s.running}  # the oldest of each still finish
+
+
+@pytest.mark.parametrize("priority", [Priority.BATCH, Priority.BACKGROUND])
+def test_each_class_finishes_in_order_under_constant_interactive_work(priority: Priority) -> None:
+    s = scheduler_of(60, max_running=3)
+    low = in_class(s, priority, *(fresh(10, first=100 * n) for n in range(4)))
+    in_class(s, Priority(3 - priority), *(fresh(10, first=1000 + 100 * n) for n in range(4)))
+    ended: list[Sequence] = []
+    for turn in range(300):
+        while len(s.waiting) < 12:  # always more than can run
+            arriving(s, fresh(10, first=10_000 + 100 * turn))
+        step(s, budget=10)
+        for sequence in [sequence for sequence in s.running if len(sequence.tokens) > 20]:
+            s.remove(sequence)
+            ended += [sequence] if sequence in low else []
+    assert ended == low
+
+
+# ── room ──
 
 
 def test_a_smaller_sequence_does_not_overtake() -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from batching.errors import InvalidInput
+from batching.fair_share import Priority
 from batching.request_queue import WorkItem
 from batching.sequence import PrefixedTokens, TokenIds
 from worker.generation.output import PreparedPrompt
@@ -62,14 +63,15 @@ class LabelScores:
     def __init__(
         self,
         item: WorkItem,
-        request: DecisionInput,
         number: int,
         ids: PrefixedTokens,
         labels: tuple[int, ...],
         input_tokens: int,
     ) -> None:
         self.item = item
-        self.background = request.background or number >= MAX_FOREGROUND_QUESTIONS
+        self.priority = item.priority
+        if number >= MAX_FOREGROUND_QUESTIONS:
+            self.priority = Priority.BACKGROUND
         self.prepared = PreparedPrompt(ids, SamplingParams(), 0, {}, labels=labels)
         self.started = False
         self.finished = False
@@ -138,7 +140,7 @@ class Decisions:
             if len(prompt) > self._max_model_len:
                 raise self._too_long(f"{len(prompt)}, with the question,", question.param)
             label_ids, input_tokens = tuple(labels.values()), len(shared.ids)
-            outputs.append(LabelScores(item, request, number, prompt, label_ids, input_tokens))
+            outputs.append(LabelScores(item, number, prompt, label_ids, input_tokens))
         item.tokens = len(shared.ids) + question_tokens
         return outputs
 

@@ -154,7 +154,7 @@ class GenerationEngine:
             max_tokens=prepared.max_tokens,
             scores_prompt=prepared.prompt_logprobs is not None,
             scores_end=bool(prepared.labels),
-            background=output.background,
+            priority=output.priority,
             owner=output.item.owner,
             cache_namespace=output.item.cache_namespace + (b"eager" if eager else b""),
             multimodal=prepared.multimodal,

@@ -84,7 +84,7 @@ class SequenceOutput:
     ) -> None:
         parser = prepared.parser and prepared.parser.fork()
         self.item = item
-        self.background = request.background
+        self.priority = item.priority
         self.prepared = prepared
         self.sampling = sampling
         self.choice = request.first_choice + sampling.choice  # within the request

@@ -55,7 +55,6 @@ class DecisionInput:
     messages: tuple[Mapping[str, Any], ...]  # as in a Chat
     questions: tuple[Question, ...]
     param: str = "input"  # the field that errors about the messages name
-    background: bool = False
 
     @property
     def n(self) -> int:

@@ -147,7 +147,6 @@ class GenerationInput:
     thinking_tokens: int | None = None  # the limit of the reasoning; None: no limit
     thinking_is_optional: bool = False  # no limit, rather than an error, for a model without
     param: str = "messages"  # the field that errors about the prompt name
-    background: bool = False  # low priority: runs after all other requests
 
     @property
     def called_tools(self) -> list[Mapping[str, Any]]:

@@ -27,6 +27,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import ClientGone, InvalidInput
+from batching.fair_share import Priority
 from server.core.delta_stream import TokenStream, UsageCounts
 from server.core.worker_client import Deadlines
 from server.http.errors import HttpError
@@ -211,6 +212,7 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         """Submit a request that waits for its first token without a limit."""
         transfer = Transfer()
         self.background_memory.take(transfer, scope["transfer"].held)
+        scope["context"].priority = Priority.BACKGROUND
         try:
             stream = self.submit(scope, request, replace(deadlines, first=math.inf), None)
         except BaseException:

@@ -168,7 +168,6 @@ class ResponseRequest(GenerationRequest, kw_only=True):
             tool_policy=policy,
             thinking_tokens=self.thinking_token_budget,
             param="input",
-            background=bool(self.background),
         )
 
 
