@@ -148,18 +148,59 @@ def test_a_grammar_that_cannot_be_applied_is_refused(definition: str, reason: st
     assert error.value.param == "tools[0].format.definition"
 
 
-def test_plain_text_excludes_the_text_that_ends_it() -> None:
-    close = "\n</parameter>\n"
-    rule = plain_value(Constraint("grammar", APPLY_PATCH, "p"), close)
-    grammar = f"start: {rule} {json.dumps(close)}"
-    assert matches(grammar, PATCH + close)
-    assert matches(grammar, PATCH + "\n" + close)
-    assert not matches(grammar, PATCH.replace("+one", "+</parameter>") + close)
-    with pytest.raises(InvalidInput, match="matches the text that ends the input"):
-        plain_value(Constraint("grammar", EXEC, "p"), close)
-    # Lines of the text may have the beginning of the end where other text follows.
-    shell = 'start: (/[^;]+/ ";")+ "done"'
-    plain_value(Constraint("grammar", shell, "p"), close)
+CLOSE = "\n</parameter>\n"
+
+
+def matches_plain(definition: str, text: str) -> bool:
+    rule = plain_value(Constraint("grammar", definition, "p"), CLOSE)
+    return matches(f'start: {rule} "</function>"', f"{text}{CLOSE}</function>")
+
+
+ASSIGNMENTS = 'start: one+\none: NAME "=" /[0-9]+/ ";"?\nNAME: /[a-z]+/\n%ignore /\\s+/\n'
+OPTIONAL = 'start: "a"? ["b"] ("c" | "d")* x?\nx: y | "e"\ny: "f"{2,3} | y "g" ~ 2\n'
+
+
+@pytest.mark.parametrize(
+    ("definition", "good", "bad"),
+    [
+        (APPLY_PATCH, [PATCH, PATCH + "\n"], [PATCH.replace("+one", "+</parameter>"), "", "x"]),
+        (EXEC, ["a < b;\n\n", "</param>\n", "// @exec: 1\r\nx\n"], ["", "x</parameter>y"]),
+        (ASSIGNMENTS, ["a = 1; b=2", "a=1;\n\n"], ["a", "", "a==1"]),
+        (OPTIONAL, ["", "a", "ab", "acd", "acdffgg", "bfff", "e"], ["f", "ffff", "ba", "ffg"]),
+        ("start: /(a|\\n)*/", ["", "\n\n", "a\na\n"], ["b"]),
+        ("start: line*\nline: /[^\\n]*/ LF -> l\nLF: /\\n/", ["a\nb\n", "\n\n\n", ""], ["a"]),
+        ('start: /[^;]+/ t\nt: (";" /[^;]+/)* [";"]', ["a\n;\nb", "a;", "\n"], [";"]),
+        ('start: a\na: "(" a ")" | /[a-z\\n]+/', ["((a\n))", "x\n\n"], ["(x"]),
+        ('start: "x" | start /y\\s?/', ["x", "xyy\ny", "xy\n"], ["y"]),
+    ],
+)
+def test_plain_text_ends_with_the_closing_text(
+    definition: str, good: list[str], bad: list[str]
+) -> None:
+    for text in good:
+        assert matches_plain(definition, text), text
+    for text in bad:
+        assert not matches_plain(definition, text), text
+
+
+@pytest.mark.parametrize(
+    ("definition", "reason"),
+    [
+        ('start: "<" /[^>]*/ ">"', "its text may contain '</parameter>'"),
+        ('start: ("<" | "/" | word | ">")+\nword: /[a-z]/+', "its text may contain"),
+        ("start: /[<a-z]+/\n%ignore /[\\/>]/", "its text may contain"),
+        ("start: other", "'other' is not defined"),
+        ('start: "a" & "b"', "& is supported only in terminals"),
+        ("start: " + "(" * 60 + '"a"' + ")" * 60, "nested too deeply"),
+        ("start: " + '"a"? ' * 5_000, "too long"),
+        ("\n".join(f'r{n}: r{n + 1} "a"?' for n in range(3000)) + "\nstart: r0", "nested too"),
+    ],
+)
+def test_a_grammar_without_a_plain_form_is_refused(definition: str, reason: str) -> None:
+    with pytest.raises(InvalidInput) as error:
+        plain_value(Constraint("grammar", definition, "p"), CLOSE)
+    assert str(error.value).startswith("p: cannot be compiled: ")
+    assert reason in str(error.value)
 
 
 def test_a_regular_expression_is_the_pattern_of_the_string() -> None:
@@ -169,21 +210,42 @@ def test_a_regular_expression_is_the_pattern_of_the_string() -> None:
         assert not matches(f"start: {rule}", json.dumps('ab"1x'))
 
 
+def call_with(call_format: ToolCallFormat, value: str) -> tuple[str, str]:
+    """Return a call's text, and that of its arguments."""
+    arguments = call_format.arguments
+    values = {"json": json.dumps(value, ensure_ascii=False)}
+    values["python"] = f"input={values['json']}"
+    values["json"] = f'{{"input"{arguments.colon}{values["json"]}}}'
+    plain = f"{arguments.open}input{arguments.middle}{arguments.quotes}{value}"
+    text = values.get(arguments.style, f"{plain}{arguments.quotes}{arguments.close}")
+    return call_format.render([("patch", text)]).replace("\1", "id1").lstrip(), text
+
+
+def grammar_of(call_format: ToolCallFormat, constraint: Constraint) -> str:
+    inputs = {"patch": constraint}
+    return tool_calls_grammar(call_format, [TOOL], False, json.dumps, inputs=inputs)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_source_code_is_an_input_in_every_format(name: str) -> None:
+    call_format = FORMATS[name]
+    assert isinstance(call_format, ToolCallFormat)
+    grammar = grammar_of(call_format, Constraint("grammar", EXEC, "p"))
+    for source in (
+        'for (let x = 1; x < "2"; x++) {}\n',
+        '// @exec: {"a": 1}\nlet y = `</b>\n`;\n\n',
+    ):
+        assert matches(grammar, call_with(call_format, source)[0])
+    assert not matches(grammar, call_with(call_format, "")[0])
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_calls_of_every_format_have_an_input_of_the_grammar(name: str) -> None:
     call_format = FORMATS[name]
     assert isinstance(call_format, ToolCallFormat)
     arguments = call_format.arguments
-    values = {"json": json.dumps(PATCH, ensure_ascii=False)}
-    values["python"] = f"input={values['json']}"
-    values["json"] = f'{{"input"{arguments.colon}{values["json"]}}}'
-    plain = f"{arguments.open}input{arguments.middle}{arguments.quotes}{PATCH}"
-    text = values.get(arguments.style, f"{plain}{arguments.quotes}{arguments.close}")
-    constraint = Constraint("grammar", APPLY_PATCH, "p")
-    grammar = tool_calls_grammar(
-        call_format, [TOOL], False, json.dumps, inputs={"patch": constraint}
-    )
-    call = call_format.render([("patch", text)]).replace("\1", "id1").lstrip()
+    grammar = grammar_of(call_format, Constraint("grammar", APPLY_PATCH, "p"))
+    call, text = call_with(call_format, PATCH)
     assert matches(grammar, call)
     assert not matches(grammar, call.replace("Begin Patch", "begin"))
     if arguments.style == "entries":  # the parser reads the same input
@@ -192,16 +254,6 @@ def test_calls_of_every_format_have_an_input_of_the_grammar(name: str) -> None:
         parser.feed(text)
         [part] = parser.close(False)
         assert json.loads(part.arguments) == {"input": PATCH}
-    pattern = tool_calls_grammar(
-        call_format, [TOOL], False, json.dumps, inputs={"patch": Constraint("regex", "[a-z]+", "p")}
-    )
+    pattern = grammar_of(call_format, Constraint("regex", "[a-z<>]+", "p"))
     assert not matches(pattern, call)
-    short = (
-        call.replace(
-            values.get("json", ""),
-            values["json"].replace(json.dumps(PATCH, ensure_ascii=False), '"ab"'),
-        )
-        .replace(json.dumps(PATCH, ensure_ascii=False), '"ab"')
-        .replace(PATCH, "ab")
-    )
-    assert matches(pattern, short)
+    assert matches(pattern, call_with(call_format, "a<b>")[0])

@@ -281,10 +281,13 @@ class ArgumentGrammar:
         patterns = [*self._patterns(analysis)]
         if not (is_token or patterns or others or min_length > 0 or max_length < inf):
             return f"{self._add_rule(regex_terminal(ANY + end), 'text')} {rest}"
-        char = "(?s:.)" if is_token else f"[^{re.escape(close.strip()[0])}]"
+        # A number would not end before the text that closes it if a string could go on there.
+        char = f"[^{re.escape(close.strip()[0])}]" if others and not is_token else "(?s:.)"
         parts = [f"{char}{_repetition(min_length, max_length)}{end}"]
         parts += [f"({pattern}){end}" for pattern in patterns]
         excluded = [f"~{regex_terminal(READS_AS[kind] + end)}" for kind in others]
+        if not is_token:  # the string ends with the first closing text
+            excluded.append(f"~{regex_terminal(f'{ANY}{re.escape(close.strip())}(?s:.+)')}")
         rule = " & ".join([*map(regex_terminal, parts), *excluded])
         return f"{self._add_rule(rule, 'TEXT')} {rest}"
 

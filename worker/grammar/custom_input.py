@@ -4,13 +4,13 @@
 
 Where calls have JSON or Python arguments, the input is an escaped string: terminals match the
 escaped text, and those with escapes become rules. Elsewhere the input is plain up to a closing
-text, which terminals then exclude. What cannot be rewritten is refused. A regular expression is the
-pattern of a string.
+text (plain_input.py). What cannot be rewritten is refused. A regular expression is the pattern of a
+string.
 """
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from worker.grammar.lark import (
     MAX_LENGTH_OF,
@@ -20,9 +20,9 @@ from worker.grammar.lark import (
     string_literal,
     unusable_grammar,
 )
+from worker.grammar.plain_input import IGNORE, Lexical, PlainGrammar
 from worker.grammar.regex_syntax import (
     ESCAPED,
-    RegexPart,
     escaped_lexemes,
     escaped_rule,
     parse_regex,
@@ -72,24 +72,29 @@ COMMON = {
     "CPP_COMMENT": r"\/\/[^\n]*",
     "SQL_COMMENT": r"--[^\n]*",
 }
-IGNORE = "%ignore"
-SKIPPING = ("?", "*", "}")  # operators of what may be missing
-IN_OPERATORS = ("{", ",", "~", "->", "&", ":")
 STRICT_JSON = {"whitespace_flexible": False}  # a pattern that is not supported is an error
-Lexical = str | tuple[RegexPart, str]  # other text of a grammar, or a regular expression and flags
+Rewrite = Callable[[Sequence[Sequence[Lexical]]], list[str]]
 
 
 def escaped_value(constraint: Constraint) -> str:
     """Return the rule of an input as a JSON string, with its quotes."""
     if constraint.kind == "regex":
         return schema_rule({"type": "string", "pattern": whole_pattern(constraint)}, STRICT_JSON)
-    return f'"\\"" {nested_grammar(constraint, EscapedTerminals())} "\\""'
+    return f'"\\"" {nested_grammar(constraint, EscapedTerminals().rewrite)} "\\""'
 
 
 def plain_value(constraint: Constraint, close: str) -> str:
-    """Return the rule of an input as it is, which the text `close` follows: empty for a special
+    """Return the rule of an input as it is, and of the text `close` after it: empty for a special
     token, which is no text."""
-    return nested_grammar(constraint, PlainTerminals(close))
+
+    def rewrite(statements: Sequence[Sequence[Lexical]]) -> list[str]:
+        for statement in statements:
+            if statement[0] != IGNORE:
+                _name(statement)
+        prefix = _unused_prefix("text_", statements).upper()
+        return PlainGrammar(statements, close, prefix).rewrite()
+
+    return nested_grammar(constraint, rewrite)
 
 
 def whole_pattern(constraint: Constraint) -> str:
@@ -101,13 +106,15 @@ def whole_pattern(constraint: Constraint) -> str:
     return f"^(?:{pattern})$"
 
 
-def nested_grammar(constraint: Constraint, terminals: "PlainTerminals | EscapedTerminals") -> str:
+def nested_grammar(constraint: Constraint, rewrite: Rewrite) -> str:
     """Return a client's Lark grammar as a nested one. InvalidInput if it cannot be rewritten."""
     check_length(constraint.value, constraint.param, MAX_LENGTH_OF["grammar"])
     try:
-        rewritten = terminals.rewrite([*_statements(constraint.value)])
+        rewritten = rewrite([*_statements(constraint.value)])
     except ValueError as error:
         raise unusable_grammar(str(error), constraint.param) from None
+    except RecursionError:
+        raise unusable_grammar("it is nested too deeply", constraint.param) from None
     return "%lark {\n" + "\n".join(rewritten) + "\n}"
 
 
@@ -186,93 +193,6 @@ def _unused_prefix(prefix: str, statements: Sequence[Sequence[Lexical]]) -> str:
 
 
 # ── rewriting ──
-
-
-class PlainTerminals:
-    """Rewrites terminals of text that `close` follows, which they exclude."""
-
-    def __init__(self, close: str) -> None:
-        self._close, self._end = close, close.strip()
-        self._terminals: list[str] = []
-
-    def rewrite(self, statements: Sequence[Sequence[Lexical]]) -> list[str]:
-        self._prefix = _unused_prefix("text_", statements).upper()
-        self._check_ends(statements)
-        lines = [" ".join(map(self._token, statement)) for statement in statements]
-        return [*lines, *self._terminals]
-
-    def _token(self, token: Lexical) -> str:
-        if isinstance(token, str):
-            return token
-        regex, flags = token
-        literal = regex_terminal(regex.source) + flags
-        if not self._end or not regex.matches(self._end[0], flags):
-            return literal
-        excluded = regex_terminal(f"(?s:.*){re.escape(self._end)}(?s:.*)")
-        name = f"{self._prefix}{len(self._terminals)}"
-        self._terminals.append(f"{name}: {literal} & ~{excluded}")
-        return name
-
-    def _check_ends(self, statements: Sequence[Sequence[Lexical]]) -> None:
-        """Refuse a last lexeme that may go on with the closing text: it would never end."""
-        bodies = {_name(s): s[s.index(":") + 1 :] for s in statements if s[0] != IGNORE}
-        ends = last_tokens(bodies) if self._end else []
-        ends += [token for s in statements if s[0] == IGNORE for token in s[1:]]
-        for token in ends:
-            if not isinstance(token, str) and _repeats(token[0], self._close[0], token[1]):
-                reason = "a repeated part matches the text that ends the input in this model's call"
-                raise ValueError(f"/{token[0].source[:50]}/: {reason}")
-
-
-def _repeats(part: RegexPart, char: str, flags: str) -> bool:
-    if part.is_repeated and part.matches(char, flags):
-        return True
-    return any(_repeats(inner, char, flags) for parts in part.group for inner in parts)
-
-
-def last_tokens(bodies: Mapping[str, Sequence[Lexical]]) -> list[Lexical]:
-    """Return the strings and regular expressions with which a text of the rule `start` may end, and
-    perhaps some more."""
-    found: list[Lexical] = []
-    names, pending = {"start"}, ["start"]
-    while pending:
-        for token in _last_of(bodies.get(pending.pop(), ())):
-            if not isinstance(token, str) or token not in bodies:
-                found.append(token)
-            elif token not in names:
-                names.add(token)
-                pending.append(token)
-    return found
-
-
-def _last_of(body: Sequence[Lexical]) -> Iterator[Lexical]:
-    """Yield the names and terminals with which a text of a rule may end."""
-    ends = [True]  # of the rule and each group around: whether its end may be the text's
-    may_end = [True]  # likewise, of the place before the last token
-    skips = [False]  # of each: whether it may be empty
-    operator = ""
-    for n in reversed(range(len(body))):
-        token = body[n]
-        if token == "|":
-            may_end[-1], operator = ends[-1], ""
-        elif token in (")", "]"):
-            ends.append(may_end[-1])
-            may_end.append(may_end[-1])
-            skips.append(token == "]" or operator in SKIPPING)
-            operator = ""
-        elif token in ("(", "["):
-            outer_end, skip = ends.pop(), skips.pop()
-            may_end.pop()
-            may_end[-1] = outer_end and skip
-        elif token in ("?", "*", "+", "}"):
-            operator = token if isinstance(token, str) else ""
-        elif token in IN_OPERATORS or (isinstance(token, str) and token.isdigit()):
-            continue
-        elif n == 0 or body[n - 1] != "->":
-            if may_end[-1]:
-                yield token
-            may_end[-1] = may_end[-1] and operator in SKIPPING
-            operator = ""
 
 
 class EscapedTerminals:

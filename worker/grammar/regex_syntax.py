@@ -52,7 +52,8 @@ class RegexPart:
             found = {char for part in parts for char in part.members(chars, flags)}
             return [char for char in chars if char in found]
         if self.char:
-            return [char for char in chars if char == self.char]
+            chosen = {self.char, *((self.char.lower(), self.char.upper()) * ("i" in flags))}
+            return [char for char in chars if char in chosen]
         return class_members(self.text, "i" in flags, *chars)
 
     @property

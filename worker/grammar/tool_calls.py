@@ -91,9 +91,10 @@ def _custom_input(
         return ArgumentGrammar(argument_format, quote, rules, schema).arguments()
     before = argument_format.opening(INPUT, "string") + argument_format.quotes
     close = argument_format.quotes + argument_format.closing(INPUT)
-    closing = format_literals(close, quote)
-    is_token = format_literals(close.lstrip(), quote).startswith("<[")  # a special token, no text
-    return f"{quote(before)} {plain_value(constraint, '' if is_token else close)} {closing}"
+    ending = format_literals(close.lstrip(), quote)
+    is_token = ending.startswith("<[")  # a special token, no text
+    text = plain_value(constraint, "" if is_token else close)
+    return f"{quote(before)} {text} {ending if is_token else ''}"
 
 
 def accepts(call_format: ToolCallFormat, tools: Sequence[Tool], text: str) -> bool:
