@@ -219,14 +219,14 @@ class BlockPool:
 
     # ── states of recurrent layers ──
 
-    def plan_states(self, table: BlockTable, end: int) -> tuple[StateSegment, ...]:
-        """Return the segments of a step that runs a sequence's tokens up to `end`."""
-        return self.states.plan(table.state, end) if self.states and table.state else ()
+    def plan_states(self, table: BlockTable, end: int, drafts: int = 0) -> tuple[StateSegment, ...]:
+        """Return the segments of a step that runs a sequence's tokens up to `end`, then drafts."""
+        return self.states.plan(table.state, end, drafts) if self.states and table.state else ()
 
     def commit_states(self, table: BlockTable, tokens: int) -> None:
         """Record that the states are those of `tokens` tokens. Those at full blocks are kept."""
         if self.states and table.state:
-            self.states.commit(table.state, tokens, keep=tokens % self.block_size == 0)
+            self.states.commit(table.state, tokens, tokens // self.block_size * self.block_size)
 
     # ── freeing blocks ──
 

@@ -95,6 +95,7 @@ class ContinuousScheduler:
         self._live = [0 for _ in Priority]  # sequences of each class
         self._promoted: dict[Priority, Sequence] = {}  # by the class that they had
         self._removed_any = False  # since the last step
+        self._draft_slots: float = math.inf  # for states after drafts, in this step
         self._numbers = itertools.count()
 
     @property
@@ -197,10 +198,12 @@ class ContinuousScheduler:
         self.starved |= any(
             s.priority == Priority.INTERACTIVE and s.owner not in prefilled for s in prompts
         )
+        self._draft_slots = self.pool.states.max_drafts if self.pool.states else math.inf
         chunks = [self._decode(sequence, draft) for sequence in decoding if sequence.table] + chunks
         for chunk in chunks:
             if chunk.table:
-                chunk.states = self.pool.plan_states(chunk.table, chunk.start + chunk.width)
+                end, drafts = chunk.start + chunk.count, len(chunk.drafts)
+                chunk.states = self.pool.plan_states(chunk.table, end, drafts)
         return chunks
 
     def _sitting_out(self, ready: list[Sequence], spare_rows: float) -> set[Sequence]:
@@ -252,8 +255,10 @@ class ContinuousScheduler:
         """Return a decode chunk. Its drafts have their room for this step only, and come after all
         else has room. Drafting may remove sequences."""
         drafts, table = draft(sequence) if draft else (), sequence.table
+        drafts = drafts[: int(min(len(drafts), self._draft_slots))]
         if drafts and not (table and self.pool.grow(table, len(sequence.tokens) + len(drafts))):
             drafts = ()
+        self._draft_slots -= len(drafts)
         return Chunk(sequence, sequence.computed, 1, drafts)
 
     def _make_room(self, sequence: Sequence) -> bool:

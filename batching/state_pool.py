@@ -9,6 +9,9 @@ A checkpoint is a slot that the prefix cache keeps, by the prefix that its token
 with this prefix continues from there. A checkpoint is read by any number of sequences and never
 written. The least recently used is dropped for a new one, or when its block is reused.
 
+A step with drafts writes the state after each of them to a slot of its own. The one after the last
+accepted draft becomes the sequence's.
+
 The tensors are in worker/model/attention/recurrent.py.
 """
 
@@ -21,6 +24,7 @@ NO_SLOT = -1  # the state before the first token
 # A prompt has at most so many checkpoints, at multiples of CHECKPOINT_TOKENS.
 MAX_CHECKPOINTS = 16
 CHECKPOINT_TOKENS = 1024
+MAX_DRAFTS = 32  # of a step
 
 
 class StateSegment(NamedTuple):
@@ -39,6 +43,8 @@ class SequenceState:
     current: int = NO_SLOT  # the state after `tokens` tokens
     target: int = NO_SLOT  # the slot that the next step writes
     tokens: int = 0
+    end: int = 0  # tokens after the planned step, without drafts
+    drafts: dict[int, int] = field(default_factory=dict)  # slots after drafts, by number of tokens
     # Slots of checkpoints whose blocks are not registered yet, by their number of tokens.
     pending: dict[int, int] = field(default_factory=dict)
     # The checkpoint among the generated tokens, which the next one replaces.
@@ -46,15 +52,17 @@ class SequenceState:
 
 
 class StatePool:
-    """Slots for `max_sequences` sequences at a time, and `max_checkpoints` checkpoints.
+    """Slots for `max_sequences` sequences at a time, `max_checkpoints` checkpoints, and
+    `max_drafts` drafts in a step.
 
     A sequence uses two slots besides those of checkpoints, so there is always a free one.
     """
 
-    def __init__(self, max_sequences: int, max_checkpoints: int) -> None:
+    def __init__(self, max_sequences: int, max_checkpoints: int, max_drafts: int = 0) -> None:
         self.max_sequences = max_sequences
         self.max_checkpoints = max_checkpoints
-        self.num_slots = 2 * max_sequences + max_checkpoints
+        self.max_drafts = max_drafts
+        self.num_slots = 2 * max_sequences + max_checkpoints + max_drafts
         self.sequences = 0
         self.planned: set[Hashable] = (
             set()
@@ -132,14 +140,17 @@ class StatePool:
     def close(self, state: SequenceState) -> None:
         self.sequences -= 1
         self._drop_pending(state)
+        self._drop_drafts(state)
         for slot in (state.current, state.target):
             if slot != NO_SLOT:
                 self._give_back(slot)
 
-    def plan(self, state: SequenceState, end: int) -> tuple[StateSegment, ...]:
+    def plan(self, state: SequenceState, end: int, drafts: int = 0) -> tuple[StateSegment, ...]:
         """Return the segments of a step that runs the sequence's tokens up to `end`, divided at
-        its checkpoints."""
+        its checkpoints, and then drafts; the caller counts those of a step."""
         self._drop_pending(state, after=state.tokens)
+        self._drop_drafts(state)
+        state.end = end
         segments: list[StateSegment] = []
         start, source = state.tokens, state.current
         for position in sorted(state.positions):
@@ -149,24 +160,40 @@ class StatePool:
                 state.pending[position] = slot
                 segments.append(StateSegment(position - start, source, slot))
                 start, source = position, slot
-        return (*segments, StateSegment(end - start, source, state.target))
+        segments.append(StateSegment(end - start, source, state.target))
+        for position in range(end + 1, end + drafts + 1):
+            state.drafts[position] = self._take()
+            segments.append(StateSegment(1, segments[-1].target, state.drafts[position]))
+        return tuple(segments)
 
-    def commit(self, state: SequenceState, tokens: int, keep: bool) -> None:
-        """Record that a step's result counts: the state is that of `tokens` tokens. `keep`: as a
-        checkpoint, if there is room."""
+    def commit(self, state: SequenceState, tokens: int, boundary: int = 0) -> None:
+        """Record that a step's result counts: the state is that of `tokens` tokens. The one after
+        `boundary` of them, if it was written, becomes a checkpoint if there is room."""
         if tokens <= state.tokens:
             return
+        slots = {state.end: state.target, **state.drafts}
         if state.current != NO_SLOT:
             self._give_back(state.current)
-        state.current, state.tokens = state.target, tokens
+        start, state.tokens, state.current = state.tokens, tokens, slots[tokens]
+        self._ref_counts[state.current] += 1
+        if boundary > start and boundary in slots:
+            self._keep(state, boundary, slots[boundary])
+        self._give_back(state.target)
+        self._drop_drafts(state)
         state.target = self._take()
-        is_wanted = tokens in state.positions
-        if keep and not is_wanted:
+
+    def _keep(self, state: SequenceState, tokens: int, slot: int) -> None:
+        if tokens not in state.positions:
             self._drop_latest(state)
-        if (keep or is_wanted) and self._has_room():
-            self._ref_counts[state.current] += 1
+        if self._has_room():
+            self._ref_counts[slot] += 1
             self._pending += 1
-            state.pending[tokens] = state.current
+            state.pending[tokens] = slot
+
+    def _drop_drafts(self, state: SequenceState) -> None:
+        for slot in state.drafts.values():
+            self._give_back(slot)
+        state.drafts.clear()
 
     def _drop_pending(self, state: SequenceState, after: int = 0) -> None:
         for position in [position for position in state.pending if position > after]:

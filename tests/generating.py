@@ -66,7 +66,7 @@ def engine(
     language = loaded(model).runner.language
     options = GeneratorOptions("", speculation=speculation, max_running=max_running)
     room = min(language.context, blocks * BLOCK)
-    slots = StateSlots(state_sequences, checkpoints)
+    slots = StateSlots(state_sequences, checkpoints, drafts=32)
     runner = PagedRunner(language, blocks, room, max_running, slots)
     for stored in (*runner.cache.keys, *runner.cache.values, *runner.cache.states):
         stored.fill_(float("nan"))

@@ -46,7 +46,10 @@ def assert_sound_states(
     assert states.sequences == len(of_sequences) <= states.max_sequences
     users = [0] * states.num_slots
     for state in of_sequences:
-        for slot in (state.current, state.target, *state.pending.values()):
+        for slot in (
+            *(state.current, state.target, *state.pending.values()),
+            *state.drafts.values(),
+        ):
             users[slot] += slot != NO_SLOT
         assert state.target != state.current
     for slot in states._checkpoints.values():
@@ -180,7 +183,7 @@ class Simulation:
         running = chance.choice((1, 3, 8, 16))
         states = None
         if is_recurrent:
-            states = StatePool(max(1, running - seed % 3 * 2), seed % 7 * 2)
+            states = StatePool(max(1, running - seed % 3 * 2), seed % 7 * 2, seed % 5 * 2)
         self.pool = BlockPool(count, size, fresh_fraction=(0, 0.3, 1)[seed % 3], states=states)
         self.scheduler = ContinuousScheduler(self.pool, running)
         self.model = FakeModel(self.pool)
@@ -259,7 +262,7 @@ class Simulation:
 
     def _draft(self, sequence: Sequence) -> tuple[int, ...]:
         job = self.jobs[sequence]
-        if sequence.has_placeholder or self.pool.states:
+        if sequence.has_placeholder:
             return ()
         limit = min(job.remaining - 1, self.chance.choice((0, 0, 1, 2, 5)))
         right = job.expected[len(sequence.tokens) :][: max(0, limit)]

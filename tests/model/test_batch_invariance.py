@@ -89,6 +89,19 @@ def outputs(served: Served) -> tuple[Any, ...]:
     return served.ids, [[token.logprob for token in delta.logprobs] for delta in served.choices]
 
 
+def draft_from(alone: list[Served], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draft outputs up to a random position."""
+    texts = [(*served.prompt, *served.ids[0]) for served in alone]
+    chance = random.Random(1)
+
+    def draft(drafter: NgramDrafter, tokens: Any, limit: int) -> tuple[int, ...]:
+        text = next((text for text in texts if text[: len(tokens)] == tuple(tokens)), ())
+        return (*text[len(tokens) :][: min(limit, chance.randrange(5))], 7)[:limit]
+
+    monkeypatch.setattr(NgramDrafter, "draft", draft)
+    monkeypatch.setattr(Speculation, "worthwhile", lambda budget, acceptance, limit: limit)
+
+
 @pytest.mark.parametrize(
     ("dtype", "quantization"),
     matrix(
@@ -112,16 +125,7 @@ def test_outputs_are_those_of_each_request_alone(
     if quantization != "none" and not native_quantized_matches(quantization, model.dtype):
         pytest.skip(f"no kernel for {quantization} weights on this CPU")
     alone = [serve(new_engine(model, 64, "off"), [item])[0][0] for item in requests()]
-    texts = [(*served.prompt, *served.ids[0]) for served in alone]
-    chance = random.Random(1)
-
-    def draft(drafter: NgramDrafter, tokens: Any, limit: int) -> tuple[int, ...]:
-        """Drafts that are right up to a random position."""
-        text = next((text for text in texts if text[: len(tokens)] == tuple(tokens)), ())
-        return (*text[len(tokens) :][: min(limit, chance.randrange(5))], 7)[:limit]
-
-    monkeypatch.setattr(NgramDrafter, "draft", draft)
-    monkeypatch.setattr(Speculation, "worthwhile", lambda budget, acceptance, limit: limit)
+    draft_from(alone, monkeypatch)
     monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", {"cpu": 70})
     monkeypatch.setattr(scheduler, "MIN_PREFILL_TOKENS", 70)
     torch.set_num_threads(3)
@@ -167,13 +171,15 @@ def test_outputs_of_recurrent_models_are_those_of_each_request_alone(
 ) -> None:
     model = hybrid(name, dtype)
     alone = [serve(new_engine(model, 64, "off"), [item])[0][0] for item in requests()]
+    draft_from(alone, monkeypatch)
     monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", {"cpu": 70})
     monkeypatch.setattr(scheduler, "MIN_PREFILL_TOKENS", 70)
     torch.set_num_threads(3)
     for blocks, feature in ((200, "cached_tokens"), (9, "preempted")):
         items = [*requests(), *requests()]
-        served, driver = serve(new_engine(model, blocks, "off"), items, seed=1)
+        served, driver = serve(new_engine(model, blocks, "auto"), items, seed=1)
         assert driver.partial > 0
+        assert 0 < driver.total("accepted") < driver.total("drafted")
         assert driver.total(feature) > 0
         assert list(map(outputs, served)) == list(map(outputs, alone)) * 2
 

@@ -22,11 +22,12 @@ from tests.generating import (
 from tests.matrix import matrix
 from tests.model.test_generation import FEATURES, LENGTHS, check_parity
 from worker.generation.loading import load_generator
+from worker.generation.speculation import NgramDrafter, Speculation
 from worker.model.attention.kv_cache import BLOCK
 from worker.model.attention.native import NativeMetadata
 from worker.model.language_model import GeneratorOptions
+from worker.model.paged_runner import PagedRunner
 
-WITHOUT_DRAFTS = FEATURES - {"speculation"}
 # Their modules lose the state when they continue with several tokens (transformers#45513).
 UNPAGED = ("jamba", "mamba")
 PAGED = [name for name in tiny_decoders.RECURRENT if name not in UNPAGED]
@@ -49,21 +50,28 @@ def states_of(driver: Driver) -> StatePool:
     return states
 
 
-@pytest.mark.usefixtures("steps")
+@pytest.fixture
+def drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the modules' own forwards verify drafts, one after another."""
+    monkeypatch.setattr(PagedRunner, "verifies_drafts", True)
+
+
+@pytest.mark.usefixtures("steps", "drafts")
 @pytest.mark.parametrize("model", matrix(PAGED, "qwen3.5"))
 def test_greedy_output_equals_generate(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_parity(model, WITHOUT_DRAFTS, 1, monkeypatch, texts=texts(1))
+    check_parity(model, FEATURES, 1, monkeypatch, texts=texts(1))
 
 
-@pytest.mark.usefixtures("steps", "native")
+@pytest.mark.usefixtures("steps", "native", "drafts")
 @pytest.mark.parametrize("model", matrix(PAGED, "falcon-h1"))
 def test_greedy_output_with_native_attention_equals_generate(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_parity(model, WITHOUT_DRAFTS, 1, monkeypatch, NativeMetadata, texts(1))
+    check_parity(model, FEATURES, 1, monkeypatch, NativeMetadata, texts(1))
 
 
-@pytest.mark.parametrize("feature", [*sorted(WITHOUT_DRAFTS), None])
+@pytest.mark.usefixtures("drafts")
+@pytest.mark.parametrize("feature", [*sorted(FEATURES), None])
 def test_each_feature_alone_leaves_the_output_unchanged(
     feature: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,6 +103,26 @@ def test_a_conversation_computes_its_new_tokens_and_at_most_a_block(model: str) 
         assert computed <= 23 + (turn > 0) * (1 + BLOCK)
         assert_greedy(model, [served], NEW)
         history += served.ids[0]
+
+
+@pytest.mark.usefixtures("drafts")
+def test_a_conversation_with_drafts_computes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft that crosses the end of a block leaves the checkpoint there."""
+    history = tokens(23)
+    answer = greedy("qwen3.5", [history], 30)[0]
+    text = [*history, *answer]
+    monkeypatch.setattr(Speculation, "worthwhile", lambda budget, acceptance, limit: limit)
+    monkeypatch.setattr(
+        NgramDrafter, "draft", lambda self, ids, limit: tuple(text[len(ids) :][: min(5, limit)])
+    )
+    driver = Driver(engine("qwen3.5"))
+    served = driver.add(request(history, max_tokens=30))
+    driver.finish()
+    assert served.ids == [answer]
+    assert driver.total("accepted") == driver.total("drafted") > 20
+    again = driver.add(request([*text, *tokens(9, 1)], max_tokens=1))
+    driver.finish()
+    assert again.sequences[0].cached == (len(text) - 1) // BLOCK * BLOCK
 
 
 def test_a_prompt_that_leaves_another_one_is_continued_by_the_next() -> None:

@@ -61,7 +61,10 @@ def test_random_schedules_continue_from_the_states_of_their_tokens(group: int) -
             error.add_note(f"seed {seed}")
             raise
         seen += simulation.seen
-    for event in ("cached", "chunked", "divided", "placeholders", "dropped"):
+    for event in (
+        *("cached", "chunked", "divided", "placeholders", "dropped"),
+        *("drafted", "drafts right"),
+    ):
         assert seen[event] > 100
     for event in ("preempted", "waiting for a prefix"):
         assert seen[event] > 10

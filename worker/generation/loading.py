@@ -121,8 +121,7 @@ def paged_engine(
         runner,
         InputProcessor(runner.language, runner.max_model_len, image_preprocessor=preprocessor),
         new_scheduler,
-        # a rejected draft would have changed the states of recurrent layers
-        speculates=options.speculation == "auto" and not runner.language.states,
+        speculates=options.speculation == "auto" and runner.verifies_drafts,
     )
 
 

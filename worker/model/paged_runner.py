@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from batching.sequence import Batch, Span
-from batching.state_pool import MAX_CHECKPOINTS, NO_SLOT, StatePool, StateSegment
+from batching.state_pool import MAX_CHECKPOINTS, MAX_DRAFTS, NO_SLOT, StatePool, StateSegment
 from worker.cores import unpin
 from worker.device.async_copy import fill_placeholders, to_device
 from worker.device.self_check import CannotRun, length_beyond_windows
@@ -64,18 +64,19 @@ CPU_COMPILE_SETTINGS = {"freezing": True, "cpp.dynamic_threads": True}
 
 
 class StateSlots(NamedTuple):
-    """How many sequences may have states of recurrent layers, and how many checkpoints of such
-    states are kept."""
+    """How many sequences may have states of recurrent layers, how many checkpoints of such states
+    are kept, and how many drafts a step may have."""
 
     sequences: int
     checkpoints: int
+    drafts: int = 0
 
     @property
     def total(self) -> int:
-        return 2 * self.sequences + self.checkpoints
+        return 2 * self.sequences + self.checkpoints + self.drafts
 
     def pool(self) -> StatePool:
-        return StatePool(self.sequences, self.checkpoints)
+        return StatePool(self.sequences, self.checkpoints, self.drafts)
 
 
 class PagedRunner:
@@ -102,7 +103,7 @@ class PagedRunner:
         self.blocks = blocks
         self.max_model_len = max_model_len
         self.compile_state: Literal["running", "done", "off"] = "off"
-        self.slots = slots or StateSlots(max(1, max_running), 2 * MAX_CHECKPOINTS)
+        self.slots = slots or StateSlots(max(1, max_running), 2 * MAX_CHECKPOINTS, MAX_DRAFTS)
         self.cache = new_cache(language, blocks + SPARE_BLOCKS, self.slots.total)
         self.model: Callable[..., Any] = language.model  # or its compiled copy, unless eager
         self.metadata: Callable[[KVCache, Batch], AttentionBackend] = AttentionMetadata
@@ -111,6 +112,12 @@ class PagedRunner:
         self._graphs = self._capture()
         if self._graphs:
             self._use_decode_kernel()
+
+    @property
+    def verifies_drafts(self) -> bool:
+        """Whether a step runs the drafts of a sequence for little more than one token: recurrent
+        layers need native operations for it, as each draft has a state of its own."""
+        return all(module.native for module in self.language.recurrent)
 
     def forward(self, batch: Batch, sampled: Tensor | None = None) -> Tensor:
         """Run the batch and write the keys and values of all its tokens. Its sequences are either

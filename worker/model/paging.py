@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from batching.sequence import Batch, Span
-from batching.state_pool import MAX_CHECKPOINTS, SequenceState, StatePool, StateSegment
+from batching.state_pool import MAX_CHECKPOINTS, MAX_DRAFTS, SequenceState, StatePool, StateSegment
 from worker.device.device import unreserved_bytes
 from worker.device.self_check import (
     MIN_PROMPT_TOKENS,
@@ -76,7 +76,8 @@ def load_paged_runner(
     length = min(options.max_model_len or language.context, language.context)
     max_tokens = options.max_running * length
     room = cache_bytes(language, options.kv_cache_gb, options.later_caches)
-    slots = state_slots(language, room, options.max_running)
+    drafts = options.speculation == "auto" and language.device.type == "cpu"
+    slots = state_slots(language, room, options.max_running, MAX_DRAFTS if drafts else 0)
     blocks = cache_blocks(language, room - slots.total * state_bytes(language), max_tokens)
     max_model_len = min(length, blocks * BLOCK)
     if options.max_model_len and max_model_len < options.max_model_len:
@@ -109,23 +110,26 @@ def state_bytes(language: LanguageModel) -> int:
     return sum(state.nbytes for state in language.states)
 
 
-def state_slots(language: LanguageModel, room: float, max_running: int) -> StateSlots:
-    """Divide a cache of `room` bytes: half of it is for states of sequences, if so many run, and a
-    quarter for checkpoints.
+def state_slots(
+    language: LanguageModel, room: float, max_running: int, max_drafts: int
+) -> StateSlots:
+    """Divide a cache of `room` bytes: half of it is for states of sequences, if so many run, and of
+    their drafts; and a quarter for checkpoints.
 
     Raise LoadingFailed if it holds no sequence's states.
     """
     if not language.states:
         return StateSlots(0, 0)
     size = state_bytes(language)
-    sequences = min(max_running, int(room / 2 // (2 * size)))
+    drafts = min(max_drafts, int(room / 8 // size))
+    sequences = min(max_running, int((room / 2 - drafts * size) // (2 * size)))
     if not sequences:
         raise LoadingFailed(
             f"the states of its recurrent layers need {4 * size / 1e6:.1f} MB and there is room "
             f"for {room / 1e6:.1f} MB"
         )
     most = sequences * MAX_CHECKPOINTS
-    return StateSlots(sequences, min(most, int(room / 4 // size)))
+    return StateSlots(sequences, min(most, int(room / 4 // size)), drafts)
 
 
 def cache_blocks(language: LanguageModel, room: float, max_tokens: int) -> int:
@@ -337,7 +341,7 @@ class PagingCheck:
             spans = [Span(tables[n], start, end - start) for n, start, end in chunks]
             ids = [token for n, start, end in chunks for token in prompts[n][start:end]]
             for n, start, _ in chunks:
-                pool.commit(states[n], start, keep=False)
+                pool.commit(states[n], start)
             segments = [pool.plan(states[n], end) for n, _, end in chunks]
             batch = Batch(spans, ids, range(len(ids)), states=segments)
             logits = run_model(language, batch, metadata(cache, batch))

@@ -74,7 +74,7 @@ def check_multimodal(language: LanguageModel, processor: Processor) -> None:
             chunk.sequence.computed += chunk.count
             assert chunk.table is not None
             assert chunk.table.state is not None
-            states.commit(chunk.table.state, chunk.end, keep=False)
+            states.commit(chunk.table.state, chunk.end)
 
 
 def check_multimodal_unpaged(language: LanguageModel, processor: Processor) -> bool:
