@@ -34,7 +34,7 @@ from server.core.settings import (
     split_entries,
     split_entry,
 )
-from worker.checkpoint_files import CONFIGS, config_problem, folder_problem
+from worker.checkpoint_files import CONFIGS, GGUF, config_problem, file_problem, folder_problem
 from worker.cores import Cores
 from worker.task_detection import (
     TaskError,
@@ -44,6 +44,7 @@ from worker.task_detection import (
     is_path,
     list_files,
     load_error,
+    split_file,
     tasks_of,
 )
 from worker.tasks import TASKS, UnservedTask
@@ -54,10 +55,12 @@ log = logging.getLogger("onequeue.preflight")
 MISUSE = 2  # exit status of shell commands for invalid arguments
 STARTUP_FAILURE = 3  # uvicorn's; its supervisor restarts no process with this exit status
 _HUB_ID = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?(@[\w.+/-]{1,128})?")  # with its revision
+_HUB_FILE = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}(/[\w.-]{1,128}){1,5}\.gguf(@[\w.+/-]{1,128})?")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 # Settings that name a model, with its name in the registry.
 KINDS = ("pipeline", "generation", "embedding", "rerank", "transcription")
 MODELS = dict(zip(MODEL_SETTINGS, KINDS, strict=True))
+CPU_KINDS = ("int8", "int4")
 DEMO_MODELS = ("pipeline_model", "chat_model", "embedding_model")
 SPIN_COUNT = 20_000  # 0.3 to 1 ms, depending on the CPU's pause instruction
 CACHE_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
@@ -129,8 +132,12 @@ def check_setting(name: str, settings: Settings) -> None:
             raise SettingsError(
                 f"{name.upper()}=demo serves fill-mask only: name a model for {task}"
             )
+        if reference.path.endswith(GGUF) and name != "chat_model":
+            raise SettingsError(
+                f"{name.upper()}={reference.entry!r}: GGUF files are served as CHAT_MODEL only"
+            )
         kind = own.quantization
-        if name == "chat_model" and kind != "none" and own.device.startswith("cuda"):
+        if name == "chat_model" and kind in CPU_KINDS and own.device.startswith("cuda"):
             conflict = f"QUANTIZATION={kind} and DEVICE={own.device}: {kind} is for models on a CPU"
             raise SettingsError(conflict)
 
@@ -184,14 +191,16 @@ def check_model(name: str, entry: str, path: str) -> None:
 def _model_problem(model: str) -> str:
     """Return why there can be no such model; empty if there can."""
     if os.path.isfile(os.path.expanduser(model)):
-        gguf = "; GGUF is not served, use the model's safetensors"
-        return "is a file: name the checkpoint's folder" + gguf * model.endswith(".gguf")
+        return file_problem(Path(model).expanduser())
     if is_folder(model):
         return folder_problem(Path(model).expanduser())
     if model.startswith(("/", ".", "~")):
-        return "there is no such folder"
+        return f"there is no such {'file' if model.endswith(GGUF) else 'folder'}"
     if "://" in model:
         return "is no link to a model: https://huggingface.co/OWNER/NAME"
+    if model.partition("@")[0].endswith(GGUF):
+        named = "is neither a file nor one of the hub (owner/name/file.gguf)"
+        return "" if _HUB_FILE.fullmatch(model) else named
     return "" if _HUB_ID.fullmatch(model) else "is neither a folder nor a hub id (owner/name)"
 
 
@@ -200,7 +209,7 @@ def check_hub(settings: Settings) -> None:
     for name in MODELS:
         for reference in parse_models(name, getattr(settings, name)):
             path = reference.path
-            if path == "demo" or is_path(path) or not _HUB_ID.fullmatch(path):
+            if path == "demo" or is_path(path) or split_file(path)[1]:
                 continue
             try:
                 missing = all(not _has_file(path, config) for config in CONFIGS)
@@ -350,6 +359,8 @@ def assign_model(model: str, flags: Mapping[str, str | None]) -> dict[str, str |
 
 def setting_for(model: str) -> str:
     """Return the setting that a checkpoint is for."""
+    if split_file(model)[1]:
+        return "chat_model"
     config = _read_json(model, "config.json")
     if modules := _read_json(model, "modules.json"):  # of sentence-transformers
         kinds = [str(module.get("type")) for module in modules]

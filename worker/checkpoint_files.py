@@ -7,6 +7,7 @@ headers of safetensors files are read. What needs transformers is found while lo
 
 import json
 import os
+import re
 from collections.abc import Collection, Iterator
 from itertools import islice
 from pathlib import Path
@@ -25,6 +26,8 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 TRAINING = ("training_args", "optimizer", "scheduler", "rng_state")  # pickles without weights
 OTHER_FRAMEWORKS = (".h5", ".msgpack")
+GGUF = ".gguf"
+GGUF_PART = re.compile(r"-\d{5}-of-(?!00001)\d{5}\.gguf")
 SAVE = "load it once in transformers and save it with save_pretrained, which writes safetensors"
 
 
@@ -62,8 +65,8 @@ def config_problem(names: Collection[str]) -> str:
     if "model_index.json" in top:
         return "is a diffusers pipeline, which is not served: transformers has no such models"
     missing = "there is no config.json in it" if names else "it is empty"
-    if any(name.endswith(".gguf") for name in names):
-        return f"{missing}; GGUF is not served, use the model's safetensors"
+    if files := sorted(name for name in names if name.endswith(GGUF)):
+        return f"{missing}: name a GGUF file in it, such as {files[0]}"
     if any(name.startswith("snapshots/") for name in names):
         return f"{missing}: name the folder of a revision in its folder snapshots"
     nested = sorted(
@@ -87,8 +90,8 @@ def weights_problem(names: Collection[str]) -> str:
         return "is an adapter (LoRA), which is not served: merge it into its model first"
     if others := sorted(file for file in files if file.endswith(".safetensors")):
         return f"its weights are {others[0]}, and transformers loads model.safetensors: rename them"
-    if any(file.endswith(".gguf") for file in files):
-        return "its weights are GGUF, which is not served: use the model's safetensors"
+    if ggufs := sorted(name for name in names if name.endswith(GGUF)):
+        return f"its weights are GGUF: name the file, such as {ggufs[0]}"
     if any(file.endswith(".onnx") for file in files) or "openvino_model.xml" in files:
         return "its weights are ONNX or OpenVINO only: use the model's safetensors"
     if pickles := sorted(file for file in files if is_pickle(file)):
@@ -96,6 +99,22 @@ def weights_problem(names: Collection[str]) -> str:
     if any(file.endswith(OTHER_FRAMEWORKS) for file in files):
         return "its weights are for TensorFlow or Flax only: use the model's safetensors"
     return "it has no weights: add model.safetensors"
+
+
+def file_problem(file: Path) -> str:
+    """Return why a file is no checkpoint; empty for a GGUF file."""
+    if not file.name.endswith(GGUF):
+        return "is a file: name the checkpoint's folder"
+    if GGUF_PART.search(file.name):
+        return "is a part of a GGUF file: merge the parts with llama-gguf-split"
+    try:
+        with file.open("rb") as stream:
+            start = stream.read(len(LFS_POINTER))
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    if start == LFS_POINTER:
+        return _pointer(file.name)
+    return "" if start.startswith(b"GGUF") else "is no GGUF file: download it again"
 
 
 def is_pickle(file: str) -> bool:

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from batching.errors import OnequeueError
+from worker.checkpoint_files import GGUF
 from worker.tasks import resolve_task
 
 DEMO_TASK = "fill-mask"
@@ -147,7 +148,8 @@ def task_hint(config: Mapping[str, Any]) -> str:
 
 
 def is_path(model: str) -> bool:
-    return model.startswith(("/", ".", "~")) or os.path.isdir(model)
+    is_file = model.endswith(GGUF) and os.path.isfile(model)
+    return model.startswith(("/", ".", "~")) or is_file or os.path.isdir(model)
 
 
 def may_have_decision_settings(model: str) -> bool:
@@ -177,6 +179,20 @@ def read_config(model: str) -> dict[str, Any]:
             f"set: {load_error(error)}"
         ) from error
     return config if isinstance(config, dict) else {}
+
+
+def split_file(model: str) -> tuple[str, str]:
+    """Return the folder or the hub id (with its revision), and the name of a GGUF file in it; an
+    empty name for other models."""
+    id, at, revision = model, "", ""
+    if not is_path(model):
+        id, at, revision = model.partition("@")
+    if not id.endswith(GGUF):
+        return model, ""
+    if is_path(model):
+        return str(Path(model).parent), Path(model).name
+    owner, name, *file = id.split("/")
+    return f"{owner}/{name}{at}{revision}", "/".join(file)
 
 
 def split_revision(model: str) -> tuple[str, str | None]:
@@ -240,6 +256,20 @@ def list_files(model: str) -> list[str]:
     except Exception:  # of the hub
         return []
     return [sibling.rfilename for sibling in siblings]
+
+
+def file_sizes(model: str) -> dict[str, int]:
+    """Return the sizes of a hub model's files, by name; none if they cannot be listed."""
+    from huggingface_hub import HfApi, constants
+
+    if constants.HF_HUB_OFFLINE:
+        return {}
+    id, revision = split_revision(model)
+    try:
+        info = HfApi().model_info(id, revision=revision, timeout=FETCH_S, files_metadata=True)
+    except Exception:  # of the hub
+        return {}
+    return {file.rfilename: file.size or 0 for file in info.siblings or []}
 
 
 def is_custom_code(error: BaseException) -> bool:

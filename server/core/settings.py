@@ -29,7 +29,7 @@ SERVED_NAME = re.compile(r"[\w@][\w.:@+/-]{0,127}", re.ASCII)
 ALIAS = re.compile(r"[\w@*][\w.:@+/*-]{0,127}", re.ASCII)
 HUB_LINK = re.compile(
     r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?!datasets/|spaces/)"
-    r"([\w.-]+(?:/[\w.-]+)?)(?:/tree/main)?/?(?:[?#].*)?"
+    r"([\w.-]+(?:/[\w.-]+)?)(?:/tree/main|/(?:blob|resolve)/main/([\w./-]+\.gguf))?/?(?:[?#].*)?"
 )
 
 
@@ -92,7 +92,11 @@ class Settings:
         ("auto", "float32", "bfloat16", "float16"),
     )
     attn_implementation: str = setting("auto", "attention backend, by transformers' names")
-    quantization: str = setting("none", "int8 or int4 weights, on CPUs", ("none", "int8", "int4"))
+    quantization: str = setting(
+        "none",
+        "weights of chat models: int8 or int4 on CPUs, or those of bitsandbytes",
+        ("none", "int8", "int4", "bnb-8bit", "bnb-4bit"),
+    )
     compile: str = setting(
         "auto",
         "compile the chat model in the background, use native operations",
@@ -244,7 +248,10 @@ def parse_models(setting: str, value: str) -> tuple[ModelReference, ...]:
     none. Raises SettingsError for a duplicate name, and the errors of `parse_model`."""
     if value in ("none", "auto"):
         return ()
-    references = tuple(parse_model(setting, entry) for entry in split_entries(value))
+    entries = split_entries(value)
+    if not all(entries):
+        raise SettingsError(f"{setting.upper()}={value!r}: an entry is empty: remove its comma")
+    references = tuple(parse_model(setting, entry) for entry in entries)
     names = [reference.name for reference in references]
     for name in names:
         if names.count(name) > 1:
@@ -253,22 +260,46 @@ def parse_models(setting: str, value: str) -> tuple[ModelReference, ...]:
 
 
 def split_entries(value: str) -> list[str]:
-    """Return the entries of a setting. A folder whose path contains a comma is one entry."""
-    return [value] if is_folder(value) else [entry.strip() for entry in value.split(",")]
+    """Return the entries of a setting. The path of a folder may contain commas."""
+    parts, entries = value.split(","), []
+    while parts:
+        count = next((n for n in range(len(parts), 1, -1) if _is_in_path(parts[:n])), 1)
+        entries.append(",".join(parts[:count]).strip())
+        parts = parts[count:]
+    return entries
+
+
+def _is_in_path(parts: list[str]) -> bool:
+    """Return whether all commas between the parts belong to the path of an entry."""
+    entry = ",".join(parts).strip()
+    model = _split_options(entry)[0]
+    return model.count(",") == entry.count(",") and _is_local_entry(model)
+
+
+def _split_options(entry: str) -> list[str]:
+    """Return `[NAME=]MODEL` and the options. The path of a folder may contain semicolons."""
+    parts = entry.split(";")
+    for count in range(len(parts), 1, -1):
+        if _is_local_entry(model := ";".join(parts[:count])):
+            return [model, *parts[count:]]
+    return parts
+
+
+def _is_local_entry(entry: str) -> bool:
+    name, _, path = entry.partition("=")
+    return is_local(entry) or bool(SERVED_NAME.fullmatch(name) and path and is_local(path))
 
 
 def split_entry(entry: str) -> tuple[str, str, str]:
     """Return the name that an entry gives, or "", its path and its options. A folder whose path
     contains `=` or `;` is a path."""
-    model, options = entry, ""
-    if not is_folder(entry):
-        model, _, options = entry.partition(";")
+    model, *options = _split_options(entry)
     name, separator, path = model.partition("=")
-    if not (separator and path and SERVED_NAME.fullmatch(name)) or is_folder(model):
+    if not (separator and path and SERVED_NAME.fullmatch(name)) or is_local(model):
         name, path = "", model
-    if not is_folder(path) and (link := HUB_LINK.fullmatch(path)):
-        path = link[1]
-    return name, path, options
+    if not is_local(path) and (link := HUB_LINK.fullmatch(path)):
+        path = link[1] + (f"/{link[2]}" if link[2] else "")
+    return name, path, ";".join(options)
 
 
 @cache
@@ -278,7 +309,7 @@ def parse_model(setting: str, entry: str) -> ModelReference:
     twice, or has a value that is not accepted."""
     name, path, options = split_entry(entry)
     is_named = bool(name)
-    if not name and (path.startswith(("/", ".", "~")) or (path != "demo" and is_folder(path))):
+    if not name and (path.startswith(("/", ".", "~")) or (path != "demo" and is_local(path))):
         name = Path(path).expanduser().resolve().name
     values: dict[str, Any] = {}
     given: set[str] = set()
@@ -352,6 +383,11 @@ def _option_text(value: object) -> str:
 
 def is_folder(path: str) -> bool:
     return os.path.isdir(os.path.expanduser(path))
+
+
+def is_local(path: str) -> bool:
+    """Return whether a path is a folder or a GGUF file."""
+    return is_folder(path) or (path.endswith(".gguf") and os.path.isfile(os.path.expanduser(path)))
 
 
 def export_flags(flags: Mapping[str, str | None]) -> None:

@@ -124,12 +124,10 @@ def test_a_hub_id_without_a_readable_config_is_refused(
 @pytest.mark.parametrize(
     ("files", "model", "message"),
     [
-        (
-            ["model.gguf"],
-            "model.gguf",
-            "is a file: name the checkpoint's folder; GGUF is not served",
-        ),
-        (["model.gguf"], "", "no config.json in it; GGUF is not served"),
+        (["model.gguf"], "model.gguf", "is no GGUF file: download it again"),
+        (["a-00002-of-00003.gguf"], "a-00002-of-00003.gguf", "is a part of a GGUF file: merge"),
+        (["model.gguf"], "", "no config.json in it: name a GGUF file in it, such as model.gguf"),
+        ([], "model.gguf", "there is no such file"),
         (["notes.txt"], "notes.txt", "is a file: name the checkpoint's folder$"),
         (["adapter_config.json"], "", r"is an adapter \(LoRA\), which is not served"),
     ],
@@ -141,3 +139,26 @@ def test_a_path_that_is_no_checkpoint_is_refused_with_the_reason(
         (tmp_path / name).touch()
     with pytest.raises(SettingsError, match=message):
         assign_model(str(tmp_path / model), NO_FLAGS)
+
+
+@pytest.mark.parametrize(
+    ("model", "served_model"),
+    [
+        ("owner/name/model-q4.gguf", "owner/name/model-q4.gguf"),
+        ("q4=owner/name/folder/model.gguf@v1", "q4=owner/name/folder/model.gguf@v1"),
+    ],
+)
+def test_a_gguf_file_of_a_hub_is_a_chat_model(model: str, served_model: str) -> None:
+    assert served(assign_model(model, NO_FLAGS)) == {"chat_model": served_model}
+
+
+@pytest.mark.parametrize("model", ["name/model.gguf", "a/b/../c.gguf@", "model.gguf@v1"])
+def test_a_gguf_file_without_a_hub_id_is_refused(model: str) -> None:
+    with pytest.raises(SettingsError, match=r"one of the hub \(owner/name/file.gguf\)"):
+        assign_model(model, NO_FLAGS)
+
+
+def test_a_gguf_file_is_no_embedding_model() -> None:
+    settings = Settings(embedding_model="owner/name/model.gguf")
+    with pytest.raises(SettingsError, match="GGUF files are served as CHAT_MODEL only"):
+        preflight.check_models(settings)

@@ -41,6 +41,28 @@ def test_a_folder_with_separators_in_its_path_is_one_model(tmp_path: Path) -> No
         assert (reference.path, reference.name) == (str(folder), name)
 
 
+def test_folders_with_separators_in_their_paths_have_names_and_options(tmp_path: Path) -> None:
+    first, second = tmp_path / "a,b;c", tmp_path / "d;dtype=x"
+    for folder in (first, second):
+        folder.mkdir()
+    value = f"x={first};dtype=float32,{second};pin,org/y"
+    one, other, third = parse_models("chat_model", value)
+    assert (one.name, one.path, dict(one.options)) == ("x", str(first), {"dtype": "float32"})
+    assert (other.path, other.pin, third.path) == (str(second), True, "org/y")
+
+
+@pytest.mark.parametrize("value", ["demo,", ",demo", "demo,,org/x", "a=demo, ,b=demo"])
+def test_an_empty_entry_is_refused(value: str) -> None:
+    with pytest.raises(SettingsError, match="an entry is empty: remove its comma"):
+        parse_models("chat_model", value)
+
+
+def test_links_to_files_of_the_hub_name_them() -> None:
+    value = "https://huggingface.co/org/x/blob/main/q4/x.gguf"
+    [reference] = parse_models("chat_model", value)
+    assert reference.path == "org/x/q4/x.gguf"
+
+
 @pytest.mark.parametrize(
     ("setting", "value", "message"),
     [
@@ -52,7 +74,7 @@ def test_a_folder_with_separators_in_its_path_is_one_model(tmp_path: Path) -> No
         ("chat_model", "demo;pin=maybe", "pin='maybe' must be 1 or 0"),
         ("chat_model", "a=demo,a=org/x", "the name 'a' is given twice"),
         ("chat_model", "demo,none", "CHAT_MODEL='none': there is no model to name"),
-        ("chat_model", "demo,,x=demo", "CHAT_MODEL='': is neither a folder nor a hub id"),
+        ("chat_model", "demo,,x=demo", "an entry is empty: remove its comma"),
         ("chat_model", "demo,/nowhere@v1", "there is no such folder"),
         ("chat_model", "org/x@", "is neither a folder nor a hub id"),
         ("chat_model", "demo;dtype=float32;dtype=auto", "'dtype' is given twice"),

@@ -19,6 +19,7 @@ from worker.model.language_model import GeneratorOptions, LanguageModel, load_la
 from worker.model.loading import is_worth_compiling
 from worker.model.paged_runner import PagedRunner
 from worker.model.paging import load_paged_runner
+from worker.model.quantization import without_outliers
 from worker.template_file import read_template
 from worker.vision.cpu_fusions import apply_cpu_fusions
 from worker.vision.image_preprocessor import ImagePreprocessor
@@ -62,7 +63,8 @@ def _load_engine(language: LanguageModel, options: GeneratorOptions) -> Generati
 
     runner: PagedRunner | CachedRunner
     try:
-        runner = load_paged_runner(language, options, check_images)
+        with without_outliers(language.model):
+            runner = load_paged_runner(language, options, check_images)
     except CannotRun as error:
         log.warning("static batches: %s", error)
         language.pack_weights(options.quantization)

@@ -48,7 +48,8 @@ from worker.model.loading import (
     missing_weights_matter,
 )
 from worker.model.long_context import RotaryFactors
-from worker.task_detection import task_hint, tasks_of
+from worker.model.quantization import library_layer, without_outliers
+from worker.task_detection import split_file, task_hint, tasks_of
 
 log = logging.getLogger("onequeue.language_model")
 
@@ -98,7 +99,9 @@ class LanguageModel:
         self.device = model.device
         self.dtype = model.dtype
         self.parameters = model.num_parameters()
-        self.tolerance = TOLERANCE[model.dtype]
+        # inputs of quantized layers are rounded
+        is_quantized = library_layer(model) is not None
+        self.tolerance = TOLERANCE[torch.bfloat16 if is_quantized else model.dtype]
         limits = [getattr(self.config, name, None) for name in CONTEXT_SETTINGS]
         limit = next((n for n in limits if isinstance(n, int) and n > 0), DEFAULT_CONTEXT)
         self.rotary = RotaryFactors(model, self.config, limit)
@@ -151,7 +154,11 @@ class LanguageModel:
         if the device cannot run the quantization.
         """
         on_cpu = self.device.type == "cpu"
-        if quantization != "none":
+        layer = library_layer(self.model) if on_cpu else None
+        if layer is not None and self.parameters >= linear.MIN_TIMED_WEIGHTS:
+            method: Any = self.model.quantization_method  # an enumeration, or a name
+            linear.log_speed(str(getattr(method, "value", method)), layer, self.dtype)
+        if quantization in ("int8", "int4"):
             if not on_cpu:
                 raise LoadingFailed(
                     f"QUANTIZATION={quantization} needs DEVICE=cpu, not {self.device}"
@@ -175,13 +182,17 @@ def load_language_model(options: GeneratorOptions) -> LanguageModel:
     name = options.model
     with load_errors(name, "chat"):
         path = checkpoint_path(name, "chat")
-        check_generation_config(read_generation_config(path))  # before the weights are read
-        model, tokenizer, missing = load_checkpoint(options, path, auto_class)
+        if not split_file(path)[1]:
+            check_generation_config(read_generation_config(path))  # before the weights are read
+        model, tokenizer, missing = load_checkpoint(
+            options, path, auto_class, quantization=options.quantization
+        )
         if model.device.type == "cuda":
             # the worker's kernels and graphs run there
             on_worker(partial(torch.cuda.set_device, model.device))
         is_multimodal = auto_class(model.config) is AutoModelForImageTextToText
-        with explicit_masks(model.get_decoder()) if is_multimodal else nullcontext():
+        masks = explicit_masks(model.get_decoder()) if is_multimodal else nullcontext()
+        with masks, without_outliers(model):
             check_generates(model, missing)
         language = LanguageModel(options.name, model, tokenizer, path, is_multimodal)
         check_generation_config(vars(language.defaults), language.vocab_size)

@@ -7,27 +7,43 @@ log, and the weights that it lacks. How a model runs is decided by the package o
 import json
 import logging
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from huggingface_hub import snapshot_download, try_to_load_from_cache
+from huggingface_hub import hf_hub_download, snapshot_download, try_to_load_from_cache
 from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_log
 
 from batching.errors import OnequeueError
-from worker.checkpoint_files import folder_problem
+from worker.checkpoint_files import file_problem, folder_problem
 from worker.device.device import choose_device, free_bytes
+from worker.error_classification import first_line
 from worker.load_context import add_memory, on_worker, remaining_bytes, report
 from worker.messages.protocol import Batching, ModelInfo
-from worker.task_detection import is_custom_code, is_path, load_error, split_revision
+from worker.model.quantization import (
+    PACKAGES,
+    check_packages,
+    gguf_arguments,
+    memory_factor,
+    quantization_arguments,
+)
+from worker.task_detection import (
+    file_sizes,
+    is_custom_code,
+    is_path,
+    load_error,
+    split_file,
+    split_revision,
+)
 
 log = logging.getLogger("onequeue.loading")
 
@@ -37,6 +53,8 @@ GB = 1e9
 MIN_COMPILED_PARAMETERS = 10_000_000
 # Bytes of an element, for the safetensors dtypes that DTYPE converts.
 FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+INTEGER_BYTES = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}  # others: 1
+WEIGHTS_FILE = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 LOADED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 PROGRESS_INTERVAL_S = 3.0
 MAX_NAMED_WEIGHTS = 3
@@ -66,11 +84,17 @@ class ModelOptions:
 
 
 def load_checkpoint(
-    options: ModelOptions, path: str, auto_class: Callable[[Any], Any], subfolder: str = ""
+    options: ModelOptions,
+    path: str,
+    auto_class: Callable[[Any], Any],
+    subfolder: str = "",
+    quantization: str = "none",
 ) -> tuple[Any, Any, dict[str, str]]:
     """Load a model onto its device.
 
-    `auto_class` returns transformers' auto class for a configuration. Return the model, its
+    `auto_class` returns transformers' auto class for a configuration. `path`: a folder, a hub id or
+    a GGUF file; `quantization`: by transformers, other kinds are for `pack_weights`. Return the
+    model, its
     tokenizer and the descriptions of the weights that the checkpoint lacks, by name. Raise
     LoadingFailed if the weights do not fit into memory.
     """
@@ -78,18 +102,33 @@ def load_checkpoint(
     check_fits(str(Path(path) / subfolder), options.dtype, device)
     report("config")
     files: Any = {"subfolder": subfolder, "trust_remote_code": False}
-    auto = auto_class(AutoConfig.from_pretrained(path, **files))
-    tokenizer = load_tokenizer(path, **files)
+    folder, gguf = split_file(path)
+    if gguf:
+        check_packages("GGUF is read by transformers", PACKAGES["gguf"])
+        _log_gguf_progress()
+        files = {"gguf_file": gguf, "trust_remote_code": False}
+    config = AutoConfig.from_pretrained(folder, **files)
+    auto = auto_class(config)
+    tokenizer = load_tokenizer(folder, **files)
+    if gguf:
+        dtype: torch.dtype | str = gguf_dtype(options.dtype, path, device)
+        quantized = {"config": config, **gguf_arguments(quantization, device)}
+    else:
+        dtype = choose_dtype(options.dtype, path, device, subfolder)
+        quantized = quantization_arguments(config, quantization, dtype, device)
     model, info = auto.from_pretrained(
-        path,
+        folder,
         use_safetensors=True,
-        dtype=choose_dtype(options.dtype, path, device, subfolder),
+        dtype=dtype,
         output_loading_info=True,
         ignore_mismatched_sizes=True,
         **files,
+        **quantized,
         **attention_keywords(options.attention),
     )
-    model = model.to(device).eval()
+    if "device_map" not in quantized:
+        model = model.to(device)
+    model.eval()
     add_memory(Weights(model))
     return model, tokenizer, missing_weight_names(info)
 
@@ -160,15 +199,26 @@ def local_path(model: str, demo: str) -> str:
         return str(DEMO_FOLDER / demo)
     if not is_path(model):
         return model
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
+    path = Path(model).expanduser()
+    if split_file(model)[1] and path.is_file():
+        return str(path)
+    if not path.is_dir():
         raise FileNotFoundError("there is no such folder")
-    return str(folder)
+    return str(path)
 
 
 def checkpoint_path(model: str, demo: str) -> str:
-    """Return `local_path`. Raises LoadingFailed for a folder that cannot be served."""
+    """Return `local_path`, with a GGUF file of a hub downloaded. Raises LoadingFailed for a folder
+    or file that cannot be served."""
     path = local_path(model, demo)
+    repository, file = split_file(path)
+    if file:
+        if not is_path(path):
+            id, revision = split_revision(repository)
+            path = hf_hub_download(id, file, revision=revision)
+        if problem := file_problem(Path(path)):
+            raise LoadingFailed(f"{file} {problem}")
+        return path
     if not is_path(path) and split_revision(path)[1]:
         path = snapshot_folder(path)
     if is_path(path) and (problem := folder_problem(Path(path))):
@@ -202,6 +252,37 @@ def choose_dtype(
     return torch.bfloat16 if stored == torch.float16 and device.type == "cpu" else "auto"
 
 
+def gguf_dtype(name: str, file: str, device: torch.device) -> torch.dtype:
+    """Return the dtype to load a GGUF file with: the named one, or for `auto` the file's, and
+    bfloat16 where it is quantized."""
+    if name != "auto":
+        return getattr(torch, name)  # type: ignore[no-any-return]  # checked by the settings
+    stored = gguf_header(file).dtype or torch.bfloat16
+    on_cpu = device.type == "cpu" and stored == torch.float16
+    return torch.bfloat16 if on_cpu else stored
+
+
+def gguf_header(file: str) -> Any:
+    """Return transformers' description of a GGUF file. Raise LoadingFailed if it is damaged."""
+    from transformers.integrations.gguf.reader import GgufHeader
+
+    name = Path(file).name
+    damaged = f"{name} is damaged: download it again"
+    try:
+        header = GgufHeader.from_file(file)
+    except ValueError as error:
+        if isinstance(error, UnicodeDecodeError):
+            raise LoadingFailed(damaged) from error
+        raise LoadingFailed(f"{name} cannot be read: {first_line(error)}") from error
+    except Exception as error:  # of numbers and names that are none
+        raise LoadingFailed(damaged) from error
+    end = max((tensor.offset + tensor.nbytes for tensor in header.tensors), default=0)
+    size, expected = Path(file).stat().st_size, header.data_start + end
+    if size < expected:
+        raise LoadingFailed(f"{name} is incomplete, {size} of {expected} bytes: download it again")
+    return header
+
+
 # ── memory ──
 
 
@@ -211,7 +292,7 @@ def check_fits(path: str, dtype: str, device: torch.device) -> None:
     On a CPU the largest tensor counts twice: a weight exists in both layouts while it is packed,
     and an output head that is tied to the embedding keeps both.
     """
-    needed, limit = _needed_bytes(Path(path), dtype, device), remaining_bytes()
+    needed, limit = _needed_bytes(path, dtype, device), remaining_bytes()
     if needed > limit:
         raise LoadingFailed(
             f"its weights need {needed / GB:.1f} GB but MODELS_GB leaves {limit / GB:.1f} GB"
@@ -223,31 +304,67 @@ def check_fits(path: str, dtype: str, device: torch.device) -> None:
 
 
 def needed_bytes(model: str, demo: str, dtype: str, device: torch.device) -> int:
-    """Return the bytes that loading a checkpoint takes, as `check_fits` counts them; 0 if its files
-    are not on this machine."""
-    path = local_path(model, demo)
-    if not is_path(path):
-        id, revision = split_revision(path)
-        config = try_to_load_from_cache(id, "config.json", revision=revision)
-        path = str(Path(config).parent) if isinstance(config, str) else ""
-    return _needed_bytes(Path(path), dtype, device) if path else 0
+    """Return the bytes that loading a checkpoint takes, as `check_fits` counts them. A hub's model
+    that is not on this machine counts with the size of its files; 0 if they cannot be listed."""
+    return _needed_bytes(local_path(model, demo), dtype, device)
 
 
-def _needed_bytes(folder: Path, dtype: str, device: torch.device) -> int:
-    sizes = list(_tensor_bytes(folder, dtype))
+def _needed_bytes(model: str, dtype: str, device: torch.device) -> int:
+    path, file = model, split_file(model)[1]
+    if not is_path(model):
+        id, revision = split_revision(split_file(model)[0])
+        found = try_to_load_from_cache(id, file or "config.json", revision=revision)
+        if not isinstance(found, str):
+            return _hub_bytes(model)
+        path = found if file else str(Path(found).parent)
+    sizes = list(_gguf_bytes(path, dtype, device) if file else _tensor_bytes(path, dtype, device))
     return sum(sizes) + (max(sizes, default=0) if device.type == "cpu" else 0)
 
 
-def _tensor_bytes(folder: Path, dtype: str) -> Iterator[int]:
+def _hub_bytes(model: str) -> int:
+    """Return the size of the files with weights of a hub's model."""
+    repository, file = split_file(model)
+    sizes = file_sizes(repository)
+    if file:
+        return sizes.get(file, 0)
+    return sum(size for name, size in sizes.items() if WEIGHTS_FILE.fullmatch(name))
+
+
+def _gguf_bytes(file: str, dtype: str, device: torch.device) -> Iterator[int]:
+    itemsize = gguf_dtype(dtype, file, device).itemsize
+    for tensor in gguf_header(file).tensors:
+        is_kept = device.type != "cpu"
+        yield tensor.nbytes if is_kept else math.prod(tensor.shape) * itemsize
+
+
+def _tensor_bytes(path: str, dtype: str, device: torch.device) -> Iterator[int]:
     """Yield the bytes of each tensor after loading."""
+    folder = Path(path)
+    dequantized = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
+    section = _quantization_config(folder)
+    factor = memory_factor(section, device, dequantized.itemsize) if section else 1.0
     for file in _weight_files(folder):
         with safe_open(file, framework="pt") as checkpoint:
             for name in checkpoint.keys():  # noqa: SIM118
                 tensor = checkpoint.get_slice(name)
-                itemsize = FLOAT_BYTES.get(tensor.get_dtype(), 1)
-                if itemsize > 1 and dtype != "auto":
+                stored, count = tensor.get_dtype(), math.prod(tensor.get_shape())
+                if stored not in FLOAT_BYTES:
+                    yield int(count * INTEGER_BYTES.get(stored, 1) * factor)
+                    continue
+                itemsize = FLOAT_BYTES[stored]
+                if dtype != "auto":
                     itemsize = getattr(torch, dtype).itemsize
-                yield math.prod(tensor.get_shape()) * itemsize
+                yield count * itemsize
+
+
+def _quantization_config(folder: Path) -> dict[str, Any]:
+    """Return the quantization_config of a checkpoint; empty if it has none."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    section = config.get("quantization_config") if isinstance(config, dict) else None
+    return section if isinstance(section, dict) else {}
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -295,6 +412,14 @@ def install_progress_log() -> None:
         transformers_log.disable_default_handler()
         for handler in handlers:
             transformers_log.add_handler(handler)
+
+
+def _log_gguf_progress() -> None:
+    """Replace the progress bar of transformers' older reader, which does not use its hook."""
+    with suppress(ImportError):
+        from transformers import modeling_gguf_pytorch_utils as reader
+
+        vars(reader)["tqdm"] = log_progress
 
 
 def _is_no_load_report(record: logging.LogRecord) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, pipeline
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, pipeline
 
 from worker.device.device import choose_device, free_bytes
 from worker.device.self_check import (
@@ -45,6 +45,7 @@ from worker.model.loading import (
     model_info,
     record_missing_weights,
 )
+from worker.model.quantization import check_quantization
 from worker.pipeline.inputs import InputReader, warm_up_input
 from worker.pipeline.limits import context_limit, vocabulary_size
 from worker.pipeline.packed_attention import Packing, start_native_kernels
@@ -71,6 +72,7 @@ def load_pipeline(options: PipelineOptions) -> tuple[Pipe, dict[str, str]]:
         path = checkpoint_path(options.model, "fill-mask")
         device = choose_device(options.device)
         check_fits(path, options.dtype, device)
+        check_quantization(AutoConfig.from_pretrained(path, trust_remote_code=False), device)
         pipe = make(
             task,
             model=path,

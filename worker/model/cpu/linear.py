@@ -564,20 +564,22 @@ def quantize_weights(
         " the dequantized copy serves larger batches" if keep_copy else "",
     )
     if numbers >= MIN_TIMED_WEIGHTS:
-        _log_speed(quantization, quantized, dtype)
+        generator = torch.Generator().manual_seed(0)
+        weight = torch.randn(TIMED_SHAPE, generator=generator).to(dtype)
+        log_speed(quantization, quantized(weight, None), dtype)
 
 
 @torch.inference_mode()
-def _log_speed(
-    quantization: str, quantized: Callable[[Tensor, None], nn.Module], dtype: torch.dtype
-) -> None:
-    """Log how long products of quantized weights take, relative to QUANTIZATION=none."""
+def log_speed(quantization: str, layer: nn.Module, dtype: torch.dtype) -> None:
+    """Log how long products of a layer with quantized weights take, relative to those of a layer
+    with QUANTIZATION=none."""
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(TIMED_SHAPE, generator=generator).to(dtype)
+    shape: Any = (layer.out_features, layer.in_features)
+    weight = torch.randn(shape, generator=generator).to(dtype)
     plain = PackedLinear(weight, None) if packs_dtype(dtype) else _plain_linear(weight, None)
-    layer, factors = quantized(weight, None), {}
+    factors = {}
     for rows in TIMED_ROWS:
-        x = torch.ones(rows, TIMED_SHAPE[1], dtype=dtype)
+        x = torch.ones(rows, shape[1], dtype=dtype)
         seconds, plain_seconds = _seconds((layer, plain), x)
         factors[rows] = seconds / plain_seconds
     slow = {rows: factor for rows, factor in factors.items() if factor > MAX_FACTOR}
