@@ -13,6 +13,7 @@ from operator import eq
 from typing import Any
 
 import pytest
+from torch import nn
 from torch._dynamo.utils import counters
 
 from batching.block_pool import Content
@@ -33,11 +34,13 @@ from tests.multimodal import (
 )
 from worker.device.self_check import CannotRun
 from worker.generation.engine import GenerationEngine
+from worker.generation.loading import load_generator
 from worker.messages.generation import Constraint, ImageInput
 from worker.messages.protocol import IsWanted, Pending
 from worker.model.attention.kv_cache import BLOCK
 from worker.model.cpu.linear import PackedLinear
 from worker.model.decoder_hook import DecoderHook, DecoderRows
+from worker.model.language_model import GeneratorOptions, LanguageModel
 from worker.vision import multimodal_prompt
 from worker.vision.encoder import ENTRY_BYTES, VisionEncoder
 from worker.vision.encoder_scheduler import EncoderScheduler
@@ -462,3 +465,30 @@ def test_the_hook_of_replaced_layers_is_freed() -> None:
     assert replaced() is None
     after, _ = serve(generator, [request("look", OTHER)])
     assert_generated("llava", [*before, *after])
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_layers_that_are_replaced_are_freed(
+    quantization: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the vision encoder's nor the decoder's stay in memory beside their packed ones."""
+    originals: list[weakref.ref[nn.Module]] = []
+    pack_weights = LanguageModel.pack_weights
+
+    def recorded(language: LanguageModel, *arguments: Any) -> None:
+        modules = language.model.modules()
+        originals.extend(weakref.ref(m) for m in modules if isinstance(m, nn.Linear))
+        pack_weights(language, *arguments)
+
+    monkeypatch.setattr(LanguageModel, "pack_weights", recorded)
+    folder = str(tiny_multimodal.folder("qwen2.5-vl"))
+    options = GeneratorOptions(
+        folder, dtype="float32", device="cpu", kv_cache_gb=0.01, quantization=quantization
+    )
+    generator = load_generator(options)
+    runner_of(generator)._use_native_ops()
+    gc.collect()
+    kept = {*generator.runner.language.model.modules()}
+    alive = {module for original in originals if (module := original())}
+    assert len(originals) > len(alive)
+    assert alive <= kept
