@@ -104,8 +104,8 @@ def create_app(
         settings.model_idle_s,
         limit,
     )
-    routes, responses = make_routes(settings, worker_client, entries)
-    run = partial(lifespan, responses=responses)
+    routes, responses, batches = make_routes(settings, worker_client, entries)
+    run = partial(lifespan, responses=responses, batches=batches)
     router = Router(routes, redirect_slashes=False, lifespan=partial(run, owns_process=True))
     return Application(router, routes, settings, worker_client, partial(run, owns_process=False))
 

@@ -29,6 +29,7 @@ from server.core.worker_client import WorkerClient
 from server.http.access_log import replace_access_log
 from server.http.connections import APP_STATE, limit_connections
 from server.http.request import Application
+from server.openai.batches.runner import BatchRunner
 from server.openai.responses.endpoint import Responses
 from server.preflight import telemetry_is_configured
 
@@ -46,9 +47,13 @@ READY_POLL_S = 0.05
 
 @contextlib.asynccontextmanager
 async def lifespan(
-    app: Application, responses: Responses | None, owns_process: bool
+    app: Application,
+    responses: Responses | None,
+    batches: BatchRunner | None,
+    owns_process: bool,
 ) -> AsyncIterator[dict[str, Application]]:
-    """Start the worker, drain it at the end, and close `responses` after all accepted work.
+    """Start the worker and `batches`, drain it at the end, and close these and `responses` after
+    all accepted work.
 
     `owns_process`: the app is not mounted in another one."""
     worker_client, grace_s = app.worker_client, app.settings.shutdown_grace_s
@@ -62,6 +67,8 @@ async def lifespan(
     if telemetry_is_configured():
         app.telemetry = make_telemetry(app)
     worker_client.start()
+    if batches:
+        batches.start(app)
     worker_client.loaded.add_done_callback(partial(on_loaded, app, server, time.monotonic()))
     delay_s = app.settings.drain_delay_s
     restore_signals = drain_on_signal(worker_client, delay_s, grace_s) if owns_process else None
@@ -74,6 +81,8 @@ async def lifespan(
         if not worker_client.draining:
             await drain(worker_client, grace_s)
         worker_client.stop()
+        if batches:
+            await batches.close()
         if responses:
             await responses.close()
         if app.telemetry:

@@ -16,7 +16,6 @@ from starlette.datastructures import QueryParams
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from batching.errors import InvalidInput, ItemFailed
-from batching.fair_share import WorkOwner
 from server.core.settings import Settings
 from server.core.worker_client import Deadlines, Submission, WorkerClient
 from server.http.errors import HttpError
@@ -256,9 +255,8 @@ class PipelineEndpoint:
         request: PipelineRequest,
         deadlines: Deadlines,
         receive: Receive | None,
-        owner: WorkOwner | None = None,
     ) -> Submission[bytes]:
-        """Submit the inputs, or raise a Refused. `owner`: of the stream that has the line."""
+        """Submit the inputs, or raise a Refused."""
         return Submission(
             self.worker_client,
             self.model,
@@ -266,7 +264,6 @@ class PipelineEndpoint:
             deadlines,
             receive,
             scope["context"],
-            owner=owner,
         )
 
     async def content(
@@ -298,10 +295,8 @@ class PipelineEndpoint:
     def parse_line(self, value: str | Document, scope: Scope) -> PipelineRequest:
         return self.parser.read_document({"inputs": value} if isinstance(value, str) else value)
 
-    def submit_line(
-        self, request: PipelineRequest, scope: Scope, deadlines: Deadlines, owner: WorkOwner
-    ) -> LineWork:
-        work = self.submit(scope, request, deadlines, None, owner)
+    def submit_line(self, request: PipelineRequest, scope: Scope, deadlines: Deadlines) -> LineWork:
+        work = self.submit(scope, request, deadlines, None)
         return LineWork(work, partial(self.content, scope, request, work))
 
 
@@ -367,11 +362,9 @@ class DecisionPipelineEndpoint:
             raise InvalidInput.at("inputs", "must be one object: a line has one input")
         return self._decision(posted.inputs[0], None)
 
-    def submit_line(
-        self, request: ParsedDecision, scope: Scope, deadlines: Deadlines, owner: WorkOwner
-    ) -> LineWork:
+    def submit_line(self, request: ParsedDecision, scope: Scope, deadlines: Deadlines) -> LineWork:
         body, payload = request
-        stream = self.decisions.submit(scope, None, deadlines, body, payload, owner)
+        stream = self.decisions.submit(scope, None, deadlines, body, payload)
 
         async def content() -> bytes:
             probabilities = [delta.probabilities for delta in await stream.collect()]

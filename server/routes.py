@@ -6,6 +6,7 @@ app.py makes them once, from the settings, before any model is loaded.
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 from starlette.routing import Route
 from starlette.types import ASGIApp
@@ -22,6 +23,9 @@ from server.http.request import JsonEndpoint
 from server.http.upload import Uploads
 from server.openai.audio.endpoint import AUDIO_PATHS, SpeechEndpoint
 from server.openai.audio.request import TranscriptionRequest, TranslationRequest
+from server.openai.batches.endpoint import BATCH_ENDPOINTS, Batches
+from server.openai.batches.runner import BatchRunner
+from server.openai.batches.store import BatchStore, FolderInUse
 from server.openai.chat import ChatCompletions
 from server.openai.completions import Completions
 from server.openai.decisions.endpoint import DecisionEndpoint
@@ -56,8 +60,9 @@ STATUS_ROUTES = [
 
 def make_routes(
     settings: Settings, worker_client: WorkerClient, entries: Sequence[ModelEntry]
-) -> tuple[list[Route], Responses | None]:
-    """Return the routes, and the endpoint of responses, which is closed at shutdown."""
+) -> tuple[list[Route], Responses | None, BatchRunner | None]:
+    """Return the routes, and what is closed at shutdown: the endpoint of responses, and the runner
+    of batches."""
     assets, models = Assets(), named_models(settings, worker_client, entries)
     page = IndexPage(settings, worker_client, assets.files["index.html"])
     root = root_endpoint(worker_client, page, entries)
@@ -97,8 +102,14 @@ def make_routes(
     if text_models := [*chain(*texts)]:
         routes += tokenizer_routes(text_models)
     routes += [Route(path, assets, methods=["GET"]) for path in (ASSETS_PATH, "/favicon.ico")]
+    batches: BatchRunner | None = None
+    if settings.batch_dir != "none":
+        by_path: dict[str, Any] = {route.path: route.endpoint for route in routes}
+        endpoints = {path: by_path[path] for path in BATCH_ENDPOINTS if path in by_path}
+        batches = BatchRunner(worker_client, open_batches(settings), endpoints)
+        routes += Batches(batches).routes()
     routes.append(openapi_route(settings, routes))
-    return routes, responses
+    return routes, responses, batches
 
 
 def root_endpoint(
@@ -169,3 +180,12 @@ def open_store(settings: Settings) -> ResponseStore:
         return ResponseStore(settings.responses_db)
     except sqlite3.Error as error:
         raise SettingsError(f"RESPONSES_DB={settings.responses_db!r}: {error}") from None
+
+
+def open_batches(settings: Settings) -> BatchStore:
+    max_bytes = int(settings.batch_dir_gb * 1e9)
+    of_a_key = max_bytes // 2 if settings.api_keys else max_bytes
+    try:
+        return BatchStore(settings.batch_dir, max_bytes, of_a_key)
+    except (FolderInUse, OSError, sqlite3.Error) as error:
+        raise SettingsError(f"BATCH_DIR={settings.batch_dir!r}: {error}") from None

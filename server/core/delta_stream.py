@@ -14,7 +14,6 @@ from typing import Generic, TypeVar
 from starlette.types import Receive
 
 from batching.errors import ClientGone, ItemFailed
-from batching.fair_share import WorkOwner
 from server.core.request_context import RequestContext
 from server.core.worker_client import Deadlines, Submission, WorkerClient, stage_times
 from worker.messages.decisions import DecisionInput
@@ -40,7 +39,6 @@ class DeltaStream(Submission[None], Generic[D]):
         receive: Receive | None,
         context: RequestContext,
         cache_namespace: bytes = b"",
-        owner: WorkOwner | None = None,
     ) -> None:
         self.deadlines = deadlines
         self.arrival = asyncio.Event()
@@ -58,7 +56,6 @@ class DeltaStream(Submission[None], Generic[D]):
             context,
             self,
             cache_namespace,
-            owner,
         )
         self._running = len(self.items)
         for item in self.items:
@@ -163,10 +160,9 @@ class TokenStream(DeltaStream[Delta]):
         receive: Receive | None,
         context: RequestContext,
         cache_namespace: bytes,
-        owner: WorkOwner | None = None,
     ) -> None:
         super().__init__(
-            worker_client, model, payloads, deadlines, receive, context, cache_namespace, owner
+            worker_client, model, payloads, deadlines, receive, context, cache_namespace
         )
         self.usage = UsageCounts()
         self._num_choices = self.unfinished = sum(payload.n for payload in payloads)

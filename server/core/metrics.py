@@ -92,6 +92,8 @@ class Metrics:
         self.errors = Counter("errors", "Failed requests, by kind", ["kind", "model"], **common)
         fetch = "Time to fetch an image from its URL"
         self.fetch_seconds = Histogram("image_fetch_seconds", fetch, **in_seconds)
+        batch_lines = "Lines of batches that have ended, by result"
+        self.batch_lines = Counter("batch_lines", batch_lines, ["result"], **common)
         not_stored = "Responses that could not be stored"
         self.not_stored = Counter("responses_not_stored", not_stored, **common)
         is_open = "1 while the model's circuit breaker is open"

@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass
 
-from batching.fair_share import Priority
+from batching.fair_share import Priority, WorkOwner
 
 
 @dataclass(slots=True)
 class RequestContext:
     """`client`: whose share of the server the request counts for, an API key or an address.
-    `priority`: its class; a submission reads it.
+    `priority`: its class; a submission reads it. `owner`: of all work of a stream of inputs, which
+    waits for room in the queue itself.
 
     A submission adds its model and its tokens when it ends; the error is set by the response. All
     are in the request's line of the log."""
@@ -16,6 +17,7 @@ class RequestContext:
     request_id: str
     client: bytes = b""
     priority: Priority = Priority.INTERACTIVE
+    owner: WorkOwner | None = None
     model: str = ""  # its served name
     prompt_tokens: int = 0
     output_tokens: int = 0

@@ -162,6 +162,12 @@ class Settings:
     responses_db: str = setting(
         ":memory:", "sqlite file of stored responses; :memory: keeps them until the end"
     )
+    batch_dir: str = setting(
+        "none", "folder of /v1/files and /v1/batches; none: they are not served"
+    )
+    batch_dir_gb: float = setting(
+        10.0, "maximum size of the files in it, in GB; a key's at most half", minimum=0.000001
+    )
     api_keys: tuple[str, ...] = setting(
         (),
         "comma-separated keys; empty: no key is needed",

@@ -437,7 +437,6 @@ class Submission(Generic[Result]):
         context: RequestContext,
         stream: Stream[Never] | None = None,
         cache_namespace: bytes = b"",
-        owner: WorkOwner | None = None,
     ) -> None:
         self.worker_client = worker_client
         self.context = context
@@ -450,7 +449,7 @@ class Submission(Generic[Result]):
             cache_namespace,
             context.client,
             context.request_id,
-            owner,
+            context.owner,
             context.priority,
         )
         served = worker_client.models[model]

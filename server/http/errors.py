@@ -43,6 +43,8 @@ PATHS_BY_SETTING: Mapping[str, Sequence[str]] = {
 }
 SETTING_FOR_PATH = {path: name for name, paths in PATHS_BY_SETTING.items() for path in paths}
 
+BATCH_PATHS = ("/v1/files", "/v1/batches")
+
 # exception class, or its nearest base: (status, type, code)
 RESPONSE_BY_ERROR: Mapping[type[Exception], tuple[int, str, str]] = {
     errors.InvalidInput: (400, "invalid_request_error", "invalid_value"),
@@ -182,6 +184,8 @@ def _from_routing(error: HTTPException, scope: Scope) -> HttpError:
     }.get(error.status_code, error.detail)
     if scope["method"] == "POST" and (setting := SETTING_FOR_PATH.get(path)):
         message += f": it needs {setting}"
+    elif error.status_code == 404 and path.startswith(BATCH_PATHS):
+        message += ": it needs BATCH_DIR"
     elif error.status_code == 404:
         message += f": {_path_hint(path, scope['app'].routes)}"
     elif allowed := (error.headers or {}).get("Allow"):

@@ -11,6 +11,8 @@ import contextlib
 import os
 import tempfile
 import threading
+from collections.abc import Callable
+from typing import TypeVar
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -21,7 +23,9 @@ from server.http.errors import HttpError
 FILE = "file"  # name of the field with the file
 MAX_PARTS = 64
 MAX_FIELD_BYTES = 1 << 16
+MAX_FILENAME_BYTES = 255  # of the client's name; the rest is cut off
 CURL_HINT = "with curl: -F file=@PATH"
+T = TypeVar("T")
 PREFIX = "onequeue-"  # of file names on disk
 
 
@@ -31,8 +35,10 @@ class Form:
     Raises InvalidInput with the invalid field, HttpError (413) for a file of more than `max_bytes`,
     QueueFull for a full disk."""
 
-    def __init__(self, boundary: bytes, max_bytes: int) -> None:
+    def __init__(self, boundary: bytes, max_bytes: int, folder: str | None = None) -> None:
         self.max_bytes = max_bytes
+        self.folder = folder  # of the file; None: that of temporary files
+        self.filename = ""  # that the client gives
         self.fields: dict[str, list[str]] = {}
         self.received = 0  # bytes of the body; upload.py counts them
         self.file_bytes = 0
@@ -91,6 +97,14 @@ class Form:
             raise InvalidInput.at(FILE, "is empty")
         return self._path
 
+    def pass_on(self, take: Callable[[str], T]) -> T:
+        """Return the result of `take`, which moves the file from the path that it gets. Raises the
+        errors of `path`."""
+        with self._lock:
+            result = take(self.path)
+            self._path = ""
+        return result
+
     def remove(self) -> None:
         """Remove the file. A thread may still feed a chunk when the server stops: it is dropped."""
         with self._lock:
@@ -134,7 +148,9 @@ class Form:
                 raise InvalidInput.at(self._name, f"must not be a file: send it as {FILE!r}")
             if self._path:
                 raise InvalidInput.at(FILE, "must be sent once")
-            self._descriptor, self._path = tempfile.mkstemp(prefix=PREFIX)
+            self._descriptor, self._path = tempfile.mkstemp(prefix=PREFIX, dir=self.folder)
+            name = options[b"filename"][:MAX_FILENAME_BYTES]
+            self.filename = name.decode(errors="replace")
 
     def _on_part_data(self, data: bytes, start: int, end: int) -> None:
         if not self._is_file:

@@ -11,6 +11,7 @@ _BLANK_LINES = re.compile(rb"\s*\n")
 class Line(NamedTuple):
     number: int  # from 1; blank lines count
     content: bytes | None  # None: it is too long
+    offset: int  # of the content in the body, in bytes
 
 
 class LineSplitter:
@@ -22,6 +23,7 @@ class LineSplitter:
         self.complete = 0  # lines that have ended
         self._partial = bytearray()
         self._is_too_long = False
+        self._fed = self._start = 0  # offsets: of the next chunk, of the line that has not ended
 
     @property
     def held(self) -> int:
@@ -30,7 +32,8 @@ class LineSplitter:
 
     def feed(self, chunk: bytes) -> Iterator[Line]:
         """Yield the lines that end in a chunk; all must be taken."""
-        start = 0
+        start, base = 0, self._fed
+        self._fed += len(chunk)
         while (end := chunk.find(b"\n", start)) >= 0:
             part = chunk[start:end]
             start = end + 1
@@ -41,6 +44,7 @@ class LineSplitter:
             if blank := _BLANK_LINES.match(chunk, start):  # at once: a chunk may have 300,000
                 self.complete += chunk.count(b"\n", start, blank.end())
                 start = blank.end()
+            self._start = base + start
         self._add(chunk[start:])
 
     def finish(self) -> Iterator[Line]:
@@ -59,10 +63,11 @@ class LineSplitter:
         is_too_long, self._is_too_long = self._is_too_long, False
         self._partial.clear()
         self.complete += 1
-        if self.complete == 1:
-            content = content.removeprefix(BOM_UTF8)
+        offset = self._start
+        if self.complete == 1 and content.startswith(BOM_UTF8):
+            content, offset = content.removeprefix(BOM_UTF8), offset + len(BOM_UTF8)
         content = content.removesuffix(b"\r")
         if is_too_long or len(content) > self.max_bytes:
-            yield Line(self.complete, None)
+            yield Line(self.complete, None, offset)
         elif content and not content.isspace():
-            yield Line(self.complete, content)
+            yield Line(self.complete, content, offset)

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from batching.batcher import WINDOW_BATCHES
 from batching.errors import ClientGone, Draining, InvalidInput, QueueFull, Refused
-from batching.fair_share import WorkOwner, client_share
+from batching.fair_share import client_share
 from server.core.request_context import RequestContext
 from server.core.worker_client import Deadlines, Submission
 from server.http.errors import HttpError
@@ -70,9 +70,7 @@ class LineEndpoint(Protocol[P]):
     def parse_line(self, value: str | Document, scope: Scope) -> P:
         """Return the request of a line. Raises InvalidInput. In a pool thread for long lines."""
 
-    def submit_line(
-        self, request: P, scope: Scope, deadlines: Deadlines, owner: WorkOwner
-    ) -> LineWork:
+    def submit_line(self, request: P, scope: Scope, deadlines: Deadlines) -> LineWork:
         """Submit the request, or raise a Refused."""
 
 
@@ -139,6 +137,7 @@ class LineStream(Generic[P]):
         self.queue = app.worker_client.queue
         self.lane = app.worker_client.models[endpoint.line_model].lane_of(context.priority)
         self.owner = self.queue.new_owner(context.client, context.request_id)
+        context.owner = self.owner
         max_inputs = min(
             client_share(self.settings.max_queue_size),
             WINDOW_BATCHES * self.settings.max_batch_size,
@@ -241,7 +240,7 @@ class LineStream(Generic[P]):
             pending.started_at = time.monotonic()
             first = pending.started_at + self.limit_s
             deadlines = Deadlines(first, first)
-            pending.work = self.endpoint.submit_line(request, self.scope, deadlines, self.owner)
+            pending.work = self.endpoint.submit_line(request, self.scope, deadlines)
         self.pending.append(pending)
         self.inputs += pending.inputs
         self.bytes += pending.size

@@ -43,6 +43,7 @@ class Uploads:
     """The uploads of an app whose requests have no response yet."""
 
     max_mb: float  # of one file
+    folder: str | None = None  # of the files; None: that of temporary files
 
     def __post_init__(self) -> None:
         self.max_bytes = int(self.max_mb * 1_000_000)
@@ -52,19 +53,20 @@ class Uploads:
 
     @asynccontextmanager
     async def form(
-        self, scope: Scope, receive: Receive, model: str
+        self, scope: Scope, receive: Receive, model: str | None = None
     ) -> AsyncIterator[tuple[Form, Deadlines]]:
         """Yield a request's form and its deadlines; the file is on disk until the block ends. The
         deadline of the first result counts from the end of the upload.
 
-        Raises the errors of `read_headers`, a Refused (503) if the model of that name in the
-        registry accepts nothing now, HttpError (415) for another content type, HttpError (413 and
+        Raises the errors of `read_headers`, a Refused (503) if `model`, by its name in the
+        registry, accepts nothing now, HttpError (415) for another content type, HttpError (413 and
         408), InvalidInput for a malformed form, QueueFull for a full disk, ClientGone."""
         headers, deadlines = read_headers(scope)
         app = scope["app"]
-        if (refusal := app.worker_client.refusal(model)) is not None:
+        if model and (refusal := app.worker_client.refusal(model)) is not None:
             raise refusal
-        form, transfer = Form(boundary_from(headers), self.max_bytes), Transfer()
+        form = Form(boundary_from(headers), self.max_bytes, self.folder)
+        transfer = Transfer()
         try:
             await self._read(form, transfer, headers, deadlines.whole, scope, receive)
             first = min(time.monotonic() + app.settings.request_timeout_s, deadlines.whole)

@@ -209,16 +209,22 @@ class GenerationEndpoint(Endpoint, Generic[P]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, deadlines = await read_json_request(scope, receive)
+        request = await self.read(scope, receive, body, deadlines)
+        await self.serve(scope, receive, send, request, deadlines)
+
+    async def read(self, scope: Scope, receive: Receive, body: bytes, deadlines: Deadlines) -> P:
+        """Return the checked request of a body, with the bytes of its images. Raises InvalidInput
+        and the errors of fetching."""
         parse = partial(self.parse, scope=scope)
         request = await self.body_parser.run(parse, body, deadlines.first, self.parse_blocks)
         model = self.model_of(request).text_info
         inputs = await self.images.load(scope, receive, request.inputs, model, deadlines.first)
-        await self.serve(scope, receive, send, replace(request, inputs=inputs), deadlines)
+        return replace(request, inputs=inputs)
 
     async def serve(
-        self, scope: Scope, receive: Receive, send: Send, request: P, deadlines: Deadlines
+        self, scope: Scope, receive: Receive | None, send: Send, request: P, deadlines: Deadlines
     ) -> None:
-        """Submit a request whose images have been loaded, and send the response."""
+        """Submit a request, and send the response. Without `receive` no client is waited for."""
         with self.submit(scope, request, deadlines, receive) as stream:
             await self.respond(scope, send, stream, self.builder(request, stream.usage))
 

@@ -7,7 +7,7 @@ order of the keys. A field of type UnsetType is absent where it is UNSET.
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast
 
-from msgspec import UNSET, Meta, Raw, Struct, UnsetType, json
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field, json
 
 from server.openai.response_tools import ToolChoice
 
@@ -343,7 +343,7 @@ class InputTokens(Struct):
 
 class Deleted(Struct):
     id: str
-    object: Literal["response"]
+    object: Literal["response", "file"]
     deleted: bool
 
 
@@ -603,3 +603,87 @@ class TranscriptTextDone(Struct, tag_field="type", tag="transcript.text.done"):
     text: str
     usage: Duration
     logprobs: list[ScoredToken] | UnsetType = UNSET
+
+
+# ── files and batches ──
+
+
+class FileObject(Struct):
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: Literal["batch", "batch_output"]
+    status: Literal["processed"] = "processed"
+    status_details: None = None
+
+
+class FileList(Struct):
+    object: Literal["list"]
+    data: list[FileObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class BatchError(Struct):
+    code: str
+    message: str
+    param: str | None = None
+    line: int | None = None
+
+
+class BatchErrors(Struct):
+    object: Literal["list"]
+    data: list[BatchError]
+
+
+class RequestCounts(Struct):
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+
+BatchStatus = Literal[
+    "validating",
+    "failed",
+    "in_progress",
+    "finalizing",
+    "completed",
+    "expired",
+    "cancelling",
+    "cancelled",
+]
+
+
+class BatchJob(Struct):
+    id: str
+    object: Literal["batch"]
+    endpoint: str
+    input_file_id: str
+    completion_window: Literal["24h"]
+    created_at: int
+    expires_at: int
+    metadata: dict[str, str] | None
+    status: BatchStatus = "validating"
+    errors: BatchErrors | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    request_counts: RequestCounts = field(default_factory=RequestCounts)
+
+
+class BatchList(Struct):
+    object: Literal["list"]
+    data: list[BatchJob]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

@@ -13,6 +13,8 @@ from server.http.health import Health, Ready, Version
 from server.openai import response_schemas as schemas
 from server.openai.audio.endpoint import AUDIO_PATHS
 from server.openai.audio.request import TranscriptionRequest, TranslationRequest, form_schema
+from server.openai.batches.endpoint import BatchPage, BatchRequest
+from server.openai.batches.files import FilePage, file_form
 from server.openai.chat import ChatRequest
 from server.openai.completions import CompletionRequest
 from server.openai.decisions.request import DecisionRequest
@@ -157,6 +159,30 @@ OPERATIONS: Mapping[str, Operation] = {
         [404],
         others=SUBTITLES,
         alternatives=[schemas.VerboseTranscription],
+    ),
+    "POST /v1/files": Operation(
+        "Upload the input file of a batch", schemas.FileObject, {FORM: file_form()}
+    ),
+    "GET /v1/files": Operation(
+        "The files of the key", schemas.FileList, errors=[400], query=FilePage
+    ),
+    "GET /v1/files/{id}": Operation("A file", schemas.FileObject, errors=[404]),
+    "DELETE /v1/files/{id}": Operation("Delete a file", schemas.Deleted, errors=[400, 404]),
+    "GET /v1/files/{id}/content": Operation(
+        "The content of a file", {"application/octet-stream": {}}, errors=[404]
+    ),
+    "POST /v1/batches": Operation(
+        "Run the lines of a file as requests of low priority",
+        schemas.BatchJob,
+        BatchRequest,
+        errors=[404],
+    ),
+    "GET /v1/batches": Operation(
+        "The batches of the key, newest first", schemas.BatchList, errors=[400], query=BatchPage
+    ),
+    "GET /v1/batches/{id}": Operation("A batch", schemas.BatchJob, errors=[404]),
+    "POST /v1/batches/{id}/cancel": Operation(
+        "Cancel a batch", schemas.BatchJob, errors=[400, 404]
     ),
     "GET /v1/models": Operation("The models", ModelList, errors=[503]),
     "GET /v1/models/{id}": Operation("A model by its name", Model, errors=[404, 503]),

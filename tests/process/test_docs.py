@@ -50,11 +50,12 @@ def named(blocks: list[Block]) -> list[object]:
 
 
 @pytest.fixture(scope="module")
-def port() -> Iterator[int]:
+def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """Run the documented start command; yield the port of the server."""
     command = ["./scripts/serve", "demo", "--transcription-model", "demo"]
     assert any(" ".join(command) in block.text for block in BLOCKS if block.title == "Start")
-    with started([*command, "--port", "0"]) as (_, port):
+    batch_dir = str(tmp_path_factory.mktemp("batches"))
+    with started([*command, "--port", "0"], BATCH_DIR=batch_dir) as (_, port):
         wait_until(lambda: httpx.get(f"http://localhost:{port}/ready").status_code == 200)
         yield port
 

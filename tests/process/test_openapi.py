@@ -106,6 +106,19 @@ def test_exactly_the_mounted_routes_are_described(server: Server) -> None:
         assert allowed - {"head"} == set(operations), path
 
 
+def test_files_and_batches_are_described(tmp_path: Path) -> None:
+    with serving(load_chat=FakeGenerator, ready=False, batch_dir=str(tmp_path)) as server:
+        document = fetch(server)
+        check_form(document)
+        batches = {path for path in document["paths"] if path.startswith(("/v1/files", "/v1/bat"))}
+        assert len(batches) == 6
+        assert set(document["paths"]) == server.app.paths
+        for path in batches:
+            answer = CLIENT.request("TRACE", server.url + path)
+            allowed = {method.strip().lower() for method in answer.headers["allow"].split(",")}
+            assert allowed - {"head"} == set(document["paths"][path]), path
+
+
 def test_embeddings_and_reranking_are_described() -> None:
     with serving(load_embedder=FakeRunner, load_reranker=FakeRunner, ready=False) as server:
         document = fetch(server)

@@ -35,6 +35,7 @@ LAYERS: dict[str, set[str]] = {
     "server/openai/audio": TORCH,
     "server/openai/embedding": TORCH,
     "server/openai/responses": TORCH,
+    "server/openai/batches": TORCH,
     "server/openai/decisions": TORCH,
     "server/anthropic": TORCH,
     "server/openapi": TORCH,

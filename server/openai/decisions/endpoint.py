@@ -14,7 +14,6 @@ from typing import Protocol
 import anyio.to_thread
 from starlette.types import Receive, Scope, Send
 
-from batching.fair_share import WorkOwner
 from server.core.cache_namespace import cache_namespace
 from server.core.delta_stream import TokenStream, UsageCounts
 from server.core.worker_client import Deadlines, WorkerClient
@@ -86,9 +85,8 @@ class DecisionEndpoint:
         deadlines: Deadlines,
         request: DecisionBody,
         decision_input: DecisionInput,
-        owner: WorkOwner | None = None,
     ) -> TokenStream:
-        """Submit a request, or raise a Refused. `owner`: of the stream that has the line."""
+        """Submit a request, or raise a Refused."""
         model = self.models.find(request.model)
         namespace = cache_namespace(model.id, scope["api_key"], request.cache_salt)
         return TokenStream(
@@ -99,7 +97,6 @@ class DecisionEndpoint:
             receive,
             scope["context"],
             namespace,
-            owner,
         )
 
 

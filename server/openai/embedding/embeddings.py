@@ -15,7 +15,6 @@ from msgspec import Meta
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput
-from batching.fair_share import WorkOwner
 from server.core.worker_client import Deadlines
 from server.http.json import Document, to_json
 from server.http.ndjson import LineWork, serve_lines
@@ -116,13 +115,9 @@ class EmbeddingEndpoint(ScoringEndpoint[EmbeddingOutput]):
         return self.read_document({**parameters, **value})
 
     def submit_line(
-        self,
-        request: ScoringTask[EmbeddingOutput],
-        scope: Scope,
-        deadlines: Deadlines,
-        owner: WorkOwner,
+        self, request: ScoringTask[EmbeddingOutput], scope: Scope, deadlines: Deadlines
     ) -> LineWork:
-        work = self.submit(scope, request, deadlines, None, owner)
+        work = self.submit(scope, request, deadlines, None)
 
         async def content() -> bytes:
             outputs = [await item.future for item in work.items]

@@ -12,7 +12,6 @@ from msgspec import Meta, Struct
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput
-from batching.fair_share import WorkOwner
 from server.core.cache_namespace import cache_namespace
 from server.core.settings import Settings
 from server.core.worker_client import Deadlines, Submission, WorkerClient
@@ -76,11 +75,28 @@ class ScoringEndpoint(Generic[Output]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, deadlines = await read_json_request(scope, receive)
-        parsed = await self.body_parser.run(self.parse, body, deadlines.first)
-        with self.submit(scope, parsed, deadlines, receive) as submission:
+        task = await self.read(scope, receive, body, deadlines)
+        await self.serve(scope, receive, send, task, deadlines)
+
+    async def read(
+        self, scope: Scope, receive: Receive, body: bytes, deadlines: Deadlines
+    ) -> "ScoringTask[Output]":
+        """Return the checked request of a body. Raises InvalidInput."""
+        return await self.body_parser.run(self.parse, body, deadlines.first)
+
+    async def serve(
+        self,
+        scope: Scope,
+        receive: Receive | None,
+        send: Send,
+        task: "ScoringTask[Output]",
+        deadlines: Deadlines,
+    ) -> None:
+        """Submit a request, and send the response."""
+        with self.submit(scope, task, deadlines, receive) as submission:
             outputs = [await item.future for item in submission.items]
-        content = parsed.request.content
-        if len(body) > INLINE_BYTES:
+        content = task.request.content
+        if scope["transfer"].held > INLINE_BYTES:
             parts = await anyio.to_thread.run_sync(content, outputs)
         else:
             parts = content(outputs)
@@ -92,9 +108,8 @@ class ScoringEndpoint(Generic[Output]):
         parsed: "ScoringTask[Output]",
         deadlines: Deadlines,
         receive: Receive | None,
-        owner: WorkOwner | None = None,
     ) -> Submission[Output]:
-        """Submit the payloads, or raise a Refused. `owner`: of the stream that has the line."""
+        """Submit the payloads, or raise a Refused."""
         request, model, payloads = parsed
         return Submission(
             self.worker_client,
@@ -104,7 +119,6 @@ class ScoringEndpoint(Generic[Output]):
             receive,
             scope["context"],
             cache_namespace=cache_namespace(model.id, scope["api_key"], request.cache_salt),
-            owner=owner,
         )
 
     def parse(self, body: bytes) -> "ScoringTask[Output]":

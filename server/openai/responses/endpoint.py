@@ -191,7 +191,7 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
     async def serve(
         self,
         scope: Scope,
-        receive: Receive,
+        receive: Receive | None,
         send: Send,
         request: ParsedResponseRequest,
         deadlines: Deadlines,

@@ -1,0 +1,121 @@
+"""`/v1/batches`: create, list, retrieve and cancel batches; runner.py runs them."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal, get_args
+
+from anyio.to_thread import run_sync
+from msgspec import Meta, Struct
+from msgspec.json import decode
+from starlette.requests import Request
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from batching.errors import InvalidInput
+from server.http.errors import SETTING_FOR_PATH
+from server.http.json import JsonBodyParser, parse_json, to_json
+from server.http.request import JsonEndpoint, read_request, send_json
+from server.openai.batches.files import (
+    METHODS,
+    Collection,
+    ExpiresAfter,
+    FileEndpoints,
+    ends_of,
+    namespace_of,
+)
+from server.openai.batches.runner import BatchRunner
+from server.openai.batches.store import KEPT_S, BatchRecord, ListPage
+from server.openai.request_fields import convert
+from server.openai.response_schemas import BatchJob, BatchList
+from server.openai.responses.request import Metadata
+
+PATH = "/v1/batches"
+BatchedPath = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
+BATCH_ENDPOINTS = get_args(BatchedPath)
+
+
+class BatchRequest(Struct):
+    input_file_id: str
+    endpoint: BatchedPath
+    completion_window: Literal["24h"]
+    metadata: Metadata | None = None
+    output_expires_after: ExpiresAfter | None = None
+
+
+class BatchPage(Struct):
+    """The query of a list of batches, newest first."""
+
+    after: Annotated[str | None, Meta(description="The id of a batch")] = None
+    limit: Annotated[int, Meta(ge=1, le=100)] = 20
+
+
+@dataclass(eq=False)
+class Batches:
+    """An ASGI app that creates batches; `routes` has those of files and batches by their ids."""
+
+    runner: BatchRunner
+
+    def __post_init__(self) -> None:
+        self.store = self.runner.store
+        self.body_parser = JsonBodyParser()
+
+    def routes(self) -> list[Route]:
+        return [
+            *FileEndpoints(self.store).routes(),
+            Route(PATH, Collection(self, JsonEndpoint(self.list_batches)), methods=METHODS),
+            Route(PATH + "/{id}", JsonEndpoint(self.retrieve), methods=["GET"]),
+            Route(PATH + "/{id}/cancel", JsonEndpoint(self.cancel), methods=["POST"]),
+        ]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        _, body, deadlines = await read_request(scope, receive)
+        request = await self.body_parser.run(parse, body, deadlines.first)
+        if request.endpoint not in self.runner.endpoints:
+            setting = SETTING_FOR_PATH[request.endpoint]
+            reason = f"no model serves {request.endpoint}: it needs {setting}"
+            raise InvalidInput.at("endpoint", reason)
+        expires = request.output_expires_after
+        address = scope["client"][0] if scope.get("client") else ""
+
+        def create() -> BatchRecord:
+            return self.store.create(
+                namespace_of(scope),
+                address,
+                request.endpoint,
+                request.input_file_id,
+                request.metadata,
+                expires.seconds if expires else KEPT_S,
+            )
+
+        record = await run_sync(create)
+        content = to_json(record.job)
+        self.runner.add(record)
+        await send_json(send, content)
+
+    async def list_batches(self, request: Request) -> bytes:
+        query = convert(dict(request.query_params), BatchPage, strict=False)
+        page = ListPage(query.after, query.limit, True)
+        namespace = namespace_of(request.scope)
+
+        def read() -> bytes:
+            jobs = self.store.list_batches(namespace, page)
+            has_more, jobs = len(jobs) > page.limit, jobs[: page.limit]
+            ids = [job.id for job in jobs]
+            return to_json(BatchList("list", jobs, *ends_of(ids), has_more))
+
+        return await run_sync(read)
+
+    async def retrieve(self, request: Request) -> bytes:
+        namespace, id = namespace_of(request.scope), request.path_params["id"]
+        return await run_sync(self.store.batch, namespace, id)
+
+    async def cancel(self, request: Request) -> bytes:
+        namespace, id = namespace_of(request.scope), request.path_params["id"]
+        job = decode(await run_sync(self.store.batch, namespace, id), type=BatchJob)
+        if job.status not in ("validating", "in_progress", "cancelling"):
+            raise InvalidInput.at("id", f"the batch cannot be cancelled: it is {job.status}")
+        await self.runner.cancel(namespace, id)
+        return await run_sync(self.store.batch, namespace, id)
+
+
+def parse(body: bytes) -> BatchRequest:
+    return convert(parse_json(body), BatchRequest)

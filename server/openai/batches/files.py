@@ -1,0 +1,186 @@
+"""`/v1/files`: the files of batches, uploaded as a form and kept in the store.
+
+upload (http/upload.py) → store.py → content, in pieces, at the client's pace
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from anyio.to_thread import run_sync
+from msgspec import Meta, Struct
+from starlette.requests import Request
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from batching.errors import InvalidInput
+from server.http.form import FILE, Form
+from server.http.json import Document, to_json
+from server.http.request import JsonEndpoint, send_json
+from server.http.upload import Uploads
+from server.openai.batches.store import KEPT_S, BatchStore, ListPage
+from server.openai.images import raise_when_gone
+from server.openai.request_fields import convert
+from server.openai.response_schemas import Deleted, FileList, FileObject
+from server.openai.responses.store import storage_namespace
+
+PATH = "/v1/files"
+METHODS = ["GET", "POST"]  # of a collection
+MAX_FILE_MB = 200
+PIECE_BYTES = 1 << 18
+MIN_KEPT_S = 3600
+
+KeptSeconds = Annotated[int, Meta(ge=MIN_KEPT_S, le=KEPT_S)]
+
+
+class ExpiresAfter(Struct):
+    anchor: Literal["created_at"]
+    seconds: KeptSeconds
+
+
+class FileFields(Struct):
+    """The fields of an upload, beside the file."""
+
+    purpose: Literal["batch"]
+    expires_after: ExpiresAfter | None = None
+
+
+class FilePage(Struct):
+    """The query of a list of files."""
+
+    after: Annotated[str | None, Meta(description="The id of a file")] = None
+    limit: Annotated[int, Meta(ge=1, le=10_000)] = 10_000
+    order: Literal["asc", "desc"] = "desc"
+    purpose: Literal["batch", "batch_output"] | None = None
+
+
+def namespace_of(scope: Scope) -> bytes:
+    return storage_namespace(scope["api_key"])
+
+
+def ends_of(ids: Sequence[str]) -> tuple[str | None, str | None]:
+    """Return the first and the last id of a list."""
+    return (ids[0], ids[-1]) if ids else (None, None)
+
+
+@dataclass(eq=False)
+class Collection:
+    """An ASGI app that creates an entry of a list, or sends the list."""
+
+    create: ASGIApp
+    show: ASGIApp
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self.create if scope["method"] == "POST" else self.show
+        await app(scope, receive, send)
+
+
+@dataclass(eq=False)
+class FileEndpoints:
+    store: BatchStore
+
+    def routes(self) -> list[Route]:
+        upload = FileUpload(self.store)
+        return [
+            Route(PATH, Collection(upload, JsonEndpoint(self.list_files)), methods=METHODS),
+            Route(PATH + "/{id}", JsonEndpoint(self.retrieve_or_delete), methods=["GET", "DELETE"]),
+            Route(PATH + "/{id}/content", FileContent(self.store), methods=["GET"]),
+        ]
+
+    async def list_files(self, request: Request) -> bytes:
+        query = convert(dict(request.query_params), FilePage, strict=False)
+        page = ListPage(query.after, query.limit, query.order == "desc")
+        namespace = namespace_of(request.scope)
+
+        def read() -> bytes:
+            files = self.store.list_files(namespace, page, query.purpose)
+            has_more, files = len(files) > page.limit, files[: page.limit]
+            ids = [file.id for file in files]
+            return to_json(FileList("list", files, *ends_of(ids), has_more))
+
+        return await run_sync(read)
+
+    async def retrieve_or_delete(self, request: Request) -> FileObject | Deleted:
+        namespace, id = namespace_of(request.scope), request.path_params["id"]
+        if request.method == "DELETE":
+            await run_sync(self.store.delete_file, namespace, id)
+            return Deleted(id, "file", deleted=True)
+        return await run_sync(self.store.file, namespace, id)
+
+
+def file_form() -> Document:
+    """Return the JSON schema of an upload."""
+    content = {"type": "string", "format": "binary", "description": "JSONL, with a file name"}
+    seconds = {"type": "integer", "minimum": MIN_KEPT_S, "maximum": KEPT_S}
+    fields = {
+        FILE: content,
+        "purpose": {"enum": ["batch"]},
+        "expires_after[anchor]": {"enum": ["created_at"]},
+        "expires_after[seconds]": seconds,
+    }
+    return {"type": "object", "required": [FILE, "purpose"], "properties": fields}
+
+
+class FileUpload:
+    """An ASGI app that stores the file of a form."""
+
+    def __init__(self, store: BatchStore) -> None:
+        self.store = store
+        self.uploads = Uploads(MAX_FILE_MB, str(store.uploads))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self.uploads.form(scope, receive) as (form, _):
+            fields = form_fields(form)
+            kept_s = fields.expires_after.seconds if fields.expires_after else KEPT_S
+            namespace, size = namespace_of(scope), form.file_bytes
+
+            def add() -> FileObject:
+                return form.pass_on(
+                    lambda path: self.store.add_file(namespace, path, form.filename, size, kept_s)
+                )
+
+            file = await run_sync(add)
+        await send_json(send, file)
+
+
+def form_fields(form: Form) -> FileFields:
+    """Return the checked fields. Raises InvalidInput."""
+    document: dict[str, object] = {}
+    expires: dict[str, str] = {}
+    for name, values in form.fields.items():
+        if len(values) > 1:
+            raise InvalidInput.at(name, "must be sent once")
+        if name.startswith("expires_after[") and name.endswith("]"):
+            expires[name[len("expires_after[") : -1]] = values[0]
+        else:
+            document[name] = values[0]
+    if expires:
+        document["expires_after"] = expires
+    return convert(document, FileFields, strict=False)
+
+
+class FileContent:
+    """An ASGI app that sends the content of a file."""
+
+    def __init__(self, store: BatchStore) -> None:
+        self.store = store
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        id = scope["path_params"]["id"]
+        file = await run_sync(self.store.file, namespace_of(scope), id)
+        content = await run_sync(self.store.path(file.id).open, "rb")
+        # uvicorn's `send` says nothing about a client that has gone
+        gone = asyncio.create_task(raise_when_gone(receive))
+        try:
+            headers = [(b"content-type", b"application/octet-stream")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            while not gone.done() and (piece := await run_sync(content.read, PIECE_BYTES)):
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            if gone.done():
+                gone.result()
+            await send({"type": "http.response.body", "body": b""})
+        finally:
+            gone.cancel()
+            await asyncio.gather(gone, return_exceptions=True)
+            await run_sync(content.close)

@@ -1,0 +1,488 @@
+"""Runs batches: one of each client at a time, its lines through their endpoint.
+
+    input file → checked → lines, a window of them in flight → endpoint → results → store.py
+
+A line is a request without a connection: its endpoint reads, submits and builds as for HTTP. Lines
+have low priority, count as one request in the shares of the queue, and wait while it is full. When
+the server stops, lines in flight are dropped, and run again after the next start.
+"""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import sqlite3
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol, TypeVar
+
+from anyio.to_thread import run_sync
+from msgspec import Raw, Struct
+from starlette.types import Message, Receive, Scope, Send
+
+from batching.errors import ClientGone, Refused
+from batching.fair_share import Priority, request_share
+from server.core.request_context import RequestContext
+from server.core.worker_client import Deadlines, WorkerClient
+from server.http.access import client_of
+from server.http.errors import HttpError
+from server.http.json import to_json
+from server.http.ndjson import LineWindow
+from server.http.request import Application, count_failure
+from server.http.transfers import Transfer
+from server.openai.batches.input_file import CHUNK_BYTES, InputChecker, read_body
+from server.openai.batches.store import (
+    BatchRecord,
+    BatchStore,
+    LineResult,
+    PendingInput,
+    StoreFull,
+)
+from server.openai.models import ModelGroup
+from server.openai.response_schemas import BatchError, BatchStatus
+from server.openai.responses.store import storage_namespace
+
+log = logging.getLogger("onequeue.batches")
+
+MAX_RUNNING = 8  # batches of different clients
+PAGE_LINES = 64
+PAGE_BYTES = 1 << 20
+RETRY_S = 10.0  # after a full disk, and at most after a refusal
+SWEEP_S = 60.0
+MAX_CRASHES = 3  # of the process in a row, without a result of the batch
+UNSERVED_TEXTS = {
+    "batch_cancelled": "The batch was cancelled before this line had a result.",
+    "batch_expired": "The batch expired before this line had a result.",
+}
+
+P = TypeVar("P")
+
+
+class BatchEndpoint(Protocol[P]):
+    """An endpoint that serves lines."""
+
+    models: ModelGroup
+
+    async def read(
+        self, scope: Scope, receive: Receive, body: bytes, deadlines: Deadlines, /
+    ) -> P: ...
+
+    async def serve(
+        self, scope: Scope, receive: Receive | None, send: Send, request: P, deadlines: Deadlines, /
+    ) -> None: ...
+
+
+class LineResponse(Struct):
+    status_code: int
+    request_id: str
+    body: Raw
+
+
+class LineError(Struct):
+    code: str
+    message: str
+
+
+class LineOutput(Struct):
+    """A line of an output or an error file."""
+
+    id: str
+    custom_id: str
+    response: LineResponse | None
+    error: LineError | None
+
+
+class CapturedResponse:
+    """The `send` of a line: keeps the response."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.parts: list[bytes] = []
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        else:
+            self.parts.append(message.get("body", b""))
+
+
+async def receive_nothing() -> Message:
+    """The `receive` of a line: no client disconnects."""
+    await asyncio.get_running_loop().create_future()
+    raise AssertionError
+
+
+class BatchRunner:
+    """Owns the batches that have not ended. `start` and `close` run on the event loop."""
+
+    def __init__(
+        self,
+        worker_client: WorkerClient,
+        store: BatchStore,
+        endpoints: Mapping[str, BatchEndpoint[Any]],
+    ) -> None:
+        self.worker_client = worker_client
+        self.store = store
+        self.endpoints = endpoints  # by path
+        self.is_stopping = False
+        self.runs: dict[str, BatchTask] = {}  # by the batch's id, oldest first
+
+    def start(self, app: Application) -> None:
+        self.app = app
+        self.keys = {storage_namespace(key): key for key in app.keys or [b""]}
+        self.worker_client.on_drain.add(self._on_drain)
+        for record in self.store.unfinished():
+            self.add(record)
+        self.worker_client.loaded.add_done_callback(lambda _: self.start_next())
+        self._sweeping = asyncio.get_running_loop().create_task(self._sweep())
+
+    async def close(self) -> None:
+        self._on_drain()
+        self._sweeping.cancel()
+        tasks = [run.task for run in self.runs.values() if run.task]
+        await asyncio.gather(self._sweeping, *tasks, return_exceptions=True)
+        await run_sync(self.store.close)
+
+    def add(self, record: BatchRecord) -> None:
+        """Run a batch when its turn comes."""
+        self.runs[record.job.id] = BatchTask(self, record)
+        self.start_next()
+
+    def start_next(self) -> None:
+        """Start the oldest batches that may run now."""
+        loaded = self.worker_client.loaded
+        if self.is_stopping or not loaded.done() or loaded.cancelled() or loaded.exception():
+            return
+        clients = {run.client for run in self.runs.values() if run.task}
+        for run in self.runs.values():
+            is_next = run.client not in clients and len(clients) < MAX_RUNNING
+            if run.task is None and (is_next or run.end):
+                clients.add(run.client)
+                run.start()
+
+    def on_end(self, run: "BatchTask") -> None:
+        del self.runs[run.id]
+        self.start_next()
+
+    async def cancel(self, namespace: bytes, id: str) -> None:
+        """Cancel a batch, if it has not ended."""
+        if (run := self.runs.get(id)) and run.record.namespace == namespace:
+            await run.cancel()
+
+    def _on_drain(self) -> None:
+        self.is_stopping = True
+        for run in self.runs.values():
+            run.interrupt()
+
+    async def _sweep(self) -> None:
+        while True:
+            try:
+                await run_sync(self.store.remove_expired)
+            except (OSError, sqlite3.Error) as error:
+                log.error("expired files not removed error=%.200r", error)
+            await asyncio.sleep(SWEEP_S)
+
+
+class BatchTask:
+    """A batch that has not ended. It waits until `start`."""
+
+    def __init__(self, runner: BatchRunner, record: BatchRecord) -> None:
+        self.runner, self.store, self.record = runner, runner.store, record
+        self.id = record.job.id
+        self.key = runner.keys.get(record.namespace)
+        self.client = client_of(self._client_scope()) if self.key is not None else b""
+        self.task: asyncio.Task[None] | None = None
+        self.end: Literal["cancelled", "expired"] | None = None  # instead of completed
+        if record.job.status == "cancelling":
+            self.end = "cancelled"
+        self._changed = asyncio.Event()  # there is room in the window, or no more lines start
+        self._lines: set[asyncio.Task[None]] = set()
+        self._results: list[LineResult] = []  # not stored yet
+        self._filled = asyncio.Event()  # there are some, or all lines have ended
+        self._all_ended = False
+        left_s = max(0.0, record.job.expires_at - time.time())
+        self.expires = time.monotonic() + left_s
+        self._timer = asyncio.get_running_loop().call_later(left_s, self._expire)
+
+    def _client_scope(self) -> Scope:
+        return {"api_key": self.key, "client": (self.record.address, 0)}
+
+    @property
+    def is_interrupted(self) -> bool:
+        return self.end is not None or self.runner.is_stopping
+
+    def interrupt(self) -> None:
+        """Drop the lines in flight."""
+        for line in self._lines:
+            line.cancel()
+        self._changed.set()
+
+    def _expire(self) -> None:
+        self.end = self.end or "expired"
+        self.interrupt()
+        self.runner.start_next()
+
+    async def cancel(self) -> None:
+        job = self.record.job
+        if self.end is None and job.status in ("validating", "in_progress"):
+            self.end = "cancelled"
+            job.status, job.cancelling_at = "cancelling", int(time.time())
+            self.interrupt()
+            await run_sync(self.store.save, self.record)
+            self.runner.start_next()
+
+    def start(self) -> None:
+        self.task = asyncio.get_running_loop().create_task(self._run())
+
+    async def _run(self) -> None:
+        try:
+            while not await self._try():  # noqa: ASYNC110  # the disk has no events
+                await asyncio.sleep(RETRY_S)
+        except Exception:
+            log.exception("bug in a batch id=%s", self.id)
+            with contextlib.suppress(OSError, sqlite3.Error):
+                await self._finish("failed", [BatchError("server_error", "internal server error")])
+        finally:
+            self._timer.cancel()
+            self.runner.on_end(self)
+
+    async def _try(self) -> bool:
+        """Run the batch. Return False if the disk has failed, and it is to be tried again."""
+        try:
+            await self._advance()
+        except StoreFull as error:
+            await self._finish("failed", [BatchError("storage_full", str(error))])
+        except (OSError, sqlite3.Error) as error:
+            if self.runner.is_stopping:
+                return True
+            log.error("batch delayed id=%s error=%.200r", self.id, error)
+            self.record = await run_sync(self.store.reload, self.record)
+            return False
+        return True
+
+    async def _advance(self) -> None:
+        job = self.record.job
+        if self.key is None:
+            error = BatchError("invalid_api_key", "the API key of the batch is not valid any more")
+            return await self._finish("failed", [error])
+        if job.status == "validating" and not self.is_interrupted:
+            errors = await self._check_input()
+            if errors:
+                return await self._finish("failed", errors)
+        if job.status == "in_progress" and not self.is_interrupted:
+            self.record.crashes += 1
+            if self.record.crashes > MAX_CRASHES:
+                reason = f"the server ended {MAX_CRASHES} times while it ran these lines"
+                return await self._finish("failed", [BatchError("server_error", reason)])
+            await run_sync(self.store.save, self.record)
+            await self._serve_lines()
+        if self.runner.is_stopping:
+            self.record.crashes = 0
+            return await run_sync(self.store.save, self.record)
+        if self.end is None:
+            job.status, job.finalizing_at = "finalizing", int(time.time())
+        elif job.request_counts.total:
+            await self._fail_unserved("batch_" + self.end)
+        await self._finish(self.end or "completed")
+
+    async def _finish(self, status: BatchStatus, errors: Sequence[BatchError] = ()) -> None:
+        await run_sync(self.store.finish, self.record, status, errors)
+        job = self.record.job
+        counts, seconds = job.request_counts, time.time() - (job.in_progress_at or time.time())
+        log.info(
+            "batch ended id=%s status=%s completed=%d failed=%d seconds=%.1f",
+            self.id,
+            status,
+            counts.completed,
+            counts.failed,
+            seconds,
+        )
+
+    # ── the input file ──
+
+    async def _check_input(self) -> Sequence[BatchError]:
+        """Check the input file, and begin to run its lines. Return its errors."""
+        job, path = self.record.job, self.store.path(self.record.job.input_file_id)
+        checker = InputChecker(job.endpoint, self.runner.app.max_body)
+
+        def check(offset: int) -> bool:
+            with path.open("rb") as file:
+                file.seek(offset)
+                checker.feed(chunk := file.read(CHUNK_BYTES))
+                return len(chunk) == CHUNK_BYTES
+
+        offset = 0
+        while await run_sync(check, offset):
+            offset += CHUNK_BYTES
+            if self.is_interrupted or checker.has_failed:
+                break
+        lines = await run_sync(checker.finish)
+        if not checker.errors and not self.is_interrupted:
+            await run_sync(self.store.begin, self.record, lines)
+        return checker.errors
+
+    def _read_page(self, after: int) -> list[tuple[PendingInput, str, bytes]]:
+        """Return the next lines without a result, with their custom_ids and their bodies. In a
+        pool thread."""
+        page: list[tuple[PendingInput, str, bytes]] = []
+        size = 0
+        with self.store.path(self.record.job.input_file_id).open("rb") as file:
+            for line in self.store.pending(self.record, after, PAGE_LINES):
+                size += line.size
+                if page and size > PAGE_BYTES:
+                    break
+                file.seek(line.offset)
+                page.append((line, *read_body(file.read(line.size))))
+        return page
+
+    # ── lines ──
+
+    async def _serve_lines(self) -> None:
+        """Run all lines without a result, until the batch is interrupted."""
+        app, job = self.runner.app, self.record.job
+        queue = self.runner.worker_client.queue
+        self.owner = queue.new_owner(self.client, self.id)
+        self.endpoint = self.runner.endpoints[job.endpoint]
+        model = self.endpoint.models.default.registry_name
+        self.lane = self.runner.worker_client.models[model].lane_of(Priority.BATCH)
+        # The time limit of a line is that of the batch: only the size of responses shrinks it.
+        self._window = LineWindow(request_share(app.settings.max_queue_size), self.expires)
+        self._in_flight = self._bytes = 0
+        self._results, self._all_ended = [], False
+        writer = asyncio.create_task(self._store_results())
+        try:
+            after = -1
+            while page := await run_sync(self._read_page, after):
+                for line, custom_id, body in page:
+                    if not await self._wait_for_window(line.size, writer):
+                        return
+                    self._start_line(line, custom_id, body)
+                after = page[-1][0].position
+            while self._in_flight and await self._wait_for_change(writer):
+                pass
+        finally:
+            for task in self._lines:
+                task.cancel()
+            await asyncio.gather(*self._lines, return_exceptions=True)
+            self._all_ended = True
+            self._filled.set()
+            await writer
+
+    def _start_line(self, line: PendingInput, custom_id: str, body: bytes) -> None:
+        self._in_flight += 1
+        self._bytes += line.size
+        task = asyncio.create_task(self._serve_line(line, custom_id, body))
+        self._lines.add(task)
+        task.add_done_callback(self._lines.discard)
+
+    async def _wait_for_window(self, size: int, writer: "asyncio.Task[None]") -> bool:
+        """Wait until another line may start. Return False if none may any more."""
+        max_body = self.runner.app.max_body
+        while self._in_flight and (
+            self._in_flight >= self._window.size or self._bytes + size > max_body
+        ):
+            if not await self._wait_for_change(writer):
+                return False
+        return not self.is_interrupted and not writer.done()
+
+    async def _wait_for_change(self, writer: "asyncio.Task[None]") -> bool:
+        if self.is_interrupted or writer.done():
+            return False
+        self._changed.clear()
+        await self._changed.wait()
+        return not self.is_interrupted and not writer.done()
+
+    async def _serve_line(self, line: PendingInput, custom_id: str, body: bytes) -> None:
+        """Run a line until it has a result."""
+        started_at = time.monotonic()
+        while True:
+            scope = self._scope(line.number)
+            try:
+                output = await self._respond(scope, body)
+                break
+            except (Refused, ClientGone) as refusal:
+                wait_s = refusal.retry_after_s or 1.0
+                await asyncio.sleep(min(wait_s, RETRY_S))
+            finally:
+                self.runner.app.memory.release(scope["transfer"])
+        is_error = output.status_code != 200
+        id = "batch_req_" + secrets.token_hex(12)
+        encoded = to_json(LineOutput(id, custom_id, output, None)) + b"\n"
+        self._window.record(time.monotonic() - started_at, len(encoded))
+        self._results.append(LineResult(line.position, encoded, is_error))
+        self._bytes -= line.size
+        self._filled.set()
+
+    def _scope(self, number: int) -> Scope:
+        """Return the scope of a line's request."""
+        request_id = f"{self.id}-{number}"
+        context = RequestContext(request_id, self.client, Priority.BATCH, self.owner)
+        context.received_at = time.monotonic()
+        return {
+            "type": "http",
+            "method": "POST",
+            "path": self.record.job.endpoint,
+            "headers": [],
+            "query_string": b"",
+            "app": self.runner.app,
+            "context": context,
+            "request_id": request_id.encode(),
+            "transfer": Transfer(),
+            **self._client_scope(),
+        }
+
+    async def _respond(self, scope: Scope, body: bytes) -> LineResponse:
+        """Return the response to a line's request. Raises a Refused."""
+        response = CapturedResponse()
+        deadlines = Deadlines(self.expires + RETRY_S, self.expires + RETRY_S)
+        try:
+            self.runner.app.count_body(scope, len(body))
+            request = await self.endpoint.read(scope, receive_nothing, body, deadlines)
+            await self.runner.worker_client.queue.wait_for_room(self.owner, self.lane)
+            await self.endpoint.serve(scope, None, response, request, deadlines)
+        except (Refused, ClientGone):
+            raise
+        except Exception as error:
+            failure: HttpError = count_failure(error, scope)
+            response.status, response.parts = failure.status, [to_json(failure.document)]
+        content = Raw(b"".join(response.parts))
+        return LineResponse(response.status, scope["request_id"].decode(), content)
+
+    async def _store_results(self) -> None:
+        """Store results as they come, together where several wait, until all lines have ended."""
+        try:
+            while True:
+                await self._filled.wait()
+                self._filled.clear()
+                if results := self._results:
+                    self._results = []
+                    await run_sync(self.store.append, self.record, results)
+                    self._in_flight -= len(results)
+                    self._count(results)
+                    self._changed.set()
+                elif self._all_ended:
+                    return
+        finally:
+            self._changed.set()
+
+    def _count(self, results: Sequence[LineResult]) -> None:
+        metric = self.runner.app.metrics.batch_lines
+        failed = sum(result.is_error for result in results)
+        metric.labels("failed").inc(failed)
+        metric.labels("completed").inc(len(results) - failed)
+
+    async def _fail_unserved(self, code: str) -> None:
+        """Add the lines without a result to the error file."""
+        error = LineError(code, UNSERVED_TEXTS[code])
+
+        def fail_page() -> list[LineResult]:
+            results = []
+            for line, custom_id, _ in self._read_page(-1):
+                output = LineOutput("batch_req_" + secrets.token_hex(12), custom_id, None, error)
+                results.append(LineResult(line.position, to_json(output) + b"\n", True))
+            if results:
+                self.store.append(self.record, results)
+            return results
+
+        while results := await run_sync(fail_page):
+            self._count(results)

@@ -1,0 +1,441 @@
+"""`/v1/files` and `/v1/batches` through OpenAI's SDK and over real sockets."""
+
+import io
+import json
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai.types import Batch
+
+from batching.fair_share import Priority
+from server.openai.batches import input_file, store
+from tests.event_streams import CLIENT
+from tests.fake_generator import FakeGenerator
+from tests.serving import Server, metric, serving, wait_until
+
+CHAT: Any = "/v1/chat/completions"
+ENDED = ("completed", "failed", "expired", "cancelled")
+
+
+def chat_line(custom_id: str, text: str = "hi", **more: Any) -> dict[str, Any]:
+    body = {"model": "demo", "messages": [{"role": "user", "content": text}], **more}
+    return {"custom_id": custom_id, "method": "POST", "url": CHAT, "body": body}
+
+
+def jsonl(lines: list[dict[str, Any]]) -> bytes:
+    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+
+
+class Client:
+    """A client with an API key."""
+
+    def __init__(self, server: Server, key: str = "one") -> None:
+        self.sdk = openai.OpenAI(base_url=server.url + "/v1", api_key=key, max_retries=0)
+
+    def upload(self, content: bytes, **more: Any) -> str:
+        return self.sdk.files.create(file=("in.jsonl", content), purpose="batch", **more).id
+
+    def create(self, content: bytes, endpoint: Any = CHAT, **more: Any) -> str:
+        input_file_id = self.upload(content)
+        return self.sdk.batches.create(
+            input_file_id=input_file_id, endpoint=endpoint, completion_window="24h", **more
+        ).id
+
+    def get(self, id: str) -> Batch:
+        batch = self.sdk.batches.retrieve(id)
+        assert Batch.model_validate(batch.model_dump(), strict=True) == batch
+        return batch
+
+    def wait(self, id: str) -> Batch:
+        wait_until(lambda: self.get(id).status in ENDED)
+        return self.get(id)
+
+    def completed(self, id: str) -> int:
+        counts = self.get(id).request_counts
+        return counts.completed if counts else 0
+
+    def results(self, id: str | None) -> dict[str, Any]:
+        """Return the lines of a file by custom_id, each of which occurs once."""
+        if id is None:
+            return {}
+        lines = [json.loads(line) for line in self.sdk.files.content(id).text.splitlines()]
+        by_id = {line["custom_id"]: line for line in lines}
+        assert len(by_id) == len(lines)
+        return by_id
+
+
+@contextmanager
+def started(folder: Path, generator: FakeGenerator, **settings: Any) -> Iterator[Server]:
+    settings = {"api_keys": ("one", "two")} | settings
+    with serving(load_chat=lambda: generator, batch_dir=str(folder), **settings) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("batches")
+    with started(folder, FakeGenerator(), embedding_model="demo", max_body_mb=0.01) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Server) -> Client:
+    return Client(server)
+
+
+def texts_of(results: dict[str, Any]) -> dict[str, str]:
+    return {
+        id: line["response"]["body"]["choices"][0]["message"]["content"]
+        for id, line in results.items()
+    }
+
+
+def test_the_lines_of_a_batch_are_served_as_requests_are(server: Server, client: Client) -> None:
+    lines = [chat_line(f"line {n}", f"say {n} wörds") for n in range(60)]
+    lines.append(chat_line("hot", temperature=9))
+    lines.append(chat_line("bad", "bad"))
+    lines.append(chat_line("unknown", model="other"))
+    before = metric(server, 'onequeue_batch_lines_total{result="completed"}')
+    batch = client.wait(client.create(jsonl(lines), metadata={"night": "1"}))
+    assert batch.status == "completed"
+    assert batch.metadata == {"night": "1"}
+    assert batch.request_counts is not None
+    counts = batch.request_counts
+    assert (counts.total, counts.completed, counts.failed) == (63, 60, 3)
+    assert batch.in_progress_at
+    assert batch.finalizing_at
+    assert batch.completed_at
+    assert texts_of(client.results(batch.output_file_id)) == {
+        f"line {n}": f"{n} wörds" for n in range(60)
+    }
+    errors = client.results(batch.error_file_id)
+    direct = CLIENT.post(
+        server.url + CHAT, json=lines[60]["body"], headers={"Authorization": "Bearer one"}
+    )
+    hot = errors["hot"]["response"]
+    assert (hot["status_code"], hot["body"]) == (direct.status_code, direct.json())
+    assert hot["request_id"] == f"{batch.id}-61"
+    assert errors["hot"]["id"].startswith("batch_req_")
+    assert errors["hot"]["error"] is None
+    assert errors["bad"]["response"]["status_code"] == 500
+    assert errors["unknown"]["response"]["status_code"] == 404
+    assert metric(server, 'onequeue_batch_lines_total{result="completed"}') == before + 60
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body"),
+    [
+        ("/v1/completions", {"prompt": "say a"}),
+        ("/v1/responses", {"input": "say a"}),
+        ("/v1/embeddings", {"input": "a"}),
+    ],
+)
+def test_a_batch_takes_other_endpoints(client: Client, endpoint: str, body: Any) -> None:
+    lines = [
+        {"custom_id": str(n), "method": "POST", "url": endpoint, "body": {"model": "demo", **body}}
+        for n in range(3)
+    ]
+    batch = client.wait(client.create(jsonl(lines), endpoint))
+    assert batch.error_file_id is None
+    results = client.results(batch.output_file_id)
+    assert [*sorted(results)] == ["0", "1", "2"]
+    document = results["1"]["response"]["body"]
+    if endpoint == "/v1/completions":
+        assert document["choices"][0]["text"] == "a"
+    elif endpoint == "/v1/responses":  # stored for the key of the batch
+        assert client.sdk.responses.retrieve(document["id"]).output_text == "a"
+    else:
+        direct = client.sdk.embeddings.create(model="demo", input="a", encoding_format="float")
+        assert document["data"][0]["embedding"] == direct.data[0].embedding
+
+
+def zipped() -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("in.jsonl", jsonl([chat_line("a")]) * 50)
+    return buffer.getvalue()
+
+
+GOOD = jsonl([chat_line("a")])
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "line", "param"),
+    [
+        (GOOD + b"{\n", "invalid_json_line", 2, None),
+        (GOOD + b'"text"\n', "invalid_json_line", 2, None),
+        (GOOD + b'{"custom_id": "\xff"}', "invalid_json_line", 2, None),
+        (GOOD + b"[" * 5000, "invalid_json_line", 2, None),
+        (zipped(), "invalid_json_line", 1, None),
+        (b"\n \n", "empty_batch", None, None),
+        (GOOD + b"\n\r\n" + GOOD, "duplicate_custom_id", 4, "custom_id"),
+        (jsonl([chat_line("a") | {"url": "/v1/completions"}]), "url_mismatch", 1, "url"),
+        (jsonl([chat_line("a") | {"method": "GET"}]), "invalid_request", 1, "method"),
+        (jsonl([chat_line("a") | {"body": "text"}]), "invalid_request", 1, "body"),
+        (jsonl([chat_line("")]), "invalid_request", 1, "custom_id"),
+        (b'{"body": {}}', "invalid_request", 1, "custom_id"),
+        (jsonl([chat_line("a", stream=True)]), "invalid_request", 1, "body.stream"),
+        (GOOD + jsonl([chat_line("b", "x" * 20_000)]), "invalid_request", 2, None),
+        (GOOD + b"x" * 300_000, "invalid_request", 2, None),
+    ],
+)  # fmt: skip
+def test_a_wrong_input_file_fails_the_batch(
+    client: Client, content: bytes, code: str, line: int | None, param: str | None
+) -> None:
+    batch = client.wait(client.create(content))
+    assert batch.status == "failed"
+    assert batch.failed_at
+    assert batch.output_file_id is batch.error_file_id is None
+    assert batch.errors is not None
+    assert batch.errors.data
+    error = batch.errors.data[0]
+    assert (error.code, error.line, error.param) == (code, line, param)
+    assert error.message
+
+
+def test_a_wrong_request_is_refused(client: Client) -> None:
+    input_file_id = client.upload(GOOD)
+    good: dict[str, Any] = {
+        "input_file_id": input_file_id, "endpoint": CHAT, "completion_window": "24h",
+    }  # fmt: skip
+    output = client.results(client.wait(client.sdk.batches.create(**good).id).output_file_id)
+    assert [*output] == ["a"]
+    output_id = client.sdk.files.list(purpose="batch_output").data[0].id
+    wrongs: list[tuple[dict[str, Any], str]] = [
+        ({"completion_window": "1h"}, "completion_window"),
+        ({"endpoint": "/v1/models"}, "endpoint"),
+        ({"input_file_id": output_id}, "input_file_id"),
+        ({"metadata": {"a": 1}}, "metadata"),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 1}},
+         "output_expires_after.seconds"),
+    ]  # fmt: skip
+    for wrong, param in wrongs:
+        with pytest.raises(openai.BadRequestError) as error:
+            client.sdk.batches.create(**(good | wrong))
+        assert error.value.param == param
+    with pytest.raises(openai.NotFoundError):
+        client.sdk.batches.create(**(good | {"input_file_id": "file-0"}))
+
+
+@pytest.mark.parametrize(
+    ("form", "param"),
+    [
+        ({}, "purpose"),
+        ({"purpose": "vision"}, "purpose"),
+        ({"purpose": "batch", "expires_after[anchor]": "created_at"}, "expires_after.seconds"),
+        ({"purpose": "batch", "expires_after[anchor]": "created_at",
+          "expires_after[seconds]": "1"}, "expires_after.seconds"),
+        ({"purpose": "batch", "expires_after[seconds]": "x"}, "expires_after"),
+    ],
+)  # fmt: skip
+def test_a_wrong_upload_is_refused(server: Server, form: dict[str, str], param: str) -> None:
+    response = CLIENT.post(
+        server.url + "/v1/files",
+        data=form,
+        files={"file": ("in.jsonl", GOOD)},
+        headers={"Authorization": "Bearer one"},
+    )
+    assert response.status_code == 400
+    assert response.json()["error"]["param"].startswith(param)
+
+
+def test_files_are_kept_listed_and_deleted(server: Server) -> None:
+    client = Client(server, "two")
+    ids = [client.upload(GOOD + b" " * n) for n in range(3)]
+    kept = client.upload(GOOD, expires_after={"anchor": "created_at", "seconds": 3600})
+    file = client.sdk.files.retrieve(kept)
+    assert (file.expires_at or 0) - file.created_at == 3600
+    assert (file.filename, file.purpose, file.status) == ("in.jsonl", "batch", "processed")
+    assert file.bytes == len(GOOD)
+    assert client.sdk.files.content(kept).read() == GOOD
+    newest_first = [kept, *reversed(ids)]
+    assert [file.id for file in client.sdk.files.list(limit=3)] == newest_first  # all pages
+    page = client.sdk.files.list(limit=2, order="asc", after=ids[0])
+    assert ([file.id for file in page.data], page.has_more) == (ids[1:3], True)
+    assert client.sdk.files.list(purpose="batch_output").data == []
+    with pytest.raises(openai.BadRequestError, match="after"):
+        client.sdk.files.list(after="file-0")
+    assert client.sdk.files.delete(kept).deleted
+    for gone in (client.sdk.files.retrieve, client.sdk.files.content, client.sdk.files.delete):
+        with pytest.raises(openai.NotFoundError):
+            gone(kept)
+
+
+def test_a_key_finds_neither_files_nor_batches_of_another(server: Server, client: Client) -> None:
+    other = Client(server, "two")
+    id = client.create(GOOD)
+    batch = client.wait(id)
+    assert batch.output_file_id
+    for file_id in (batch.input_file_id, batch.output_file_id):
+        for call in (other.sdk.files.retrieve, other.sdk.files.content, other.sdk.files.delete):
+            with pytest.raises(openai.NotFoundError):
+                call(file_id)
+        assert file_id not in [file.id for file in other.sdk.files.list()]
+    for look_up in (other.sdk.batches.retrieve, other.sdk.batches.cancel):
+        with pytest.raises(openai.NotFoundError):
+            look_up(id)
+    assert id not in [found.id for found in other.sdk.batches.list()]
+    with pytest.raises(openai.NotFoundError):
+        other.sdk.batches.create(
+            input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h"
+        )
+    assert [found.id for found in client.sdk.batches.list(limit=1).data] == [id]
+
+
+def test_without_a_folder_there_are_no_batches() -> None:
+    with serving(load_chat=FakeGenerator) as server:
+        for method, path in [("GET", "/v1/files"), ("POST", "/v1/batches"), ("GET", "/v1/files/x")]:
+            response = CLIENT.request(method, server.url + path)
+            assert response.status_code == 404
+            assert "it needs BATCH_DIR" in response.json()["error"]["message"]
+
+
+def test_a_cancelled_batch_keeps_its_results(tmp_path: Path) -> None:
+    lines = [chat_line(f"line {n}") for n in range(10)] + [chat_line("stuck", "hang")]
+    generator = FakeGenerator()
+    with started(tmp_path, generator) as server:
+        client = Client(server)
+        id = client.create(jsonl(lines))
+        wait_until(lambda: client.completed(id) == 10)
+        with pytest.raises(openai.BadRequestError, match="cancel it first"):
+            client.sdk.files.delete(client.get(id).input_file_id)
+        waiting = client.create(GOOD)  # a key has one running batch
+        assert client.sdk.batches.cancel(waiting).status in ("cancelling", "cancelled")
+        assert client.wait(waiting).output_file_id is None
+        assert client.sdk.batches.cancel(id).status in ("cancelling", "cancelled")
+        batch = client.wait(id)
+        assert batch.status == "cancelled"
+        assert batch.cancelling_at
+        assert batch.cancelled_at
+        assert len(client.results(batch.output_file_id)) == 10
+        [(name, line)] = client.results(batch.error_file_id).items()
+        assert (name, line["response"], line["error"]["code"]) == ("stuck", None, "batch_cancelled")
+        wait_until(lambda: generator.dropped == ["hang"])
+        with pytest.raises(openai.BadRequestError, match="it is cancelled"):
+            client.sdk.batches.cancel(id)
+
+
+def test_lines_are_few_at_a_time_and_give_way(tmp_path: Path) -> None:
+    generator = FakeGenerator()
+    with started(tmp_path, generator, max_queue_size=16) as server:
+        client = Client(server)
+        id = client.create(jsonl([chat_line(f"line {n}", "hang") for n in range(30)]))
+        wait_until(lambda: len(generator.running) == 2)  # the window's start
+        assert {request.item.priority for request in generator.running} == {Priority.BATCH}
+        answer = client.sdk.chat.completions.create(
+            model="demo", messages=[{"role": "user", "content": "hi"}]
+        )
+        assert answer.choices[0].message.content
+        assert len(generator.payloads) == 3
+        client.sdk.batches.cancel(id)
+        client.wait(id)
+
+
+def test_a_batch_goes_on_after_a_restart(tmp_path: Path) -> None:
+    lines = [chat_line(f"line {n}", f"say {n}") for n in range(20)] + [chat_line("last", "hang")]
+    generator = FakeGenerator()
+    with started(tmp_path, generator) as server:
+        client = Client(server)
+        id = client.create(jsonl(lines))
+        wait_until(lambda: client.completed(id) == 20)
+        later = client.create(jsonl([chat_line("later", "say later")]))
+    generator = FakeGenerator()
+    with started(tmp_path, generator, api_keys=("two", "one")) as server:
+        client = Client(server)
+        assert client.get(id).status == "in_progress"
+        wait_until(lambda: len(generator.payloads) == 1)  # only the last line runs again
+        client.sdk.batches.cancel(id)
+        batch = client.wait(id)
+        assert texts_of(client.results(batch.output_file_id)) == {
+            f"line {n}": str(n) for n in range(20)
+        }
+        assert [*client.results(batch.error_file_id)] == ["last"]
+        assert client.wait(later).status == "completed"
+    with started(tmp_path, FakeGenerator(), api_keys=("two",)) as server:
+        assert Client(server, "two").sdk.batches.list().data == []
+
+
+def test_a_batch_whose_key_is_gone_does_not_run(tmp_path: Path) -> None:
+    generator = FakeGenerator()
+    with started(tmp_path, generator) as server:
+        Client(server).create(jsonl([chat_line("a", "hang")]))
+        wait_until(lambda: bool(generator.running))
+    generator = FakeGenerator()
+    with started(tmp_path, generator, api_keys=("two",)):
+        pass
+    with started(tmp_path, generator) as server:
+        [batch] = Client(server).sdk.batches.list().data
+        assert batch.status == "failed"
+        assert batch.errors
+        assert batch.errors.data
+        assert batch.errors.data[0].code == "invalid_api_key"
+    assert generator.payloads == []
+
+
+def test_a_batch_that_expires_names_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "WINDOW_S", 2)
+    with started(tmp_path, FakeGenerator()) as server:
+        client = Client(server)
+        lines = [chat_line("a"), chat_line("b", "hang")]
+        batch = client.wait(client.create(jsonl(lines)))
+        assert (batch.status, bool(batch.expired_at)) == ("expired", True)
+        assert [*client.results(batch.output_file_id)] == ["a"]
+        [(name, line)] = client.results(batch.error_file_id).items()
+        assert (name, line["error"]["code"]) == ("b", "batch_expired")
+
+
+def test_a_full_folder_refuses_uploads_and_ends_batches(tmp_path: Path) -> None:
+    with started(tmp_path, FakeGenerator(), batch_dir_gb=0.0002) as server:  # 100 kB of a key
+        client, other = Client(server), Client(server, "two")
+        lines = [chat_line(f"line {n}", "say " + "x" * 1000) for n in range(60)]
+        batch = client.wait(client.create(jsonl(lines)))
+        assert batch.status == "failed"
+        assert batch.errors
+        assert batch.errors.data
+        assert batch.errors.data[0].code == "storage_full"
+        assert batch.request_counts
+        assert len(client.results(batch.output_file_id)) == batch.request_counts.completed
+        with pytest.raises(openai.APIStatusError) as error:
+            client.upload(GOOD + b" " * 50_000)
+        assert (error.value.status_code, error.value.code) == (413, "storage_full")
+        other.upload(GOOD)
+
+
+def test_a_folder_serves_one_server_at_a_time(tmp_path: Path) -> None:
+    with started(tmp_path, FakeGenerator()):  # noqa: SIM117
+        with pytest.raises(ValueError, match=r"BATCH_DIR=.*: another server process uses it"):
+            with started(tmp_path, FakeGenerator()):
+                pass
+
+
+@pytest.mark.parametrize("is_ordered", [True, False])
+def test_lines_find_the_prefixes_of_others_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_ordered: bool
+) -> None:
+    """The cache has room for two prompts; the lines of the six groups alternate in the file."""
+    if not is_ordered:
+        monkeypatch.setattr(input_file, "prefix_key", lambda body: b"")
+    lines = [
+        chat_line(f"{n} {group}", f"Question {n}: what is the capital of Japan?", max_tokens=2)
+        for n in range(6)
+        for group in range(6)
+    ]
+    for line in lines:
+        system = f"{line['custom_id'][2]} You are a helpful friend. " * 12
+        line["body"]["messages"].insert(0, {"role": "system", "content": system})
+    demo: dict[str, Any] = {"chat_model": "demo", "kv_cache_gb": 0.0005, "max_running": 4}
+    with serving(**demo, batch_dir=str(tmp_path)) as server:
+        client = Client(server)
+        results = client.results(client.wait(client.create(jsonl(lines))).output_file_id)
+    usages = [line["response"]["body"]["usage"] for line in results.values()]
+    cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+    prompts = sum(usage["prompt_tokens"] for usage in usages)
+    assert len(usages) == 36
+    assert cached > prompts / 2 if is_ordered else cached < prompts / 4
