@@ -21,7 +21,7 @@ from worker.generation.loading import load_generator, paged_engine
 from worker.messages.generation import Chat, GenerationInput, ImageInput, Stopping
 from worker.model.attention.kv_cache import BLOCK
 from worker.model.language_model import GeneratorOptions
-from worker.model.paged_runner import PagedRunner
+from worker.model.paged_runner import PagedRunner, StateSlots
 from worker.vision.multimodal_prompt import MultimodalPrompt
 
 torch.set_num_threads(1)
@@ -70,7 +70,8 @@ def engine(model: str, blocks: int = 400, max_running: int = 256) -> GenerationE
     known = loaded(model)
     assert known.info.batching == "continuous", known.info.why
     language = known.runner.language
-    runner = PagedRunner(language, blocks, min(language.context, blocks * BLOCK), 0)
+    room = min(language.context, blocks * BLOCK)
+    runner = PagedRunner(language, blocks, room, 0, StateSlots(32, 32))
     for stored in (*runner.cache.keys, *runner.cache.values):
         stored.fill_(float("nan"))
     options = GeneratorOptions("", max_running=max_running)

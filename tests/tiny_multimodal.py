@@ -16,7 +16,7 @@ import torch
 
 from tests.tiny import SMALL
 from tests.tiny import hf as hf
-from tests.tiny_decoders import MIXED, WINDOW, with_random_vectors
+from tests.tiny_decoders import LINEAR, MIXED, WINDOW, with_random_vectors
 from tests.tiny_tokenizers import llama_tokenizer
 
 CONTEXT = 1024
@@ -137,6 +137,14 @@ def qwen3_vl() -> list[Any]:
     sizes = {"hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 64}
     more = {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
     return qwen("Qwen3VL", {**sizes, **more}, head_dim=8)
+
+
+def qwen3_5_vl() -> list[Any]:
+    sizes = {"hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 64}
+    linear = {key: value for key, value in LINEAR.items() if key != "num_key_value_heads"}
+    # a quarter of a head's size is rotated
+    more = {"num_position_embeddings": 16}
+    return qwen("Qwen3_5", {**sizes, **more}, **{**linear, "head_dim": 32})
 
 
 SPLIT = [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
@@ -296,6 +304,7 @@ BUILDERS: dict[str, Callable[[], list[Any]]] = {
     "qwen2-vl": qwen2_vl,
     "qwen2.5-vl": qwen2_5_vl,
     "qwen3-vl": qwen3_vl,
+    "qwen3.5-vl": qwen3_5_vl,
     "smolvlm": lambda: split("SmolVLM"),
     "idefics3": lambda: split("Idefics3"),
     "gemma3": gemma3,

@@ -96,7 +96,9 @@ def test_output_is_the_same_beside_other_requests_and_in_chunks(
     assert bool(driver.partial) == bool(tokens)
 
 
-@pytest.mark.parametrize("model", matrix(FAMILIES, "qwen2.5-vl"))
+@pytest.mark.parametrize(
+    "model", matrix([name for name in FAMILIES if name != "qwen3.5-vl"], "qwen2.5-vl")
+)
 def test_prefix_cache_is_shared_by_equal_images_only(model: str) -> None:
     generator = engine(model)
     question = "What are these, and what are they for? "

@@ -86,8 +86,9 @@ def forward_context(backend: AttentionBackend, states: StepStates | None = None)
         _context.backend = _context.states = None
 
 
-def step_states() -> StepStates:
-    states: StepStates = _context.states
+def step_states() -> StepStates | None:
+    """Return the states of the running step; None outside of one."""
+    states: StepStates | None = getattr(_context, "states", None)
     return states
 
 

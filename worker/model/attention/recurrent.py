@@ -191,7 +191,9 @@ class _Parts(NamedTuple):
 
 def run_recurrent(hidden: Tensor, number: int, size: int) -> Tensor:
     """Run a recurrent module on the running step's packed row: [1, T, H] → [1, T, size]."""
-    return step_states().run(number, hidden)
+    states = step_states()
+    assert states
+    return states.run(number, hidden)
 
 
 # opaque to the compiler: how a row is divided changes with each step
@@ -215,6 +217,7 @@ def uninstall(modules: Sequence[RecurrentModule]) -> None:
 
 
 def _packed_forward(module: RecurrentModule, number: int) -> Callable[..., Tensor]:
+    """Return the module's forward in packed steps; outside of one it is the module's own."""
     name, size = module.input_name, module.size
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
@@ -222,7 +225,8 @@ def _packed_forward(module: RecurrentModule, number: int) -> Callable[..., Tenso
         if torch.compiler.is_compiling():
             out: Tensor = torch.ops.onequeue.recurrent(hidden, number, size)
             return out
-        return run_recurrent(hidden, number, size)
+        states = step_states()
+        return states.run(number, hidden) if states else module.forward(*args, **kwargs)
 
     return forward
 
