@@ -622,6 +622,15 @@ def test_tool_without_a_grammar_may_still_be_called() -> None:
     assert alone(item).choices[0].finish_reason
 
 
+def test_strict_tool_without_a_grammar_is_refused() -> None:
+    odd = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=a)b"}}}
+    function = {"name": "t", "parameters": odd, "strict": True}
+    tool = {"type": "function", "function": function}
+    with pytest.raises(InvalidInput, match=r"tools\[2\]: cannot be compiled") as error:
+        alone(asking(tools=(*TOOLS, tool), tool_policy=ToolCallPolicy((*NAMES, "t"))))
+    assert error.value.param == "tools[2]"
+
+
 @pytest.mark.parametrize("stop", [(">>>",), ("}}}", "\n\n\n")])
 def test_stop_strings_do_not_end_calls(stop: tuple[str, ...]) -> None:
     """They are searched in content alone, and delay no delimiters."""

@@ -24,7 +24,7 @@ from worker.generation.output import PreparedPrompt, SequenceOutput, create_outp
 from worker.grammar.compiler import Grammar, GrammarCompiler, compiling_for
 from worker.grammar.constraints import OutputConstraints
 from worker.grammar.lark import content_or_calls, unusable_grammar
-from worker.grammar.tool_calls import accepts, tool_calls_grammar
+from worker.grammar.tool_calls import accepts, text_or_calls, tool_calls_grammar
 from worker.messages.decisions import DecisionInput
 from worker.messages.generation import (
     Chat,
@@ -206,8 +206,7 @@ class InputProcessor:
             constraints = self.constraint_builder.build(request, output_format, prefix)
         if not rendered:
             return None, constraints
-        document = constraints is not None and constraints.is_document
-        return response_parser(request, output_format, prefix, document), constraints
+        return response_parser(request, output_format, prefix, constraints), constraints
 
     def _encode_prompt(
         self,
@@ -369,14 +368,16 @@ class ConstraintBuilder:
             budget = None
         content: Grammar | None = None  # of the whole response
         call: Grammar | None = None  # of a tool call that the model starts by itself
+        text_or_call: Grammar | None = None  # likewise, if it must match its tool
+        beginnings: list[str] = []
         if calls and output_format.tool_calls:
-            content, call = self._tool_call_grammars(
+            content, call, text_or_call = self._tool_call_grammars(
                 request, calls, output_format, output_format.tool_calls
             )
-        elif calls and (inputs := calls.input_constraints):
-            param = next(iter(inputs.values())).param
+            beginnings = output_format.tool_calls.beginnings(calls.names)
+        elif strict := request.strict_tools:
             reason = "cannot be applied: the format of this model's tool calls is not known"
-            raise InvalidInput.at(param, reason)
+            raise InvalidInput.at(_param_of(request, strict[0], "strict"), reason)
         elif constraint:
             headers = self._headers(output_format) if isinstance(request.prompt, Chat) else ""
             content = self.grammars.compile_constraint(constraint, headers)
@@ -391,6 +392,9 @@ class ConstraintBuilder:
             content=content,
             is_document=content is not None and not (calls and calls.required),
             call=call,
+            text_or_call=text_or_call,
+            beginnings=tuple(beginnings),
+            undelimited_calls=output_format.undelimited_calls,
             reasoning_start=self._template.reasoning_start if opens else (),
             reasoning_end=self._template.reasoning_end(output_format) if budget is not None else (),
             reasoning_budget=budget,
@@ -403,33 +407,39 @@ class ConstraintBuilder:
         calls: ToolCallPolicy,
         output_format: OutputFormat,
         call_format: ToolCallFormat,
-    ) -> tuple[Grammar | None, Grammar | None]:
-        """Return the grammar of the whole response, and that of a call which the model starts by
-        itself: one of the two, or neither where the tools of optional calls have no grammar."""
+    ) -> tuple[Grammar | None, Grammar | None, Grammar | None]:
+        """Return the grammar of the whole response; or that of a call which the model starts by
+        itself, and that of text and then such a call, if a tool is strict. None of them where the
+        tools of optional calls have no grammar."""
         constraint, tools, grammars = request.constraint, request.called_tools, self.grammars
-        optional = not (calls.required or constraint)
+        optional, strict = not (calls.required or constraint), request.strict_tools
         several = calls.parallel and (not optional or call_format.shares_delimiters)
         starts = [output_format.message_start] if output_format.message_start else []
         inputs = calls.input_constraints
+        text_or_call: Grammar | None = None
         try:
             grammar = tool_calls_grammar(
                 call_format, tools, several, grammars.quote, starts, optional, inputs
             )
             compiled = grammars.compile(grammar, "tools")
+            if optional and strict:
+                beginnings = call_format.beginnings(calls.names)
+                text = text_or_calls(beginnings, grammar, grammars.special_ids)
+                text_or_call = grammars.compile(text, "tools")
         except InvalidInput:
-            if optional and not inputs:
-                return None, None
+            if optional and not strict:
+                return None, None, None
             self._check_each_tool(request, inputs, call_format)
             raise
         if calls.required:
-            return compiled, None
+            return compiled, None, None
         if constraint is None:
-            return None, compiled
+            return None, compiled, text_or_call
         if output_format.undelimited_calls:
             reason = "this model writes tool calls as plain JSON: send either this or tools"
             raise InvalidInput.at(constraint.param, reason)
         whole = content_or_calls(constraint, grammar, self._headers(output_format))
-        return grammars.compile(whole, constraint.param), None
+        return grammars.compile(whole, constraint.param), None, None
 
     def _check_each_tool(
         self,
@@ -440,9 +450,7 @@ class ConstraintBuilder:
         """Raise InvalidInput that names the tool whose grammar cannot be compiled."""
         assert isinstance(request.prompt, Chat)
         for tool in request.called_tools:
-            param = f"tools[{request.prompt.tools.index(tool)}]"
-            if constraint := inputs.get(tool["function"]["name"]):
-                param = constraint.param
+            param = _param_of(request, tool["function"]["name"])
             try:
                 grammar = tool_calls_grammar(
                     call_format, [tool], False, self.grammars.quote, inputs=inputs
@@ -455,6 +463,16 @@ class ConstraintBuilder:
         """Return a Lark rule for the delimiters that may precede content."""
         headers = (output_format.message_start, output_format.content and output_format.content[0])
         return "".join(f"({self.grammars.quote(text)})? " for text in headers if text)
+
+
+def _param_of(request: GenerationInput, name: str, field: str = "") -> str:
+    """Return the field of a tool that errors name: the grammar of its input, or the function."""
+    assert isinstance(request.prompt, Chat)
+    assert request.tool_policy
+    if constraint := request.tool_policy.input_constraints.get(name):
+        return constraint.param
+    names = [tool["function"]["name"] for tool in request.prompt.tools]
+    return f"tools[{names.index(name)}]" + (f".{field}" if field else "")
 
 
 def verify_tool_call_format(template: ChatTemplate) -> ChatTemplate:
@@ -493,14 +511,21 @@ def response_prefix(chat: Chat, rendered: RenderedPrompt) -> str:
 
 
 def response_parser(
-    request: GenerationInput, output_format: OutputFormat, prefix: str, document: bool = False
+    request: GenerationInput,
+    output_format: OutputFormat,
+    prefix: str,
+    constraints: OutputConstraints | None = None,
 ) -> OutputParser | None:
     """Return the parser of a chat's responses; None if all of their text is content."""
     delimited = output_format.initial_phase != CONTENT or output_format.delimiters
     if not delimited and not request.tool_policy:
         return None
     tools = request.called_tools if request.tool_policy else ()
-    return OutputParser(output_format, prefix, bool(request.tool_policy), tools, document)
+    allows_calls, is_document, allows_call = bool(request.tool_policy), False, None
+    if constraints:
+        is_document = constraints.is_document
+        allows_call = constraints.allows_call if constraints.is_strict else None
+    return OutputParser(output_format, prefix, allows_calls, tools, is_document, allows_call)
 
 
 def eos_token_ids(

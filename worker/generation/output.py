@@ -185,7 +185,7 @@ class SequenceOutput:
         if parser:
             self._delta.reasoning_tokens += reasoning or parser.phase == "reasoning"
         if constraints:
-            constraints.update_phase()
+            constraints.update_phase(text)
         if self._stop_string_complete:
             self._finish("stop", self._matched, sampled)
         elif constraints and constraints.finished:
@@ -218,7 +218,10 @@ class SequenceOutput:
             self._add_content(span)
         else:
             constrained = self.constraints is not None and self.constraints.is_constrained
-            self._handle(self._parser.feed(span, constrained))
+            events = self._parser.feed(span, constrained)
+            if self.constraints and self.constraints.begins_wrong_call():
+                events = self._parser.refuse_call(events)
+            self._handle(events)
 
     def _handle(self, events: abc.Iterable[OutputEvent]) -> None:
         for kind, span, name in events:

@@ -156,6 +156,10 @@ class GrammarCompiler:
             if part
         )
 
+    @property
+    def special_ids(self) -> list[int]:
+        return sorted(self._special.values())
+
     @cached_property
     def _special(self) -> dict[str, int]:
         """The ids of tokens that a grammar's text never matches."""

@@ -18,6 +18,7 @@ from worker.grammar.lark import (
     Quote,
     arguments_schema,
     format_literals,
+    regex_terminal,
     schema_rule,
     without_annotations,
 )
@@ -43,16 +44,15 @@ def tool_calls_grammar(
     rules: list[str] = []  # named rules of the arguments
     section, end = call_format.section
     before = " ".join(f"({format_literals(text, quote)})?" for text in message_starts)
-    first_call = (format_literals if section.strip() else _optional_space)(
-        call_format.call[0], quote
-    )
+    starts_call = format_literals if section.strip() and not started else _optional_space
+    first_call = starts_call(call_format.call[0], quote)
     opens = _optional_space(section, quote)
     if started and call_format.call[0].strip() and opens:
         opens = f"({opens})?"
     between = format_literals((call_format.separator or "") + call_format.call[0], quote)
     more = f"({between} call)*" if several and call_format.separator is not None else ""
     closes = format_literals(end.rstrip(), quote)
-    closes = f"({closes})?" if closes and not section.strip() else closes
+    closes = f"({closes})?" if closes and (started or not section.strip()) else closes
     calls = []
     for tool in tools:
         name = tool["function"]["name"]
@@ -72,6 +72,22 @@ def tool_calls_grammar(
             "call: " + " | ".join(f"call_{n}" for n in range(len(tools))),
             *(f"call_{n}: {call}" for n, call in enumerate(calls)),
             *rules,
+        ]
+    )
+
+
+def text_or_calls(beginnings: Sequence[str], calls: str, special: Sequence[int]) -> str:
+    """Return a grammar of text that ends before calls, with them, or with one of the special
+    tokens; or that is the beginning of a call, which special tokens may spell in `calls`."""
+    text = regex_terminal("(?s:.*)")
+    begins = "|".join(map(re.escape, beginnings))
+    tokens = f" | <[{','.join(map(str, special))}]>" if special else ""
+    return "\n".join(
+        [
+            f"start: FREE? (calls{tokens})? | BEGINNING",
+            f"FREE: {text} & ~{regex_terminal(f'(?s:.*)({begins})(?s:.*)')}",
+            f"BEGINNING: {regex_terminal(begins)}",
+            f"calls: {calls.removeprefix('start:')}",
         ]
     )
 

@@ -154,3 +154,11 @@ class GenerationInput:
         names = self.tool_policy.names if self.tool_policy else ()
         tools = self.prompt.tools if isinstance(self.prompt, Chat) else ()
         return [tool for tool in tools if tool["function"]["name"] in names]
+
+    @property
+    def strict_tools(self) -> list[str]:
+        """The names of tools whose calls must match their constraints: strict functions, and custom
+        tools with a grammar."""
+        inputs = self.tool_policy.input_constraints if self.tool_policy else {}
+        functions = [tool["function"] for tool in self.called_tools]
+        return [f["name"] for f in functions if f.get("strict") is True or f["name"] in inputs]

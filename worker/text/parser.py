@@ -11,7 +11,7 @@ and its events lack their tokens.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from worker.messages.deltas import Kind
@@ -52,11 +52,14 @@ class OutputParser:
     def __init__(
         self, output_format: OutputFormat, prefix: str, allows_calls: bool,
         tools: Sequence[Mapping[str, Any]] = (), is_document: bool = False,
+        allows_call: Callable[[str], bool] | None = None,
     ) -> None:  # fmt: skip
         """`prefix`: the part of the output that the prompt has. Without `allows_calls`, the text of
         a call is content. `is_document`: constrained content has no delimiters in it, except of
         calls that come before it."""
         self.calls_started = self.calls_finished = 0
+        self._calls_before = 0, 0  # both, before the last text
+        self._allows_call = allows_call  # whether the text of a call in reasoning is one
         self._format = output_format
         self._tools = {tool["function"]["name"]: parameter_types(tool) for tool in tools}
         self._allows_calls = allows_calls
@@ -95,7 +98,7 @@ class OutputParser:
 
     def fork(self) -> "OutputParser":
         """Return a parser in the same state, for another output of the same prompt."""
-        shared = (self._format, self._tools, self._delimiters, self._active)
+        shared = (self._format, self._tools, self._delimiters, self._active, self._allows_call)
         return copy.deepcopy(self, {id(value): value for value in shared})
 
     @property
@@ -127,10 +130,29 @@ class OutputParser:
             return self._format.tool_calls.trigger + self._triggered
         return self._text_after_delimiter
 
+    @property
+    def pending_text(self) -> str:
+        """Text of the content that may be the beginning of a call, without words before it."""
+        if self.phase != "content":
+            return ""
+        return (self._call_text.text + self._buffer.text)[self._call_prefix[0] * bool(self._call) :]
+
+    def refuse_call(self, events: list[OutputEvent]) -> list[OutputEvent]:
+        """Make the call that has begun with the last text content. `events`: of that text."""
+        events = [event for event in events if event.kind != "call"]
+        self.calls_started, self.calls_finished = self._calls_before
+        text, self._call, self._call_text = self._call_text, None, TextSpan("")
+        text.append(self._buffer)
+        self._buffer, self._triggered, self._after_delimiter = TextSpan(""), None, False
+        self._enter(CONTENT)
+        self._resume_content(events)
+        return [*events, OutputEvent("content", text)]
+
     def feed(self, span: TextSpan, constrained: bool = False) -> list[OutputEvent]:
         """Return the events that are certain now. `constrained`: a grammar constrains the text, so
         that a call's strings end where they should."""
         self._constrained = constrained
+        self._calls_before = self.calls_started, self.calls_finished
         if constrained and self._is_document:
             self._is_document = self._has_content = self._after_delimiter = False
             self._only_first = True
@@ -206,9 +228,10 @@ class OutputParser:
         max_pending = MAX_PENDING
         if first is None and uncertain is not None:
             # A call inside reasoning counts only if the reasoning never closes.
-            if ended:
-                return uncertain, uncertain[1].start()
-            pending, max_pending = min(pending, uncertain[1].start()), MAX_UNCERTAIN
+            start = uncertain[1].start()
+            if ended and (self._allows_call is None or self._allows_call(text[start:].strip())):
+                return uncertain, start
+            pending, max_pending = min(pending, len(text) if ended else start), MAX_UNCERTAIN
         return None, pending if len(text) - pending < max_pending else len(text)
 
     def _counts(self, delimiter: Delimiter, match: Match) -> bool:
@@ -268,7 +291,8 @@ class OutputParser:
             self._call, self._call_text = delimiter.make_parser(groups, self._tools), taken
             name, calls = groups.get("name"), self._format.tool_calls
             call_prefix = calls.call_prefix(name) if name and calls else ""
-            self._call_prefix = (len(taken.text) if call_prefix else 0), call_prefix
+            replaces = call_prefix or self._format.undelimited_calls
+            self._call_prefix = (len(taken.text) if replaces else 0), call_prefix
             self._emit_call(TextSpan(""), events)
 
     def _enter(self, phase: str) -> None:

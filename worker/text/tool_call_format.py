@@ -152,6 +152,15 @@ class ToolCallFormat:
         delimiter = self.syntax.pattern.search(self.call[0])
         return self.call[0][: delimiter.end()] if delimiter else self.call[0]
 
+    def beginnings(self, names: Sequence[str]) -> list[str]:
+        """Return the texts with which the model has begun a call, of one of the names if only a
+        name identifies it."""
+        if self.undelimited:
+            before = (self.section[0] + self.call[0] + self.braces[0]).lstrip()
+            return [before + name + self.middle_of(name)[:1] for name in names]
+        text = self.opening[1] if self.is_list else self.trigger.strip()
+        return [text] if text and PLACEHOLDER_PATTERNS.keys().isdisjoint(text) else []
+
     @property
     def is_list(self) -> bool:
         """Whether the delimiters enclose one list: of JSON objects, or of Python calls."""
