@@ -21,10 +21,11 @@ from worker.messages.generation import ImageInput
 
 BILLING_LINE = "x-anthropic-billing-header:"  # Claude Code changes it with each request
 BLOCKS_BY_ROLE = {
-    "user": ("text", "image", "document", "tool_result"),
+    "user": ("text", "image", "document", "search_result", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
     "system": ("text",),
-    "tool_result": ("text", "image", "document"),
+    "tool_result": ("text", "image", "document", "search_result"),
+    "search_result": ("text",),
 }
 # Which fields a block requires, for the OpenAPI document.
 TEXT_FIELD: Document = {"type": "string"}
@@ -35,6 +36,10 @@ BLOCK_FIELDS = any_of(
     ({"type": {"const": "thinking"}, "thinking": TEXT_FIELD}, ["type", "thinking"]),
     ({"type": {"const": "redacted_thinking"}, "data": TEXT_FIELD}, ["type", "data"]),
     ({"type": {"enum": ["image", "document"]}, "source": {"type": "object"}}, ["type", "source"]),
+    (
+        {"type": {"const": "search_result"}, "source": TEXT_FIELD, "content": {"type": "array"}},
+        ["type", "source", "title", "content"],
+    ),
 )
 
 
@@ -67,20 +72,33 @@ class BlockSource(Struct):
 
 
 class SimpleBlock(Struct):
-    """A block without blocks in it: text, an image or a document."""
+    """A text, an image, a document, or a search result, which has texts in it."""
 
     type: str
     text: str | None = None
-    source: BlockSource | None = None
+    source: BlockSource | str | None = None  # of a search result, where it was found
     title: str | None = None
     context: str | None = None
+    content: str | list["SimpleBlock"] | None = None  # of a search result, and of a tool's
+
+    def file(self, path: str) -> BlockSource:
+        if isinstance(self.source, str):
+            raise InvalidInput.at(f"{path}.source", "must be an object")
+        return required(self.source, f"{path}.source")
 
     def read_text(self, path: str) -> str:
-        """Return the text of a text or a document."""
+        """Return the text of a text, a document or a search result."""
         if self.type == "text":
             return required(self.text, f"{path}.text")
-        text = required(self.source, f"{path}.source").document_text(f"{path}.source")
-        return "\n".join(filter(None, [self.title, self.context, text]))
+        if self.type == "document":
+            text = self.file(path).document_text(f"{path}.source")
+            return "\n".join(filter(None, [self.title, self.context, text]))
+        title, source = required(self.title, f"{path}.title"), self.source
+        if not isinstance(source, str):
+            raise InvalidInput.at(f"{path}.source", "must be a string")
+        if not isinstance(content := self.content, list):
+            raise InvalidInput.at(f"{path}.content", "must be a list")
+        return "\n".join([title, source, join_texts(content, f"{path}.content", self.type)])
 
 
 class ContentBlock(SimpleBlock):
@@ -88,7 +106,6 @@ class ContentBlock(SimpleBlock):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | list[SimpleBlock] | None = None  # of a result
     thinking: str | None = None
     signature: str | None = None
     data: str | None = None  # of redacted thinking
@@ -213,13 +230,12 @@ class Conversion:
             return {"type": "text", "text": block.read_text(path)}
         if len(self.images) == MAX_IMAGES:
             raise InvalidInput.at(path, f"a request takes at most {MAX_IMAGES} images")
-        source = required(block.source, f"{path}.source")
-        self.images.append(source.image_input(f"{path}.source"))
+        self.images.append(block.file(path).image_input(f"{path}.source"))
         return {"type": "image"}
 
 
-def join_texts(blocks: Sequence[SimpleBlock], path: str) -> str:
-    _check_types(blocks, "system", path)
+def join_texts(blocks: Sequence[SimpleBlock], path: str, role: str = "system") -> str:
+    _check_types(blocks, role, path)
     return "\n".join(block.read_text(f"{path}[{n}]") for n, block in enumerate(blocks))
 
 

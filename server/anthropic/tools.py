@@ -19,6 +19,7 @@ class ClientTool(Struct):
     name: ToolName
     input_schema: dict[str, Any] | None = None
     description: str | None = None
+    strict: bool | None = None
     type: Annotated[str | None, Meta(extra_json_schema={"enum": ["custom", None]})] = None
 
     def to_template(self, path: str) -> Document:
@@ -31,7 +32,10 @@ class ClientTool(Struct):
         function: Document = {"name": self.name}
         if self.description is not None:
             function["description"] = self.description
-        return {"type": "function", "function": {**function, "parameters": self.input_schema}}
+        function["parameters"] = self.input_schema
+        if self.strict:
+            function["strict"] = True
+        return {"type": "function", "function": function}
 
 
 ClientTools = Annotated[list[ClientTool], Meta(max_length=MAX_TOOLS)]

@@ -247,6 +247,27 @@ def test_blocks_are_translated(server: Server, generator: FakeGenerator) -> None
     assert prompt.tools == ({"type": "function", "function": parameters},)
 
 
+def test_search_results_are_text(server: Server, generator: FakeGenerator) -> None:
+    text = {"type": "text", "text": "Found.", "citations": None}
+    found: Document = {
+        "type": "search_result",
+        "source": "https://a.b",
+        "title": "T",
+        "content": [text],
+    }
+    found |= {"citations": {"enabled": True}}
+    call = {"type": "tool_use", "id": "1", "name": "look", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [found]}
+    messages = [
+        *say("a"),
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result, found]},
+    ]
+    prompt = chat(server, generator, messages=messages, tools=[{**TOOL, "strict": True}])
+    assert [m["content"] for m in prompt.messages[-2:]] == ["T\nhttps://a.b\nFound."] * 2
+    assert prompt.tools[0]["function"]["strict"] is True
+
+
 def test_images_are_translated(server: Server, generator: FakeGenerator) -> None:
     generator.no_images_reason, data = "", base64.b64encode(b"png").decode()
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
@@ -363,6 +384,14 @@ def test_count_tokens_counts_the_prompt(server: Server, generator: FakeGenerator
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}}, "there is no tool 'x'"),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens: is required"),
         ({"messages": [{"role": "user", "content": [{"type": "server_tool_use"}]}]}, "messages[0]"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "search_result", "source": "u"}]}]},
+            "messages[0].content[0].title: is required",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "document", "source": "u"}]}]},
+            "messages[0].content[0].source: must be an object",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
             "messages[0].content[0].text: is required",

@@ -64,15 +64,17 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("erase", {"word": "sun"}),
     ("look", {}),
 ]
-RIGHT = [("lookup", {"word": "moon", "times": 3}), ("patch", {"input": "go!?"})]
+RIGHT: list[tuple[str, dict[str, Any]]] = [
+    ("lookup", {"word": "moon", "times": 3}),
+    ("patch", {"input": "go!?"}),
+]
 MAX_TOKENS = 400
 
 
 def output_of(name: str, call: tuple[str, dict[str, Any]]) -> str:
     function = {"name": call[0], "arguments": json.dumps(call[1])}
-    message = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
-    message["tool_calls"][0] |= {"id": "call00001", "type": "function"}
-    return source_text(name, message)[1]
+    sent = {"function": function, "id": "call00001", "type": "function"}
+    return source_text(name, {"role": "assistant", "content": "", "tool_calls": [sent]})[1]
 
 
 class Adversary:
@@ -155,7 +157,7 @@ def adversary(name: str, texts: Sequence[str], special: bool) -> Iterator[Advers
 
 def assert_valid(delta: Delta, text: str) -> int:
     """Return the number of complete calls."""
-    calls = [[part.name, part.text] for part in delta.parts if part.kind == "call"]
+    calls = [(part.name, part.text) for part in delta.parts if part.kind == "call"]
     for n, (name, arguments) in enumerate(calls):
         if delta.finish_reason == "length" and n == len(calls) - 1:
             return n
