@@ -239,6 +239,7 @@ class RequestQueue:
         self.uses: Counter[str] = Counter()  # items of each model, by its name in the registry
         self.awaiting: Counter[str] = Counter()  # those of them that await the model
         self.on_unused: Callable[[str], object] = lambda model: None  # no item uses it any more
+        self.on_released: Callable[[WorkItem], object] = lambda item: None
         self.drained = asyncio.Event()  # set while there are no items
         self.drained.set()
         self._waiting_for_room: list[asyncio.Future[None]] = []
@@ -354,6 +355,7 @@ class RequestQueue:
                     item.lane.release(item)
                 self.items.discard(item)
                 self._stop_using(item)
+                self.on_released(item)
         waiting, self._waiting_for_room = self._waiting_for_room, []
         for freed in waiting:
             if not freed.done():

@@ -123,7 +123,8 @@ class Sequence:
     owner: WorkOwner = NO_OWNER
     cache_namespace: bytes = SHARED_NAMESPACE  # prefixes are shared within it
     multimodal: MultimodalInputs | None = None  # None: the prompt is text
-    eager: bool = False  # begun before the compiled model, which rounds otherwise, took over
+    eager: bool = False  # runs on the eager model: the compiled one rounds otherwise
+    adapter: object = None  # weights that the model runner adds to the model's
     prompt_len: int = field(init=False)
     scored: int = 0  # leading tokens whose successor has been scored
     number: int = -1  # order of arrival; -1: not scheduled

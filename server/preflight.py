@@ -30,12 +30,15 @@ from server.core.settings import (
     Settings,
     SettingsError,
     is_folder,
+    parse_adapters,
     parse_models,
     split_entries,
     split_entry,
 )
+from worker.adapter_folder import adapter_folder
 from worker.checkpoint_files import CONFIGS, GGUF, config_problem, file_problem, folder_problem
 from worker.cores import Cores
+from worker.messages.adapters import InvalidAdapter
 from worker.task_detection import (
     TaskError,
     architectures,
@@ -113,10 +116,28 @@ def check_models(settings: Settings, with_loader: Container[str] = ()) -> Settin
             read_template(file)
         except UnusableTemplate as error:
             raise SettingsError(f"CHAT_TEMPLATE={file!r}: {error}") from None
+    check_adapters(settings)
     if all(getattr(settings, name) == "none" for name in MODELS):
         nones = ", ".join(f"{name.upper()}=none" for name in MODELS)
         raise SettingsError(f"{nones}: there is nothing to serve")
     return resolve_tasks(settings)
+
+
+def check_adapters(settings: Settings) -> None:
+    """Raise SettingsError for adapters that have no files inside LORA_DIR, or no base."""
+    root = settings.lora_dir
+    if root != "none" and not is_folder(root):
+        raise SettingsError(f"LORA_DIR={root!r}: there is no such folder")
+    for reference in parse_adapters(settings):
+        where = f"LORA={reference.entry!r}"
+        if settings.chat_model == "none":
+            raise SettingsError(f"{where}: there is no CHAT_MODEL for it")
+        if root == "none":
+            raise SettingsError(f"{where}: set LORA_DIR to the folder of all adapters")
+        try:
+            adapter_folder(root, reference.path)
+        except InvalidAdapter as error:
+            raise SettingsError(f"{where}: {error}") from None
 
 
 def check_setting(name: str, settings: Settings) -> None:

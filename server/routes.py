@@ -21,6 +21,7 @@ from server.http.fetch import Fetcher
 from server.http.health import health, ready, version
 from server.http.request import JsonEndpoint
 from server.http.upload import Uploads
+from server.openai.adapters import AdapterControl
 from server.openai.audio.endpoint import AUDIO_PATHS, SpeechEndpoint
 from server.openai.audio.request import TranscriptionRequest, TranslationRequest
 from server.openai.batches.endpoint import BATCH_ENDPOINTS, Batches
@@ -73,6 +74,8 @@ def make_routes(
     responses: Responses | None = None
     if chats := models.get("generation"):
         chat = ModelGroup(chats)
+        adapters = AdapterControl(settings, chat, [*chain(*models.values())])
+        adapters.add_configured()
         max_bytes = int(settings.max_body_mb * 1_000_000)
         fetcher = Fetcher(settings.image_fetch, max_bytes, worker_client.metrics)
         shared = settings, worker_client, chat, ImageLoader(worker_client, fetcher)
@@ -87,6 +90,7 @@ def make_routes(
             post("/v1/messages/count_tokens", count_tokens),
             post("/v1/decisions", DecisionEndpoint(worker_client, chat, DecisionRequest)),
             post("/v1/systemone", DecisionEndpoint(worker_client, chat, SystemOneRequest)),
+            *adapters.routes(),
         ]
     routes += scoring_and_speech_routes(settings, worker_client, models)
     named = [*chain(*models.values())]

@@ -19,9 +19,11 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from batching.errors import ClientGone, InvalidInput, ItemFailed
+from batching.errors import ClientGone, InvalidInput, ItemFailed, NotReady
 from batching.fair_share import Priority
 from batching.request_queue import WorkItem
+from worker.adapter_folder import adapter_folder
+from worker.messages.adapters import Adapter
 from worker.messages.decisions import DecisionInput
 from worker.messages.deltas import Delta, DeltaPart, FinishReason, Kind, TokenLogprob
 from worker.messages.generation import TEXT_ONLY, Chat, GenerationInput
@@ -45,6 +47,10 @@ BIG_WORDS = 60
 class Defaults:
     temperature: float = 0.7
     top_p: float = 0.8
+
+
+class FakeWeights:
+    nbytes = 1000
 
 
 @dataclass
@@ -100,6 +106,8 @@ class FakeGenerator:
     def prepare(self, item: WorkItem[Any, Any]) -> None:
         payload = item.payload
         prompt = text_of(payload)
+        if payload.adapter and (reason := payload.adapter.unusable_reason):
+            raise NotReady(reason)
         if prompt == "refused":
             raise InvalidInput(f"{payload.param}: this prompt is refused", payload.param)
         item.prepared = prompt
@@ -122,6 +130,10 @@ class FakeGenerator:
 
     def call_id(self, name: str, index: int) -> str:
         return f"call_{name}:{index}"
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        adapter_folder(adapter.root, adapter.path)
+        adapter.weights = FakeWeights()
 
     # ── on the worker's thread ──
 

@@ -10,11 +10,14 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
+from weakref import WeakSet
 
+from batching.errors import OnequeueError
 from batching.fair_share import Priority
 from batching.request_queue import Lane, LowPriorityLane, StepLane
 from batching.round_robin import RoundRobin
 from worker.load_context import LoadContext, LoadProgress, Memory, loading
+from worker.messages.adapters import Adapter, InvalidAdapter
 from worker.messages.protocol import Engine, Generator, ModelInfo, ModelState
 
 log = logging.getLogger("onequeue.worker")
@@ -92,6 +95,8 @@ class ServedModel:
         self.info: ModelInfo | None = None  # since the first load, as the next
         self.text_info: TextModelInfo | None = None
         self.memory: list[Memory] = []
+        self.adapters: list[Adapter] = []  # that are loaded with it
+        self._with_weights: WeakSet[Adapter] = WeakSet()  # also those that only requests hold
         self._load = load
 
     def load_at_start(self) -> None:
@@ -122,7 +127,8 @@ class ServedModel:
     @property
     def nbytes(self) -> int:
         """The memory of weights and caches."""
-        return sum(memory.nbytes for memory in self.memory)
+        adapters = sum(adapter.weights.nbytes for adapter in self.adapters if adapter.weights)
+        return sum(memory.nbytes for memory in self.memory) + adapters
 
     def load(
         self, run: Callable[[Callable[[], Any]], Any] = call, limit: int | None = None
@@ -139,6 +145,7 @@ class ServedModel:
         try:
             with loading(context):
                 self.engine = self._load()
+                self._load_adapters()
         except BaseException:
             release(context.memory)
             raise
@@ -152,9 +159,33 @@ class ServedModel:
             info.batching, f" because={info.why!r}" if info.why else "",
         )  # fmt: skip
 
+    def _load_adapters(self) -> None:
+        """Load the adapters. One that fails ends the server's start; later it fails its requests
+        alone."""
+        for adapter in [*self.adapters]:
+            try:
+                self.load_adapter(adapter)
+            except Exception as error:
+                if self.at_start and self.info is None:
+                    raise InvalidAdapter(f"LORA: the adapter {adapter.name!r}: {error}") from error
+                is_known = isinstance(error, OnequeueError)
+                adapter.failure = str(error) if is_known else "see the server's log"
+                log.warning("adapter failed name=%s serves=%s: %s", adapter.name, self.name, error)
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        """Load an adapter of a language model that is loaded. Raises InvalidAdapter."""
+        cast(Generator, self.engine).load_adapter(adapter)
+        adapter.failure = ""
+        self._with_weights.add(adapter)
+        nbytes = adapter.weights.nbytes if adapter.weights else 0
+        log.info("adapter loaded name=%s serves=%s bytes=%d", adapter.name, self.name, nbytes)
+
     def take_engine(self) -> None:
         """Drop the engine. On the worker's thread: no step may run."""
         del self.engine
+        for adapter in list(self._with_weights):
+            adapter.weights = None
+        self._with_weights.clear()
         self.breaker.succeeded()
 
     def free(self) -> None:

@@ -28,12 +28,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
-from batching.errors import DeviceLost, ItemFailed, OnequeueError, WorkerDown
+from batching.errors import DeviceLost, ItemFailed, NotReady, OnequeueError, WorkerDown
 from batching.request_queue import WorkItem, request_ids
 from batching.turn_budget import MAX_TURN_ALONE_S, MAX_TURN_S
 from worker.cores import Cores, ThreadTuner, pin
 from worker.error_classification import failure_of
+from worker.load_context import LoadContext, loading
 from worker.loader import Job, Loader
+from worker.messages.adapters import Adapter
 from worker.messages.protocol import State, StepOutcome
 from worker.registry import ServedModel
 
@@ -166,6 +168,12 @@ class Worker:
         """Return the bytes that a model needs at least, and those that are free."""
         return self.loader.submit(model.measure)
 
+    def load_adapter(
+        self, model: ServedModel, adapter: Adapter, limit: int | None
+    ) -> "Future[None]":
+        """Load an adapter of a language model; `limit`: bytes that it may take."""
+        return self.loader.submit(partial(self._load_adapter, model, adapter, limit))
+
     def unload(self, model: ServedModel) -> "Future[None]":
         """Drop a model's engine, which must have no items, and free its memory."""
         return self.loader.submit(partial(self._unload, model))
@@ -213,6 +221,12 @@ class Worker:
             model.close()
             self._unload(model)
             raise
+
+    def _load_adapter(self, model: ServedModel, adapter: Adapter, limit: int | None) -> None:
+        if not model.is_loaded:
+            raise NotReady(f"the model {model.title!r} was unloaded", 5)
+        with loading(LoadContext(self.call, limit=limit)):
+            model.load_adapter(adapter)
 
     def _unload(self, model: ServedModel) -> None:
         self.call(partial(self._remove, model))

@@ -50,6 +50,7 @@ TOKEN_KINDS = {  # the label, by the report's field
 
 async def metrics(request: Request) -> Response:
     """`GET /metrics`."""
+    request.app.metrics.describe_adapters()
     exposed = WithoutCreated(request.app.metrics.registry)
     return Response(generate_latest(exposed), media_type=CONTENT_TYPE_LATEST)
 
@@ -165,6 +166,12 @@ class Metrics:
         running = partial(self._sum_of_last_steps, "running")
         gauge("num_requests_running", "Sequences being generated", running)
         gauge("kv_cache_usage_perc", "Share of the cache's blocks in use, 0 to 1", usage)
+        labels = ("running_lora_adapters", "waiting_lora_adapters", "max_lora")
+        text = "Time of this state of the LoRA adapters that requests name, in seconds"
+        self._adapters = Gauge("vllm:lora_requests_info", text, labels, registry=self.registry)
+        # the names of running and waiting adapters
+        self.adapter_names: Callable[[], tuple[list[str], list[str]]] = lambda: ([], [])
+        self.max_adapters = 0  # 0: there are none
         self._cache_config = Info("vllm:cache_config", "The cache", registry=self.registry)
         self._cache_blocks: dict[str, int] = {}  # by the name in the registry
 
@@ -221,6 +228,13 @@ class Metrics:
 
     def _sum_of_last_steps(self, field: str) -> float:
         return float(sum(getattr(report, field) for report in self._last_steps.values()))
+
+    def describe_adapters(self) -> None:
+        """Replace the labels of the adapters' gauge by their current state."""
+        self._adapters.clear()
+        if self.max_adapters:
+            running, waiting = (",".join(names) for names in self.adapter_names())
+            self._adapters.labels(running, waiting, self.max_adapters).set_to_current_time()
 
     def on_loaded(self, name: str, info: ModelInfo) -> None:
         self._served_names[name] = info.model

@@ -193,8 +193,7 @@ class ModelManager:
         model.state = "loading"
         needed, free = await asyncio.wrap_future(self.worker.measure(model))
         await self._make_room(entry, needed, free)
-        limit = None if self.limit_bytes is None else self.limit_bytes - self._used_bytes()
-        await asyncio.wrap_future(self.worker.load(model, limit))
+        await asyncio.wrap_future(self.worker.load(model, self.remaining_bytes()))
         log.info(
             "ready serves=%s seconds=%.1f", model.name, time.monotonic() - entry.load_started_at
         )
@@ -243,6 +242,10 @@ class ModelManager:
 
     def _used_bytes(self) -> int:
         return sum(entry.model.nbytes for entry in self.models.values())
+
+    def remaining_bytes(self) -> int | None:
+        """Return the bytes that the limit leaves; None if there is none."""
+        return None if self.limit_bytes is None else self.limit_bytes - self._used_bytes()
 
     async def _make_room(self, entry: Residency, needed: int, free: int) -> None:
         """Unload models until there is room for one: the least recently used first, idle ones

@@ -26,6 +26,7 @@ MIN_SIMILARITY = 0.82  # of difflib's 1: two letters swapped, or a part left out
 SHORT_NAME = 7
 # A served name, by which requests choose a model. It is no path.
 SERVED_NAME = re.compile(r"[\w@][\w.:@+/-]{0,127}", re.ASCII)
+ADAPTER = re.compile(rf"({SERVED_NAME.pattern})=([^;]+?)(?:;base=([^;]+))?", re.ASCII)
 ALIAS = re.compile(r"[\w@*][\w.:@+/*-]{0,127}", re.ASCII)
 HUB_LINK = re.compile(
     r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?!datasets/|spaces/)"
@@ -79,6 +80,13 @@ class Settings:
         "comma-separated ALIAS=NAME: further names of the models under /v1; * stands for any text",
         part=(rf"{ALIAS.pattern}=[^=]+", "ALIAS=NAME, the name being a served model's"),
     )
+    lora: tuple[str, ...] = setting(
+        (),
+        "comma-separated NAME=PATH[;base=MODEL]: LoRA adapters of the first chat model, or of the "
+        "named one",
+        part=(ADAPTER.pattern, "NAME=PATH or NAME=PATH;base=MODEL"),
+    )
+    lora_dir: str = setting("none", "folder that all LoRA adapters lie inside")
     chat_template: str = setting(
         "auto", "file with the chat model's template in Jinja; auto: the checkpoint's"
     )
@@ -214,11 +222,32 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
         if (raw := environ.get(spec.name.upper())) is not None
     }
     if (file := values.get("models", "none")) != "none":
+        specs = {spec.name: spec for spec in fields(Settings)}
         for name, value in read_models(file).items():
             if name in values:
                 raise SettingsError(f"{name.upper()} is set, and in MODELS={file!r} too")
-            values[name] = value
+            values[name] = parse(specs[name], value)
     return Settings(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterReference:
+    """A LoRA adapter as an entry of LORA names it. `base`: a chat model; empty: the first."""
+
+    entry: str
+    name: str
+    path: str
+    base: str
+
+
+def parse_adapters(settings: Settings) -> list[AdapterReference]:
+    references = []
+    for entry in settings.lora:
+        match = ADAPTER.fullmatch(entry)
+        assert match, "the settings check it"
+        name, path, base = match.groups(default="")
+        references.append(AdapterReference(entry, name, path, base))
+    return references
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +380,8 @@ def _parse_option(where: str, key: str, field_name: str, raw: str) -> Any:
 
 def read_models(file: str) -> dict[str, str]:
     """Return the settings of models in a TOML file, by field name. An entry of a list is a string,
-    as in the setting, or a table with model, name, revision and options. Raises SettingsError."""
+    as in the setting, or a table with model (of `lora` path), name, revision and options. Raises
+    SettingsError."""
     where = f"MODELS={file!r}"
     try:
         document = tomllib.loads(Path(file).expanduser().read_text())
@@ -359,26 +389,28 @@ def read_models(file: str) -> dict[str, str]:
         raise SettingsError(f"{where}: {error}") from None
     values: dict[str, str] = {}
     for key, entries in document.items():
-        if key not in MODEL_SETTINGS:
-            accepted = ", ".join(MODEL_SETTINGS)
+        if key not in (*MODEL_SETTINGS, "lora"):
+            accepted = ", ".join([*MODEL_SETTINGS, "lora"])
             raise SettingsError(f"{where}: {key!r} is no list of models, only {accepted}")
         given = entries if isinstance(entries, list) else [entries]
-        texts = [_entry_of(f"{where}: {key}[{n}]", entry) for n, entry in enumerate(given)]
+        main = "path" if key == "lora" else "model"
+        texts = [_entry_of(f"{where}: {key}[{n}]", entry, main) for n, entry in enumerate(given)]
         values[key] = ",".join(texts) or "none"
     return values
 
 
-def _entry_of(where: str, entry: object) -> str:
-    """Return an entry of the file as the text of an entry of the setting."""
+def _entry_of(where: str, entry: object, main: str) -> str:
+    """Return an entry of the file as the text of an entry of the setting. `main`: the key that a
+    table needs."""
     if isinstance(entry, str):
         return entry
-    if not isinstance(entry, dict) or not isinstance(entry.get("model"), str):
-        raise SettingsError(f"{where}: must be a string, or a table with a model")
+    if not isinstance(entry, dict) or not isinstance(entry.get(main), str):
+        raise SettingsError(f"{where}: must be a string, or a table with a {main}")
     table = {key: _option_text(value) for key, value in entry.items()}
     for key, text in table.items():
         if "," in text or ";" in text:
             raise SettingsError(f"{where}: {key} must have no comma or semicolon, not {text!r}")
-    name, model, revision = table.pop("name", ""), table.pop("model"), table.pop("revision", "")
+    name, model, revision = table.pop("name", ""), table.pop(main), table.pop("revision", "")
     options = "".join(f";{key}={text}" for key, text in table.items())
     return (f"{name}=" if name else "") + model + (f"@{revision}" if revision else "") + options
 

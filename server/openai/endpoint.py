@@ -237,7 +237,7 @@ class GenerationEndpoint(Endpoint, Generic[P]):
         return TokenStream(
             self.worker_client,
             model.registry_name,
-            request.inputs,
+            [replace(one, adapter=model.adapter) for one in request.inputs],
             deadlines,
             receive,
             scope["context"],

@@ -30,6 +30,7 @@ from server.http.request import JsonEndpoint, read_json_request
 from server.http.sse import COMMENT, EventStream, data_frame
 from server.openai.request_fields import decode
 from worker.load_context import LoadProgress
+from worker.messages.adapters import Adapter
 from worker.messages.generation import SamplingDefaults
 from worker.messages.protocol import TextModel
 from worker.registry import ServedModel, TextModelInfo
@@ -98,6 +99,7 @@ class Model(Struct):
     input_modalities: list[Literal["text", "image", "audio"]]
     max_model_len: int | UnsetType = UNSET  # of text models, as the next
     context_length: int | UnsetType = UNSET
+    parent: str | UnsetType = UNSET  # of an adapter: the id of its base
 
 
 class ModelList(Struct):
@@ -130,6 +132,7 @@ class NamedModel:
             self.names |= {None, *ANY_MODEL}
         if not reference.is_named:
             self.names.add(reference.path)
+        self.adapters: dict[str, AdaptedModel] = {}  # by name
         self.aliases: list[str] = []
         self.patterns: dict[str, int] = {}  # aliases with a `*`: their places in MODEL_ALIASES
         self.tasks = [task] if task else KIND_TASKS[self.kind]
@@ -142,6 +145,11 @@ class NamedModel:
             self.names.add(self.id)
             if self.id in ids:
                 raise SettingsError(f"two models are served by the name {self.id!r}")
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """The adapter that its requests run with."""
+        return None
 
     @property
     def served(self) -> ServedModel:
@@ -231,6 +239,32 @@ class NamedModel:
         return model
 
 
+class AdaptedModel(NamedModel):
+    """A language model with a LoRA adapter, which requests name by the adapter's name."""
+
+    def __init__(self, base: NamedModel, adapter: Adapter) -> None:
+        reference = ModelReference(adapter.name, adapter.name, "", is_named=True)
+        super().__init__(reference, base.worker_client, base.registry_name)
+        self.names = {self.id}
+        self.base = base
+        self._adapter = adapter
+
+    @property
+    def adapter(self) -> Adapter:
+        return self._adapter
+
+    def status(self) -> ModelStatus:
+        status = super().status()
+        if status.value == "loaded" and (reason := self.adapter.unusable_reason):
+            return ModelStatus("failed", failed=True, error=reason)
+        return status
+
+    def describe(self, name: str) -> Model:
+        model = super().describe(name)
+        model.parent = self.base.id
+        return model
+
+
 @dataclass(frozen=True)
 class ModelGroup:
     """The models that an endpoint serves. The first one serves requests that name none."""
@@ -252,6 +286,8 @@ class ModelGroup:
         for model in self.models:
             if name in model.names:
                 return model
+            if adapted := model.adapters.get(name or ""):
+                return adapted
         matches = [
             (place, n)
             for n, model in enumerate(self.models)
@@ -261,7 +297,8 @@ class ModelGroup:
         if matches:
             _, n = min(matches)
             return self.models[n]
-        ids = ", ".join(dict.fromkeys(repr(model.id) for model in self.models))
+        served = [named for model in self.models for named in (model, *model.adapters.values())]
+        ids = ", ".join(dict.fromkeys(repr(named.id) for named in served))
         message = f"there is no model {(name or '')[:200]!r} here, only {ids}"
         raise HttpError(404, message, "model", code="model_not_found")
 
@@ -404,4 +441,5 @@ class LoadEvents(Response):
 
 def listing(group: ModelGroup) -> ModelList:
     names = [(model, name) for model in group.models for name in (model.id, *model.aliases)]
+    names += [(adapted, name) for model in group.models for name, adapted in model.adapters.items()]
     return ModelList("list", [model.describe(name) for model, name in names])

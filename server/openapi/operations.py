@@ -11,6 +11,7 @@ from server.anthropic.schemas import AnthropicError, MessageResponse, TokenCount
 from server.http.debug import DebugQueue
 from server.http.health import Health, Ready, Version
 from server.openai import response_schemas as schemas
+from server.openai.adapters import AdapterResponse, LoadAdapterRequest, UnloadAdapterRequest
 from server.openai.audio.endpoint import AUDIO_PATHS
 from server.openai.audio.request import TranscriptionRequest, TranslationRequest, form_schema
 from server.openai.batches.endpoint import BatchPage, BatchRequest
@@ -204,6 +205,15 @@ OPERATIONS: Mapping[str, Operation] = {
         "Load a model: an event for each change, the last is `ready` or `error`",
         {EVENTS: {"description": "Events, each a JSON object."}},
         LoadRequest,
+        errors=[403],
+    ),
+    "POST /v1/load_lora_adapter": Operation(
+        "Load a LoRA adapter of a chat model", AdapterResponse, LoadAdapterRequest, errors=[403]
+    ),
+    "POST /v1/unload_lora_adapter": Operation(
+        "Refuse new requests for a LoRA adapter, and free it after the last one",
+        AdapterResponse,
+        UnloadAdapterRequest,
         errors=[403],
     ),
     "GET /health": Operation("Liveness", Health, errors=[503]),

@@ -24,16 +24,18 @@ from typing import Literal, NoReturn
 
 from torch import Tensor
 
-from batching.errors import DeviceLost, ItemFailed, OnequeueError, OutOfMemory
+from batching.errors import DeviceLost, ItemFailed, NotReady, OnequeueError, OutOfMemory
 from batching.fair_share import WorkOwner, fair_order
 from batching.request_queue import WorkItem
 from batching.scheduler import ContinuousScheduler, PrefillBudget, RowCost
 from batching.sequence import Batch, Chunk, Sequence
+from worker.adapter_folder import adapter_folder
 from worker.error_classification import failure_of, run_halves
 from worker.generation.input_processor import GenerationItem, InputProcessor, Output
 from worker.generation.output import SequenceOutput
 from worker.generation.speculation import Speculation
 from worker.grammar.bitmask import BitmaskComputer, MaskRequest, PendingMask
+from worker.messages.adapters import Adapter, InvalidAdapter
 from worker.messages.deltas import Delta
 from worker.messages.generation import SamplingDefaults
 from worker.messages.protocol import ALONE, OtherModels, StepOutcome, StepReport, TextModel
@@ -64,7 +66,7 @@ class InFlightStep:
 
 
 def _by_model(chunks: abc.Sequence[Chunk]) -> list[list[Chunk]]:
-    """Return the chunks of sequences that began on the eager model apart from the others."""
+    """Return the chunks of sequences on the eager model apart from the others."""
     eager = [chunk for chunk in chunks if chunk.sequence.eager]
     others = [chunk for chunk in chunks if not chunk.sequence.eager]
     return [group for group in (eager, others) if group]
@@ -130,7 +132,15 @@ class GenerationEngine:
         return self.runner.compile_state
 
     def prepare(self, item: GenerationItem) -> None:
+        if (adapter := item.payload.adapter) and (reason := adapter.unusable_reason):
+            raise NotReady(reason, 5)
         self.input_processor.prepare(item)
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        """Fill in the weights of an adapter, on the loader thread. Raises InvalidAdapter."""
+        if not isinstance(self.runner, PagedRunner):
+            raise InvalidAdapter(f"this model takes no adapters: {self.info.why}")
+        adapter.weights = self.runner.load_adapter(adapter_folder(adapter.root, adapter.path))
 
     def call_id(self, name: str, index: int) -> str:
         return self.input_processor.call_id(name, index)
@@ -141,14 +151,21 @@ class GenerationEngine:
     # ── requests ──
 
     def add(self, item: GenerationItem) -> None:
-        self.live[item] = [self._new_sequence(output) for output in item.prepared]
+        self.live[item] = [
+            self._new_sequence(output, item.payload.adapter) for output in item.prepared
+        ]
         for sequence in self.live[item]:
             self.scheduler.add(sequence)
 
-    def _new_sequence(self, output: Output) -> Sequence:
+    def _new_sequence(self, output: Output, adapter: Adapter | None) -> Sequence:
         prepared = output.prepared
+        namespace = output.item.cache_namespace
+        if adapter:
+            namespace += b"adapter%d" % adapter.number
         # The two models' keys differ by rounding too, so neither reads the prefixes of the other.
-        eager = self.runner.compile_state == "running" and not self._runs_ahead
+        state = self.runner.compile_state
+        eager = state == "running" or (state == "done" and adapter is not None)
+        eager = eager and not self._runs_ahead
         sequence = Sequence(
             prepared.ids,
             max_tokens=prepared.max_tokens,
@@ -156,9 +173,10 @@ class GenerationEngine:
             scores_end=bool(prepared.labels),
             priority=output.priority,
             owner=output.item.owner,
-            cache_namespace=output.item.cache_namespace + (b"eager" if eager else b""),
+            cache_namespace=namespace + (b"eager" if eager else b""),
             multimodal=prepared.multimodal,
             eager=eager,
+            adapter=adapter.weights if adapter else None,
         )
         self._outputs[sequence] = output
         if self._speculation and sequence.max_tokens:

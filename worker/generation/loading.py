@@ -79,6 +79,7 @@ def _load_engine(language: LanguageModel, options: GeneratorOptions) -> Generati
         return cached_engine(runner, options, str(error), preprocessor)
     if preprocessor:
         apply_cpu_fusions(language)
+    runner.builds = options.compile != "off"
     if is_worth_compiling(options.compile, language.parameters):
         runner.compile()
     return paged_engine(runner, options, preprocessor)

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from worker.messages.adapters import Adapter
+
 MAX_QUESTIONS = 400
 MAX_OPTIONS = 255
 YES_NO = ("Yes", "No")
@@ -55,6 +57,7 @@ class DecisionInput:
     messages: tuple[Mapping[str, Any], ...]  # as in a Chat
     questions: tuple[Question, ...]
     param: str = "input"  # the field that errors about the messages name
+    adapter: Adapter | None = None  # None: the model as it is
 
     @property
     def n(self) -> int:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
+from worker.messages.adapters import Adapter
+
 INPUT = "input"  # the argument of a custom tool
 TEXT_ONLY = "this model takes text, no images"
 
@@ -147,6 +149,7 @@ class GenerationInput:
     thinking_tokens: int | None = None  # the limit of the reasoning; None: no limit
     thinking_is_optional: bool = False  # no limit, rather than an error, for a model without
     param: str = "messages"  # the field that errors about the prompt name
+    adapter: Adapter | None = None  # None: the model as it is
 
     @property
     def called_tools(self) -> list[Mapping[str, Any]]:

@@ -14,6 +14,7 @@ from typing_extensions import TypeVar
 
 from batching.request_queue import WorkItem
 from worker.media.decode_limiter import RequestLimiter
+from worker.messages.adapters import Adapter
 from worker.messages.generation import Chat, SamplingDefaults
 
 State = Literal["loading", "warming", "ready", "dead"]  # of the worker
@@ -301,3 +302,6 @@ class Generator(Engine[Item, Raw], Protocol[Item, Raw]):
     def call_id(self, name: str, index: int) -> str:
         """Return an id for the conversation's `index`-th tool call that the chat template accepts
         back. Does not block; from any thread."""
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        """Fill in an adapter's weights, on the loader thread. Raises InvalidAdapter."""

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from types import FunctionType
 from typing import Any, Literal, NamedTuple
 
@@ -29,6 +30,7 @@ from worker.device.async_copy import fill_placeholders, to_device
 from worker.device.self_check import CannotRun, length_beyond_windows
 from worker.error_classification import first_line
 from worker.load_context import on_worker
+from worker.model.adapter_file import LoraWeights
 from worker.model.attention.kv_cache import BLOCK, KVCache
 from worker.model.attention.mixed import MixedMetadata
 from worker.model.attention.native import NATIVE_DTYPES, NativeMetadata, load_native_ops
@@ -51,6 +53,7 @@ from worker.model.cuda_graphs import (
 )
 from worker.model.decoder_hook import DecoderHook, copy_path, path_to_decoder
 from worker.model.language_model import LanguageModel
+from worker.model.lora import LoraLayers, applied, segments_of
 from worker.model.multimodal_batch import injected_rows, multimodal_position_ids
 
 log = logging.getLogger("onequeue.paged_runner")
@@ -108,6 +111,8 @@ class PagedRunner:
         self.model: Callable[..., Any] = language.model  # or its compiled copy, unless eager
         self.metadata: Callable[[KVCache, Batch], AttentionBackend] = AttentionMetadata
         self._compiled: Callable[..., Any] | None = None  # set by the thread, for the next step
+        self.lora: LoraLayers | None = None  # since the first adapter was loaded
+        self.builds = True  # native operations may be built
         self._rows = min(max_running, SIZES[-1])
         self._graphs = self._capture()
         if self._graphs:
@@ -130,18 +135,31 @@ class PagedRunner:
         if self._compiled:
             self._use_compiled(self._compiled)
         eager = bool(batch.chunks) and batch.chunks[0].sequence.eager
+        if self.lora and (segments := segments_of(batch)):
+            with applied(segments):
+                return self._run_eager(batch, sampled)
         if batch.multimodal_spans:
             return self._run_multimodal(batch, sampled, eager)
         if eager:
-            metadata = self.metadata(self.cache, batch)
-            return run_model(self.language, batch, metadata, sampled)
+            return self._run_eager(batch, sampled)
         if self._graphs and self._graphs.supports(batch):
             return self._graphs.forward(batch, sampled)
         return self._run(batch, sampled)
 
+    def _run_eager(self, batch: Batch, sampled: Tensor | None) -> Tensor:
+        if batch.multimodal_spans:
+            return self._run_multimodal(batch, sampled, True)
+        return run_model(self.language, batch, self.metadata(self.cache, batch), sampled)
+
     def _run(self, batch: Batch, sampled: Tensor | None = None) -> Tensor:
         metadata = self.metadata(self.cache, batch)
         return run_model(self.language, batch, metadata, sampled, model=self.model)
+
+    def load_adapter(self, folder: Path) -> LoraWeights:
+        """Return the weights of a LoRA adapter, for `Sequence.adapter`. Raises InvalidAdapter."""
+        if self.lora is None:
+            self.lora = LoraLayers(self.language, new_cache(self.language, 4, 4), self.builds)
+        return self.lora.load(folder)
 
     def _run_multimodal(self, batch: Batch, sampled: Tensor | None, eager: bool) -> Tensor:
         """Run a batch with image tokens through a decoder hook: the compiled model's if only

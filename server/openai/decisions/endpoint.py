@@ -92,7 +92,7 @@ class DecisionEndpoint:
         return TokenStream(
             self.worker_client,
             model.registry_name,
-            [decision_input],
+            [replace(decision_input, adapter=model.adapter)],
             replace(deadlines, whole=deadlines.first),
             receive,
             scope["context"],

@@ -31,7 +31,7 @@ SOURCE_FOLDER = Path(__file__).parents[1] / "cpu" / "native"
 SOURCES = (
     "vectors", "panels", "matmul", "attention_tile", "attention", "attention_ops", "packed_linear",
     "int8_linear", "int4_linear", "amx_linear", "bf16_weight_linear", "segments", "short_conv",
-    "gated_delta_rule", "state_space",
+    "gated_delta_rule", "state_space", "lora",
 )  # fmt: skip
 FLAGS = ("-fno-fast-math", "-ffp-contract=fast", "-Wno-psabi")
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)

@@ -1,0 +1,256 @@
+"""LoRA adapters by name: routes, listing and life cycle, with a fake model."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from server.core.settings import SettingsError, load_settings
+from server.openai.adapters import MAX_ADAPTERS
+from tests import tiny_adapters
+from tests.event_streams import chat, post
+from tests.fake_generator import FakeGenerator
+from tests.http.test_pipeline_http import error_of
+from tests.serving import Server, serving, wait_until
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+
+def write(folder: Path) -> Path:
+    return tiny_adapters.write(folder, tiny_adapters.tensors_for({"layer": (2, 2)}, 1))
+
+
+@dataclass
+class Setup:
+    server: Server
+    generator: FakeGenerator
+
+    def listed(self) -> dict[str, Any]:
+        models = httpx.get(self.server.url + "/v1/models").json()["data"]
+        return {model["id"]: model for model in models}
+
+    def ask(self, model: str, text: str = "say yes", **more: Any) -> httpx.Response:
+        return chat(self.server, text, model=model, **more)
+
+    def load(self, name: str, path: object, **more: Any) -> httpx.Response:
+        return post(self.server, LOAD, {"lora_name": name, "lora_path": str(path), **more})
+
+    def unload(self, name: str) -> httpx.Response:
+        return post(self.server, UNLOAD, {"lora_name": name})
+
+    def adapter_of(self, number: int) -> str | None:
+        adapter = self.generator.payloads[number].adapter
+        return adapter.name if adapter else None
+
+
+@contextmanager
+def adapters(folder: Path, **settings: Any) -> Iterator[Setup]:
+    generator = FakeGenerator()
+    settings = {"lora_dir": str(folder), "model_control": True, **settings}
+    with serving(load_chat=lambda: generator, **settings) as server:
+        try:
+            yield Setup(server, generator)
+        finally:
+            generator.release()
+
+
+def test_configured_adapters_are_chosen_by_name_at_each_endpoint(tmp_path: Path) -> None:
+    write(tmp_path / "one")
+    with adapters(tmp_path, chat_model="base=demo", lora=("tuned=one",)) as setup:
+        listed = setup.listed()
+        assert listed["tuned"]["parent"] == "base"
+        assert listed["tuned"]["status"]["value"] == "loaded"
+        assert "parent" not in listed["base"]
+        assert setup.ask("tuned").json()["model"] == "tuned"
+        bodies: dict[str, dict[str, Any]] = {
+            "/v1/completions": {"prompt": "say yes"},
+            "/v1/responses": {"input": "say yes"},
+            "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9},
+        }
+        for path, body in bodies.items():
+            answer = post(setup.server, path, {"model": "tuned", **body})
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["model"] == "tuned"
+        assert [setup.adapter_of(n) for n in range(4)] == ["tuned"] * 4
+        assert setup.ask("base").status_code == 200
+        assert setup.adapter_of(4) is None
+        assert httpx.get(setup.server.url + "/v1/models/tuned").json()["parent"] == "base"
+        assert "'base', 'tuned'" in error_of(setup.ask("other"))["message"]
+
+
+def test_adapters_are_loaded_replaced_and_unloaded(tmp_path: Path) -> None:
+    write(tmp_path / "one")
+    with adapters(tmp_path) as setup:
+        assert setup.ask("a").status_code == 404
+        answer = setup.load("a", "one")
+        assert answer.status_code == 200, answer.text
+        assert setup.load("b", tmp_path / "one").status_code == 200
+        assert setup.ask("a").status_code == setup.ask("b").status_code == 200
+        first = setup.generator.payloads[0].adapter
+        assert error_of(setup.load("a", "one"))["param"] == "lora_name"
+        assert setup.load("a", "one", load_inplace=True).status_code == 200
+        assert setup.ask("a").status_code == 200
+        again = setup.generator.payloads[-1].adapter
+        assert first
+        assert again
+        assert first.number != again.number
+        assert setup.unload("a").status_code == 200
+        assert error_of(setup.ask("a"))["code"] == "model_not_found"
+        assert setup.unload("a").status_code == 404
+        assert set(setup.listed()) == {"demo", "b"}
+
+
+def test_requests_finish_with_the_adapter_that_was_unloaded(tmp_path: Path) -> None:
+    write(tmp_path / "one")
+    with adapters(tmp_path, lora=("a=one",)) as setup, ThreadPoolExecutor(1) as pool:
+        setup.generator.one_by_one = True
+        running = pool.submit(setup.ask, "a", "say 1 2 3")
+        wait_until(lambda: bool(setup.generator.running))
+        adapter = setup.generator.payloads[0].adapter
+        assert adapter
+        assert setup.unload("a").status_code == 200
+        assert setup.ask("a").status_code == 404
+        assert adapter.weights
+        setup.generator.release()
+        answer = running.result(60)
+        assert answer.json()["choices"][0]["message"]["content"] == "1 2 3"
+        wait_until(lambda: adapter.weights is None)
+
+
+def test_the_gauge_names_running_and_waiting_adapters(tmp_path: Path) -> None:
+    write(tmp_path / "one")
+    with adapters(tmp_path, lora=("a=one", "b=one")) as setup, ThreadPoolExecutor(2) as pool:
+
+        def labels() -> str:
+            text = httpx.get(setup.server.url + "/metrics").text
+            lines = text.splitlines()
+            [line] = [one for one in lines if one.startswith("vllm:lora_requests_info{")]
+            return line[line.index("{") : line.index("}") + 1]
+
+        rest = f'max_lora="{MAX_ADAPTERS}",running_lora_adapters="%s",waiting_lora_adapters="%s"'
+        assert labels() == "{" + rest % ("", "") + "}"
+        setup.generator.gate.clear()
+        asked = [pool.submit(setup.ask, name) for name in "ab"]
+        wait_until(lambda: labels() == "{" + rest % ("", "a,b") + "}")
+        setup.generator.release()
+        assert [one.result(60).status_code for one in asked] == [200, 200]
+
+
+def test_adapters_are_loaded_again_with_their_base(tmp_path: Path) -> None:
+    write(tmp_path / "one")
+    models, settings = "main=demo,base=demo", {"lora": ("a=one;base=base",)}
+    with adapters(tmp_path, chat_model=models, **settings) as setup:
+        assert setup.listed()["a"]["status"]["value"] == "unloaded"
+        assert setup.ask("a").status_code == 200  # loads the base
+        adapter = setup.generator.payloads[0].adapter
+        assert adapter
+        assert adapter.weights
+        assert setup.listed()["a"]["status"]["value"] == "loaded"
+        assert post(setup.server, "/models/unload", {"model": "base"}).status_code == 200
+        wait_until(lambda: setup.listed()["a"]["status"]["value"] == "unloaded")
+        assert adapter.weights is None
+        assert setup.ask("a").status_code == 200
+        assert adapter.weights
+        (tmp_path / "one" / "adapter_config.json").unlink()
+        assert post(setup.server, "/models/unload", {"model": "base"}).status_code == 200
+        wait_until(lambda: setup.listed()["a"]["status"]["value"] == "unloaded")
+        failed = setup.ask("a")
+        assert failed.status_code == 503
+        assert "'a' could not be loaded: there is no adapter_config" in error_of(failed)["message"]
+        assert setup.ask("base").status_code == 200  # alone without the adapter
+
+
+def test_paths_lie_inside_the_folder_of_adapters(tmp_path: Path) -> None:
+    inside, outside = tmp_path / "inside", write(tmp_path / "outside")
+    write(inside / "one")
+    (inside / "link").symlink_to(outside)
+    (inside / "linked").mkdir()
+    for file in outside.iterdir():
+        (inside / "linked" / file.name).symlink_to(file)
+    write(inside / "pickled")
+    (inside / "pickled" / "adapter_model.safetensors").rename(inside / "pickled" / "x.bin")
+    bad = ["../outside", outside, "link", "linked", "pickled", "none", "", "a\0b", "one/../..", "/"]
+    with adapters(inside) as setup:
+        for path in bad:
+            error = error_of(setup.load("a", path))
+            assert error["param"] == "lora_path", error
+        assert len(setup.listed()) == 1
+        assert setup.load("a", "./one/../one").status_code == 200
+    for settings in ({"lora": ("a=link",)}, {"lora": ("a=one",), "lora_dir": "none"}):
+        with pytest.raises(SettingsError, match="LORA_DIR"), adapters(inside, **settings):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"lora_name": "demo"}, "lora_name"),
+        ({"lora_name": "taken"}, "lora_name"),
+        ({"lora_name": "a b"}, "lora_name"),
+        ({"lora_name": ""}, "lora_name"),
+        ({"lora_name": 1}, "lora_name"),
+        ({"base_model_name": "none"}, "model"),
+        ({"base_model_name": "loaded"}, "base_model_name"),
+        ({"lora_path": "x" * 5000}, "lora_path"),
+    ],
+)
+def test_requests_that_cannot_be_served_name_the_field(
+    tmp_path: Path, body: dict[str, Any], param: str
+) -> None:
+    write(tmp_path / "one")
+    more: dict[str, Any] = {"lora": ("loaded=one",), "model_aliases": ("taken=demo",)}
+    with adapters(tmp_path, chat_model="demo", **more) as setup:
+        answer = post(setup.server, LOAD, {"lora_name": "a", "lora_path": "one", **body})
+        assert answer.status_code in (400, 404)
+        assert error_of(answer)["param"] == param
+
+
+def test_the_routes_need_an_admin_key_or_model_control(tmp_path: Path) -> None:
+    write(tmp_path / "one")
+    keys: list[dict[str, Any]] = [
+        {"model_control": False},
+        {"api_keys": ("user",)},
+        {"api_keys": ("user",), "admin_keys": ("root",)},
+    ]
+    for settings in keys:
+        with adapters(tmp_path, lora=("loaded=one",), **settings) as setup:
+            body = {"lora_name": "a", "lora_path": "one"}
+            user = {"authorization": "Bearer user"}
+            assert post(setup.server, LOAD, body, **user).status_code == 403
+            assert post(setup.server, UNLOAD, {"lora_name": "loaded"}, **user).status_code == 403
+            if "admin_keys" in settings:
+                root = {"authorization": "Bearer root"}
+                assert post(setup.server, LOAD, body, **root).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lora": ("demo=one",)},
+        {"lora": ("a=one", "a=one")},
+        {"lora": ("a=one;base=other",)},
+        {"lora": ("a=missing",)},
+        {"lora_dir": "/nowhere"},
+    ],
+)
+def test_settings_that_cannot_be_served_are_refused(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    write(tmp_path / "one")
+    with pytest.raises(SettingsError, match="LORA"), adapters(tmp_path, **settings):
+        pass
+
+
+def test_a_file_of_models_names_adapters(tmp_path: Path) -> None:
+    file = tmp_path / "models.toml"
+    file.write_text('chat_model = "demo"\n[[lora]]\nname = "a"\npath = "one"\nbase = "demo"\n')
+    assert load_settings({"MODELS": str(file)}).lora == ("a=one;base=demo",)
+    for wrong in ('lora = ["a"]', "[[lora]]\nname = 'a'"):
+        file.write_text(wrong)
+        with pytest.raises(SettingsError):
+            load_settings({"MODELS": str(file)})
