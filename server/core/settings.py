@@ -47,7 +47,8 @@ def setting(
 ) -> Any:
     """Define a field. A number whose default is None is written `auto`.
 
-    `part`: for a comma-separated list, the pattern of a part and its description."""
+    `part`: for text, and for each part of a comma-separated list, the pattern and its
+    description."""
     metadata = {"help": text, "choices": choices, "minimum": minimum, "part": part}
     return field(default=default, metadata=metadata)
 
@@ -99,7 +100,16 @@ class Settings:
         "precision of the weights; auto: the checkpoint's",
         ("auto", "float32", "bfloat16", "float16"),
     )
-    attn_implementation: str = setting("auto", "attention backend, by transformers' names")
+    attn_implementation: str = setting(
+        "auto",
+        "attention backend, by transformers' names, or a kernel of a hub",
+        part=(
+            r"auto|sdpa|eager|flash_attention_[234]|flex_attention"
+            r"|[\w.-]+/[\w.-]+(@[\w.-]+)?(:[\w.-]+)?",
+            "auto, sdpa, eager, flash_attention_2, flash_attention_3, flex_attention or a kernel, "
+            "OWNER/NAME[@REVISION][:FUNCTION]",
+        ),
+    )
     quantization: str = setting(
         "none",
         "weights of chat models: int8 or int4 on CPUs, or those of bitsandbytes",
@@ -457,9 +467,10 @@ def parse(spec: Field[Any], raw: str) -> Any:
     types: Any = get_args(spec.type) or [spec.type]
     kind, *optional = types
     if kind is str:
-        if raw and (raw in choices or not choices):
+        pattern, accepted = spec.metadata["part"]
+        if raw and (raw in choices or not choices) and re.fullmatch(pattern or ".*", raw):
             return raw
-        accepted = "one of " + ", ".join(choices) if choices else "a name"
+        accepted = accepted or ("one of " + ", ".join(choices) if choices else "a name")
     elif kind is bool:
         if raw.lower() in ("", "0", "1", "true", "false", "on", "off", "yes", "no"):
             return raw.lower() in ("1", "true", "on", "yes")

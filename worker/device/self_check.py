@@ -47,6 +47,12 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
         raise CannotRun("it takes no attention function")
 
 
+def has_own_kernels(model: PreTrainedModel) -> bool:
+    """Return whether the model's attention is that of a library: such kernels are not traced, and
+    the checks run without them."""
+    return model.config._attn_implementation not in ("sdpa", "eager")
+
+
 @contextmanager
 def explicit_masks(part: PreTrainedModel) -> Iterator[None]:
     """Make `part` build its attention masks while the context is open.

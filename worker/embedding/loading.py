@@ -45,6 +45,7 @@ from worker.model.loading import (
     describe_missing_weights,
     load_checkpoint,
     load_errors,
+    log_own_attention,
     missing_weights_matter,
     model_info,
 )
@@ -88,12 +89,16 @@ class Checkpoint:
         if output_name == STATES:
             language = LanguageModel(options.model, model, self.tokenizer)
             try:
-                return load_chunked_prefill(
+                chunked = load_chunked_prefill(
                     language, self.limit, options.compile, options.max_running
                 )
+                log_own_attention(options.attention, "steps on the paged cache")
+                return chunked
             except CannotRun as error:
                 log.debug("not paged: %s", error)
         rows = SinglePassModel(model, self.tokenizer, self.limit, output_name)
+        if rows.packing:
+            log_own_attention(options.attention, "packed batches")
         warm_up = partial(on_worker, rows.warm_up)
         start_native_kernels(rows.model, rows.packing, warm_up, options.compile)
         return rows

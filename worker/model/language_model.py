@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from worker.device.device import free_bytes
-from worker.device.self_check import TOLERANCE, CannotRun, compare, explicit_masks
+from worker.device.self_check import TOLERANCE, CannotRun, compare, explicit_masks, has_own_kernels
 from worker.load_context import on_worker
 from worker.messages.generation import TEXT_ONLY
 from worker.model.attention.kv_cache import LayerShape, StateShape
@@ -191,8 +191,9 @@ def load_language_model(options: GeneratorOptions) -> LanguageModel:
             # the worker's kernels and graphs run there
             on_worker(partial(torch.cuda.set_device, model.device))
         is_multimodal = auto_class(model.config) is AutoModelForImageTextToText
-        masks = explicit_masks(model.get_decoder()) if is_multimodal else nullcontext()
-        with masks, without_outliers(model):
+        decoder = model.get_decoder() if is_multimodal else model
+        masks = is_multimodal or has_own_kernels(decoder)
+        with explicit_masks(decoder) if masks else nullcontext(), without_outliers(model):
             check_generates(model, missing)
         language = LanguageModel(options.name, model, tokenizer, path, is_multimodal)
         check_generation_config(vars(language.defaults), language.vocab_size)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,6 +23,11 @@ from huggingface_hub import hf_hub_download, snapshot_download, try_to_load_from
 from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_log
+from transformers.utils.import_utils import (
+    KERNELS_MAX_VERSION,
+    KERNELS_MIN_VERSION,
+    is_kernels_available,
+)
 
 from batching.errors import OnequeueError
 from worker.checkpoint_files import file_problem, folder_problem
@@ -49,6 +55,8 @@ log = logging.getLogger("onequeue.loading")
 
 DEMO_FOLDER = Path(__file__).parent.parent / "demo"
 GB = 1e9
+# Modules with the kernels of attention backends. The package kernels downloads them, too.
+FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 # COMPILE=auto skips smaller models: compiling takes a minute and gains little.
 MIN_COMPILED_PARAMETERS = 10_000_000
 # Bytes of an element, for the safetensors dtypes that DTYPE converts.
@@ -234,8 +242,25 @@ def snapshot_folder(model: str) -> str:
 
 
 def attention_keywords(attention: str) -> dict[str, str]:
-    """Return the arguments of `from_pretrained` for the ATTENTION setting."""
-    return {} if attention == "auto" else {"attn_implementation": attention}
+    """Return the arguments of `from_pretrained` for the ATTN_IMPLEMENTATION setting. Raise
+    LoadingFailed if it needs a package that is missing."""
+    if attention == "auto":
+        return {}
+    package = FLASH_PACKAGES.get(attention, "kernels" if "/" in attention else "")
+    is_missing = bool(package) and find_spec(package) is None and not is_kernels_available()
+    if is_missing:
+        kernels = f"'kernels>={KERNELS_MIN_VERSION},<{KERNELS_MAX_VERSION}'"
+        packages = kernels if "/" in attention else f"{package.replace('_', '-')} or {kernels}"
+        raise LoadingFailed(
+            f"ATTN_IMPLEMENTATION={attention} needs the package {packages}: install it, or use sdpa"
+        )
+    return {"attn_implementation": attention}
+
+
+def log_own_attention(attention: str, place: str) -> None:
+    """Log that the attention function of the setting is not used, where one is set."""
+    if attention != "auto":
+        log.info("attention: %s use their own function, not %s", place, attention)
 
 
 def choose_dtype(

@@ -28,6 +28,7 @@ from worker.device.self_check import (
     CannotRun,
     TopKSizes,
     explicit_masks,
+    has_own_kernels,
     length_beyond_windows,
     random_prompts,
     set_attention,
@@ -38,7 +39,7 @@ from worker.model.attention.kv_cache import BLOCK, KVCache, LayerShape
 from worker.model.attention.paged import ATTENTION, AttentionMetadata, SpanGroup
 from worker.model.attention.recurrent import RecurrentProbe, install, uninstall
 from worker.model.language_model import GeneratorOptions, LanguageModel
-from worker.model.loading import GB, LoadingFailed, is_worth_compiling
+from worker.model.loading import GB, LoadingFailed, is_worth_compiling, log_own_attention
 from worker.model.paged_runner import PagedRunner, StateSlots, new_cache, run_model
 
 log = logging.getLogger("onequeue.paging")
@@ -86,6 +87,7 @@ def load_paged_runner(
             f"and the memory for keys and values holds {blocks * BLOCK}"
         )
     language.rotary.fix(max_model_len)
+    log_own_attention(options.attention, "steps on the paged cache")
     log.info("cache blocks=%d tokens=%d context=%d", blocks, blocks * BLOCK, max_model_len)
     if language.states:
         log.info(
@@ -175,7 +177,8 @@ class PagingCheck:
         longest = length_beyond_windows(language.config, limit, shortest)
         widths = [min(3, longest), longest, longest - longest // 4]
         self.prompts = random_prompts(self.model, language.tokenizer, widths)
-        with explicit_masks(language.decoder) if language.is_multimodal else nullcontext():
+        masks = language.is_multimodal or has_own_kernels(language.decoder)
+        with explicit_masks(language.decoder) if masks else nullcontext():
             recorded = [TopKSizes() for _ in self.prompts]
             self.reference = []
             for prompt, sizes in zip(self.prompts, recorded, strict=True):

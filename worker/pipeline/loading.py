@@ -23,6 +23,7 @@ from worker.device.self_check import (
     length_beyond_windows,
     random_prompts,
 )
+from worker.error_classification import first_line
 from worker.load_context import add_memory, on_worker
 from worker.media.decode_limiter import DecodeLimiter
 from worker.media.inputs import to_json
@@ -41,6 +42,7 @@ from worker.model.loading import (
     describe_missing_weights,
     is_worth_compiling,
     load_errors,
+    log_own_attention,
     missing_weights_matter,
     model_info,
     record_missing_weights,
@@ -105,7 +107,17 @@ def load_runner(options: PipelineOptions, max_rows: int) -> PipelineRunner:
         )
     if pipe.tokenizer is not None and TASKS[task].kind == "text":
         pipe.tokenizer.padding_side = "left" if task == "text-generation" else "right"
+    if options.attention != "auto":
+        try:
+            on_worker(partial(_warm_up_output, pipe, task))
+        except Exception as error:  # each backend raises its own errors
+            raise LoadingFailed(
+                f"the model {options.model!r} does not run with ATTN_IMPLEMENTATION="
+                f"{options.attention} on {pipe.device.type}: {first_line(error)}"
+            ) from error
     batching, why, packing = choose_batching(task, pipe)
+    if packing:
+        log_own_attention(options.attention, "packed batches")
     count = pipe.model.num_parameters()
     info = model_info(task, options.name, pipe.model, count, batching, why)
     if task == "fill-mask":

@@ -1,0 +1,90 @@
+"""The attention backends of transformers, as a setting and as a model's option."""
+
+import logging
+
+import pytest
+
+from server.core.settings import SettingsError, load_settings, parse_models
+from tests import tiny_decoders
+from worker.generation.loading import load_generator
+from worker.model import loading
+from worker.model.language_model import GeneratorOptions
+from worker.model.loading import LoadingFailed
+from worker.pipeline.loading import PipelineOptions, load_runner
+
+OWN = "use their own function, not"
+
+
+@pytest.mark.parametrize("attention", ["auto", "sdpa", "eager"])
+def test_the_log_names_a_backend_that_is_replaced(
+    attention: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "onequeue"):
+        load_generator(
+            GeneratorOptions("demo", device="cpu", attention=attention, kv_cache_gb=0.01)
+        )
+        load_runner(
+            PipelineOptions("demo", "cpu", attention=attention, task="fill-mask", compile="off"), 32
+        )
+    lines = [record.message for record in caplog.records if OWN in record.message]
+    places = ["steps on the paged cache", "packed batches"] if attention != "auto" else []
+    assert lines == [f"attention: {place} {OWN} {attention}" for place in places]
+
+
+def test_a_model_on_its_own_cache_keeps_the_backend(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "onequeue"):
+        engine = load_generator(
+            GeneratorOptions(
+                str(tiny_decoders.folder("bloom")), device="cpu", attention="eager", compile="off"
+            )
+        )
+    assert engine.info.batching != "continuous"
+    assert engine.runner.language.model.config._attn_implementation == "eager"
+    assert OWN not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("attention", "package"),
+    [
+        ("flash_attention_2", "flash-attn or 'kernels>="),
+        ("flash_attention_3", "flash-attn-interface or 'kernels>="),
+        ("owner/kernel@v1:forward", "'kernels>="),
+    ],
+)
+def test_a_backend_that_is_missing_is_refused_in_one_sentence(
+    attention: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "is_kernels_available", lambda: False)
+    monkeypatch.setattr(loading, "find_spec", lambda name: None)
+    with pytest.raises(LoadingFailed) as chat:
+        load_generator(GeneratorOptions("demo", device="cpu", attention=attention))
+    with pytest.raises(LoadingFailed) as pipeline:
+        load_runner(PipelineOptions("demo", "cpu", attention=attention, task="fill-mask"), 32)
+    for failed in (chat, pipeline):
+        assert f": ATTN_IMPLEMENTATION={attention} needs the package {package}" in str(failed.value)
+
+
+@pytest.mark.parametrize("name", ["flash", "paged|sdpa", "owner/kernel@", "a/b/c", "sdpa eager"])
+def test_a_backend_that_is_none_is_refused_at_start(name: str) -> None:
+    with pytest.raises(SettingsError, match=r"ATTN_IMPLEMENTATION=.*: must be auto, sdpa, eager, "):
+        load_settings({"ATTN_IMPLEMENTATION": name})
+    with pytest.raises(SettingsError, match=r"attention=.* must be auto, sdpa, eager, "):
+        parse_models("chat_model", f"demo;attention={name}")
+
+
+def test_each_model_has_its_own_backend() -> None:
+    models = parse_models("chat_model", "a=demo;attention=eager,b=demo;attention=org/k@v1:f")
+    assert [dict(model.options)["attn_implementation"] for model in models] == [
+        "eager",
+        "org/k@v1:f",
+    ]
+
+
+def test_flex_attention_is_replaced_on_the_paged_cache(caplog: pytest.LogCaptureFixture) -> None:
+    """The checks do not compile it."""
+    with caplog.at_level(logging.INFO, "onequeue"):
+        engine = load_generator(
+            GeneratorOptions("demo", device="cpu", attention="flex_attention", kv_cache_gb=0.01)
+        )
+    assert engine.info.batching == "continuous"
+    assert f"steps on the paged cache {OWN} flex_attention" in caplog.text
