@@ -9,15 +9,14 @@ wait, and a thread whose core is taken makes a step ten times as long.
 """
 
 import ctypes
-import hashlib
 import logging
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 log = logging.getLogger("onequeue.cores")
@@ -27,14 +26,12 @@ TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
 # There are too many threads if the worker's thread computes in less than this share of its turns.
 MIN_CPU_SHARE = 0.9
-# A core is free if a probe computes in this share of its time; it may wait for the interpreter.
-MIN_PROBE_SHARE = 0.75
+# As many threads are tried as the process computes on cores or has idle ones, rounded up from here.
+MIN_LAST_CORE = 0.75
 # The time of turns that a decision is based on, and the least for ending a trial of more threads.
 WINDOW_S, TRIAL_S = 1.0, 0.1
-# The interval after a change of the number of threads or a probe, and after a trial that fails.
+# The interval after a change of the number of threads, and after a trial that fails.
 MIN_INTERVAL_S, MAX_INTERVAL_S = 2.0, 3.5
-# A probe's rounds take 5 to 30 ms of CPU time: more than a busy core's scheduler grants at once.
-PROBE_ROUNDS = 50_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,91 +183,91 @@ def lines_of(path: str | Path) -> list[str]:
 # ── while serving ──
 
 
-class CoreProbe:
-    """Tells whether a number of further cores are free: as many threads compute for a moment beside
-    the worker's. A turn of too many threads instead takes many times as long.
+def idle_time(cores: Collection[int]) -> float | None:
+    """Return the seconds that the cores have been idle since the system started, summed up; None
+    if the system does not tell."""
+    names = {f"cpu{core}" for core in cores}
+    lines = (line.split() for line in lines_of("/proc/stat"))
+    ticks = sum(int(line[4]) + int(line[5]) for line in lines if line and line[0] in names)
+    return ticks / os.sysconf("SC_CLK_TCK") if ticks else None
 
-    `passed` is None until all have ended."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.passed: bool | None = None
-        self._shares: list[float] = []
-        for _ in range(count):
-            threading.Thread(target=self._run, name="core-probe", daemon=True).start()
+@dataclass(frozen=True, slots=True)
+class CpuTimes:
+    """Readings of clocks, in seconds. `idle`: of all cores; None if unknown."""
 
-    def _run(self) -> None:
-        started, cpu = time.monotonic(), time.thread_time()
-        hashlib.pbkdf2_hmac("sha256", b"", b"", PROBE_ROUNDS)  # without the interpreter lock
-        self._shares.append((time.thread_time() - cpu) / (time.monotonic() - started))
-        if len(self._shares) == self.count:
-            self.passed = min(self._shares) >= MIN_PROBE_SHARE
+    at: float
+    process: float
+    idle: float | None
 
 
 class ThreadTuner:
     """Adapts the number of OpenMP threads to the cores that other processes leave free.
 
     There are too many while the worker's thread waits in its turns: for a core, or for a thread of
-    its team that waits for one. More are tried once a probe has found free cores. All methods run
-    on that thread."""
+    its team that waits for one. More are tried once the time in which the process computes and
+    that in which its cores are idle suffice for them: a turn of too many threads takes many times
+    as long. All methods run on the worker's thread."""
 
     def __init__(
         self,
         cores: Cores | None,
         clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.thread_time,
-        start_probe: Callable[[int], CoreProbe] = CoreProbe,
+        process_clock: Callable[[], float] = time.process_time,
+        idle_clock: Callable[[], float | None] | None = None,
     ) -> None:
         """`cores`: None where torch decides."""
         self._max_threads = self.threads = cores.threads if cores and not cores.requested else 1
         self._trial = 0  # a larger number of threads that is tried; 0: none
-        self._probe: CoreProbe | None = None
-        self._next_at = 0.0  # when the number may change, or the next probe may start
-        self._clock, self._cpu_clock, self._start_probe = clock, cpu_clock, start_probe
+        self._next_at = 0.0  # when the number may change
+        self._clock, self._cpu_clock, self._process_clock = clock, cpu_clock, process_clock
+        usable = cores.pinned if cores and cores.pinned else affinity(0)
+        self._idle_clock = idle_clock or partial(idle_time, usable)
         self._began_at = self._cpu_at = 0.0  # of the turn that runs
         self._wall_s = self._cpu_s = 0.0  # of the turns since the last decision
+        self._times: CpuTimes | None = None  # at the last decision; None: not read
 
     def begin_turn(self) -> None:
         self._began_at, self._cpu_at = self._clock(), self._cpu_clock()
 
     def end_turn(self) -> None:
-        """Decide on the number of threads once enough turns are measured, or a probe has ended."""
+        """Decide on the number of threads once enough turns are measured."""
         if self._max_threads == 1:
             return
         now = self._clock()
         self._wall_s += now - self._began_at
         self._cpu_s += self._cpu_clock() - self._cpu_at
         crowded = self._cpu_s < MIN_CPU_SHARE * self._wall_s
-        if self._probe and self._probe.passed is not None:
-            self._use(self._probe, now)
-        elif (self._trial and crowded and self._wall_s >= TRIAL_S) or self._wall_s >= WINDOW_S:
-            self._decide(now, crowded)
-        else:
+        if self._wall_s < (TRIAL_S if self._trial and crowded else WINDOW_S):
             return
+        self._decide(now, crowded)
         self._wall_s = self._cpu_s = 0.0
         log.debug("compute threads=%d of %d", self._trial or self.threads, self._max_threads)
         if (set_threads := openmp_set_threads()) is not None:  # each time: libraries reset it
             set_threads(self._trial or self.threads)
 
-    def _use(self, probe: CoreProbe, now: float) -> None:
-        """Try as many more threads as cores are free: all that are missing, or one."""
-        self._probe = None
-        if probe.passed:
-            self._trial = min(self.threads + probe.count, self._max_threads)
-        elif probe.count > 1:
-            self._probe = self._start_probe(1)
-        else:
-            self._next_at = now + MIN_INTERVAL_S
-
     def _decide(self, now: float, crowded: bool) -> None:
-        """Remove a thread, start a probe, or end a trial."""
+        """Remove a thread, or begin or end a trial of more."""
         if self._trial:
             self.threads, self._trial = self.threads if crowded else self._trial, 0
             self._next_at = now + (MAX_INTERVAL_S if crowded else MIN_INTERVAL_S)
-        elif now < self._next_at or self._probe:
+        elif now < self._next_at:
             pass
         elif crowded and self.threads > 1:
             self.threads -= 1
-            self._next_at = now + MIN_INTERVAL_S
-        elif self.threads < self._max_threads:
-            self._probe = self._start_probe(self._max_threads - self.threads)
+            self._next_at, self._times = now + MIN_INTERVAL_S, None
+        elif self.threads < self._max_threads and (more := self._affordable(now)) > self.threads:
+            self._trial = more
+
+    def _affordable(self, now: float) -> int:
+        """Return the number of threads that there are cores for, since the last call."""
+        before, times = self._times, CpuTimes(now, self._process_clock(), self._idle_clock())
+        self._times = times
+        if before is None:
+            return self.threads
+        if before.idle is None or times.idle is None:
+            return self._max_threads  # the trial shows it
+        usable_s = times.process - before.process + times.idle - before.idle
+        cores = usable_s / (times.at - before.at)
+        return min(self._max_threads, int(cores + 1 - MIN_LAST_CORE))

@@ -1,22 +1,15 @@
 """The thread tuner uses fewer threads while other processes keep cores busy."""
 
+import time
 from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
 
 from tests.serving import wait_until
-from worker.cores import MIN_INTERVAL_S, CoreProbe, Cores, ThreadTuner
+from worker.cores import MIN_INTERVAL_S, Cores, ThreadTuner, affinity, idle_time
 
 TURN_S = 0.02
-
-
-class Probe(CoreProbe):
-    """Ends with the next turn."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__(0)
-        self.count = count
 
 
 class Machine:
@@ -31,17 +24,15 @@ class Machine:
         self.threads_set: list[tuple[float, int]] = []
         monkeypatch.setattr("worker.cores.openmp_set_threads", lambda: self.set_threads)
         self.cores, self.threads = cores, cores
-        self.probes: list[Probe] = []
+        self.process = self.idle_s = 0.0
+        self.tells_idle = True
         self.tuner = ThreadTuner(
             Cores(cores, frozenset(), False, "", requested),
             lambda: self.now,
             lambda: self.cpu,
-            self.start_probe,
+            lambda: self.process,
+            lambda: self.idle_s if self.tells_idle else None,
         )
-
-    def start_probe(self, count: int) -> CoreProbe:
-        self.probes.append(Probe(count))
-        return self.probes[-1]
 
     def set_threads(self, threads: int) -> None:
         if threads != self.threads:
@@ -56,9 +47,10 @@ class Machine:
             if not idle:
                 self.tuner.begin_turn()
             self.now += TURN_S
-            if self.probes:
-                self.probes[-1].passed = self.cores - others - self.threads >= self.probes[-1].count
             free = (self.cores - others) / self.threads
+            used = 0.0 if idle else min(self.threads, self.cores - others)
+            self.process += TURN_S * used
+            self.idle_s += TURN_S * max(0.0, self.cores - others - used)
             self.cpu += TURN_S * (0.97 if free >= 1 else 0.9 * free)
             if not idle:
                 self.tuner.end_turn()
@@ -108,17 +100,25 @@ def test_no_more_threads_are_tried_while_no_core_is_free(
     two.threads_set.clear()
     two.turns(60.0, 1.0)
     assert two.threads_set == []
-    assert 10 < len(two.probes) < 40
 
 
-def test_trials_that_fail_take_little_of_the_time(
-    machine: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+def test_no_more_threads_are_tried_while_the_cores_are_shared(
+    machine: Callable[..., Machine],
 ) -> None:
-    """A probe may find a core free that is not: a process may have waited at that moment."""
+    """With two others on two cores the process gets half of the time, and nothing is idle."""
     two = machine(2)
+    two.turns(5.0, 2.0)
+    two.threads_set.clear()
+    two.turns(60.0, 1.2)
+    assert two.threads_set == []
+
+
+def test_trials_that_fail_take_little_of_the_time(machine: Callable[..., Machine]) -> None:
+    """Where the system does not tell the idle time, trials alone show free cores."""
+    two = machine(2)
+    two.tells_idle = False
     two.turns(5.0, 1.0)
     two.threads_set.clear()
-    monkeypatch.setattr(Probe, "passed", property(lambda _: True, lambda *_: None), raising=False)
     two.turns(60.0, 1.0)
     started = [at for at, threads in two.threads_set if threads == 2]
     ended = [at for at, threads in two.threads_set if threads == 1]
@@ -172,11 +172,10 @@ def test_without_known_cores_torch_decides(monkeypatch: pytest.MonkeyPatch) -> N
     assert unknown.threads_set == []
 
 
-@pytest.mark.parametrize(("least", "passed"), [(0.0, True), (1.01, False)])
-def test_a_probe_passes_if_its_threads_compute_in_enough_of_their_time(
-    monkeypatch: pytest.MonkeyPatch, least: float, passed: bool
-) -> None:
-    monkeypatch.setattr("worker.cores.MIN_PROBE_SHARE", least)
-    probe = CoreProbe(2)
-    wait_until(lambda: probe.passed is not None)
-    assert probe.passed == passed
+def test_the_idle_time_of_the_cores_grows_with_time() -> None:
+    cores = affinity(0)
+    first = idle_time(cores)
+    assert first
+    assert 0 < first < 1.05 * len(cores) * time.clock_gettime(time.CLOCK_BOOTTIME)
+    wait_until(lambda: (idle_time(cores) or 0) > first)
+    assert idle_time([]) is None
