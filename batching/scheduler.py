@@ -684,6 +684,7 @@ class PrefillBudget:
     def __init__(self, device_type: str, whole_prompts: bool = False) -> None:
         limits = MAX_PREFILL_TOKENS_WHOLE if whole_prompts else MAX_PREFILL_TOKENS
         self.max_tokens = limits[device_type]
+        self._whole_prompts = whole_prompts
         self._min_unmeasured = MIN_PREFILL_TOKENS_ALONE[device_type]
         self._min_alone = self.max_tokens if whole_prompts else self._min_unmeasured
         self.decode_s = 0.0  # the time of the last step without prompts, set by the caller
@@ -709,8 +710,11 @@ class PrefillBudget:
         """Record the time of a step of `prompt_tokens` and of `other_rows` that decoded."""
         if prompt_tokens >= MIN_PREFILL_TOKENS:
             added_s = max(0.0, seconds - self.decode_s) if other_rows else seconds
-            share = NEW_SHARE if self._token_s else 1.0
-            self._token_s += share * (added_s / prompt_tokens - self._token_s)
+            token_s = added_s / prompt_tokens
+            # without paged attention the next chunk of the prompt takes longer still
+            is_rising = self._whole_prompts and token_s > self._token_s
+            share = NEW_SHARE if self._token_s and not is_rising else 1.0
+            self._token_s += share * (token_s - self._token_s)
 
 
 class RowCost:

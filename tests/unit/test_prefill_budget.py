@@ -61,6 +61,20 @@ def test_whole_prompts_beside_streams_take_the_minimum_before_any_measurement() 
     assert tokens == MIN_PREFILL_TOKENS_ALONE["cpu"]
 
 
+def test_chunks_that_take_longer_with_each_one_stay_within_the_time() -> None:
+    """Without paged attention the chunks of a long prompt do, and the next prompt begins anew."""
+    prefill, times_s = PrefillBudget("cpu", whole_prompts=True), list[float]()
+    for _ in range(4):
+        position = 0
+        while position < 4000:
+            tokens = prefill.prompt_tokens(streaming=True)
+            position += tokens
+            times_s.append(tokens * (0.0002 + 5e-7 * position))
+            prefill.learn(tokens, 0, times_s[-1])
+    assert len(times_s) > 20
+    assert max(times_s[2:]) < 1.5 * MAX_PREFILL_S
+
+
 @pytest.mark.parametrize("token_s", [0.001, 0.003, 0.006])
 @pytest.mark.parametrize("seed", range(5))
 def test_prompts_make_a_step_longer_by_the_allowed_time(token_s: float, seed: int) -> None:
