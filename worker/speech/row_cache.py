@@ -39,14 +39,15 @@ class RowCache(EncoderDecoderCache):
         self.self_attention_cache: Any = self
         self.cross_attention_cache: Any = SimpleNamespace()
 
-    def set_positions(self, rows: Sequence[int], positions: Tensor) -> None:
-        """Set the `positions` [R, N] of these rows whose tokens the next forward computes."""
+    def set_positions(self, rows: Sequence[int], positions: Tensor, width: int) -> None:
+        """Set the `positions` [R, N] of these rows whose tokens the next forward computes. `width`:
+        positions up to the last of them, known to the host: reading it would wait for a GPU."""
         first, count = rows[0], len(rows)
         contiguous = list(rows) == list(range(first, first + count))
         self._rows: Any = slice(first, first + count) if contiguous else torch.tensor(rows)
         self._index = torch.tensor(rows, device=positions.device)[:, None]
         self._positions = positions
-        self._width = int(positions.max()) + 1
+        self._width = width
         self.cross_attention_cache.layers = [
             SimpleNamespace(keys=keys[self._rows], values=values[self._rows])
             for keys, values in self.cross_attention

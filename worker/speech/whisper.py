@@ -105,7 +105,7 @@ class WhisperRunner(SpeechRunner[WhisperWindow]):
     @torch.inference_mode()
     def replay(self, window: WhisperWindow, tokens: Sequence[int]) -> None:
         """Run the prompt and `tokens` through the decoder again, for its hooks."""
-        self._decode([[*window.prompt, *tokens]], [window], 0)
+        self._decode([[*window.prompt, *tokens]], [window], [0])
 
     # ── parts of a step ──
 
@@ -124,7 +124,7 @@ class WhisperRunner(SpeechRunner[WhisperWindow]):
         if not windows:
             return
         languages = self.vocabulary.languages
-        hidden = self._decode([[self.vocabulary.start]] * len(windows), windows, 0)
+        hidden = self._decode([[self.vocabulary.start]] * len(windows), windows, [0] * len(windows))
         codes, tokens = list(languages), list(languages.values())
         best = self.head(hidden[:, 0])[:, tokens].argmax(1).tolist()
         for window, index in zip(windows, best, strict=True):
@@ -139,7 +139,9 @@ class WhisperRunner(SpeechRunner[WhisperWindow]):
             window.prompt = [*window.context, *start]
         for length, group in groupby(windows, lambda window: len(window.prompt)):
             members = list(group)
-            hidden = self._decode([list(window.prompt) for window in members], members, 0)
+            hidden = self._decode(
+                [list(window.prompt) for window in members], members, [0] * len(members)
+            )
             starts = [len(window.context) for window in members]
             at_start = self.head(hidden[range(len(members)), starts]).float().softmax(1)
             no_speech = at_start[:, self.vocabulary.no_speech].tolist()
@@ -151,13 +153,14 @@ class WhisperRunner(SpeechRunner[WhisperWindow]):
         self,
         tokens: list[list[int]],
         windows: Sequence[WhisperWindow],
-        starts: int | Sequence[int],
+        starts: Sequence[int],
     ) -> Tensor:
         """Return hidden states [R, N, size] of tokens [R, N] at positions from `starts` on."""
         ids = torch.tensor(tokens, device=self.device)
-        first = torch.tensor(starts, device=self.device).expand(len(windows))
-        positions = first[:, None] + torch.arange(ids.shape[1], device=self.device)
-        self.cache.set_positions([window.row for window in windows], positions)
+        first, count = torch.tensor(starts, device=self.device), ids.shape[1]
+        positions = first[:, None] + torch.arange(count, device=self.device)
+        rows = [window.row for window in windows]
+        self.cache.set_positions(rows, positions, width=max(starts) + count)
         decoder, mask = self.decoder, self.cache.mask()
         hidden: Tensor = decoder.embed_tokens(ids) + decoder.embed_positions.weight[positions]
         for layer in decoder.layers:
@@ -172,18 +175,22 @@ class WhisperRunner(SpeechRunner[WhisperWindow]):
         for row, window in enumerate(windows):
             if window.temperature > 0:
                 tokens[row] = _sample_at_temperature(logprobs[row], window)
-        sampled = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
-        if any(map(isnan, sampled)):
+        sampled = logprobs.gather(1, tokens[:, None])[:, 0]
+        # one transfer, which waits for the step
+        numbers, values = torch.stack((tokens.double(), sampled.double())).tolist()
+        if any(map(isnan, values)):
             raise ItemFailed("the model's output for this input is not a number")
-        for window, token, logprob in zip(windows, tokens.tolist(), sampled, strict=True):
+        for window, number, logprob in zip(windows, numbers, values, strict=True):
+            token = int(number)
             window.tokens.append(token)
             window.logprobs.append(logprob)
             limit = min(self.max_new_tokens, self.max_positions - len(window.prompt))
             window.finished = token == self.vocabulary.end or len(window.tokens) >= limit
 
 
-def _sample_at_temperature(logprobs: Tensor, window: WhisperWindow) -> int:
+def _sample_at_temperature(logprobs: Tensor, window: WhisperWindow) -> Tensor:
     """Sample by the inverse distribution function; a repeated request gives the same tokens."""
     bounds = (logprobs / window.temperature).softmax(0).cumsum(0)
-    number = uniform(window.seek, window.attempt, len(window.tokens)) * float(bounds[-1])
-    return int(torch.searchsorted(bounds, number).clamp(max=len(bounds) - 1))
+    number = uniform(window.seek, window.attempt, len(window.tokens))
+    target = (bounds[-1:].double() * number).to(bounds.dtype)
+    return torch.searchsorted(bounds, target)[0].clamp(max=len(bounds) - 1)
