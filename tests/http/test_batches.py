@@ -2,6 +2,7 @@
 
 import io
 import json
+import sqlite3
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import pytest
 from openai.types import Batch
 
 from batching.fair_share import Priority
-from server.openai.batches import input_file, store
+from server.openai.batches import input_file, runner, store
 from tests.event_streams import CLIENT
 from tests.fake_generator import FakeGenerator
 from tests.serving import Server, metric, serving, wait_until
@@ -198,6 +199,13 @@ def test_a_wrong_input_file_fails_the_batch(
     assert error.message
 
 
+def test_a_deeply_nested_body_fails_alone(client: Client) -> None:
+    nested = jsonl([chat_line("b")]).replace(b'"hi"', b"[" * 400 + b"]" * 400)
+    batch = client.wait(client.create(GOOD + nested))
+    assert batch.status == "completed"
+    assert client.results(batch.error_file_id)["b"]["response"]["status_code"] == 400
+
+
 def test_a_wrong_request_is_refused(client: Client) -> None:
     input_file_id = client.upload(GOOD)
     good: dict[str, Any] = {
@@ -375,6 +383,78 @@ def test_a_batch_whose_key_is_gone_does_not_run(tmp_path: Path) -> None:
         assert batch.errors.data
         assert batch.errors.data[0].code == "invalid_api_key"
     assert generator.payloads == []
+
+
+def test_a_batch_that_only_crashes_fails(tmp_path: Path) -> None:
+    """As a line that kills the process would: each restart would run it again."""
+    with started(tmp_path, FakeGenerator()) as server:
+        client = Client(server)
+        id = client.create(jsonl([chat_line("a"), chat_line("b", "hang")]))
+        wait_until(lambda: client.completed(id) == 1)
+    database = sqlite3.connect(tmp_path / "batches.sqlite")
+    assert database.execute("SELECT crashes FROM batches").fetchall() == [(0,)]  # no crash
+    for crashes in (2, 3):
+        with database:
+            database.execute("UPDATE batches SET crashes = ?", (crashes,))
+        generator = FakeGenerator()
+        with started(tmp_path, generator) as server:
+            if crashes == 2:
+                wait_until(lambda: bool(generator.running))  # noqa: B023
+                continue
+            batch = Client(server).wait(id)
+            assert batch.status == "failed"
+            assert batch.errors
+            assert batch.errors.data
+            assert batch.errors.data[0].code == "server_error"
+            assert generator.payloads == []
+            assert [*Client(server).results(batch.output_file_id)] == ["a"]
+
+
+def test_a_batch_without_its_model_fails(tmp_path: Path) -> None:
+    with started(tmp_path, FakeGenerator()) as server:
+        id = Client(server).create(jsonl([chat_line("b", "hang")]))
+        wait_until(lambda: Client(server).get(id).status == "in_progress")
+    only = {"chat_model": "none", "embedding_model": "demo", "pipeline_model": "none"}
+    with serving(batch_dir=str(tmp_path), api_keys=("one",), **only) as server:  # type: ignore[arg-type]
+        batch = Client(server).wait(id)
+        assert batch.errors
+        assert batch.errors.data
+        assert batch.errors.data[0].code == "model_not_found"
+        input_file_id = Client(server).upload(GOOD)
+        with pytest.raises(openai.BadRequestError, match="it needs CHAT_MODEL"):
+            Client(server).sdk.batches.create(
+                input_file_id=input_file_id, endpoint=CHAT, completion_window="24h"
+            )
+
+
+def test_a_failing_disk_delays_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "RETRY_S", 0.05)
+    failures = [OSError(28, "No space left on device"), sqlite3.OperationalError("disk full")]
+    append = store.BatchStore.append
+
+    def fail(self: store.BatchStore, *arguments: Any) -> None:
+        if failures:
+            raise failures.pop()
+        append(self, *arguments)
+
+    monkeypatch.setattr(store.BatchStore, "append", fail)
+    with started(tmp_path, FakeGenerator()) as server:
+        client = Client(server)
+        batch = client.wait(client.create(jsonl([chat_line(str(n)) for n in range(9)])))
+        assert batch.status == "completed"
+        assert len(client.results(batch.output_file_id)) == 9
+        assert failures == []
+
+
+def test_a_refusal_that_passes_is_no_result(tmp_path: Path) -> None:
+    with started(tmp_path, FakeGenerator()) as server:
+        client = Client(server)
+        model = server.worker_client.models["generation"]
+        model.breaker.probe_at = 0.0  # open: requests get 503
+        id = client.create(GOOD)
+        wait_until(lambda: client.get(id).status == "in_progress")
+        model.breaker.probe_at = None
+        assert client.wait(id).error_file_id is None
 
 
 def test_a_batch_that_expires_names_the_rest(

@@ -130,7 +130,10 @@ class InputChecker:
 def prefix_key(body: Document) -> bytes:
     """Return checksums of the prompt's prefixes, of growing lengths: sorted by them, prompts with a
     common prefix are neighbours. At most 200 bytes."""
-    text = orjson.dumps([body.get(name) for name in PROMPT_FIELDS])
+    try:
+        text = orjson.dumps([body.get(name) for name in PROMPT_FIELDS])
+    except TypeError:  # nested deeper than orjson writes
+        return b""
     checksum, start, end = 0, 0, MIN_PREFIX
     key = bytearray()
     while start < len(text) and end < MAX_PREFIX:

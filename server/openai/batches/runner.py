@@ -10,11 +10,12 @@ the server stops, lines in flight are dropped, and run again after the next star
 import asyncio
 import contextlib
 import logging
+import math
 import secrets
 import sqlite3
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from anyio.to_thread import run_sync
 from msgspec import Raw, Struct
@@ -99,11 +100,36 @@ class CapturedResponse:
         self.status = 0
         self.parts: list[bytes] = []
 
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.parts))
+
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
         else:
             self.parts.append(message.get("body", b""))
+
+
+class FinishedLine(NamedTuple):
+    position: int
+    custom_id: str
+    request_id: str
+    response: CapturedResponse
+
+    def result(self) -> LineResult:
+        """Return the line of the output or the error file."""
+        content = Raw(b"".join(self.response.parts))
+        response = LineResponse(self.response.status, self.request_id, content)
+        return line_result(self.position, self.custom_id, response, None)
+
+
+def line_result(
+    position: int, custom_id: str, response: LineResponse | None, error: LineError | None
+) -> LineResult:
+    output = LineOutput("batch_req_" + secrets.token_hex(12), custom_id, response, error)
+    is_error = response is None or response.status_code != 200
+    return LineResult(position, to_json(output) + b"\n", is_error)
 
 
 async def receive_nothing() -> Message:
@@ -197,7 +223,7 @@ class BatchTask:
             self.end = "cancelled"
         self._changed = asyncio.Event()  # there is room in the window, or no more lines start
         self._lines: set[asyncio.Task[None]] = set()
-        self._results: list[LineResult] = []  # not stored yet
+        self._finished: list[FinishedLine] = []  # their results are not stored yet
         self._filled = asyncio.Event()  # there are some, or all lines have ended
         self._all_ended = False
         left_s = max(0.0, record.job.expires_at - time.time())
@@ -264,6 +290,9 @@ class BatchTask:
         job = self.record.job
         if self.key is None:
             error = BatchError("invalid_api_key", "the API key of the batch is not valid any more")
+            return await self._finish("failed", [error])
+        if job.endpoint not in self.runner.endpoints:
+            error = BatchError("model_not_found", f"no model serves {job.endpoint} any more")
             return await self._finish("failed", [error])
         if job.status == "validating" and not self.is_interrupted:
             errors = await self._check_input()
@@ -345,10 +374,10 @@ class BatchTask:
         self.endpoint = self.runner.endpoints[job.endpoint]
         model = self.endpoint.models.default.registry_name
         self.lane = self.runner.worker_client.models[model].lane_of(Priority.BATCH)
-        # The time limit of a line is that of the batch: only the size of responses shrinks it.
-        self._window = LineWindow(request_share(app.settings.max_queue_size), self.expires)
+        # a line has the time of the batch: only the size of responses shrinks the window
+        self._window = LineWindow(request_share(app.settings.max_queue_size), math.inf)
         self._in_flight = self._bytes = 0
-        self._results, self._all_ended = [], False
+        self._finished, self._all_ended = [], False
         writer = asyncio.create_task(self._store_results())
         try:
             after = -1
@@ -395,29 +424,26 @@ class BatchTask:
     async def _serve_line(self, line: PendingInput, custom_id: str, body: bytes) -> None:
         """Run a line until it has a result."""
         started_at = time.monotonic()
+        request_id = f"{self.id}-{line.number}"
         while True:
-            scope = self._scope(line.number)
+            scope = self._scope(request_id)
             try:
-                output = await self._respond(scope, body)
+                response = await self._respond(scope, body)
                 break
             except (Refused, ClientGone) as refusal:
                 wait_s = refusal.retry_after_s or 1.0
                 await asyncio.sleep(min(wait_s, RETRY_S))
             finally:
                 self.runner.app.memory.release(scope["transfer"])
-        is_error = output.status_code != 200
-        id = "batch_req_" + secrets.token_hex(12)
-        encoded = to_json(LineOutput(id, custom_id, output, None)) + b"\n"
-        self._window.record(time.monotonic() - started_at, len(encoded))
-        self._results.append(LineResult(line.position, encoded, is_error))
+        self._window.record(time.monotonic() - started_at, response.size)
+        self._finished.append(FinishedLine(line.position, custom_id, request_id, response))
         self._bytes -= line.size
         self._filled.set()
 
-    def _scope(self, number: int) -> Scope:
+    def _scope(self, request_id: str) -> Scope:
         """Return the scope of a line's request."""
-        request_id = f"{self.id}-{number}"
-        context = RequestContext(request_id, self.client, Priority.BATCH, self.owner)
-        context.received_at = time.monotonic()
+        context = RequestContext(request_id, received_at=time.monotonic())
+        context.client, context.owner, context.priority = self.client, self.owner, Priority.BATCH
         return {
             "type": "http",
             "method": "POST",
@@ -431,7 +457,7 @@ class BatchTask:
             **self._client_scope(),
         }
 
-    async def _respond(self, scope: Scope, body: bytes) -> LineResponse:
+    async def _respond(self, scope: Scope, body: bytes) -> CapturedResponse:
         """Return the response to a line's request. Raises a Refused."""
         response = CapturedResponse()
         deadlines = Deadlines(self.expires + RETRY_S, self.expires + RETRY_S)
@@ -445,8 +471,7 @@ class BatchTask:
         except Exception as error:
             failure: HttpError = count_failure(error, scope)
             response.status, response.parts = failure.status, [to_json(failure.document)]
-        content = Raw(b"".join(response.parts))
-        return LineResponse(response.status, scope["request_id"].decode(), content)
+        return response
 
     async def _store_results(self) -> None:
         """Store results as they come, together where several wait, until all lines have ended."""
@@ -454,9 +479,9 @@ class BatchTask:
             while True:
                 await self._filled.wait()
                 self._filled.clear()
-                if results := self._results:
-                    self._results = []
-                    await run_sync(self.store.append, self.record, results)
+                if finished := self._finished:
+                    self._finished = []
+                    results = await run_sync(self._append, finished)
                     self._in_flight -= len(results)
                     self._count(results)
                     self._changed.set()
@@ -464,6 +489,12 @@ class BatchTask:
                     return
         finally:
             self._changed.set()
+
+    def _append(self, finished: Sequence[FinishedLine]) -> list[LineResult]:
+        """Store the results of lines. In a pool thread."""
+        results = [line.result() for line in finished]
+        self.store.append(self.record, results)
+        return results
 
     def _count(self, results: Sequence[LineResult]) -> None:
         metric = self.runner.app.metrics.batch_lines
@@ -476,10 +507,10 @@ class BatchTask:
         error = LineError(code, UNSERVED_TEXTS[code])
 
         def fail_page() -> list[LineResult]:
-            results = []
-            for line, custom_id, _ in self._read_page(-1):
-                output = LineOutput("batch_req_" + secrets.token_hex(12), custom_id, None, error)
-                results.append(LineResult(line.position, to_json(output) + b"\n", True))
+            page = self._read_page(-1)
+            results = [
+                line_result(line.position, custom_id, None, error) for line, custom_id, _ in page
+            ]
             if results:
                 self.store.append(self.record, results)
             return results
