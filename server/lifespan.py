@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import anyio.to_thread
 import uvicorn
 
+from server.core.api_keys import Keyring
 from server.core.log import configure_log, silence_libraries
 from server.core.settings import SettingsError
 from server.core.worker_client import WorkerClient
@@ -72,9 +73,12 @@ async def lifespan(
     worker_client.loaded.add_done_callback(partial(on_loaded, app, server, time.monotonic()))
     delay_s = app.settings.drain_delay_s
     restore_signals = drain_on_signal(worker_client, delay_s, grace_s) if owns_process else None
+    reloading = asyncio.create_task(reload_on_signal(app.keyring)) if owns_process else None
     try:
         yield {APP_STATE: app}
     finally:
+        if reloading:
+            reloading.cancel()
         if restore_signals:
             restore_signals()
             gc.unfreeze()  # so that libraries can collect their objects at exit
@@ -90,6 +94,27 @@ async def lifespan(
         log.info("stopped")
         if server and load_failure(worker_client.loaded):
             server.started = False  # uvicorn then exits with the status of a failed start, 3
+
+
+async def reload_on_signal(keyring: Keyring) -> None:
+    """Read API_KEYS_FILE again on each SIGHUP; those during a reload cause one more."""
+    if not keyring.file:
+        return
+    wanted, loop = asyncio.Event(), asyncio.get_running_loop()
+    with contextlib.suppress(RuntimeError, ValueError):  # off the main thread there are no signals
+        loop.add_signal_handler(signal.SIGHUP, wanted.set)
+    try:
+        while await wanted.wait():
+            wanted.clear()
+            try:
+                await anyio.to_thread.run_sync(keyring.reload)
+            except SettingsError as error:
+                log.error("keys not reloaded, those before are still valid: %s", error)
+            else:
+                log.info("keys reloaded count=%d", len(list(keyring)))
+    finally:
+        with contextlib.suppress(RuntimeError, ValueError):
+            loop.remove_signal_handler(signal.SIGHUP)
 
 
 def make_telemetry(app: Application) -> "Telemetry":

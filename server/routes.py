@@ -69,7 +69,7 @@ def make_routes(
     root = root_endpoint(worker_client, page, entries)
     methods = ["GET"] if root is page else ["GET", "POST"]
     routes = [Route("/", root, methods=methods), *STATUS_ROUTES]  # tried in this order
-    if settings.api_keys:
+    if settings.has_keys:
         routes.append(Route("/debug/queue", JsonEndpoint(debug_queue), methods=["GET"]))
     responses: Responses | None = None
     if chats := models.get("generation"):
@@ -101,7 +101,7 @@ def make_routes(
         for entry in entries
         if entry.kind == "pipeline" and entry.served_by == entry.name
     ]
-    routes += ModelListing(settings, named, pipelines).routes()
+    routes += ModelListing(named, pipelines).routes()
     texts = (group for kind, group in models.items() if kind != "transcription")
     if text_models := [*chain(*texts)]:
         routes += tokenizer_routes(text_models)
@@ -188,7 +188,7 @@ def open_store(settings: Settings) -> ResponseStore:
 
 def open_batches(settings: Settings) -> BatchStore:
     max_bytes = int(settings.batch_dir_gb * 1e9)
-    of_a_key = max_bytes // 2 if settings.api_keys else max_bytes
+    of_a_key = max_bytes // 2 if settings.has_keys else max_bytes
     try:
         return BatchStore(settings.batch_dir, max_bytes, of_a_key)
     except (FolderInUse, OSError, sqlite3.Error) as error:

@@ -169,6 +169,7 @@ class TokenStream(DeltaStream[Delta]):
         self._choices: dict[int, Delta] = {}  # unread
 
     def push(self, delta: Delta) -> None:
+        self.context.use_tokens(delta.prompt_tokens + delta.tokens)
         if (unread := self._choices.setdefault(delta.choice, delta)) is not delta:
             unread.merge(delta)
         self.arrival.set()

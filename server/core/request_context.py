@@ -1,8 +1,10 @@
 """One HTTP request as its work items, metrics and log lines know it."""
 
+import time
 from dataclasses import dataclass
 
 from batching.fair_share import Priority, WorkOwner
+from server.core.api_keys import ApiKey
 
 
 @dataclass(slots=True)
@@ -18,6 +20,7 @@ class RequestContext:
     client: bytes = b""
     priority: Priority = Priority.INTERACTIVE
     owner: WorkOwner | None = None
+    key: ApiKey | None = None
     model: str = ""  # its served name
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -30,3 +33,8 @@ class RequestContext:
     first_token_at: float = 0.0
     ended_at: float = 0.0
     per_token_s: float = 0.0  # mean time between two output tokens of a choice
+
+    def use_tokens(self, tokens: int) -> None:
+        """Count tokens that the model has run against the key's limit."""
+        if tokens and self.key and self.key.tokens:
+            self.key.tokens.take(tokens, time.monotonic())

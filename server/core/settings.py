@@ -196,6 +196,14 @@ class Settings:
         "comma-separated keys that may load and unload models, and all that other keys may",
         part=("[!-~]+", "keys of ASCII characters without spaces, as a header can carry"),
     )
+    api_keys_file: str = setting(
+        "none", "TOML file of hashed keys with their classes, shares and limits"
+    )
+    metrics_keys: tuple[str, ...] = setting(
+        (),
+        "comma-separated keys that GET /metrics needs; empty: no key is needed",
+        part=("[!-~]+", "keys of ASCII characters without spaces, as a header can carry"),
+    )
     model_control: bool = setting(
         False, "let clients load and unload models, where no keys are set"
     )
@@ -214,6 +222,11 @@ class Settings:
     )
     log_format: str = setting("text", "format of the log's lines", ("text", "json"))
     debug: bool = setting(False, "show internal errors in error messages")
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether requests need a key."""
+        return bool(self.api_keys) or self.api_keys_file != "none"
 
 
 def load_settings(environ: Mapping[str, str] | None = None) -> Settings:

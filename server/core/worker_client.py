@@ -482,7 +482,9 @@ class Submission(Generic[Result]):
         self.count_tokens(context)
 
     def count_tokens(self, context: RequestContext) -> None:
-        context.prompt_tokens += sum(item.tokens for item in self.items if item.started_at)
+        tokens = sum(item.tokens for item in self.items if item.started_at)
+        context.prompt_tokens += tokens
+        context.use_tokens(tokens)
 
     def timing_headers(self) -> list[tuple[bytes, bytes]]:
         """Return the time per stage in milliseconds: until the first item was prepared, until the

@@ -1,7 +1,9 @@
-"""Access control: API keys, checked before a request is routed, and cross-origin requests."""
+"""Access control: API keys with their classes and limits, checked before a request is routed, and
+cross-origin requests."""
 
-import hmac
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Iterator
 from functools import lru_cache
 from ipaddress import ip_address, ip_network
 
@@ -10,25 +12,35 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import Scope
 
-from server.core.settings import Settings
+from batching.errors import InvalidInput
+from batching.fair_share import Priority
+from batching.token_bucket import TokenBucket
+from server.core.api_keys import PRIORITIES, ApiKey, Keyring
 from server.http.errors import HttpError
-from server.http.json import to_json
+from server.http.json import Header, to_json
 from server.http.paths import route_path
 
 # No key is needed here: probes of a load balancer and a browser's request for an icon have none.
 OPEN_PATHS = {"/health", "/ready", "/ping", "/metrics", "/version", "/favicon.ico"}
 
 
-def key_from_headers(scope: Scope, keys: Sequence[bytes]) -> bytes:
-    """Return the request's API key; empty where none is needed. HttpError (401) if it is not one
-    of `keys`."""
-    if scope["method"] == "OPTIONS" or is_open(scope["method"], route_path(scope)):
-        return b""
-    key = key_in(scope)
-    if not is_one_of(key, keys):
-        message = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
-        raise HttpError(401, message, headers=[(b"www-authenticate", b"Bearer")])
+def key_from_headers(scope: Scope, keyring: Keyring) -> ApiKey | None:
+    """Return the request's API key; None where none is needed. HttpError (401) if it is not
+    valid."""
+    path = route_path(scope)
+    if path == "/metrics" and not keyring.may_read_metrics(key_in(scope)):
+        raise unauthorized("a key of METRICS_KEYS is needed: Authorization: Bearer KEY")
+    if not keyring.required or scope["method"] == "OPTIONS" or is_open(scope["method"], path):
+        return None
+    if (key := keyring.find(key_in(scope))) is None:
+        raise unauthorized(
+            "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
+        )
     return key
+
+
+def unauthorized(message: str) -> HttpError:
+    return HttpError(401, message, headers=[(b"www-authenticate", b"Bearer")])
 
 
 def key_in(scope: Scope) -> bytes:
@@ -39,20 +51,66 @@ def key_in(scope: Scope) -> bytes:
     return bytes(key.strip())
 
 
-def is_one_of(key: bytes, keys: Sequence[bytes]) -> bool:
-    matches = [hmac.compare_digest(key, valid) for valid in keys]
-    return any(matches)
+def count_request(key: ApiKey) -> None:
+    """Count a request against the limits of its key; HttpError (429) if one is used up."""
+    check_tokens(key)
+    if key.requests:
+        _check_limit(key, key.requests, "requests")
+        key.requests.take(1, time.monotonic())
 
 
-def check_admin(scope: Scope, settings: Settings) -> None:
+def check_tokens(key: ApiKey) -> None:
+    """Raise HttpError (429) if the tokens of a key are used up."""
+    if key.tokens:
+        _check_limit(key, key.tokens, "tokens")
+
+
+def _check_limit(key: ApiKey, bucket: TokenBucket, unit: str) -> None:
+    if wait_s := bucket.wait_s(1, time.monotonic()):
+        seconds = math.ceil(wait_s)
+        limit = f"the limit of {bucket.per_minute} {unit} per minute of the key {key.name!r}"
+        message = f"{limit} is reached; try again in {seconds} s"
+        raise HttpError(429, message, headers=[(b"retry-after", b"%d" % seconds)], type=unit)
+
+
+def limit_headers(key: ApiKey) -> Iterator[Header]:
+    """Yield the headers of OpenAI's API about the limits of a key and what is left of them."""
+    now = time.monotonic()
+    for unit, bucket in ((b"requests", key.requests), (b"tokens", key.tokens)):
+        if bucket:
+            yield b"x-ratelimit-limit-" + unit, b"%d" % bucket.per_minute
+            yield b"x-ratelimit-remaining-" + unit, b"%d" % max(0, bucket.left(now))
+            yield b"x-ratelimit-reset-" + unit, b"%.3fs" % bucket.wait_s(bucket.per_minute, now)
+
+
+def priority_of(scope: Scope, key: ApiKey | None) -> Priority:
+    """Return the class of a request: that of X-Priority, else the highest that its key may use.
+    InvalidInput for an unknown one, HttpError (403) for one that the key may not use."""
+    allowed = key.priority if key else Priority.INTERACTIVE
+    for name, value in scope["headers"]:
+        if name != b"x-priority":
+            continue
+        text = value[:20].decode("latin-1").strip().lower()
+        if (priority := PRIORITIES.get(text)) is None:
+            accepted = f"must be one of {', '.join(PRIORITIES)}, not {text!r}"
+            raise InvalidInput.at("X-Priority", accepted)
+        if priority < allowed:
+            message = f"this key may use {allowed.name.lower()} and lower classes, not {text}"
+            raise HttpError(403, message, "X-Priority", code="priority_not_allowed")
+        return priority
+    return allowed
+
+
+def check_admin(scope: Scope) -> None:
     """Raise HttpError (403) unless the request may change which models are loaded."""
-    if settings.admin_keys:
-        if is_one_of(key_in(scope), [key.encode() for key in settings.admin_keys]):
+    keyring: Keyring = scope["app"].keyring
+    if keyring.has_admins:
+        if (key := keyring.find(key_in(scope))) and key.admin:
             return
-        reason = "a key of ADMIN_KEYS is needed"
-    elif settings.api_keys:
-        reason = "a key of ADMIN_KEYS is needed, and none is set"
-    elif settings.model_control:
+        reason = "an admin key is needed, of ADMIN_KEYS or API_KEYS_FILE"
+    elif keyring.required:
+        reason = "an admin key is needed, of ADMIN_KEYS or API_KEYS_FILE, and there is none"
+    elif scope["app"].settings.model_control:
         return
     else:
         reason = "the server has neither ADMIN_KEYS nor MODEL_CONTROL=1"

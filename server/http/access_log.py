@@ -41,6 +41,8 @@ def log_request(scope: Scope, context: RequestContext, status: int, started: flo
         "seconds": round(time.monotonic() - started, 4),
         "client": address,
     }
+    if context.key:
+        fields["key"] = context.key.name
     if context.model:
         fields["model"] = context.model
     if context.prompt_tokens or context.output_tokens:

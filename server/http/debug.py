@@ -18,6 +18,7 @@ MAX_REQUESTS = 1000
 class QueuedRequest(Struct):
     id: str
     key: str  # its name
+    priority: str  # its class
     model: str  # its name in the registry
     state: Literal["waiting", "running"]
     age_s: float  # since it was accepted
@@ -35,7 +36,7 @@ class DebugQueue(Struct):
 
 async def debug_queue(request: Request) -> DebugQueue:
     app, queue = request.app, request.app.worker_client.queue
-    names = {key: f"key {n}" for n, key in enumerate(app.keys, 1)}
+    names = {key.id: key.name for key in app.keyring}
     by_owner: dict[WorkOwner, list[WorkItem]] = {}  # the items of a stream arrive over time
     for item in sorted(queue.items, key=lambda item: item.accepted_at):
         by_owner.setdefault(item.owner, []).append(item)
@@ -52,6 +53,7 @@ def describe(items: list[WorkItem], names: dict[bytes, str]) -> QueuedRequest:
     return QueuedRequest(
         id=first.owner.request_id,
         key=names.get(first.owner.client, ""),  # type: ignore[call-overload]  # bytes, here
+        priority=first.priority.name.lower(),
         model=first.model,
         state="running" if running or has_started else "waiting",
         age_s=round(now - first.accepted_at, 3),

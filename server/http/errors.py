@@ -72,6 +72,7 @@ RESPONSE_BY_STATUS: Mapping[int, tuple[str, str]] = {
     413: ("invalid_request_error", "body_too_large"),
     415: ("invalid_request_error", "unsupported_media_type"),
     421: ("invalid_request_error", "host_not_allowed"),
+    429: ("requests", "rate_limit_exceeded"),
     431: ("invalid_request_error", "headers_too_large"),
     500: ("server_error", "internal"),
     503: ("unavailable_error", "not_ready"),
@@ -84,6 +85,7 @@ ANTHROPIC_TYPES = {
     404: "not_found_error",
     408: "timeout_error",
     413: "request_too_large",
+    429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",
 }

@@ -21,6 +21,7 @@ from batching.errors import ClientGone, Draining, InvalidInput, QueueFull, Refus
 from batching.fair_share import client_share
 from server.core.request_context import RequestContext
 from server.core.worker_client import Deadlines, Submission
+from server.http.access import check_tokens
 from server.http.errors import HttpError
 from server.http.json import Document, JsonBodyParser, parse_value, to_json
 from server.http.lines import Line, LineSplitter
@@ -236,6 +237,8 @@ class LineStream(Generic[P]):
         except Exception as error:
             pending.error = error
         else:
+            if key := self.scope["context"].key:
+                check_tokens(key)
             await self.queue.wait_for_room(self.owner, self.lane)
             pending.started_at = time.monotonic()
             first = pending.started_at + self.limit_s

@@ -26,10 +26,18 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from batching.errors import ClientGone, Draining, InvalidInput
+from server.core.api_keys import Keyring
 from server.core.request_context import RequestContext
 from server.core.settings import Settings
 from server.core.worker_client import Deadlines, WorkerClient
-from server.http.access import Cors, client_of, key_from_headers
+from server.http.access import (
+    Cors,
+    client_of,
+    count_request,
+    key_from_headers,
+    limit_headers,
+    priority_of,
+)
 from server.http.access_log import PROBES, log_request
 from server.http.cross_site import CrossSiteRules
 from server.http.errors import (
@@ -96,8 +104,7 @@ class Application:
         self._templates: dict[object, str] = {
             route.endpoint: route.path_format for route in self.routes if route.param_convertors
         }
-        keys = (*settings.api_keys, *settings.admin_keys) if settings.api_keys else ()
-        self.keys = [key.encode() for key in keys]
+        self.keyring = Keyring(settings)
         self.cross_site = CrossSiteRules(settings)
         self.max_body = int(settings.max_body_mb * 1_000_000)
         self.memory = TransferBudget(MAX_BODIES * self.max_body, "the memory for bodies is in use")
@@ -155,6 +162,8 @@ class Application:
                 message["headers"] = [*headers, (b"x-request-id", request_id)]
                 if is_anthropic(scope):
                     message["headers"].append((b"request-id", request_id))
+                if context.key:
+                    message["headers"] += limit_headers(context.key)
                 if self.worker_client.terminating:
                     message["headers"] += CLOSE  # the next request goes to another process
                 scope["started"] = True
@@ -194,12 +203,7 @@ class Application:
                 raise HttpError(503, NOT_STARTED)
             if len(scope["headers"]) > MAX_HEADERS:
                 raise HttpError(431, TOO_MANY_HEADERS)
-            if self.keys:
-                scope["api_key"] = key_from_headers(scope, self.keys)
-            else:
-                scope["api_key"] = b""
-                self.cross_site.check(scope)
-            scope["context"].client = client_of(scope)
+            self._identify(scope)
             path = route_path(scope)
             if path not in self.paths and path.count("/") == 1 and is_ndjson(scope):
                 # curl -T adds the name of its file to a URL that ends with a slash
@@ -213,6 +217,19 @@ class Application:
                     await send_json(send, document, response.status, response.headers)
             elif not isinstance(error, ClientGone):
                 raise  # the server closes the connection: the response is incomplete
+
+    def _identify(self, scope: Scope) -> None:
+        """Record the request's key, client and class. Raises the errors of access.py."""
+        context: RequestContext = scope["context"]
+        context.key = key = key_from_headers(scope, self.keyring)
+        scope["api_key"] = key.id if key else b""
+        if not self.keyring.required:
+            self.cross_site.check(scope)
+        context.client = client_of(scope)
+        if scope["method"] == "POST":
+            context.priority = priority_of(scope, key)
+            if key:
+                count_request(key)
 
 
 def count_failure(error: Exception, scope: Scope) -> HttpError:

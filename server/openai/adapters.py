@@ -93,7 +93,7 @@ class AdapterControl:
 
     async def load(self, request: Request) -> AdapterResponse:
         """Read an adapter on the loader thread. An unloaded base is loaded first."""
-        check_admin(request.scope, self.settings)
+        check_admin(request.scope)
         body, deadlines = await read_json_request(request.scope, request.receive)
         document = await self.body_parser.run(parse_json, body, deadlines.first)
         wanted = convert(document, LoadAdapterRequest)
@@ -144,7 +144,7 @@ class AdapterControl:
 
     async def unload(self, request: Request) -> AdapterResponse:
         """Refuse new requests for an adapter; those that have begun finish with it."""
-        check_admin(request.scope, self.settings)
+        check_admin(request.scope)
         body, deadlines = await read_json_request(request.scope, request.receive)
         document = await self.body_parser.run(parse_json, body, deadlines.first)
         name = convert(document, UnloadAdapterRequest).lora_name

@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput
 from server.core.model_manager import AWAIT_MODEL, Residency
-from server.core.settings import ModelReference, Settings, SettingsError
+from server.core.settings import ModelReference, SettingsError
 from server.core.worker_client import Deadlines, Submission, WorkerClient
 from server.http.access import check_admin
 from server.http.errors import HttpError
@@ -340,10 +340,7 @@ class ModelListing:
     """The endpoints about models. `named`: those that requests name by `model`; `pipelines`: those
     of `POST /`."""
 
-    def __init__(
-        self, settings: Settings, named: Sequence[NamedModel], pipelines: Sequence[NamedModel]
-    ) -> None:
-        self.settings = settings
+    def __init__(self, named: Sequence[NamedModel], pipelines: Sequence[NamedModel]) -> None:
         self.named = ModelGroup(named)
         self.all = ModelGroup([*named, *pipelines])
         self.body_parser = JsonBodyParser()
@@ -381,7 +378,7 @@ class ModelListing:
 
     async def load(self, request: Request) -> LoadResponse:
         """Start to load a model; its progress is in the listing."""
-        check_admin(request.scope, self.settings)
+        check_admin(request.scope)
         model = await self._model(request.scope, request.receive, self.all)
         if model.residency.is_ready or model.residency.is_loading:
             raise InvalidInput.at("model", f"{model.id!r} is already {model.status().value}")
@@ -390,7 +387,7 @@ class ModelListing:
 
     async def unload(self, request: Request) -> LoadResponse:
         """Unload a model once what runs on it has finished; new requests load it again."""
-        check_admin(request.scope, self.settings)
+        check_admin(request.scope)
         model = await self._model(request.scope, request.receive, self.all)
         if model.served.pin:
             raise InvalidInput.at("model", f"{model.id!r} is pinned")
@@ -406,7 +403,7 @@ class ModelListing:
         if model.residency.is_ready:
             frame = data_frame(LoadEvent("ready", model.id, cached=True))
             return Response(frame, media_type="text/event-stream")
-        check_admin(request.scope, self.settings)
+        check_admin(request.scope)
         model.worker_client.manager.request_load(model.residency)
         return LoadEvents(model)
 

@@ -63,7 +63,7 @@ def build_document(settings: Settings, routes: Sequence[Route]) -> dict[str, Any
     }
     table = {"POST /": pipeline_operation(settings.pipeline_task), **OPERATIONS}
     operations = {key: operation for key, operation in table.items() if key in mounted}
-    has_keys = bool(settings.api_keys)
+    has_keys = settings.has_keys
     error_kinds = list(dict.fromkeys(operation.error for operation in operations.values()))
     paths: dict[str, dict[str, Any]] = {}
     for key, operation in operations.items():

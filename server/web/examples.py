@@ -34,7 +34,7 @@ def curl_examples(
 
     `address`: http://host:port without a slash at its end; `mask`: the loaded model's mask
     token; `chats`: the chat model has a chat template, or is not loaded yet."""
-    key = ' -H "Authorization: Bearer $API_KEY"' if settings.api_keys else ""
+    key = ' -H "Authorization: Bearer $API_KEY"' if settings.has_keys else ""
     examples: list[CurlExample] = []
     if settings.pipeline_model != "none":
         command = f"curl {address}/{key} {pipeline_body(settings.pipeline_task, mask)}"

@@ -80,7 +80,7 @@ def test_a_request_whose_inputs_arrive_over_time_is_listed_once() -> None:
         for owner in (stream, None, stream):
             queue.accept(["a"], math.inf, lane, "generation", request_id="other", owner=owner)
         client = SimpleNamespace(queue=queue)
-        app = SimpleNamespace(worker_client=client, keys=[b"first"])
+        app = SimpleNamespace(worker_client=client, keyring=[])
         request: Any = SimpleNamespace(app=app)
         return [f"{entry.id} {entry.inputs}" for entry in (await debug_queue(request)).requests]
 

@@ -23,6 +23,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from batching.errors import ClientGone, Refused
 from batching.fair_share import Priority, request_share
+from server.core.api_keys import ApiKey
 from server.core.request_context import RequestContext
 from server.core.worker_client import Deadlines, WorkerClient
 from server.http.access import client_of
@@ -155,12 +156,21 @@ class BatchRunner:
 
     def start(self, app: Application) -> None:
         self.app = app
-        self.keys = {storage_namespace(key): key for key in app.keys or [b""]}
         self.worker_client.on_drain.add(self._on_drain)
         for record in self.store.unfinished():
             self.add(record)
         self.worker_client.loaded.add_done_callback(lambda _: self.start_next())
         self._sweeping = asyncio.get_running_loop().create_task(self._sweep())
+
+    def find_key(self, namespace: bytes) -> tuple[bytes | None, ApiKey | None]:
+        """Return the id of the key that a batch was created with, None if it is not valid any more,
+        and the key, where keys are needed."""
+        if not self.app.keyring.required:
+            return (b"" if namespace == storage_namespace(b"") else None), None
+        for key in self.app.keyring:
+            if storage_namespace(key.id) == namespace:
+                return key.id, key
+        return None, None
 
     async def close(self) -> None:
         self._on_drain()
@@ -215,7 +225,10 @@ class BatchTask:
     def __init__(self, runner: BatchRunner, record: BatchRecord) -> None:
         self.runner, self.store, self.record = runner, runner.store, record
         self.id = record.job.id
-        self.key = runner.keys.get(record.namespace)
+        self.key, self.api_key = runner.find_key(record.namespace)
+        self.priority = Priority.BATCH
+        if self.api_key:
+            self.priority = max(self.priority, self.api_key.priority)
         self.client = client_of(self._client_scope()) if self.key is not None else b""
         self.task: asyncio.Task[None] | None = None
         self.end: Literal["cancelled", "expired"] | None = None  # instead of completed
@@ -373,7 +386,7 @@ class BatchTask:
         self.owner = queue.new_owner(self.client, self.id)
         self.endpoint = self.runner.endpoints[job.endpoint]
         model = self.endpoint.models.default.registry_name
-        self.lane = self.runner.worker_client.models[model].lane_of(Priority.BATCH)
+        self.lane = self.runner.worker_client.models[model].lane_of(self.priority)
         # a line has the time of the batch: only the size of responses shrinks the window
         self._window = LineWindow(request_share(app.settings.max_queue_size), math.inf)
         self._in_flight = self._bytes = 0
@@ -443,7 +456,8 @@ class BatchTask:
     def _scope(self, request_id: str) -> Scope:
         """Return the scope of a line's request."""
         context = RequestContext(request_id, received_at=time.monotonic())
-        context.client, context.owner, context.priority = self.client, self.owner, Priority.BATCH
+        context.client, context.owner, context.priority = self.client, self.owner, self.priority
+        context.key = self.api_key
         return {
             "type": "http",
             "method": "POST",
@@ -457,6 +471,13 @@ class BatchTask:
             **self._client_scope(),
         }
 
+    async def _wait_for_tokens(self) -> None:
+        """Wait until the limit of the key allows tokens."""
+        while self.api_key and (bucket := self.api_key.tokens):
+            if not (wait_s := bucket.wait_s(1, time.monotonic())):
+                return
+            await asyncio.sleep(wait_s)
+
     async def _respond(self, scope: Scope, body: bytes) -> CapturedResponse:
         """Return the response to a line's request. Raises a Refused."""
         response = CapturedResponse()
@@ -464,6 +485,7 @@ class BatchTask:
         try:
             self.runner.app.count_body(scope, len(body))
             request = await self.endpoint.read(scope, receive_nothing, body, deadlines)
+            await self._wait_for_tokens()
             await self.runner.worker_client.queue.wait_for_room(self.owner, self.lane)
             await self.endpoint.serve(scope, None, response, request, deadlines)
         except (Refused, ClientGone):

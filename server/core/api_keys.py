@@ -1,0 +1,172 @@
+"""API keys: those of the settings, and those of API_KEYS_FILE with their rights and limits.
+
+The file has the SHA-256 of each key. Keys are random, so that a slow hash would protect them no
+better, and a key is found by its digest in constant time. A change of the file takes effect at the
+next reload; an invalid file changes nothing.
+"""
+
+import hashlib
+import logging
+import os
+import re
+import stat
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from batching.fair_share import Priority
+from batching.token_bucket import TokenBucket
+from server.core.settings import Settings, SettingsError
+
+log = logging.getLogger("onequeue.api_keys")
+
+MAX_FILE_BYTES = 1 << 22
+MAX_SHARE, MAX_LIMIT = 1000, 10**12
+NAME = re.compile(r"[\w.@-]{1,64}", re.ASCII)
+SHA256 = re.compile(r"[\da-fA-F]{64}", re.ASCII)
+PRIORITIES = {priority.name.lower(): priority for priority in Priority}
+# Ids of the file's keys start with a character that no key of a setting has.
+FILE_PREFIX = b"\0"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ApiKey:
+    """`id`: the client in the queue, in caches and stores; it remains when the key is replaced."""
+
+    id: bytes
+    name: str  # for logs
+    priority: Priority = Priority.INTERACTIVE  # the highest class that it may use
+    share: float = 1.0  # beside the others of its class
+    admin: bool = False
+    requests: TokenBucket | None = None
+    tokens: TokenBucket | None = None
+
+
+class Keyring:
+    """All keys. Raises SettingsError for a file that is not accepted."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.required = settings.has_keys
+        self.has_admins = False
+        self.file = None if settings.api_keys_file == "none" else settings.api_keys_file
+        keys = [(key, False) for key in settings.api_keys]
+        keys += [(key, True) for key in settings.admin_keys]
+        self._of_settings = {
+            digest_of(key.encode()): ApiKey(key.encode(), f"key {number}", admin=is_admin)
+            for number, (key, is_admin) in enumerate(keys, 1)
+        }
+        self._metrics_keys = {digest_of(key.encode()) for key in settings.metrics_keys}
+        self._keys: dict[bytes, ApiKey] = {}  # by digest
+        self.reload()
+
+    def __iter__(self) -> Iterator[ApiKey]:
+        return iter(self._keys.values())
+
+    def find(self, key: bytes) -> ApiKey | None:
+        return self._keys.get(digest_of(key))
+
+    def may_read_metrics(self, key: bytes) -> bool:
+        if not self._metrics_keys or digest_of(key) in self._metrics_keys:
+            return True
+        found = self.find(key)
+        return found is not None and found.admin
+
+    def reload(self) -> None:
+        """Read the file again, from any thread. Keys with the same limits as before go on from what
+        they have used. Raises SettingsError, and changes nothing then."""
+        keys = dict(self._of_settings)
+        if self.file:
+            keys |= read_keys(self.file, {key.id: key for key in self._keys.values()})
+        self._keys, self.has_admins = keys, any(key.admin for key in keys.values())
+
+
+def digest_of(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def read_keys(file: str, before: dict[bytes, ApiKey]) -> dict[bytes, ApiKey]:
+    """Return the keys of a file by their digests. `before`: the keys until now, by id. Raises
+    SettingsError; its message has no digest, which may be a key by mistake."""
+    where = f"API_KEYS_FILE={file!r}"
+    path = Path(file).expanduser()
+    try:
+        with path.open("rb") as opened:
+            mode, content = os.fstat(opened.fileno()).st_mode, opened.read(MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
+            raise SettingsError(f"{where}: is larger than {MAX_FILE_BYTES} bytes")
+        document = tomllib.loads(content.decode())
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, SettingsError):
+            raise
+        raise SettingsError(f"{where}: {error}") from None
+    tables = document.pop("keys", None)
+    if document or not isinstance(tables, dict) or not tables:
+        raise SettingsError(f"{where}: must have a table [keys.NAME] for each key, and no others")
+    keys: dict[bytes, ApiKey] = {}
+    for name, table in tables.items():
+        digest, key = _key_of(f"{where}: keys.{name[:64]}", name, table, before)
+        if digest in keys:
+            raise SettingsError(f"{where}: {keys[digest].name} and {name} have the same sha256")
+        keys[digest] = key
+    if mode & stat.S_IROTH:
+        log.warning("%s can be read by all users of this machine: chmod o-r is advised", where)
+    return keys
+
+
+def _key_of(where: str, name: str, table: Any, before: dict[bytes, ApiKey]) -> tuple[bytes, ApiKey]:
+    if not NAME.fullmatch(name):
+        raise SettingsError(f"{where}: a name has 1 to 64 letters, digits, and _ . @ -")
+    if not isinstance(table, dict) or "sha256" not in table:
+        raise SettingsError(f"{where}: must be a table with sha256, the SHA-256 of the key")
+    for field, value in table.items():
+        if field not in FIELDS:
+            raise SettingsError(f"{where}: {field!r} is no field, only {', '.join(FIELDS)}")
+        is_valid, accepted = FIELDS[field]
+        if not is_valid(value):
+            given = "" if field == "sha256" else f", not {value!r}"
+            raise SettingsError(f"{where}.{field}: must be {accepted}{given}")
+    id = FILE_PREFIX + name.encode()
+    old = before.get(id)
+    key = ApiKey(
+        id,
+        name,
+        PRIORITIES[table.get("priority", "interactive")],
+        float(table.get("share", 1)),
+        table.get("admin", False),
+        _bucket(table.get("requests_per_minute"), old.requests if old else None),
+        _bucket(table.get("tokens_per_minute"), old.tokens if old else None),
+    )
+    return bytes.fromhex(table["sha256"]), key
+
+
+def _bucket(per_minute: int | None, before: TokenBucket | None) -> TokenBucket | None:
+    if per_minute is None or (before and before.per_minute == per_minute):
+        return before if per_minute else None
+    return TokenBucket(per_minute, time.monotonic())
+
+
+def _is_sha256(value: object) -> bool:
+    return isinstance(value, str) and SHA256.fullmatch(value) is not None
+
+
+def _is_share(value: object) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 1 / MAX_SHARE <= value <= MAX_SHARE  # type: ignore[operator]
+
+
+def _is_limit(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_LIMIT
+
+
+# With the values that are accepted.
+FIELDS: Mapping[str, tuple[Callable[[object], bool], str]] = {
+    "sha256": (_is_sha256, "64 hexadecimal digits"),
+    "priority": (lambda value: value in [*PRIORITIES], f"one of {', '.join(PRIORITIES)}"),
+    "share": (_is_share, f"a number from {1 / MAX_SHARE:g} to {MAX_SHARE}"),
+    "requests_per_minute": (_is_limit, f"a whole number from 1 to {MAX_LIMIT}"),
+    "tokens_per_minute": (_is_limit, f"a whole number from 1 to {MAX_LIMIT}"),
+    "admin": (lambda value: isinstance(value, bool), "true or false"),
+}

@@ -1,0 +1,160 @@
+"""Keys of API_KEYS_FILE over HTTP: classes, limits, names in logs, reloads."""
+
+import hashlib
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from batching.fair_share import Priority
+from tests.event_streams import CLIENT
+from tests.fake_generator import FakeGenerator
+from tests.fakes import FakeRunner
+from tests.http.test_pipeline_http import error_of
+from tests.serving import Server, serving
+
+COMPLETIONS = "/v1/completions"
+FIELDS = {
+    "plain": "",
+    "batch": 'priority = "batch"',
+    "few": "requests_per_minute = 2",
+    "short": "tokens_per_minute = 4",
+    "boss": "admin = true",
+}
+
+
+def write(path: Path, fields: dict[str, str]) -> None:
+    tables = (
+        f'[keys.{name}]\nsha256 = "{hashlib.sha256(name.encode()).hexdigest()}"\n{rest}\n'
+        for name, rest in fields.items()
+    )
+    path.write_text("".join(tables))
+    path.chmod(0o600)
+
+
+@pytest.fixture
+def generator() -> FakeGenerator:
+    return FakeGenerator()
+
+
+@pytest.fixture
+def server(tmp_path: Path, generator: FakeGenerator) -> Iterator[Server]:
+    write(tmp_path / "keys.toml", FIELDS)
+    file = str(tmp_path / "keys.toml")
+    with serving(load_chat=lambda: generator, api_keys_file=file, metrics_keys=("m",)) as started:
+        yield started
+
+
+def complete(server: Server, key: str, path: str = COMPLETIONS, **headers: str) -> httpx.Response:
+    names = {name.replace("_", "-"): value for name, value in headers.items()}
+    body = {"prompt": "say a b", "max_tokens": 2}
+    return CLIENT.post(server.url + path, json=body, headers={"x-api-key": key, **names})
+
+
+def test_a_request_runs_in_its_class_or_that_of_its_key(
+    server: Server, generator: FakeGenerator
+) -> None:
+    assert complete(server, "plain").status_code == 200
+    assert complete(server, "plain", x_priority="Background").status_code == 200
+    assert complete(server, "batch").status_code == 200
+    assert complete(server, "batch", x_priority="batch").status_code == 200
+    assert generator.priorities == [
+        Priority.INTERACTIVE,
+        Priority.BACKGROUND,
+        Priority.BATCH,
+        Priority.BATCH,
+    ]
+    refused = complete(server, "batch", x_priority="interactive")
+    assert (refused.status_code, error_of(refused)["code"]) == (403, "priority_not_allowed")
+    for value in ("high", "", "0", "x" * 5000, "batch, batch"):
+        wrong = complete(server, "plain", x_priority=value)
+        assert wrong.status_code == 400
+        assert "interactive, batch, background" in error_of(wrong)["message"]
+        assert len(error_of(wrong)["message"]) < 200
+
+
+def test_requests_beyond_the_limit_of_a_key_get_429(server: Server) -> None:
+    first = complete(server, "few")
+    assert first.headers["x-ratelimit-limit-requests"] == "2"
+    assert first.headers["x-ratelimit-remaining-requests"] == "1"
+    assert re.fullmatch(r"\d+\.\d+s", first.headers["x-ratelimit-reset-requests"])
+    assert complete(server, "few").status_code == 200
+    refused = complete(server, "few")
+    assert refused.status_code == 429
+    error = error_of(refused)
+    assert (error["type"], error["code"]) == ("requests", "rate_limit_exceeded")
+    assert "'few'" in error["message"]
+    assert 1 <= int(refused.headers["retry-after"]) <= 30
+    models = CLIENT.get(server.url + "/v1/models", headers={"x-api-key": "few"})
+    assert models.status_code == 200, "what runs no model is not limited"
+    assert complete(server, "plain").status_code == 200
+    sdk = openai.OpenAI(base_url=server.url + "/v1", api_key="few", max_retries=0)
+    with sdk, pytest.raises(openai.RateLimitError):
+        sdk.completions.create(model="demo", prompt="a")
+    body = {"model": "demo", "max_tokens": 1, "messages": [{"role": "user", "content": "a"}]}
+    claude = CLIENT.post(server.url + "/v1/messages", json=body, headers={"x-api-key": "few"})
+    assert (claude.status_code, claude.json()["error"]["type"]) == (429, "rate_limit_error")
+    assert "retry-after" in claude.headers
+
+
+def test_tokens_count_when_they_are_generated(server: Server) -> None:
+    assert complete(server, "short").status_code == 200
+    refused = complete(server, "short")
+    assert refused.status_code == 429
+    assert error_of(refused)["type"] == "tokens"
+    assert refused.headers["x-ratelimit-remaining-tokens"] == "0"
+
+
+def test_a_stream_of_lines_ends_where_the_tokens_of_its_key_are_used_up(tmp_path: Path) -> None:
+    write(tmp_path / "keys.toml", {"short": "tokens_per_minute = 3"})
+    with serving(FakeRunner, api_keys_file=str(tmp_path / "keys.toml")) as server:
+        lines = b'"a"\n' * 500
+        headers = {"x-api-key": "short", "content-type": "application/x-ndjson"}
+        answer = CLIENT.post(server.url + "/", content=lines, headers=headers)
+        last = answer.text.splitlines()[-1]
+        assert 1 <= len(answer.text.splitlines()) < 500
+        assert "rate_limit_exceeded" in last
+
+
+def test_metrics_need_a_key_of_their_own_or_of_an_operator(server: Server) -> None:
+    statuses = {
+        key: CLIENT.get(server.url + "/metrics", headers={"authorization": f"Bearer {key}"})
+        for key in ("m", "boss", "plain", "other", "-")
+    }
+    assert [answer.status_code for answer in statuses.values()] == [200, 200, 401, 401, 401]
+    assert complete(server, "m").status_code == 401
+    assert CLIENT.get(server.url + "/health").status_code == 200
+
+
+def test_an_operators_key_may_load_models(server: Server) -> None:
+    for key, status in (("plain", 403), ("boss", 400)):  # it is loaded already
+        headers = {"x-api-key": key}
+        answer = CLIENT.post(server.url + "/models/load", json={"model": "demo"}, headers=headers)
+        assert answer.status_code == status, answer.text
+
+
+def test_the_name_of_a_key_is_logged_and_its_secret_is_not(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.app.logs_requests = True
+    with caplog.at_level(logging.INFO, logger="onequeue.access"):
+        complete(server, "batch")
+        complete(server, "wrong-secret")
+    fields = [getattr(record, "fields", {}) for record in caplog.records]
+    assert [line.get("key") for line in fields] == ["batch", None]
+    assert "wrong-secret" not in str(fields)
+
+
+def test_a_reload_takes_effect_for_the_next_request(server: Server, tmp_path: Path) -> None:
+    write(tmp_path / "keys.toml", {"new": "", "few": FIELDS["few"]})
+    assert complete(server, "new").status_code == 401
+    complete(server, "few")
+    server.app.keyring.reload()
+    assert complete(server, "new").status_code == 200
+    assert complete(server, "plain").status_code == 401
+    left = complete(server, "few").headers["x-ratelimit-remaining-requests"]
+    assert left == "0", "what was used before the reload counts"

@@ -1,0 +1,147 @@
+"""API keys: the file, its errors, reloads, and rate limits."""
+
+import hashlib
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batching.fair_share import Priority
+from batching.token_bucket import TokenBucket
+from server.core.api_keys import Keyring
+from server.core.settings import Settings, SettingsError
+
+DIGEST = hashlib.sha256(b"secret").hexdigest()
+
+
+def write(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(0o600)
+
+
+def keyring(path: Path, text: str, **settings: Any) -> Keyring:
+    write(path, text)
+    return Keyring(Settings(api_keys_file=str(path), **settings))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "keys.toml"
+
+
+def table(rest: str = "", name: str = "alice", digest: str = DIGEST) -> str:
+    return f'[keys.{name}]\nsha256 = "{digest}"\n{rest}\n'
+
+
+def test_a_key_is_found_by_its_digest_with_its_rights(path: Path) -> None:
+    rights = 'priority = "batch"\nshare = 3\nadmin = true\nrequests_per_minute = 5'
+    keys = keyring(path, table(rights), api_keys=("plain",), admin_keys=("boss",))
+    alice = keys.find(b"secret")
+    assert alice
+    assert (alice.name, alice.priority, alice.share) == ("alice", Priority.BATCH, 3)
+    assert alice.admin
+    assert alice.requests
+    assert alice.requests.per_minute == 5
+    assert alice.tokens is None
+    for unknown in (b"", b"secret ", DIGEST.encode(), b"\0alice", bytes.fromhex(DIGEST)):
+        assert keys.find(unknown) is None
+    found = keys.find(b"plain"), keys.find(b"boss")
+    assert [(key.name, key.admin) for key in found if key] == [("key 1", False), ("key 2", True)]
+    assert b"secret" not in alice.id
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("", "must have a table"),
+        ("[keys]", "must have a table"),
+        ("key = 1\n" + table(), "must have a table"),
+        ("[keys", "at end of document"),
+        ("[keys.a]\nshare = 1", "keys.a: must be a table with sha256"),
+        ("[keys]\na = 1", "keys.a: must be a table"),
+        (table(name='"a b"'), "a name has"),
+        (table(name='"' + "a" * 65 + '"'), "a name has"),
+        (table(digest="secret"), "keys.alice.sha256: must be 64 hexadecimal digits"),
+        (table("limit = 1"), "'limit' is no field, only sha256, priority"),
+        (table('priority = "high"'), "must be one of interactive, batch, background, not 'high'"),
+        (table("priority = [1]"), "must be one of"),
+        (table("share = 0"), "keys.alice.share: must be a number from 0.001 to 1000, not 0"),
+        (table("share = nan"), "must be a number"),
+        (table("share = true"), "must be a number"),
+        (table("requests_per_minute = 0"), "must be a whole number from 1"),
+        (table("tokens_per_minute = 1.5"), "must be a whole number from 1"),
+        (table("tokens_per_minute = true"), "must be a whole number from 1"),
+        (table('admin = "yes"'), "must be true or false, not 'yes'"),
+        (table() + table(name="bob"), "alice and bob have the same sha256"),
+        ("[keys.é]\nsha256 = 1", "at line 1"),
+    ],
+)
+def test_an_invalid_file_is_refused_in_one_sentence_without_secrets(
+    path: Path, text: str, error: str
+) -> None:
+    with pytest.raises(SettingsError) as refused:
+        keyring(path, text)
+    message = str(refused.value)
+    assert error in message
+    assert message.startswith(f"API_KEYS_FILE={str(path)!r}: ")
+    assert "\n" not in message
+    assert "secret" not in message
+    assert DIGEST not in message
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    for content in (None, b"\xff\xfe", b"#" * (1 << 23)):
+        path = tmp_path / "keys"
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(SettingsError, match="API_KEYS_FILE="):
+            Keyring(Settings(api_keys_file=str(path)))
+
+
+def test_a_reload_replaces_the_keys_and_keeps_what_is_used_of_their_limits(path: Path) -> None:
+    limits = "requests_per_minute = 5\ntokens_per_minute = 9"
+    keys = keyring(path, table(limits))
+    before = keys.find(b"secret")
+    changed = hashlib.sha256(b"new").hexdigest()
+    write(path, table("requests_per_minute = 5\ntokens_per_minute = 10", digest=changed))
+    keys.reload()
+    after = keys.find(b"new")
+    assert before
+    assert after
+    assert (keys.find(b"secret"), after.id) == (None, before.id)
+    assert after.requests is before.requests
+    assert after.tokens is not before.tokens
+
+
+def test_an_invalid_file_changes_nothing_at_a_reload(path: Path) -> None:
+    keys = keyring(path, table())
+    for text in ("[keys", "", table("share = -1")):
+        write(path, text)
+        with pytest.raises(SettingsError):
+            keys.reload()
+        assert keys.find(b"secret")
+
+
+def test_a_file_that_all_users_can_read_is_warned_about(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = keyring(path, table())
+    assert not caplog.records
+    path.chmod(0o644)
+    with caplog.at_level(logging.WARNING):
+        keys.reload()
+    assert "can be read by all users" in caplog.text
+
+
+def test_a_rate_limit_allows_a_minutes_units_at_once_and_then_its_rate() -> None:
+    bucket = TokenBucket(60, now=100.0)
+    assert bucket.left(500.0) == 60, "no more is saved up"
+    bucket.take(60, 500.0)
+    assert bucket.wait_s(1, 500.0) == 1
+    assert bucket.wait_s(1, 500.5) == 0.5
+    assert bucket.wait_s(1, 501.0) == 0
+    bucket.take(121, 501.0)  # counted after it has run
+    assert bucket.left(501.0) == -120
+    assert bucket.wait_s(1, 501.0) == 121
+    assert bucket.left(681.0) == 60
