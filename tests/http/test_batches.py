@@ -429,7 +429,7 @@ def test_a_batch_without_its_model_fails(tmp_path: Path) -> None:
 
 def test_a_failing_disk_delays_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "RETRY_S", 0.05)
-    failures = [OSError(28, "No space left on device"), sqlite3.OperationalError("disk full")]
+    failures = [OSError(28, "No space left on device"), sqlite3.OperationalError("disk full")] * 3
     append = store.BatchStore.append
 
     def fail(self: store.BatchStore, *arguments: Any) -> None:

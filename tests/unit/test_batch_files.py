@@ -1,6 +1,7 @@
 """The input file of a batch, and the store of `BATCH_DIR`, without a server."""
 
 import json
+import os
 import random
 import time
 from itertools import pairwise
@@ -127,6 +128,26 @@ def test_a_result_that_the_database_does_not_know_is_overwritten(
     assert store.file(KEY, record.output_id).bytes == len(path.read_bytes())
     assert store.file(KEY, record.error_id).filename == f"{record.job.id}_error.jsonl"
     assert store.unfinished() == []
+
+
+def test_a_result_that_cannot_be_stored_changes_nothing(
+    store: BatchStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = begun(store)
+    store.append(record, [result(0)])
+
+    def fail(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", fail)
+        with pytest.raises(OSError, match="No space"):
+            store.append(record, [result(1), result(2, is_error=True)])
+    [stored] = store.unfinished()
+    assert stored.job == record.job
+    store.append(record, [result(2)])
+    assert store.path(record.output_id).read_bytes() == b'{"position": 0}\n{"position": 2}\n'
+    assert record.job.request_counts.completed == 2
 
 
 def test_files_without_lines_are_dropped(store: BatchStore) -> None:

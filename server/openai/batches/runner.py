@@ -235,6 +235,7 @@ class BatchTask:
         if record.job.status == "cancelling":
             self.end = "cancelled"
         self._changed = asyncio.Event()  # there is room in the window, or no more lines start
+        self._is_stale = False  # `record` may differ from the stored one
         self._lines: set[asyncio.Task[None]] = set()
         self._finished: list[FinishedLine] = []  # their results are not stored yet
         self._filled = asyncio.Event()  # there are some, or all lines have ended
@@ -275,8 +276,10 @@ class BatchTask:
 
     async def _run(self) -> None:
         try:
-            while not await self._try():  # noqa: ASYNC110  # the disk has no events
-                await asyncio.sleep(RETRY_S)
+            while not await self._try():
+                self._changed.clear()
+                with contextlib.suppress(TimeoutError):  # else interrupted
+                    await asyncio.wait_for(self._changed.wait(), RETRY_S)
         except Exception:
             log.exception("bug in a batch id=%s", self.id)
             with contextlib.suppress(OSError, sqlite3.Error):
@@ -288,15 +291,18 @@ class BatchTask:
     async def _try(self) -> bool:
         """Run the batch. Return False if the disk has failed, and it is to be tried again."""
         try:
-            await self._advance()
-        except StoreFull as error:
-            await self._finish("failed", [BatchError("storage_full", str(error))])
+            if self._is_stale:
+                self.record = await run_sync(self.store.reload, self.record)
+                self.record.crashes = 0
+                self._is_stale = False
+            try:
+                await self._advance()
+            except StoreFull as error:
+                await self._finish("failed", [BatchError("storage_full", str(error))])
         except (OSError, sqlite3.Error) as error:
-            if self.runner.is_stopping:
-                return True
             log.error("batch delayed id=%s error=%.200r", self.id, error)
-            self.record = await run_sync(self.store.reload, self.record)
-            return False
+            self._is_stale = True
+            return self.runner.is_stopping
         return True
 
     async def _advance(self) -> None:

@@ -16,7 +16,7 @@ import sqlite3
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -229,12 +229,20 @@ class BatchStore:
         self._remove_files("id = ?", (id,))
 
     def _remove_files(self, where: str, values: Sequence[object]) -> None:
+        with self._lock, self._database:
+            ids = self._delete_rows(where, values)
+        self._unlink(ids)
+
+    def _delete_rows(self, where: str, values: Sequence[object]) -> list[str]:
+        """Return the ids of the files. Within a transaction."""
         removed = f"DELETE FROM files WHERE {where} RETURNING id, namespace, bytes"
-        with self._lock, self._database as database:
-            rows = database.execute(removed, values).fetchall()
-            for _, namespace, size in rows:
-                self._used[namespace] -= size + FILE_OVERHEAD
-        for id, *_ in rows:
+        rows = self._database.execute(removed, values).fetchall()
+        for _, namespace, size in rows:
+            self._used[namespace] -= size + FILE_OVERHEAD
+        return [id for id, *_ in rows]
+
+    def _unlink(self, ids: Iterable[str]) -> None:
+        for id in ids:
             self.path(id).unlink(missing_ok=True)
 
     def remove_expired(self) -> None:
@@ -370,13 +378,14 @@ class BatchStore:
             record.error_id: [result.content for result in results if result.is_error],
         }
         total = sum(len(result.content) for result in results)
+        counts = record.job.request_counts
+        before = counts.completed, counts.failed
         with self._lock:
             sizes = {id: self._size(id) for id in contents}
             self._reserve(record.namespace, total)
         try:
             for id, lines in contents.items():
                 sizes[id] = write(self.path(id), sizes[id], lines)
-            counts = record.job.request_counts
             counts.completed += len(contents[record.output_id])
             counts.failed += len(contents[record.error_id])
             record.crashes = 0
@@ -388,6 +397,7 @@ class BatchStore:
                 database.executemany(done, positions)
                 self._save(record)
         except BaseException:
+            counts.completed, counts.failed = before
             with self._lock:
                 self._used[record.namespace] -= total
             raise
@@ -420,7 +430,9 @@ class BatchStore:
             ended = "UPDATE batches SET ended_at = ? WHERE number = ?"
             database.execute(ended, (now, record.number))
             self._save(record)
-        self._remove_files("id IN (?, ?) AND NOT is_whole", (record.output_id, record.error_id))
+            files = record.output_id, record.error_id
+            unused = self._delete_rows("id IN (?, ?) AND NOT is_whole", files)
+        self._unlink(unused)
 
     def _list(
         self,
