@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from batching import scheduler
-from tests import tiny_decoders
+from tests import tiny_adapters, tiny_decoders
 from tests.generating import ORDINARY, Driver, Served, engine, request, runner_of, serve
 from tests.matrix import matrix
 from tests.threads import compute_threads
@@ -19,6 +20,7 @@ from worker.generation.engine import GenerationEngine
 from worker.generation.input_processor import GenerationItem
 from worker.generation.loading import paged_engine
 from worker.generation.speculation import NgramDrafter, Speculation
+from worker.messages.adapters import Adapter
 from worker.messages.generation import Sampling
 from worker.model.attention.native import NativeMetadata
 from worker.model.cpu.linear import native_quantized_matches
@@ -134,6 +136,43 @@ def test_outputs_are_those_of_each_request_alone(
     assert driver.total("cached_tokens") > 0
     assert driver.total("preempted") > 0
     assert 0 < driver.total("accepted") < driver.total("drafted")
+    assert list(map(outputs, served)) == list(map(outputs, alone))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    matrix(
+        [("bfloat16", "none"), ("bfloat16", "int8"), ("bfloat16", "int4")],
+        ("bfloat16", "none"),
+    ),
+)
+def test_outputs_with_adapters_are_those_of_each_request_alone(
+    dtype: str, quantization: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = language(dtype, quantization)
+    if quantization != "none" and not native_quantized_matches(quantization, model.dtype):
+        pytest.skip(f"no kernel for {quantization} weights on this CPU")
+    adapters: list[Adapter | None] = [None]
+    for seed, rank in ((1, 4), (2, 9)):
+        tiny_adapters.make(tmp_path / str(seed), folder(), seed, r=rank)
+        adapters.append(adapter := Adapter("", str(seed), str(tmp_path)))
+        new_engine(model, 64, "off").load_adapter(adapter)
+    assert model.lora.is_native
+
+    def items() -> list[GenerationItem]:
+        made = requests()
+        for number, item in enumerate(made):
+            item.payload = replace(item.payload, adapter=adapters[number % 3])
+        return made
+
+    alone = [serve(new_engine(model, 64, "off"), [item])[0][0] for item in items()]
+    draft_from(alone, monkeypatch)
+    monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", {"cpu": 70})
+    monkeypatch.setattr(scheduler, "MIN_PREFILL_TOKENS", 70)
+    torch.set_num_threads(3)
+    served, driver = serve(new_engine(model, 12, "auto"), items(), seed=1)
+    assert driver.partial > 0
+    assert driver.total("accepted") > 0
     assert list(map(outputs, served)) == list(map(outputs, alone))
 
 

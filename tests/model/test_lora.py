@@ -7,10 +7,25 @@ from typing import Any
 
 import pytest
 
+from batching import scheduler
 from tests import tiny_adapters, tiny_decoders
-from tests.generating import Request, Served, engine, generate, greedy, prompts, request, serve
+from tests.generating import (
+    Request,
+    Served,
+    engine,
+    generate,
+    greedy,
+    prompts,
+    request,
+    runner_of,
+    serve,
+)
+from tests.matrix import matrix
 from worker.generation.engine import GenerationEngine
-from worker.messages.adapters import Adapter
+from worker.generation.loading import cached_engine
+from worker.messages.adapters import Adapter, InvalidAdapter
+from worker.model.cached_runner import CachedRunner
+from worker.model.language_model import GeneratorOptions, load_language_model
 
 TOKENS = 12
 LENGTHS = (3, 20, 41)
@@ -36,10 +51,13 @@ def outputs(served: abc.Sequence[Served]) -> list[list[int]]:
     return [one.ids[0] for one in served]
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2-moe"])
+FAMILIES = ("llama", "gpt2", "qwen2-moe", "qwen3", "gpt-neox", "phi3")
+
+
+@pytest.mark.parametrize("name", matrix(FAMILIES, "llama", "gpt2", "qwen2-moe"))
 def test_rows_with_adapters_are_as_of_the_merged_models(name: str, tmp_path: Path) -> None:
     base = tiny_decoders.folder(name)
-    endings = ("q_proj", "o_proj", "down_proj", "c_attn", "shared_expert.up_proj")
+    endings = ("q_proj", "qkv_proj", "o_proj", "down_proj", "c_attn", "query_key_value")
     folders = [
         tiny_adapters.make(tmp_path / "a", base, 1, endings, use_rslora=True),
         tiny_adapters.make(tmp_path / "b", base, 2, r=5),
@@ -59,3 +77,84 @@ def test_rows_with_adapters_are_as_of_the_merged_models(name: str, tmp_path: Pat
     served, driver = serve(generator, items, seed=4)
     assert outputs(served) == [wanted[n][row] for row, n in mixed]
     assert driver.total("cached_tokens") > 0  # prefixes of the first part, each of its own adapter
+
+
+def test_prompts_in_chunks_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", {"cpu": 16})
+    monkeypatch.setattr(scheduler, "MIN_PREFILL_TOKENS", 16)
+    base = tiny_decoders.folder("llama")
+    folder = tiny_adapters.make(tmp_path / "a", base, 1)
+    generator = engine("llama")
+    adapter = load(generator, folder)
+    rows = prompts(5, (37, 60), 2)
+    wanted = expected(tiny_adapters.merged(base, folder), rows)
+    items = [with_adapter(request(row, max_tokens=TOKENS), adapter) for row in rows]
+    served, driver = serve(generator, items, seed=1)
+    assert outputs(served) == wanted
+    assert driver.partial > 0
+
+
+def test_another_file_under_a_name_finds_no_prefixes_of_the_first(tmp_path: Path) -> None:
+    base = tiny_decoders.folder("llama")
+    generator = engine("llama")
+    [row] = prompts(6, (40,), 1)
+    for seed in (1, 2):
+        folder = tiny_adapters.make(tmp_path / "a", base, seed)
+        adapter = load(generator, folder)
+        wanted = expected(tiny_adapters.merged(base, folder), [row])
+        for turn in range(2):
+            item = with_adapter(request(row, max_tokens=TOKENS), adapter)
+            served, driver = serve(generator, [item])
+            assert outputs(served) == wanted
+            assert (driver.total("cached_tokens") > 0) == (turn > 0)
+
+
+def test_rows_of_a_compiled_base_run_apart_from_those_with_adapters(tmp_path: Path) -> None:
+    base = tiny_decoders.folder("llama")
+    folder = tiny_adapters.make(tmp_path / "a", base, 1)
+    generator = engine("llama")
+    runner, adapter = runner_of(generator), load(generator, folder)
+    widths: dict[str, list[int]] = {"compiled": [], "eager": []}
+    model: Any = runner.language.model
+
+    def compiled(**inputs: Any) -> Any:
+        widths["compiled"].append(inputs["input_ids"].shape[1])
+        return model(**inputs)
+
+    runner.model, runner.compile_state = compiled, "done"
+    hook = model.register_forward_pre_hook(
+        lambda _, args, inputs: widths["eager"].append(inputs["input_ids"].shape[1]),
+        with_kwargs=True,
+    )
+    rows = prompts(7, (9, 12), 1)
+    try:
+        items = [
+            with_adapter(request(row, max_tokens=3), one) for row in rows for one in (None, adapter)
+        ]
+        served, _ = serve(generator, items)
+    finally:
+        hook.remove()
+    assert widths == {"compiled": [21, 2, 2], "eager": [21, 21, 2, 2, 2, 2]}  # both, in turn
+    changed = expected(tiny_adapters.merged(base, folder), rows)
+    plain = greedy("llama", rows, TOKENS)
+    wanted = [one[:3] for pair in zip(plain, changed, strict=True) for one in pair]
+    assert outputs(served) == wanted
+
+
+def test_layers_that_do_not_see_all_rows_are_refused(tmp_path: Path) -> None:
+    generator = engine("qwen2-moe")
+    layers = {"lm_head": (32, 300), "model.layers.0.mlp.gate": (32, 4), "model.missing": (2, 2)}
+    for name, size in layers.items():
+        folder = tiny_adapters.write(tmp_path / name, tiny_adapters.tensors_for({name: size}, 1))
+        with pytest.raises(InvalidAdapter, match=f"target_modules: {name}"):
+            load(generator, folder)
+
+
+def test_a_model_on_its_own_cache_takes_no_adapters(tmp_path: Path) -> None:
+    language = load_language_model(
+        GeneratorOptions(str(tiny_decoders.folder("llama")), device="cpu", dtype="float32")
+    )
+    generator = cached_engine(CachedRunner(language, 64), GeneratorOptions(""), "a reason")
+    folder = tiny_adapters.make(tmp_path / "a", tiny_decoders.folder("llama"), 1)
+    with pytest.raises(InvalidAdapter, match="takes no adapters: a reason"):
+        load(generator, folder)

@@ -7,6 +7,7 @@ a way that is not supported is refused, also one that is not known.
 import json
 import math
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from worker.messages.adapters import InvalidAdapter
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_RANK = 512
-MATCH_TIMEOUT_S = 1.0  # of a pattern in the configuration
+MATCH_TIMEOUT_S = 2.0  # for all patterns of a configuration
 FLOAT_DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 # Fields that do not change the product of a trained adapter. The tensors in the file show which
 # layers it has, so those that choose layers are not read.
@@ -64,23 +65,24 @@ class LoraWeights:
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    rank: int
     alpha: float
     use_rslora: bool
     alpha_pattern: Mapping[str, float]
+    deadline: float  # of matching the patterns
 
     def scale(self, layer: str, rank: int) -> float:
-        alpha = next((a for p, a in self.alpha_pattern.items() if _matches(p, layer)), self.alpha)
+        matching = (a for p, a in self.alpha_pattern.items() if self._matches(p, layer))
+        alpha = next(matching, self.alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
-
-def _matches(pattern: str, layer: str) -> bool:
-    """Return whether a key of a pattern field is the layer's, as PEFT compares them."""
-    try:
-        return bool(regex.match(rf"(.*\.)?({pattern})$", layer, timeout=MATCH_TIMEOUT_S))
-    except (regex.error, TimeoutError) as error:
-        reason = f"alpha_pattern: {pattern!r:.100} cannot be matched with a layer"
-        raise InvalidAdapter(reason) from error
+    def _matches(self, pattern: str, layer: str) -> bool:
+        """Return whether a key of a pattern field is the layer's, as PEFT compares them."""
+        left_s = max(0.001, self.deadline - time.monotonic())
+        try:
+            return bool(regex.match(rf"(.*\.)?({pattern})$", layer, timeout=left_s))
+        except (regex.error, TimeoutError) as error:
+            reason = f"alpha_pattern: {pattern!r:.100} cannot be matched with a layer"
+            raise InvalidAdapter(reason) from error
 
 
 def read_config(folder: Path) -> LoraConfig:
@@ -103,7 +105,8 @@ def read_config(folder: Path) -> LoraConfig:
         raise InvalidAdapter(f"lora_alpha: must be a number, not {alpha!r:.100}")
     if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= MAX_RANK:
         raise InvalidAdapter(f"r: must be 1 to {MAX_RANK}, not {rank!r:.100}")
-    return LoraConfig(rank, float(alpha), bool(config.get("use_rslora")), alphas)
+    deadline = time.monotonic() + MATCH_TIMEOUT_S
+    return LoraConfig(float(alpha), bool(config.get("use_rslora")), alphas, deadline)
 
 
 def _is_number(value: object) -> bool:

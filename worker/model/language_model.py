@@ -111,6 +111,7 @@ class LanguageModel:
         # of recurrent layers, set by paging.py
         self.recurrent: list[RecurrentModule] = []
         self.states: list[StateShape] = []
+        self.lora: Any = None  # its LoraLayers, since the first adapter was loaded (lora.py)
         # width of the logits, which may exceed the tokenizer's number of tokens
         self.vocab_size = int(self.config.vocab_size)
 

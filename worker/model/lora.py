@@ -88,12 +88,14 @@ class LoraLayers:
         self.layers = on_worker(partial(adaptable_layers, language, cache))
         self._hooked: set[str] = set()
         self._add: Callable[..., object] = _add_rows
+        self.is_native = False
         on_cpu = language.device.type == "cpu" and language.dtype in NATIVE_DTYPES
         if on_cpu and try_load_native_ops(builds) and native_matches(language.dtype):
             self._add = torch.ops.onequeue.add_lora
+            self.is_native = True
         log.info(
             "adapters layers=%d native=%s: their rows run on the eager model",
-            len(self.layers), self._add is not _add_rows,
+            len(self.layers), self.is_native,
         )  # fmt: skip
 
     def load(self, folder: Path) -> LoraWeights:

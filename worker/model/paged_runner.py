@@ -111,7 +111,6 @@ class PagedRunner:
         self.model: Callable[..., Any] = language.model  # or its compiled copy, unless eager
         self.metadata: Callable[[KVCache, Batch], AttentionBackend] = AttentionMetadata
         self._compiled: Callable[..., Any] | None = None  # set by the thread, for the next step
-        self.lora: LoraLayers | None = None  # since the first adapter was loaded
         self.builds = True  # native operations may be built
         self._rows = min(max_running, SIZES[-1])
         self._graphs = self._capture()
@@ -135,7 +134,7 @@ class PagedRunner:
         if self._compiled:
             self._use_compiled(self._compiled)
         eager = bool(batch.chunks) and batch.chunks[0].sequence.eager
-        if self.lora and (segments := segments_of(batch)):
+        if self.language.lora and (segments := segments_of(batch)):
             with applied(segments):
                 return self._run_eager(batch, sampled)
         if batch.multimodal_spans:
@@ -157,9 +156,11 @@ class PagedRunner:
 
     def load_adapter(self, folder: Path) -> LoraWeights:
         """Return the weights of a LoRA adapter, for `Sequence.adapter`. Raises InvalidAdapter."""
-        if self.lora is None:
-            self.lora = LoraLayers(self.language, new_cache(self.language, 4, 4), self.builds)
-        return self.lora.load(folder)
+        language = self.language
+        if language.lora is None:
+            language.lora = LoraLayers(language, new_cache(language, 4, 4), self.builds)
+        weights: LoraWeights = language.lora.load(folder)
+        return weights
 
     def _run_multimodal(self, batch: Batch, sampled: Tensor | None, eager: bool) -> Tensor:
         """Run a batch with image tokens through a decoder hook: the compiled model's if only
