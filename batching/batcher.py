@@ -1,14 +1,15 @@
 """The dynamic batcher: which waiting items form the next batch, and when it is due.
 
 One deadline counts from the acceptance of the oldest item, its preparation included. A full batch,
-or one that waited while the worker was busy, is due at once. Clients and requests have their items
-in a batch in turn; of one request, in order of arrival. The first item is always in the next batch;
-the others have the same key. Packed models take them in this order; padded models take those
-nearest in length out of a bounded window. Owned by the worker's thread; it has no clock.
+or one that waited while the worker was busy, is due at once. Classes, clients, flows and requests
+have their items in a batch in turn (fair_share.py); of one request, in order of arrival. The first
+item is always in the next batch; the others have the same key. Packed models take them in this
+order; padded models take those nearest in length out of a bounded window. Owned by the worker's
+thread; it has no clock.
 """
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import islice
 from typing import Generic
 
@@ -25,6 +26,10 @@ GROW_AFTER = 8
 Item = TypeVar("Item", bound=WorkItem, default=WorkItem)
 
 
+def tokens_of(item: WorkItem) -> int:
+    return item.tokens
+
+
 class DynamicBatcher(Generic[Item]):
     """`max_size`: rows of a batch. `max_tokens`: of a batch. `max_wait_s`: of its oldest item."""
 
@@ -37,13 +42,13 @@ class DynamicBatcher(Generic[Item]):
         self._successes = 0
         # an ordered dict: finding a plain dict's first key gets slower with each deletion
         self.waiting: OrderedDict[Item, None] = OrderedDict()
-        self._in_turn = FairQueue[Item]()
+        self._in_turn = FairQueue[Item](tokens_of)
         self._groups: dict[Hashable, FairQueue[Item]] = {}  # by key
 
     def add(self, item: Item) -> None:
         self.waiting[item] = None
         self._in_turn.add(item)
-        self._groups.setdefault(item.key, FairQueue()).add(item)
+        self._groups.setdefault(item.key, FairQueue(tokens_of)).add(item)
 
     def put_back(self, items: Sequence[Item]) -> None:
         """Add items of the last batch, all of one key, that it was cut before, in its order."""
@@ -52,7 +57,7 @@ class DynamicBatcher(Generic[Item]):
             self.waiting.move_to_end(item, last=False)
         self._in_turn.put_back(items)
         if items:
-            self._groups.setdefault(items[0].key, FairQueue()).put_back(items)
+            self._groups.setdefault(items[0].key, FairQueue(tokens_of)).put_back(items)
 
     def due_at(self, idle_since: float) -> float | None:
         """Return when the next batch is due; None if nothing waits. The worker was busy until
@@ -78,11 +83,11 @@ class DynamicBatcher(Generic[Item]):
         while (due_at := self.due_at(idle_since)) is not None and due_at <= now:
             first = next(iter(self._in_turn))
             if not first.is_alive(now):
-                self._remove(first)
+                self._remove(first, FairQueue.drop)
                 continue
             batch = self._choose(first, now)
             for item in batch:
-                self._remove(item)
+                self._remove(item, FairQueue.remove)
             return batch
         return []
 
@@ -108,11 +113,11 @@ class DynamicBatcher(Generic[Item]):
             rows, widest, total = new_rows, new_widest, new_total
         return batch
 
-    def _remove(self, item: Item) -> None:
+    def _remove(self, item: Item, remove: Callable[[FairQueue[Item], Item], None]) -> None:
         del self.waiting[item]
-        self._in_turn.remove(item)
+        remove(self._in_turn, item)
         group = self._groups[item.key]
-        group.remove(item)
+        remove(group, item)
         if not group:
             del self._groups[item.key]
 
@@ -120,7 +125,7 @@ class DynamicBatcher(Generic[Item]):
         """Remove all items and return them in order of arrival."""
         items = list(self.waiting)
         self.waiting.clear()
-        self._in_turn = FairQueue()
+        self._in_turn = FairQueue(tokens_of)
         self._groups.clear()
         return items
 

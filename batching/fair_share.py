@@ -1,14 +1,25 @@
 """Fair shares of clients and requests: the one rule that the queue, the batcher, the scheduler and
 the grammar compiler follow.
 
-While others wait, a request gets at most a quarter of a resource, and a client (an API key; an
-address, without keys) at most half of it, but at least one unit. Beyond that, units move from the
-largest to the smallest, so that several large requests also leave room for a small one. Alone, a
-request or a client uses everything. Pure state: no clock, no thread.
+What is held: while others wait, a request gets at most a quarter of a resource, and a client (an
+API key; an address, without keys) at most half of it, but at least one unit. Beyond that, units
+move from the largest to the smallest, so that several large requests also leave room for a small
+one. Alone, a request or a client uses everything. A key with a share of 3 counts as three clients.
+
+What waits is served by weighted deficit round robin in tokens: between classes, then between the
+clients of a class by their shares, then between the flows of a client (its conversations), and of a
+flow one item of each request in turn. The quantum is one token, and rounds in which nobody has a
+turn are skipped: each has its next turn in the round in which the tokens that it has been served
+are paid off. So it is as fine as items allow, and an operation costs the logarithm of the number of
+clients that wait, however much waits. Tokens that are served while nobody waits are free.
+
+Pure state: no clock, no thread.
 """
 
+import heapq
+import itertools
 from collections import Counter, OrderedDict, deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from enum import IntEnum
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -24,12 +35,19 @@ class Priority(IntEnum):
     BACKGROUND = 2
 
 
+# Of tokens where no class waits behind another for good: in batches. The scheduler has an order.
+CLASS_WEIGHTS = {Priority.INTERACTIVE: 64.0, Priority.BATCH: 8.0, Priority.BACKGROUND: 1.0}
+
+
 class WorkOwner(NamedTuple):
     """The client and the request that work belongs to."""
 
     client: Hashable
     request: Hashable  # unique among those of all clients
     request_id: str = ""  # for logs; it may be the client's own
+    flow: Hashable = None  # of the client: a conversation or a user
+    share: float = 1.0  # of the client, beside others
+    priority: Priority = Priority.INTERACTIVE
 
 
 NO_OWNER = WorkOwner(None, None)  # of all work outside of requests
@@ -39,8 +57,9 @@ def request_share(capacity: int) -> int:
     return max(1, capacity // REQUEST_DIVISOR)
 
 
-def client_share(capacity: int) -> int:
-    return max(1, capacity // CLIENT_DIVISOR)
+def client_share(capacity: int, share: float = 1.0) -> int:
+    """Return the units of a client beside another one with a share of 1."""
+    return max(1, int(capacity * share / (share + CLIENT_DIVISOR - 1)))
 
 
 class FairShare:
@@ -50,10 +69,12 @@ class FairShare:
         self.total = 0
         self._requests: dict[Hashable, Counter[WorkOwner]] = {}  # by client; none is zero
         self._clients: Counter[Hashable] = Counter()
+        self._client_shares: dict[Hashable, float] = {}  # of these
 
     def take(self, owner: WorkOwner, units: int = 1) -> None:
         self.total += units
         self._clients[owner.client] += units
+        self._client_shares[owner.client] = owner.share
         self._requests.setdefault(owner.client, Counter())[owner] += units
 
     def give_back(self, owner: WorkOwner, units: int = 1) -> None:
@@ -65,6 +86,7 @@ class FairShare:
             del requests[owner]
         if not requests:
             del self._requests[owner.client], self._clients[owner.client]
+            del self._client_shares[owner.client]
 
     def of_request(self, owner: WorkOwner) -> int:
         requests = self._requests.get(owner.client)
@@ -78,7 +100,7 @@ class FairShare:
         that wait are served in this order."""
         return (
             self.of_request(owner) >= request_share(capacity),
-            self.of_client(owner) >= client_share(capacity),
+            self.of_client(owner) >= client_share(capacity, owner.share),
         )
 
     def yields_to(self, owner: WorkOwner, capacity: int) -> WorkOwner | None:
@@ -90,14 +112,18 @@ class FairShare:
         largest = max(map(self._largest_of, self._requests), key=self.of_request)
         if self.of_request(largest) > request_share(capacity):
             return largest
-        client = max(self._requests, key=self._clients.__getitem__)
-        if not client_exceeds and self._clients[client] > self.of_client(owner) + 1:
+        client = max(self._requests, key=self._relative)
+        more = (self.of_client(owner) + 1) / owner.share
+        if not client_exceeds and client != owner.client and self._relative(client) > more:
             return self._largest_of(client)
         if owner.client in self._requests:
             largest = self._largest_of(owner.client)
             if self.of_request(largest) > self.of_request(owner) + 1:
                 return largest
         return None
+
+    def _relative(self, client: Hashable) -> float:
+        return self._clients[client] / self._client_shares[client]
 
     def _largest_of(self, client: Hashable) -> WorkOwner:
         requests = self._requests[client]
@@ -112,46 +138,219 @@ class Owned(Protocol):
 T = TypeVar("T", bound=Owned)
 
 
-class FairQueue(Generic[T]):
-    """Items in fair order: of each client in turn one item, and of a client one of each request in
-    turn. `remove` ends the turn of the item's request."""
+Path = tuple[Hashable, ...]  # of classes, clients and flows
+Entry = tuple[
+    float, int, Hashable
+]  # a round, an order within it, and the key that has its turn then
+
+
+class _Turn:
+    __slots__ = ("order", "round", "waiting", "weight")
+
+    def __init__(self, weight: float, round: float) -> None:
+        self.weight = weight
+        self.round = round  # of its next turn
+        self.order = -1  # among those of the same round
+        self.waiting = 0  # items
+
+
+class _Level:
+    """The turns of the classes, of the clients of a class, or of the flows of a client."""
+
+    def __init__(self, orders: Iterator[int]) -> None:
+        self.turns: dict[Hashable, _Turn] = {}
+        self.heap: list[Entry] = []  # of those that wait; an entry is stale if its turn has changed
+        self._orders = orders
+        self._now = 0.0  # the round of those that begin to wait
+        self._weight = 0.0  # of those that wait
+        self.num_waiting = 0
+
+    def enter(self, key: Hashable, weight: float) -> None:
+        turn = self.turns.get(key)
+        if turn is None:
+            turn = self.turns[key] = _Turn(weight, self._now)
+        if not turn.waiting:
+            turn.round = max(turn.round, self._now)
+            turn.weight = weight
+            self._weight += weight
+            self.num_waiting += 1
+            turn.waiting = 1
+            self.end_turn(key)
+        else:
+            turn.waiting += 1
+
+    def leave(self, key: Hashable) -> None:
+        turn = self.turns[key]
+        turn.waiting -= 1
+        if not turn.waiting:
+            turn.order = -1
+            self._weight -= turn.weight
+            self.num_waiting -= 1
+            if turn.round <= self._now:
+                del self.turns[key]
+
+    def charge(self, key: Hashable, tokens: float, weight: float) -> None:
+        turn = self.turns.get(key)
+        if turn is None:
+            turn = self.turns[key] = _Turn(weight, self._now)
+        turn.round += tokens / turn.weight
+        self._now += tokens / (self._weight + (0.0 if turn.waiting else turn.weight))
+        if turn.waiting:
+            self.end_turn(key)
+        elif len(self.turns) > 2 * self.num_waiting + 256:  # drop those that have paid
+            self.turns = {k: t for k, t in self.turns.items() if t.waiting or t.round > self._now}
+
+    def end_turn(self, key: Hashable) -> None:
+        """Let others of the same round come first."""
+        turn = self.turns[key]
+        turn.order = next(self._orders)
+        heapq.heappush(self.heap, (turn.round, turn.order, key))
+        if len(self.heap) > 2 * self.num_waiting + 64:
+            self.heap = [entry for entry in self.heap if self.is_current(entry)]
+            heapq.heapify(self.heap)
+
+    def is_current(self, entry: Entry) -> bool:
+        turn = self.turns.get(entry[2])
+        return turn is not None and turn.order == entry[1]
+
+    def walk(
+        self, items_of: Callable[[Hashable], Iterator[T]], cost: Callable[[T], float]
+    ) -> Iterator[T]:
+        """Yield items in order, as if each were served. The heap is read, not changed."""
+        open_items: dict[Hashable, Iterator[T]] = {}
+        frontier: list[tuple[Entry, int]] = [(self.heap[0], 0)] if self.heap else []
+        while frontier:
+            entry, index = heapq.heappop(frontier)
+            round, _, key = entry
+            if index >= 0:
+                for child in (2 * index + 1, 2 * index + 2):
+                    if child < len(self.heap):
+                        heapq.heappush(frontier, (self.heap[child], child))
+                if not self.is_current(entry):
+                    continue
+                open_items[key] = items_of(key)
+            for item in open_items[key]:
+                yield item
+                later = round + cost(item) / self.turns[key].weight
+                heapq.heappush(frontier, ((later, next(self._orders), key), -1))
+                break
+
+
+class Turns:
+    """Whose turn it is among those that wait: the deficits of classes, clients and flows."""
 
     def __init__(self) -> None:
-        self._clients: OrderedDict[Hashable, OrderedDict[WorkOwner, OrderedDict[T, None]]]
-        self._clients = OrderedDict()
+        self.levels: dict[Path, _Level] = {}
+        self._orders = itertools.count()
+
+    def enter(self, owner: WorkOwner, priority: Priority) -> None:
+        """Record that an item begins to wait."""
+        for before, key, weight in steps(owner, priority):
+            if (level := self.levels.get(before)) is None:
+                level = self.levels[before] = _Level(self._orders)
+            level.enter(key, weight)
+
+    def leave(self, owner: WorkOwner, priority: Priority) -> None:
+        """Record that an item waits no more."""
+        for before, key, _ in steps(owner, priority):
+            level = self.levels[before]
+            level.leave(key)
+            if not level.num_waiting:
+                del self.levels[before]
+
+    def charge(self, owner: WorkOwner, priority: Priority, tokens: float) -> None:
+        """Record tokens that an owner has been served."""
+        for before, key, weight in steps(owner, priority) if self.levels else ():
+            if level := self.levels.get(before):
+                level.charge(key, tokens, weight)
+
+    def end_turn(self, owner: WorkOwner, priority: Priority) -> None:
+        for before, key, _ in steps(owner, priority):
+            self.levels[before].end_turn(key)
+
+    def rank(self, owner: WorkOwner, priority: Priority) -> tuple[float, ...]:
+        """Return the rounds of the next turns of an owner's client and flow, which wait."""
+        client, flow = (priority,), (priority, owner.client)
+        turns = self.levels[client].turns[owner.client], self.levels[flow].turns[owner.flow]
+        return tuple(turn.round for turn in turns)
+
+
+def steps(owner: WorkOwner, priority: Priority) -> tuple[tuple[Path, Hashable, float], ...]:
+    """Return the path to an owner's flow: what comes before, a key, and its weight."""
+    client = owner.client
+    return (
+        ((), priority, CLASS_WEIGHTS[priority]),
+        ((priority,), client, owner.share),
+        ((priority, client), owner.flow, 1.0),
+    )
+
+
+class FairQueue(Generic[T]):
+    """Items in fair order. `remove` ends the turn of the item's request, and charges its owner
+    `cost`, the item's tokens."""
+
+    def __init__(self, cost: Callable[[T], float] = lambda item: 1.0) -> None:
+        self._cost = cost
+        self._turns = Turns()
+        self._flows: dict[Path, OrderedDict[WorkOwner, OrderedDict[T, None]]] = {}
+        self._charged: set[T] = set()  # items that were put back
         self._length = 0
 
     def add(self, item: T) -> None:
-        requests = self._clients.setdefault(item.owner.client, OrderedDict())
-        requests.setdefault(item.owner, OrderedDict())[item] = None
+        owner = item.owner
+        requests = self._flows.setdefault(path_of(owner), OrderedDict())
+        requests.setdefault(owner, OrderedDict())[item] = None
+        self._turns.enter(owner, owner.priority)
         self._length += 1
 
     def put_back(self, items: Sequence[T]) -> None:
-        """Add items again, each before the others of its request, and end the turns of these."""
+        """Add items again, each before the others of its request, and end the turns of these. They
+        are not charged again."""
         for item in reversed(items):
             self.add(item)
-            self._clients[item.owner.client][item.owner].move_to_end(item, last=False)
+            self._flows[path_of(item.owner)][item.owner].move_to_end(item, last=False)
         for item in items:
-            self._clients[item.owner.client].move_to_end(item.owner)
-            self._clients.move_to_end(item.owner.client)
+            self._charged.add(item)
+            self._flows[path_of(item.owner)].move_to_end(item.owner)
+            self._turns.end_turn(item.owner, item.owner.priority)
 
     def remove(self, item: T) -> None:
-        client, requests = item.owner.client, self._clients[item.owner.client]
-        items = requests[item.owner]
+        """Remove an item that is served."""
+        if item not in self._charged:
+            self._turns.charge(item.owner, item.owner.priority, self._cost(item))
+        self._flows[path_of(item.owner)].move_to_end(item.owner)
+        self.drop(item)
+
+    def drop(self, item: T) -> None:
+        """Remove an item that is not wanted any more."""
+        owner, path = item.owner, path_of(item.owner)
+        items = self._flows[path][owner]
         del items[item]
+        self._charged.discard(item)
         self._length -= 1
-        requests.move_to_end(item.owner)
-        self._clients.move_to_end(client)
         if not items:
-            del requests[item.owner]
-        if not requests:
-            del self._clients[client]
+            del self._flows[path][owner]
+        if not self._flows[path]:
+            del self._flows[path]
+        self._turns.leave(owner, owner.priority)
 
     def __len__(self) -> int:
         return self._length
 
     def __iter__(self) -> Iterator[T]:
-        return in_turn(in_turn(requests.values()) for requests in self._clients.values())
+        return self._walk(())
+
+    def _walk(self, path: Path) -> Iterator[T]:
+        if level := self._turns.levels.get(path):
+            return level.walk(lambda key: self._walk((*path, key)), self._cost_again)
+        return in_turn(self._flows.get(path, {}).values())
+
+    def _cost_again(self, item: T) -> float:
+        return 0.0 if item in self._charged else self._cost(item)
+
+
+def path_of(owner: WorkOwner, priority: Priority | None = None) -> Path:
+    return owner.priority if priority is None else priority, owner.client, owner.flow
 
 
 def fair_order(items: Iterable[T]) -> Iterator[T]:

@@ -162,7 +162,7 @@ class Slots:
 
     def remove(self, item: WorkItem) -> None:
         if item not in self._holders.get(item.owner, ()):
-            self._others.remove(item)
+            self._others.drop(item)
             return
         self._free(item)
         if self._others and self.used < self.capacity:
@@ -262,6 +262,8 @@ class RequestQueue:
         owner: WorkOwner | None = None,
         awaits_model: bool = False,
         priority: Priority = Priority.INTERACTIVE,
+        flow: Hashable = None,
+        share: float = 1.0,
     ) -> list[WorkItem[object, object, Result]]:
         """Reserve a slot, queue all payloads of a client's request, or raise a Refused (503).
 
@@ -269,7 +271,7 @@ class RequestQueue:
         `owner`: the request is a stream of inputs, which has waited for room.
         """
         if owner is None:
-            owner = self.new_owner(client, request_id)
+            owner = self.new_owner(client, request_id, priority, flow, share)
             self._admit(owner, deadline, lane)
         loop, now = asyncio.get_running_loop(), self.clock()
         items: list[WorkItem[object, object, Result]] = [
@@ -280,7 +282,7 @@ class RequestQueue:
                 stream=stream,
                 cache_namespace=cache_namespace,
                 owner=owner,
-                priority=priority,
+                priority=owner.priority,
             )
             for payload in payloads
         ]
@@ -296,8 +298,15 @@ class RequestQueue:
         lane.enqueue(items, self._accepted.put_nowait)
         return items
 
-    def new_owner(self, client: Hashable, request_id: str = "") -> WorkOwner:
-        return WorkOwner(client, next(self._requests), request_id)
+    def new_owner(
+        self,
+        client: Hashable,
+        request_id: str = "",
+        priority: Priority = Priority.INTERACTIVE,
+        flow: Hashable = None,
+        share: float = 1.0,
+    ) -> WorkOwner:
+        return WorkOwner(client, next(self._requests), request_id, flow, share, priority)
 
     async def wait_for_room(self, owner: WorkOwner, lane: Lane) -> None:
         """Wait until a request finds a slot. New requests do not wait behind it."""

@@ -41,8 +41,10 @@ class RoundRobin(Generic[T]):
         started = []
         while self.running < self.max_running and self._waiting:
             item = next(iter(self._waiting))
-            self._waiting.remove(item)
             if item.open:
+                self._waiting.remove(item)
                 self.running += 1
                 started.append(item)
+            else:
+                self._waiting.drop(item)
         return started

@@ -11,7 +11,8 @@ that short prompts do not wait for a long one, nor a long one forever. When bloc
 paused sequences lose theirs first, then the youngest of the largest request is preempted, so the
 oldest always advances and nothing can deadlock.
 
-Running sequences and the prefill budget are shared as fair_share.py describes: a request that waits
+Running sequences and the prefill budget are shared, and waiting sequences are admitted in turn, as
+fair_share.py describes: a request that waits
 with less than its share gets a slot, or blocks, of a sequence of a request or client above its own.
 
 Beside other requests, the sequences of a request that share its step with the first one make the
@@ -41,9 +42,11 @@ from batching.block_pool import BlockPool
 from batching.fair_share import (
     FairShare,
     Priority,
+    Turns,
     WorkOwner,
     client_share,
     fair_order,
+    path_of,
     request_share,
 )
 from batching.sequence import Chunk, PrefixedTokens, Sequence
@@ -92,6 +95,10 @@ class ContinuousScheduler:
         self._shares = [FairShare() for _ in Priority]
         self._capacity = max_running  # of these, in this step: less if memory is short
         self._max_running_limit = max_running
+        self._turns = Turns()  # of those that wait
+        # By their flows, at the start of the step: ranks that change with each admission would make
+        # all others stale.
+        self._step_turns: dict[abc.Hashable, tuple[float, ...]] = {}
         self._live = [0 for _ in Priority]  # sequences of each class
         self._promoted: dict[Priority, Sequence] = {}  # by the class that they had
         self._removed_any = False  # since the last step
@@ -124,11 +131,13 @@ class ContinuousScheduler:
 
     def _add_waiting(self, sequence: Sequence) -> None:
         bisect.insort(self._waiting.setdefault(sequence.owner, []), sequence)
+        self._turns.enter(sequence.owner, sequence.priority)
         self.num_waiting += 1
 
     def _remove_waiting(self, sequence: Sequence) -> None:
         queue = self._waiting.get(sequence.owner, [])
         _remove(queue, sequence)
+        self._turns.leave(sequence.owner, sequence.priority)
         self.num_waiting -= 1
         if not queue:
             del self._waiting[sequence.owner]
@@ -312,8 +321,10 @@ class ContinuousScheduler:
         self, blocked: abc.Container[tuple[abc.Hashable, int]] = ()
     ) -> abc.Iterator[Sequence]:
         """Yield waiting sequences in the order of admission: by priority; within the shares of
-        their request and client, then beyond; then by order of arrival. `blocked` requests are left
+        their request and client, then beyond; by the turns of clients and flows; then by order of
+        arrival. `blocked` requests are left
         out: their client, and how many sequences they run."""
+        self._step_turns.clear()
         heap: list[tuple[tuple[object, ...], Sequence, abc.Iterator[Sequence]]] = []
         for queue in self._waiting.values():
             later = iter(queue[: self.max_running])
@@ -341,7 +352,11 @@ class ContinuousScheduler:
     def _rank(self, sequence: Sequence) -> tuple[object, ...]:
         shares = self._shares[sequence.priority]
         excess = shares.excess(sequence.owner, self._capacity)
-        return sequence.priority, excess, sequence.number
+        key = path_of(sequence.owner, sequence.priority)
+        if (turn := self._step_turns.get(key)) is None:
+            turn = self._turns.rank(sequence.owner, sequence.priority)
+            self._step_turns[key] = turn
+        return sequence.priority, excess, turn, sequence.number
 
     def _admit_waiting(self, limits: Limits) -> bool:
         """Admit sequences in order while there is room or others yield, those of each class while
@@ -455,6 +470,8 @@ class ContinuousScheduler:
             if sequence.table is None:
                 return False
             sequence.computed = len(matched) * self.pool.block_size
+            if sequence.cached is None:  # what is computed again costs its client nothing
+                self._turns.charge(sequence.owner, sequence.priority, sequence.uncomputed)
         self._remove_waiting(sequence)
         sequence.paused = False
         self._paused.discard(sequence)
@@ -559,6 +576,7 @@ class ContinuousScheduler:
         sequence.computed = chunk.end + max(0, len(sampled) - 1)
         self.pool.commit_states(sequence.table, sequence.computed)
         if sampled:
+            self._turns.charge(sequence.owner, sequence.priority, len(sampled))
             sequence.extend(sampled)
         if chunk.drafts:
             self.pool.trim(sequence.table, len(sequence.tokens))
@@ -624,13 +642,14 @@ def _divide(
     turns = by_need
     if first in wanted:
         turns = [(first, min(wanted[first], -(-budget // 2))), *by_need]
-    limits = [(turns, budget, budget)]
+    limits = [(turns, budget, False)]
     if len(of_request) > 1:
-        request, client = request_share(budget), client_share(budget)
-        limits = [(turns, request, client), (turns, request, budget), (by_need, budget, budget)]
-    for sequences, request, client in limits:
+        request = request_share(budget)
+        limits = [(turns, request, True), (turns, request, False), (by_need, budget, False)]
+    for sequences, request, by_client in limits:
         for sequence, max_tokens in sequences:
             owner = sequence.owner
+            client = client_share(budget, owner.share) if by_client else budget
             more = min(
                 max_tokens - shares[sequence],
                 budget - held.total,

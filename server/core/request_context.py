@@ -21,6 +21,7 @@ class RequestContext:
     priority: Priority = Priority.INTERACTIVE
     owner: WorkOwner | None = None
     key: ApiKey | None = None
+    flow: int = 0  # of the client: requests with a number share its turns
     model: str = ""  # its served name
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -33,6 +34,10 @@ class RequestContext:
     first_token_at: float = 0.0
     ended_at: float = 0.0
     per_token_s: float = 0.0  # mean time between two output tokens of a choice
+
+    @property
+    def share(self) -> float:
+        return self.key.share if self.key else 1.0
 
     def use_tokens(self, tokens: int) -> None:
         """Count tokens that the model has run against the key's limit."""

@@ -189,10 +189,13 @@ class WorkerClient:
         request_id: str = "",
         owner: WorkOwner | None = None,
         priority: Priority = Priority.INTERACTIVE,
+        flow: Hashable = None,
+        share: float = 1.0,
     ) -> list[WorkItem[object, object, Result]]:
         """Queue payloads for a model, or raise a Refused. The items' futures get the results or
         errors; `stream` gets the deltas of all of them. `client`: whose share they count for;
-        `owner`: see RequestQueue.accept. `priority`: their class."""
+        `owner`: see RequestQueue.accept. `priority`: their class; `flow` and
+        `share`: see WorkOwner."""
         if (refusal := self.refusal(name)) is not None:
             raise refusal
         model = self.models[name]
@@ -209,6 +212,8 @@ class WorkerClient:
             owner,
             awaits,
             priority,
+            flow,
+            share,
         )
 
     async def _drain_queue(self) -> None:
@@ -451,6 +456,8 @@ class Submission(Generic[Result]):
             context.request_id,
             context.owner,
             context.priority,
+            context.flow,
+            context.share,
         )
         served = worker_client.models[model]
         context.model = served.info.model if served.info else served.title

@@ -3,6 +3,7 @@ cross-origin requests."""
 
 import math
 import time
+import zlib
 from collections.abc import Iterator
 from functools import lru_cache
 from ipaddress import ip_address, ip_network
@@ -22,6 +23,17 @@ from server.http.paths import route_path
 
 # No key is needed here: probes of a load balancer and a browser's request for an icon have none.
 OPEN_PATHS = {"/health", "/ready", "/ping", "/metrics", "/version", "/favicon.ico"}
+
+
+# Headers that name a flow of a client's requests; the first that is there holds. A client has this
+# many flows at most: values with the same hash share one.
+FLOW_HEADERS = (
+    b"x-llm-d-inference-fairness-id",
+    b"x-claude-code-session-id",
+    b"session-id",
+    b"x-session-id",
+)
+MAX_FLOWS = 256
 
 
 def key_from_headers(scope: Scope, keyring: Keyring) -> ApiKey | None:
@@ -99,6 +111,16 @@ def priority_of(scope: Scope, key: ApiKey | None) -> Priority:
             raise HttpError(403, message, "X-Priority", code="priority_not_allowed")
         return priority
     return allowed
+
+
+def flow_of(scope: Scope) -> int:
+    """Return the number of a request's flow, by a gateway's header, else by an agent's session; 0
+    where there is none."""
+    headers = dict(scope["headers"])
+    for name in FLOW_HEADERS:
+        if value := headers.get(name):
+            return 1 + zlib.crc32(value) % (MAX_FLOWS - 1)
+    return 0
 
 
 def check_admin(scope: Scope) -> None:

@@ -137,7 +137,9 @@ class LineStream(Generic[P]):
         self.worker_client = app.worker_client
         self.queue = app.worker_client.queue
         self.lane = app.worker_client.models[endpoint.line_model].lane_of(context.priority)
-        self.owner = self.queue.new_owner(context.client, context.request_id)
+        self.owner = self.queue.new_owner(
+            context.client, context.request_id, context.priority, context.flow, context.share
+        )
         context.owner = self.owner
         max_inputs = min(
             client_share(self.settings.max_queue_size),

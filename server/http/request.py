@@ -34,6 +34,7 @@ from server.http.access import (
     Cors,
     client_of,
     count_request,
+    flow_of,
     key_from_headers,
     limit_headers,
     priority_of,
@@ -228,6 +229,7 @@ class Application:
         context.client = client_of(scope)
         if scope["method"] == "POST":
             context.priority = priority_of(scope, key)
+            context.flow = flow_of(scope)
             if key:
                 count_request(key)
 

@@ -4,6 +4,7 @@ import hashlib
 import logging
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -11,11 +12,12 @@ import openai
 import pytest
 
 from batching.fair_share import Priority
+from server.http.access import flow_of
 from tests.event_streams import CLIENT
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
 from tests.http.test_pipeline_http import error_of
-from tests.serving import Server, serving
+from tests.serving import Server, serving, wait_until
 
 COMPLETIONS = "/v1/completions"
 FIELDS = {
@@ -158,3 +160,42 @@ def test_a_reload_takes_effect_for_the_next_request(server: Server, tmp_path: Pa
     assert complete(server, "plain").status_code == 401
     left = complete(server, "few").headers["x-ratelimit-remaining-requests"]
     assert left == "0", "what was used before the reload counts"
+
+
+def flow(**headers: str) -> int:
+    names = {name.replace("_", "-").encode(): value.encode() for name, value in headers.items()}
+    return flow_of({"headers": [*names.items()]})
+
+
+def test_flows_are_named_by_a_gateway_or_a_session_and_bounded() -> None:
+    assert flow() == flow(session_id="") == 0
+    assert flow(session_id="a") == flow(x_session_id="a", user_agent="b") != flow(session_id="b")
+    assert flow(x_llm_d_inference_fairness_id="a", session_id="b") == flow(session_id="a")
+    assert flow(x_claude_code_session_id="a", x_session_id="b") == flow(session_id="a")
+    numbers = {flow(session_id=f"\x00{n}" * 1000) for n in range(5000)}
+    assert len(numbers | {0}) == 256
+
+
+def test_requests_of_lower_classes_give_way_in_batches_too() -> None:
+    runner = FakeRunner()
+    with serving(lambda: runner, max_batch_size=2) as server, ThreadPoolExecutor(9) as pool:
+        runner.gate.clear()
+
+        def post(text: str, **headers: str) -> None:
+            pool.submit(CLIENT.post, server.url + "/", content=text, headers=headers)
+
+        post("first")
+        runner.entered.acquire()
+        for number in range(4):
+            post(f"batch{number}", **{"x-priority": "batch"})
+        wait_until(lambda: server.worker_client.queue.pending == 5)
+        for number in range(3):
+            post(f"chat{number}")
+        items = server.worker_client.queue.items
+        wait_until(lambda: sum(item.arrived_at > 0 for item in items) == 8)
+        runner.gate.set()
+        wait_until(lambda: not server.worker_client.queue.pending)
+    served = [text for batch in runner.batches for text in batch]
+    chats = [n for n, text in enumerate(served) if text.startswith("chat")]
+    assert len(served) == len({*served}) >= 8
+    assert max(chats) <= 5, "a class has its turns, and the chats most of them"

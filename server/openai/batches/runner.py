@@ -389,7 +389,8 @@ class BatchTask:
         """Run all lines without a result, until the batch is interrupted."""
         app, job = self.runner.app, self.record.job
         queue = self.runner.worker_client.queue
-        self.owner = queue.new_owner(self.client, self.id)
+        share = self.api_key.share if self.api_key else 1.0
+        self.owner = queue.new_owner(self.client, self.id, self.priority, share=share)
         self.endpoint = self.runner.endpoints[job.endpoint]
         model = self.endpoint.models.default.registry_name
         self.lane = self.runner.worker_client.models[model].lane_of(self.priority)
