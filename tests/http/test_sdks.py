@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import openai
@@ -152,24 +153,36 @@ def test_huggingface_client(server: Server, monkeypatch: pytest.MonkeyPatch) -> 
     assert asyncio.run(ask()) == (WHOLE, WHOLE, "stop")
 
 
+def transformers_chat(server: Server, folder: Path, model: str, *flags: str) -> str:
+    """Chat with a model by transformers' command; return its output."""
+    done = subprocess.run(
+        [Path(sys.executable).parent / "transformers", "chat", model, server.url, *flags],
+        input="hi\n!exit\n",
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=folder,
+        env=os.environ | {"HF_HUB_OFFLINE": "0", "COLUMNS": "120", "TERM": "dumb"},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_transformers_chat_loads_a_model(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"chat_model": "demo,cold=demo", "model_control": True}
+    with serving(load_chat=FakeGenerator, **settings) as server:
+        output = transformers_chat(server, tmp_path, "cold")
+    assert "cold is warm" in output  # it was not loaded
+    assert WHOLE in output
+
+
 def test_transformers_chat(tmp_path: Path) -> None:
-    command = Path(sys.executable).parent / "transformers"
-    environment = os.environ | {"HF_HUB_OFFLINE": "0", "COLUMNS": "120", "TERM": "dumb"}
     generator = FakeGenerator()
     flags = ["max_new_tokens=20", "temperature=0.1", "do_sample=False", "top_k=9"]
     with serving(load_chat=lambda: generator) as server:
-        done = subprocess.run(
-            [command, "chat", "demo", server.url, *flags],
-            input="hi\n!exit\n",
-            capture_output=True,
-            text=True,
-            timeout=600,
-            cwd=tmp_path,
-            env=environment,
-        )
-    assert done.returncode == 0, done.stderr
-    assert "demo was already loaded" in done.stdout
-    assert WHOLE in done.stdout
+        output = transformers_chat(server, tmp_path, "demo", *flags)
+    assert "demo was already loaded" in output
+    assert WHOLE in output
     [payload] = generator.payloads
     assert payload.stopping.default_tokens == 20
     assert (payload.sampling.temperature, payload.sampling.top_k) == (0, 9)

@@ -36,11 +36,11 @@ PROGRAM = """
 
 @contextmanager
 def process(
-    grace_s: float, held: Path, delay_s: float = 0.0
+    grace_s: float, held: Path, delay_s: float = 0.0, program: str = PROGRAM
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server process; the text `hold` keeps its worker busy until the pipe `held` is opened."""
     os.mkfifo(held)
-    code = textwrap.dedent(PROGRAM).format(grace_s=grace_s, delay_s=delay_s, held=str(held))
+    code = textwrap.dedent(program).format(grace_s=grace_s, delay_s=delay_s, held=str(held))
     child = subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
@@ -154,3 +154,64 @@ def test_no_request_fails_behind_a_load_balancer_that_asks_for_readiness(tmp_pat
                 break
     assert child.returncode in (0, -signal.SIGTERM)
     assert sent_after_signal
+
+
+LOADING = """
+    import socket, uvicorn
+    from server.app import create_app
+    from server.core.settings import Settings
+    from tests.fake_generator import FakeGenerator
+
+    loads = []
+
+    def load():
+        loads.append(1)
+        if len(loads) > 1:
+            open({held!r}).close()
+        return FakeGenerator()
+
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    print(listener.getsockname()[1], flush=True)
+    settings = Settings(
+        shutdown_grace_s={grace_s}, pipeline_model="none", embedding_model="none",
+        chat_model="a=demo,b=demo",
+    )
+    app = create_app(settings, load_chat=load)
+    uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])
+"""
+
+
+def ask(url: str, model: str) -> httpx.Response:
+    body = {"model": model, "messages": [{"role": "user", "content": "hi"}]}
+    return httpx.post(url + "/v1/chat/completions", json=body, timeout=60)
+
+
+def model_states(url: str) -> list[str]:
+    return [model["status"]["value"] for model in httpx.get(url + "/models").json()["data"]]
+
+
+def test_a_load_that_ends_within_the_grace_answers_its_requests(tmp_path: Path) -> None:
+    with (
+        process(600, tmp_path / "held", program=LOADING) as (child, url),
+        ThreadPoolExecutor(4) as pool,
+    ):
+        waiting = pool.submit(ask, url, "b")
+        wait_until(lambda: "loading" in model_states(url))
+        child.send_signal(signal.SIGTERM)
+        wait_until(lambda: not is_ready(url))
+        (tmp_path / "held").open("w").close()
+        assert waiting.result().status_code == 200
+        assert child.wait(60) in (0, -signal.SIGTERM)
+
+
+def test_a_load_that_hangs_does_not_outlast_the_grace(tmp_path: Path) -> None:
+    with (
+        process(1, tmp_path / "held", program=LOADING) as (child, url),
+        ThreadPoolExecutor(4) as pool,
+    ):
+        waiting = pool.submit(ask, url, "b")
+        wait_until(lambda: "loading" in model_states(url))
+        child.send_signal(signal.SIGTERM)
+        assert waiting.result().status_code == 503
+        assert child.wait(60) in (0, -signal.SIGTERM)
