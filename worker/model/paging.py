@@ -199,7 +199,7 @@ class PagingCheck:
         try:
             on_worker(self._probe_layers)
             set_attention(decoder, ATTENTION)
-            self.compare()
+            self._compare_recurrent()
             if self.narrow_reference is not None:
                 self._compare_narrow(self.narrow_reference)
         except Exception as error:
@@ -209,6 +209,19 @@ class PagingCheck:
             if isinstance(error, CannotRun):
                 raise
             raise CannotRun(f"a packed step failed: {first_line(error)[:200]}") from error
+
+    def _compare_recurrent(self) -> None:
+        """Compare; recurrent layers that differ are compared again with states that continue with
+        single tokens."""
+        try:
+            self.compare()
+        except CannotRun:
+            if not self.language.recurrent:
+                raise
+            for module in self.language.recurrent:
+                module.stepwise = True
+            self.compare()
+            log.info("prompts continue token by token in recurrent layers")
 
     # ── the layers ──
 

@@ -65,6 +65,8 @@ class RecurrentModule:
     states: dict[StateKey, int]
     size: int  # of an output
     hidden_size: int = 0  # of an input
+    # A state continues with single tokens only, since the module loses it otherwise.
+    stepwise: bool = False
     # Runs a packed row with its segments (native_recurrent.py); None: the module's own forward
     # runs its parts.
     native: Callable[[Tensor, Tensor, KVCache], Tensor] | None = None
@@ -142,7 +144,13 @@ class PackedStates(StepStates):
             x = hidden[0].index_select(0, rows).unsqueeze(1)
             out[0].index_copy_(0, rows, module.run(x, sources, targets, cache)[:, 0])
         for part, source, target in parts.chunks:
-            out[:, part] = module.run(hidden[:, part], source, target, cache)
+            if source is None or not module.stepwise:
+                out[:, part] = module.run(hidden[:, part], source, target, cache)
+                continue
+            for row in range(part.start, part.stop):
+                one = slice(row, row + 1)
+                out[:, one] = module.run(hidden[:, one], source, target, cache)
+                source = target
         return out
 
     @cached_property
