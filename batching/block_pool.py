@@ -46,7 +46,8 @@ class BlockTable:
 
 class BlockPool:
     """`fresh_fraction`: of all blocks, those that are used before registered ones are reused.
-    `states`: of recurrent layers, None if there are none."""
+    `states`: of recurrent layers, None if there are none. `keeps_prefixes`: blocks are found by
+    their contents; False: blocks only count the memory of a model runner's own cache."""
 
     def __init__(
         self,
@@ -54,7 +55,9 @@ class BlockPool:
         block_size: int,
         fresh_fraction: float = 1.0,
         states: StatePool | None = None,
+        keeps_prefixes: bool = True,
     ) -> None:
+        self.keeps_prefixes = keeps_prefixes
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.states = states
@@ -90,6 +93,8 @@ class BlockPool:
         blocks: list[int] = []
         prefix: Prefix = cache_namespace
         pending, is_computed = None, True
+        if not self.keeps_prefixes:
+            return blocks, pending
         for end in range(self.block_size, len(tokens), self.block_size):
             key = (prefix, tuple(tokens[end - self.block_size : end]))
             if is_computed and (block := self._computed.get(key)) is not None:
@@ -156,6 +161,8 @@ class BlockPool:
     def _announce(self, table: BlockTable, tokens: Sequence[Content]) -> None:
         """Mark the full blocks that the table's sequence is about to compute."""
         prefix, size = table.prefix, self.block_size
+        if not self.keeps_prefixes:
+            return
         for i in range(table.registered, len(tokens) // size):
             key = (prefix, tuple(tokens[i * size : (i + 1) * size]))
             if key in self._computed or key in self.computing:
@@ -199,7 +206,7 @@ class BlockPool:
 
     def register(self, table: BlockTable, tokens: Sequence[Content], computed: int) -> None:
         """Let other sequences find the full blocks among the first `computed` tokens."""
-        while (end := (table.registered + 1) * self.block_size) <= computed:
+        while self.keeps_prefixes and (end := (table.registered + 1) * self.block_size) <= computed:
             block = table.blocks[table.registered]
             key = (table.prefix, tuple(tokens[end - self.block_size : end]))
             if self.computing.get(key) == block:

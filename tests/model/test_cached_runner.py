@@ -25,6 +25,7 @@ from worker.generation.engine import GenerationEngine
 from worker.generation.loading import cached_engine, load_generator
 from worker.messages.generation import Sampling
 from worker.model.cached_runner import CachedRunner, CacheGroup, CacheSlot
+from worker.model.cpu.linear import PackedLinear
 from worker.model.language_model import GeneratorOptions, LanguageModel
 
 LINEAR = {
@@ -620,3 +621,40 @@ def test_an_unpaged_model_is_served_by_static_batches(caplog: pytest.LogCaptureF
         == generator.runner.language.tokenizer("The capital")["input_ids"]
     )
     assert generator.text_model.token(ORDINARY[0]) == generator.text_model.decode([ORDINARY[0]])
+
+
+# ── memory ──
+
+
+def test_sequences_beyond_the_memory_of_caches_are_preempted() -> None:
+    """Keys and values of a token take 512 bytes in bloom's two layers."""
+    assert (checked("bloom").sequence_bytes, checked("bloom").token_bytes) == (0, 512)
+    options = GeneratorOptions("bloom", kv_cache_gb=10 * 16 * 512 / 1e9)
+    generator = cached_engine(copy.copy(checked("bloom")), options, "a test asks for it")
+    assert generator.scheduler.pool.num_blocks == 10
+    assert generator.runner.max_model_len == 160
+    texts = prompts(7)
+    served, driver = serve(generator, *(request(text, max_tokens=30) for text in texts))
+    assert driver.total("preempted") > 0
+    assert driver.total("cached_tokens") == 0
+    for response, text in zip(served, texts, strict=True):
+        assert response.ids == [oracle("bloom", text, 30)]
+
+
+def test_sequences_have_no_more_states_than_fit_into_memory() -> None:
+    size = checked("mamba").sequence_bytes
+    assert size > 0
+    assert checked("mamba").token_bytes == 0
+    options = GeneratorOptions("mamba", kv_cache_gb=2 * 3 * size / 1e9)
+    generator = cached_engine(copy.copy(checked("mamba")), options, "a test asks for it")
+    assert generator.scheduler.max_running == 3
+
+
+@pytest.mark.usefixtures("steps")
+def test_weights_are_packed_as_those_of_paged_models() -> None:
+    folder = str(tiny_decoders.folder("bloom"))
+    generator = load_generator(GeneratorOptions(folder, dtype="float32", device="cpu"))
+    assert generator.info.batching == "static"
+    assert any(isinstance(part, PackedLinear) for part in generator.runner.language.model.modules())
+    [served], _ = serve(generator, request(prompts(8)[2], max_tokens=TOKENS))
+    assert served.ids == [generating.greedy("bloom", [served.prompt], TOKENS)[0]]

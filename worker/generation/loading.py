@@ -18,7 +18,7 @@ from worker.model.cached_runner import CachedRunner
 from worker.model.language_model import GeneratorOptions, LanguageModel, load_language_model
 from worker.model.loading import is_worth_compiling
 from worker.model.paged_runner import PagedRunner
-from worker.model.paging import load_paged_runner
+from worker.model.paging import cache_bytes, load_paged_runner
 from worker.model.quantization import without_outliers
 from worker.template_file import read_template
 from worker.vision.cpu_fusions import apply_cpu_fusions
@@ -29,7 +29,7 @@ from worker.vision.self_check import check_multimodal, check_multimodal_unpaged
 
 log = logging.getLogger("onequeue.generation")
 
-# Sequences that run together without paged memory: each has its own cache, which nothing reserves.
+# Sequences that run together without paged memory, at most.
 MAX_CACHED = 64
 # The fraction of the KV cache that is used to keep prefixes, unless its size was set or its memory
 # is allocated anyway, as on a GPU. Running sequences may fill all of it.
@@ -67,7 +67,7 @@ def _load_engine(language: LanguageModel, options: GeneratorOptions) -> Generati
             runner = load_paged_runner(language, options, check_images)
     except CannotRun as error:
         log.warning("static batches: %s", error)
-        language.pack_weights(options.quantization)
+        language.pack_weights(options.quantization, language.own_check())
         if preprocessor:
             takes_images = partial(check_multimodal_unpaged, language, preprocessor.processor)
             preprocessor = preprocessor if on_worker(takes_images) else None
@@ -135,12 +135,11 @@ def cached_engine(
     preprocessor: ImagePreprocessor | None = None,
 ) -> GenerationEngine:
     """`unpaged_reason`: why the model does not run on paged memory."""
-    max_running = min(options.max_running, MAX_CACHED)
-    # A block holds any sequence, none is ever full, and there are more than can run.
-    num_blocks, block_size = 2 * max_running + 1, runner.max_model_len + 1
+    max_running, num_blocks = _cached_limits(runner, options)
+    runner.max_model_len = min(runner.max_model_len, num_blocks * BLOCK)
 
     def new_scheduler() -> ContinuousScheduler:
-        pool = BlockPool(num_blocks, block_size)
+        pool = BlockPool(num_blocks, BLOCK, keeps_prefixes=False)
         return ContinuousScheduler(
             pool, max_running, whole_prompts=True, chunks_oldest=runner.chunks_prompts
         )
@@ -150,3 +149,22 @@ def cached_engine(
         InputProcessor(runner.language, runner.max_model_len, unpaged_reason, preprocessor),
         new_scheduler,
     )
+
+
+def _cached_limits(runner: CachedRunner, options: GeneratorOptions) -> tuple[int, int]:
+    """Return how many sequences may run, and how many blocks of tokens they may have, so that
+    their caches fit into memory."""
+    max_running = min(options.max_running, MAX_CACHED)
+    num_blocks = max_running * -(-runner.max_model_len // BLOCK)
+    room = cache_bytes(runner.language, options.kv_cache_gb, options.later_caches)
+    of_sequence, of_token = runner.sequence_bytes, runner.token_bytes
+    if of_sequence:
+        max_running = max(1, min(max_running, int(room / 2 // of_sequence)))
+        room -= max_running * of_sequence
+    if of_token:
+        num_blocks = max(2, min(num_blocks, int(room // (of_token * BLOCK))))
+    log.info(
+        "static batches sequences=%d blocks=%d sequence_bytes=%d token_bytes=%d",
+        max_running, num_blocks, of_sequence, of_token,
+    )  # fmt: skip
+    return max_running, num_blocks

@@ -50,6 +50,8 @@ MAX_REJOINED_TOKENS = {"cpu": 512, "cuda": 8192}
 # Tokens of the check's texts: more than the chunks of linear attention.
 CHECK_TOKENS = 70
 CHECK_STEPS = 4
+# Tokens of two texts whose caches are measured.
+MEASURED_TOKENS = (8, 40)
 # The checked rows of the three texts, whose second and third are of equal length.
 CHECKED_ROWS = {"padded": slice(0, 2), "same length": slice(1, 3)}
 # Tokens of two texts that show whether attention selects keys.
@@ -96,7 +98,8 @@ class CachedRunner:
 
     `max_model_len`: tokens of the longest sequence. `batching`, `uses_cache`, `selects_keys`
     (attention sees the keys with the highest scores) and `chunks_prompts` (the cache may grow by
-    several tokens at once): results of the check.
+    several tokens at once): results of the check. `sequence_bytes`, `token_bytes`: size of the
+    cache of a sequence without tokens, and of each token.
     """
 
     compile_state: Literal["running", "done", "off"] = "off"
@@ -119,6 +122,7 @@ class CachedRunner:
         on_worker(self._check)
         may_chunk = self.uses_cache and not self.selects_keys
         self.chunks_prompts = may_chunk and on_worker(self._check_chunks)
+        self.sequence_bytes, self.token_bytes = on_worker(self._cache_bytes)
         log.info(
             "static batches batching=%s cached=%s chunked=%s",
             self.batching, self.uses_cache, self.chunks_prompts,
@@ -279,6 +283,18 @@ class CachedRunner:
 
     # ── the check at load ──
 
+    @torch.inference_mode()
+    def _cache_bytes(self) -> tuple[int, int]:
+        """Return the size of the cache of a sequence without tokens, and of each token, measured
+        with MEASURED_TOKENS."""
+        sizes = []
+        for count in MEASURED_TOKENS:
+            _, state = self.run_texts([[1] * min(count, self.max_model_len)], None)
+            sizes.append(_tensor_bytes(state, set()))
+        short, long = sizes
+        of_token = max(0, long - short) // (MEASURED_TOKENS[1] - MEASURED_TOKENS[0])
+        return max(0, short - of_token * MEASURED_TOKENS[0]), of_token
+
     def _check(self) -> None:
         """Set `uses_cache` and `batching` to the fastest that give the outputs of `generate`, also
         for texts that exceed every window and number of selected keys."""
@@ -423,6 +439,24 @@ def cache_slot(sequence: Sequence) -> CacheSlot:
     slot = find_cache_slot(sequence)
     assert slot is not None
     return slot
+
+
+def _tensor_bytes(value: object, counted: set[int]) -> int:
+    """Return the size of all tensors in a cache, each counted once."""
+    if id(value) in counted:
+        return 0
+    counted.add(id(value))
+    if isinstance(value, Tensor):
+        return value.nbytes
+    if isinstance(value, dict):
+        parts: abc.Iterable[object] = value.values()
+    elif isinstance(value, (list, tuple)):
+        parts = value
+    elif isinstance(value, CacheState):
+        parts = (value.cache,)
+    else:
+        parts = vars(value).values() if hasattr(value, "__dict__") else ()
+    return sum(_tensor_bytes(part, counted) for part in parts)
 
 
 def _compare(steps: StepLogits, reference: StepLogits, tolerance: float) -> None:

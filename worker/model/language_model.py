@@ -144,6 +144,19 @@ class LanguageModel:
         """Raise CannotRun if the logits differ by more than this dtype's rounding."""
         compare(logits, reference, self.tolerance)
 
+    def own_check(self) -> Callable[[], None]:
+        """Return a function that raises CannotRun unless the model's own forward gives the logits
+        that it gives now."""
+        ids = torch.tensor([[1 + 7 * n % (self.vocab_size - 1) for n in range(8)]])
+
+        @torch.inference_mode()
+        def logits() -> Tensor:
+            output: Tensor = self.model(input_ids=ids.to(self.device), use_cache=False).logits[0]
+            return output
+
+        expected = on_worker(logits)
+        return lambda: self.compare(on_worker(logits), expected)
+
     def pack_weights(
         self, quantization: str, recheck: Callable[[], None] | None = None, native: bool = False
     ) -> None:
