@@ -113,7 +113,7 @@ def qwen(family: str, vision: dict[str, Any], **more: Any) -> list[Any]:
     config = getattr(hf, f"{family}Config")(
         vision_config={**QWEN_VISION, **vision},
         text_config=text(
-            tokenizer, f"{family}TextConfig", **GROUPED_QUERY, rope_parameters=QWEN_ROPE, **more
+            tokenizer, f"{family}TextConfig", **GROUPED_QUERY, rope_parameters={**QWEN_ROPE}, **more
         ).to_dict(),
         **ids,
     )
