@@ -17,6 +17,7 @@ from worker.model.cpu.linear import (
     Int4Linear,
     Int8Linear,
     PackedLinear,
+    native_quantized_matches,
     pack_weights,
     quantize_weights,
     unpack_weights,
@@ -114,6 +115,7 @@ def test_a_row_does_not_depend_on_other_rows() -> None:
     use_native_linear(model)
     (experts, *_) = packed_experts(model)
     assert all(layer.native_width for layer in experts.up)
+    assert experts.products
     hidden, weights = torch.randn(30, 32), torch.rand(30, 2)
     index = torch.rand(30, 4).topk(2).indices
     together = experts.run(hidden, index, weights)
@@ -160,3 +162,21 @@ def test_the_compiler_keeps_the_experts_in_its_graph() -> None:
         ids = torch.arange(7, 7 + rows)[None]
         expected = model.model(input_ids=ids, use_cache=False)[0]
         torch.testing.assert_close(compiled(input_ids=ids, use_cache=False)[0], expected)
+
+
+@torch.inference_mode()
+def test_int8_experts_at_once_give_the_products_of_each() -> None:
+    load_native_ops()
+    if not native_quantized_matches("int8", torch.bfloat16):
+        pytest.skip("no kernel for int8 weights on this CPU")
+    model = loaded("qwen3-moe").bfloat16()
+    quantize_weights(model, 0, native=True)
+    (experts, *_) = packed_experts(model)
+    assert experts.products
+    rows, counts = torch.randn(30, 32).bfloat16(), torch.tensor([3, 0, 20, 7])
+    for products, layers in zip(experts.products, (experts.up, experts.down), strict=True):
+        parts = zip(layers, torch.split(rows, counts.tolist()), strict=True)
+        expected = torch.cat([layer(part) for layer, part in parts if len(part)])
+        assert torch.equal(products(rows, counts), expected)
+        with pytest.raises(RuntimeError, match="experts_linear of"):
+            products(rows, counts + 1)

@@ -29,9 +29,9 @@ log = logging.getLogger("onequeue.native_attention")
 
 SOURCE_FOLDER = Path(__file__).parents[1] / "cpu" / "native"
 SOURCES = (
-    "vectors", "panels", "matmul", "attention_tile", "attention", "attention_ops", "packed_linear",
-    "int8_linear", "int4_linear", "amx_linear", "bf16_weight_linear", "segments", "short_conv",
-    "gated_delta_rule", "state_space", "lora",
+    "vectors", "panels", "matmul", "attention_tile", "attention", "attention_ops",
+    "packed_linear", "int8_linear", "int4_linear", "experts_linear", "amx_linear",
+    "bf16_weight_linear", "segments", "short_conv", "gated_delta_rule", "state_space", "lora",
 )  # fmt: skip
 FLAGS = ("-fno-fast-math", "-ffp-contract=fast", "-Wno-psabi")
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)

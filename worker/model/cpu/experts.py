@@ -11,6 +11,7 @@ are.
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 NAME = "onequeue"
+# Maps rows that are sorted by expert, and their number for each, to the experts' outputs.
+Products = Callable[[Tensor, Tensor], Tensor]
 MakeLayer = Callable[[Tensor, Tensor | None], nn.Module]
 
 _numbers = itertools.count()
@@ -38,6 +41,8 @@ class PackedExperts(nn.Module):
         self._experts = weakref.ref(experts)
         self.up = self._take(experts, self.up_name, make_layer)
         self.down = self._take(experts, "down_proj", make_layer)
+        # the product of all experts at once, of `up` and of `down`; None: one after another
+        self.products: tuple[Products, Products] | None = None
         _packed[self.number] = self
 
     @staticmethod
@@ -54,6 +59,7 @@ class PackedExperts(nn.Module):
 
     def restore(self) -> None:
         """Put the parameters back."""
+        self.products = None
         experts: Any = self._experts()
         for name, layers in ((self.up_name, self.up), ("down_proj", self.down)):
             weights = [layer.unpacked()[0] for layer in layers]
@@ -66,12 +72,11 @@ class PackedExperts(nn.Module):
         experts: Any = self._experts()
         choices = index.shape[-1]
         order = index.reshape(-1).argsort(stable=True)
-        counts = index.reshape(-1).bincount(minlength=len(self.up)).tolist()
-        hit = [expert for expert, count in enumerate(counts) if count]
-        sizes = [counts[expert] for expert in hit]
-        out = _products([self.up[expert] for expert in hit], hidden[order // choices], sizes)
+        counts = index.reshape(-1).bincount(minlength=len(self.up))
+        up, down = self.products or (partial(_products, self.up), partial(_products, self.down))
+        out = up(hidden[order // choices], counts)
         out = experts._apply_gate(out) if experts.has_gate else experts.act_fn(out)
-        out = _products([self.down[expert] for expert in hit], out, sizes)
+        out = down(out, counts)
         if experts.has_post_expert_norm:
             out = experts.post_expert_norm(out)
         out = out * weights.reshape(-1, 1)[order]
@@ -79,10 +84,12 @@ class PackedExperts(nn.Module):
         return unsorted.view(*index.shape, -1).sum(1).to(hidden.dtype)
 
 
-def _products(layers: list[Any], rows: Tensor, sizes: list[int]) -> Tensor:
-    """Return each layer's product of its part of the rows."""
+def _products(layers: list[Any], rows: Tensor, counts: Tensor) -> Tensor:
+    """Return each layer's product of its part of the rows, of so many."""
+    sizes = counts.tolist()
     parts = torch.split(rows, sizes)
-    return torch.cat([layer(part) for layer, part in zip(layers, parts, strict=True)])
+    hit = [number for number, size in enumerate(sizes) if size]
+    return torch.cat([layers[number](parts[number]) for number in hit])
 
 
 # ── the implementation ──

@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from worker.device.device import has_bfloat16
 from worker.device.self_check import CannotRun, compare
 from worker.model.cpu.experts import (
+    PackedExperts,
+    Products,
     expert_weights,
     pack_experts,
     packed_experts,
@@ -82,6 +84,12 @@ torch.library.define(
     "(Tensor x, Tensor panels, Tensor scales, Tensor? bias, int columns) -> Tensor",
     tags=torch.Tag.flexible_layout,
 )  # fmt: skip
+
+torch.library.define(
+    "onequeue::experts_linear",
+    "(Tensor x, Tensor counts, Tensor addresses, Tensor? scales, int padded, int columns,"
+    " int width) -> Tensor",
+)
 
 torch.library.define(
     "onequeue::int4_linear", "(Tensor x, Tensor blocks, Tensor? bias, int columns) -> Tensor",
@@ -553,6 +561,9 @@ def quantize_weights(
 
     groups = find_shared_inputs(model, check)
     pack_experts(model, quantized)
+    if native:
+        for experts in packed_experts(model):
+            use_native_experts(experts)
     fuse_linears(model, groups, quantized)
     _replace(model, nn.Linear, lambda plain: quantized(plain.weight, plain.bias))
     log.info(
@@ -642,9 +653,51 @@ def use_native_linear(model: nn.Module) -> None:
             width = next(widths, 0)
             for layer in packed:
                 layer.native_width = width
+        use_native_experts(experts)
     using = sum(layer.native_width > 0 for layer in layers)
     if layers:
         log.info("native products layers=%d of %d", using, len(layers))
+
+
+def use_native_experts(experts: PackedExperts) -> None:
+    """Multiply by all experts at once, where that gives each one's products."""
+    up, down = (_native_products(layers) for layers in (experts.up, experts.down))
+    if up and down:
+        experts.products = up, down
+
+
+def _native_products(layers: Sequence[Any]) -> Products | None:
+    """Return the products of layers with rows sorted by layer; None if there is no kernel for them
+    or they have a bias."""
+    first = layers[0]
+    kind, columns, inputs = type(first), first.out_features, first.in_features
+    if any(type(layer) is not kind or layer.bias is not None for layer in layers):
+        return None
+    width, scales = 0, None
+    if kind is PackedLinear and first.native_width:
+        width = first.native_width
+        step = 64 // first.dtype.itemsize
+        addresses = torch.tensor([torch.ops.mkldnn.data_ptr(layer.packed) for layer in layers])
+    elif kind is NativeInt8Linear:
+        step = INT8_DEPTH
+        addresses = torch.tensor([layer.panels.data_ptr() for layer in layers])
+        scales = torch.tensor([layer.scales.data_ptr() for layer in layers])
+    else:
+        return None
+    padded = -(-inputs // step) * step
+
+    def products(rows: Tensor, counts: Tensor) -> Tensor:
+        out: Tensor = torch.ops.onequeue.experts_linear(
+            rows, counts, addresses, scales, padded, columns, width
+        )
+        return out
+
+    rows = torch.randn(9, inputs, generator=torch.Generator().manual_seed(0)).to(first.dtype)
+    counts = torch.zeros(len(layers), dtype=torch.long)
+    counts[0], counts[-1] = 2, counts[-1] + 7
+    expected = torch.cat([first(rows[:2]), layers[-1](rows[2:])]) if len(layers) > 1 else None
+    matches = expected is not None and torch.equal(products(rows, counts), expected)
+    return products if matches else None
 
 
 def native_product_matches(layer: PackedLinear, width: int) -> bool:
