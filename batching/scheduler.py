@@ -685,8 +685,8 @@ def _first_of(queue: list[Sequence], priority: int) -> range:
 MAX_PREFILL_TOKENS = {"cpu": 2048, "cuda": 8192}
 MAX_PREFILL_TOKENS_WHOLE = {"cpu": 4096, "cuda": 32768}
 # The longest time that prompts add to a step, and the fewest of their tokens in it: while sequences
-# decode, and while none does.
-MAX_PREFILL_S = 0.3
+# decode, and while none does. A GPU computes a few thousand in its time, which is enough to use it.
+MAX_PREFILL_S = {"cpu": 0.3, "cuda": 0.1}
 MIN_PREFILL_TOKENS = 32
 MIN_PREFILL_TOKENS_ALONE = {"cpu": 512, "cuda": 8192}
 NEW_SHARE = 0.3  # weight of the latest step in the measured time per token
@@ -703,6 +703,7 @@ class PrefillBudget:
     def __init__(self, device_type: str, whole_prompts: bool = False) -> None:
         limits = MAX_PREFILL_TOKENS_WHOLE if whole_prompts else MAX_PREFILL_TOKENS
         self.max_tokens = limits[device_type]
+        self._max_s = MAX_PREFILL_S[device_type]
         self._whole_prompts = whole_prompts
         self._min_unmeasured = MIN_PREFILL_TOKENS_ALONE[device_type]
         self._min_alone = self.max_tokens if whole_prompts else self._min_unmeasured
@@ -712,7 +713,7 @@ class PrefillBudget:
     def prompt_tokens(self, streaming: bool, spent_s: float = 0.0) -> int:
         """Return the next step's budget. `streaming`: sequences are decoding, or other models
         have work. `spent_s`: time that the step has taken already."""
-        left_s = max(0.0, MAX_PREFILL_S - spent_s)
+        left_s = max(0.0, self._max_s - spent_s)
         fitting = int(left_s / self._token_s) if self._token_s else 0
         minimum = self._min_alone
         if streaming:

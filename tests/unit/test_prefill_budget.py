@@ -72,14 +72,24 @@ def test_chunks_that_take_longer_with_each_one_stay_within_the_time() -> None:
             times_s.append(tokens * (0.0002 + 5e-7 * position))
             prefill.learn(tokens, 0, times_s[-1])
     assert len(times_s) > 20
-    assert max(times_s[2:]) < 1.5 * MAX_PREFILL_S
+    assert max(times_s[2:]) < 1.5 * MAX_PREFILL_S["cpu"]
 
 
 @pytest.mark.parametrize("token_s", [0.001, 0.003, 0.006])
 @pytest.mark.parametrize("seed", range(5))
 def test_prompts_make_a_step_longer_by_the_allowed_time(token_s: float, seed: int) -> None:
     tokens = trained(token_s, random.Random(seed)).prompt_tokens(streaming=True)
-    assert 0.7 < tokens * token_s / MAX_PREFILL_S < 1.2
+    assert 0.7 < tokens * token_s / MAX_PREFILL_S["cpu"] < 1.2
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_step_beside_streams_is_longer_by_the_time_of_its_device(device: str) -> None:
+    """On a GPU streams pause for a shorter time: its steps are shorter."""
+    prefill, token_s = PrefillBudget(device), 1e-4 if device == "cuda" else 1e-3
+    prefill.decode_s = DECODE_S
+    prefill.learn(200, ROWS, DECODE_S + 200 * token_s)
+    tokens = prefill.prompt_tokens(streaming=True)
+    assert tokens * token_s == pytest.approx({"cpu": 0.3, "cuda": 0.1}[device], rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +129,7 @@ def test_a_slow_first_step_is_forgotten() -> None:
             prefill.learn(tokens, ROWS, DECODE_S + tokens * 0.003)
         else:
             prefill.decode_s = DECODE_S
-    assert prefill.prompt_tokens(streaming=True) > 0.9 * MAX_PREFILL_S / 0.003
+    assert prefill.prompt_tokens(streaming=True) > 0.9 * MAX_PREFILL_S["cpu"] / 0.003
 
 
 def test_a_step_of_few_prompt_tokens_is_not_measured() -> None:
@@ -132,11 +142,14 @@ def test_a_step_of_few_prompt_tokens_is_not_measured() -> None:
 def test_time_spent_on_images_is_not_left_for_prompts() -> None:
     prefill = trained(0.001, random.Random(3))
     usual = prefill.prompt_tokens(streaming=True)
-    assert prefill.prompt_tokens(streaming=True, spent_s=MAX_PREFILL_S / 2) == pytest.approx(
+    assert prefill.prompt_tokens(streaming=True, spent_s=MAX_PREFILL_S["cpu"] / 2) == pytest.approx(
         usual / 2, 0.1
     )
-    assert prefill.prompt_tokens(streaming=True, spent_s=2 * MAX_PREFILL_S) == MIN_PREFILL_TOKENS
     assert (
-        prefill.prompt_tokens(streaming=False, spent_s=2 * MAX_PREFILL_S)
+        prefill.prompt_tokens(streaming=True, spent_s=2 * MAX_PREFILL_S["cpu"])
+        == MIN_PREFILL_TOKENS
+    )
+    assert (
+        prefill.prompt_tokens(streaming=False, spent_s=2 * MAX_PREFILL_S["cpu"])
         == MIN_PREFILL_TOKENS_ALONE["cpu"]
     )
