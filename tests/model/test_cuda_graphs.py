@@ -20,7 +20,7 @@ from tests.generating import assert_greedy, engine, loaded, prompts, request, ru
 from tests.matrix import matrix
 from worker.device.self_check import CannotRun
 from worker.model import attention as attention_package
-from worker.model import cuda_graphs
+from worker.model import cuda_graphs, paged_runner
 from worker.model.attention.kv_cache import BLOCK
 from worker.model.attention.mixed import MAX_SPAN_WIDTH, MixedMetadata
 from worker.model.attention.paged import AttentionMetadata
@@ -56,7 +56,10 @@ class Recorder:
 
 def captured(runner: PagedRunner, recorder: Any, rows: int = 32) -> CudaGraphs:
     metadata = RowsMetadata(runner.cache, rows, -(-runner.max_model_len // BLOCK))
-    return CudaGraphs(runner.language, runner.model, metadata, runner._run, recorder)
+    graphs = CudaGraphs(runner.language, runner.model, metadata, runner._run, recorder)
+    while not graphs.is_complete:
+        graphs.capture_next()
+    return graphs
 
 
 @pytest.mark.usefixtures("steps")
@@ -196,20 +199,56 @@ def test_a_cpu_has_no_graphs() -> None:
     assert runner_of(loaded("llama"))._graphs is None
 
 
-def test_a_model_is_captured_again_once_it_is_compiled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    generator = engine("llama", blocks=BLOCKS)
-    runner = runner_of(generator)
-    first = runner._graphs = captured(runner, Recorder())
-    again = Recorder()
-    monkeypatch.setattr(runner, "_capture", lambda: captured(runner, again, 8))
-    eager = runner.model
+def test_a_compiled_model_is_captured_one_size_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The eager model's graphs serve until then."""
+    generator = engine("llama", blocks=BLOCKS, max_running=8)
+    runner, first, again = runner_of(generator), Recorder(), Recorder()
+    graphs = runner._graphs = captured(runner, first, 8)
+    monkeypatch.setattr(paged_runner, "CudaCapture", lambda: again)
+    eager, captures = runner.model, list[int]()
     served, _ = serve(generator, [request([7, 8, 9])])
     assert again.captured == 0
     runner._compiled = lambda **inputs: eager(**inputs)
+    forward = runner.forward
+
+    def counted(batch: Batch, sampled: Tensor | None = None) -> Tensor:
+        logits = forward(batch, sampled)
+        captures.append(again.captured)
+        return logits
+
+    runner.forward = counted  # type: ignore[method-assign]
+    replayed = first.replayed
     more, _ = serve(generator, [request([7, 8, 9])])
-    assert runner._graphs is not first
-    assert again.captured == 4
+    assert captures[:6] == [1, 2, 3, 4, 4, 4]
+    assert first.replayed == replayed + 3  # the fourth step has all sizes
+    assert runner._graphs not in (graphs, None)
     assert again.replayed > 4
     assert more[0].ids == served[0].ids
+
+
+def test_graphs_of_the_eager_model_stay_if_the_compiled_one_cannot_be_captured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def out_of_memory(run: Run) -> Any:
+        raise RuntimeError("CUDA out of memory")
+
+    generator = engine("llama", blocks=BLOCKS, max_running=8)
+    runner = runner_of(generator)
+    graphs = runner._graphs = captured(runner, Recorder(), 8)
+    monkeypatch.setattr(paged_runner, "CudaCapture", lambda: out_of_memory)
+    eager = runner.model
+    runner._compiled = lambda **inputs: eager(**inputs)
+    caplog.clear()
+    served, _ = serve(generator, [request([7, 8, 9])])
+    assert_greedy("llama", served, 12)
+    assert runner._graphs is graphs
+    warnings = [record.message for record in caplog.records if "CUDA" in record.message]
+    assert warnings == ["no CUDA graphs of the compiled model: CUDA out of memory"]
+
+
+def test_graphs_serve_as_many_rows_as_run() -> None:
+    """Beyond 256, if MAX_RUNNING says so."""
+    graphs = captured(runner_of(engine("llama", blocks=BLOCKS)), Recorder(), rows=320)
+    assert graphs._sizes[-3:] == [192, 256, 320]
+    assert graphs.supports(Batch([Span([0], 0, 1)] * 320, [0] * 320, []))
+    assert PagedRunner(loaded("llama").runner.language, 4, 64, 1000)._rows == 512

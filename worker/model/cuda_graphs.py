@@ -33,7 +33,7 @@ Run = Callable[[], Tensor]
 Capture = Callable[[Run], tuple[Callable[[], Any], Tensor]]
 
 # Numbers of rows that steps are padded to.
-SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
+SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 # The cache's last blocks, which no sequence gets: one for padding rows, one for the check.
 SPARE_BLOCKS = 2
 
@@ -117,34 +117,43 @@ class RowsMetadata(AttentionBackend):
 
 
 class CudaGraphs:
-    """Graphs of the model for every batch size up to the metadata's number of rows.
+    """Graphs of the model for every batch size up to the metadata's number of rows, once
+    `capture_next` has captured each.
 
-    Each is compared with the logits of `reference` after its capture. Raise CannotRun if they
-    differ, or what the capture raises.
+    Raise CannotRun if the logits differ from those of `reference`, or what the capture raises.
     """
 
     def __init__(
         self, language: LanguageModel, model: Callable[..., Any], metadata: RowsMetadata,
         reference: Callable[[Batch], Tensor], capture: Capture,
     ) -> None:  # fmt: skip
-        self._model = model
-        self._metadata = metadata
+        self._language, self._model = language, model
+        self._metadata, self._capture = metadata, capture
         rows = len(metadata.ids)
         self._spare = len(metadata.cache.keys[0]) - SPARE_BLOCKS
         self._sizes = [size for size in SIZES if size < rows] + [rows]
+        self._missing = [*self._sizes]
         self._captured: dict[int, tuple[Callable[[], Any], Tensor]] = {}
-        prompt = [1 + 7 * n % (language.vocab_size - 1) for n in range(min(rows, MAX_SPAN_WIDTH))]
+        width = min(rows, MAX_SPAN_WIDTH)
+        self._prompt = [1 + 7 * n % (language.vocab_size - 1) for n in range(width)]
+        self._expected = reference(self._check_batch(width))
 
-        def check_batch(width: int) -> Batch:
-            return Batch([Span([self._spare + 1], 0, width)], prompt[:width], range(width))
+    def _check_batch(self, width: int) -> Batch:
+        return Batch([Span([self._spare + 1], 0, width)], self._prompt[:width], range(width))
 
-        expected = reference(check_batch(len(prompt)))
-        for size in reversed(self._sizes):  # smaller graphs reuse the memory of the largest
-            width = min(size, len(prompt))
-            metadata.fill(check_batch(width), size, self._spare)
-            replay, logits = self._captured[size] = capture(functools.partial(self._run, size))
-            replay()
-            language.compare(logits[:width], expected[:width])
+    @property
+    def is_complete(self) -> bool:
+        return not self._missing
+
+    def capture_next(self) -> None:
+        """Capture and check the largest missing size: smaller ones reuse its memory."""
+        size = self._missing[-1]
+        width = min(size, len(self._prompt))
+        self._metadata.fill(self._check_batch(width), size, self._spare)
+        replay, logits = self._captured[size] = self._capture(functools.partial(self._run, size))
+        replay()
+        self._language.compare(logits[:width], self._expected[:width])
+        self._missing.pop()
 
     def supports(self, batch: Batch) -> bool:
         """Return whether the batch is small enough, and of decodes and drafts only."""
@@ -184,6 +193,8 @@ def capture_graphs(
     started = time.monotonic()
     try:
         graphs = CudaGraphs(language, model, metadata, reference, CudaCapture())
+        while not graphs.is_complete:
+            graphs.capture_next()
     except Exception as error:  # a model that reads values, a kernel that does not compile
         log.warning("no CUDA graphs, steps are launched one by one: %.300s", first_line(error))
         return None

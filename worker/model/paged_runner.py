@@ -47,6 +47,7 @@ from worker.model.cpu.linear import use_bf16_weights, use_native_linear
 from worker.model.cuda_graphs import (
     SIZES,
     SPARE_BLOCKS,
+    CudaCapture,
     CudaGraphs,
     RowsMetadata,
     capture_graphs,
@@ -113,6 +114,7 @@ class PagedRunner:
         self._compiled: Callable[..., Any] | None = None  # set by the thread, for the next step
         self.builds = True  # native operations may be built
         self._rows = min(max_running, SIZES[-1])
+        self._compiled_graphs: CudaGraphs | None = None  # of the compiled model, while captured
         self._graphs = self._capture()
         if self._graphs:
             self._use_decode_kernel()
@@ -133,6 +135,8 @@ class PagedRunner:
         """
         if self._compiled:
             self._use_compiled(self._compiled)
+        if self._compiled_graphs:
+            self._capture_next(self._compiled_graphs)
         eager = bool(batch.chunks) and batch.chunks[0].sequence.eager
         if self.language.lora and (segments := segments_of(batch)):
             with applied(segments):
@@ -179,10 +183,27 @@ class PagedRunner:
     def _capture(self) -> CudaGraphs | None:
         if self.language.device.type != "cuda" or not self._rows or self.language.states:
             return None
-        blocks = min(self.blocks, -(-self.max_model_len // BLOCK))
-        metadata = RowsMetadata(self.cache, self._rows, blocks)
-        capture = partial(capture_graphs, self.language, self.model, metadata, self._run)
+        capture = partial(
+            capture_graphs, self.language, self.model, self._rows_metadata(), self._run
+        )
         return on_worker(capture)
+
+    def _rows_metadata(self) -> RowsMetadata:
+        blocks = min(self.blocks, -(-self.max_model_len // BLOCK))
+        return RowsMetadata(self.cache, self._rows, blocks)
+
+    def _capture_next(self, graphs: CudaGraphs) -> None:
+        """Capture one more size of the compiled model: capturing all in one step would stall
+        streams for seconds. The eager model's graphs serve until all are captured."""
+        try:
+            graphs.capture_next()
+        except Exception as error:  # such as too little memory
+            log.warning("no CUDA graphs of the compiled model: %.300s", first_line(error))
+            self._compiled_graphs = None
+        else:
+            if graphs.is_complete:
+                self._graphs, self._compiled_graphs = graphs, None
+                log.info("captured CUDA graphs of the compiled model")
 
     def _use_decode_kernel(self) -> None:
         """Attend by the decode kernel also in steps with prompts, if the logits are the same."""
@@ -197,8 +218,15 @@ class PagedRunner:
         self.model, self._compiled = compiled, None
         self._compiled_hook = DecoderHook(compiled) if self.decoder_hook else None
         if self._graphs:
-            self._graphs = None  # frees their memory first
-            self._graphs = self._capture()
+            self._compiled_graphs = self._new_graphs()
+
+    def _new_graphs(self) -> CudaGraphs | None:
+        metadata = self._rows_metadata()
+        try:
+            return CudaGraphs(self.language, self.model, metadata, self._run, CudaCapture())
+        except Exception as error:
+            log.warning("no CUDA graphs of the compiled model: %.300s", first_line(error))
+            return None
 
     # ── native operations, and compiling in the background thread ──
 
