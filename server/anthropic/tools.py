@@ -7,6 +7,7 @@ from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
 from server.http.json import Document
+from server.openai.response_format import check_depth
 from server.openai.tools import MAX_TOOLS, Mode, tool_policy
 from worker.messages.generation import ToolCallPolicy
 
@@ -29,6 +30,7 @@ class ClientTool(Struct):
             raise InvalidInput.at(f"{path}.type", f"{reason}, such as {self.type[:50]!r}")
         if self.input_schema is None:
             raise InvalidInput.at(f"{path}.input_schema", "is required")
+        check_depth(self.input_schema, f"{path}.input_schema")
         function: Document = {"name": self.name}
         if self.description is not None:
             function["description"] = self.description

@@ -40,11 +40,11 @@ def key_from_headers(scope: Scope, keyring: Keyring) -> ApiKey | None:
     """Return the request's API key; None where none is needed. HttpError (401) if it is not
     valid."""
     path = route_path(scope)
-    if path == "/metrics" and not keyring.may_read_metrics(key_in(scope)):
+    if path == "/metrics" and not any(map(keyring.may_read_metrics, keys_in(scope))):
         raise unauthorized("a key of METRICS_KEYS is needed: Authorization: Bearer KEY")
     if not keyring.required or scope["method"] == "OPTIONS" or is_open(scope["method"], path):
         return None
-    if (key := keyring.find(key_in(scope))) is None:
+    if (key := next(filter(None, map(keyring.find, keys_in(scope))), None)) is None:
         raise unauthorized(
             "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
         )
@@ -55,12 +55,12 @@ def unauthorized(message: str) -> HttpError:
     return HttpError(401, message, headers=[(b"www-authenticate", b"Bearer")])
 
 
-def key_in(scope: Scope) -> bytes:
+def keys_in(scope: Scope) -> list[bytes]:
+    """Return the keys of both headers: clients send a login of another server beside theirs."""
     headers = dict(reversed(scope["headers"]))  # the first of repeated headers
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-    if scheme.lower() != b"bearer":
-        key = headers.get(b"x-api-key", b"")
-    return bytes(key.strip())
+    bearer = key.strip() if scheme.lower() == b"bearer" else b""
+    return [bearer, headers.get(b"x-api-key", b"").strip()]
 
 
 def count_request(key: ApiKey) -> None:
@@ -127,7 +127,7 @@ def check_admin(scope: Scope) -> None:
     """Raise HttpError (403) unless the request may change which models are loaded."""
     keyring: Keyring = scope["app"].keyring
     if keyring.has_admins:
-        if (key := keyring.find(key_in(scope))) and key.admin:
+        if any(key and key.admin for key in map(keyring.find, keys_in(scope))):
             return
         reason = "an admin key is needed, of ADMIN_KEYS or API_KEYS_FILE"
     elif keyring.required:

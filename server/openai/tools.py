@@ -15,6 +15,7 @@ from batching.errors import InvalidInput
 from server.http.json import Document
 from server.openai.custom_tools import InputFormat, custom_function
 from server.openai.request_fields import convert, required
+from server.openai.response_format import check_depth
 from worker.messages.generation import Constraint, ToolCallPolicy
 
 MAX_TOOLS = 128
@@ -96,7 +97,9 @@ def chat_tools(
     ):
         path = f"tools[{n}].{tool.type}"
         if tool.type == "function":
-            names[f"{path}.name"] = required(tool.function, path).name
+            function: Function = required(tool.function, path)
+            check_depth(function.parameters, f"{path}.parameters")
+            names[f"{path}.name"] = function.name
             shown.append(document)
             continue
         custom: CustomFunction = required(tool.custom, path)

@@ -47,6 +47,11 @@ def say(text: str) -> list[Document]:
     return [{"role": "user", "content": f"say {text}"}]
 
 
+DEEP: Document = {}
+for _ in range(300):
+    DEEP = {"properties": {"a": DEEP}}
+
+
 def message(response: httpx.Response) -> Document:
     assert response.status_code == 200, response.text
     document: Document = response.json()
@@ -380,6 +385,7 @@ def test_count_tokens_counts_the_prompt(server: Server, generator: FakeGenerator
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers: is not implemented"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"name": "look"}]}, "tools[0].input_schema: is required"),
+        ({"tools": [{**TOOL, "input_schema": DEEP}]}, "tools[0].input_schema: is nested too"),
         ({"tool_choice": {"type": "any"}}, "tool_choice: 'any' requires tools"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}}, "there is no tool 'x'"),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens: is required"),
@@ -454,6 +460,17 @@ def test_errors_before_the_route_have_the_envelope(server: Server) -> None:
     error(CLIENT.get(url, headers={"x-api-key": "key"}), 405, "invalid_request_error")
     gone = CLIENT.post(url + "/batches", json={}, headers={"x-api-key": "key"})
     error(gone, 404, "not_found_error")
+
+
+@pytest.mark.parametrize(
+    ("bearer", "key", "status"),
+    [("other", "key", 200), ("key", "other", 200), ("other", "other", 401), ("other", "", 401)],
+)
+def test_one_valid_key_is_enough(server: Server, bearer: str, key: str, status: int) -> None:
+    """A client that is logged in elsewhere sends that token beside the key of this server."""
+    headers = {"authorization": f"Bearer {bearer}", "x-api-key": key}
+    body = {"model": "demo", "max_tokens": 5, "messages": HI}
+    assert CLIENT.post(server.url + PATH, json=body, headers=headers).status_code == status
 
 
 def test_names_of_claude_models_need_an_alias(server: Server) -> None:
