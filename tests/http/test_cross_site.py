@@ -213,7 +213,7 @@ def test_allowed_hosts_are_accepted() -> None:
 def test_requests_through_the_documented_proxy_are_accepted() -> None:
     """nginx passes the client's Host and Origin; the server listens on a loopback address."""
     text = (Path(__file__).parents[2] / "docs/deployment.md").read_text()
-    nginx = text.partition("```nginx")[2].partition("```")[0]
+    nginx = text.partition("## nginx")[2].partition("```nginx")[2].partition("```")[0]
     assert "proxy_set_header Host $http_host;" in nginx
     setting = re.search(r"ALLOWED_HOSTS=([\w.-]+)", nginx)
     assert setting

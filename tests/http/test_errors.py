@@ -80,7 +80,7 @@ def test_an_unknown_path_or_method_names_the_known_ones() -> None:
         for path in ("/v1/chat/completions/", "/v1/v1/chat/completions", "/v1/chat"):
             assert message("POST", path).endswith(path + meant)
         assert message("GET", "/v1/health").endswith(": the path is /health")
-        for path in ("/api/generate", "/v1", "/v1/", "/v1/batches", "/v1/v1", "//"):
+        for path in ("/api/generate", "/v1", "/v1/", "/v1/agents", "/v1/v1", "//"):
             assert "GET /openapi.json lists the routes" in message("POST", path)
         expected = "/v1/chat/completions does not take GET, but POST"
         assert message("GET", "/v1/chat/completions") == expected

@@ -387,7 +387,7 @@ def test_keys_and_origins() -> None:
             assert response.headers["access-control-allow-origin"] == "https://a.example"
             response = httpx.post(server.url, content="x", headers={"x-api-key": key})
             assert response.status_code == 200
-        for headers in ({"x-api-key": "no"}, {"x-api-key": "one", "Authorization": "Bearer no"}):
+        for headers in ({"x-api-key": "no"}, {"x-api-key": "no", "Authorization": "Bearer no"}):
             assert httpx.post(server.url, content="x", headers=headers).status_code == 401
         assert httpx.get(server.url + "/health").status_code == 200
         preflight = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}

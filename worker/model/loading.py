@@ -107,7 +107,7 @@ def load_checkpoint(
     LoadingFailed if the weights do not fit into memory.
     """
     device = choose_device(options.device)
-    check_fits(str(Path(path) / subfolder), options.dtype, device)
+    check_fits(str(Path(path) / subfolder) if is_path(path) else path, options.dtype, device)
     report("config")
     files: Any = {"subfolder": subfolder, "trust_remote_code": False}
     folder, gguf = split_file(path)
