@@ -26,7 +26,8 @@ PROGRAM = """
         responses_db={path!r},
     )
     app = create_app(settings, load_chat=FakeGenerator)
-    uvicorn.run(app, port=0, timeout_graceful_shutdown=1)
+    # nobody reads stderr: lines of requests would fill the pipe
+    uvicorn.run(app, port=0, access_log=False, timeout_graceful_shutdown=1)
 """
 
 
