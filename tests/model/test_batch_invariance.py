@@ -142,8 +142,9 @@ def test_outputs_are_those_of_each_request_alone(
 @pytest.mark.parametrize(
     ("dtype", "quantization"),
     matrix(
-        [("bfloat16", "none"), ("bfloat16", "int8"), ("bfloat16", "int4")],
+        [("bfloat16", "none"), ("float32", "none"), ("bfloat16", "int8"), ("bfloat16", "int4")],
         ("bfloat16", "none"),
+        ("float32", "none"),
     ),
 )
 def test_outputs_with_adapters_are_those_of_each_request_alone(
