@@ -58,7 +58,6 @@ class WorkItem(Generic[Payload, Prepared, Result, Delta]):
     stream: Stream[Delta] | None = None  # None: the result is one whole
     cache_namespace: bytes = b""  # cached prefixes and images are shared within it alone
     owner: WorkOwner = NO_OWNER
-    priority: Priority = Priority.INTERACTIVE
     started: bool = False  # the response has started: later items no longer wait for this one
     in_lane: bool = False  # the lane counts it: it does not wait inside its request
     counted: bool = False  # the lane has counted its tokens
@@ -74,6 +73,10 @@ class WorkItem(Generic[Payload, Prepared, Result, Delta]):
     started_at: float = 0.0
     finished_at: float = 0.0
     batch_size: int = 0
+
+    @property
+    def priority(self) -> Priority:
+        return self.owner.priority
 
     def is_alive(self, now: float) -> bool:
         """Return whether the result is still wanted: the item is open and not late."""
@@ -282,7 +285,6 @@ class RequestQueue:
                 stream=stream,
                 cache_namespace=cache_namespace,
                 owner=owner,
-                priority=owner.priority,
             )
             for payload in payloads
         ]

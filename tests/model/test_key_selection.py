@@ -192,7 +192,7 @@ def test_a_paged_cache_is_not_used(name: str) -> None:
 
 def background_request(prompt: Sequence[int]) -> GenerationItem:
     item = request(prompt, max_tokens=30)
-    item.priority = Priority.BACKGROUND
+    item.owner = item.owner._replace(priority=Priority.BACKGROUND)
     return item
 
 

@@ -81,7 +81,8 @@ def items_of(seed: int) -> list[Any]:
         item.payload = replace(
             item.payload, token_ids=True, prompt_logprobs=chance.choice((None, None, 1)),
         )  # fmt: skip
-        item.priority = chance.choices([*Priority], (8, 1, 1))[0]
+        priority = chance.choices([*Priority], (8, 1, 1))[0]
+        item.owner = item.owner._replace(priority=priority)
         items.append(item)
     return items
 
@@ -109,10 +110,11 @@ def play(seed: int, cancels: bool) -> list[Served]:
 def check(generator: GenerationEngine) -> None:
     scheduler = generator.scheduler
     pool, running = scheduler.pool, scheduler.running
-    assert_sound(pool, [sequence.table for sequence in running if sequence.table])
+    sequences = (*running, *scheduler.waiting)  # paused ones wait with their blocks
+    assert_sound(pool, [sequence.table for sequence in sequences if sequence.table])
     keys = pool._computed | pool.computing
     assert not any(isinstance(token, int) and token < 0 for _, held in keys for token in held)
-    for sequence in (*running, *scheduler.waiting):
+    for sequence in sequences:
         assert min([0, *sequence.tokens[:-1]]) == 0
         assert sequence.has_placeholder <= (
             generator._in_flight is not None and sequence in running
