@@ -6,12 +6,12 @@ API key; an address, without keys) at most half of it, but at least one unit. Be
 move from the largest to the smallest, so that several large requests also leave room for a small
 one. Alone, a request or a client uses everything. A key with a share of 3 counts as three clients.
 
-What waits is served by weighted deficit round robin in tokens: between classes, then between the
-clients of a class by their shares, then between the flows of a client (its conversations), and of a
-flow one item of each request in turn. The quantum is one token, and rounds in which nobody has a
-turn are skipped: each has its next turn in the round in which the tokens that it has been served
-are paid off. So it is as fine as items allow, and an operation costs the logarithm of the number of
-clients that wait, however much waits. Tokens that are served while nobody waits are free.
+Waiting items are served by weighted deficit round robin in tokens: between classes, then between
+the clients of a class by their shares, then between the flows of a client (its conversations). The
+requests of a flow take turns, one item each. The quantum is one token. Rounds without a turn are
+skipped: the round of the next turn is computed from the tokens already served. An operation costs
+O(log n) for n waiting clients, independent of the number of items. Tokens that are served while
+nothing waits are not counted.
 
 Pure state: no clock, no thread.
 """
@@ -139,9 +139,8 @@ T = TypeVar("T", bound=Owned)
 
 
 Path = tuple[Hashable, ...]  # of classes, clients and flows
-Entry = tuple[
-    float, int, Hashable
-]  # a round, an order within it, and the key that has its turn then
+# The round of a key's next turn, its order within the round, and the key.
+Entry = tuple[float, int, Hashable]
 
 
 class _Turn:
@@ -245,14 +244,14 @@ class Turns:
 
     def enter(self, owner: WorkOwner, priority: Priority) -> None:
         """Record that an item begins to wait."""
-        for before, key, weight in steps(owner, priority):
+        for before, key, weight in levels_of(owner, priority):
             if (level := self.levels.get(before)) is None:
                 level = self.levels[before] = _Level(self._orders)
             level.enter(key, weight)
 
     def leave(self, owner: WorkOwner, priority: Priority) -> None:
         """Record that an item waits no more."""
-        for before, key, _ in steps(owner, priority):
+        for before, key, _ in levels_of(owner, priority):
             level = self.levels[before]
             level.leave(key)
             if not level.num_waiting:
@@ -260,12 +259,12 @@ class Turns:
 
     def charge(self, owner: WorkOwner, priority: Priority, tokens: float) -> None:
         """Record tokens that an owner has been served."""
-        for before, key, weight in steps(owner, priority) if self.levels else ():
+        for before, key, weight in levels_of(owner, priority) if self.levels else ():
             if level := self.levels.get(before):
                 level.charge(key, tokens, weight)
 
     def end_turn(self, owner: WorkOwner, priority: Priority) -> None:
-        for before, key, _ in steps(owner, priority):
+        for before, key, _ in levels_of(owner, priority):
             self.levels[before].end_turn(key)
 
     def rank(self, owner: WorkOwner, priority: Priority) -> tuple[float, ...]:
@@ -275,8 +274,9 @@ class Turns:
         return tuple(turn.round for turn in turns)
 
 
-def steps(owner: WorkOwner, priority: Priority) -> tuple[tuple[Path, Hashable, float], ...]:
-    """Return the path to an owner's flow: what comes before, a key, and its weight."""
+def levels_of(owner: WorkOwner, priority: Priority) -> tuple[tuple[Path, Hashable, float], ...]:
+    """Return the levels of an owner: its class, client and flow. Each is the path of the level, the
+    owner's key in it, and the weight of the key."""
     client = owner.client
     return (
         ((), priority, CLASS_WEIGHTS[priority]),
@@ -349,8 +349,8 @@ class FairQueue(Generic[T]):
         return 0.0 if item in self._charged else self._cost(item)
 
 
-def path_of(owner: WorkOwner, priority: Priority | None = None) -> Path:
-    return owner.priority if priority is None else priority, owner.client, owner.flow
+def path_of(owner: WorkOwner) -> Path:
+    return owner.priority, owner.client, owner.flow
 
 
 def fair_order(items: Iterable[T]) -> Iterator[T]:

@@ -12,8 +12,8 @@ paused sequences lose theirs first, then the youngest of the largest request is 
 oldest always advances and nothing can deadlock.
 
 Running sequences and the prefill budget are shared, and waiting sequences are admitted in turn, as
-fair_share.py describes: a request that waits
-with less than its share gets a slot, or blocks, of a sequence of a request or client above its own.
+fair_share.py describes: a request that waits with less than its share gets a slot, or blocks, of a
+sequence of a request or client above its own.
 
 Beside other requests, the sequences of a request that share its step with the first one make the
 step at most twice as long, and those that have generated least come first: a chat beside a hundred
@@ -46,7 +46,6 @@ from batching.fair_share import (
     WorkOwner,
     client_share,
     fair_order,
-    path_of,
     request_share,
 )
 from batching.sequence import Chunk, PrefixedTokens, Sequence
@@ -322,8 +321,7 @@ class ContinuousScheduler:
     ) -> abc.Iterator[Sequence]:
         """Yield waiting sequences in the order of admission: by priority; within the shares of
         their request and client, then beyond; by the turns of clients and flows; then by order of
-        arrival. `blocked` requests are left
-        out: their client, and how many sequences they run."""
+        arrival. `blocked` requests are left out: their client, and how many sequences they run."""
         self._step_turns.clear()
         heap: list[tuple[tuple[object, ...], Sequence, abc.Iterator[Sequence]]] = []
         for queue in self._waiting.values():
@@ -352,7 +350,7 @@ class ContinuousScheduler:
     def _rank(self, sequence: Sequence) -> tuple[object, ...]:
         shares = self._shares[sequence.priority]
         excess = shares.excess(sequence.owner, self._capacity)
-        key = path_of(sequence.owner, sequence.priority)
+        key = sequence.priority, sequence.owner.client, sequence.owner.flow
         if (turn := self._step_turns.get(key)) is None:
             turn = self._turns.rank(sequence.owner, sequence.priority)
             self._step_turns[key] = turn
@@ -470,7 +468,7 @@ class ContinuousScheduler:
             if sequence.table is None:
                 return False
             sequence.computed = len(matched) * self.pool.block_size
-            if sequence.cached is None:  # what is computed again costs its client nothing
+            if sequence.cached is None:  # recomputed tokens are not charged
                 self._turns.charge(sequence.owner, sequence.priority, sequence.uncomputed)
         self._remove_waiting(sequence)
         sequence.paused = False

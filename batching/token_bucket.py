@@ -1,7 +1,7 @@
-"""A rate limit: a number of units a minute, of which those of one minute may be used at once.
+"""A token bucket: a limit of units per minute, with bursts of up to one minute's units.
 
-Work whose size is known later is counted when it has run, so what is left may be negative: a debt,
-which the next minutes pay off. Pure state: no clock.
+Work is counted after it has run, when its size is known. The remaining units may therefore become
+negative, and refill from there. Pure state: no clock.
 """
 
 

@@ -62,8 +62,8 @@ STATUS_ROUTES = [
 def make_routes(
     settings: Settings, worker_client: WorkerClient, entries: Sequence[ModelEntry]
 ) -> tuple[list[Route], Responses | None, BatchRunner | None]:
-    """Return the routes, and what is closed at shutdown: the endpoint of responses, and the runner
-    of batches."""
+    """Return the routes, the endpoint of responses and the runner of batches. The last two are
+    closed at shutdown."""
     assets, models = Assets(), named_models(settings, worker_client, entries)
     page = IndexPage(settings, worker_client, assets.files["index.html"])
     root = root_endpoint(worker_client, page, entries)

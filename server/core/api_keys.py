@@ -123,7 +123,9 @@ def _key_of(where: str, name: str, table: Any, before: dict[bytes, ApiKey]) -> t
         raise SettingsError(f"{where}: must be a table with sha256, the SHA-256 of the key")
     for field, value in table.items():
         if field not in FIELDS:
-            raise SettingsError(f"{where}: {field!r} is no field, only {', '.join(FIELDS)}")
+            raise SettingsError(
+                f"{where}: unknown field {field!r}, must be one of {', '.join(FIELDS)}"
+            )
         is_valid, accepted = FIELDS[field]
         if not is_valid(value):
             given = "" if field == "sha256" else f", not {value!r}"

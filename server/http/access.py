@@ -86,7 +86,7 @@ def _check_limit(key: ApiKey, bucket: TokenBucket, unit: str) -> None:
 
 
 def limit_headers(key: ApiKey) -> Iterator[Header]:
-    """Yield the headers of OpenAI's API about the limits of a key and what is left of them."""
+    """Yield OpenAI's x-ratelimit headers: the limits of a key and the remaining units."""
     now = time.monotonic()
     for unit, bucket in ((b"requests", key.requests), (b"tokens", key.tokens)):
         if bucket:

@@ -73,7 +73,7 @@ class AdapterControl:
             base = bases.get(reference.base or self.chats.default.id)
             if base is None:
                 known = ", ".join(map(repr, bases))
-                raise SettingsError(f"{where}: base is none of the chat models {known}")
+                raise SettingsError(f"{where}: base must be one of the chat models {known}")
             if self._is_taken(reference.name) or self._find(reference.name):
                 raise SettingsError(f"{where}: the name is given twice")
             if len(self._all()) == MAX_ADAPTERS:

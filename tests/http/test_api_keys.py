@@ -159,7 +159,7 @@ def test_a_reload_takes_effect_for_the_next_request(server: Server, tmp_path: Pa
     assert complete(server, "new").status_code == 200
     assert complete(server, "plain").status_code == 401
     left = complete(server, "few").headers["x-ratelimit-remaining-requests"]
-    assert left == "0", "what was used before the reload counts"
+    assert left == "0", "the reload must keep the used units"
 
 
 def flow(**headers: str) -> int:

@@ -26,7 +26,7 @@ PROGRAM = """
         responses_db={path!r},
     )
     app = create_app(settings, load_chat=FakeGenerator)
-    # nobody reads stderr: lines of requests would fill the pipe
+    # the test does not read stderr, and access lines would fill the pipe
     uvicorn.run(app, port=0, access_log=False, timeout_graceful_shutdown=1)
 """
 

@@ -63,7 +63,7 @@ def test_a_key_is_found_by_its_digest_with_its_rights(path: Path) -> None:
         (table(name='"a b"'), "a name has"),
         (table(name='"' + "a" * 65 + '"'), "a name has"),
         (table(digest="secret"), "keys.alice.sha256: must be 64 hexadecimal digits"),
-        (table("limit = 1"), "'limit' is no field, only sha256, priority"),
+        (table("limit = 1"), "unknown field 'limit', must be one of sha256, priority"),
         (table('priority = "high"'), "must be one of interactive, batch, background, not 'high'"),
         (table("priority = [1]"), "must be one of"),
         (table("share = 0"), "keys.alice.share: must be a number from 0.001 to 1000, not 0"),

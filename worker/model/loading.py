@@ -101,10 +101,9 @@ def load_checkpoint(
     """Load a model onto its device.
 
     `auto_class` returns transformers' auto class for a configuration. `path`: a folder, a hub id or
-    a GGUF file; `quantization`: by transformers, other kinds are for `pack_weights`. Return the
-    model, its
-    tokenizer and the descriptions of the weights that the checkpoint lacks, by name. Raise
-    LoadingFailed if the weights do not fit into memory.
+    a GGUF file. `quantization`: by transformers; `pack_weights` applies the other kinds. Return the
+    model, its tokenizer and the descriptions of the weights that the checkpoint lacks, by name.
+    Raise LoadingFailed if the weights do not fit into memory.
     """
     device = choose_device(options.device)
     check_fits(str(Path(path) / subfolder) if is_path(path) else path, options.dtype, device)
@@ -299,7 +298,7 @@ def gguf_header(file: str) -> Any:
         if isinstance(error, UnicodeDecodeError):
             raise LoadingFailed(damaged) from error
         raise LoadingFailed(f"{name} cannot be read: {first_line(error)}") from error
-    except Exception as error:  # of numbers and names that are none
+    except Exception as error:  # the reader raises many kinds for invalid bytes
         raise LoadingFailed(damaged) from error
     end = max((tensor.offset + tensor.nbytes for tensor in header.tensors), default=0)
     size, expected = Path(file).stat().st_size, header.data_start + end
@@ -358,8 +357,8 @@ def _hub_bytes(model: str) -> int:
 def _gguf_bytes(file: str, dtype: str, device: torch.device) -> Iterator[int]:
     itemsize = gguf_dtype(dtype, file, device).itemsize
     for tensor in gguf_header(file).tensors:
-        is_kept = device.type != "cpu"
-        yield tensor.nbytes if is_kept else math.prod(tensor.shape) * itemsize
+        is_dequantized = device.type == "cpu"
+        yield math.prod(tensor.shape) * itemsize if is_dequantized else tensor.nbytes
 
 
 def _tensor_bytes(path: str, dtype: str, device: torch.device) -> Iterator[int]:
