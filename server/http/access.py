@@ -136,7 +136,8 @@ def check_admin(scope: Scope) -> None:
         return
     else:
         reason = "the server has neither ADMIN_KEYS nor MODEL_CONTROL=1"
-    raise HttpError(403, f"models are not loaded or unloaded by this request: {reason}")
+    message = f"this request may not load or unload models: {reason}"
+    raise HttpError(403, message, code="admin_key_needed")
 
 
 def client_of(scope: Scope) -> bytes:

@@ -221,7 +221,9 @@ def test_the_routes_need_an_admin_key_or_model_control(tmp_path: Path) -> None:
         with adapters(tmp_path, lora=("loaded=one",), **settings) as setup:
             body = {"lora_name": "a", "lora_path": "one"}
             user = {"authorization": "Bearer user"}
-            assert post(setup.server, LOAD, body, **user).status_code == 403
+            refused = post(setup.server, LOAD, body, **user)
+            assert refused.status_code == 403
+            assert refused.json()["error"]["code"] == "admin_key_needed"
             assert post(setup.server, UNLOAD, {"lora_name": "loaded"}, **user).status_code == 403
             if "admin_keys" in settings:
                 root = {"authorization": "Bearer root"}
