@@ -1,6 +1,7 @@
 """`POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's API over the path of chats."""
 
 import base64
+import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -121,17 +122,12 @@ def test_a_message_has_text_usage_and_a_stop_reason(server: Server) -> None:
 def test_events_come_in_order(server: Server) -> None:
     text = '*why !look ={"a": =1} !look ={}'
     stream = events(post(server, messages=say(text), tools=[TOOL], stream=True))
-    assert [event["type"] for event in stream] == [
-        "message_start",
-        "content_block_start",
-        "ping",
-        "content_block_delta",
-        "content_block_delta",
-        "content_block_stop",
-        *["content_block_start", *["content_block_delta"] * 2, "content_block_stop"],
-        *["content_block_start", "content_block_delta", "content_block_stop"],
-        "message_delta",
-        "message_stop",
+    # tokens that are ready together are one delta
+    block = ["content_block_start", "content_block_delta", "content_block_stop"]
+    assert [type for type, _ in itertools.groupby(event["type"] for event in stream)] == [
+        *["message_start", "content_block_start", "ping", *block[1:]],
+        *[*block, *block],
+        *["message_delta", "message_stop"],
     ]
     start = stream[0]["message"]
     assert (start["content"], start["stop_reason"]) == ([], None)
@@ -147,13 +143,14 @@ def test_events_come_in_order(server: Server) -> None:
         "input": {},
     }
     assert [block["index"] for block in blocks] == [0, 1, 2]
-    deltas = [event["delta"] for event in stream if event["type"] == "content_block_delta"]
-    assert [delta["type"] for delta in deltas] == [
+    deltas = [event for event in stream if event["type"] == "content_block_delta"]
+    assert [event["delta"]["type"] for event in deltas if event["index"] == 0] == [
         "thinking_delta",
         "signature_delta",
-        *["input_json_delta"] * 3,
     ]
-    assert json.loads("".join(delta["partial_json"] for delta in deltas[2:4])) == {"a": 1}
+    for index, arguments in ((1, {"a": 1}), (2, {})):
+        parts = [event["delta"]["partial_json"] for event in deltas if event["index"] == index]
+        assert json.loads("".join(parts)) == arguments
     assert stream[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
     assert stream[-2]["usage"]["output_tokens"] == 6
 

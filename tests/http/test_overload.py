@@ -52,12 +52,18 @@ def test_a_list_that_fills_the_queue_leaves_room_for_others(max_queue_size: int)
         ThreadPoolExecutor(2) as pool,
     ):
         runner.gate.clear()
+
+        def at_worker() -> list[object]:
+            items = [*server.worker_client.queue.items]
+            return [item.prepared for item in items if item.arrived_at]
+
         inputs = {"inputs": [f"t{n}" for n in range(max_queue_size)]}
         long = pool.submit(httpx.post, server.url, json=inputs, timeout=60)
         assert runner.entered.acquire(timeout=60)
         bystander = pool.submit(post, server.url, "bystander")
         queue = server.worker_client.queue
         wait_until(lambda: queue.pending == max_queue_size + 1)
+        wait_until(lambda: "bystander" in at_worker())
         runner.gate.set()
         assert bystander.result().status_code == 200
         assert long.result().status_code == 200
