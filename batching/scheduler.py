@@ -708,10 +708,13 @@ class PrefillBudget:
         self.decode_s = 0.0  # the time of the last step without prompts, set by the caller
         self._token_s = 0.0  # the time that a prompt token adds; 0: not measured yet
 
-    def prompt_tokens(self, streaming: bool, spent_s: float = 0.0) -> int:
+    def prompt_tokens(
+        self, streaming: bool, spent_s: float = 0.0, max_turn_s: float = math.inf
+    ) -> int:
         """Return the next step's budget. `streaming`: sequences are decoding, or other models
-        have work. `spent_s`: time that the step has taken already."""
-        left_s = max(0.0, self._max_s - spent_s)
+        have work. `spent_s`: time that the step has taken already; `max_turn_s`: that it should
+        take at most."""
+        left_s = max(0.0, min(self._max_s, max_turn_s) - spent_s)
         fitting = int(left_s / self._token_s) if self._token_s else 0
         minimum = self._min_alone
         if streaming:

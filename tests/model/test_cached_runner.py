@@ -1,7 +1,9 @@
 """Unpaged models generate the same as transformers' `generate`, beside any other requests."""
 
 import copy
+import itertools
 import logging
+import math
 import random
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -17,13 +19,16 @@ from batching import scheduler
 from batching.errors import ItemFailed, OutOfMemory
 from batching.fair_share import Priority
 from batching.scheduler import PrefillBudget
+from batching.turn_budget import MAX_TURN_S
 from tests import generating, tiny_decoders
+from tests.fakes import BusyModels
 from tests.generating import GREEDY, ORDINARY, Driver, Request, Served, request
 from tests.matrix import matrix
 from tests.tiny_decoders import decoder
 from worker.generation.engine import GenerationEngine
 from worker.generation.loading import cached_engine, load_generator
 from worker.messages.generation import Sampling
+from worker.messages.protocol import ALONE
 from worker.model.cached_runner import CachedRunner, CacheGroup, CacheSlot
 from worker.model.cpu.linear import PackedLinear
 from worker.model.language_model import GeneratorOptions, LanguageModel
@@ -348,12 +353,56 @@ def groups(driver: Driver) -> list[CacheGroup]:
 def short_steps(tokens: int = 13) -> Iterator[None]:
     """Let steps with streams have so few prompt tokens."""
 
-    def prompt_tokens(self: PrefillBudget, streaming: bool, spent_s: float = 0.0) -> int:
+    def prompt_tokens(
+        self: PrefillBudget, streaming: bool, spent_s: float = 0.0, max_turn_s: float = math.inf
+    ) -> int:
         return tokens if streaming else self.max_tokens
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PrefillBudget, "prompt_tokens", prompt_tokens)
         yield
+
+
+def test_a_long_prompt_runs_in_chunks_beside_other_models() -> None:
+    [prompt] = prompts(14, (90,))
+    counts = {}
+    for others in (ALONE, BusyModels()):
+        driver = Driver(new_engine())
+        driver.generator.others = others
+        driver.generator._budget._token_s = MAX_TURN_S / 40
+        served = driver.add(request(prompt, max_tokens=3))
+        driver.finish()
+        assert served.ids[0] == oracle("bloom", prompt, 3)
+        counts[others.busy] = [r.prefill_tokens for r in driver.reports if r.prefill_tokens]
+    assert counts[False] == [90]
+    assert max(counts[True]) <= 40  # less by the time that the step has taken before
+
+
+@pytest.mark.parametrize("name", matrix(BUILDERS, "bloom", "mamba"))
+def test_other_models_run_between_the_layers_of_a_whole_prompt(name: str) -> None:
+    late, early = prompts(15, (60, 5))
+    driver = Driver(new_engine(name))
+    generator, served = driver.generator, list[Served]()
+
+    class Others(BusyModels):
+        def run_steps(self) -> None:
+            super().run_steps()
+            self.total_s += 1000.0
+            if len(served) < 2:  # as a request that arrives meanwhile
+                served.append(driver.add(request(late, max_tokens=3)))
+
+    times_s: list[float] = []
+    generator._budget.learn = lambda *arguments: times_s.append(arguments[-1])  # type: ignore[method-assign]
+    generator.others = others = Others()
+    assert generator._yield_points
+    generator._yield_points._clock = itertools.count(0.0, 2 * MAX_TURN_S).__next__
+    served.append(driver.add(request(early, max_tokens=3)))
+    driver.finish()
+    assert others.steps > len(driver.reports)
+    assert times_s
+    assert max(times_s) < 500
+    for response, prompt in zip(served, (early, late), strict=True):
+        assert response.ids[0] == oracle(name, prompt, 3)
 
 
 @pytest.mark.parametrize("name", matrix(BUILDERS, "bloom", "qwen3-next", "mamba"))

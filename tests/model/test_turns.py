@@ -252,12 +252,14 @@ def test_a_decoders_prompts_are_cut_to_the_time_beside_other_models(
     embedder, shared = load(checkpoint(tmp_path / "m", "qwen3-base")), []
     assert embedder.info.batching == "continuous"
 
-    def prompt_tokens(self: PrefillBudget, streaming: bool, spent_s: float = 0.0) -> int:
-        shared.append(streaming)
+    def prompt_tokens(
+        self: PrefillBudget, streaming: bool, spent_s: float = 0.0, max_turn_s: float = math.inf
+    ) -> int:
+        shared.append((streaming, max_turn_s))
         return 512
 
     monkeypatch.setattr(PrefillBudget, "prompt_tokens", prompt_tokens)
     embedder.run(EmbeddingInput(TEXTS, 0))
     embedder.others = BusyModels()
     embedder.run(EmbeddingInput(TEXTS, 0))
-    assert shared == [False, True]
+    assert shared == [(False, math.inf), (True, MAX_TURN_S)]

@@ -12,6 +12,7 @@ from batching.scheduler import (
     MIN_PREFILL_TOKENS_ALONE,
     PrefillBudget,
 )
+from batching.turn_budget import MAX_TURN_ALONE_S, MAX_TURN_S
 
 DECODE_S = 0.1
 ROWS = 16
@@ -90,6 +91,17 @@ def test_a_step_beside_streams_is_longer_by_the_time_of_its_device(device: str) 
     prefill.learn(200, ROWS, DECODE_S + 200 * token_s)
     tokens = prefill.prompt_tokens(streaming=True)
     assert tokens * token_s == pytest.approx({"cpu": 0.3, "cuda": 0.1}[device], rel=0.01)
+
+
+@pytest.mark.parametrize("whole_prompts", [False, True])
+def test_a_step_beside_other_models_takes_a_turn(whole_prompts: bool) -> None:
+    prefill = PrefillBudget("cpu", whole_prompts)
+    prefill.learn(200, 0, 0.2)
+    assert prefill.prompt_tokens(True, max_turn_s=MAX_TURN_S) == pytest.approx(200, abs=1)
+    assert prefill.prompt_tokens(True, 0.1, MAX_TURN_S) == pytest.approx(100, abs=1)
+    for streaming in (True, False):  # and alone as long as ever
+        alone = prefill.prompt_tokens(streaming, max_turn_s=MAX_TURN_ALONE_S)
+        assert alone == prefill.prompt_tokens(streaming)
 
 
 @pytest.mark.parametrize(

@@ -69,9 +69,7 @@ class ChunkedPrefillModel:
         caller chooses: bisection finds the failing row that way."""
         try:
             self._update_sequences(rows)
-            while self._step(pool, others.busy) and any(
-                row.in_failed_step for row in self._sequences
-            ):
+            while self._step(pool, others) and any(row.in_failed_step for row in self._sequences):
                 pass
         except BaseException:
             for row in self._sequences:
@@ -79,10 +77,11 @@ class ChunkedPrefillModel:
             self._reset()  # the scheduler's state may be inconsistent
             raise
 
-    def _step(self, pool: PoolFunction, is_shared: bool) -> bool:
+    def _step(self, pool: PoolFunction, others: OtherModels) -> bool:
         """Run one step; return whether there was anything to run."""
         started = time.monotonic()
-        if chunks := self._scheduler.schedule(self._budget.prompt_tokens(is_shared)):
+        budget = self._budget.prompt_tokens(others.busy, max_turn_s=others.max_turn_s)
+        if chunks := self._scheduler.schedule(budget):
             batch = self._forward(chunks)
             for chunk in chunks:
                 self._advance(chunk, pool)

@@ -18,6 +18,7 @@ import logging
 import time
 from collections import Counter, abc, defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Literal, NoReturn
@@ -42,6 +43,7 @@ from worker.messages.protocol import ALONE, OtherModels, StepOutcome, StepReport
 from worker.model.cached_runner import CachedRunner
 from worker.model.paged_runner import PagedRunner
 from worker.model.sampler import SampledToken, SamplerOutput, SamplingRow, sample
+from worker.pipeline.yield_points import YieldPoints
 from worker.vision.encoder import EncoderCache, VisionEncoder
 from worker.vision.encoder_scheduler import EncoderScheduler
 from worker.vision.multimodal_prompt import MultimodalPrompt
@@ -100,6 +102,9 @@ class GenerationEngine:
         self._runs_ahead = RUNS_AHEAD[device]
         self._may_draft = True  # in the next step: the last one is read before it
         self._budget = PrefillBudget(device, self.scheduler.whole_prompts)
+        # prompts that run whole may take long
+        is_cached = isinstance(runner, CachedRunner)
+        self._yield_points = YieldPoints(runner.language.model) if is_cached else None
         self._row_cost = RowCost()
         self._speculation = Speculation(device) if speculates else None
         self._encoder_scheduler = self._new_encoder_scheduler()
@@ -254,7 +259,8 @@ class GenerationEngine:
         if self._speculation:
             self._speculation.begin_step(len(self.scheduler.running))
         if self.scheduler.num_waiting or max(uncomputed, default=0) > 1:
-            budget = self._budget.prompt_tokens(streaming, time.monotonic() - self._step_started)
+            spent_s = time.monotonic() - self._step_started
+            budget = self._budget.prompt_tokens(streaming, spent_s, self.others.max_turn_s)
         draft = self._draft if self._speculation else None
         is_timed = budget < self._budget.max_tokens
         spare_rows, resting = self._row_cost.spare_rows, self._resting_requests()
@@ -292,14 +298,14 @@ class GenerationEngine:
 
     def _run(self, chunks: abc.Sequence[Chunk]) -> None:
         """Run the model and sample. Raise before any state of the chunks' sequences changes."""
-        batch, launched_at = Batch.from_chunks(chunks), time.monotonic()
+        batch, launched_at = Batch.from_chunks(chunks), self._own_time()
         if self._in_flight:
             logits = self._forward_ahead(batch, self._in_flight.sampled)
             self._process_results()  # sampling may depend on them
             rows, constrained, masks = self._sampling_rows(chunks)
         else:
             rows, constrained, masks = self._sampling_rows(chunks)
-            logits = self.runner.forward(batch)
+            logits = self._forward(batch)
         prompt_scores = self._prompt_scores(batch, logits) if batch.scored else {}
         mask = masks.result() if masks else None
         if masks:
@@ -312,13 +318,18 @@ class GenerationEngine:
         else:
             self._process_results()
 
+    def _forward(self, batch: Batch, sampled: Tensor | None = None) -> Tensor:
+        """Run the model; on its own cache, other models run at its yield points."""
+        with self._yield_points.active(self.others) if self._yield_points else nullcontext():
+            return self.runner.forward(batch, sampled)
+
     def _forward_ahead(self, batch: Batch, sampled: SamplerOutput) -> Tensor:
         """Launch the model on tokens that are not read yet; once more if some are resampled."""
         if not self.runner.idempotent:
             sampled.resample()
-        logits = self.runner.forward(batch, sampled.tokens)
+        logits = self._forward(batch, sampled.tokens)
         if sampled.resample():
-            logits = self.runner.forward(batch, sampled.tokens)
+            logits = self._forward(batch, sampled.tokens)
         return logits
 
     def _sampling_rows(
@@ -435,7 +446,7 @@ class GenerationEngine:
         """Update the prefill budget and the speculation with the step's time, counted from when the
         device could start it."""
         started = max(step.launched_at, self._results_at)
-        self._results_at = time.monotonic()
+        self._results_at = self._own_time()
         seconds, rows = self._results_at - started, len(step.batch.ids)
         prefill = sum(chunk.count for chunk in step.batch.chunks if chunk.is_prefill)
         if prefill:
@@ -445,6 +456,10 @@ class GenerationEngine:
         self._row_cost.learn(rows, seconds)
         if self._speculation:
             self._speculation.learn(rows, self._counts["decode_tokens"], seconds)
+
+    def _own_time(self) -> float:
+        """Return the time without that of other models at yield points."""
+        return time.monotonic() - self.others.total_s
 
     def _collect(self) -> StepOutcome[Delta]:
         if self._encoder_scheduler:
