@@ -482,7 +482,7 @@ class ContinuousScheduler:
 
     def _checkpoints(self, sequence: Sequence) -> set[int]:
         """Return the numbers of tokens after which the states of its prompt are kept."""
-        tokens, shared = sequence.tokens, [sequence.branch]
+        tokens, shared = sequence.tokens, [sequence.branch, sequence.history_len]
         if isinstance(tokens, PrefixedTokens):
             shared.append(len(tokens.shared))
         return checkpoint_positions(len(tokens), self.pool.block_size, shared)

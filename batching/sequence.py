@@ -125,6 +125,8 @@ class Sequence:
     multimodal: MultimodalInputs | None = None  # None: the prompt is text
     eager: bool = False  # runs on the eager model: the compiled one rounds otherwise
     adapter: object = None  # weights that the model runner adds to the model's
+    # leading prompt tokens that the conversation's next prompt repeats; 0: unknown
+    history_len: int = 0
     prompt_len: int = field(init=False)
     scored: int = 0  # leading tokens whose successor has been scored
     number: int = -1  # order of arrival; -1: not scheduled

@@ -148,6 +148,7 @@ class Job:
             scores_prompt=not reuse,
             priority=priority,
             owner=owner,
+            history_len=len(prompt) - len(prompt) % 7,
         )
         self.count = count
         self.expected = list(prompt)

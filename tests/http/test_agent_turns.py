@@ -138,8 +138,6 @@ def server(kind: str) -> Iterator[Server]:
 def test_a_turn_computes_its_new_tokens_and_a_block(
     server: Server, kind: str, api: type[Chats]
 ) -> None:
-    if api.header and kind == "hybrid":
-        pytest.skip("the state before the header is not kept")
     conversation, before = api(), 0
     conversation.messages[0]["content"] += f" Ask by {api.path}."
     computed_before = metric(server, 'onequeue_tokens_total{kind="prompt"}')

@@ -7,6 +7,7 @@ prefix cache keeps whole blocks of the last prompt and of the output after it.
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -133,6 +134,23 @@ def test_turn_computes_its_new_tokens_and_a_block(name: str) -> None:
     # White space at the end of an output may be lost.
     keeps_all = all(turn.lost <= 1 for turn in replay(name))
     assert keeps_all == (name not in REWRITING | MOVING_TOOLS)
+
+
+@pytest.mark.parametrize("effort", [None, "none", "high"])
+@pytest.mark.parametrize("name", matrix(NAMES, *KINDS))
+def test_the_part_that_the_next_prompt_repeats_is_known(name: str, effort: str | None) -> None:
+    """States of recurrent layers are kept at its end."""
+    if name in MOVING_TOOLS:
+        pytest.skip("its prompts are written anew")
+    template, encode = reader(name).template, reader(name).tokenizer.encode
+    before, history_len = list[int](), 0
+    for messages, _ in conversation(name):
+        rendered = template.render(replace(chat(messages, tools=[LOOKUP])[1], effort=effort))
+        ids = encode(rendered.text, add_special_tokens=False)
+        if messages[-1]["role"] == "tool" or name not in REWRITING:
+            assert common(before, ids) >= history_len
+        before, history_len = ids, template.history_len(rendered, ids)
+        assert len(ids) - history_len <= 2 * BLOCK
 
 
 @pytest.mark.parametrize("name", matrix(NAMES, *KINDS))

@@ -182,6 +182,7 @@ class GenerationEngine:
             multimodal=prepared.multimodal,
             eager=eager,
             adapter=adapter.weights if adapter else None,
+            history_len=prepared.history_len,
         )
         self._outputs[sequence] = output
         if self._speculation and sequence.max_tokens:

@@ -182,6 +182,7 @@ class InputProcessor:
             parser=parser,
             constraints=constraints,
             multimodal=prompt.multimodal,
+            history_len=self.template.history_len(rendered, prompt.ids) if rendered else 0,
         )
 
     def _render(self, request: GenerationInput) -> RenderedPrompt | None:

@@ -43,6 +43,7 @@ class PreparedPrompt:
     constraints: OutputConstraints | None = None
     labels: tuple[int, ...] = ()  # tokens to score at the end of the prompt; none is generated
     multimodal: MultimodalPrompt | None = None  # None: the prompt has no images
+    history_len: int = 0  # leading tokens that the conversation's next prompt repeats; 0: unknown
 
 
 class Echo(NamedTuple):

@@ -12,6 +12,8 @@ import inspect
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product, takewhile
 from typing import Any, NamedTuple
 
 from jinja2 import Template, TemplateError
@@ -32,10 +34,13 @@ from worker.text.chat_template.history import (
     fold_messages,
 )
 from worker.text.chat_template.inference import (
+    ARGUMENTS,
     CONTENT,
     FALLBACK,
+    IDS,
     SWITCHES,
     TOOLS,
+    assistant,
     example_calls,
     infer_profile,
     shows_tools,
@@ -45,6 +50,7 @@ from worker.text.output_format import DEFAULT_OUTPUT_FORMAT, OutputFormat
 from worker.text.tool_call_format import DEFAULT_TOOL_CALL_FORMAT
 
 EFFORT = "reasoning_effort"
+EFFORTS = None, "none", "high"  # of probing messages
 MAX_REASON = 500  # characters of the template's own error
 INSTRUCTIONS = """# Tools
 
@@ -107,6 +113,7 @@ class ChatTemplate:
             self.shows_tools or shows_tools(prompt) or not self.try_render([QUESTION])
         )
         self.reasoning_start = self._find_reasoning_start()
+        self._unrepeated_ends = self._find_unrepeated_ends()
         for lack in profile.lacks:
             self._note(lack)
         if not self.takes_tools:
@@ -153,6 +160,33 @@ class ChatTemplate:
         opened = self.output_format.reasoning_at_end(prompt)
         is_open = opened and not self.output_format.ends_reasoning(opened)
         return () if reasoning is None or not prompt or is_open else self._encode(reasoning[0])
+
+    def history_len(self, rendered: RenderedPrompt, ids: Sequence[int]) -> int:
+        """Return how many leading tokens of a prompt the conversation's next prompt repeats: all
+        but the end of the generation prompt, in place of which the history may have others."""
+        reasoning = self._encode(rendered.output_format.reasoning_at_end(rendered.text))
+        ends = reasoning, *(end for end in self._unrepeated_ends if tuple(ids[-len(end) :]) == end)
+        return len(ids) - max(map(len, ends))
+
+    def _find_unrepeated_ends(self) -> set[tuple[int, ...]]:
+        """Return the ends of generation prompts that the history of the same output does not have,
+        such as reasoning that is switched off."""
+        call, content = assistant(ARGUMENTS), assistant(content=CONTENT)
+        result = {"role": "tool", "tool_call_id": IDS[0], "content": CONTENT}
+        asked = QUESTION, call, result, content, QUESTION
+        conversations = asked[:1], asked[:3], asked
+        ends: set[tuple[int, ...]] = set()
+        for messages, output, effort in product(conversations, (content, call), EFFORTS):
+            chat = Chat(messages, tuple(TOOLS), effort=effort)
+            history = replace(chat, messages=(*messages, output), add_generation_prompt=False)
+            try:
+                prompt, repeated = (self._encode(self._render_chat(c)) for c in (chat, history))
+            except InvalidInput:
+                continue
+            pairs = zip(prompt, repeated, strict=False)
+            shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            ends.add(prompt[shared:])
+        return ends - {()}
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
