@@ -283,8 +283,8 @@ class ModelManager:
     async def _depart(self, entry: Residency) -> None:
         model = entry.model
         try:
-            entry.unused.clear()
-            if self.queue.uses[model.name] > self.queue.awaiting[model.name]:
+            while self.queue.uses[model.name] > self.queue.awaiting[model.name]:
+                entry.unused.clear()
                 await entry.unused.wait()
             model.close()
             model.state = "unloading"
