@@ -189,19 +189,16 @@ def hybrid(name: str, dtype: str) -> LanguageModel:
     return runner.language
 
 
-# float32 shows that torch computes the rest of a small tensor otherwise, as of the routers of those
-# with four experts
 HYBRIDS = ("qwen3.5", "lfm2", "bamba")
+# with a router that has a bias, scores of groups, and a shared expert with a gate
+MIXTURES = ("gpt-oss", "deepseek-v3", "qwen2-moe", "mixtral")
 WITH_EXPERTS = ("granite4", "qwen3-next", "kimi-linear")
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
     matrix(
-        [
-            *((name, "float32") for name in HYBRIDS),
-            *((name, "bfloat16") for name in (*HYBRIDS, *WITH_EXPERTS)),
-        ],
+        [(name, dtype) for dtype in ("float32", "bfloat16") for name in (*HYBRIDS, *WITH_EXPERTS)],
         ("qwen3.5", "float32"),
         ("granite4", "bfloat16"),
     ),
@@ -222,6 +219,21 @@ def test_outputs_of_recurrent_models_are_those_of_each_request_alone(
         assert 0 < driver.total("accepted") < driver.total("drafted")
         assert driver.total(feature) > 0
         assert list(map(outputs, served)) == list(map(outputs, alone)) * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    matrix(
+        [(name, dtype) for dtype in ("float32", "bfloat16") for name in MIXTURES],
+        ("deepseek-v3", "float32"),
+    ),
+)
+def test_outputs_of_mixtures_are_those_of_each_request_alone(name: str, dtype: str) -> None:
+    model = hybrid(name, dtype)
+    alone = [serve(new_engine(model, 64, "off"), [item])[0][0] for item in requests()]
+    torch.set_num_threads(3)
+    served, _ = serve(new_engine(model, 200, "off"), [*requests(), *requests()], seed=1)
+    assert list(map(outputs, served)) == list(map(outputs, alone)) * 2
 
 
 # ── the compiled model takes over ──

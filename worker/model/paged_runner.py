@@ -44,7 +44,7 @@ from worker.model.attention.paged import (
 )
 from worker.model.attention.recurrent import PackedStates
 from worker.model.cpu.activations import align_activations
-from worker.model.cpu.linear import use_bf16_weights, use_native_linear
+from worker.model.cpu.linear import use_bf16_weights, use_native_functions, use_native_linear
 from worker.model.cuda_graphs import (
     SIZES,
     SPARE_BLOCKS,
@@ -273,6 +273,7 @@ class PagedRunner:
             if self.decoder_hook:
                 self.decoder_hook = DecoderHook(language.model)  # copies the replaced layers
             use_native_linear(language.model)
+            use_native_functions(language.model)
             align_activations(language.model)
             use_native_recurrence(language.recurrent, language.states, language.dtype)
             self._check_attention(NativeMetadata)

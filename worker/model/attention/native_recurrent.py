@@ -179,7 +179,9 @@ class NativeForward:
         self.forward: Any = MethodType(copied, module.module)
         self.arguments = {**module.arguments, module.cache_name: _NoCache()}
         self.input_name = module.input_name
-        narrow = [one.numel() for one in module.module.parameters() if one.dim() == 1]
+        narrow = [
+            n for p in module.module.parameters() if (n := p.numel()) == max(p.shape, default=0)
+        ]
         # two rows at least: a single one would be a step of generation
         self.rows = max(2, VECTOR // math.gcd(VECTOR, *narrow))
 

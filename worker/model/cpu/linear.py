@@ -31,6 +31,7 @@ from worker.model.cpu.experts import (
     packed_experts,
     unpack_experts,
 )
+from worker.model.cpu.functional import replace_functions
 from worker.model.cpu.fused_linear import FusedSlice, find_shared_inputs, fuse_linears
 
 log = logging.getLogger("onequeue.linear")
@@ -645,7 +646,7 @@ def use_native_linear(model: nn.Module) -> None:
     may be running meanwhile. The operation must be loaded (attention/native.py)."""
     layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
     for layer in layers:
-        layer.native_width = next((w for w in GROUP_WIDTHS if native_product_matches(layer, w)), 0)
+        _use_native_product(layer)
     for experts in packed_experts(model):
         for alike in (experts.up, experts.down):  # one tells for all
             packed = [layer for layer in alike if isinstance(layer, PackedLinear)]
@@ -657,6 +658,16 @@ def use_native_linear(model: nn.Module) -> None:
     using = sum(layer.native_width > 0 for layer in layers)
     if layers:
         log.info("native products layers=%d of %d", using, len(layers))
+
+
+def _use_native_product(layer: PackedLinear) -> PackedLinear:
+    layer.native_width = next((w for w in GROUP_WIDTHS if native_product_matches(layer, w)), 0)
+    return layer
+
+
+def use_native_functions(model: nn.Module) -> None:
+    """Use the native operation also where modules multiply with a weight of their own."""
+    replace_functions(model, lambda weight, bias: _use_native_product(PackedLinear(weight, bias)))
 
 
 def use_native_experts(experts: PackedExperts) -> None:

@@ -1,0 +1,128 @@
+"""Functions that modules call directly instead of a layer: torch.nn.functional.linear with a weight
+of their own, as routers of mixtures do, and sigmoid.
+
+torch rounds a few rows otherwise than many. Such modules get copies of their forwards that call a
+packed layer, and sigmoid in whole blocks (activations.py), so a row does not depend on the others.
+The compiler takes their own forwards.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from worker.model.cpu.activations import in_blocks
+
+MakeLayer = Callable[[Tensor, Tensor | None], nn.Module]
+OWN_LAYER = "onequeue_linear"  # the packed layer's name in its module
+MAX_WEIGHTS = 1 << 23  # of a module: the packed layer is a second copy
+BLOCK = 32  # elements that torch computes together
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    return in_blocks(torch.sigmoid, x)
+
+
+def _changed(base: ModuleType, **changed: Any) -> ModuleType:
+    """Return a copy of a Python module with some other attributes."""
+    copied = ModuleType(base.__name__)
+    vars(copied).update({**vars(base), **changed})
+    return copied
+
+
+def replace_functions(model: nn.Module, make_layer: MakeLayer) -> None:
+    """Replace the functions that modules call directly. `make_layer` packs a module's own weight
+    on its first call; the model may be running meanwhile."""
+    for module in list(model.modules()):
+        forward: Any = type(module).forward
+        names = getattr(getattr(forward, "__code__", None), "co_names", ())
+        is_plain = not hasattr(forward, "__wrapped__") and "forward" not in vars(module)
+        if not is_plain or type(module).__module__.startswith("torch."):
+            continue
+        own = [p for p in module.parameters(recurse=False) if p.dim() == 2]
+        if "linear" in names and len(own) == 1 and own[0].numel() <= MAX_WEIGHTS:
+            copied = _copied(module, _OwnLinear(module, own[0], make_layer))
+            run = partial(_in_blocks_of_rows, copied, len(own[0]))
+            module.forward = _unless_compiling(module, run)
+        elif "sigmoid" in names:
+            run = _copied(module, nn.functional.linear)
+            module.forward = _unless_compiling(module, run)
+
+
+def _unless_compiling(module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
+    own = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs) if torch.compiler.is_compiling() else run(*args, **kwargs)
+
+    return forward
+
+
+class _OwnLinear:
+    """torch.nn.functional.linear in the forward of a module with one matrix."""
+
+    def __init__(self, module: nn.Module, own: Tensor, make_layer: MakeLayer) -> None:
+        self.module, self.own, self.make_layer = module, own, make_layer
+        self.is_new = True
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self.is_new:
+            self.is_new = False
+            self._pack(weight, bias)
+        layer: Any = getattr(self.module, OWN_LAYER, None)
+        if layer is None or x.dtype != layer.weight.dtype:
+            return nn.functional.linear(x, weight, bias)
+        out: Tensor = layer(x)
+        return out
+
+    def _pack(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Pack the module's own weight, as it is or widened, with its own bias."""
+        has_own_bias = bias is None or any(bias is p for p in self.module.parameters(recurse=False))
+        if has_own_bias and torch.equal(weight, self.own.to(weight.dtype)):
+            self.module.add_module(OWN_LAYER, self.make_layer(weight, bias))
+
+
+def _copied(module: nn.Module, linear: Any) -> Any:
+    """Return the module's forward with these functions."""
+    functional = _changed(nn.functional, linear=linear, sigmoid=_sigmoid)
+    networks = _changed(nn, functional=functional)
+    replaced = {
+        nn.functional: functional,
+        nn: networks,
+        torch: _changed(torch, nn=networks, sigmoid=_sigmoid),
+    }
+    forward: Any = type(module).forward
+    changed = {
+        name: replaced[value]
+        for name, value in forward.__globals__.items()
+        if name in forward.__code__.co_names and isinstance(value, ModuleType) and value in replaced
+    }
+    copied = FunctionType(
+        forward.__code__, forward.__globals__ | changed, forward.__name__, forward.__defaults__,
+        forward.__closure__,
+    )  # fmt: skip
+    copied.__kwdefaults__ = forward.__kwdefaults__
+    return MethodType(copied, module)
+
+
+def _in_blocks_of_rows(forward: Any, width: int, *args: Any, **kwargs: Any) -> Any:
+    """Run a router of `width` experts on rows [T, H] or [1, T, H], filled up to whole blocks of its
+    scores [T, width], if it returns a tensor of rows, or several [T, ...]."""
+    hidden = args[0] if len(args) == 1 and not kwargs else None
+    if not isinstance(hidden, Tensor):
+        return forward(*args, **kwargs)
+    rows = hidden.numel() // hidden.shape[-1]
+    missing = -rows % (BLOCK // math.gcd(BLOCK, width))
+    if not missing or hidden.shape[-2] != rows:
+        return forward(hidden)
+    outputs = forward(pad(hidden, (0, 0, 0, missing)))
+    if isinstance(outputs, Tensor) and outputs.shape[:-1] == (*hidden.shape[:-2], rows + missing):
+        return outputs[..., :rows, :]
+    if isinstance(outputs, tuple) and all(len(out) == rows + missing for out in outputs):
+        return tuple(out[:rows] for out in outputs)
+    return forward(hidden)
