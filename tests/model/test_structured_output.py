@@ -631,6 +631,40 @@ def test_strict_tool_without_a_grammar_is_refused() -> None:
     assert error.value.param == "tools[2]"
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+        {"type": "integer", "not": {"const": 3}},
+        {"type": "string", "format": "colour"},
+        {"oneOf": [{"type": "string"}, {"type": "string", "pattern": "a"}]},
+    ],
+)
+@pytest.mark.parametrize("required", [False, True])
+def test_strict_tool_with_a_keyword_that_cannot_be_applied_is_refused(
+    value: dict[str, Any], required: bool
+) -> None:
+    parameters = {"type": "object", "properties": {"a": value}}
+    function = {"name": "t", "parameters": parameters}
+    calls = ToolCallPolicy((*NAMES, "t"), required=required)
+    for strict in (True, False):
+        tool = {"type": "function", "function": {**function, "strict": strict}}
+        item = asking(tools=(*TOOLS, tool), tool_policy=calls, max_tokens=5)
+        if strict:
+            with pytest.raises(InvalidInput, match=r"tools\[2\]: cannot be compiled") as error:
+                alone(item)
+            assert error.value.param == "tools[2]"
+        elif "oneOf" not in value:
+            assert alone(item).choices[0].finish_reason
+
+
+def test_keywords_without_a_meaning_are_ignored_in_strict_tools() -> None:
+    parameters = {"type": "object", "x-order": 1, "properties": {"a": {"type": "null", "ui": {}}}}
+    tool = {"type": "function", "function": {"name": "t", "parameters": parameters, "strict": True}}
+    item = asking(tools=(tool,), tool_policy=ToolCallPolicy(("t",)), max_tokens=5)
+    assert alone(item).choices[0].finish_reason
+
+
 @pytest.mark.parametrize("stop", [(">>>",), ("}}}", "\n\n\n")])
 def test_stop_strings_do_not_end_calls(stop: tuple[str, ...]) -> None:
     """They are searched in content alone, and delay no delimiters."""

@@ -23,7 +23,7 @@ from worker.generation.decisions import Decisions, LabelScores
 from worker.generation.output import PreparedPrompt, SequenceOutput, create_outputs
 from worker.grammar.compiler import Grammar, GrammarCompiler, compiling_for
 from worker.grammar.constraints import OutputConstraints
-from worker.grammar.lark import content_or_calls, unusable_grammar
+from worker.grammar.lark import content_or_calls, schema_rule, unusable_grammar
 from worker.grammar.tool_calls import accepts, text_or_calls, tool_calls_grammar
 from worker.messages.decisions import DecisionInput
 from worker.messages.generation import (
@@ -413,6 +413,7 @@ class ConstraintBuilder:
         itself, and that of text and then such a call, if a tool is strict. None of them where the
         tools of optional calls have no grammar."""
         constraint, tools, grammars = request.constraint, request.called_tools, self.grammars
+        self._check_strict_schemas(request)
         optional, strict = not (calls.required or constraint), request.strict_tools
         several = calls.parallel and (not optional or call_format.shares_delimiters)
         starts = [output_format.message_start] if output_format.message_start else []
@@ -441,6 +442,22 @@ class ConstraintBuilder:
             raise InvalidInput.at(constraint.param, reason)
         whole = content_or_calls(constraint, grammar, self._headers(output_format))
         return grammars.compile(whole, constraint.param), None, None
+
+    def _check_strict_schemas(self, request: GenerationInput) -> None:
+        """Raise InvalidInput if the schema of a strict function has keywords that cannot be
+        applied. In schemas of other functions they have no effect."""
+        for tool in request.called_tools:
+            function = tool["function"]
+            if function.get("strict") is not True or not function.get("parameters"):
+                continue
+            param = _param_of(request, function["name"])
+            try:
+                rule = schema_rule(function["parameters"], {})
+            except InvalidInput as error:
+                raise unusable_grammar(str(error), param) from None
+            except RecursionError:
+                raise unusable_grammar("it is nested too deeply", param) from None
+            self.grammars.check(f"start: {rule}", param)
 
     def _check_each_tool(
         self,
