@@ -27,6 +27,8 @@ class Job:
     result: "Future[Any]" = field(default_factory=Future)
 
     def run(self) -> None:
+        if not self.result.set_running_or_notify_cancel():
+            return  # nobody waits for it: the server stops
         try:
             value = self.function()
         except BaseException as error:

@@ -374,8 +374,10 @@ def test_a_batch_whose_key_is_gone_does_not_run(tmp_path: Path) -> None:
         Client(server).create(jsonl([chat_line("a", "hang")]))
         wait_until(lambda: bool(generator.running))
     generator = FakeGenerator()
+    database = sqlite3.connect(tmp_path / "batches.sqlite")
     with started(tmp_path, generator, api_keys=("two",)):
-        pass
+        ended = "SELECT ended_at IS NOT NULL FROM batches"
+        wait_until(lambda: database.execute(ended).fetchall() == [(1,)])
     with started(tmp_path, generator) as server:
         [batch] = Client(server).sdk.batches.list().data
         assert batch.status == "failed"

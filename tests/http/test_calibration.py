@@ -182,9 +182,11 @@ def test_the_queue_holds_the_requests_of_twice_the_limit(rate: float, places: in
     assert command.settings_lines(best, 250, False)[-1] == "MAX_QUEUE_SIZE=512"
 
 
-@pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_prints_the_best_settings_so_far(number: signal.Signals) -> None:
+def test_a_signal_prints_the_best_settings_so_far(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten(monkeypatch, 0.2)
     progress: list[str] = []
     lines: list[str] = []
 
