@@ -192,6 +192,8 @@ def hybrid(name: str, dtype: str) -> LanguageModel:
 HYBRIDS = ("qwen3.5", "lfm2", "bamba")
 # with a router that has a bias, scores of groups, and a shared expert with a gate
 MIXTURES = ("gpt-oss", "deepseek-v3", "qwen2-moe", "mixtral")
+# with transposed weights, soft-capped attention, and positions that are looked up
+DENSE = ("gpt2", "gemma2", "opt")
 WITH_EXPERTS = ("granite4", "qwen3-next", "kimi-linear")
 
 
@@ -224,11 +226,12 @@ def test_outputs_of_recurrent_models_are_those_of_each_request_alone(
 @pytest.mark.parametrize(
     ("name", "dtype"),
     matrix(
-        [(name, dtype) for dtype in ("float32", "bfloat16") for name in MIXTURES],
+        [(name, dtype) for dtype in ("float32", "bfloat16") for name in (*MIXTURES, *DENSE)],
         ("deepseek-v3", "float32"),
+        ("gpt2", "float32"),
     ),
 )
-def test_outputs_of_mixtures_are_those_of_each_request_alone(name: str, dtype: str) -> None:
+def test_outputs_of_other_models_are_those_of_each_request_alone(name: str, dtype: str) -> None:
     model = hybrid(name, dtype)
     alone = [serve(new_engine(model, 64, "off"), [item])[0][0] for item in requests()]
     torch.set_num_threads(3)

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from worker.device.device import has_bfloat16
 from worker.device.self_check import CannotRun, compare
@@ -461,6 +462,7 @@ def pack_weights(
         kind = Bf16WeightLinear if bf16_weights and emulates_dtype(weight.dtype) else PackedLinear
         return kind(weight, bias)
 
+    use_linear_layers(model)
     extra = 0 if bf16_weights else extra_bytes(model)
     if not bf16_weights and not has_memory(model, free_bytes):
         log.warning("bfloat16 is emulated: float32 weights would take %.1f GB more", extra / 1e9)
@@ -482,6 +484,11 @@ def pack_weights(
         emulated = emulates_dtype(_linear_weights(model)[1])
         slow = "this CPU emulates bfloat16: DTYPE=float32 is faster here; " if emulated else ""
         log.warning("%sweights stay as they are: %r", slow, error)
+
+
+def use_linear_layers(model: nn.Module) -> None:
+    """Replace GPT-2's layers, linear ones with a transposed weight [in, out], by nn.Linear."""
+    _replace(model, Conv1D, lambda layer: _plain_linear(layer.weight.detach().T, layer.bias))
 
 
 def extra_bytes(model: nn.Module) -> int:
@@ -549,6 +556,7 @@ def quantize_weights(
     `check` runs the model, which shows the layers that share an input. `native`: the operations
     are loaded.
     """
+    use_linear_layers(model)
     numbers, dtype = _linear_weights(model)
     copy_bytes = numbers * packed_dtype(dtype).itemsize
     is_int8 = quantization == "int8"
