@@ -142,7 +142,7 @@ def test_a_query_runs_once_for_all_its_documents(
 
 def limit_step(embedder: Embedder, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rows: Any = embedder.model
-    monkeypatch.setattr(rows._budget, "prompt_tokens", lambda streaming: tokens)
+    monkeypatch.setattr(rows._budget, "prompt_tokens", lambda streaming, **_: tokens)
 
 
 def test_a_long_text_runs_in_chunks_beside_short_ones(
@@ -256,7 +256,7 @@ def test_long_texts_are_embedded_over_many_steps(tmp_path: Path) -> None:
         model: Any = server.worker_client.models["embedding"]
         rows = model.engine.runner.model
         rows._reset()
-        rows._budget.prompt_tokens = lambda streaming: 40
+        rows._budget.prompt_tokens = lambda streaming, **_: 40
         np.testing.assert_allclose(
             post(server, "/embed", {"inputs": texts}).json(), whole, atol=1e-5
         )
