@@ -9,8 +9,6 @@ Each stretch of reasoning, text or arguments is a block. A failure is the event 
 import secrets
 from collections.abc import Iterator, Sequence
 
-import orjson
-
 from server.anthropic.request import MessagesRequest
 from server.anthropic.schemas import (
     BlockDelta,
@@ -31,6 +29,7 @@ from server.anthropic.schemas import (
 from server.core.delta_stream import UsageCounts
 from server.core.sealing import seal
 from server.http.errors import HttpError, anthropic_document
+from server.http.json import read_object
 from server.http.sse import named_frame
 from server.openai.chat import CallIdFactory
 from server.openai.endpoint import MAX_INLINE_ENTRIES, ResponseBuilder
@@ -157,7 +156,7 @@ class MessageBuilder(ResponseBuilder[Delta]):
         if block.type == "text":
             block.text = text
         elif block.type == "tool_use":
-            block.input = read_arguments(text)
+            block.input = read_object(text)  # empty if the output ended within it
         else:
             hidden = self._request.hides_thinking
             block.thinking = "" if hidden else text
@@ -197,12 +196,3 @@ class MessageBuilder(ResponseBuilder[Delta]):
 
 def frame(event: MessageEvent) -> bytes:
     return named_frame(event.name, event)
-
-
-def read_arguments(text: str) -> dict[str, object]:
-    """Return a call's arguments; empty if the output ended within them."""
-    try:
-        arguments = orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return {}
-    return arguments if isinstance(arguments, dict) else {}

@@ -26,7 +26,7 @@ MAX_VALUES = 1_000_000  # keys and values of one body
 HEAVY_VALUES = 50_000  # more take tens of milliseconds
 _DELIMITERS = b",", b":", b"[", b"{"  # each value and key but the first follows one
 _CHUNK_BYTES = 1 << 16  # counted at once
-_SURROGATE = re.compile("[\ud800-\udfff]")
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 Document = dict[str, Any]  # a JSON object
 Header = tuple[bytes, bytes]  # the name in lower case
@@ -103,6 +103,20 @@ def parse_value(body: bytes, name: str = "the body") -> Any:
         raise InvalidInput(f"{name} is not valid JSON: {error}") from None
 
 
+def read_object(text: str) -> Document:
+    """Return the JSON object that a model has written; empty for anything else, such as one that is
+    cut short. Lone surrogates, which a model may write and UTF-8 does not have, are replaced."""
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        try:
+            whole = json.dumps(json.loads(text), ensure_ascii=False)
+            value = orjson.loads(SURROGATE.sub("\ufffd", whole))
+        except (ValueError, RecursionError):
+            return {}
+    return value if isinstance(value, dict) else {}
+
+
 def check_values(body: bytes, name: str = "the body") -> None:
     """Raise InvalidInput for JSON of more than MAX_VALUES keys and values."""
     if has_values(body, MAX_VALUES):
@@ -150,10 +164,10 @@ def _lone_surrogate(body: bytes) -> str | None:
 
 def _surrogate_paths(node: Any) -> Iterator[str]:
     if isinstance(node, str):
-        if _SURROGATE.search(node):
+        if SURROGATE.search(node):
             yield ""
     elif isinstance(node, dict):
-        if any(map(_SURROGATE.search, node)):
+        if any(map(SURROGATE.search, node)):
             yield ""
         for key, value in node.items():
             yield from (f".{key[:100]}{path}" for path in _surrogate_paths(value))

@@ -12,7 +12,7 @@ from typing import Literal
 from msgspec import Struct
 
 from batching.errors import InvalidInput
-from server.http.json import Document
+from server.http.json import SURROGATE, Document
 from server.openai.request_fields import required
 from worker.messages.generation import INPUT, Constraint
 
@@ -69,8 +69,13 @@ class CustomInputReader:
     Arguments of another form are the input as they are, once they are complete."""
 
     _START = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
-    _STRING = re.compile(r'(?:[^"\\]|\\(?:u[0-9a-fA-F]{4}|[^u]))*')
-    _HALF = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\Z")  # a surrogate whose other half follows
+    _STRING = re.compile(
+        r"""(?x: [^"\\] | \\[^u] | \\u(?![dD][89abAB])[0-9a-fA-F]{4}
+        | \\u[dD][89abAB][0-9a-fA-F]{2}  # a surrogate, and its other half or surely something else
+          (?: \\u[dD][c-fC-F][0-9a-fA-F]{2} | (?= [^\\] | \\[^u] | \\u(?![dD][c-fC-F]|[dD]?\Z) ) )
+        | \\u(?![0-9a-fA-F]{4}|[0-9a-fA-F]{0,3}\Z)  # invalid
+        )*"""
+    )
 
     def __init__(self) -> None:
         self._unread = ""
@@ -87,13 +92,17 @@ class CustomInputReader:
             self._is_open, self._unread = True, self._unread[start.end() :]
         match = self._STRING.match(self._unread)
         assert match is not None
-        end = match.end()
-        if half := self._HALF.search(match[0]):
-            end = half.start()
-        shown, self._unread = self._unread[:end], self._unread[end:]
+        self._unread = self._unread[match.end() :]
         self._is_open = not self._unread.startswith('"')
-        decoded: str = json.loads(f'"{shown}"', strict=False)
-        return decoded
+        return self._decode(match[0])
+
+    def _decode(self, escaped: str) -> str:
+        """Return the text; half a surrogate pair cannot be encoded, invalid JSON stays as it is."""
+        try:
+            text = json.loads(f'"{escaped}"', strict=False)
+        except ValueError:
+            text = escaped
+        return SURROGATE.sub("\ufffd", text)
 
     def read(self, arguments: str) -> str:
         """Return the input of whole arguments."""

@@ -98,6 +98,27 @@ def test_an_input_is_decoded_as_its_characters_are_generated() -> None:
     assert reader.finish() == ""
 
 
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        (r"\ud83d", "\ufffd"),
+        (r"\ude00x", "\ufffdx"),
+        (r"\ud83d\ud83d\ude00", "\ufffd😀"),
+        (r"\\ud83d", r"\ud83d"),  # an escaped backslash
+        (r"\\\ud83d\ude00", "\\😀"),
+        (r"\d+", r"\d+"),
+        (r"\u12G4", r"\u12G4"),
+    ],
+)
+def test_an_input_with_odd_escapes_is_a_text(written: str, read: str, server: Server) -> None:
+    """Models write half a surrogate pair, and escapes that JSON does not have."""
+    arguments = f'{{"input":"{written}"}}'
+    reader = CustomInputReader()
+    assert "".join(map(reader.push, arguments)) + reader.finish() == read
+    document = response_document(respond(server, f"say !note ={arguments}", tools=[PLAIN]))
+    assert document["output"][0]["input"] == read
+
+
 def test_arguments_of_another_form_are_the_input_as_they_are(server: Server) -> None:
     document = response_document(respond(server, 'say !note =["x"]', tools=[PLAIN]))
     assert document["output"][0]["input"] == '["x"]'
@@ -119,6 +140,11 @@ def test_the_tools_of_a_namespace_have_longer_names(
     _, chat = last_chat(generator)
     assert chat.messages[1]["tool_calls"][0]["function"]["name"] == "files__look"
     assert chat.messages[2]["name"] == "files__look"
+
+
+def test_a_local_shell_without_an_object_has_no_command(server: Server) -> None:
+    document = response_document(respond(server, "say !local_shell =[1]", tools=[SHELL]))
+    assert document["output"][0]["action"] == {"type": "exec", "env": {}, "command": []}
 
 
 def test_the_local_shell_is_a_function(server: Server, generator: FakeGenerator) -> None:

@@ -166,6 +166,12 @@ def test_a_document_has_the_blocks_of_the_events(server: Server) -> None:
     assert document["usage"]["output_tokens_details"] == {"thinking_tokens": 1}
 
 
+def test_half_a_surrogate_pair_in_a_call_is_replaced(server: Server) -> None:
+    text = r'!look ={"a":[{"\ud83d":"b\ude00"}]}'
+    document = message(post(server, messages=say(text), tools=[TOOL]))
+    assert document["content"][0]["input"] == {"a": [{"\ufffd": "b\ufffd"}]}
+
+
 def test_stop_reasons(server: Server) -> None:
     assert message(post(server, max_tokens=2))["stop_reason"] == "max_tokens"
     cut = message(post(server, messages=say("!look ={"), tools=[TOOL], max_tokens=2))

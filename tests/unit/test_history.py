@@ -280,6 +280,14 @@ def test_invalid_arguments_are_rendered_unchanged(arguments: str) -> None:
         assert arguments in text or json.dumps(arguments) in text
 
 
+def test_half_a_surrogate_pair_in_arguments_can_be_tokenized() -> None:
+    part = DeltaPart("call", r'{"city": "a\ud83d"}', "get_weather")
+    for template in (SAYS + OBJECTS, SAYS + TEXTS, SAYS):
+        text = second_turn(template_of(HEAD + template + END), [part], "told")
+        assert "a\ufffd" in text or r"a\ud83d" in text
+        assert text.encode()
+
+
 def test_large_integers_are_rendered_unchanged() -> None:
     for template in (SAYS + OBJECTS, SAYS + TEXTS):
         part = DeltaPart("call", '{"city": 12345678901234567890123}', "get_weather")

@@ -14,13 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import msgspec
-import orjson
 from msgspec import UNSET
 
 from server.core.delta_stream import UsageCounts
 from server.core.sealing import seal
 from server.http.errors import HttpError
-from server.http.json import Document, to_json
+from server.http.json import Document, read_object, to_json
 from server.http.sse import named_frame
 from server.openai.chat import CallIdFactory
 from server.openai.custom_tools import CustomInputReader
@@ -339,11 +338,7 @@ class ResponseOutput:
 
 def shell_action(arguments: str) -> Document:
     """Return the action of a local shell's call; without a command if the output ended early."""
-    try:
-        action = orjson.loads(arguments)
-    except orjson.JSONDecodeError:
-        action = {}
-    return {"type": "exec", "command": [], "env": {}, **action}
+    return {"type": "exec", "command": [], "env": {}, **read_object(arguments)}
 
 
 def _new_response(request: ResponseRequest, output: list[OutputItem]) -> Response:

@@ -17,7 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from worker.text.tool_call_format import DEFAULT_TOOL_CALL_FORMAT, ToolCallFormat
 
@@ -30,6 +30,7 @@ EmptyContent = Literal["absent", "null", "dumped", "empty"]
 ResultsAs = Literal["tool", "user"]  # the role of their messages
 REASONING_BLOCKS = "blocks"  # reasoning as a block of the content
 
+SURROGATE = re.compile("[\ud800-\udfff]")
 NINE_CHARS = re.compile("[A-Za-z0-9]{9}")
 
 
@@ -232,9 +233,11 @@ def _adapt_arguments(
         parsed = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
         if not isinstance(parsed, dict):
             return arguments
-        if history_format.arguments == "object" and not history_format.calls_in_content:
-            return parsed
         text = json.dumps(parsed, ensure_ascii=False)
+        if history_format.arguments == "object" and not history_format.calls_in_content:
+            if SURROGATE.search(text):  # half a pair, which no tokenizer takes
+                parsed = json.loads(SURROGATE.sub("\ufffd", text))
+            return cast(dict[str, Any], parsed)
         text.encode()  # an escaped surrogate stays escaped
     except (ValueError, RecursionError):
         return arguments
