@@ -36,11 +36,12 @@ import bisect
 import heapq
 import itertools
 import math
-from collections import Counter, abc
+from collections import Counter, OrderedDict, abc
 
 from batching.block_pool import BlockPool
 from batching.fair_share import (
     FairShare,
+    Path,
     Priority,
     Turns,
     WorkOwner,
@@ -64,6 +65,8 @@ SMALL_STEP = 8
 
 DraftFunction = abc.Callable[[Sequence], tuple[int, ...]]
 Limits = abc.Sequence[float]  # of each class: running sequences with those of the classes before
+# Waiting sequences, and those that come next after each of them.
+Candidates = abc.Iterator[tuple[Sequence, list["Candidates"]]]
 ClientLimits = abc.Mapping[abc.Hashable, int]  # by client: tokens of its prompts in a step
 
 
@@ -88,7 +91,9 @@ class ContinuousScheduler:
         self.admitted: list[Sequence] = []  # for the first time, in the last step
         # The last step had no room for an interactive request within its share.
         self.starved = False
-        self._waiting: dict[WorkOwner, list[Sequence]] = {}  # by priority, then by order of arrival
+        # Of each request and class, by order of arrival; and the first ones of each flow.
+        self._waiting: dict[tuple[Priority, WorkOwner], list[Sequence]] = {}
+        self._firsts: dict[Path, list[Sequence]] = {}
         self._paused: set[Sequence] = set()  # of those that wait
         # Of each class: running sequences, and slots kept for waiting ones.
         self._shares = [FairShare() for _ in Priority]
@@ -97,8 +102,11 @@ class ContinuousScheduler:
         self._turns = Turns()  # of those that wait
         # By their flows, at the start of the step: ranks that change with each admission would make
         # all others stale.
-        self._step_turns: dict[abc.Hashable, tuple[float, ...]] = {}
-        self._live = [0 for _ in Priority]  # sequences of each class
+        self._step_turns: dict[Path, tuple[float, ...]] = {}
+        # Clients that run nothing get no slot in this step, up to this share.
+        self._blocked_share = 0.0
+        # Sequences of each class, by order of arrival.
+        self._live: list[OrderedDict[Sequence, None]] = [OrderedDict() for _ in Priority]
         self._promoted: dict[Priority, Sequence] = {}  # by the class that they had
         self._removed_any = False  # since the last step
         self._draft_slots: float = math.inf  # for states after drafts, in this step
@@ -112,7 +120,7 @@ class ContinuousScheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. The caller checks that the pool can hold it at its full length."""
         sequence.number = next(self._numbers)
-        self._live[sequence.priority] += 1
+        self._live[sequence.priority][sequence] = None
         self._add_waiting(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -123,23 +131,40 @@ class ContinuousScheduler:
             self._remove_running(sequence)
         self._release(sequence)
         sequence.number = -1
-        self._live[sequence.priority] -= 1
+        del self._live[sequence.priority][sequence]
         self._removed_any = True
         for priority in [p for p, promoted in self._promoted.items() if promoted is sequence]:
             del self._promoted[priority]
 
     def _add_waiting(self, sequence: Sequence) -> None:
-        bisect.insort(self._waiting.setdefault(sequence.owner, []), sequence)
+        queue = self._waiting.setdefault(_key_of(sequence), [])
+        first = queue[0] if queue else None
+        bisect.insort(queue, sequence)
+        self._replace_first(first, queue[0])
         self._turns.enter(sequence.owner, sequence.priority)
         self.num_waiting += 1
 
     def _remove_waiting(self, sequence: Sequence) -> None:
-        queue = self._waiting.get(sequence.owner, [])
+        queue = self._waiting.get(_key_of(sequence), [])
+        first = queue[0] if queue else None
         _remove(queue, sequence)
+        self._replace_first(first, queue[0] if queue else None)
         self._turns.leave(sequence.owner, sequence.priority)
         self.num_waiting -= 1
         if not queue:
-            del self._waiting[sequence.owner]
+            del self._waiting[_key_of(sequence)]
+
+    def _replace_first(self, old: Sequence | None, new: Sequence | None) -> None:
+        """Replace the first waiting sequence of a request among those of its flow."""
+        if old is new:
+            return
+        if old:
+            firsts = self._firsts[_flow_of(old)]
+            _remove(firsts, old)
+            if not firsts:
+                del self._firsts[_flow_of(old)]
+        if new:
+            bisect.insort(self._firsts.setdefault(_flow_of(new), []), new)
 
     def _add_running(self, sequence: Sequence) -> None:
         bisect.insort(self.running, sequence)
@@ -233,17 +258,13 @@ class ContinuousScheduler:
         for priority in Priority:
             if not self._live[priority] or priority in (Priority.INTERACTIVE, *self._promoted):
                 continue
-            queues = (self.running, *self._waiting.values())
-            oldest = min(
-                (queue[n] for queue in queues for n in _first_of(queue, priority)),
-                key=lambda sequence: sequence.number,
-            )
+            oldest = next(iter(self._live[priority]))
             self._promoted[priority] = oldest
             is_running = oldest.table and not oldest.paused
             (self._remove_running if is_running else self._remove_waiting)(oldest)
-            self._live[priority] -= 1
+            del self._live[priority][oldest]
             oldest.priority = Priority.INTERACTIVE
-            self._live[oldest.priority] += 1
+            self._live[oldest.priority][oldest] = None
             (self._add_running if is_running else self._add_waiting)(oldest)
 
     def _limits(self, spare_rows: float) -> list[float]:
@@ -252,7 +273,7 @@ class ContinuousScheduler:
         limit: float = self.max_running
         for priority in Priority:
             promoted = sum(before >= priority for before in self._promoted)
-            if sum(self._live[:priority]) > promoted:  # there are others before it
+            if sum(map(len, self._live[:priority])) > promoted:  # there are others before it
                 running = _num_before(self.running, priority)
                 beside = running + (spare_rows if priority == Priority.BATCH else 0)
                 limit = min(limit, max(SMALL_STEP, 2 * running, beside))
@@ -323,25 +344,75 @@ class ContinuousScheduler:
         their request and client, then beyond; by the turns of clients and flows; then by order of
         arrival. `blocked` requests are left out: their client, and how many sequences they run."""
         self._step_turns.clear()
-        heap: list[tuple[tuple[object, ...], Sequence, abc.Iterator[Sequence]]] = []
-        for queue in self._waiting.values():
-            later = iter(queue[: self.max_running])
-            first = next(later)
-            heap.append((self._rank(first), first, later))
-        heapq.heapify(heap)
+        seen = {_key_of(sequence) for sequence in self.running}
+        clients = {(priority, owner.client) for priority, owner in seen}
+        heap: list[tuple[tuple[object, ...], Sequence, list[Candidates], Candidates | None]] = []
+
+        def push(candidates: Candidates, others: Candidates | None = None) -> None:
+            if (candidate := next(candidates, None)) is not None:
+                sequence, later = candidate
+                if candidates is not others:
+                    later = [*later, candidates]
+                heapq.heappush(heap, (self._rank(sequence), sequence, later, others))
+
+        for key in seen & self._waiting.keys():
+            push(self._of_request(key))
+        for priority, client in clients:
+            push(self._of_client(priority, client, seen))
+        self._blocked_share = 0.0
+        for priority in Priority:
+            of_class = self._of_class(priority, clients, seen)
+            push(of_class, of_class)
         while heap:
-            rank, sequence, later = heap[0]
-            if self._blocked_key(sequence) in blocked:
-                heapq.heappop(heap)
-                continue
-            if (new_rank := self._rank(sequence)) != rank:  # the shares have changed
-                heapq.heapreplace(heap, (new_rank, sequence, later))
-                continue
-            if (following := next(later, None)) is None:
-                heapq.heappop(heap)
-            else:
-                heapq.heapreplace(heap, (self._rank(following), following, later))
+            rank, sequence, later, others = heap[0]
+            is_blocked = self._blocked_key(sequence) in blocked
+            if not is_blocked and (new_rank := self._rank(sequence)) != rank:
+                heapq.heapreplace(heap, (new_rank, sequence, later, others))
+                continue  # the shares have changed
+            heapq.heappop(heap)
+            if others:
+                push(others, others)
+            if is_blocked:
+                continue  # as are the later ones, of the same client
+            seen.add(_key_of(sequence))
+            for candidates in later:
+                push(candidates)
             yield sequence
+
+    # Each yields sequences in the order of admission, and what follows each of them: the next one
+    # is not looked for before. Requests that were seen are left out.
+
+    def _of_class(
+        self, priority: Priority, without: abc.Container[object], seen: abc.Container[object]
+    ) -> Candidates:
+        for client, share in self._turns.in_order((priority,)):
+            if self._blocked_share >= self._turns.max_weight((priority,)):
+                return
+            if (priority, client) not in without and share > self._blocked_share:
+                flows = self._of_client(priority, client, seen)
+                for first, later in itertools.islice(flows, 1):
+                    yield first, [*later, flows]
+
+    def _of_client(
+        self, priority: Priority, client: abc.Hashable, seen: abc.Container[object]
+    ) -> Candidates:
+        for flow, _ in self._turns.in_order((priority, client)):
+            requests = self._of_flow((priority, client, flow), seen)
+            for first, later in itertools.islice(requests, 1):
+                yield first, [*later, requests]
+
+    def _of_flow(self, path: Path, seen: abc.Container[object]) -> Candidates:
+        first: Sequence | None = None
+        while firsts := self._firsts.get(path):
+            start = bisect.bisect_right(firsts, first) if first else 0
+            unseen = (s for s in itertools.islice(firsts, start, None) if _key_of(s) not in seen)
+            if (first := next(unseen, None)) is None:
+                return
+            yield first, [self._of_request(_key_of(first), 1)]
+
+    def _of_request(self, key: tuple[Priority, WorkOwner], start: int = 0) -> Candidates:
+        for sequence in self._waiting[key][start : self.max_running]:
+            yield sequence, []
 
     def _blocked_key(self, sequence: Sequence) -> tuple[abc.Hashable, int]:
         owner = sequence.owner
@@ -350,7 +421,7 @@ class ContinuousScheduler:
     def _rank(self, sequence: Sequence) -> tuple[object, ...]:
         shares = self._shares[sequence.priority]
         excess = shares.excess(sequence.owner, self._capacity)
-        key = sequence.priority, sequence.owner.client, sequence.owner.flow
+        key = _flow_of(sequence)
         if (turn := self._step_turns.get(key)) is None:
             turn = self._turns.rank(sequence.owner, sequence.priority)
             self._step_turns[key] = turn
@@ -380,6 +451,8 @@ class ContinuousScheduler:
                     continue
                 if self._admit_or_reclaim(sequence, matched, kept, limits):
                     continue
+            elif not shares.of_client(owner):
+                self._blocked_share = max(self._blocked_share, owner.share)
             blocked.add(self._blocked_key(sequence))
             self.starved |= is_interactive and not shares.excess(owner, self.max_running)[0]
         for sequence in kept:
@@ -593,6 +666,14 @@ class ContinuousScheduler:
         return True
 
 
+def _key_of(sequence: Sequence) -> tuple[Priority, WorkOwner]:
+    return sequence.priority, sequence.owner
+
+
+def _flow_of(sequence: Sequence) -> Path:
+    return sequence.priority, sequence.owner.client, sequence.owner.flow
+
+
 def _remove(queue: list[Sequence], sequence: Sequence) -> None:
     """Remove a sequence from a sorted queue; ValueError if it is not there."""
     index = bisect.bisect_left(queue, sequence)
@@ -669,14 +750,6 @@ def _prefill_chunk(sequence: Sequence, count: int) -> Chunk:
 def _num_before(queue: list[Sequence], priority: int) -> int:
     """Return how many sequences of a sorted queue are of a class before this one."""
     return bisect.bisect_left(queue, priority, key=lambda sequence: sequence.priority)
-
-
-def _first_of(queue: list[Sequence], priority: int) -> range:
-    """Return the index of a class's first sequence in a sorted queue; an empty range if there is
-    none."""
-    first = _num_before(queue, priority)
-    is_here = first < len(queue) and queue[first].priority == priority
-    return range(first, first + is_here)
 
 
 # Limits of a step's prompt tokens, by device; where prompts run whole, padding included.

@@ -432,7 +432,8 @@ class Before:
             assert not promoted or promoted in live
             assert all(promoted.number < s.number for s in below if promoted)
         counts = Counter(s.priority for s in live)
-        assert self.scheduler._live == [counts[priority] for priority in Priority]
+        sizes = [len(live) for live in self.scheduler._live]
+        assert sizes == [counts[priority] for priority in Priority]
         assert len(running) <= self.scheduler.max_running
         assert_sound(self.pool, [s.table for s in (*running, *waiting) if s.table])
         assert all(s.paused or (s.table is None and s.computed == 0) for s in waiting)

@@ -27,7 +27,7 @@ from starlette.types import Receive
 
 from batching import errors
 from batching.errors import OnequeueError
-from batching.fair_share import Priority, WorkOwner
+from batching.fair_share import FairQueue, Priority, WorkOwner
 from batching.request_queue import RequestQueue, Result, Stream, WorkItem
 from server.core.metrics import Metrics
 from server.core.model_manager import ModelManager
@@ -63,23 +63,38 @@ class Pool(Generic[T]):
     def __init__(self, name: str, threads: int, work: Callable[[list[T]], None]) -> None:
         self.work = work
         self.item_s = CALL_S / 4  # measured
-        self._groups: queue.SimpleQueue[list[T] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[list[T]] = queue.SimpleQueue()
+        self._stopped = False
         names = (f"pool-{name}-{n}" for n in range(threads))
         self.threads = [threading.Thread(target=self._run, name=n, daemon=True) for n in names]
 
+    @property
+    def group_size(self) -> int:
+        return max(1, min(MAX_GROUP, round(CALL_S / self.item_s)))
+
     def put(self, items: list[T]) -> None:
         """Queue items. From any thread."""
-        size = max(1, min(MAX_GROUP, round(CALL_S / self.item_s)))
+        size = self.group_size
         for first in range(0, len(items), size):
-            self._groups.put(items[first : first + size])
+            self._inbox.put(items[first : first + size])
 
     def stop(self) -> None:
+        self._stopped = True
         for _ in self.threads:
-            self._groups.put(None)
+            self._inbox.put([])
+
+    def _take(self) -> list[T]:
+        """Wait for a group."""
+        return self._inbox.get()
 
     def _run(self) -> None:
         use_one_core()
-        while (group := self._groups.get()) is not None:
+        while True:
+            group = self._take()
+            if self._stopped:
+                return
+            if not group:
+                continue
             started = time.perf_counter()
             try:
                 self.work(group)
@@ -87,6 +102,39 @@ class Pool(Generic[T]):
                 log.exception("bug in a pool items=%d", len(group))
             item_s = (time.perf_counter() - started) / len(group)
             self.item_s += 0.2 * (item_s - self.item_s)
+
+
+class FairPool(Pool[WorkItem]):
+    """A pool that takes items in fair order: a short request does not wait for a thousand inputs
+    of another client. A thread that takes items queues all that have arrived."""
+
+    def __init__(self, name: str, threads: int, work: Callable[[list[WorkItem]], None]) -> None:
+        super().__init__(name, threads, work)
+        self._waiting = FairQueue[WorkItem](lambda item: 1 + count_chars(item.payload))
+        self._lock = threading.Lock()
+
+    def put(self, items: list[WorkItem]) -> None:
+        if items:
+            self._inbox.put(items)
+
+    def _take(self) -> list[WorkItem]:
+        arrived = self._inbox.get()
+        with self._lock:
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    arrived += self._inbox.get_nowait()
+            size = self.group_size
+            if not self._waiting and len(arrived) <= size:
+                return arrived
+            for item in arrived:
+                self._waiting.add(item)
+            group: list[WorkItem] = []
+            while self._waiting and len(group) < size:
+                group.append(first := next(iter(self._waiting)))
+                self._waiting.remove(first)
+            if self._waiting:
+                self._inbox.put([])  # for another thread
+            return group
 
 
 class WorkerClient:
@@ -118,8 +166,8 @@ class WorkerClient:
         self.terminating = False  # a signal to stop has arrived
         self.draining = False  # new requests are refused
         self.on_drain: set[Callable[[], None]] = set()  # of streams that accept inputs
-        self.prepare: Pool[WorkItem] = Pool("prepare", pool_threads, self._prepare_items)
-        self.decode: Pool[WorkItem] = Pool("decode", pool_threads, self._prepare_items)
+        self.prepare = FairPool("prepare", pool_threads, self._prepare_items)
+        self.decode = FairPool("decode", pool_threads, self._prepare_items)
         self.finish: Pool[RawOutput] = Pool("finish", pool_threads, self._finish_items)
         self.manager = ModelManager(
             worker, queue, self._put, self._on_change, model_idle_s, models_bytes

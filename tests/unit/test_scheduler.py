@@ -869,3 +869,46 @@ def test_a_sequence_with_max_tokens_0_samples_none() -> None:
     (chunk,) = s.schedule(1000)
     assert chunk.reaches_end
     assert Batch.from_chunks([chunk]).rows == []
+
+
+@pytest.mark.parametrize("priority", [Priority.INTERACTIVE, Priority.BATCH])
+@pytest.mark.parametrize("differing", ["client", "flow", "request"])
+def test_the_cost_of_a_step_does_not_grow_with_what_waits(
+    differing: str, priority: Priority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    for waiting in (100, 2000):
+        s = scheduler_of(4000, max_running=16)
+        for n in range(waiting):
+            client, flow = n * (differing == "client"), n * (differing == "flow")
+            owner = WorkOwner(client, n, flow=flow, priority=priority)
+            s.add(Sequence(fresh(4), max_tokens=9, priority=priority, owner=owner))
+        for _ in range(3):
+            for chunk in s.schedule(1000):
+                s.advance(chunk, [7] if chunk.reaches_end else [])
+        ranked: list[Sequence] = []
+        rank = s._rank
+        monkeypatch.setattr(
+            s, "_rank", lambda x, seen=ranked, rank=rank: (seen.append(x), rank(x))[1]
+        )
+        s.schedule(1000)
+        counts.append(len(ranked))
+    assert 0 < counts[1] <= counts[0] + 2
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_waiting_sequence_is_a_candidate_once(seed: int) -> None:
+    rng = random.Random(seed)
+    s = scheduler_of(400, 4)
+    for request in range(40):
+        owner = WorkOwner(rng.randrange(4), request, flow=rng.randrange(3))
+        for _ in range(rng.randrange(1, 4)):
+            priority = Priority(rng.randrange(3))
+            s.add(Sequence(fresh(3), max_tokens=9, priority=priority, owner=owner))
+    for _ in range(5):
+        for chunk in s.schedule(1000):
+            s.advance(chunk, [7] if chunk.reaches_end else [])
+        s._pause(rng.choice(s.running))
+        candidates = list(s.candidates())
+        assert sorted(candidates) == s.waiting
+        assert candidates == sorted(candidates, key=lambda c: (c.priority, s._rank(c)[1]))
