@@ -658,6 +658,22 @@ BatchStatus = Literal[
 ]
 
 
+class BatchInputDetails(Struct):
+    cached_tokens: int = 0
+
+
+class BatchUsage(Struct):
+    """The tokens of the lines with a response so far."""
+
+    input_tokens: int = 0
+    input_tokens_details: BatchInputDetails = field(default_factory=BatchInputDetails)
+    output_tokens: int = 0
+    output_tokens_details: CompletionTokensDetails = field(
+        default_factory=lambda: CompletionTokensDetails(0)
+    )
+    total_tokens: int = 0
+
+
 class BatchJob(Struct):
     id: str
     object: Literal["batch"]
@@ -679,6 +695,8 @@ class BatchJob(Struct):
     cancelling_at: int | None = None
     cancelled_at: int | None = None
     request_counts: RequestCounts = field(default_factory=RequestCounts)
+    usage: BatchUsage = field(default_factory=BatchUsage)
+    model: str | None = None  # of the first response
 
 
 class BatchList(Struct):

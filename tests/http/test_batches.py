@@ -4,6 +4,7 @@ import io
 import json
 import sqlite3
 import zipfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 
 import openai
 import pytest
-from openai.types import Batch
+from openai.types import Batch, BatchUsage
+from openai.types.batch_usage import InputTokensDetails, OutputTokensDetails
 
 from batching.fair_share import Priority
 from server.openai.batches import input_file, runner, store
@@ -70,6 +72,29 @@ class Client:
         return by_id
 
 
+def usage_of(results: dict[str, Any]) -> BatchUsage:
+    """Return the sum of the lines' usages, which is not zero."""
+    sums: Counter[str] = Counter()
+    for line in results.values():
+        usage = line["response"]["body"]["usage"]
+        sums["total"] += usage["total_tokens"]
+        for kind, *names in (("input", "prompt_tokens", "input_tokens"),
+                             ("output", "completion_tokens", "output_tokens")):  # fmt: skip
+            for name in names:
+                sums[kind] += usage.get(name, 0)
+                details = usage.get(f"{name}_details", {})
+                sums["cached"] += details.get("cached_tokens", 0)
+                sums["reasoning"] += details.get("reasoning_tokens", 0)
+    assert sums["total"] == sums["input"] + sums["output"] > 0
+    return BatchUsage(
+        input_tokens=sums["input"],
+        input_tokens_details=InputTokensDetails(cached_tokens=sums["cached"]),
+        output_tokens=sums["output"],
+        output_tokens_details=OutputTokensDetails(reasoning_tokens=sums["reasoning"]),
+        total_tokens=sums["total"],
+    )
+
+
 @contextmanager
 def started(folder: Path, generator: FakeGenerator, **settings: Any) -> Iterator[Server]:
     settings = {"api_keys": ("one", "two")} | settings
@@ -114,6 +139,8 @@ def test_the_lines_of_a_batch_are_served_as_requests_are(server: Server, client:
     assert texts_of(client.results(batch.output_file_id)) == {
         f"line {n}": f"{n} wörds" for n in range(60)
     }
+    assert batch.usage == usage_of(client.results(batch.output_file_id))
+    assert batch.model == "demo"
     errors = client.results(batch.error_file_id)
     direct = CLIENT.post(
         server.url + CHAT, json=lines[60]["body"], headers={"Authorization": "Bearer one"}
@@ -146,6 +173,7 @@ def test_a_batch_takes_other_endpoints(client: Client, endpoint: str, body: Any)
     results = client.results(batch.output_file_id)
     assert [*sorted(results)] == ["0", "1", "2"]
     document = results["1"]["response"]["body"]
+    assert (batch.usage, batch.model) == (usage_of(results), document["model"])
     if endpoint == "/v1/completions":
         assert document["choices"][0]["text"] == "a"
     elif endpoint == "/v1/responses":  # stored for the key of the batch
@@ -265,7 +293,8 @@ def test_files_are_kept_listed_and_deleted(server: Server) -> None:
     assert [file.id for file in client.sdk.files.list(limit=3)] == newest_first  # all pages
     page = client.sdk.files.list(limit=2, order="asc", after=ids[0])
     assert ([file.id for file in page.data], page.has_more) == (ids[1:3], True)
-    assert client.sdk.files.list(purpose="batch_output").data == []
+    for purpose in ("batch_output", "user_data"):
+        assert client.sdk.files.list(purpose=purpose).data == []
     with pytest.raises(openai.BadRequestError, match="after"):
         client.sdk.files.list(after="file-0")
     assert client.sdk.files.delete(kept).deleted
@@ -363,6 +392,7 @@ def test_a_batch_goes_on_after_a_restart(tmp_path: Path) -> None:
             f"line {n}": str(n) for n in range(20)
         }
         assert [*client.results(batch.error_file_id)] == ["last"]
+        assert batch.usage == usage_of(client.results(batch.output_file_id))
         assert client.wait(later).status == "completed"
     with started(tmp_path, FakeGenerator(), api_keys=("two",)) as server:
         assert Client(server, "two").sdk.batches.list().data == []
@@ -515,7 +545,9 @@ def test_lines_find_the_prefixes_of_others_in_the_cache(
     demo: dict[str, Any] = {"chat_model": "demo", "kv_cache_gb": 0.0005, "max_running": 4}
     with serving(**demo, batch_dir=str(tmp_path)) as server:
         client = Client(server)
-        results = client.results(client.wait(client.create(jsonl(lines))).output_file_id)
+        batch = client.wait(client.create(jsonl(lines)))
+        results = client.results(batch.output_file_id)
+    assert batch.usage == usage_of(results)
     usages = [line["response"]["body"]["usage"] for line in results.values()]
     cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
     prompts = sum(usage["prompt_tokens"] for usage in usages)

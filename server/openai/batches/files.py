@@ -52,7 +52,7 @@ class FilePage(Struct):
     after: Annotated[str | None, Meta(description="The id of a file")] = None
     limit: Annotated[int, Meta(ge=1, le=10_000)] = 10_000
     order: Literal["asc", "desc"] = "desc"
-    purpose: Literal["batch", "batch_output"] | None = None
+    purpose: Annotated[str, Meta(max_length=64)] | None = None
 
 
 def namespace_of(scope: Scope) -> bytes:

@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from anyio.to_thread import run_sync
 from msgspec import Raw, Struct
+from msgspec.json import decode
 from starlette.types import Message, Receive, Scope, Send
 
 from batching.errors import ClientGone, Refused
@@ -39,6 +40,7 @@ from server.openai.batches.store import (
     LineResult,
     PendingInput,
     StoreFull,
+    TokenCounts,
 )
 from server.openai.models import ModelGroup
 from server.openai.response_schemas import BatchError, BatchStatus
@@ -85,6 +87,41 @@ class LineError(Struct):
     message: str
 
 
+class TokenDetails(Struct, frozen=True):
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+class LineUsage(Struct):
+    """The usage of a response, as any of the endpoints names it."""
+
+    prompt_tokens: int = 0
+    input_tokens: int = 0
+    prompt_tokens_details: TokenDetails = TokenDetails()
+    input_tokens_details: TokenDetails = TokenDetails()
+    completion_tokens: int = 0
+    output_tokens: int = 0
+    completion_tokens_details: TokenDetails = TokenDetails()
+    output_tokens_details: TokenDetails = TokenDetails()
+
+    def counts(self) -> TokenCounts:
+        inputs = self.prompt_tokens_details, self.input_tokens_details
+        outputs = self.completion_tokens_details, self.output_tokens_details
+        return TokenCounts(
+            self.prompt_tokens + self.input_tokens,
+            sum(details.cached_tokens for details in inputs),
+            self.completion_tokens + self.output_tokens,
+            sum(details.reasoning_tokens for details in outputs),
+        )
+
+
+class LineSummary(Struct):
+    """The part of a response that the batch counts."""
+
+    model: str | None = None
+    usage: LineUsage | None = None
+
+
 class LineOutput(Struct):
     """A line of an output or an error file."""
 
@@ -120,9 +157,12 @@ class FinishedLine(NamedTuple):
 
     def result(self) -> LineResult:
         """Return the line of the output or the error file."""
-        content = Raw(b"".join(self.response.parts))
-        response = LineResponse(self.response.status, self.request_id, content)
-        return line_result(self.position, self.custom_id, response, None)
+        content = b"".join(self.response.parts)
+        response = LineResponse(self.response.status, self.request_id, Raw(content))
+        result = line_result(self.position, self.custom_id, response, None)
+        summary = decode(content, type=LineSummary)
+        tokens = summary.usage.counts() if summary.usage else TokenCounts()
+        return result._replace(model=summary.model, tokens=tokens)
 
 
 def line_result(

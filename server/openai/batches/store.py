@@ -29,8 +29,11 @@ from server.openai.batches.input_file import CheckedLine
 from server.openai.response_schemas import (
     BatchError,
     BatchErrors,
+    BatchInputDetails,
     BatchJob,
     BatchStatus,
+    BatchUsage,
+    CompletionTokensDetails,
     FileObject,
 )
 from server.openai.responses.store import use_write_ahead_log
@@ -103,10 +106,21 @@ class PendingInput(NamedTuple):
     size: int
 
 
+class TokenCounts(NamedTuple):
+    """The tokens of a line."""
+
+    input: int = 0
+    cached: int = 0  # of the input
+    output: int = 0
+    reasoning: int = 0  # of the output
+
+
 class LineResult(NamedTuple):
     position: int
     content: bytes  # a line of the output or the error file
     is_error: bool
+    model: str | None = None
+    tokens: TokenCounts = TokenCounts()
 
 
 @dataclass(eq=False)
@@ -378,8 +392,8 @@ class BatchStore:
             record.error_id: [result.content for result in results if result.is_error],
         }
         total = sum(len(result.content) for result in results)
-        counts = record.job.request_counts
-        before = counts.completed, counts.failed
+        job, counts = record.job, record.job.request_counts
+        before = counts.completed, counts.failed, job.usage, job.model
         with self._lock:
             sizes = {id: self._size(id) for id in contents}
             self._reserve(record.namespace, total)
@@ -388,6 +402,8 @@ class BatchStore:
                 sizes[id] = write(self.path(id), sizes[id], lines)
             counts.completed += len(contents[record.output_id])
             counts.failed += len(contents[record.error_id])
+            job.usage = add_tokens(job.usage, results)
+            job.model = job.model or next((r.model for r in results if r.model), None)
             record.crashes = 0
             sized = "UPDATE files SET bytes = ? WHERE id = ?"
             done = "UPDATE lines SET is_done = 1 WHERE batch = ? AND position = ?"
@@ -397,7 +413,7 @@ class BatchStore:
                 database.executemany(done, positions)
                 self._save(record)
         except BaseException:
-            counts.completed, counts.failed = before
+            counts.completed, counts.failed, job.usage, job.model = before
             with self._lock:
                 self._used[record.namespace] -= total
             raise
@@ -460,6 +476,20 @@ class BatchStore:
                 f"ORDER BY number {order} LIMIT ?"
             )
             return self._database.execute(select, (*conditions, page.limit + 1)).fetchall()
+
+
+def add_tokens(usage: BatchUsage, results: Sequence[LineResult]) -> BatchUsage:
+    """Return the usage with the tokens of results."""
+    counts = [
+        usage.input_tokens,
+        usage.input_tokens_details.cached_tokens,
+        usage.output_tokens,
+        usage.output_tokens_details.reasoning_tokens,
+    ]
+    counts = [sum(column) for column in zip(counts, *(r.tokens for r in results), strict=True)]
+    input, cached, output, reasoning = counts
+    details = BatchInputDetails(cached), CompletionTokensDetails(reasoning)
+    return BatchUsage(input, details[0], output, details[1], input + output)
 
 
 def write(path: Path, offset: int, lines: Sequence[bytes]) -> int:
