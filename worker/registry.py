@@ -103,6 +103,11 @@ class ServedModel:
         self.at_start, self.state = True, "loading"
 
     @property
+    def served_name(self) -> str:
+        """The name that responses have."""
+        return self.info.model if self.info else self.title
+
+    @property
     def kind(self) -> str:
         return self.name.partition(":")[0]
 

@@ -507,12 +507,12 @@ class Submission(Generic[Result]):
             context.flow,
             context.share,
         )
-        served = worker_client.models[model]
-        context.model = served.info.model if served.info else served.title
+        context.model = worker_client.models[model].served_name
         self._expire_at(min(deadlines.first, deadlines.whole))
+        self._watching: asyncio.Task[None] | None = None
         if receive:
-            # The pending receive() keeps a reference to the task.
-            worker_client.loop.create_task(self._abort_on_disconnect(receive))
+            watching = self._abort_on_disconnect(receive)
+            self._watching = worker_client.loop.create_task(watching)
 
     def __enter__(self) -> Self:
         return self
@@ -523,6 +523,8 @@ class Submission(Generic[Result]):
     def close(self) -> None:
         """Free the slots and abort the items that still run."""
         self._expire_at(math.inf)
+        if self._watching:
+            self._watching.cancel()
         self.record(self.context)
         self.worker_client.queue.release(self.items)
 

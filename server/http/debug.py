@@ -19,7 +19,7 @@ class QueuedRequest(Struct):
     id: str
     key: str  # its name
     priority: str  # its class
-    model: str  # its name in the registry
+    model: str  # its served name
     state: Literal["waiting", "running"]
     age_s: float  # since it was accepted
     time_left_s: float | None  # until the response must begin; null where it has, or has no limit
@@ -36,15 +36,18 @@ class DebugQueue(Struct):
 
 async def debug_queue(request: Request) -> DebugQueue:
     app, queue = request.app, request.app.worker_client.queue
-    names = {key.id: key.name for key in app.keyring}
+    keys = {key.id: key.name for key in app.keyring}
+    models = {model.name: model.served_name for model in app.worker_client.models.values()}
     by_owner: dict[WorkOwner, list[WorkItem]] = {}  # the items of a stream arrive over time
     for item in sorted(queue.items, key=lambda item: item.accepted_at):
         by_owner.setdefault(item.owner, []).append(item)
-    requests = [describe(items, names) for items in islice(by_owner.values(), MAX_REQUESTS)]
+    requests = [describe(items, keys, models) for items in islice(by_owner.values(), MAX_REQUESTS)]
     return DebugQueue(queue.pending, queue.slots.capacity, requests)
 
 
-def describe(items: list[WorkItem], names: dict[bytes, str]) -> QueuedRequest:
+def describe(
+    items: list[WorkItem], keys: dict[bytes, str], models: dict[str, str]
+) -> QueuedRequest:
     """Describe the items of one request."""
     first, now = items[0], time.monotonic()
     running = sum(item.started_at > 0 for item in items)
@@ -52,9 +55,9 @@ def describe(items: list[WorkItem], names: dict[bytes, str]) -> QueuedRequest:
     has_started = isinstance(stream, DeltaStream) and stream.started
     return QueuedRequest(
         id=first.owner.request_id,
-        key=names.get(first.owner.client, ""),  # type: ignore[call-overload]  # bytes, here
+        key=keys.get(first.owner.client, ""),  # type: ignore[call-overload]  # bytes, here
         priority=first.priority.name.lower(),
-        model=first.model,
+        model=models[first.model],
         state="running" if running or has_started else "waiting",
         age_s=round(now - first.accepted_at, 3),
         time_left_s=None if has_started or left_s == math.inf else round(left_s, 3),

@@ -52,7 +52,7 @@ def test_waiting_and_running_requests_are_listed_with_their_keys() -> None:
             assert (document["inputs"], document["slots"]) == (1, 8)
             [request] = document["requests"]
             assert (request["id"], request["key"]) == ("mine", "key 2")
-            assert request["model"] == "generation"
+            assert request["model"] == "fake"
             assert request["age_s"] >= 0
             assert request["state"] == "running"
             assert request["output_tokens"] > 0
@@ -79,7 +79,8 @@ def test_a_request_whose_inputs_arrive_over_time_is_listed_once() -> None:
         stream = queue.new_owner(b"first", "stream")
         for owner in (stream, None, stream):
             queue.accept(["a"], math.inf, lane, "generation", request_id="other", owner=owner)
-        client = SimpleNamespace(queue=queue)
+        models = {"generation": SimpleNamespace(name="generation", served_name="demo")}
+        client = SimpleNamespace(queue=queue, models=models)
         app = SimpleNamespace(worker_client=client, keyring=[])
         request: Any = SimpleNamespace(app=app)
         return [f"{entry.id} {entry.inputs}" for entry in (await debug_queue(request)).requests]

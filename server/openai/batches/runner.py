@@ -38,9 +38,9 @@ from server.openai.batches.store import (
     BatchRecord,
     BatchStore,
     LineResult,
+    LineTokens,
     PendingInput,
     StoreFull,
-    TokenCounts,
 )
 from server.openai.models import ModelGroup
 from server.openai.response_schemas import BatchError, BatchStatus
@@ -104,10 +104,10 @@ class LineUsage(Struct):
     completion_tokens_details: TokenDetails = TokenDetails()
     output_tokens_details: TokenDetails = TokenDetails()
 
-    def counts(self) -> TokenCounts:
+    def counts(self) -> LineTokens:
         inputs = self.prompt_tokens_details, self.input_tokens_details
         outputs = self.completion_tokens_details, self.output_tokens_details
-        return TokenCounts(
+        return LineTokens(
             self.prompt_tokens + self.input_tokens,
             sum(details.cached_tokens for details in inputs),
             self.completion_tokens + self.output_tokens,
@@ -161,7 +161,7 @@ class FinishedLine(NamedTuple):
         response = LineResponse(self.response.status, self.request_id, Raw(content))
         result = line_result(self.position, self.custom_id, response, None)
         summary = decode(content, type=LineSummary)
-        tokens = summary.usage.counts() if summary.usage else TokenCounts()
+        tokens = summary.usage.counts() if summary.usage else LineTokens()
         return result._replace(model=summary.model, tokens=tokens)
 
 

@@ -106,7 +106,7 @@ class PendingInput(NamedTuple):
     size: int
 
 
-class TokenCounts(NamedTuple):
+class LineTokens(NamedTuple):
     """The tokens of a line."""
 
     input: int = 0
@@ -120,7 +120,7 @@ class LineResult(NamedTuple):
     content: bytes  # a line of the output or the error file
     is_error: bool
     model: str | None = None
-    tokens: TokenCounts = TokenCounts()
+    tokens: LineTokens = LineTokens()
 
 
 @dataclass(eq=False)
