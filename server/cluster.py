@@ -1,0 +1,79 @@
+"""Ray Serve: `serve run server.cluster:app`, with the settings in the environment.
+
+    proxy → router: the replica of the session → replica: the app of app.py with its own worker
+
+A replica is started once its models are loaded. It refuses what its queue does not take itself:
+Ray's own limit of ongoing requests is above it. Replicas are added while more inputs are accepted
+than all of them run at a time.
+"""
+
+import asyncio
+import math
+from typing import TYPE_CHECKING
+
+from ray import serve
+from ray.serve.config import (
+    AutoscalingConfig,
+    AutoscalingContext,
+    AutoscalingPolicy,
+    RequestRouterConfig,
+)
+
+import server.app
+from batching.errors import WorkerDown
+from server.core.settings import load_settings
+
+if TYPE_CHECKING:
+    from server.core.worker_client import WorkerClient
+    from server.http.request import Application
+
+ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+# A client that finds the queue filled by others still gets its share of slots.
+MAX_QUEUES = 8
+MAX_REPLICAS = 8
+
+
+def make_app() -> "Application":
+    """Return the app of a replica's process."""
+    app: Application = server.app.app
+    return app
+
+
+class Replica:
+    @property
+    def worker_client(self) -> "WorkerClient":
+        return make_app().worker_client
+
+    async def check_health(self) -> None:
+        """Wait for the models at the start; raise if the worker is dead or stuck."""
+        await asyncio.shield(self.worker_client.loaded)
+        if self.worker_client.stuck or self.worker_client.worker.state == "dead":
+            raise WorkerDown("the worker is down")
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return what choose_replicas reads."""
+        return {"inputs": self.worker_client.queue.pending}
+
+
+def choose_replicas(context: AutoscalingContext) -> tuple[int, dict[str, object]]:
+    """Return how many replicas run all accepted inputs side by side."""
+    inputs = sum(context.aggregated_metrics.get("inputs", {}).values())
+    replicas = math.ceil(inputs / context.config.target_ongoing_requests)
+    least, most = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
+    return min(max(replicas, least), most), {}
+
+
+settings = load_settings()
+deployment = serve.deployment(
+    serve.ingress(make_app)(Replica),
+    max_ongoing_requests=MAX_QUEUES * settings.max_queue_size,
+    autoscaling_config=AutoscalingConfig(
+        min_replicas=1,
+        max_replicas=MAX_REPLICAS,
+        target_ongoing_requests=settings.max_running,
+        policy=AutoscalingPolicy(policy_function=choose_replicas),
+    ),
+    graceful_shutdown_timeout_s=settings.shutdown_grace_s + 5,
+    request_router_config=RequestRouterConfig(request_router_class=ROUTER),
+)
+app = deployment.bind()
