@@ -31,6 +31,7 @@ from server.preflight import (
     exit_with_error,
     forbid_conversion,
     has_cache_folder,
+    limit_kernel_caches,
     openmp_threads,
     set_openmp_variables,
 )
@@ -65,6 +66,7 @@ def make_app() -> Application:
     settings = load_settings()
     check_hub(settings)
     app = create_app(settings)
+    limit_kernel_caches()
     if cores := app.worker_client.worker.cores:
         set_openmp_variables(cores)
     globals()["app"] = app

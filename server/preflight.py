@@ -66,6 +66,9 @@ MODELS = dict(zip(MODEL_SETTINGS, KINDS, strict=True))
 CPU_KINDS = ("int8", "int4")
 DEMO_MODELS = ("pipeline_model", "chat_model", "embedding_model")
 SPIN_COUNT = 20_000  # 0.3 to 1 ms, depending on the CPU's pause instruction
+# Compiled products that oneDNN and torch keep, each: 0.8 to 1.4 MB for every number of rows. The
+# steps of a few models have fewer; by default 1,024 are kept, up to 1.7 GB.
+KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32"}
 CACHE_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 _OPENMP_THREADS = re.compile(r"\s*(\d{1,4})\s*(,.*)?")  # the first number is the outer level's
 # The setting for a checkpoint by its task; other tasks are for POST /.
@@ -295,6 +298,13 @@ def set_openmp_variables(cores: Cores) -> None:
     if cores.limited and "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
         os.environ.setdefault("KMP_BLOCKTIME", "1")  # milliseconds; LLVM's and Intel's library
+
+
+def limit_kernel_caches() -> None:
+    """Set the environment of oneDNN and torch, which are about to be loaded; the operator's own
+    variables stay."""
+    for name, count in KERNEL_CACHES.items():
+        os.environ.setdefault(name, count)
 
 
 @cache

@@ -1,5 +1,7 @@
 """Models on a paged cache, and the check at load that detects faults."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -39,6 +41,23 @@ def test_an_architecture_runs_on_a_paged_cache(model: str) -> None:
     assert loaded.windows == [WINDOW if model in WINDOWED else 0, second]
     assert [layer.chunk for layer in loaded.layers] == [WINDOW if model == "llama4" else 0, 0]
     assert loaded.context == tiny_decoders.CONTEXT
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3.5"])
+def test_a_model_is_freed_with_its_engine(model: str, caplog: pytest.LogCaptureFixture) -> None:
+    folder = str(tiny_decoders.folder(model))
+    options = GeneratorOptions(
+        folder, dtype="float32", device="cpu", compile="off", kv_cache_gb=0.01
+    )
+    engine = load_generator(options)
+    engine.warm_up()
+    text_model: Any = engine.text_model  # with the tokenizer
+    parts = [weakref.ref(part) for part in (engine, engine.runner, text_model)]
+    parts.append(weakref.ref(engine.runner.language.model))
+    engine.close()
+    del engine, text_model
+    gc.collect()
+    assert [part() for part in parts] == [None] * len(parts)
 
 
 @pytest.mark.parametrize("model", sorted(UNPAGED))

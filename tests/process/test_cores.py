@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from server.preflight import SPIN_COUNT, openmp_threads, set_openmp_variables
+from server.preflight import KERNEL_CACHES, SPIN_COUNT, openmp_threads, set_openmp_variables
 from worker.cores import (
     Cores,
     choose_cores,
@@ -294,3 +294,36 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in OPENMP:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
+
+
+# ── the memory of compiled products ──
+
+PRODUCTS = """
+    import re
+    from server.preflight import limit_kernel_caches
+
+    limit_kernel_caches()
+    import torch
+    from worker.model.cpu.linear import PackedLinear
+
+    def resident_mb():
+        return int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1]) // 1024
+
+    layer, x = PackedLinear(torch.zeros(256, 256), None), torch.zeros(200, 256)
+    layer(x)
+    before = resident_mb()
+    for rows in range(1, 200):
+        layer(x[:rows])
+    print(resident_mb() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
+def test_products_of_many_numbers_of_rows_take_little_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in KERNEL_CACHES:
+        monkeypatch.delenv(name, raising=False)
+    done = run(PRODUCTS, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 70  # 26; without the limits 120, on a CPU with AVX-512

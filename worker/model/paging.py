@@ -12,6 +12,7 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -58,6 +59,12 @@ NO_ATTENTION = LayerShape(0, 0, 0)
 NARROW_WINDOW = 5
 # Share of the memory that is free after loading, for the keys and values of one model.
 CACHE_SHARE = {"cpu": 0.5, "cuda": 0.85}
+
+
+# The function that records the layers of the model that this thread probes. transformers keeps
+# what is registered, so the registered function refers to no model.
+_recorder: ContextVar[Callable[..., tuple[Tensor, None]]] = ContextVar("recorder")
+AttentionInterface.register(PROBE, lambda *args, **kwargs: _recorder.get()(*args, **kwargs))
 
 
 def load_paged_runner(
@@ -235,13 +242,16 @@ class PagingCheck:
             probe.record_attention()
             return _record(recorded, language.is_multimodal, *args, **kwargs)
 
-        AttentionInterface.register(PROBE, record)
         set_attention(self.language.decoder, PROBE)
         positions = torch.arange(2, device=self.model.device)[None]
-        with probe.recording():
-            self._call(
-                input_ids=positions * 0, position_ids=positions, **probe.arguments(self.model)
-            )
+        token = _recorder.set(record)
+        try:
+            with probe.recording():
+                self._call(
+                    input_ids=positions * 0, position_ids=positions, **probe.arguments(self.model)
+                )
+        finally:
+            _recorder.reset(token)
         config = language.config
         layers = config.num_hidden_layers
         if not probe.attending(layers) <= recorded.keys() <= set(range(layers)):
