@@ -79,6 +79,38 @@ def test_rows_with_adapters_are_as_of_the_merged_models(name: str, tmp_path: Pat
     assert driver.total("cached_tokens") > 0  # prefixes of the first part, each of its own adapter
 
 
+HYBRIDS = ("qwen3.5", "qwen3-next", "lfm2", "bamba", "olmo-hybrid")
+
+
+@pytest.mark.parametrize("name", matrix(HYBRIDS, "qwen3.5"))
+def test_attention_and_mlps_of_hybrids_are_adapted(name: str, tmp_path: Path) -> None:
+    base = tiny_decoders.folder(name)
+    parts = (
+        "self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "self_attn.out_proj",
+        "mlp.up_proj", "mlp.down_proj", "feed_forward.w1", "feed_forward.down_proj",
+    )  # fmt: skip
+    folders = [tiny_adapters.make(tmp_path / str(seed), base, seed, parts) for seed in (1, 2)]
+    generator = engine(name)
+    assert runner_of(generator).language.recurrent
+    adapters = [None, *(load(generator, folder) for folder in folders)]
+    models = [tiny_adapters.merged(base, folder) for folder in folders]
+    rows = prompts(3, LENGTHS, 1)
+    wanted = [greedy(name, rows, TOKENS), *(expected(model, rows) for model in models)]
+    assert wanted[0] != wanted[1] != wanted[2]
+    mixed = [(row, n) for row in range(len(rows)) for n in range(3)]
+    items = [with_adapter(request(rows[row], max_tokens=TOKENS), adapters[n]) for row, n in mixed]
+    for item, (row, n) in zip(items, mixed, strict=True):  # alone
+        assert outputs(serve(generator, [item])[0]) == [wanted[n][row]]
+    items = [with_adapter(request(rows[row], max_tokens=TOKENS), adapters[n]) for row, n in mixed]
+    assert outputs(serve(generator, items, seed=4)[0]) == [wanted[n][row] for row, n in mixed]
+
+
+def test_adapters_of_recurrent_layers_are_refused(tmp_path: Path) -> None:
+    folder = tiny_adapters.make(tmp_path / "a", tiny_decoders.folder("qwen3.5"), 1)
+    with pytest.raises(InvalidAdapter, match=r"linear_attn.*recurrent layers cannot"):
+        load(engine("qwen3.5"), folder)
+
+
 def test_prompts_in_chunks_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", {"cpu": 16})
     monkeypatch.setattr(scheduler, "MIN_PREFILL_TOKENS", 16)
