@@ -92,6 +92,7 @@ class Pool(Generic[T]):
         while True:
             group = self._take()
             if self._stopped:
+                self._inbox.put([])  # another thread may wait: this one may have taken its end
                 return
             if not group:
                 continue

@@ -62,4 +62,5 @@ def test_all_inputs_are_prepared_once_by_several_threads() -> None:
     pool.stop()
     for thread in pool.threads:
         thread.join(60)
+    assert not any(thread.is_alive() for thread in pool.threads)
     assert done.empty()
