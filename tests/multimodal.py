@@ -93,7 +93,7 @@ def fail_check(*_: Any) -> None:
 
 def in_small_chunks(generator: GenerationEngine, tokens: int) -> GenerationEngine:
     budget: Any = generator._budget
-    budget.prompt_tokens = lambda streaming, spent_s: tokens
+    budget.prompt_tokens = lambda streaming, spent_s, max_turn_s: tokens
     return generator
 
 

@@ -77,7 +77,11 @@ def test_response_is_parsed_into_a_pydantic_model(target: Sdk) -> None:
 
 def test_streamed_response_is_parsed_in_parts_and_at_its_end(target: Sdk) -> None:
     with target.client.chat.completions.stream(
-        model=target.model, messages=user(sdk.QUESTION), response_format=Place, max_tokens=300
+        model=target.model,
+        messages=user(sdk.QUESTION),
+        response_format=Place,
+        max_tokens=300,
+        seed=0,
     ) as stream:
         events = list(stream)
         final = stream.get_final_completion().choices[0].message
@@ -158,6 +162,7 @@ def test_none_calls_no_tool(target: Sdk) -> None:
         tools=[sdk.WEATHER],
         tool_choice="none",
         max_tokens=60,
+        seed=0,
     )
     assert answer.choices[0].message.tool_calls is None
     assert answer.choices[0].message.content
@@ -191,6 +196,7 @@ def test_streamed_call_has_its_name_first_and_is_parsed_at_its_end(target: Sdk) 
         tool_choice="required",
         parallel_tool_calls=False,
         max_tokens=200,
+        seed=0,
     ) as stream:
         events = list(stream)
         final = stream.get_final_completion()

@@ -19,6 +19,7 @@ from tests.serving import wait_until
 ROOT = Path(__file__).parents[2]
 NGINX = shutil.which("nginx") or shutil.which("/usr/sbin/nginx")
 REQUESTS = 300
+CLIENTS = 8
 
 PROGRAM = """
     import sys, uvicorn
@@ -67,7 +68,7 @@ def test_no_request_fails_when_one_of_two_servers_ends(number: int, tmp_path: Pa
         process([sys.executable, "-c", code, sockets[0]]) as child,
         process([sys.executable, "-c", code, sockets[1]]),
         process(nginx) as proxy,
-        ThreadPoolExecutor(8) as pool,
+        ThreadPoolExecutor(CLIENTS) as pool,
         httpx.Client() as client,
     ):
         for path in sockets:
@@ -77,9 +78,15 @@ def test_no_request_fails_when_one_of_two_servers_ends(number: int, tmp_path: Pa
         def post(n: int) -> int:
             if n == REQUESTS // 3:
                 child.send_signal(number)
-            return client.post(url, content=f"text {n}").status_code
+            try:
+                return client.post(url, content=f"text {n}").status_code
+            except httpx.RemoteProtocolError:  # killed between a response's head and its body
+                assert number == signal.SIGKILL
+                return 0
 
-        assert set(pool.map(post, range(REQUESTS))) == {200}
+        statuses = [*pool.map(post, range(REQUESTS))]
+        assert statuses.count(200) >= REQUESTS - CLIENTS
+        assert {*statuses} <= {0, 200}
         child.wait(60)
         assert client.post(url, content="after").status_code == 200
         proxy.send_signal(signal.SIGQUIT)  # its worker processes end, too
