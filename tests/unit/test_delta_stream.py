@@ -15,7 +15,6 @@ from batching.request_queue import RequestQueue, StepLane
 from server.core.delta_stream import DeltaStream
 from server.core.request_context import RequestContext
 from server.core.worker_client import Deadlines
-from tests.fake_generator import INFO
 
 
 @asynccontextmanager
@@ -33,7 +32,7 @@ async def streaming() -> AsyncIterator[DeltaStream[str]]:
     ) -> Any:
         return queue.accept(payloads, deadline, StepLane(name, 10), name, stream, cache_namespace)
 
-    model = SimpleNamespace(info=INFO)
+    model = SimpleNamespace(served_name="fake")
     worker_client: Any = SimpleNamespace(loop=loop, queue=queue, submit=submit, models={"x": model})
     deadlines, context = Deadlines(math.inf, math.inf), RequestContext("")
     with DeltaStream[str](worker_client, "x", ["a"], deadlines, None, context) as stream:
