@@ -28,7 +28,7 @@ class Job:
 
     def run(self) -> None:
         if not self.result.set_running_or_notify_cancel():
-            return  # nobody waits for it: the server stops
+            return  # cancelled, as the server stops
         try:
             value = self.function()
         except BaseException as error:

@@ -61,8 +61,8 @@ NARROW_WINDOW = 5
 CACHE_SHARE = {"cpu": 0.5, "cuda": 0.85}
 
 
-# The function that records the layers of the model that this thread probes. transformers keeps
-# what is registered, so the registered function refers to no model.
+# The function that records the layers of the model that this thread probes. transformers never
+# drops a registered function, so that function holds no reference to a model.
 _recorder: ContextVar[Callable[..., tuple[Tensor, None]]] = ContextVar("recorder")
 AttentionInterface.register(PROBE, lambda *args, **kwargs: _recorder.get()(*args, **kwargs))
 
