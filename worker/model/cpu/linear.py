@@ -343,8 +343,8 @@ class Int4Linear(nn.Module):
 
 
 class NativeInt4Linear(nn.Module):
-    """Int4Linear by the native operation, which must be loaded: it widens weights to bfloat16 in
-    the cache, and a row of its result does not depend on the other rows.
+    """Int4Linear by the native operation, which must be loaded. A row of its result does not depend
+    on the other rows.
 
     `blocks` [out / QUANTIZED_COLUMNS, in / INT4_DEPTH, bytes], padded with zeros: scales, offsets
     and codes of QUANTIZED_COLUMNS outputs and INT4_DEPTH inputs.
@@ -389,12 +389,15 @@ def _quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _int4_blocks(codes: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
-    """Return the blocks of the native operation: two inputs side by side for each column; a byte
-    holds two of 32 codes, 16 apart."""
+    """Return the blocks of the native operation: words of four codes, of columns 16 apart; two
+    inputs side by side for each column."""
     columns, depth = QUANTIZED_COLUMNS, INT4_DEPTH
     shape = (len(codes) // columns, columns, codes.shape[1] // depth, depth // 2, 2)
-    pairs = codes.view(shape).permute(0, 2, 3, 1, 4).reshape(*shape[:1], shape[2], -1, 2, 16)
-    bytes_of_codes = (pairs[..., 0, :] | pairs[..., 1, :] << 4).flatten(2)
+    pairs = (
+        codes.view(shape).permute(0, 2, 3, 1, 4).reshape(*shape[:1], shape[2], depth // 2, 4, -1)
+    )
+    low, high = (pairs[:, :, :, n] | pairs[:, :, :, n + 1] << 4 for n in (0, 2))
+    bytes_of_codes = torch.stack((low, high), -1).flatten(2)  # of each word the lower one first
     factors = [
         each.view(shape[0], columns, -1).transpose(1, 2).contiguous().view(torch.uint8)
         for each in (scales, offsets)

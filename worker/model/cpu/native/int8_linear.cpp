@@ -32,12 +32,12 @@ struct Int8Weights {
 #endif
 
 #if defined(__AVX512BF16__)
-// The product of x [..., depth], float32 or bfloat16, with weights of a depth padded with zeros, plus
-// bias [columns] of x's type → [..., columns].
-template <typename Weights>
+// x [..., depth], float32 or bfloat16, bias [columns] of x's type → [..., columns], which
+// `multiply(x, bias, out, rows)` computes from x in bfloat16 with its depth padded with zeros.
+template <typename Multiply>
 Tensor quantized_product(
-    const Tensor& x, const Weights& weights, int64_t padded, const std::optional<Tensor>& bias,
-    int64_t columns) {
+    const Tensor& x, int64_t padded, const std::optional<Tensor>& bias, int64_t columns,
+    const Multiply& multiply) {
   auto sizes = x.sizes().vec();
   sizes.back() = columns;
   const Tensor out = at::empty(sizes, x.options());
@@ -48,10 +48,8 @@ Tensor quantized_product(
       padded > depth ? at::constant_pad_nd(half, {0, padded - depth}) : half.contiguous();
   dispatch(x, [&](auto kind) {
     using O = decltype(kind);
-    Linear<Half, QUANTIZED_GROUP, Weights, O>{
-        wide.const_data_ptr<Half>(), weights, bias ? bias_row.const_data_ptr<O>() : nullptr,
-        out.mutable_data_ptr<O>(), rows, padded, columns}
-        .multiply();
+    const O* added = bias ? bias_row.const_data_ptr<O>() : nullptr;
+    multiply(wide.const_data_ptr<Half>(), added, out.mutable_data_ptr<O>(), rows);
   });
   return out;
 }
@@ -72,7 +70,11 @@ Tensor int8_linear(
           (!bias || (bias->numel() == columns && bias->scalar_type() == x.scalar_type())),
       "int8_linear of ", x.sizes(), " ", x.scalar_type(), " and panels ", panels.sizes());
   const Int8Weights weights{panels.const_data_ptr<int8_t>(), scales.const_data_ptr<float>()};
-  return quantized_product(x, weights, padded, bias, columns);
+  return quantized_product(
+      x, padded, bias, columns, [&]<typename O>(const Half* in, const O* bias_row, O* out, int64_t rows) {
+        Linear<Half, QUANTIZED_GROUP, Int8Weights, O>{in, weights, bias_row, out, rows, padded, columns}
+            .multiply();
+      });
 #else
   TORCH_CHECK(false, "no kernel for int8 weights on this CPU");
 #endif

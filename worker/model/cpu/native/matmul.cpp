@@ -191,6 +191,10 @@ class Multiplier<Half> {
     if (lower && right) _tile_stored(3, under + LANES, c_bytes);
   }
 };
+
+inline bool has_tiles() { return TileConfig::available(); }
+#else
+inline bool has_tiles() { return false; }
 #endif
 
 }  // namespace
