@@ -20,6 +20,12 @@ CONTEXT = 256
 WINDOW = 8
 MIXED = ["sliding_attention", "full_attention"]
 GROUPED = {"num_key_value_heads": 2}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+}
 EXPERTS = {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _root = tempfile.TemporaryDirectory(prefix="tiny-decoders-")
 
@@ -275,6 +281,27 @@ UNFIXABLE: dict[str, Callable[[], list[Any]]] = {
         },
     ),
 }
+# One set of factors, for more tokens than `max_position_embeddings`.
+YARN: dict[str, Callable[[], list[Any]]] = {
+    name: decoder(config, **GROUPED, **more, max_position_embeddings=64)
+    for name, config, more in (
+        ("llama-yarn", "LlamaConfig", {"rope_parameters": YARN_ROPE}),
+        (
+            "gemma3-yarn",
+            "Gemma3TextConfig",
+            {
+                "head_dim": 8,
+                "sliding_window": WINDOW,
+                "layer_types": MIXED,
+                "query_pre_attn_scalar": 8,
+                "rope_parameters": {
+                    "full_attention": YARN_ROPE,
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                },
+            },
+        ),
+    )
+}
 # Windows longer than the prompts of the check at load.
 WIDE: dict[str, Callable[[], list[Any]]] = {
     name: decoder(config, **GROUPED, **more, sliding_window=320, max_position_embeddings=1024)
@@ -309,4 +336,4 @@ def skip_where_capping_is_ignored(name: str) -> None:
 
 WINDOWED = ("mistral", "gemma2", "gemma3", "starcoder2", "cohere2", "gpt-oss")
 ARCHITECTURES = sorted(BUILDERS)
-BUILDERS |= RECURRENT | UNPAGED | LONG_ROPES | UNFIXABLE | WIDE
+BUILDERS |= RECURRENT | UNPAGED | LONG_ROPES | UNFIXABLE | YARN | WIDE

@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from tests import generating, tiny_decoders
 from tests.generating import ORDINARY, request
 from tests.matrix import matrix
-from tests.tiny_decoders import CONTEXT, LONG_ROPES
+from tests.tiny_decoders import CONTEXT, LONG_ROPES, YARN
 from worker.device.self_check import CannotRun
 from worker.generation import loading
 from worker.generation.engine import GenerationEngine
@@ -133,6 +133,18 @@ def test_factors_that_cannot_be_fixed_leave_the_original_length(
     assert outputs(engine, batch) == expected
     with pytest.raises(LoadingFailed, match="MAX_MODEL_LEN=100: the model takes 64"):
         load("phimoe-longrope", max_model_len=100)
+
+
+@pytest.mark.parametrize("model", matrix(sorted(YARN), "llama-yarn"))
+def test_yarn_extends_the_context_and_outputs_are_those_of_generate(
+    model: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its configuration names 64 tokens, its factors are for 256."""
+    engine = load(model)
+    assert engine.text_model.max_model_len == CONTEXT
+    assert "rotary" not in caplog.text
+    batch = prompts((*LENGTHS, 200))
+    assert outputs(engine, batch) == [greedy(model, prompt) for prompt in batch]
 
 
 def test_a_length_beyond_the_checkpoints_factors_is_refused() -> None:

@@ -2,7 +2,8 @@
 
 Rotary embeddings of the types `longrope` and `dynamic` choose their factors by the longest sequence
 of a batch, where cached keys of shorter sequences have other factors already. A server needs one
-set for all lengths. It is chosen at load, by the served length.
+set for all lengths. It is chosen at load, by the served length. Those of the type `yarn` have one
+set, for `factor` times the original context, whatever context the configuration names.
 """
 
 from typing import Any
@@ -40,14 +41,16 @@ class RotaryFactors:
         }
         self.original = self.longest = limit
         ropes = getattr(config, "rope_parameters", None) or {}
-        for rope in (ropes, *ropes.values()) if self._types else ():
+        for rope in (ropes, *ropes.values()):
             if not isinstance(rope, dict):
                 continue
             trained = rope.get("original_max_position_embeddings") or limit
             if rope.get("rope_type") == "longrope":
                 self.original = min(self.original, trained)
-            elif rope.get("rope_type") == "dynamic":
-                self.longest = max(limit, int(trained * (rope.get("factor") or 1)))
+            elif rope.get("rope_type") in ("dynamic", "yarn"):
+                self.longest = max(self.longest, int(trained * (rope.get("factor") or 1)))
+        if not self._types:
+            self.original = self.longest
         self.context = self.original
 
     @torch.no_grad()
