@@ -21,10 +21,10 @@ COMPRESSED = {
 }
 
 
-def write_config(folder: Path, section: dict[str, Any]) -> Path:
+def write_config(folder: Path, section: dict[str, Any], source: Path = DEMO) -> Path:
     """Copy the model with a quantization_config."""
-    shutil.copytree(DEMO, folder, dirs_exist_ok=True)
-    config = json.loads((DEMO / "config.json").read_text())
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    config = json.loads((source / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": section}))
     return folder
 
@@ -61,6 +61,103 @@ def write_compressed(folder: Path) -> Path:
         return {name: (weight / scale).round().to(torch.int8), f"{name}_scale": scale}
 
     return _write(folder, COMPRESSED, quantize)
+
+
+def write_gptq(
+    folder: Path,
+    bits: int = 4,
+    group: int = 64,
+    format: str = "gptq",
+    desc_act: bool = False,
+    source: Path = DEMO,
+) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Write the model as GPTQ does, and return the dequantized weights too."""
+    section = {
+        "quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": desc_act,
+        "sym": False, "checkpoint_format": format,
+    }  # fmt: skip
+
+    def pack(name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        inputs = weight.shape[1]
+        groups = torch.arange(inputs) // group
+        if desc_act:
+            groups = groups[torch.randperm(inputs, generator=torch.Generator().manual_seed(0))]
+        codes, zeros, scales = _rounded(weight, groups, bits)
+        stored = zeros - 1 if format == "gptq" else zeros
+        return {
+            "qweight": _words(codes, bits).T.contiguous(),  # words of consecutive inputs
+            "qzeros": _words(stored.T % 2**bits, bits),
+            "scales": scales.T.contiguous().half(),
+            "g_idx": groups.int(),
+        }, (codes - zeros[:, groups]) * scales[:, groups]
+
+    return _write_packed(folder, section, pack, source)
+
+
+def write_awq(
+    folder: Path, group: int = 64, source: Path = DEMO
+) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Write the model as AWQ does, and return the dequantized weights too."""
+    section = {
+        "quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True,
+        "version": "gemm",
+    }  # fmt: skip
+
+    def pack(name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        groups = torch.arange(weight.shape[1]) // group
+        codes, zeros, scales = _rounded(weight, groups, 4)
+        return {
+            "qweight": _words(_awq_order(codes.T), 4),
+            "qzeros": _words(_awq_order(zeros.T), 4),
+            "scales": scales.T.contiguous().half(),
+        }, (codes - zeros[:, groups]) * scales[:, groups]
+
+    return _write_packed(folder, section, pack, source)
+
+
+def _write_packed(
+    folder: Path, section: dict[str, Any], pack: Any, source: Path
+) -> tuple[Path, dict[str, torch.Tensor]]:
+    tensors, dequantized = {}, {}
+    for name, weight in load_file(source / "model.safetensors").items():
+        if not name.endswith(("_proj.weight", "w1.weight", "w2.weight", "w3.weight")):
+            tensors[name] = weight
+            continue
+        parts, dequantized[name] = pack(name, weight.float())
+        tensors |= {name.replace("weight", part): tensor for part, tensor in parts.items()}
+    write_config(folder, section, source)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder, dequantized
+
+
+def _rounded(
+    weight: torch.Tensor, groups: torch.Tensor, bits: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return codes [out, in], zero points and scales [out, groups], which float16 holds."""
+    zeros, scales = [], []
+    for number in range(int(groups.max()) + 1):
+        part = weight[:, groups == number]
+        low, high = part.amin(1).clamp(max=0), part.amax(1).clamp(min=0)
+        scales.append(((high - low) / (2**bits - 1)).clamp(min=1e-4).half().float())
+        zeros.append((-low / scales[-1]).round().clamp(0, 2**bits - 1))
+    zero, scale = torch.stack(zeros, 1), torch.stack(scales, 1)
+    codes = (weight / scale[:, groups]).round() + zero[:, groups]
+    return codes.clamp(0, 2**bits - 1).int(), zero.int(), scale
+
+
+def _words(numbers: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pack numbers along the last dimension into int32 words, from the lowest bits on."""
+    count = 32 // bits
+    words = torch.zeros(*numbers.shape[:-1], numbers.shape[-1] // count, dtype=torch.int64)
+    for place in range(count):
+        words |= numbers[..., place::count].long() << place * bits
+    return words.int()
+
+
+def _awq_order(numbers: torch.Tensor) -> torch.Tensor:
+    """Return the columns as AWQ packs them: the lowest bits are the first, then the third, …"""
+    columns = torch.arange(numbers.shape[1]).view(-1, 8)[:, [0, 2, 4, 6, 1, 3, 5, 7]].flatten()
+    return numbers[:, columns]
 
 
 def write_gguf(file: Path, quantization: str = "Q8_0") -> Path:

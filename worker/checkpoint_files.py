@@ -142,6 +142,9 @@ def _unreadable_config(folder: Path) -> str:
         if not isinstance(document, expected):
             kind = "an object" if expected is dict else "a list"
             return f"its {name} is not {kind}: download it again"
+        section = document.get("quantization_config") if isinstance(document, dict) else None
+        if section is not None and not isinstance(section, dict):
+            return f"the quantization_config in its {name} is not an object: download it again"
     return ""
 
 

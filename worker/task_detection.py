@@ -290,6 +290,8 @@ def load_error(error: BaseException) -> str:
         return "its config.json names no model_type that this transformers knows: update it"
     if "no file named model.safetensors" in message or "loaded with `safetensors`" in message:
         return "it has no model.safetensors: use a model with safetensors, or convert its weights"
+    if "during automatic conversion of the weights" in message:
+        return "its weights do not fit its quantization_config or config.json: download it again"
     return (str(error).strip().splitlines() or [repr(error)])[0]
 
 

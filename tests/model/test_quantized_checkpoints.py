@@ -3,13 +3,14 @@ them, or refused in one sentence."""
 
 import importlib.util
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests import tiny_decoders
@@ -18,10 +19,12 @@ from tests.quantized import (
     COMPRESSED,
     DEMO,
     FP8,
+    write_awq,
     write_compressed,
     write_config,
     write_fp8,
     write_gguf,
+    write_gptq,
     write_mxfp4,
 )
 from worker.generation.engine import GenerationEngine
@@ -66,8 +69,13 @@ def reference_of(folder: Path, **more: Any) -> Any:
 @pytest.mark.parametrize(
     ("section", "sentence"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "with gptq, which needs gptqmodel and optimum: pip"),
-        ({"quant_method": "awq", "bits": 4}, "with awq, which needs accelerate and gptqmodel: pip"),
+        (
+            {"quant_method": "gptq", "bits": 3},
+            "on cpu here: its bits 3 cannot be read, only 2, 4, 8",
+        ),
+        ({"quant_method": "gptq", "bits": 4, "format": "marlin"}, "its format 'marlin' cannot be"),
+        ({"quant_method": "awq", "bits": 8}, "its bits 8 cannot be read, only 4"),
+        ({"quant_method": "awq", "version": "gemv"}, "its format 'gemv' cannot be read, only gemm"),
         (FP8, "with fp8, which needs accelerate: pip install accelerate, or use"),
         (COMPRESSED, "which needs compressed-tensors: pip install compressed-tensors, or use"),
         ({"load_in_4bit": True}, "which needs accelerate and bitsandbytes: pip install accelerate"),
@@ -84,6 +92,26 @@ def test_a_method_that_is_not_available_is_refused_in_one_sentence(
     refused = refusal(write_config(tmp_path / "model", section))
     assert f"could not be loaded for chat: its weights are quantized with {''}" in refused
     assert sentence in refused
+    assert "\n" not in refused
+
+
+@pytest.mark.parametrize(
+    ("section", "sentence"),
+    [
+        ("gptq", "is not an object: download it again"),
+        (["gptq"], "is not an object: download it again"),
+        ({}, "has no quant_method: use a"),
+        ({"bits": 4}, "has no quant_method: use a"),
+        ({"quant_method": "gptq"}, "is invalid for gptq: "),
+        ({"quant_method": "gptq", "bits": 4, "group_size": "x"}, "is invalid for gptq: "),
+        ({"quant_method": "awq", "version": 3}, "is invalid for awq: "),
+    ],
+)
+def test_a_malformed_quantization_config_is_refused_in_one_sentence(
+    section: Any, sentence: str, tmp_path: Path
+) -> None:
+    refused = refusal(write_config(tmp_path / "model", section))
+    assert f"the quantization_config in its config.json {sentence}" in refused
     assert "\n" not in refused
 
 
@@ -138,6 +166,77 @@ def test_compressed_tensors_are_served_dequantized(tmp_path: Path) -> None:
         if (scale := stored.get(f"{name}_scale")) is not None:
             weight.copy_(stored[name].float() * scale)
     assert_served(load(folder), reference)
+
+
+GPTQ: list[dict[str, Any]] = [
+    {},
+    {"format": "gptq_v2"},
+    {"desc_act": True},
+    {"bits": 8, "group": 128},
+    {"bits": 2, "group": 32},
+]
+
+
+@pytest.mark.parametrize("options", GPTQ, ids=str)
+def test_gptq_is_served_dequantized_without_a_package(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    folder, weights = write_gptq(tmp_path / "model", **options)
+    assert_served(load(folder), with_weights(weights))
+
+
+def test_awq_is_served_dequantized_without_a_package(tmp_path: Path) -> None:
+    folder, weights = write_awq(tmp_path / "model")
+    assert_served(load(folder), with_weights(weights))
+
+
+def with_weights(weights: dict[str, torch.Tensor], source: Path = DEMO) -> Any:
+    reference = reference_of(source)
+    for name, weight in weights.items():
+        reference.get_parameter(name).data.copy_(weight)
+    return reference
+
+
+@pytest.mark.parametrize("write", [write_gptq, write_awq])
+def test_int4_keeps_the_codes_of_a_checkpoint(write: Any, tmp_path: Path) -> None:
+    """Rounding anew would change them by some percent; scales are rounded to bfloat16."""
+    folder, weights = write(tmp_path / "model")
+    model = load(folder, quantization="int4").runner.language.model
+    for layer in ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj", "mlp.down_proj"):
+        name = f"model.layers.1.{layer}"
+        module, expected = model.get_submodule(name), weights[f"{name}.weight"]
+        inputs = expected.shape[1]
+        product = (module(torch.eye(inputs)) - module(torch.zeros(1, inputs))).T  # without bias
+        assert (product - expected).norm() < 0.01 * expected.norm()
+
+
+@pytest.mark.parametrize("lost", ["scales", "qzeros"])
+def test_gptq_weights_without_a_part_are_refused(lost: str, tmp_path: Path) -> None:
+    folder, _ = write_gptq(tmp_path / "model")
+    stored = load_file(folder / "model.safetensors")
+    del stored[f"model.layers.0.mlp.up_proj.{lost}"]
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    assert refusal(folder).endswith("quantization_config or config.json: download it again")
+
+
+def test_memory_for_gptq_is_that_of_its_dequantized_weights(tmp_path: Path) -> None:
+    folder = str(write_gptq(tmp_path / "model")[0])
+    whole = needed_bytes(str(DEMO), "chat", "bfloat16", CPU)
+    assert needed_bytes(folder, "chat", "bfloat16", CPU) == pytest.approx(whole, rel=0.1)
+
+
+@pytest.mark.parametrize("write", [write_gptq, write_awq])
+def test_experts_of_gptq_and_awq_are_dequantized_before_they_are_merged(
+    write: Any, tmp_path: Path
+) -> None:
+    source = tiny_decoders.folder("mixtral")
+    folder, weights = write(tmp_path / "model", group=32, source=source)
+    assert any("experts" in name for name in weights)
+    dequantized = tmp_path / "dequantized"
+    shutil.copytree(source, dequantized)
+    stored = load_file(source / "model.safetensors")
+    save_file({**stored, **weights}, dequantized / "model.safetensors", {"format": "pt"})
+    assert_served(load(folder), reference_of(dequantized))
 
 
 def test_mxfp4_is_served_as_transformers_loads_it(tmp_path: Path) -> None:

@@ -73,6 +73,10 @@ def test_weights_beside_other_formats_are_served(folder: str, weights: str) -> N
     [
         ("{", "its config.json cannot be read, it is not JSON: "),
         ("[1]", "its config.json is not an object"),
+        (
+            '{"quantization_config": ["gptq"]}',
+            "the quantization_config in its config.json is not an",
+        ),
         (POINTER, "is a pointer of Git LFS: run git lfs pull"),
         (" " * 10_000_001, "its config.json is larger than 10 MB"),
     ],

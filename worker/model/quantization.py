@@ -1,7 +1,7 @@
 """Weights that transformers quantizes, and checkpoints that are quantized already.
 
-Weights that transformers can dequantize while it reads them are dequantized on a CPU, where the
-layers of cpu/linear.py serve them. Others keep the layers of their library.
+Weights that transformers or gptq.py can dequantize while they are read are dequantized on a CPU,
+where the layers of cpu/linear.py serve them. Others keep the layers of their library.
 """
 
 import copy
@@ -16,10 +16,16 @@ import torch
 import transformers
 from torch import nn
 from transformers import BitsAndBytesConfig
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoHfQuantizer
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    AUTO_QUANTIZER_MAPPING,
+    AutoHfQuantizer,
+    AutoQuantizationConfig,
+)
 
 from batching.errors import OnequeueError
 from worker.error_classification import first_line
+from worker.model.gptq import PackedQuantizer
 
 BITSANDBYTES = ("accelerate", "bitsandbytes")
 # Packages that transformers needs for a method; it names those of other methods itself.
@@ -31,7 +37,7 @@ PACKAGES = {
     "gguf": ("accelerate", "gguf"),
     "gptq": ("gptqmodel", "optimum"),
 }
-OTHER_CHECKPOINT = "or use a checkpoint that is not quantized"
+OTHER_CHECKPOINT = "use a checkpoint that is not quantized"
 PACKED_BITS = 4  # of a weight whose configuration names no number
 
 
@@ -40,13 +46,19 @@ class CannotQuantize(OnequeueError):
 
 
 def quantization_of(config: Any) -> dict[str, Any]:
-    """Return the quantization_config of a checkpoint's configuration; empty if it has none."""
+    """Return the quantization_config of a checkpoint's configuration; empty if it has none. Raise
+    CannotQuantize if it names no method."""
     found = getattr(config, "quantization_config", None)
     if found is None:
         found = getattr(config.get_text_config(decoder=True), "quantization_config", None)
     if found is None:
         return {}
-    return dict(found if isinstance(found, dict) else found.to_dict())
+    section = found if isinstance(found, dict) else found.to_dict()
+    if not section.keys() & {"quant_method", "load_in_8bit", "load_in_4bit"}:
+        raise CannotQuantize(
+            f"the quantization_config in its config.json has no quant_method: {OTHER_CHECKPOINT}"
+        )
+    return dict(section)
 
 
 def method_of(section: dict[str, Any]) -> str:
@@ -58,9 +70,16 @@ def method_of(section: dict[str, Any]) -> str:
 
 def is_dequantized(section: dict[str, Any], device: torch.device) -> bool:
     """Return whether weights with this quantization_config are dequantized while they are read."""
+    if is_read_here(method_of(section)):
+        return True
     known = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method_of(section))
     accepts = known is not None and "dequantize" in inspect.signature(known).parameters
     return device.type == "cpu" and accepts
+
+
+def is_read_here(method: str) -> bool:
+    """Return whether gptq.py reads weights of this method, on any device."""
+    return AUTO_QUANTIZER_MAPPING.get(method) is PackedQuantizer
 
 
 def memory_factor(section: dict[str, Any], device: torch.device, itemsize: int) -> float:
@@ -146,14 +165,26 @@ def check_method(section: dict[str, Any], device: torch.device) -> None:
     subject = f"its weights are quantized with {method}"
     if method not in {name.partition("_4bit")[0] for name in AUTO_QUANTIZATION_CONFIG_MAPPING}:
         raise CannotQuantize(
-            f"{subject}, which this transformers does not know: update it, {OTHER_CHECKPOINT}"
+            f"{subject}, which this transformers does not know: update it, or {OTHER_CHECKPOINT}"
         )
-    check_packages(subject, PACKAGES.get(method, ()))
+    if not is_read_here(method):
+        check_packages(subject, PACKAGES.get(method, ()))
+    accepts = is_dequantized(section, device) and not is_read_here(method)
+    dequantize = {"dequantize": True} if accepts else {}
+    configs: Any = AutoQuantizationConfig  # not annotated
+    quantizers: Any = AutoHfQuantizer  # not annotated
     try:
-        untyped: Any = AutoHfQuantizer  # not annotated
-        dequantize = {"dequantize": True} if is_dequantized(section, device) else {}
-        quantizer = untyped.from_config({**section, **dequantize}, pre_quantized=True)
+        try:
+            config = configs.from_dict({**section, **dequantize})
+        except (TypeError, ValueError, AttributeError) as error:
+            raise CannotQuantize(
+                f"the quantization_config in its config.json is invalid for {method}: "
+                + first_line(error).rstrip(".")
+            ) from error
+        quantizer = quantizers.from_config(config, pre_quantized=True)
         quantizer.validate_environment(device_map={"": device.type})
+    except CannotQuantize:
+        raise
     except Exception as error:  # each method raises its own errors
         why = first_line(error).rstrip(".")
         raise CannotQuantize(
@@ -165,7 +196,7 @@ def check_packages(subject: str, packages: tuple[str, ...], install: str = "") -
     """Raise CannotQuantize, with what to install, if a package is missing."""
     missing = [name for name in packages if find_spec(name.replace("-", "_")) is None]
     if missing:
-        install = install or f"pip install {' '.join(missing)}, {OTHER_CHECKPOINT}"
+        install = install or f"pip install {' '.join(missing)}, or {OTHER_CHECKPOINT}"
         raise CannotQuantize(f"{subject}, which needs {' and '.join(missing)}: {install}")
 
 

@@ -99,7 +99,10 @@ def fuse_linears(
 
 def _concatenated(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     """Return the weight [sum of out, in] and bias of all layers; a missing bias becomes zeros."""
-    weight = torch.cat([layer.weight.detach() for layer in layers])
+    weight: Any = torch.cat([layer.weight.detach() for layer in layers])
+    grids: list[Any] = [getattr(layer.weight, "int4_grid", None) for layer in layers]
+    if None not in grids:  # of linear.py
+        weight.int4_grid = type(grids[0])(*map(torch.cat, zip(*grids, strict=True)))
     if all(layer.bias is None for layer in layers):
         return weight, None
     biases = [weight.new_zeros(x.out_features) if x.bias is None else x.bias for x in layers]

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +67,14 @@ CACHE_BYTES = 64 << 20
 MAX_FACTOR = 1.1
 LARGE_PAGE_BYTES = 2 << 20
 MADV_COLLAPSE = 25  # madvise(2), Linux 6.1: make large pages now
+
+
+class Int4Grid(NamedTuple):
+    """Scales and offsets of a weight [out, in], bfloat16 [out, in / INT4_DEPTH], that is a multiple
+    of them as `_quantize_int4` has it: the attribute `int4_grid` of the parameter."""
+
+    scales: Tensor
+    offsets: Tensor
 
 
 # ── the native operations, implemented in native/*.cpp ──
@@ -371,18 +379,29 @@ class NativeInt4Linear(nn.Module):
 def _int4_parts(weight: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield `_quantize_int4` of QUANTIZED_ROWS rows at a time, padded to QUANTIZED_COLUMNS."""
     padding = (0, -weight.shape[1] % INT4_DEPTH)
+    grid: Int4Grid | None = getattr(weight, "int4_grid", None)
     for at in range(0, len(weight), QUANTIZED_ROWS):
         rows = weight.detach()[at : at + QUANTIZED_ROWS]
-        yield _quantize_int4(nn.functional.pad(rows, (*padding, 0, -len(rows) % QUANTIZED_COLUMNS)))
+        missing = (0, -len(rows) % QUANTIZED_COLUMNS)
+        part = grid and Int4Grid(
+            *(nn.functional.pad(x[at : at + QUANTIZED_ROWS], (0, 0, *missing)) for x in grid)
+        )
+        yield _quantize_int4(nn.functional.pad(rows, (*padding, *missing)), part)
 
 
-def _quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _quantize_int4(weight: Tensor, grid: Int4Grid | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Return uint8 codes [rows, in] from 0 to 15, bfloat16 scales and offsets [rows, groups] for
-    each INT4_DEPTH inputs: w ≈ (code - 8) · scale + offset, rounded to the nearest code."""
+    each INT4_DEPTH inputs: w ≈ (code - 8) · scale + offset, rounded to the nearest code.
+
+    `grid`: the scales and offsets of weights that have been rounded already.
+    """
     groups = weight.float().view(len(weight), -1, INT4_DEPTH)
-    low, high = groups.amin(2), groups.amax(2)
-    scale = ((high - low) / 15).clamp(min=1e-12).bfloat16()
-    offset = (low + 8 * scale.float()).bfloat16()
+    if grid is None:
+        low, high = groups.amin(2), groups.amax(2)
+        scale = ((high - low) / 15).clamp(min=1e-12).bfloat16()
+        offset = (low + 8 * scale.float()).bfloat16()
+    else:
+        scale, offset = grid.scales.masked_fill(grid.scales == 0, 1), grid.offsets
     codes = (groups - offset.float()[..., None]).div_(scale.float()[..., None])
     codes = codes.round_().add_(8).clamp_(0, 15).to(torch.uint8)
     return codes.flatten(1), scale, offset
