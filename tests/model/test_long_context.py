@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -15,12 +16,15 @@ from tests.generating import ORDINARY, request
 from tests.matrix import matrix
 from tests.tiny_decoders import CONTEXT, LONG_ROPES, YARN
 from worker.device.self_check import CannotRun
+from worker.embedding.loading import ScoringOptions, load_embedder
 from worker.generation import loading
 from worker.generation.engine import GenerationEngine
 from worker.generation.loading import load_generator
+from worker.messages.scoring import EmbeddingInput
 from worker.model.attention.kv_cache import BLOCK
 from worker.model.language_model import GeneratorOptions
 from worker.model.loading import LoadingFailed
+from worker.pipeline.loading import PipelineOptions, choose_batching, load_pipeline
 
 ORIGINAL = 64  # tokens of the models' first training
 TOKENS = 12
@@ -145,6 +149,27 @@ def test_yarn_extends_the_context_and_outputs_are_those_of_generate(
     assert "rotary" not in caplog.text
     batch = prompts((*LENGTHS, 200))
     assert outputs(engine, batch) == [greedy(model, prompt) for prompt in batch]
+
+
+def test_texts_of_an_embedder_do_not_change_each_others_factors() -> None:
+    options = ScoringOptions(
+        str(tiny_decoders.folder("phi3-longrope")), dtype="float32", device="cpu"
+    )
+    embedder = load_embedder(options)
+    texts = prompts((5, 30, ORIGINAL + 1, 200))
+    together = embedder.run(EmbeddingInput(texts, None)).vectors
+    for text, vector in zip(texts, together, strict=True):
+        alone = embedder.run(EmbeddingInput([text], None)).vectors[0]
+        np.testing.assert_allclose(vector, alone, atol=1e-5)
+
+
+def test_prompts_of_a_pipeline_do_not_change_each_others_factors() -> None:
+    options = PipelineOptions(
+        str(tiny_decoders.folder("phi3-longrope")), "cpu", "float32", task="text-generation"
+    )
+    batching, why, _ = choose_batching("text-generation", load_pipeline(options)[0])
+    assert batching == "single"
+    assert "rotary factors" in why
 
 
 def test_a_length_beyond_the_checkpoints_factors_is_refused() -> None:

@@ -31,6 +31,7 @@ from worker.embedding.pooling import PoolFunction
 from worker.embedding.tokenization import TokenRow
 from worker.load_context import on_worker
 from worker.messages.protocol import Batching, OtherModels
+from worker.model.long_context import factors_change
 from worker.pipeline.loading import choose_batching, pad
 from worker.pipeline.packed_attention import Packing
 from worker.pipeline.yield_points import YieldPoints
@@ -60,7 +61,9 @@ class SinglePassModel:
         padding = getattr(self.model.config, "pad_token_id", None)
         # RoBERTa counts positions from the padding token's id
         candidates = dict.fromkeys((0, padding + 1 if isinstance(padding, int) else 0))
-        if any(on_worker(partial(self._runs_as_one_row, first)) for first in candidates):
+        if not factors_change(self.model, self.limit) and any(
+            on_worker(partial(self._runs_as_one_row, first)) for first in candidates
+        ):
             self.batching = "packed"
         else:
             task = "text-classification" if self.per_text else "feature-extraction"

@@ -97,6 +97,12 @@ class RotaryFactors:
         return tables
 
 
+def factors_change(model: PreTrainedModel, limit: int) -> bool:
+    """Return whether a text's rotary factors depend on the others of its batch, of up to `limit`
+    tokens each."""
+    return RotaryFactors(model, model.config.get_text_config(), limit).original < limit
+
+
 def _by_layer_type(module: Any) -> dict[str | None, str]:
     """Return a module's rope types by layer type, by None if it has one for all layers."""
     types = getattr(module, "rope_type", None)

@@ -47,6 +47,7 @@ from worker.model.loading import (
     model_info,
     record_missing_weights,
 )
+from worker.model.long_context import factors_change
 from worker.model.quantization import check_quantization
 from worker.pipeline.inputs import InputReader, warm_up_input
 from worker.pipeline.limits import context_limit, vocabulary_size
@@ -159,6 +160,8 @@ def choose_batching(task: str, pipe: Pipe) -> tuple[Batching, str, Packing | Non
         return "single", "its tokenizer has no padding token", None
     if tokenizer.pad_token_id >= vocabulary_size(pipe):
         return "single", "its vocabulary lacks its tokenizer's padding token", None
+    if factors_change(model, limit):
+        return "single", "its rotary factors depend on the longest text of a batch", None
     if task == "text-generation":
         why = _why_not(partial(check_left_padding, model, tokenizer, limit))
         return ("single" if why else "padded"), why, None
