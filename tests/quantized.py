@@ -21,6 +21,9 @@ COMPRESSED = {
 }
 
 
+PACKED = tuple(f"{name}.weight" for name in ("_proj", "w1", "w2", "w3", "c_attn", "c_fc"))
+
+
 def write_config(folder: Path, section: dict[str, Any], source: Path = DEMO) -> Path:
     """Copy the model with a quantization_config."""
     shutil.copytree(source, folder, dirs_exist_ok=True)
@@ -77,7 +80,7 @@ def write_gptq(
         "sym": False, "checkpoint_format": format,
     }  # fmt: skip
 
-    def pack(name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    def pack(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         inputs = weight.shape[1]
         groups = torch.arange(inputs) // group
         if desc_act:
@@ -103,7 +106,7 @@ def write_awq(
         "version": "gemm",
     }  # fmt: skip
 
-    def pack(name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    def pack(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         groups = torch.arange(weight.shape[1]) // group
         codes, zeros, scales = _rounded(weight, groups, 4)
         return {
@@ -120,10 +123,13 @@ def _write_packed(
 ) -> tuple[Path, dict[str, torch.Tensor]]:
     tensors, dequantized = {}, {}
     for name, weight in load_file(source / "model.safetensors").items():
-        if not name.endswith(("_proj.weight", "w1.weight", "w2.weight", "w3.weight")):
+        if not name.endswith(PACKED):
             tensors[name] = weight
             continue
-        parts, dequantized[name] = pack(name, weight.float())
+        is_transposed = ".c_" in name  # GPT-2's
+        parts, dequantized[name] = pack((weight.T if is_transposed else weight).float())
+        if is_transposed:
+            dequantized[name] = dequantized[name].T.contiguous()
         tensors |= {name.replace("weight", part): tensor for part, tensor in parts.items()}
     write_config(folder, section, source)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})

@@ -226,12 +226,14 @@ def test_memory_for_gptq_is_that_of_its_dequantized_weights(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("write", [write_gptq, write_awq])
-def test_experts_of_gptq_and_awq_are_dequantized_before_they_are_merged(
-    write: Any, tmp_path: Path
+@pytest.mark.parametrize(("name", "part"), [("mixtral", "experts"), ("gpt2", "c_proj")])
+def test_experts_and_transposed_layers_are_dequantized(
+    name: str, part: str, write: Any, tmp_path: Path
 ) -> None:
-    source = tiny_decoders.folder("mixtral")
+    """Experts before they are merged."""
+    source = tiny_decoders.folder(name)
     folder, weights = write(tmp_path / "model", group=32, source=source)
-    assert any("experts" in name for name in weights)
+    assert any(part in weight for weight in weights)
     dequantized = tmp_path / "dequantized"
     shutil.copytree(source, dequantized)
     stored = load_file(source / "model.safetensors")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.core_model_loading import ConversionOps
+from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
 
@@ -79,8 +80,9 @@ class Dequantize(ConversionOps):
         model: Any = None,
         **_: Any,
     ) -> dict[str, Any]:
-        module, _dot, name = full_layer_name.rpartition(".")
-        dtype = getattr(model.get_submodule(module), name).dtype
+        parent, _dot, name = full_layer_name.rpartition(".")
+        module = model.get_submodule(parent)
+        is_transposed, dtype = isinstance(module, Conv1D), getattr(module, name).dtype
         tensors = {key: v if isinstance(v, list) else [v] for key, v in input_dict.items()}
         results: dict[str, list[Tensor]] = {}
         quantizer = self.hf_quantizer
@@ -91,8 +93,9 @@ class Dequantize(ConversionOps):
                 parts = (values, tensors[prefix + "qzeros"], tensors[prefix + "scales"], groups)
                 for packed in zip(*parts, strict=True):
                     weight, grid = dequantize(*packed, quantizer.method, quantizer.format)
-                    results.setdefault(prefix + "weight", []).append(weight.to(dtype))
-                    if prefix == "" and grid is not None:
+                    weight = (weight.T.contiguous() if is_transposed else weight).to(dtype)
+                    results.setdefault(prefix + "weight", []).append(weight)
+                    if prefix == "" and grid is not None and not is_transposed:
                         grids = vars(model).setdefault(GRIDS, {})  # the quantizer is copied
                         grids[full_layer_name] = grid
             elif key.endswith("weight"):
