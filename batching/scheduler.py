@@ -22,7 +22,9 @@ most double a step, too, beside another client that decodes or whose prompts tak
 
 Sequences of lower classes come after all others, in the queue and in a step, and are preempted for
 them. Beside others only some of them are in a step, since each makes it longer: of a batch as many
-as at most double its time, of the background a few. The oldest of each class is promoted, so that
+as at most double its time, of the background a few. Where that leaves some out, a step with an
+interactive prompt runs without the others too, but not two steps in a row: its first token comes
+sooner, and a later step runs more of them at once. The oldest of each class is promoted, so that
 such work also finishes, one by one at least.
 
 A step may be scheduled while the one before it runs. Sequences then have placeholders for the
@@ -109,6 +111,7 @@ class ContinuousScheduler:
         self._live: list[OrderedDict[Sequence, None]] = [OrderedDict() for _ in Priority]
         self._promoted: dict[Priority, Sequence] = {}  # by the class that they had
         self._removed_any = False  # since the last step
+        self._gave_way = False  # lower classes had no part in the last step
         self._draft_slots: float = math.inf  # for states after drafts, in this step
         self._numbers = itertools.count()
 
@@ -221,6 +224,12 @@ class ContinuousScheduler:
         without_prefill = idle.union(sitting_out, decoding)
         prompts = [s for s in self.running if s.uncomputed and s not in without_prefill]
         prompts = [sequence for sequence in prompts if sequence.owner not in resting]
+        self._gave_way = bool(idle) and not prefix_pending and self._has_first_token_due(prompts)
+        if self._gave_way:
+            prompts, decoding = [
+                [s for s in sequences if s.priority == Priority.INTERACTIVE]
+                for sequences in (prompts, decoding)
+            ]
         doubled: dict[abc.Hashable, int] = {}
         if doubling is not None:
             doubled = dict.fromkeys(_large_clients(prompts, decoding, budget), doubling)
@@ -238,6 +247,14 @@ class ContinuousScheduler:
                 end, drafts = chunk.start + chunk.count, len(chunk.drafts)
                 chunk.states = self.pool.plan_states(chunk.table, end, drafts)
         return chunks
+
+    def _has_first_token_due(self, prompts: list[Sequence]) -> bool:
+        """Return whether lower classes have no part in a step with these prompts: one of them is
+        interactive, and they had a part in the last step."""
+        promoted = self._promoted.values()
+        return not self._gave_way and any(
+            s.priority == Priority.INTERACTIVE and s not in promoted for s in prompts
+        )
 
     def _sitting_out(self, ready: list[Sequence], spare_rows: float) -> set[Sequence]:
         """Return the sequences that would more than double the time of a step beside other

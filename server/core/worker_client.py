@@ -80,8 +80,7 @@ class Pool(Generic[T]):
 
     def stop(self) -> None:
         self._stopped = True
-        for _ in self.threads:
-            self._inbox.put([])
+        self._inbox.put([])
 
     def _take(self) -> list[T]:
         """Wait for a group."""
@@ -92,7 +91,7 @@ class Pool(Generic[T]):
         while True:
             group = self._take()
             if self._stopped:
-                self._inbox.put([])  # another thread may wait: this one may have taken its end
+                self._inbox.put([])  # for another thread
                 return
             if not group:
                 continue

@@ -550,8 +550,8 @@ def test_beside_others_most_background_work_idles() -> None:
     background = in_background(s, *([n] for n in range(50)))
     assert len(step(s)) == 50
     newcomers = arriving(s, [100])
-    chunks = step(s)
-    assert set(chunks) == {*background[:SMALL_STEP], *newcomers}
+    assert set(step(s)) == {background[0], *newcomers}
+    assert set(step(s)) == {*background[: SMALL_STEP - 1], *newcomers}
     newcomers += arriving(s, *([n] for n in range(101, 120)))
     step(s)
     chunks = step(s)
@@ -675,11 +675,30 @@ def test_a_batch_shares_a_step_with_others_while_that_at_most_doubles_it() -> No
     batch = in_class(s, Priority.BATCH, *([n] for n in range(50)))
     assert len(step(s)) == 50
     (chat,) = arriving(s, [100])
+    assert set(step(s, spare_rows=20)) == {batch[0], chat}  # see the next test
     for _ in range(2):  # the oldest counts as another
         assert set(step(s, spare_rows=20)) == {*batch[:21], chat}
     assert s.preempted == 0
     s.remove(chat)
     assert set(step(s, spare_rows=20)) == set(batch)
+
+
+def test_a_batch_leaves_every_second_step_to_the_prompts_of_chats() -> None:
+    s = scheduler_of(1000)
+    batch = in_class(s, Priority.BATCH, *([n] for n in range(50)))
+    step(s)
+    (long,) = arriving(s, fresh(100))
+    for _ in range(3):
+        assert set(step(s, budget=10, spare_rows=20)) == {batch[0], long}
+        assert set(step(s, budget=10, spare_rows=20)) == {*batch[:21], long}
+
+
+def test_a_batch_that_a_step_has_room_for_does_not_wait_for_the_prompts_of_chats() -> None:
+    s = scheduler_of(1000)
+    batch = in_class(s, Priority.BATCH, *([n] for n in range(20)))
+    step(s)
+    chats = arriving(s, [100])
+    assert set(step(s, spare_rows=30)) == {*batch, *chats}
 
 
 def test_a_chat_preempts_a_batch_and_background_work_first() -> None:
