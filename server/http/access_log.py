@@ -2,7 +2,8 @@
 
     request id=… method=POST path=/v1/completions status=200 seconds=0.123 client=::1 model=demo …
 
-Probes are left out. `--no-access-log` turns it off.
+A background response has a second line at its end. Probes are left out.
+`--no-access-log` turns it off.
 """
 
 import logging
@@ -41,6 +42,18 @@ def log_request(scope: Scope, context: RequestContext, status: int, started: flo
         "seconds": round(time.monotonic() - started, 4),
         "client": address,
     }
+    _log("request", context, fields)
+
+
+def log_background(context: RequestContext, response: str, status: str) -> None:
+    """Log the end of a background response. `response`: its id."""
+    seconds = round(time.monotonic() - context.received_at, 4)
+    fields = {"id": context.request_id, "response": response, "status": status, "seconds": seconds}
+    _log("background", context, fields)
+
+
+def _log(message: str, context: RequestContext, fields: dict[str, Any]) -> None:
+    """Log a request's fields, then its key, model, tokens and error."""
     if context.key:
         fields["key"] = context.key.name
     if context.model:
@@ -50,4 +63,4 @@ def log_request(scope: Scope, context: RequestContext, status: int, started: flo
         fields["output_tokens"] = context.output_tokens
     if context.error:
         fields["error"] = context.error
-    log_fields(log, logging.INFO, "request", fields)
+    log_fields(log, logging.INFO, message, fields)

@@ -145,6 +145,24 @@ def test_a_requests_line_has_its_id_model_tokens_and_reason(lines: list[str]) ->
     assert r"path='/x\nforged id=1' status=404 " in unknown, "the value stays in its quotes"
 
 
+def test_a_background_response_has_a_line_at_its_end(lines: list[str]) -> None:
+    generator = FakeGenerator()
+    generator.gate.clear()
+    with serving(load_chat=lambda: generator) as server:
+        server.app.logs_requests = True
+        body = {"input": "say a b", "background": True}
+        response = CLIENT.post(
+            server.url + "/v1/responses", json=body, headers={"x-request-id": "b"}
+        )
+        wait_until(lambda: len(access_lines(lines)) == 1)
+        generator.gate.set()
+        wait_until(lambda: len(access_lines(lines)) == 2)
+    end = access_lines(lines)[1]
+    assert end.startswith(f"background id=b response={response.json()['id']} status=completed ")
+    assert " model=fake prompt_tokens=" in end
+    assert " output_tokens=" in end
+
+
 def test_the_line_of_a_client_that_left_has_status_499(lines: list[str]) -> None:
     with serving(load_chat=FakeGenerator) as server:
         server.app.logs_requests = True

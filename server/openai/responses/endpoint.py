@@ -30,6 +30,7 @@ from batching.errors import ClientGone, InvalidInput
 from batching.fair_share import Priority
 from server.core.delta_stream import TokenStream, UsageCounts
 from server.core.worker_client import Deadlines
+from server.http.access_log import log_background
 from server.http.errors import HttpError
 from server.http.json import INLINE_BYTES, Document, parse_json, to_json
 from server.http.request import MAX_BODIES, JsonEndpoint, count_failure, send_json
@@ -238,6 +239,8 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
                 builder.abort("cancelled")
             except Exception as error:
                 builder.fail(count_failure(error, scope))
+        if scope["app"].logs_requests:
+            log_background(scope["context"], builder.response.id, builder.response.status)
         try:
             # a client that cannot get it from the store has no other way
             if not await self._store_response(owner, builder, job.has_lease):
