@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper
 
 from tests.matrix import matrix
@@ -638,3 +639,60 @@ def test_a_mask_does_not_hide_an_unusable_row(broken: float) -> None:
     row = SamplingRow(SamplingState(SamplingParams(), 0, []), 0)
     [choice] = sample(logits, [row], TokenMask([0], tokens))
     assert choice.token == -1
+
+
+class CountedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it so
+    """Counts operations but views: on a GPU each is a launch. `largest`: float32 elements of a
+    result."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype == torch.float32:
+            self.largest = max(self.largest, result.numel())
+        return result
+
+
+@pytest.mark.parametrize(
+    ("kinds", "most"),
+    [
+        ([{"temperature": 0.0}], 11),
+        ([{}, {"temperature": 0.0}], 32),
+        ([{"top_k": 20}, {"temperature": 0.0}], 75),
+        ([{"top_k": 20}, {"temperature": 0.0}, {"top_p": 0.9}, {}], 100),
+    ],
+)
+def test_a_mixed_step_takes_few_operations(kinds: list[dict[str, Any]], most: int) -> None:
+    logits = normal(16, 64 * BLOCK)
+    rows = [row(seed=n, **kinds[n % len(kinds)]) for n in range(16)]
+    with CountedOperations() as operations:
+        sampler.sample(logits, rows)
+    assert operations.count <= most
+
+
+@pytest.mark.parametrize(("logprobs", "largest"), [(None, 0), (0, 8 * BLOCK)])
+def test_only_scored_greedy_rows_are_copied_to_float32(logprobs: int | None, largest: int) -> None:
+    logits = normal(4, 2 * BLOCK).bfloat16()
+    with CountedOperations() as operations:
+        sampler.sample(logits, [row(temperature=0.0, logprobs=logprobs)] * 4)
+    assert operations.largest == largest
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocabulary", [256, 300, WIDE])
+def test_greedy_tokens_of_16_bits_are_float32s(dtype: torch.dtype, vocabulary: int) -> None:
+    logits = normal(16, vocabulary).to(dtype)
+    rows = [row(temperature=0.0)] * 16
+    assert tokens(logits, rows) == logits.float().numpy().argmax(1).tolist()
+
+
+def test_a_greedy_row_beside_filtered_ones_takes_the_first_of_equal_logits() -> None:
+    """More logits are equal than are looked at first."""
+    for width in (200, WIDE):
+        logits = normal(2, width)
+        logits[0, 50:] = 100.0
+        assert tokens(logits, [row(temperature=0.0), row(top_k=5)])[0] == 50

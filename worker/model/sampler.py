@@ -11,6 +11,7 @@ Not here: which rows there are, and the effect of a token on its request (stop s
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -192,7 +193,8 @@ def sample(
     order; transformers applies min_p last. top_p is relative to the probability that min_p and
     top_k keep.
     """
-    raw = _blocked(logits)
+    only_argmax = mask is None and all(_takes_argmax(row.state) for row in rows)
+    raw = _blocked(logits, only_argmax)
     scores = raw
     if mask or any(row.state.processes_logits for row in rows):
         scores = process_logits(raw, rows, logits.shape[1], mask)
@@ -266,20 +268,27 @@ def prompt_logprobs(logits: Tensor, targets: Sequence[int], top: int) -> list[Sa
     return _scored_tokens(_score_tokens(raw, tokens, top).tolist(), [top] * len(targets))
 
 
-def _blocked(logits: Tensor) -> Tensor:
+def _takes_argmax(state: SamplingState) -> bool:
+    """Return whether a row's token is that of its largest logit, and nothing else is asked for."""
+    params = state.params
+    return params.temperature <= 0.0 and params.logprobs is None and not state.processes_logits
+
+
+def _blocked(logits: Tensor, only_argmax: bool = False) -> Tensor:
     """Return [R, V] as float32 [R, N, BLOCK], padded with -inf.
 
     Copied only if dtype or width require it, and always on a GPU: rows may be sampled again after
-    the next step has overwritten the logits.
+    the next step has overwritten the logits. `only_argmax`: they are not, and 16 bits suffice.
     """
     rows, width = logits.shape
+    dtype = logits.dtype if only_argmax and logits.itemsize == 2 else torch.float32
     if missing := -width % BLOCK:
-        padded = logits.new_empty(rows, width + missing, dtype=torch.float32)
+        padded = logits.new_empty(rows, width + missing, dtype=dtype)
         padded[:, :width] = logits
         padded[:, width:] = -torch.inf
-        logits = padded
-    float32 = logits.to(torch.float32, copy=logits.is_cuda)
-    return float32.view(rows, logits.shape[1] // BLOCK, BLOCK)
+        return padded.view(rows, padded.shape[1] // BLOCK, BLOCK)
+    blocked = logits.to(dtype, copy=logits.is_cuda and not only_argmax)
+    return blocked.view(rows, width // BLOCK, BLOCK)
 
 
 # ── logits processors ──
@@ -378,7 +387,14 @@ def _flat_changes(
     return to_device(index[valid], device), to_device(values[valid], device)
 
 
-# ── sampling rows of one kind ──
+# ── sampling rows ──
+
+
+class Kind(IntEnum):
+    """How a row is sampled: the largest score, from all scores, or from filtered ones, by top_k or
+    min_p, or by top_p alone."""
+
+    GREEDY, ANY, TOP, NUCLEUS = range(4)
 
 
 def _sample_rows(
@@ -387,69 +403,74 @@ def _sample_rows(
     """Sample a token for each row of scores [R, N, BLOCK].
 
     Return the tokens [R], -1 for unusable scores, and whether [R] a row needs more than its `width`
-    largest scores, None if none does. Launching an operation costs more than its work, so rows of
-    one kind, the usual step, are not gathered.
+    largest scores, None if none does.
     """
     maxima = blocks.amax(-1)
     peak = maxima.amax(-1)  # NaN if the row has one
-    kinds = [_kind(row.state.params) for row in rows]
-    too_few: Tensor | None = None
-    if len(set(kinds)) == 1:
-        tokens, too_few = _sample_kind(kinds[0], blocks, maxima, peak, rows, width)
-    else:
-        tokens, too_few = torch.empty_like(peak, dtype=torch.long), peak != peak
-        for kind in set(kinds):
-            members = [n for n, row_kind in enumerate(kinds) if row_kind == kind]
-            at, kind_rows = to_device(members, peak.device), [rows[n] for n in members]
-            kind_tokens, kind_too_few = _sample_kind(
-                kind, blocks[at], maxima[at], peak[at], kind_rows, width
-            )
-            tokens[at] = kind_tokens
-            too_few[at] = False if kind_too_few is None else kind_too_few
+    tokens, too_few = _sample_kinds(blocks, maxima, peak, rows, width)
     usable = peak - peak == 0  # finite
     return torch.where(usable, tokens, -1), None if too_few is None else too_few & usable
 
 
-def _kind(params: SamplingParams) -> str:
+def _kind(params: SamplingParams) -> Kind:
     if params.temperature <= 0.0:
-        return "greedy"
+        return Kind.GREEDY
     if params.top_k > 0 or params.min_p > 0.0:
-        return "top"
-    return "nucleus" if params.top_p < 1.0 else "any"
+        return Kind.TOP
+    return Kind.NUCLEUS if params.top_p < 1.0 else Kind.ANY
 
 
-def _sample_kind(
-    kind: str,
-    blocks: Tensor,
-    maxima: Tensor,
-    peak: Tensor,
-    rows: Sequence[SamplingRow],
-    width: int,
+def _sample_kinds(
+    blocks: Tensor, maxima: Tensor, peak: Tensor, rows: Sequence[SamplingRow], width: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Sample rows of one kind, as _sample_rows. `maxima` [R, N]: of blocks; `peak` [R]: of rows."""
-    if kind == "greedy":
+    """Sample rows, as _sample_rows. `maxima` [R, N]: of blocks; `peak` [R]: of rows.
+
+    Launching an operation costs more than its work, so rows are not gathered by kind. All rows take
+    the same few ways, and each row's token is that of its own. A greedy row takes that of filtered
+    ones as a top_k of 1, with the number 0.
+    """
+    kinds = [_kind(row.state.params) for row in rows]
+    found = set(kinds)
+    if found <= {Kind.GREEDY}:
         return _argmax(blocks, maxima), None
-    numbers = _row_numbers(kind, rows, blocks.device)
-    if kind == "top":
-        return _sample_top(blocks, peak, numbers, None, width)
-    has_temperature = any(row.state.params.temperature != 1.0 for row in rows)
-    weights = _weights(blocks, peak, numbers[0] if has_temperature else None)
-    if kind == "any":
-        return _invert(weights, numbers[1]), None
-    return _sample_top(blocks, peak, numbers, _sum(weights), width)
+    numbers = _row_numbers(rows, kinds, blocks.device)
+    temperature, number, *_, kind = numbers
+    weights = None
+    if found & {Kind.ANY, Kind.NUCLEUS}:
+        has_temperature = any(row.state.params.temperature not in (0.0, 1.0) for row in rows)
+        weights = _weights(blocks, peak, temperature if has_temperature else None)
+    mass = None if weights is None or Kind.NUCLEUS not in found else _sum(weights)
+    tokens = None if weights is None or Kind.ANY not in found else _invert(weights, number)
+    if not found & {Kind.TOP, Kind.NUCLEUS}:
+        assert tokens is not None
+        if Kind.GREEDY in found:
+            tokens = torch.where(kind == Kind.GREEDY, _argmax(blocks, maxima), tokens)
+        return tokens, None
+    is_nucleus = kind == Kind.NUCLEUS if found & {Kind.TOP, Kind.GREEDY} else None
+    filtered, too_few = _sample_top(blocks, peak, numbers, mass, is_nucleus, width)
+    if tokens is None:
+        return filtered, too_few
+    is_any = kind == Kind.ANY
+    tokens = torch.where(is_any, tokens, filtered)
+    return tokens, None if too_few is None else too_few & ~is_any
 
 
-def _row_numbers(kind: str, rows: Sequence[SamplingRow], device: torch.device) -> Tensor:
-    """Return float64 [2 or 5, R]: temperature, uniform number; top_p, top_k and min_p."""
-    states = [row.state for row in rows]
-    params = [state.params for state in states]
-    numbers: list[list[float]] = [
-        [max(p.temperature, MIN_TEMPERATURE) for p in params],
-        [uniform(s.params.seed, s.choice, r.position) for s, r in zip(states, rows, strict=True)],
-    ]
-    if kind != "any":
-        numbers += [[p.top_p for p in params], [p.top_k for p in params], [p.min_p for p in params]]
-    return to_device(np.array(numbers), device)
+def _row_numbers(
+    rows: Sequence[SamplingRow], kinds: Sequence[Kind], device: torch.device
+) -> Tensor:
+    """Return float64 [6, R]: temperature, uniform number, top_p, top_k, min_p and kind."""
+    return to_device(
+        np.array([_numbers(*pair) for pair in zip(rows, kinds, strict=True)]).T, device
+    )
+
+
+def _numbers(row: SamplingRow, kind: Kind) -> tuple[float, ...]:
+    if kind is Kind.GREEDY:
+        return 1.0, 0.0, 1.0, 1, 0.0, kind
+    params = row.state.params
+    number = uniform(params.seed, row.state.choice, row.position)
+    temperature = max(params.temperature, MIN_TEMPERATURE)
+    return temperature, number, params.top_p, params.top_k, params.min_p, kind
 
 
 def _argmax(blocks: Tensor, maxima: Tensor) -> Tensor:
@@ -472,15 +493,21 @@ def _sum(weights: Tensor) -> Tensor:
 
 
 def _sample_top(
-    blocks: Tensor, peak: Tensor, numbers: Tensor, mass: Tensor | None, width: int
+    blocks: Tensor,
+    peak: Tensor,
+    numbers: Tensor,
+    mass: Tensor | None,
+    is_nucleus: Tensor | None,
+    width: int,
 ) -> tuple[Tensor, Tensor | None]:
     """Sample from the `width` largest scores, filtered by min_p, top_k and top_p.
 
-    top_k keeps all scores equal to its last one. top_p is relative to `mass` [R], or without it to
-    the weights that min_p and top_k keep. Return tokens [R], and whether [R] a row needs more
+    top_k keeps all scores equal to its last one. top_p is relative to `mass` [R] where `is_nucleus`
+    [R], None: in all rows; in other rows, or without a mass, to the weights that min_p and top_k
+    keep. Return tokens [R], and whether [R] a row needs more
     scores, None if all were considered.
     """
-    temperature, number, top_p, top_k, min_p = numbers[..., None]
+    temperature, number, top_p, top_k, min_p, _ = numbers[..., None]
     values, ids = _largest(blocks, width)  # each filter keeps a prefix of this order
     weights = ((values.double() - peak[:, None]) / temperature).exp()
     rank = torch.arange(values.shape[1], device=values.device)
@@ -488,7 +515,12 @@ def _sample_top(
     allowed = (weights > 0) & (weights >= min_p) & ((top_k <= 0) | (values >= last))
     limit = allowed.sum(-1, keepdim=True).clamp(min=1)
     sums = weights.cumsum(-1)
-    total = sums.gather(1, limit - 1) if mass is None else mass[:, None]
+    if mass is None:
+        total = sums.gather(1, limit - 1)
+    elif is_nucleus is None:
+        total = mass[:, None]
+    else:
+        total = torch.where(is_nucleus[:, None], mass[:, None], sums.gather(1, limit - 1))
     count = ((sums < top_p * total).sum(-1, keepdim=True) + 1).minimum(limit)
     weights = weights.where(rank < count, 0.0)
     if values.shape[1] == blocks[0].numel():
@@ -498,7 +530,10 @@ def _sample_top(
     sums = weights.gather(1, order).cumsum(-1)
     tokens = ids.gather(1, _count_passed(sums, number[:, 0] * sums[:, -1])[:, None])[:, 0]
     # Tokens equal to the smallest value may be missing, so the last one needed must be larger.
-    needed = values.gather(1, (limit if mass is None else count) - 1)
+    last_needed = limit if mass is None else count
+    if mass is not None and is_nucleus is not None:
+        last_needed = torch.where(is_nucleus[:, None], count, limit)
+    needed = values.gather(1, last_needed - 1)
     return tokens, (needed == values[:, -1:])[:, 0]
 
 
