@@ -12,6 +12,7 @@
     │     └─ DeviceLost    the error leaves the device unusable
     ├─ DeadlineExceeded    the deadline passed after acceptance
     ├─ ClientGone          the client disconnected
+    ├─ NoRoom              a model does not fit into the memory that other models leave
     └─ ItemFailed          the model raised on this item alone
        ├─ OutOfMemory      this item alone does not fit into memory
        └─ WrongResultCount the model returned too few or too many results for a batch
@@ -70,6 +71,9 @@ class DeadlineExceeded(OnequeueError): ...
 
 
 class ClientGone(OnequeueError): ...
+
+
+class NoRoom(OnequeueError): ...
 
 
 class ItemFailed(OnequeueError): ...

@@ -28,7 +28,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
-from batching.errors import DeviceLost, ItemFailed, NotReady, OnequeueError, WorkerDown
+from batching.errors import (
+    DeviceLost,
+    ItemFailed,
+    NoRoom,
+    NotReady,
+    OnequeueError,
+    OutOfMemory,
+    WorkerDown,
+)
 from batching.request_queue import WorkItem, request_ids
 from batching.turn_budget import MAX_TURN_ALONE_S, MAX_TURN_S
 from worker.cores import Cores, ThreadTuner, pin
@@ -273,6 +281,8 @@ class Worker:
         try:
             model.engine.warm_up()
         except Exception as error:
+            if isinstance(failure_of(error), OutOfMemory):
+                raise NoRoom("there is too little memory for its warm-up input") from error
             raise ItemFailed("the model failed on its warm-up input") from error
         model.state = "ready"
 

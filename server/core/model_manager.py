@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
-from batching.errors import NotReady, OnequeueError, QueueFull
+from batching.errors import NoRoom, NotReady, OnequeueError, QueueFull
 from batching.request_queue import RequestQueue, WorkItem
 from worker.registry import ServedModel
 from worker.worker import Worker
@@ -30,10 +30,6 @@ AWAITING_DIVISOR = 4
 MIN_BACKOFF_S, MAX_BACKOFF_S = 5.0, 300.0
 GB = 1e9
 AWAIT_MODEL = object()  # payload of an item that ends when its model is ready
-
-
-class LoadFailed(OnequeueError):
-    """There is no room for a model. The message is the reason."""
 
 
 @dataclass(eq=False)
@@ -193,7 +189,18 @@ class ModelManager:
         model.state = "loading"
         needed, free = await asyncio.wrap_future(self.worker.measure(model))
         await self._make_room(entry, needed, free)
-        await asyncio.wrap_future(self.worker.load(model, self.remaining_bytes()))
+        while True:
+            try:
+                await asyncio.wrap_future(self.worker.load(model, self.remaining_bytes()))
+                break
+            except NoRoom as error:  # caches and forwards need more than the weights
+                if (other := self._next_to_leave(entry)) is None:
+                    raise
+                reason = str(error)
+            # outside the handler: the error's frames hold the weights
+            log.info("load again serves=%s unloads=%s: %s", model.name, other.model.name, reason)
+            model.state = "loading"
+            await asyncio.shield(self._leave(other))
         log.info(
             "ready serves=%s seconds=%.1f", model.name, time.monotonic() - entry.load_started_at
         )
@@ -249,24 +256,28 @@ class ModelManager:
 
     async def _make_room(self, entry: Residency, needed: int, free: int) -> None:
         """Unload models until there is room for one: the least recently used first, idle ones
-        before busy ones, which finish what runs. Raises LoadFailed if pinned models leave none."""
+        before busy ones, which finish what runs. Raises NoRoom if pinned models leave none."""
         while True:
             limit = math.inf if self.limit_bytes is None else self.limit_bytes
             if needed <= free and needed + self._used_bytes() <= limit:
                 return
-            loaded = [
-                other
-                for other in self.models.values()
-                if other is not entry and other.model.state == "ready" and not other.model.pin
-            ]
-            if not loaded:
+            if (other := self._next_to_leave(entry)) is None:
                 room = max(0.0, min(free, limit - self._used_bytes()))
-                raise LoadFailed(
+                raise NoRoom(
                     f"{entry.model.title}: it needs {needed / GB:.2f} GB, {room / GB:.2f} GB are "
                     "left and no model can be unloaded"
                 )
-            await asyncio.shield(self._leave(min(loaded, key=self._eviction_order)))
+            await asyncio.shield(self._leave(other))
             needed, free = await asyncio.wrap_future(self.worker.measure(entry.model))
+
+    def _next_to_leave(self, entry: Residency) -> Residency | None:
+        """Return the model that is unloaded first to make room for one."""
+        loaded = [
+            other
+            for other in self.models.values()
+            if other is not entry and other.model.state == "ready" and not other.model.pin
+        ]
+        return min(loaded, key=self._eviction_order, default=None)
 
     def _eviction_order(self, entry: Residency) -> tuple[bool, bool, float]:
         return entry.departure is None, self.queue.uses[entry.model.name] > 0, entry.used_at

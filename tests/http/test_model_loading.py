@@ -18,7 +18,7 @@ from tests.fake_generator import FakeGenerator
 from tests.http.test_pipeline_http import error_of
 from tests.serving import Server, serving, wait_until
 from worker.load_context import add_memory, report
-from worker.model.loading import LoadingFailed
+from worker.model.loading import LoadingFailed, TooLittleMemory
 
 MODEL_BYTES = 600_000
 Answer = Future[httpx.Response]
@@ -258,6 +258,30 @@ def test_no_room_beside_pinned_models_is_an_error() -> None:
         refused = setup.ask("b").result()
         assert refused.status_code == 503
         assert "no model can be unloaded" in error_of(refused)["message"]
+        assert content(setup.ask("a").result()) == "yes"
+
+
+def test_a_load_that_lacks_memory_unloads_others_and_tries_again() -> None:
+    """The weights fit by their sizes; the cache does not."""
+    with loading("a=demo,b=demo,c=demo") as setup:
+        assert content(setup.ask("b").result()) == "yes"
+        assert content(setup.ask("a").result()) == "yes"
+        setup.loads.error = TooLittleMemory("the model 'c' could not be loaded for chat: no room")
+        assert content(setup.ask("c").result()) == "yes"
+        assert setup.state("generation:b") == "unloaded"  # the least recently used
+        assert setup.state("generation") == "ready"
+        assert setup.server.worker_client.manager.models["generation:c"].failures == 0
+        setup.loads.error = LoadingFailed("the model 'b' could not be loaded for chat: no weights")
+        assert setup.ask("b").result().status_code == 503
+        assert setup.state("generation") == setup.state("generation:c") == "ready"
+
+
+def test_the_last_model_that_lacks_memory_fails_with_the_reason() -> None:
+    with loading("a=demo;pin,b=demo") as setup:
+        setup.loads.error = TooLittleMemory("the model 'b' could not be loaded for chat: no room")
+        refused = setup.ask("b").result()
+        assert refused.status_code == 503
+        assert error_of(refused)["message"] == "the model 'b' could not be loaded: no room"
         assert content(setup.ask("a").result()) == "yes"
 
 

@@ -29,10 +29,10 @@ from transformers.utils.import_utils import (
     is_kernels_available,
 )
 
-from batching.errors import OnequeueError
+from batching.errors import NoRoom, OnequeueError, OutOfMemory
 from worker.checkpoint_files import file_problem, folder_problem
 from worker.device.device import choose_device, free_bytes
-from worker.error_classification import first_line
+from worker.error_classification import failure_of, first_line
 from worker.load_context import add_memory, on_worker, remaining_bytes, report
 from worker.messages.protocol import Batching, ModelInfo
 from worker.model.quantization import (
@@ -74,6 +74,10 @@ Pipe: TypeAlias = Any
 
 class LoadingFailed(OnequeueError):
     """The model cannot be served; the message names the model and the reason."""
+
+
+class TooLittleMemory(LoadingFailed, NoRoom):
+    """The model would fit if other models were unloaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +196,9 @@ def load_errors(name: str, use: str) -> Iterator[None]:
         yield
     except Exception as error:
         why = load_error(error)
-        raise LoadingFailed(f"the model {name!r} could not be loaded for {use}: {why}") from error
+        lacks_memory = isinstance(error, NoRoom) or isinstance(failure_of(error), OutOfMemory)
+        kind = TooLittleMemory if lacks_memory else LoadingFailed
+        raise kind(f"the model {name!r} could not be loaded for {use}: {why}") from error
     log.info("loaded seconds=%.1f", time.monotonic() - started)
 
 
@@ -311,18 +317,18 @@ def gguf_header(file: str) -> Any:
 
 
 def check_fits(path: str, dtype: str, device: torch.device) -> None:
-    """Raise LoadingFailed if a local checkpoint needs more bytes than are free.
+    """Raise TooLittleMemory if a local checkpoint needs more bytes than are free.
 
     On a CPU the largest tensor counts twice: a weight exists in both layouts while it is packed,
     and an output head that is tied to the embedding keeps both.
     """
     needed, limit = _needed_bytes(path, dtype, device), remaining_bytes()
     if needed > limit:
-        raise LoadingFailed(
+        raise TooLittleMemory(
             f"its weights need {needed / GB:.1f} GB but MODELS_GB leaves {limit / GB:.1f} GB"
         )
     if needed > (free := free_bytes(device)):
-        raise LoadingFailed(
+        raise TooLittleMemory(
             f"its weights need {needed / GB:.1f} GB but {free / GB:.1f} GB are free on {device}"
         )
 

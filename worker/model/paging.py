@@ -40,7 +40,13 @@ from worker.model.attention.kv_cache import BLOCK, KVCache, LayerShape
 from worker.model.attention.paged import ATTENTION, AttentionMetadata, SpanGroup
 from worker.model.attention.recurrent import RecurrentProbe, install, uninstall
 from worker.model.language_model import GeneratorOptions, LanguageModel
-from worker.model.loading import GB, LoadingFailed, is_worth_compiling, log_own_attention
+from worker.model.loading import (
+    GB,
+    LoadingFailed,
+    TooLittleMemory,
+    is_worth_compiling,
+    log_own_attention,
+)
 from worker.model.paged_runner import PagedRunner, StateSlots, new_cache, run_model
 
 log = logging.getLogger("onequeue.paging")
@@ -85,8 +91,13 @@ def load_paged_runner(
     max_tokens = options.max_running * length
     room = cache_bytes(language, options.kv_cache_gb, options.later_caches)
     drafts = options.speculation == "auto" and language.device.type == "cpu"
-    slots = state_slots(language, room, options.max_running, MAX_DRAFTS if drafts else 0)
-    blocks = cache_blocks(language, room - slots.total * state_bytes(language), max_tokens)
+    try:
+        slots = state_slots(language, room, options.max_running, MAX_DRAFTS if drafts else 0)
+        blocks = cache_blocks(language, room - slots.total * state_bytes(language), max_tokens)
+    except LoadingFailed as error:
+        if options.kv_cache_gb is not None:
+            raise
+        raise TooLittleMemory(str(error)) from error
     max_model_len = min(length, blocks * BLOCK)
     if options.max_model_len and max_model_len < options.max_model_len:
         raise LoadingFailed(

@@ -23,6 +23,7 @@ from worker.model.loading import (
     LoadingFailed,
     ModelOptions,
     Pipe,
+    TooLittleMemory,
     checkpoint_path,
     describe_missing_weights,
     load_checkpoint,
@@ -128,10 +129,10 @@ def new_whisper_engine(
 
 
 def max_rows(model: Any) -> int:
-    """Return how many windows fit into memory. Raises LoadingFailed if none does."""
+    """Return how many windows fit into memory. Raises TooLittleMemory if none does."""
     fitting = int(ROWS_MEMORY_SHARE * unreserved_bytes(model.device)) // row_bytes(model)
     if not fitting:
-        raise LoadingFailed(f"a window needs {row_bytes(model) / 1e9:.1f} GB of memory")
+        raise TooLittleMemory(f"a window needs {row_bytes(model) / 1e9:.1f} GB of memory")
     return min(fitting, MAX_ROWS[model.device.type])
 
 
