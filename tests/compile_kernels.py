@@ -19,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from worker.model import batch_invariant
 from worker.model.attention import triton_decode
 from worker.model.attention.kv_cache import BLOCK
 
@@ -43,7 +44,7 @@ class AbsentGpu:
 
 
 def compiled(dtype: torch.dtype, size: int, group: int, **options: Any) -> list[Any]:
-    """Return the compiled kernels of a step: write, attend and merge."""
+    """Return the compiled kernels of a step, and of operations on rows of this size."""
     kernels: list[Any] = []
     launch = JITFunction.run
 
@@ -62,6 +63,10 @@ def compiled(dtype: torch.dtype, size: int, group: int, **options: Any) -> list[
         triton_decode.attend(
             query, keys, values, tables, positions, programs=400, scale=0.1, sinks=sinks, **options
         )
+        rows = query[:, 0]
+        batch_invariant.mm(rows, rows.T)
+        batch_invariant.mean_rows(rows, [-1])
+        batch_invariant.cumsum(rows, -1, dtype=torch.float64)
     finally:
         JITFunction.run = launch
     return kernels

@@ -120,6 +120,10 @@ class Settings:
         "compile the chat model in the background, use native operations",
         ("auto", "on", "off"),
     )
+    deterministic: bool = setting(
+        False,
+        "on a GPU: the output does not depend on the batch, at a lower speed; a CPU ignores it",
+    )
     speculation: str = setting("auto", "draft tokens from the request's own text", ("auto", "off"))
     pin_worker: str = setting(
         "auto",

@@ -67,6 +67,8 @@ def _load_engine(language: LanguageModel, options: GeneratorOptions) -> Generati
             runner = load_paged_runner(language, options, check_images)
     except CannotRun as error:
         log.warning("static batches: %s", error)
+        if language.deterministic:
+            log.warning("DETERMINISTIC=1 does not hold for static batches")
         language.pack_weights(options.quantization, language.own_check())
         if preprocessor:
             takes_images = partial(check_multimodal_unpaged, language, preprocessor.processor)
@@ -80,7 +82,8 @@ def _load_engine(language: LanguageModel, options: GeneratorOptions) -> Generati
     if preprocessor:
         apply_cpu_fusions(language)
     runner.builds = options.compile != "off"
-    if is_worth_compiling(options.compile, language.parameters):
+    # the compiler chooses the order of sums by the number of rows
+    if is_worth_compiling(options.compile, language.parameters) and not language.deterministic:
         runner.compile()
     return paged_engine(runner, options, preprocessor)
 

@@ -72,6 +72,7 @@ class GeneratorOptions(ModelOptions):
     max_running: int = 256
     max_image_mp: float = 64.0
     chat_template: str = "auto"  # a file, or the checkpoint's own
+    deterministic: bool = False  # on a GPU, outputs do not depend on the batch
     later_caches: int = 0  # engines loaded after this one that size their cache by the free memory
 
 
@@ -111,6 +112,7 @@ class LanguageModel:
         # of recurrent layers, set by paging.py
         self.recurrent: list[RecurrentModule] = []
         self.states: list[StateShape] = []
+        self.deterministic = False  # a GPU's operations are batch-invariant
         self.lora: Any = None  # its LoraLayers, since the first adapter was loaded (lora.py)
         # width of the logits, which may exceed the tokenizer's number of tokens
         self.vocab_size = int(self.config.vocab_size)
@@ -204,15 +206,30 @@ def load_language_model(options: GeneratorOptions) -> LanguageModel:
         if model.device.type == "cuda":
             # the worker's kernels and graphs run there
             on_worker(partial(torch.cuda.set_device, model.device))
+            if options.deterministic:
+                use_batch_invariant_operations(model)
         is_multimodal = auto_class(model.config) is AutoModelForImageTextToText
         decoder = model.get_decoder() if is_multimodal else model
         masks = is_multimodal or has_own_kernels(decoder)
         with explicit_masks(decoder) if masks else nullcontext(), without_outliers(model):
             check_generates(model, missing)
         language = LanguageModel(options.name, model, tokenizer, path, is_multimodal)
+        language.deterministic = options.deterministic and model.device.type == "cuda"
         check_generation_config(vars(language.defaults), language.vocab_size)
         log_not_served(vars(language.defaults))
     return language
+
+
+def use_batch_invariant_operations(model: PreTrainedModel) -> None:
+    """Make a row's result on a GPU independent of the other rows of the batch; raise LoadingFailed
+    without Triton."""
+    try:  # triton comes with torch's builds for GPUs only
+        from worker.model.batch_invariant import replace_operations
+    except ImportError as error:
+        raise LoadingFailed(f"DETERMINISTIC=1 needs Triton on a GPU: {error}") from error
+    replace_operations()
+    if getattr(model.config.get_text_config(), "_experts_implementation", None):
+        model.set_experts_implementation("eager")  # the products of each expert are linear layers
 
 
 def auto_class(config: Any) -> Any:

@@ -32,7 +32,7 @@ from worker.error_classification import first_line
 from worker.load_context import on_worker
 from worker.model.adapter_file import LoraWeights
 from worker.model.attention.kv_cache import BLOCK, KVCache
-from worker.model.attention.mixed import MixedMetadata
+from worker.model.attention.mixed import ALL_PROGRAMS, MixedMetadata, RowwiseMetadata
 from worker.model.attention.native import NATIVE_DTYPES, NativeMetadata, load_native_ops
 from worker.model.attention.native_recurrent import use_native_recurrence
 from worker.model.attention.paged import (
@@ -55,6 +55,7 @@ from worker.model.cuda_graphs import (
 )
 from worker.model.decoder_hook import DecoderHook, copy_path, path_to_decoder
 from worker.model.language_model import LanguageModel
+from worker.model.loading import LoadingFailed
 from worker.model.lora import LoraLayers, applied, segments_of
 from worker.model.multimodal_batch import injected_rows, multimodal_position_ids
 
@@ -114,10 +115,12 @@ class PagedRunner:
         self.metadata: Callable[[KVCache, Batch], AttentionBackend] = AttentionMetadata
         self._compiled: Callable[..., Any] | None = None  # set by the thread, for the next step
         self.builds = True  # native operations may be built
+        if language.deterministic:
+            self._attend_by_rows()
         self._rows = min(max_running, SIZES[-1])
         self._compiled_graphs: CudaGraphs | None = None  # of the compiled model, while captured
         self._graphs = self._capture()
-        if self._graphs:
+        if self._graphs and not language.deterministic:
             self._use_decode_kernel()
 
     @property
@@ -191,7 +194,10 @@ class PagedRunner:
 
     def _rows_metadata(self) -> RowsMetadata:
         blocks = min(self.blocks, -(-self.max_model_len // BLOCK))
-        return RowsMetadata(self.cache, self._rows, blocks)
+        metadata = RowsMetadata(self.cache, self._rows, blocks)
+        if self.language.deterministic:
+            metadata.programs = ALL_PROGRAMS
+        return metadata
 
     def _capture_next(self, graphs: CudaGraphs) -> None:
         """Capture one more size of the compiled model: capturing all in one step would stall
@@ -205,6 +211,18 @@ class PagedRunner:
             if graphs.is_complete:
                 self._graphs, self._compiled_graphs = graphs, None
                 log.info("captured CUDA graphs of the compiled model")
+
+    def _attend_by_rows(self) -> None:
+        """Attend in all steps by the decode kernel; raise LoadingFailed if logits differ."""
+        language = self.language
+        try:
+            self._check_attention(RowwiseMetadata)
+        except Exception as error:  # such as a kernel that does not compile
+            reason = first_line(error)
+            raise LoadingFailed(f"DETERMINISTIC=1 is not possible: {reason}") from error
+        self.metadata = RowwiseMetadata
+        if language.states or language.is_multimodal:
+            log.warning("DETERMINISTIC=1 does not hold for recurrent layers and images")
 
     def _use_decode_kernel(self) -> None:
         """Attend by the decode kernel also in steps with prompts, if the logits are the same."""

@@ -1,5 +1,7 @@
 """Attention on a GPU in steps with prompts: decoding spans stay on the decode kernel."""
 
+import sys
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,16 +14,20 @@ from worker.model.attention.paged import AttentionMetadata
 # A span of more tokens is a prompt: as rows, each token would read the whole prefix again.
 MAX_SPAN_WIDTH = 16
 PROGRAMS_PER_SM = 4  # Triton programs per streaming multiprocessor
+# More than any step has: keys are divided into as many parts in each step.
+ALL_PROGRAMS = 1 << 40
 
 
 class MixedMetadata(AttentionMetadata):
     """AttentionMetadata in which the tokens of short spans, decodes and drafts, are rows of the
     decode kernel (triton_decode.py). Only prompts are gathered."""
 
+    max_width = MAX_SPAN_WIDTH
+
     def __init__(self, cache: KVCache, batch: Batch) -> None:
         super().__init__(cache, batch)
         self.programs = programs(cache.device)
-        is_short = self.widths <= MAX_SPAN_WIDTH
+        is_short = self.widths <= self.max_width
         self.grouped = ~is_short
         rows = np.flatnonzero(np.repeat(is_short, self.widths))
         self._rows = to_device(rows, cache.device)
@@ -33,7 +39,8 @@ class MixedMetadata(AttentionMetadata):
         tables = np.zeros((len(short), counts.max()), np.int32)
         for table, number, count in zip(tables, short, counts, strict=True):
             table[:count] = self.blocks[number][:count]
-        self._tables = to_device(np.repeat(tables, self.widths[short], 0), cache.device)
+        span = np.repeat(np.arange(len(short)), self.widths[short])  # of each row
+        self._tables = to_device(tables, cache.device)[to_device(span, cache.device)]
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None,
@@ -56,6 +63,18 @@ class MixedMetadata(AttentionMetadata):
         )  # fmt: skip
         out[0].index_copy_(0, self._rows, attended)
         return out
+
+
+class RowwiseMetadata(MixedMetadata):
+    """MixedMetadata in which all tokens are rows, whose keys are divided by their positions only: a
+    token gets the same bits in any batch, and in any chunk of its prompt. Long prompts take longer,
+    as each token reads its whole prefix."""
+
+    max_width = sys.maxsize
+
+    def __init__(self, cache: KVCache, batch: Batch) -> None:
+        super().__init__(cache, batch)
+        self.programs = ALL_PROGRAMS
 
 
 def programs(device: torch.device) -> int:

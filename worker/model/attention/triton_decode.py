@@ -17,6 +17,7 @@ TILE_KEYS = 64  # keys that a program loads at a time
 MAX_TILE_KEY_BYTES = 512
 MAX_SPLITS = 16  # parts of a row's keys
 MIN_DOT_SIZE = 16  # smallest dimension of tl.dot
+MAX_ROWS = 512  # of a launch: bounds the memory of their parts
 
 
 @triton.jit
@@ -43,7 +44,7 @@ def _write(
         tl.store(values + zeroed * value_size + e, tl.zeros_like(new_value), mask=e < value_size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_row"])
 def _attend(
     query, keys, values, tables, positions, maxima, totals, sums, scale, softcap,
     query_row, query_head, table_row,
@@ -150,6 +151,15 @@ def attend(
     Return [T, H, Dv] in the queries' dtype; sums are float32.
     """
     rows, query_heads, size = query.shape
+    if rows > MAX_ROWS:
+        slices = zip(*(torch.split(x, MAX_ROWS) for x in (query, tables, positions)), strict=True)
+        return torch.cat([
+            attend(
+                q, keys, values, table, at, programs=programs, scale=scale, window=window,
+                chunk=chunk, softcap=softcap, sinks=sinks,
+            )
+            for q, table, at in slices
+        ])  # fmt: skip
     _, block, heads, value_size = values.shape
     group = query_heads // heads
     parts = min(MAX_SPLITS, triton.next_power_of_2(-(-programs // (rows * heads))))
