@@ -18,6 +18,7 @@ from server.core.settings import Settings, SettingsError
 from tests.fake_generator import FakeGenerator
 from tests.fake_transcriber import FakeTranscriber
 from tests.fakes import FakeRunner
+from tests.matrix import matrix
 
 ONLY = {"chat_model": "none", "embedding_model": "none"}
 
@@ -113,6 +114,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def shorten(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Let a stage last so long."""
+    monkeypatch.setattr(command, "WARM_UP_S", max(seconds, 0.2))
     monkeypatch.setattr(command, "MIN_STAGE_S", seconds)
     monkeypatch.setattr(command, "STAGE_PERCENTILES", 0)
     monkeypatch.setattr(command, "MIN_STAGE_REQUESTS", 1)
@@ -182,7 +184,7 @@ def test_the_queue_holds_the_requests_of_twice_the_limit(rate: float, places: in
     assert command.settings_lines(best, 250, False)[-1] == "MAX_QUEUE_SIZE=512"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", matrix([signal.SIGINT, signal.SIGTERM], signal.SIGINT))
 def test_a_signal_prints_the_best_settings_so_far(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,8 +209,9 @@ def test_a_signal_prints_the_best_settings_so_far(
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
-def test_time_that_is_too_short_ends_a_measurement() -> None:
+def test_time_that_is_too_short_ends_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one whose responses take longer than all the time."""
+    monkeypatch.setattr(command, "STOP_S", 0.1)
     runner = FakeRunner(before=lambda texts: runner.gate.clear())
     settings = Settings(**ONLY)  # type: ignore[arg-type]
     lines: list[str] = []

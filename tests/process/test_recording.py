@@ -281,8 +281,11 @@ def test_a_killed_fork_server_is_started_again() -> None:
 
 def test_the_processes_end_with_a_killed_server() -> None:
     program = (
-        "import sys, time; from tests.process.test_recording import *;"
-        "recording = Recording(sys.argv[1], RATE); print(fork_server(), *processes(), flush=True);"
+        "import sys, time; from worker.media import audio, audio_process;"
+        "recording = audio.Recording(sys.argv[1], 16_000);"
+        "server = audio_process._fork_server._running[1].pid;"
+        "children = open(f'/proc/{server}/task/{server}/children').read();"
+        "print(server, children, flush=True);"
         "time.sleep(60)"
     )
     words = [sys.executable, "-c", program, path_of(tone(60.0))]

@@ -53,6 +53,7 @@ SERVES = {
 STEPPED = {"generation", "transcription"}  # scheduled step by step, without batch limits
 # A stage lasts so many times the percentile, and long enough for a 95th percentile to be
 # meaningful, within bounds.
+WARM_UP_S = 1.0
 MIN_STAGE_S, MAX_STAGE_S = 3.0, 30.0
 STAGE_PERCENTILES = 8
 MIN_STAGE_REQUESTS = 100
@@ -185,8 +186,8 @@ async def _search(runner: StageRunner, options: Options, echo: Echo, progress: E
 
     async def measure() -> None:
         limits = BatchLimits(min(4, max_cap))
-        await runner(limits, 0, 1.0)  # warm-up
-        first = await runner(limits, 0, 1.0)
+        await runner(limits, 0, WARM_UP_S)
+        first = await runner(limits, 0, WARM_UP_S)
         if first.failed:
             reason = "the model may not take this input"
             raise SettingsError(f"{first.failed} requests failed: {reason}")
