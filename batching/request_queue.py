@@ -25,6 +25,7 @@ from batching.round_robin import RoundRobin
 
 # The factor of a measurement's weight with each later one: about the latest ten count.
 DECAY = 0.9
+MAX_EXTRAPOLATION = 20  # from the time in which starts were measured to an expected wait
 MAX_IDS = 20
 
 # Of a work item. The queue does not read them: a bare WorkItem has objects and takes any stream.
@@ -460,6 +461,7 @@ class StepLane(Lane):
         self._starved_since: float | None = None  # or since the last start during starvation
         self._starts = 0.0  # recent ones during starvation
         self._starts_s = 0.0  # their total time
+        self._starved_s = 0.0  # all time of starvation up to the last start
         self._room = 0  # running requests when others have no room, as measured lately
 
     @property
@@ -499,14 +501,17 @@ class StepLane(Lane):
 
     def expected_wait_s(self, now: float, client: Hashable = None) -> float:
         """Return the estimated wait of a client's next item. The time since the last start counts
-        too: each running request has taken at least as long. With free room nothing waits."""
+        too: each running request has taken at least as long. With free room nothing waits. The
+        estimate is bounded by the time that was measured: the first steps of a burst are slow."""
         start_s = self._starts_s / self._starts if self._starts else 0.0
+        measured_s = self._starved_s
         if self._starved_since is not None:
             start_s = max(start_s, (now - self._starved_since) / max(1, self._running))
+            measured_s += now - self._starved_since
         clients = len({*self._clients, client})
         ahead = min(self.not_started, clients * self._clients[client])
         free = max(0, self._room - self._running)
-        return max(0, ahead - free) * start_s
+        return min(max(0, ahead - free) * start_s, MAX_EXTRAPOLATION * measured_s)
 
     def update(self, now: float, report: LoadReport, inbox_waiting: bool) -> None:
         if self._started or report.saturated != (self._starved_since is not None):
@@ -520,6 +525,7 @@ class StepLane(Lane):
             decay = max(DECAY, 1 - 1 / max(1, self._running)) ** started
             self._starts = self._starts * decay + started
             self._starts_s = self._starts_s * decay + now - self._starved_since
+            self._starved_s += now - self._starved_since
             self._starved_since = now
         if not starved:
             self._starved_since = None

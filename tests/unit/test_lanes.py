@@ -158,6 +158,16 @@ def test_the_expected_wait_rises_with_the_time_without_starts_and_no_faster() ->
     assert model.expected_s() > 8 * 0.4 * model.now
 
 
+def test_a_slow_first_step_of_a_burst_makes_no_wait_hopeless() -> None:
+    model = FakeModel(256, 40)
+    model.arrive(6)
+    model.step()
+    model.arrive(600)
+    model.lane.record(model.now, starved=True)
+    slow = model.now + 0.5  # the step in which they arrived: 6 run
+    assert model.lane.expected_wait_s(slow) == 10.0
+
+
 def test_one_long_response_does_not_outweigh_many_short_ones() -> None:
     model = FakeModel(32, 2)
     for _ in range(40):
