@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from tests import tiny_decoders
 from tests.generating import generate, prompts, request, serve
+from tests.matrix import matrix
 from tests.quantized import (
     COMPRESSED,
     DEMO,
@@ -215,6 +216,30 @@ def test_gptq_weights_without_a_part_are_refused(lost: str, tmp_path: Path) -> N
     folder, _ = write_gptq(tmp_path / "model")
     stored = load_file(folder / "model.safetensors")
     del stored[f"model.layers.0.mlp.up_proj.{lost}"]
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    assert refusal(folder).endswith("quantization_config or config.json: download it again")
+
+
+# of a layer's part, by what does not fit
+DAMAGE: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "group below 0": ("g_idx", lambda x: x - 1),
+    "group above all": ("g_idx", lambda x: x + 1),
+    "one group number": ("g_idx", lambda x: x[:1]),
+    "fewer scales": ("scales", lambda x: x[:1]),
+    "no outputs": ("scales", lambda x: x[:, :0]),
+    "fewer outputs": ("qweight", lambda x: x[:, :8]),
+    "words of 64 bits": ("qweight", torch.Tensor.long),
+    "no dimension": ("qzeros", lambda x: x[0, 0]),
+}
+
+
+@pytest.mark.parametrize("kind", matrix(DAMAGE, "group below 0", "one group number"))
+def test_gptq_tensors_that_do_not_fit_together_are_refused(kind: str, tmp_path: Path) -> None:
+    folder, _ = write_gptq(tmp_path / "model")
+    stored = load_file(folder / "model.safetensors")
+    part, damage = DAMAGE[kind]
+    name = f"model.layers.0.mlp.up_proj.{part}"
+    stored[name] = damage(stored[name]).clone()
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
     assert refusal(folder).endswith("quantization_config or config.json: download it again")
 

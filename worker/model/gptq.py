@@ -30,8 +30,9 @@ FORMATS = {"gptq": ("gptq", "gptq_v2"), "awq": ("gemm",)}
 def unpack(words: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
     """Return uint8 numbers [rows, columns · 32 / bits] of words [rows, columns], from the lowest
     bits on, or in the order of these places."""
-    places = torch.tensor(order or range(WORD_BITS // bits), dtype=words.dtype, device=words.device)
-    return (words[..., None] >> places * bits & (1 << bits) - 1).to(torch.uint8).flatten(1)
+    places, mask = order or range(WORD_BITS // bits), (1 << bits) - 1
+    numbers = [(words >> place * bits & mask).to(torch.uint8) for place in places]
+    return torch.stack(numbers, -1).flatten(1)
 
 
 def dequantize(
@@ -40,20 +41,32 @@ def dequantize(
 ) -> tuple[Tensor, Int4Grid | None]:  # fmt: skip
     """Return the float32 weight [out, in], and its grid where an int4 layer can hold its codes.
 
-    `groups` [in]: GPTQ's `g_idx`; None: groups of equal size. Raise ValueError for tensors whose
-    sizes do not fit together.
+    `groups` [in]: GPTQ's `g_idx`; None: groups of equal size. Raise ValueError for tensors that do
+    not fit together.
     """
-    bits, is_awq = WORD_BITS * zero_words.shape[1] // scales.shape[1], method == "awq"
+    is_awq, count = method == "awq", len(scales)
+    bits = WORD_BITS * zero_words.shape[1] // max(1, scales.shape[1])
     if bits not in BITS[method]:
         raise ValueError(f"{bits} bits per weight: {method} has {BITS[method]}")
+    per_word, (rows, columns) = WORD_BITS // bits, words.shape
+    inputs, outputs = (rows, columns * per_word) if is_awq else (rows * per_word, columns)
+    if (
+        not words.dtype == zero_words.dtype == torch.int32
+        or scales.shape != (count, outputs)
+        or zero_words.shape != (count, outputs // per_word)
+        or (inputs % max(1, count) if groups is None else groups.shape != (inputs,))
+    ):
+        shapes = ", ".join(str(tuple(x.shape)) for x in (words, zero_words, scales))
+        raise ValueError(f"{shapes} are not qweight, qzeros and scales of {bits} bits per weight")
+    if groups is not None and not 0 <= int(groups.min()) <= int(groups.max()) < count:
+        raise ValueError(f"g_idx names groups other than the {count} of scales")
     order = AWQ_ORDER if is_awq else None
     zeros = unpack(zero_words, bits, order)
     if format == "gptq":
         zeros = zeros + 1 & (1 << bits) - 1
     codes = unpack(words, bits, order).T if is_awq else unpack(words.T, bits)
-    inputs = codes.shape[1]
     if groups is None:
-        groups = torch.arange(inputs, device=words.device) // -(-inputs // len(scales))
+        groups = torch.arange(inputs, device=words.device) // (inputs // count)
     groups, zeros, factors = groups.long(), zeros.float(), scales.float()
     grid = None
     if bits == 4 and inputs % INT4_DEPTH == 0:
