@@ -124,11 +124,11 @@ def _key_of(where: str, name: str, table: Any, before: dict[bytes, ApiKey]) -> t
     for field, value in table.items():
         if field not in FIELDS:
             raise SettingsError(
-                f"{where}: unknown field {field!r}, must be one of {', '.join(FIELDS)}"
+                f"{where}: unknown field {field[:64]!r}, must be one of {', '.join(FIELDS)}"
             )
         is_valid, accepted = FIELDS[field]
         if not is_valid(value):
-            given = "" if field == "sha256" else f", not {value!r}"
+            given = "" if field == "sha256" else f", not {value!r:.64}"
             raise SettingsError(f"{where}.{field}: must be {accepted}{given}")
     id = FILE_PREFIX + name.encode()
     old = before.get(id)

@@ -324,6 +324,13 @@ def test_a_key_finds_neither_files_nor_batches_of_another(server: Server, client
     assert [found.id for found in client.sdk.batches.list(limit=1).data] == [id]
 
 
+def test_an_unknown_route_of_files_does_not_ask_for_a_folder(server: Server) -> None:
+    headers = {"authorization": "Bearer one"}
+    response = CLIENT.get(server.url + "/v1/files/x/y", headers=headers)
+    assert response.status_code == 404
+    assert "BATCH_DIR" not in response.json()["error"]["message"]
+
+
 def test_without_a_folder_there_are_no_batches() -> None:
     with serving(load_chat=FakeGenerator) as server:
         for method, path in [("GET", "/v1/files"), ("POST", "/v1/batches"), ("GET", "/v1/files/x")]:
@@ -476,6 +483,38 @@ def test_a_failing_disk_delays_a_batch(tmp_path: Path, monkeypatch: pytest.Monke
         assert batch.status == "completed"
         assert len(client.results(batch.output_file_id)) == 9
         assert failures == []
+
+
+def test_a_failing_disk_refuses_requests_for_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with started(tmp_path, FakeGenerator()) as server:
+        client = Client(server)
+        file = client.upload(GOOD)
+        id = client.create(jsonl([chat_line("a", "hang")]))
+        wait_until(lambda: client.get(id).status == "in_progress")
+
+        def fail(*_: Any) -> None:
+            raise sqlite3.OperationalError("database or disk is full")
+
+        def full(*_: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        calls: list[tuple[str, Any, Any]] = [
+            ("create", fail, lambda: client.sdk.batches.create(
+                input_file_id=file, endpoint=CHAT, completion_window="24h")),
+            ("add_file", full, lambda: client.upload(GOOD)),
+            ("delete_file", full, lambda: client.sdk.files.delete(file)),
+            ("save", fail, lambda: client.sdk.batches.cancel(id)),
+        ]  # fmt: skip
+        for name, failure, call in calls:
+            with monkeypatch.context() as patch:
+                patch.setattr(store.BatchStore, name, failure)
+                with pytest.raises(openai.InternalServerError, match="disk has failed") as error:
+                    call()
+            assert error.value.status_code == 503
+            assert error.value.response.headers["retry-after"] == "10"
+        assert client.wait(id).status == "cancelled"
 
 
 def test_a_refusal_that_passes_is_no_result(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
-from anyio.to_thread import run_sync
 from msgspec import Meta, Struct
 from msgspec.json import decode
 from starlette.requests import Request
@@ -20,6 +19,7 @@ from server.openai.batches.files import (
     ExpiresAfter,
     FileEndpoints,
     ends_of,
+    in_store,
     namespace_of,
 )
 from server.openai.batches.runner import BatchRunner
@@ -86,7 +86,7 @@ class Batches:
                 expires.seconds if expires else KEPT_S,
             )
 
-        record = await run_sync(create)
+        record = await in_store(create)
         content = to_json(record.job)
         self.runner.add(record)
         await send_json(send, content)
@@ -102,19 +102,19 @@ class Batches:
             ids = [job.id for job in jobs]
             return to_json(BatchList("list", jobs, *ends_of(ids), has_more))
 
-        return await run_sync(read)
+        return await in_store(read)
 
     async def retrieve(self, request: Request) -> bytes:
         namespace, id = namespace_of(request.scope), request.path_params["id"]
-        return await run_sync(self.store.batch, namespace, id)
+        return await in_store(self.store.batch, namespace, id)
 
     async def cancel(self, request: Request) -> bytes:
         namespace, id = namespace_of(request.scope), request.path_params["id"]
-        job = decode(await run_sync(self.store.batch, namespace, id), type=BatchJob)
+        job = decode(await in_store(self.store.batch, namespace, id), type=BatchJob)
         if job.status not in ("validating", "in_progress", "cancelling"):
             raise InvalidInput.at("id", f"the batch cannot be cancelled: it is {job.status}")
         await self.runner.cancel(namespace, id)
-        return await run_sync(self.store.batch, namespace, id)
+        return await in_store(self.store.batch, namespace, id)
 
 
 def parse(body: bytes) -> BatchRequest:

@@ -4,9 +4,12 @@ upload (http/upload.py) → store.py → content, in pieces, at the client's pac
 """
 
 import asyncio
-from collections.abc import Sequence
+import logging
+import os
+import sqlite3
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from anyio.to_thread import run_sync
 from msgspec import Meta, Struct
@@ -14,7 +17,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from batching.errors import InvalidInput
+from batching.errors import InvalidInput, QueueFull
 from server.http.form import FILE, Form
 from server.http.json import Document, to_json
 from server.http.request import JsonEndpoint, send_json
@@ -25,11 +28,16 @@ from server.openai.request_fields import convert
 from server.openai.response_schemas import Deleted, FileList, FileObject
 from server.openai.responses.store import storage_namespace
 
+log = logging.getLogger("onequeue.batches")
+
 PATH = "/v1/files"
 METHODS = ["GET", "POST"]  # of a collection
 MAX_FILE_MB = 200
 PIECE_BYTES = 1 << 18
 MIN_KEPT_S = 3600
+RETRY_S = 10.0  # after a failure of the disk
+
+T = TypeVar("T")
 
 KeptSeconds = Annotated[int, Meta(ge=MIN_KEPT_S, le=KEPT_S)]
 
@@ -53,6 +61,16 @@ class FilePage(Struct):
     limit: Annotated[int, Meta(ge=1, le=10_000)] = 10_000
     order: Literal["asc", "desc"] = "desc"
     purpose: Annotated[str, Meta(max_length=64)] | None = None
+
+
+async def in_store(call: Callable[..., T], *arguments: Any) -> T:
+    """Call a method of the store in a pool thread. Raises QueueFull if the disk fails."""
+    try:
+        return await run_sync(call, *arguments)
+    except (OSError, sqlite3.Error) as error:
+        log.error("files not available error=%.200r", error)
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
+        raise QueueFull(f"the server's disk has failed: {reason}", RETRY_S) from None
 
 
 def namespace_of(scope: Scope) -> bytes:
@@ -99,14 +117,14 @@ class FileEndpoints:
             ids = [file.id for file in files]
             return to_json(FileList("list", files, *ends_of(ids), has_more))
 
-        return await run_sync(read)
+        return await in_store(read)
 
     async def retrieve_or_delete(self, request: Request) -> FileObject | Deleted:
         namespace, id = namespace_of(request.scope), request.path_params["id"]
         if request.method == "DELETE":
-            await run_sync(self.store.delete_file, namespace, id)
+            await in_store(self.store.delete_file, namespace, id)
             return Deleted(id, "file", deleted=True)
-        return await run_sync(self.store.file, namespace, id)
+        return await in_store(self.store.file, namespace, id)
 
 
 def file_form() -> Document:
@@ -140,7 +158,7 @@ class FileUpload:
                     lambda path: self.store.add_file(namespace, path, form.filename, size, kept_s)
                 )
 
-            file = await run_sync(add)
+            file = await in_store(add)
         await send_json(send, file)
 
 
@@ -168,8 +186,8 @@ class FileContent:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         id = scope["path_params"]["id"]
-        file = await run_sync(self.store.file, namespace_of(scope), id)
-        content = await run_sync(self.store.path(file.id).open, "rb")
+        file = await in_store(self.store.file, namespace_of(scope), id)
+        content = await in_store(self.store.path(file.id).open, "rb")
         # uvicorn's `send` says nothing about a client that has gone
         gone = asyncio.create_task(raise_when_gone(receive))
         try:

@@ -33,6 +33,7 @@ from server.http.json import to_json
 from server.http.ndjson import LineWindow
 from server.http.request import Application, count_failure
 from server.http.transfers import Transfer
+from server.openai.batches.files import in_store
 from server.openai.batches.input_file import CHUNK_BYTES, InputChecker, read_body
 from server.openai.batches.store import (
     BatchRecord,
@@ -241,7 +242,7 @@ class BatchRunner:
         self.start_next()
 
     async def cancel(self, namespace: bytes, id: str) -> None:
-        """Cancel a batch, if it has not ended."""
+        """Cancel a batch, if it has not ended. Raises QueueFull if the disk fails."""
         if (run := self.runs.get(id)) and run.record.namespace == namespace:
             await run.cancel()
 
@@ -308,8 +309,10 @@ class BatchTask:
             self.end = "cancelled"
             job.status, job.cancelling_at = "cancelling", int(time.time())
             self.interrupt()
-            await run_sync(self.store.save, self.record)
-            self.runner.start_next()
+            try:
+                await in_store(self.store.save, self.record)
+            finally:
+                self.runner.start_next()
 
     def start(self) -> None:
         self.task = asyncio.get_running_loop().create_task(self._run())

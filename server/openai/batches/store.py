@@ -163,7 +163,7 @@ class BatchStore:
         shutil.rmtree(self.uploads, ignore_errors=True)
         for path in (self.files, self.uploads):
             path.mkdir(exist_ok=True)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._database = sqlite3.connect(root / "batches.sqlite", check_same_thread=False)
         self._database.execute("PRAGMA foreign_keys = ON")
         use_write_ahead_log(self._database)
@@ -234,13 +234,13 @@ class BatchStore:
         return [file_object(row) for row in rows]
 
     def delete_file(self, namespace: bytes, id: str) -> None:
-        self.file(namespace, id)
         using = "SELECT id FROM batches WHERE input_id = ? AND ended_at IS NULL"
-        with self._lock:
+        with self._lock:  # as a whole, so that no batch begins to use the file meanwhile
+            self.file(namespace, id)
             if user := self._database.execute(using, (id,)).fetchone():
                 reason = f"the file is the input of {user[0]}, which has not ended: cancel it first"
                 raise InvalidInput.at("id", reason)
-        self._remove_files("id = ?", (id,))
+            self._remove_files("id = ?", (id,))
 
     def _remove_files(self, where: str, values: Sequence[object]) -> None:
         with self._lock, self._database:
@@ -289,10 +289,6 @@ class BatchStore:
         output_kept_s: int,
     ) -> BatchRecord:
         """Store a new batch. Raises HttpError (404) for an unknown file, and InvalidInput."""
-        file = self.file(namespace, input_id, "input_file_id")
-        if file.purpose != "batch":
-            reason = f"must be a file with purpose 'batch', not {file.purpose!r}"
-            raise InvalidInput.at("input_file_id", reason)
         now = int(time.time())
         id = "batch_" + secrets.token_hex(12)
         output_id, error_id = ("file-" + secrets.token_hex(12) for _ in range(2))
@@ -309,6 +305,10 @@ class BatchStore:
         ids = input_id, output_id, error_id
         values = id, namespace, address, *ids, output_kept_s, json.encode(job)
         with self._lock, self._database as database:
+            file = self.file(namespace, input_id, "input_file_id")
+            if file.purpose != "batch":
+                reason = f"must be a file with purpose 'batch', not {file.purpose!r}"
+                raise InvalidInput.at("input_file_id", reason)
             [number] = database.execute(unfinished, (namespace,)).fetchone()
             if number >= MAX_UNFINISHED:
                 raise InvalidInput(f"{number} batches of this key have not ended: wait for one")
