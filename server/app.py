@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from starlette.routing import Router
 
@@ -34,6 +34,7 @@ from server.preflight import (
     limit_kernel_caches,
     openmp_threads,
     set_openmp_variables,
+    telemetry_is_configured,
 )
 from server.routes import make_routes
 from worker.cores import find_cores
@@ -41,6 +42,9 @@ from worker.messages.protocol import Engine, Generator, Runner
 from worker.messages.scoring import MAX_PART_INPUTS
 from worker.registry import ServedModel, language_model
 from worker.worker import Worker
+
+if TYPE_CHECKING:
+    from server.core.telemetry import Telemetry
 
 Options = TypeVar("Options")
 # Folders of the demo models.
@@ -109,7 +113,24 @@ def create_app(
     routes, responses, batches = make_routes(settings, worker_client, entries)
     run = partial(lifespan, responses=responses, batches=batches)
     router = Router(routes, redirect_slashes=False, lifespan=partial(run, owns_process=True))
-    return Application(router, routes, settings, worker_client, partial(run, owns_process=False))
+    app = Application(router, routes, settings, worker_client, partial(run, owns_process=False))
+    if telemetry_is_configured():
+        app.telemetry = make_telemetry(app)
+    return app
+
+
+def make_telemetry(app: Application) -> "Telemetry":
+    """Return telemetry by OpenTelemetry's variables; `lifespan` shuts it down."""
+    try:
+        from server.core.telemetry import telemetry_from_environment
+
+        return telemetry_from_environment(app.metrics)
+    except ImportError as error:
+        raise SettingsError(
+            f"OTEL_EXPORTER_OTLP_ENDPOINT: the extra otel is not installed ({error})"
+        ) from None
+    except Exception as error:  # of the SDK, about one of its variables
+        raise SettingsError(f"OTEL variables: {error}") from None
 
 
 class Loaders(NamedTuple):

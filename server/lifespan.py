@@ -18,7 +18,6 @@ import traceback
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import anyio.to_thread
 import uvicorn
@@ -32,10 +31,6 @@ from server.http.connections import APP_STATE, limit_connections
 from server.http.request import Application
 from server.openai.batches.runner import BatchRunner
 from server.openai.responses.endpoint import Responses
-from server.preflight import telemetry_is_configured
-
-if TYPE_CHECKING:
-    from server.core.telemetry import Telemetry
 from worker.task_detection import load_error
 
 log = logging.getLogger("onequeue.lifespan")
@@ -65,8 +60,6 @@ async def lifespan(
         app.logs_requests = replace_access_log()
     if owns_process:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-    if telemetry_is_configured():
-        app.telemetry = make_telemetry(app)
     worker_client.start()
     if batches:
         batches.start(app)
@@ -115,17 +108,6 @@ async def reload_on_signal(keyring: Keyring) -> None:
     finally:
         with contextlib.suppress(RuntimeError, ValueError):
             loop.remove_signal_handler(signal.SIGHUP)
-
-
-def make_telemetry(app: Application) -> "Telemetry":
-    try:
-        from server.core.telemetry import telemetry_from_environment
-
-        return telemetry_from_environment(app.metrics)
-    except ImportError as error:
-        raise SettingsError(
-            f"OTEL_EXPORTER_OTLP_ENDPOINT: the extra otel is not installed ({error})"
-        ) from None
 
 
 def running_server() -> uvicorn.Server | None:

@@ -26,6 +26,7 @@ from worker.messages.protocol import BatchReport, StepReport
 
 SCOPE = "onequeue"
 SHUTDOWN_S = 3.0
+MAX_TRACE_HEADER = 512  # bytes, as much as has to be propagated
 # The span of each stage, from the time of one field of RequestContext to that of the next.
 STAGES = {
     "received_at": "onequeue.accept",
@@ -153,9 +154,10 @@ class Telemetry:
 
 
 def trace_headers(scope: Scope) -> Mapping[str, str]:
-    """Return the request's W3C trace context."""
+    """Return the request's W3C trace context. The SDK logs what it does not accept of it."""
     names = (b"traceparent", b"tracestate")
-    return {k.decode(): v.decode("latin-1") for k, v in scope["headers"] if k in names}
+    headers = [(k, v) for k, v in scope["headers"] if k in names and len(v) <= MAX_TRACE_HEADER]
+    return {k.decode(): v.decode("latin-1") for k, v in headers}
 
 
 def telemetry_from_environment(metrics: Metrics) -> Telemetry:

@@ -11,6 +11,7 @@ import pytest
 
 from server.core.metrics import Metrics
 from server.core.request_context import RequestContext
+from server.core.settings import Settings, SettingsError
 from tests.event_streams import CLIENT
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
@@ -23,6 +24,7 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
 )
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from server.app import create_app
 from server.core import telemetry
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -136,6 +138,25 @@ def test_a_receiver_that_does_not_answer_delays_the_exit_for_a_limited_time(
         started = time.monotonic()
         recorded.shutdown()
         assert time.monotonic() - started < 5  # an exporter waits for 10 s
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("OTEL_BSP_SCHEDULE_DELAY", "-1"), ("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "many")],
+)
+def test_a_wrong_variable_is_refused_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(SettingsError, match=r"^OTEL variables: .+ must be .+$"):
+        create_app(Settings(pipeline_model="demo"))
+
+
+def test_a_long_trace_state_is_not_parsed() -> None:
+    context = (b"traceparent", f"00-{TRACE}-{PARENT}-01".encode())
+    headers = [context, (b"tracestate", b"a=" + b"x" * 60_000)]
+    assert [*telemetry.trace_headers({"headers": headers})] == ["traceparent"]
 
 
 def test_nothing_is_recorded_without_a_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
