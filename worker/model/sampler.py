@@ -205,7 +205,8 @@ class SamplerOutput:
     """The tokens of a step. The next step can run on `tokens` [R] before they are read."""
 
     def __init__(self, raw: Tensor, scores: Tensor, rows: Sequence[SamplingRow]) -> None:
-        """`raw` and `scores`, float32 [R, N, BLOCK]: logits before and after processing."""
+        """`raw` and `scores` [R, N, BLOCK]: logits before and after processing, float32 unless all
+        rows are greedy and none is scored."""
         self._raw, self._blocks, self._rows = raw, scores, rows
         self.tokens, too_few = _sample_rows(scores, rows, CANDIDATES)
         self._too_few = None if too_few is None else AsyncCopy(too_few)
@@ -275,10 +276,10 @@ def _takes_argmax(state: SamplingState) -> bool:
 
 
 def _blocked(logits: Tensor, only_argmax: bool = False) -> Tensor:
-    """Return [R, V] as float32 [R, N, BLOCK], padded with -inf.
+    """Return [R, V] as [R, N, BLOCK], padded with -inf: float32, or 16 bits with `only_argmax`.
 
-    Copied only if dtype or width require it, and always on a GPU: rows may be sampled again after
-    the next step has overwritten the logits. `only_argmax`: they are not, and 16 bits suffice.
+    Copied if dtype or width require it. On a GPU copied also unless `only_argmax`: rows may be
+    sampled again after the next step has overwritten the logits.
     """
     rows, width = logits.shape
     dtype = logits.dtype if only_argmax and logits.itemsize == 2 else torch.float32
@@ -425,9 +426,9 @@ def _sample_kinds(
 ) -> tuple[Tensor, Tensor | None]:
     """Sample rows, as _sample_rows. `maxima` [R, N]: of blocks; `peak` [R]: of rows.
 
-    Launching an operation costs more than its work, so rows are not gathered by kind. All rows take
-    the same few ways, and each row's token is that of its own. A greedy row takes that of filtered
-    ones as a top_k of 1, with the number 0.
+    Launching an operation costs more than its work, so rows are not gathered by kind. Each kind
+    that is present is computed for all rows, and each row's token is that of its own kind. Beside
+    filtered rows a greedy row is one with a top_k of 1 and the number 0.
     """
     kinds = [_kind(row.state.params) for row in rows]
     found = set(kinds)
@@ -502,10 +503,10 @@ def _sample_top(
 ) -> tuple[Tensor, Tensor | None]:
     """Sample from the `width` largest scores, filtered by min_p, top_k and top_p.
 
-    top_k keeps all scores equal to its last one. top_p is relative to `mass` [R] where `is_nucleus`
-    [R], None: in all rows; in other rows, or without a mass, to the weights that min_p and top_k
-    keep. Return tokens [R], and whether [R] a row needs more
-    scores, None if all were considered.
+    top_k keeps all scores equal to its last one. top_p is relative to `mass` [R] in the rows of
+    `is_nucleus` [R] (None: in all rows). In other rows, or without a mass, it is relative to the
+    weights that min_p and top_k keep. Return tokens [R], and whether [R] a row needs more scores,
+    None if all were considered.
     """
     temperature, number, top_p, top_k, min_p, _ = numbers[..., None]
     values, ids = _largest(blocks, width)  # each filter keeps a prefix of this order
