@@ -32,7 +32,7 @@ from worker.generation.engine import GenerationEngine
 from worker.generation.loading import load_generator
 from worker.model import quantization
 from worker.model.cpu import linear
-from worker.model.language_model import GeneratorOptions
+from worker.model.language_model import GeneratorOptions, load_language_model
 from worker.model.loading import LoadingFailed, needed_bytes
 
 CPU = torch.device("cpu")
@@ -209,6 +209,15 @@ def test_int4_keeps_the_codes_of_a_checkpoint(write: Any, tmp_path: Path) -> Non
         inputs = expected.shape[1]
         product = (module(torch.eye(inputs)) - module(torch.zeros(1, inputs))).T  # without bias
         assert (product - expected).norm() < 0.01 * expected.norm()
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_only_int4_layers_need_the_grids_of_a_checkpoint(quantization: str, tmp_path: Path) -> None:
+    folder, weights = write_awq(tmp_path / "model")
+    options = GeneratorOptions(str(folder), device="cpu", quantization=quantization)
+    model = load_language_model(options).model
+    grids = [name for name in weights if hasattr(model.get_parameter(name), "int4_grid")]
+    assert grids == (list(weights) if quantization == "int4" else [])
 
 
 @pytest.mark.parametrize("lost", ["scales", "qzeros"])

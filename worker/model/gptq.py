@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
@@ -75,6 +75,12 @@ def dequantize(
             offsets = (8 - zeros) * factors
             grid = Int4Grid(factors[first].T.bfloat16(), offsets[first].T.bfloat16())
     return codes.float().sub_(zeros[groups].T).mul_(factors[groups].T), grid
+
+
+def drop_int4_grids(model: nn.Module) -> None:
+    """Free the grids of a model's weights, where no int4 layers are made of them."""
+    for parameter in model.parameters():
+        vars(parameter).pop("int4_grid", None)
 
 
 class Dequantize(ConversionOps):

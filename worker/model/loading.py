@@ -35,6 +35,7 @@ from worker.device.device import choose_device, free_bytes
 from worker.error_classification import failure_of, first_line
 from worker.load_context import add_memory, on_worker, remaining_bytes, report
 from worker.messages.protocol import Batching, ModelInfo
+from worker.model.gptq import drop_int4_grids
 from worker.model.quantization import (
     PACKAGES,
     check_packages,
@@ -140,6 +141,8 @@ def load_checkpoint(
     if "device_map" not in quantized:
         model = model.to(device)
     model.eval()
+    if quantization != "int4":
+        drop_int4_grids(model)
     add_memory(Weights(model))
     return model, tokenizer, missing_weight_names(info)
 

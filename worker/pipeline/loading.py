@@ -29,6 +29,7 @@ from worker.media.decode_limiter import DecodeLimiter
 from worker.media.inputs import to_json
 from worker.messages.protocol import Batching, PipelineInput
 from worker.model.cpu.linear import emulates_dtype, pack_weights, packs_dtype
+from worker.model.gptq import drop_int4_grids
 from worker.model.loading import (
     LoadingFailed,
     ModelOptions,
@@ -87,6 +88,7 @@ def load_pipeline(options: PipelineOptions) -> tuple[Pipe, dict[str, str]]:
         if TASKS[task].kind == "text" and pipe.tokenizer is not None:
             check_tokenizer(pipe.tokenizer)
     pipe.model.eval()
+    drop_int4_grids(pipe.model)
     add_memory(Weights(pipe.model))
     for part in (pipe, pipe.model):
         config: Any = getattr(part, "generation_config", None)
