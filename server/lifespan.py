@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import shlex
 import signal
 import sys
@@ -90,8 +91,10 @@ async def lifespan(
 
 
 async def reload_on_signal(keyring: Keyring) -> None:
-    """Read API_KEYS_FILE again on each SIGHUP; those during a reload cause one more."""
-    if not keyring.file:
+    """Read API_KEYS_FILE again on each SIGHUP; those during a reload cause one more.
+
+    Without a file, SIGHUP ends a server whose terminal is closed, and no other one."""
+    if not keyring.file and os.isatty(0):
         return
     wanted, loop = asyncio.Event(), asyncio.get_running_loop()
     with contextlib.suppress(RuntimeError, ValueError):  # off the main thread there are no signals
@@ -99,6 +102,9 @@ async def reload_on_signal(keyring: Keyring) -> None:
     try:
         while await wanted.wait():
             wanted.clear()
+            if not keyring.file:
+                log.warning("nothing is reloaded: API_KEYS_FILE is not set")
+                continue
             try:
                 await anyio.to_thread.run_sync(keyring.reload)
             except SettingsError as error:

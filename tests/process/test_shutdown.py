@@ -42,7 +42,11 @@ def process(
     os.mkfifo(held)
     code = textwrap.dedent(program).format(grace_s=grace_s, delay_s=delay_s, held=str(held))
     child = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,  # no terminal
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert child.stdout is not None
@@ -118,6 +122,13 @@ def test_a_second_signal_ends_the_drain_at_once(tmp_path: Path) -> None:
         child.send_signal(signal.SIGINT)
         assert accepted.result().status_code == 503
         child.wait(60)
+
+
+def test_a_reload_without_a_file_of_keys_ends_nothing(tmp_path: Path) -> None:
+    with process(grace_s=60, held=tmp_path / "held") as (child, url):
+        child.send_signal(signal.SIGHUP)
+        assert post(url, "a").status_code == 200
+        assert child.poll() is None
 
 
 def test_requests_are_accepted_during_the_delay_while_the_server_is_not_ready(
