@@ -392,7 +392,9 @@ class ModelListing:
         if model.served.pin:
             raise InvalidInput.at("model", f"{model.id!r} is pinned")
         if not model.residency.is_ready:
-            raise InvalidInput.at("model", f"{model.id!r} is {model.status().value}, not loaded")
+            status = model.status().value
+            state = "already being unloaded" if status == "loaded" else f"{status}, not loaded"
+            raise InvalidInput.at("model", f"{model.id!r} is {state}")
         model.worker_client.manager.request_unload(model.residency)
         return LoadResponse(success=True)
 
