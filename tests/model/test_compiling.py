@@ -192,6 +192,23 @@ def test_a_model_without_a_body_is_not_compiled() -> None:
         compile_model(model, lambda compiled: None)
 
 
+@pytest.mark.skipif(not shutil.which("g++"), reason="there is no compiler")
+def test_a_compiled_model_must_not_depend_on_the_batch_where_the_eager_one_does_not() -> None:
+    runner = loaded()
+    runner._use_native_ops()
+    model = runner.language.model
+
+    def compiled(**inputs: Any) -> Any:
+        output = model(**inputs)
+        if inputs["input_ids"].shape[-1] == 1:
+            output.logits = output.logits * (1 + 1e-6)
+        return output
+
+    runner._check_compiled(model)
+    with pytest.raises(CannotRun, match="depend on its batch"):
+        runner._check_compiled(compiled)
+
+
 def test_without_a_cpp_wrapper_kernels_are_called_from_python(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

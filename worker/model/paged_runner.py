@@ -322,16 +322,25 @@ class PagedRunner:
             language.compare(logits, reference)
 
     def _check_compiled(self, compiled: Callable[..., Any]) -> None:
-        """Raise CannotRun unless the compiled model gives the logits of the eager one."""
+        """Raise CannotRun unless the compiled model gives the logits of the eager one. Where these
+        do not depend on a token's batch, those of the compiled model must not either."""
         language = self.language
         cache = new_cache(language, 2, 2)
+        eager: list[Tensor] = []
+        compiled_logits: list[Tensor] = []
         for width in COMPILED_WIDTHS:
             batch = _check_batch(language, [Span([0, 1], 0, width)], [(1, 0)])
             metadata = self.metadata(cache, batch)
             reference = run_model(language, batch, metadata)
-            language.compare(run_model(language, batch, metadata, model=compiled), reference)
+            logits = run_model(language, batch, metadata, model=compiled)
+            language.compare(logits, reference)
+            eager.append(reference)
+            compiled_logits.append(logits)
             if language.is_multimodal:
                 self._check_injected(compiled, batch, metadata)
+        is_native = self.metadata is NativeMetadata
+        if is_native and _begin_equally(eager) and not _begin_equally(compiled_logits):
+            raise CannotRun("a token's logits depend on its batch if compiled")
 
     def _check_injected(self, compiled: Any, batch: Batch, metadata: AttentionBackend) -> None:
         """Raise CannotRun unless both models agree on injected embeddings too."""
@@ -364,6 +373,12 @@ def _check_batch(
         for span, (source, target) in zip(spans, slots, strict=True)
     ]
     return Batch(spans, ids, range(width), states=states)
+
+
+def _begin_equally(logits: Sequence[Tensor]) -> bool:
+    """Return whether the first tokens have the same logits [T, vocabulary], in every bit, in
+    batches of several lengths T. The first batch is the longest."""
+    return all(torch.equal(rows, logits[0][: len(rows)]) for rows in logits)
 
 
 def run_model(
