@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import huggingface_hub
 import openai
 import pytest
 from huggingface_hub import AsyncInferenceClient
 
 from tests.fake_generator import FakeGenerator
-from tests.serving import Server, serving
+from tests.serving import Server, serving, wait_until
 
 WHOLE = "Hello there, wörld!"
 HI = [{"role": "user", "content": "hi"}]
@@ -116,6 +117,28 @@ def test_openai_models(client: openai.OpenAI) -> None:
     assert client.models.retrieve("demo").owned_by == "onequeue"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
+
+
+def test_openai_client_with_two_models_that_are_loaded_and_unloaded() -> None:
+    """As Open WebUI does: list, load, wait, chat, unload, wait."""
+    settings: dict[str, Any] = {"chat_model": "demo,other=demo", "model_control": True}
+    with (
+        serving(load_chat=FakeGenerator, **settings) as server,
+        openai.OpenAI(base_url=server.url + "/v1", api_key="-", max_retries=0) as client,
+    ):
+
+        def states() -> dict[str, str]:
+            listed = {model.id: model.model_extra or {} for model in client.models.list()}
+            return {id: extra["status"]["value"] for id, extra in listed.items()}
+
+        assert states() == {"demo": "loaded", "other": "unloaded"}
+        for action, state in (("load", "loaded"), ("unload", "unloaded")):
+            done = httpx.post(f"{server.url}/models/{action}", json={"model": "other"}, timeout=60)
+            assert done.json() == {"success": True}
+            wait_until(lambda state=state: states()["other"] == state)  # type: ignore[misc]  # a default
+            for name in ("demo", "other"):  # an unloaded model is loaded again
+                completion = client.chat.completions.create(model=name, messages=HI)  # type: ignore[arg-type]
+                assert (completion.model, completion.choices[0].message.content) == (name, WHOLE)
 
 
 def test_openai_errors_have_their_classes_and_fields(client: openai.OpenAI, server: Server) -> None:
