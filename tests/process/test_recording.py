@@ -172,7 +172,7 @@ def fork_server() -> int:
 def test_closing_a_recording_ends_its_process(sound: bytes) -> None:
     with Recording(path_of(sound), RATE) as recording:
         recording.window(0, 100)
-        assert len(processes()) == 1  # blocked on the pipe
+        wait_until(lambda: len(processes()) == 1)  # blocked on the pipe; those of others have ended
     wait_until(lambda: not processes())
 
 
