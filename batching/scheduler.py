@@ -111,7 +111,7 @@ class ContinuousScheduler:
         self._live: list[OrderedDict[Sequence, None]] = [OrderedDict() for _ in Priority]
         self._promoted: dict[Priority, Sequence] = {}  # by the class that they had
         self._removed_any = False  # since the last step
-        self._gave_way = False  # lower classes had no part in the last step
+        self._skipped_lower_classes = False  # in the last step
         self._draft_slots: float = math.inf  # for states after drafts, in this step
         self._numbers = itertools.count()
 
@@ -224,8 +224,10 @@ class ContinuousScheduler:
         without_prefill = idle.union(sitting_out, decoding)
         prompts = [s for s in self.running if s.uncomputed and s not in without_prefill]
         prompts = [sequence for sequence in prompts if sequence.owner not in resting]
-        self._gave_way = bool(idle) and not prefix_pending and self._has_first_token_due(prompts)
-        if self._gave_way:
+        self._skipped_lower_classes = (
+            bool(idle) and not prefix_pending and self._skips_lower_classes(prompts)
+        )
+        if self._skipped_lower_classes:
             prompts, decoding = [
                 [s for s in sequences if s.priority == Priority.INTERACTIVE]
                 for sequences in (prompts, decoding)
@@ -248,11 +250,11 @@ class ContinuousScheduler:
                 chunk.states = self.pool.plan_states(chunk.table, end, drafts)
         return chunks
 
-    def _has_first_token_due(self, prompts: list[Sequence]) -> bool:
-        """Return whether lower classes have no part in a step with these prompts: one of them is
-        interactive, and they had a part in the last step."""
+    def _skips_lower_classes(self, prompts: list[Sequence]) -> bool:
+        """Return whether a step with these prompts runs without lower classes: one of them is
+        interactive, and the last step had lower classes."""
         promoted = self._promoted.values()
-        return not self._gave_way and any(
+        return not self._skipped_lower_classes and any(
             s.priority == Priority.INTERACTIVE and s not in promoted for s in prompts
         )
 

@@ -353,7 +353,7 @@ class Before:
     def __init__(self, scheduler: ContinuousScheduler, spare_rows: float, alone: bool) -> None:
         self.alone = alone
         scheduler._promote()  # as the step does first
-        self.gave_way = scheduler._gave_way
+        self.skipped_lower_classes = scheduler._skipped_lower_classes
         self.limits = limits = scheduler._limits(spare_rows)
         self.scheduler = scheduler
         self.background_preempted = False
@@ -378,9 +378,9 @@ class Before:
     def check(self, chunks: list[Chunk], budget: int, live: list[Sequence]) -> None:
         decodes = [c for c in chunks if c.sequence in self.decoding and self._stayed(c.sequence)]
         prompts = [chunk for chunk in chunks if chunk not in decodes]
-        if self.scheduler._gave_way:
+        if self.scheduler._skipped_lower_classes:
             assert self.idle
-            assert not self.gave_way  # not twice in a row
+            assert not self.skipped_lower_classes  # not twice in a row
             assert all(is_interactive(chunk.sequence) for chunk in chunks)
             newcomers = {s for s in self.scheduler.running if is_interactive(s) and s.uncomputed}
             assert newcomers - {*self.decoding, *self.scheduler._promoted.values()}
@@ -476,7 +476,7 @@ class Before:
         if not self.alone:  # they sit out, also if they were preempted and admitted again
             idle += [s for s in self.decoding if s.uncomputed == 1]
         wanting = [s for s in self.scheduler.running if s not in idle]
-        if self.scheduler._gave_way:
+        if self.scheduler._skipped_lower_classes:
             wanting = list(filter(is_interactive, wanting))
         if not wanting:
             return

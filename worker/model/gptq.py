@@ -161,5 +161,5 @@ class PackedQuantizer(HfQuantizer):
         return False
 
 
-if find_spec("gptqmodel") is None:
+if find_spec("gptqmodel") is None:  # register_quantizer refuses names that transformers has
     AUTO_QUANTIZER_MAPPING.update(dict.fromkeys(BITS, PackedQuantizer))

@@ -51,9 +51,9 @@ SERVES = {
     "speech": "transcription",
 }
 STEPPED = {"generation", "transcription"}  # scheduled step by step, without batch limits
+WARM_UP_S = 1.0
 # A stage lasts so many times the percentile, and long enough for a 95th percentile to be
 # meaningful, within bounds.
-WARM_UP_S = 1.0
 MIN_STAGE_S, MAX_STAGE_S = 3.0, 30.0
 STAGE_PERCENTILES = 8
 MIN_STAGE_REQUESTS = 100

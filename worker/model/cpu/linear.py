@@ -70,8 +70,8 @@ MADV_COLLAPSE = 25  # madvise(2), Linux 6.1: make large pages now
 
 
 class Int4Grid(NamedTuple):
-    """Scales and offsets of a weight [out, in], bfloat16 [out, in / INT4_DEPTH], that is a multiple
-    of them as `_quantize_int4` has it: the attribute `int4_grid` of the parameter."""
+    """Scales and offsets, bfloat16 [out, in / INT4_DEPTH], of a weight [out, in] rounded before
+    to 4 bits, in the terms of `_quantize_int4`. The attribute `int4_grid` of its parameter."""
 
     scales: Tensor
     offsets: Tensor
