@@ -1,6 +1,8 @@
-"""Two servers behind nginx, with the configuration of the documents: one drains, one is killed."""
+"""Two servers behind nginx, with the configuration of the documents: one drains, one is killed, or
+both are full."""
 
 import contextlib
+import os
 import shutil
 import signal
 import socket
@@ -9,7 +11,9 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 import pytest
@@ -18,8 +22,10 @@ from tests.serving import wait_until
 
 ROOT = Path(__file__).parents[2]
 NGINX = shutil.which("nginx") or shutil.which("/usr/sbin/nginx")
+pytestmark = pytest.mark.skipif(not NGINX, reason="nginx is not installed")
 REQUESTS = 300
 CLIENTS = 8
+LOCAL = "http://localhost"
 
 PROGRAM = """
     import sys, uvicorn
@@ -27,8 +33,11 @@ PROGRAM = """
     from server.core.settings import Settings
     from tests.fakes import FakeRunner
 
-    settings = Settings(chat_model="none", embedding_model="none", drain_delay_s=0.5)
-    app = create_app(settings, FakeRunner)
+    runner = FakeRunner(lambda texts: "hold" in texts and open(sys.argv[1] + ".held").close())
+    settings = Settings(
+        chat_model="none", embedding_model="none", drain_delay_s=0.5, max_queue_size={slots}
+    )
+    app = create_app(settings, lambda: runner)
     uvicorn.run(app, uds=sys.argv[1], log_level="error")
 """
 
@@ -51,35 +60,56 @@ def answers(url: str, **options: object) -> bool:
     return False
 
 
-@pytest.mark.skipif(not NGINX, reason="nginx is not installed")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_no_request_fails_when_one_of_two_servers_ends(number: int, tmp_path: Path) -> None:
-    sockets = [str(tmp_path / name) for name in ("a.sock", "b.sock")]
+def is_full(server: httpx.Client) -> bool:
+    return "onequeue_queue_depth 1.0" in server.get("/metrics").text
+
+
+class Servers(NamedTuple):
+    url: str  # of nginx
+    sockets: list[str]
+    first: subprocess.Popen[bytes]
+
+
+@contextlib.contextmanager
+def behind_nginx(folder: Path, slots: int) -> Iterator[Servers]:
+    """Two servers behind nginx; the text `hold` keeps one busy until its pipe is opened."""
+    sockets = [str(folder / name) for name in ("a.sock", "b.sock")]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     config = (ROOT / "docs/deploy/nginx.conf").read_text()
     for name, path in zip("ab", sockets, strict=True):
         config = config.replace(f"/run/onequeue/{name}.sock", path)
+        os.mkfifo(path + ".held")
     config = config.replace("127.0.0.1:8000", f"127.0.0.1:{port}")
-    (tmp_path / "nginx.conf").write_text(f"pid {tmp_path}/pid;\nuser root;\n{config}")
-    code, url = textwrap.dedent(PROGRAM), f"http://127.0.0.1:{port}"
-    nginx = [str(NGINX), "-c", str(tmp_path / "nginx.conf"), "-g", "daemon off;", "-e", "stderr"]
+    (folder / "nginx.conf").write_text(f"pid {folder}/pid;\nuser root;\n{config}")
+    code, url = textwrap.dedent(PROGRAM).format(slots=slots), f"http://127.0.0.1:{port}"
+    nginx = [str(NGINX), "-c", str(folder / "nginx.conf"), "-g", "daemon off;", "-e", "stderr"]
     with (
-        process([sys.executable, "-c", code, sockets[0]]) as child,
+        process([sys.executable, "-c", code, sockets[0]]) as first,
         process([sys.executable, "-c", code, sockets[1]]),
         process(nginx) as proxy,
+    ):
+        for path in sockets:
+            wait_until(partial(answers, LOCAL, uds=path), 120)
+        wait_until(lambda: answers(url))
+        yield Servers(url, sockets, first)
+        proxy.send_signal(signal.SIGQUIT)  # its worker processes end, too
+        proxy.wait(60)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_no_request_fails_when_one_of_two_servers_ends(number: int, tmp_path: Path) -> None:
+    with (
+        behind_nginx(tmp_path, slots=1024) as servers,
         ThreadPoolExecutor(CLIENTS) as pool,
         httpx.Client() as client,
     ):
-        for path in sockets:
-            wait_until(lambda path=path: answers("http://localhost", uds=path), 120)  # type: ignore[misc]
-        wait_until(lambda: answers(url))
 
         def post(n: int) -> int:
             if n == REQUESTS // 3:
-                child.send_signal(number)
+                servers.first.send_signal(number)
             try:
-                return client.post(url, content=f"text {n}").status_code
+                return client.post(servers.url, content=f"text {n}").status_code
             except httpx.RemoteProtocolError:  # killed between a response's head and its body
                 assert number == signal.SIGKILL
                 return 0
@@ -87,7 +117,27 @@ def test_no_request_fails_when_one_of_two_servers_ends(number: int, tmp_path: Pa
         statuses = [*pool.map(post, range(REQUESTS))]
         assert statuses.count(200) >= REQUESTS - CLIENTS
         assert {*statuses} <= {0, 200}
-        child.wait(60)
-        assert client.post(url, content="after").status_code == 200
-        proxy.send_signal(signal.SIGQUIT)  # its worker processes end, too
-        proxy.wait(60)
+        servers.first.wait(60)
+        assert client.post(servers.url, content="after").status_code == 200
+
+
+def test_full_servers_refuse_by_themselves_and_are_asked_again(tmp_path: Path) -> None:
+    with (
+        behind_nginx(tmp_path, slots=1) as servers,
+        ThreadPoolExecutor(2) as pool,
+        contextlib.ExitStack() as clients,
+    ):
+        held = []
+        for path in servers.sockets:
+            transport = httpx.HTTPTransport(uds=path)
+            server = clients.enter_context(httpx.Client(transport=transport, base_url=LOCAL))
+            held.append(pool.submit(server.post, "/", content="hold", timeout=60))
+            wait_until(partial(is_full, server))
+        for _ in range(10):
+            refused = httpx.post(servers.url, content="text")
+            assert refused.status_code == 503
+            assert int(refused.headers["retry-after"]) > 0
+        for path in servers.sockets:
+            open(path + ".held", "w").close()
+        assert [request.result().status_code for request in held] == [200, 200]
+        assert httpx.post(servers.url, content="text").status_code == 200
