@@ -120,7 +120,10 @@ def create_app(
 
 
 def make_telemetry(app: Application) -> "Telemetry":
-    """Return telemetry by OpenTelemetry's variables; `lifespan` shuts it down."""
+    """Return telemetry by OpenTelemetry's variables; `lifespan` shuts it down.
+
+    It is made with the app, not when that starts: the SDK refuses wrong variables when its
+    exporters are made, and these end the start like other wrong settings."""
     try:
         from server.core.telemetry import telemetry_from_environment
 

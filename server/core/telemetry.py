@@ -106,12 +106,13 @@ class Telemetry:
         )
         if status >= 500:
             span.set_status(Status(StatusCode.ERROR, context.error[:200]))
-        parent = trace.set_span_in_context(span)
-        times = {field: getattr(context, field) for field in STAGES} | {"": ended}
-        reached = [(field, at) for field, at in times.items() if at]
-        for (field, at), (_, until) in pairwise(reached):
-            stage = self._tracer.start_span(STAGES[field], parent, start_time=nanoseconds(at))
-            stage.end(nanoseconds(max(at, until)))
+        if span.is_recording():  # it is sampled
+            parent = trace.set_span_in_context(span)
+            times = {field: getattr(context, field) for field in STAGES} | {"": ended}
+            reached = [(field, at) for field, at in times.items() if at]
+            for (field, at), (_, until) in pairwise(reached):
+                stage = self._tracer.start_span(STAGES[field], parent, start_time=nanoseconds(at))
+                stage.end(nanoseconds(max(at, until)))
         span.end(nanoseconds(ended))
         if context.model:
             if status >= 400:
