@@ -4,7 +4,7 @@
 
 A replica is started once its models are loaded. It refuses what its queue does not take itself:
 Ray's own limit of ongoing requests is above it. Replicas are added while more inputs are accepted
-than all of them run at a time.
+than all of them run at a time. Ray gives a request its id, and sends it with the response.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from ray.serve.config import (
     AutoscalingPolicy,
     RequestRouterConfig,
 )
+from ray.serve.schema import LoggingConfig
 
 import server.app
 from batching.errors import WorkerDown
@@ -36,13 +37,16 @@ MAX_REPLICAS = 8
 def make_app() -> "Application":
     """Return the app of a replica's process."""
     app: Application = server.app.app
+    app.sends_request_id = False
+    app.logs_requests = True
     return app
 
 
 class Replica:
     @property
     def worker_client(self) -> "WorkerClient":
-        return make_app().worker_client
+        client: WorkerClient = server.app.app.worker_client
+        return client
 
     async def check_health(self) -> None:
         """Wait for the models at the start; raise if the worker is dead or stuck."""
@@ -56,24 +60,24 @@ class Replica:
 
 
 def choose_replicas(context: AutoscalingContext) -> tuple[int, dict[str, object]]:
-    """Return how many replicas run all accepted inputs side by side."""
+    """Return how many replicas run all accepted inputs side by side. Ray applies its bounds."""
     inputs = sum(context.aggregated_metrics.get("inputs", {}).values())
-    replicas = math.ceil(inputs / context.config.target_ongoing_requests)
-    least, most = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
-    return min(max(replicas, least), most), {}
+    return math.ceil(inputs / context.config.target_ongoing_requests), {}
 
 
 settings = load_settings()
+autoscaling = AutoscalingConfig(
+    min_replicas=1,
+    max_replicas=MAX_REPLICAS,
+    target_ongoing_requests=settings.max_running,
+    policy=AutoscalingPolicy(policy_function=choose_replicas),
+)
 deployment = serve.deployment(
     serve.ingress(make_app)(Replica),
     max_ongoing_requests=MAX_QUEUES * settings.max_queue_size,
-    autoscaling_config=AutoscalingConfig(
-        min_replicas=1,
-        max_replicas=MAX_REPLICAS,
-        target_ongoing_requests=settings.max_running,
-        policy=AutoscalingPolicy(policy_function=choose_replicas),
-    ),
+    autoscaling_config=autoscaling,
     graceful_shutdown_timeout_s=settings.shutdown_grace_s + 5,
     request_router_config=RequestRouterConfig(request_router_class=ROUTER),
+    logging_config=LoggingConfig(enable_access_log=False),  # the app has its own
 )
 app = deployment.bind()

@@ -111,6 +111,7 @@ class Application:
         self.memory = TransferBudget(MAX_BODIES * self.max_body, "the memory for bodies is in use")
         self.spools = SpoolBudget()
         self.logs_requests = False
+        self.sends_request_id = True
         self.telemetry: Telemetry | None = None
         self._counters: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
         self.respond: ASGIApp = self._respond
@@ -160,7 +161,9 @@ class Application:
                 if is_large := length > SEND_BYTES:
                     transfer.restart()
                     self.memory.hold(transfer, length)
-                message["headers"] = [*headers, (b"x-request-id", request_id)]
+                message["headers"] = [*headers]
+                if self.sends_request_id:
+                    message["headers"].append((b"x-request-id", request_id))
                 if is_anthropic(scope):
                     message["headers"].append((b"request-id", request_id))
                 if context.key:

@@ -2,9 +2,11 @@
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,19 +21,18 @@ from tests.serving import wait_until
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.ray
 CHAT = "/v1/chat/completions"
+SESSIONS = [f"session {n}" for n in range(24)]
 SETTINGS = {
     "PIPELINE_MODEL": "none", "EMBEDDING_MODEL": "none", "CHAT_MODEL": "demo",
     "OMP_NUM_THREADS": "1", "MAX_QUEUE_SIZE": "64", "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.2",
 }  # fmt: skip
 
 
-def deploy(replicas: int) -> None:
+def deploy(deployment: Any, replicas: int) -> None:
     from ray import serve
 
-    from server import cluster
-
-    fixed = cluster.deployment.options(num_replicas=replicas, autoscaling_config=None)
-    serve.run(fixed.bind())
+    serve.run(deployment.bind())
     wait_until(lambda: running() == replicas, 240)
 
 
@@ -55,10 +56,13 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             patch.setenv(name, value)
         from ray import serve
 
+        from server import cluster
+
+        fixed = cluster.deployment.options(num_replicas=2, autoscaling_config=None)
         ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100_000_000)
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         try:
-            deploy(2)
+            deploy(fixed, 2)
             yield f"http://127.0.0.1:{port}"
         finally:
             serve.shutdown()
@@ -71,7 +75,7 @@ def post(url: str, path: str, session: str, body: Any) -> httpx.Response:
 
 @pytest.mark.parametrize(
     ("inputs", "replicas"),
-    [({}, 1), ({"a": 0.0}, 1), ({"a": 64.0}, 1), ({"a": 64.0, "b": 1.0}, 2), ({"a": 1e4}, 8)],
+    [({}, 0), ({"a": 0.0}, 0), ({"a": 64.0}, 1), ({"a": 64.0, "b": 1.0}, 2), ({"a": 300.0}, 5)],
 )
 def test_replicas_are_added_for_inputs_that_do_not_run(
     inputs: dict[str, float], replicas: int
@@ -81,8 +85,6 @@ def test_replicas_are_added_for_inputs_that_do_not_run(
     context = SimpleNamespace(
         aggregated_metrics={"inputs": inputs} if inputs else {},
         config=SimpleNamespace(target_ongoing_requests=64),
-        capacity_adjusted_min_replicas=1,
-        capacity_adjusted_max_replicas=8,
     )
     assert choose_replicas(context) == (replicas, {})
 
@@ -96,6 +98,14 @@ def test_the_turns_of_a_session_find_their_prefix(url: str) -> None:
         second = post(url, CHAT, f"s{n}", {"messages": messages, "max_tokens": 8}).json()
         cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert cached > first["usage"]["prompt_tokens"] * 3 // 4
+
+
+def test_a_response_has_the_id_of_its_request_once(url: str) -> None:
+    for headers in ({}, {"x-request-id": "mine"}):
+        response = httpx.post(f"{url}/v1/messages", headers=headers, json={}, timeout=120)
+        # the error has the id of the log's lines
+        assert response.headers.get_list("x-request-id") == [response.json()["request_id"]]
+        assert not headers or response.json()["request_id"] == "mine"
 
 
 def test_any_replica_finds_a_stored_response(url: str) -> None:
@@ -118,7 +128,7 @@ def stream(url: str, session: str, started: threading.Semaphore) -> bool:
     """Return whether a long stream has ended as it should."""
     body = {
         "messages": [{"role": "user", "content": "Count to five."}],
-        "max_tokens": 1500, "ignore_eos": True, "stream": True,
+        "max_tokens": 1900, "ignore_eos": True, "stream": True,
     }  # fmt: skip
     headers, text = {"x-session-id": session}, ""
     try:
@@ -132,20 +142,12 @@ def stream(url: str, session: str, started: threading.Semaphore) -> bool:
     return "data: [DONE]" in text
 
 
-def started_streams(url: str, pool: ThreadPoolExecutor) -> list[Any]:
+def started_streams(url: str, pool: ThreadPoolExecutor, sessions: list[str]) -> list[Any]:
     started = threading.Semaphore(0)
-    streams = [pool.submit(stream, url, f"stream {n}", started) for n in range(24)]
+    streams = [pool.submit(stream, url, session, started) for session in sessions]
     for _ in streams:
         assert started.acquire(timeout=120)
     return streams
-
-
-def test_a_removed_replica_loses_nothing(url: str) -> None:
-    with ThreadPoolExecutor(24) as pool:
-        streams = started_streams(url, pool)
-        deploy(1)
-        assert all(done.result() for done in streams)
-    deploy(2)
 
 
 def replica_processes() -> list[int]:
@@ -165,14 +167,57 @@ def replica_processes() -> list[int]:
     return [pid for pid in replicas if is_ours(pid)]
 
 
+def sessions_by_replica(url: str) -> list[list[str]]:
+    sessions: dict[str, list[str]] = defaultdict(list)
+    for session in SESSIONS:
+        metrics = httpx.get(f"{url}/metrics", headers={"x-session-id": session}, timeout=120).text
+        started_at = re.search(r"^process_start_time_seconds (.+)$", metrics, re.MULTILINE)
+        assert started_at
+        sessions[started_at[1]].append(session)
+    return [*sessions.values()]
+
+
 def test_a_killed_replica_fails_its_own_requests_alone(url: str) -> None:
+    replicas = sessions_by_replica(url)
+    assert len(replicas) == 2
     with ThreadPoolExecutor(24) as pool:
-        streams = started_streams(url, pool)
+        streams = started_streams(url, pool, SESSIONS)
         os.kill(replica_processes()[0], signal.SIGKILL)
         ended = [done.result() for done in streams]
-    assert any(ended)
-    assert not all(ended)
+    assert [session for session, done in zip(SESSIONS, ended, strict=True) if not done] in replicas
     wait_until(lambda: running() == 2, 240)
     body = {"messages": [{"role": "user", "content": "What is the capital of Japan?"}]}
-    for n in range(24):
-        assert post(url, CHAT, f"stream {n}", body).status_code == 200
+    for session in SESSIONS:
+        assert post(url, CHAT, session, body).status_code == 200
+
+
+def test_load_adds_a_replica_which_idling_removes_under_its_streams(url: str) -> None:
+    from server import cluster
+
+    at_once = {"look_back_period_s": 1.0, "upscale_delay_s": 0.0, "downscale_delay_s": 0.0}
+    limits = {"max_replicas": 2, "target_ongoing_requests": 8}
+    config = cluster.autoscaling.model_copy(update=at_once | limits)
+    deploy(cluster.deployment.options(num_replicas=None, autoscaling_config=config), 1)
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 100, "ignore_eos": True}
+    enough = threading.Event()
+
+    def keep_sending(session: str) -> int:
+        sent = 0
+        while not enough.is_set():
+            assert post(url, CHAT, session, body).status_code == 200
+            sent += 1
+        return sent
+
+    with ThreadPoolExecutor(32) as pool:
+        clients = [pool.submit(keep_sending, session) for session in SESSIONS]
+        try:
+            wait_until(lambda: running() == 2, 120)
+            replicas = sessions_by_replica(url)
+            assert len(replicas) == 2
+            streams = started_streams(url, pool, replicas[0][:4] + replicas[1][:4])
+        finally:
+            enough.set()
+        assert all(client.result() for client in clients)
+        wait_until(lambda: running() == 1, 120)
+        assert not any(done.done() for done in streams), "those of the removed replica still run"
+        assert all(done.result() for done in streams)
