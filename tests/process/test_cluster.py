@@ -195,7 +195,7 @@ def test_load_adds_a_replica_which_idling_removes_under_its_streams(url: str) ->
     from server import cluster
 
     at_once = {"look_back_period_s": 1.0, "upscale_delay_s": 0.0, "downscale_delay_s": 0.0}
-    limits = {"max_replicas": 2, "target_ongoing_requests": 8}
+    limits = {"max_replicas": 2, "target_ongoing_requests": 16}
     config = cluster.autoscaling.model_copy(update=at_once | limits)
     deploy(cluster.deployment.options(num_replicas=None, autoscaling_config=config), 1)
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 100, "ignore_eos": True}
@@ -212,8 +212,8 @@ def test_load_adds_a_replica_which_idling_removes_under_its_streams(url: str) ->
         clients = [pool.submit(keep_sending, session) for session in SESSIONS]
         try:
             wait_until(lambda: running() == 2, 120)
+            wait_until(lambda: len(sessions_by_replica(url)) == 2)  # the proxy knows both
             replicas = sessions_by_replica(url)
-            assert len(replicas) == 2
             streams = started_streams(url, pool, replicas[0][:4] + replicas[1][:4])
         finally:
             enough.set()
