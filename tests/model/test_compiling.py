@@ -209,6 +209,23 @@ def test_a_compiled_model_must_not_depend_on_the_batch_where_the_eager_one_does_
         runner._check_compiled(compiled)
 
 
+@pytest.mark.skipif(not shutil.which("g++"), reason="there is no compiler")
+@pytest.mark.parametrize("depends", [False, True])
+def test_the_log_names_a_model_whose_logits_depend_on_the_batch(
+    depends: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = loaded()
+    if depends:
+
+        def round_one_row(head: Any, inputs: Any, logits: Tensor) -> Tensor:
+            return logits * (1 + 1e-6) if logits.shape[-2] == 1 else logits
+
+        runner.language.model.lm_head.register_forward_hook(round_one_row)
+    runner._use_native_ops()
+    assert ("logits depend on the batch" in caplog.text) == depends
+    assert runner.metadata is NativeMetadata
+
+
 def test_without_a_cpp_wrapper_kernels_are_called_from_python(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

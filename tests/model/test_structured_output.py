@@ -221,7 +221,6 @@ def test_requests_of_a_batch_do_not_affect_each_other() -> None:
         assert [c.parts for c in one.choices] == [c.parts for c in other.choices]
 
 
-@pytest.mark.usefixtures("steps")
 def free(seed: int) -> Request:
     hot = Sampling(temperature=1.5, seed=seed)
     return asking(str(seed), hot, max_tokens=40, stopping={"ignore_eos": True})
@@ -282,6 +281,7 @@ def recorded(function: Any, name: str, order: list[str]) -> Any:
     return run
 
 
+@pytest.mark.usefixtures("steps")
 def test_choices_follow_the_grammar_independently() -> None:
     served = alone(asking(sampling=Sampling(seed=2), constraint=schema("flat"), n=5))
     texts = [choice.text for choice in served.choices]

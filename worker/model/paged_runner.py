@@ -64,6 +64,8 @@ log = logging.getLogger("onequeue.paged_runner")
 # Tokens of the batches that compile and check the model: several, then one, and several again,
 # which runs the first graph with another size.
 COMPILED_WIDTHS = (24, 7, 1, 7)
+# The same for batches that show whether logits depend on the batch: kernels change at 16, 32, 64.
+COMPARED_WIDTHS = (77, 24, 7, 1)
 # Inductor's settings on a CPU. With dynamic_threads, kernels read the number of threads when they
 # run (worker/cores.py).
 CPU_COMPILE_SETTINGS = {"freezing": True, "cpp.dynamic_threads": True}
@@ -300,6 +302,8 @@ class PagedRunner:
         else:
             self.metadata = NativeMetadata
             log.info("native attention seconds=%.0f", time.monotonic() - started)
+            if not self._keeps_rows_apart():
+                log.warning("other requests change the rounding: logits depend on the batch")
 
     def _check_attention(self, checked: Callable[[KVCache, Batch], AttentionBackend]) -> None:
         """Raise CannotRun unless chunks of two sequences, longer than the attention windows, give
@@ -320,6 +324,17 @@ class PagedRunner:
             layouts = [kind(cache, batch) for kind, cache in zip(backends, caches, strict=True)]
             reference, logits = (run_model(language, batch, layout) for layout in layouts)
             language.compare(logits, reference)
+
+    def _keeps_rows_apart(self) -> bool:
+        """Return whether a token's logits are equal in every bit in batches of several lengths."""
+        language = self.language
+        widths = [min(width, language.context) for width in COMPARED_WIDTHS]
+        blocks = range(widths[0] // BLOCK + 1)
+        cache = new_cache(language, len(blocks), 2)
+        batches = [_check_batch(language, [Span(blocks, 0, width)], [(1, 0)]) for width in widths]
+        return _begin_equally(
+            [run_model(language, batch, self.metadata(cache, batch)) for batch in batches]
+        )
 
     def _check_compiled(self, compiled: Callable[..., Any]) -> None:
         """Raise CannotRun unless the compiled model gives the logits of the eager one. Where these
