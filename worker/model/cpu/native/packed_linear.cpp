@@ -24,6 +24,9 @@ struct PackedWeights {
 // x [rows, depth], out [rows, columns] of type O, bias [columns] of the same or null
 template <typename T, int64_t GROUP, typename Weights = PackedWeights<T, GROUP>, typename O = T>
 struct Linear {
+  // bfloat16 takes half of the cache, and its weights may have to be widened for each share of the rows
+  static constexpr int64_t MAX_SHARE = sizeof(T) == 2 ? 1056 : MAX_ROWS;
+
   const T* x;
   Weights weights;
   const O* bias;
@@ -33,7 +36,7 @@ struct Linear {
   void multiply() const {
     const int64_t count = (columns + GROUP - 1) / GROUP;
     const int64_t wanted = rows * count / (4 * at::get_num_threads());
-    const int64_t share = rounded_up(std::clamp(wanted, MIN_ROWS, MAX_ROWS), MIN_ROWS);
+    const int64_t share = rounded_up(std::clamp(wanted, MIN_ROWS, MAX_SHARE), MIN_ROWS);
     at::parallel_for(0, (rows + share - 1) / share * count, 1, [&](int64_t begin, int64_t end) {
       std::vector<float> sums(std::min(rows, share) * GROUP);
       for (int64_t n = begin; n < end; ++n) {
