@@ -501,17 +501,17 @@ class StepLane(Lane):
 
     def expected_wait_s(self, now: float, client: Hashable = None) -> float:
         """Return the estimated wait of a client's next item. The time since the last start counts
-        too: each running request has taken at least as long. With free room nothing waits. The
-        estimate is bounded by the time that was measured: the first steps of a burst are slow."""
-        start_s = self._starts_s / self._starts if self._starts else 0.0
-        measured_s = self._starved_s
-        if self._starved_since is not None:
-            start_s = max(start_s, (now - self._starved_since) / max(1, self._running))
-            measured_s += now - self._starved_since
+        too: each running request has taken at least as long. With free room nothing waits. Both
+        estimates are bounded by the time that was measured: the first steps of a burst are slow."""
         clients = len({*self._clients, client})
         ahead = min(self.not_started, clients * self._clients[client])
-        free = max(0, self._room - self._running)
-        return min(max(0, ahead - free) * start_s, MAX_EXTRAPOLATION * measured_s)
+        ahead = max(0, ahead - max(0, self._room - self._running))
+        start_s = self._starts_s / self._starts if self._starts else 0.0
+        since_s = 0.0 if self._starved_since is None else now - self._starved_since
+        return max(
+            min(ahead * start_s, MAX_EXTRAPOLATION * self._starved_s),
+            min(ahead * since_s / max(1, self._running), MAX_EXTRAPOLATION * since_s),
+        )
 
     def update(self, now: float, report: LoadReport, inbox_waiting: bool) -> None:
         if self._started or report.saturated != (self._starved_since is not None):

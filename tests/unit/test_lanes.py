@@ -158,8 +158,12 @@ def test_the_expected_wait_rises_with_the_time_without_starts_and_no_faster() ->
     assert model.expected_s() > 8 * 0.4 * model.now
 
 
-def test_a_slow_first_step_of_a_burst_makes_no_wait_hopeless() -> None:
-    model = FakeModel(256, 40)
+@pytest.mark.parametrize("earlier", [0, 600])
+def test_a_slow_first_step_of_a_burst_makes_no_wait_hopeless(earlier: int) -> None:
+    model = FakeModel(256, 1)
+    model.arrive(earlier)
+    model.step(5)
+    model.seconds = 40
     model.arrive(6)
     model.step()
     model.arrive(600)
