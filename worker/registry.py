@@ -9,7 +9,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 from weakref import WeakSet
 
 from batching.errors import OnequeueError
@@ -120,6 +120,11 @@ class ServedModel:
     def generator(self) -> Generator | None:
         """The engine of a language model; None for other models."""
         return cast(Generator, self.engine) if self.generates else None
+
+    @property
+    def compile_state(self) -> Literal["running", "done", "off"]:
+        generator = self.generator if self.is_loaded else None
+        return generator.compile_state if generator else "off"
 
     def lane_of(self, priority: Priority) -> Lane:
         """Return the lane of a class of requests."""

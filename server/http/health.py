@@ -67,8 +67,8 @@ async def ready(request: Request) -> Ready:
     for name, model in worker_client.models.items():
         if model.kind != name or (info := model.info) is None:
             continue
-        if model.is_loaded and model.generator:
-            response.compile = model.generator.compile_state
+        if model.generates:
+            response.compile = model.compile_state
         if name == "pipeline":
             response.task, response.model = (
                 "decision" if model.generates else info.task,
