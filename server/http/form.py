@@ -75,7 +75,10 @@ class Form:
                 if not self._removed:
                     self._parser.write(chunk)
         except FormParserError:
-            message = "the body is not a form with the boundary of its Content-Type"
+            message = (
+                "the body is not a form with the boundary of its Content-Type, or a header in it, "
+                "such as that with the file name, is longer than 4 kB"
+            )
             raise InvalidInput(message) from None
         except OSError:
             raise QueueFull("the server's disk has no space for the file") from None

@@ -280,6 +280,17 @@ def test_a_wrong_upload_is_refused(server: Server, form: dict[str, str], param: 
     assert response.json()["error"]["param"].startswith(param)
 
 
+def test_a_file_name_longer_than_a_header_may_be_is_refused_by_its_reason(server: Server) -> None:
+    response = CLIENT.post(
+        server.url + "/v1/files",
+        data={"purpose": "batch"},
+        files={"file": ("n" * 5000, GOOD)},
+        headers={"Authorization": "Bearer one"},
+    )
+    assert response.status_code == 400
+    assert "the file name, is longer than 4 kB" in response.json()["error"]["message"]
+
+
 def test_files_are_kept_listed_and_deleted(server: Server) -> None:
     client = Client(server, "two")
     ids = [client.upload(GOOD + b" " * n) for n in range(3)]
@@ -488,11 +499,12 @@ def test_a_failing_disk_delays_a_batch(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_failing_disk_refuses_requests_for_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with started(tmp_path, FakeGenerator()) as server:
+    generator = FakeGenerator()
+    with started(tmp_path, generator) as server:
         client = Client(server)
         file = client.upload(GOOD)
         id = client.create(jsonl([chat_line("a", "hang")]))
-        wait_until(lambda: client.get(id).status == "in_progress")
+        wait_until(lambda: bool(generator.running))
 
         def fail(*_: Any) -> None:
             raise sqlite3.OperationalError("database or disk is full")
