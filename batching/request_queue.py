@@ -128,7 +128,8 @@ class LoadReport(Protocol):
 class Slots:
     """The slots of a queue, or of a lane's part of it. The error text of full ones contains `name`.
 
-    An item that another one yields its slot to, and inputs of a list that find none, take the next
+    Flows share the slots of their client: one that holds fewer than another gets slots of it. An
+    item that another one yields its slot to, and inputs of a list that find none, take the next
     free ones in fair order. An item may run without a slot: since clients gain slots up to their
     share only, at most a few times as many items are accepted as there are slots.
     """
@@ -138,6 +139,7 @@ class Slots:
         self.capacity = capacity
         self._shares = FairShare()
         self._holders: dict[WorkOwner, dict[WorkItem, None]] = {}
+        self._flows: Counter[tuple[Hashable, Hashable]] = Counter()  # slots of clients' flows
         self._others = FairQueue[WorkItem]()  # accepted, without a slot
 
     @property
@@ -149,7 +151,17 @@ class Slots:
         return self.used < self.capacity or self._yielding(owner) is not None
 
     def _yielding(self, owner: WorkOwner) -> WorkOwner | None:
-        return self._shares.yields_to(owner, self.capacity)
+        return self._shares.yields_to(owner, self.capacity) or self._of_larger_flow(owner)
+
+    def _of_larger_flow(self, owner: WorkOwner) -> WorkOwner | None:
+        """Return the youngest request of its client's largest flow, if that holds more than its own
+        flow would with another slot."""
+        of_client = [flow for flow in self._flows if flow[0] == owner.client]
+        largest = max(of_client, key=self._flows.__getitem__, default=flow_of(owner))
+        request_exceeds, _ = self._shares.excess(owner, self.capacity)
+        if request_exceeds or self._flows[largest] <= self._flows[flow_of(owner)] + 1:
+            return None
+        return next(other for other in reversed(self._holders) if flow_of(other) == largest)
 
     def add(self, items: Sequence[WorkItem]) -> None:
         """Add a request's items, which has room."""
@@ -176,14 +188,22 @@ class Slots:
 
     def _hold(self, item: WorkItem) -> None:
         self._shares.take(item.owner)
+        self._flows[flow_of(item.owner)] += 1
         self._holders.setdefault(item.owner, {})[item] = None
 
     def _free(self, item: WorkItem) -> None:
         self._shares.give_back(item.owner)
-        items = self._holders[item.owner]
+        flow, items = flow_of(item.owner), self._holders[item.owner]
+        self._flows[flow] -= 1
+        if not self._flows[flow]:
+            del self._flows[flow]
         del items[item]
         if not items:
             del self._holders[item.owner]
+
+
+def flow_of(owner: WorkOwner) -> tuple[Hashable, Hashable]:
+    return owner.client, owner.flow
 
 
 class Lane:
@@ -224,8 +244,8 @@ class Lane:
     def add_prepared(self, item: WorkItem) -> None:
         """Record that an item's tokens are known. From any thread."""
 
-    def expected_wait_s(self, now: float, client: Hashable = None) -> float:
-        """Return how long a new item of a client would wait for those before it."""
+    def expected_wait_s(self, now: float, client: Hashable = None, flow: Hashable = None) -> float:
+        """Return how long a new item of a client's flow would wait for those before it."""
         raise NotImplementedError
 
     def update(self, now: float, report: LoadReport, inbox_waiting: bool) -> None:
@@ -320,7 +340,7 @@ class RequestQueue:
 
     def _admit(self, owner: WorkOwner, deadline: float, lane: Lane) -> None:
         now = self.clock()
-        expected_s = lane.expected_wait_s(now, owner.client)
+        expected_s = lane.expected_wait_s(now, owner.client, owner.flow)
         retry_after_s = float(max(1, math.ceil(expected_s)))  # whole seconds, for a header
         for slots in (self.slots, lane.slots):
             if not slots.has_room(owner):
@@ -417,7 +437,7 @@ class BatchLane(Lane):
                 self._uncounted[item.owner.client] -= 1
                 self._tokens[item.owner.client] += item.tokens
 
-    def expected_wait_s(self, now: float, client: Hashable = None) -> float:
+    def expected_wait_s(self, now: float, client: Hashable = None, flow: Hashable = None) -> float:
         self._count_prepared()
         items, tokens, seconds = self._recent
         if not tokens:
@@ -448,7 +468,7 @@ class StepLane(Lane):
     started. How often one starts is measured while others have no room.
 
     A request has started with its first item: the rest does not delay others. A client's requests
-    wait for as many of each other client as are before them."""
+    wait for as many of each other client as are before them, and likewise those of its flows."""
 
     def __init__(
         self, name: str, slots: int, round_robin: RoundRobin[WorkItem] | None = None
@@ -456,7 +476,7 @@ class StepLane(Lane):
         super().__init__(name, slots, round_robin)
         self._items: Counter[WorkOwner] = Counter()  # of each request
         self._not_started: set[WorkOwner] = set()  # requests
-        self._clients: Counter[Hashable] = Counter()  # of these
+        self._flows: dict[Hashable, Counter[Hashable]] = {}  # by client: these of each flow
         self._started = 0  # requests since the last step
         self._starved_since: float | None = None  # or since the last start during starvation
         self._starts = 0.0  # recent ones during starvation
@@ -472,7 +492,7 @@ class StepLane(Lane):
         super().add(item)
         if item.owner not in self._items:
             self._not_started.add(item.owner)
-            self._clients[item.owner.client] += 1
+            self._flows.setdefault(item.owner.client, Counter())[item.owner.flow] += 1
             self.not_started += 1
         self._items[item.owner] += 1
 
@@ -493,18 +513,22 @@ class StepLane(Lane):
         if owner not in self._not_started:
             return False
         self._not_started.remove(owner)
-        self._clients[owner.client] -= 1
-        if not self._clients[owner.client]:
-            del self._clients[owner.client]
+        flows = self._flows[owner.client]
+        flows[owner.flow] -= 1
+        if not flows[owner.flow]:
+            del flows[owner.flow]
+        if not flows:
+            del self._flows[owner.client]
         self.not_started -= 1
         return True
 
-    def expected_wait_s(self, now: float, client: Hashable = None) -> float:
-        """Return the estimated wait of a client's next item. The time since the last start counts
+    def expected_wait_s(self, now: float, client: Hashable = None, flow: Hashable = None) -> float:
+        """Return the estimated wait of a flow's next item. The time since the last start counts
         too: each running request has taken at least as long. With free room nothing waits. Both
         estimates are bounded by the time that was measured: the first steps of a burst are slow."""
-        clients = len({*self._clients, client})
-        ahead = min(self.not_started, clients * self._clients[client])
+        clients, flows = len({*self._flows, client}), self._flows.get(client, Counter())
+        of_client = min(flows.total(), len({*flows, flow}) * flows[flow])
+        ahead = min(self.not_started, clients * of_client)
         ahead = max(0, ahead - max(0, self._room - self._running))
         start_s = self._starts_s / self._starts if self._starts else 0.0
         since_s = 0.0 if self._starved_since is None else now - self._starved_since

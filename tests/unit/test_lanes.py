@@ -265,6 +265,23 @@ def test_a_client_does_not_wait_for_the_queue_of_another(lane: Any) -> None:
     assert lane.expected_wait_s(1, "b") == 2
 
 
+def test_a_flow_does_not_wait_for_the_queue_of_another() -> None:
+    lane: Any = StepLane("generation", 100)
+    queued = accept(lane, *[1] * 20, client="a")
+    for n in range(2):
+        lane.start(queued[n])
+        lane.record(n, True)
+    assert lane.expected_wait_s(1, "a", "flow") == 0
+    owner = WorkOwner("a", next(NUMBERS), flow="flow")
+    other: WorkItem = WorkItem(None, math.inf, 0.0, owner=owner)
+    lane.add(other)
+    assert lane.expected_wait_s(1, "a", "flow") == 2
+    assert lane.expected_wait_s(1, "a") == lane.expected_wait_s(1, "a", "x") + 19 == 19
+    for item in [other, *queued]:
+        lane.release(item)
+    assert not lane._flows
+
+
 def test_a_request_of_many_choices_is_one_item() -> None:
     lane: Any = StepLane("generation", 10)
     first, second, _ = accept(lane, 1, 1, 1)

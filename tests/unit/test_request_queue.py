@@ -39,14 +39,21 @@ class Queue(RequestQueue):
         deadline: float,
         lane: Lane | None = None,
         client: str | None = None,
+        flow: str | None = None,
     ) -> list[WorkItem]:
-        return self.accept(payloads, deadline, lane or self.lane, "model", client=client)
+        lane = lane or self.lane
+        return self.accept(payloads, deadline, lane, "model", client=client, flow=flow)
 
     def admit_each(
-        self, count: int, deadline: float, lane: Lane | None = None, client: str | None = None
+        self,
+        count: int,
+        deadline: float,
+        lane: Lane | None = None,
+        client: str | None = None,
+        flow: str | None = None,
     ) -> list[WorkItem]:
         """Admit requests of an input each."""
-        return [self.admit([n], deadline, lane, client)[0] for n in range(count)]
+        return [self.admit([n], deadline, lane, client, flow)[0] for n in range(count)]
 
 
 def queue(capacity: int = 2) -> Queue:
@@ -115,6 +122,29 @@ async def test_a_client_with_all_slots_yields_up_to_half() -> None:
         q.admit_each(1, 200, client="a")
     assert q.slots._shares.of_client(many[0].owner) == 5
     assert q.admit_each(1, 200, client="b")
+
+
+async def test_a_flow_with_all_slots_yields_up_to_half_to_others_of_its_client() -> None:
+    q = queue(8)
+    many = q.admit_each(8, 200, client="a", flow="x")  # alone, it uses all
+    few = q.admit_each(4, 200, client="a", flow="y")
+    for flow in "xy":
+        with pytest.raises(QueueFull):
+            q.admit_each(1, 200, client="a", flow=flow)
+    assert q.admit_each(4, 200, client="b")
+    assert q.slots._shares.of_client(many[0].owner) == 4  # no flow gains the client a slot
+    q.release([*q.items])
+    assert not q.slots._flows
+    assert len(q.admit_each(8, 200, client="a", flow="y")) == 8
+    assert not few[0].open
+
+
+async def test_a_flow_gains_its_request_no_more_than_a_quarter() -> None:
+    q = queue(8)
+    q.admit_each(6, 200, client="a", flow="x")
+    (first, *_) = q.admit(range(9), 200, client="a", flow="y")
+    assert q.slots._flows["a", "y"] == 2
+    assert not q.slots.has_room(first.owner)
 
 
 async def test_lists_start_a_few_items_at_a_time_in_turn() -> None:
