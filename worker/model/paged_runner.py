@@ -465,6 +465,7 @@ def _compile_model(
 ) -> Any:
     from torch._inductor import config as inductor  # seconds to import
 
+    _avoid_symbolic_tracing()
     with inductor.patch(settings):
         compiled, *_, body = copy_path(model, path)
         body.forward = torch.compile(
@@ -474,6 +475,17 @@ def _compile_model(
         )
         check(compiled)
     return compiled
+
+
+def _avoid_symbolic_tracing() -> None:
+    """Give the compiler the module that it traces once: while it does, the calls of modules in
+    other threads, such as a step of the eager model, raise NameError (torch 2.13)."""
+    from torch._inductor.loop_body import InterpreterShim
+
+    graph = torch.fx.Graph()
+    graph.output(graph.placeholder("x"))
+    module = torch.fx.GraphModule({}, graph)
+    InterpreterShim._dummy_gm = staticmethod(lambda: module)  # type: ignore[assignment]
 
 
 def _path_to_body(model: Any) -> str:
