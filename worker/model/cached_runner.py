@@ -11,6 +11,8 @@ length.
 
 import inspect
 import logging
+import math
+import weakref
 from collections import abc
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -83,6 +85,7 @@ class CacheGroup:
     size: int  # tokens, padding included
     logits: Tensor  # [rows, V] after the last token
     state: CacheState | None  # None: the texts are recomputed
+    padding: int = 0  # tokens
 
 
 class CacheSlot(NamedTuple):
@@ -99,8 +102,11 @@ class CachedRunner:
     `max_model_len`: tokens of the longest sequence. `batching`, `uses_cache`, `selects_keys`
     (attention sees the keys with the highest scores) and `chunks_prompts` (the cache may grow by
     several tokens at once): results of the check. `sequence_bytes`, `token_bytes`: size of the
-    cache of a sequence without tokens, and of each token.
+    cache of a sequence without tokens, and of each token. `max_padding`: tokens of padding in all
+    caches together.
     """
+
+    max_padding: float = math.inf
 
     compile_state: Literal["running", "done", "off"] = "off"
     decoder_hook: None = None
@@ -116,6 +122,7 @@ class CachedRunner:
         pad_token_id = language.tokenizer.pad_token_id
         self.pad_token_id = pad_token_id if isinstance(pad_token_id, int) else 0
         self._sampled: Tensor | None = None  # the previous step's tokens, for placeholders
+        self._groups: weakref.WeakSet[CacheGroup] = weakref.WeakSet()  # those that sequences use
         self.uses_cache = True
         self.batching: Literal["padded", "same length", "single"] = "padded"
         self.selects_keys = False
@@ -164,12 +171,26 @@ class CachedRunner:
             elif missing:
                 uncached.append(sequence)
         self._rejoin(ongoing, uncached)
-        new_groups: dict[object, list[Sequence]] = {}
-        for number, sequence in enumerate(uncached):
-            lengths = len(sequence.tokens), self.selects_keys and sequence.prompt_len
-            keys = {"padded": 0, "same length": lengths, "single": number}
-            new_groups.setdefault(keys[self.batching], []).append(sequence)
-        return [*ongoing.items(), *((None, members) for members in new_groups.values())]
+        return [*ongoing.items(), *((None, members) for members in self._new_groups(uncached))]
+
+    def _new_groups(self, uncached: list[Sequence]) -> list[list[Sequence]]:
+        """Divide sequences into groups, of similar lengths where room for padding is short."""
+        room = self.max_padding - sum(group.padding for group in self._groups if group.state)
+        groups: list[list[Sequence]] = []
+        for sequence in sorted(uncached, key=lambda s: (len(s.tokens), s.prompt_len), reverse=True):
+            padding = len(groups[-1][0].tokens) - len(sequence.tokens) if groups else 0
+            if groups and self._may_join(sequence, groups[-1][0]) and padding <= room:
+                groups[-1].append(sequence)
+                room -= padding
+            else:
+                groups.append([sequence])
+        return groups
+
+    def _may_join(self, sequence: Sequence, other: Sequence) -> bool:
+        if self.batching != "same length":
+            return self.batching == "padded"
+        is_equal = sequence.prompt_len == other.prompt_len or not self.selects_keys
+        return is_equal and len(sequence.tokens) == len(other.tokens)
 
     def _rejoin(self, ongoing: dict[CacheGroup, list[Sequence]], uncached: list[Sequence]) -> None:
         """Move the smallest groups beyond MAX_GROUPS to the sequences to recompute."""
@@ -205,8 +226,9 @@ class CachedRunner:
             for length in range(members[0].prompt_len, len(texts[0])):
                 _, state = self.run_texts([text[:length] for text in texts], state)
         logits, state = self.run_texts(texts, state)
-        size = len(texts) * max(map(len, texts))
-        next_group = CacheGroup(len(texts), size, logits, state)
+        size = len(texts) * (state.mask.shape[1] if state else max(map(len, texts)))
+        next_group = CacheGroup(len(texts), size, logits, state, size - sum(map(len, texts)))
+        self._groups.add(next_group)
         for row, sequence in enumerate(members):
             slot = CacheSlot(next_group, row, len(texts[row]))
             block_table(sequence).runner_state = slot
