@@ -53,6 +53,7 @@ from batching.fair_share import (
 )
 from batching.sequence import Chunk, PrefixedTokens, Sequence
 from batching.state_pool import checkpoint_positions
+from batching.turn_budget import MAX_TURN_ALONE_S
 
 # An admission leaves a block free for each running sequence to grow into, or else it might be
 # preempted at once; but at most this part of all blocks.
@@ -74,19 +75,19 @@ ClientLimits = abc.Mapping[abc.Hashable, int]  # by client: tokens of its prompt
 
 class ContinuousScheduler:
     """`whole_prompts`: prompts run without chunks, for a model runner that keeps no blocks; with
-    `chunks_oldest` the oldest one does if it takes too long."""
+    `chunks_long` those that exceed the budget do not."""
 
     def __init__(
         self,
         pool: BlockPool,
         max_running: int,
         whole_prompts: bool = False,
-        chunks_oldest: bool = False,
+        chunks_long: bool = False,
     ) -> None:
         self.pool = pool
         self.max_running = max_running  # now: less while memory is short
         self.whole_prompts = whole_prompts
-        self.chunks_oldest = chunks_oldest
+        self.chunks_long = chunks_long
         self.running: list[Sequence] = []  # by priority, then by order of arrival
         self.num_waiting = 0
         self.preempted = 0  # in the last step
@@ -194,15 +195,14 @@ class ContinuousScheduler:
         self,
         budget: int,
         draft: DraftFunction | None = None,
-        is_timed: bool = False,
         spare_rows: float = math.inf,
         resting: abc.Container[WorkOwner] = (),
         doubling: int | None = None,
     ) -> list[Chunk]:
-        """Return the next step's chunks. `budget`: how many prompt tokens it may have; `is_timed`:
-        more would take too long. `draft` proposes a sequence's next tokens. `spare_rows`: that take
-        as long as an empty step. `resting` requests have no part in the step. `doubling`: the
-        prompt tokens that take as long as a step without prompts; None: not limited."""
+        """Return the next step's chunks. `budget`: how many prompt tokens it may have. `draft`
+        proposes a sequence's next tokens. `spare_rows`: that take as long as an empty step.
+        `resting` requests have no part in the step. `doubling`: the prompt tokens that take as long
+        as a step without prompts; None: not limited."""
         self.preempted, self.admitted = 0, []
         if self._removed_any:  # there is more memory than when it was short
             self.max_running = min(self._max_running_limit, 2 * self.max_running)
@@ -237,7 +237,7 @@ class ContinuousScheduler:
             doubled = dict.fromkeys(_large_clients(prompts, decoding, budget), doubling)
         chunks: list[Chunk] = []
         if prompts:
-            chunks = self._prefill(prompts, budget, prefix_pending, is_timed, doubled)
+            chunks = self._prefill(prompts, budget, prefix_pending, doubled)
         prefilled = {chunk.sequence.owner for chunk in chunks}
         self.starved |= any(
             s.priority == Priority.INTERACTIVE and s.owner not in prefilled for s in prompts
@@ -586,7 +586,6 @@ class ContinuousScheduler:
         prompts: list[Sequence],
         budget: int,
         prefix_pending: bool,
-        is_timed: bool,
         limits: ClientLimits,
     ) -> list[Chunk]:
         """Return the prompts' chunks. While a pending prefix is waited for, which a sequence of a
@@ -604,7 +603,7 @@ class ContinuousScheduler:
             for sequence in prompts
         }
         if self.whole_prompts:
-            shares = self._share_whole(ranked, wanted, budget, is_timed, limits)
+            shares = self._share_whole(ranked, wanted, budget, limits)
             return [_prefill_chunk(sequence, share) for sequence, share in shares.items()]
         groups: abc.Iterable[abc.Iterable[Sequence]] = [ranked]
         if not prefix_pending:
@@ -622,23 +621,31 @@ class ContinuousScheduler:
         ranked: list[Sequence],
         wanted: dict[Sequence, int],
         budget: int,
-        is_timed: bool,
         limits: ClientLimits,
     ) -> dict[Sequence, int]:
         """Return the prompts that run: at least one, and more while all, padded to the longest,
-        fit. If the oldest takes too long, it gets a chunk, of half the budget beside others, and
-        the shortest come next."""
+        fit. If the oldest exceeds the budget, it gets a chunk, of half of that beside others, and
+        the shortest come next: a chunk of the first one if it does not fit."""
         oldest, *others = ranked
-        shares, is_long = {}, is_timed and wanted[oldest] > budget
-        if self.chunks_oldest and oldest.is_plain and (oldest.computed or is_long):
-            max_tokens = limits.get(oldest.owner.client, budget)
-            shares[oldest] = min(wanted[oldest], max_tokens, -(-budget // 2) if others else budget)
+        shares: dict[Sequence, int] = {}
+
+        def add_chunk(sequence: Sequence, tokens: int) -> None:
+            max_tokens = limits.get(sequence.owner.client, budget)
+            shares[sequence] = min(wanted[sequence], max_tokens, tokens)
+
+        if self._may_chunk(oldest) and (oldest.computed or wanted[oldest] > budget):
+            add_chunk(oldest, -(-budget // 2) if others else budget)
             budget -= shares[oldest]
             ranked = sorted(others, key=lambda sequence: (sequence.priority, sequence.uncomputed))
         in_turn = list(fair_order(ranked))
         lengths = itertools.accumulate((len(sequence.tokens) for sequence in in_turn), max)
         fitting = sum(n * length <= budget for n, length in enumerate(lengths, 1))
+        if shares and in_turn and not fitting and budget and self._may_chunk(in_turn[0]):
+            add_chunk(in_turn[0], budget)
         return shares | {s: wanted[s] for s in in_turn[: max(fitting, not shares)]}
+
+    def _may_chunk(self, sequence: Sequence) -> bool:
+        return self.chunks_long and sequence.is_plain
 
     # ── after the step ──
 
@@ -809,6 +816,8 @@ class PrefillBudget:
         left_s = max(0.0, min(self._max_s, max_turn_s) - spent_s)
         fitting = int(left_s / self._token_s) if self._token_s else 0
         minimum = self._min_alone
+        if self._whole_prompts and self._token_s:
+            minimum = max(self._min_unmeasured, int(MAX_TURN_ALONE_S / self._token_s))
         if streaming:
             minimum = MIN_PREFILL_TOKENS if self._token_s else self._min_unmeasured
         return min(self.max_tokens, max(minimum, fitting))

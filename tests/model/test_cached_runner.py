@@ -428,10 +428,14 @@ def test_a_long_prompt_runs_in_chunks_beside_streams(name: str) -> None:
         assert driver.ended.index(served[2].item) < driver.ended.index(served[1].item)
 
 
-def test_a_long_prompt_that_arrives_alone_runs_whole() -> None:
-    with short_steps():
-        _, driver = serve(new_engine(), request(prompts(12, (90,))[0], max_tokens=3))
-    assert driver.partial == 0
+def test_a_prompt_that_arrives_alone_runs_whole_if_it_fits_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for most, partial in ((90, 0), (40, 2)):
+        monkeypatch.setitem(scheduler.MAX_PREFILL_TOKENS_WHOLE, "cpu", most)
+        served, driver = serve(new_engine(), request(prompts(12, (90,))[0], max_tokens=3))
+        assert driver.partial == partial
+        assert served[0].ids[0] == oracle("bloom", served[0].prompt, 3)
 
 
 def test_a_long_prompt_whose_tokens_are_scored_runs_whole() -> None:
@@ -493,7 +497,7 @@ def test_a_step_runs_at_most_its_prefill_limit(monkeypatch: pytest.MonkeyPatch) 
     for length in (20, 20, 100, 20):
         driver.add(request(prompts(10, [length])[0], max_tokens=2))
     driver.finish()
-    assert [report.prefill_tokens for report in driver.reports[:4]] == [40, 100, 20, 0]
+    assert [report.prefill_tokens for report in driver.reports[:4]] == [40, 50, 60, 10]
 
 
 def test_warm_up_changes_nothing_and_clear_frees_all() -> None:

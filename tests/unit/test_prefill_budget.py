@@ -50,11 +50,19 @@ def test_before_any_measurement_the_minimum_is_taken(device: str, streaming: boo
     assert PrefillBudget(device).prompt_tokens(streaming) == MIN_PREFILL_TOKENS_ALONE[device]
 
 
-def test_whole_prompts_take_the_maximum_without_streams() -> None:
+@pytest.mark.parametrize(
+    ("token_s", "tokens"),
+    [
+        (0.0, MAX_PREFILL_TOKENS_WHOLE["cpu"]),
+        (0.0004, MAX_PREFILL_TOKENS_WHOLE["cpu"]),
+        (0.001, MAX_TURN_ALONE_S / 0.001),
+        (0.1, MIN_PREFILL_TOKENS_ALONE["cpu"]),
+    ],
+)
+def test_whole_prompts_take_longer_steps_without_streams(token_s: float, tokens: int) -> None:
     prefill = PrefillBudget("cpu", whole_prompts=True)
-    prefill.learn(100, 0, 10.0)
-    assert prefill.prompt_tokens(streaming=False) == MAX_PREFILL_TOKENS_WHOLE["cpu"]
-    assert prefill.prompt_tokens(streaming=True) == MIN_PREFILL_TOKENS
+    prefill.learn(100, 0, 100 * token_s)
+    assert prefill.prompt_tokens(streaming=False) == tokens
 
 
 def test_whole_prompts_beside_streams_take_the_minimum_before_any_measurement() -> None:

@@ -83,13 +83,13 @@ def arriving(
     return sequences
 
 
-def whole_scheduler(chunks_oldest: bool = True) -> ContinuousScheduler:
-    return ContinuousScheduler(BlockPool(100, 1000), 64, True, chunks_oldest)
+def whole_scheduler(chunks_long: bool = True) -> ContinuousScheduler:
+    return ContinuousScheduler(BlockPool(100, 1000), 64, True, chunks_long)
 
 
-def counts(scheduler: ContinuousScheduler, budget: int, is_timed: bool = True) -> list[int]:
+def counts(scheduler: ContinuousScheduler, budget: int) -> list[int]:
     """Run a step; return the tokens of its prompts' chunks."""
-    chunks = scheduler.schedule(budget, None, is_timed)
+    chunks = scheduler.schedule(budget)
     for chunk in chunks:
         scheduler.advance(chunk, [7] if chunk.reaches_end else [])
     return [chunk.count for chunk in chunks if chunk.is_prefill]
@@ -110,15 +110,22 @@ def test_the_oldest_whole_prompt_runs_in_chunks_if_it_takes_too_long() -> None:
 
 def test_short_prompts_run_beside_the_chunks_of_a_long_one() -> None:
     s = whole_scheduler()
-    arriving(s, fresh(50), fresh(8), fresh(30), fresh(3))
-    assert [counts(s, 20) for _ in range(6)] == [[10, 3], [10, 8], [10], [10], [10], [20]]
+    arriving(s, fresh(50), fresh(8), fresh(9), fresh(3))
+    assert [counts(s, 20) for _ in range(6)] == [[10, 3], [10, 8], [10, 9], [20], [], []]
 
 
-@pytest.mark.parametrize("case", ["not timed", "cannot", "scored"])
+def test_a_longer_prompt_does_not_wait_for_a_long_one() -> None:
+    s = whole_scheduler()
+    arriving(s, fresh(60), fresh(25), fresh(14), fresh(3))
+    steps = [counts(s, 20) for _ in range(7)]
+    assert steps == [[10, 3], [10, 10], [10, 4], [10, 10], [10, 10], [10, 5], []]
+
+
+@pytest.mark.parametrize("case", ["cannot", "scored"])
 def test_other_long_prompts_run_whole(case: str) -> None:
-    s = whole_scheduler(chunks_oldest=case != "cannot")
+    s = whole_scheduler(chunks_long=case != "cannot")
     arriving(s, fresh(50), reuse=case != "scored")
-    assert counts(s, 20, is_timed=case != "not timed") == [50]
+    assert counts(s, 20) == [50]
 
 
 def step(

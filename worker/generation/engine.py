@@ -263,10 +263,9 @@ class GenerationEngine:
             spent_s = time.monotonic() - self._step_started
             budget = self._budget.prompt_tokens(streaming, spent_s, self.others.max_turn_s)
         draft = self._draft if self._speculation else None
-        is_timed = budget < self._budget.max_tokens
         spare_rows, resting = self._row_cost.spare_rows, self._resting_requests()
         doubling = self._budget.doubling_tokens
-        chunks = self.scheduler.schedule(budget, draft, is_timed, spare_rows, resting, doubling)
+        chunks = self.scheduler.schedule(budget, draft, spare_rows, resting, doubling)
         return [chunk for chunk in chunks if chunk.is_active]
 
     def _resting_requests(self) -> set[WorkOwner]:
