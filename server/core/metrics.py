@@ -147,7 +147,11 @@ class Metrics:
             "waiting": Gauge("waiting_sequences", "Sequences waiting to be scheduled", **common),
             "blocks_used": Gauge("kv_blocks_used", "Key-value cache blocks in use", **common),
             "blocks_total": Gauge("kv_blocks", "Blocks of the key-value cache", **common),
-            "states_used": Gauge("states_used", "States of recurrent layers in use", **common),
+            "states_used": Gauge(
+                "states_used",
+                "States of recurrent layers of sequences and of cached prefixes",
+                **common,
+            ),
             "states_total": Gauge("states", "States that recurrent layers may use", **common),
         }
         for name, gauge in gauges.items():

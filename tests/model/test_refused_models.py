@@ -16,7 +16,7 @@ from batching.errors import InvalidInput, WorkerDown
 from server.core.settings import Settings
 from server.lifespan import with_cause
 from server.web.examples import curl_examples
-from tests import tiny, tiny_chat
+from tests import tiny, tiny_chat, tiny_decoders
 from worker.embedding.loading import ScoringOptions, load_embedder, load_reranker
 from worker.generation.loading import load_generator
 from worker.messages.generation import Chat
@@ -192,3 +192,16 @@ def test_a_template_file_is_inferred_like_the_checkpoints_own(tmp_path: Path) ->
     assert inferred.tool_calls == expected.tool_calls
     assert inferred.reasoning == expected.reasoning
     assert generator.text_model.encode(CHAT) == own.text_model.encode(CHAT)
+
+
+@pytest.mark.parametrize(
+    ("model", "needs"),
+    [("llama", "keys and values need"), ("qwen3.5", "states"), ("bloom", "own cache needs")],
+)
+def test_a_cache_that_holds_no_sequence_is_refused_by_its_setting(model: str, needs: str) -> None:
+    folder = str(tiny_decoders.folder(model))
+    options = GeneratorOptions(folder, dtype="float32", device="cpu", kv_cache_gb=1e-6)
+    with pytest.raises(
+        LoadingFailed, match=f"^KV_CACHE_GB=1e-06 is too small: .*{needs}.* for 0.0 MB$"
+    ):
+        load_generator(options)

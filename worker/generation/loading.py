@@ -19,7 +19,7 @@ from worker.model.cached_runner import CachedRunner
 from worker.model.language_model import GeneratorOptions, LanguageModel, load_language_model
 from worker.model.loading import is_worth_compiling
 from worker.model.paged_runner import PagedRunner
-from worker.model.paging import cache_bytes, load_paged_runner
+from worker.model.paging import cache_bytes, load_paged_runner, too_small
 from worker.model.quantization import without_outliers
 from worker.template_file import read_template
 from worker.vision.cpu_fusions import apply_cpu_fusions
@@ -164,6 +164,12 @@ def _cached_limits(runner: CachedRunner, options: GeneratorOptions) -> tuple[int
     num_blocks = max_running * -(-runner.max_model_len // BLOCK)
     room = cache_bytes(runner.language, options.kv_cache_gb, options.later_caches)
     of_sequence, of_token = runner.sequence_bytes, runner.token_bytes
+    if (needed := of_sequence + 2 * BLOCK * of_token) > room:
+        reason = (
+            f"the model's own cache needs {needed / 1e6:.1f} MB for {2 * BLOCK} tokens and there "
+            f"is room for {room / 1e6:.1f} MB"
+        )
+        raise too_small(reason, options)
     if of_sequence:
         max_running = max(1, min(max_running, int(room / 2 // of_sequence)))
         room -= max_running * of_sequence

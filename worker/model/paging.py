@@ -95,9 +95,7 @@ def load_paged_runner(
         slots = state_slots(language, room, options.max_running, MAX_DRAFTS if drafts else 0)
         blocks = cache_blocks(language, room - slots.total * state_bytes(language), max_tokens)
     except LoadingFailed as error:
-        if options.kv_cache_gb is not None:
-            raise
-        raise TooLittleMemory(str(error)) from error
+        raise too_small(str(error), options) from error
     max_model_len = min(length, blocks * BLOCK)
     if options.max_model_len and max_model_len < options.max_model_len:
         raise LoadingFailed(
@@ -125,6 +123,13 @@ def cache_bytes(language: LanguageModel, size_gb: float | None, later_caches: in
     return free * share / (1 + share * later_caches)
 
 
+def too_small(reason: str, options: GeneratorOptions) -> LoadingFailed:
+    """Return the error of a cache that holds no sequence."""
+    if options.kv_cache_gb is None:
+        return TooLittleMemory(reason)
+    return LoadingFailed(f"KV_CACHE_GB={options.kv_cache_gb:g} is too small: {reason}")
+
+
 def state_bytes(language: LanguageModel) -> int:
     """Return the size of a slot: the states of recurrent layers for one sequence."""
     return sum(state.nbytes for state in language.states)
@@ -145,8 +150,8 @@ def state_slots(
     sequences = min(max_running, int((room / 2 - drafts * size) // (2 * size)))
     if not sequences:
         raise LoadingFailed(
-            f"the states of its recurrent layers need {4 * size / 1e6:.1f} MB and there is room "
-            f"for {room / 1e6:.1f} MB"
+            f"the states of the model's recurrent layers need {4 * size / 1e6:.1f} MB and there is "
+            f"room for {room / 1e6:.1f} MB"
         )
     most = sequences * MAX_CHECKPOINTS
     return StateSlots(sequences, min(most, int(room / 4 // size)), drafts)
@@ -162,8 +167,8 @@ def cache_blocks(language: LanguageModel, room: float, max_tokens: int) -> int:
     blocks = min(int(room // block_bytes), -(-max_tokens // BLOCK))
     if blocks < 2:
         raise LoadingFailed(
-            f"its keys and values need {block_bytes / 1e6:.1f} MB for {BLOCK} tokens and there "
-            f"is room for {room / 1e6:.1f} MB"
+            f"the model's keys and values need {2 * block_bytes / 1e6:.1f} MB for {2 * BLOCK} "
+            f"tokens and there is room for {room / 1e6:.1f} MB"
         )
     return blocks
 
