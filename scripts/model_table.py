@@ -32,14 +32,14 @@ def row(kind: str) -> Row:
         try:
             return check_family(kind, Path(folder) / kind)
         except NotBuilt as error:
-            return Row("not built", str(error).split(":")[0])
+            return Row("not built", str(error).split(". ")[0].rstrip(":"))
 
 
 def table(rows: dict[str, Row]) -> str:
     """Return a line for each mode and reason, with the model types of which it is true."""
     groups: dict[tuple[str, str], list[str]] = {}
     for kind, (mode, why) in rows.items():
-        why = "" if mode == "not built" else re.sub(r"[\d.]+e[+-]\d+", "x", why).split(";")[0]
+        why = re.sub(r"[\d.]+e[+-]\d+", "x", why).split(";")[0]
         groups.setdefault((mode, why), []).append(kind)
     lines = ["| runs | reason | model types |", "| --- | --- | --- |"]
     for mode, name in MODES.items():

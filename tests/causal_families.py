@@ -116,9 +116,20 @@ SMALL: dict[str, Any] = {
     "init_std": 0.5,
     "initializer_range": 0.5,
 }
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "codegen": {"rotary_dim": 4},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {
+            "hidden_size": 32,
+            "ffn_hidden_size": 32,
+            "moe_num_experts": 4,
+            "moe_top_k": 2,
+        },
+    },
     "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
     "gptj": {"rotary_dim": 4},
@@ -127,12 +138,44 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "layers_block_type": ["linear_attention", "full_attention"],
     },
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+    },
     "nemotron": {"num_key_value_heads": 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+        "ngram_vocab_size_base": 200,
+        "split_ngram_parts": 2,
+        "hc_lowrank": 8,
+    },
     "recurrent_gemma": {"num_hidden_layers": 3, "attention_window_size": 16},
+    "reformer": {
+        "is_decoder": True,
+        "axial_pos_embds": False,
+        "attn_layers": ["local", "lsh"],
+        "feed_forward_size": 32,
+        "local_attn_chunk_length": 16,
+        "lsh_attn_chunk_length": 16,
+        "num_buckets": 4,
+    },
     "roc_bert": {"pronunciation_vocab_size": 360, "shape_vocab_size": 360},
+    "xlstm": {"hidden_size": 64, "qk_dim_factor": 1.0},
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX", "is_decoder": True},
+    "zamba": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["mamba", "hybrid"] * 2,
+        "layer_types": ["mamba", "hybrid"] * 2,
+    },
     "zaya": {"num_experts_per_tok": 1},
 }
 IDS = {"vocab_size": 360, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
@@ -157,8 +200,8 @@ def configuration(kind: str) -> Any:
 
 def build(kind: str) -> list[Any]:
     """Return a tiny model of this type, and a tokenizer. Raise if it would not be tiny."""
-    if (count := parameters(kind)) > MAX_PARAMETERS:
-        raise ValueError(f"it has {count} parameters")
+    if parameters(kind) > MAX_PARAMETERS:
+        raise ValueError(f"it has more than {MAX_PARAMETERS // 1_000_000} million parameters")
     torch.manual_seed(sum(kind.encode()))
     model = hf.AutoModelForCausalLM.from_config(configuration(kind))
     return [with_random_vectors(model), llama_tokenizer()]

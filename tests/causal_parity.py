@@ -14,6 +14,7 @@ from tests import generating
 from tests.causal_families import build
 from tests.generating import ORDINARY, Driver, Request, request
 from tests.tiny import hf
+from worker.error_classification import first_line
 from worker.generation.engine import GenerationEngine
 from worker.generation.loading import cached_engine, load_generator, paged_engine
 from worker.model.attention.kv_cache import BLOCK
@@ -47,7 +48,7 @@ def check_family(kind: str, folder: Path) -> Row:
         with torch.inference_mode():
             parts[0].eval().generate(torch.tensor([[7, 8, 9]]), max_new_tokens=2, pad_token_id=2)
     except Exception as error:  # model classes raise different types
-        raise NotBuilt(f"{type(error).__name__}: {error}") from error
+        raise NotBuilt(first_line(error)) from error
     for part in parts:
         part.save_pretrained(folder)
     options = GeneratorOptions(str(folder), dtype="float32", device="cpu", kv_cache_gb=0.02)
