@@ -127,7 +127,7 @@ def too_small(reason: str, options: GeneratorOptions) -> LoadingFailed:
     """Return the error of a cache that holds no sequence."""
     if options.kv_cache_gb is None:
         return TooLittleMemory(reason)
-    return LoadingFailed(f"KV_CACHE_GB={options.kv_cache_gb:g} is too small: {reason}")
+    return LoadingFailed(f"KV_CACHE_GB is too small: {reason}")
 
 
 def state_bytes(language: LanguageModel) -> int:
