@@ -4,15 +4,27 @@
 
 namespace {
 
+#if defined(__AVX512F__)
+constexpr int64_t TILE_VECTORS = 8;  // their sums fit into the registers
+#else
 constexpr int64_t TILE_VECTORS = 4;
+#endif
 constexpr int64_t TILE_COLUMNS = TILE_VECTORS * LANES;
 constexpr float NORM_EPSILON = 1e-6f;
 
-// query, key [rows, key heads, keys]; value, out [rows, heads, columns]; beta [rows, heads]; decay
-// [rows, heads, 1 or keys], logarithms; states [slots, heads, keys, columns]
+// A tile of a state [keys, columns], of which a row begins so many numbers after the one before.
+struct Columns {
+  float* first;
+  int64_t row;
+};
+
+// query, key [rows, key heads, keys] and value [rows, heads, columns] with rows that far apart; out
+// [rows, heads, columns]; beta [rows, heads]; decay [rows, heads, 1 or keys], logarithms; states [slots,
+// heads, keys, columns]
 template <typename T>
 struct GatedDeltaRule {
   const T *query, *key, *value;
+  int64_t query_row, key_row, value_row;
   const float *decay, *beta;
   float* states;
   T* out;
@@ -35,36 +47,39 @@ struct GatedDeltaRule {
     return states + (slot * heads + head) * keys * columns;
   }
 
+  // Reads the first token's state from its slot and writes the last one's to its slot: others are in
+  // the tile.
   void run(const Segment& segment, int64_t head, int64_t column, float* tile) const {
     const int64_t width = std::min(TILE_COLUMNS, columns - column);
     float *q = tile + keys * TILE_COLUMNS, *k = q + keys, *d = k + keys, *kd = d + keys;
-    if (segment.source != NO_SLOT) {
-      const float* from = state(segment.source, head) + column;
-      for (int64_t i = 0; i < keys; ++i)
-        for (int64_t j = 0; j < TILE_VECTORS; ++j)
-          store(tile + i * TILE_COLUMNS + j * LANES,
-                load_floats(from + i * columns + j * LANES, width - j * LANES));
-    } else {
+    const Columns in_tile{tile, TILE_COLUMNS};
+    Columns from = in_tile;
+    if (segment.source == NO_SLOT)
       std::fill_n(tile, keys * TILE_COLUMNS, 0.0f);
-    }
-    const int64_t key_head = head / (heads / key_heads);
-    for (int64_t token = segment.offset; token < segment.offset + segment.tokens; ++token) {
-      prepare(query + (token * key_heads + key_head) * keys, q, 1.0f / std::sqrt(float(keys)));
-      prepare(key + (token * key_heads + key_head) * keys, k, 1.0f);
+    else
+      from = {state(segment.source, head) + column, columns};
+    const int64_t key_head = head / (heads / key_heads), end = segment.offset + segment.tokens;
+    for (int64_t token = segment.offset; token < end; ++token) {
+      prepare(query + token * query_row + key_head * keys, q, 1.0f / std::sqrt(float(keys)));
+      prepare(key + token * key_row + key_head * keys, k, 1.0f);
       const float* g = decay + (token * heads + head) * (decays_keys ? keys : 1);
       if (decays_keys)
         for (int64_t i = 0; i < keys; ++i) d[i] = std::exp(g[i]);
       else
         std::fill_n(d, keys, std::exp(g[0]));
       for (int64_t i = 0; i < keys; ++i) kd[i] = k[i] * d[i];
-      const int64_t at = (token * heads + head) * columns + column;
-      step(tile, q, k, d, kd, beta[token * heads + head], value + at, out + at, width);
+      const Columns to =
+          token + 1 < end ? in_tile : Columns{state(segment.target, head) + column, columns};
+      const int64_t at = head * columns + column;
+      const T* v = value + token * value_row + at;
+      T* result = out + token * heads * columns + at;
+      const float rate = beta[token * heads + head];
+      if (width == TILE_COLUMNS)
+        step<true>(from, to, q, k, d, kd, rate, v, result, width);
+      else
+        step<false>(from, to, q, k, d, kd, rate, v, result, width);
+      from = in_tile;
     }
-    float* to = state(segment.target, head) + column;
-    for (int64_t i = 0; i < keys; ++i)
-      for (int64_t j = 0; j < TILE_VECTORS; ++j)
-        store_floats(to + i * columns + j * LANES,
-                     load<Floats>(tile + i * TILE_COLUMNS + j * LANES), width - j * LANES);
   }
 
   // Converts, normalizes and scales a query or key.
@@ -79,30 +94,33 @@ struct GatedDeltaRule {
     for (int64_t i = 0; i < keys; ++i) to[i] *= scale;
   }
 
+  // WHOLE: `width` is that of a tile.
+  template <bool WHOLE>
   void step(
-      float* tile, const float* q, const float* k, const float* d, const float* kd, float rate,
-      const T* v, T* result, int64_t width) const {
+      Columns from, Columns to, const float* q, const float* k, const float* d, const float* kd,
+      float rate, const T* v, T* result, int64_t width) const {
+    const auto loaded = [&](int64_t i, int64_t j) {
+      const float* s = from.first + i * from.row + j * LANES;
+      return WHOLE ? load<Floats>(s) : load_floats(s, width - j * LANES);
+    };
     // sums of even and of odd keys, since an addition takes several cycles
     Floats even[TILE_VECTORS]{}, odd[TILE_VECTORS]{}, delta[TILE_VECTORS];
     int64_t i = 0;
     for (; i + 1 < keys; i += 2)
       for (int64_t j = 0; j < TILE_VECTORS; ++j) {
-        const float* s = tile + i * TILE_COLUMNS + j * LANES;
-        even[j] += kd[i] * load<Floats>(s);
-        odd[j] += kd[i + 1] * load<Floats>(s + TILE_COLUMNS);
+        even[j] += kd[i] * loaded(i, j);
+        odd[j] += kd[i + 1] * loaded(i + 1, j);
       }
     if (i < keys)
-      for (int64_t j = 0; j < TILE_VECTORS; ++j)
-        even[j] += kd[i] * load<Floats>(tile + i * TILE_COLUMNS + j * LANES);
+      for (int64_t j = 0; j < TILE_VECTORS; ++j) even[j] += kd[i] * loaded(i, j);
     for (int64_t j = 0; j < TILE_VECTORS; ++j) {
       delta[j] = (load_floats(v + j * LANES, width - j * LANES) - (even[j] + odd[j])) * rate;
       even[j] = odd[j] = Floats{};
     }
     const auto update = [&](int64_t n, Floats* sums) {
       for (int64_t j = 0; j < TILE_VECTORS; ++j) {
-        float* s = tile + n * TILE_COLUMNS + j * LANES;
-        const Floats x = d[n] * load<Floats>(s) + k[n] * delta[j];
-        store(s, x);
+        const Floats x = d[n] * loaded(n, j) + k[n] * delta[j];
+        store_floats(to.first + n * to.row + j * LANES, x, WHOLE ? LANES : width - j * LANES);
         sums[j] += q[n] * x;
       }
     };
@@ -137,13 +155,16 @@ Tensor gated_delta_rule(
       "states ", states.sizes(), " for keys ", k, " and values ", v);
   const Segments parts(segments, q[1], states.size(0));
   const Tensor gate = decay.to(at::kFloat).contiguous(), rate = beta.to(at::kFloat).contiguous();
-  const Tensor qs = query.contiguous(), ks = key.contiguous(), vs = value.contiguous();
-  const Tensor out = at::zeros(v, value.options());
+  const auto by_row = [](const Tensor& t) {  // each row's numbers in sequence
+    return t.stride(3) == 1 && t.stride(2) == t.size(3) ? t : t.contiguous();
+  };
+  const Tensor qs = by_row(query), ks = by_row(key), vs = by_row(value);
+  const Tensor out = parts.results(v, value.options());
   dispatch(query, [&](auto kind) {
     using T = decltype(kind);
     GatedDeltaRule<T>{
-        qs.const_data_ptr<T>(), ks.const_data_ptr<T>(), vs.const_data_ptr<T>(),
-        gate.const_data_ptr<float>(), rate.const_data_ptr<float>(),
+        qs.const_data_ptr<T>(), ks.const_data_ptr<T>(), vs.const_data_ptr<T>(), qs.stride(1),
+        ks.stride(1), vs.stride(1), gate.const_data_ptr<float>(), rate.const_data_ptr<float>(),
         states.mutable_data_ptr<float>(), out.mutable_data_ptr<T>(), q[2], v[2], q[3], v[3],
         decays_keys, normalizes, parts}
         .run();

@@ -19,7 +19,7 @@ class Segments {
             table.scalar_type() == at::kLong,
         "segments ", table.sizes());
     first = reinterpret_cast<const Segment*>(table.const_data_ptr<int64_t>());
-    int64_t row = 0;
+    int64_t row = 0, covered = 0;
     for (int64_t n = 0; n < table.size(0); ++n) {
       const Segment& s = first[n];
       TORCH_CHECK(
@@ -29,9 +29,11 @@ class Segments {
           NO_SLOT <= s.source && s.source < slots && 0 <= s.target && s.target < slots, "slots ",
           s.source, " and ", s.target, " of ", slots);
       row = s.offset + s.tokens;
+      covered += s.tokens;
       if (!n || s.source == NO_SLOT || s.source != first[n - 1].target) begins.push_back(n);
     }
     chains = begins.size();
+    covers = covered == rows;
     begins.push_back(table.size(0));
   }
 
@@ -41,10 +43,22 @@ class Segments {
     for (int64_t n = begins[chain]; n < begins[chain + 1]; ++n) f(first[n]);
   }
 
+  // Calls f(segment) for all segments, in order.
+  template <typename F>
+  void each(const F& f) const {
+    for (int64_t n = 0; n < begins.back(); ++n) f(first[n]);
+  }
+
+  // Returns a tensor for results: rows of no segment are zeros.
+  Tensor results(at::IntArrayRef sizes, const at::TensorOptions& options) const {
+    return covers ? at::empty(sizes, options) : at::zeros(sizes, options);
+  }
+
   int64_t chains;
 
  private:
   const Segment* first;
+  bool covers;  // all rows
   std::vector<int64_t> begins;
 };
 

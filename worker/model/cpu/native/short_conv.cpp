@@ -25,19 +25,19 @@ struct ShortConv {
 
   void run() const {
     const int64_t groups = (channels + LANES - 1) / LANES;
-    at::parallel_for(0, groups * segments.chains, 16, [&](int64_t begin, int64_t end) {
-      for (int64_t n = begin; n < end; ++n) run(n / groups, n % groups * LANES);
+    at::parallel_for(0, groups, 16, [&](int64_t begin, int64_t end) {
+      for (int64_t n = begin; n < end; ++n) run(n * LANES);
     });
   }
 
-  void run(int64_t chain, int64_t channel) const {
+  void run(int64_t channel) const {
     const int64_t count = std::min(LANES, channels - channel);
     Floats weights[MAX_TAPS]{}, inputs[MAX_TAPS];
     for (int64_t lane = 0; lane < count; ++lane)
       for (int64_t k = 0; k < taps; ++k)
         weights[k][lane] = float(weight[(channel + lane) * taps + k]);
     const Floats offset = bias ? load_floats(bias + channel, count) : Floats{};
-    segments.each(chain, [&](const Segment& s) {
+    segments.each([&](const Segment& s) {
       for (int64_t k = 1; k < taps; ++k)
         inputs[k] = s.source == NO_SLOT
             ? Floats{}
@@ -73,7 +73,7 @@ Tensor short_conv(
   const Segments parts(segments, rows, states.size(0));
   const Tensor by_row = x[0].t(), in = by_row.stride(1) == 1 ? by_row : by_row.contiguous();
   const Tensor taps = weight.contiguous(), offsets = bias ? bias->contiguous() : Tensor();
-  const Tensor out = at::zeros({rows, channels}, x.options());
+  const Tensor out = parts.results({rows, channels}, x.options());
   dispatch(x, [&](auto kind) {
     using T = decltype(kind);
     dispatch(weight, [&](auto other) {

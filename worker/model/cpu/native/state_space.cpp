@@ -93,7 +93,7 @@ Tensor state_space(
   const auto floats_of = [](const Tensor& t) { return t.to(at::kFloat).contiguous(); };
   const Tensor steps = floats_of(dt), decays = floats_of(decay), skips = skip ? floats_of(*skip) : Tensor();
   const Tensor xs = x.contiguous(), bs = b.contiguous(), cs = c.contiguous();
-  const Tensor out = at::zeros(sizes, x.options().dtype(at::kFloat));
+  const Tensor out = parts.results(sizes, x.options().dtype(at::kFloat));
   dispatch(x, [&](auto kind) {
     using T = decltype(kind);
     StateSpace<T>{
