@@ -136,6 +136,13 @@ def test_sequences_do_not_depend_on_each_other(operation: Any, shape: Any) -> No
 
 
 @parametrized
+def test_rows_of_no_sequence_are_zeros(operation: Any, shape: Any) -> None:
+    out = operation(slice(None), torch.zeros(4, *shape), [[3, 5, -1, 0], [20, 7, -1, 1]])
+    written = out.flatten(2).any(2)[0].nonzero().flatten().tolist()
+    assert written == [*range(3, 8), *range(20, 27)]
+
+
+@parametrized
 def test_rows_and_slots_outside_are_refused(operation: Any, shape: Any) -> None:
     for segment in ([0, 51, -1, 0], [50, 1, -1, 0], [0, 0, -1, 0], [-1, 2, -1, 0]):
         with pytest.raises(RuntimeError, match="of 50"):
