@@ -64,13 +64,11 @@ class StatePool:
         self.max_drafts = max_drafts
         self.num_slots = 2 * max_sequences + max_checkpoints + max_drafts
         self.sequences = 0
-        self.planned: set[Hashable] = (
-            set()
-        )  # prefixes whose checkpoint a running sequence will write
-        self._checkpoints: OrderedDict[Hashable, int] = (
-            OrderedDict()
-        )  # slot by prefix, oldest use first
-        self._pending = 0  # of all sequences
+        # prefixes whose checkpoint a running sequence will write
+        self.planned: set[Hashable] = set()
+        # slots by prefix, least recently used first
+        self._checkpoints: OrderedDict[Hashable, int] = OrderedDict()
+        self._pending = 0  # checkpoints of all sequences whose blocks are not registered yet
         self._ref_counts = [0] * self.num_slots
         self._empty: list[int] = []  # last in, first out: memory that was used already
         self._fresh = 0  # all from here on have never been used

@@ -3,10 +3,10 @@
 Sequences that start together form a group, which shares a forward and a cache from then on. A check
 at load compares outputs with those of `generate` to decide how sequences may share a forward
 (left-padded, of equal length, or not at all) and whether the cache gives right results; without it,
-the whole text is recomputed for each token. Prompts run whole; one that takes long in chunks, where
-these give the same logits. A preempted sequence has lost its cache and is recomputed: at once, or
-token by token where attention selects keys, since the selection among equal scores depends on the
-length.
+the whole text is recomputed for each token. Prompts run whole; those that exceed a step's budget in
+chunks, where these give the same logits. A preempted sequence has lost its cache and is recomputed:
+at once, or token by token where attention selects keys, since the selection among equal scores
+depends on the length.
 """
 
 import inspect

@@ -64,7 +64,7 @@ class RecurrentModule:
     cache_name: str
     states: dict[StateKey, int]
     size: int  # of an output
-    hidden_size: int = 0  # of an input
+    hidden_size: int  # of an input
     # A state continues with single tokens only, since the module loses it otherwise.
     stepwise: bool = False
     # Runs a packed row with its segments (native_recurrent.py); None: the module's own forward
@@ -90,8 +90,7 @@ class RecurrentModule:
 
 
 class _Layer(LinearAttentionLayer):
-    """The states of a batch in one layer. An updated state replaces the old one: copies of it are
-    not needed."""
+    """The states of a batch in one layer. An updated state replaces the old one, without a copy."""
 
     def set_state(self, key: StateKey, state: Tensor) -> None:
         getattr(self, key.kind)[key.number] = state
