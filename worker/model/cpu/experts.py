@@ -77,7 +77,7 @@ class PackedExperts(nn.Module):
         out = up(hidden[order // choices], counts)
         out = experts._apply_gate(out) if experts.has_gate else experts.act_fn(out)
         out = down(out, counts)
-        if experts.has_post_expert_norm:
+        if getattr(experts, "has_post_expert_norm", False):  # not in transformers 5.17
             out = experts.post_expert_norm(out)
         out = out * weights.reshape(-1, 1)[order]
         unsorted = torch.empty_like(out).index_copy_(0, order, out)
@@ -133,7 +133,7 @@ def pack_experts(model: Any, make_layer: MakeLayer) -> int:
     """Pack the experts of all layers, one layer after another, and use this implementation. Return
     how many layers have experts."""
     found = list(_experts_of(model))
-    if not found or any(module._is_expert_parallel for module in found):
+    if not found:
         return 0
     before = model.get_experts_implementation()
     model.set_experts_implementation(NAME)

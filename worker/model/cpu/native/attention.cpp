@@ -72,7 +72,7 @@ void attend(const Attention<T>& attention) {
   const int64_t stride = 2 + rounded_up(attention.values.size, LANES);
   int64_t size = 0;
   for (const Part& part : parts) size += (part.end - part.begin) * attention.group * stride;
-  const auto sums = std::make_unique_for_overwrite<float[]>(size);
+  const std::unique_ptr<float[]> sums(new float[size]);
   float* free = sums.get();
   for (Part& part : parts) {
     part.sums = free;
