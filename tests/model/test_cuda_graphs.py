@@ -21,9 +21,11 @@ from tests.matrix import matrix
 from worker.device.self_check import CannotRun
 from worker.model import attention as attention_package
 from worker.model import cuda_graphs, paged_runner
+from worker.model.attention import varlen
 from worker.model.attention.kv_cache import BLOCK
 from worker.model.attention.mixed import MAX_SPAN_WIDTH, MixedMetadata
 from worker.model.attention.paged import AttentionMetadata
+from worker.model.attention.varlen import VarlenMetadata
 from worker.model.cuda_graphs import CudaGraphs, RowsMetadata, Run
 from worker.model.paged_runner import PagedRunner
 
@@ -102,7 +104,7 @@ def test_decodes_beside_prompts_use_the_decode_kernel(
     generator, attended, decoded = engine(model, blocks=BLOCKS), list[int](), list[int]()
     runner = runner_of(generator)
     runner._use_decode_kernel()
-    assert runner.metadata is MixedMetadata
+    assert runner.metadata is VarlenMetadata
     forward = runner.forward
 
     def counted(batch: Batch, sampled: Tensor | None = None) -> Tensor:
@@ -137,7 +139,21 @@ def test_a_decode_kernel_with_other_logits_is_not_used(
     runner = runner_of(engine("llama", blocks=BLOCKS))
     runner._use_decode_kernel()
     assert runner.metadata is AttentionMetadata
-    assert "steps with prompts use torch's attention: logits differ" in caplog.text
+    assert "attention without MixedMetadata: logits differ" in caplog.text
+
+
+def test_without_flash_attention_decodes_stay_on_the_decode_kernel(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def absent(*arguments: Any, **named: Any) -> Tensor:
+        raise RuntimeError("not compiled for this GPU")
+
+    monkeypatch.setattr(varlen, "has_flash_attention", lambda q, v: True)
+    monkeypatch.setattr(varlen, "varlen_attn", absent)
+    runner = runner_of(engine("llama", blocks=BLOCKS))
+    runner._use_decode_kernel()
+    assert runner.metadata is MixedMetadata
+    assert "attention without VarlenMetadata: not compiled for this GPU" in caplog.text
 
 
 def test_wide_and_large_batches_are_not_supported() -> None:

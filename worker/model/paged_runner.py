@@ -227,13 +227,18 @@ class PagedRunner:
             log.warning("DETERMINISTIC=1 does not hold for recurrent layers and images")
 
     def _use_decode_kernel(self) -> None:
-        """Attend by the decode kernel also in steps with prompts, if the logits are the same."""
-        try:
-            self._check_attention(MixedMetadata)
-        except Exception as error:  # such as an operator that torch's build lacks
-            log.warning("steps with prompts use torch's attention: %.300s", first_line(error))
-        else:
-            self.metadata = MixedMetadata
+        """Attend by the decode kernel also in steps with prompts, and to these by flash attention,
+        as far as the logits are the same."""
+        from worker.model.attention.varlen import VarlenMetadata  # seconds to import
+
+        for backend in (VarlenMetadata, MixedMetadata):
+            try:
+                self._check_attention(backend)
+            except Exception as error:  # such as an operator that torch's build lacks
+                log.warning("attention without %s: %.300s", backend.__name__, first_line(error))
+            else:
+                self.metadata = backend
+                return
 
     def _use_compiled(self, compiled: Callable[..., Any]) -> None:
         self.model, self._compiled = compiled, None

@@ -4,8 +4,9 @@ A batch is one row of tokens, span after span, each the tokens of one sequence. 
 step's backend through the thread that runs the model. A layer first writes keys and values into the
 blocks that the scheduler assigned (batching/block_pool.py); then each token attends to its own
 sequence. AttentionMetadata does this with torch's functions; other backends are NativeMetadata
-(native.py, CPUs with a compiler), RowsMetadata (model/cuda_graphs.py, few rows on a GPU) and
-MixedMetadata (mixed.py, prompts beside such rows).
+(native.py, CPUs with a compiler), RowsMetadata (model/cuda_graphs.py, few rows on a GPU),
+MixedMetadata (mixed.py, prompts beside such rows) and VarlenMetadata (varlen.py, the same by flash
+attention).
 """
 
 import threading
@@ -174,23 +175,34 @@ class AttentionMetadata(AttentionBackend):
             if len(self.started_blocks):
                 stored.index_fill_(0, self.started_blocks, 0)
             stored.view(-1, *stored.shape[2:]).index_copy_(0, self.slots, new)
+        return self._attend_grouped(q, k, v, sinks, layer, scale, window, softcap).unsqueeze(0)
+
+    def _attend_grouped(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
+        layer: int, scale: float, window: int, softcap: float,
+    ) -> Tensor:  # fmt: skip
+        """Attend from the rows of `grouped` spans; return [T, heads, size], other rows undefined.
+
+        q, k, v: [T, heads, size], of the step. The cache has its keys and values.
+        """
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
         needs_mask = softcap > 0 or sinks is not None
-        for group in self.groups(window, shape.chunk, needs_mask):
+        for group in self.groups(window, self.cache.layers[layer].chunk, needs_mask):
             b, t = group.shape
             if group.blocks is not None:
                 ks, vs = (stored.index_select(0, group.blocks) for stored in (keys, values))
             else:
-                ks, vs = (_select(new, group.rows) for new in (k, v))
+                ks, vs = (select(new, group.rows) for new in (k, v))
             ks, vs = (x.view(b, -1, *x.shape[-2:]) for x in (ks, vs))
-            qs = _select(q, group.rows).view(b, t, *q.shape[1:])
+            qs = select(q, group.rows).view(b, t, *q.shape[1:])
             attended = group.attend(qs, ks, vs, scale, softcap, sinks)  # [b, t, H, Dv]
             attended = attended.reshape(b * t, *out.shape[1:])
             if group.target_rows is None:
                 out = attended.contiguous()  # as the operation's fake kernel promises
             else:
-                out.index_copy_(0, group.target_rows, _select(attended, group.unpadded))
-        return out.unsqueeze(0)
+                out.index_copy_(0, group.target_rows, select(attended, group.unpadded))
+        return out
 
     def groups(self, window: int, chunk: int, needs_mask: bool) -> list["SpanGroup"]:
         """Return the groups for layers with this window and attention chunk (0: none).
@@ -279,7 +291,8 @@ class AttentionMetadata(AttentionBackend):
         return np.maximum(first, position // chunk * chunk) if chunk else first
 
 
-def _select(tensor: Tensor, rows: Tensor | None) -> Tensor:
+def select(tensor: Tensor, rows: Tensor | None) -> Tensor:
+    """Return these rows; None: all."""
     return tensor if rows is None else tensor.index_select(0, rows)
 
 
