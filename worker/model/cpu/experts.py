@@ -77,7 +77,7 @@ class PackedExperts(nn.Module):
         out = up(hidden[order // choices], counts)
         out = experts._apply_gate(out) if experts.has_gate else experts.act_fn(out)
         out = down(out, counts)
-        if getattr(experts, "has_post_expert_norm", False):  # not in transformers 5.17
+        if experts.has_post_expert_norm:
             out = experts.post_expert_norm(out)
         out = out * weights.reshape(-1, 1)[order]
         unsorted = torch.empty_like(out).index_copy_(0, order, out)
