@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 
 from tests import tiny_decoders
 from worker.model.cpu.fused_linear import FusedLinear, FusedSlice, find_shared_inputs
 from worker.model.cpu.linear import (
     Int8Linear,
     PackedLinear,
+    fuse_weights,
     pack_weights,
     quantize_weights,
     unpack_weights,
@@ -154,6 +156,48 @@ def test_a_model_that_reads_weights_without_calling_their_layer_stays_unchanged(
     model = ReadsWeights()
     before = copy.deepcopy(model.state_dict())
     packed(model)
+    assert type(model.one) is type(model.two) is nn.Linear
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, before[name])
+
+
+# ── plain weights, as on a GPU ──
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_plain_weights_are_fused_and_give_the_same_logits(architecture: str) -> None:
+    folder = str(tiny_decoders.folder(architecture))
+    language = load_language_model(GeneratorOptions(folder, dtype="float32", device="cpu"))
+    check = PagingCheck(language)
+    check.enable()
+    fuse_weights(language.model, check.compare)
+    assert len(parts(language.model)) == 2 * len(MLP + QKV)
+    check.compare()
+
+
+def test_a_compiled_graph_has_one_product_for_all_slices() -> None:
+    model, x = Fan(), torch.randn(3, 48)
+    exact = model(x)
+    fuse_weights(model, lambda: model(x))
+    products: list[int] = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        targets = [str(node.target) for node in graph.graph.nodes]
+        products.append(sum("mm" in target for target in targets))
+        return graph.forward
+
+    compiled = torch.compile(model, backend=aot_autograd(fw_compiler=count), dynamic=True)
+    with torch.inference_mode():
+        for rows in (x, x[:2]):
+            torch.testing.assert_close(compiled(rows), exact[: len(rows)])
+    assert set(products) == {2}, "of both slices, and of the last layer"
+
+
+def test_layers_that_need_their_own_weights_are_restored() -> None:
+    model = ReadsWeights()
+    before = copy.deepcopy(model.state_dict())
+    x = torch.randn(3, 48)
+    fuse_weights(model, lambda: model(x))
     assert type(model.one) is type(model.two) is nn.Linear
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, before[name])

@@ -32,7 +32,13 @@ from worker.model.attention.kv_cache import LayerShape, StateShape
 from worker.model.attention.native import NATIVE_DTYPES, try_load_native_ops
 from worker.model.attention.recurrent import RecurrentModule
 from worker.model.cpu import linear
-from worker.model.cpu.linear import emulates_dtype, pack_weights, packs_dtype, quantize_weights
+from worker.model.cpu.linear import (
+    emulates_dtype,
+    fuse_weights,
+    pack_weights,
+    packs_dtype,
+    quantize_weights,
+)
 from worker.model.generation_config import (
     check_generation_config,
     log_not_served,
@@ -162,7 +168,7 @@ class LanguageModel:
     def pack_weights(
         self, quantization: str, recheck: Callable[[], None] | None = None, native: bool = False
     ) -> None:
-        """Pack or quantize the weights for the CPU's kernels; a GPU's stay as they are.
+        """Pack or quantize the weights for the CPU's kernels; a GPU's are fused.
 
         `recheck` runs the model and raises if its output is wrong; without it only `quantization`
         has an effect. `native`: native operations are used if they are built already, and built
@@ -183,6 +189,8 @@ class LanguageModel:
             free = free_bytes(self.device)
             quantize_weights(self.model, free, recheck or (lambda: None), native, quantization)
             self.tolerance = TOLERANCE[torch.bfloat16]  # inputs of quantized layers
+        elif recheck and self.device.type == "cuda":
+            fuse_weights(self.model, recheck)
         elif recheck and on_cpu and packs_dtype(self.dtype):
             free = free_bytes(self.device)
             bf16_weights = native and emulates_dtype(self.dtype)

@@ -1,9 +1,9 @@
 """Fuse linear layers that are called on one input (query, key and value; gate and up) into one.
 
-One wide product costs less than several narrow ones, each of which starts and joins all threads.
-Which layers share an input is observed in a forward, not derived from names. The first slice that
-is called computes the whole product, the others take their columns of it. In a compiled graph each
-slice calls the whole product, and the compiler merges equal calls.
+One wide product costs less than several narrow ones, each of which starts and joins all threads,
+or a kernel that leaves most of a GPU idle. Which layers share an input is observed in a forward,
+not derived from names. The first slice that is called computes the whole product, the others take
+their columns of it, also while a graph is traced.
 """
 
 import functools
@@ -82,8 +82,12 @@ def fuse_linears(
     model: nn.Module,
     groups: Sequence[Sequence[str]],
     make_layer: Callable[[Tensor, Tensor | None], nn.Module],
+    contiguous: bool = True,
 ) -> None:
-    """Replace the layers of each group by slices of `make_layer(weight, bias)` of all of them."""
+    """Replace the layers of each group by slices of `make_layer(weight, bias)` of all of them.
+
+    `contiguous`: slices are copied, to be contiguous as the original layers' outputs.
+    """
     for names in groups:
         layers: list[Any] = [model.get_submodule(name) for name in names]
         sizes = [layer.out_features for layer in layers]
@@ -92,7 +96,7 @@ def fuse_linears(
         layers.clear()
         for name in names:
             model.set_submodule(name, nn.Identity())  # free the originals before packing
-        fused = FusedLinear(make_layer(weight, bias), sizes)
+        fused = FusedLinear(make_layer(weight, bias), sizes, contiguous)
         for index, name in enumerate(names):
             model.set_submodule(name, FusedSlice(fused, index, has_bias[index]))
 
@@ -121,11 +125,13 @@ class FusedOutput(NamedTuple):
 class FusedLinear(nn.Module):
     """One layer for several: `layer` maps x [..., in] to [..., sum of `sizes`]."""
 
-    def __init__(self, layer: nn.Module, sizes: Sequence[int]) -> None:
+    def __init__(self, layer: nn.Module, sizes: Sequence[int], contiguous: bool = True) -> None:
         super().__init__()
         self.layer: Any = layer
+        self.contiguous = contiguous
         self.columns = list(pairwise(accumulate(sizes, initial=0)))
         self.output: FusedOutput | None = None
+        self.traced: tuple[Tensor, Tensor] | None = None  # input and product, within a trace
 
     def slice(self, x: Tensor, index: int) -> Tensor:
         """Return slice `index` of the product, [..., its size].
@@ -133,9 +139,17 @@ class FusedLinear(nn.Module):
         Slices called in order on one tensor share one product, which is dropped with the last.
         Calls from several threads are safe: each reads `output` once.
         """
-        out: Tensor = self.layer(x) if torch.compiler.is_compiling() else self._product(x, index)
+        is_tracing = torch.compiler.is_compiling()
+        out = self._traced_product(x, index) if is_tracing else self._product(x, index)
         start, end = self.columns[index]
-        return out[..., start:end].contiguous()  # contiguous, as the original layer's output
+        columns = out[..., start:end]
+        return columns.contiguous() if self.contiguous else columns
+
+    def _traced_product(self, x: Tensor, index: int) -> Tensor:
+        traced = self.traced
+        out: Tensor = traced[1] if traced and traced[0] is x else self.layer(x)
+        self.traced = None if index + 1 == len(self.columns) else (x, out)
+        return out
 
     def _product(self, x: Tensor, index: int) -> Tensor:
         output, version = self.output, _version(x)

@@ -508,6 +508,21 @@ def pack_weights(
         log.warning("%sweights stay as they are: %r", slow, error)
 
 
+def fuse_weights(model: nn.Module, check: Callable[[], object]) -> None:
+    """Make one product, for a GPU, of layers that are called on one input. They stay as they are if
+    `check`, which runs the model, raises afterwards; that is logged."""
+    try:
+        groups = find_shared_inputs(model, check)
+        fuse_linears(model, groups, _plain_linear, contiguous=False)
+        check()
+    except Exception as error:  # a model that needs contiguous outputs, too little memory
+        unpack_weights(model)
+        log.warning("products stay apart: %.300r", error)
+    else:
+        log.info("fused products=%d", len(groups))
+    torch.cuda.empty_cache()  # the former weights: free memory is measured next
+
+
 def use_linear_layers(model: nn.Module) -> None:
     """Replace GPT-2's layers, linear ones with a transposed weight [in, out], by nn.Linear."""
     _replace(model, Conv1D, lambda layer: _plain_linear(layer.weight.detach().T, layer.bias))
@@ -533,7 +548,8 @@ def unpack_weights(model: nn.Module) -> None:
 
 
 def _unpacked_slice(part: FusedSlice) -> nn.Linear:
-    weight, bias = part.fused.layer.unpacked()
+    layer = part.fused.layer
+    weight, bias = (layer.weight, layer.bias) if type(layer) is nn.Linear else layer.unpacked()
     rows = slice(*part.fused.columns[part.index])
     return _plain_linear(weight[rows].clone(), bias[rows].clone() if part.has_bias else None)
 
