@@ -1,19 +1,22 @@
-"""Tests that need a GPU: compiled kernels, CUDA graphs, the compiled model."""
+"""Tests that need a GPU: kernels, flash attention, CUDA graphs, the compiled model, determinism."""
 
 import random
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from tests import tiny_decoders
-from tests.generating import assert_greedy, prompts, request, runner_of, serve
-from tests.unit.test_paged_attention import CASES, Case, expected, memory, mixes, name
+from tests.generating import Served, assert_greedy, prompts, request, runner_of, serve
+from tests.unit.test_paged_attention import CASES, Case, Memory, expected, memory, mixes, name
 from worker.generation.engine import GenerationEngine
 from worker.generation.loading import load_generator
+from worker.messages.generation import Sampling
 from worker.model.attention.kv_cache import KVCache
-from worker.model.attention.paged import attend, forward_context
+from worker.model.attention.paged import AttentionBackend, attend, forward_context
+from worker.model.cpu.fused_linear import FusedSlice
 from worker.model.cuda_graphs import RowsMetadata
 from worker.model.language_model import GeneratorOptions
 
@@ -23,23 +26,54 @@ GPU = torch.device("cuda")
 FEW_ROWS = [case for case in CASES if case.kind in ("decodes", "spread decodes", "drafts")]
 
 
+SIZES_AND_GROUPS = [(64, 1), (80, 2), (96, 4), (128, 8), (256, 4)]
+OPTIONS: list[dict[str, Any]] = [{}, {"window": 20}, {"softcap": 1.5}, {"sinks": True}]
+
+
 @pytest.mark.parametrize("case", FEW_ROWS, ids=name)
 def test_kernels_attend_as_expected(case: Case) -> None:
-    torch.manual_seed(0)
     mix = mixes(random.Random(name(case)), case.kind)
     cached = memory(case, mix, random.Random(0))
-    cache = KVCache(cached.cache.layers, len(cached.cache.keys[0]), torch.float32, GPU)
-    cache.keys[0].copy_(cached.cache.keys[0])
-    cache.values[0].copy_(cached.cache.values[0])
+    step = RowsMetadata(on_gpu(cached.cache), len(cached.batch.ids), 200)
+    step.fill(cached.batch, len(cached.batch.ids), 0)
+    check(case, mix, cached, step, 1e-5)
+
+
+@pytest.mark.parametrize(("size", "group"), SIZES_AND_GROUPS)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_steps_with_prompts_attend_as_expected(
+    size: int, group: int, options: dict[str, Any]
+) -> None:
+    """In bfloat16, where prompts use flash attention unless there are sinks or a soft-cap."""
+    from worker.model.attention.varlen import VarlenMetadata
+
+    case = Case(
+        "all", heads=2 * group, key_heads=2, key_size=size, value_size=size, scale=0.1, **options
+    )
+    mix = mixes(random.Random(0), case.kind)
+    cached = memory(case, mix, random.Random(0), dtype=torch.bfloat16)
+    check(case, mix, cached, VarlenMetadata(on_gpu(cached.cache), cached.batch), 2e-2)
+
+
+def on_gpu(cache: KVCache) -> KVCache:
+    copied = KVCache(cache.layers, len(cache.keys[0]), cache.dtype, GPU)
+    copied.keys[0].copy_(cache.keys[0])
+    copied.values[0].copy_(cache.values[0])
+    return copied
+
+
+def check(
+    case: Case, mix: list[tuple[int, int]], cached: Memory, step: AttentionBackend, tolerance: float
+) -> None:
+    torch.manual_seed(0)
     widths = [width for _, width in mix]
-    step = RowsMetadata(cache, sum(widths), 200)
-    step.fill(cached.batch, sum(widths), 0)
-    query = [torch.randn(width, case.heads, case.key_size) for width in widths]
+    dtype = cached.cache.dtype
+    query = [torch.randn(width, case.heads, case.key_size, dtype=dtype) for width in widths]
     new = [
         torch.cat([whole[start:] for (start, _), whole in zip(mix, sequences, strict=True)])
         for sequences in (cached.keys, cached.values)
     ]
-    sinks = torch.randn(case.heads)
+    sinks = torch.randn(case.heads, dtype=dtype)
     q, k, v = (x.transpose(0, 1)[None].to(GPU) for x in (torch.cat(query), *new))
     with forward_context(step):
         gpu_sinks = sinks.to(GPU) if case.sinks else None
@@ -48,15 +82,13 @@ def test_kernels_attend_as_expected(case: Case) -> None:
     for n, actual in enumerate(rows.split(widths)):
         keys, values = cached.keys[n], cached.values[n]
         right = expected(case, query[n], keys, values, mix[n][0], sinks)
-        torch.testing.assert_close(actual, right, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(actual, right, atol=tolerance, rtol=tolerance)
 
 
-def generator_of(model: str, compile: str = "off") -> GenerationEngine:
+def generator_of(model: str, dtype: str = "float32", **options: Any) -> GenerationEngine:
     folder = str(tiny_decoders.folder(model))
-    options = GeneratorOptions(
-        folder, dtype="float32", device="cuda", kv_cache_gb=0.05, compile=compile
-    )
-    generator = load_generator(options)
+    options = {"compile": "off", "kv_cache_gb": 0.05, **options}
+    generator = load_generator(GeneratorOptions(folder, dtype=dtype, device="cuda", **options))
     assert generator.info.batching == "continuous", generator.info.why
     return generator
 
@@ -67,6 +99,50 @@ def test_greedy_output_equals_generate(model: str) -> None:
     prompt_ids = prompts(1, (1, 2, 7, 16, 17, 33, 48, 60))
     served, _ = serve(generator, [request(ids) for ids in prompt_ids], seed=1)
     assert_greedy(model, served, 12)
+
+
+def test_what_makes_steps_fast_is_used() -> None:
+    from worker.model.attention.varlen import VarlenMetadata
+
+    runner = runner_of(generator_of("llama", "bfloat16"))
+    assert runner._graphs is not None
+    assert runner.metadata is VarlenMetadata
+    assert any(isinstance(module, FusedSlice) for module in runner.language.model.modules())
+
+
+@pytest.fixture
+def restored_operations() -> Iterator[None]:
+    from worker.model import batch_invariant
+
+    yield
+    batch_invariant.replace_operations()._destroy()
+    batch_invariant.replace_operations.cache_clear()
+
+
+@pytest.mark.usefixtures("restored_operations")
+@pytest.mark.parametrize("model", ["llama", "gemma3", "qwen3-moe"])
+def test_deterministic_outputs_are_those_of_each_request_alone(model: str) -> None:
+    generator = generator_of(model, "bfloat16", deterministic=True)
+
+    def outputs(seed: int | None, together: bool) -> list[Any]:
+        items = [
+            request(ids, Sampling(temperature=float(n % 3 > 0), seed=n, logprobs=2))
+            for n, ids in enumerate(prompts(1, (1, 7, 17, 48, 100), count=2))
+        ]
+        if together:
+            served, _ = serve(generator, items, seed)
+        else:
+            served = [serve(generator, [item])[0][0] for item in items]
+        return list(map(output_of, served))
+
+    alone = outputs(None, together=False)
+    assert outputs(None, together=True) == alone
+    assert outputs(1, together=True) == alone
+
+
+def output_of(served: Served) -> Any:
+    """Return the tokens, and the log-probabilities in every bit."""
+    return served.ids, [[token.logprob for token in delta.logprobs] for delta in served.choices]
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3"])

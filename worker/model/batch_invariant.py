@@ -3,7 +3,8 @@
 Libraries choose tiles, the division of sums and the order of adding by the number of rows. Here it
 depends only on the length of a row, as in He et al., "Defeating Nondeterminism in LLM Inference"
 (2025). Products, means, sums and cumulative sums of rows replace torch's operations; attention
-runs row by row (attention/mixed.py).
+runs row by row (attention/mixed.py). torch's softmax and layer norm divide a row by its length
+alone; maxima, sorting and topk do not round.
 """
 
 import functools
