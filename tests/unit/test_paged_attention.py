@@ -190,6 +190,7 @@ def check(
             q, k, v, sinks if case.sinks else None, 0, case.scale, case.window, case.softcap
         )
     assert out.shape == (1, q.shape[2], case.heads, case.value_size)
+    assert out.is_contiguous()
     rows: Any = out[0].double()  # split is not annotated
     outputs = rows.split([width for _, width in mix])
     for n, (start, _) in enumerate(mix):

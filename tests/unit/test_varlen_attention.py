@@ -41,8 +41,8 @@ def varlen_attn(
         visible = (behind >= 0) & (behind <= (left if left >= 0 else len(k)))
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
         weights = torch.where(visible, scores, -torch.inf).softmax(-1)
-        out.append(torch.einsum("hqk,khd->qhd", weights, v))
-    return torch.cat(out)
+        out.append(torch.einsum("hqk,khd->hqd", weights, v))
+    return torch.cat(out, 1).transpose(0, 1)  # as torch's, laid out as the query may be
 
 
 @pytest.fixture(autouse=True)

@@ -274,8 +274,10 @@ class PagedRunner:
         unpin()
         torch.set_num_threads(threads)
         started = time.monotonic()
+        language = self.language
         try:
-            language = self.language
+            if language.device.type == "cuda":
+                torch.cuda.set_device(language.device)  # Triton launches on the thread's device
             self._compiled = compile_model(
                 language.model, self._check_compiled, language.is_multimodal
             )

@@ -73,7 +73,7 @@ class VarlenMetadata(MixedMetadata):
         )  # fmt: skip
         assert isinstance(prompts, Tensor)
         if self._prompt_rows is None:
-            return prompts
+            return prompts.contiguous()  # as the operation's fake kernel promises
         out = prompts.new_empty(len(q), *prompts.shape[1:])
         return out.index_copy_(0, self._prompt_rows, prompts)
 
