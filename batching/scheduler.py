@@ -787,8 +787,8 @@ MAX_PREFILL_S = {"cpu": 0.3, "cuda": 0.1}
 MIN_PREFILL_TOKENS = 32
 MIN_PREFILL_TOKENS_ALONE = {"cpu": 512, "cuda": 8192}
 NEW_SHARE = 0.3  # weight of the latest step in the measured time per token
-# A row of a step without prompts is assumed to add this part of its time, until steps of different
-# sizes show it; and the factor of their weight with each later step.
+# A row of a step without prompts is assumed to add this part of its constant time, until steps of
+# different sizes show it; and the factor of their weight with each later step.
 ROW_SHARE, DECAY = 0.02, 0.98
 
 
@@ -855,9 +855,11 @@ class RowCost:
         steps, rows, seconds, squares, products = self._sums
         if not seconds:
             return 1 / ROW_SHARE
-        # least squares: seconds over rows, with the weight of one step on the assumed share
+        # Least squares: seconds over rows. The assumed share weighs as much as one step that is as
+        # far from the mean as the mean from zero: steps of similar sizes differ by noise alone.
         variance, covariance = squares - rows * rows / steps, products - rows * seconds / steps
-        mean_s = seconds / steps
-        row_s = max(0.0, (covariance + ROW_SHARE * mean_s) / (variance + 1))
-        constant_s = max(0.0, mean_s - row_s * rows / steps)
+        mean_rows, mean_s = rows / steps, seconds / steps
+        assumed_s, weight = mean_s / (1 / ROW_SHARE + mean_rows), mean_rows * mean_rows
+        row_s = max(0.0, (covariance + assumed_s * weight) / (variance + weight))
+        constant_s = max(0.0, mean_s - row_s * mean_rows)
         return constant_s / row_s if row_s else math.inf
