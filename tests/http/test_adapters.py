@@ -152,8 +152,8 @@ def test_adapters_are_loaded_again_with_their_base(tmp_path: Path) -> None:
         assert adapter.weights
         assert setup.listed()["a"]["status"]["value"] == "loaded"
         assert post(setup.server, "/models/unload", {"model": "base"}).status_code == 200
-        wait_until(lambda: setup.listed()["a"]["status"]["value"] == "unloaded")
-        assert adapter.weights is None
+        wait_until(lambda: adapter.weights is None)
+        assert setup.listed()["a"]["status"]["value"] == "unloaded"
         assert setup.ask("a").status_code == 200
         assert adapter.weights
         (tmp_path / "one" / "adapter_config.json").unlink()
