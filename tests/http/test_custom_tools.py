@@ -13,8 +13,8 @@ from server.openai.custom_tools import CustomInputReader
 from tests.event_streams import CLIENT, post
 from tests.fake_generator import FakeGenerator
 from tests.http.test_pipeline_http import error_of
-from tests.response_events import PATH, events, respond, response_document
-from tests.serving import Server, serving
+from tests.response_events import PATH, events, get_response, respond, response_document
+from tests.serving import Server, serving, wait_until
 from worker.messages.generation import Chat, Constraint, GenerationInput
 
 LARK = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"+'}
@@ -180,6 +180,8 @@ def test_hosted_tools_are_dropped_and_named(server: Server, generator: FakeGener
     assert "x-dropped-tools" not in respond(server, tools=[LOOK]).headers
     background = respond(server, tools=hosted, background=True)
     assert background.headers["x-dropped-tools"] == "web_search, image_generation"
+    id = response_document(background)["id"]
+    wait_until(lambda: get_response(server, id).json()["status"] == "completed")
 
 
 def test_additional_tools_come_with_the_input(server: Server, generator: FakeGenerator) -> None:
