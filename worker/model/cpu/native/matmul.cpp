@@ -71,9 +71,10 @@ struct Product {
 
   void multiply(int64_t rows, int64_t panel_count) const {
     constexpr auto up_to = std::make_integer_sequence<int, R>();
+    const int64_t blocks = (rows + R - 1) / R;  // of about as many rows each
     for (int64_t at = 0; at < panel_count; at += P)
-      for (int64_t row = 0; row < rows; row += R) {
-        const int64_t count = std::min<int64_t>(R, rows - row);
+      for (int64_t n = 0; n < blocks; ++n) {
+        const int64_t row = rows * n / blocks, count = rows * (n + 1) / blocks - row;
         if (at + P <= panel_count)
           rows_block<P>(count, row, at, up_to);
         else

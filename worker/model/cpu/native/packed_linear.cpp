@@ -9,6 +9,7 @@ constexpr int64_t PREFETCH_BYTES = 8192;
 constexpr int64_t MAX_ROWS = 256;  // that a thread multiplies with a group of columns at a time
 constexpr int64_t MIN_ROWS = 48;   // a multiple of the rows of a block in registers
 constexpr int64_t MAX_DEPTH = 512;  // so much of a group stays in the level 2 cache
+constexpr int64_t FEW_ROWS_DEPTH = 64;  // in the level 1 cache: few rows wait for memory
 
 // Weights [columns / GROUP, depth / PER_WORD, GROUP, PER_WORD] of type T.
 template <typename T, int64_t GROUP>
@@ -59,8 +60,9 @@ struct Linear {
   void sum(int64_t row, int64_t count, int64_t group, float* sums) const {
     const Multiplier<T> multiplier(count);
     alignas(64) T buffer[Weights::BUFFER];
-    for (int64_t k = 0; k < depth; k += MAX_DEPTH) {
-      const int64_t deep = std::min(MAX_DEPTH, depth - k);
+    const int64_t most = count <= 2 * LANES && !has_tiles() ? FEW_ROWS_DEPTH : MAX_DEPTH;
+    for (int64_t k = 0; k < depth; k += most) {
+      const int64_t deep = std::min(most, depth - k);
       const T* lines = weights.lines((group * depth + k) * GROUP, deep * GROUP, buffer);
       const Product<T, GROUP, Weights::PREFETCH> product{
           x + row * depth + k, depth, lines, STEP<T>, sums, GROUP, deep, k > 0};
