@@ -24,8 +24,8 @@ from worker.model.cpu.linear import (
 
 pytestmark = pytest.mark.usefixtures("native")
 
-# in, out: multiples of column groups and row pairs, and others
-SIZES = [(64, 128), (96, 40), (40, 24), (33, 101), (512, 768)]
+# in, out: multiples of column groups and row pairs, and others; deeper than the caches take at once
+SIZES = [(64, 128), (96, 40), (40, 24), (33, 101), (512, 768), (1100, 96)]
 # one, around an AMX tile, around two, more than a thread multiplies at a time
 ROWS = [1, 2, 8, 15, 16, 17, 31, 32, 33, 48, 100, 257, 600, 1100]
 
