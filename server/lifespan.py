@@ -40,7 +40,6 @@ log = logging.getLogger("onequeue.lifespan")
 # as long as a small forward pass, and each pass changes threads several times.
 SWITCH_INTERVAL_S = 0.001
 READY_POLL_S = 0.05
-COMPILED_POLL_S = 1.0
 
 
 @contextlib.asynccontextmanager
@@ -137,18 +136,7 @@ def on_loaded(
     silence_libraries()
     if server and not loaded.cancelled():
         gc.freeze()  # the loaded objects stay: later collections skip them
-        freeze_compiled(app.worker_client)
         log_ready(app, server, time.monotonic() - started)
-
-
-def freeze_compiled(worker_client: WorkerClient) -> None:
-    """Let collections skip the objects that compiling has left, once it has ended: a collection
-    that visits them takes up to 0.4 s."""
-    if any(model.compile_state == "running" for model in worker_client.models.values()):
-        worker_client.loop.call_later(COMPILED_POLL_S, freeze_compiled, worker_client)
-    else:
-        gc.collect()
-        gc.freeze()
 
 
 def log_ready(app: Application, server: uvicorn.Server, seconds: float) -> None:

@@ -6,7 +6,8 @@ A recorder stands in for the capture and Python functions for the kernels: no GP
 import logging
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -139,7 +140,7 @@ def test_a_decode_kernel_with_other_logits_is_not_used(
     runner = runner_of(engine("llama", blocks=BLOCKS))
     runner._use_decode_kernel()
     assert runner.metadata is AttentionMetadata
-    assert "attention without MixedMetadata: logits differ" in caplog.text
+    assert "decodes beside prompts attend without the decode kernel: logits differ" in caplog.text
 
 
 def test_without_flash_attention_decodes_stay_on_the_decode_kernel(
@@ -153,7 +154,7 @@ def test_without_flash_attention_decodes_stay_on_the_decode_kernel(
     runner = runner_of(engine("llama", blocks=BLOCKS))
     runner._use_decode_kernel()
     assert runner.metadata is MixedMetadata
-    assert "attention without VarlenMetadata: not compiled for this GPU" in caplog.text
+    assert "prompts attend without flash attention: not compiled for this GPU" in caplog.text
 
 
 def test_wide_and_large_batches_are_not_supported() -> None:
@@ -220,7 +221,8 @@ def test_a_compiled_model_is_captured_one_size_a_step(monkeypatch: pytest.Monkey
     generator = engine("llama", blocks=BLOCKS, max_running=8)
     runner, first, again = runner_of(generator), Recorder(), Recorder()
     graphs = runner._graphs = captured(runner, first, 8)
-    monkeypatch.setattr(paged_runner, "CudaCapture", lambda: again)
+    monkeypatch.setattr(paged_runner, "CudaCapture", lambda checked: again)
+    monkeypatch.setattr(paged_runner, "CAPTURE_REST", 0)
     eager, captures = runner.model, list[int]()
     served, _ = serve(generator, [request([7, 8, 9])])
     assert again.captured == 0
@@ -242,6 +244,70 @@ def test_a_compiled_model_is_captured_one_size_a_step(monkeypatch: pytest.Monkey
     assert more[0].ids == served[0].ids
 
 
+def test_a_compiled_model_is_captured_in_a_tenth_of_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner, now, captured_at = runner_of(engine("llama", blocks=BLOCKS)), 100.0, list[float]()
+
+    def slow(run: Run) -> tuple[Callable[[], None], Tensor]:
+        nonlocal now
+        captured_at.append(now)
+        now += 0.25
+        return lambda: None, run()
+
+    monkeypatch.setattr(paged_runner, "time", SimpleNamespace(monotonic=lambda: now))
+    runner._compiled_graphs = CudaGraphs(
+        runner.language, runner.model, runner._rows_metadata(), runner._run, slow
+    )
+    while runner._compiled_graphs:
+        runner.forward(Batch([Span([0], 0, 1)], [7], [0]))
+        now += 0.125
+    assert captured_at == [100 + 2.5 * n for n in range(12)]  # of 1 to 256 rows
+
+
+def test_a_model_is_run_once_to_see_that_it_reads_no_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The mode in which reading raises is that of the process: other threads may load a model."""
+    modes, mode, capturing = list[str](), "default", False
+
+    def set_mode(new: str) -> None:
+        nonlocal mode
+        mode = new
+
+    @contextmanager
+    def graph(*_: Any, **options: Any) -> Iterator[None]:
+        nonlocal capturing
+        capturing = True
+        yield
+        capturing = False
+
+    def run() -> Tensor:
+        modes.append("captured" if capturing else mode)
+        return torch.zeros(1)
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    fakes = {
+        "graph_pool_handle": lambda: None,
+        "Stream": lambda: stream,
+        "current_stream": lambda: stream,
+        "stream": nullcontext,
+        "CUDAGraph": lambda: SimpleNamespace(replay=run),
+        "graph": graph,
+        "get_sync_debug_mode": lambda: mode,
+        "set_sync_debug_mode": set_mode,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    capture = cuda_graphs.CudaCapture()
+    capture(run)
+    capture(run)
+    assert modes == ["default", "error", "captured", "default", "captured"]
+    modes.clear()
+    cuda_graphs.CudaCapture(checked=True)(run)
+    assert modes == ["default", "captured"]
+
+
 def test_graphs_of_the_eager_model_stay_if_the_compiled_one_cannot_be_captured(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -251,7 +317,7 @@ def test_graphs_of_the_eager_model_stay_if_the_compiled_one_cannot_be_captured(
     generator = engine("llama", blocks=BLOCKS, max_running=8)
     runner = runner_of(generator)
     graphs = runner._graphs = captured(runner, Recorder(), 8)
-    monkeypatch.setattr(paged_runner, "CudaCapture", lambda: out_of_memory)
+    monkeypatch.setattr(paged_runner, "CudaCapture", lambda checked: out_of_memory)
     eager = runner.model
     runner._compiled = lambda **inputs: eager(**inputs)
     caplog.clear()

@@ -157,8 +157,11 @@ def test_steps_are_captured_again_once_the_model_is_compiled(model: str) -> None
         time.sleep(0.1)
     assert generator.compile_state == "done"
     prompt_ids = prompts(1, (1, 7, 17, 48))
-    for _ in range(2):  # a size is captured in each step
+    deadline = time.monotonic() + 300
+    while runner._graphs is first:  # a size is captured in some of the steps
+        assert time.monotonic() < deadline
         served, _ = serve(generator, [request(ids) for ids in prompt_ids], seed=1)
         assert_greedy(model, served, 12)
+    served, _ = serve(generator, [request(ids) for ids in prompt_ids], seed=1)
+    assert_greedy(model, served, 12)
     assert runner._graphs is not None
-    assert runner._graphs is not first

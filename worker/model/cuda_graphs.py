@@ -204,9 +204,13 @@ def capture_graphs(
 
 
 class CudaCapture:
-    """Capture on the current GPU. The graphs share their memory, as only one runs at a time."""
+    """Capture on the current GPU. The graphs share their memory, as only one runs at a time.
 
-    def __init__(self) -> None:
+    `checked`: the model is known not to read device values. Else its first run shows that.
+    """
+
+    def __init__(self, checked: bool = False) -> None:
+        self._checked = checked
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
@@ -215,8 +219,10 @@ class CudaCapture:
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             run()  # compile kernels and allocate workspaces, which cannot be captured
-            with synchronizing_raises():
-                run()
+            if not self._checked:
+                with synchronizing_raises():
+                    run()
+                self._checked = True
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         try:
@@ -236,7 +242,8 @@ def synchronizing_raises() -> Iterator[None]:
     """Make reads of device values raise.
 
     A model that reads values cannot be captured, and a failing capture would leave torch's
-    allocator broken; so the run before the capture must fail instead.
+    allocator broken; so the run before the capture must fail instead. The mode is the process's: a
+    load in another thread would fail too, so it is kept short.
     """
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")

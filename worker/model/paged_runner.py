@@ -9,6 +9,7 @@ prompt or on the number of threads, in every bit. The compiled model rounds othe
 one, so a sequence that began on the eager model stays there.
 """
 
+import gc
 import itertools
 import logging
 import threading
@@ -66,6 +67,8 @@ log = logging.getLogger("onequeue.paged_runner")
 COMPILED_WIDTHS = (24, 7, 1, 7)
 # The same for batches that show whether logits depend on the batch: kernels change at 16, 32, 64.
 COMPARED_WIDTHS = (77, 24, 7, 1)
+# After the capture of a CUDA graph the next one waits for so many times its duration.
+CAPTURE_REST = 9
 # Inductor's settings on a CPU. With dynamic_threads, kernels read the number of threads when they
 # run (worker/cores.py).
 CPU_COMPILE_SETTINGS = {"freezing": True, "cpp.dynamic_threads": True}
@@ -121,6 +124,7 @@ class PagedRunner:
             self._attend_by_rows()
         self._rows = min(max_running, SIZES[-1])
         self._compiled_graphs: CudaGraphs | None = None  # of the compiled model, while captured
+        self._capture_at = 0.0  # when the next of them is due
         self._graphs = self._capture()
         if self._graphs and not language.deterministic:
             self._use_decode_kernel()
@@ -141,7 +145,7 @@ class PagedRunner:
         """
         if self._compiled:
             self._use_compiled(self._compiled)
-        if self._compiled_graphs:
+        if self._compiled_graphs and time.monotonic() >= self._capture_at:
             self._capture_next(self._compiled_graphs)
         eager = bool(batch.chunks) and batch.chunks[0].sequence.eager
         if self.language.lora and (segments := segments_of(batch)):
@@ -202,14 +206,18 @@ class PagedRunner:
         return metadata
 
     def _capture_next(self, graphs: CudaGraphs) -> None:
-        """Capture one more size of the compiled model: capturing all in one step would stall
-        streams for seconds. The eager model's graphs serve until all are captured."""
+        """Capture one more size of the compiled model, in a tenth of the time: capturing all at
+        once would stall streams for seconds. The eager model's graphs serve until all are
+        captured."""
+        started = time.monotonic()
         try:
             graphs.capture_next()
         except Exception as error:  # such as too little memory
             log.warning("no CUDA graphs of the compiled model: %.300s", first_line(error))
             self._compiled_graphs = None
         else:
+            ended = time.monotonic()
+            self._capture_at = ended + CAPTURE_REST * (ended - started)
             if graphs.is_complete:
                 self._graphs, self._compiled_graphs = graphs, None
                 log.info("captured CUDA graphs of the compiled model")
@@ -231,11 +239,15 @@ class PagedRunner:
         as far as the logits are the same."""
         from worker.model.attention.varlen import VarlenMetadata  # seconds to import
 
-        for backend in (VarlenMetadata, MixedMetadata):
+        backends = (
+            (VarlenMetadata, "prompts attend without flash attention"),
+            (MixedMetadata, "decodes beside prompts attend without the decode kernel"),
+        )
+        for backend, otherwise in backends:
             try:
                 self._check_attention(backend)
             except Exception as error:  # such as an operator that torch's build lacks
-                log.warning("attention without %s: %.300s", backend.__name__, first_line(error))
+                log.warning("%s: %.300s", otherwise, first_line(error))
             else:
                 self.metadata = backend
                 return
@@ -249,7 +261,8 @@ class PagedRunner:
     def _new_graphs(self) -> CudaGraphs | None:
         metadata = self._rows_metadata()
         try:
-            return CudaGraphs(self.language, self.model, metadata, self._run, CudaCapture())
+            capture = CudaCapture(checked=True)  # the eager model is
+            return CudaGraphs(self.language, self.model, metadata, self._run, capture)
         except Exception as error:
             log.warning("no CUDA graphs of the compiled model: %.300s", first_line(error))
             return None
@@ -275,6 +288,7 @@ class PagedRunner:
         torch.set_num_threads(threads)
         started = time.monotonic()
         language = self.language
+        state: Literal["done", "off"] = "off"
         try:
             if language.device.type == "cuda":
                 torch.cuda.set_device(language.device)  # Triton launches on the thread's device
@@ -283,10 +297,13 @@ class PagedRunner:
             )
         except Exception as error:
             log.warning("not compiled, using the eager model: %.300s", first_line(error))
-            self.compile_state = "off"
         else:
             log.info("compiled seconds=%.0f", time.monotonic() - started)
-            self.compile_state = "done"
+            state = "done"
+        if gc.get_freeze_count():  # as in server/lifespan.py: collecting these takes up to 0.4 s
+            gc.collect()
+            gc.freeze()
+        self.compile_state = state
 
     def _use_native_ops(self) -> None:
         """Use native attention from the next step on, if it supports the model and is checked."""
