@@ -15,12 +15,16 @@ from worker.model.cpu.fused_linear import FusedLinear, FusedSlice, find_shared_i
 from worker.model.cpu.linear import (
     Int8Linear,
     PackedLinear,
-    fuse_weights,
     pack_weights,
     quantize_weights,
     unpack_weights,
 )
-from worker.model.language_model import GeneratorOptions, LanguageModel, load_language_model
+from worker.model.language_model import (
+    GeneratorOptions,
+    LanguageModel,
+    fuse_weights,
+    load_language_model,
+)
 from worker.model.paging import PagingCheck
 
 torch.set_num_threads(1)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -32,12 +32,14 @@ from worker.model.attention.kv_cache import LayerShape, StateShape
 from worker.model.attention.native import NATIVE_DTYPES, try_load_native_ops
 from worker.model.attention.recurrent import RecurrentModule
 from worker.model.cpu import linear
+from worker.model.cpu.fused_linear import find_shared_inputs, fuse_linears
 from worker.model.cpu.linear import (
     emulates_dtype,
-    fuse_weights,
     pack_weights,
     packs_dtype,
+    plain_linear,
     quantize_weights,
+    unpack_weights,
 )
 from worker.model.generation_config import (
     check_generation_config,
@@ -199,6 +201,21 @@ class LanguageModel:
             pack_weights(self.model, free, recheck, bf16_weights=bf16_weights)
         elif on_cpu and emulates_dtype(self.dtype):
             log.warning("this CPU emulates bfloat16: DTYPE=float32 is faster here")
+
+
+def fuse_weights(model: nn.Module, check: Callable[[], object]) -> None:
+    """Make one product, for a GPU, of layers that are called on one input. They stay as they are if
+    `check`, which runs the model, raises afterwards; that is logged."""
+    try:
+        groups = find_shared_inputs(model, check)
+        fuse_linears(model, groups, plain_linear, contiguous=False)
+        check()
+    except Exception as error:  # a model that needs contiguous outputs, too little memory
+        unpack_weights(model)
+        log.warning("products stay apart: %.300r", error)
+    else:
+        log.info("fused products=%d", len(groups))
+    torch.cuda.empty_cache()  # the former weights: free memory is measured next
 
 
 def load_language_model(options: GeneratorOptions) -> LanguageModel:

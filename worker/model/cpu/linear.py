@@ -258,7 +258,7 @@ class Int8Linear(nn.Module):
             self.dequantized = (
                 PackedLinear(values, None)
                 if packs_dtype(self.dtype)
-                else _plain_linear(values, None)
+                else plain_linear(values, None)
             )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -437,7 +437,7 @@ def _quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     return quantized, scale
 
 
-def _plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     out, inputs = weight.shape
     layer = nn.Linear(inputs, out, bias=bias is not None, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
@@ -508,24 +508,9 @@ def pack_weights(
         log.warning("%sweights stay as they are: %r", slow, error)
 
 
-def fuse_weights(model: nn.Module, check: Callable[[], object]) -> None:
-    """Make one product, for a GPU, of layers that are called on one input. They stay as they are if
-    `check`, which runs the model, raises afterwards; that is logged."""
-    try:
-        groups = find_shared_inputs(model, check)
-        fuse_linears(model, groups, _plain_linear, contiguous=False)
-        check()
-    except Exception as error:  # a model that needs contiguous outputs, too little memory
-        unpack_weights(model)
-        log.warning("products stay apart: %.300r", error)
-    else:
-        log.info("fused products=%d", len(groups))
-    torch.cuda.empty_cache()  # the former weights: free memory is measured next
-
-
 def use_linear_layers(model: nn.Module) -> None:
     """Replace GPT-2's layers, linear ones with a transposed weight [in, out], by nn.Linear."""
-    _replace(model, Conv1D, lambda layer: _plain_linear(layer.weight.detach().T, layer.bias))
+    _replace(model, Conv1D, lambda layer: plain_linear(layer.weight.detach().T, layer.bias))
 
 
 def extra_bytes(model: nn.Module) -> int:
@@ -543,15 +528,15 @@ def unpack_weights(model: nn.Module) -> None:
     """Put plain linear layers back in place of fused and packed ones, and experts."""
     unpack_experts(model)
     _replace(model, FusedSlice, _unpacked_slice)
-    _replace(model, PackedLinear, lambda layer: _plain_linear(*layer.unpacked()))
-    _replace(model, Bf16WeightLinear, lambda layer: _plain_linear(*layer.unpacked()))
+    _replace(model, PackedLinear, lambda layer: plain_linear(*layer.unpacked()))
+    _replace(model, Bf16WeightLinear, lambda layer: plain_linear(*layer.unpacked()))
 
 
 def _unpacked_slice(part: FusedSlice) -> nn.Linear:
     layer = part.fused.layer
     weight, bias = (layer.weight, layer.bias) if type(layer) is nn.Linear else layer.unpacked()
     rows = slice(*part.fused.columns[part.index])
-    return _plain_linear(weight[rows].clone(), bias[rows].clone() if part.has_bias else None)
+    return plain_linear(weight[rows].clone(), bias[rows].clone() if part.has_bias else None)
 
 
 @torch.inference_mode()
@@ -634,7 +619,7 @@ def log_speed(quantization: str, layer: nn.Module, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     shape: Any = (layer.out_features, layer.in_features)
     weight = torch.randn(shape, generator=generator).to(dtype)
-    plain = PackedLinear(weight, None) if packs_dtype(dtype) else _plain_linear(weight, None)
+    plain = PackedLinear(weight, None) if packs_dtype(dtype) else plain_linear(weight, None)
     factors = {}
     for rows in TIMED_ROWS:
         x = torch.ones(rows, shape[1], dtype=dtype)
