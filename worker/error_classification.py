@@ -14,10 +14,13 @@ from batching.errors import DeviceLost, ItemFailed, OnequeueError, OutOfMemory
 
 T = TypeVar("T")
 
+# How messages of torch, of its compiled kernels and of Triton begin.
+CUDA_ERRORS = "CUDA error", "CUDA driver error", "Triton Error [CUDA]"
 OUT_OF_MEMORY = (
     "can't allocate memory",  # torch's CPU allocator
     "not enough memory",
-    "CUDA error: out of memory",  # an allocation outside torch's allocator
+    # allocations outside torch's allocator
+    *(f"{cuda}: out of memory" for cuda in CUDA_ERRORS),
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
 
@@ -38,7 +41,7 @@ def failure_of(error: BaseException) -> OnequeueError:
         if (torch := sys.modules.get("torch")) and torch.cuda.is_available():
             torch.cuda.empty_cache()
         failure: OnequeueError = OutOfMemory("this input does not fit into memory")
-    elif "AcceleratorError" in names or "CUDA error" in message:
+    elif "AcceleratorError" in names or any(cuda in message for cuda in CUDA_ERRORS):
         failure = DeviceLost("the worker has died", 60)
     else:
         failure = ItemFailed("the model failed on this input")
