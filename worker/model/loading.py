@@ -26,6 +26,7 @@ from transformers.utils import logging as transformers_log
 from transformers.utils.import_utils import (
     KERNELS_MAX_VERSION,
     KERNELS_MIN_VERSION,
+    is_accelerate_available,
     is_kernels_available,
 )
 
@@ -128,6 +129,9 @@ def load_checkpoint(
     else:
         dtype = choose_dtype(options.dtype, path, device, subfolder)
         quantized = quantization_arguments(config, quantization, dtype, device)
+        if device.type == "cuda" and not quantized and is_accelerate_available():
+            # each tensor is copied while others are read; else all are, from a copy in memory
+            quantized = {"device_map": {"": device}}
     model, info = auto.from_pretrained(
         folder,
         use_safetensors=True,
