@@ -186,7 +186,7 @@ def main() -> None:
     )
     add = parser.add_argument
     add("bench", choices=list(SERVERS))
-    add("--model", help="a checkpoint: fill-mask with [MASK], or a chat model")
+    add("--model", help="a checkpoint: fill-mask with [MASK], or a chat model; or qwen3-0.6b, -8b")
     add("--servers", nargs="+", help="names from above; onequeue[@CHECKOUT][:SETTING=VALUE,…]")
     add("--rounds", type=int, default=3)
     add(

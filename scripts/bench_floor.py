@@ -1,43 +1,65 @@
 #!/usr/bin/env python3
-"""The least time of a decode step: the time in which this machine reads all weights once.
+"""The least time of a decode step: the time in which this machine reads all weights and all keys
+and values once.
 
-The memory bandwidth is that of oneDNN's packed matrix-vector products, measured in a process of
-its own, in float32 where the CPU would emulate bfloat16. A model that fits into the CPU's cache
-may be faster.
+The memory bandwidth is measured in a process of its own: on a GPU that of a copy, on a CPU that of
+oneDNN's packed matrix-vector products, in float32 where it would emulate bfloat16. A model that
+fits into the CPU's cache may be faster.
 """
 
 import json
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 SIDE, WEIGHTS, PASSES = 4096, 32, 12  # a gigabyte in bfloat16
+COPIED_BYTES = 2 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Floor:
     weight_bytes: int  # read by a step
     bytes_per_s: float
+    token_bytes: int = 0  # keys and values of a token
+    gpu: str = ""  # its name, if that is the device
 
     @property
     def step_s(self) -> float:
         return self.weight_bytes / self.bytes_per_s
 
-    def share(self, tokens_per_s: float, clients: int) -> float:
-        """Return tokens/s relative to steps that only read the weights and give each client one
-        token. Prompts and the arithmetic of many rows cost time beyond that; accepted draft tokens
-        may raise the share above 1."""
-        return tokens_per_s * self.step_s / clients
+    def share(self, tokens_per_s: float, clients: int, context: float = 0) -> float:
+        """Return tokens/s relative to steps that only read the weights, and the keys and values of
+        each client's `context` tokens, and give each client one token. Prompts and the arithmetic
+        of many rows cost time beyond that; accepted draft tokens may raise the share above 1."""
+        step_bytes = self.weight_bytes + clients * context * self.token_bytes
+        return tokens_per_s * step_bytes / self.bytes_per_s / clients
 
 
 def measure_floor(model: Path, dtype: str) -> Floor:
     command = [sys.executable, __file__, dtype]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     measured = json.loads(done.stdout)
-    return Floor(count_weights(model) * measured["bytes_per_weight"], measured["bytes_per_s"])
+    itemsize = measured["bytes_per_weight"]
+    return Floor(
+        count_weights(model) * itemsize,
+        measured["bytes_per_s"],
+        cached_values(json.loads((model / "config.json").read_text())) * itemsize,
+        measured["gpu"],
+    )
+
+
+def cached_values(config: dict[str, Any]) -> int:
+    """Return how many numbers a dense model with full attention caches for a token; 0 if its
+    configuration has other names."""
+    if not (heads := config.get("num_attention_heads")):
+        return 0
+    size = config.get("head_dim") or config["hidden_size"] // heads
+    key_heads = config.get("num_key_value_heads") or heads
+    return 2 * int(config["num_hidden_layers"] * key_heads * size)
 
 
 def count_weights(model: Path) -> int:
@@ -63,13 +85,35 @@ def read_header(file: Path) -> dict[str, Any]:
     return header
 
 
-def measure_bandwidth(dtype_name: str) -> dict[str, float]:
-    """Return bytes per weight as stored and bytes per second as read."""
-    import time
-
+def measure_bandwidth(dtype_name: str) -> dict[str, Any]:
+    """Return bytes per weight as stored, bytes per second as read, and the GPU's name."""
     import torch
 
     dtype = getattr(torch, dtype_name)
+    if torch.cuda.is_available():
+        rate, gpu = gpu_bytes_per_s(), torch.cuda.get_device_name()
+    else:
+        rate, gpu = cpu_bytes_per_s(dtype), ""
+    return {"bytes_per_weight": dtype.itemsize, "bytes_per_s": rate, "gpu": gpu}
+
+
+def gpu_bytes_per_s() -> float:
+    import torch
+
+    source, copied = torch.zeros(2, COPIED_BYTES, dtype=torch.uint8, device="cuda")
+    seconds = []
+    for _ in range(PASSES):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        copied.copy_(source)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return 2 * COPIED_BYTES / min(seconds)  # read and written
+
+
+def cpu_bytes_per_s(dtype: Any) -> float:
+    import torch
+
     if dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported():
         dtype = torch.float32
     plain, row = torch.ones(SIDE, SIDE, dtype=dtype), torch.ones(1, SIDE, dtype=dtype)
@@ -80,9 +124,8 @@ def measure_bandwidth(dtype_name: str) -> dict[str, float]:
         for weight in packed:
             torch.ops.mkldnn._linear_pointwise(row, weight, None, "none", [], "")
         seconds.append(time.perf_counter() - started)
-    size = SIDE * SIDE * WEIGHTS * dtype.itemsize
-    stored = getattr(torch, dtype_name).itemsize
-    return {"bytes_per_weight": stored, "bytes_per_s": size / min(seconds)}
+    size: int = SIDE * SIDE * WEIGHTS * dtype.itemsize
+    return size / min(seconds)
 
 
 if __name__ == "__main__":

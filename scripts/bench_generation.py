@@ -1,8 +1,9 @@
 """`bench.py generation`: streaming chats on the same checkpoint, beside other servers.
 
 All servers start and compile before the first measurement. One runs at a time, in turn under each
-load. If memory does not hold all of them, they are started one after another. Each prompt is sent
-to a server once, so that no prefix or response is cached.
+load. On a GPU, and where memory does not hold all of them, they are started one after another. Each
+prompt is sent to a server once, so that no prefix or response is cached. A model of random weights
+is made where `--model` names a shape.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_floor import Floor, measure_floor
+from bench_models import SHAPES, make_model
 from bench_servers import (
     Launch,
     Server,
@@ -38,14 +40,20 @@ MAX_OTHER_CORES = 0.1  # that other processes may use during a measurement
 
 def generation(arguments: argparse.Namespace) -> None:
     if not arguments.model:
-        raise SystemExit("--model is needed: the path of a chat checkpoint")
+        shapes = ", ".join(SHAPES)
+        raise SystemExit(f"--model is needed: the path of a chat checkpoint, or {shapes}")
+    if arguments.model in SHAPES:
+        arguments.model = make_model(arguments.model)
     model = Path(arguments.model).resolve()
     floor = measure_floor(model, arguments.dtype)
+    memory = 0 if floor.gpu else free_memory()
     runs: Runs = {}
-    for names in groups(arguments.servers, floor.weight_bytes, free_memory()):
+    for names in groups(arguments.servers, floor.weight_bytes, memory):
         with contextlib.ExitStack() as stack:
             servers = [
-                stack.enter_context(running(name, launch(arguments, name, str(model))))
+                stack.enter_context(
+                    running(name, launch(arguments, name, str(model), bool(floor.gpu)))
+                )
                 for name in names
             ]
             for round_ in range(arguments.rounds):
@@ -77,7 +85,8 @@ def free_memory() -> int:
         return next(int(line.split()[1]) * 1024 for line in file if "MemAvailable" in line)
 
 
-def launch(arguments: argparse.Namespace, name: str, model: str) -> Launch:
+def launch(arguments: argparse.Namespace, name: str, model: str, on_gpu: bool = False) -> Launch:
+    """Return how to launch a server. On a GPU each chooses the size of its cache."""
     dtype, port, offline = arguments.dtype, free_port(), {"HF_HUB_OFFLINE": "1"}
     if name == "vllm":
         command = [arguments.vllm, "serve", model, "--port", str(port), "--dtype", dtype]
@@ -85,11 +94,14 @@ def launch(arguments: argparse.Namespace, name: str, model: str) -> Launch:
         environ = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1", "PATH": path}
         return Launch([*command, "--max-model-len", "4096"], port, "/health", offline | environ)
     if name == "transformers":
-        program = str(Path(arguments.peer_python).parent / "transformers")
-        command = [program, "serve", model, "--port", str(port), "--dtype", dtype]
-        command += ["--device", "cpu", "--continuous-batching", "--cb-max-memory-percent", "0.1"]
+        program = [arguments.peer_python, "-m", "transformers.cli.transformers"]
+        command = [*program, "serve", model, "--port", str(port), "--dtype", dtype]
+        command += ["--continuous-batching", "--device", "cuda" if on_gpu else "cpu"]
+        command += [] if on_gpu else ["--cb-max-memory-percent", "0.1"]
         return Launch(command, port, "/health", offline)
-    settings = {"CHAT_MODEL": model, "PIPELINE_MODEL": "none", "DTYPE": dtype, "KV_CACHE_GB": "2"}
+    settings = {"CHAT_MODEL": model, "PIPELINE_MODEL": "none", "DTYPE": dtype}
+    if not on_gpu:
+        settings["KV_CACHE_GB"] = "2"
     settings["EMBEDDING_MODEL"] = "none"
     settings["REQUEST_TIMEOUT_S"] = "600"  # as the load test's own
     return onequeue(name, port, settings)
@@ -145,7 +157,9 @@ def measure(
 def report(runs: Runs, floor: Floor, arguments: argparse.Namespace) -> None:
     rate, size = floor.bytes_per_s / GB, floor.weight_bytes / GB
     cores, step_ms = len(os.sched_getaffinity(0)), 1000 * floor.step_s
-    machine = f"{cpu()}, {cores} cores. {Path(arguments.model).name}, {arguments.dtype}"
+    machine = (
+        f"{floor.gpu or cpu()}, {cores} cores. {Path(arguments.model).name}, {arguments.dtype}"
+    )
     header = f"{machine}: {size:.3f} GB of weights at {rate:.1f} GB/s, a step of {step_ms:.2f} ms."
     measured = summaries(runs, floor)
     rows = [row for servers in measured.values() for row in servers.values()]

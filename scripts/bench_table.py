@@ -46,12 +46,14 @@ def summary(runs: list[dict[str, Any]], sweep: Sweep, floor: Floor) -> dict[str,
         return float(statistics.median(values))
 
     rate = median("output_tokens_per_s")
-    prompts = sum(run["prompt_tokens"] for run in runs) / sum(run["ok"] for run in runs)
+    requests = sum(run["ok"] for run in runs)
+    prompts = sum(run["prompt_tokens"] for run in runs) / requests
+    context = prompts + sum(run["output_tokens"] for run in runs) / requests / 2
     return {
         "prompt_tokens": round(prompts),
         "others_cores": max(run["others_cores"] for run in runs),
         "tokens_per_s": rate,
-        "of_floor": floor.share(rate, sweep.clients),
+        "of_floor": floor.share(rate, sweep.clients, context),
         "ttft_p50_ms": median("ttft_ms", "p50"),
         "ttft_p95_ms": median("ttft_ms", "p95"),
         "inter_token_p50_ms": median("inter_token_ms", "p50"),

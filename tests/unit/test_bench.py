@@ -25,7 +25,7 @@ def script(name: str) -> ModuleType:
 
 
 floors, servers, tables = map(script, ("bench_floor", "bench_servers", "bench_table"))
-generation = script("bench_generation")
+generation, models = map(script, ("bench_generation", "bench_models"))
 
 
 def checkpoint(folder: Path, **shapes: list[int]) -> Path:
@@ -56,11 +56,33 @@ def test_the_floor_is_one_token_per_step_that_reads_all_weights() -> None:
     assert floor.share(tokens_per_s=400, clients=8) == pytest.approx(0.5)
 
 
+def test_the_floor_counts_the_keys_and_values_of_each_client() -> None:
+    config = {"num_hidden_layers": 2, "num_attention_heads": 8, "hidden_size": 64}
+    assert floors.cached_values(config) == 2 * 2 * 64
+    assert floors.cached_values(config | {"num_key_value_heads": 2, "head_dim": 16}) == 2 * 2 * 32
+    assert floors.cached_values({"n_head": 8}) == 0
+    floor = floors.Floor(weight_bytes=1_000_000, bytes_per_s=100e6, token_bytes=1_000)
+    assert floor.share(tokens_per_s=200, clients=4, context=250) == pytest.approx(1.0)
+
+
+def test_each_token_of_a_random_model_has_a_text(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    models.save("qwen3-tiny", tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(str(tmp_path))
+    assert [tokenizer.decode([id]) for id in (2000, 4095)] == [" 2000", " 4095"]
+    demo = AutoTokenizer.from_pretrained(str(models.TOKENIZER))
+    text = "<|im_start|>user\nIt is 2000 and 4095."
+    assert tokenizer(text).input_ids == demo(text).input_ids
+    assert tokenizer.eos_token_id == demo.eos_token_id
+
+
 def measured(rate: float) -> dict[str, Any]:
     return {
         "ok": 4,
         "others_cores": 0.0,
         "prompt_tokens": 376,
+        "output_tokens": 128,
         "output_tokens_per_s": rate,
         "ttft_ms": {"p50": 60.0, "p95": 70.0, "max": 80.0},
         "inter_token_ms": {"p50": 7.0, "p95": 9.0, "max": 10.0},
