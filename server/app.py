@@ -173,6 +173,8 @@ def served_models(
                 for sharing in (recognizer, model):
                     sharing.pin = True
                     sharing.load_at_start()
+        elif entry.kind == "pipeline" and entry.generates_text and not loaders.pipeline:
+            model = text_pipeline_model(entry, partial(count_later_caches, models, entry.name))
         else:
             load = {
                 "pipeline": loaders.pipeline or partial(load_pipeline, entry),
@@ -193,23 +195,36 @@ def served_models(
 
 
 def count_later_caches(models: Mapping[str, ServedModel], name: str) -> int:
-    """Return how many language models beside one may still take memory for a cache."""
+    """Return how many models beside one may still take memory for a KV cache."""
     return sum(
-        model.generates and not model.is_loaded and model.name != name for model in models.values()
+        model.has_cache and not model.is_loaded and model.name != name for model in models.values()
     )
 
 
 def batched_model(name: str, load: Callable[[], Runner], settings: Settings) -> ServedModel:
     """Return the entry of a model whose requests are batched. Lists are split and scheduled round
     robin: inputs of a pipeline for the batcher's window, parts of other lists for two batches."""
-    rows = settings.max_batch_size
-    wait_s = settings.max_batch_wait_ms / 1000
-    batcher: DynamicBatcher = DynamicBatcher(rows, settings.max_batch_tokens, wait_s)
+    rows, batcher = settings.max_batch_size, new_batcher(settings)
     at_a_time = WINDOW_BATCHES * rows
     if not name.startswith("pipeline"):
         at_a_time = max(2, 2 * rows // min(MAX_PART_INPUTS, rows))
     lane = BatchLane(name, settings.max_queue_size, RoundRobin(at_a_time))
     return ServedModel(name, partial(load_engine, load, batcher), lane)
+
+
+def text_pipeline_model(entry: ModelEntry, later_caches: Callable[[], int]) -> ServedModel:
+    """Return the entry of a pipeline that generates text, request by request where it can."""
+    settings = entry.settings
+    lane = StepLane(entry.name, settings.max_queue_size, RoundRobin(settings.max_running))
+    load = partial(load_text_pipeline, entry, new_batcher(settings), later_caches)
+    model = ServedModel(entry.name, load, lane)
+    model.has_cache = True
+    return model
+
+
+def new_batcher(settings: Settings) -> DynamicBatcher:
+    wait_s = settings.max_batch_wait_ms / 1000
+    return DynamicBatcher(settings.max_batch_size, settings.max_batch_tokens, wait_s)
 
 
 # ── loaders, on the loader thread: importing torch takes seconds ──
@@ -228,8 +243,23 @@ def load_pipeline(entry: ModelEntry) -> Runner:
     return load_runner(loader_options(PipelineOptions, entry), entry.settings.max_batch_size)
 
 
+def load_text_pipeline(
+    entry: ModelEntry, batcher: DynamicBatcher, later_caches: Callable[[], int]
+) -> Engine:
+    import_torch()
+    from worker.generation.text_pipeline import load_text_generation
+    from worker.model.language_model import GeneratorOptions
+    from worker.pipeline.loading import PipelineOptions
+
+    # a pipeline's weights are never quantized
+    caches, weights = later_caches(), "none"
+    generation = loader_options(GeneratorOptions, entry, later_caches=caches, quantization=weights)
+    options = loader_options(PipelineOptions, entry)
+    return load_text_generation(options, generation, batcher, entry.settings.max_batch_size)
+
+
 def load_language_model(entry: ModelEntry, later_caches: Callable[[], int]) -> Generator:
-    """`later_caches` returns the number of language models that may be loaded after this one."""
+    """`later_caches` returns the number of caches that may be made after this model's."""
     import_torch()
     from worker.generation.loading import load_generator
     from worker.model.language_model import GeneratorOptions

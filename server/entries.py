@@ -11,6 +11,8 @@ from server.openai.decisions.endpoint import uses_language_model
 from server.preflight import MODELS
 from worker.tasks import resolve_task
 
+TEXT_GENERATION = "text-generation"
+
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
@@ -24,15 +26,24 @@ class ModelEntry:
     generates: bool  # a language model
     served_by: str  # name of the entry whose model serves it: its own, or that of a chat model
 
+    @property
+    def generates_text(self) -> bool:
+        """Whether its model, which may be a pipeline's, generates text and has a KV cache."""
+        is_pipeline = self.kind == "pipeline"
+        return self.generates or (is_pipeline and self.settings.pipeline_task == TEXT_GENERATION)
+
 
 def model_entries(settings: Settings, with_loader: Container[str]) -> list[ModelEntry]:
-    """Return the entries of all settings. The language models share KV_CACHE_GB and MAX_RUNNING.
+    """Return the entries of all settings. Models that generate text share KV_CACHE_GB and
+    MAX_RUNNING.
 
     `with_loader`: settings whose models a function loads."""
     entries = list(_entries(settings, with_loader))
-    count = sum(entry.generates and entry.served_by == entry.name for entry in entries)
+    count = sum(entry.generates_text and entry.served_by == entry.name for entry in entries)
     return [
-        replace(entry, settings=_with_share(entry.settings, count)) if entry.generates else entry
+        replace(entry, settings=_with_share(entry.settings, count))
+        if entry.generates_text
+        else entry
         for entry in entries
     ]
 
@@ -61,7 +72,7 @@ def _named(setting: str, settings: Settings) -> Iterator[tuple[str, ModelReferen
 
 
 def _with_share(settings: Settings, count: int) -> Settings:
-    """Return the settings of one of `count` language models."""
+    """Return the settings of one of `count` models that generate text."""
     cache = settings.kv_cache_gb
     return replace(
         settings,

@@ -14,7 +14,7 @@ Steps wait for `gate`.
 import math
 import threading
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from batching.errors import ClientGone, InvalidInput, ItemFailed
 from batching.request_queue import WorkItem
@@ -46,6 +46,7 @@ class FakeTranscriber:
     max_s: float = 7200.0
     text_model: None = None
     others: OtherModels = ALONE
+    compile_state: Literal["running", "done", "off"] = "off"
 
     def __post_init__(self) -> None:
         self.gate = threading.Event()

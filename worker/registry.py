@@ -88,6 +88,7 @@ class ServedModel:
         self.breaker = Breaker()
         self.lane = lane
         self.lanes = [lane, *low_lanes]
+        self.has_cache = self.generates  # a KV cache that is sized by the free memory
         # the bytes that loading takes at least, and those that are free; on the loader thread
         self.measure: Callable[[], tuple[int, int]] = lambda: (0, sys.maxsize)
         self.progress = LoadProgress()
@@ -123,8 +124,7 @@ class ServedModel:
 
     @property
     def compile_state(self) -> Literal["running", "done", "off"]:
-        generator = self.generator if self.is_loaded else None
-        return generator.compile_state if generator else "off"
+        return self.engine.compile_state if self.is_loaded else "off"
 
     def lane_of(self, priority: Priority) -> Lane:
         """Return the lane of a class of requests."""

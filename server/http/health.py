@@ -67,7 +67,7 @@ async def ready(request: Request) -> Ready:
     for name, model in worker_client.models.items():
         if model.kind != name or (info := model.info) is None:
             continue
-        if model.generates:
+        if model.has_cache:
             response.compile = model.compile_state
         if name == "pipeline":
             response.task, response.model = (

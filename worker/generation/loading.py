@@ -84,10 +84,6 @@ def _load_engine(language: LanguageModel, options: GeneratorOptions) -> Generati
         return cached_engine(runner, options, str(error), preprocessor)
     if preprocessor:
         apply_cpu_fusions(language)
-    runner.builds = options.compile != "off"
-    # the compiler chooses the order of sums by the number of rows
-    if is_worth_compiling(options.compile, language.parameters) and not language.deterministic:
-        runner.compile()
     return paged_engine(runner, options, preprocessor)
 
 
@@ -118,17 +114,22 @@ def paged_engine(
     options: GeneratorOptions,
     preprocessor: ImagePreprocessor | None = None,
 ) -> GenerationEngine:
-    is_reserved = options.kv_cache_gb is not None or runner.language.device.type == "cuda"
+    language = runner.language
+    runner.builds = options.compile != "off"
+    # the compiler chooses the order of sums by the number of rows
+    if is_worth_compiling(options.compile, language.parameters) and not language.deterministic:
+        runner.compile()
+    is_reserved = options.kv_cache_gb is not None or language.device.type == "cuda"
     fresh_fraction = 1.0 if is_reserved else PREFIX_FRACTION
 
     def new_scheduler() -> ContinuousScheduler:
-        states = runner.slots.pool() if runner.language.states else None
+        states = runner.slots.pool() if language.states else None
         pool = BlockPool(runner.blocks, BLOCK, fresh_fraction, states)
         return ContinuousScheduler(pool, options.max_running)
 
     return GenerationEngine(
         runner,
-        InputProcessor(runner.language, runner.max_model_len, image_preprocessor=preprocessor),
+        InputProcessor(language, runner.max_model_len, image_preprocessor=preprocessor),
         new_scheduler,
         speculates=options.speculation == "auto" and runner.verifies_drafts,
     )

@@ -245,6 +245,10 @@ class Engine(Protocol[Item, Raw]):
     def info(self) -> ModelInfo: ...
 
     @property
+    def compile_state(self) -> Literal["running", "done", "off"]:
+        """Whether the model is being compiled in the background."""
+
+    @property
     def text_model(self) -> TextModel | None:
         """The model's text side, for embedders, rerankers and language models."""
 
@@ -295,9 +299,6 @@ class Generator(Engine[Item, Raw], Protocol[Item, Raw]):
 
     @property
     def defaults(self) -> SamplingDefaults: ...
-
-    @property
-    def compile_state(self) -> Literal["running", "done", "off"]: ...
 
     def call_id(self, name: str, index: int) -> str:
         """Return an id for the conversation's `index`-th tool call that the chat template accepts

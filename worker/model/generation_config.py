@@ -203,12 +203,15 @@ def check_generation_config(fields: Mapping[str, Any], vocab_size: float = math.
             raise LoadingFailed(f"its generation_config has {name}: {shown}, not {expected.text}")
 
 
-def log_not_served(fields: Mapping[str, Any]) -> None:
-    """Name in the log the fields that have an effect in `generate` and none here."""
-    names = [
+def not_served(fields: Mapping[str, Any]) -> list[str]:
+    """Return the fields that have an effect in `generate` and none here, with their values."""
+    return [
         f"{name}={fields[name]!r}"
         for name, neutral in NOT_SERVED.items()
         if fields.get(name) is not None and fields[name] not in neutral
     ]
-    if names:
+
+
+def log_not_served(fields: Mapping[str, Any]) -> None:
+    if names := not_served(fields):
         log.warning("generation_config: not served: %s", ", ".join(names))

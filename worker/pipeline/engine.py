@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic
+from typing import Generic, Literal
 
 from batching.batcher import DynamicBatcher
 from batching.errors import OnequeueError, OutOfMemory, WrongResultCount
@@ -50,6 +50,7 @@ class PipelineEngine(Generic[Payload, Prepared, Raw]):
     """Implements Engine of worker.messages.protocol."""
 
     others: OtherModels = ALONE
+    compile_state: Literal["running", "done", "off"] = "off"
 
     def __init__(
         self,

@@ -98,7 +98,11 @@ def load_pipeline(options: PipelineOptions) -> tuple[Pipe, dict[str, str]]:
 
 
 def load_runner(options: PipelineOptions, max_rows: int) -> PipelineRunner:
-    """Load a runner. Raises LoadingFailed if the model is not found or not made for the task."""
+    return new_runner(load_checked_pipeline(options), options, max_rows)
+
+
+def load_checked_pipeline(options: PipelineOptions) -> Pipe:
+    """Load a pipeline. Raises LoadingFailed if the model is not found or not made for the task."""
     task = options.task
     pipe, lacking = load_pipeline(options)
     if missing_weights_matter(pipe.model, lacking, partial(_warm_up_output, pipe, task)):
@@ -118,6 +122,11 @@ def load_runner(options: PipelineOptions, max_rows: int) -> PipelineRunner:
                 f"the model {options.model!r} does not run with ATTN_IMPLEMENTATION="
                 f"{options.attention} on {pipe.device.type}: {first_line(error)}"
             ) from error
+    return pipe
+
+
+def new_runner(pipe: Pipe, options: PipelineOptions, max_rows: int) -> PipelineRunner:
+    task = options.task
     batching, why, packing = choose_batching(task, pipe)
     if packing:
         log_own_attention(options.attention, "packed batches")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, Literal, NoReturn, TypeVar
 
 from batching.errors import DeviceLost, OnequeueError
 from batching.request_queue import WorkItem
@@ -72,6 +72,7 @@ class SpeechEngine(Generic[W]):
 
     text_model = None
     others: OtherModels = ALONE
+    compile_state: Literal["running", "done", "off"] = "off"
 
     def __init__(
         self,
