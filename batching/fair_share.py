@@ -310,6 +310,35 @@ def levels_of(owner: WorkOwner, priority: Priority) -> tuple[tuple[Path, Hashabl
     )
 
 
+class WaitingWork:
+    """The amounts of work that wait, by class, client and flow."""
+
+    def __init__(self) -> None:
+        self._amounts = Counter[Path]()  # none is zero
+        self._branches = Counter[Path]()  # the clients of a class, or the flows of a client
+
+    def add(self, owner: WorkOwner, amount: int) -> None:
+        """Add work of an owner. A negative amount removes some."""
+        path = path_of(owner)
+        for part in (path, path[:2], path[:1]):
+            before = self._amounts[part]
+            self._amounts[part] = after = before + amount
+            self._branches[part[:-1]] += (after > 0) - (before > 0)
+            if not after:
+                del self._amounts[part], self._branches[part]
+
+    def ahead(self, owner: WorkOwner) -> float:
+        """Return how much is served before more work of an owner: its flow takes turns with the
+        others, as do its client and class."""
+        path = path_of(owner)
+        amount = self._amounts[path]
+        for part in (path[:2], path[:1]):
+            amount = min(self._amounts[part], self._branches[part] * amount)
+        classes = [priority for priority in Priority if self._amounts[(priority,)]]
+        turns = sum(map(CLASS_WEIGHTS.__getitem__, classes)) / CLASS_WEIGHTS[owner.priority]
+        return min(sum(self._amounts[(priority,)] for priority in classes), turns * amount)
+
+
 class FairQueue(Generic[T]):
     """Items in fair order. `remove` ends the turn of the item's request, and charges its owner
     `cost`, the item's tokens."""

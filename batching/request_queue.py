@@ -20,7 +20,14 @@ from typing import Generic, Never, Protocol, cast
 from typing_extensions import TypeVar
 
 from batching.errors import ClientGone, DeadlineHopeless, QueueFull
-from batching.fair_share import NO_OWNER, FairQueue, FairShare, Priority, WorkOwner
+from batching.fair_share import (
+    NO_OWNER,
+    FairQueue,
+    FairShare,
+    Priority,
+    WaitingWork,
+    WorkOwner,
+)
 from batching.round_robin import RoundRobin
 
 # The factor of a measurement's weight with each later one: about the latest ten count.
@@ -61,7 +68,7 @@ class WorkItem(Generic[Payload, Prepared, Result, Delta]):
     owner: WorkOwner = NO_OWNER
     started: bool = False  # the response has started: later items no longer wait for this one
     in_lane: bool = False  # the lane counts it: it does not wait inside its request
-    counted: bool = False  # the lane has counted its tokens
+    counted: int = 0  # tokens that the lane counts: the mean, until they are known
     awaits_model: bool = False  # accepted while its model was not loaded, until it is
     open: bool = True  # unresolved; written by the event loop, read by all threads
     prepared: Prepared = field(init=False)  # set by the engine's `prepare`
@@ -244,8 +251,8 @@ class Lane:
     def add_prepared(self, item: WorkItem) -> None:
         """Record that an item's tokens are known. From any thread."""
 
-    def expected_wait_s(self, now: float, client: Hashable = None, flow: Hashable = None) -> float:
-        """Return how long a new item of a client's flow would wait for those before it."""
+    def expected_wait_s(self, now: float, owner: WorkOwner = NO_OWNER) -> float:
+        """Return how long a new item of an owner would wait for those before it."""
         raise NotImplementedError
 
     def update(self, now: float, report: LoadReport, inbox_waiting: bool) -> None:
@@ -340,7 +347,7 @@ class RequestQueue:
 
     def _admit(self, owner: WorkOwner, deadline: float, lane: Lane) -> None:
         now = self.clock()
-        expected_s = lane.expected_wait_s(now, owner.client, owner.flow)
+        expected_s = lane.expected_wait_s(now, owner)
         retry_after_s = float(max(1, math.ceil(expected_s)))  # whole seconds, for a header
         for slots in (self.slots, lane.slots):
             if not slots.has_room(owner):
@@ -400,7 +407,7 @@ class BatchLane(Lane):
     """The lane of a model that is served in batches, whose time is proportional to their tokens.
 
     An item's tokens are known once it is prepared; before, it counts as the mean. Batches are
-    shared fairly: a client waits for as much work of each other client as it has before.
+    shared fairly: a flow waits for as much work of the others as it has itself before a new item.
     """
 
     def __init__(
@@ -408,46 +415,38 @@ class BatchLane(Lane):
     ) -> None:
         super().__init__(name, slots, round_robin)
         self._prepared: deque[WorkItem] = deque()  # not counted yet; all threads may append
-        self._uncounted: Counter[Hashable] = Counter()  # items of each client
-        self._tokens: Counter[Hashable] = Counter()  # of counted items of each client
+        self._tokens = WaitingWork()
         self._recent = (0.0, 0.0, 0.0)  # items, tokens and seconds of recent batches
 
     def add(self, item: WorkItem) -> None:
         super().add(item)
         self.not_started += 1
-        self._uncounted[item.owner.client] += 1
+        items, tokens, _ = self._recent
+        self._count(item, round(tokens / items) if items else 1)
 
     def release(self, item: WorkItem) -> None:
         self._count_prepared()
         self.not_started -= 1
         self.start(item)
-        counted = self._tokens if item.counted else self._uncounted
-        counted[item.owner.client] -= item.tokens if item.counted else 1
-        if not counted[item.owner.client]:
-            del counted[item.owner.client]
+        self._count(item, 0)
 
     def add_prepared(self, item: WorkItem) -> None:
         self._prepared.append(item)
+
+    def _count(self, item: WorkItem, tokens: int) -> None:
+        self._tokens.add(item.owner, tokens - item.counted)
+        item.counted = tokens
 
     def _count_prepared(self) -> None:
         while self._prepared:
             item = self._prepared.popleft()
             if not item.started:
-                item.counted = True
-                self._uncounted[item.owner.client] -= 1
-                self._tokens[item.owner.client] += item.tokens
+                self._count(item, item.tokens)
 
-    def expected_wait_s(self, now: float, client: Hashable = None, flow: Hashable = None) -> float:
+    def expected_wait_s(self, now: float, owner: WorkOwner = NO_OWNER) -> float:
         self._count_prepared()
-        items, tokens, seconds = self._recent
-        if not tokens:
-            return 0.0
-        mean = tokens / items
-        waiting = {
-            client: self._tokens[client] + self._uncounted[client] * mean
-            for client in {*self._tokens, *self._uncounted, client}
-        }
-        return min(sum(waiting.values()), len(waiting) * waiting[client]) * seconds / tokens
+        _, tokens, seconds = self._recent
+        return self._tokens.ahead(owner) * seconds / tokens if tokens else 0.0
 
     def update(self, now: float, report: LoadReport, inbox_waiting: bool) -> None:
         """Ignore batches that kept no other item waiting: they were not as large as they can be."""
@@ -467,8 +466,8 @@ class StepLane(Lane):
     """The lane of a model that runs requests side by side: a new one waits until all before it have
     started. How often one starts is measured while others have no room.
 
-    A request has started with its first item: the rest does not delay others. A client's requests
-    wait for as many of each other client as are before them, and likewise those of its flows."""
+    A request has started with its first item: the rest does not delay others. Requests of a flow
+    wait for as many of each other one as are before them."""
 
     def __init__(
         self, name: str, slots: int, round_robin: RoundRobin[WorkItem] | None = None
@@ -476,7 +475,7 @@ class StepLane(Lane):
         super().__init__(name, slots, round_robin)
         self._items: Counter[WorkOwner] = Counter()  # of each request
         self._not_started: set[WorkOwner] = set()  # requests
-        self._flows: dict[Hashable, Counter[Hashable]] = {}  # by client: these of each flow
+        self._waiting = WaitingWork()  # the number of these
         self._started = 0  # requests since the last step
         self._starved_since: float | None = None  # or since the last start during starvation
         self._starts = 0.0  # recent ones during starvation
@@ -492,7 +491,7 @@ class StepLane(Lane):
         super().add(item)
         if item.owner not in self._items:
             self._not_started.add(item.owner)
-            self._flows.setdefault(item.owner.client, Counter())[item.owner.flow] += 1
+            self._waiting.add(item.owner, 1)
             self.not_started += 1
         self._items[item.owner] += 1
 
@@ -513,23 +512,15 @@ class StepLane(Lane):
         if owner not in self._not_started:
             return False
         self._not_started.remove(owner)
-        flows = self._flows[owner.client]
-        flows[owner.flow] -= 1
-        if not flows[owner.flow]:
-            del flows[owner.flow]
-        if not flows:
-            del self._flows[owner.client]
+        self._waiting.add(owner, -1)
         self.not_started -= 1
         return True
 
-    def expected_wait_s(self, now: float, client: Hashable = None, flow: Hashable = None) -> float:
-        """Return the estimated wait of a flow's next item. The time since the last start counts
+    def expected_wait_s(self, now: float, owner: WorkOwner = NO_OWNER) -> float:
+        """Return the estimated wait of an owner's next item. The time since the last start counts
         too: each running request has taken at least as long. With free room nothing waits. Both
         estimates are bounded by the time that was measured: the first steps of a burst are slow."""
-        clients, flows = len({*self._flows, client}), self._flows.get(client, Counter())
-        of_client = min(flows.total(), len({*flows, flow}) * flows[flow])
-        ahead = min(self.not_started, clients * of_client)
-        ahead = max(0, ahead - max(0, self._room - self._running))
+        ahead = max(0.0, self._waiting.ahead(owner) - max(0, self._room - self._running))
         start_s = self._starts_s / self._starts if self._starts else 0.0
         since_s = 0.0 if self._starved_since is None else now - self._starved_since
         return max(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from batching.fair_share import WorkOwner
+from batching.fair_share import Priority, WorkOwner
 from batching.request_queue import BatchLane, Lane, StepLane, WorkItem
 
 NUMBERS = itertools.count()
@@ -241,9 +241,9 @@ def test_inputs_of_a_list_delay_no_others() -> None:
         lane.add(item)
     lane.start(inputs[0])
     lane.record(0, True)
-    assert (lane.not_started, lane.expected_wait_s(100, "a")) == (0, 0)
+    assert (lane.not_started, lane.expected_wait_s(100, WorkOwner("a", None))) == (0, 0)
     (other,) = accept(lane, 1, client="a")
-    assert lane.expected_wait_s(100, "a") == 100  # behind one request
+    assert lane.expected_wait_s(100, WorkOwner("a", None)) == 100  # behind one request
     for item in [*inputs, other]:
         lane.release(item)
     assert (lane.not_started, lane._running) == (0, 0)
@@ -259,27 +259,44 @@ def test_a_client_does_not_wait_for_the_queue_of_another(lane: Any) -> None:
         lane.record(0, True)
         lane.start(queued[1])
         lane.record(1, True)
-    assert lane.expected_wait_s(1, "a") >= 18
-    assert lane.expected_wait_s(1, "b") == 0
+    assert lane.expected_wait_s(1, WorkOwner("a", None)) >= 18
+    assert lane.expected_wait_s(1, WorkOwner("b", None)) == 0
     accept(lane, 1, client="b")
-    assert lane.expected_wait_s(1, "b") == 2
+    assert lane.expected_wait_s(1, WorkOwner("b", None)) == 2
 
 
-def test_a_flow_does_not_wait_for_the_queue_of_another() -> None:
-    lane: Any = StepLane("generation", 100)
+@pytest.mark.parametrize("lane", [StepLane("generation", 100), BatchLane("pipeline", 100)])
+def test_a_flow_does_not_wait_for_the_queue_of_another(lane: Any) -> None:
     queued = accept(lane, *[1] * 20, client="a")
-    for n in range(2):
-        lane.start(queued[n])
-        lane.record(n, True)
-    assert lane.expected_wait_s(1, "a", "flow") == 0
-    owner = WorkOwner("a", next(NUMBERS), flow="flow")
-    other: WorkItem = WorkItem(None, math.inf, 0.0, owner=owner)
+    if isinstance(lane, BatchLane):
+        waiting = 20
+        lane.record(1, 1, 1.0)
+    else:
+        waiting = 18
+        for n in range(2):
+            lane.start(queued[n])
+            lane.record(n, True)
+    own, others = WorkOwner("a", None, flow="own"), WorkOwner("a", None)
+    assert lane.expected_wait_s(1, own) == 0
+    other: WorkItem = WorkItem(None, math.inf, 0.0, owner=own)
     lane.add(other)
-    assert lane.expected_wait_s(1, "a", "flow") == 2
-    assert lane.expected_wait_s(1, "a") == lane.expected_wait_s(1, "a", "x") + 19 == 19
+    assert lane.expected_wait_s(1, own) == 2
+    assert lane.expected_wait_s(1, others) == waiting + 1
     for item in [other, *queued]:
         lane.release(item)
-    assert not lane._flows
+    assert lane.expected_wait_s(1, others) == 0
+
+
+def test_classes_wait_for_each_other_by_their_weights() -> None:
+    lane: Any = BatchLane("pipeline", 1000)
+    lane.record(1, 1, 1.0)
+    owners = {p: WorkOwner("a", p, priority=p) for p in (Priority.INTERACTIVE, Priority.BATCH)}
+    for owner in owners.values():
+        lane.add(item := WorkItem(None, math.inf, 0.0, owner=owner))
+        item.tokens = 80
+        lane.add_prepared(item)
+    assert lane.expected_wait_s(1, owners[Priority.INTERACTIVE]) == 80 + 10
+    assert lane.expected_wait_s(1, owners[Priority.BATCH]) == 80 + 80
 
 
 def test_a_request_of_many_choices_is_one_item() -> None:
