@@ -22,10 +22,10 @@ most double a step, too, beside another client that decodes or whose prompts tak
 
 Sequences of lower classes come after all others, in the queue and in a step, and are preempted for
 them. Beside others only some of them are in a step, since each makes it longer: of a batch as many
-as at most double its time, of the background a few. Where that leaves some out, a step with an
-interactive prompt runs without the others too, but not two steps in a row: its first token comes
-sooner, and a later step runs more of them at once. The oldest of each class is promoted, so that
-such work also finishes, one by one at least.
+as at most double its time, of the background a few. Where that leaves some out, or where they have
+prompts, a step with an interactive prompt runs without the others too, but not two steps in a row:
+its first token comes sooner, and a later step runs more of them at once. The oldest of each class
+is promoted, so that such work also finishes, one by one at least.
 
 A step may be scheduled while the one before it runs. Sequences then have placeholders for the
 tokens that this will sample; the prefix cache gets those once they are known.
@@ -224,8 +224,8 @@ class ContinuousScheduler:
         without_prefill = idle.union(sitting_out, decoding)
         prompts = [s for s in self.running if s.uncomputed and s not in without_prefill]
         prompts = [sequence for sequence in prompts if sequence.owner not in resting]
-        self._skipped_lower_classes = (
-            bool(idle) and not prefix_pending and self._skips_lower_classes(prompts)
+        self._skipped_lower_classes = not prefix_pending and self._skips_lower_classes(
+            prompts, are_cut=bool(idle)
         )
         if self._skipped_lower_classes:
             prompts, decoding = [
@@ -250,12 +250,14 @@ class ContinuousScheduler:
                 chunk.states = self.pool.plan_states(chunk.table, end, drafts)
         return chunks
 
-    def _skips_lower_classes(self, prompts: list[Sequence]) -> bool:
+    def _skips_lower_classes(self, prompts: list[Sequence], are_cut: bool) -> bool:
         """Return whether a step with these prompts runs without lower classes: one of them is
-        interactive, and the last step had lower classes."""
+        interactive, the last step had lower classes, and those are cut or have prompts, too."""
         promoted = self._promoted.values()
-        return not self._skipped_lower_classes and any(
-            s.priority == Priority.INTERACTIVE and s not in promoted for s in prompts
+        return (
+            not self._skipped_lower_classes
+            and (are_cut or any(s.priority != Priority.INTERACTIVE for s in prompts))
+            and any(s.priority == Priority.INTERACTIVE and s not in promoted for s in prompts)
         )
 
     def _sitting_out(self, ready: list[Sequence], spare_rows: float) -> set[Sequence]:
@@ -790,6 +792,7 @@ NEW_SHARE = 0.3  # weight of the latest step in the measured time per token
 # A row of a step without prompts is assumed to add this part of its constant time, until steps of
 # different sizes show it; and the factor of their weight with each later step.
 ROW_SHARE, DECAY = 0.02, 0.98
+MAX_SLOWDOWN = 4  # a step counts as so many times its expected time at most
 
 
 class PrefillBudget:
@@ -846,20 +849,27 @@ class RowCost:
         self._sums = [0.0] * 5  # over steps: of 1, rows, seconds, rows², rows · seconds
 
     def learn(self, rows: int, seconds: float) -> None:
+        if self._sums[0]:  # a step may be delayed, by other threads
+            constant_s, row_s = self._fit()
+            seconds = min(seconds, MAX_SLOWDOWN * (constant_s + row_s * rows))
         new = (1.0, rows, seconds, rows * rows, rows * seconds)
         self._sums = [DECAY * old + added for old, added in zip(self._sums, new, strict=True)]
 
     @property
     def spare_rows(self) -> float:
         """How many rows take as long as a step's constant part."""
-        steps, rows, seconds, squares, products = self._sums
-        if not seconds:
+        if not self._sums[0]:
             return 1 / ROW_SHARE
-        # Least squares: seconds over rows. The assumed share weighs as much as one step that is as
-        # far from the mean as the mean from zero: steps of similar sizes differ by noise alone.
+        constant_s, row_s = self._fit()
+        return constant_s / row_s if row_s else math.inf
+
+    def _fit(self) -> tuple[float, float]:
+        """Return the constant time of a step and that of a row, by least squares. The assumed share
+        weighs as much as one step that is as far from the mean as the mean from zero: steps of
+        similar sizes differ by noise alone."""
+        steps, rows, seconds, squares, products = self._sums
         variance, covariance = squares - rows * rows / steps, products - rows * seconds / steps
         mean_rows, mean_s = rows / steps, seconds / steps
         assumed_s, weight = mean_s / (1 / ROW_SHARE + mean_rows), mean_rows * mean_rows
         row_s = max(0.0, (covariance + assumed_s * weight) / (variance + weight))
-        constant_s = max(0.0, mean_s - row_s * mean_rows)
-        return constant_s / row_s if row_s else math.inf
+        return max(0.0, mean_s - row_s * mean_rows), row_s

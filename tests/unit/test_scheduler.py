@@ -504,6 +504,17 @@ def test_noise_of_steps_of_similar_sizes_makes_rows_neither_free_nor_dear() -> N
     assert 20 < cost.spare_rows < 100
 
 
+def test_a_delayed_step_changes_the_cost_of_a_row_little() -> None:
+    cost = RowCost()
+    for rows in (2, 256, 16, 100, 256) * 10:
+        cost.learn(rows, 0.002 + 0.0001 * rows)
+    cost.learn(2, 0.270)  # the preparation of many requests took the cores
+    assert 20 < cost.spare_rows < 40
+    for rows in (2, 256, 16, 100, 256) * 40:
+        cost.learn(rows, 10 * (0.002 + 0.0001 * rows) + 0.1)  # it stays slow
+    assert 100 < cost.spare_rows < 130
+
+
 def test_the_cost_of_a_row_is_measured() -> None:
     cost = RowCost()
     assert cost.spare_rows == 50  # an assumption
@@ -705,6 +716,17 @@ def test_a_batch_leaves_every_second_step_to_the_prompts_of_chats() -> None:
     for _ in range(3):
         assert set(step(s, budget=10, spare_rows=20)) == {batch[0], long}
         assert set(step(s, budget=10, spare_rows=20)) == {*batch[:21], long}
+
+
+def test_prompts_of_a_batch_leave_a_step_to_the_prompt_of_a_chat() -> None:
+    s = scheduler_of(1000)
+    batch = in_class(s, Priority.BATCH, [1], fresh(200), fresh(100, first=0))
+    step(s, budget=50)
+    (chat,) = arriving(s, fresh(20, first=2000))
+    assert set(step(s, budget=50)) == {batch[0], chat}
+    chunks = step(s, budget=50)
+    assert chunks[batch[1]].count + chunks[batch[2]].count == 50
+    assert chunks[chat].count == 1
 
 
 def test_a_batch_that_a_step_has_room_for_does_not_wait_for_the_prompts_of_chats() -> None:
