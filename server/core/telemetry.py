@@ -9,12 +9,14 @@ of GenAI are of the semantic conventions, which are in development; the engine's
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 from opentelemetry import trace
-from opentelemetry.metrics import MeterProvider
+from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
 from opentelemetry.trace import SpanKind, Status, StatusCode, TracerProvider
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.types import Scope
@@ -43,6 +45,7 @@ OPERATIONS = {  # gen_ai.operation.name, by path
     "/v1/embeddings": "embeddings",
     "/embed": "embeddings",
 }
+MODEL = "gen_ai.request.model"
 DURATION = "gen_ai.server.request.duration"
 FIRST_TOKEN = "gen_ai.server.time_to_first_token"
 PER_TOKEN = "gen_ai.server.time_per_output_token"
@@ -74,8 +77,12 @@ class Telemetry:
         per_token = in_seconds | {"explicit_bucket_boundaries_advisory": TOKEN_SECONDS}
         self._per_token = meter.create_histogram(PER_TOKEN, **per_token)
         self._step = meter.create_histogram(STEP, **per_token)
-        self._tokens = meter.create_counter(TOKENS, unit="{token}")
-        self._gauges = {field: meter.create_gauge(name) for field, name in GAUGES.items()}
+        # The instruments below are read once per export: setting each in every step takes long.
+        self._last_steps: dict[str, StepReport] = {}  # by model
+        self._token_counts = Counter[tuple[str, str]]()  # by model and kind
+        for field, name in GAUGES.items():
+            meter.create_observable_gauge(name, [partial(self._observe_last_steps, field)])
+        meter.create_observable_counter(TOKENS, [self._observe_tokens], unit="{token}")
         metrics.observe(self._record_report)
 
     def record_request(
@@ -127,20 +134,29 @@ class Telemetry:
     def _attributes(self, context: RequestContext, path: str) -> dict[str, Any]:
         attributes = {"gen_ai.provider.name": SCOPE}
         if context.model:
-            attributes["gen_ai.request.model"] = context.model
+            attributes[MODEL] = context.model
         if operation := OPERATIONS.get(path):
             attributes["gen_ai.operation.name"] = operation
         return attributes
 
     def _record_report(self, model: str, report: BatchReport | StepReport) -> None:
-        attributes = {"gen_ai.request.model": model}
-        self._step.record(report.total_s, attributes)
+        self._step.record(report.total_s, {MODEL: model})
         if isinstance(report, StepReport):
-            for field, gauge in self._gauges.items():
-                gauge.set(getattr(report, field), attributes)
+            self._last_steps[model] = report
             for field, kind in TOKEN_KINDS.items():
-                if count := getattr(report, field):
-                    self._tokens.add(count, attributes | {"onequeue.token.kind": kind})
+                self._token_counts[model, kind] += getattr(report, field)
+
+    def _observe_last_steps(self, field: str, _: CallbackOptions) -> list[Observation]:
+        steps = self._last_steps.copy()
+        return [Observation(getattr(step, field), {MODEL: model}) for model, step in steps.items()]
+
+    def _observe_tokens(self, _: CallbackOptions) -> list[Observation]:
+        counts = self._token_counts.copy()
+        return [
+            Observation(count, {MODEL: model, "onequeue.token.kind": kind})
+            for (model, kind), count in counts.items()
+            if count
+        ]
 
     def shutdown(self) -> None:
         """Send the last spans and metrics, for at most SHUTDOWN_S: the exporters retry for longer,
