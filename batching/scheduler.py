@@ -788,6 +788,9 @@ MAX_PREFILL_TOKENS_WHOLE = {"cpu": 4096, "cuda": 32768}
 MAX_PREFILL_S = {"cpu": 0.3, "cuda": 0.1}
 MIN_PREFILL_TOKENS = 32
 MIN_PREFILL_TOKENS_ALONE = {"cpu": 512, "cuda": 8192}
+# More than the latter run hardly faster each: a step has more only while prompts add less than this
+# to it, since a request that arrives waits for its end. Prompts that run whole are not limited.
+MAX_LARGE_PREFILL_S = 0.05
 NEW_SHARE = 0.3  # weight of the latest step in the measured time per token
 # A row of a step without prompts is assumed to add this part of its constant time, until steps of
 # different sizes show it; and the factor of their weight with each later step.
@@ -823,7 +826,10 @@ class PrefillBudget:
             minimum = max(self._min_unmeasured, int(MAX_TURN_ALONE_S / self._token_s))
         if streaming:
             minimum = MIN_PREFILL_TOKENS if self._token_s else self._min_unmeasured
-        return min(self.max_tokens, max(minimum, fitting))
+        limit = self.max_tokens
+        if self._token_s and not self._whole_prompts:
+            limit = min(limit, max(self._min_unmeasured, int(MAX_LARGE_PREFILL_S / self._token_s)))
+        return min(limit, max(minimum, fitting))
 
     @property
     def doubling_tokens(self) -> int:

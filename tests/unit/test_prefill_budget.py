@@ -5,6 +5,7 @@ import random
 import pytest
 
 from batching.scheduler import (
+    MAX_LARGE_PREFILL_S,
     MAX_PREFILL_S,
     MAX_PREFILL_TOKENS,
     MAX_PREFILL_TOKENS_WHOLE,
@@ -40,8 +41,17 @@ def test_without_streams_a_slow_model_takes_more_but_not_the_maximum() -> None:
 
 @pytest.mark.parametrize("streaming", [True, False])
 def test_a_fast_model_takes_what_fits_into_the_time(streaming: bool) -> None:
-    tokens = trained(0.0003, random.Random(0)).prompt_tokens(streaming)
+    tokens = trained(0.00004, random.Random(0)).prompt_tokens(streaming)
     assert MIN_PREFILL_TOKENS_ALONE["cpu"] < tokens < MAX_PREFILL_TOKENS["cpu"]
+    assert tokens * 0.00004 == pytest.approx(MAX_LARGE_PREFILL_S, rel=0.3)
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_more_tokens_than_run_efficiently_do_not_delay_a_request_that_arrives(
+    streaming: bool,
+) -> None:
+    tokens = trained(0.0002, random.Random(0)).prompt_tokens(streaming)
+    assert tokens == MIN_PREFILL_TOKENS_ALONE["cpu"]
 
 
 @pytest.mark.parametrize("streaming", [True, False])
