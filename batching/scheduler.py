@@ -810,7 +810,7 @@ class PrefillBudget:
         self._whole_prompts = whole_prompts
         self._min_unmeasured = MIN_PREFILL_TOKENS_ALONE[device_type]
         self._min_alone = self.max_tokens if whole_prompts else self._min_unmeasured
-        self.decode_s = 0.0  # the time of the last step without prompts, set by the caller
+        self.decode_s = 0.0  # of the last step without prompts, set by the caller
         self._token_s = 0.0  # the time that a prompt token adds; 0: not measured yet
 
     def prompt_tokens(
@@ -854,12 +854,14 @@ class RowCost:
     def __init__(self) -> None:
         self._sums = [0.0] * 5  # over steps: of 1, rows, seconds, rows², rows · seconds
 
-    def learn(self, rows: int, seconds: float) -> None:
-        if self._sums[0]:  # a step may be delayed, by other threads
+    def learn(self, rows: int, seconds: float) -> float:
+        """Record the time of a step. Return it, less for one that other threads have delayed."""
+        if self._sums[0]:
             constant_s, row_s = self._fit()
             seconds = min(seconds, MAX_SLOWDOWN * (constant_s + row_s * rows))
         new = (1.0, rows, seconds, rows * rows, rows * seconds)
         self._sums = [DECAY * old + added for old, added in zip(self._sums, new, strict=True)]
+        return seconds
 
     @property
     def spare_rows(self) -> float:

@@ -452,8 +452,7 @@ class GenerationEngine:
         if prefill:
             self._budget.learn(prefill, rows - prefill, seconds)
             return
-        self._budget.decode_s = seconds
-        self._row_cost.learn(rows, seconds)
+        self._budget.decode_s = self._row_cost.learn(rows, seconds)
         if self._speculation:
             self._speculation.learn(rows, self._counts["decode_tokens"], seconds)
 
