@@ -70,7 +70,8 @@ def test_a_list_that_fills_the_queue_leaves_room_for_others(max_queue_size: int)
         assert [result["echo"] for result in long.result().json()] == inputs["inputs"]
         batches = [n for n, batch in enumerate(runner.batches) if "bystander" in batch]
         assert batches == [1]  # the one after that which ran
-        assert len(runner.batches) <= max_queue_size // 8 + 3  # alone, the list fills batches
+        # alone, the list fills batches: smaller ones where it is prepared slowly
+        assert len(runner.batches) <= max_queue_size // 2 + 3
 
 
 def test_a_deadline_that_cannot_be_met_is_refused_before_any_work() -> None:
