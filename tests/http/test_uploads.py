@@ -202,7 +202,7 @@ def test_an_upload_of_180_mb_is_never_whole_in_memory(spool: Path) -> None:
             yield bytes(1_000_000)
         yield end
 
-    with serving(load_transcriber=FakeTranscriber) as server, growing_less_than(50_000_000):
+    with serving(load_transcriber=FakeTranscriber) as server, growing_less_than(100_000_000):
         media = {"Content-Type": "multipart/form-data; boundary=xyz"}
         response = CLIENT.post(server.url + PATH, content=pieces(), headers=media, timeout=300)
         assert response.status_code == 200, response.text
