@@ -16,17 +16,19 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from batching.sequence import Batch, Span
-from tests import tiny
+from tests import tiny, tiny_decoders
 from tests.generating import engine, runner_of
+from tests.matrix import matrix
 from tests.threads import compute_threads
 from worker.cores import use_one_core
 from worker.device.self_check import CannotRun
-from worker.model import paged_runner
+from worker.model import compiling, paged_runner
 from worker.model.attention.kv_cache import KVCache
 from worker.model.attention.native import NativeMetadata
 from worker.model.attention.paged import AttentionMetadata
-from worker.model.language_model import GeneratorOptions, load_language_model
-from worker.model.paged_runner import PagedRunner, compile_model, run_model
+from worker.model.compiling import compile_model, with_compiled_layers
+from worker.model.language_model import GeneratorOptions, LanguageModel, load_language_model
+from worker.model.paged_runner import PagedRunner, run_model
 from worker.model.paging import load_paged_runner
 
 
@@ -206,6 +208,26 @@ def test_the_body_is_compiled_whatever_its_name(monkeypatch: pytest.MonkeyPatch,
     assert bodies[-1] not in [part.forward for part in model.children()]
 
 
+@pytest.mark.skipif(not shutil.which("g++"), reason="there is no compiler")
+@pytest.mark.parametrize(
+    ("name", "kinds"), matrix([("llama", 1), ("gemma3", 2), ("deepseek-v3", 2)], ("gemma3", 2))
+)
+def test_layers_of_a_kind_share_a_graph(
+    name: str, kinds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One for several tokens and one for a single token."""
+    monkeypatch.setattr(LanguageModel, "pack_weights", lambda *_, **__: None)  # as on a GPU
+    options = GeneratorOptions(
+        str(tiny_decoders.folder(name)), dtype="float32", device="cpu", kv_cache_gb=0.01
+    )
+    runner = load_paged_runner(load_language_model(options), options)
+    torch._dynamo.reset()
+    before = counters["stats"]["unique_graphs"]
+    compiled = with_compiled_layers(runner.language.model, "model")
+    runner._check_compiled(compiled)
+    assert counters["stats"]["unique_graphs"] - before == 2 * kinds
+
+
 def test_a_model_without_a_body_is_not_compiled() -> None:
     model = Scaled(1.0)
     model.base_model = None
@@ -258,12 +280,12 @@ def test_without_a_cpp_wrapper_kernels_are_called_from_python(
             raise RuntimeError("not here")
         return model
 
-    monkeypatch.setattr(paged_runner, "_compile_model", fails_with_wrapper)
+    monkeypatch.setattr(compiling, "_compile_body", fails_with_wrapper)
     model = Scaled(1.0)
     assert compile_model(model, lambda compiled: None) is model
     assert tried == [
-        paged_runner.CPU_COMPILE_SETTINGS | {"cpp_wrapper": True},
-        paged_runner.CPU_COMPILE_SETTINGS,
+        compiling.CPU_COMPILE_SETTINGS | {"cpp_wrapper": True},
+        compiling.CPU_COMPILE_SETTINGS,
     ]
 
 

@@ -27,7 +27,7 @@ from worker.model.attention.kv_cache import BLOCK
 from worker.model.attention.mixed import MAX_SPAN_WIDTH, MixedMetadata
 from worker.model.attention.paged import AttentionMetadata
 from worker.model.attention.varlen import VarlenMetadata
-from worker.model.cuda_graphs import CudaGraphs, RowsMetadata, Run
+from worker.model.cuda_graphs import MAX_PROMPT_READS, CudaGraphs, RowsMetadata, Run
 from worker.model.paged_runner import PagedRunner
 
 pytestmark = pytest.mark.usefixtures("poisoned_cache")
@@ -72,12 +72,23 @@ def captured(runner: PagedRunner, recorder: Any, rows: int = 32) -> CudaGraphs:
 def test_output_is_the_same_with_graphs(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = engine(model, blocks=BLOCKS)
     recorder = Recorder()
-    runner_of(generator)._graphs = captured(runner_of(generator), recorder)
-    assert recorder.captured == recorder.replayed == 6  # each size is checked once
+    runner = runner_of(generator)
+    graphs = runner._graphs = captured(runner, recorder, rows=64)
+    assert recorder.captured == recorder.replayed == 8  # each size is checked once
+    supports, prompt_rows = graphs.supports, list[int]()
+
+    def recorded(batch: Batch) -> bool:
+        if supported := supports(batch):
+            widths = [span.width for span in batch.spans]
+            prompt_rows.append(sum(width for width in widths if width > MAX_SPAN_WIDTH))
+        return supported
+
+    monkeypatch.setattr(graphs, "supports", recorded)
     prompt_ids = prompts(1, (1, 7, 17, 48), count=2)
     served, driver = serve(generator, [request(ids) for ids in prompt_ids], seed=3)
     assert_greedy(model, served, 12)
-    assert len(driver.reports) > recorder.replayed - 6 > 5  # prompts are too wide for graphs
+    assert len(driver.reports) > recorder.replayed - 8 > 5  # some steps are too wide for graphs
+    assert sum(prompt_rows) > 48
 
 
 def test_an_eager_step_can_read_a_block_that_a_graph_started() -> None:
@@ -157,17 +168,20 @@ def test_without_flash_attention_decodes_stay_on_the_decode_kernel(
     assert "prompts attend without flash attention: not compiled for this GPU" in caplog.text
 
 
-def test_wide_and_large_batches_are_not_supported() -> None:
+def test_large_batches_and_prompts_that_read_many_keys_are_not_supported() -> None:
     graphs = captured(runner_of(engine("llama", blocks=BLOCKS)), Recorder(), rows=20)
 
-    def supports(*widths: int) -> bool:
-        spans = [Span([0, 1, 2], 5, width) for width in widths]
+    def supports(*widths: int, start: int = 0) -> bool:
+        spans = [Span([0, 1, 2], start, width) for width in widths]
         return graphs.supports(Batch(spans, [0] * sum(widths), []))
 
-    assert supports(*[1] * 20)
+    assert supports(*[1] * 20, start=100_000)
     assert not supports(*[1] * 21)
-    assert supports(MAX_SPAN_WIDTH, 4)
-    assert not supports(MAX_SPAN_WIDTH + 1)
+    assert supports(MAX_SPAN_WIDTH, 4, start=100_000)
+    assert supports(20)
+    assert supports(20, start=MAX_PROMPT_READS // 20 - 10)
+    assert not supports(20, start=MAX_PROMPT_READS // 20)
+    assert not supports(21)
 
 
 def test_a_graph_with_other_logits_is_not_used() -> None:
@@ -220,6 +234,7 @@ def test_a_compiled_model_is_captured_one_size_a_step(monkeypatch: pytest.Monkey
     """The eager model's graphs serve until then."""
     generator = engine("llama", blocks=BLOCKS, max_running=8)
     runner, first, again = runner_of(generator), Recorder(), Recorder()
+    runner._rows = 8
     graphs = runner._graphs = captured(runner, first, 8)
     monkeypatch.setattr(paged_runner, "CudaCapture", lambda checked: again)
     monkeypatch.setattr(paged_runner, "CAPTURE_REST", 0)
@@ -262,7 +277,7 @@ def test_a_compiled_model_is_captured_in_a_tenth_of_the_time(
     while runner._compiled_graphs:
         runner.forward(Batch([Span([0], 0, 1)], [7], [0]))
         now += 0.125
-    assert captured_at == [100 + 2.5 * n for n in range(12)]  # of 1 to 256 rows
+    assert captured_at == [100 + 2.5 * n for n in range(14)]  # of 1 to 512 rows
 
 
 def test_a_model_is_run_once_to_see_that_it_reads_no_values(
@@ -328,8 +343,7 @@ def test_graphs_of_the_eager_model_stay_if_the_compiled_one_cannot_be_captured(
     assert warnings == ["no CUDA graphs of the compiled model: CUDA out of memory"]
 
 
-def test_graphs_serve_as_many_rows_as_run() -> None:
-    """Beyond 256, if MAX_RUNNING says so."""
+def test_graphs_have_no_more_rows_than_the_largest_size() -> None:
     graphs = captured(runner_of(engine("llama", blocks=BLOCKS)), Recorder(), rows=320)
     assert graphs._sizes[-3:] == [192, 256, 320]
     assert graphs.supports(Batch([Span([0], 0, 1)] * 320, [0] * 320, []))

@@ -52,7 +52,9 @@ def test_steps_with_prompts_attend_as_expected(
     )
     mix = mixes(random.Random(0), case.kind)
     cached = memory(case, mix, random.Random(0), dtype=torch.bfloat16)
-    check(case, mix, cached, VarlenMetadata(on_gpu(cached.cache), cached.batch), 2e-2)
+    # without flash attention scores are rounded too
+    tolerance = 4e-2 if case.sinks or case.softcap else 2e-2
+    check(case, mix, cached, VarlenMetadata(on_gpu(cached.cache), cached.batch), tolerance)
 
 
 def on_gpu(cache: KVCache) -> KVCache:

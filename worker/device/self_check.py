@@ -5,6 +5,7 @@ model/cached_runner.py and pipeline/loading.py.
 """
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# Largest accepted difference, relative to the largest absolute value of the reference.
+# Largest accepted difference, relative to the largest absolute value of the reference. It grows
+# with the square root of the layers beyond DEPTH: roundings add up like steps of a random walk.
+DEPTH = 16
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 # A longer prompt would make the check take longer than loading the model.
 MAX_PROMPT_TOKENS = 600
@@ -76,6 +79,12 @@ def compare(
     error = (actual.float() - reference.float()).abs().max() / largest
     if not error <= tolerance:  # also when NaN
         raise CannotRun(f"{message} by {float(error):.1e} of the largest")
+
+
+def tolerance_of(dtype: torch.dtype, config: Any) -> float:
+    """Return the largest accepted difference of a model's logits."""
+    layers = getattr(config, "num_hidden_layers", None) or DEPTH
+    return TOLERANCE[dtype] * math.sqrt(max(1.0, layers / DEPTH))
 
 
 def length_beyond_windows(config: Any, limit: int, default: int = MIN_PROMPT_TOKENS) -> int:

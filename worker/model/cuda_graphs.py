@@ -1,9 +1,10 @@
-"""CUDA graphs for steps of few rows: decoding, and verifying drafts.
+"""CUDA graphs for steps of few rows: decoding, verifying drafts, and short prompts.
 
-Launching a model's thousand kernels takes longer than running them for a few tokens. A step is
-captured once per batch size, rounded up to SIZES, and replayed with its input buffers refilled.
+Launching a model's thousand kernels takes longer than running them for a few hundred tokens. A step
+is captured once per batch size, rounded up to SIZES, and replayed with its input buffers refilled.
 Unused rows are padding that writes to a spare block. Each row is one token with a block table
-(attention/triton_decode.py), whatever the length of its sequence.
+(attention/triton_decode.py), whatever the length of its sequence: the tokens of a prompt read its
+keys once each.
 """
 
 import copy
@@ -34,6 +35,10 @@ Capture = Callable[[Run], tuple[Callable[[], Any], Tensor]]
 
 # Numbers of rows that steps are padded to.
 SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+# The keys that the tokens of a step's prompts read in a layer, at most. Those of a whole prompt of
+# 512 tokens take a few milliseconds in all layers; launching the layers' kernels takes ten times as
+# long.
+MAX_PROMPT_READS = SIZES[-1] ** 2 // 2
 # The cache's last blocks, which no sequence gets: one for padding rows, one for the check.
 SPARE_BLOCKS = 2
 
@@ -156,9 +161,12 @@ class CudaGraphs:
         self._missing.pop()
 
     def supports(self, batch: Batch) -> bool:
-        """Return whether the batch is small enough, and of decodes and drafts only."""
-        is_small = len(batch.ids) <= self._sizes[-1]
-        return is_small and all(span.width <= MAX_SPAN_WIDTH for span in batch.spans)
+        """Return whether the batch has few rows, whose prompts read few keys."""
+        if len(batch.ids) > self._sizes[-1]:
+            return False
+        prompts = (span for span in batch.spans if span.width > MAX_SPAN_WIDTH)
+        reads = sum(span.width * (span.start + span.width // 2) for span in prompts)
+        return reads <= MAX_PROMPT_READS
 
     def forward(self, batch: Batch, sampled: Tensor | None = None) -> Tensor:
         """Return the logits [R, V] of the batch's rows, valid until the next call.

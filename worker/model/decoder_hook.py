@@ -190,14 +190,15 @@ def copy_path(model: Any, path: str) -> list[Any]:
 
     Return the copies, the model's first.
     """
-    parts = [_shallow_copy(model)]
+    parts = [shallow_copy(model)]
     for name in path.split("."):
-        child = parts[-1]._modules[name] = _shallow_copy(parts[-1]._modules[name])
+        child = parts[-1]._modules[name] = shallow_copy(parts[-1]._modules[name])
         parts.append(child)
     return parts
 
 
-def _shallow_copy(module: Any) -> Any:
+def shallow_copy(module: Any) -> Any:
+    """Return a copy of a module with the same weights and submodules, which may be replaced."""
     duplicate = copy.copy(module)
     duplicate._modules = {**module._modules}
     return duplicate

@@ -25,7 +25,14 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from worker.device.device import free_bytes
-from worker.device.self_check import TOLERANCE, CannotRun, compare, explicit_masks, has_own_kernels
+from worker.device.self_check import (
+    TOLERANCE,
+    CannotRun,
+    compare,
+    explicit_masks,
+    has_own_kernels,
+    tolerance_of,
+)
 from worker.load_context import on_worker
 from worker.messages.generation import TEXT_ONLY
 from worker.model.attention.kv_cache import LayerShape, StateShape
@@ -110,7 +117,7 @@ class LanguageModel:
         self.parameters = model.num_parameters()
         # inputs of quantized layers are rounded
         is_quantized = library_layer(model) is not None
-        self.tolerance = TOLERANCE[torch.bfloat16 if is_quantized else model.dtype]
+        self.tolerance = tolerance_of(torch.bfloat16 if is_quantized else model.dtype, self.config)
         limits = [getattr(self.config, name, None) for name in CONTEXT_SETTINGS]
         limit = next((n for n in limits if isinstance(n, int) and n > 0), DEFAULT_CONTEXT)
         self.rotary = RotaryFactors(model, self.config, limit)
@@ -190,7 +197,8 @@ class LanguageModel:
             native = native and self.dtype in NATIVE_DTYPES and try_load_native_ops(build=True)
             free = free_bytes(self.device)
             quantize_weights(self.model, free, recheck or (lambda: None), native, quantization)
-            self.tolerance = TOLERANCE[torch.bfloat16]  # inputs of quantized layers
+            # inputs of quantized layers
+            self.tolerance = tolerance_of(torch.bfloat16, self.config)
         elif recheck and self.device.type == "cuda":
             fuse_weights(self.model, recheck)
         elif recheck and on_cpu and packs_dtype(self.dtype):

@@ -17,12 +17,10 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import FunctionType
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from batching.sequence import Batch, Span
 from batching.state_pool import MAX_CHECKPOINTS, MAX_DRAFTS, NO_SLOT, StatePool, StateSegment
@@ -44,6 +42,7 @@ from worker.model.attention.paged import (
     has_bidirectional_spans,
 )
 from worker.model.attention.recurrent import PackedStates
+from worker.model.compiling import compile_model
 from worker.model.cpu.activations import align_activations
 from worker.model.cpu.linear import use_bf16_weights, use_native_functions, use_native_linear
 from worker.model.cuda_graphs import (
@@ -54,7 +53,7 @@ from worker.model.cuda_graphs import (
     RowsMetadata,
     capture_graphs,
 )
-from worker.model.decoder_hook import DecoderHook, copy_path, path_to_decoder
+from worker.model.decoder_hook import DecoderHook
 from worker.model.language_model import LanguageModel
 from worker.model.loading import LoadingFailed
 from worker.model.lora import LoraLayers, applied, segments_of
@@ -69,9 +68,6 @@ COMPILED_WIDTHS = (24, 7, 1, 7)
 COMPARED_WIDTHS = (77, 24, 7, 1)
 # After the capture of a CUDA graph the next one waits for so many times its duration.
 CAPTURE_REST = 9
-# Inductor's settings on a CPU. With dynamic_threads, kernels read the number of threads when they
-# run (worker/cores.py).
-CPU_COMPILE_SETTINGS = {"freezing": True, "cpp.dynamic_threads": True}
 
 
 class StateSlots(NamedTuple):
@@ -122,7 +118,7 @@ class PagedRunner:
         self.builds = True  # native operations may be built
         if language.deterministic:
             self._attend_by_rows()
-        self._rows = min(max_running, SIZES[-1])
+        self._rows = SIZES[-1] if max_running else 0
         self._compiled_graphs: CudaGraphs | None = None  # of the compiled model, while captured
         self._capture_at = 0.0  # when the next of them is due
         self._graphs = self._capture()
@@ -457,100 +453,3 @@ def _run_model(
         )
     logits: Tensor = output[0][0]
     return logits if len(logits) == len(rows) else logits[rows]
-
-
-# ── compiling ──
-
-
-def compile_model(model: Any, check: Callable[[Any], None], is_multimodal: bool = False) -> Any:
-    """Return a copy of the model whose body, or multimodal decoder, has a compiled forward.
-
-    Weights are shared. `check` runs the copy, which compiles it, and raises if it must not be used.
-    Raise what the compiler or `check` raises.
-
-    There is one graph for any number of tokens, since attention and its memory are opaque to the
-    compiler. On a GPU a single token has a graph of its own; on a CPU it does not, as that would
-    round otherwise. On a CPU weights are constants of the graph, and the code that calls kernels is
-    compiled too where the compiler supports that. The output head stays eager, as its number of
-    rows changes with every step.
-    """
-    path = path_to_decoder(model) if is_multimodal else _path_to_body(model)
-    if model.device.type != "cpu":
-        return _compile_model(model, path, check, {})
-    try:
-        return _compile_model(model, path, check, CPU_COMPILE_SETTINGS | {"cpp_wrapper": True})
-    except Exception as error:
-        log.info("kernels are called from Python: %.300s", first_line(error))
-        return _compile_model(model, path, check, CPU_COMPILE_SETTINGS)
-
-
-def _compile_model(
-    model: Any, path: str, check: Callable[[Any], None], settings: dict[str, bool]
-) -> Any:
-    from torch._inductor import config as inductor  # seconds to import
-
-    _avoid_symbolic_tracing()
-    with inductor.patch(settings):
-        compiled, *_, body = copy_path(model, path)
-        body.forward = torch.compile(
-            _forward_of(model.get_submodule(path)),
-            dynamic=True,
-            options={"guard_filter_fn": _keep_tensor_guards if settings else _keep_input_guards},
-        )
-        check(compiled)
-    return compiled
-
-
-def _avoid_symbolic_tracing() -> None:
-    """Give the compiler the module that it traces once: while it does, the calls of modules in
-    other threads, such as a step of the eager model, raise NameError (torch 2.13)."""
-    from torch._inductor.loop_body import InterpreterShim
-
-    graph = torch.fx.Graph()
-    graph.output(graph.placeholder("x"))
-    module = torch.fx.GraphModule({}, graph)
-    InterpreterShim._dummy_gm = staticmethod(lambda: module)  # type: ignore[assignment]
-
-
-def _path_to_body(model: Any) -> str:
-    """Return the name of the model's body; raise CannotRun if there is none.
-
-    Some classes declare a name that they don't use (Llama 4): there it is the child that is a model
-    itself.
-    """
-    misnamed = model.base_model is model
-    for name, part in model.named_children():
-        if part is model.base_model or (misnamed and isinstance(part, PreTrainedModel)):
-            return str(name)
-    raise CannotRun("its body is not one of its children")
-
-
-def _forward_of(body: Any) -> Callable[..., Any]:
-    """Return the body's forward as a function with its own code object.
-
-    Graphs are cached by code object. With most guards dropped, two models that shared one would run
-    each other's graphs.
-    """
-
-    def forward(**inputs: Any) -> Any:
-        return body.forward(**inputs)
-
-    code = forward.__code__.replace()
-    return FunctionType(code, forward.__globals__, "forward", None, forward.__closure__)
-
-
-def _keep_input_guards(guards: Sequence[Any]) -> list[bool]:
-    """Keep only the guards on input tensors and sizes.
-
-    Guards on the model's hundreds of modules never fail while it serves, and checking them takes as
-    long as some of its layers.
-    """
-    return [guard.guard_type == "SHAPE_ENV" or guard.name.startswith("inputs[") for guard in guards]
-
-
-def _keep_tensor_guards(guards: Sequence[Any]) -> list[bool]:
-    """Keep only the guards on input tensors. That a size is not 1 is dropped: graphs are general,
-    and `check` runs them with one token."""
-    return [
-        guard.guard_type != "SHAPE_ENV" and guard.name.startswith("inputs[") for guard in guards
-    ]

@@ -11,7 +11,7 @@ attention).
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,7 @@ from worker.device.async_copy import to_device
 from worker.model.attention.kv_cache import BLOCK, KVCache
 
 ATTENTION = "onequeue_paged"
+SHARED_LAYER = -1  # the layer's number in a graph of several layers
 # Spans share a call if the longest reach is at most MAX_REACH_RATIO times the shortest, or at most
 # MAX_REACH_EXCESS tokens longer.
 MAX_REACH_RATIO, MAX_REACH_EXCESS = 1.5, 256
@@ -71,7 +72,8 @@ class StepStates(ABC):
         """Run the recurrent module of this number: [1, T, H] → [1, T, size]."""
 
 
-_context = threading.local()  # .backend and .states: of the step that runs on this thread
+# .backend and .states: of the step that runs on this thread; .layer: of SHARED_LAYER
+_context = threading.local()
 
 
 @contextmanager
@@ -93,12 +95,20 @@ def step_states() -> StepStates | None:
     return states
 
 
+def call_as_layer(number: int, run: Callable[..., Any], *args: Any) -> Any:
+    """Call `run`, in which the layer SHARED_LAYER is that of this number."""
+    _context.layer = number
+    return run(*args)
+
+
 def attend(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None,
     layer: int, scale: float, window: int, softcap: float,
 ) -> Tensor:  # fmt: skip
     """Attend by the backend of the running step; see AttentionBackend.attend."""
     backend: AttentionBackend = _context.backend
+    if layer == SHARED_LAYER:
+        layer = _context.layer
     return backend.attend(query, key, value, sinks, layer, scale, window, softcap)
 
 
