@@ -21,6 +21,7 @@ from worker.text.output_format import (
     ChannelFormat,
     OutputFormat,
     declared_output_format,
+    first_char_of,
     inferred_output_format,
     literal_of,
 )
@@ -932,3 +933,25 @@ def parsed_by_pieces(output_format: Any, text: str) -> tuple[float, list[Any]]:
 )
 def test_literal_of_a_pattern(pattern: str, text: str | None) -> None:
     assert literal_of(pattern) == text
+
+
+@pytest.mark.parametrize(
+    ("pattern", "char"),
+    [
+        (r"<\|(?:im_end|end)\|>\s*", "<"),
+        (r"\[a", "["),
+        (r"<[|]y", "<"),
+        (r"<+", "<"),
+        (r"<?b", None),
+        (r"<{2}", None),
+        (r"ab", None),
+        (r"<a|b", None),
+        (r"(a|b)", None),
+        (r"[ab]", None),
+        (r"\s<", None),
+        (r"^a", None),
+        ("", None),
+    ],
+)
+def test_first_character_of_a_pattern(pattern: str, char: str | None) -> None:
+    assert first_char_of(pattern) == char

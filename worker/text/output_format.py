@@ -449,6 +449,8 @@ def _field_delimiters(field: ResponseTemplateField, outside: str, phase: str) ->
             one != other and one.startswith(other) for one in literals for other in literals
         )
         first_chars = frozenset(text[0] for text in literals or ())
+        if literals is None and (first := first_char_of(pattern.pattern)):
+            first_chars = frozenset(first)
         make_parser = partial(_declared_call_parser, field) if phase == after == CALL else None
         # Calls that begin with their JSON have an empty delimiter.
         only_first = bool(
@@ -466,6 +468,16 @@ def _field_delimiters(field: ResponseTemplateField, outside: str, phase: str) ->
             )
         )
     return delimiters
+
+
+def first_char_of(pattern: str) -> str | None:
+    """Return the punctuation mark that each match of a pattern begins with; None if there may be
+    others, or none."""
+    match = re.match(r"(?:\\([^\w\s])|([^\w\s\\.^$*+?{}\[\]|()]))(?![*?{])", pattern)
+    rest = re.sub(r"\\.|\[[^]]*\]", "", pattern)
+    while rest != (outside := re.sub(r"\([^()]*\)", "", rest)):
+        rest = outside
+    return (match[1] or match[2]) if match and "|" not in rest else None
 
 
 def literal_of(pattern: str) -> str | None:
