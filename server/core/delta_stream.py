@@ -167,12 +167,22 @@ class TokenStream(DeltaStream[Delta]):
         self.usage = UsageCounts()
         self._num_choices = self.unfinished = sum(payload.n for payload in payloads)
         self._choices: dict[int, Delta] = {}  # unread
+        self._is_read = False  # part by part
 
     def push(self, delta: Delta) -> None:
         self.context.use_tokens(delta.prompt_tokens + delta.tokens)
         if (unread := self._choices.setdefault(delta.choice, delta)) is not delta:
             unread.merge(delta)
-        self.arrival.set()
+        if self._is_read and self.started and delta.finish_reason is None:
+            self.worker_client.wake_reader(self.arrival)
+        else:
+            self.arrival.set()
+
+    async def read(self) -> list[Delta]:
+        if not self._is_read:
+            self._is_read = True
+            self.worker_client.readers += 1
+        return await super().read()
 
     def take(self) -> list[Delta]:
         """Return one delta per choice, in order."""
@@ -191,6 +201,7 @@ class TokenStream(DeltaStream[Delta]):
         self.context.first_token_at = self._started_at
 
     def close(self) -> None:
+        self.worker_client.readers -= self._is_read
         if self.started and self.ended_at and self.usage.completion > self._num_choices:
             tokens = self.usage.completion / self._num_choices
             per_token_s = (self.ended_at - self._started_at) / (tokens - 1)

@@ -46,6 +46,9 @@ log = logging.getLogger("onequeue.worker_client")
 # The target duration of one call in a pool: well above a thread switch, well below a forward pass.
 CALL_S = 0.004
 MAX_GROUP = 32
+# While more streams are read, their readers wake together, so many seconds after the first delta:
+# an event costs the loop as much for several tokens as for one.
+FEW_READERS, WAKE_INTERVAL_S = 32, 0.02
 # A longer text takes a pool thread more than 0.1 s.
 LONG_CHARS = 1 << 17
 RawOutput = tuple[WorkItem, object]
@@ -166,6 +169,8 @@ class WorkerClient:
         self.terminating = False  # a signal to stop has arrived
         self.draining = False  # new requests are refused
         self.on_drain: set[Callable[[], None]] = set()  # of streams that accept inputs
+        self.readers = 0  # of streams of tokens
+        self._to_wake: dict[asyncio.Event, None] = {}  # of readers
         self.prepare = FairPool("prepare", pool_threads, self._prepare_items)
         self.decode = FairPool("decode", pool_threads, self._prepare_items)
         self.finish: Pool[RawOutput] = Pool("finish", pool_threads, self._finish_items)
@@ -208,6 +213,20 @@ class WorkerClient:
         """Call a function on the event loop, from any thread. Nothing happens once it is closed."""
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(function, *args)
+
+    def wake_reader(self, arrival: asyncio.Event) -> None:
+        """Set the event of a stream's reader, at once or together with those of others."""
+        if self.readers <= FEW_READERS:
+            arrival.set()
+            return
+        if not self._to_wake:
+            self.loop.call_later(WAKE_INTERVAL_S, self._wake_readers)
+        self._to_wake[arrival] = None
+
+    def _wake_readers(self) -> None:
+        to_wake, self._to_wake = self._to_wake, {}
+        for arrival in to_wake:
+            arrival.set()
 
     # ── requests ──
 

@@ -12,14 +12,22 @@ import pytest
 
 from batching.errors import ItemFailed
 from batching.request_queue import RequestQueue, StepLane
-from server.core.delta_stream import DeltaStream
+from server.core.delta_stream import DeltaStream, TokenStream
 from server.core.request_context import RequestContext
-from server.core.worker_client import Deadlines
+from server.core.worker_client import FEW_READERS, Deadlines, WorkerClient
+from worker.messages.deltas import Delta
 
 
 @asynccontextmanager
 async def streaming() -> AsyncIterator[DeltaStream[str]]:
     """Of one item, without a worker."""
+    deadlines, context = Deadlines(math.inf, math.inf), RequestContext("")
+    with DeltaStream[str](client_of(), "x", ["a"], deadlines, None, context) as stream:
+        yield stream
+
+
+def client_of(**more: Any) -> Any:
+    """Return a WorkerClient without a worker."""
     queue, loop = RequestQueue(10, time.monotonic), asyncio.get_running_loop()
 
     def submit(
@@ -33,10 +41,7 @@ async def streaming() -> AsyncIterator[DeltaStream[str]]:
         return queue.accept(payloads, deadline, StepLane(name, 10), name, stream, cache_namespace)
 
     model = SimpleNamespace(served_name="fake")
-    worker_client: Any = SimpleNamespace(loop=loop, queue=queue, submit=submit, models={"x": model})
-    deadlines, context = Deadlines(math.inf, math.inf), RequestContext("")
-    with DeltaStream[str](worker_client, "x", ["a"], deadlines, None, context) as stream:
-        yield stream
+    return SimpleNamespace(loop=loop, queue=queue, submit=submit, models={"x": model}, **more)
 
 
 def test_collect_returns_all_deltas() -> None:
@@ -78,5 +83,59 @@ def test_read_returns_the_deltas_before_a_failure() -> None:
             assert stream.unfinished
             with pytest.raises(ItemFailed):
                 await stream.read()
+
+    asyncio.run(read())
+
+
+def test_few_readers_wake_at_once_and_many_together() -> None:
+    async def wake() -> None:
+        client, timers = WorkerClient.__new__(WorkerClient), list[Any]()
+        later: Any = SimpleNamespace(call_later=lambda seconds, wake: timers.append(wake))
+        client.loop, client.readers, client._to_wake = later, FEW_READERS, {}
+        one, two = asyncio.Event(), asyncio.Event()
+        client.wake_reader(one)
+        assert one.is_set()
+        one.clear()
+        client.readers += 1
+        for arrival in (one, two, one):
+            client.wake_reader(arrival)
+        assert not one.is_set()
+        assert len(timers) == 1
+        timers.pop()()
+        assert one.is_set()
+        assert two.is_set()
+        one.clear()
+        client.wake_reader(one)
+        assert len(timers) == 1
+
+    asyncio.run(wake())
+
+
+def test_the_first_and_the_last_token_of_a_stream_do_not_wait() -> None:
+    async def read() -> None:
+        waiting = list[asyncio.Event]()
+        histogram: Any = SimpleNamespace(observe=lambda seconds: None)
+        metrics = SimpleNamespace(
+            first_token=SimpleNamespace(labels=lambda model: histogram),
+            per_token=SimpleNamespace(labels=lambda model: histogram),
+        )
+        client = client_of(readers=0, wake_reader=waiting.append, metrics=metrics)
+        deadlines, context = Deadlines(math.inf, math.inf), RequestContext("")
+        payload: Any = SimpleNamespace(n=1)
+        with TokenStream(client, "x", [payload], deadlines, None, context, b"") as stream:
+            reading = asyncio.create_task(stream.read())
+            await asyncio.sleep(0)
+            assert client.readers == 1
+            stream.push(Delta(0, tokens=1))
+            assert [delta.tokens for delta in await reading] == [1]
+            assert not waiting
+            for _ in range(2):
+                stream.push(Delta(0, tokens=1))
+            assert waiting == [stream.arrival] * 2
+            assert not stream.arrival.is_set()
+            stream.push(Delta(0, tokens=1, finish_reason="stop"))
+            stream.items[0].resolve(None)
+            assert [delta.tokens for delta in await stream.read()] == [3]
+        assert client.readers == 0
 
     asyncio.run(read())
