@@ -1,9 +1,10 @@
-"""Functions that modules call directly instead of a layer: torch.nn.functional.linear with a weight
-of their own, as routers of mixtures do, and sigmoid.
+"""Functions that modules call directly instead of a layer: products with weights of their own, as
+routers and experts of mixtures do, and activation functions.
 
 torch rounds a few rows otherwise than many. Such modules get copies of their forwards that call a
-packed layer, and sigmoid in whole blocks (activations.py), so a row does not depend on the others.
-The compiler takes their own forwards.
+packed layer, or products of MIN_ROWS rows at least where there are many matrices, and activations
+in whole blocks (activations.py), so a row does not depend on the others. The compiler takes their
+own forwards.
 """
 
 import math
@@ -22,10 +23,15 @@ MakeLayer = Callable[[Tensor, Tensor | None], nn.Module]
 OWN_LAYER = "onequeue_linear"  # the packed layer's name in its module
 MAX_WEIGHTS = 1 << 23  # of a module: the packed layer is a second copy
 BLOCK = 32  # elements that torch computes together
+MIN_ROWS = 4  # of a product
+ACTIVATIONS = ("sigmoid", "softplus", "silu", "gelu", "tanh")  # of torch or torch.nn.functional
 
 
-def _sigmoid(x: Tensor) -> Tensor:
-    return in_blocks(torch.sigmoid, x)
+def _by_blocks(activation: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return in_blocks(lambda part: activation(part, *args, **kwargs), x)
+
+    return run
 
 
 def _changed(base: ModuleType, **changed: Any) -> ModuleType:
@@ -33,6 +39,21 @@ def _changed(base: ModuleType, **changed: Any) -> ModuleType:
     copied = ModuleType(base.__name__)
     vars(copied).update({**vars(base), **changed})
     return copied
+
+
+def _of_some_rows(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the product of x [..., R, in], computed with MIN_ROWS rows at least."""
+
+    def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        rows = x.shape[-2] if x.dim() > 1 else MIN_ROWS
+        padded = pad(x, (0, 0, 0, max(0, MIN_ROWS - rows)))
+        out = product(padded, *args, **kwargs)
+        return out if rows >= MIN_ROWS else out[..., :rows, :].contiguous()
+
+    return run
+
+
+linear = _of_some_rows(nn.functional.linear)
 
 
 def replace_functions(model: nn.Module, make_layer: MakeLayer) -> None:
@@ -44,13 +65,18 @@ def replace_functions(model: nn.Module, make_layer: MakeLayer) -> None:
         is_plain = not hasattr(forward, "__wrapped__") and "forward" not in vars(module)
         if not is_plain or type(module).__module__.startswith("torch."):
             continue
-        own = [p for p in module.parameters(recurse=False) if p.dim() == 2]
-        if "linear" in names and len(own) == 1 and own[0].numel() <= MAX_WEIGHTS:
-            copied = _copied(module, _OwnLinear(module, own[0], make_layer))
-            run = partial(_in_blocks_of_rows, copied, len(own[0]))
+        layers = [child for child in module.children() if isinstance(child, nn.Linear)]
+        own: list[Tensor] = [p for p in module.parameters(recurse=False) if p.dim() == 2]
+        own += [layer.weight for layer in layers]
+        calls_linear = "linear" in names or isinstance(module, nn.Linear)
+        if calls_linear and len(own) == 1 and own[0].numel() <= MAX_WEIGHTS:
+            product = _OwnLinear(module, own[0], make_layer)
+            if isinstance(module, nn.Linear):
+                _use_in_super(module, product)
+            run = partial(_in_blocks_of_rows, _copied(module, product), len(own[0]))
             module.forward = _unless_compiling(module, run)
-        elif "sigmoid" in names:
-            run = _copied(module, nn.functional.linear)
+        elif not {"linear", "bmm", *ACTIVATIONS}.isdisjoint(names):
+            run = _copied(module, linear)
             module.forward = _unless_compiling(module, run)
 
 
@@ -61,6 +87,24 @@ def _unless_compiling(module: nn.Module, run: Callable[..., Any]) -> Callable[..
         return own(*args, **kwargs) if torch.compiler.is_compiling() else run(*args, **kwargs)
 
     return forward
+
+
+class _LinearBase(nn.Linear):
+    """A base class, before nn.Linear, of classes that are derived from it."""
+
+    own_linear: Callable[..., Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return super().forward(x)
+        return self.own_linear(x, self.weight, self.bias)
+
+
+def _use_in_super(module: nn.Linear, linear: "_OwnLinear") -> None:
+    """Let `super().forward` in a class that is derived from nn.Linear call `linear`."""
+    kind = type(module)
+    module.own_linear = linear  # type: ignore[assignment]  # no module
+    module.__class__ = type(kind.__name__, (kind, _LinearBase), {"__module__": kind.__module__})
 
 
 class _OwnLinear:
@@ -76,7 +120,7 @@ class _OwnLinear:
             self._pack(weight, bias)
         layer: Any = getattr(self.module, OWN_LAYER, None)
         if layer is None or x.dtype != layer.weight.dtype:
-            return nn.functional.linear(x, weight, bias)
+            return linear(x, weight, bias)
         out: Tensor = layer(x)
         return out
 
@@ -87,23 +131,27 @@ class _OwnLinear:
             self.module.add_module(OWN_LAYER, self.make_layer(weight, bias))
 
 
-def _copied(module: nn.Module, linear: Any) -> Any:
+def _copied(module: nn.Module, product: Any) -> Any:
     """Return the module's forward with these functions."""
-    functional = _changed(nn.functional, linear=linear, sigmoid=_sigmoid)
+    changed = [
+        {name: _by_blocks(vars(base)[name]) for name in ACTIVATIONS if name in vars(base)}
+        for base in (nn.functional, torch)
+    ]
+    functional = _changed(nn.functional, linear=product, **changed[0])
     networks = _changed(nn, functional=functional)
     replaced = {
         nn.functional: functional,
         nn: networks,
-        torch: _changed(torch, nn=networks, sigmoid=_sigmoid),
+        torch: _changed(torch, nn=networks, bmm=_of_some_rows(torch.bmm), **changed[1]),
     }
     forward: Any = type(module).forward
-    changed = {
+    modules = {
         name: replaced[value]
         for name, value in forward.__globals__.items()
         if name in forward.__code__.co_names and isinstance(value, ModuleType) and value in replaced
     }
     copied = FunctionType(
-        forward.__code__, forward.__globals__ | changed, forward.__name__, forward.__defaults__,
+        forward.__code__, forward.__globals__ | modules, forward.__name__, forward.__defaults__,
         forward.__closure__,
     )  # fmt: skip
     copied.__kwdefaults__ = forward.__kwdefaults__
