@@ -110,13 +110,22 @@ def test_native_bfloat16_weights_stay_bfloat16(monkeypatch: pytest.MonkeyPatch) 
     assert packed_dtype(torch.bfloat16) == torch.bfloat16
 
 
-def test_subclasses_of_linear_stay() -> None:
-    class Own(nn.Linear):
-        pass
+def test_classes_that_are_derived_from_linear_are_packed_if_they_give_its_product() -> None:
+    class Same(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight.T + self.bias
 
-    model = nn.Sequential(Own(4, 4))
+    class Other(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).softmax(-1)
+
+    model = nn.Sequential(Same(4, 4), Other(4, 4)).requires_grad_(False)
+    x = torch.randn(3, 4)
+    exact = model(x)
     pack_weights(model, free_bytes=10**9)
-    assert type(model[0]) is Own
+    assert type(model[0]) is PackedLinear
+    assert type(model[1]) is Other
+    torch.testing.assert_close(model(x), exact)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -81,9 +81,23 @@ class AlternatingInput(Fan):
         return out
 
 
-class ReadsWeights(Fan):
+class ReadsDtypes(Fan):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.two.weight.dtype))
+
+
+class ReadsWeights(Fan):
+    def forward(self, x: Tensor) -> Tensor:
+        two = nn.functional.linear(x, self.two.weight.float())
+        out: Tensor = self.one(x).sum(-1, keepdim=True) + self.last(two) + self.two(x).sum()
+        return out
+
+
+class NeedsLinear(Fan):
+    def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(self.one, nn.Linear):
+            raise TypeError("one is no linear layer")
+        return super().forward(x)
 
 
 def packed(model: nn.Module) -> None:
@@ -156,8 +170,31 @@ def test_layers_that_do_not_always_share_an_input_stay_separate(
     assert find_shared_inputs(Fan(), lambda: None) == []
 
 
-def test_a_model_that_reads_weights_without_calling_their_layer_stays_unchanged() -> None:
-    model = ReadsWeights()
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_only_a_layer_whose_weight_is_read_by_others_stays_plain(quantization: str) -> None:
+    model, x = ReadsWeights(), torch.randn(3, 48)
+    exact = model(x)
+    if quantization == "none":
+        packed(model)
+        torch.testing.assert_close(model(x), exact)
+    else:
+        quantize_weights(model, 10**9, lambda: model(x))
+        torch.testing.assert_close(model(x), exact, rtol=0.1, atol=0.1)
+    assert isinstance(model.two, nn.Linear)
+    assert not isinstance(model.one, nn.Linear)
+    assert not isinstance(model.last, nn.Linear)
+
+
+def test_layers_whose_weights_dtype_is_read_are_fused() -> None:
+    model, x = ReadsDtypes(), torch.randn(3, 48)
+    exact = model(x)
+    packed(model)
+    assert parts(model) == ["one", "two"]
+    torch.testing.assert_close(model(x), exact)
+
+
+def test_a_model_that_fails_without_its_own_layers_stays_unchanged() -> None:
+    model = NeedsLinear()
     before = copy.deepcopy(model.state_dict())
     packed(model)
     assert type(model.one) is type(model.two) is nn.Linear
@@ -197,8 +234,8 @@ def test_a_compiled_graph_has_one_product_for_all_slices() -> None:
     assert set(products) == {2}, "of both slices, and of the last layer"
 
 
-def test_layers_that_need_their_own_weights_are_restored() -> None:
-    model = ReadsWeights()
+def test_layers_that_are_needed_are_restored() -> None:
+    model = NeedsLinear()
     before = copy.deepcopy(model.state_dict())
     x = torch.randn(3, 48)
     fuse_weights(model, lambda: model(x))

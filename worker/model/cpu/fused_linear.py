@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,36 +20,58 @@ from torch import Tensor, nn
 # ── finding the groups ──
 
 
+class PlainLinear(nn.Linear):
+    """A linear layer that is neither packed nor fused, as the model reads its weight too."""
+
+
 def find_shared_inputs(model: nn.Module, run: Callable[[], object]) -> list[list[str]]:
-    """Return groups of names of linear layers that can be fused.
+    """Return groups of names of linear layers that can be fused. Layers whose weight is read by
+    others become PlainLinear.
 
     `run` runs the model. A group's layers are called one after another on one tensor, every time
     that any of them is called.
     """
     recorder = _CallRecorder()
-    with _hooks(model, recorder):
+    with _hooks(model, recorder), _observed_weights(model, recorder):
         run()
+    for name in recorder.read:
+        model.get_submodule(name).__class__ = PlainLinear
     runs = {tuple(run) for run in recorder.runs}
     names = [name for run in runs for name in run]
-    groups = [run for run in runs if len(run) > 1 and all(names.count(name) == 1 for name in run)]
+    groups = [
+        run
+        for run in runs
+        if len(run) > 1 and all(names.count(name) == 1 for name in run)
+        if recorder.read.isdisjoint(run)
+    ]
     return [list(run) for run in sorted(groups) if _have_same_inputs(model, run)]
 
 
 class _CallRecorder:
-    """`runs`: names of the layers that were called one after another on one tensor."""
+    """`runs`: names of the layers that were called one after another on one tensor. `read`: of
+    those whose weight went to another function than their own product."""
 
     def __init__(self) -> None:
         self.runs: list[list[str]] = []
+        self.read: set[str] = set()
+        self.called = ""  # its product comes next
         self.x: Tensor | None = None
         self.values: Tensor | None = None  # copy of x, which may be changed in place
 
     def record(self, name: str, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        self.called = name
         x = arguments[0] if arguments else None
         if self._is_last_input(x) and name not in self.runs[-1]:
             self.runs[-1].append(name)
         else:
             self.runs.append([name])
             self.x, self.values = x, None if x is None else x.clone()
+
+    def record_use(self, name: str, function: Callable[..., Any]) -> None:
+        if function is nn.functional.linear and name == self.called:
+            self.called = ""
+        elif function not in (Tensor.dtype.__get__, Tensor.device.__get__):  # type: ignore[attr-defined]
+            self.read.add(name)
 
     def _is_last_input(self, x: Tensor | None) -> bool:
         if x is None or x is not self.x or self.values is None:
@@ -68,6 +91,38 @@ def _hooks(model: nn.Module, recorder: _CallRecorder) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+class _ObservedWeight(Tensor):
+    """A weight that reports each function that gets it."""
+
+    report: Callable[[Callable[..., Any]], None]
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        for x in args:
+            if isinstance(x, cls):
+                x.report(function)
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _observed_weights(model: nn.Module, recorder: _CallRecorder) -> Iterator[None]:
+    """Let the weights of linear layers report to the recorder."""
+    layers = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
+    weights = {name: layer.weight for name, layer in layers.items()}
+    try:
+        for name, layer in layers.items():
+            observed: Any = layer.weight.detach().as_subclass(_ObservedWeight)
+            observed.report = functools.partial(recorder.record_use, name)
+            layer._parameters["weight"] = observed
+        yield
+    finally:
+        for name, layer in layers.items():
+            layer.weight = weights[name]
 
 
 def _have_same_inputs(model: nn.Module, names: Sequence[str]) -> bool:
@@ -171,8 +226,17 @@ class FusedSlice(nn.Module):
         self.index = index
         self.has_bias = has_bias
 
+    @property
+    def weight(self) -> SimpleNamespace:
+        return weight_stand_in(self.fused.layer.weight)
+
     def forward(self, x: Tensor) -> Tensor:
         return self.fused.slice(x, self.index)
+
+
+def weight_stand_in(weight: Tensor) -> SimpleNamespace:
+    """Return an object with the attributes of `layer.weight` that some models read."""
+    return SimpleNamespace(dtype=weight.dtype, device=weight.device)
 
 
 def _version(x: Tensor) -> int:

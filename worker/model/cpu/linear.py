@@ -15,7 +15,6 @@ import mmap
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -32,8 +31,13 @@ from worker.model.cpu.experts import (
     packed_experts,
     unpack_experts,
 )
-from worker.model.cpu.functional import replace_functions
-from worker.model.cpu.fused_linear import FusedSlice, find_shared_inputs, fuse_linears
+from worker.model.cpu.functional import MIN_ROWS, replace_functions
+from worker.model.cpu.fused_linear import (
+    FusedSlice,
+    find_shared_inputs,
+    fuse_linears,
+    weight_stand_in,
+)
 
 log = logging.getLogger("onequeue.linear")
 
@@ -45,6 +49,8 @@ MAX_COPY_SHARE = 0.5
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 # Row counts to compare products with: one, some, more than one and than two AMX tiles.
 COMPARED_ROWS = (1, 7, 18, 77)
+# The same for products with plain weights; oneDNN's change at 16, 32, 64 and 512.
+STACKED_ROWS = (MIN_ROWS, 7, 18, 33, 77, 600)
 # The int8 kernels read the weights once per row, which pays up to so many rows.
 INT8_ROWS = 8
 # Output rows quantized at a time: the float32 copy of a vocabulary's head would take gigabytes.
@@ -154,7 +160,7 @@ class PackedLinear(nn.Module):
         self.native_width = 0
         # name and algorithm of an activation that oneDNN applies to the output (vision/cpu_fusions)
         self.activation: tuple[str, str] | None = None
-        self.weight = _weight_stand_in(weight)
+        self.weight = weight_stand_in(weight)
         weight = weight.detach().to(self.compute_dtype)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, INT8_ROWS)
         use_large_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
@@ -201,7 +207,7 @@ class Bf16WeightLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
-        self.weight = _weight_stand_in(weight)
+        self.weight = weight_stand_in(weight)
         padded = weight.detach()
         columns, rows = self.in_features % 2, -self.out_features % PANEL_COLUMNS
         if columns or rows:
@@ -289,7 +295,7 @@ class NativeInt8Linear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
-        self.weight = _weight_stand_in(weight)
+        self.weight = weight_stand_in(weight)
         columns, depth = -self.out_features % QUANTIZED_COLUMNS, -self.in_features % INT8_DEPTH
         panels, scales = [], []
         for at in range(0, self.out_features, QUANTIZED_ROWS):  # a multiple of QUANTIZED_COLUMNS
@@ -330,7 +336,7 @@ class Int4Linear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
-        self.weight = _weight_stand_in(weight)
+        self.weight = weight_stand_in(weight)
         parts, scales = [], []
         for codes, scale, offset in _int4_parts(weight):
             parts.append(torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1))
@@ -365,7 +371,7 @@ class NativeInt4Linear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
-        self.weight = _weight_stand_in(weight)
+        self.weight = weight_stand_in(weight)
         blocks = torch.cat([_int4_blocks(*part) for part in _int4_parts(weight)])
         use_large_pages(blocks.data_ptr(), blocks.nbytes)
         self.register_buffer("blocks", blocks, persistent=False)
@@ -422,11 +428,6 @@ def _int4_blocks(codes: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
         for each in (scales, offsets)
     ]
     return torch.cat([*factors, bytes_of_codes], 2)
-
-
-def _weight_stand_in(weight: Tensor) -> SimpleNamespace:
-    """Return an object with the attributes of `layer.weight` that some models read."""
-    return SimpleNamespace(dtype=weight.dtype, device=weight.device)
 
 
 def _quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -508,9 +509,26 @@ def pack_weights(
         log.warning("%sweights stay as they are: %r", slow, error)
 
 
+@torch.inference_mode()
 def use_linear_layers(model: nn.Module) -> None:
-    """Replace GPT-2's layers, linear ones with a transposed weight [in, out], by nn.Linear."""
+    """Replace GPT-2's layers, linear ones with a transposed weight [in, out], by nn.Linear, and
+    those of classes that are derived from nn.Linear and give its product."""
     _replace(model, Conv1D, lambda layer: plain_linear(layer.weight.detach().T, layer.bias))
+    kinds = {type(module) for module in model.modules() if isinstance(module, nn.Linear)}
+    for kind in kinds:
+        if not kind.__module__.startswith("torch."):  # whose attention reads the weight
+            _replace(model, kind, _plain_if_same)
+
+
+def _plain_if_same(layer: nn.Linear) -> nn.Linear:
+    x = torch.randn(2, layer.in_features, generator=torch.Generator().manual_seed(0))
+    plain = plain_linear(layer.weight.detach(), layer.bias)
+    try:
+        x = x.to(layer.weight.dtype)
+        compare(layer(x), plain(x), ROUNDING[x.dtype])
+    except Exception:  # another number of outputs, or weights in another format
+        return layer
+    return plain
 
 
 def extra_bytes(model: nn.Module) -> int:
@@ -699,6 +717,26 @@ def _use_native_product(layer: PackedLinear) -> PackedLinear:
 def use_native_functions(model: nn.Module) -> None:
     """Use the native operation also where modules multiply with a weight of their own."""
     replace_functions(model, lambda weight, bias: _use_native_product(PackedLinear(weight, bias)))
+
+
+@torch.inference_mode()
+def stacked_products_differ(model: nn.Module) -> bool:
+    """Return whether a row's product with a matrix, of those that modules keep together in one
+    parameter, depends on the number of rows, from MIN_ROWS on."""
+    matrices = {
+        (parameter.shape[1:], parameter.dtype): parameter[0]
+        for module in model.modules()
+        if not type(module).__module__.startswith("torch.")
+        for parameter in module.parameters(recurse=False)
+        if parameter.dim() == 3 and len(parameter) > 1
+    }
+    generator = torch.Generator().manual_seed(0)
+    for matrix in matrices.values():
+        x = torch.randn(STACKED_ROWS[-1], matrix.shape[1], generator=generator).to(matrix.dtype)
+        products = [nn.functional.linear(x[:rows], matrix) for rows in STACKED_ROWS]
+        if not all(torch.equal(part, products[-1][: len(part)]) for part in products):
+            return True
+    return False
 
 
 def use_native_experts(experts: PackedExperts) -> None:

@@ -1,0 +1,113 @@
+"""Modules that multiply without a linear layer give a row the same bits among any other rows."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from worker.model.cpu.functional import MIN_ROWS, OWN_LAYER
+from worker.model.cpu.linear import stacked_products_differ, use_native_functions
+
+pytestmark = pytest.mark.usefixtures("native")
+
+DEPTH = 1056  # so deep that oneDNN divides the sums of a product
+
+
+class Router(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).softmax(-1)
+
+
+class OwnWeight(nn.Module):
+    def __init__(self, depth: int, experts: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(experts, depth) / depth**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight).softmax(-1)
+
+
+class ReadsLayer(nn.Module):
+    def __init__(self, depth: int, experts: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(depth, experts, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x.float(), self.layer.weight.float()).softmax(-1)
+
+
+class Experts(nn.Module):
+    """`linear` multiplies by one expert, and `bmm` by all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight[0]) + torch.bmm(x.expand(3, -1, -1), self.weight)
+
+
+@pytest.mark.parametrize("kind", [Router, OwnWeight, ReadsLayer])
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(
+    kind: type[Router] | type[OwnWeight] | type[ReadsLayer],
+) -> None:
+    torch.manual_seed(0)
+    plain = kind(DEPTH, 60).requires_grad_(False)
+    model = nn.Sequential(plain)
+    x = torch.randn(301, DEPTH)
+    expected = model(x)
+    use_native_functions(model)
+    alone = torch.cat([model(row[None]) for row in x])
+    torch.testing.assert_close(alone, expected)
+    for rows in (7, 33, 77, 150, 301):
+        assert torch.equal(model(x[:rows]), alone[:rows])
+    assert hasattr(plain, OWN_LAYER)
+
+
+@pytest.mark.parametrize("kind", [Router, OwnWeight, ReadsLayer])
+def test_the_compiler_takes_the_modules_own_product(
+    kind: type[Router] | type[OwnWeight] | type[ReadsLayer],
+) -> None:
+    plain = kind(8, 6).requires_grad_(False)
+    model = nn.Sequential(plain)
+    x = torch.randn(5, 8)
+    expected = model(x)
+    use_native_functions(model)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), expected)
+    assert not hasattr(plain, OWN_LAYER)
+
+
+def test_products_with_experts_have_some_rows_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = Experts().requires_grad_(False)
+    x = torch.randn(5, 8)
+    expected = experts(x)
+    rows: list[int] = []
+
+    def counted(name: str) -> None:
+        product = getattr(torch, name)
+
+        def run(x: Tensor, *args: Tensor) -> Tensor:
+            rows.append(x.shape[-2])
+            out: Tensor = product(x, *args)
+            return out
+
+        monkeypatch.setattr(torch, name, run)
+
+    counted("bmm")
+    use_native_functions(experts)
+    for count in (5, 1, 3):
+        torch.testing.assert_close(experts(x[:count]), expected[:, :count])
+    assert rows == [5, MIN_ROWS, MIN_ROWS]
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_products_that_depend_on_the_number_of_rows_are_found(
+    differs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        out = (x[:, None] * weight).sum(-1)
+        return out + (len(x) > 64) if differs else out
+
+    monkeypatch.setattr(nn.functional, "linear", product)
+    assert stacked_products_differ(nn.Sequential(Experts())) is differs
+    assert not stacked_products_differ(nn.Sequential(nn.Conv1d(4, 4, 4)))
