@@ -13,6 +13,7 @@ from torch import Tensor
 
 from batching import scheduler
 from tests import tiny_adapters, tiny_decoders
+from tests.causal_families import build
 from tests.generating import ORDINARY, Driver, Served, engine, request, runner_of, serve
 from tests.matrix import matrix
 from tests.threads import compute_threads
@@ -237,6 +238,56 @@ def test_outputs_of_other_models_are_those_of_each_request_alone(name: str, dtyp
     torch.set_num_threads(3)
     served, _ = serve(new_engine(model, 200, "off"), [*requests(), *requests()], seed=1)
     assert list(map(outputs, served)) == list(map(outputs, alone)) * 2
+
+
+# with a router that is a linear layer, gates by softplus, an activation of some columns, and steps
+# in time that are limited in prompts
+FAMILIES = ("phimoe", "laguna", "modernbert-decoder", "nemotron_h")
+# with experts that torch multiplies by, one after another and all at once
+STACKED = ("longcat_flash", "jetmoe", "llama4_text")
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    matrix(
+        [(kind, "float32") for kind in (*FAMILIES, *STACKED)]
+        + [("phimoe", "bfloat16"), ("nemotron_h", "bfloat16"), ("llama4_text", "bfloat16")],
+        *((kind, "float32") for kind in (*FAMILIES, "longcat_flash")),
+    ),
+)
+def test_outputs_of_families_are_those_of_each_request_alone(
+    kind: str, dtype: str, tmp_path: Path
+) -> None:
+    for part in build(kind):
+        part.save_pretrained(tmp_path)
+    options = GeneratorOptions(
+        str(tmp_path), dtype=dtype, device="cpu", kv_cache_gb=0.02, compile="on"
+    )
+    runner = load_paged_runner(load_language_model(options), options)
+    runner._use_native_ops()
+    if kind in STACKED and not runner._keeps_rows_apart():
+        pytest.skip("torch's product of a row depends on the others on this CPU")
+    assert runner._keeps_rows_apart()
+    model = runner.language
+    alone = [serve(new_engine(model, 64, "off"), [item])[0][0] for item in requests()]
+    torch.set_num_threads(3)
+    served, driver = serve(new_engine(model, 9, "off"), requests(), seed=1)
+    assert driver.total("preempted") > 0
+    assert list(map(outputs, served)) == list(map(outputs, alone))
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("dbrx", "float32"), ("mamba", "bfloat16")])
+def test_rows_that_torch_computes_are_reported(
+    kind: str, dtype: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for part in build(kind):
+        part.save_pretrained(tmp_path)
+    options = GeneratorOptions(
+        str(tmp_path), dtype=dtype, device="cpu", kv_cache_gb=0.02, compile="on"
+    )
+    load_paged_runner(load_language_model(options), options)._use_native_ops()
+    assert "logits depend on the batch" in caplog.text
+    assert "weights stay as they are" not in caplog.text
 
 
 # ── the compiled model takes over ──

@@ -44,7 +44,12 @@ from worker.model.attention.paged import (
 from worker.model.attention.recurrent import PackedStates
 from worker.model.compiling import compile_model
 from worker.model.cpu.activations import align_activations
-from worker.model.cpu.linear import use_bf16_weights, use_native_functions, use_native_linear
+from worker.model.cpu.linear import (
+    stacked_products_differ,
+    use_bf16_weights,
+    use_native_functions,
+    use_native_linear,
+)
 from worker.model.cuda_graphs import (
     SIZES,
     SPARE_BLOCKS,
@@ -348,6 +353,8 @@ class PagedRunner:
     def _keeps_rows_apart(self) -> bool:
         """Return whether a token's logits are equal in every bit in batches of several lengths."""
         language = self.language
+        if not self.verifies_drafts or stacked_products_differ(language.decoder):
+            return False  # by torch's operations: equal in some batches only
         widths = [min(width, language.context) for width in COMPARED_WIDTHS]
         blocks = range(widths[0] // BLOCK + 1)
         cache = new_cache(language, len(blocks), 2)
