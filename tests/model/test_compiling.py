@@ -228,6 +228,57 @@ def test_layers_of_a_kind_share_a_graph(
     assert counters["stats"]["unique_graphs"] - before == 2 * kinds
 
 
+class Plus(nn.Module):
+    def __init__(self, layer_idx: int, factor: float = 1.0) -> None:
+        super().__init__()
+        self.layer_idx, self.factor = layer_idx, factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.factor
+
+
+class Minus(Plus):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - self.factor
+
+
+class Layers(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.body = nn.Module()
+        self.body.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.get_submodule("body.layers").children():
+            x = layer(x)
+        return x
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="there is no compiler")
+@torch.inference_mode()
+def test_layers_that_differ_do_not_share_a_graph() -> None:
+    model = Layers(Plus(0), Plus(1), Minus(2), Plus(3, factor=5.0), Plus(4))
+    compiled = with_compiled_layers(model, "body")
+    for width in (3, 7):
+        assert compiled(torch.zeros(width)).tolist() == [7.0] * width
+    assert model(torch.zeros(1)).tolist() == [7.0]
+
+
+@pytest.mark.parametrize(
+    ("layers", "why"),
+    [
+        ((Plus(0),), "not in one list"),
+        ((Plus(0), nn.Identity()), "more than once, or not"),
+        ((Plus(0), nn.Sequential(Plus(1), Plus(2))), "more than once, or not"),
+    ],
+)
+def test_layers_are_compiled_if_each_has_one_number(
+    layers: tuple[nn.Module, ...], why: str
+) -> None:
+    with pytest.raises(CannotRun, match=why):
+        with_compiled_layers(Layers(*layers), "body")
+
+
 def test_a_model_without_a_body_is_not_compiled() -> None:
     model = Scaled(1.0)
     model.base_model = None

@@ -190,7 +190,7 @@ def _keep_layer_guards(guards: Sequence[Any]) -> list[bool]:
         guard.guard_type == "SHAPE_ENV"
         or (
             guard.guard_type in LAYER_GUARDS
-            and guard.name.startswith(("layer.", "args[", "kwargs["))
+            and guard.name.startswith(("layer", "args[", "kwargs["))
         )
         for guard in guards
     ]

@@ -11,6 +11,7 @@ import copy
 import functools
 import logging
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,7 @@ from worker.model.attention.paged import AttentionBackend, forward_context
 from worker.model.language_model import LanguageModel
 
 log = logging.getLogger("onequeue.cuda_graphs")
+warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
 
 Run = Callable[[], Tensor]
 # Captures a run; returns the function that replays it, and its output buffer.
