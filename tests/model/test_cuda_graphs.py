@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from batching.sequence import Batch, Span
+from tests import tiny_decoders
 from tests.decode_kernels import attend, write
 from tests.generating import assert_greedy, engine, loaded, prompts, request, runner_of, serve
 from tests.matrix import matrix
@@ -27,7 +28,13 @@ from worker.model.attention.kv_cache import BLOCK
 from worker.model.attention.mixed import MAX_SPAN_WIDTH, MixedMetadata
 from worker.model.attention.paged import AttentionMetadata
 from worker.model.attention.varlen import VarlenMetadata
-from worker.model.cuda_graphs import MAX_PROMPT_READS, CudaGraphs, RowsMetadata, Run
+from worker.model.cuda_graphs import (
+    MAX_PROMPT_READS,
+    CudaGraphs,
+    RowsMetadata,
+    RowsStates,
+    Run,
+)
 from worker.model.paged_runner import PagedRunner
 
 pytestmark = pytest.mark.usefixtures("poisoned_cache")
@@ -89,6 +96,48 @@ def test_output_is_the_same_with_graphs(model: str, monkeypatch: pytest.MonkeyPa
     assert_greedy(model, served, 12)
     assert len(driver.reports) > recorder.replayed - 8 > 5  # some steps are too wide for graphs
     assert sum(prompt_rows) > 48
+
+
+@pytest.mark.usefixtures("steps")
+@pytest.mark.parametrize("model", matrix(tiny_decoders.RECURRENT, "qwen3.5", "mamba2"))
+def test_decodes_of_recurrent_layers_are_captured(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator, recorder = engine(model, blocks=BLOCKS), Recorder()
+    runner = runner_of(generator)
+    graphs = runner._graphs = captured(runner, recorder)
+    assert recorder.captured == recorder.replayed == 6
+    supports, rows = graphs.supports, list[int]()
+
+    def recorded(batch: Batch) -> bool:
+        if supported := supports(batch):
+            rows.append(len(batch.ids))
+        return supported
+
+    monkeypatch.setattr(graphs, "supports", recorded)
+    prompt_ids = prompts(1, (1, 7, 17, 48), count=2)
+    served, _ = serve(generator, [request(ids) for ids in prompt_ids], seed=3)
+    assert_greedy(model, served, 12)
+    assert max(rows) > 3
+    assert recorder.replayed - 6 == len(rows)
+
+
+@pytest.mark.parametrize("model", ["qwen3.5", "mamba2"])
+def test_a_graph_that_mixes_up_states_is_not_used(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RowsStates.run
+
+    def wrong(self: RowsStates, number: int, hidden: Tensor) -> Tensor:
+        self._rows.sources = torch.zeros_like(self._rows.sources)
+        return run(self, number, hidden)
+
+    monkeypatch.setattr(RowsStates, "run", wrong)
+    runner = runner_of(engine(model, blocks=BLOCKS))
+    for stored in runner.cache.states:
+        stored[0] = 1
+    with pytest.raises(CannotRun, match="differ"):
+        captured(runner, Recorder())
 
 
 def test_an_eager_step_can_read_a_block_that_a_graph_started() -> None:

@@ -95,7 +95,7 @@ def generator_of(model: str, dtype: str = "float32", **options: Any) -> Generati
     return generator
 
 
-@pytest.mark.parametrize("model", tiny_decoders.ARCHITECTURES)
+@pytest.mark.parametrize("model", [*tiny_decoders.ARCHITECTURES, *tiny_decoders.RECURRENT])
 def test_greedy_output_equals_generate(model: str) -> None:
     generator = generator_of(model)
     prompt_ids = prompts(1, (1, 2, 7, 16, 17, 33, 48, 60))
@@ -110,6 +110,11 @@ def test_what_makes_steps_fast_is_used() -> None:
     assert runner._graphs is not None
     assert runner.metadata is VarlenMetadata
     assert any(isinstance(module, FusedSlice) for module in runner.language.model.modules())
+
+
+@pytest.mark.parametrize("model", ["qwen3.5", "lfm2", "mamba2"])
+def test_decodes_of_recurrent_layers_are_captured(model: str) -> None:
+    assert runner_of(generator_of(model))._graphs is not None
 
 
 @pytest.fixture

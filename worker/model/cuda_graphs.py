@@ -4,7 +4,8 @@ Launching a model's thousand kernels takes longer than running them for a few hu
 is captured once per batch size, rounded up to SIZES, and replayed with its input buffers refilled.
 Unused rows are padding that writes to a spare block. Each row is one token with a block table
 (attention/triton_decode.py), whatever the length of its sequence: the tokens of a prompt read its
-keys once each.
+keys once each. With recurrent layers each row continues a state of its own, so only decodes are
+captured.
 """
 
 import copy
@@ -12,7 +13,7 @@ import functools
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,11 +22,13 @@ import torch
 from torch import Tensor
 
 from batching.sequence import Batch, Span
+from batching.state_pool import NO_SLOT, StateSegment
 from worker.device.async_copy import fill_placeholders, to_device
 from worker.error_classification import first_line
 from worker.model.attention.kv_cache import BLOCK, KVCache
 from worker.model.attention.mixed import MAX_SPAN_WIDTH, programs
-from worker.model.attention.paged import AttentionBackend, forward_context
+from worker.model.attention.paged import AttentionBackend, StepStates, forward_context
+from worker.model.attention.recurrent import RecurrentModule
 from worker.model.language_model import LanguageModel
 
 log = logging.getLogger("onequeue.cuda_graphs")
@@ -43,6 +46,10 @@ SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 MAX_PROMPT_READS = SIZES[-1] ** 2 // 2
 # The cache's last blocks, which no sequence gets: one for padding rows, one for the check.
 SPARE_BLOCKS = 2
+SPARE_SLOTS = 1  # the last slot of recurrent layers' states, for both
+
+
+BUFFERS = 7  # of numbers of a row
 
 
 class RowsMetadata(AttentionBackend):
@@ -50,19 +57,21 @@ class RowsMetadata(AttentionBackend):
 
     Holds the input buffers of the graphs: `ids`, `positions`, `slots` (where the key and value go),
     `tails` (slots after it to zero in a block that the step starts), `position_ids` (passed to the
-    model; they differ from `positions` behind images), int64 [rows] each, and `tables`, int32
-    [rows, max_blocks], where `max_blocks` are those of the longest sequence.
+    model; they differ from `positions` behind images), `sources` and `targets` (slots of the states
+    of recurrent layers), int64 [rows] each, and `tables`, int32 [rows, max_blocks], where
+    `max_blocks` are those of the longest sequence.
     """
 
     def __init__(self, cache: KVCache, rows: int, max_blocks: int) -> None:
         self.cache = cache
         self.programs = programs(cache.device)
-        self._buffer = torch.zeros(5, rows, dtype=torch.long, device=cache.device)
+        self._buffer = torch.zeros(BUFFERS, rows, dtype=torch.long, device=cache.device)
         self._take_rows(self._buffer)
         self.tables = torch.zeros(rows, max_blocks, dtype=torch.int32, device=cache.device)
 
     def _take_rows(self, buffer: Tensor) -> None:
-        self.ids, self.positions, self.slots, self.tails, self.position_ids = buffer
+        self.ids, self.positions, self.slots, self.tails, self.position_ids, *states = buffer
+        self.sources, self.targets = states
 
     def first(self, rows: int) -> "RowsMetadata":
         """Return a view of the first rows."""
@@ -85,9 +94,10 @@ class RowsMetadata(AttentionBackend):
         span = np.repeat(np.arange(len(counts)), widths)  # of each row
         positions = np.array(batch.positions)
         # one array for all buffers, as each copy to the device costs a launch
-        packed = np.full((rows, 5 + blocks.shape[1]), spare, np.int32)
-        packed[:count, 5:] = blocks[span]
-        ids, row_positions, slots, tails, position_ids = columns = packed[:, :5].T
+        packed = np.full((rows, BUFFERS + blocks.shape[1]), spare, np.int32)
+        packed[:count, BUFFERS:] = blocks[span]
+        columns = packed[:, :BUFFERS].T
+        ids, row_positions, slots, tails, position_ids, sources, targets = columns
         columns[:] = 0
         ids[:count] = batch.ids
         row_positions[:count] = positions
@@ -97,9 +107,14 @@ class RowsMetadata(AttentionBackend):
         starts_block = lasts % BLOCK < widths
         ends = np.array(batch.offsets) + widths
         tails[ends - 1] = np.where(starts_block, BLOCK - 1 - lasts % BLOCK, 0)
+        if stored := self.cache.states:
+            sources[:] = targets[:] = len(stored[0]) - SPARE_SLOTS
+            segments = [of_span[0] for of_span in batch.states]
+            sources[:count] = [segment.source for segment in segments]
+            targets[:count] = [segment.target for segment in segments]
         on_device = to_device(packed, self.tables.device)
-        self._buffer[:, :rows] = on_device[:, :5].T
-        self.tables[:rows, : blocks.shape[1]] = on_device[:, 5:]
+        self._buffer[:, :rows] = on_device[:, :BUFFERS].T
+        self.tables[:rows, : blocks.shape[1]] = on_device[:, BUFFERS:]
         if sampled is not None:
             self.ids[:rows] = fill_placeholders(self.ids[:rows], sampled)
 
@@ -123,6 +138,20 @@ class RowsMetadata(AttentionBackend):
         ).unsqueeze(0)  # fmt: skip
 
 
+class RowsStates(StepStates):
+    """Runs recurrent modules on rows that each continue a state, as PackedStates on decodes."""
+
+    def __init__(self, modules: Sequence[RecurrentModule], rows: RowsMetadata) -> None:
+        self._modules, self._rows = modules, rows
+
+    def run(self, number: int, hidden: Tensor) -> Tensor:
+        rows = self._rows
+        out = self._modules[number].run(
+            hidden.transpose(0, 1), rows.sources, rows.targets, rows.cache
+        )
+        return out.transpose(0, 1).contiguous()
+
+
 class CudaGraphs:
     """Graphs of the model for every batch size up to the metadata's number of rows, once
     `capture_next` has captured each.
@@ -136,17 +165,26 @@ class CudaGraphs:
     ) -> None:  # fmt: skip
         self._language, self._model = language, model
         self._metadata, self._capture = metadata, capture
-        rows = len(metadata.ids)
-        self._spare = len(metadata.cache.keys[0]) - SPARE_BLOCKS
+        self._reference = reference
+        rows, keys, states = len(metadata.ids), metadata.cache.keys, metadata.cache.states
+        self._spare = len(keys[0]) - SPARE_BLOCKS if keys else 0
+        self._spare_slot = len(states[0]) - SPARE_SLOTS if states else NO_SLOT
         self._sizes = [size for size in SIZES if size < rows] + [rows]
         self._missing = [*self._sizes]
         self._captured: dict[int, tuple[Callable[[], Any], Tensor]] = {}
-        width = min(rows, MAX_SPAN_WIDTH)
-        self._prompt = [1 + 7 * n % (language.vocab_size - 1) for n in range(width)]
-        self._expected = reference(self._check_batch(width))
+        self._prompt = [1 + 7 * n % (language.vocab_size - 1) for n in range(MAX_SPAN_WIDTH)]
+        self._expected = reference(self._check_batch(rows))
 
-    def _check_batch(self, width: int) -> Batch:
-        return Batch([Span([self._spare + 1], 0, width)], self._prompt[:width], range(width))
+    def _check_batch(self, rows: int) -> Batch:
+        """Return a prompt of at most so many rows; with recurrent layers one row, after a prompt
+        whose states are written here."""
+        ids, table, slot = self._prompt[:rows], [self._spare + 1], self._spare_slot
+        if slot == NO_SLOT:
+            return Batch([Span(table, 0, len(ids))], ids, range(len(ids)))
+        *ids, last = self._prompt
+        segments = [(StateSegment(len(ids), NO_SLOT, slot),)], [(StateSegment(1, slot, slot),)]
+        self._reference(Batch([Span(table, 0, len(ids))], ids, [0], states=segments[0]))
+        return Batch([Span(table, len(ids), 1)], [last], [0], states=segments[1])
 
     @property
     def is_complete(self) -> bool:
@@ -155,17 +193,22 @@ class CudaGraphs:
     def capture_next(self) -> None:
         """Capture and check the largest missing size: smaller ones reuse its memory."""
         size = self._missing[-1]
-        width = min(size, len(self._prompt))
-        self._metadata.fill(self._check_batch(width), size, self._spare)
+        self._metadata.fill(self._check_batch(size), size, self._spare)
         replay, logits = self._captured[size] = self._capture(functools.partial(self._run, size))
+        width = len(self._check_batch(size).ids)  # writes the states again
         replay()
         self._language.compare(logits[:width], self._expected[:width])
         self._missing.pop()
 
     def supports(self, batch: Batch) -> bool:
-        """Return whether the batch has few rows, whose prompts read few keys."""
+        """Return whether the batch has few rows, whose prompts read few keys, or with recurrent
+        layers decodes only."""
         if len(batch.ids) > self._sizes[-1]:
             return False
+        if self._spare_slot != NO_SLOT:
+            segments = [of_span[0] for of_span in batch.states]
+            are_single = all(span.width == 1 for span in batch.spans)
+            return are_single and all(segment.source != NO_SLOT for segment in segments)
         prompts = (span for span in batch.spans if span.width > MAX_SPAN_WIDTH)
         reads = sum(span.width * (span.start + span.width // 2) for span in prompts)
         return reads <= MAX_PROMPT_READS
@@ -186,10 +229,12 @@ class CudaGraphs:
 
     @torch.inference_mode()
     def _run(self, size: int) -> Tensor:
-        metadata = self._metadata.first(size)
+        metadata, states = self._metadata.first(size), None
+        if modules := self._language.recurrent:
+            states = RowsStates(modules, metadata)
         # views of the buffer would make the compiler compile once more
         ids, positions = metadata.ids[None].clone(), metadata.position_ids[None].clone()
-        with forward_context(metadata):
+        with forward_context(metadata, states):
             output = self._model(input_ids=ids, position_ids=positions, use_cache=False)
         logits: Tensor = output.logits[0]
         return logits

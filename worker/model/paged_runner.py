@@ -53,6 +53,7 @@ from worker.model.cpu.linear import (
 from worker.model.cuda_graphs import (
     SIZES,
     SPARE_BLOCKS,
+    SPARE_SLOTS,
     CudaCapture,
     CudaGraphs,
     RowsMetadata,
@@ -116,7 +117,8 @@ class PagedRunner:
         self.max_model_len = max_model_len
         self.compile_state: Literal["running", "done", "off"] = "off"
         self.slots = slots or StateSlots(max(1, max_running), 2 * MAX_CHECKPOINTS, MAX_DRAFTS)
-        self.cache = new_cache(language, blocks + SPARE_BLOCKS, self.slots.total)
+        slots_total = self.slots.total + SPARE_SLOTS
+        self.cache = new_cache(language, blocks + SPARE_BLOCKS, slots_total)
         self.model: Callable[..., Any] = language.model  # or its compiled copy, unless eager
         self.metadata: Callable[[KVCache, Batch], AttentionBackend] = AttentionMetadata
         self._compiled: Callable[..., Any] | None = None  # set by the thread, for the next step
@@ -124,6 +126,8 @@ class PagedRunner:
         if language.deterministic:
             self._attend_by_rows()
         self._rows = SIZES[-1] if max_running else 0
+        if language.states:  # rows of decodes, one for each state
+            self._rows = min(self._rows, self.slots.sequences)
         self._compiled_graphs: CudaGraphs | None = None  # of the compiled model, while captured
         self._capture_at = 0.0  # when the next of them is due
         self._graphs = self._capture()
@@ -192,7 +196,7 @@ class PagedRunner:
             return run_model(self.language, batch, metadata, sampled, positions, hook.model)
 
     def _capture(self) -> CudaGraphs | None:
-        if self.language.device.type != "cuda" or not self._rows or self.language.states:
+        if self.language.device.type != "cuda" or not self._rows:
             return None
         capture = partial(
             capture_graphs, self.language, self.model, self._rows_metadata(), self._run
