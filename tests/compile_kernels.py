@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from worker.model import batch_invariant
+from worker.model import batch_invariant, triton_experts
 from worker.model.attention import triton_decode
 from worker.model.attention.kv_cache import BLOCK
 
@@ -67,6 +67,9 @@ def compiled(dtype: torch.dtype, size: int, group: int, **options: Any) -> list[
         batch_invariant.mm(rows, rows.T)
         batch_invariant.mean_rows(rows, [-1])
         batch_invariant.cumsum(rows, -1, dtype=torch.float64)
+        starts, pairs = torch.zeros(HEADS + 1, dtype=torch.int32), torch.zeros(8, dtype=torch.long)
+        for weight in (keys[0].transpose(0, 1), keys[0].permute(1, 2, 0)):
+            triton_experts.multiply(weight[0], weight, starts, pairs, 2, gathers=True)
     finally:
         JITFunction.run = launch
     return kernels

@@ -103,6 +103,12 @@ def test_greedy_output_equals_generate(model: str) -> None:
     assert_greedy(model, served, 12)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", ["qwen3-moe", "gpt-oss", "llama4"])
+def test_steps_of_mixtures_are_captured(model: str, dtype: str) -> None:
+    assert runner_of(generator_of(model, dtype))._graphs is not None
+
+
 def test_what_makes_steps_fast_is_used() -> None:
     from worker.model.attention.varlen import VarlenMetadata
 

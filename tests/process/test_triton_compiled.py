@@ -28,7 +28,7 @@ def kernels(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     compiled = list(map(json.loads, done.stdout.splitlines()))
-    names = {"_write", "_attend", "_merge", "_product", "_row_sum", "_row_cumsum"}
+    names = {"_write", "_attend", "_merge", "_product", "_row_sum", "_row_cumsum", "_grouped"}
     assert {kernel["kernel"] for kernel in compiled} == names
     for kernel in compiled:
         assert kernel["shared"] <= MAX_SHARED_BYTES, kernel

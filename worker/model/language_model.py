@@ -201,6 +201,8 @@ class LanguageModel:
             self.tolerance = tolerance_of(torch.bfloat16, self.config)
         elif recheck and self.device.type == "cuda":
             fuse_weights(self.model, recheck)
+            if not self.deterministic:
+                group_experts(self.model, recheck)
         elif recheck and on_cpu and packs_dtype(self.dtype):
             free = free_bytes(self.device)
             bf16_weights = native and emulates_dtype(self.dtype)
@@ -224,6 +226,16 @@ def fuse_weights(model: nn.Module, check: Callable[[], object]) -> None:
     else:
         log.info("fused products=%d", len(groups))
     torch.cuda.empty_cache()  # the former weights: free memory is measured next
+
+
+def group_experts(model: PreTrainedModel, check: Callable[[], object]) -> None:
+    """Run the experts of a mixture, for a GPU, by kernels that do not wait for it, if others do.
+    They stay as they are if `check`, which runs the model, raises afterwards; that is logged."""
+    try:  # triton comes with torch's builds for GPUs only
+        from worker.model.triton_experts import use_triton_experts
+    except ImportError:
+        return
+    use_triton_experts(model, check)
 
 
 def load_language_model(options: GeneratorOptions) -> LanguageModel:

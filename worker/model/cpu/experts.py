@@ -132,7 +132,7 @@ ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
 def pack_experts(model: Any, make_layer: MakeLayer) -> int:
     """Pack the experts of all layers, one layer after another, and use this implementation. Return
     how many layers have experts."""
-    found = list(_experts_of(model))
+    found = list(experts_of(model))
     if not found:
         return 0
     before = model.get_experts_implementation()
@@ -159,7 +159,7 @@ def packed_experts(model: nn.Module) -> list[PackedExperts]:
     return [module for module in model.modules() if isinstance(module, PackedExperts)]
 
 
-def _experts_of(model: nn.Module) -> Iterator[Any]:
+def experts_of(model: nn.Module) -> Iterator[Any]:
     """Yield the modules whose forward transformers dispatches, with their weights in 3-D
     parameters of floating-point numbers."""
     for module in model.modules():
@@ -175,7 +175,7 @@ def expert_weights(model: nn.Module) -> int:
     """Return the number of weights of all experts that can be packed."""
     return sum(
         parameter.numel()
-        for module in _experts_of(model)
+        for module in experts_of(model)
         for name, parameter in module.named_parameters(recurse=False)
         if not name.endswith("_bias")
     )
