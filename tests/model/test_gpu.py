@@ -19,6 +19,7 @@ from worker.model.attention.paged import AttentionBackend, attend, forward_conte
 from worker.model.cpu.fused_linear import FusedSlice
 from worker.model.cuda_graphs import RowsMetadata
 from worker.model.language_model import GeneratorOptions
+from worker.pipeline.packed_attention import AttentionConfig, attend_by_flash, check_attention
 
 if not torch.cuda.is_available():
     pytest.skip("there is no GPU", allow_module_level=True)
@@ -121,6 +122,16 @@ def test_what_makes_steps_fast_is_used() -> None:
 @pytest.mark.parametrize("model", ["qwen3.5", "lfm2", "mamba2"])
 def test_decodes_of_recurrent_layers_are_captured(model: str) -> None:
     assert runner_of(generator_of(model))._graphs is not None
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
+@pytest.mark.parametrize("window", [0, 9])
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_rows_attend_by_flash_attention(
+    heads: tuple[int, int], window: int, causal: bool
+) -> None:
+    config = AttentionConfig(*heads, 64, 0.125, window, causal)
+    check_attention(attend_by_flash, config, torch.bfloat16, GPU)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests import tiny
 from tests.parity import assert_same, item, runner, serve
 from tests.tiny_tokenizers import SENTENCES
 from worker.device.self_check import TOLERANCE, CannotRun
+from worker.model.attention import varlen
 from worker.pipeline import packed_attention as packing_module
 from worker.pipeline.loading import SampleRows, check_packing, random_rows
 from worker.pipeline.packed_attention import (
@@ -23,9 +25,11 @@ from worker.pipeline.packed_attention import (
     Packing,
     PackingPlan,
     _enable_native_kernels,
+    attend_by_flash,
     attend_natively,
-    check_native_attention,
+    check_attention,
     plan_batch,
+    similar_lengths,
 )
 from worker.pipeline.runner import PipelineRunner, split_output
 
@@ -119,9 +123,9 @@ def test_packed_rows_with_native_attention_equal_the_models_own_forward(
     load(name).warm_up()
     assert packing.attention_configs
     for config in packing.attention_configs:
-        check_native_attention(config, torch.float32)
-        check_native_attention(config, torch.bfloat16)
-    monkeypatch.setattr(packing, "uses_native", True)
+        check_attention(attend_natively, config, torch.float32)
+        check_attention(attend_natively, config, torch.bfloat16)
+    monkeypatch.setattr(packing, "attend", attend_natively)
     monkeypatch.setattr(packing_module, "attend_in_groups", None)
     test_packed_rows_equal_the_models_own_forward(name)
 
@@ -135,23 +139,64 @@ def test_packed_rows_with_native_attention_equal_the_models_own_forward(
 def test_native_attention_of_packed_rows_equals_torch(
     size: int, heads: tuple[int, int], window: int, causal: bool, dtype: torch.dtype
 ) -> None:
-    check_native_attention(AttentionConfig(*heads, size, size**-0.5, window, causal), dtype)
+    config = AttentionConfig(*heads, size, size**-0.5, window, causal)
+    check_attention(attend_natively, config, dtype)
 
 
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("window", "wrong"), [(9, 8), (9, 10), (9, 0), (0, 9), (128, 127)])
 def test_native_attention_with_a_wrong_window_is_refused(
-    window: int, wrong: int, causal: bool, monkeypatch: pytest.MonkeyPatch
+    window: int, wrong: int, causal: bool
 ) -> None:
     def other(
         query: Tensor, key: Tensor, value: Tensor, plan: PackingPlan, config: AttentionConfig
     ) -> Tensor:
         return attend_natively(query, key, value, plan, replace(config, window=wrong))
 
-    monkeypatch.setattr("worker.pipeline.packed_attention.attend_natively", other)
     with pytest.raises(CannotRun, match="sums differ"):
-        check_native_attention(AttentionConfig(4, 2, 8, 0.5, window, causal), torch.float32)
+        check_attention(other, AttentionConfig(4, 2, 8, 0.5, window, causal), torch.float32)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
+@pytest.mark.parametrize("window", [0, 1, 9])
+@pytest.mark.parametrize("causal", [False, True])
+def test_flash_attention_gets_the_sequences_of_a_packed_row(
+    heads: tuple[int, int], window: int, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    config = AttentionConfig(*heads, 8, 0.3, window, causal)
+    check_attention(attend_by_flash, config, torch.float32)
+
+
+def varlen_attn(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, key_bounds: Tensor, longest: int,
+    longest_key: int, *, scale: float, window_size: tuple[int, int], **_: Any,
+) -> Tensor:  # fmt: skip
+    """Stand in for torch's operator, which GPUs have."""
+    assert bounds is key_bounds
+    assert bounds.dtype == torch.int32
+    assert longest == longest_key == int(bounds.diff().max())
+    parts = []
+    for start, end in pairwise(bounds.tolist()):
+        distance = torch.arange(end - start)[:, None] - torch.arange(end - start)
+        left, right = window_size
+        hidden = (distance > left if left >= 0 else distance < -longest) | (
+            -distance > right if right >= 0 else distance < -longest
+        )
+        qs, ks, vs = (x[start:end].transpose(0, 1) for x in (q, k, v))
+        groups = len(qs) // len(ks)
+        scores = qs @ ks.repeat_interleave(groups, 0).mT * scale
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        parts.append((weights @ vs.repeat_interleave(groups, 0)).transpose(0, 1))
+    return torch.cat(parts)
+
+
+def test_few_texts_of_all_lengths_share_a_call_on_a_gpu() -> None:
+    counts = [100, 3, 40, 4096]
+    assert similar_lengths(counts, on_gpu=True) == [[1, 2, 0, 3]]
+    assert similar_lengths([*counts, 41], on_gpu=True) == [[1, 2, 4, 0], [3]]
+    assert similar_lengths([*counts, 41], on_gpu=False) == [[1], [2, 4], [0], [3]]
 
 
 def enable_native_kernels(packing: Packing) -> None:
@@ -170,7 +215,7 @@ def test_torch_attention_serves_where_there_is_no_compiler(
     caplog.set_level(logging.WARNING, "onequeue.packed_attention")
     packing = Packing(fresh_model("bert-mlm"))
     enable_native_kernels(packing)
-    assert not packing.uses_native
+    assert packing.attend is packing_module.attend_in_groups
     assert [record.message for record in caplog.records] == [
         "native attention disabled, using torch: no compiler here"
     ]

@@ -297,6 +297,7 @@ SHORT = {"max_new_tokens": 20}
         ("automatic-speech-recognition", "whisper", wav(noise(1, 4.0)), SHORT, 20),
         ("zero-shot-object-detection", "owlvit", DETECTION_INPUT, {}, 3),
     ],
+    ids=["greedy", "beams", "whisper", "owlvit"],
 )
 def test_a_cancelled_batch_stops_before_the_next_forward(
     task: str, model: str, inputs: Any, parameters: dict[str, Any], forwards: int

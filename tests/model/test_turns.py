@@ -130,7 +130,9 @@ GENERATING: list[tuple[str, str, Any, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("task", "model", "inputs", "parameters"), matrix(GENERATING, *GENERATING))
+@pytest.mark.parametrize(
+    ("task", "model", "inputs", "parameters"), GENERATING, ids=["greedy", "beams", "whisper"]
+)
 def test_other_models_run_between_two_tokens(
     task: str,
     model: str,

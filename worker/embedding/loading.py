@@ -50,7 +50,7 @@ from worker.model.loading import (
     model_info,
 )
 from worker.pipeline.limits import context_limit, vocabulary_size
-from worker.pipeline.packed_attention import start_native_kernels
+from worker.pipeline.packed_attention import start_native_kernels, use_flash_attention
 
 log = logging.getLogger("onequeue.embedding")
 
@@ -100,6 +100,7 @@ class Checkpoint:
         if rows.packing:
             log_own_attention(options.attention, "packed batches")
         warm_up = partial(on_worker, rows.warm_up)
+        use_flash_attention(rows.model, rows.packing, warm_up)
         start_native_kernels(rows.model, rows.packing, warm_up, options.compile)
         return rows
 

@@ -52,7 +52,7 @@ from worker.model.long_context import factors_change
 from worker.model.quantization import check_quantization
 from worker.pipeline.inputs import InputReader, warm_up_input
 from worker.pipeline.limits import context_limit, vocabulary_size
-from worker.pipeline.packed_attention import Packing, start_native_kernels
+from worker.pipeline.packed_attention import Packing, start_native_kernels, use_flash_attention
 from worker.pipeline.runner import PipelineRunner, split_output
 from worker.task_detection import DEMO_TASK, task_hint, tasks_of
 from worker.tasks import TASKS
@@ -141,6 +141,7 @@ def new_runner(pipe: Pipe, options: PipelineOptions, max_rows: int) -> PipelineR
     if on_cpu and packs_dtype(dtype) and emulates_dtype(dtype):
         pack_weights(pipe.model, free_bytes(pipe.device), warm_up)
     if packing and is_worth_compiling(options.compile, info.parameters):
+        use_flash_attention(pipe.model, packing, warm_up)
         start_native_kernels(pipe.model, packing, warm_up, options.compile)
     return runner
 

@@ -6,7 +6,8 @@ and heads see their usual input. In between, an attention function registered wi
 keeps the sequences apart. loading.py decides by running the model whether it can be packed.
 
 On a CPU, native attention and linear layers replace torch's once they are compiled and compared
-with it. This module does not choose which requests share a batch (batching/batcher.py).
+with it; on a GPU, flash attention in bfloat16 and float16. This module does not choose which
+requests share a batch (batching/batcher.py).
 """
 
 import itertools
@@ -15,8 +16,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -24,9 +27,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from worker.cores import unpin, use_one_core
+from worker.device.async_copy import to_device
 from worker.device.device import free_bytes
 from worker.device.self_check import MIN_PROMPT_TOKENS, TOLERANCE, CannotRun, compare, set_attention
 from worker.error_classification import first_line
+from worker.load_context import on_worker
 from worker.model.attention.native import NATIVE_DTYPES, load_native_ops
 from worker.model.cpu.amx_linear import use_amx_linear
 from worker.model.cpu.linear import pack_weights, packs_dtype, use_native_linear
@@ -35,9 +40,12 @@ from worker.model.loading import is_worth_compiling
 log = logging.getLogger("onequeue.packed_attention")
 
 ATTENTION = "onequeue_packed"
+CPU = torch.device("cpu")
 HIDDEN_STATES = "hidden_states"  # a layer's first argument, where it is passed by name
 # Sequences share one attention call while the longest is at most this times the shortest.
 MAX_LENGTH_RATIO = 1.35
+# On a GPU also while they have so few tokens with their padding: launching a call takes longer.
+MAX_PADDED_TOKENS = 16384
 
 
 # ── the plan of a batch ──
@@ -71,6 +79,8 @@ class PackingPlan:
     batch_size: int
     width: int
     counts: Tensor  # [B] tokens per sequence
+    bounds: Tensor  # int32 [B + 1] where each sequence begins in the packed row, and the last ends
+    longest: int  # of `counts`
     token_index: Tensor | None  # [T] into the flattened [B * L] batch; None: already one row
     groups: Sequence[PackedGroup]
     head_index: Tensor | None  # [B, M] packed positions for the head; None: all [B, L]
@@ -92,22 +102,34 @@ def plan_batch(
     if width is not None:
         ranges = (torch.arange(i * width, i * width + n) for i, n in enumerate(counts))
         token_index = torch.cat(list(ranges)).to(device)
-    order = sorted(range(len(counts)), key=lambda i: counts[i])
-    groups, members = [], [order[0]]
-    for i in order[1:]:
-        if counts[i] > MAX_LENGTH_RATIO * counts[members[0]]:
-            groups.append(_group(members, counts, starts, device))
-            members = []
-        members.append(i)
-    groups.append(_group(members, counts, starts, device))
+    groups = [
+        _group(members, counts, starts, device)
+        for members in similar_lengths(counts, device.type == "cuda")
+    ]
     head_index = None
     if head_positions is not None:
         pairs = zip(head_positions, starts, strict=False)
         rows = [torch.tensor(positions) + start for positions, start in pairs]
         head_index = pad_sequence(rows, batch_first=True).to(device)
+    bounds = to_device(np.array(starts, np.int32), device)
     return PackingPlan(
-        len(counts), width or starts[-1], torch.tensor(counts), token_index, groups, head_index
-    )
+        len(counts), width or starts[-1], torch.tensor(counts), bounds, max(counts), token_index,
+        groups, head_index,
+    )  # fmt: skip
+
+
+def similar_lengths(counts: Sequence[int], on_gpu: bool) -> list[list[int]]:
+    """Return the numbers of the sequences that share an attention call, for each call."""
+    order = sorted(range(len(counts)), key=lambda i: counts[i])
+    groups = [[order[0]]]
+    for i in order[1:]:
+        members = groups[-1]
+        is_similar = counts[i] <= MAX_LENGTH_RATIO * counts[members[0]]
+        if is_similar or (on_gpu and counts[i] * (len(members) + 1) <= MAX_PADDED_TOKENS):
+            members.append(i)
+        else:
+            groups.append([i])
+    return groups
 
 
 def _group(
@@ -123,6 +145,8 @@ def _group(
     return PackedGroup(gather.to(device), mask, scatter.flatten().to(device))
 
 
+Attend = Callable[[Tensor, Tensor, Tensor, PackingPlan, AttentionConfig], Tensor]
+
 # ── the hooks on a model ──
 
 
@@ -135,7 +159,7 @@ class Packing:
         self.plan: PackingPlan | None = None
         self.calls = 0  # of the attention function in the last batch
         self.attention_configs: set[AttentionConfig] = set()  # of all layers run so far
-        self.uses_native = False  # the native attention serves, not torch's
+        self.attend: Attend = attend_in_groups
         self.prunes_last_layer = False  # only head positions pass the rest of the last layer
 
     @contextmanager
@@ -280,8 +304,7 @@ def packed_attention(
     scale = head_size**-0.5 if scaling is None else float(scaling)
     config = AttentionConfig(heads, key.shape[1], head_size, scale, sliding_window or 0, causal)
     packing.attention_configs.add(config)
-    attend = attend_natively if packing.uses_native else attend_in_groups
-    return attend(query, key, value, plan, config), None
+    return packing.attend(query, key, value, plan, config), None
 
 
 def attend_natively(
@@ -292,6 +315,22 @@ def attend_natively(
         query, key, value, plan.counts, config.scale, config.window, config.causal
     )
     return attended
+
+
+def attend_by_flash(
+    query: Tensor, key: Tensor, value: Tensor, plan: PackingPlan, config: AttentionConfig
+) -> Tensor:
+    """Attend with torch's flash attention, in one call."""
+    from worker.model.attention.varlen import GQA, varlen_attn  # seconds to import
+
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # [T, heads, D]
+    reach = config.window - 1 if config.window else -1
+    attended = varlen_attn(
+        q, k, v, plan.bounds, plan.bounds, plan.longest, plan.longest, scale=config.scale,
+        window_size=(reach, 0 if config.causal else reach), **GQA,
+    )  # fmt: skip
+    assert isinstance(attended, Tensor)
+    return attended[None]
 
 
 def attend_in_groups(
@@ -331,7 +370,23 @@ AttentionInterface.register(ATTENTION, packed_attention)
 AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
 
 
-# ── native kernels on a CPU ──
+# ── faster kernels ──
+
+
+def use_flash_attention(
+    model: PreTrainedModel, packing: Packing | None, run: Callable[[], object]
+) -> None:
+    """Use flash attention on a GPU, if it supports the layers and is checked."""
+    if packing is None or model.device.type != "cuda" or model.dtype == torch.float32:
+        return
+    run()  # records the attention configurations of the layers
+    try:
+        for config in list(packing.attention_configs):
+            on_worker(partial(check_attention, attend_by_flash, config, model.dtype, model.device))
+    except Exception as error:  # such as an operator that torch's build lacks
+        log.warning("packed rows attend without flash attention: %.300s", first_line(error))
+    else:
+        packing.attend = attend_by_flash
 
 
 def start_native_kernels(
@@ -339,8 +394,8 @@ def start_native_kernels(
 ) -> None:
     """Replace an encoder's linear layers, and in the background its attention, by native kernels.
 
-    `run` runs the model. `packing.uses_native` turns true when the background thread has compiled
-    and checked the kernels. Heads keep their layers: a vocabulary's may be as large as all other
+    `run` runs the model. `packing.attend` changes when the background thread has compiled and
+    checked the kernels. Heads keep their layers: a vocabulary's may be as large as all other
     layers together, and is multiplied by few rows or none.
     """
     if model.device.type != "cpu" or model.dtype not in NATIVE_DTYPES:
@@ -361,28 +416,30 @@ def _enable_native_kernels(packing: Packing) -> None:
     try:
         load_native_ops()
         for config in list(packing.attention_configs):
-            check_native_attention(config, packing.model.dtype)
+            check_attention(attend_natively, config, packing.model.dtype)
     except Exception as error:
         log.warning("native attention disabled, using torch: %.300s", first_line(error))
     else:
-        packing.uses_native = True
+        packing.attend = attend_natively
         log.info("native attention enabled")
         use_amx_linear(packing.model.base_model, free_bytes(packing.model.device))
         use_native_linear(packing.model.base_model)
 
 
 @torch.inference_mode()
-def check_native_attention(config: AttentionConfig, dtype: torch.dtype) -> None:
-    """Compare native attention with torch's on random sequences longer than the window. Raises
+def check_attention(
+    attend: Attend, config: AttentionConfig, dtype: torch.dtype, device: torch.device = CPU
+) -> None:
+    """Compare `attend` with torch's function on random sequences longer than the window. Raises
     CannotRun where they differ."""
     counts = [3, 2 * config.window + MIN_PROMPT_TOKENS, 17, 18]
-    plan = plan_batch(counts, max(counts), torch.device("cpu"), None)
+    plan = plan_batch(counts, max(counts), device, None)
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
-        torch.randn(1, heads, sum(counts), config.head_size, generator=generator).to(dtype)
+        torch.randn(1, heads, sum(counts), config.head_size, generator=generator).to(device, dtype)
         for heads in (config.heads, config.kv_heads, config.kv_heads)
     )
-    reference, native = (
-        attend(query, key, value, plan, config) for attend in (attend_in_groups, attend_natively)
+    reference, attended = (
+        run(query, key, value, plan, config) for run in (attend_in_groups, attend)
     )
-    compare(native, reference, TOLERANCE[dtype], "its sums differ")
+    compare(attended, reference, TOLERANCE[dtype], "its sums differ")

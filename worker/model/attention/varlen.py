@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
+from torch.nn.attention.varlen import varlen_attn as varlen_attn
 
 from batching.sequence import Batch
 from worker.device.async_copy import to_device
