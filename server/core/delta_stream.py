@@ -174,8 +174,12 @@ class TokenStream(DeltaStream[Delta]):
         if (unread := self._choices.setdefault(delta.choice, delta)) is not delta:
             unread.merge(delta)
         if self._is_read and self.started and delta.finish_reason is None:
-            self.worker_client.wake_reader(self.arrival)
+            self.worker_client.wake_reader(self._wake)
         else:
+            self.arrival.set()
+
+    def _wake(self) -> None:
+        if self._choices:  # else another choice's end has woken the reader meanwhile
             self.arrival.set()
 
     async def read(self) -> list[Delta]:

@@ -170,7 +170,7 @@ class WorkerClient:
         self.draining = False  # new requests are refused
         self.on_drain: set[Callable[[], None]] = set()  # of streams that accept inputs
         self.readers = 0  # of streams of tokens
-        self._to_wake: dict[asyncio.Event, None] = {}  # of readers
+        self._to_wake: dict[Callable[[], None], None] = {}  # in order; a reader once
         self.prepare = FairPool("prepare", pool_threads, self._prepare_items)
         self.decode = FairPool("decode", pool_threads, self._prepare_items)
         self.finish: Pool[RawOutput] = Pool("finish", pool_threads, self._finish_items)
@@ -214,19 +214,20 @@ class WorkerClient:
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(function, *args)
 
-    def wake_reader(self, arrival: asyncio.Event) -> None:
-        """Set the event of a stream's reader, at once or together with those of others."""
+    def wake_reader(self, wake: Callable[[], None]) -> None:
+        """Call the function that wakes a stream's reader, at once or together with those of
+        others."""
         if self.readers <= FEW_READERS:
-            arrival.set()
+            wake()
             return
         if not self._to_wake:
             self.loop.call_later(WAKE_INTERVAL_S, self._wake_readers)
-        self._to_wake[arrival] = None
+        self._to_wake[wake] = None
 
     def _wake_readers(self) -> None:
         to_wake, self._to_wake = self._to_wake, {}
-        for arrival in to_wake:
-            arrival.set()
+        for wake in to_wake:
+            wake()
 
     # ── requests ──
 

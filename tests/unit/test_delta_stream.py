@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -93,36 +93,38 @@ def test_few_readers_wake_at_once_and_many_together() -> None:
         later: Any = SimpleNamespace(call_later=lambda seconds, wake: timers.append(wake))
         client.loop, client.readers, client._to_wake = later, FEW_READERS, {}
         one, two = asyncio.Event(), asyncio.Event()
-        client.wake_reader(one)
+        client.wake_reader(one.set)
         assert one.is_set()
         one.clear()
         client.readers += 1
         for arrival in (one, two, one):
-            client.wake_reader(arrival)
+            client.wake_reader(arrival.set)
         assert not one.is_set()
         assert len(timers) == 1
         timers.pop()()
         assert one.is_set()
         assert two.is_set()
         one.clear()
-        client.wake_reader(one)
+        client.wake_reader(one.set)
         assert len(timers) == 1
 
     asyncio.run(wake())
 
 
+def token_stream(client: Any, choices: int) -> TokenStream:
+    histogram: Any = SimpleNamespace(observe=lambda seconds: None)
+    metric = SimpleNamespace(labels=lambda model: histogram)
+    client.metrics = SimpleNamespace(first_token=metric, per_token=metric)
+    deadlines, context = Deadlines(math.inf, math.inf), RequestContext("")
+    payload: Any = SimpleNamespace(n=choices)
+    return TokenStream(client, "x", [payload], deadlines, None, context, b"")
+
+
 def test_the_first_and_the_last_token_of_a_stream_do_not_wait() -> None:
     async def read() -> None:
-        waiting = list[asyncio.Event]()
-        histogram: Any = SimpleNamespace(observe=lambda seconds: None)
-        metrics = SimpleNamespace(
-            first_token=SimpleNamespace(labels=lambda model: histogram),
-            per_token=SimpleNamespace(labels=lambda model: histogram),
-        )
-        client = client_of(readers=0, wake_reader=waiting.append, metrics=metrics)
-        deadlines, context = Deadlines(math.inf, math.inf), RequestContext("")
-        payload: Any = SimpleNamespace(n=1)
-        with TokenStream(client, "x", [payload], deadlines, None, context, b"") as stream:
+        waiting = list[Callable[[], None]]()
+        client = client_of(readers=0, wake_reader=waiting.append)
+        with token_stream(client, choices=1) as stream:
             reading = asyncio.create_task(stream.read())
             await asyncio.sleep(0)
             assert client.readers == 1
@@ -131,11 +133,32 @@ def test_the_first_and_the_last_token_of_a_stream_do_not_wait() -> None:
             assert not waiting
             for _ in range(2):
                 stream.push(Delta(0, tokens=1))
-            assert waiting == [stream.arrival] * 2
+            assert len(set(waiting)) == 1
             assert not stream.arrival.is_set()
             stream.push(Delta(0, tokens=1, finish_reason="stop"))
             stream.items[0].resolve(None)
             assert [delta.tokens for delta in await stream.read()] == [3]
         assert client.readers == 0
+
+    asyncio.run(read())
+
+
+def test_a_reader_that_has_read_its_deltas_does_not_wake() -> None:
+    """With nothing to read it would send a comment, as on an idle connection."""
+
+    async def read() -> None:
+        waiting = list[Callable[[], None]]()
+        client = client_of(readers=0, wake_reader=waiting.append)
+        with token_stream(client, choices=2) as stream:
+            stream.push(Delta(0, tokens=1))
+            await stream.read()
+            stream.push(Delta(0, tokens=1))
+            stream.push(Delta(1, tokens=1, finish_reason="stop"))
+            assert [delta.choice for delta in await stream.read()] == [0, 1]
+            waiting.pop()()
+            assert not stream.arrival.is_set()
+            stream.push(Delta(0, tokens=1))
+            waiting.pop()()
+            assert stream.arrival.is_set()
 
     asyncio.run(read())
