@@ -200,6 +200,36 @@ def test_no_step_is_due_while_recordings_are_read(
         engine.step()
 
 
+def test_a_step_is_due_for_a_recording_that_is_added_while_another_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = new_speech_engine()
+    first, second = (prepared(engine, payload) for payload in payloads(tmp_path, 1.0, 1.0))
+    monkeypatch.setattr(first.prepared.decoder, "next_window", lambda: None)
+    engine.add(first)
+    engine.step()
+    assert engine.due_at(7.0) is None
+    engine.add(second)
+    assert engine.due_at(7.0) == 7.0
+
+
+def test_a_step_is_due_if_a_thread_finishes_while_the_last_one_looks_at_recordings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, woken = new_speech_engine(), threading.Semaphore(0)
+    engine.others = Mock(wake=woken.release)
+    item = prepared(engine, payloads(tmp_path, 1.0)[0])
+
+    def next_window() -> None:
+        engine._submit(int)
+        assert woken.acquire(timeout=60)
+
+    monkeypatch.setattr(item.prepared.decoder, "next_window", next_window)
+    engine.add(item)
+    engine.step()
+    assert engine.due_at(7.0) == 7.0
+
+
 def test_recording_that_opens_slowly_occupies_no_pool_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
