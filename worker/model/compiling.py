@@ -26,8 +26,10 @@ log = logging.getLogger("onequeue.compiling")
 # Inductor's settings on a CPU. With dynamic_threads, kernels read the number of threads when they
 # run (worker/cores.py).
 CPU_COMPILE_SETTINGS = {"freezing": True, "cpp.dynamic_threads": True}
-# What may differ between layers. Guards on all else, such as hooks and global functions, never fail
-# while the model serves, and checking them takes as long as a part of the layer.
+# The guards that tell layers apart: classes, numbers, texts, flags, None and shapes. Guards on all
+# else, such as hooks and global functions, never fail while the model serves, and checking them
+# takes as long as a part of the layer. Layers that differ only in a function that they hold, the
+# length of a list or the keys of a dictionary share a graph, which the check of the logits refuses.
 LAYER_GUARDS = ("TENSOR_MATCH", "SHAPE_ENV", "TYPE_MATCH", "CONSTANT_MATCH", "EQUALS_MATCH")
 
 

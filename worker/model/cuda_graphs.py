@@ -47,9 +47,7 @@ MAX_PROMPT_READS = SIZES[-1] ** 2 // 2
 # The cache's last blocks, which no sequence gets: one for padding rows, one for the check.
 SPARE_BLOCKS = 2
 SPARE_SLOTS = 1  # the last slot of recurrent layers' states, for both
-
-
-BUFFERS = 7  # of numbers of a row
+BUFFERS = 7  # int64 numbers of a row, from `ids` to `targets`
 
 
 class RowsMetadata(AttentionBackend):
