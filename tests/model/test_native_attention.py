@@ -293,7 +293,8 @@ def test_block_tables_are_copied_as_arrays(kind: str, monkeypatch: pytest.Monkey
     table = BlockPool(blocks, 1).open(range(blocks), [])
     assert table is not None
     cache = KVCache([LayerShape(1, 1, 1)], 1, torch.float32, torch.device("cpu"))
-    monkeypatch.setattr(cuda_graphs, "to_device", lambda values, device: torch.zeros(rows, 5))
+    on_device = torch.zeros(rows, cuda_graphs.BUFFERS)
+    monkeypatch.setattr(cuda_graphs, "to_device", lambda values, device: on_device)
     captured = RowsMetadata(cache, rows, 0)
 
     def seconds(table: Sequence[int]) -> float:

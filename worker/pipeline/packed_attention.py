@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -27,7 +26,6 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from worker.cores import unpin, use_one_core
-from worker.device.async_copy import to_device
 from worker.device.device import free_bytes
 from worker.device.self_check import MIN_PROMPT_TOKENS, TOLERANCE, CannotRun, compare, set_attention
 from worker.error_classification import first_line
@@ -111,7 +109,7 @@ def plan_batch(
         pairs = zip(head_positions, starts, strict=False)
         rows = [torch.tensor(positions) + start for positions, start in pairs]
         head_index = pad_sequence(rows, batch_first=True).to(device)
-    bounds = to_device(np.array(starts, np.int32), device)
+    bounds = torch.tensor(starts, dtype=torch.int32).to(device)
     return PackingPlan(
         len(counts), width or starts[-1], torch.tensor(counts), bounds, max(counts), token_index,
         groups, head_index,
