@@ -140,8 +140,8 @@ def new_runner(pipe: Pipe, options: PipelineOptions, max_rows: int) -> PipelineR
     on_cpu, dtype = pipe.device.type == "cpu", pipe.dtype
     if on_cpu and packs_dtype(dtype) and emulates_dtype(dtype):
         pack_weights(pipe.model, free_bytes(pipe.device), warm_up)
+    use_flash_attention(pipe.model, packing, warm_up)
     if packing and is_worth_compiling(options.compile, info.parameters):
-        use_flash_attention(pipe.model, packing, warm_up)
         start_native_kernels(pipe.model, packing, warm_up, options.compile)
     return runner
 
