@@ -34,11 +34,11 @@ CGROUP_MOUNT = re.compile(r"\S+ \S+ \S+ (\S+) (\S+) .* - (cgroup2?) \S+ (\S+)")
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the named device; `auto` is the GPU if there is one, else the CPU."""
+    """Return the named device; `auto` is the GPU if there is one, else the CPU. For a GPU, switch
+    cuDNN's attention off: it makes a plan for each new shape, which takes longer than the rest."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if (device := torch.device(name)).type == "cuda":
-        # cuDNN's attention makes a plan for each new shape, which takes longer than the attention
         torch.backends.cuda.enable_cudnn_sdp(False)
     return device
 

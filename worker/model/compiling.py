@@ -3,7 +3,7 @@
 Attention and its memory are opaque to the compiler, so a graph serves any number of tokens. On a
 CPU weights are constants of the graph, and the code that calls kernels is compiled too where the
 compiler supports that. On a GPU the layers of a kind share a graph: it is compiled in a few
-seconds, where a body takes minutes, in which the compiler slows down all other threads. A step of
+seconds. A body takes a minute or two, in which the compiler slows down all other threads. A step of
 few rows is captured anyway (cuda_graphs.py), and a single token has a graph of its own.
 """
 
@@ -30,7 +30,7 @@ CPU_COMPILE_SETTINGS = {"freezing": True, "cpp.dynamic_threads": True}
 # else, such as hooks and global functions, never fail while the model serves, and checking them
 # takes as long as a part of the layer. Layers that differ only in a function that they hold, the
 # length of a list or the keys of a dictionary share a graph, which the check of the logits refuses.
-LAYER_GUARDS = ("TENSOR_MATCH", "SHAPE_ENV", "TYPE_MATCH", "CONSTANT_MATCH", "EQUALS_MATCH")
+LAYER_GUARDS = ("TENSOR_MATCH", "TYPE_MATCH", "CONSTANT_MATCH", "EQUALS_MATCH")
 
 
 def compile_model(model: Any, check: Callable[[Any], None], is_multimodal: bool = False) -> Any:
@@ -81,15 +81,14 @@ def _path_to_body(model: Any) -> str:
     raise CannotRun("its body is not one of its children")
 
 
-def _own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+def _own_code(function: Any) -> Callable[..., Any]:
     """Return a copy of a function with its own code object.
 
     Graphs are cached by code object. With most guards dropped, two models that shared one would run
     each other's graphs.
     """
-    function_: Any = function  # with the attributes of a Python function
-    code, closure = function_.__code__.replace(), function_.__closure__
-    return FunctionType(code, function_.__globals__, function_.__name__, None, closure)
+    code, closure = function.__code__.replace(), function.__closure__
+    return FunctionType(code, function.__globals__, function.__name__, None, closure)
 
 
 # ── a body ──

@@ -229,8 +229,8 @@ def fuse_weights(model: nn.Module, check: Callable[[], object]) -> None:
 
 
 def group_experts(model: PreTrainedModel, check: Callable[[], object]) -> None:
-    """Run the experts of a mixture, for a GPU, by kernels that do not wait for it, if others do.
-    They stay as they are if `check`, which runs the model, raises afterwards; that is logged."""
+    """Run the experts of a mixture on Triton kernels if the library's wait for the GPU. They stay
+    as they are if `check`, which runs the model, raises afterwards; that is logged."""
     try:  # triton comes with torch's builds for GPUs only
         from worker.model.triton_experts import use_triton_experts
     except ImportError:

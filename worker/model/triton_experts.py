@@ -146,7 +146,7 @@ def waits(experts: Any) -> bool:
     hidden = experts.down_proj.new_zeros(2, size)
     index = torch.zeros(2, 1, dtype=torch.long, device=hidden.device)
     run = partial(experts, hidden, index, hidden[:, :1])
-    run()  # what is initialized once may wait
+    run()  # the first call also initializes, which may wait
     try:
         with synchronizing_raises():
             run()
@@ -156,8 +156,8 @@ def waits(experts: Any) -> bool:
 
 
 def use_triton_experts(model: Any, check: Callable[[], object]) -> None:
-    """Use this implementation for a model's experts if the library's waits for the GPU. That stays
-    if `check`, which runs the model, raises with this one; that is logged."""
+    """Use this implementation for a model's experts if the library's waits for the GPU. The
+    library's stays if `check`, which runs the model, raises; that is logged."""
     found = list(experts_of(model))
     if not found:
         return
@@ -173,4 +173,4 @@ def use_triton_experts(model: Any, check: Callable[[], object]) -> None:
         model.set_experts_implementation(before)
         log.warning("experts wait for the GPU: %.300s", first_line(error))
     else:
-        log.info("experts that do not wait layers=%d", len(found))
+        log.info("experts use Triton kernels layers=%d", len(found))

@@ -34,7 +34,8 @@ def in_blocks(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     width, block = x.shape[-1], BLOCK_BYTES // x.dtype.itemsize
     threads = min(torch.get_num_threads(), -(-x.numel() // GRAIN))
     if width % block == 0 and x.numel() % (block * max(threads, 1)) == 0:
-        return activation(x.contiguous())  # the columns of one row are; of others they may not be
+        # some functions round otherwise where x is not contiguous, as a slice of several rows
+        return activation(x.contiguous())
     rows = pad(x.reshape(-1, width), (0, -width % block))
     parts: tuple[Tensor, ...] = torch.split(rows, max(1, GRAIN // rows.shape[1] - 1))
     return torch.cat([activation(part) for part in parts])[:, :width].reshape(x.shape)
