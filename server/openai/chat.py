@@ -7,9 +7,9 @@ endpoint.py submits the input and sends the response; choices.py has what comple
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
-from msgspec import UNSET, Meta
+from msgspec import UNSET
 from starlette.types import Scope
 
 from batching.errors import InvalidInput
@@ -77,7 +77,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
-    tools: Annotated[Tools, Meta(min_length=1)] | None = None
+    tools: Tools | None = None
     tool_choice: ChatToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None

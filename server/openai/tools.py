@@ -85,8 +85,8 @@ def chat_tools(
 
     InvalidInput for an invalid tool, and for a choice that the tools do not allow.
     """
-    if tools is None:
-        if choice not in (None, "none"):
+    if not tools:
+        if choice not in (None, "none", "auto"):
             raise InvalidInput.at("tool_choice", "requires tools")
         return [], None
     shown: list[Document] = []

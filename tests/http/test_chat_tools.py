@@ -214,9 +214,17 @@ def test_thinking_token_budget_reaches_the_model(generator: FakeGenerator, serve
 
 
 @pytest.mark.parametrize(
+    "fields", [{"tools": []}, {"tools": [], "tool_choice": "auto"}, {"tool_choice": "auto"}]
+)
+def test_no_tools_are_a_chat_without_tools(
+    generator: FakeGenerator, server: Server, fields: dict[str, Any]
+) -> None:
+    assert submitted(generator, server, **fields).tool_policy is None
+
+
+@pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": []}, "tools"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
@@ -230,7 +238,7 @@ def test_thinking_token_budget_reaches_the_model(generator: FakeGenerator, serve
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": [1]}}]},
             "tools[0].function.parameters",
         ),
-        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": 3}, "tool_choice"),

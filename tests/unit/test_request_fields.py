@@ -18,7 +18,7 @@ from server.openai.request_fields import convert
         ({"stop": ["a", 1]}, "stop[1]: expected str, got int"),
         ({"cache_salt": "x" * 300}, "cache_salt: expected str of length <= 256, not 300"),
         ({"logit_bias": {"1": 500}}, "logit_bias: expected float <= 100.0"),
-        ({"tools": []}, "tools: must not be empty"),
+        ({"messages": []}, "messages: must not be empty"),
         ({"messages": [{}]}, "messages[0].role: is required"),
     ],
 )
