@@ -7,23 +7,21 @@ next reload; an invalid file changes nothing.
 
 import hashlib
 import logging
-import os
 import re
 import stat
 import time
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from batching.fair_share import Priority
 from batching.token_bucket import TokenBucket
-from server.core.settings import Settings, SettingsError
+from server.core.settings import Settings, SettingsError, read_toml
 
 log = logging.getLogger("onequeue.api_keys")
 
-MAX_FILE_BYTES = 1 << 22
 MAX_SHARE, MAX_LIMIT = 1000, 10**12
 NAME = re.compile(r"[\w.@-]{1,64}", re.ASCII)
 SHA256 = re.compile(r"[\da-fA-F]{64}", re.ASCII)
@@ -91,17 +89,7 @@ def read_keys(file: str, before: dict[bytes, ApiKey]) -> dict[bytes, ApiKey]:
     """Return the keys of a file by their digests. `before`: the keys until now, by id. Raises
     SettingsError; its message has no digest, which may be a key by mistake."""
     where = f"API_KEYS_FILE={file!r}"
-    path = Path(file).expanduser()
-    try:
-        with path.open("rb") as opened:
-            mode, content = os.fstat(opened.fileno()).st_mode, opened.read(MAX_FILE_BYTES + 1)
-        if len(content) > MAX_FILE_BYTES:
-            raise SettingsError(f"{where}: is larger than {MAX_FILE_BYTES} bytes")
-        document = tomllib.loads(content.decode())
-    except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, SettingsError):
-            raise
-        raise SettingsError(f"{where}: {error}") from None
+    document = read_toml(file, where)
     tables = document.pop("keys", None)
     if document or not isinstance(tables, dict) or not tables:
         raise SettingsError(f"{where}: must have a table [keys.NAME] for each key, and no others")
@@ -111,8 +99,9 @@ def read_keys(file: str, before: dict[bytes, ApiKey]) -> dict[bytes, ApiKey]:
         if digest in keys:
             raise SettingsError(f"{where}: {keys[digest].name} and {name} have the same sha256")
         keys[digest] = key
-    if mode & stat.S_IROTH:
-        log.warning("%s can be read by all users of this machine: chmod o-r is advised", where)
+    with suppress(OSError):  # the file may be gone by now
+        if Path(file).expanduser().stat().st_mode & stat.S_IROTH:
+            log.warning("%s can be read by all users of this machine: chmod o-r is advised", where)
     return keys
 
 

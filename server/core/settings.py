@@ -21,6 +21,7 @@ from dotenv import dotenv_values, load_dotenv
 MODEL_SETTINGS = (
     "pipeline_model", "chat_model", "embedding_model", "rerank_model", "transcription_model",
 )  # fmt: skip
+MAX_TOML_BYTES = 1 << 22
 MIN_SIMILARITY = 0.82  # of difflib's 1: two letters swapped, or a part left out
 # A longer variable that differs from a name this short is likely another program's.
 SHORT_NAME = 7
@@ -410,12 +411,8 @@ def read_models(file: str) -> dict[str, str]:
     as in the setting, or a table with model (of `lora` path), name, revision and options. Raises
     SettingsError."""
     where = f"MODELS={file!r}"
-    try:
-        document = tomllib.loads(Path(file).expanduser().read_text())
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"{where}: {error}") from None
     values: dict[str, str] = {}
-    for key, entries in document.items():
+    for key, entries in read_toml(file, where).items():
         if key not in (*MODEL_SETTINGS, "lora"):
             accepted = ", ".join([*MODEL_SETTINGS, "lora"])
             raise SettingsError(f"{where}: {key!r} is no list of models, only {accepted}")
@@ -424,6 +421,18 @@ def read_models(file: str) -> dict[str, str]:
         texts = [_entry_of(f"{where}: {key}[{n}]", entry, main) for n, entry in enumerate(given)]
         values[key] = ",".join(texts) or "none"
     return values
+
+
+def read_toml(file: str, where: str) -> dict[str, Any]:
+    """Return the document in a file. Raises SettingsError, which begins with `where`."""
+    try:
+        with Path(file).expanduser().open("rb") as stream:
+            content = stream.read(MAX_TOML_BYTES + 1)
+        if len(content) <= MAX_TOML_BYTES:
+            return tomllib.loads(content.decode())
+    except (OSError, ValueError, RecursionError) as error:
+        raise SettingsError(f"{where}: {error}") from None
+    raise SettingsError(f"{where}: is larger than {MAX_TOML_BYTES} bytes")
 
 
 def _entry_of(where: str, entry: object, main: str) -> str:

@@ -174,6 +174,7 @@ def test_a_file_has_the_lists(tmp_path: Path) -> None:
         ('[[chat_model]]\nname = "a"', "chat_model[0]: must be a string, or a table with a model"),
         ('[[chat_model]]\nmodel = "a,b"', "model must have no comma or semicolon, not 'a,b'"),
         ('embedding_model = "demo"', "EMBEDDING_MODEL is set, and in MODELS="),
+        ("chat_model = " + "[" * 9999, "MODELS="),
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -183,3 +184,5 @@ def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path, text: str, messag
     assert message in str(raised.value)
     with pytest.raises(SettingsError, match=r"MODELS='/nowhere/models\.toml'"):
         read({"MODELS": "/nowhere/models.toml"})
+    with pytest.raises(SettingsError, match="MODELS='/dev/zero': is larger than"):
+        read({"MODELS": "/dev/zero"})
