@@ -119,11 +119,21 @@ def check_models(settings: Settings, with_loader: Container[str] = ()) -> Settin
             read_template(file)
         except UnusableTemplate as error:
             raise SettingsError(f"CHAT_TEMPLATE={file!r}: {error}") from None
+    check_template_variables(settings.chat_template_kwargs)
     check_adapters(settings)
     if all(getattr(settings, name) == "none" for name in MODELS):
         nones = ", ".join(f"{name.upper()}=none" for name in MODELS)
         raise SettingsError(f"{nones}: there is nothing to serve")
     return resolve_tasks(settings)
+
+
+def check_template_variables(text: str) -> None:
+    try:
+        is_object = isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    if not is_object:
+        raise SettingsError(f"CHAT_TEMPLATE_KWARGS={text!r}: must be a JSON object")
 
 
 def check_adapters(settings: Settings) -> None:

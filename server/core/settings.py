@@ -92,6 +92,9 @@ class Settings:
     chat_template: str = setting(
         "auto", "file with the chat model's template in Jinja; auto: the checkpoint's"
     )
+    chat_template_kwargs: str = setting(
+        "{}", "JSON object with values of the chat template's variables, unless a request sets them"
+    )
     allow_dimensions: bool = setting(
         False, "shorten embeddings also of models not trained for it (Matryoshka)"
     )

@@ -4,6 +4,7 @@ a plain chat."""
 import ast
 import copy
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests import tiny_chat
 from tests.generating import when_ready
 from tests.tiny_tokenizers import llama_tokenizer
 from worker.generation.input_processor import InputProcessor
+from worker.generation.loading import load_generator
 from worker.generation.output import PreparedPrompt
 from worker.messages.generation import Chat, ToolCallPolicy
 from worker.model.language_model import LanguageModel
@@ -75,6 +77,28 @@ def test_reserved_variables_cannot_be_set() -> None:
 def test_unknown_variables_are_ignored() -> None:
     assert rendered(enable_thinkin=False, format="x", language="de") == rendered()
     assert rendered(enable_thinking=False) != rendered()
+
+
+def test_variables_have_defaults_that_a_request_overrides() -> None:
+    tokenizer = tiny_chat.engine().runner.language.tokenizer
+    template = ChatTemplate(tokenizer, {"enable_thinking": False})
+    unset, high = Chat(HI), Chat(HI, effort="high")
+    assert template.render(unset).text == rendered(enable_thinking=False)
+    assert template.render(high).text == rendered(enable_thinking=True)
+    own = Chat(HI, template_kwargs={"enable_thinking": True})
+    assert template.render(own).text == rendered(enable_thinking=True)
+    template = ChatTemplate(tokenizer, {"enable_thinking": True})
+    assert [template.reasoning_requested(chat) for chat in (unset, high)] == [True, True]
+    assert not template.reasoning_requested(Chat(HI, effort="none"))
+    assert not ChatTemplate(tokenizer).reasoning_requested(unset)
+    with pytest.raises(ValueError, match="CHAT_TEMPLATE_KWARGS: messages is not a variable"):
+        ChatTemplate(tokenizer, {"messages": []})
+
+
+def test_the_setting_reaches_the_template() -> None:
+    options = replace(tiny_chat.options(), chat_template_kwargs='{"enable_thinking": false}')
+    template = load_generator(options).input_processor.template
+    assert template.render(Chat(HI)).text == rendered(enable_thinking=False)
 
 
 def test_errors_of_a_template_are_invalid_input(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,3 +53,9 @@ def test_a_folder_is_no_template(tmp_path: Path) -> None:
 def test_a_template_needs_a_chat_model() -> None:
     with pytest.raises(SettingsError, match="there is no CHAT_MODEL for it"):
         create_app(Settings(embedding_model="demo", chat_template="file.jinja"))
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", "enable_thinking=false", "[" * 99999])
+def test_variables_of_the_template_must_be_a_json_object(text: str) -> None:
+    with pytest.raises(SettingsError, match=r"CHAT_TEMPLATE_KWARGS=.*must be a JSON object"):
+        create_app(Settings(chat_model="demo", chat_template_kwargs=text))

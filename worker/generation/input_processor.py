@@ -38,7 +38,7 @@ from worker.model.language_model import LanguageModel
 from worker.model.loading import model_info
 from worker.model.logits_processors import CheckpointProcessors
 from worker.model.sampler import SamplingParams
-from worker.text.chat_template.inference import ARGUMENTS, SWITCHES, TOOLS
+from worker.text.chat_template.inference import ARGUMENTS, TOOLS
 from worker.text.chat_template.template import ChatTemplate, RenderedPrompt
 from worker.text.detokenizer import Vocabulary
 from worker.text.long_text import TokenLimit, tokenizing
@@ -99,7 +99,7 @@ class InputProcessor:
         )
         strings = defaults.stop_strings or ()
         self._stop_strings = (strings,) if isinstance(strings, str) else tuple(strings)
-        self.template = verify_tool_call_format(ChatTemplate(tokenizer))
+        self.template = verify_tool_call_format(ChatTemplate(tokenizer, language.template_defaults))
         self.info = replace(self.info, has_chat_template=bool(self.template.source))
         self.constraint_builder = ConstraintBuilder(
             self.template, tokenizer, vocab_size, self.eos_token_ids
@@ -353,6 +353,13 @@ class ConstraintBuilder:
         self.grammars = GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
         self._template = template
 
+    def _reasoning_requested(self, request: GenerationInput) -> bool:
+        """Return whether a response reasons first. Without it, a response with a grammar starts
+        with what the grammar allows."""
+        return isinstance(chat := request.prompt, Chat) and (
+            request.thinking_tokens is not None or self._template.reasoning_requested(chat)
+        )
+
     def build(
         self, request: GenerationInput, output_format: OutputFormat, prefix: str
     ) -> OutputConstraints | None:
@@ -386,7 +393,9 @@ class ConstraintBuilder:
         if not (content or call or single or budget is not None):
             return None
         opens = (
-            content and reasoning_requested(request) and not output_format.ends_reasoning(prefix)
+            content
+            and self._reasoning_requested(request)
+            and not output_format.ends_reasoning(prefix)
         )
         return OutputConstraints(
             tokenizer=self.grammars.tokenizer("tools") if content or call else None,
@@ -506,16 +515,6 @@ def verify_tool_call_format(template: ChatTemplate) -> ChatTemplate:
                 "their grammar does not accept the calls that the template writes"
             )
     return template
-
-
-def reasoning_requested(request: GenerationInput) -> bool:
-    """Return whether a request enables reasoning. Without it, a response with a grammar starts
-    with what the grammar allows."""
-    chat = request.prompt
-    if not isinstance(chat, Chat):
-        return False
-    switched = any(chat.template_kwargs.get(switch) for switch in SWITCHES)
-    return switched or chat.effort not in (None, "none") or request.thinking_tokens is not None
 
 
 def response_prefix(chat: Chat, rendered: RenderedPrompt) -> str:

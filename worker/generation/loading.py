@@ -2,6 +2,7 @@
 or, where the model does not run on it, with transformers' cache.
 """
 
+import json
 import logging
 import math
 from functools import partial
@@ -54,6 +55,7 @@ def load_generator(options: GeneratorOptions) -> GenerationEngine:
 
 
 def _load_engine(language: LanguageModel, options: GeneratorOptions) -> GenerationEngine:
+    language.template_defaults = json.loads(options.chat_template_kwargs)
     preprocessor = load_image_preprocessor(language, int(options.max_image_mp * 1e6))
     if options.chat_template != "auto":
         tokenizer: Any = language.tokenizer  # the processor's, of a multimodal model

@@ -87,6 +87,7 @@ class GeneratorOptions(ModelOptions):
     max_running: int = 256
     max_image_mp: float = 64.0
     chat_template: str = "auto"  # a file, or the checkpoint's own
+    chat_template_kwargs: str = "{}"  # JSON
     deterministic: bool = False  # on a GPU, outputs do not depend on the batch
     later_caches: int = 0  # engines loaded after this one that size their cache by the free memory
 
@@ -108,6 +109,7 @@ class LanguageModel:
         self.name = name
         self.folder = folder
         self.is_multimodal = is_multimodal
+        self.template_defaults: dict[str, Any] = {}  # variables of the chat template
         self.no_images_reason = TEXT_ONLY  # reason for refusing images, if they are refused
         self.model = model
         self.tokenizer = tokenizer

@@ -11,9 +11,10 @@ import copy
 import inspect
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product, takewhile
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jinja2 import Template, TemplateError
@@ -73,13 +74,18 @@ class RenderedPrompt(NamedTuple):
 
 
 class ChatTemplate:
-    """`source`: "" without a template. `history_format`: None if the template takes no calls or
-    results. `examples`: calls as the template renders them, with their names and arguments.
-    `notes`: what the template lacks, and what is done instead. `reasoning_start`: the tokens with
-    which the model starts reasoning; empty if the prompt has them."""
+    """`defaults`: variables, by CHAT_TEMPLATE_KWARGS. `source`: "" without a template.
+    `history_format`: None if the template takes no calls or results. `examples`: calls as the
+    template renders them, with their names and arguments. `notes`: what the template lacks, and
+    what is done instead. `reasoning_start`: the tokens with which the model starts reasoning; empty
+    if the prompt has them."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        defaults: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self._tokenizer, self._defaults = tokenizer, defaults
         self._environment = utils._compile_jinja_template("").environment
         source = tokenizer.chat_template or ""
         if isinstance(source, dict):
@@ -93,6 +99,8 @@ class ChatTemplate:
             variables = set()
         self._effort_variables = [name for name in (EFFORT, *SWITCHES) if name in variables]
         self._reserved_names = self._find_reserved_names()
+        for name in self._reserved_names & defaults.keys():
+            raise ValueError(f"CHAT_TEMPLATE_KWARGS: {name} is not a variable of the template")
         # Some templates of vision models render content only as a list of parts.
         self._wants_parts = False
         question = {"role": "user", "content": CONTENT}
@@ -209,8 +217,7 @@ class ChatTemplate:
         variables = {
             "add_generation_prompt": chat.add_generation_prompt,
             "continue_final_message": chat.continue_final_message,
-            **self._effort_values(chat),
-            **chat.template_kwargs,
+            **self._variables(chat),
         }
         try:
             messages, tools = self._adapt(chat)
@@ -229,12 +236,21 @@ class ChatTemplate:
             why = f"refuses the messages: {reason[:MAX_REASON]}" if reason else cannot
             raise InvalidInput(f"the model's chat template {why}", "messages") from error
 
-    def _effort_values(self, chat: Chat) -> dict[str, Any]:
-        """Return the values of the template's variables for the reasoning effort."""
-        if chat.effort is None:
-            return {}
-        enabled = chat.effort != "none"
-        return {name: chat.effort if name == EFFORT else enabled for name in self._effort_variables}
+    def reasoning_requested(self, chat: Chat) -> bool:
+        """Return whether a chat enables reasoning, or the defaults do."""
+        variables = self._variables(chat)
+        switched = any(variables.get(switch) for switch in SWITCHES)
+        return switched or chat.effort not in (None, "none")
+
+    def _variables(self, chat: Chat) -> dict[str, Any]:
+        """Return the values of the template's variables: the chat's own, those for its reasoning
+        effort, and the defaults."""
+        effort: dict[str, Any] = {}
+        if chat.effort is not None:
+            enabled = chat.effort != "none"
+            effort = dict.fromkeys(self._effort_variables, enabled)
+            effort |= {EFFORT: chat.effort} if EFFORT in effort else {}
+        return {**self._defaults, **effort, **chat.template_kwargs}
 
     def _adapt(self, chat: Chat) -> tuple[list[Message], list[Message]]:
         """Return messages and tools in the format that the template takes."""
