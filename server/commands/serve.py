@@ -14,12 +14,11 @@ from itertools import groupby
 from typing import Any, get_args
 
 import click
-from dotenv import load_dotenv
 from uvicorn.main import main as uvicorn_command
 
 from server import __version__
 from server.core.log import uvicorn_config
-from server.core.settings import Settings, SettingsError, export_flags, load_settings
+from server.core.settings import Settings, SettingsError, export_flags, load_env_file, load_settings
 from server.preflight import (
     MISUSE,
     assign_model,
@@ -83,7 +82,7 @@ def export_settings(model: str | None, flags: dict[str, Any]) -> None:
     since uvicorn loads its own after the app is made."""
     for file in (flags.get("env_file"), ".env"):
         if file:
-            load_dotenv(file)
+            load_env_file(file)
     settings = {spec.name: flags.pop(spec.name) for spec in fields(Settings)}
     export_flags(assign_model(model, settings) if model else settings)
 

@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import cache
+from io import StringIO
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,7 +22,7 @@ from dotenv import dotenv_values, load_dotenv
 MODEL_SETTINGS = (
     "pipeline_model", "chat_model", "embedding_model", "rerank_model", "transcription_model",
 )  # fmt: skip
-MAX_TOML_BYTES = 1 << 22
+MAX_FILE_BYTES = 1 << 22
 MIN_SIMILARITY = 0.82  # of difflib's 1: two letters swapped, or a part left out
 # A longer variable that differs from a name this short is likely another program's.
 SHORT_NAME = 7
@@ -241,11 +242,9 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
     """Return the settings of the environment. By default `.env` is loaded into it first; variables
     that are set already stay. Raises SettingsError."""
     if environ is None:
-        for name, guess in misspelled(dotenv_values(".env")):
-            raise SettingsError(f"{name} in .env is not a setting; did you mean {guess}?")
         for name, guess in misspelled(os.environ):  # other programs' variables: a warning only
             print(f"onequeue: {name} is not a setting; did you mean {guess}?", file=sys.stderr)
-        load_dotenv(".env")  # with variables of other libraries, such as HF_TOKEN
+        load_env_file(".env")
         environ = os.environ
     values = {
         spec.name: parse(spec, raw)
@@ -428,14 +427,38 @@ def read_models(file: str) -> dict[str, str]:
 
 def read_toml(file: str, where: str) -> dict[str, Any]:
     """Return the document in a file. Raises SettingsError, which begins with `where`."""
+    text = _read_text(file, where)
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SettingsError(f"{where}: {error}") from None
+
+
+def _read_text(file: str, where: str) -> str:
     try:
         with Path(file).expanduser().open("rb") as stream:
-            content = stream.read(MAX_TOML_BYTES + 1)
-        if len(content) <= MAX_TOML_BYTES:
-            return tomllib.loads(content.decode())
-    except (OSError, ValueError, RecursionError) as error:
+            content = stream.read(MAX_FILE_BYTES + 1)
+        if len(content) <= MAX_FILE_BYTES:
+            return content.decode("utf-8-sig")  # Windows editors begin a text with a mark
+    except OSError as error:
         raise SettingsError(f"{where}: {error}") from None
-    raise SettingsError(f"{where}: is larger than {MAX_TOML_BYTES} bytes")
+    except UnicodeDecodeError:
+        raise SettingsError(f"{where}: is not UTF-8 text") from None
+    raise SettingsError(f"{where}: is larger than {MAX_FILE_BYTES} bytes")
+
+
+def load_env_file(file: str) -> None:
+    """Load the variables of a file into the environment, also those of other libraries, such as
+    HF_TOKEN. Variables that are set stay. A missing file has none. Raises SettingsError."""
+    if not os.path.exists(file) or os.path.isdir(file):
+        return
+    text = _read_text(file, file)
+    for name, guess in misspelled(dotenv_values(stream=StringIO(text))):
+        raise SettingsError(f"{name} in {file} is not a setting; did you mean {guess}?")
+    try:
+        load_dotenv(stream=StringIO(text))
+    except ValueError as error:  # of the operating system, for a name or value
+        raise SettingsError(f"{file}: {error}") from None
 
 
 def _entry_of(where: str, entry: object, main: str) -> str:

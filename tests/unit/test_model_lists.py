@@ -165,6 +165,11 @@ def test_a_file_has_the_lists(tmp_path: Path) -> None:
     }
 
 
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    file = write(tmp_path / "models.toml", '\ufeffchat_model = "org/chat"')
+    assert read({"MODELS": file}).chat_model == "org/chat"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

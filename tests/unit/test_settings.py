@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from server.commands.serve import export_settings
-from server.core.settings import Settings, SettingsError, load_settings, misspelled
+from server.core.settings import (
+    MAX_FILE_BYTES,
+    Settings,
+    SettingsError,
+    load_settings,
+    misspelled,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -125,6 +131,36 @@ def test_a_misspelled_setting_in_the_env_file_is_refused_with_a_guess(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SettingsError, match=r"PIPELINE_MODLE in .env .* PIPELINE_MODEL"):
         load_settings()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("MAX_RUNNING=7".encode("utf-16"), r"\.env: is not UTF-8 text"),
+        (b"A=b\0c", r"\.env: embedded null byte"),
+        (b"#" * (MAX_FILE_BYTES + 1), r"\.env: is larger than"),
+    ],
+)
+def test_an_unreadable_env_file_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, message: str
+) -> None:
+    (tmp_path / ".env").write_bytes(content)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SettingsError, match=message):
+        load_settings()
+
+
+def test_a_folder_named_as_the_env_file_is_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "other.env"
+    file.write_text("MAX_RUNNING=7")
+    (tmp_path / ".env").mkdir()  # some name their virtual environment so
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", {})
+    flags: dict[str, Any] = {spec.name: None for spec in fields(Settings)}
+    export_settings(None, {**flags, "env_file": str(file)})
+    assert load_settings().max_running == 7
 
 
 def test_a_misspelled_setting_in_the_environment_is_a_warning(
