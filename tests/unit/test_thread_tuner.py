@@ -63,7 +63,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Machine]:
 
 @pytest.mark.parametrize(
     ("cores", "others", "threads"),
-    [(2, 0.0, 2), (2, 0.5, 1), (2, 1.5, 1), (8, 1.0, 7), (8, 2.7, 5), (1, 1.0, 1)],
+    [(2, 0.0, 2), (2, 0.15, 2), (2, 0.5, 1), (2, 1.5, 1), (8, 1.0, 7), (8, 2.7, 5), (1, 1.0, 1)],
 )
 def test_threads_whose_cores_are_taken_are_removed(
     machine: Callable[..., Machine], cores: int, others: float, threads: int
