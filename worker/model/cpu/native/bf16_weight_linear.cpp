@@ -37,12 +37,12 @@ struct Bf16WeightLinear {
   void multiply() const {
     const int64_t groups = (columns + SPREAD - 1) / SPREAD;
     const int64_t fitting = std::max<int64_t>(ROWS_BYTES / 4 / depth / ROW_BLOCK, 1) * ROW_BLOCK;
-    const int64_t shares = (rows + fitting - 1) / fitting;
+    const int64_t shares = (rows + fitting - 1) / fitting;  // of about as many rows each
     at::parallel_for(0, shares * groups, 1, [&](int64_t begin, int64_t end) {
-      std::vector<float> sums(std::min(fitting, rows) * SPREAD);
+      std::vector<float> sums((rows / shares + 1) * SPREAD);
       for (int64_t n = begin; n < end; ++n) {
-        const int64_t row = n / groups * fitting;
-        multiply(row, std::min(row + fitting, rows), n % groups, sums.data());
+        const int64_t share = n / groups;
+        multiply(rows * share / shares, rows * (share + 1) / shares, n % groups, sums.data());
       }
     });
   }

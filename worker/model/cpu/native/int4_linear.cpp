@@ -92,8 +92,7 @@ struct Int4Linear {
         totals[n] = sum((Floats)_mm512_dpbf16_ps(__m512{}, inputs, ones));
       }
     });
-    const int64_t wanted = rows * groups / (4 * at::get_num_threads());
-    const int64_t share = rounded_up(std::clamp(wanted, MIN_ROWS, MAX_ROWS), MIN_ROWS);
+    const int64_t share = rows_of_share(rows, groups, MAX_ROWS);
     at::parallel_for(0, (rows + share - 1) / share * groups, 1, [&](int64_t begin, int64_t end) {
       std::vector<float> sums(std::min(rows, share) * QUANTIZED_GROUP);
       for (int64_t n = begin; n < end; ++n) {

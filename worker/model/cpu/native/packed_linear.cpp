@@ -6,10 +6,18 @@
 namespace {
 
 constexpr int64_t PREFETCH_BYTES = 8192;
-constexpr int64_t MAX_ROWS = 256;  // that a thread multiplies with a group of columns at a time
-constexpr int64_t MIN_ROWS = 48;   // a multiple of the rows of a block in registers
+constexpr int64_t MAX_ROWS = 288;  // that a thread multiplies with a group of columns at a time
+constexpr int64_t MIN_ROWS = 2 * LANES;  // shares of rows are multiples: those of AMX tiles
 constexpr int64_t MAX_DEPTH = 512;  // so much of a group stays in the level 2 cache
 constexpr int64_t FEW_ROWS_DEPTH = 64;  // in the level 1 cache: few rows wait for memory
+
+// How many rows a thread multiplies with a group of columns at a time, `most` or fewer. All shares have
+// about as many: with a full one and a small one, the thread of the small one would wait.
+inline int64_t rows_of_share(int64_t rows, int64_t groups, int64_t most) {
+  const int64_t wanted = rows * groups / (4 * at::get_num_threads());
+  const int64_t share = std::clamp(wanted, MIN_ROWS, most), shares = (rows + share - 1) / share;
+  return rounded_up((rows + shares - 1) / shares, MIN_ROWS);
+}
 
 // Weights [columns / GROUP, depth / PER_WORD, GROUP, PER_WORD] of type T.
 template <typename T, int64_t GROUP>
@@ -36,8 +44,7 @@ struct Linear {
 
   void multiply() const {
     const int64_t count = (columns + GROUP - 1) / GROUP;
-    const int64_t wanted = rows * count / (4 * at::get_num_threads());
-    const int64_t share = rounded_up(std::clamp(wanted, MIN_ROWS, MAX_SHARE), MIN_ROWS);
+    const int64_t share = rows_of_share(rows, count, MAX_SHARE);
     at::parallel_for(0, (rows + share - 1) / share * count, 1, [&](int64_t begin, int64_t end) {
       std::vector<float> sums(std::min(rows, share) * GROUP);
       for (int64_t n = begin; n < end; ++n) {
