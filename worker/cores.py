@@ -30,8 +30,9 @@ TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 MIN_CPU_SHARE = 0.8
 # As many threads are tried as the process computes on cores or has idle ones, rounded up from here.
 MIN_LAST_CORE = 0.75
-# The time of turns that a decision is based on, and the least for ending a trial of more threads.
-WINDOW_S, TRIAL_S = 1.0, 0.1
+# The time of turns that a decision is based on, and the least for ending a trial of more threads. A
+# thread is removed if two windows in a row show too many: short bursts of others cost less than it.
+WINDOW_S, TRIAL_S = 1.0, 0.3
 # The interval after a change of the number of threads, and after a trial that fails.
 MIN_INTERVAL_S, MAX_INTERVAL_S = 2.0, 3.5
 
@@ -223,6 +224,7 @@ class ThreadTuner:
         self._max_threads = self.threads = cores.threads if cores and not cores.requested else 1
         self._trial = 0  # a larger number of threads that is tried; 0: none
         self._next_at = 0.0  # when the number may change
+        self._was_crowded = False  # in the turns before the last decision
         self._clock, self._cpu_clock, self._process_clock = clock, cpu_clock, process_clock
         usable = cores.pinned if cores and cores.pinned else affinity(0)
         self._idle_clock = idle_clock or partial(idle_time, usable)
@@ -244,6 +246,7 @@ class ThreadTuner:
         if self._wall_s < (TRIAL_S if self._trial and crowded else WINDOW_S):
             return
         self._decide(now, crowded)
+        self._was_crowded = crowded
         self._wall_s = self._cpu_s = 0.0
         log.debug("compute threads=%d of %d", self._trial or self.threads, self._max_threads)
         if (set_threads := openmp_set_threads()) is not None:  # each time: libraries reset it
@@ -256,7 +259,7 @@ class ThreadTuner:
             self._next_at = now + (MAX_INTERVAL_S if crowded else MIN_INTERVAL_S)
         elif now < self._next_at:
             pass
-        elif crowded and self.threads > 1:
+        elif crowded and self._was_crowded and self.threads > 1:
             self.threads -= 1
             self._next_at, self._times = now + MIN_INTERVAL_S, None
         elif self.threads < self._max_threads and (more := self._affordable(now)) > self.threads:

@@ -72,10 +72,10 @@ def test_threads_whose_cores_are_taken_are_removed(
     assert busy.turns(10.0, others) == threads
 
 
-def test_a_thread_is_removed_within_two_seconds(machine: Callable[..., Machine]) -> None:
+def test_a_thread_is_removed_within_three_seconds(machine: Callable[..., Machine]) -> None:
     two = machine(2)
     assert two.turns(30.0, 0.0) == 2
-    assert two.turns(2.0, 1.0) == 1
+    assert two.turns(3.0, 1.0) == 1
 
 
 def test_all_threads_are_back_within_five_seconds(machine: Callable[..., Machine]) -> None:
@@ -123,7 +123,7 @@ def test_trials_that_fail_take_little_of_the_time(machine: Callable[..., Machine
     ended = [at for at, threads in two.threads_set if threads == 1]
     trials_s = [end - start for start, end in zip(started, ended, strict=False)]
     assert len(started) > 10
-    assert sum(trials_s) < 0.04 * 60
+    assert sum(trials_s) < 0.1 * 60
 
 
 def test_the_number_changes_at_most_once_in_two_seconds(machine: Callable[..., Machine]) -> None:
@@ -141,11 +141,12 @@ def test_the_number_changes_at_most_once_in_two_seconds(machine: Callable[..., M
 def test_a_moment_of_load_by_other_processes_removes_no_thread(
     machine: Callable[..., Machine],
 ) -> None:
-    two = machine(2)
-    for _ in range(20):
-        assert two.turns(0.1, 1.0) == 2
-        assert two.turns(0.9, 0.0) == 2
-    assert two.threads_set == []
+    for busy_s in (0.1, 1.0):
+        two = machine(2)
+        for _ in range(20):
+            assert two.turns(busy_s, 1.0) == 2
+            assert two.turns(3.0 - busy_s, 0.0) == 2
+        assert two.threads_set == []
 
 
 def test_load_by_other_processes_while_idle_removes_no_thread(
