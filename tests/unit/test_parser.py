@@ -626,6 +626,17 @@ def test_arguments_are_streamed() -> None:
     assert (parser.calls_started, parser.calls_finished) == (1, 1)
 
 
+def test_text_in_which_no_delimiter_can_begin_is_not_searched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every token of every stream goes through the parser."""
+    parser = OutputParser(HERMES, "", True, [WEATHER])
+    monkeypatch.setattr(OutputParser, "_parse", None)
+    pieces = ["Hello", " there", ".\n", " More", " text "]
+    events = [event for piece in pieces for event in parser.feed(TextSpan(piece))]
+    assert [event.span.text for event in events] == ["Hello", " there", ".", "\n More", " text"]
+
+
 def test_content_is_emitted_as_soon_as_it_is_certain() -> None:
     parser = OutputParser(HERMES, "", True)
     assert texts(feed(parser, "one two")) == ["one two"]

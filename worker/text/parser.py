@@ -159,12 +159,21 @@ class OutputParser:
             if not (self._allows_calls or self._format.content):
                 self._delimiters = []
                 self._enter(self._inside)
+        if not self._buffer.text and self._is_plain(span.text):
+            events, self._prefix_events, self._triggered = self._prefix_events, [], None
+            self._emit_text(TEXT_KINDS[self._inside], span, events)
+            return events
         self._buffer.append(span)
         events = self._parse(ended=False)
         text = self._buffer.text if self._inside == CONTENT else ""
         after = (delimiter.after_trigger(text) for delimiter in (self._active if text else ()))
         self._triggered = next((rest for rest in after if rest is not None), None)
         return events
+
+    def _is_plain(self, text: str) -> bool:
+        """Return whether this text is content or reasoning in which no delimiter can begin, as most
+        tokens are."""
+        return self._first_chars is not None and self._first_chars.isdisjoint(text)
 
     def finish(self) -> list[OutputEvent]:
         """Return the events of the pending text, without a partial delimiter of a call."""
@@ -300,6 +309,10 @@ class OutputParser:
         self._active: list[Delimiter] = [
             delimiter for delimiter in self._delimiters if phase in delimiter.phases
         ]
+        # of text: those of all delimiters; None: one may begin with any
+        self._first_chars: frozenset[str] | None = None
+        if phase in TEXT_KINDS and all(delimiter.first_chars for delimiter in self._active):
+            self._first_chars = frozenset().union(*(d.first_chars for d in self._active))
 
     # ── content and reasoning ──
 
@@ -313,8 +326,11 @@ class OutputParser:
 
     def _emit_text(self, kind: Kind, span: TextSpan, events: list[OutputEvent]) -> None:
         if length := len(span.text.rstrip()):
-            shown, self._space = self._space, span
-            shown.append(span.take(length))
+            if self._space.text or length < len(span.text):
+                shown, self._space = self._space, span
+                shown.append(span.take(length))
+            else:
+                shown = span
             if self._after_delimiter and not (kind == "content" and self._has_content):
                 shown.take(len(shown.text) - len(shown.text.lstrip()))
             if kind == "content":
