@@ -5,7 +5,8 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -262,6 +263,46 @@ def test_layers_that_differ_do_not_share_a_graph() -> None:
     for width in (3, 7):
         assert compiled(torch.zeros(width)).tolist() == [7.0] * width
     assert model(torch.zeros(1)).tolist() == [7.0]
+
+
+class Operation(Enum):
+    PLUS, MINUS = 1, -1
+
+
+class Configured(nn.Module):
+    """Adds by a function, an enumeration, a list and a dictionary that it holds."""
+
+    def __init__(
+        self, layer_idx: int, function: Any = torch.sin, operation: Operation = Operation.PLUS,
+        terms: Sequence[float] = (), options: Mapping[str, int] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.layer_idx, self.function, self.operation = layer_idx, function, operation
+        self.terms, self.options = [*terms], {**(options or {})}
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + 1 + self.function(x) + 10 * sum(self.terms) + 100 * ("more" in self.options)
+        return x if self.operation is Operation.PLUS else x - 1000
+
+
+@torch.inference_mode()
+def test_layers_that_hold_other_values_do_not_share_a_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Five kinds of layers: torch allows eight graphs by default."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    kinds: list[dict[str, Any]] = [
+        {}, {"function": torch.cos}, {"operation": Operation.MINUS}, {"terms": [1.0]},
+        {"options": {"more": 1}},
+    ]  # fmt: skip
+    model = Layers(*(Configured(n, **given) for n, given in enumerate([{}, *kinds])))
+    compiled = with_compiled_layers(model, "body")
+    torch._dynamo.reset()
+    before = counters["stats"]["unique_graphs"]
+    for width in (3, 7, 1):
+        x = torch.linspace(-1, 1, width)
+        torch.testing.assert_close(compiled(x), model(x))
+    assert counters["stats"]["unique_graphs"] - before == 2 * len(kinds)
 
 
 @pytest.mark.parametrize(

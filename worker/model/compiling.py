@@ -26,11 +26,10 @@ log = logging.getLogger("onequeue.compiling")
 # Inductor's settings on a CPU. With dynamic_threads, kernels read the number of threads when they
 # run (worker/cores.py).
 CPU_COMPILE_SETTINGS = {"freezing": True, "cpp.dynamic_threads": True}
-# The guards that tell layers apart: classes, numbers, texts, flags, None and shapes. Guards on all
-# else, such as hooks and global functions, never fail while the model serves, and checking them
-# takes as long as a part of the layer. Layers that differ only in a function that they hold, the
-# length of a list or the keys of a dictionary share a graph, which the check of the logits refuses.
-LAYER_GUARDS = ("TENSOR_MATCH", "TYPE_MATCH", "CONSTANT_MATCH", "EQUALS_MATCH")
+# Guards on a layer that do not tell kinds of layers apart. These, and those on global functions,
+# never fail while the model serves, and checking them takes as long as a part of the layer.
+IGNORED_GUARDS = ("EMPTY_NN_MODULE_HOOKS_DICT", "NOT_PRESENT_IN_GENERIC_DICT")
+MAX_LAYER_GRAPHS = 32  # of a model: two for each kind of layers
 
 
 def compile_model(model: Any, check: Callable[[Any], None], is_multimodal: bool = False) -> Any:
@@ -151,6 +150,7 @@ def with_compiled_layers(model: Any, path: str) -> Any:
     def forward(layer: nn.Module, args: Any, kwargs: Any) -> Any:
         return layer.forward(*args, **kwargs)
 
+    torch._dynamo.config.recompile_limit = MAX_LAYER_GRAPHS  # beyond it, layers run eager
     run = torch.compile(
         _own_code(forward), dynamic=True, options={"guard_filter_fn": _keep_layer_guards}
     )
@@ -190,7 +190,7 @@ def _keep_layer_guards(guards: Sequence[Any]) -> list[bool]:
     return [
         guard.guard_type == "SHAPE_ENV"
         or (
-            guard.guard_type in LAYER_GUARDS
+            guard.guard_type not in IGNORED_GUARDS
             and guard.name.startswith(("layer", "args[", "kwargs["))
         )
         for guard in guards
