@@ -56,20 +56,29 @@ def compiled(dtype: torch.dtype, size: int, group: int, **options: Any) -> list[
         keys, values = torch.zeros(2, 4, BLOCK, HEADS, size, dtype=dtype)
         query = torch.zeros(ROWS, HEADS * group, size, dtype=dtype)
         new = torch.zeros(2, ROWS, HEADS, size, dtype=dtype)
-        slots, tails, positions = torch.zeros(3, ROWS, dtype=torch.long)
-        tables = torch.zeros(ROWS, 4, dtype=torch.int32)
+        slots, tails, positions, starts = torch.zeros(4, ROWS, dtype=torch.long)
+        tables = torch.zeros(ROWS * 4, dtype=torch.int32)
         sinks = torch.zeros(HEADS * group, dtype=dtype) if options.pop("sinks", False) else None
         triton_decode.write(new[0], new[1], keys, values, slots, tails)
         triton_decode.attend(
-            query, keys, values, tables, positions, programs=400, scale=0.1, sinks=sinks, **options
+            query,
+            keys,
+            values,
+            tables,
+            starts,
+            positions,
+            programs=400,
+            scale=0.1,
+            sinks=sinks,
+            **options,
         )
         rows = query[:, 0]
         batch_invariant.mm(rows, rows.T)
         batch_invariant.mean_rows(rows, [-1])
         batch_invariant.cumsum(rows, -1, dtype=torch.float64)
-        starts, pairs = torch.zeros(HEADS + 1, dtype=torch.int32), torch.zeros(8, dtype=torch.long)
+        bounds, pairs = torch.zeros(HEADS + 1, dtype=torch.int32), torch.zeros(8, dtype=torch.long)
         for weight in (keys[0].transpose(0, 1), keys[0].permute(1, 2, 0)):
-            triton_experts.multiply(weight[0], weight, starts, pairs, 2, gathers=True)
+            triton_experts.multiply(weight[0], weight, bounds, pairs, 2, gathers=True)
     finally:
         JITFunction.run = launch
     return kernels

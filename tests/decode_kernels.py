@@ -18,15 +18,17 @@ def write(
 
 
 def attend(
-    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, positions: Tensor, *,
-    programs: int, scale: float, window: int, chunk: int, softcap: float, sinks: Tensor | None,
+    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, table_starts: Tensor,
+    positions: Tensor, *, programs: int, scale: float, window: int, chunk: int, softcap: float,
+    sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Compute the same as the Triton kernel of this name."""
     out = []
-    for q, table, position in zip(query, tables, positions.tolist(), strict=True):
+    rows = zip(query, table_starts.tolist(), positions.tolist(), strict=True)
+    for q, start, position in rows:
         first = max(0, position - window + 1) if window else 0
         first = max(first, position // chunk * chunk) if chunk else first
-        blocks = table[: position // BLOCK + 1].long()
+        blocks = tables[start : start + position // BLOCK + 1].long()
         k, v = (s[blocks].flatten(0, 1)[first : position + 1] for s in (keys, values))
         k, v = (x.repeat_interleave(len(q) // x.shape[1], 1) for x in (k, v))
         scores = torch.einsum("hd,khd->hk", q, k) * scale

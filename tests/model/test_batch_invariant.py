@@ -157,8 +157,8 @@ def test_the_parts_of_a_rows_keys_do_not_depend_on_other_rows() -> None:
 
     def attend(rows: slice) -> Tensor:
         return triton_decode.attend(
-            q[rows], keys, values, step._tables[rows], step._row_positions[rows],
-            programs=step.programs, scale=0.3,
+            q[rows], keys, values, step._tables, step._table_starts[rows],
+            step._row_positions[rows], programs=step.programs, scale=0.3,
         )  # fmt: skip
 
     whole = attend(slice(None))

@@ -55,11 +55,12 @@ class Recorder:
 
     def __call__(self, run: Run) -> tuple[Callable[[], None], Tensor]:
         self.captured += 1
-        logits = run().clone()
+        logits = run()
 
         def replay() -> None:
             self.replayed += 1
-            logits.copy_(run())
+            with torch.inference_mode():
+                logits.copy_(run())
 
         return replay, logits
 
@@ -390,6 +391,19 @@ def test_graphs_of_the_eager_model_stay_if_the_compiled_one_cannot_be_captured(
     assert runner._graphs is graphs
     warnings = [record.message for record in caplog.records if "CUDA" in record.message]
     assert warnings == ["no CUDA graphs of the compiled model: CUDA out of memory"]
+
+
+def test_the_logits_of_all_sizes_take_the_memory_of_the_largest() -> None:
+    outputs: list[Tensor] = []
+
+    def recorded(run: Run) -> tuple[Callable[[], None], Tensor]:
+        replay, logits = Recorder()(run)
+        outputs.append(logits)
+        return replay, logits
+
+    captured(runner_of(engine("llama", blocks=BLOCKS)), recorded, rows=8)
+    assert [len(logits) for logits in outputs] == [8, 4, 2, 1]
+    assert {logits.data_ptr() for logits in outputs} == {outputs[0].data_ptr()}
 
 
 def test_graphs_have_no_more_rows_than_the_largest_size() -> None:

@@ -19,7 +19,6 @@ from batching.sequence import Batch, Span
 from tests.matrix import matrix
 from tests.threads import compute_threads
 from tests.unit.test_paged_attention import CASES, Case, expected, memory, mixes, name
-from worker.model import cuda_graphs
 from worker.model.attention.kv_cache import BLOCK, KVCache, LayerShape
 from worker.model.attention.native import NativeMetadata, library_path
 from worker.model.attention.paged import attend, forward_context
@@ -293,9 +292,7 @@ def test_block_tables_are_copied_as_arrays(kind: str, monkeypatch: pytest.Monkey
     table = BlockPool(blocks, 1).open(range(blocks), [])
     assert table is not None
     cache = KVCache([LayerShape(1, 1, 1)], 1, torch.float32, torch.device("cpu"))
-    on_device = torch.zeros(rows, cuda_graphs.BUFFERS)
-    monkeypatch.setattr(cuda_graphs, "to_device", lambda values, device: on_device)
-    captured = RowsMetadata(cache, rows, 0)
+    captured = RowsMetadata(cache, rows, blocks)
 
     def seconds(table: Sequence[int]) -> float:
         batch = Batch([Span(table, BLOCK * blocks - 1, 1)] * rows, [1] * rows, range(rows))

@@ -64,6 +64,6 @@ def test_blocks_of_a_row_are_those_of_its_span() -> None:
     cached = memory(Case("all"), [(40, 1), (0, 33), (3, 2)], random.Random(0))
     metadata = MixedMetadata(cached.cache, cached.batch)
     first, _, last = (span.blocks for span in cached.batch.spans)
-    assert metadata._tables[0].tolist() == list(first)
-    assert metadata._tables[1:, 0].tolist() == [last[0]] * 2
+    assert metadata._tables.tolist() == [*first, *last]
+    assert metadata._table_starts.tolist() == [0, len(first), len(first)]
     assert metadata._row_positions.tolist() == [40, 3, 4]

@@ -26,7 +26,7 @@ from batching.state_pool import NO_SLOT, StateSegment
 from worker.device.async_copy import fill_placeholders, to_device
 from worker.error_classification import first_line
 from worker.model.attention.kv_cache import BLOCK, KVCache
-from worker.model.attention.mixed import MAX_SPAN_WIDTH, programs
+from worker.model.attention.mixed import MAX_SPAN_WIDTH, concatenate_tables, programs
 from worker.model.attention.paged import AttentionBackend, StepStates, forward_context
 from worker.model.attention.recurrent import RecurrentModule
 from worker.model.language_model import LanguageModel
@@ -47,7 +47,7 @@ MAX_PROMPT_READS = SIZES[-1] ** 2 // 2
 # The cache's last blocks, which no sequence gets: one for padding rows, one for the check.
 SPARE_BLOCKS = 2
 SPARE_SLOTS = 1  # the last slot of recurrent layers' states, for both
-BUFFERS = 7  # int64 numbers of a row, from `ids` to `targets`
+BUFFERS = 8  # int64 numbers of a row, from `ids` to `targets`
 
 
 class RowsMetadata(AttentionBackend):
@@ -55,9 +55,9 @@ class RowsMetadata(AttentionBackend):
 
     Holds the input buffers of the graphs: `ids`, `positions`, `slots` (where the key and value go),
     `tails` (slots after it to zero in a block that the step starts), `position_ids` (passed to the
-    model; they differ from `positions` behind images), `sources` and `targets` (slots of the states
-    of recurrent layers), int64 [rows] each, and `tables`, int32 [rows, max_blocks], where
-    `max_blocks` are those of the longest sequence.
+    model; they differ from `positions` behind images), `table_starts` (where the table of the row's
+    sequence begins in `tables`), `sources` and `targets` (slots of the states of recurrent layers),
+    int64 [rows] each, and `tables`, int32, one table after another. `max_blocks`: of a table.
     """
 
     def __init__(self, cache: KVCache, rows: int, max_blocks: int) -> None:
@@ -65,17 +65,17 @@ class RowsMetadata(AttentionBackend):
         self.programs = programs(cache.device)
         self._buffer = torch.zeros(BUFFERS, rows, dtype=torch.long, device=cache.device)
         self._take_rows(self._buffer)
-        self.tables = torch.zeros(rows, max_blocks, dtype=torch.int32, device=cache.device)
+        size = 1 + rows * max_blocks  # the first is that of padding rows
+        self.tables = torch.zeros(size, dtype=torch.int32, device=cache.device)
 
     def _take_rows(self, buffer: Tensor) -> None:
-        self.ids, self.positions, self.slots, self.tails, self.position_ids, *states = buffer
-        self.sources, self.targets = states
+        self.ids, self.positions, self.slots, self.tails, self.position_ids, *others = buffer
+        self.table_starts, self.sources, self.targets = others
 
     def first(self, rows: int) -> "RowsMetadata":
         """Return a view of the first rows."""
         view = copy.copy(self)
         view._take_rows(self._buffer[:, :rows])
-        view.tables = self.tables[:rows]
         return view
 
     def fill(self, batch: Batch, rows: int, spare: int, sampled: Tensor | None = None) -> None:
@@ -85,23 +85,14 @@ class RowsMetadata(AttentionBackend):
         starts = np.array([span.start for span in batch.spans])
         widths = np.array([span.width for span in batch.spans])
         lasts = starts + widths - 1
-        counts = lasts // BLOCK + 1  # blocks of each span
-        blocks = np.zeros((len(counts), counts.max()), np.int32)
-        for n, (table, _, _) in enumerate(batch.spans):
-            blocks[n, : counts[n]] = table[: counts[n]]
-        span = np.repeat(np.arange(len(counts)), widths)  # of each row
-        positions = np.array(batch.positions)
-        # one array for all buffers, as each copy to the device costs a launch
-        packed = np.full((rows, BUFFERS + blocks.shape[1]), spare, np.int32)
-        packed[:count, BUFFERS:] = blocks[span]
-        columns = packed[:, :BUFFERS].T
-        ids, row_positions, slots, tails, position_ids, sources, targets = columns
-        columns[:] = 0
+        tables, table_starts = concatenate_tables([Span([spare], 0, 1), *batch.spans])
+        columns = np.zeros((BUFFERS, rows), np.int32)
+        ids, positions, slots, tails, position_ids, row_tables, sources, targets = columns
         ids[:count] = batch.ids
-        row_positions[:count] = positions
-        position_ids[:count] = batch.position_ids if batch.shifts else positions
-        slots[:] = spare * BLOCK
-        slots[:count] = blocks[span, positions // BLOCK] * BLOCK + positions % BLOCK
+        positions[:count] = batch.positions
+        position_ids[:count] = batch.position_ids if batch.shifts else batch.positions
+        row_tables[:count] = np.repeat(table_starts[1:], widths)
+        slots[:] = tables[row_tables + positions // BLOCK] * BLOCK + positions % BLOCK
         starts_block = lasts % BLOCK < widths
         ends = np.array(batch.offsets) + widths
         tails[ends - 1] = np.where(starts_block, BLOCK - 1 - lasts % BLOCK, 0)
@@ -110,9 +101,10 @@ class RowsMetadata(AttentionBackend):
             segments = [of_span[0] for of_span in batch.states]
             sources[:count] = [segment.source for segment in segments]
             targets[:count] = [segment.target for segment in segments]
-        on_device = to_device(packed, self.tables.device)
-        self._buffer[:, :rows] = on_device[:, :BUFFERS].T
-        self.tables[:rows, : blocks.shape[1]] = on_device[:, BUFFERS:]
+        # one array for all buffers, as each copy to the device costs a launch
+        packed = to_device(np.append(columns, tables), self.tables.device)
+        self._buffer[:, :rows] = packed[: columns.size].view(BUFFERS, rows)
+        self.tables[: len(tables)] = packed[columns.size :]
         if sampled is not None:
             self.ids[:rows] = fill_placeholders(self.ids[:rows], sampled)
 
@@ -131,8 +123,9 @@ class RowsMetadata(AttentionBackend):
         q, k, v = (t if t.stride(2) == 1 else t.contiguous() for t in (q, k, v))
         triton_decode.write(k, v, keys, values, self.slots, self.tails)
         return triton_decode.attend(
-            q, keys, values, self.tables, self.positions, programs=self.programs, scale=scale,
-            window=window, chunk=shape.chunk, softcap=softcap, sinks=sinks,
+            q, keys, values, self.tables, self.table_starts, self.positions,
+            programs=self.programs, scale=scale, window=window, chunk=shape.chunk,
+            softcap=softcap, sinks=sinks,
         ).unsqueeze(0)  # fmt: skip
 
 
@@ -169,7 +162,8 @@ class CudaGraphs:
         self._spare_slot = len(states[0]) - SPARE_SLOTS if states else NO_SLOT
         self._sizes = [size for size in SIZES if size < rows] + [rows]
         self._missing = [*self._sizes]
-        self._captured: dict[int, tuple[Callable[[], Any], Tensor]] = {}
+        self._captured: dict[int, Callable[[], Any]] = {}  # replays a size
+        self._logits: Tensor | None = None  # of all sizes: that of the largest
         self._prompt = [1 + 7 * n % (language.vocab_size - 1) for n in range(MAX_SPAN_WIDTH)]
         self._expected = reference(self._check_batch(rows))
 
@@ -192,10 +186,13 @@ class CudaGraphs:
         """Capture and check the largest missing size: smaller ones reuse its memory."""
         size = self._missing[-1]
         self._metadata.fill(self._check_batch(size), size, self._spare)
-        replay, logits = self._captured[size] = self._capture(functools.partial(self._run, size))
+        replay, logits = self._capture(functools.partial(self._run, size))
+        self._captured[size] = replay
+        if self._logits is None:
+            self._logits = logits
         width = len(self._check_batch(size).ids)  # writes the states again
         replay()
-        self._language.compare(logits[:width], self._expected[:width])
+        self._language.compare(self._logits[:width], self._expected[:width])
         self._missing.pop()
 
     def supports(self, batch: Batch) -> bool:
@@ -218,12 +215,12 @@ class CudaGraphs:
         """
         size = next(size for size in self._sizes if size >= len(batch.ids))
         self._metadata.fill(batch, size, self._spare, sampled)
-        replay, logits = self._captured[size]
-        replay()
+        self._captured[size]()
+        assert self._logits is not None
         rows = list(batch.rows)
         if rows == list(range(len(rows))):
-            return logits[: len(rows)]
-        return logits[to_device(rows, logits.device)]
+            return self._logits[: len(rows)]
+        return self._logits[to_device(rows, self._logits.device)]
 
     @torch.inference_mode()
     def _run(self, size: int) -> Tensor:
@@ -235,7 +232,8 @@ class CudaGraphs:
         with forward_context(metadata, states):
             output = self._model(input_ids=ids, position_ids=positions, use_cache=False)
         logits: Tensor = output.logits[0]
-        return logits
+        # one buffer for all sizes: buffers of their own would take three times the memory
+        return logits if self._logits is None else self._logits[:size].copy_(logits)
 
 
 def capture_graphs(

@@ -1,12 +1,14 @@
 """Attention on a GPU in steps with prompts: decoding spans stay on the decode kernel."""
 
 import sys
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from batching.sequence import Batch
+from batching.sequence import Batch, Span
 from worker.device.async_copy import to_device
 from worker.model.attention.kv_cache import BLOCK, KVCache
 from worker.model.attention.paged import AttentionMetadata
@@ -35,12 +37,9 @@ class MixedMetadata(AttentionMetadata):
             return
         self._row_positions = self.positions[self._rows]
         short = np.flatnonzero(is_short)
-        counts = (self.starts + self.widths - 1)[short] // BLOCK + 1
-        tables = np.zeros((len(short), counts.max()), np.int32)
-        for table, number, count in zip(tables, short, counts, strict=True):
-            table[:count] = self.blocks[number][:count]
-        span = np.repeat(np.arange(len(short)), self.widths[short])  # of each row
-        self._tables = to_device(tables, cache.device)[to_device(span, cache.device)]
+        tables, starts = concatenate_tables([batch.spans[number] for number in short.tolist()])
+        self._tables = to_device(tables, cache.device)
+        self._table_starts = to_device(np.repeat(starts, self.widths[short]), cache.device)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None,
@@ -57,9 +56,9 @@ class MixedMetadata(AttentionMetadata):
             query = shape.rescale(query, self.positions)
         q = query[0].transpose(0, 1).index_select(0, self._rows)
         attended = triton_decode.attend(
-            q, cache.keys[layer], cache.values[layer], self._tables, self._row_positions,
-            programs=self.programs, scale=scale, window=window, chunk=shape.chunk, softcap=softcap,
-            sinks=sinks,
+            q, cache.keys[layer], cache.values[layer], self._tables, self._table_starts,
+            self._row_positions, programs=self.programs, scale=scale, window=window,
+            chunk=shape.chunk, softcap=softcap, sinks=sinks,
         )  # fmt: skip
         out[0].index_copy_(0, self._rows, attended)
         return out
@@ -75,6 +74,12 @@ class RowwiseMetadata(MixedMetadata):
     def __init__(self, cache: KVCache, batch: Batch) -> None:
         super().__init__(cache, batch)
         self.programs = ALL_PROGRAMS
+
+
+def concatenate_tables(spans: Iterable[Span]) -> tuple[Any, Any]:
+    """Return the spans' block tables one after another, int32, and where each of them begins."""
+    tables = [blocks[: (start + width - 1) // BLOCK + 1] for blocks, start, width in spans]
+    return np.concatenate(tables, dtype=np.int32), np.cumsum([0, *map(len, tables)])[:-1]
 
 
 def programs(device: torch.device) -> int:

@@ -44,10 +44,10 @@ def _write(
         tl.store(values + zeroed * value_size + e, tl.zeros_like(new_value), mask=e < value_size)
 
 
-@triton.jit(do_not_specialize=["table_row"])
+@triton.jit
 def _attend(
-    query, keys, values, tables, positions, maxima, totals, sums, scale, softcap,
-    query_row, query_head, table_row,
+    query, keys, values, tables, table_starts, positions, maxima, totals, sums, scale, softcap,
+    query_row, query_head,
     heads: tl.constexpr, group: tl.constexpr, group_pad: tl.constexpr,
     key_size: tl.constexpr, key_pad: tl.constexpr,
     value_size: tl.constexpr, value_pad: tl.constexpr,
@@ -58,6 +58,7 @@ def _attend(
     the sums of the weights relative to it and of the weighted values."""
     row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     last = tl.load(positions + row)
+    table = tables + tl.load(table_starts + row)
     first = last * 0
     if window:
         first = tl.maximum(first, last - window + 1)
@@ -76,7 +77,7 @@ def _attend(
     for tile in range(begin, end):
         position = tile * tile_size + tl.arange(0, tile_size)
         visible = (position >= first) & (position <= last)
-        block = tl.load(tables + row * table_row + position // block_size, mask=visible, other=0)
+        block = tl.load(table + position // block_size, mask=visible, other=0)
         slot = (block.to(tl.int64) * block_size + position % block_size) * heads + head
         k_mask = visible[:, None] & (d < key_size)[None, :]
         k = tl.load(keys + slot[:, None] * key_size + d[None, :], mask=k_mask, other=0.0)
@@ -140,11 +141,12 @@ def write(
 
 
 def attend(
-    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, positions: Tensor, *,
-    programs: int, scale: float, window: int = 0, chunk: int = 0, softcap: float = 0.0,
-    sinks: Tensor | None = None,
+    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, table_starts: Tensor,
+    positions: Tensor, *, programs: int, scale: float, window: int = 0, chunk: int = 0,
+    softcap: float = 0.0, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attend from each query [T, H, D], at positions [T], over the blocks of its table [T, n].
+    """Attend from each query [T, H, D], at positions [T], over the blocks of its table, which
+    begins in `tables` at table_starts[t].
 
     keys, values: [blocks, BLOCK, Hkv, size]; sinks: [H]. `window`, `chunk`: limits of the attention
     in tokens, 0: none. `programs`: least number of programs to launch, as far as MAX_SPLITS allows.
@@ -152,13 +154,14 @@ def attend(
     """
     rows, query_heads, size = query.shape
     if rows > MAX_ROWS:
-        slices = zip(*(torch.split(x, MAX_ROWS) for x in (query, tables, positions)), strict=True)
+        by_row = query, table_starts, positions
+        slices = zip(*(torch.split(x, MAX_ROWS) for x in by_row), strict=True)
         return torch.cat([
             attend(
-                q, keys, values, table, at, programs=programs, scale=scale, window=window,
-                chunk=chunk, softcap=softcap, sinks=sinks,
+                q, keys, values, tables, starts, at, programs=programs, scale=scale,
+                window=window, chunk=chunk, softcap=softcap, sinks=sinks,
             )
-            for q, table, at in slices
+            for q, starts, at in slices
         ])  # fmt: skip
     _, block, heads, value_size = values.shape
     group = query_heads // heads
@@ -170,8 +173,8 @@ def attend(
     value_pad = max(MIN_DOT_SIZE, triton.next_power_of_2(value_size))
     tile = TILE_KEYS if size * keys.element_size() <= MAX_TILE_KEY_BYTES else TILE_KEYS // 2
     _attend[rows, heads, parts](
-        query, keys, values, tables, positions, maxima, totals, sums, scale, softcap,
-        *query.stride()[:2], tables.stride(0),
+        query, keys, values, tables, table_starts, positions, maxima, totals, sums, scale, softcap,
+        *query.stride()[:2],
         heads=heads, group=group, group_pad=max(MIN_DOT_SIZE, triton.next_power_of_2(group)),
         key_size=size, key_pad=max(MIN_DOT_SIZE, triton.next_power_of_2(size)),
         value_size=value_size, value_pad=value_pad,
