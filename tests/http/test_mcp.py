@@ -8,11 +8,13 @@ from typing import Any
 
 import openai
 import pytest
-from mcp import Client, StdioServerParameters
-from mcp_types import TextContent, Tool
 
 from tests import sdk
 from tests.sdk import QUESTION, Sdk, reports_weather
+
+pytest.importorskip("mcp")
+from mcp import Client, StdioServerParameters
+from mcp_types import TextContent, Tool
 
 SERVER = """
 from mcp.server.mcpserver import MCPServer

@@ -46,7 +46,7 @@ def test_a_request_is_answered_by_the_model_that_it_names(server: Server) -> Non
         answer = chat(server, FRANCE, model=name, max_tokens=20, temperature=0).json()
         assert answer["model"] == name or "demo"
         assert "Paris" in answer["choices"][0]["message"]["content"]
-    steps = metric(server, 'onequeue_model_info{batching="continuous",device="cpu",dtype="float32"'
+    steps = metric(server, 'onequeue_model_info{batching="continuous",dtype="float32"'
                    ',model="short",serves="generation:short",task="text-generation"}')  # fmt: skip
     assert steps == 1
     body = {"messages": [{"role": "user", "content": "a " * 60}], "max_tokens": 2}

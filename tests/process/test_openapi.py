@@ -10,7 +10,6 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
-import schemathesis
 from starlette.routing import Route
 
 from batching.errors import InvalidInput
@@ -27,6 +26,8 @@ from tests.fakes import FakeRunner
 from tests.http.test_pipeline_http import error_of
 from tests.serving import Server, serving
 from worker.tasks import TASKS
+
+schemathesis = pytest.importorskip("schemathesis")
 
 ALWAYS = {"/", "/assets/{name}", "/health", "/ready", "/ping", "/version", "/favicon.ico"}
 ALWAYS |= {"/metrics", "/openapi.json", "/models", "/models/load", "/models/unload"}
