@@ -177,7 +177,7 @@ def test_a_script_started_with_another_python_runs_with_the_packages_of_venv() -
 def test_a_script_without_venv_names_the_command_that_creates_it(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     shutil.copy(SCRIPTS / "environment.py", tmp_path / "scripts")
-    command = [*OTHER_PYTHON, str(tmp_path / "scripts" / "environment.py")]
+    command = [*OTHER_PYTHON, "-E", str(tmp_path / "scripts" / "environment.py")]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert result.stderr.strip().endswith("needs the packages in .venv: run scripts/install first")
