@@ -39,6 +39,7 @@ TextsOrIds = tuple[str | TokenId | tuple[TokenId, ...], ...]
 Count = Annotated[int, Meta(ge=0)]
 PositiveInt = Annotated[int, Meta(ge=1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+MAX_FLOAT_INT = 1 << 53  # below it a float is the number that was written
 NON_EMPTY = Meta(min_length=1)
 NonEmpty = Annotated[str, NON_EMPTY]
 Stops = Annotated[list[NonEmpty], Meta(max_length=MAX_STOPS)]
@@ -208,11 +209,20 @@ def decode(
         for path, length in _list_lengths(document, kind.__struct_fields__):
             if length > max_entries:
                 raise InvalidInput.at(path, f"takes at most {max_entries} entries, not {length}")
-    request = convert(document, kind)
+    request = convert(document | _whole_numbers(document), kind)
     request.model = id_for(request.model)
     if isinstance(request, GenerationRequest):
         request.check(document)
     return request
+
+
+def _whole_numbers(document: Document) -> dict[str, int]:
+    """Return the fields that are written as 5.0 for 5, as some JSON libraries do, such as Gson."""
+    return {
+        name: int(value)
+        for name, value in document.items()
+        if isinstance(value, float) and abs(value) < MAX_FLOAT_INT and value.is_integer()
+    }
 
 
 def convert(document: Document, kind: type[T], strict: bool = True) -> T:

@@ -6,7 +6,7 @@ import pytest
 
 from batching.errors import InvalidInput
 from server.openai.chat import ChatRequest
-from server.openai.request_fields import convert
+from server.openai.request_fields import convert, decode
 
 
 @pytest.mark.parametrize(
@@ -29,3 +29,16 @@ def test_error_names_the_field_the_accepted_and_the_given_value(
     with pytest.raises(InvalidInput) as caught:
         convert(body, ChatRequest)
     assert str(caught.value) == message
+
+
+def test_whole_numbers_may_be_written_as_floats() -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5.0, "temperature": 1.0}
+    request = decode(body, ChatRequest, lambda name: "demo")
+    assert (request.max_tokens, request.temperature) == (5, 1.0)
+    for value, message in (
+        (5.5, "expected int, got float"),
+        (1e300, "expected int, got float"),
+        (-1.0, "max_tokens: expected int >= 0, not -1"),
+    ):
+        with pytest.raises(InvalidInput, match=message):
+            decode({**body, "max_tokens": value}, ChatRequest, lambda name: "demo")
