@@ -5,7 +5,6 @@ is refused at startup by name. Settings do not change later.
 """
 
 import difflib
-import math
 import os
 import re
 import sys
@@ -23,6 +22,7 @@ MODEL_SETTINGS = (
     "pipeline_model", "chat_model", "embedding_model", "rerank_model", "transcription_model",
 )  # fmt: skip
 MAX_FILE_BYTES = 1 << 22
+MAX_NUMBER = 10**9  # as seconds less than a wait of a thread may take
 MIN_SIMILARITY = 0.82  # of difflib's 1: two letters swapped, or a part left out
 # A longer variable that differs from a name this short is likely another program's.
 SHORT_NAME = 7
@@ -535,7 +535,7 @@ def parse(spec: Field[Any], raw: str) -> Any:
         except ValueError:
             accepted = "a whole number" if kind is int else "a number"
         else:
-            if minimum <= value < math.inf:
+            if minimum <= value <= MAX_NUMBER:
                 return value
-            accepted = f"at least {minimum:g}"
+            accepted = f"at most {MAX_NUMBER}" if value > MAX_NUMBER else f"at least {minimum:g}"
     raise SettingsError(f"{spec.name.upper()}={raw!r}: must be {accepted}")

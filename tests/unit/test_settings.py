@@ -73,6 +73,8 @@ def test_env_files_are_loaded_before_the_model_is_looked_up(
         ("MAX_BATCH_WAIT_MS", "-1"),
         ("REQUEST_TIMEOUT_S", "nan"),
         ("REQUEST_TIMEOUT_S", "inf"),
+        ("MAX_BATCH_WAIT_MS", "1e10"),
+        ("MAX_QUEUE_SIZE", "1000000001"),
         ("DEBUG", "perhaps"),
         ("PIPELINE_MODEL", ""),
         ("PIN_WORKER", "perhaps"),
