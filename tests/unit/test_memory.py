@@ -20,7 +20,7 @@ from server.entries import model_entries
 from worker.device import device
 from worker.device.device import cgroup_free_bytes, free_bytes, unreserved_bytes
 from worker.generation import loading as generation_loading
-from worker.model import loading
+from worker.model import loading, paging
 from worker.model.attention.kv_cache import BLOCK, KVCache, LayerShape
 from worker.model.language_model import GeneratorOptions, LanguageModel
 from worker.model.paging import cache_blocks, cache_bytes
@@ -196,6 +196,13 @@ def test_engines_share_the_free_memory(engines: int, monkeypatch: pytest.MonkeyP
     )
     caches.clear()
     assert unreserved_bytes(CPU) == 64 << 20
+
+
+def test_a_cache_larger_than_the_free_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paging, "free_bytes", lambda _: 10**9)
+    assert cache_bytes(language_on_cpu(), 1) == 1e9
+    with pytest.raises(loading.LoadingFailed, match=r"KV_CACHE_GB=1\.5: 1\.0 GB are free"):
+        cache_bytes(language_on_cpu(), 1.5)
 
 
 def whisper() -> Any:

@@ -23,7 +23,7 @@ from transformers import AttentionInterface
 
 from batching.sequence import Batch, Span
 from batching.state_pool import MAX_CHECKPOINTS, MAX_DRAFTS, SequenceState, StatePool, StateSegment
-from worker.device.device import unreserved_bytes
+from worker.device.device import free_bytes, unreserved_bytes
 from worker.device.self_check import (
     MIN_PROMPT_TOKENS,
     CannotRun,
@@ -115,8 +115,13 @@ def load_paged_runner(
 
 def cache_bytes(language: LanguageModel, size_gb: float | None, later_caches: int = 0) -> float:
     """Return the size of a model's cache: `size_gb`, None: a share of the free memory that no other
-    cache has reserved, which leaves as much for each of `later_caches`."""
+    cache has reserved, which leaves as much for each of `later_caches`.
+
+    Raise LoadingFailed for a size beyond the free memory of a CPU: its pages are taken one by one,
+    until the system ends the process."""
     if size_gb is not None:
+        if language.device.type == "cpu" and size_gb * GB > (free := free_bytes(language.device)):
+            raise LoadingFailed(f"KV_CACHE_GB={size_gb:g}: {free / GB:.1f} GB are free")
         return size_gb * GB
     share = CACHE_SHARE[language.device.type]
     free = min(unreserved_bytes(language.device), remaining_bytes())
