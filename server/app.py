@@ -97,10 +97,10 @@ def create_app(
     cores = find_cores(settings.pin_worker, openmp_threads())
     pool_threads = max(2, min(8, cores.threads if cores else 2))
     queue = RequestQueue(settings.max_queue_size, time.monotonic)
-    worker = Worker(served_models(settings, entries, loaders), cores=cores)
+    limit = None if settings.models_gb is None else int(settings.models_gb * 1e9)
+    worker = Worker(served_models(settings, entries, loaders), cores=cores, limit_bytes=limit)
     lanes = [lane for model in worker.models.values() for lane in model.lanes]
     metrics = Metrics(lambda: queue.pending, lambda: sum(lane.not_started for lane in lanes))
-    limit = None if settings.models_gb is None else int(settings.models_gb * 1e9)
     worker_client = WorkerClient(
         worker,
         queue,
@@ -108,7 +108,6 @@ def create_app(
         pool_threads,
         settings.stuck_after_s,
         settings.model_idle_s,
-        limit,
     )
     routes, responses, batches = make_routes(settings, worker_client, entries)
     run = partial(lifespan, responses=responses, batches=batches)

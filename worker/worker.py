@@ -103,6 +103,8 @@ class OtherServedModels:
 
 
 class Worker:
+    """`limit_bytes`: of the weights and caches of all models together, None: the free memory."""
+
     _listener: Listener
     _post: Callable[..., None]
 
@@ -111,8 +113,10 @@ class Worker:
         models: Sequence[ServedModel],
         clock: Callable[[], float] = time.monotonic,
         cores: Cores | None = None,
+        limit_bytes: int | None = None,
     ) -> None:
         self.models = {model.name: model for model in models}
+        self.limit_bytes = limit_bytes
         if not any(model.at_start for model in models):  # none is chosen: all
             for model in models:
                 model.load_at_start()
@@ -155,6 +159,13 @@ class Worker:
     def busy_s(self) -> float:
         """The duration of the running step so far; minus infinity if none runs."""
         return self.clock() - self.busy_since
+
+    @property
+    def remaining_bytes(self) -> int | None:
+        """The bytes that the limit leaves; None if there is none."""
+        if self.limit_bytes is None:
+            return None
+        return self.limit_bytes - sum(model.nbytes for model in self.models.values())
 
     def start(self, listener: Listener, post: Callable[..., None]) -> None:
         """Start the threads. `post(function, *args)` runs a listener's method on the event loop."""
@@ -208,7 +219,7 @@ class Worker:
         models = [model for model in self.models.values() if model.at_start]
         try:
             for model in models:
-                model.load(self.call)
+                model.load(self.call, self.remaining_bytes)
             self._post(self._listener.on_state, "warming", None)
             for model in models:
                 self.call(partial(self._warm_up, model))

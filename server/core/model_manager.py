@@ -78,7 +78,7 @@ class Residency:
 
 class ModelManager:
     """`put` passes items on to be prepared. `idle_s`: time until an unused model is unloaded, 0:
-    never. `limit_bytes`: of weights and caches together, None: the free memory."""
+    never."""
 
     def __init__(
         self,
@@ -87,14 +87,12 @@ class ModelManager:
         put: Callable[[list[WorkItem]], None],
         on_change: Callable[[ServedModel, str], None],
         idle_s: float = 0.0,
-        limit_bytes: int | None = None,
     ) -> None:
         self.worker = worker
         self.queue = queue
         self.put = put
         self.on_change = on_change  # called with loaded, failed or unloaded
         self.idle_s = idle_s
-        self.limit_bytes = limit_bytes
         self.models = {name: Residency(model) for name, model in worker.models.items()}
         self._loads: deque[Residency] = deque()
         self._task: asyncio.Task[None] | None = None
@@ -191,7 +189,7 @@ class ModelManager:
         await self._make_room(entry, needed, free)
         while True:
             try:
-                await asyncio.wrap_future(self.worker.load(model, self.remaining_bytes()))
+                await asyncio.wrap_future(self.worker.load(model, self.worker.remaining_bytes))
                 break
             except NoRoom as error:  # caches and forwards need more than the weights
                 if (other := self._next_to_leave(entry)) is None:
@@ -247,25 +245,18 @@ class ModelManager:
 
     # ── memory ──
 
-    def _used_bytes(self) -> int:
-        return sum(entry.model.nbytes for entry in self.models.values())
-
-    def remaining_bytes(self) -> int | None:
-        """Return the bytes that the limit leaves; None if there is none."""
-        return None if self.limit_bytes is None else self.limit_bytes - self._used_bytes()
-
     async def _make_room(self, entry: Residency, needed: int, free: int) -> None:
         """Unload models until there is room for one: the least recently used first, idle ones
         before busy ones, which finish what runs. Raises NoRoom if pinned models leave none."""
         while True:
-            limit = math.inf if self.limit_bytes is None else self.limit_bytes
-            if needed <= free and needed + self._used_bytes() <= limit:
+            remaining = self.worker.remaining_bytes
+            room = free if remaining is None else min(free, remaining)
+            if needed <= room:
                 return
             if (other := self._next_to_leave(entry)) is None:
-                room = max(0.0, min(free, limit - self._used_bytes()))
                 raise NoRoom(
-                    f"{entry.model.title}: it needs {needed / GB:.2f} GB, {room / GB:.2f} GB are "
-                    "left and no model can be unloaded"
+                    f"{entry.model.title}: it needs {needed / GB:.2f} GB, {max(0, room) / GB:.2f} "
+                    "GB are left and no model can be unloaded"
                 )
             await asyncio.shield(self._leave(other))
             needed, free = await asyncio.wrap_future(self.worker.measure(entry.model))

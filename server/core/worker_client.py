@@ -157,7 +157,6 @@ class WorkerClient:
         pool_threads: int,
         stuck_after_s: float,
         model_idle_s: float = 0.0,
-        models_bytes: int | None = None,
     ) -> None:
         self.worker = worker
         self.models = worker.models
@@ -174,9 +173,7 @@ class WorkerClient:
         self.prepare = FairPool("prepare", pool_threads, self._prepare_items)
         self.decode = FairPool("decode", pool_threads, self._prepare_items)
         self.finish: Pool[RawOutput] = Pool("finish", pool_threads, self._finish_items)
-        self.manager = ModelManager(
-            worker, queue, self._put, self._on_change, model_idle_s, models_bytes
-        )
+        self.manager = ModelManager(worker, queue, self._put, self._on_change, model_idle_s)
 
     def start(self) -> None:
         self.started = True

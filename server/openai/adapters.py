@@ -106,7 +106,7 @@ class AdapterControl:
         try:
             async with base.loaded(request.scope, request.receive, deadlines):
                 client = base.worker_client
-                limit = client.manager.remaining_bytes()
+                limit = client.worker.remaining_bytes
                 loading = client.worker.load_adapter(base.served, adapter, limit)
                 # goes on if the client leaves: then nothing refers to its result
                 await asyncio.shield(asyncio.wrap_future(loading))

@@ -5,6 +5,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from batching.turn_budget import MAX_TURN_ALONE_S, MAX_TURN_S
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner, batched_model
 from tests.serving import wait_until
+from worker.load_context import add_memory, remaining_bytes
 from worker.messages.generation import GenerationInput
 from worker.messages.protocol import UNFINISHED, BatchReport, PipelineInput, State, StepOutcome
 from worker.pipeline.engine import PipelineEngine
@@ -350,6 +352,24 @@ def test_a_failed_load_is_reported_and_ends_the_thread() -> None:
     worker.thread.join(60)
     assert recorder.states == ["dead"]
     assert "no such model" in str(recorder.errors[0])
+
+
+def test_models_of_the_start_share_the_limit_of_memory() -> None:
+    rooms: list[int] = []
+
+    def load() -> FakeRunner:
+        rooms.append(remaining_bytes())
+        memory: Any = SimpleNamespace(nbytes=300)
+        add_memory(memory)
+        return FakeRunner()
+
+    recorder = Recorder()
+    worker = Worker([batched_model(name, load) for name in "ab"], limit_bytes=1000)
+    worker.start(recorder, lambda function, *args: function(*args))
+    worker.loader.submit(lambda: None).result(60)  # it begins when the models are ready
+    worker.stop()
+    worker.thread.join(60)
+    assert rooms == [1000, 700]
 
 
 def test_cancelled_items_cost_no_forward_pass(start: Callable[..., Bench]) -> None:
