@@ -54,6 +54,8 @@ def compiled(dtype: torch.dtype, size: int, group: int, **options: Any) -> list[
     JITFunction.run = compile_only
     try:
         keys, values = torch.zeros(2, 4, BLOCK, HEADS, size, dtype=dtype)
+        if latent := options.pop("latent", 0):  # its size: values are in the keys
+            values = keys[..., :latent]
         query = torch.zeros(ROWS, HEADS * group, size, dtype=dtype)
         new = torch.zeros(2, ROWS, HEADS, size, dtype=dtype)
         slots, tails, positions, starts = torch.zeros(4, ROWS, dtype=torch.long)

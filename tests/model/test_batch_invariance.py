@@ -42,9 +42,13 @@ def one_thread() -> Iterator[None]:
 
 
 @cache
-def folder() -> Path:
-    """Return a model with products so deep that oneDNN divides them."""
-    path = tiny_decoders.folder("llama").with_name("deep-llama")
+def folder(kind: str = "llama") -> Path:
+    """Return a model with products so deep that oneDNN divides them; or one of another type."""
+    path = tiny_decoders.folder("llama").with_name(f"deep-{kind}")
+    if kind != "llama":
+        for part in build(kind):
+            part.save_pretrained(path)
+        return path
     torch.manual_seed(0)
     sizes = {"intermediate_size": 1056, "max_position_embeddings": 1024}
     for part in tiny_decoders.decoder("LlamaConfig", **tiny_decoders.GROUPED, **sizes)():
@@ -53,9 +57,9 @@ def folder() -> Path:
 
 
 @cache
-def language(dtype: str, quantization: str) -> LanguageModel:
+def language(dtype: str, quantization: str, kind: str = "llama") -> LanguageModel:
     options = GeneratorOptions(
-        str(folder()),
+        str(folder(kind)),
         dtype=dtype,
         device="cpu",
         kv_cache_gb=0.01,
@@ -106,25 +110,28 @@ def draft_from(alone: list[Served], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "quantization"),
+    ("dtype", "quantization", "kind"),
     matrix(
         [
-            ("bfloat16", "none"),
-            ("float32", "none"),
-            ("bfloat16", "int8"),
-            ("float32", "int8"),
-            ("bfloat16", "int4"),
-            ("float32", "int4"),
+            ("bfloat16", "none", "llama"),
+            ("float32", "none", "llama"),
+            ("bfloat16", "int8", "llama"),
+            ("float32", "int8", "llama"),
+            ("bfloat16", "int4", "llama"),
+            ("float32", "int4", "llama"),
+            ("bfloat16", "none", "youtu"),  # latent attention
+            ("float32", "int8", "youtu"),
         ],
-        ("bfloat16", "none"),
-        ("bfloat16", "int4"),
-        ("float32", "int8"),
+        ("bfloat16", "none", "llama"),
+        ("bfloat16", "int4", "llama"),
+        ("float32", "int8", "llama"),
+        ("bfloat16", "none", "youtu"),
     ),
 )
 def test_outputs_are_those_of_each_request_alone(
-    dtype: str, quantization: str, monkeypatch: pytest.MonkeyPatch
+    dtype: str, quantization: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = language(dtype, quantization)
+    model = language(dtype, quantization, kind)
     if quantization != "none" and not native_quantized_matches(quantization, model.dtype):
         pytest.skip(f"no kernel for {quantization} weights on this CPU")
     alone = [serve(new_engine(model, 64, "off"), [item])[0][0] for item in requests()]

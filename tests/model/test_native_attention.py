@@ -18,7 +18,7 @@ from batching.block_pool import BlockPool
 from batching.sequence import Batch, Span
 from tests.matrix import matrix
 from tests.threads import compute_threads
-from tests.unit.test_paged_attention import CASES, Case, expected, memory, mixes, name
+from tests.unit.test_paged_attention import CASES, LATENT, Case, expected, memory, mixes, name
 from worker.model.attention.kv_cache import BLOCK, KVCache, LayerShape
 from worker.model.attention.native import NativeMetadata, library_path
 from worker.model.attention.paged import attend, forward_context
@@ -40,6 +40,7 @@ LONG = [
     Case("long", heads=8, key_heads=2, window=300, sinks=True),
     Case("long", heads=4, key_heads=4, chunk=200, softcap=2.0),
     Case("long", heads=2, key_heads=1, window=20),
+    Case("long", heads=20, **LATENT, key_size=576, value_size=512, scale=0.05),
 ]
 
 

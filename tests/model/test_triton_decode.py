@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.test_paged_attention import Case, Memory, expected, memory
+from tests.unit.test_paged_attention import LATENT, Case, Memory, expected, memory
 from worker.model.attention.kv_cache import BLOCK
 from worker.model.attention.paged import attend, forward_context
 from worker.model.cuda_graphs import RowsMetadata
@@ -27,6 +27,8 @@ CASES = [
     (Case("drafts", key_heads=1, window=20, softcap=1.5), DRAFTS, 40),
     (Case("drafts", chunk=24, sinks=True, heads=2), DRAFTS, 40),
     (Case("decodes", window=70, sinks=True, heads=2), DECODES, 100),
+    (Case("decodes", **LATENT, key_size=24, value_size=16), DECODES, 1),
+    (Case("decodes", **LATENT, heads=20, key_size=160, value_size=128), DECODES, 40),
 ]
 
 

@@ -45,6 +45,13 @@ def test_wide_float32_heads_fit(tmp_path: Path) -> None:
     assert kernels(tmp_path, "90", "float32", "256", "1", ALL_OPTIONS)
 
 
+@pytest.mark.matrix
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_keys_that_hold_their_values_fit(dtype: str, tmp_path: Path) -> None:
+    for kernel in kernels(tmp_path, "80,90", dtype, "576", "16", {"latent": 512}):
+        assert kernel["spilled"] == 0 or kernel["kernel"] != "_attend", kernel
+
+
 @pytest.mark.slow
 def test_all_sizes_of_heads_and_groups_compile(tmp_path: Path) -> None:
     shape = "80,90", "bfloat16", "64,80,96,128,256", "1,2,4,8"

@@ -40,6 +40,7 @@ class Case:
     softcap: float = 0.0
     sinks: bool = False
     scale: float = 0.35
+    values_in_keys: bool = False
 
 
 def mixes(chance: random.Random, kind: str) -> list[tuple[int, int]]:
@@ -83,7 +84,10 @@ def memory(
     dtype: torch.dtype = FLOAT32, zeroed: bool = True,
 ) -> Memory:  # fmt: skip
     """`zeroed`: the rest of a sequence's last block is zeros, otherwise NaN."""
-    shape = LayerShape(case.key_heads, case.key_size, case.value_size, case.chunk)
+    shape = LayerShape(
+        case.key_heads, case.key_size, case.value_size, case.chunk,
+        values_in_keys=case.values_in_keys,
+    )  # fmt: skip
     tables = [[0] * -(-(start + width) // BLOCK) for start, width in mix]
     count = sum(map(len, tables))
     numbers = chance.sample(range(count + 3), count)
@@ -91,6 +95,8 @@ def memory(
     cache = KVCache([shape], count + 3, dtype, CPU)
     keys = [torch.randn(s + w, case.key_heads, case.key_size, dtype=dtype) for s, w in mix]
     values = [torch.randn(s + w, case.key_heads, case.value_size, dtype=dtype) for s, w in mix]
+    if case.values_in_keys:
+        values = [key[..., : case.value_size] for key in keys]
     if broken is not None:
         keys[broken].fill_(float("nan"))
         values[broken].fill_(float("nan"))
@@ -136,6 +142,7 @@ def expected(
     return torch.stack(out, 1)
 
 
+LATENT: dict[str, Any] = {"key_heads": 1, "values_in_keys": True}
 CASES = [
     *(Case(kind) for kind in KINDS),
     *(Case(kind, window=8) for kind in KINDS),
@@ -148,6 +155,7 @@ CASES = [
     *(Case(kind, sinks=True, window=8) for kind in KINDS),
     *(Case(kind, sinks=True, softcap=3.0, heads=6, key_heads=3, value_size=4) for kind in KINDS),
     *(Case(kind, heads=1, key_heads=1) for kind in KINDS),
+    *(Case(kind, **LATENT, key_size=24, value_size=16) for kind in KINDS),
 ]
 
 

@@ -89,6 +89,7 @@ class GeneratorOptions(ModelOptions):
     chat_template: str = "auto"  # a file, or the checkpoint's own
     chat_template_kwargs: str = "{}"  # JSON
     deterministic: bool = False  # on a GPU, outputs do not depend on the batch
+    lora_dir: str = "none"  # the folder of adapters, if some may be loaded
     later_caches: int = 0  # engines loaded after this one that size their cache by the free memory
 
 

@@ -37,6 +37,7 @@ from worker.device.self_check import (
 from worker.error_classification import first_line
 from worker.load_context import on_worker, remaining_bytes
 from worker.model.attention.kv_cache import BLOCK, KVCache, LayerShape
+from worker.model.attention.latent import use_latents
 from worker.model.attention.paged import ATTENTION, AttentionMetadata, SpanGroup
 from worker.model.attention.recurrent import RecurrentProbe, install, uninstall
 from worker.model.language_model import GeneratorOptions, LanguageModel
@@ -85,6 +86,8 @@ def load_paged_runner(
     """
     check = PagingCheck(language, extra_check)
     check.enable()
+    if options.lora_dir == "none":  # an adapter may change the layers that expand latents
+        use_latents(language.decoder, language.layers, check.compare)
     native = is_worth_compiling(options.compile, language.parameters)
     language.pack_weights(options.quantization, check.compare, native)
     length = min(options.max_model_len or language.context, language.context)
@@ -104,7 +107,10 @@ def load_paged_runner(
         )
     language.rotary.fix(max_model_len)
     log_own_attention(options.attention, "steps on the paged cache")
-    log.info("cache blocks=%d tokens=%d context=%d", blocks, blocks * BLOCK, max_model_len)
+    log.info(
+        "cache blocks=%d tokens=%d token_bytes=%d context=%d",
+        blocks, blocks * BLOCK, token_bytes(language), max_model_len,
+    )  # fmt: skip
     if language.states:
         log.info(
             "states bytes=%d sequences=%d checkpoints=%d",
@@ -162,13 +168,17 @@ def state_slots(
     return StateSlots(sequences, min(most, int(room / 4 // size)), drafts)
 
 
+def token_bytes(language: LanguageModel) -> int:
+    """Return the size of a token's keys and values."""
+    return sum(layer.numbers for layer in language.layers) * language.dtype.itemsize
+
+
 def cache_blocks(language: LanguageModel, room: float, max_tokens: int) -> int:
     """Return the number of blocks for a cache of `room` bytes, at most for `max_tokens` tokens.
 
     Raise LoadingFailed if that is less than two blocks.
     """
-    sizes = sum(layer.heads * (layer.key_size + layer.value_size) for layer in language.layers)
-    block_bytes = max(1, BLOCK * sizes * language.dtype.itemsize)
+    block_bytes = max(1, BLOCK * token_bytes(language))
     blocks = min(int(room // block_bytes), -(-max_tokens // BLOCK))
     if blocks < 2:
         raise LoadingFailed(

@@ -26,6 +26,13 @@ class LayerShape:
     chunk: int = 0  # attention is limited to aligned chunks of so many tokens (Llama 4); 0: not
     # Llama 4's temperature tuning: floor_scale and attn_scale
     temperature: tuple[float, float] | None = None
+    # a value is the first numbers of its key, of the only head (latent.py)
+    values_in_keys: bool = False
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers a token takes."""
+        return self.heads * (self.key_size + (0 if self.values_in_keys else self.value_size))
 
     def rescale(self, query: Tensor, positions: Tensor) -> Tensor:
         """Correct Llama 4's temperature tuning for a packed step.
@@ -57,7 +64,7 @@ class StateShape:
 
 class KVCache:
     """Keys and values of all layers, [blocks, BLOCK, heads, size] each, and `slots` states of
-    recurrent layers, [slots, *shape] each.
+    recurrent layers, [slots, *shape] each. Values that are in the keys are a view of them.
 
     Memory is reserved, not touched: the system provides a page at its first write. torch's
     attention multiplies masked positions too, so none of them may hold a NaN: a block is zeroed
@@ -84,8 +91,15 @@ class KVCache:
             return torch.empty(blocks, BLOCK, heads, size, dtype=dtype, device=device)
 
         self.keys = [reserve(layer.heads, layer.key_size) for layer in layers]
-        self.values = [reserve(layer.heads, layer.value_size) for layer in layers]
+        own_values: list[Tensor] = []
+        self.values: list[Tensor] = []
+        for layer, key in zip(layers, self.keys, strict=True):
+            if layer.values_in_keys:
+                self.values.append(key[..., : layer.value_size])
+            else:
+                own_values.append(reserve(layer.heads, layer.value_size))
+                self.values.append(own_values[-1])
         self.states = [
             torch.empty(slots, *state.shape, dtype=state.dtype, device=device) for state in states
         ]
-        add_memory(record_reservation(self, (*self.keys, *self.values, *self.states)))
+        add_memory(record_reservation(self, (*self.keys, *own_values, *self.states)))

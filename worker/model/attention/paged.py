@@ -28,6 +28,7 @@ from worker.device.async_copy import to_device
 from worker.model.attention.kv_cache import BLOCK, KVCache
 
 ATTENTION = "onequeue_paged"
+LATENT = "onequeue_latent"  # the name of a layer's LatentProjections (latent.py)
 SHARED_LAYER = -1  # the layer's number in a graph of several layers
 # Spans share a call if the longest reach is at most MAX_REACH_RATIO times the shortest, or at most
 # MAX_REACH_EXCESS tokens longer.
@@ -132,9 +133,13 @@ def attention_function(
     """Implement transformers' attention interface: [1, heads, T, size] → [1, T, heads, size]."""
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     options = (module.layer_idx, scale, sliding_window or 0, softcap or 0.0)
-    if torch.compiler.is_compiling():
-        return torch.ops.onequeue.paged_attention(query, key, value, s_aux, *options), None
-    return attend(query, key, value, s_aux, *options), None
+    latent = getattr(module, LATENT, None)
+    if latent is not None:
+        query = latent.absorb(query)
+    is_compiling = torch.compiler.is_compiling()
+    run = torch.ops.onequeue.paged_attention if is_compiling else attend
+    out: Tensor = run(query, key, value, s_aux, *options)
+    return out if latent is None else latent.expand(out), None
 
 
 # Without a registered mask function transformers builds no mask, and does not read the positions,
@@ -385,6 +390,9 @@ class SpanGroup:
         if self.device_ranges is None:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
             gqa = heads_per_key > 1
+            if gqa and k.shape[1] == 1 and q.shape[3] > MAX_FLASH_SIZE:
+                # views; with fewer key heads only flash attention does not store all scores
+                k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
             out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
             return out.transpose(1, 2)
         if self.mask is not None:

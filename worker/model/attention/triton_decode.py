@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 TILE_KEYS = 64  # keys that a program loads at a time
-# A longer key halves TILE_KEYS, so that a tile fits into shared memory.
+# Of longer keys a tile has fewer, so that it fits into shared memory. They are loaded in two parts,
+# a power of two and the rest, by programs of MIN_DOT_SIZE query heads.
 MAX_TILE_KEY_BYTES = 512
 MAX_SPLITS = 16  # parts of a row's keys
 MIN_DOT_SIZE = 16  # smallest dimension of tl.dot
@@ -23,7 +24,7 @@ MAX_ROWS = 512  # of a launch: bounds the memory of their parts
 @triton.jit
 def _write(
     key, value, keys, values, slots, tails,
-    key_row, key_head, value_row, value_head,
+    key_row, key_head, value_row, value_head, value_slot,
     heads: tl.constexpr, key_size: tl.constexpr, key_pad: tl.constexpr,
     value_size: tl.constexpr, value_pad: tl.constexpr,
 ):  # fmt: skip
@@ -37,26 +38,34 @@ def _write(
         value + row * value_row + head * value_head + e, mask=e < value_size, other=0.0
     )
     tl.store(keys + (slot * heads + head) * key_size + d, new_key, mask=d < key_size)
-    tl.store(values + (slot * heads + head) * value_size + e, new_value, mask=e < value_size)
+    tl.store(values + slot * value_slot + head * value_size + e, new_value, mask=e < value_size)
     for after in range(1, tail + 1):
-        zeroed = (slot + after) * heads + head
-        tl.store(keys + zeroed * key_size + d, tl.zeros_like(new_key), mask=d < key_size)
-        tl.store(values + zeroed * value_size + e, tl.zeros_like(new_value), mask=e < value_size)
+        zeroed = slot + after
+        k = keys + (zeroed * heads + head) * key_size + d
+        v = values + zeroed * value_slot + head * value_size + e
+        tl.store(k, tl.zeros_like(new_key), mask=d < key_size)
+        tl.store(v, tl.zeros_like(new_value), mask=e < value_size)
 
 
 @triton.jit
 def _attend(
     query, keys, values, tables, table_starts, positions, maxima, totals, sums, scale, softcap,
-    query_row, query_head,
+    query_row, query_head, value_slot,
     heads: tl.constexpr, group: tl.constexpr, group_pad: tl.constexpr,
-    key_size: tl.constexpr, key_pad: tl.constexpr,
+    key_size: tl.constexpr, key_pad: tl.constexpr, rest_pad: tl.constexpr,
     value_size: tl.constexpr, value_pad: tl.constexpr,
     block_size: tl.constexpr, tile_size: tl.constexpr, count: tl.constexpr,
-    window: tl.constexpr, chunk: tl.constexpr, capped: tl.constexpr,
+    window: tl.constexpr, chunk: tl.constexpr, capped: tl.constexpr, values_in_keys: tl.constexpr,
 ):  # fmt: skip
-    """Compute one part of a row's attention for the queries of one key head: the maximum score, and
-    the sums of the weights relative to it and of the weighted values."""
-    row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """Compute one part of a row's attention for up to group_pad queries of one key head: the
+    maximum score, and the sums of the weights relative to it and of the weighted values.
+
+    The first `key_pad` numbers of a key are loaded together, then up to `rest_pad` others.
+    `values_in_keys`: the first ones are the value.
+    """
+    row, part = tl.program_id(0), tl.program_id(2)
+    pieces: tl.constexpr = (group + group_pad - 1) // group_pad
+    head, piece = tl.program_id(1) // pieces, tl.program_id(1) % pieces
     last = tl.load(positions + row)
     table = tables + tl.load(table_starts + row)
     first = last * 0
@@ -69,8 +78,13 @@ def _attend(
     begin += part * tiles
     end = tl.minimum(begin + tiles, last // tile_size + 1)
     g, d, e = tl.arange(0, group_pad), tl.arange(0, key_pad), tl.arange(0, value_pad)
-    q_pointers = query + row * query_row + (head * group + g)[:, None] * query_head + d[None, :]
-    q = tl.load(q_pointers, mask=(g < group)[:, None] & (d < key_size)[None, :], other=0.0)
+    g += piece * group_pad
+    q_pointers = query + row * query_row + (head * group + g)[:, None] * query_head
+    q_mask = (g < group)[:, None]
+    q = tl.load(q_pointers + d[None, :], mask=q_mask & (d < key_size)[None, :], other=0.0)
+    if rest_pad:
+        r = key_pad + tl.arange(0, rest_pad)
+        q_rest = tl.load(q_pointers + r[None, :], mask=q_mask & (r < key_size)[None, :], other=0.0)
     maximum = tl.full([group_pad], float("-inf"), tl.float32)
     total = tl.zeros([group_pad], tl.float32)
     values_sum = tl.zeros([group_pad, value_pad], tl.float32)
@@ -78,18 +92,28 @@ def _attend(
         position = tile * tile_size + tl.arange(0, tile_size)
         visible = (position >= first) & (position <= last)
         block = tl.load(table + position // block_size, mask=visible, other=0)
-        slot = (block.to(tl.int64) * block_size + position % block_size) * heads + head
+        slot = block.to(tl.int64) * block_size + position % block_size
+        k_pointers = keys + (slot * heads + head)[:, None] * key_size
         k_mask = visible[:, None] & (d < key_size)[None, :]
-        k = tl.load(keys + slot[:, None] * key_size + d[None, :], mask=k_mask, other=0.0)
-        scores = tl.dot(q.to(k.dtype), tl.trans(k), input_precision="ieee") * scale
+        k = tl.load(k_pointers + d[None, :], mask=k_mask, other=0.0)
+        scores = tl.dot(q.to(k.dtype), tl.trans(k), input_precision="ieee")
+        if rest_pad:
+            rest_mask = visible[:, None] & (r < key_size)[None, :]
+            k_rest = tl.load(k_pointers + r[None, :], mask=rest_mask, other=0.0)
+            scores += tl.dot(q_rest.to(k.dtype), tl.trans(k_rest), input_precision="ieee")
+        scores *= scale
         if capped:  # softcap · tanh(scores / softcap)
             scores = softcap - 2 * softcap / (tl.exp(2 * scores / softcap) + 1)
         scores = tl.where(visible[None, :], scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
         weights = tl.exp(scores - new_maximum[:, None])
         rescale = tl.exp(maximum - new_maximum)
-        v_mask = visible[:, None] & (e < value_size)[None, :]
-        v = tl.load(values + slot[:, None] * value_size + e[None, :], mask=v_mask, other=0.0)
+        if values_in_keys:
+            v = k
+        else:
+            v_pointers = values + slot[:, None] * value_slot + head * value_size + e[None, :]
+            v_mask = visible[:, None] & (e < value_size)[None, :]
+            v = tl.load(v_pointers, mask=v_mask, other=0.0)
         weighted = tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         values_sum = values_sum * rescale[:, None] + weighted
         total = total * rescale + tl.sum(weights, 1)
@@ -135,7 +159,7 @@ def write(
     key_size, value_size = key.shape[2], value.shape[2]
     _write[rows, heads](
         key, value, keys, values, slots, tails, *key.stride()[:2], *value.stride()[:2],
-        heads=heads, key_size=key_size, key_pad=triton.next_power_of_2(key_size),
+        values.stride(1), heads=heads, key_size=key_size, key_pad=triton.next_power_of_2(key_size),
         value_size=value_size, value_pad=triton.next_power_of_2(value_size),
     )  # fmt: skip
 
@@ -165,21 +189,32 @@ def attend(
         ])  # fmt: skip
     _, block, heads, value_size = values.shape
     group = query_heads // heads
-    parts = min(MAX_SPLITS, triton.next_power_of_2(-(-programs // (rows * heads))))
+    key_bytes = size * keys.element_size()
+    tile = min(TILE_KEYS, triton.next_power_of_2(TILE_KEYS * MAX_TILE_KEY_BYTES // key_bytes))
+    group_pad = max(MIN_DOT_SIZE, triton.next_power_of_2(group))
+    key_pad = max(MIN_DOT_SIZE, triton.next_power_of_2(size))
+    rest_pad = 0
+    if key_bytes > MAX_TILE_KEY_BYTES:
+        group_pad = MIN_DOT_SIZE
+        if key_pad > size:
+            key_pad //= 2
+            rest_pad = max(MIN_DOT_SIZE, triton.next_power_of_2(size - key_pad))
+    pieces = triton.cdiv(group, group_pad)
+    parts = min(MAX_SPLITS, triton.next_power_of_2(-(-programs // (rows * heads * pieces))))
     options: dict[str, Any] = {"device": query.device, "dtype": torch.float32}
     maxima = torch.empty(rows, query_heads, parts, **options)
     totals = torch.empty_like(maxima)
     sums = torch.empty(rows, query_heads, parts, value_size, **options)
     value_pad = max(MIN_DOT_SIZE, triton.next_power_of_2(value_size))
-    tile = TILE_KEYS if size * keys.element_size() <= MAX_TILE_KEY_BYTES else TILE_KEYS // 2
-    _attend[rows, heads, parts](
+    in_keys = values.data_ptr() == keys.data_ptr() and value_size == key_pad
+    _attend[rows, heads * pieces, parts](
         query, keys, values, tables, table_starts, positions, maxima, totals, sums, scale, softcap,
-        *query.stride()[:2],
-        heads=heads, group=group, group_pad=max(MIN_DOT_SIZE, triton.next_power_of_2(group)),
-        key_size=size, key_pad=max(MIN_DOT_SIZE, triton.next_power_of_2(size)),
+        *query.stride()[:2], values.stride(1),
+        heads=heads, group=group, group_pad=group_pad,
+        key_size=size, key_pad=key_pad, rest_pad=rest_pad,
         value_size=value_size, value_pad=value_pad,
         block_size=block, tile_size=tile, count=parts,
-        window=window, chunk=chunk, capped=softcap > 0,
+        window=window, chunk=chunk, capped=softcap > 0, values_in_keys=in_keys,
     )  # fmt: skip
     out = query.new_empty(rows, query_heads, value_size)
     _merge[rows, query_heads](

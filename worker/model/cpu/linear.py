@@ -38,6 +38,7 @@ from worker.model.cpu.fused_linear import (
     fuse_linears,
     weight_stand_in,
 )
+from worker.model.cpu.head_linear import HeadLinear, PackedHeads
 
 log = logging.getLogger("onequeue.linear")
 
@@ -128,6 +129,14 @@ def _(x: Any, panels: Any, bias: Any, columns: int) -> Tensor:
 @torch.library.register_fake("onequeue::int8_linear")  # type: ignore[untyped-decorator]  # torch's
 def _(x: Any, panels: Any, scales: Any, bias: Any, columns: int) -> Tensor:
     out: Tensor = x.new_empty(*x.shape[:-1], columns)
+    return out
+
+
+@torch.library.register_fake("onequeue::experts_linear")  # type: ignore[untyped-decorator]  # torch's
+def _(
+    x: Any, counts: Any, addresses: Any, scales: Any, padded: int, columns: int, width: int
+) -> Tensor:
+    out: Tensor = x.new_empty(x.shape[0], columns)
     return out
 
 
@@ -697,13 +706,10 @@ def use_native_linear(model: nn.Module) -> None:
     for layer in layers:
         _use_native_product(layer)
     for experts in packed_experts(model):
-        for alike in (experts.up, experts.down):  # one tells for all
-            packed = [layer for layer in alike if isinstance(layer, PackedLinear)]
-            widths = (w for w in GROUP_WIDTHS if packed and native_product_matches(packed[0], w))
-            width = next(widths, 0)
-            for layer in packed:
-                layer.native_width = width
+        for alike in (experts.up, experts.down):
+            _use_native_products([layer for layer in alike if isinstance(layer, PackedLinear)])
         use_native_experts(experts)
+    _replace(model, HeadLinear, _packed_heads)
     using = sum(layer.native_width > 0 for layer in layers)
     if layers:
         log.info("native products layers=%d of %d", using, len(layers))
@@ -712,6 +718,22 @@ def use_native_linear(model: nn.Module) -> None:
 def _use_native_product(layer: PackedLinear) -> PackedLinear:
     layer.native_width = next((w for w in GROUP_WIDTHS if native_product_matches(layer, w)), 0)
     return layer
+
+
+def _use_native_products(alike: Sequence[PackedLinear]) -> None:
+    """Use the native operation in layers of one shape: one tells for all."""
+    width = _use_native_product(alike[0]).native_width if alike else 0
+    for layer in alike:
+        layer.native_width = width
+
+
+def _packed_heads(heads: HeadLinear) -> nn.Module:
+    """Return the products with rows that do not depend on others, if there is a kernel for them."""
+    if emulates_dtype(heads.weight.dtype):
+        return PackedHeads([Bf16WeightLinear(weight, None) for weight in heads.weight], None)
+    layers = [PackedLinear(weight, None) for weight in heads.weight]
+    _use_native_products(layers)
+    return PackedHeads(layers, _native_products(layers)) if layers[0].native_width else heads
 
 
 def use_native_functions(model: nn.Module) -> None:

@@ -14,7 +14,7 @@ namespace {
 using at::Tensor;
 
 struct Layer {
-  Tensor keys, values;  // [blocks, BLOCK, heads, size]
+  Tensor keys, values;  // [blocks, BLOCK, heads, size]; values may be a part of the keys
   int64_t chunk;
   Temperature temperature;
 };
@@ -69,15 +69,15 @@ Matrix<const T> rows_of_cache(const Tensor& cache) {
 template <typename T>
 void write(const Tensor& x, const Tensor& cache) {
   const Matrix<const T> from = rows_of<T>(x);
-  T* to = cache.mutable_data_ptr<T>();
+  const Matrix<T> to{cache.mutable_data_ptr<T>(), cache.stride(1), cache.stride(2), cache.size(3)};
   const int64_t heads = x.size(1), token = heads * from.size;
   for (const Span& span : step->spans)
     at::parallel_for(0, span.width, 16384 / token + 1, [&](int64_t begin, int64_t end) {
       for (int64_t n = begin; n < end; ++n) {
         const int64_t position = span.start + n;
-        T* slot = to + (span.table[position / BLOCK] * BLOCK + position % BLOCK) * token;
+        const int64_t slot = span.table[position / BLOCK] * BLOCK + position % BLOCK;
         for (int64_t head = 0; head < heads; ++head)
-          std::copy_n(from.at(span.row + n, head), from.size, slot + head * from.size);
+          std::copy_n(from.at(span.row + n, head), from.size, to.at(slot, head));
       }
     });
 }
