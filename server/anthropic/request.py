@@ -13,6 +13,7 @@ from msgspec import Struct
 from batching.errors import InvalidInput
 from server.anthropic.blocks import InputMessages, System, to_template_messages
 from server.anthropic.tools import CallChoice, ClientTools, call_policy
+from server.http.errors import THREAD
 from server.http.json import Document
 from server.openai.request_fields import (
     Effort,
@@ -56,7 +57,7 @@ class OutputConfig(Struct):
 
 class CountTokensRequest(GenerationRequest, kw_only=True):
     unimplemented: ClassVar = (
-        {"container": (), "mcp_servers": ([],), "output_format": ()}
+        {"container": (), "mcp_servers": ([],), "output_format": (), THREAD: ()}
         | OPENAI_FIELDS
         | GenerationRequest.unimplemented
     )

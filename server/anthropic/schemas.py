@@ -12,6 +12,7 @@ StopReason = Literal[
 class AnthropicErrorDetails(Struct):
     type: str
     message: str
+    details: dict[str, Any] | UnsetType = UNSET
 
 
 class AnthropicError(Struct):

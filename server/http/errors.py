@@ -45,6 +45,11 @@ SETTING_FOR_PATH = {path: name for name, paths in PATHS_BY_SETTING.items() for p
 
 BATCH_PATHS = ("/v1/files", "/v1/batches")
 
+# The parameter of /v1/messages for conversations that the server stores, and the details of its
+# refusal, at which Anthropic's SDK sends the whole conversation instead.
+THREAD = "thread"
+NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": [THREAD]}
+
 # exception class, or its nearest base: (status, type, code)
 RESPONSE_BY_ERROR: Mapping[type[Exception], tuple[int, str, str]] = {
     errors.InvalidInput: (400, "invalid_request_error", "invalid_value"),
@@ -163,7 +168,9 @@ def anthropic_document(error: HttpError, request_id: str | None = None) -> Docum
     """Return Anthropic's envelope; `request_id` is left out in events."""
     default = "invalid_request_error" if error.status < 500 else "api_error"
     type_ = ANTHROPIC_TYPES.get(error.status, default)
-    document = {"type": "error", "error": {"type": type_, "message": str(error)}}
+    document: Document = {"type": "error", "error": {"type": type_, "message": str(error)}}
+    if error.param == THREAD:
+        document["error"]["details"] = NO_THREADS
     return document if request_id is None else {**document, "request_id": request_id}
 
 

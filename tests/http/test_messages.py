@@ -457,6 +457,16 @@ def test_invalid_requests_name_the_field(server: Server, fields: Document, reaso
     assert reason in error(post(server, **fields), 400, "invalid_request_error")
 
 
+def test_threads_are_refused_so_that_the_sdk_sends_the_whole_conversation(server: Server) -> None:
+    for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+        response = post(server, messages=HI, thread=thread)
+        assert "thread: is not implemented" in error(response, 400, "invalid_request_error")
+        assert response.json()["error"]["details"] == {
+            "error_code": "thread_unsupported_request",
+            "unsupported": ["thread"],
+        }
+
+
 def test_errors_before_the_route_have_the_envelope(server: Server) -> None:
     url = server.url + PATH
     error(CLIENT.post(url, json={}), 401, "authentication_error")
