@@ -193,7 +193,7 @@ TOOLS = [{"type": "function", "function": {"name": f"f{n}"}} for n in range(129)
             [None, {}, {"5": 1, "17": -100}, {str(n): 1 for n in range(1024)}],
             [{"a": 1}, {"-1": 1}, {"5": 101}, {"5": None}, [], {str(n): 1 for n in range(1025)}],
         ),
-        (ChatRequest, "tools", [None, TOOLS[:1], TOOLS[:128]], [[], TOOLS]),
+        (ChatRequest, "tools", [None, [], TOOLS[:128]], [TOOLS]),
         (
             ChatRequest,
             "messages",
