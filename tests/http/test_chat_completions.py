@@ -349,7 +349,7 @@ MESSAGE = {"role": "assistant", "content": "yes"}
         ({"n": 0}, "n", ">= 1"),
         ({"n": 129}, "n", "<= 128"),
         ({"n": True}, "n", "got bool"),
-        ({"n": 1.0}, "n", "got float"),
+        ({"n": 1.5}, "n", "got float"),
         ({"seed": 10**30}, "seed", "got float"),
         ({"max_tokens": 0}, "max_tokens", "at least 1"),
         ({"max_tokens": -1}, "max_tokens", ">= 0"),
