@@ -13,7 +13,7 @@ from tests.model.test_native_linear import of_any_shape
 from tests.model.test_packed_attention import enable_native_kernels, fresh_model
 from tests.threads import compute_threads
 from worker.model.cpu.amx_linear import AmxLinear, use_amx_linear
-from worker.model.cpu.linear import PackedLinear
+from worker.model.cpu.linear_layers import PackedLinear
 from worker.pipeline.packed_attention import Packing, start_native_kernels
 
 # in, out: multiples of tiles and blocks, others, and a depth that is summed in several chains
@@ -161,7 +161,7 @@ def test_a_layer_with_a_different_product_is_not_used(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("emulated", [False, True])
 def test_bfloat16_layers_stay(emulated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.model.cpu.linear.has_bfloat16", lambda: not emulated)
+    monkeypatch.setattr("worker.model.cpu.linear_layers.has_bfloat16", lambda: not emulated)
     model = nn.Sequential(packed(64, 32, dtype=torch.bfloat16))
     use_amx_linear(model, 10**9)
     assert type(model[0]) is PackedLinear

@@ -19,14 +19,12 @@ from tests.unit.test_fused_linear import Fan, parts
 from worker.model import language_model
 from worker.model.attention.native import _library, library_path, try_load_native_ops
 from worker.model.cpu.linear import (
-    Bf16WeightLinear,
-    Int8Linear,
-    PackedLinear,
     pack_weights,
     quantize_weights,
     unpack_weights,
     use_bf16_weights,
 )
+from worker.model.cpu.linear_layers import Bf16WeightLinear, Int8Linear, PackedLinear
 from worker.model.language_model import GeneratorOptions, load_language_model
 
 pytestmark = pytest.mark.usefixtures("native")
@@ -43,7 +41,7 @@ needs_onednn_bfloat16 = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def _emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.model.cpu.linear.has_bfloat16", lambda: False)
+    monkeypatch.setattr("worker.model.cpu.linear_layers.has_bfloat16", lambda: False)
 
 
 def plain(inputs: int, outputs: int, bias: bool = True) -> nn.Linear:
@@ -156,7 +154,7 @@ def test_loaded_operations_are_used_without_packing_first(monkeypatch: pytest.Mo
     pack_weights(model, 0, lambda: model(x), bf16_weights=True)
     assert set(kinds(model)) == {Bf16WeightLinear}
     assert parts(model) == ["one", "two"]
-    monkeypatch.setattr("worker.model.cpu.linear.has_bfloat16", lambda: True)
+    monkeypatch.setattr("worker.model.cpu.linear_layers.has_bfloat16", lambda: True)
     model = Fan().bfloat16()
     pack_weights(model, 0, lambda: model(x), bf16_weights=True)
     assert set(kinds(model)) == {PackedLinear}, "native bfloat16 stays with oneDNN"
@@ -252,7 +250,7 @@ def test_other_layers_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(plain(8, 8).float(), PackedLinear(torch.randn(8, 8), None))
     use_bf16_weights(model)
     assert kinds(model) == [nn.Linear, PackedLinear]
-    monkeypatch.setattr("worker.model.cpu.linear.has_bfloat16", lambda: True)
+    monkeypatch.setattr("worker.model.cpu.linear_layers.has_bfloat16", lambda: True)
     model = nn.Sequential(PackedLinear(plain(8, 8).weight, None))
     use_bf16_weights(model)
     assert kinds(model) == [PackedLinear]

@@ -30,7 +30,7 @@ from worker.generation.loading import cached_engine, load_generator
 from worker.messages.generation import Sampling
 from worker.messages.protocol import ALONE
 from worker.model.cached_runner import CachedRunner, CacheGroup, CacheSlot, _tensor_bytes
-from worker.model.cpu.linear import PackedLinear
+from worker.model.cpu.linear_layers import PackedLinear
 from worker.model.language_model import GeneratorOptions, LanguageModel
 
 LINEAR = {

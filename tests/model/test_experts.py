@@ -14,15 +14,13 @@ from tests.matrix import matrix
 from worker.model.attention.native import load_native_ops
 from worker.model.cpu.experts import NAME, packed_experts
 from worker.model.cpu.linear import (
-    Int4Linear,
-    Int8Linear,
-    PackedLinear,
     native_quantized_matches,
     pack_weights,
     quantize_weights,
     unpack_weights,
     use_native_linear,
 )
+from worker.model.cpu.linear_layers import Int4Linear, Int8Linear, PackedLinear
 
 # a plain one; with biases, transposed and interleaved; with a shared expert
 MODELS = ("qwen3-moe", "gpt-oss", "deepseek-v3", "mixtral", "qwen2-moe", "granite4")

@@ -23,9 +23,10 @@ from worker.generation.text_pipeline import copy_sharing_weights
 from worker.model.attention import latent
 from worker.model.attention.native import NativeMetadata
 from worker.model.attention.paged import LATENT
-from worker.model.cpu import linear
+from worker.model.cpu import linear, linear_layers
 from worker.model.cpu.head_linear import HeadLinear, PackedHeads
 from worker.model.cpu.linear import use_native_linear
+from worker.model.cpu.linear_layers import PackedLinear
 from worker.model.language_model import GeneratorOptions
 from worker.model.paged_runner import PagedRunner
 
@@ -155,13 +156,13 @@ def test_a_copy_for_generate_expands_latents(kind: str) -> None:
 def test_packed_heads_give_each_row_its_own_bits(
     dtype: torch.dtype, emulated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear, "emulates_dtype", lambda kind: emulated and kind == torch.bfloat16)
+    monkeypatch.setattr(linear_layers, "has_bfloat16", lambda: not emulated)
     torch.manual_seed(0)
     plain = HeadLinear(torch.randn(5, 48, 70, dtype=dtype))
     model = torch.nn.Sequential(plain)
     use_native_linear(model)
     [packed] = model
-    layer = linear._use_native_product(linear.PackedLinear(torch.randn(48, 70, dtype=dtype), None))
+    layer = linear._use_native_product(PackedLinear(torch.randn(48, 70, dtype=dtype), None))
     if not layer.native_width:
         pytest.skip("no kernel for packed weights on this CPU")
     assert isinstance(packed, PackedHeads)

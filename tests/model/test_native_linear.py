@@ -11,15 +11,17 @@ from worker.device.device import has_bfloat16
 from worker.model.cpu.linear import (
     GROUP_WIDTHS,
     ROUNDING,
+    native_product_matches,
+    native_quantized_matches,
+    quantize_weights,
+    use_native_linear,
+)
+from worker.model.cpu.linear_layers import (
     Int4Linear,
     Int8Linear,
     NativeInt4Linear,
     NativeInt8Linear,
     PackedLinear,
-    native_product_matches,
-    native_quantized_matches,
-    quantize_weights,
-    use_native_linear,
 )
 
 pytestmark = pytest.mark.usefixtures("native")

@@ -18,7 +18,7 @@ from batching.errors import InvalidInput
 from tests import tiny
 from tests.parity import assert_parity, item, mixed, oracle, runner, serve, text
 from worker.model.cpu import linear
-from worker.model.cpu.linear import PackedLinear
+from worker.model.cpu.linear_layers import PackedLinear
 from worker.pipeline.loading import PipelineOptions, load_runner
 from worker.pipeline.runner import PipelineRunner, base_generation_config
 
@@ -305,7 +305,7 @@ def test_warm_up_succeeds_for_every_model(model: str) -> None:
 
 
 def emulating(monkeypatch: pytest.MonkeyPatch, model: str = "bert-classify") -> PipelineRunner:
-    monkeypatch.setattr("worker.model.cpu.linear.has_bfloat16", lambda: False)
+    monkeypatch.setattr("worker.model.cpu.linear_layers.has_bfloat16", lambda: False)
     options = PipelineOptions(
         str(tiny.folder(model)), task="text-classification", device="cpu", dtype="bfloat16"
     )

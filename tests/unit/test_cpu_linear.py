@@ -10,16 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from worker.model.cpu import linear
-from worker.model.cpu.linear import (
+from worker.model.cpu.linear import pack_weights, quantize_weights, unpack_weights
+from worker.model.cpu.linear_layers import (
     INT8_ROWS,
     Int4Linear,
     Int8Linear,
     PackedLinear,
     _quantize_int4,
-    pack_weights,
     packed_dtype,
-    quantize_weights,
-    unpack_weights,
 )
 
 
@@ -72,7 +70,7 @@ def test_emulated_bfloat16_gives_bfloat16_products(
     bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The exact product, rounded once."""
-    monkeypatch.setattr("worker.model.cpu.linear.has_bfloat16", lambda: False)
+    monkeypatch.setattr("worker.model.cpu.linear_layers.has_bfloat16", lambda: False)
     plain = layer(bias).bfloat16()
     model = nn.Sequential(plain)
     pack_weights(model, free_bytes=10**9)
@@ -96,7 +94,7 @@ def test_emulated_bfloat16_gives_bfloat16_products(
 def test_weights_are_not_widened_without_enough_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("worker.model.cpu.linear.has_bfloat16", lambda: False)
+    monkeypatch.setattr("worker.model.cpu.linear_layers.has_bfloat16", lambda: False)
     model = nn.Sequential(layer().bfloat16())
     pack_weights(model, free_bytes=2 * 48 * 80)
     assert type(model[0]) is nn.Linear
@@ -106,7 +104,7 @@ def test_weights_are_not_widened_without_enough_memory(
 
 
 def test_native_bfloat16_weights_stay_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.model.cpu.linear.has_bfloat16", lambda: True)
+    monkeypatch.setattr("worker.model.cpu.linear_layers.has_bfloat16", lambda: True)
     assert packed_dtype(torch.bfloat16) == torch.bfloat16
 
 

@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from worker.model.cpu.linear import LARGE_PAGE_BYTES, MADV_COLLAPSE, PackedLinear, use_large_pages
+from worker.model.cpu.linear_layers import (
+    LARGE_PAGE_BYTES,
+    MADV_COLLAPSE,
+    PackedLinear,
+    use_large_pages,
+)
 
 
 def in_large_pages(address: int) -> int:

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
 
-from worker.model.cpu.linear import INT4_DEPTH, Int4Grid
+from worker.model.cpu.linear_layers import INT4_DEPTH, Int4Grid
 
 WORD_BITS = 32
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # places in a word of consecutive outputs

@@ -40,14 +40,8 @@ from worker.model.attention.native import NATIVE_DTYPES, try_load_native_ops
 from worker.model.attention.recurrent import RecurrentModule
 from worker.model.cpu import linear
 from worker.model.cpu.fused_linear import find_shared_inputs, fuse_linears
-from worker.model.cpu.linear import (
-    emulates_dtype,
-    pack_weights,
-    packs_dtype,
-    plain_linear,
-    quantize_weights,
-    unpack_weights,
-)
+from worker.model.cpu.linear import pack_weights, quantize_weights, unpack_weights
+from worker.model.cpu.linear_layers import emulates_dtype, packs_dtype, plain_linear
 from worker.model.generation_config import (
     check_generation_config,
     log_not_served,

@@ -1,7 +1,7 @@
 """Weights that transformers quantizes, and checkpoints that are quantized already.
 
 Weights that transformers or gptq.py can dequantize while they are read are dequantized on a CPU,
-where the layers of cpu/linear.py serve them. Others keep the layers of their library.
+where the layers of cpu/linear_layers.py serve them. Others keep the layers of their library.
 """
 
 import copy

@@ -28,7 +28,8 @@ from worker.load_context import add_memory, on_worker
 from worker.media.decode_limiter import DecodeLimiter
 from worker.media.inputs import to_json
 from worker.messages.protocol import Batching, PipelineInput
-from worker.model.cpu.linear import emulates_dtype, pack_weights, packs_dtype
+from worker.model.cpu.linear import pack_weights
+from worker.model.cpu.linear_layers import emulates_dtype, packs_dtype
 from worker.model.gptq import drop_int4_grids
 from worker.model.loading import (
     LoadingFailed,

@@ -32,7 +32,8 @@ from worker.error_classification import first_line
 from worker.load_context import on_worker
 from worker.model.attention.native import NATIVE_DTYPES, load_native_ops
 from worker.model.cpu.amx_linear import use_amx_linear
-from worker.model.cpu.linear import pack_weights, packs_dtype, use_native_linear
+from worker.model.cpu.linear import pack_weights, use_native_linear
+from worker.model.cpu.linear_layers import packs_dtype
 from worker.model.loading import is_worth_compiling
 
 log = logging.getLogger("onequeue.packed_attention")

@@ -18,7 +18,8 @@ from worker.load_context import on_worker
 from worker.media.audio import Recording
 from worker.media.audio_process import start_fork_server
 from worker.messages.transcription import TranscriptionInput
-from worker.model.cpu.linear import pack_weights, packs_dtype
+from worker.model.cpu.linear import pack_weights
+from worker.model.cpu.linear_layers import packs_dtype
 from worker.model.loading import (
     LoadingFailed,
     ModelOptions,

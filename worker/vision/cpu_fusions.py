@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from worker.model.cpu.linear import ROUNDING, PackedLinear
+from worker.model.cpu.linear import ROUNDING
+from worker.model.cpu.linear_layers import PackedLinear
 from worker.model.language_model import LanguageModel
 
 log = logging.getLogger("onequeue.vision")

@@ -2,8 +2,8 @@
 
 The library is built by torch.compile's compiler into its folder (TORCHINDUCTOR_CACHE_DIR), which
 processes may share. Loading it registers CPU kernels: of onequeue::paged_attention, which layers
-call (paged.py), and of the linear operations (cpu/linear.py, cpu/amx_linear.py). Without a compiler
-the torch backend is used.
+call (paged.py), and of the linear operations (cpu/linear_layers.py, cpu/amx_linear.py). Without a
+compiler the torch backend is used.
 """
 
 import ctypes

@@ -11,7 +11,8 @@ import logging
 import torch
 from torch import Tensor, nn
 
-from worker.model.cpu.linear import MAX_COPY_SHARE, PackedLinear, products_match
+from worker.model.cpu.linear import MAX_COPY_SHARE, products_match
+from worker.model.cpu.linear_layers import PackedLinear
 
 log = logging.getLogger("onequeue.amx_linear")
 

@@ -1,8 +1,9 @@
 """Mixtures of experts on a CPU: an implementation for transformers' ExpertsInterface.
 
 The rows of a step are sorted by expert, and only the experts that are hit are read, each as a pair
-of linear layers in the layout of the CPU's kernels (linear.py). transformers keeps the weights of
-all experts of a layer in two 3-D parameters, which other linear layers' packing does not reach.
+of linear layers in the layout of the CPU's kernels (linear_layers.py). transformers keeps the
+weights of all experts of a layer in two 3-D parameters, which other linear layers' packing does not
+reach.
 
 A row's result is the sum over its experts in the order of the router, whatever other rows there
 are.

@@ -160,7 +160,7 @@ def _concatenated(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     """Return the weight [sum of out, in] and bias of all layers; a missing bias becomes zeros."""
     weight: Any = torch.cat([layer.weight.detach() for layer in layers])
     grids: list[Any] = [getattr(layer.weight, "int4_grid", None) for layer in layers]
-    if None not in grids:  # of linear.py
+    if None not in grids:  # of linear_layers.py
         weight.int4_grid = type(grids[0])(*map(torch.cat, zip(*grids, strict=True)))
     if all(layer.bias is None for layer in layers):
         return weight, None

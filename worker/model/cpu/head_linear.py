@@ -18,8 +18,8 @@ class HeadLinear(nn.Module):
 
 
 class PackedHeads(nn.Module):
-    """HeadLinear with a packed layer for each head (linear.py). They are no submodules: a model may
-    have thousands.
+    """HeadLinear with a packed layer for each head (linear_layers.py). They are no submodules: a
+    model may have thousands.
 
     `products`: of all heads at once, of rows [heads · T, in] and the number T for each head; None:
     one head after another.

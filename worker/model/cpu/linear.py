@@ -1,27 +1,18 @@
-"""Linear layers for a CPU, with weights in a layout that its matrix kernels read fast.
+"""Replaces a model's linear layers by those of linear_layers.py, and chooses the native products.
 
-PackedLinear holds weights in oneDNN's layout, several times faster than the plain one for the few
-rows of a decode step; the native operation (native/packed_linear.cpp) reads the same copy.
-Bf16WeightLinear serves bfloat16 on CPUs without bfloat16 instructions. Int8Linear and Int4Linear
-hold quantized weights for torch's kernels, NativeInt8Linear and NativeInt4Linear for the native
-ones, which need bfloat16 instructions. Layers are replaced one by one, so the model exists once in
-memory, plus one layer.
+Layers are replaced one by one, so the model exists once in memory, plus one layer.
 """
 
-import ctypes
 import logging
 import math
-import mmap
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from worker.device.device import has_bfloat16
 from worker.device.self_check import CannotRun, compare
 from worker.model.cpu.experts import (
     PackedExperts,
@@ -36,9 +27,22 @@ from worker.model.cpu.fused_linear import (
     FusedSlice,
     find_shared_inputs,
     fuse_linears,
-    weight_stand_in,
 )
 from worker.model.cpu.head_linear import HeadLinear, PackedHeads
+from worker.model.cpu.linear_layers import (
+    INT4_BYTES,
+    INT8_DEPTH,
+    Bf16WeightLinear,
+    Int4Linear,
+    Int8Linear,
+    NativeInt4Linear,
+    NativeInt8Linear,
+    PackedLinear,
+    emulates_dtype,
+    packed_dtype,
+    packs_dtype,
+    plain_linear,
+)
 
 log = logging.getLogger("onequeue.linear")
 
@@ -52,17 +56,8 @@ ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 COMPARED_ROWS = (1, 7, 18, 77)
 # The same for products with plain weights; oneDNN's change at 16, 32, 64 and 512.
 STACKED_ROWS = (MIN_ROWS, 7, 18, 33, 77, 600)
-# The int8 kernels read the weights once per row, which pays up to so many rows.
-INT8_ROWS = 8
-# Output rows quantized at a time: the float32 copy of a vocabulary's head would take gigabytes.
-QUANTIZED_ROWS = 4096
 # Columns per group in which oneDNN may have packed the weights.
 GROUP_WIDTHS = (32, 64)
-PANEL_COLUMNS = 32  # columns of a panel: SPREAD in native/bf16_weight_linear.cpp
-QUANTIZED_COLUMNS = 64  # of int8 and int4 weights: QUANTIZED_GROUP in native/int8_linear.cpp
-INT8_DEPTH = 32  # int8 weights are padded to a multiple of this depth, STEP<Half> in C++
-INT4_DEPTH = 32  # inputs that share a scale and an offset; as in native/int4_linear.cpp
-INT4_BYTES = 0.5 + 4 / INT4_DEPTH  # of a weight, with its share of scale and offset
 # Quantized products are timed beside plain ones where a model has so many weights, with a weight
 # [out, in] of this shape and so many rows; so many other bytes fill the CPU's cache before each.
 MIN_TIMED_WEIGHTS = 10_000_000
@@ -72,407 +67,6 @@ TIMED_TURNS = 10
 CACHE_BYTES = 64 << 20
 # Times beside others are noise up to this factor.
 MAX_FACTOR = 1.1
-LARGE_PAGE_BYTES = 2 << 20
-MADV_COLLAPSE = 25  # madvise(2), Linux 6.1: make large pages now
-
-
-class Int4Grid(NamedTuple):
-    """Scales and offsets, bfloat16 [out, in / INT4_DEPTH], of a weight [out, in] rounded before
-    to 4 bits, in the terms of `_quantize_int4`. The attribute `int4_grid` of its parameter."""
-
-    scales: Tensor
-    offsets: Tensor
-
-
-# ── the native operations, implemented in native/*.cpp ──
-
-torch.library.define(
-    "onequeue::packed_linear", "(Tensor x, Tensor packed, Tensor? bias, int width) -> Tensor",
-    tags=torch.Tag.flexible_layout,
-)  # fmt: skip
-torch.library.define(
-    "onequeue::bf16_weight_linear",
-    "(Tensor x, Tensor panels, Tensor? bias, int columns) -> Tensor",
-    tags=torch.Tag.flexible_layout,
-)  # fmt: skip
-
-torch.library.define(
-    "onequeue::int8_linear",
-    "(Tensor x, Tensor panels, Tensor scales, Tensor? bias, int columns) -> Tensor",
-    tags=torch.Tag.flexible_layout,
-)  # fmt: skip
-
-torch.library.define(
-    "onequeue::experts_linear",
-    "(Tensor x, Tensor counts, Tensor addresses, Tensor? scales, int padded, int columns,"
-    " int width) -> Tensor",
-)
-
-torch.library.define(
-    "onequeue::int4_linear", "(Tensor x, Tensor blocks, Tensor? bias, int columns) -> Tensor",
-    tags=torch.Tag.flexible_layout,
-)  # fmt: skip
-
-
-@torch.library.register_fake("onequeue::packed_linear")  # type: ignore[untyped-decorator]  # torch's
-def _(x: Any, packed: Any, bias: Any, width: int) -> Tensor:
-    out: Tensor = x.new_empty(*x.shape[:-1], packed.shape[0])
-    return out
-
-
-@torch.library.register_fake("onequeue::bf16_weight_linear")  # type: ignore[untyped-decorator]  # torch's
-def _(x: Any, panels: Any, bias: Any, columns: int) -> Tensor:
-    out: Tensor = x.new_empty(*x.shape[:-1], columns)
-    return out
-
-
-@torch.library.register_fake("onequeue::int8_linear")  # type: ignore[untyped-decorator]  # torch's
-def _(x: Any, panels: Any, scales: Any, bias: Any, columns: int) -> Tensor:
-    out: Tensor = x.new_empty(*x.shape[:-1], columns)
-    return out
-
-
-@torch.library.register_fake("onequeue::experts_linear")  # type: ignore[untyped-decorator]  # torch's
-def _(
-    x: Any, counts: Any, addresses: Any, scales: Any, padded: int, columns: int, width: int
-) -> Tensor:
-    out: Tensor = x.new_empty(x.shape[0], columns)
-    return out
-
-
-@torch.library.register_fake("onequeue::int4_linear")  # type: ignore[untyped-decorator]  # torch's
-def _(x: Any, blocks: Any, bias: Any, columns: int) -> Tensor:
-    out: Tensor = x.new_empty(*x.shape[:-1], columns)
-    return out
-
-
-# ── layers ──
-
-
-class PackedLinear(nn.Module):
-    """nn.Linear, x [..., in] → [..., out], with weights in oneDNN's layout.
-
-    Where bfloat16 would be emulated, weights are float32 and so are sums; inputs and outputs stay
-    bfloat16, with the results of bfloat16 kernels. The native operation replaces oneDNN's product
-    once `native_width`, the columns per group of the layout, is not 0. A row of its result does not
-    depend on the other rows; oneDNN's order of sums changes with their number.
-    """
-
-    packed: Tensor
-    bias: Tensor | None
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.dtype = weight.dtype
-        self.compute_dtype = packed_dtype(weight.dtype)
-        self.native_width = 0
-        # name and algorithm of an activation that oneDNN applies to the output (vision/cpu_fusions)
-        self.activation: tuple[str, str] | None = None
-        self.weight = weight_stand_in(weight)
-        weight = weight.detach().to(self.compute_dtype)
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight, INT8_ROWS)
-        use_large_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
-        bias = None if bias is None else bias.detach().to(self.compute_dtype)
-        self.register_buffer("packed", packed, persistent=False)
-        self.register_buffer("bias", bias, persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x if x.dtype == self.compute_dtype else x.to(self.compute_dtype)
-        if self.native_width:
-            width = self.native_width
-            out: Tensor = torch.ops.onequeue.packed_linear(rows, self.packed, self.bias, width)
-        else:
-            out = self.onednn_product(rows)
-        return out if rows is x else out.to(x.dtype)
-
-    def onednn_product(self, x: Tensor) -> Tensor:
-        """Return oneDNN's product of x, which has the dtype of the packed weights."""
-        name, kind = self.activation or ("none", "")
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, name, [], kind)
-        return out
-
-    def unpacked(self) -> tuple[Tensor, Tensor | None]:
-        """Return the weight [out, in] and bias of the original layer."""
-        bias = None if self.bias is None else self.bias.to(self.dtype)
-        return self.packed.to_dense().to(self.dtype), bias
-
-
-class Bf16WeightLinear(nn.Module):
-    """nn.Linear of bfloat16, x [..., in] → [..., out], for a CPU that does not multiply bfloat16.
-
-    The native operation, which must be loaded (attention/native.py), widens weights to float32 in
-    registers: a step reads half the bytes of float32 weights, and memory holds half. Sums are
-    float32, rounded to bfloat16 at the end, and do not depend on the other rows of a batch.
-
-    `panels` [out / PANEL_COLUMNS, in / 2, PANEL_COLUMNS, 2], padded with zeros: weights of two
-    inputs side by side, for PANEL_COLUMNS outputs.
-    """
-
-    panels: Tensor
-    bias: Tensor | None
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.dtype = weight.dtype
-        self.weight = weight_stand_in(weight)
-        padded = weight.detach()
-        columns, rows = self.in_features % 2, -self.out_features % PANEL_COLUMNS
-        if columns or rows:
-            padded = nn.functional.pad(padded, (0, columns, 0, rows))
-        pairs = padded.reshape(-1, PANEL_COLUMNS, padded.shape[1] // 2, 2)
-        panels = pairs.transpose(1, 2).contiguous()
-        use_large_pages(panels.data_ptr(), panels.nbytes)
-        self.register_buffer("panels", panels, persistent=False)
-        bias = None if bias is None else bias.detach().float()
-        self.register_buffer("bias", bias, persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.onequeue.bf16_weight_linear(
-            x, self.panels, self.bias, self.out_features
-        )
-        return out
-
-    def unpacked(self) -> tuple[Tensor, Tensor | None]:
-        """Return the weight [out, in] and bias of the original layer."""
-        padded = self.panels.transpose(1, 2).reshape(-1, self.panels.shape[1] * 2)
-        weight = padded[: self.out_features, : self.in_features]
-        return weight, None if self.bias is None else self.bias.to(self.dtype)
-
-
-class Int8Linear(nn.Module):
-    """x [..., in] → [..., out] with int8 weights [out, in rounded up to INT8_DEPTH] and one
-    bfloat16 scale per output.
-
-    Symmetric quantization: scale = max |w| / 127 of a row, w ≈ int8 · scale. Inputs are rounded to
-    bfloat16. More than INT8_ROWS rows go through `dequantized`, a packed copy of the same values,
-    where there is memory for one.
-    """
-
-    weight: Tensor
-    scale: Tensor
-    bias: Tensor | None
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, keep_copy: bool) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        starts = range(0, self.out_features, QUANTIZED_ROWS)
-        parts = [_quantize(weight.detach()[at : at + QUANTIZED_ROWS]) for at in starts]
-        quantized, scales = zip(*parts, strict=True)
-        # torch's kernel reads beyond rows of other depths
-        padded = nn.functional.pad(torch.cat(quantized), (0, -self.in_features % INT8_DEPTH))
-        self.register_buffer("weight", padded, persistent=False)
-        self.register_buffer("scale", torch.cat(scales), persistent=False)
-        self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
-        self.dtype = weight.dtype
-        self.dequantized: nn.Module | None = None
-        if keep_copy:
-            weights = self.weight[:, : self.in_features].float()
-            values = weights.mul_(self.scale.float()[:, None]).to(self.dtype)
-            self.dequantized = (
-                PackedLinear(values, None)
-                if packs_dtype(self.dtype)
-                else plain_linear(values, None)
-            )
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, self.in_features).bfloat16()
-        if self.dequantized is not None and len(rows) > INT8_ROWS:
-            out = self.dequantized(rows.to(self.dtype))
-        else:
-            rows = nn.functional.pad(rows, (0, -self.in_features % INT8_DEPTH))
-            out = torch.ops.aten._weight_int8pack_mm(rows, self.weight, self.scale)
-        out = out.to(self.dtype).view(*x.shape[:-1], self.out_features)
-        biased: Tensor = out if self.bias is None else out + self.bias
-        return biased
-
-
-class NativeInt8Linear(nn.Module):
-    """Int8Linear by the native operation, which must be loaded: it widens weights to bfloat16 in
-    the cache, so no copy is needed, and a row of its result does not depend on the other rows.
-
-    `panels` [out / QUANTIZED_COLUMNS, in / 2, QUANTIZED_COLUMNS, 2] int8, padded with zeros;
-    `scales` [out, rounded up to QUANTIZED_COLUMNS] float32.
-    """
-
-    panels: Tensor
-    scales: Tensor
-    bias: Tensor | None
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.dtype = weight.dtype
-        self.weight = weight_stand_in(weight)
-        columns, depth = -self.out_features % QUANTIZED_COLUMNS, -self.in_features % INT8_DEPTH
-        panels, scales = [], []
-        for at in range(0, self.out_features, QUANTIZED_ROWS):  # a multiple of QUANTIZED_COLUMNS
-            quantized, scale = _quantize(weight.detach()[at : at + QUANTIZED_ROWS])
-            padded = nn.functional.pad(
-                quantized, (0, depth, 0, -len(quantized) % QUANTIZED_COLUMNS)
-            )
-            pairs = padded.reshape(-1, QUANTIZED_COLUMNS, padded.shape[1] // 2, 2)
-            panels.append(pairs.transpose(1, 2).contiguous())
-            scales.append(scale.float())
-        packed = torch.cat(panels)
-        use_large_pages(packed.data_ptr(), packed.nbytes)
-        self.register_buffer("panels", packed, persistent=False)
-        padded_scales = nn.functional.pad(torch.cat(scales), (0, columns))
-        self.register_buffer("scales", padded_scales, persistent=False)
-        self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.onequeue.int8_linear(
-            x, self.panels, self.scales, self.bias, self.out_features
-        )
-        return out
-
-
-class Int4Linear(nn.Module):
-    """x [..., in] → [..., out] with int4 weights (`_quantize_int4`), by torch's kernel. Inputs are
-    rounded to bfloat16.
-
-    `packed`: in the layout of the kernel; `scales` [in / INT4_DEPTH, out, 2]: scales and offsets.
-    Both are padded with zeros.
-    """
-
-    packed: Tensor
-    scales: Tensor
-    bias: Tensor | None
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.dtype = weight.dtype
-        self.weight = weight_stand_in(weight)
-        parts, scales = [], []
-        for codes, scale, offset in _int4_parts(weight):
-            parts.append(torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1))
-            scales.append(torch.stack((scale, offset), -1).transpose(0, 1))
-        self.register_buffer("packed", torch.cat(parts), persistent=False)
-        self.register_buffer("scales", torch.cat(scales, 1).contiguous(), persistent=False)
-        self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, self.in_features).bfloat16()
-        rows = nn.functional.pad(rows, (0, -self.in_features % INT4_DEPTH))
-        out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
-            rows, self.packed, INT4_DEPTH, self.scales
-        )
-        out = out[:, : self.out_features].to(self.dtype)
-        out = out.reshape(*x.shape[:-1], self.out_features)
-        return out if self.bias is None else out + self.bias
-
-
-class NativeInt4Linear(nn.Module):
-    """Int4Linear by the native operation, which must be loaded. A row of its result does not depend
-    on the other rows.
-
-    `blocks` [out / QUANTIZED_COLUMNS, in / INT4_DEPTH, bytes], padded with zeros: scales, offsets
-    and codes of QUANTIZED_COLUMNS outputs and INT4_DEPTH inputs.
-    """
-
-    blocks: Tensor
-    bias: Tensor | None
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.dtype = weight.dtype
-        self.weight = weight_stand_in(weight)
-        blocks = torch.cat([_int4_blocks(*part) for part in _int4_parts(weight)])
-        use_large_pages(blocks.data_ptr(), blocks.nbytes)
-        self.register_buffer("blocks", blocks, persistent=False)
-        self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.onequeue.int4_linear(x, self.blocks, self.bias, self.out_features)
-        return out
-
-
-def _int4_parts(weight: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield `_quantize_int4` of QUANTIZED_ROWS rows at a time, padded to QUANTIZED_COLUMNS."""
-    padding = (0, -weight.shape[1] % INT4_DEPTH)
-    grid: Int4Grid | None = getattr(weight, "int4_grid", None)
-    for at in range(0, len(weight), QUANTIZED_ROWS):
-        rows = weight.detach()[at : at + QUANTIZED_ROWS]
-        missing = (0, -len(rows) % QUANTIZED_COLUMNS)
-        part = grid and Int4Grid(
-            *(nn.functional.pad(x[at : at + QUANTIZED_ROWS], (0, 0, *missing)) for x in grid)
-        )
-        yield _quantize_int4(nn.functional.pad(rows, (*padding, *missing)), part)
-
-
-def _quantize_int4(weight: Tensor, grid: Int4Grid | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return uint8 codes [rows, in] from 0 to 15, bfloat16 scales and offsets [rows, groups] for
-    each INT4_DEPTH inputs: w ≈ (code - 8) · scale + offset, rounded to the nearest code.
-
-    `grid`: the scales and offsets of weights that have been rounded already.
-    """
-    groups = weight.float().view(len(weight), -1, INT4_DEPTH)
-    if grid is None:
-        low, high = groups.amin(2), groups.amax(2)
-        scale = ((high - low) / 15).clamp(min=1e-12).bfloat16()
-        offset = (low + 8 * scale.float()).bfloat16()
-    else:
-        scale, offset = grid.scales.masked_fill(grid.scales == 0, 1), grid.offsets
-    codes = (groups - offset.float()[..., None]).div_(scale.float()[..., None])
-    codes = codes.round_().add_(8).clamp_(0, 15).to(torch.uint8)
-    return codes.flatten(1), scale, offset
-
-
-def _int4_blocks(codes: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
-    """Return the blocks of the native operation: words of four codes, of columns 16 apart; two
-    inputs side by side for each column."""
-    columns, depth = QUANTIZED_COLUMNS, INT4_DEPTH
-    shape = (len(codes) // columns, columns, codes.shape[1] // depth, depth // 2, 2)
-    pairs = (
-        codes.view(shape).permute(0, 2, 3, 1, 4).reshape(*shape[:1], shape[2], depth // 2, 4, -1)
-    )
-    low, high = (pairs[:, :, :, n] | pairs[:, :, :, n + 1] << 4 for n in (0, 2))
-    bytes_of_codes = torch.stack((low, high), -1).flatten(2)  # of each word the lower one first
-    factors = [
-        each.view(shape[0], columns, -1).transpose(1, 2).contiguous().view(torch.uint8)
-        for each in (scales, offsets)
-    ]
-    return torch.cat([*factors, bytes_of_codes], 2)
-
-
-def _quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return int8 [rows, in] and the bfloat16 scales [rows]."""
-    weight = weight.float()
-    scale = (weight.abs().amax(1) / 127).clamp(min=1e-12).bfloat16()
-    quantized = (weight / scale.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
-    return quantized, scale
-
-
-def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    out, inputs = weight.shape
-    layer = nn.Linear(inputs, out, bias=bias is not None, device="meta")
-    layer.weight = nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        layer.bias = nn.Parameter(bias, requires_grad=False)
-    return layer
-
-
-def packs_dtype(dtype: torch.dtype) -> bool:
-    """Return whether this CPU multiplies packed weights for a model of this dtype."""
-    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # torch's
-    return available and dtype in (torch.float32, torch.bfloat16)
-
-
-def emulates_dtype(dtype: torch.dtype) -> bool:
-    """Return whether this CPU emulates products of this dtype, at a sixth of float32's speed."""
-    return dtype == torch.bfloat16 and not has_bfloat16()
-
-
-def packed_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of PackedLinear's weights for a model of this dtype."""
-    return torch.float32 if emulates_dtype(dtype) else dtype
-
-
-# ── replacing a model's layers ──
 
 
 def pack_weights(
@@ -854,19 +448,3 @@ def _replace(
     for parent, name in names:
         layer: Any = parent.get_submodule(name)
         setattr(parent, name, replacement(layer))
-
-
-def use_large_pages(start: int, size: int) -> None:
-    """Ask Linux to back the whole 2 MB pages of [start, start + size) by large pages.
-
-    A step reads all weights; with 4 kB pages the address translation takes long, above all in a
-    virtual machine. A refusal is ignored.
-    """
-    if sys.platform != "linux":
-        return
-    first = -(-start // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES
-    last = (start + size) // LARGE_PAGE_BYTES * LARGE_PAGE_BYTES
-    if first < last:
-        madvise = ctypes.CDLL(None).madvise
-        for advice in (mmap.MADV_HUGEPAGE, MADV_COLLAPSE):
-            madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), advice)

@@ -4,7 +4,7 @@
 
 namespace {
 
-constexpr int64_t SPREAD = 2 * LANES;    // columns of a panel, PANEL_COLUMNS in cpu/linear.py
+constexpr int64_t SPREAD = 2 * LANES;    // columns of a panel, PANEL_COLUMNS in cpu/linear_layers.py
 constexpr int64_t CHUNK = 1024;          // depth of a pass over the rows
 constexpr int64_t ROWS_BYTES = 1 << 19;  // of inputs that stay in the level 2 cache
 constexpr int64_t PREFETCH = 2048;       // numbers ahead

@@ -5,7 +5,7 @@
 
 namespace {
 
-constexpr int64_t INT4_DEPTH = 32;  // in cpu/linear.py too
+constexpr int64_t INT4_DEPTH = 32;  // in cpu/linear_layers.py too
 // Weights of a block, and its bytes: scales and offsets [QUANTIZED_GROUP] in bfloat16, then the codes.
 constexpr int64_t INT4_WEIGHTS = INT4_DEPTH * QUANTIZED_GROUP;
 constexpr int64_t INT4_BYTES = 2 * QUANTIZED_GROUP * 2 + INT4_WEIGHTS / 2;

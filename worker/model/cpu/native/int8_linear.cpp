@@ -4,7 +4,7 @@
 
 namespace {
 
-constexpr int64_t QUANTIZED_GROUP = 4 * LANES;  // columns, QUANTIZED_COLUMNS in cpu/linear.py
+constexpr int64_t QUANTIZED_GROUP = 4 * LANES;  // columns, QUANTIZED_COLUMNS in cpu/linear_layers.py
 
 #if defined(__AVX512BF16__)
 // Weights [columns / QUANTIZED_GROUP, depth / 2, QUANTIZED_GROUP, 2], scales [columns rounded up to a group]
