@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 import pytest
 import torch
+from transformers import pipeline
 
 from batching.batcher import DynamicBatcher
 from batching.errors import InvalidInput
@@ -24,6 +25,8 @@ from worker.generation.text_pipeline import (
     load_text_generation,
 )
 from worker.messages.protocol import StepReport
+from worker.model.cpu.experts import packed_experts
+from worker.model.cpu.linear_layers import packs_dtype
 from worker.model.language_model import GeneratorOptions
 from worker.model.sampler import SamplingParams
 from worker.pipeline.engine import PipelineEngine
@@ -240,6 +243,20 @@ def test_copy_shares_tensors_and_nothing_else() -> None:
     assert own.config is not model.config
     for module in own.modules():  # when the weights are released, both lose them
         assert any(module._parameters is other._parameters for other in model.modules())
+
+
+@pytest.mark.skipif(not packs_dtype(torch.float32), reason="experts are not packed on this CPU")
+def test_generate_runs_on_the_packed_experts_of_a_mixture() -> None:
+    folder = tiny_decoders.folder("qwen3-moe")
+    engine = load_folder(folder)
+    own, model = engine.runner.pipe.model, engine.generation.runner.language.model
+    assert packed_experts(model)
+    assert packed_experts(own) == packed_experts(model)
+    calls = [GREEDY, {**GREEDY, "num_beams": 2}]
+    answers = serve(engine, [item(TEXTS[1], **parameters) for parameters in calls])
+    call: Any = pipeline("text-generation", model=str(folder), device="cpu")
+    for answer, parameters in zip(answers, calls, strict=True):
+        assert_same(answer, plain(call(TEXTS[1], **parameters)), str(parameters))
 
 
 def test_both_engines_yield_to_the_same_models() -> None:

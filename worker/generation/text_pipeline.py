@@ -35,6 +35,7 @@ from worker.messages.protocol import (
     PipelineInput,
     StepOutcome,
 )
+from worker.model.cpu.experts import packed_experts
 from worker.model.generation_config import check_generation_config, not_served
 from worker.model.language_model import GeneratorOptions, LanguageModel
 from worker.model.loading import LoadingFailed, Pipe
@@ -296,8 +297,8 @@ def load_engine(pipe: Pipe, options: GeneratorOptions) -> GenerationEngine:
 
 
 def copy_sharing_weights(model: Any) -> Any:
-    """Copy the modules and the configuration of a model, but not its tensors."""
-    shared: list[Any] = []
+    """Copy the modules and the configuration of a model, but not its tensors and packed experts."""
+    shared: list[Any] = [*packed_experts(model)]
     for module in model.modules():
         shared += [module._parameters, module._buffers]
         shared += [value for value in vars(module).values() if isinstance(value, Tensor)]
