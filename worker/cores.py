@@ -25,7 +25,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
 # There are too many threads if the worker's thread computes in less than this share of its turns.
-# Beside a load tester it computes in 0.86 to 0.95, where two threads give 1.5 times one; beside a
+# Beside a load tester it computes in 0.8 to 0.95, where two threads give 1.5 times one; beside a
 # process that fills a core in 0.55 to 0.72, where they give half.
 MIN_CPU_SHARE = 0.8
 # As many threads are tried as the process computes on cores or has idle ones, rounded up from here.

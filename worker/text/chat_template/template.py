@@ -77,8 +77,8 @@ class ChatTemplate:
     """`defaults`: variables, by CHAT_TEMPLATE_KWARGS. `source`: "" without a template.
     `history_format`: None if the template takes no calls or results. `examples`: calls as the
     template renders them, with their names and arguments. `notes`: what the template lacks, and
-    what is done instead. `reasoning_start`: the tokens with which the model starts reasoning; empty
-    if the prompt has them."""
+    what is done instead. `reasoning_start`: the tokens that the model writes before it reasons;
+    empty if the prompt ends with them."""
 
     def __init__(
         self,
