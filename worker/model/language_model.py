@@ -4,7 +4,7 @@ paged_runner.py runs the model where the check in paging.py passes, cached_runne
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +31,7 @@ from worker.device.self_check import (
     compare,
     explicit_masks,
     has_own_kernels,
+    random_prompts,
     tolerance_of,
 )
 from worker.load_context import on_worker
@@ -154,6 +155,10 @@ class LanguageModel:
         except CannotRun as error:
             log.warning("context=%d of %d: %s", self.context, self.rotary.longest, error)
 
+    def random_prompts(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Return prompts of so many ordinary tokens, the same on every call."""
+        return random_prompts(self.model, self.tokenizer, lengths)
+
     def compare(self, logits: Tensor, reference: Tensor) -> None:
         """Raise CannotRun if the logits differ by more than this dtype's rounding."""
         compare(logits, reference, self.tolerance)
@@ -161,7 +166,7 @@ class LanguageModel:
     def own_check(self) -> Callable[[], None]:
         """Return a function that raises CannotRun unless the model's own forward gives the logits
         that it gives now."""
-        ids = torch.tensor([[1 + 7 * n % (self.vocab_size - 1) for n in range(8)]])
+        ids = torch.tensor(self.random_prompts([8]))
 
         @torch.inference_mode()
         def logits() -> Tensor:

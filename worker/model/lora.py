@@ -170,7 +170,7 @@ def adaptable_layers(language: LanguageModel, cache: KVCache) -> dict[str, tuple
     and four slots of states, which are overwritten.
     """
     first, second = PROBE_WIDTHS
-    ids = [1 + 7 * n % (language.vocab_size - 1) for n in range(first + second)]
+    [ids] = language.random_prompts([first + second])
     sequences = [(range(2), ids[:first], 0), (range(2, 4), ids[first:], 2)]
     ahead, behind = (_record(language, cache, order) for order in (sequences, sequences[::-1]))
     layers = {}

@@ -42,6 +42,7 @@ from worker.model.attention.paged import (
     has_bidirectional_spans,
 )
 from worker.model.attention.recurrent import PackedStates
+from worker.model.check import Reference, check
 from worker.model.compiling import compile_model
 from worker.model.cpu.activations import align_activations
 from worker.model.cpu.linear import (
@@ -339,20 +340,36 @@ class PagedRunner:
         the logits of torch's attention."""
         language = self.language
         longest = length_beyond_windows(language.config, language.context - 2, 3 * BLOCK)
+        long, short = language.random_prompts([longest, longest // 2 + 1])
+        expected, actual = (partial(self._run_chunks, k) for k in (AttentionMetadata, checked))
+        check(expected, actual, [long, short], language.tolerance)
+
+    def _run_chunks(
+        self,
+        kind: Callable[[KVCache, Batch], AttentionBackend],
+        prompts: Sequence[Sequence[int]],
+    ) -> list[Tensor]:
+        """Return the logits [L, V] of at most two prompts in three shared steps, which attend by
+        this backend."""
+        language, longest = self.language, max(map(len, prompts))
         blocks = -(-longest // BLOCK)
         tables = range(1, 2 * blocks, 2), range(0, 2 * blocks, 2)
-        caches = new_cache(language, 2 * blocks, 4), new_cache(language, 2 * blocks, 4)
-        ends = (0, longest // 2, longest - 1, longest), (0, 3, longest // 2, longest // 2 + 1)
+        cache = new_cache(language, 2 * blocks, 4)
+        starts = (len(prompts[0]) // 2, 3)[: len(prompts)]
+        ends = [(0, at, len(p) - 1, len(p)) for at, p in zip(starts, prompts, strict=True)]
+        rows: list[list[Tensor]] = [[] for _ in prompts]
         for step, chunks in enumerate(zip(*map(itertools.pairwise, ends), strict=True)):
             spans = [
-                Span(t, start, end - start) for t, (start, end) in zip(tables, chunks, strict=True)
+                Span(t, start, end - start) for t, (start, end) in zip(tables, chunks, strict=False)
             ]
-            slots = [(2 * n + (step + 1) % 2, 2 * n + step % 2) for n in range(len(tables))]
-            batch = _check_batch(language, spans, slots)
-            backends = (AttentionMetadata, checked)
-            layouts = [kind(cache, batch) for kind, cache in zip(backends, caches, strict=True)]
-            reference, logits = (run_model(language, batch, layout) for layout in layouts)
-            language.compare(logits, reference)
+            parts = [p[slice(*bounds)] for p, bounds in zip(prompts, chunks, strict=True)]
+            ids = [*itertools.chain.from_iterable(parts)]
+            slots = [(2 * n + (step + 1) % 2, 2 * n + step % 2) for n in range(len(spans))]
+            batch = _check_batch(ids, spans, slots)
+            logits = run_model(language, batch, kind(cache, batch))
+            for of_prompt, part, offset in zip(rows, parts, batch.offsets, strict=True):
+                of_prompt.append(logits[offset : offset + len(part)])
+        return [torch.cat(parts) for parts in rows]
 
     def _keeps_rows_apart(self) -> bool:
         """Return whether a token's logits are equal in every bit in batches of several lengths."""
@@ -362,7 +379,10 @@ class PagedRunner:
         widths = [min(width, language.context) for width in COMPARED_WIDTHS]
         blocks = range(widths[0] // BLOCK + 1)
         cache = new_cache(language, len(blocks), 2)
-        batches = [_check_batch(language, [Span(blocks, 0, width)], [(1, 0)]) for width in widths]
+        [text] = language.random_prompts(widths[:1])
+        batches = [
+            _check_batch(text[:width], [Span(blocks, 0, width)], [(1, 0)]) for width in widths
+        ]
         return _begin_equally(
             [run_model(language, batch, self.metadata(cache, batch)) for batch in batches]
         )
@@ -371,35 +391,37 @@ class PagedRunner:
         """Raise CannotRun unless the compiled model gives the logits of the eager one. Where these
         do not depend on a token's batch, those of the compiled model must not either."""
         language = self.language
-        cache = new_cache(language, 2, 2)
-        eager: list[Tensor] = []
-        compiled_logits: list[Tensor] = []
-        for width in COMPILED_WIDTHS:
-            batch = _check_batch(language, [Span([0, 1], 0, width)], [(1, 0)])
-            metadata = self.metadata(cache, batch)
-            reference = run_model(language, batch, metadata)
-            logits = run_model(language, batch, metadata, model=compiled)
-            language.compare(logits, reference)
-            eager.append(reference)
-            compiled_logits.append(logits)
-            if language.is_multimodal:
-                self._check_injected(compiled, batch, metadata)
+        [text] = language.random_prompts([max(COMPILED_WIDTHS)])
+        texts = [text[:width] for width in COMPILED_WIDTHS]
+        eager = Reference(partial(self._run_alone, language.model), texts)
+        compiled_logits = self._run_alone(compiled, texts)
+        eager.check(compiled_logits, language.tolerance)
+        if language.is_multimodal:
+            own, other = (partial(self._run_injected, m) for m in (language.model, compiled))
+            check(own, other, texts, language.tolerance)
         is_native = self.metadata is NativeMetadata
-        if is_native and _begin_equally(eager) and not _begin_equally(compiled_logits):
+        if is_native and _begin_equally(eager.logits) and not _begin_equally(compiled_logits):
             raise CannotRun("a token's logits depend on its batch if compiled")
 
-    def _check_injected(self, compiled: Any, batch: Batch, metadata: AttentionBackend) -> None:
-        """Raise CannotRun unless both models agree on injected embeddings too."""
-        language, width = self.language, len(batch.ids)
-        indices = torch.arange(0, width, 2, device=language.device)
-        generator = torch.Generator().manual_seed(0)
-        rows = torch.randn(len(indices), language.config.hidden_size, generator=generator)
-        outputs = []
-        for model in (language.model, compiled):
-            hook = DecoderHook(model)
+    def _run_alone(self, model: Any, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Return the logits [L, V] of each prompt in a batch of its own."""
+        language, outputs = self.language, []
+        for prompt in prompts:
+            batch = _check_batch(prompt, [Span([0, 1], 0, len(prompt))], [(1, 0)])
+            metadata = self.metadata(new_cache(language, 2, 2), batch)
+            outputs.append(run_model(language, batch, metadata, model=model))
+        return outputs
+
+    def _run_injected(self, model: Any, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Do the same with random embeddings in place of every other token's."""
+        language, hook, outputs = self.language, DecoderHook(model), []
+        for prompt in prompts:
+            indices = torch.arange(0, len(prompt), 2, device=language.device)
+            generator = torch.Generator().manual_seed(0)
+            rows = torch.randn(len(indices), language.config.hidden_size, generator=generator)
             with hook.inject(indices, {"inputs_embeds": rows.to(language.device)}):
-                outputs.append(run_model(language, batch, metadata, model=hook.model))
-        language.compare(outputs[1], outputs[0])
+                outputs += self._run_alone(hook.model, [prompt])
+        return outputs
 
 
 def new_cache(language: LanguageModel, blocks: int, slots: int) -> KVCache:
@@ -408,17 +430,15 @@ def new_cache(language: LanguageModel, blocks: int, slots: int) -> KVCache:
 
 
 def _check_batch(
-    language: LanguageModel, spans: Sequence[Span], slots: Sequence[tuple[int, int]]
+    ids: Sequence[int], spans: Sequence[Span], slots: Sequence[tuple[int, int]]
 ) -> Batch:
-    """Return a batch of arbitrary tokens in these spans, with the logits of all rows. `slots`: of
-    the states that each span reads, unless it is the first, and writes."""
-    width = sum(span.width for span in spans)
-    ids = [1 + 7 * n % (language.vocab_size - 1) for n in range(width)]
+    """Return a batch of these spans, with the logits of all rows. `slots`: of the states that each
+    span reads, unless it is the first, and writes."""
     states = [
         (StateSegment(span.width, source if span.start else NO_SLOT, target),)
         for span, (source, target) in zip(spans, slots, strict=True)
     ]
-    return Batch(spans, ids, range(width), states=states)
+    return Batch(spans, list(ids), range(len(ids)), states=states)
 
 
 def _begin_equally(logits: Sequence[Tensor]) -> bool:

@@ -11,7 +11,6 @@ import inspect
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
@@ -28,10 +27,9 @@ from worker.device.self_check import (
     MIN_PROMPT_TOKENS,
     CannotRun,
     TopKSizes,
-    explicit_masks,
+    attention_of,
     has_own_kernels,
     length_beyond_windows,
-    random_prompts,
     set_attention,
 )
 from worker.error_classification import first_line
@@ -40,6 +38,7 @@ from worker.model.attention.kv_cache import BLOCK, KVCache, LayerShape
 from worker.model.attention.latent import use_latents
 from worker.model.attention.paged import ATTENTION, AttentionMetadata, SpanGroup
 from worker.model.attention.recurrent import RecurrentProbe, install, uninstall
+from worker.model.check import Reference
 from worker.model.language_model import GeneratorOptions, LanguageModel
 from worker.model.loading import (
     GB,
@@ -214,15 +213,18 @@ class PagingCheck:
             shortest = MIN_RECURRENT_TOKENS
         longest = length_beyond_windows(language.config, limit, shortest)
         widths = [min(3, longest), longest, longest - longest // 4]
-        self.prompts = random_prompts(self.model, language.tokenizer, widths)
+        self.prompts = language.random_prompts(widths)
         masks = language.is_multimodal or has_own_kernels(language.decoder)
-        with explicit_masks(language.decoder) if masks else nullcontext():
-            recorded = [TopKSizes() for _ in self.prompts]
-            self.reference = []
+        implementation = language.decoder.config._attn_implementation
+        self._own_attention = "eager" if masks else implementation  # eager makes explicit masks
+        recorded = [TopKSizes() for _ in self.prompts]
+        logits = []
+        with attention_of(language.decoder, self._own_attention):
             for prompt, sizes in zip(self.prompts, recorded, strict=True):
-                self.reference.append(on_worker(partial(self._recorded_reference, prompt, sizes)))
+                logits += on_worker(partial(self._recorded_logits, prompt, sizes))
             self.selects_keys = any(one.sizes != recorded[0].sizes for one in recorded)
-            self.narrow_reference = self._narrow_reference()
+            self.narrow_reference = self._narrow_reference(logits[1])
+        self.reference = Reference(self._own_logits, self.prompts, logits)
 
     def enable(self) -> None:
         """Make the layers attend over a paged cache.
@@ -240,6 +242,7 @@ class PagingCheck:
             self._compare_recurrent()
             if self.narrow_reference is not None:
                 self._compare_narrow(self.narrow_reference)
+            self.reference.close()
         except Exception as error:
             decoder.set_attn_implementation(before)
             uninstall(self.language.recurrent)
@@ -316,22 +319,24 @@ class PagingCheck:
 
     # ── the reference ──
 
-    def _recorded_reference(self, prompt: Sequence[int], sizes: TopKSizes) -> Tensor:
+    def _recorded_logits(self, prompt: Sequence[int], sizes: TopKSizes) -> list[Tensor]:
         with sizes:
-            return self._reference(prompt)
+            return self._own_logits([prompt])
 
     @torch.inference_mode()
-    def _reference(self, prompt: Sequence[int]) -> Tensor:
-        ids = torch.tensor([list(prompt)], device=self.model.device)
-        logits: Tensor = self.model(input_ids=ids, use_cache=False)[0][0]
-        return logits
+    def _own_logits(self, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Return the logits [L, V] of each prompt by the model's own forward and attention."""
+        with attention_of(self.language.decoder, self._own_attention):
+            rows = [torch.tensor([[*prompt]], device=self.model.device) for prompt in prompts]
+            return [self.model(input_ids=ids, use_cache=False)[0][0] for ids in rows]
 
-    def _narrow_reference(self) -> Tensor | None:
-        """Return the second prompt's logits with a configured window narrowed to NARROW_WINDOW.
+    def _narrow_reference(self, reference: Tensor) -> Reference | None:
+        """Return the second prompt's logits with a configured window narrowed to NARROW_WINDOW;
+        `reference`: those with the window.
 
         Return None if no window is longer than the prompt, or narrowing changes nothing.
         """
-        prompt, reference = self.prompts[1], self.reference[1]
+        prompt = self.prompts[1]
         modules = self.model.modules()
         configs = {id(config): config for m in modules if (config := getattr(m, "config", None))}
         windows = [
@@ -341,15 +346,19 @@ class PagingCheck:
         ]
         if not any(len(prompt) < window < self.language.context for _, window in windows):
             return None
+
+        def narrow_logits(prompts: Sequence[Sequence[int]]) -> list[Tensor]:
+            try:
+                for config, _ in windows:
+                    config.sliding_window = NARROW_WINDOW
+                return on_worker(partial(self._own_logits, prompts))
+            finally:
+                for config, window in windows:
+                    config.sliding_window = window
+
+        narrow = Reference(narrow_logits, [prompt])
         try:
-            for config, _ in windows:
-                config.sliding_window = NARROW_WINDOW
-            narrow = on_worker(partial(self._reference, prompt))
-        finally:
-            for config, window in windows:
-                config.sliding_window = window
-        try:
-            self.language.compare(narrow, reference)
+            self.language.compare(narrow.logits[0], reference)
         except CannotRun:
             return narrow
         return None
@@ -359,29 +368,32 @@ class PagingCheck:
     def compare(self) -> None:
         """Raise CannotRun unless paged steps give the reference's logits: chunks of the prompts in
         shared batches, and a last token beside one near the end of the context."""
-        cache, tables, states = self._compare(self.prompts, self.reference)
+        logits, cache, tables, states = self._run_paged(self.prompts)
+        self.reference.check(logits, self.language.tolerance)
         far = min(self.language.context, MAX_FAR_POSITION) - 1
         last = len(self.prompts[1]) - 1
         spans = [Span(tables[1], last, 1), Span([0] * (far // BLOCK + 1), far, 1)]
         segments = [[StateSegment(1, states[n].current, states[n].target)] for n in (1, 0)]
         ids = [self.prompts[1][last], self.prompts[0][0]]
         batch = Batch(spans, ids, range(2), states=segments)
-        logits = run_model(self.language, batch, AttentionMetadata(cache, batch))
-        self.language.compare(logits[:1], self.reference[1][last:])
+        beside = run_model(self.language, batch, AttentionMetadata(cache, batch))
+        logits[1] = torch.cat((logits[1][:-1], beside[:1]))
+        self.reference.check(logits, self.language.tolerance)
         self.extra_check()
 
-    def _compare_narrow(self, narrow: Tensor) -> None:
+    def _compare_narrow(self, narrow: Reference) -> None:
+        logits, *_ = self._run_paged(self.prompts[1:2], NarrowMetadata)
         try:
-            self._compare(self.prompts[1:2], [narrow], NarrowMetadata)
+            narrow.check(logits, self.language.tolerance)
         except CannotRun as error:
             raise CannotRun(f"its layers do not pass on its sliding window: {error}") from error
 
-    def _compare(
-        self, prompts: Sequence[Sequence[int]], reference: Sequence[Tensor],
+    def _run_paged(
+        self, prompts: Sequence[Sequence[int]],
         metadata: type[AttentionMetadata] = AttentionMetadata,
-    ) -> tuple[KVCache, list[range], list[SequenceState]]:  # fmt: skip
-        """Compare chunk by chunk; return the cache with all prompts in it, their blocks, and their
-        states before their last tokens."""
+    ) -> tuple[list[Tensor], KVCache, list[range], list[SequenceState]]:  # fmt: skip
+        """Run chunk by chunk. Return the logits [L, V] of each prompt, the cache with all prompts
+        in it, their blocks, and their states before their last tokens."""
         language = self.language
         ends = list(itertools.accumulate(-(-len(prompt) // BLOCK) for prompt in prompts))
         tables = [range(*bounds) for bounds in itertools.pairwise([0, *ends])]
@@ -390,6 +402,7 @@ class PagingCheck:
         opened = (pool.open(None, 0, {len(prompt) * 3 // 4}) for prompt in prompts)
         states = [state for state in opened if state]
         done = [0] * len(prompts)
+        parts: list[list[Tensor]] = [[] for _ in prompts]
         # chunks up to the half, then up to the last token, then the last token
         for divisor, less in ((2, 0), (1, 1), (1, 0)):
             ends = [len(prompt) // divisor - less for prompt in prompts]
@@ -403,9 +416,9 @@ class PagingCheck:
             batch = Batch(spans, ids, range(len(ids)), states=segments)
             logits = run_model(language, batch, metadata(cache, batch))
             for (n, start, end), row in zip(chunks, batch.offsets, strict=True):
-                language.compare(logits[row : row + end - start], reference[n][start:end])
+                parts[n].append(logits[row : row + end - start])
             done = ends
-        return cache, tables, states
+        return [torch.cat(part) for part in parts], cache, tables, states
 
 
 def _record(

@@ -9,6 +9,7 @@ at all.
 import inspect
 import logging
 from array import array
+from collections import abc
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from batching.state_pool import StatePool
 from worker.device.self_check import explicit_masks
 from worker.error_classification import failure_of, first_line
 from worker.model.attention.kv_cache import BLOCK
+from worker.model.check import Reference
 from worker.model.language_model import LanguageModel
 from worker.model.paged_runner import PagedRunner, StateSlots
 from worker.vision.encoder import EncoderCache, VisionEncoder
@@ -37,11 +39,13 @@ SAMPLE_SIZES = (64, 48), (32, 64)  # pixels
 def check_multimodal(language: LanguageModel, processor: Processor) -> None:
     """Raise CannotRun unless paged steps with images give the model's own logits."""
     output = sample_output(processor)
-    with explicit_masks(language.decoder):
-        image_logits = reference_logits(language, processor, output)
-        text_ids = [1 + 7 * n % (language.vocab_size - 1) for n in range(2 * BLOCK)]
-        text_output = ProcessorOutput(text_ids, {}, [], [])
-        text_logits = reference_logits(language, processor, text_output)
+    [text_ids] = language.random_prompts([2 * BLOCK])
+
+    def own_logits(prompts: abc.Sequence[ProcessorOutput]) -> list[Tensor]:
+        with explicit_masks(language.decoder):
+            return [reference_logits(language, processor, prompt) for prompt in prompts]
+
+    reference = Reference(own_logits, [output, ProcessorOutput(text_ids, {}, [], [])])
     blocks = -(-len(output.ids) // BLOCK)
     runner = PagedRunner(language, blocks + 2, language.context, 0, StateSlots(2, 0))
     encoder = VisionEncoder(runner, EncoderCache())
@@ -53,6 +57,7 @@ def check_multimodal(language: LanguageModel, processor: Processor) -> None:
     with_images = _sequence(output.ids, range(blocks), states)
     with_images.multimodal = prompt
     text_only = _sequence(text_ids, range(blocks, blocks + 2), states)
+    parts: dict[Sequence, list[Tensor]] = {with_images: [], text_only: []}
     while with_images.uncomputed:
         half = -(-len(output.ids) // 2)
         count = prompt.align_chunk(with_images.computed, min(with_images.uncomputed, half))
@@ -68,13 +73,12 @@ def check_multimodal(language: LanguageModel, processor: Processor) -> None:
         batch.rows = range(len(batch.ids))
         logits = runner.forward(batch)
         for chunk, row in zip(chunks, batch.offsets, strict=True):
-            reference = image_logits if chunk.sequence is with_images else text_logits
-            expected = reference[chunk.start : chunk.start + chunk.count]
-            language.compare(logits[row : row + chunk.count], expected)
+            parts[chunk.sequence].append(logits[row : row + chunk.count].clone())
             chunk.sequence.computed += chunk.count
             assert chunk.table is not None
             assert chunk.table.state is not None
             states.commit(chunk.table.state, chunk.end)
+    reference.check([torch.cat(part) for part in parts.values()], language.tolerance)
 
 
 def check_multimodal_unpaged(language: LanguageModel, processor: Processor) -> bool:

@@ -10,7 +10,7 @@ ones, which need bfloat16 instructions. linear.py replaces a model's layers by t
 import ctypes
 import mmap
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -193,8 +193,7 @@ class Bf16WeightLinear(nn.Module):
 
     def unpacked(self) -> tuple[Tensor, Tensor | None]:
         """Return the weight [out, in] and bias of the original layer."""
-        padded = self.panels.transpose(1, 2).reshape(-1, self.panels.shape[1] * 2)
-        weight = padded[: self.out_features, : self.in_features]
+        weight = _unpaired(self.panels, self.out_features, self.in_features)
         return weight, None if self.bias is None else self.bias.to(self.dtype)
 
 
@@ -411,6 +410,53 @@ def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     if bias is not None:
         layer.bias = nn.Parameter(bias, requires_grad=False)
     return layer
+
+
+# ── the same products in float32, by operation: for the checks at load (model/check.py) ──
+
+
+def _packed_in_float32(
+    x: Tensor, packed: Tensor, bias: Tensor | None, activation: Any = "none", *_: Any
+) -> Tensor:
+    if isinstance(activation, str) and activation != "none":
+        raise NotImplementedError("a fused activation")
+    return _product_in_float32(x, packed.to_dense(), bias)
+
+
+def _bf16_in_float32(x: Tensor, panels: Tensor, bias: Tensor | None, columns: int) -> Tensor:
+    return _product_in_float32(x, _unpaired(panels, columns, x.shape[-1]), bias)
+
+
+def _int8_in_float32(
+    x: Tensor, panels: Tensor, scales: Tensor, bias: Tensor | None, columns: int
+) -> Tensor:
+    weight = _unpaired(panels, columns, x.shape[-1]) * scales[:columns, None]
+    return _product_in_float32(x, weight, bias)
+
+
+def _experts_in_float32(x: Tensor, *args: Any) -> Tensor:
+    """The operation has the addresses of its weights: inputs and outputs are bfloat16."""
+    out: Tensor = torch.ops.onequeue.experts_linear(x.bfloat16(), *args)
+    return out.float()
+
+
+def _unpaired(panels: Tensor, columns: int, depth: int) -> Tensor:
+    """Return the weight [columns, depth] of panels [P, D / 2, W, 2], which are padded."""
+    return panels.transpose(1, 2).reshape(-1, panels.shape[1] * 2)[:columns, :depth]
+
+
+def _product_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    bias = None if bias is None else bias.float()
+    return nn.functional.linear(x.float(), weight.float(), bias)
+
+
+FLOAT32_PRODUCTS: dict[Any, Callable[..., Tensor]] = {
+    torch.ops.mkldnn._linear_pointwise: _packed_in_float32,
+    torch.ops.onequeue.packed_linear: _packed_in_float32,
+    torch.ops.onequeue.bf16_weight_linear: _bf16_in_float32,
+    torch.ops.onequeue.int8_linear: _int8_in_float32,
+    torch.ops.onequeue.experts_linear: _experts_in_float32,
+}
 
 
 def packs_dtype(dtype: torch.dtype) -> bool:
