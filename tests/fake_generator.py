@@ -29,6 +29,7 @@ from worker.messages.deltas import Delta, DeltaPart, FinishReason, Kind, TokenLo
 from worker.messages.generation import TEXT_ONLY, Chat, GenerationInput
 from worker.messages.protocol import (
     ALONE,
+    Fallback,
     ModelInfo,
     OtherModels,
     StepOutcome,
@@ -74,6 +75,7 @@ class FakeGenerator:
     max_model_len = 4096
     no_images_reason = TEXT_ONLY  # a test may empty it
     compile_state: Literal["running", "done", "off"] = "off"
+    fallbacks: tuple[Fallback, ...] = ()
     defaults = Defaults()
 
     def __init__(self) -> None:

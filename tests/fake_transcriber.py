@@ -20,7 +20,14 @@ from batching.errors import ClientGone, InvalidInput, ItemFailed
 from batching.request_queue import WorkItem
 from worker.media.audio import Recording
 from worker.messages.deltas import TokenLogprob
-from worker.messages.protocol import ALONE, ModelInfo, OtherModels, StepOutcome, StepReport
+from worker.messages.protocol import (
+    ALONE,
+    Fallback,
+    ModelInfo,
+    OtherModels,
+    StepOutcome,
+    StepReport,
+)
 from worker.messages.transcription import Segment, TranscriptDelta, TranscriptionInput, Word
 
 RATE = 16_000
@@ -47,6 +54,7 @@ class FakeTranscriber:
     text_model: None = None
     others: OtherModels = ALONE
     compile_state: Literal["running", "done", "off"] = "off"
+    fallbacks: tuple[Fallback, ...] = ()
 
     def __post_init__(self) -> None:
         self.gate = threading.Event()

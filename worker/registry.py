@@ -18,7 +18,7 @@ from batching.request_queue import Lane, LowPriorityLane, StepLane
 from batching.round_robin import RoundRobin
 from worker.load_context import LoadContext, LoadProgress, Memory, loading
 from worker.messages.adapters import Adapter, InvalidAdapter
-from worker.messages.protocol import Engine, Generator, ModelInfo, ModelState
+from worker.messages.protocol import Engine, Fallback, Generator, ModelInfo, ModelState
 
 log = logging.getLogger("onequeue.worker")
 
@@ -125,6 +125,10 @@ class ServedModel:
     @property
     def compile_state(self) -> Literal["running", "done", "off"]:
         return self.engine.compile_state if self.is_loaded else "off"
+
+    @property
+    def fallbacks(self) -> Sequence[Fallback]:
+        return self.engine.fallbacks if self.is_loaded else ()
 
     def lane_of(self, priority: Priority) -> Lane:
         """Return the lane of a class of requests."""

@@ -8,7 +8,7 @@ server (Gateway API Inference Extension's model server protocol).
 
 import importlib.metadata
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from starlette.responses import Response
 
 from server import __version__
 from worker.messages.protocol import BatchReport, ModelInfo, StepReport
+from worker.registry import ServedModel
 
 # Buckets of histograms.
 SECONDS = (
@@ -51,6 +52,7 @@ TOKEN_KINDS = {  # the label, by the report's field
 async def metrics(request: Request) -> Response:
     """`GET /metrics`."""
     request.app.metrics.describe_adapters()
+    request.app.metrics.describe_fallbacks(request.app.worker_client.models)
     exposed = WithoutCreated(request.app.metrics.registry)
     return Response(generate_latest(exposed), media_type=CONTENT_TYPE_LATEST)
 
@@ -108,6 +110,8 @@ class Metrics:
         loads = "Loads of a model, by result"
         self.loads = Counter("model_loads", loads, ["serves", "result"], **common)
         self.model = Info("model", "A loaded model", ["serves"], **common)
+        fallback = "1 for each faster way to run a model that a check at load refused"
+        self._fallbacks = Gauge("fallback", fallback, ["serves", "refused"], **common)
 
         out_of_memory = "Forward passes that ran out of memory"
         self._out_of_memory = Counter("out_of_memory", out_of_memory, **common)
@@ -239,6 +243,13 @@ class Metrics:
         if self.max_adapters:
             running, waiting = (",".join(names) for names in self.adapter_names())
             self._adapters.labels(running, waiting, self.max_adapters).set_to_current_time()
+
+    def describe_fallbacks(self, models: Mapping[str, ServedModel]) -> None:
+        """Replace the fallbacks of all models by those of now."""
+        self._fallbacks.clear()
+        for name, model in models.items():
+            for fallback in model.fallbacks:
+                self._fallbacks.labels(name, fallback.refused).set(1)
 
     def on_loaded(self, name: str, info: ModelInfo) -> None:
         self._served_names[name] = info.model

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from server import __version__
 from server.core.worker_client import WorkerClient
 from server.http.errors import HttpError
+from worker.messages.protocol import Fallback
 from worker.tasks import TASKS, Kind
 
 
@@ -31,6 +32,7 @@ class Ready(Struct):
     rerank_model: str | UnsetType = UNSET
     transcription_model: str | UnsetType = UNSET
     failing: list[str] | UnsetType = UNSET
+    fallbacks: dict[str, list[Fallback]] | UnsetType = UNSET  # by model
 
 
 class Version(Struct):
@@ -63,7 +65,8 @@ async def ready(request: Request) -> Ready:
     failing = [name for name in worker_client.models if worker_client.refusal(name)]
     if len(failing) == len(worker_client.models):
         raise unavailable("all models keep failing; they are tried again shortly")
-    response = Ready("ready", "off", failing=failing or UNSET)
+    fallbacks = {n: [*m.fallbacks] for n, m in worker_client.models.items() if m.fallbacks}
+    response = Ready("ready", "off", failing=failing or UNSET, fallbacks=fallbacks or UNSET)
     for name, model in worker_client.models.items():
         if model.kind != name or (info := model.info) is None:
             continue

@@ -148,14 +148,20 @@ def test_a_failed_compilation_is_logged_and_the_eager_model_goes_on(
 
     monkeypatch.setattr(paged_runner, "compile_model", broken)
     monkeypatch.setattr("worker.model.paged_runner.load_native_ops", broken)
-    caplog.set_level(logging.WARNING, "onequeue.paged_runner")
+    caplog.set_level(logging.WARNING, "onequeue.language_model")
     assert compile_state(runner) == "off"
     runner.forward(Batch([Span([0], 0, 1)], [1], [0]))
     assert runner.model is eager
     assert runner.metadata is AttentionMetadata
     assert [record.message for record in caplog.records] == [
-        "native attention disabled, using torch: no compiler here",
-        "not compiled, using the eager model: no compiler here",
+        "native attention refused: no compiler here; torch's attention serves instead: "
+        "outputs depend on the batch, steps are slower",
+        "compilation refused: no compiler here; the eager model serves instead: steps are slower",
+    ]
+    hidden = "see the server's log"  # the reason may name folders
+    assert [(f.refused, f.reason) for f in runner.language.fallbacks] == [
+        ("native attention", hidden),
+        ("compilation", hidden),
     ]
 
 
@@ -357,7 +363,7 @@ def test_the_log_names_a_model_whose_logits_depend_on_the_batch(
 
         runner.language.model.lm_head.register_forward_hook(round_one_row)
     runner._use_native_ops()
-    assert ("logits depend on the batch" in caplog.text) == depends
+    assert ("outputs depend on the batch" in caplog.text) == depends
     assert runner.metadata is NativeMetadata
 
 
@@ -432,4 +438,6 @@ def test_native_attention_with_other_logits_is_not_used(
     runner._use_native_ops()
     assert runner.metadata is AttentionMetadata
     [record] = caplog.records
-    assert record.message.startswith("native attention disabled, using torch: logits differ")
+    assert record.message.startswith("native attention refused: logits differ by")
+    fallback = runner.language.fallbacks[-1]
+    assert fallback.reason.startswith("logits differ by")

@@ -201,7 +201,7 @@ def test_a_decode_kernel_with_other_logits_is_not_used(
     runner = runner_of(engine("llama", blocks=BLOCKS))
     runner._use_decode_kernel()
     assert runner.metadata is AttentionMetadata
-    assert "decodes beside prompts attend without the decode kernel: logits differ" in caplog.text
+    assert "decode kernel beside prompts refused: logits differ" in caplog.text
 
 
 def test_without_flash_attention_decodes_stay_on_the_decode_kernel(
@@ -215,7 +215,7 @@ def test_without_flash_attention_decodes_stay_on_the_decode_kernel(
     runner = runner_of(engine("llama", blocks=BLOCKS))
     runner._use_decode_kernel()
     assert runner.metadata is MixedMetadata
-    assert "prompts attend without flash attention: not compiled for this GPU" in caplog.text
+    assert "flash attention refused: not compiled for this GPU" in caplog.text
 
 
 def test_large_batches_and_prompts_that_read_many_keys_are_not_supported() -> None:
@@ -251,12 +251,12 @@ def test_a_failed_capture_is_logged_and_steps_are_launched(
     monkeypatch.setattr(cuda_graphs, "CudaCapture", broken)
     runner = runner_of(engine("llama", blocks=BLOCKS))
     metadata = RowsMetadata(runner.cache, 1, 1)
-    caplog.set_level(logging.WARNING, "onequeue.cuda_graphs")
+    caplog.set_level(logging.WARNING, "onequeue.language_model")
     caplog.clear()
     assert cuda_graphs.capture_graphs(runner.language, runner.model, metadata, runner._run) is None
     assert [record.message for record in caplog.records] == [
-        "no CUDA graphs, steps are launched one by one: "
-        "operation not permitted when stream is capturing"
+        "CUDA graphs refused: operation not permitted when stream is capturing; "
+        "launch by launch serves instead: small steps are slower"
     ]
 
 
@@ -390,7 +390,8 @@ def test_graphs_of_the_eager_model_stay_if_the_compiled_one_cannot_be_captured(
     assert_greedy("llama", served, 12)
     assert runner._graphs is graphs
     warnings = [record.message for record in caplog.records if "CUDA" in record.message]
-    assert warnings == ["no CUDA graphs of the compiled model: CUDA out of memory"]
+    [warning] = warnings
+    assert warning.startswith("CUDA graphs of the compiled model refused: CUDA out of memory; ")
 
 
 def test_the_logits_of_all_sizes_take_the_memory_of_the_largest() -> None:

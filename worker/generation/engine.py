@@ -39,7 +39,14 @@ from worker.grammar.bitmask import BitmaskComputer, MaskRequest, PendingMask
 from worker.messages.adapters import Adapter, InvalidAdapter
 from worker.messages.deltas import Delta
 from worker.messages.generation import SamplingDefaults
-from worker.messages.protocol import ALONE, OtherModels, StepOutcome, StepReport, TextModel
+from worker.messages.protocol import (
+    ALONE,
+    Fallback,
+    OtherModels,
+    StepOutcome,
+    StepReport,
+    TextModel,
+)
 from worker.model.cached_runner import CachedRunner
 from worker.model.paged_runner import PagedRunner
 from worker.model.sampler import SampledToken, SamplerOutput, SamplingRow, sample
@@ -135,6 +142,10 @@ class GenerationEngine:
     @property
     def compile_state(self) -> Literal["running", "done", "off"]:
         return self.runner.compile_state
+
+    @property
+    def fallbacks(self) -> abc.Sequence[Fallback]:
+        return self.runner.language.fallbacks
 
     def prepare(self, item: GenerationItem) -> None:
         if (adapter := item.payload.adapter) and (reason := adapter.unusable_reason):

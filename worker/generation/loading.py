@@ -71,7 +71,12 @@ def _load_engine(language: LanguageModel, options: GeneratorOptions) -> Generati
         with without_outliers(language.model):
             runner = load_paged_runner(language, options, check_images)
     except CannotRun as error:
-        log.warning("static batches: %s", error)
+        language.fall_back(
+            "paged cache",
+            error,
+            "transformers' cache",
+            "prefixes are not shared, prompts run whole",
+        )
         if language.deterministic:
             log.warning("DETERMINISTIC=1 does not hold for static batches")
         language.pack_weights(options.quantization, language.own_check())

@@ -10,6 +10,7 @@ have runs the model's own `generate`, on a copy of the model that shares its wei
 import copy
 import logging
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -30,6 +31,7 @@ from worker.load_context import on_worker
 from worker.messages.deltas import Delta
 from worker.messages.generation import GenerationInput
 from worker.messages.protocol import (
+    Fallback,
     ModelInfo,
     OtherModels,
     PipelineInput,
@@ -88,6 +90,10 @@ class TextGenerationEngine:
     @property
     def compile_state(self) -> Literal["running", "done", "off"]:
         return self.generation.compile_state
+
+    @property
+    def fallbacks(self) -> Sequence[Fallback]:
+        return self.generation.fallbacks
 
     # ── in pool threads ──
 

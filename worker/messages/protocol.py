@@ -138,6 +138,16 @@ class ModelInfo:
     block_size: int = 0  # tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """A faster way to run a model that a check at load refused, as shown in /ready and metrics."""
+
+    refused: str
+    reason: str
+    serves: str  # what runs instead
+    lost: str
+
+
 class Pending(Exception):
     """Raised by `prepare` while something that it needs is computed in another thread.
 
@@ -247,6 +257,10 @@ class Engine(Protocol[Item, Raw]):
     @property
     def compile_state(self) -> Literal["running", "done", "off"]:
         """Whether the model is being compiled in the background."""
+
+    @property
+    def fallbacks(self) -> Sequence[Fallback]:
+        """What the checks have refused, up to now. Replaced, never changed, by any thread."""
 
     @property
     def text_model(self) -> TextModel | None:

@@ -24,7 +24,6 @@ from torch import Tensor
 from batching.sequence import Batch, Span
 from batching.state_pool import NO_SLOT, StateSegment
 from worker.device.async_copy import fill_placeholders, to_device
-from worker.error_classification import first_line
 from worker.model.attention.kv_cache import BLOCK, KVCache
 from worker.model.attention.mixed import MAX_SPAN_WIDTH, concatenate_tables, programs
 from worker.model.attention.paged import AttentionBackend, StepStates, forward_context
@@ -250,7 +249,7 @@ def capture_graphs(
         while not graphs.is_complete:
             graphs.capture_next()
     except Exception as error:  # a model that reads values, a kernel that does not compile
-        log.warning("no CUDA graphs, steps are launched one by one: %.300s", first_line(error))
+        language.fall_back("CUDA graphs", error, "launch by launch", "small steps are slower")
         return None
     rows = len(metadata.ids)
     log.info("captured CUDA graphs up to rows=%d seconds=%.1f", rows, time.monotonic() - started)

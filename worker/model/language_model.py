@@ -34,8 +34,10 @@ from worker.device.self_check import (
     random_prompts,
     tolerance_of,
 )
+from worker.error_classification import first_line
 from worker.load_context import on_worker
 from worker.messages.generation import TEXT_ONLY
+from worker.messages.protocol import Fallback
 from worker.model.attention.kv_cache import LayerShape, StateShape
 from worker.model.attention.native import NATIVE_DTYPES, try_load_native_ops
 from worker.model.attention.recurrent import RecurrentModule
@@ -125,6 +127,7 @@ class LanguageModel:
         # of recurrent layers, set by paging.py
         self.recurrent: list[RecurrentModule] = []
         self.states: list[StateShape] = []
+        self.fallbacks: tuple[Fallback, ...] = ()
         self.deterministic = False  # a GPU's operations are batch-invariant
         self.lora: Any = None  # its LoraLayers, since the first adapter was loaded (lora.py)
         # width of the logits, which may exceed the tokenizer's number of tokens
@@ -154,6 +157,17 @@ class LanguageModel:
             self.rotary.fix(length)
         except CannotRun as error:
             log.warning("context=%d of %d: %s", self.context, self.rotary.longest, error)
+
+    def fall_back(self, refused: str, error: Exception, serves: str, lost: str) -> None:
+        """Record and log that a faster way to run the model is refused: `serves` runs instead.
+
+        Only the text of CannotRun is for clients; that of other errors may name folders.
+        """
+        reason = first_line(error)[:300]
+        log.warning("%s refused: %s; %s serves instead: %s", refused, reason, serves, lost)
+        if not isinstance(error, CannotRun):
+            reason = "see the server's log"
+        self.fallbacks = (*self.fallbacks, Fallback(refused, reason, serves, lost))
 
     def random_prompts(self, lengths: Sequence[int]) -> list[list[int]]:
         """Return prompts of so many ordinary tokens, the same on every call."""

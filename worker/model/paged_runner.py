@@ -73,6 +73,9 @@ log = logging.getLogger("onequeue.paged_runner")
 COMPILED_WIDTHS = (24, 7, 1, 7)
 # The same for batches that show whether logits depend on the batch: kernels change at 16, 32, 64.
 COMPARED_WIDTHS = (77, 24, 7, 1)
+# What is lost without native attention, and without compilation, on a CPU.
+SLOWER_TORCH = "outputs depend on the batch, steps are slower"
+SLOWER_EAGER = "steps are slower"
 # After the capture of a CUDA graph the next one waits for so many times its duration.
 CAPTURE_REST = 9
 
@@ -219,7 +222,7 @@ class PagedRunner:
         try:
             graphs.capture_next()
         except Exception as error:  # such as too little memory
-            log.warning("no CUDA graphs of the compiled model: %.300s", first_line(error))
+            self._refuse_graphs(error)
             self._compiled_graphs = None
         else:
             ended = time.monotonic()
@@ -246,14 +249,14 @@ class PagedRunner:
         from worker.model.attention.varlen import VarlenMetadata  # seconds to import
 
         backends = (
-            (VarlenMetadata, "prompts attend without flash attention"),
-            (MixedMetadata, "decodes beside prompts attend without the decode kernel"),
+            (VarlenMetadata, "flash attention", "prompts are slower"),
+            (MixedMetadata, "decode kernel beside prompts", "decodes beside prompts are slower"),
         )
-        for backend, otherwise in backends:
+        for backend, refused, lost in backends:
             try:
                 self._check_attention(backend)
             except Exception as error:  # such as an operator that torch's build lacks
-                log.warning("%s: %.300s", otherwise, first_line(error))
+                self.language.fall_back(refused, error, "torch's attention", lost)
             else:
                 self.metadata = backend
                 return
@@ -270,8 +273,14 @@ class PagedRunner:
             capture = CudaCapture(checked=True)  # the eager model is
             return CudaGraphs(self.language, self.model, metadata, self._run, capture)
         except Exception as error:
-            log.warning("no CUDA graphs of the compiled model: %.300s", first_line(error))
+            self._refuse_graphs(error)
             return None
+
+    def _refuse_graphs(self, error: Exception) -> None:
+        lost = "small steps are slower"
+        self.language.fall_back(
+            "CUDA graphs of the compiled model", error, "the eager model's", lost
+        )
 
     # ── native operations, and compiling in the background thread ──
 
@@ -302,7 +311,7 @@ class PagedRunner:
                 language.model, self._check_compiled, language.is_multimodal
             )
         except Exception as error:
-            log.warning("not compiled, using the eager model: %.300s", first_line(error))
+            language.fall_back("compilation", error, "the eager model", SLOWER_EAGER)
         else:
             log.info("compiled seconds=%.0f", time.monotonic() - started)
             state = "done"
@@ -328,12 +337,14 @@ class PagedRunner:
             use_native_recurrence(language.recurrent, language.states, language.dtype)
             self._check_attention(NativeMetadata)
         except Exception as error:
-            log.warning("native attention disabled, using torch: %.300s", first_line(error))
+            language.fall_back("native attention", error, "torch's attention", SLOWER_TORCH)
         else:
             self.metadata = NativeMetadata
             log.info("native attention seconds=%.0f", time.monotonic() - started)
             if not self._keeps_rows_apart():
-                log.warning("other requests change the rounding: logits depend on the batch")
+                reason = CannotRun("a token's logits differ in batches of several lengths")
+                lost = "outputs depend on the batch"
+                language.fall_back("batch invariance", reason, "torch's rounding", lost)
 
     def _check_attention(self, checked: Callable[[KVCache, Batch], AttentionBackend]) -> None:
         """Raise CannotRun unless chunks of two sequences, longer than the attention windows, give

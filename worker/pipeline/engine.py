@@ -21,6 +21,7 @@ from worker.messages.protocol import (
     ALONE,
     CUT,
     BatchReport,
+    Fallback,
     ModelInfo,
     OtherModels,
     Payload,
@@ -51,6 +52,7 @@ class PipelineEngine(Generic[Payload, Prepared, Raw]):
 
     others: OtherModels = ALONE
     compile_state: Literal["running", "done", "off"] = "off"
+    fallbacks: Sequence[Fallback] = ()
 
     def __init__(
         self,

@@ -23,6 +23,7 @@ from worker.cores import use_one_core
 from worker.error_classification import failure_of, run_in_halves
 from worker.messages.protocol import (
     ALONE,
+    Fallback,
     IsWanted,
     ModelInfo,
     Notify,
@@ -73,6 +74,7 @@ class SpeechEngine(Generic[W]):
     text_model = None
     others: OtherModels = ALONE
     compile_state: Literal["running", "done", "off"] = "off"
+    fallbacks: Sequence[Fallback] = ()
 
     def __init__(
         self,
