@@ -15,6 +15,7 @@ import math
 import weakref
 from collections import abc
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -30,13 +31,12 @@ from worker.device.self_check import (
     TOLERANCE,
     CannotRun,
     TopKSizes,
-    compare,
     length_beyond_windows,
     narrowed,
-    random_prompts,
 )
 from worker.error_classification import failure_of, first_line
 from worker.load_context import on_worker
+from worker.model.check import Reference, check
 from worker.model.language_model import LanguageModel
 from worker.model.loading import LoadingFailed
 
@@ -65,7 +65,6 @@ CACHED_TOLERANCE = 0.1
 BATCHED_TOLERANCE = 1e-3
 
 Texts = abc.Sequence[abc.Sequence[int]]
-StepLogits = abc.Sequence[abc.Sequence[Tensor]]  # of each text, the logits after each step
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +323,7 @@ class CachedRunner:
         longest = max(length_beyond_windows(self.model.config, limit), CHECK_TOKENS)
         self._check_length(min(limit, longest))
         lengths = [min(limit, length) for length in SELECTION_TOKENS]
-        short, long = random_prompts(self.model, self.language.tokenizer, lengths)
+        short, long = self.language.random_prompts(lengths)
         with narrowed(self.language.decoder, lambda: self.run_texts([long], None)) as changed:
             self.selects_keys = self._topk_sizes(short) != self._topk_sizes(long)
             if changed:
@@ -337,20 +336,19 @@ class CachedRunner:
         """Return whether a prompt in chunks and a token after it get the logits of a whole one."""
         length = max(length_beyond_windows(self.model.config, self.language.context), CHECK_TOKENS)
         length = min(self.language.context, length)
-        [text] = random_prompts(self.model, self.language.tokenizer, [length])
+        ends = length // 3, length // 2, length - 1, length
 
-        def run(ends: abc.Sequence[int]) -> Tensor:
+        def run(first: int, texts: Texts) -> list[Tensor]:
             logits, state = [], None
-            for end in ends:
-                if end:
-                    last, state = self.run_texts([text[:end]], state)
-                    logits.append(last)
-            return torch.cat(logits[-2:])
+            for end in filter(None, ends[first:]):
+                last, state = self.run_texts([texts[0][:end]], state)
+                logits.append(last)
+            return [torch.cat(logits[-2:])]
 
-        whole = length - 1, length
         try:
             tolerance = max(BATCHED_TOLERANCE, TOLERANCE[self.language.dtype])
-            compare(run((length // 3, length // 2, *whole)), run(whole), tolerance)
+            texts = self.language.random_prompts([length])
+            check(partial(run, 2), partial(run, 0), texts, tolerance)
         except Exception as error:
             log_refusal("chunked", error)
             return False
@@ -367,14 +365,12 @@ class CachedRunner:
         tokens get the logits of `generate`. Raise LoadingFailed if none do."""
         lengths = [min(longest, CHECK_STEPS + 2), longest, longest]
         prompts = [max(1, length - CHECK_STEPS + 1) for length in lengths]
-        generated = [
-            self._generate(prompt)
-            for prompt in random_prompts(self.model, self.language.tokenizer, prompts)
-        ]
+        generated = [self._generate(prompt) for prompt in self.language.random_prompts(prompts)]
         texts = [text for text, _ in generated]
+        reference = Reference(self._recomputed, texts, [logits for _, logits in generated])
         try:
             alone = [self._run_steps([text])[0] for text in texts]
-            _compare(alone, [logits for _, logits in generated], CACHED_TOLERANCE)
+            reference.check(alone, CACHED_TOLERANCE)
         except Exception as error:
             if not self.uses_cache:
                 raise LoadingFailed(
@@ -388,17 +384,18 @@ class CachedRunner:
         tolerance = max(BATCHED_TOLERANCE, TOLERANCE[self.language.dtype])
         while self.batching != "single":
             rows = CHECKED_ROWS[self.batching]
+            reference = Reference(self._recomputed, texts[rows], alone[rows])
             try:
-                _compare(self._run_steps(texts[rows]), alone[rows], tolerance)
+                reference.check(self._run_steps(texts[rows]), tolerance)
                 return
             except Exception as error:
                 log_refusal(self.batching, error)
                 self.batching = "single" if self.batching == "same length" else "same length"
 
     @torch.inference_mode()
-    def _generate(self, prompt: list[int]) -> tuple[list[int], list[Tensor]]:
-        """Return the prompt with tokens that `generate` adds, and the logits [V] after the prompt
-        and each of them. Where `generate` raises, recompute the text for each token."""
+    def _generate(self, prompt: list[int]) -> tuple[list[int], Tensor]:
+        """Return the prompt with tokens that `generate` adds, and the logits [CHECK_STEPS, V] after
+        the prompt and each of them. Where `generate` raises, recompute the text for each token."""
         ids = torch.tensor([prompt], device=self.device)
         model: Any = self.model  # not annotated
         greedy: Any = GenerationConfig(  # type: ignore[no-untyped-call]
@@ -414,19 +411,30 @@ class CachedRunner:
             output = model.generate(
                 ids, attention_mask=torch.ones_like(ids), generation_config=greedy
             )
-            return output.sequences[0, :-1].tolist(), [logits[0] for logits in output.logits]
+            logits = torch.cat(output.logits).to(self.language.dtype)  # which are float32 copies
+            return output.sequences[0, :-1].tolist(), logits
         except Exception as error:
             log_refusal("compared with generate", error)
         text = [*prompt, *[prompt[0]] * (CHECK_STEPS - 1)]
-        prefixes = [text[: len(prompt) + step] for step in range(CHECK_STEPS)]
-        inputs = [{"input_ids": torch.tensor([ids], device=self.device)} for ids in prefixes]
-        return text, [self._call(one, False, 1).logits[0, -1] for one in inputs]
+        return text, self._recomputed([text])[0]
 
-    def _run_steps(self, texts: Texts) -> list[list[Tensor]]:
+    @torch.inference_mode()
+    def _recomputed(self, texts: Texts) -> list[Tensor]:
+        """Return the logits [CHECK_STEPS, V] of each text's last tokens, each from a forward over
+        all tokens up to it."""
+        rows = []
+        for text in texts:
+            prefixes = [text[: len(text) - step] for step in reversed(range(CHECK_STEPS))]
+            ids = [torch.tensor([[*prefix]], device=self.device) for prefix in prefixes]
+            logits = [self._call({"input_ids": one}, False, 1).logits[0, -1] for one in ids]
+            rows.append(torch.stack(logits))
+        return rows
+
+    def _run_steps(self, texts: Texts) -> list[Tensor]:
         """Run the last CHECK_STEPS tokens of the texts step by step, as one batch.
 
         Other texts run between the steps, and a row ends halfway, as in serving. Return the logits
-        after each step, by text.
+        [steps, V] of each text.
         """
         logits_of: list[list[Tensor]] = [[] for _ in texts]
         rows, state = list(range(len(texts))), None
@@ -440,7 +448,7 @@ class CachedRunner:
             self.run_texts([texts[0][:2]] * 3, None)
             if step == CHECK_STEPS // 2 and len(rows) > 1:
                 rows, state = rows[1:], state and self.select_rows(state, [1])
-        return logits_of
+        return [torch.stack(logits) for logits in logits_of]
 
 
 def block_table(sequence: Sequence) -> BlockTable:
@@ -479,12 +487,6 @@ def _tensor_bytes(value: object, counted: set[int]) -> int:
     else:
         parts = vars(value).values() if hasattr(value, "__dict__") else ()
     return sum(_tensor_bytes(part, counted) for part in parts)
-
-
-def _compare(steps: StepLogits, reference: StepLogits, tolerance: float) -> None:
-    for text_steps, text_reference in zip(steps, reference, strict=True):
-        for logits, expected in zip(text_steps, text_reference, strict=False):
-            compare(logits, expected, tolerance)
 
 
 def log_refusal(mode: str, error: Exception) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from batching.sequence import Chunk, Sequence
 from worker.device.async_copy import fill_placeholders
-from worker.device.self_check import CannotRun, compare, random_prompts
+from worker.device.self_check import CannotRun, compare
 from worker.model.cached_runner import (
     CACHED_TOLERANCE,
     CHECK_STEPS,
@@ -136,7 +136,7 @@ class MultimodalCachedRunner(CachedRunner):
         """Compare steps on the cache, with texts between them, with recomputed ones."""
         output = sample_output(self._processor)
         prompt = MultimodalPrompt.from_output(output)
-        [generated] = random_prompts(self.model, self.language.tokenizer, [CHECK_STEPS])
+        [generated] = self.language.random_prompts([CHECK_STEPS])
         texts = [[*output.ids, *generated[:count]] for count in range(CHECK_STEPS)]
         try:
             state = None
