@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from batching.block_pool import BlockTable
 from batching.errors import DeviceLost
@@ -36,15 +36,13 @@ from worker.device.self_check import (
 )
 from worker.error_classification import failure_of, first_line
 from worker.load_context import on_worker
+from worker.model.attention.recurrent import CACHE_NAMES
 from worker.model.check import Reference, check
 from worker.model.language_model import LanguageModel
 from worker.model.loading import LoadingFailed
 
 log = logging.getLogger("onequeue.cached_runner")
 
-# Names of the cache in models' outputs and arguments.
-CACHE_NAMES = ("past_key_values", "cache_params", "state")
-RECURRENT_CACHE = "cache_params"  # of models without attention, which take no mask for it
 # A step runs each group in turn. Beyond MAX_GROUPS the smallest ones are merged with new sequences
 # and recomputed, if that takes at most so many tokens, padding included.
 MAX_GROUPS = 2
@@ -71,7 +69,7 @@ Texts = abc.Sequence[abc.Sequence[int]]
 class CacheState:
     """The model's cache of a batch, and the mask of its tokens that are no padding."""
 
-    name: str  # one of CACHE_NAMES
+    name: str  # of the argument and the output
     cache: Any
     mask: Tensor  # [B, T]
 
@@ -274,13 +272,13 @@ class CachedRunner:
         """Do the same for a forward's inputs; `mask` [B, T] covers the tokens in the cache too."""
         if state:
             inputs[state.name] = state.cache
-        if state is None or state.name != RECURRENT_CACHE:
+        if state is None or _attends(state.cache):
             inputs["attention_mask"] = mask
         output = self._call(inputs, use_cache, 1)
         next_state = None
         if use_cache:
-            names = (name for name in CACHE_NAMES if output.get(name) is not None)
-            next_state = next((CacheState(name, output[name], mask) for name in names), None)
+            names = [name for name in output.keys() if name in CACHE_NAMES]  # noqa: SIM118
+            next_state = CacheState(names[0], output[names[0]], mask) if names else None
         logits: Tensor = output.logits[:, -1]
         return logits, next_state
 
@@ -469,6 +467,12 @@ def cache_slot(sequence: Sequence) -> CacheSlot:
     slot = find_cache_slot(sequence)
     assert slot is not None
     return slot
+
+
+def _attends(cache: Any) -> bool:
+    """Return whether a layer has keys. Models of recurrent layers alone take no mask for states."""
+    layers = getattr(cache, "layers", None)
+    return layers is None or any(isinstance(layer, CacheLayerMixin) for layer in layers)
 
 
 def _tensor_bytes(value: object, counted: set[int]) -> int:

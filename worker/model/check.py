@@ -1,9 +1,9 @@
 """The comparison of the checks at load: does a faster way to run a model give its logits?
 
 `check` compares logits in the model's own dtype. Rounding alone may move a row further than the
-tolerance allows, such as one of a hardly trained token. So the reference runs the prompts with such
-a row once more, in float32: the candidate passes if its error is that of the reference, within a
-factor. A wrong candidate is off by much more than rounding.
+tolerance allows, such as one of a hardly trained token. Then the reference runs once more, in
+float32: the candidate passes if its error is that of the reference, within a factor. A wrong
+candidate is off by much more than rounding.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +21,12 @@ from worker.load_context import on_worker
 from worker.model.cpu.linear_layers import FLOAT32_PRODUCTS
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
-# Largest accepted errors against float32, as root mean squares, relative to those of the reference:
-# of all rows, and of the worst row. Row by row the errors do not compare: by chance, some of the
-# reference's are very small.
+# Largest accepted errors against float32, relative to those of the reference. The error of a row is
+# its root mean square. Those of real checkpoints have such long tails that one row of 48 may decide
+# the error of all. So geometric means are compared, and each row with the larger of the reference's
+# row and the root mean square of the reference's rows (up to 6.7 times for models that are equal).
 MAX_ERROR_RATIO = 1.5
-MAX_ROW_ERROR_RATIO = 4.0
+MAX_ROW_ERROR_RATIO = 8.0
 
 Run = Callable[[Sequence[Any]], Sequence[Tensor]]  # the logits [L, V] of each prompt
 
@@ -38,8 +39,8 @@ def check(reference: Run, candidate: Run, prompts: Sequence[Any], tolerance: flo
 class Reference:
     """The logits of some prompts, which those of candidates are compared with.
 
-    `run` is called once more, with some of the prompts and torch's functions in float32, when a
-    candidate needs that. `logits`: what it gives, if that is known.
+    `run` is called once more, with torch's functions in float32, when a candidate needs that.
+    `logits`: what it gives, if that is known.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Reference:
         self._run: Run | None = run
         self.prompts = prompts
         self.logits = run(prompts) if logits is None else logits
-        self._exact: dict[int, Tensor] = {}  # by the prompt's index
+        self._exact: Sequence[Tensor] = ()  # float32, once they are needed
 
     def close(self) -> None:
         """The model is changed from now on: `run` would no longer give the reference."""
@@ -57,42 +58,38 @@ class Reference:
     def check(self, candidate: Sequence[Tensor], tolerance: float) -> None:
         """Raise CannotRun unless these are the logits [≤ L, V] of the prompts, up to rounding.
 
-        A prompt passes if no value is off by more than `tolerance`, relative to the largest
-        absolute one of the reference; the others by their errors against float32.
+        They are if no value is off by more than `tolerance`, relative to the largest absolute one
+        of the prompt in the reference, or else by their errors against float32.
         """
         pairs = [(one, all_[: len(one)]) for one, all_ in zip(candidate, self.logits, strict=True)]
-        errors = [relative_error(actual, expected) for actual, expected in pairs]
-        over = [n for n, error in enumerate(errors) if not error <= tolerance]  # also when NaN
-        if not over:
+        errors = torch.tensor([relative_error(actual, expected) for actual, expected in pairs])
+        largest = float(errors.max())  # NaN, if one is
+        if largest <= tolerance:
             return
-        largest = max((errors[n] for n in over), key=lambda error: (error != error, error))
         reason = f"logits differ by {largest:.1e} of the largest, not {tolerance:.1e}"
         if self.logits[0].dtype == torch.float32:
             raise CannotRun(reason)
         try:
-            exact = self._in_float32(over)
+            exact = self._in_float32()
         except Exception as error:  # an operation without float32
             raise CannotRun(f"{reason}; not run in float32: {first_line(error)}") from error
         own, expected = (
-            torch.cat([_row_errors(pairs[n][side], exact[n]) for n in over]) for side in (0, 1)
+            torch.cat([_row_errors(pair[side], e) for pair, e in zip(pairs, exact, strict=True)])
+            for side in (0, 1)
         )
-        allowed = _root_mean_square(expected)
-        ratio = _root_mean_square(own) / allowed
-        row_ratio = float(own.max() / expected.max().clamp(min=1e-12))
+        ratio = float((own.log().mean() - expected.log().mean()).exp())
+        allowed = expected.maximum(expected.square().mean().sqrt())
+        row_ratio = float((own / allowed).max())
         if not (ratio <= MAX_ERROR_RATIO and row_ratio <= MAX_ROW_ERROR_RATIO):
             raise CannotRun(
                 f"{reason}; its error against float32 is {ratio:.1f} times the reference's, "
                 f"{row_ratio:.1f} times in the worst row"
             )
 
-    def _in_float32(self, numbers: Sequence[int]) -> dict[int, Tensor]:
-        missing = [n for n in numbers if n not in self._exact]
-        if missing:
-            if self._run is None:
-                raise CannotRun("the model is changed")
-            prompts = [self.prompts[n] for n in missing]
-            logits = on_worker(partial(run_in_float32, self._run, prompts))
-            self._exact.update(zip(missing, logits, strict=True))
+    def _in_float32(self) -> Sequence[Tensor]:
+        if self._run is None:
+            raise CannotRun("the model is changed")
+        self._exact = self._exact or on_worker(partial(run_in_float32, self._run, self.prompts))
         return self._exact
 
 
@@ -103,12 +100,9 @@ def relative_error(actual: Tensor, reference: Tensor) -> float:
 
 
 def _row_errors(logits: Tensor, exact: Tensor) -> Tensor:
-    """Return the root mean square of the differences in each row [L]."""
-    return (logits.float() - exact[: len(logits)].float()).square().mean(-1).sqrt()
-
-
-def _root_mean_square(errors: Tensor) -> float:
-    return float(errors.square().mean().sqrt().clamp(min=1e-12))
+    """Return the root mean square of the differences in each row [L], which is not 0."""
+    differences = logits.float() - exact[: len(logits)].float()
+    return differences.square().mean(-1).sqrt().clamp(min=1e-9)
 
 
 # ── float32 ──

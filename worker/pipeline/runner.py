@@ -48,7 +48,7 @@ ModelInputs = dict[str, Any]  # the output of `preprocess` for an input or a par
 
 DEFAULT_NEW_TOKENS = 256  # the text-generation pipeline's own default
 # Outputs per layer, which no pipeline's postprocessing reads.
-UNUSED_OUTPUTS = {"past_key_values", "hidden_states", "attentions"}
+UNUSED_OUTPUTS = {"cache", "past_key_values", "hidden_states", "attentions"}
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from batching.errors import ItemFailed
+from worker.model.attention.recurrent import cache_argument
 from worker.model.sampler import uniform
 from worker.speech.interfaces import SpeechRunner, Window
 from worker.speech.logits_rules import LogitsRules
@@ -58,6 +59,7 @@ class WhisperRunner(SpeechRunner[WhisperWindow]):
         untyped: Any = model
         config, generation_config = untyped.config, untyped.generation_config
         self.encoder, self.decoder = untyped.model.encoder, untyped.model.decoder
+        self._cache_argument = cache_argument(self.decoder.layers[0])
         self.vocabulary = vocabulary
         self.device = model.device
         self.rules = LogitsRules(generation_config, model.device)
@@ -162,10 +164,11 @@ class WhisperRunner(SpeechRunner[WhisperWindow]):
         rows = [window.row for window in windows]
         self.cache.set_positions(rows, positions, width=max(starts) + count)
         decoder, mask = self.decoder, self.cache.mask()
+        cached = {self._cache_argument: self.cache, "use_cache": True}
         hidden: Tensor = decoder.embed_tokens(ids) + decoder.embed_positions.weight[positions]
         for layer in decoder.layers:
             # cross-attention runs if encoder states are given; it reads the cache, not these
-            hidden = layer(hidden, mask, hidden, past_key_values=self.cache, use_cache=True)
+            hidden = layer(hidden, mask, hidden, **cached)
         output: Tensor = decoder.layer_norm(hidden)
         return output
 

@@ -38,7 +38,8 @@ from worker.model.attention.kv_cache import KVCache, StateShape
 from worker.model.attention.paged import StepStates, step_states
 
 # Names of the cache in the arguments of models.
-CACHE_NAMES = ("past_key_values", "cache_params")
+# Names of the cache in models' arguments and outputs: "cache" since transformers 5.24.
+CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state")
 
 
 class StateKey(NamedTuple):
@@ -323,11 +324,7 @@ class RecurrentProbe:
         """Return the arguments of the forward to record."""
         if self.cache is None:
             return {"use_cache": False}
-        parameters = inspect.signature(model.forward).parameters
-        name = next((name for name in CACHE_NAMES if name in parameters), None)
-        if name is None:
-            raise CannotRun("its forward takes no cache")
-        return {"use_cache": True, name: self.cache}
+        return {"use_cache": True, cache_argument(model): self.cache}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -373,6 +370,15 @@ class RecurrentProbe:
         if len(used) != len(set(used)):
             raise CannotRun("two of its modules use one state")
         return modules, shapes
+
+
+def cache_argument(module: nn.Module) -> str:
+    """Return the name of the forward's argument for its cache; raise CannotRun if it has none."""
+    parameters = inspect.signature(module.forward).parameters
+    name = next((name for name in CACHE_NAMES if name in parameters), None)
+    if name is None:
+        raise CannotRun("its forward takes no cache")
+    return name
 
 
 def _has_states(layer: Any) -> bool:

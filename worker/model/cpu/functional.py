@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from transformers.utils import deprecation
 
 from worker.model.cpu.activations import in_blocks
 
@@ -60,7 +61,7 @@ def replace_functions(model: nn.Module, make_layer: MakeLayer) -> None:
     """Replace the functions that modules call directly. `make_layer` packs a module's own weight
     on its first call; the model may be running meanwhile."""
     for module in list(model.modules()):
-        forward: Any = type(module).forward
+        forward = _forward(module)
         names = getattr(getattr(forward, "__code__", None), "co_names", ())
         is_plain = not hasattr(forward, "__wrapped__") and "forward" not in vars(module)
         if not is_plain or type(module).__module__.startswith("torch."):
@@ -78,6 +79,14 @@ def replace_functions(model: nn.Module, make_layer: MakeLayer) -> None:
         elif not {"linear", "bmm", *ACTIVATIONS}.isdisjoint(names):
             run = _copied(module, linear)
             module.forward = _unless_compiling(module, run)
+
+
+def _forward(module: nn.Module) -> Any:
+    """Return the forward of the module's class, without the wrapper that renames old arguments."""
+    forward: Any = type(module).forward
+    while getattr(forward, "__globals__", {}).get("__name__") == deprecation.__name__:
+        forward = forward.__wrapped__
+    return forward
 
 
 def _unless_compiling(module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,7 +153,7 @@ def _copied(module: nn.Module, product: Any) -> Any:
         nn: networks,
         torch: _changed(torch, nn=networks, bmm=_of_some_rows(torch.bmm), **changed[1]),
     }
-    forward: Any = type(module).forward
+    forward = _forward(module)
     modules = {
         name: replaced[value]
         for name, value in forward.__globals__.items()
