@@ -12,6 +12,7 @@ depends on the length.
 import inspect
 import logging
 import math
+import time
 import weakref
 from collections import abc
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ CHECK_STEPS = 4
 MEASURED_TOKENS = (8, 40)
 # The checked rows of the three texts, whose second and third are of equal length.
 CHECKED_ROWS = {"padded": slice(0, 2), "same length": slice(1, 3)}
+RECOMPUTED_TOKENS = 256  # of the text whose time is reported if it is recomputed for each token
 # Tokens of two texts that show whether attention selects keys.
 SELECTION_TOKENS = (40, 56)
 # Largest relative difference of cached and recomputed logits. Both round at different points; a
@@ -375,9 +377,11 @@ class CachedRunner:
                     f"the model {self.language.name!r} cannot be served: its outputs differ from "
                     f"those of generate ({first_line(error)})"
                 ) from error
-            log_refusal("cached", error)
+            raise_if_lost(error)
             self.uses_cache = False
             self._check_length(longest)
+            if not self.language.fallbacks:
+                self._report_recomputation(error)
             return
         tolerance = max(BATCHED_TOLERANCE, TOLERANCE[self.language.dtype])
         while self.batching != "single":
@@ -389,6 +393,21 @@ class CachedRunner:
             except Exception as error:
                 log_refusal(self.batching, error)
                 self.batching = "single" if self.batching == "same length" else "same length"
+
+    def _report_recomputation(self, error: Exception) -> None:
+        lengths = 1, min(RECOMPUTED_TOKENS, self.max_model_len)
+        one, all_ = (self._seconds(self.language.random_prompts([n])) for n in lengths)
+        lost = f"a token after {lengths[1]} others takes {all_ / one:.0f} times as long"
+        self.language.fall_back("cached states", error, "the recomputed text", lost)
+
+    def _seconds(self, texts: Texts) -> float:
+        """Return the shorter of two times of a forward."""
+        times = []
+        for _ in range(2):
+            started = time.perf_counter()
+            self.run_texts(texts, None)[0].sum().item()  # waits for a GPU
+            times.append(time.perf_counter() - started)
+        return min(times)
 
     @torch.inference_mode()
     def _generate(self, prompt: list[int]) -> tuple[list[int], Tensor]:
@@ -494,7 +513,12 @@ def _tensor_bytes(value: object, counted: set[int]) -> int:
 
 
 def log_refusal(mode: str, error: Exception) -> None:
-    """Log why a mode is not used; raise the error again if the device is lost."""
+    """Log why a mode is not used, unless the device is lost."""
+    raise_if_lost(error)
+    log.info("not %s: %.200s", mode, first_line(error))
+
+
+def raise_if_lost(error: Exception) -> None:
+    """Raise the error again if the device is lost."""
     if isinstance(failure_of(error), DeviceLost):
         raise error
-    log.info("not %s: %.200s", mode, first_line(error))

@@ -122,18 +122,18 @@ class ChatTemplate:
         )
         self.reasoning_start = self._find_reasoning_start()
         self._unrepeated_ends = self._find_unrepeated_ends()
-        for lack in profile.lacks:
-            self._note(lack)
+        lacks = [*profile.lacks]
         if not self.takes_tools:
-            self._note("tools: the template supports neither them nor a system message; refused")
+            lacks.append("tools: the template supports neither them nor a system message; refused")
         elif not self.shows_tools:
-            self._note("tools: the template does not show them; the system message does")
+            lacks.append("tools: the template does not show them; the system message does")
+        self._note(*lacks)
 
-    def _note(self, lack: str) -> None:
+    def _note(self, *lacks: str) -> None:
         """Keep and log what the template lacks. A checkpoint without a template takes no chats."""
-        if self.source:
-            self.notes.append(lack)
-            log.warning("chat template: %s", lack)
+        if self.source and lacks:
+            self.notes += lacks
+            log.info("chat template: %s", ". ".join(lacks))
 
     def disable_tool_call_format(self, reason: str) -> None:
         """Use the default format of tool calls, since the inferred one failed a test."""
