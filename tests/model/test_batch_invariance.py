@@ -293,7 +293,7 @@ def test_rows_that_torch_computes_are_reported(
         str(tmp_path), dtype=dtype, device="cpu", kv_cache_gb=0.02, compile="on"
     )
     load_paged_runner(load_language_model(options), options)._use_native_ops()
-    assert "logits depend on the batch" in caplog.text
+    assert "outputs depend on the batch" in caplog.text
     assert "weights stay as they are" not in caplog.text
 
 

