@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from transformers.utils.import_utils import is_torchdynamo_compiling
 
 from batching.sequence import Batch, Span
 from tests import tiny, tiny_decoders
@@ -197,6 +198,15 @@ def test_two_models_run_their_own_graphs_with_guards_on_inputs_only() -> None:
         model.base_model.adds = False  # guards on this would compile again
     for width in (1, 5, 7, 1):
         assert [float(model(torch.ones(width, 4)).mean()) for model in compiled] == [3.0, 4.0]
+
+
+def test_transformers_asks_the_tracer_and_no_flag_of_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    traced = torch.compile(lambda x: x + is_torchdynamo_compiling(), backend="eager")
+    assert float(traced(torch.zeros(1))) == 1
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+    assert not is_torchdynamo_compiling()
 
 
 @pytest.mark.parametrize("name", ["llama", "llama4", "gpt2"])

@@ -107,6 +107,14 @@ def test_only_settings_and_preflight_read_the_environment() -> None:
                 assert "os.environ" not in path.read_text(), path.name
 
 
+def test_the_tracer_alone_tells_whether_a_call_is_traced() -> None:
+    """torch.compiler.is_compiling() is one flag of the process, and other threads serve."""
+    for path in (ROOT / "worker").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = getattr(node, "attr", getattr(node, "id", ""))
+            assert name not in ("is_compiling", "_is_compiling_flag"), f"{path}:{node.lineno}"  # type: ignore[attr-defined]
+
+
 def test_no_class_name_occurs_twice() -> None:
     names: dict[str, str] = {}
     for folder in LAYERS:

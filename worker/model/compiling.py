@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.utils.import_utils import is_torchdynamo_compiling
 
 from worker.device.self_check import CannotRun
 from worker.error_classification import first_line
@@ -30,6 +31,18 @@ CPU_COMPILE_SETTINGS = {"freezing": True, "cpp.dynamic_threads": True}
 # never fail while the model serves, and checking them takes as long as a part of the layer.
 IGNORED_GUARDS = ("EMPTY_NN_MODULE_HOOKS_DICT", "NOT_PRESENT_IN_GENERIC_DICT")
 MAX_LAYER_GRAPHS = 32  # of a model: two for each kind of layers
+
+
+def _is_traced() -> bool:
+    """Return whether the compiler traces this call. torch.compiler.is_compiling() is one flag of
+    the process in torch 2.13: while a model is compiled, other threads read True."""
+    import torch  # not that of this module, whose code runs in another one
+
+    return torch.compiler.is_dynamo_compiling()
+
+
+# Layers of transformers ask its own function, which reads that flag; modules import it by name.
+is_torchdynamo_compiling.__code__ = _is_traced.__code__
 
 
 def compile_model(model: Any, check: Callable[[Any], None], is_multimodal: bool = False) -> Any:

@@ -111,7 +111,7 @@ class LoraLayers:
         return weights
 
     def _hook(self, name: str, module: nn.Module, inputs: tuple[Tensor], out: Tensor) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return
         segments: Sequence[AdapterRows] = getattr(_step, "segments", ())
         rows: list[int] = []

@@ -136,8 +136,8 @@ def attention_function(
     latent = getattr(module, LATENT, None)
     if latent is not None:
         query = latent.absorb(query)
-    is_compiling = torch.compiler.is_compiling()
-    run = torch.ops.onequeue.paged_attention if is_compiling else attend
+    is_tracing = torch.compiler.is_dynamo_compiling()
+    run = torch.ops.onequeue.paged_attention if is_tracing else attend
     out: Tensor = run(query, key, value, s_aux, *options)
     return out if latent is None else latent.expand(out), None
 

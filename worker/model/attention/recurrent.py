@@ -241,7 +241,7 @@ def _packed_forward(module: RecurrentModule, number: int) -> Callable[..., Tenso
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         hidden = kwargs[name] if name in kwargs else args[0]
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             out: Tensor = torch.ops.onequeue.recurrent(hidden, number, size)
             return out
         states = step_states()

@@ -29,7 +29,7 @@ def align_activations(model: nn.Module) -> None:
 
 def in_blocks(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Return the activation of x [..., W]."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return activation(x)
     width, block = x.shape[-1], BLOCK_BYTES // x.dtype.itemsize
     threads = min(torch.get_num_threads(), -(-x.numel() // GRAIN))

@@ -119,7 +119,7 @@ def experts_forward(
             module, hidden_states, top_k_index, top_k_weights
         )
         return out
-    run = torch.ops.onequeue.experts if torch.compiler.is_compiling() else run_experts
+    run = torch.ops.onequeue.experts if torch.compiler.is_dynamo_compiling() else run_experts
     result: Tensor = run(hidden_states, top_k_index, top_k_weights, packed.number)
     return result
 

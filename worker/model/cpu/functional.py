@@ -93,7 +93,8 @@ def _unless_compiling(module: nn.Module, run: Callable[..., Any]) -> Callable[..
     own = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return own(*args, **kwargs) if torch.compiler.is_compiling() else run(*args, **kwargs)
+        called = own if torch.compiler.is_dynamo_compiling() else run
+        return called(*args, **kwargs)
 
     return forward
 
@@ -104,7 +105,7 @@ class _LinearBase(nn.Linear):
     own_linear: Callable[..., Tensor]
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return super().forward(x)
         return self.own_linear(x, self.weight, self.bias)
 

@@ -194,7 +194,7 @@ class FusedLinear(nn.Module):
         Slices called in order on one tensor share one product, which is dropped with the last.
         Calls from several threads are safe: each reads `output` once.
         """
-        is_tracing = torch.compiler.is_compiling()
+        is_tracing = torch.compiler.is_dynamo_compiling()
         out = self._traced_product(x, index) if is_tracing else self._product(x, index)
         start, end = self.columns[index]
         columns = out[..., start:end]
