@@ -14,7 +14,13 @@ from worker.device.self_check import CannotRun
 from worker.model.attention.kv_cache import KVCache
 from worker.model.attention.paged import AttentionMetadata, SpanGroup
 from worker.model.check import Reference, check, relative_error, run_in_float32
-from worker.model.cpu.linear_layers import Bf16WeightLinear, NativeInt8Linear, PackedLinear
+from worker.model.cpu.linear_layers import (
+    Bf16WeightLinear,
+    NativeInt4Linear,
+    NativeInt8Linear,
+    PackedLinear,
+    _quantize_int4,
+)
 from worker.model.language_model import GeneratorOptions, LanguageModel, load_language_model
 from worker.model.paged_runner import PagedRunner
 from worker.model.paging import load_paged_runner
@@ -128,13 +134,19 @@ def test_float32_logits_of_a_bfloat16_model_are_those_of_its_float32_copy(
         assert relative_error(logits, expected) < 1e-4
 
 
-@pytest.mark.parametrize("kind", [PackedLinear, NativeInt8Linear, Bf16WeightLinear])
+@pytest.mark.parametrize(
+    "kind", [PackedLinear, NativeInt8Linear, NativeInt4Linear, Bf16WeightLinear]
+)
 def test_a_packed_layer_runs_in_float32_with_the_weights_that_it_has(kind: Any) -> None:
     weight, bias = (rounded(1, 1)[: 8 * n].reshape(-1)[: 80 * n].view(-1, n) for n in (6, 1))
     layer = kind(weight, bias.flatten())
     if kind is NativeInt8Linear:
         columns, scales = layer.panels.transpose(1, 2).reshape(-1, 32)[:80, :6], layer.scales[:80]
         weight = columns * scales[:, None]
+    if kind is NativeInt4Linear:
+        codes, *factors = _quantize_int4(torch.nn.functional.pad(weight, (0, 26)))
+        scale, offset = (factor.float() for factor in factors)  # [80, 1]: of one group
+        weight = ((codes.float() - 8) * scale + offset)[:, :6]
     x = EXACT[:3, :6].bfloat16()
     expected = torch.nn.functional.linear(x.float(), weight.float(), bias.flatten().float())
     torch.testing.assert_close(run_in_float32(layer, x), expected)

@@ -13,6 +13,7 @@ from worker.model.cpu import linear
 from worker.model.cpu.linear import pack_weights, quantize_weights, unpack_weights
 from worker.model.cpu.linear_layers import (
     INT8_ROWS,
+    Int4Grid,
     Int4Linear,
     Int8Linear,
     PackedLinear,
@@ -215,6 +216,29 @@ def test_int4_codes_are_within_half_a_step_of_the_weights() -> None:
     error = (back - weight.view(64, 3, 32)).abs()
     assert codes.max() == 15
     assert bool((error <= 0.5 * step + 16 * 2**-8 * step + 2**-8 * offset[..., None].abs()).all())
+
+
+class WithHead(nn.Sequential):
+    def get_output_embeddings(self) -> nn.Module:
+        return self[-1]
+
+
+@pytest.mark.parametrize(("is_rounded", "head"), [(False, Int8Linear), (True, Int4Linear)])
+def test_the_output_head_is_int8_unless_it_has_int4_codes(
+    is_rounded: bool, head: type[nn.Module]
+) -> None:
+    model, copy = WithHead(layer(), layer()), WithHead(layer(), layer())
+    if is_rounded:
+        grid: Any = Int4Grid(*(torch.ones(80, 2).bfloat16() for _ in range(2)))
+        last: Any = model[-1]
+        last.weight.int4_grid = grid
+    quantize_weights(model, 10**9, quantization="int4")
+    quantize_weights(copy, 10**9, quantization="int8")
+    assert [type(module) for module in model] == [Int4Linear, head]
+    assert [type(module) for module in copy] == [Int8Linear, Int8Linear]
+    if not is_rounded:
+        x = torch.randn(2, 48)
+        assert torch.equal(model[-1](x), copy[-1](x))
 
 
 def test_zeros_are_int4_zeros() -> None:

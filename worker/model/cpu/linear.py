@@ -195,7 +195,7 @@ def quantize_weights(
 ) -> None:
     """Replace all linear layers by NativeInt8Linear or NativeInt4Linear if `native` and this CPU
     has its kernel, else by Int4Linear or Int8Linear, whose copy for large batches is kept if it
-    fits.
+    fits. The output head is int8 in both cases: most of int4's error in the logits would be its.
 
     `check` runs the model, which shows the layers that share an input. `native`: the operations
     are loaded.
@@ -206,13 +206,20 @@ def quantize_weights(
     is_int8 = quantization == "int8"
     native = native and native_quantized_matches(quantization, dtype)
     keep_copy = is_int8 and not native and copy_bytes <= MAX_COPY_SHARE * free_bytes
+    stored = 0.0  # bytes
 
-    def quantized(weight: Tensor, bias: Tensor | None) -> nn.Module:
+    def quantized(weight: Tensor, bias: Tensor | None, is_int8: bool = is_int8) -> nn.Module:
+        nonlocal stored
+        stored += weight.numel() * (1 if is_int8 else INT4_BYTES)
         if native:
             return NativeInt8Linear(weight, bias) if is_int8 else NativeInt4Linear(weight, bias)
         return Int8Linear(weight, bias, keep_copy) if is_int8 else Int4Linear(weight, bias)
 
     groups = find_shared_inputs(model, check)
+    if (name := _output_head(model)) and not any(name in group for group in groups):
+        head: Any = model.get_submodule(name)
+        model.set_submodule(name, quantized(head.weight, head.bias, is_int8=True))
+        del head
     pack_experts(model, quantized)
     if native:
         for experts in packed_experts(model):
@@ -222,7 +229,7 @@ def quantize_weights(
     log.info(
         "%s weights_gb=%.3f copy_gb=%.3f native=%s%s",
         quantization,
-        numbers * (1 if is_int8 else INT4_BYTES) / 1e9,
+        stored / 1e9,
         copy_bytes / 1e9 if keep_copy else 0.0,
         native,
         " the dequantized copy serves larger batches" if keep_copy else "",
@@ -231,6 +238,15 @@ def quantize_weights(
         generator = torch.Generator().manual_seed(0)
         weight = torch.randn(TIMED_SHAPE, generator=generator).to(dtype)
         log_speed(quantization, quantized(weight, None), dtype)
+
+
+def _output_head(model: nn.Module) -> str | None:
+    """Return the name of a model's output head; None if it is no plain linear layer, or has been
+    rounded to 4 bits before."""
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    if type(head) is not nn.Linear or hasattr(head.weight, "int4_grid"):
+        return None
+    return next((name for name, module in model.named_modules() if module is head), None)
 
 
 @torch.inference_mode()

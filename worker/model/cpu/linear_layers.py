@@ -395,6 +395,18 @@ def _int4_blocks(codes: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
     return torch.cat([*factors, bytes_of_codes], 2)
 
 
+def _int4_weight(blocks: Tensor) -> Tensor:
+    """Return the weight, in float32, of `_int4_blocks`, with its padding."""
+    shape = (*blocks.shape[:2], INT4_DEPTH // 2, QUANTIZED_COLUMNS, 2)
+    factors, codes = blocks.tensor_split([4 * QUANTIZED_COLUMNS], 2)
+    low, high = codes.reshape(*shape[:3], -1, 2).unbind(-1)
+    whole = torch.stack((low & 15, low >> 4, high & 15, high >> 4), 3).view(shape).float() - 8
+    factors = factors.contiguous().view(torch.bfloat16).float()
+    scales, offsets = factors.view(*shape[:2], 2, 1, -1, 1).unbind(2)
+    weight = whole.mul_(scales).add_(offsets).permute(0, 3, 1, 2, 4)
+    return weight.reshape(len(blocks) * QUANTIZED_COLUMNS, -1)
+
+
 def _quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return int8 [rows, in] and the bfloat16 scales [rows]."""
     weight = weight.float()
@@ -434,6 +446,10 @@ def _int8_in_float32(
     return _product_in_float32(x, weight, bias)
 
 
+def _int4_in_float32(x: Tensor, blocks: Tensor, bias: Tensor | None, columns: int) -> Tensor:
+    return _product_in_float32(x, _int4_weight(blocks)[:columns, : x.shape[-1]], bias)
+
+
 def _experts_in_float32(x: Tensor, *args: Any) -> Tensor:
     raise NotImplementedError("experts are multiplied by their addresses")
 
@@ -453,6 +469,7 @@ FLOAT32_PRODUCTS: dict[Any, Callable[..., Tensor]] = {
     torch.ops.onequeue.packed_linear: _packed_in_float32,
     torch.ops.onequeue.bf16_weight_linear: _bf16_in_float32,
     torch.ops.onequeue.int8_linear: _int8_in_float32,
+    torch.ops.onequeue.int4_linear: _int4_in_float32,
     torch.ops.onequeue.experts_linear: _experts_in_float32,
 }
 
