@@ -241,8 +241,9 @@ def test_half_a_character_before_the_stop_token_has_its_log_probability() -> Non
     choice = served.choices[0]
     assert served.ids[0][-2:] == [HALF, 1]
     assert choice.finish_reason == "stop"
-    assert choice.text.endswith("\ufffd")
+    assert choice.text == "\ufffd" * (len(served.ids[0]) - 2), "those before are invalid"
     assert "".join(entry.text for entry in choice.logprobs) == choice.text
+    assert [entry.token_id for entry in choice.logprobs] == served.ids[0][:-1]
 
 
 def test_a_stop_string_may_span_tokens_and_is_cut_off() -> None:

@@ -256,6 +256,30 @@ def test_flush_replaces_an_incomplete_character(kind: str) -> None:
     assert set(flushed) == {REPLACEMENT}
 
 
+@pytest.mark.parametrize("kind", [*BYTE_LEVEL, *BYTE_FALLBACK, "editing"])
+@pytest.mark.parametrize("before", ["is", "🚀", "\x80"])
+@pytest.mark.parametrize("kept", [1, 2, 3])
+def test_a_cut_output_ends_without_half_a_character(kind: str, before: str, kept: int) -> None:
+    stream, rocket = load(kind)[1].stream(encoded(kind, "A")), encoded(kind, "🚀")[-4:]
+    ids = encoded(kind, before)
+    if before == "\x80":  # no character
+        ids = encoded(kind, "é")[-1:]
+    shown = "".join(map(stream.push, [*ids, *rocket[:kept]])) + stream.flush(cut=True)
+    expected = before.replace("\x80", REPLACEMENT)
+    if kind == "editing" and before == "\x80":
+        expected = ""  # the bytes of its ids are not known
+    assert shown.strip() == expected
+    assert stream.flush(cut=True) == ""
+
+
+@pytest.mark.parametrize("kind", [*BYTE_LEVEL, *BYTE_FALLBACK])
+@pytest.mark.parametrize("kept", [0, 2])
+def test_a_cut_output_keeps_a_generated_replacement_character(kind: str, kept: int) -> None:
+    stream = load(kind)[1].stream(encoded(kind, "A"))
+    ids = [*encoded(kind, REPLACEMENT)[-3:], *encoded(kind, "🚀")[-4:][:kept]]
+    assert "".join(map(stream.push, ids)) + stream.flush(cut=True) == REPLACEMENT
+
+
 @pytest.mark.parametrize("kind", [*BYTE_LEVEL, *BYTE_FALLBACK])
 def test_context_may_end_inside_a_character(kind: str) -> None:
     rocket, delimiter = encoded(kind, "🚀")[-4:], encoded(kind, "a.")[-1]

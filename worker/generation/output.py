@@ -181,7 +181,7 @@ class SequenceOutput:
         text = self._detokenizer.push(token)
         last = self.tokens >= self.prepared.max_tokens
         if last:
-            text += self._detokenizer.flush()
+            text += self._detokenizer.flush(cut=True)
         self._parse(self._logprobs.span(text, sampled) if self._logprobs else TextSpan(text))
         if parser:
             self._delta.reasoning_tokens += reasoning or parser.phase == "reasoning"
@@ -258,9 +258,9 @@ class SequenceOutput:
 
     def _finish(self, reason: FinishReason, stop: str | int | None, sampled: SampledToken) -> None:
         """End the text with `sampled`. Unless a stop string ended it, pending text (that may become
-        a stop string, a delimiter or a character) is released, and may complete a stop string."""
+        a stop string or a delimiter) is released, and may complete a stop string."""
         if self._matched is None:
-            if rest := self._detokenizer.flush():
+            if rest := self._detokenizer.flush(cut=True):
                 self._parse(
                     self._logprobs.rest(rest, sampled) if self._logprobs else TextSpan(rest)
                 )
@@ -347,8 +347,8 @@ class ContentLogprobs:
         return TextSpan(text, [TokenSpan(text, tokens)])
 
     def rest(self, text: str, sampled: SampledToken) -> TextSpan:
-        """Return half a character at the end of the text. It belongs to the last token without
-        text, or else to `sampled`."""
+        """Return the pending text at the end. It belongs to the last token without text, or else to
+        `sampled`."""
         if not self._without_text:
             return self.span(text, sampled)
         *others, last = self._without_text

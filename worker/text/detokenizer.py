@@ -178,9 +178,10 @@ class _ByteStream:
         """Return the text that is final now: "" while a character is incomplete."""
         return self._without_replaced(self._decoder.decode(self._units.get(token_id, b"")))
 
-    def flush(self) -> str:
-        """Return the pending text at the end: incomplete bytes become U+FFFD."""
-        return self._without_replaced(self._decoder.decode(b"", final=True))
+    def flush(self, cut: bool = False) -> str:
+        """Return the pending text at the end: incomplete bytes become U+FFFD. They have no text
+        where the output was `cut`, as by its limit."""
+        return "" if cut else self._without_replaced(self._decoder.decode(b"", final=True))
 
     def _without_replaced(self, text: str) -> str:
         if self._replaced and text:
@@ -213,9 +214,24 @@ class _WindowStream:
             return ""
         return self._show(new)
 
-    def flush(self) -> str:
-        """Return the pending text at the end."""
+    def flush(self, cut: bool = False) -> str:
+        """Return the pending text at the end, without an incomplete character if it is `cut`."""
+        if cut:
+            self._drop_incomplete()
         return self._show(self._new_text()) if self._pending else ""
+
+    def _drop_incomplete(self) -> None:
+        """Drop the tokens of an incomplete character. The bytes of ids are not known: there a
+        generated U+FFFD at the end counts as incomplete, too."""
+        state = codecs.getincrementaldecoder("utf-8")("replace")
+        for unit in self._pending:
+            byte = BYTE_TOKEN.fullmatch(unit) if isinstance(unit, str) else None
+            state.decode(bytes.fromhex(byte[1]) if byte else b" ")
+        del self._pending[len(self._pending) - len(state.getstate()[0]) :]
+        while self._pending and not isinstance(self._pending[-1], str):
+            if not self._new_text().endswith(REPLACEMENT):
+                break
+            self._pending.pop()
 
     def _new_text(self) -> str:
         text = self._join(self._shown + self._pending)
