@@ -233,10 +233,11 @@ class ModelManager:
         entry.notify()
 
     def _reason(self, entry: Residency, error: Exception) -> str:
-        """Return the reason without the path of the checkpoint, which clients do not see."""
+        """Return the reason without the model's name, and without its path: clients see neither."""
         if not isinstance(error, OnequeueError):
             return "see the server's log"
-        reason = str(error).partition(": ")[2] or str(error)
+        reason, named, rest = str(error).partition(" could not be loaded for ")
+        reason = rest.partition(": ")[2] if named else reason
         path = entry.model.path
         return reason.replace(path, entry.model.title) if path else reason
 
@@ -255,8 +256,8 @@ class ModelManager:
                 return
             if (other := self._next_to_leave(entry)) is None:
                 raise NoRoom(
-                    f"{entry.model.title}: it needs {needed / GB:.2f} GB, {max(0, room) / GB:.2f} "
-                    "GB are left and no model can be unloaded"
+                    f"it needs {needed / GB:.2f} GB, {max(0, room) / GB:.2f} GB are left and no "
+                    "model can be unloaded"
                 )
             await asyncio.shield(self._leave(other))
             needed, free = await asyncio.wrap_future(self.worker.measure(entry.model))

@@ -169,6 +169,20 @@ def test_a_failed_load_fails_its_waiting_requests_alone(monkeypatch: pytest.Monk
         setup.loads.generators[0].release()
 
 
+def test_the_reason_of_a_failed_load_keeps_the_setting_that_it_names() -> None:
+    with loading() as setup:
+        for reason in (
+            "MAX_MODEL_LEN=512: the memory holds 320 tokens",
+            "KV_CACHE_GB=9: 1 GB is free",
+        ):
+            setup.server.worker_client.manager.models["generation:b"].retry_at = 0.0
+            setup.loads.error = LoadingFailed(reason)
+            refused = setup.ask("b").result()
+            assert refused.status_code == 503
+            message = error_of(refused)["message"]
+            assert message == f"the model 'b' could not be loaded: {reason}"
+
+
 def test_a_client_that_leaves_during_a_load_frees_its_slot() -> None:
     with loading(max_queue_size=4) as setup:
         setup.loads.gate.clear()

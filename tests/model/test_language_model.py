@@ -91,8 +91,18 @@ def test_a_max_model_len_beyond_the_context_is_an_error() -> None:
     path = str(tiny_decoders.folder("llama"))
     options = GeneratorOptions(path, dtype="float32", device="cpu", kv_cache_gb=0.01)
     assert load_generator(options).text_model.max_model_len == tiny_decoders.CONTEXT
-    with pytest.raises(LoadingFailed, match="MAX_MODEL_LEN=300: the model takes 256"):
+    with pytest.raises(LoadingFailed, match=r"^MAX_MODEL_LEN=300: the model takes 256 tokens$"):
         load_generator(replace(options, max_model_len=300))
+
+
+def test_a_max_model_len_beyond_the_cache_is_an_error_without_the_context() -> None:
+    path = str(tiny_decoders.folder("llama"))
+    options = GeneratorOptions(path, dtype="float32", device="cpu", kv_cache_gb=5e-5)
+    holds = load_generator(options).text_model.max_model_len
+    assert holds < tiny_decoders.CONTEXT
+    reason = f"^MAX_MODEL_LEN={holds + 1}: the memory for keys and values holds {holds} tokens$"
+    with pytest.raises(LoadingFailed, match=reason):
+        load_generator(replace(options, max_model_len=holds + 1))
 
 
 @pytest.mark.parametrize(

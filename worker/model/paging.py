@@ -99,11 +99,11 @@ def load_paged_runner(
     except LoadingFailed as error:
         raise too_small(str(error), options) from error
     max_model_len = min(length, blocks * BLOCK)
-    if options.max_model_len and max_model_len < options.max_model_len:
-        raise LoadingFailed(
-            f"MAX_MODEL_LEN={options.max_model_len}: the model takes {language.context} tokens "
-            f"and the memory for keys and values holds {blocks * BLOCK}"
-        )
+    if options.max_model_len and max_model_len < (wanted := options.max_model_len):
+        reason = f"the memory for keys and values holds {blocks * BLOCK} tokens"
+        if wanted > language.context:
+            reason = f"the model takes {language.context} tokens"
+        raise LoadingFailed(f"MAX_MODEL_LEN={wanted}: {reason}")
     language.rotary.fix(max_model_len)
     log_own_attention(options.attention, "steps on the paged cache")
     log.info(
