@@ -37,7 +37,6 @@ from server.openai.response_schemas import (
     ChatLogprobs,
     CustomCallDelta,
     CustomCallText,
-    FinishReason,
     FunctionCallDelta,
     FunctionCallText,
     MessageDelta,
@@ -178,7 +177,9 @@ class ChatFormat:
 
     def choice(self, delta: Delta) -> ChatChoice:
         logprobs = chat_logprobs(delta.logprobs) if self._scored else None
-        return ChatChoice(delta.choice, self._message(delta), logprobs, delta.finish_reason)
+        return ChatChoice(
+            delta.choice, self._message(delta), logprobs, delta.finish_reason, delta.stop_reason
+        )
 
     def response(
         self, head: Head, choices: list[ChatChoice], usage: Usage, delta: Delta
@@ -243,18 +244,18 @@ class ChatFormat:
         if delta.finish_reason is not None:
             for call in self._end_input(delta.choice):
                 yield ChatChunkChoice(delta.choice, MessageDelta(tool_calls=[call]))
-            yield self._scored_choice(delta, MessageDelta(), delta.finish_reason)
+            last = self._scored_choice(delta, MessageDelta())
+            last.finish_reason, last.stop_reason = delta.finish_reason, delta.stop_reason
+            yield last
 
     def chunk(self, head: Head, usage: ChunkUsage) -> ChatCompletionChunk:
         return ChatCompletionChunk(**head, object="chat.completion.chunk", choices=[], usage=usage)
 
-    def _scored_choice(
-        self, delta: Delta, message: MessageDelta, finish_reason: FinishReason | None = None
-    ) -> ChatChunkChoice:
+    def _scored_choice(self, delta: Delta, message: MessageDelta) -> ChatChunkChoice:
         """Return a choice with the delta's log-probabilities, which the delta loses."""
         logprobs, delta.logprobs = delta.logprobs, []
         scores = chat_logprobs(logprobs) if logprobs else None
-        return ChatChunkChoice(delta.choice, message, scores, finish_reason)
+        return ChatChunkChoice(delta.choice, message, scores)
 
     def _call_deltas(self, choice: int, part: DeltaPart) -> Iterator[ToolCallDelta]:
         """Yield a call's id and name first, then its arguments or its input."""

@@ -131,6 +131,7 @@ class CompletionFormat:
             text=text,
             logprobs=completion_logprobs(logprobs, offset) if self._scored else None,
             finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
         )
 
     def response(

@@ -137,6 +137,9 @@ class ResponseMessage(Struct):
 
 
 FinishReason = Literal["stop", "length", "tool_calls"]
+StopReason = Annotated[
+    str | int | None, Meta(description="The stop string or token id that ended the choice")
+]
 
 
 class ChatChoice(Struct):
@@ -144,6 +147,7 @@ class ChatChoice(Struct):
     message: ResponseMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
+    stop_reason: StopReason
     token_ids: TokenIds = UNSET
 
 
@@ -156,6 +160,7 @@ class CompletionChoice(Struct, kw_only=True):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
+    stop_reason: StopReason
     token_ids: TokenIds = UNSET
 
 
@@ -212,6 +217,7 @@ class ChatChunkChoice(Struct):
     delta: MessageDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
+    stop_reason: StopReason | UnsetType = UNSET  # with finish_reason
     token_ids: TokenIds = UNSET
 
 

@@ -59,6 +59,7 @@ def test_response_has_every_field_of_the_api(server: Server) -> None:
                 "message": {"role": "assistant", "content": WHOLE, "refusal": None},
                 "logprobs": None,
                 "finish_reason": "stop",
+                "stop_reason": None,
             }
         ],
         "usage": {
@@ -88,7 +89,9 @@ def test_stream_has_role_then_text_then_finish_reason(server: Server) -> None:
     assert got[0]["model"] == "org/model"
     assert not any("usage" in c for c in got)
     choices = [c["choices"][0] for c in got]
-    assert all(set(c) == {"index", "delta", "logprobs", "finish_reason"} for c in choices)
+    fields = {"index", "delta", "logprobs", "finish_reason"}
+    assert all(set(c) == fields for c in choices[:-1])
+    assert set(choices[-1]) == {*fields, "stop_reason"}
     assert choices[0]["delta"] == {"role": "assistant"}
     assert all(set(c["delta"]) == {"content"} and c["delta"]["content"] for c in choices[1:-1])
     assert choices[-1]["delta"] == {}

@@ -43,7 +43,15 @@ def test_response_has_every_field_of_the_api(server: Server) -> None:
         "object": "text_completion",
         "model": "demo",
         "system_fingerprint": None,
-        "choices": [{"index": 0, "text": WHOLE, "logprobs": None, "finish_reason": "stop"}],
+        "choices": [
+            {
+                "index": 0,
+                "text": WHOLE,
+                "logprobs": None,
+                "finish_reason": "stop",
+                "stop_reason": None,
+            }
+        ],
         "usage": {
             "prompt_tokens": 2,
             "completion_tokens": 5,
@@ -95,6 +103,7 @@ def test_echo_puts_the_prompt_first(server: Server) -> None:
     alone = complete(server, "ab", echo=True, max_tokens=0)
     assert alone["choices"][0] | {"logprobs": None} == {
         "index": 0, "text": "ab", "logprobs": None, "finish_reason": "length",
+        "stop_reason": None,
     }  # fmt: skip
     assert alone["usage"]["completion_tokens"] == 0
 

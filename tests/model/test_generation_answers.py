@@ -299,8 +299,9 @@ def test_the_end_token_ends_a_choice_unless_ignored() -> None:
         request(prompt, toward_end, ignore_eos=False),
         request(prompt, toward_end, ignore_eos=True),
         request(prompt, toward_end, ignore_eos=False, min_tokens=5),
+        request(prompt, toward_end, ignore_eos=True, min_tokens=5),
     ]
-    ended, ignored, later = serve(engine("llama"), items)[0]
+    ended, ignored, later, last = serve(engine("llama"), items)[0]
     assert ended.ids == [[1]]
     assert (ended.choices[0].finish_reason, ended.choices[0].stop_reason) == ("stop", None)
     assert (ended.choices[0].text, ended.choices[0].tokens) == ("", 1)
@@ -308,6 +309,19 @@ def test_the_end_token_ends_a_choice_unless_ignored() -> None:
     assert ignored.choices[0].finish_reason == "length"
     assert later.ids[0][:5] == greedy("llama", [prompt], 5)[0]
     assert later.ids[0][5:] == [1]
+    assert last.ids[0] == [*later.ids[0], *[1] * 6]
+
+
+def test_a_further_end_token_is_the_stop_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in vLLM: the tokenizer's own end token is none."""
+    generator, prompt = engine("llama"), prompt_of(8)
+    monkeypatch.setattr(generator.input_processor, "eos_token_ids", (1, ORDINARY[9]))
+    for token, reason in ((1, None), (ORDINARY[9], ORDINARY[9])):
+        toward_end = replace(GREEDY, logit_bias={token: 100.0})
+        [served], _ = serve(generator, [request(prompt, toward_end, ignore_eos=False)])
+        assert served.ids == [[token]]
+        choice = served.choices[0]
+        assert (choice.finish_reason, choice.stop_reason) == ("stop", reason)
 
 
 def test_nothing_ends_a_choice_before_min_tokens() -> None:

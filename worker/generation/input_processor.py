@@ -163,14 +163,17 @@ class InputProcessor:
         stopping = request.stopping
         stop_token_ids: dict[int, int | None] = {id_: id_ for id_ in stopping.stop_token_ids}
         self._check_ids(stopping.stop_token_ids, "stop_token_ids")
-        if not stopping.ignore_eos:
-            stop_token_ids |= dict.fromkeys(self.eos_token_ids)
-        if stopping.min_tokens and len(stop_token_ids) == self._vocab_size:
+        if not stopping.ignore_eos:  # the tokenizer's own gives no reason, as in vLLM
+            first = self._tokenizer.eos_token_id
+            stop_token_ids |= {id_: None if id_ == first else id_ for id_ in self.eos_token_ids}
+        # before min_tokens, also of a request that ignores the ends, as in vLLM
+        banned = {*stopping.stop_token_ids, *self.eos_token_ids}
+        if stopping.min_tokens and len(banned) == self._vocab_size:
             reason = "every token of this model ends the response"
             raise InvalidInput.at("min_tokens", reason)
         echoed = request.sampling.logprobs if request.echo else None
         max_tokens = self._max_tokens(len(prompt.ids), request)
-        params = self._sampling_params(request, tuple(stop_token_ids), len(prompt.ids))
+        params = self._sampling_params(request, tuple(banned), len(prompt.ids))
         params = self._processors.extend(params, prompt.ids, max_tokens, stopping.ignore_eos)
         return PreparedPrompt(
             prompt.ids,
