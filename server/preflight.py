@@ -25,6 +25,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
+import orjson
+
+from batching.errors import InvalidInput
 from server.core.settings import (
     MODEL_SETTINGS,
     Settings,
@@ -35,10 +38,12 @@ from server.core.settings import (
     split_entries,
     split_entry,
 )
+from server.openai.request_fields import GenerationRequest, convert
 from worker.adapter_folder import adapter_folder
 from worker.checkpoint_files import CONFIGS, GGUF, config_problem, file_problem, folder_problem
 from worker.cores import Cores
 from worker.messages.adapters import InvalidAdapter
+from worker.messages.generation import SAMPLING_FIELDS
 from worker.task_detection import (
     TaskError,
     architectures,
@@ -109,6 +114,7 @@ def check_models(settings: Settings, with_loader: Container[str] = ()) -> Settin
     settings = resolve_models(settings, with_loader)
     if task != "auto" and settings.pipeline_model == "none" and not names_pipeline:
         raise SettingsError(f"PIPELINE_TASK={task}: name a PIPELINE_MODEL for it")
+    check_sampling_defaults("SAMPLING_DEFAULTS", settings.sampling_defaults)
     for name in MODELS:
         if name not in with_loader:
             check_setting(name, settings)
@@ -119,7 +125,7 @@ def check_models(settings: Settings, with_loader: Container[str] = ()) -> Settin
             read_template(file)
         except UnusableTemplate as error:
             raise SettingsError(f"CHAT_TEMPLATE={file!r}: {error}") from None
-    check_template_variables(settings.chat_template_kwargs)
+    read_object("CHAT_TEMPLATE_KWARGS", settings.chat_template_kwargs)
     check_adapters(settings)
     if all(getattr(settings, name) == "none" for name in MODELS):
         nones = ", ".join(f"{name.upper()}=none" for name in MODELS)
@@ -127,13 +133,23 @@ def check_models(settings: Settings, with_loader: Container[str] = ()) -> Settin
     return resolve_tasks(settings)
 
 
-def check_template_variables(text: str) -> None:
+def read_object(name: str, text: str) -> dict[str, Any]:
+    """Return the JSON object of a setting. Raises SettingsError."""
+    with contextlib.suppress(ValueError):
+        if isinstance(document := orjson.loads(text), dict):
+            return document
+    raise SettingsError(f"{name}={text!r}: must be a JSON object")
+
+
+def check_sampling_defaults(name: str, text: str) -> None:
+    """Raise SettingsError for values that a request's fields do not accept."""
+    document, known = read_object(name, text), ", ".join(SAMPLING_FIELDS)
     try:
-        is_object = isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        is_object = False
-    if not is_object:
-        raise SettingsError(f"CHAT_TEMPLATE_KWARGS={text!r}: must be a JSON object")
+        for field in document.keys() - SAMPLING_FIELDS:
+            raise InvalidInput(f"{field!r} is no sampling parameter, only {known}")
+        convert(document, GenerationRequest)
+    except InvalidInput as error:
+        raise SettingsError(f"{name}={text!r}: {error}") from None
 
 
 def check_adapters(settings: Settings) -> None:
@@ -158,6 +174,8 @@ def check_setting(name: str, settings: Settings) -> None:
     for reference in parse_models(name, getattr(settings, name)):
         check_model(name.upper(), reference.entry, reference.path)
         own = reference.apply(settings)
+        where = f"{name.upper()}={reference.entry!r}: sampling_defaults"
+        check_sampling_defaults(where, own.sampling_defaults)
         task = own.pipeline_task
         if reference.path == "demo" and name == "rerank_model":
             raise SettingsError(f"{name.upper()}=demo: there is no demo reranker, name a model")

@@ -26,7 +26,7 @@ from worker.adapter_folder import adapter_folder
 from worker.messages.adapters import Adapter
 from worker.messages.decisions import DecisionInput
 from worker.messages.deltas import Delta, DeltaPart, FinishReason, Kind, TokenLogprob
-from worker.messages.generation import TEXT_ONLY, Chat, GenerationInput
+from worker.messages.generation import TEXT_ONLY, Chat, GenerationInput, SamplingDefaults
 from worker.messages.protocol import (
     ALONE,
     Fallback,
@@ -42,12 +42,6 @@ INFO = ModelInfo("text-generation", "fake", "cpu", "float32", 0, "continuous")
 WORDS = ["Hello", " there", ",", " wörld", "!"]
 VOCAB_SIZE = 1000
 BIG_WORDS = 60
-
-
-@dataclass(frozen=True)
-class Defaults:
-    temperature: float = 0.7
-    top_p: float = 0.8
 
 
 class FakeWeights:
@@ -76,7 +70,7 @@ class FakeGenerator:
     no_images_reason = TEXT_ONLY  # a test may empty it
     compile_state: Literal["running", "done", "off"] = "off"
     fallbacks: tuple[Fallback, ...] = ()
-    defaults = Defaults()
+    defaults = SamplingDefaults(temperature=0.7, top_p=0.8, configured=True)
 
     def __init__(self) -> None:
         self.gate = threading.Event()

@@ -5,6 +5,7 @@ is refused at startup by name. Settings do not change later.
 """
 
 import difflib
+import json
 import os
 import re
 import sys
@@ -29,6 +30,7 @@ SHORT_NAME = 7
 # A served name, by which requests choose a model. It is no path.
 SERVED_NAME = re.compile(r"[\w@][\w.:@+/-]{0,127}", re.ASCII)
 ADAPTER = re.compile(rf"({SERVED_NAME.pattern})=([^;]+?)(?:;base=([^;]+))?", re.ASCII)
+OUTSIDE_BRACES = r"(?![^{}]*})"  # follows a separator that is not in the JSON of an option
 ALIAS = re.compile(r"[\w@*][\w.:@+/*-]{0,127}", re.ASCII)
 HUB_LINK = re.compile(
     r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?!datasets/|spaces/)"
@@ -95,6 +97,9 @@ class Settings:
     )
     chat_template_kwargs: str = setting(
         "{}", "JSON object with values of the chat template's variables, unless a request sets them"
+    )
+    sampling_defaults: str = setting(
+        "{}", "JSON object of sampling parameters that neither request nor generation_config sets"
     )
     allow_dimensions: bool = setting(
         False, "shorten embeddings also of models not trained for it (Matryoshka)"
@@ -304,6 +309,7 @@ OPTIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "attention": ("attn_implementation", ()),
     "task": ("pipeline_task", ("pipeline_model",)),
     "max_len": ("max_model_len", ("chat_model",)),
+    "sampling_defaults": ("sampling_defaults", ("chat_model", "pipeline_model")),
 }
 
 
@@ -325,8 +331,8 @@ def parse_models(setting: str, value: str) -> tuple[ModelReference, ...]:
 
 
 def split_entries(value: str) -> list[str]:
-    """Return the entries of a setting. The path of a folder may contain commas."""
-    parts, entries = value.split(","), []
+    """Return the entries of a setting. The path of a folder may contain commas, and so may JSON."""
+    parts, entries = re.split(f",{OUTSIDE_BRACES}", value), []
     while parts:
         count = next((n for n in range(len(parts), 1, -1) if _is_in_path(parts[:n])), 1)
         entries.append(",".join(parts[:count]).strip())
@@ -338,7 +344,7 @@ def _is_in_path(parts: list[str]) -> bool:
     """Return whether all commas between the parts belong to the path of an entry."""
     entry = ",".join(parts).strip()
     model = _split_options(entry)[0]
-    return model.count(",") == entry.count(",") and _is_local_entry(model)
+    return model.count(",") >= len(parts) - 1 and _is_local_entry(model)
 
 
 def _split_options(entry: str) -> list[str]:
@@ -470,7 +476,7 @@ def _entry_of(where: str, entry: object, main: str) -> str:
         raise SettingsError(f"{where}: must be a string, or a table with a {main}")
     table = {key: _option_text(value) for key, value in entry.items()}
     for key, text in table.items():
-        if "," in text or ";" in text:
+        if re.search(f"[,;]{OUTSIDE_BRACES}", text):
             raise SettingsError(f"{where}: {key} must have no comma or semicolon, not {text!r}")
     name, model, revision = table.pop("name", ""), table.pop(main), table.pop("revision", "")
     options = "".join(f";{key}={text}" for key, text in table.items())
@@ -478,6 +484,8 @@ def _entry_of(where: str, entry: object, main: str) -> str:
 
 
 def _option_text(value: object) -> str:
+    if isinstance(value, dict):
+        return json.dumps(value)
     return ("on" if value else "off") if isinstance(value, bool) else str(value)
 
 

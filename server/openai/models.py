@@ -99,6 +99,7 @@ class Model(Struct):
     input_modalities: list[Literal["text", "image", "audio"]]
     max_model_len: int | UnsetType = UNSET  # of text models, as the next
     context_length: int | UnsetType = UNSET
+    sampling_defaults: SamplingDefaults | UnsetType = UNSET  # of a loaded language model
     parent: str | UnsetType = UNSET  # of an adapter: the id of its base
 
 
@@ -231,6 +232,7 @@ class NamedModel:
             status=self.status(),
             tasks=self.tasks,
             input_modalities=[*self.modalities],
+            sampling_defaults=self.defaults or UNSET,
         )
         if self.kind in ("transcription", "pipeline") or (info := self.text_info) is NOT_LOADED:
             return model

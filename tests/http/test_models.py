@@ -37,6 +37,14 @@ def test_model_is_listed_and_found_by_its_name(server: Server) -> None:
         "input_modalities": ["text"],
         "max_model_len": 4096,
         "context_length": 4096,
+        "sampling_defaults": {
+            "temperature": 0.7,
+            "top_p": 0.8,
+            "top_k": 0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "configured": True,
+        },
     }
     assert CLIENT.get(server.url + "/v1/models/").json() == {"object": "list", "data": [model]}
     found = CLIENT.get(server.url + "/v1/models/org/model")

@@ -279,8 +279,9 @@ def folder_with(tmp_path: Path, fields: Fields | str) -> str:
     return str(path)
 
 
-def load(path: str) -> Any:
-    return load_generator(GeneratorOptions(path, dtype="float32", device="cpu", kv_cache_gb=0.01))
+def load(path: str, **options: Any) -> Any:
+    options |= {"dtype": "float32", "device": "cpu", "kv_cache_gb": 0.01}
+    return load_generator(GeneratorOptions(path, **options))
 
 
 @pytest.mark.parametrize(
@@ -346,3 +347,48 @@ def test_what_is_not_served_is_named_in_the_log(
     )
     [served], _ = serve(generator, [request(TEXTS[0], OMITTED, 4)])
     assert 5 not in served.ids[0]
+
+
+# ── SAMPLING_DEFAULTS ──
+
+NO_SAMPLING = {"do_sample": None, "temperature": None, "top_p": None, "top_k": None}
+
+
+@pytest.mark.parametrize(
+    ("fields", "defaults", "requested", "expected", "configured"),
+    [
+        ({}, {}, {}, (1.0, 1.0, 0, 0.0, 1.0), False),
+        ({"do_sample": True}, {}, {}, (1.0, 1.0, 0, 0.0, 1.0), True),
+        ({}, {"temperature": 0.7, "top_p": 0.9}, {}, (0.7, 0.9, 0, 0.0, 1.0), True),
+        ({"top_p": 0.8}, {"temperature": 0.7, "top_p": 0.9}, {}, (0.7, 0.8, 0, 0.0, 1.0), True),
+        ({}, {"top_p": 0.9, "top_k": -1}, {"top_p": 1.0}, (1.0, 1.0, 0, 0.0, 1.0), True),
+        ({"top_k": 50}, {"top_k": 3, "min_p": 0.1}, {"top_k": 7}, (1.0, 1.0, 7, 0.1, 1.0), True),
+        ({}, {"repetition_penalty": 1.2}, {"top_k": 0}, (1.0, 1.0, 0, 0.0, 1.2), True),
+        # a temperature of 0 and do_sample are the same field
+        ({"do_sample": False}, {"temperature": 0.7}, {}, (0.0, 1.0, 0, 0.0, 1.0), True),
+        ({"do_sample": True}, {"temperature": 0}, {}, (0.0, 1.0, 0, 0.0, 1.0), True),
+        ({"temperature": 0.3}, {"temperature": 0}, {}, (0.3, 1.0, 0, 0.0, 1.0), True),
+        ({}, {"temperature": 0}, {"temperature": 0.5}, (0.5, 1.0, 0, 0.0, 1.0), True),
+        ({}, {"temperature": None}, {}, (1.0, 1.0, 0, 0.0, 1.0), False),
+    ],
+)
+def test_sampling_defaults_fill_what_request_and_checkpoint_leave_out(
+    tmp_path: Path,
+    fields: Fields,
+    defaults: Fields,
+    requested: Fields,
+    expected: tuple[float, ...],
+    configured: bool,
+) -> None:
+    path = folder_with(tmp_path, {**NO_SAMPLING, **fields})
+    text = json.dumps(defaults)
+    generator = load(path, sampling_defaults=text)
+    item = request([7], replace(OMITTED, **requested))
+    generator.prepare(item)
+    params = item.prepared[0].prepared.params
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    assert tuple(getattr(params, name) for name in names) == expected
+    assert generator.defaults.configured is configured
+    for name in names:
+        if name not in requested:
+            assert getattr(generator.defaults, name) == getattr(params, name)

@@ -56,9 +56,11 @@ def load(model: str, **options: Any) -> Any:
     return load_folder(tiny.folder(model), **options)
 
 
-def load_folder(folder: Path, **options: Any) -> Any:
+def load_folder(folder: Path, sampling_defaults: str = "{}", **options: Any) -> Any:
     path = str(folder)
-    pipeline = PipelineOptions(path, task=TASK, device="cpu", dtype="float32")
+    pipeline = PipelineOptions(
+        path, task=TASK, device="cpu", dtype="float32", sampling_defaults=sampling_defaults
+    )
     generator = GeneratorOptions(
         path, device="cpu", dtype="float32", kv_cache_gb=0.01, compile="off", **options
     )
@@ -139,6 +141,28 @@ def test_sampling_has_the_defaults_of_the_pipeline() -> None:
         engine.prepare(one)
         params = sampling_params(one)
         assert (params.temperature, params.top_k, params.top_p) == expected, parameters
+
+
+def test_sampling_defaults_override_those_of_the_pipeline() -> None:
+    engine = load("llama-lm", sampling_defaults='{"temperature": 0.3, "top_p": 0.9, "top_k": -1}')
+    for parameters, expected in (
+        ({}, (0.3, 0, 0.9)),
+        ({"top_k": 3}, (0.3, 3, 0.9)),
+        ({"do_sample": False}, (0.0, 0, 0.9)),
+    ):
+        one = item("hello", **parameters)
+        engine.prepare(one)
+        params = sampling_params(one)
+        assert (params.temperature, params.top_k, params.top_p) == expected, parameters
+
+
+def test_a_default_temperature_of_0_is_greedy_with_and_without_the_engine() -> None:
+    engine = load("llama-lm", sampling_defaults='{"temperature": 0}')
+    for parameters in ({"max_new_tokens": 9}, {"max_new_tokens": 9, "stop_sequence": ["é"]}):
+        omitted, greedy = serve(
+            engine, [item("hello", **parameters), item("hello", do_sample=False, **parameters)]
+        )
+        assert omitted == greedy
 
 
 def test_typical_p_is_sampled_by_the_pipelines_processor() -> None:

@@ -51,6 +51,33 @@ def test_folders_with_separators_in_their_paths_have_names_and_options(tmp_path:
     assert (other.path, other.pin, third.path) == (str(second), True, "org/y")
 
 
+def test_an_option_may_be_json(tmp_path: Path) -> None:
+    folder = tmp_path / "a,b"
+    folder.mkdir()
+    defaults = '{"temperature": 0.7, "top_p": 0.95}'
+    value = f"{folder};sampling_defaults={defaults};pin,x=demo;sampling_defaults={{}},demo"
+    first, second, third = parse_models("chat_model", value)
+    assert (first.path, first.pin) == (str(folder), True)
+    assert dict(first.options) == {"sampling_defaults": defaults}
+    assert dict(second.options) == {"sampling_defaults": "{}"}
+    assert third.options == ()
+    file = write(
+        tmp_path / "models.toml",
+        """
+        [[chat_model]]
+        model = "demo"
+        sampling_defaults = {temperature = 0.7, top_p = 0.95}
+        [[chat_model]]
+        name = "x"
+        model = "demo"
+        sampling_defaults = '{"top_k": 3}'
+        """,
+    )
+    entries = entries_of(chat_model=read({"MODELS": file}).chat_model, sampling_defaults="{}")
+    texts = [entry.settings.sampling_defaults for entry in entries.values()]
+    assert texts == [defaults, '{"top_k": 3}']
+
+
 @pytest.mark.parametrize("value", ["demo,", ",demo", "demo,,org/x", "a=demo, ,b=demo"])
 def test_an_empty_entry_is_refused(value: str) -> None:
     with pytest.raises(SettingsError, match="an entry is empty: remove its comma"):
@@ -72,6 +99,12 @@ def test_links_to_files_of_the_hub_name_them() -> None:
         ("chat_model", "demo;dtype=int3", "dtype='int3' must be one of auto, float32"),
         ("chat_model", "demo;max_len=1", "max_len='1' must be at least 2"),
         ("chat_model", "demo;pin=maybe", "pin='maybe' must be 1 or 0"),
+        (
+            "chat_model",
+            'demo;sampling_defaults={"top_k":1,"top_p":3}',
+            """sampling_defaults='{"top_k":1,"top_p":3}': top_p: expected float <= 1.0, not 3""",
+        ),
+        ("embedding_model", "demo;sampling_defaults={}", "is no option of this setting"),
         ("chat_model", "a=demo,a=org/x", "the name 'a' is given twice"),
         ("chat_model", "demo,none", "CHAT_MODEL='none': there is no model to name"),
         ("chat_model", "demo,,x=demo", "an entry is empty: remove its comma"),

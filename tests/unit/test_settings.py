@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from server.app import create_app
 from server.commands.serve import export_settings
 from server.core.settings import (
     MAX_FILE_BYTES,
@@ -188,3 +189,31 @@ def test_short_names_of_other_programs_are_no_misspellings() -> None:
         "DEVCIE": "DEVICE",
         "API_KEY": "API_KEYS",
     }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1]", "must be a JSON object"),
+        ("{", "must be a JSON object"),
+        ("temperature=1", "must be a JSON object"),
+        ('{"temperature": NaN}', "must be a JSON object"),
+        (
+            '{"top_p": 1, "temp": 1}',
+            "'temp' is no sampling parameter, only temperature, top_p, top_k, min_p, "
+            "repetition_penalty",
+        ),
+        ('{"temperature": "hot"}', "temperature: expected float, got str"),
+        ('{"temperature": 2.1}', "temperature: expected float <= 2.0, not 2.1"),
+        ('{"top_p": 0}', "top_p: expected float > 0.0, not 0"),
+        ('{"top_k": 1.5}', "top_k: expected int, got float"),
+        ('{"top_k": -2}', "top_k: expected int >= -1, not -2"),
+        ('{"min_p": true}', "min_p: expected float, got bool"),
+        ('{"repetition_penalty": 0}', "repetition_penalty: expected float >= 0.01, not 0"),
+    ],
+)
+def test_unusable_sampling_defaults_are_refused_at_start(text: str, message: str) -> None:
+    """With the bounds of a request's fields."""
+    with pytest.raises(SettingsError) as refused:
+        create_app(load_settings({"CHAT_MODEL": "demo", "SAMPLING_DEFAULTS": text}))
+    assert str(refused.value) == f"SAMPLING_DEFAULTS={text!r}: {message}"

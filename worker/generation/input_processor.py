@@ -27,10 +27,12 @@ from worker.grammar.lark import content_or_calls, schema_rule, unusable_grammar
 from worker.grammar.tool_calls import accepts, text_or_calls, tool_calls_grammar
 from worker.messages.decisions import DecisionInput
 from worker.messages.generation import (
+    SAMPLING_FIELDS,
     Chat,
     Constraint,
     GenerationInput,
     ImageInput,
+    SamplingDefaults,
     ToolCallPolicy,
 )
 from worker.messages.protocol import Batching, IsWanted
@@ -49,9 +51,6 @@ from worker.vision.image_preprocessor import ImagePreprocessor
 from worker.vision.multimodal_prompt import MultimodalPrompt
 
 MAX_PROMPT_CHARS = 1 << 23
-# Sampling parameters that default to the checkpoint's generation_config, or else to the values of
-# the OpenAI API.
-CHECKPOINT_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 Output = SequenceOutput | LabelScores
 GenerationItem = WorkItem[GenerationInput | DecisionInput, Sequence[Output]]
@@ -92,7 +91,11 @@ class InputProcessor:
         self.eos_token_ids = tuple(
             token for token in eos_token_ids(defaults, tokenizer) if 0 <= token < vocab_size
         )
-        self.defaults = default_sampling(defaults)
+        self._default_params = params = default_sampling(defaults)
+        values = {name: getattr(params, name) for name in SAMPLING_FIELDS}
+        sampling = (getattr(defaults, name) for name in ("do_sample", *SAMPLING_FIELDS))
+        is_configured = any(value is not None for value in sampling)
+        self.defaults = SamplingDefaults(**values, configured=is_configured)
         self._checkpoint = defaults
         self._processors = CheckpointProcessors(
             defaults, vocab_size, self.eos_token_ids, language.device
@@ -321,9 +324,9 @@ class InputProcessor:
             stop_token_ids = () if request.stopping.ignore_eos else self.eos_token_ids
             min_tokens = self._default_min_tokens(prompt_tokens) if stop_token_ids else 0
         self._check_ids(sampling.logit_bias, "logit_bias")
-        requested = {name: getattr(sampling, name) for name in CHECKPOINT_DEFAULTS}
+        requested = {name: getattr(sampling, name) for name in SAMPLING_FIELDS}
         return replace(
-            self.defaults,
+            self._default_params,
             presence_penalty=sampling.presence_penalty,
             frequency_penalty=sampling.frequency_penalty,
             logit_bias=tuple(sampling.logit_bias.items()),
@@ -558,8 +561,9 @@ def eos_token_ids(
 
 
 def default_sampling(defaults: GenerationConfig) -> SamplingParams:
-    """Return the checkpoint's sampling parameters; `do_sample: false` is a temperature of 0."""
-    values = {name: getattr(defaults, name, None) for name in CHECKPOINT_DEFAULTS}
+    """Return the sampling parameters of a checkpoint, or else the values of the OpenAI API;
+    `do_sample: false` is a temperature of 0."""
+    values = {name: getattr(defaults, name, None) for name in SAMPLING_FIELDS}
     if getattr(defaults, "do_sample", None) is False:
         values["temperature"] = 0.0
     return SamplingParams(**{name: value for name, value in values.items() if value is not None})

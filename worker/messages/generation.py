@@ -7,11 +7,13 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from worker.messages.adapters import Adapter
 
 INPUT = "input"  # the argument of a custom tool
+# The sampling parameters that a request may leave to the model.
+SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 TEXT_ONLY = "this model takes text, no images"
 
 
@@ -65,7 +67,7 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling parameters. None: the default of the checkpoint's generation_config."""
+    """Sampling parameters. None: the model's default."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -79,14 +81,17 @@ class Sampling:
     logprobs: int | None = None  # 0: of the chosen token; k: also of the k best
 
 
-class SamplingDefaults(Protocol):
-    """The values that a request gets if it omits them."""
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """The values that a request gets if it omits them. `configured`: the checkpoint's
+    generation_config or SAMPLING_DEFAULTS sets one of them; else they are those of the API."""
 
-    @property
-    def temperature(self) -> float: ...
-
-    @property
-    def top_p(self) -> float: ...
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    configured: bool = False
 
 
 @dataclass(frozen=True, slots=True)

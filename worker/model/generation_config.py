@@ -1,7 +1,7 @@
 """The checkpoint's generation_config: its checks at load, and the fields that are not served.
 
-Sampling parameters and limits are read in generation/input_processor.py, logits processors are
-built in logits_processors.py.
+SAMPLING_DEFAULTS fills what it leaves out. Sampling parameters and limits are read in
+generation/input_processor.py, logits processors are built in logits_processors.py.
 """
 
 import json
@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from transformers import GenerationConfig
 from transformers.generation.configuration_utils import (
     BaseWatermarkingConfig,
     WatermarkingConfig,
@@ -169,6 +170,19 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "assistant_early_exit": (),
     "use_mtp": (False,),
 }
+
+
+def fill_sampling_defaults(config: GenerationConfig, defaults: str) -> None:
+    """Set the sampling parameters of SAMPLING_DEFAULTS, JSON, that a checkpoint leaves out. A
+    temperature of 0 is `do_sample: false`."""
+    fields: Any = config  # not annotated
+    for name, value in json.loads(defaults).items():
+        if getattr(fields, name) is not None or value is None:
+            continue
+        if name == "temperature" and value == 0:
+            fields.do_sample = False
+        else:
+            setattr(fields, name, max(0, value))  # a top_k of -1, as vLLM takes it, is off
 
 
 def read_generation_config(path: str) -> Mapping[str, Any]:

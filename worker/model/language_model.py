@@ -47,6 +47,7 @@ from worker.model.cpu.linear import pack_weights, quantize_weights, unpack_weigh
 from worker.model.cpu.linear_layers import emulates_dtype, packs_dtype, plain_linear
 from worker.model.generation_config import (
     check_generation_config,
+    fill_sampling_defaults,
     log_not_served,
     read_generation_config,
 )
@@ -84,7 +85,8 @@ class GeneratorOptions(ModelOptions):
     max_running: int = 256
     max_image_mp: float = 64.0
     chat_template: str = "auto"  # a file, or the checkpoint's own
-    chat_template_kwargs: str = "{}"  # JSON
+    chat_template_kwargs: str = "{}"  # JSON, as the next
+    sampling_defaults: str = "{}"
     deterministic: bool = False  # on a GPU, outputs do not depend on the batch
     lora_dir: str = "none"  # the folder of adapters, if some may be loaded
     later_caches: int = 0  # engines loaded after this one that size their cache by the free memory
@@ -276,8 +278,10 @@ def load_language_model(options: GeneratorOptions) -> LanguageModel:
             check_generates(model, missing)
         language = LanguageModel(options.name, model, tokenizer, path, is_multimodal)
         language.deterministic = options.deterministic and model.device.type == "cuda"
-        check_generation_config(vars(language.defaults), language.vocab_size)
-        log_not_served(vars(language.defaults))
+        model.generation_config = config = language.defaults
+        check_generation_config(vars(config), language.vocab_size)
+        log_not_served(vars(config))
+        fill_sampling_defaults(config, options.sampling_defaults)
     return language
 
 

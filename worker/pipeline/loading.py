@@ -30,6 +30,7 @@ from worker.media.inputs import to_json
 from worker.messages.protocol import Batching, PipelineInput
 from worker.model.cpu.linear import pack_weights
 from worker.model.cpu.linear_layers import emulates_dtype, packs_dtype
+from worker.model.generation_config import fill_sampling_defaults
 from worker.model.gptq import drop_int4_grids
 from worker.model.loading import (
     LoadingFailed,
@@ -64,6 +65,7 @@ class PipelineOptions(ModelOptions):
     _: KW_ONLY
     task: str
     compile: str = "auto"  # auto, on, off
+    sampling_defaults: str = "{}"  # JSON, for text-generation
     max_image_mp: float = 64.0
 
 
@@ -95,6 +97,8 @@ def load_pipeline(options: PipelineOptions) -> tuple[Pipe, dict[str, str]]:
         config: Any = getattr(part, "generation_config", None)
         if getattr(config, "return_timestamps", None) is False:
             config.return_timestamps = None  # False makes Whisper refuse long recordings
+    if task == "text-generation":
+        fill_sampling_defaults(pipe.model.generation_config, options.sampling_defaults)
     return pipe, lacking.get(id(pipe.model), {})
 
 
