@@ -11,6 +11,7 @@ import pytest
 from tests.fake_generator import FakeGenerator
 from tests.page_server import KEY, run_shell, serving_all
 from tests.serving import Server, wait_until
+from worker.messages.generation import SamplingDefaults
 
 TABS = ["Chat", "Pipeline", "Embeddings", "Live"]
 GENERATOR = FakeGenerator()
@@ -92,6 +93,48 @@ def test_the_request_is_shown_as_json_curl_and_python(page: Any) -> None:
         exec(shown("Python"), {})
     assert printed.getvalue() == "Hello there,"
     assert last_messages()[0] == request["messages"][0]
+
+
+def test_a_model_without_sampling_settings_gets_those_of_the_page(
+    page: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The settings show the numbers. The API's defaults are others."""
+
+    def sampling(**settings: str) -> tuple[float | None, float | None]:
+        page.get_by_role("button", name="Settings").click()  # a message closes them
+        for label, value in settings.items():
+            page.get_by_label(label.replace("_", " ")).fill(value)
+        send(page, "hi").get_by_text("out ·").wait_for()
+        sampling = GENERATOR.payloads[-1].sampling
+        return sampling.temperature, sampling.top_p
+
+    def shown() -> list[str]:
+        fields = (page.get_by_label(label) for label in ("Temperature", "Top p"))
+        return [field.get_attribute("placeholder") for field in fields]
+
+    assert shown() == ["0.7 (model)", "0.8 (model)"]
+    assert sampling() == (None, None)
+    monkeypatch.setattr(FakeGenerator, "defaults", SamplingDefaults())
+    page.reload()
+    page.get_by_role("tab", name="Live").wait_for()
+    assert shown() == ["0.7 (page)", "0.95 (page)"]
+    assert sampling() == (0.7, 0.95)
+    assert sampling(Temperature="0", Top_p="0.5") == (0.0, 0.5)
+    assert sampling(Temperature="1", Top_p="") == (1.0, 0.95)
+
+
+def test_the_sampling_settings_of_a_model_are_known_once_it_is_loaded(
+    visitor: Any, server: Server
+) -> None:
+    model: dict[str, Any] = {"id": "demo", "root": "demo", "serves": "generation"}
+    listed = [{**model}, {**model, "sampling_defaults": {"configured": False}}]
+    visitor.route("**/v1/models", lambda route: route.fulfill(json={"data": [listed.pop(0)]}))
+    visitor.add_init_script(f"sessionStorage.setItem('onequeue-key', '{KEY}')")
+    visitor.goto(server.url)
+    for placeholder in ("model default", "0.7 (page)"):
+        known = visitor.locator(f"input[name=temperature][placeholder='{placeholder}']")
+        known.wait_for(state="attached")
+        send(visitor, "hi")
 
 
 def test_escape_aborts_the_response_on_the_server_too(page: Any) -> None:

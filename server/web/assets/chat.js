@@ -11,7 +11,9 @@ import { deleteConversations, loadConversation, saveConversation, session } from
 
 const PATH = "v1/chat/completions";
 const CURRENT = "onequeue-conversation"; // in the session: the id of the one on the screen
-const SETTINGS = ["model", "system", "temperature", "max_tokens", "reasoning_effort", "tools"];
+const SETTINGS = ["model", "system", "temperature", "top_p", "max_tokens", "reasoning_effort", "tools"];
+// Sent for a model that has no sampling settings: at a temperature of 1 a small one writes nonsense.
+const SAMPLING = { temperature: 0.7, top_p: 0.95 };
 const WEATHER = JSON.stringify([{
   type: "function",
   function: {
@@ -53,7 +55,8 @@ class Chat {
       onDelete: ids => ids.includes(this.id) && this.clear(),
     });
     this.listen();
-    this.listModels(models.filter(model => model.serves === "generation"));
+    this.models = models.filter(model => model.serves === "generation");
+    this.listModels(this.models);
   }
 
   listen() {
@@ -83,9 +86,23 @@ class Chat {
     const onModel = () => {
       const model = models.find(({ id }) => id === this.settings.model.value);
       this.composer.takeImages(model?.input_modalities?.includes("image") ?? false);
+      const { configured, ...defaults } = model?.sampling_defaults ?? {};
+      this.sampling = configured === false ? SAMPLING : {};
+      for (const name of Object.keys(SAMPLING)) {
+        const [value, whose] = name in this.sampling ? [SAMPLING[name], "page"] : [defaults[name], "model"];
+        this.settings[name].placeholder = value === undefined ? "model default" : `${value} (${whose})`;
+      }
     };
     this.settings.model.onchange = onModel;
     onModel();
+  }
+
+  // Reads the sampling parameters of models that have been loaded since the page was.
+  async learnSampling() {
+    if (this.models.every(model => model.sampling_defaults)) return;
+    const { data } = await (await call("v1/models")).json();
+    for (const model of this.models) Object.assign(model, data.find(({ id }) => id === model.id));
+    this.settings.model.onchange();
   }
 
   welcome(model) {
@@ -168,7 +185,7 @@ class Chat {
     const conversation = id && await loadConversation(id).catch(() => null);
     if (!conversation || this.abort) return;
     this.clear();
-    for (const name of SETTINGS) this.settings[name].value = conversation.settings[name];
+    for (const name of SETTINGS) this.settings[name].value = conversation.settings[name] ?? "";
     this.settings.model.onchange();
     this.id = id;
     session.set(CURRENT, id);
@@ -248,7 +265,7 @@ class Chat {
 
   // Returns the API's request for the next message. Throws if the tools are not valid JSON.
   request() {
-    const { model, system, temperature, max_tokens: maxTokens, reasoning_effort: effort, tools } = this.settings;
+    const { model, system, max_tokens: maxTokens, reasoning_effort: effort, tools } = this.settings;
     const systemMessages = system.value.trim() ? [{ role: "system", content: system.value.trim() }] : [];
     const body = {
       model: model.value || undefined,
@@ -256,7 +273,10 @@ class Chat {
       stream: true,
       stream_options: { include_usage: true },
     };
-    if (temperature.value) body.temperature = Number(temperature.value);
+    Object.assign(body, this.sampling);
+    for (const name of Object.keys(SAMPLING)) {
+      if (this.settings[name].value) body[name] = Number(this.settings[name].value);
+    }
     if (maxTokens.value) body.max_tokens = Number(maxTokens.value);
     if (effort.value) body.reasoning_effort = effort.value;
     if (tools.value.trim()) body.tools = parseTools(tools.value);
@@ -286,6 +306,7 @@ class Chat {
     if (isRefused) return reply;
     this.keep(reply, failed || reply.finishReason === "stopped");
     this.save();
+    this.learnSampling().catch(() => {});
     return null;
   }
 
