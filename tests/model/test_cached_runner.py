@@ -5,11 +5,13 @@ import itertools
 import logging
 import math
 import random
+import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -652,6 +654,19 @@ def test_a_model_whose_cache_fails_the_check_is_recomputed_for_each_token() -> N
     with with_embedding_hook("bloom", mixing):
         runner = CachedRunner(language("bloom"))
     assert (runner.batching, runner.uses_cache) == ("padded", False)
+
+
+def test_a_model_that_is_recomputed_for_each_token_warns_with_the_factor(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    for part in BUILDERS["recurrent-gemma"]():
+        part.save_pretrained(tmp_path)
+    generator = load_generator(GeneratorOptions(str(tmp_path), device="cpu", dtype="float32"))
+    paged, cached = generator.fallbacks
+    assert (paged.refused, cached.refused) == ("paged cache", "cached states")
+    assert re.fullmatch(r"a token after \d+ others takes \d+ times as long", cached.lost)
+    [warning] = [r for r in caplog.records if "cached states refused" in r.message]
+    assert (warning.levelname, cached.lost in warning.message) == ("WARNING", True)
 
 
 def test_an_unpaged_model_is_served_by_static_batches(caplog: pytest.LogCaptureFixture) -> None:

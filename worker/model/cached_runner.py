@@ -380,8 +380,7 @@ class CachedRunner:
             raise_if_lost(error)
             self.uses_cache = False
             self._check_length(longest)
-            if not self.language.fallbacks:
-                self._report_recomputation(error)
+            self._report_recomputation(error)
             return
         tolerance = max(BATCHED_TOLERANCE, TOLERANCE[self.language.dtype])
         while self.batching != "single":

@@ -37,7 +37,6 @@ from worker.device.self_check import CannotRun
 from worker.model.attention.kv_cache import KVCache, StateShape
 from worker.model.attention.paged import StepStates, step_states
 
-# Names of the cache in the arguments of models.
 # Names of the cache in models' arguments and outputs: "cache" since transformers 5.24.
 CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state")
 
