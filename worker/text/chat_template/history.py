@@ -19,6 +19,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal, cast, get_args
 
+import numpy as np
+
 from worker.text.tool_call_format import DEFAULT_TOOL_CALL_FORMAT, ToolCallFormat
 
 Message = dict[str, Any]
@@ -26,7 +28,7 @@ Message = dict[str, Any]
 Render = Callable[..., str]
 CallIds = Literal["any", "nine", "named"]
 ArgumentsAs = Literal["object", "text"]
-EmptyContent = Literal["absent", "null", "dumped", "empty"]
+EmptyContent = Literal["absent", "null", "empty"]
 ResultsAs = Literal["tool", "user"]  # the role of their messages
 REASONING_BLOCKS = "blocks"  # reasoning as a block of the content
 
@@ -34,22 +36,12 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 NINE_CHARS = re.compile("[A-Za-z0-9]{9}")
 
 
-class Null:
-    """None, for templates that test whether content is none: newer versions of transformers remove
-    fields that are None, but replace an object by the result of its `model_dump`. Older versions
-    render the object, which then reads as the None that no template should show."""
-
-    def model_dump(self) -> None:
-        return None
-
-    def __repr__(self) -> str:
-        return "None"
-
-
+# None, for templates that test whether content is none: transformers removes fields that are None
+# before it renders, and replaces numpy's numbers, among which this one is None, when it does.
+NULL = np.datetime64("NaT")
 EMPTY_CONTENT: dict[EmptyContent, Message] = {
     "absent": {},
-    "null": {"content": None},
-    "dumped": {"content": Null()},
+    "null": {"content": NULL},
     "empty": {"content": ""},
 }
 

@@ -27,6 +27,7 @@ from transformers.utils import chat_template_utils
 from batching.errors import InvalidInput
 from worker.messages.generation import Chat, ToolCallPolicy
 from worker.text.chat_template.history import (
+    NULL,
     QUESTION,
     HistoryAdapter,
     HistoryFormat,
@@ -332,6 +333,8 @@ class ChatTemplate:
                 template = sandbox.from_string(self.source)
                 # Copied, since the template may change them.
                 messages, tools = copy.deepcopy((self._with_parts(messages), list(tools)))
+                for message in messages:
+                    message |= {"content": None} if message.get("content") is NULL else {}
                 return template.render(
                     self._tokenizer.special_tokens_map,
                     **{"add_generation_prompt": True, **variables},
