@@ -194,7 +194,6 @@ def test_alternatives_of_the_whole_schema(name: str) -> None:
 @pytest.mark.parametrize(
     "parameters",
     [
-        {"properties": {"a": {"oneOf": [{"type": "string"}, {"type": "string"}]}}},
         {"properties": {"a": False}, "required": ["a"]},
         {"properties": {"a": {"type": "array", "minItems": 3, "maxItems": 2}}, "required": ["a"]},
     ],

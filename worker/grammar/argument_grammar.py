@@ -14,7 +14,6 @@ from typing import Any
 
 from batching.errors import InvalidInput
 from worker.grammar.lark import Quote, format_literals, regex_terminal, schema_rule
-from worker.grammar.one_of import make_exclusive
 from worker.grammar.schema_analysis import (
     SchemaAnalysis,
     SchemaDocument,
@@ -59,7 +58,7 @@ class ArgumentGrammar:
     def __init__(
         self, argument_format: ArgumentFormat, quote: Quote, rules: list[str], parameters: Any
     ) -> None:
-        self._root = make_exclusive(parameters) if isinstance(parameters, dict) else {}
+        self._root = parameters if isinstance(parameters, dict) else {}
         self._definitions = {key: self._root[key] for key in DEFINITIONS if key in self._root}
         self._document = SchemaDocument(self._root)
         self._value_rules: dict[tuple[int, ...], str] = {}  # by the ids of their schemas

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 from batching.errors import InvalidInput
-from worker.grammar.finite import check_finite
-from worker.grammar.one_of import LITERAL_KEYWORDS, make_exclusive
 from worker.grammar.string_formats import FORMATS
 from worker.messages.generation import Constraint
 from worker.text.tool_call_format import PLACEHOLDER_PATTERNS
@@ -19,6 +17,7 @@ from worker.text.tool_call_parser import JSON_TYPES
 Quote = Callable[[str], str]  # from a text to Lark literals
 
 COMPACT_JSON = {"whitespace_flexible": False}
+LITERAL_KEYWORDS = ("const", "enum", "default", "examples")  # their values are no schemas
 MAX_LENGTH = 1_000_000  # characters of a grammar, with all tools
 MAX_LENGTH_OF = {"regex": 50_000, "choice": 100_000, "grammar": 100_000}  # by kind
 MAX_CHOICES = 2_000
@@ -73,11 +72,9 @@ def content_or_calls(constraint: Constraint, calls: str, before: str) -> str:
 
 def schema_rule(schema: dict[str, Any], options: dict[str, Any]) -> str:
     """Return the rule of a JSON schema. `options` replace those that the client set for llguidance
-    in it. InvalidInput if a `oneOf` cannot be made exclusive, or if no finite document matches."""
-    rule = f"%json {json.dumps({**make_exclusive(schema), 'x-guidance': options})}"
-    if '"$ref"' in rule:
-        check_finite(schema)
-    return rule
+    in it. The branches of a `oneOf` may overlap."""
+    options = {"coerce_one_of": True, **options}
+    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 
 def arguments_schema(parameters: Any) -> dict[str, Any]:

@@ -1,9 +1,8 @@
 """Properties that all documents matching a JSON schema have: types, values, bounds, properties.
 
-one_of.py uses them to decide whether two schemas exclude each other, argument_grammar.py to write
-rules. An analysis may be looser than the schema, never stricter: an ignored keyword only makes a
-schema match less, so schemas that are disjoint by their analyses are disjoint. Schemas are
-untrusted: every step is counted against a limit.
+argument_grammar.py writes rules by them. An analysis may be looser than the schema, never stricter:
+an ignored keyword only makes a schema match less. Schemas are untrusted: every step is counted
+against a limit.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -87,9 +86,6 @@ class SchemaAnalysis:
         """The parts; counts a step for each."""
         self.document.spend(len(self.parts))
         return self.parts
-
-    def with_schema(self, schema: Schema) -> "SchemaAnalysis":
-        return SchemaAnalysis(self.document, [*self.parts, schema], self.depth)
 
     @cached_property
     def kinds(self) -> frozenset[str]:
@@ -213,33 +209,6 @@ def branches(analysis: SchemaAnalysis) -> Iterator[SchemaAnalysis]:
         yield analysis
     else:
         yield from chain.from_iterable(map(branches, alternatives))
-
-
-def disjoint(a: SchemaAnalysis, b: SchemaAnalysis) -> bool:
-    """Return whether certainly no document matches both."""
-    a.document.spend()
-    if all(_disjoint_in(kind, a, b) for kind in a.kinds & b.kinds):
-        return True
-    return any(
-        all(disjoint(alternative, other) for alternative in alternatives)
-        for analysis, other in ((a, b), (b, a))
-        for alternatives in analysis.alternatives
-    )
-
-
-def _disjoint_in(kind: str, a: SchemaAnalysis, b: SchemaAnalysis) -> bool:
-    if a.values is not None and b.values is not None:
-        return all(kind_of(a.values[key]) != kind for key in a.values.keys() & b.values.keys())
-    if kind in BOUNDS:
-        (low_a, high_a), (low_b, high_b) = a.bounds(kind), b.bounds(kind)
-        if low_a > high_b or low_b > high_a:
-            return True
-    if kind == "object":  # by a property that one of them requires
-        names = chain(a.required, b.required)
-        return any(disjoint(a.property_value(name), b.property_value(name)) for name in names)
-    if kind == "array" and max(a.bounds(kind)[0], b.bounds(kind)[0]) > (0, 0):
-        return disjoint(a.item(0), b.item(0))
-    return False
 
 
 def kind_of(value: Any) -> str:
