@@ -32,6 +32,7 @@ from server.http.connections import APP_STATE, limit_connections
 from server.http.request import Application
 from server.openai.batches.runner import BatchRunner
 from server.openai.responses.endpoint import Responses
+from worker.compilers import end_compilers
 from worker.task_detection import load_error
 
 log = logging.getLogger("onequeue.lifespan")
@@ -86,6 +87,8 @@ async def lifespan(
             await responses.close()
         if app.telemetry:
             await anyio.to_thread.run_sync(app.telemetry.shutdown)
+        if server:
+            await anyio.to_thread.run_sync(end_compilers)
         log.info("stopped")
         if server and load_failure(worker_client.loaded):
             server.started = False  # uvicorn then exits with the status of a failed start, 3

@@ -5,14 +5,12 @@ import random
 import threading
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
 from timeit import repeat
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch._inductor.cpp_builder import CppBuilder
 
 from batching.block_pool import BlockPool
 from batching.sequence import Batch, Span
@@ -20,7 +18,7 @@ from tests.matrix import matrix
 from tests.threads import compute_threads
 from tests.unit.test_paged_attention import CASES, LATENT, Case, expected, memory, mixes, name
 from worker.model.attention.kv_cache import BLOCK, KVCache, LayerShape
-from worker.model.attention.native import NativeMetadata, library_path
+from worker.model.attention.native import NativeMetadata
 from worker.model.attention.paged import attend, forward_context
 from worker.model.cuda_graphs import RowsMetadata
 
@@ -149,26 +147,6 @@ def test_a_token_gets_the_same_bits_in_any_chunk_batch_and_number_of_threads(
         ([0, 1000, *range(1001, length + 1)], 0, 7),
     ):
         assert torch.equal(run(borders, others, threads), whole)
-
-
-def test_an_interrupted_build_leaves_no_library(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A later start must not load an incomplete file."""
-    during_build: list[list[Path]] = []
-
-    def build(builder: CppBuilder) -> None:
-        target = Path(builder.get_target_file_path())
-        target.write_bytes(b"half")
-        during_build.append(list(tmp_path.glob("*.so")))
-        target.write_bytes(b"whole")
-
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(CppBuilder, "build", build)
-    paths = [library_path(build=True), library_path(build=True)]
-    assert during_build == [[]]
-    assert list(tmp_path.iterdir()) == [paths[0]] == [paths[1]]
-    assert paths[0].read_bytes() == b"whole"
 
 
 # ── mismatched operands raise before memory is read or written ──

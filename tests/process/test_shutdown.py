@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.serving import wait_until
 
@@ -226,3 +227,43 @@ def test_a_load_that_hangs_does_not_outlast_the_grace(tmp_path: Path) -> None:
         child.send_signal(signal.SIGTERM)
         assert waiting.result().status_code == 503
         assert child.wait(60) in (0, -signal.SIGTERM)
+
+
+# A compiler that starts another process, and waits for it.
+COMPILER = """\
+#!/bin/sh
+case "$*" in *" -c "*) ;; *) echo g++ 1.0; exit;; esac
+sleep 1000 & echo $$ $! >> "$0.pids"
+wait
+"""
+
+
+def is_running(pid: str) -> bool:
+    try:
+        return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux lists processes")
+def test_compilers_end_with_the_server_and_leave_nothing(tmp_path: Path) -> None:
+    compiler, pids = tmp_path / "compiler", tmp_path / "compiler.pids"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+    others = dict.fromkeys(("PIPELINE_MODEL", "EMBEDDING_MODEL"), "none")
+    caches = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    child = subprocess.Popen(
+        [sys.executable, "-m", "server", "serve", "--port", "0", "--compile", "on"],
+        cwd=ROOT,
+        env={**os.environ, **others, **caches, "CXX": str(compiler)},
+        stdin=subprocess.DEVNULL,
+    )
+    try:
+        wait_until(lambda: pids.exists() and len(pids.read_text().split()) % 2 == 0, 120)
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(60) in (0, -signal.SIGTERM)
+        assert not any(map(is_running, pids.read_text().split()))
+        assert list((tmp_path / "cache").glob("onequeue-*")) == []
+    finally:
+        child.kill()
+        child.wait()

@@ -28,7 +28,7 @@ def test_every_data_file_of_a_package_is_package_data() -> None:
     }
     assert files == {path for path in data if path.is_file()}
     kinds = {path.suffix for path in files}
-    assert {".html", ".css", ".js", ".cpp", ".safetensors"} <= kinds
+    assert {".html", ".css", ".js", ".cpp", ".h", ".safetensors"} <= kinds
 
 
 def test_every_folder_with_modules_is_a_package() -> None:

@@ -6,7 +6,9 @@
 // Datatype For Higher-Precision Computations", 2019). Weights are split once, inputs at each call. A
 // row's product does not depend on the other rows.
 
-#include <ATen/ops/zeros.h>
+#include "matmul.h"
+#include "panels.h"
+#include "tensors.h"
 
 namespace {
 

@@ -1,92 +1,186 @@
-// Attention of all spans of a step. Threads take tiles one after another. Where there are fewer tiles
-// than threads, tiles are split at multiples of TILE_KEYS and their sums merged at the end, as in
-// Dao et al., "Flash-Decoding", 2023.
+// The attention operations that torch calls: of a layer over the paged cache, and over packed rows.
+// `begin_step` passes the layout of a step's tokens before the model runs; it is held per thread.
 
-#include <ATen/Parallel.h>
-
-#include <atomic>
-#include <memory>
+#include "attention.h"
+#include "tensors.h"
 
 namespace {
 
-// Merges the sums of `count` parts of the same tokens and head into their output.
-template <typename T>
-void merge(const Attention<T>& attention, const Part* parts, int64_t count) {
-  const int64_t size = rounded_up(attention.values.size, LANES);
-  const int64_t rows = (parts->end - parts->begin) * attention.group;
-  for (int64_t row = 0; row < rows; ++row) {
-    float* sums = parts->sums + row * (2 + size);
-    for (int64_t n = 1; n < count; ++n) {
-      const float* more = parts[n].sums + row * (2 + size);
-      if (more[1] != 0) add_sums(sums, more[0], more[1], more + 2, size);
-    }
-    store_output(attention, *parts, row, sums);
-  }
+struct Layer {
+  Tensor keys, values;  // [blocks, BLOCK, heads, size]; values may be a part of the keys
+  int64_t chunk;
+  Temperature temperature;
+};
+
+struct Step {
+  std::vector<Layer> layers;
+  std::vector<Span> spans;
+  Tensor tables;  // memory that the spans point into
+};
+
+thread_local std::optional<Step> step;
+
+// Checks that a span's blocks are in its table and in the cache.
+void check_blocks(const Span& span, const Tensor& tables, int64_t blocks) {
+  const int64_t count = (span.length() + BLOCK - 1) / BLOCK;
+  const int64_t size = tables.const_data_ptr<int32_t>() + tables.numel() - span.table;
+  TORCH_CHECK(count <= size, "a table of ", size, " blocks for a span of ", count);
+  for (int64_t n = 0; n < count; ++n)
+    TORCH_CHECK(
+        0 <= span.table[n] && span.table[n] < blocks, "block ", span.table[n], " of ", blocks);
 }
 
-// The parts of a layer's attention, roughly the longest first.
+// layers: [L, 3] chunk, floor_scale, attn_scale; spans: [n, 4] row, width, start, offset in `tables`
+void begin_step(
+    at::TensorList keys, at::TensorList values, const Tensor& layers, const Tensor& spans,
+    const Tensor& tables) {
+  Step next;
+  const double* layer = layers.const_data_ptr<double>();
+  for (size_t n = 0; n < keys.size(); ++n, layer += 3)
+    next.layers.push_back({keys[n], values[n], int64_t(layer[0]), {layer[1], layer[2]}});
+  const int64_t* span = spans.const_data_ptr<int64_t>();
+  for (int64_t n = 0; n < spans.size(0); ++n, span += 4)
+    next.spans.push_back(
+        {span[0], span[1], span[2], tables.const_data_ptr<int32_t>() + span[3]});
+  for (const Span& span : next.spans) check_blocks(span, tables, next.layers.at(0).keys.size(0));
+  next.tables = tables;
+  step = std::move(next);
+}
+
+void end_step() { step.reset(); }
+
 template <typename T>
-std::vector<Part> parts_of(const Attention<T>& attention) {
-  std::vector<Part> parts;
-  const int64_t tokens = std::max<int64_t>(1, TILE_ROWS / attention.group);
-  for (const Span& span : attention.spans)
-    for (int64_t end = span.width; end > 0; end -= tokens)
-      for (int64_t head = 0; head < attention.key_heads; ++head) {
-        const int64_t begin = std::max<int64_t>(0, end - tokens);
-        const int64_t first = attention.mask.first(span.start + begin) / KEY_STEP * KEY_STEP;
-        const int64_t last = attention.mask.last(span.start + end - 1, span.length());
-        parts.push_back({&span, head, begin, end, first, last});
+Matrix<const T> rows_of(const Tensor& x) {  // [1, heads, T, size]
+  return {x.const_data_ptr<T>(), x.stride(2), x.stride(1), x.size(3)};
+}
+
+template <typename T>
+Matrix<const T> rows_of_cache(const Tensor& cache) {
+  return {cache.const_data_ptr<T>(), cache.stride(1), cache.stride(2), cache.size(3)};
+}
+
+template <typename T>
+void write(const Tensor& x, const Tensor& cache) {
+  const Matrix<const T> from = rows_of<T>(x);
+  const Matrix<T> to{cache.mutable_data_ptr<T>(), cache.stride(1), cache.stride(2), cache.size(3)};
+  const int64_t heads = x.size(1), token = heads * from.size;
+  for (const Span& span : step->spans)
+    at::parallel_for(0, span.width, 16384 / token + 1, [&](int64_t begin, int64_t end) {
+      for (int64_t n = begin; n < end; ++n) {
+        const int64_t position = span.start + n;
+        const int64_t slot = span.table[position / BLOCK] * BLOCK + position % BLOCK;
+        for (int64_t head = 0; head < heads; ++head)
+          std::copy_n(from.at(span.row + n, head), from.size, to.at(slot, head));
       }
-  return parts;
-}
-
-// Splits parts at multiples of TILE_KEYS. Parts of the same tokens stay adjacent.
-std::vector<Part> split(const std::vector<Part>& whole) {
-  std::vector<Part> parts;
-  for (Part part : whole)
-    for (const int64_t last = part.last; part.first < last; part.first = part.last) {
-      part.last = std::min(last, (part.first / TILE_KEYS + 1) * TILE_KEYS);
-      parts.push_back(part);
-    }
-  return parts;
-}
-
-template <typename Run>
-void in_parallel(int64_t count, const Run& run) {
-  std::atomic<int64_t> next{0};
-  at::parallel_for(0, std::min<int64_t>(count, at::get_num_threads()), 1, [&](int64_t, int64_t) {
-    for (int64_t n; (n = next++) < count;) run(n);
-  });
+    });
 }
 
 template <typename T>
-void attend(const Attention<T>& attention) {
-  const std::vector<Part> whole = parts_of(attention);
-  const int64_t threads = at::get_num_threads(), count = whole.size();
-  if (!count) return;
-  if (count * 2 > threads) {
-    in_parallel(count, [&](int64_t n) { Tile<T>(attention, whole[n]).attend(); });
-    return;
+Matrix<T> rows_of_output(const Tensor& out) {
+  return {out.mutable_data_ptr<T>(), out.stride(1), out.stride(2), out.size(3)};
+}
+
+Tensor with_contiguous_rows(const Tensor& x) {
+  return x.stride(3) == 1 ? x : x.contiguous();
+}
+
+Tensor output_for(const Tensor& query, const Tensor& value) {
+  return at::empty({1, query.size(2), query.size(1), value.size(3)}, query.options());
+}
+
+// Checks that the sizes match, since memory is read by them.
+void check(const Tensor& query, const Tensor& key, const Tensor& value) {
+  const auto q = query.sizes(), k = key.sizes(), v = value.sizes();
+  TORCH_CHECK(
+      q.size() == 4 && k.size() == 4 && v.size() == 4 && q[0] == 1 && k[0] == 1 && v[0] == 1 &&
+          k[1] > 0 && q[1] % k[1] == 0 && v[1] == k[1] && k[2] == q[2] && v[2] == q[2] &&
+          k[3] == q[3],
+      "attention of queries ", q, ", keys ", k, " and values ", v);
+}
+
+void check_cache(const Tensor& x, const Tensor& cache) {
+  TORCH_CHECK(
+      x.size(1) == cache.size(2) && x.size(3) == cache.size(3), x.sizes(),
+      " for a cache of ", cache.sizes());
+}
+
+// query, key, value [1, heads, T, size] → [1, T, heads, size]. Writes keys and values to the cache.
+// Without a step from begin_step, as in steps that another backend runs, calls the Python implementation.
+Tensor paged_attention(
+    const Tensor& query, const Tensor& key, const Tensor& value,
+    const std::optional<Tensor>& sinks, int64_t layer, double scale, int64_t window,
+    double softcap) {
+  if (!step) {
+    static const auto fallback = c10::Dispatcher::singleton()
+        .findSchemaOrThrow("onequeue::torch_attention", "")
+        .typed<Tensor(
+            const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, c10::SymInt,
+            double, c10::SymInt, double)>();
+    return fallback.call(query, key, value, sinks, layer, scale, window, softcap);
   }
-  std::vector<Part> parts = split(whole);
-  const int64_t stride = 2 + rounded_up(attention.values.size, LANES);
-  int64_t size = 0;
-  for (const Part& part : parts) size += (part.end - part.begin) * attention.group * stride;
-  const std::unique_ptr<float[]> sums(new float[size]);
-  float* free = sums.get();
-  for (Part& part : parts) {
-    part.sums = free;
-    free += (part.end - part.begin) * attention.group * stride;
-  }
-  in_parallel(parts.size(), [&](int64_t n) { Tile<T>(attention, parts[n]).attend(); });
-  for (size_t n = 0, end; n < parts.size(); n = end) {
-    const Part& part = parts[n];
-    for (end = n + 1; end < parts.size(); ++end)
-      if (parts[end].span != part.span || parts[end].head != part.head ||
-          parts[end].begin != part.begin)
-        break;
-    merge(attention, &part, end - n);
-  }
+  const Layer& cached = step->layers.at(layer);
+  check(query, key, value);
+  check_cache(key, cached.keys);
+  check_cache(value, cached.values);
+  TORCH_CHECK(!sinks || sinks->numel() == query.size(1), "the sinks are not one per query head");
+  for (const Span& span : step->spans)
+    TORCH_CHECK(
+        span.row + span.width <= query.size(2), "a span ends after the last of ", query.size(2),
+        " rows");
+  const Mask mask{scale, softcap, window, cached.chunk, true};
+  const Tensor q = with_contiguous_rows(query), k = with_contiguous_rows(key),
+               v = with_contiguous_rows(value);
+  const Tensor out = output_for(query, value);
+  const Tensor sink_row = sinks ? sinks->to(query.scalar_type()).contiguous() : Tensor();
+  dispatch(query, [&](auto kind) {
+    using T = decltype(kind);
+    write<T>(k, cached.keys);
+    write<T>(v, cached.values);
+    attend<T>(
+        {rows_of<T>(q), rows_of_cache<T>(cached.keys), rows_of_cache<T>(cached.values),
+         rows_of_output<T>(out), sinks ? sink_row.const_data_ptr<T>() : nullptr, k.size(1),
+         q.size(1) / k.size(1), mask, cached.temperature, step->spans});
+  });
+  return out;
+}
+
+// query, key, value [1, heads, T, size] → [1, T, heads, size] of packed rows: sequences of `lengths`
+// tokens one after another, each attending to itself only, in both directions unless causal.
+Tensor packed_attention(
+    const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& lengths,
+    double scale, int64_t window, bool causal) {
+  check(query, key, value);
+  const Tensor q = with_contiguous_rows(query), k = with_contiguous_rows(key),
+               v = with_contiguous_rows(value);
+  const Tensor out = output_for(query, value);
+  std::vector<Span> spans;
+  int64_t row = 0;
+  const int64_t* length = lengths.const_data_ptr<int64_t>();
+  for (int64_t n = 0; n < lengths.numel(); row += length[n++])
+    spans.push_back({row, length[n], 0, nullptr, row});
+  TORCH_CHECK(row == q.size(2), "sequences of ", row, " tokens in ", q.size(2), " rows");
+  dispatch(query, [&](auto kind) {
+    using T = decltype(kind);
+    attend<T>(
+        {rows_of<T>(q), rows_of<T>(k), rows_of<T>(v), rows_of_output<T>(out), nullptr, k.size(1),
+         q.size(1) / k.size(1), {scale, 0, window, 0, causal}, {}, spans});
+  });
+  return out;
 }
 
 }  // namespace
+
+TORCH_LIBRARY_IMPL(onequeue, CPU, m) {
+  m.impl("paged_attention", &paged_attention);
+}
+
+TORCH_LIBRARY_FRAGMENT(onequeue, m) {
+  m.def(
+      "begin_step(Tensor[] keys, Tensor[] values, Tensor layers, Tensor spans, Tensor tables) -> ()",
+      &begin_step);
+  m.def("end_step() -> ()", &end_step);
+  m.def(
+      "packed_attention(Tensor query, Tensor key, Tensor value, Tensor lengths, float scale, "
+      "int window, bool causal) -> Tensor",
+      &packed_attention);
+}

@@ -2,6 +2,8 @@
 // bytes each and widened to float32 in registers; inputs are widened once. Sums are float32, in the
 // order of the depth: a row's product does not depend on the other rows.
 
+#include "tensors.h"
+
 namespace {
 
 constexpr int64_t SPREAD = 2 * LANES;    // columns of a panel, PANEL_COLUMNS in cpu/linear_layers.py

@@ -1,5 +1,7 @@
 // Linear layers of a mixture's experts in one parallel region: each multiplies its part of the rows, which
-// are sorted by expert. The layouts are those of single layers (packed_linear.cpp, int8_linear.cpp).
+// are sorted by expert. The layouts are those of single layers (linear.h, quantized.h).
+
+#include "quantized.h"
 
 namespace {
 

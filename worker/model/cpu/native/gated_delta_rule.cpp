@@ -2,6 +2,8 @@
 // state do not depend on each other, so a thread keeps a tile of them in its cache for all tokens. A
 // token's result does not depend on the division of its sequence into chunks.
 
+#include "segments.h"
+
 namespace {
 
 #if defined(__AVX512F__)

@@ -1,7 +1,9 @@
 // Linear layers of int4 weights with a scale and an offset per column and INT4_DEPTH inputs, on a CPU
 // that multiplies bfloat16. With AMX, weights are widened to bfloat16 and multiplied with all rows, as
-// int8 weights are (int8_linear.cpp); elsewhere codes are multiplied and their sums scaled. A row's
+// int8 weights are (quantized.h); elsewhere codes are multiplied and their sums scaled. A row's
 // product does not depend on the others.
+
+#include "quantized.h"
 
 namespace {
 

@@ -2,6 +2,8 @@
 // own, with float32 sums in the order of the depth: it does not depend on the other rows or on the
 // number of threads.
 
+#include "tensors.h"
+
 namespace {
 
 constexpr int64_t LORA_WORK = 1 << 14;  // products that a thread computes, at least

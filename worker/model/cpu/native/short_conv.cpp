@@ -1,6 +1,8 @@
 // Causal convolutions of each channel over the last few tokens. A token's result does not depend on the
 // division of its sequence into chunks.
 
+#include "segments.h"
+
 namespace {
 
 constexpr int64_t MAX_TAPS = 8;

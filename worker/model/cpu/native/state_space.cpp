@@ -2,6 +2,8 @@
 // token. Rows of a state do not depend on each other, so a thread keeps some in its cache for all
 // tokens. A token's result does not depend on the division of its sequence into chunks.
 
+#include "segments.h"
+
 namespace {
 
 constexpr int64_t STATE_ROWS = 16;

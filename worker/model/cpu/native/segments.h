@@ -1,5 +1,9 @@
 // The segments of a step's packed row: which states of recurrent layers each reads and writes.
 
+#pragma once
+
+#include "tensors.h"
+
 namespace {
 
 constexpr int64_t NO_SLOT = -1;  // the state before the first token, zeros

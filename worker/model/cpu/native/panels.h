@@ -1,7 +1,11 @@
-// Packs keys and values into panels, the right operand of a product (matmul.cpp): 16 columns of a
+// Packs keys and values into panels, the right operand of a product (matmul.h): 16 columns of a
 // matrix side by side, row after row. Keys become columns and values rows, 16 tokens at a time. On a
 // CPU that multiplies bfloat16, a line holds two rows with their numbers in pairs; elsewhere bfloat16
 // becomes float32.
+
+#pragma once
+
+#include "vectors.h"
 
 namespace {
 

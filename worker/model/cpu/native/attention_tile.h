@@ -4,6 +4,11 @@
 // and merged in order, so a query's result depends on its own keys only: not on the other queries, the
 // chunks of its prompt or the number of threads.
 
+#pragma once
+
+#include "matmul.h"
+#include "panels.h"
+
 #include <vector>
 
 namespace {

@@ -1,4 +1,8 @@
-// Products of rows with panels (panels.cpp): by vector instructions, or by AMX tiles.
+// Products of rows with panels (panels.h): by vector instructions, or by AMX tiles.
+
+#pragma once
+
+#include "vectors.h"
 
 #include <ATen/cpu/Utils.h>
 

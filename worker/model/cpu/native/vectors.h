@@ -1,6 +1,8 @@
 // Vectors of 16 numbers, and the functions of them that attention needs. They are the compilers' own
 // vector types (GCC, Clang), compiled to the registers that the CPU has.
 
+#pragma once
+
 #include <c10/util/BFloat16.h>
 
 #include <algorithm>

@@ -1,0 +1,102 @@
+// Linear layers of packed weights. oneDNN's layout: groups of 32 or 64 columns, each stored
+// line after line; a line holds one row of a float32 matrix, or two of a bfloat16 matrix in pairs. The
+// caller finds the width of the groups by comparing products. Sums are float32, in the order of the
+// depth: a row's product does not depend on the other rows or on the number of threads.
+
+#pragma once
+
+#include "matmul.h"
+#include "tensors.h"
+
+namespace {
+
+constexpr int64_t PREFETCH_BYTES = 8192;
+constexpr int64_t MAX_ROWS = 288;  // that a thread multiplies with a group of columns at a time
+constexpr int64_t MIN_ROWS = 2 * LANES;  // shares of rows are multiples: those of AMX tiles
+constexpr int64_t MAX_DEPTH = 512;  // so much of a group stays in the level 2 cache
+constexpr int64_t FEW_ROWS_DEPTH = 64;  // in the level 1 cache: few rows wait for memory
+
+// How many rows a thread multiplies with a group of columns at a time, `most` or fewer. All shares have
+// about as many: with a full one and a small one, the thread of the small one would wait.
+inline int64_t rows_of_share(int64_t rows, int64_t groups, int64_t most) {
+  const int64_t wanted = rows * groups / (4 * at::get_num_threads());
+  const int64_t share = std::clamp(wanted, MIN_ROWS, most), shares = (rows + share - 1) / share;
+  return rounded_up((rows + shares - 1) / shares, MIN_ROWS);
+}
+
+// Weights [columns / GROUP, depth / PER_WORD, GROUP, PER_WORD] of type T.
+template <typename T, int64_t GROUP>
+struct PackedWeights {
+  static constexpr int64_t PREFETCH = PREFETCH_BYTES, BUFFER = 1;
+  const T* groups;
+
+  // Some lines of a group, in place.
+  const T* lines(int64_t at, int64_t, T*) const { return groups + at; }
+  Floats scaled(Floats sums, int64_t) const { return sums; }
+};
+
+// x [rows, depth], out [rows, columns] of type O, bias [columns] of the same or null
+template <typename T, int64_t GROUP, typename Weights = PackedWeights<T, GROUP>, typename O = T>
+struct Linear {
+  // bfloat16 takes half of the cache, and its weights may have to be widened for each share of the rows
+  static constexpr int64_t MAX_SHARE = sizeof(T) == 2 ? 1056 : MAX_ROWS;
+
+  const T* x;
+  Weights weights;
+  const O* bias;
+  O* out;
+  int64_t rows, depth, columns;
+
+  void multiply() const {
+    const int64_t count = (columns + GROUP - 1) / GROUP;
+    const int64_t share = rows_of_share(rows, count, MAX_SHARE);
+    at::parallel_for(0, (rows + share - 1) / share * count, 1, [&](int64_t begin, int64_t end) {
+      std::vector<float> sums(std::min(rows, share) * GROUP);
+      for (int64_t n = begin; n < end; ++n) {
+        const int64_t row = n / count * share;
+        multiply(row, std::min(share, rows - row), n % count, sums.data());
+      }
+    });
+  }
+
+  // Multiplies some rows with a group. AMX tiles take 32 rows, the last ones fewer.
+  void multiply(int64_t row, int64_t count, int64_t group, float* sums) const {
+    const int64_t whole = count / (2 * LANES) * (2 * LANES);
+    if (whole) sum(row, whole, group, sums);
+    if (count > whole) sum(row + whole, count - whole, group, sums + whole * GROUP);
+    for (int64_t last = row + count; row < last; ++row, sums += GROUP)
+      for (int64_t lane = 0; lane < GROUP; lane += LANES)
+        write(load<Floats>(sums + lane), row, group * GROUP + lane);
+  }
+
+  void sum(int64_t row, int64_t count, int64_t group, float* sums) const {
+    const Multiplier<T> multiplier(count);
+    alignas(64) T buffer[Weights::BUFFER];
+    const int64_t most = count <= 2 * LANES && !has_tiles() ? FEW_ROWS_DEPTH : MAX_DEPTH;
+    for (int64_t k = 0; k < depth; k += most) {
+      const int64_t deep = std::min(most, depth - k);
+      const T* lines = weights.lines((group * depth + k) * GROUP, deep * GROUP, buffer);
+      const Product<T, GROUP, Weights::PREFETCH> product{
+          x + row * depth + k, depth, lines, STEP<T>, sums, GROUP, deep, k > 0};
+      multiplier.multiply(product, count, GROUP / LANES);
+    }
+  }
+
+  void write(Floats sums, int64_t row, int64_t column) const {
+    const int64_t count = columns - column;
+    sums = weights.scaled(sums, column);
+    if (bias) sums += load_floats(bias + column, count);
+    store_floats(out + row * columns + column, sums, count);
+  }
+};
+
+// Whether the CPU has instructions for T that make the native product as fast as oneDNN's.
+#if defined(__AVX512F__)
+template <typename T>
+constexpr bool HAS_KERNEL = std::is_same_v<T, Operand<T>>;
+#else
+template <typename T>
+constexpr bool HAS_KERNEL = false;
+#endif
+
+}  // namespace
