@@ -1,4 +1,4 @@
-"""The command `onequeue`, also `python -m server`: serve, calibrate, load and template.
+"""The command `onequeue`, also `python -m server`: serve, calibrate, load, template and build.
 
 Each subcommand is a module of server/commands/ and is imported when it runs: the load test needs
 neither torch nor a web server.
@@ -22,6 +22,7 @@ usage: onequeue COMMAND …
   calibrate [MODEL]   measure the request rate that this machine sustains, and the settings for it
   load URL …          load-test an HTTP inference server
   template MODEL      print the formats of tool calls and reasoning inferred from a chat template
+  build               build the native operations for this CPU, which the first start would build
 
 onequeue COMMAND --help lists the options of a command; onequeue --version prints the version."""
 MISUSE = 2  # exit status, as argparse's
@@ -51,13 +52,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         logging.disable(logging.WARNING)  # the report has them
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `| head` is no error
         template_command("onequeue template", args)
+    elif name == "build":
+        from worker.model.attention.native import build_command
+
+        build_command("onequeue build", args)
     elif name in ("-h", "--help"):
         print(HELP)
     elif name == "--version":
         print(f"onequeue {__version__}")
     else:
         print(
-            f"onequeue: unknown command {name!r}: serve, calibrate, load, template", file=sys.stderr
+            f"onequeue: unknown command {name!r}: serve, calibrate, load, template, build",
+            file=sys.stderr,
         )
         raise SystemExit(MISUSE)
 

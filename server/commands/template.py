@@ -28,7 +28,7 @@ from worker.text.chat_template.inference import CONTENT, TOOLS, assistant, examp
 from worker.text.chat_template.template import ChatTemplate
 
 EXIT_USAGE = 2  # as argparse's
-CONTENTS = {"absent": "left out", "null": "null", "dumped": "null", "empty": "an empty text"}
+CONTENTS = {"absent": "left out", "null": "null", "empty": "an empty text"}
 IDS = {"any": "any", "nine": "nine letters or digits", "named": "functions.NAME:INDEX"}
 
 

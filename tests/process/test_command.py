@@ -54,14 +54,14 @@ def test_the_installed_command_names_its_subcommands(installed: Path) -> None:
     assert run(installed, "--version").stdout == f"onequeue {__version__}\n"
     listed = run(installed, "--help").stdout
     assert run(installed).stdout == listed
-    for name in ("serve", "calibrate", "load", "template"):
+    for name in ("serve", "calibrate", "load", "template", "build"):
         assert f"  {name} " in listed
         done = run(installed, name, "--help")
         assert done.returncode == 0
         assert f"onequeue {name}" in done.stdout
     wrong = run(installed, "server")
     assert wrong.returncode == 2
-    assert "'server': serve, calibrate, load, template" in wrong.stderr
+    assert "'server': serve, calibrate, load, template, build" in wrong.stderr
 
 
 def test_the_installed_command_serves_beside_a_module_of_the_same_name(

@@ -7,6 +7,7 @@ the linear operations (cpu/linear_layers.py, cpu/amx_linear.py). Without a compi
 backend is used.
 """
 
+import argparse
 import ctypes
 import fcntl
 import logging
@@ -75,6 +76,16 @@ def try_load_native_ops(build: bool) -> bool:
         log.warning("no native operations: %.300s", first_line(error))
         return False
     return True
+
+
+def build_command(program: str, argv: Sequence[str]) -> None:
+    """Run `onequeue build`: print the library's path, or the reason and exit with 1."""
+    argparse.ArgumentParser(program, description="Build the native operations.").parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        print(library_path(build=True))
+    except Exception as error:  # no compiler
+        raise SystemExit(f"{program}: {first_line(error)}") from None
 
 
 # ── the library's file ──
@@ -160,7 +171,7 @@ def _build(path: Path) -> None:
             parts.append(builder(file.stem, [str(file)], compiles=True))
         objects = [part.get_target_file_path() for part in parts]
         library = builder("library", objects, compiles=False)
-        log.info("building native operations, once: torch's serve until then")
+        log.info("building native operations, once")
         started = time.monotonic()
         _run([part.get_command_line() for part in parts], folder, started)
         _run([library.get_command_line()], folder, started)
