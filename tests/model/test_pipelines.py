@@ -277,6 +277,7 @@ def test_a_short_text_runs_code_of_few_worker_files() -> None:
         result = run.finish(one, run.forward([one.prepared])[0])
     finally:
         sys.setprofile(None)
+    entered.discard("compiling.py")  # whether a layer of transformers is traced, if it is imported
     assert entered == {"runner.py", "packed_attention.py", "yield_points.py"}
     checked = item("the capital of [MASK] is paris", top_k=5)  # parameters take the longer path
     assert [json.loads(result)] == serve(run, [checked])
