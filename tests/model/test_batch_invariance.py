@@ -297,6 +297,20 @@ def test_rows_that_torch_computes_are_reported(
     assert "weights stay as they are" not in caplog.text
 
 
+def test_rows_that_depend_on_the_start_of_their_chunk_are_reported(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The tiny Llama 4 scales queries by their row and then by their position."""
+    options = GeneratorOptions(
+        str(tiny_decoders.folder("llama4")), dtype="bfloat16", device="cpu", kv_cache_gb=0.01,
+        compile="on",
+    )  # fmt: skip
+    runner = load_paged_runner(load_language_model(options), options)
+    runner._use_native_ops()
+    assert runner.metadata is NativeMetadata
+    assert "outputs depend on the batch" in caplog.text
+
+
 # ── the compiled model takes over ──
 
 

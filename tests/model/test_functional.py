@@ -1,5 +1,7 @@
 """Modules that multiply without a linear layer give a row the same bits among any other rows."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -100,14 +102,27 @@ def test_products_with_experts_have_some_rows_at_least(monkeypatch: pytest.Monke
     assert rows == [5, MIN_ROWS, MIN_ROWS]
 
 
+class OneByOne(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 8, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight[0])
+
+
 @pytest.mark.parametrize("differs", [False, True])
+@pytest.mark.parametrize("kind", [Experts, OneByOne])
 def test_products_that_depend_on_the_number_of_rows_are_found(
-    differs: bool, monkeypatch: pytest.MonkeyPatch
+    kind: type[nn.Module], differs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def product(x: Tensor, weight: Tensor) -> Tensor:
-        out = (x[:, None] * weight).sum(-1)
-        return out + (len(x) > 64) if differs else out
+        out = (x[..., None, :] * (weight if x.dim() == 2 else weight.mT[:, None])).sum(-1)
+        return out + (x.shape[-2] > 64) if differs else out
 
-    monkeypatch.setattr(nn.functional, "linear", product)
-    assert stacked_products_differ(nn.Sequential(Experts())) is differs
+    bases: dict[Any, tuple[Any, str]] = {
+        Experts: (torch, "bmm"), OneByOne: (nn.functional, "linear"),
+    }  # fmt: skip
+    monkeypatch.setattr(*bases[kind], product)
+    assert stacked_products_differ(nn.Sequential(kind())) is differs
     assert not stacked_products_differ(nn.Sequential(nn.Conv1d(4, 4, 4)))

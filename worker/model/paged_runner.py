@@ -71,8 +71,16 @@ log = logging.getLogger("onequeue.paged_runner")
 # Tokens of the batches that compile and check the model: several, then one, and several again,
 # which runs the first graph with another size.
 COMPILED_WIDTHS = (24, 7, 1, 7)
-# The same for batches that show whether logits depend on the batch: kernels change at 16, 32, 64.
-COMPARED_WIDTHS = (77, 24, 7, 1)
+# Steps that show whether logits depend on the batch: copies of one text, with the start and
+# the end of each chunk. Kernels change at 16, 32, 64 and 128 rows.
+COMPARED_STEPS = (
+    [(0, 0, 77)],
+    [(1, 0, 7)],
+    [(1, 7, 8)],
+    [(1, 8, 9), (2, 0, 3)],
+    [(1, 9, 77), (2, 3, 33), (3, 0, 77)],
+    [(2, 33, 57)],
+)
 # What is lost without native attention, and without compilation, on a CPU.
 SLOWER_TORCH = "outputs depend on the batch, steps are slower"
 SLOWER_EAGER = "steps are slower"
@@ -342,7 +350,7 @@ class PagedRunner:
             self.metadata = NativeMetadata
             log.info("native attention seconds=%.0f", time.monotonic() - started)
             if not self._keeps_rows_apart():
-                reason = CannotRun("a token's logits differ in batches of several lengths")
+                reason = CannotRun("a token's logits differ between batches")
                 lost = "outputs depend on the batch"
                 language.fall_back("batch invariance", reason, "torch's rounding", lost)
 
@@ -383,20 +391,30 @@ class PagedRunner:
         return [torch.cat(parts) for parts in rows]
 
     def _keeps_rows_apart(self) -> bool:
-        """Return whether a token's logits are equal in every bit in batches of several lengths."""
+        """Return whether a token's logits are equal in every bit in steps of several lengths, from
+        any start and beside other sequences."""
         language = self.language
         if not self.verifies_drafts or stacked_products_differ(language.decoder):
             return False  # by torch's operations: equal in some batches only
-        widths = [min(width, language.context) for width in COMPARED_WIDTHS]
-        blocks = range(widths[0] // BLOCK + 1)
-        cache = new_cache(language, len(blocks), 2)
-        [text] = language.random_prompts(widths[:1])
-        batches = [
-            _check_batch(text[:width], [Span(blocks, 0, width)], [(1, 0)]) for width in widths
-        ]
-        return _begin_equally(
-            [run_model(language, batch, self.metadata(cache, batch)) for batch in batches]
-        )
+        [text] = language.random_prompts([min(COMPARED_STEPS[0][0][2], language.context)])
+        blocks = len(text) // BLOCK + 1
+        cache = new_cache(language, 4 * blocks, 8)
+        whole: Tensor | None = None
+        for step, chunks in enumerate(COMPARED_STEPS):
+            parts = [(n, range(start, min(end, len(text)))) for n, start, end in chunks]
+            parts = [(n, part) for n, part in parts if part]
+            spans = [
+                Span(range(n * blocks, (n + 1) * blocks), part.start, len(part))
+                for n, part in parts
+            ]
+            slots = [(2 * n + (step + 1) % 2, 2 * n + step % 2) for n, _ in parts]
+            rows = [row for _, part in parts for row in part]
+            batch = _check_batch([text[row] for row in rows], spans, slots)
+            logits = run_model(language, batch, self.metadata(cache, batch))
+            whole = logits if whole is None else whole
+            if not torch.equal(logits, whole[rows]):
+                return False
+        return True
 
     def _check_compiled(self, compiled: Callable[..., Any]) -> None:
         """Raise CannotRun unless the compiled model gives the logits of the eager one. Where these

@@ -61,8 +61,7 @@ def replace_functions(model: nn.Module, make_layer: MakeLayer) -> None:
     """Replace the functions that modules call directly. `make_layer` packs a module's own weight
     on its first call; the model may be running meanwhile."""
     for module in list(model.modules()):
-        forward = _forward(module)
-        names = getattr(getattr(forward, "__code__", None), "co_names", ())
+        forward, names = _forward(module), names_in_forward(module)
         is_plain = not hasattr(forward, "__wrapped__") and "forward" not in vars(module)
         if not is_plain or type(module).__module__.startswith("torch."):
             continue
@@ -87,6 +86,11 @@ def _forward(module: nn.Module) -> Any:
     while getattr(forward, "__globals__", {}).get("__name__") == deprecation.__name__:
         forward = forward.__wrapped__
     return forward
+
+
+def names_in_forward(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of functions and attributes that the forward of the module's class uses."""
+    return getattr(getattr(_forward(module), "__code__", None), "co_names", ())
 
 
 def _unless_compiling(module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:

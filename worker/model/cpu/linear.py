@@ -22,7 +22,7 @@ from worker.model.cpu.experts import (
     packed_experts,
     unpack_experts,
 )
-from worker.model.cpu.functional import MIN_ROWS, replace_functions
+from worker.model.cpu.functional import MIN_ROWS, names_in_forward, replace_functions
 from worker.model.cpu.fused_linear import (
     FusedSlice,
     find_shared_inputs,
@@ -355,20 +355,28 @@ def use_native_functions(model: nn.Module) -> None:
 def stacked_products_differ(model: nn.Module) -> bool:
     """Return whether a row's product with a matrix, of those that modules keep together in one
     parameter, depends on the number of rows, from MIN_ROWS on."""
-    matrices = {
-        (parameter.shape[1:], parameter.dtype): parameter[0]
+    stacks = {
+        (parameter.shape, parameter.dtype, "bmm" in names_in_forward(module)): parameter
         for module in model.modules()
         if not type(module).__module__.startswith("torch.")
         for parameter in module.parameters(recurse=False)
         if parameter.dim() == 3 and len(parameter) > 1
     }
     generator = torch.Generator().manual_seed(0)
-    for matrix in matrices.values():
-        x = torch.randn(STACKED_ROWS[-1], matrix.shape[1], generator=generator).to(matrix.dtype)
-        products = [nn.functional.linear(x[:rows], matrix) for rows in STACKED_ROWS]
-        if not all(torch.equal(part, products[-1][: len(part)]) for part in products):
-            return True
+    for (shape, dtype, is_bmm), matrices in stacks.items():
+        x = torch.randn(STACKED_ROWS[-1], shape[1 if is_bmm else 2], generator=generator).to(dtype)
+        whole = _stacked_product(x, matrices, is_bmm)
+        for rows in STACKED_ROWS[:-1]:
+            if not torch.equal(_stacked_product(x[:rows], matrices, is_bmm), whole[..., :rows, :]):
+                return True
     return False
+
+
+def _stacked_product(x: Tensor, matrices: Tensor, is_bmm: bool) -> Tensor:
+    """Return the rows' product with all matrices at once, or with the first one alone."""
+    if is_bmm:
+        return torch.bmm(x.repeat(len(matrices), 1, 1), matrices)
+    return nn.functional.linear(x, matrices[0])
 
 
 def use_native_experts(experts: PackedExperts) -> None:
