@@ -200,6 +200,57 @@ def test_two_models_run_their_own_graphs_with_guards_on_inputs_only() -> None:
         assert [float(model(torch.ones(width, 4)).mean()) for model in compiled] == [3.0, 4.0]
 
 
+class Rotated(nn.Module):
+    """A model whose body rotates each second number of a head with the next: x [T, heads, 8]."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_model: Any = nn.Module()
+        self.base_model.forward = self._rotate
+
+    @staticmethod
+    def _rotate(x: Tensor, positions: Tensor) -> Tensor:
+        angles = positions[:, None, None] * torch.tensor([1.0, 0.1, 0.01, 0.001])
+        even, odd = x[..., ::2], x[..., 1::2]
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((even * cos - odd * sin, odd * cos + even * sin), -1)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        output: Tensor = self.base_model.forward(x=x, positions=positions)
+        return output
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="there is no compiler")
+@torch.inference_mode()
+def test_compiled_rotations_have_the_same_bits_in_any_batch() -> None:
+    torch.manual_seed(0)
+    x, positions = torch.randn(40, 4, 8), torch.arange(100, 140.0)
+    rotated: list[Tensor] = []
+
+    def check(compiled: Any) -> None:
+        rotated.extend(compiled(x[:width], positions[:width]) for width in (40, 24, 7, 1))
+
+    model = Rotated()
+    compile_model(model, check)
+    torch.testing.assert_close(rotated[0], model(x, positions))
+    assert all(torch.equal(rows, rotated[0][: len(rows)]) for rows in rotated)
+
+
+def test_a_model_with_other_logits_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda forward, **_: forward)
+    checked: list[Any] = []
+
+    def refuse(compiled: Any) -> None:
+        checked.append(compiled)
+        raise CannotRun("logits differ")
+
+    with pytest.raises(CannotRun):
+        compile_model(Rotated(), refuse)
+    assert len(checked) == 1
+
+
 def test_transformers_asks_the_tracer_and_no_flag_of_the_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -23,6 +23,7 @@ from worker.generation.text_pipeline import copy_sharing_weights
 from worker.model.attention import latent
 from worker.model.attention.native import NativeMetadata
 from worker.model.attention.paged import LATENT
+from worker.model.compiling import compile_model
 from worker.model.cpu import linear, linear_layers
 from worker.model.cpu.head_linear import HeadLinear, PackedHeads
 from worker.model.cpu.linear import use_native_linear
@@ -93,6 +94,14 @@ def test_log_probabilities_in_bfloat16_are_those_of_the_model(native: bool) -> N
     error = (actual - exact).abs()
     assert float(error.max()) < 2 * float(rounding.max())
     assert float(error.mean()) < 1.5 * float(rounding.mean())
+
+
+@pytest.mark.matrix
+@pytest.mark.usefixtures("native")
+def test_a_float32_model_is_compiled() -> None:
+    runner = runner_of(loaded("deepseek_v3", compile="off"))
+    runner._use_native_ops()
+    compile_model(runner.language.model, runner._check_compiled)
 
 
 def test_a_model_that_differs_keeps_all_heads(

@@ -13,7 +13,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.import_utils import is_torchdynamo_compiling
 
@@ -24,9 +24,42 @@ from worker.model.decoder_hook import copy_path, path_to_decoder, shallow_copy
 
 log = logging.getLogger("onequeue.compiling")
 
+
+# torch's own functions, which are opaque to the compiler
+@torch.library.custom_op("onequeue::cos", mutates_args=())
+def _cos(x: Tensor) -> Tensor:
+    return x.cos()
+
+
+@torch.library.custom_op("onequeue::sin", mutates_args=())
+def _sin(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+_cos.register_fake(torch.empty_like)
+_sin.register_fake(torch.empty_like)
+OPAQUE = {
+    torch.ops.aten.cos.default: torch.ops.onequeue.cos.default,
+    torch.ops.aten.sin.default: torch.ops.onequeue.sin.default,
+}
+
+
+def _use_opaque_functions(graph: torch.fx.Graph) -> None:
+    """Keep rotary angles out of fused loops. Where a model pairs every other number of a head, as
+    with latent attention, the loops run over tokens: the last ones, fewer than a vector has, would
+    get cosines of another rounding."""
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.target = OPAQUE.get(node.target, node.target)
+
+
 # Inductor's settings on a CPU. With dynamic_threads, kernels read the number of threads when they
 # run (worker/cores.py).
-CPU_COMPILE_SETTINGS = {"freezing": True, "cpp.dynamic_threads": True}
+CPU_COMPILE_SETTINGS = {
+    "freezing": True,
+    "cpp.dynamic_threads": True,
+    "post_grad_custom_pre_pass": _use_opaque_functions,
+}
 # Guards on a layer that do not tell kinds of layers apart. These, and those on global functions,
 # never fail while the model serves, and checking them takes as long as a part of the layer.
 IGNORED_GUARDS = ("EMPTY_NN_MODULE_HOOKS_DICT", "NOT_PRESENT_IN_GENERIC_DICT")
@@ -64,6 +97,8 @@ def compile_model(model: Any, check: Callable[[Any], None], is_multimodal: bool 
         return compiled
     try:
         return _compile_body(model, path, check, CPU_COMPILE_SETTINGS | {"cpp_wrapper": True})
+    except CannotRun:  # other logits: the kernels are the same without it
+        raise
     except Exception as error:
         log.info("kernels are called from Python: %.300s", first_line(error))
         return _compile_body(model, path, check, CPU_COMPILE_SETTINGS)
@@ -107,7 +142,7 @@ def _own_code(function: Any) -> Callable[..., Any]:
 
 
 def _compile_body(
-    model: Any, path: str, check: Callable[[Any], None], settings: dict[str, bool]
+    model: Any, path: str, check: Callable[[Any], None], settings: dict[str, Any]
 ) -> Any:
     from torch._inductor import config as inductor  # seconds to import
 
