@@ -796,3 +796,21 @@ def test_branches_of_one_of_may_overlap(branches: list[Any]) -> None:
     served = alone(asking(constraint=Constraint("json_schema", schema, "f"), max_tokens=40))
     [item] = json.loads(served.choices[0].text)
     assert isinstance(item, (int, float))
+
+
+@pytest.mark.parametrize("required", [False, True])
+def test_an_endless_document_ends_with_length(required: bool) -> None:
+    node = {
+        "type": "object",
+        "properties": {"v": {"type": "boolean"}, "next": {"$ref": "#/$defs/node"}},
+        "required": ["v", "next"],
+        "additionalProperties": False,
+    }
+    endless = {"$defs": {"node": node}, "$ref": "#/$defs/node"}
+    fields: dict[str, Any] = {"constraint": Constraint("json_schema", endless, "f")}
+    if required:
+        tool = {"type": "function", "function": {"name": "t", "parameters": endless}}
+        fields = {"tools": (tool,), "tool_policy": ToolCallPolicy(("t",), required=True)}
+    [choice] = alone(asking(**fields, max_tokens=60)).choices
+    assert choice.finish_reason == "length"
+    assert "".join(part.text for part in choice.parts).count('"next"') > 1
