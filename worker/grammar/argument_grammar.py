@@ -24,7 +24,6 @@ from worker.grammar.schema_analysis import (
 from worker.grammar.string_formats import FORMATS
 from worker.text.tool_call_format import ArgumentFormat
 
-MAX_DEPTH = 64  # of nested alternatives
 MAX_COUNT = 1 << 31  # of repetitions
 DEFINITIONS = ("$defs", "definitions")
 NUMBER_KEYWORDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
@@ -91,7 +90,7 @@ class ArgumentGrammar:
         return format_literals(text, self._quote)
 
     def _branches(self, schemas: Sequence[Any]) -> Iterator[SchemaAnalysis]:
-        return branches(SchemaAnalysis(self._document, schemas, MAX_DEPTH))
+        return branches(self._document, schemas)
 
     def _properties(
         self, analysis: SchemaAnalysis, make_entry: Callable[[str, Sequence[Any]], str]
@@ -99,7 +98,7 @@ class ArgumentGrammar:
         """Return entries by key; None if a required one has no possible value."""
         entries = {}
         for key in analysis.declared | analysis.required:
-            if entry := make_entry(key, analysis.property_value(key).schemas):
+            if entry := make_entry(key, analysis.property_schemas(key)):
                 entries[key] = entry, key in analysis.required
             elif key in analysis.required:
                 return None
@@ -231,8 +230,8 @@ class ArgumentGrammar:
 
     def _array(self, analysis: SchemaAnalysis) -> list[str]:
         count = max([1, *(len(list_in(part, "prefixItems")) for part in analysis.counted_parts)])
-        *first, more = (self._value(analysis.item(index).schemas) for index in range(count + 1))
-        return self._repeated("[]", first, more, _bounds("array", analysis))
+        *first, more = (self._value(analysis.item_schemas(index)) for index in range(count + 1))
+        return self._repeated("[]", first, more, _bounds(analysis, "Items"))
 
     def _object(self, analysis: SchemaAnalysis) -> list[str]:
         def member(key: str, schemas: Sequence[Any]) -> str:
@@ -243,9 +242,9 @@ class ArgumentGrammar:
             return []
         if entries:
             return [f'"{{" {self._sequence([*entries.values()], ",")} "}}"']
-        value = self._value(analysis.property_value("").schemas)
+        value = self._value(analysis.property_schemas(""))
         entry = value and f"{ANY_KEY} {value}"
-        return self._repeated("{}", [entry], entry, _bounds("object", analysis))
+        return self._repeated("{}", [entry], entry, _bounds(analysis, "Properties"))
 
     def _repeated(
         self, brackets: str, first: Sequence[str], more: str, bounds: Bounds
@@ -276,7 +275,7 @@ class ArgumentGrammar:
         is_token = closing.startswith("<[")  # a special token, which is no text
         end = "" if is_token else re.escape(close.rstrip())
         rest = closing if is_token else self._literals(close[len(close.rstrip()) :])
-        min_length, max_length = _bounds("string", analysis)
+        min_length, max_length = _bounds(analysis, "Length")
         patterns = [*self._patterns(analysis)]
         if not (is_token or patterns or others or min_length > 0 or max_length < inf):
             return f"{self._add_rule(regex_terminal(ANY + end), 'text')} {rest}"
@@ -308,9 +307,18 @@ def _is_bounded(kind: str, analysis: SchemaAnalysis) -> bool:
     return any(keywords & part.keys() for part in analysis.parts)
 
 
-def _bounds(kind: str, analysis: SchemaAnalysis) -> Bounds:
-    (lower, _), (upper, _) = analysis.bounds(kind)
-    return int(min(max(lower, 0), MAX_COUNT)), upper
+def _bounds(analysis: SchemaAnalysis, unit: str) -> Bounds:
+    """Return the smallest and the largest number of `Items`, `Properties`, or the `Length`."""
+    lower, upper = (
+        [
+            value
+            for part in analysis.counted_parts
+            if isinstance(value := part.get(f"{side}{unit}"), int | float)
+            and not isinstance(value, bool)
+        ]
+        for side in ("min", "max")
+    )
+    return int(min(max([0, *lower]), MAX_COUNT)), min([inf, *upper])
 
 
 def _repetition(min_count: int, max_count: float) -> str:

@@ -1,4 +1,4 @@
-"""Properties that all documents matching a JSON schema have: types, values, bounds, properties.
+"""Properties that all documents matching a JSON schema have: types, values, properties.
 
 argument_grammar.py writes rules by them. An analysis may be looser than the schema, never stricter:
 an ignored keyword only makes a schema match less. Schemas are untrusted: every step is counted
@@ -7,33 +7,19 @@ against a limit.
 
 from collections.abc import Hashable, Iterator, Sequence
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
 from batching.errors import InvalidInput
 from worker.text.tool_call_parser import json_type, resolve_reference
 
 Schema = dict[str, Any]
-Bound = tuple[float, int]  # a value, and whether it is excluded: 1 from below, -1 from above, 0 not
 
 MAX_STEPS = 50_000
-MAX_DEPTH = 8  # of nested properties, items and alternatives
+MAX_DEPTH = 64  # of nested alternatives
 # An integer is a number too, and 1.0 is an integer; a `fraction` is any other number.
 KINDS_OF_TYPE = {kind: {kind} for kind in ("null", "boolean", "integer", "string")}
 KINDS_OF_TYPE |= {"array": {"array"}, "object": {"object"}, "number": {"integer", "fraction"}}
 ALL_KINDS = frozenset({"fraction", *KINDS_OF_TYPE} - {"number"})
-NUMBER_BOUNDS = (
-    (("minimum", 0), ("exclusiveMinimum", 1)),
-    (("maximum", 0), ("exclusiveMaximum", -1)),
-)
-# The keywords of each kind's lower and upper bounds, with the second part of a Bound.
-BOUNDS = {
-    "integer": NUMBER_BOUNDS,
-    "fraction": NUMBER_BOUNDS,
-    "string": ((("minLength", 0),), (("maxLength", 0),)),
-    "array": ((("minItems", 0),), (("maxItems", 0),)),
-    "object": ((("minProperties", 0),), (("maxProperties", 0),)),
-}
 
 
 class SchemaDocument:
@@ -58,16 +44,12 @@ class SchemaDocument:
 
 
 class SchemaAnalysis:
-    """The properties of documents that match all of several schemas."""
+    """The properties of documents that match all of several schemas, without their alternatives."""
 
-    def __init__(
-        self, document: SchemaDocument, schemas: Sequence[Any], depth: int = MAX_DEPTH
-    ) -> None:
-        self.document, self.schemas, self.depth = document, schemas, depth
+    def __init__(self, document: SchemaDocument, schemas: Sequence[Any]) -> None:
+        self._document = document
         self.parts: list[Schema] = []  # the schemas, without references and `allOf`
-        self._properties: dict[str, SchemaAnalysis] = {}
-        self._bounds: dict[str, tuple[Bound, Bound]] = {}
-        waiting, seen = list(schemas) if depth > 0 else [], set()
+        waiting, seen = list(schemas), set()
         while waiting:
             document.spend()
             part = waiting.pop()
@@ -84,7 +66,7 @@ class SchemaAnalysis:
     @property
     def counted_parts(self) -> list[Schema]:
         """The parts; counts a step for each."""
-        self.document.spend(len(self.parts))
+        self._document.spend(len(self.parts))
         return self.parts
 
     @cached_property
@@ -93,7 +75,7 @@ class SchemaAnalysis:
         for part in self.counted_parts:
             if (declared := part.get("type")) is not None:
                 types = declared if isinstance(declared, list) else [declared]
-                self.document.spend(len(types))
+                self._document.spend(len(types))
                 kinds &= frozenset().union(
                     *(
                         KINDS_OF_TYPE[type_]
@@ -101,13 +83,6 @@ class SchemaAnalysis:
                         if isinstance(type_, str) and type_ in KINDS_OF_TYPE
                     )
                 )
-            for keyword in ("anyOf", "oneOf"):
-                if (alternatives := list_in(part, keyword)) and self.depth > 1:
-                    analyses = [
-                        SchemaAnalysis(self.document, [schema], self.depth - 1)
-                        for schema in alternatives
-                    ]
-                    kinds &= frozenset().union(*(analysis.kinds for analysis in analyses))
         if self.values is not None:
             kinds &= {kind_of(value) for value in self.values.values()}
         return kinds
@@ -127,7 +102,7 @@ class SchemaAnalysis:
 
     def _key(self, value: Any) -> Hashable:
         """Equal as JSON Schema defines it: 1 equals 1.0, but not true."""
-        self.document.spend()
+        self._document.spend()
         if isinstance(value, list):
             return "array", tuple([self._key(item) for item in value])
         if isinstance(value, dict):
@@ -140,7 +115,7 @@ class SchemaAnalysis:
         required: dict[str, None] = {}
         for part in self.counted_parts:
             names = list_in(part, "required")
-            self.document.spend(len(names))
+            self._document.spend(len(names))
             required |= dict.fromkeys(name for name in names if isinstance(name, str))
         return required
 
@@ -150,65 +125,45 @@ class SchemaAnalysis:
         declared: dict[str, None] = {}
         for part in self.counted_parts:
             if isinstance(properties := part.get("properties"), dict):
-                self.document.spend(len(properties))
+                self._document.spend(len(properties))
                 declared |= dict.fromkeys(properties)
         return declared
 
-    def property_value(self, name: str) -> "SchemaAnalysis":
-        """Return the analysis of a property's value, if it has one."""
-        if name not in self._properties:
-            schemas = []
-            for part in self.counted_parts:
-                properties = part.get("properties")
-                if isinstance(properties, dict) and name in properties:
-                    schemas.append(properties[name])
-                elif not part.get("patternProperties"):
-                    schemas.append(part.get("additionalProperties", True))
-            self._properties[name] = SchemaAnalysis(self.document, schemas, self.depth - 1)
-        return self._properties[name]
+    def property_schemas(self, name: str) -> list[Any]:
+        """Return the schemas of a property's value, if it has one."""
+        schemas = []
+        for part in self.counted_parts:
+            properties = part.get("properties")
+            if isinstance(properties, dict) and name in properties:
+                schemas.append(properties[name])
+            elif not part.get("patternProperties"):
+                schemas.append(part.get("additionalProperties", True))
+        return schemas
 
-    def item(self, index: int) -> "SchemaAnalysis":
-        """Return the analysis of an array's item, if it has so many."""
+    def item_schemas(self, index: int) -> list[Any]:
+        """Return the schemas of an array's item, if it has so many."""
         schemas = []
         for part in self.counted_parts:
             first = list_in(part, "prefixItems")
             schemas.append(first[index] if index < len(first) else part.get("items", True))
-        return SchemaAnalysis(self.document, schemas, self.depth - 1)
-
-    def bounds(self, kind: str) -> tuple[Bound, Bound]:
-        """Return the lower and the upper bound of the value or length of documents of a kind."""
-        if kind not in self._bounds:
-            lower, upper = [(-float("inf"), 0)], [(float("inf"), 0)]
-            for bounds, keywords in zip((lower, upper), BOUNDS[kind], strict=True):
-                for part in self.counted_parts:
-                    for keyword, side in keywords:
-                        value = part.get(keyword)
-                        if isinstance(value, int | float) and not isinstance(value, bool):
-                            bounds.append((value, side))
-            self._bounds[kind] = max(lower), min(upper)
-        return self._bounds[kind]
-
-    @property
-    def alternatives(self) -> Iterator[list["SchemaAnalysis"]]:
-        """For each `anyOf` and `oneOf`, the analyses with each of its schemas."""
-        for n, part in enumerate(self.counted_parts if self.depth > 1 else ()):
-            for keyword in ("anyOf", "oneOf"):
-                if schemas := list_in(part, keyword):
-                    rest = {name: value for name, value in part.items() if name != keyword}
-                    others = [*self.parts[:n], *self.parts[n + 1 :], rest]
-                    yield [
-                        SchemaAnalysis(self.document, [schema, *others], self.depth - 1)
-                        for schema in schemas
-                    ]
+        return schemas
 
 
-def branches(analysis: SchemaAnalysis) -> Iterator[SchemaAnalysis]:
-    """Yield the analysis of each combination of alternatives."""
-    analysis.document.spend()
-    if (alternatives := next(analysis.alternatives, None)) is None:
-        yield analysis
-    else:
-        yield from chain.from_iterable(map(branches, alternatives))
+def branches(
+    document: SchemaDocument, schemas: Sequence[Any], depth: int = MAX_DEPTH
+) -> Iterator[SchemaAnalysis]:
+    """Yield the analysis of each combination of alternatives of `anyOf` and `oneOf`."""
+    document.spend()
+    analysis = SchemaAnalysis(document, schemas)
+    for n, part in enumerate(analysis.counted_parts if depth > 1 else ()):
+        for keyword in ("anyOf", "oneOf"):
+            if alternatives := list_in(part, keyword):
+                rest = {name: value for name, value in part.items() if name != keyword}
+                others = [*analysis.parts[:n], *analysis.parts[n + 1 :], rest]
+                for schema in alternatives:
+                    yield from branches(document, [schema, *others], depth - 1)
+                return
+    yield analysis
 
 
 def kind_of(value: Any) -> str:
