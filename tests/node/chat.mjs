@@ -60,7 +60,7 @@ await checkBoth("named", async ({ client, model }) => {
 
 await checkBoth("none", async ({ client, model }) => {
   const tools = [zodFunction(WEATHER)];
-  const asked = { model, messages: user(QUESTION), tools, tool_choice: "none", max_tokens: 60 };
+  const asked = { model, messages: user(QUESTION), tools, tool_choice: "none", max_tokens: 60, min_tokens: 20 };
   const [choice] = (await client.chat.completions.create(asked)).choices;
   return { calls: choice.message.tool_calls ?? null, content: choice.message.content };
 });
