@@ -8,7 +8,7 @@ from array import array
 from collections import abc
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, NamedTuple, Self, SupportsIndex, TypeAlias, overload
+from typing import Any, Literal, NamedTuple, Self, SupportsIndex, TypeAlias, overload
 
 from batching.block_pool import SHARED_NAMESPACE, BlockKey, BlockTable, Content
 from batching.fair_share import NO_OWNER, Priority, WorkOwner
@@ -51,6 +51,8 @@ class TokenIds(array):  # type: ignore[type-arg]  # not subscriptable before Pyt
 
 
 TokenList: TypeAlias = TokenIds | list[int]
+# How the model runs: with torch's operations alone, eager with native ones, or as fast as it can.
+Form: TypeAlias = Literal["torch", "eager", ""]
 
 
 class PrefixedTokens(abc.Sequence[int]):
@@ -123,7 +125,7 @@ class Sequence:
     owner: WorkOwner = NO_OWNER
     cache_namespace: bytes = SHARED_NAMESPACE  # prefixes are shared within it
     multimodal: MultimodalInputs | None = None  # None: the prompt is text
-    eager: bool = False  # runs on the eager model: the compiled one rounds otherwise
+    form: Form = ""  # of the model: it ends on the one that it began with, as they round otherwise
     adapter: object = None  # weights that the model runner adds to the model's
     # leading prompt tokens that the conversation's next prompt repeats; 0: unknown
     history_len: int = 0

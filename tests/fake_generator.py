@@ -69,6 +69,7 @@ class FakeGenerator:
     max_model_len = 4096
     no_images_reason = TEXT_ONLY  # a test may empty it
     compile_state: Literal["running", "done", "off"] = "off"
+    stage = ""
     fallbacks: tuple[Fallback, ...] = ()
     defaults = SamplingDefaults(temperature=0.7, top_p=0.8, configured=True)
 

@@ -54,6 +54,7 @@ class FakeTranscriber:
     text_model: None = None
     others: OtherModels = ALONE
     compile_state: Literal["running", "done", "off"] = "off"
+    stage = ""
     fallbacks: tuple[Fallback, ...] = ()
 
     def __post_init__(self) -> None:

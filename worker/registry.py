@@ -127,6 +127,11 @@ class ServedModel:
         return self.engine.compile_state if self.is_loaded else "off"
 
     @property
+    def stage(self) -> str:
+        """What is built or compiled while it serves; empty: nothing."""
+        return self.engine.stage if self.is_loaded else ""
+
+    @property
     def fallbacks(self) -> Sequence[Fallback]:
         return self.engine.fallbacks if self.is_loaded else ()
 

@@ -32,7 +32,8 @@ class Ready(Struct):
     rerank_model: str | UnsetType = UNSET
     transcription_model: str | UnsetType = UNSET
     failing: list[str] | UnsetType = UNSET
-    fallbacks: dict[str, list[Fallback]] | UnsetType = UNSET  # by model
+    fallbacks: dict[str, list[Fallback]] | UnsetType = UNSET  # by model, as the next
+    stages: dict[str, str] | UnsetType = UNSET  # what is built or compiled in the background
 
 
 class Version(Struct):
@@ -67,6 +68,7 @@ async def ready(request: Request) -> Ready:
         raise unavailable("all models keep failing; they are tried again shortly")
     fallbacks = {n: [*m.fallbacks] for n, m in worker_client.models.items() if m.fallbacks}
     response = Ready("ready", "off", failing=failing or UNSET, fallbacks=fallbacks or UNSET)
+    response.stages = {n: m.stage for n, m in worker_client.models.items() if m.stage} or UNSET
     for name, model in worker_client.models.items():
         if model.kind != name or (info := model.info) is None:
             continue

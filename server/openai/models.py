@@ -78,7 +78,7 @@ class LoadResponse(Struct):
 
 
 class ModelStatus(Struct):
-    """As llama.cpp's router has it, and the progress of a load."""
+    """As llama.cpp's router has it, and the progress of a load, or what is compiled after it."""
 
     value: Literal["unloaded", "loading", "loaded", "failed"]
     stage: str | UnsetType = UNSET
@@ -206,7 +206,9 @@ class NamedModel:
             return ModelStatus("loading", progress.stage, progress_of(progress))
         if entry.model.state == "failed":
             return ModelStatus("failed", failed=True, error=entry.failure)
-        return ModelStatus("loaded" if entry.model.state == "ready" else "unloaded")
+        if entry.model.state == "ready":
+            return ModelStatus("loaded", entry.model.stage or UNSET)
+        return ModelStatus("unloaded")
 
     def load_event(self) -> LoadEvent:
         """Return the event of a model that is loading, ready or failed."""

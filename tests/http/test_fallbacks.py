@@ -1,4 +1,4 @@
-"""What the checks at load refused is in /ready and /metrics, as long as the model is loaded."""
+"""What the checks at load refused, and what is built in the background, is shown while it is so."""
 
 import httpx
 
@@ -29,3 +29,19 @@ def test_ready_and_metrics_show_what_was_refused() -> None:
         assert metric(server, sample) == 1
         generator.fallbacks = ()
         assert sample not in httpx.get(server.url + "/metrics").text
+
+
+def test_ready_and_the_models_list_show_what_is_built() -> None:
+    generator = FakeGenerator()
+    with serving(load_chat=lambda: generator) as server:
+
+        def shown() -> tuple[object, object]:
+            ready = httpx.get(server.url + "/ready").json().get("stages")
+            [model] = httpx.get(server.url + "/v1/models").json()["data"]
+            return ready, model["status"].get("stage")
+
+        assert shown() == (None, None)
+        generator.stage = "building native operations, 40 s so far, once"
+        assert shown() == ({"generation": generator.stage}, generator.stage)
+        generator.stage = ""
+        assert shown() == (None, None)

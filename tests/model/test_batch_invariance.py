@@ -1,17 +1,19 @@
 """Outputs of native operations are equal in every bit, alone and in any batch."""
 
 import random
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 from batching import scheduler
+from batching.sequence import Batch
 from tests import tiny_adapters, tiny_decoders
 from tests.causal_families import build
 from tests.generating import ORDINARY, Driver, Served, engine, request, runner_of, serve
@@ -25,6 +27,7 @@ from worker.messages.adapters import Adapter
 from worker.messages.generation import Sampling
 from worker.model.attention.native import NativeMetadata
 from worker.model.cpu.linear import native_quantized_matches
+from worker.model.cpu.linear_layers import PackedLinear
 from worker.model.language_model import GeneratorOptions, LanguageModel, load_language_model
 from worker.model.paged_runner import PagedRunner
 from worker.model.paging import load_paged_runner
@@ -333,6 +336,7 @@ def test_a_sequence_keeps_the_model_that_it_began_with() -> None:
 
     eager, compiled = engine("llama", speculation="off"), engine("llama", speculation="off")
     runner_of(compiled)._compiled = Compiled(runner_of(compiled).model)
+    runner_of(compiled).compile_state = "done"
     of_eager, of_compiled = (
         [served.ids for served in serve(run, map(new_request, prompts))[0]]
         for run in (eager, compiled)
@@ -350,3 +354,61 @@ def test_a_sequence_keeps_the_model_that_it_began_with() -> None:
     assert [served.ids for served in early] == of_eager
     assert late.ids == of_compiled[0] != of_eager[0]
     assert late.sequences[0].cached == 0, "it reads keys of the eager model"
+
+
+class Step(NamedTuple):
+    logits: Tensor
+    products: int  # of oneDNN
+
+
+def steps_by_form(
+    native: Literal["never", "later", "first"], monkeypatch: pytest.MonkeyPatch
+) -> dict[str, list[Step]]:
+    """Serve a request, with native operations from the first or a later step on, and then an equal
+    one beside it. Return the steps of each form."""
+    options = GeneratorOptions(
+        str(folder()), dtype="float32", device="cpu", kv_cache_gb=0.01, speculation="off"
+    )
+    runner = load_paged_runner(load_language_model(options), options)
+    driver, steps = Driver(paged_engine(runner, options)), defaultdict[str, list[Step]](list)
+    forward, multiply, products = runner.forward, PackedLinear.onednn_product, list[None]()
+
+    def counted(layer: PackedLinear, x: Tensor) -> Tensor:
+        products.append(None)
+        return multiply(layer, x)
+
+    def recorded(batch: Batch, sampled: Tensor | None = None) -> Tensor:
+        products.clear()
+        logits = forward(batch, sampled).clone()
+        steps[batch.chunks[0].sequence.form].append(Step(logits, len(products)))
+        return logits
+
+    monkeypatch.setattr(PackedLinear, "onednn_product", counted)
+    runner.forward = recorded  # type: ignore[method-assign]
+    prompt = list(range(10, 42))
+    if native == "first":
+        runner._use_native_ops()
+    driver.add(request(prompt, max_tokens=8))
+    driver.step()
+    if native == "later":
+        runner._use_native_ops()
+        late = driver.add(request(prompt, max_tokens=8))
+    driver.finish()
+    assert native != "later" or late.sequences[0].cached == 0, "it reads keys of the torch form"
+    monkeypatch.undo()
+    return steps
+
+
+def test_a_sequence_ends_on_torchs_operations_if_it_began_on_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    never, later, first = (steps_by_form(n, monkeypatch) for n in ("never", "later", "first"))
+    assert [*never] == ["torch"]
+    assert [*first] == ["eager"]
+    for form, expected in (never | first).items():
+        assert len(later[form]) == len(expected) == 8
+        assert [step.products for step in later[form]] == [step.products for step in expected]
+        for actual, step in zip(later[form], expected, strict=True):
+            assert torch.equal(actual.logits, step.logits)
+    assert all(step.products for step in later["torch"])
+    assert not any(step.products for step in later["eager"])

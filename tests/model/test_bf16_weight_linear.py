@@ -16,7 +16,6 @@ from tests import tiny
 from tests.model.test_native_linear import of_any_shape
 from tests.threads import compute_threads
 from tests.unit.test_fused_linear import Fan, parts
-from worker.model import language_model
 from worker.model.attention.native import _library, library_path, try_load_native_ops
 from worker.model.cpu.linear import (
     pack_weights,
@@ -197,9 +196,9 @@ def test_a_layer_with_a_fused_activation_stays() -> None:
     assert kinds(model) == [PackedLinear]
 
 
-@pytest.mark.parametrize("memory", ["none", "enough"])
-def test_the_operation_is_built_at_once_without_memory_for_float32(
-    memory: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_built", [True, False])
+def test_the_operation_is_built_before_weights_are_laid_out(
+    is_built: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = GeneratorOptions(str(tiny.folder("llama-lm")), device="cpu", dtype="bfloat16")
     language = load_language_model(options)
@@ -207,17 +206,15 @@ def test_the_operation_is_built_at_once_without_memory_for_float32(
 
     def loaded(build: bool) -> bool:
         builds.append(build)
-        return build
+        return is_built
 
     monkeypatch.setattr("worker.model.language_model.try_load_native_ops", loaded)
-    free = 0 if memory == "none" else 10**9
-    monkeypatch.setattr(language_model, "free_bytes", lambda device: free)
     language.pack_weights("none", lambda: None)
     assert not builds, "native operations were not requested"
     language = load_language_model(options)
     language.pack_weights("none", lambda: None, native=True)
-    assert builds == [memory == "none"]
-    assert set(kinds(language.model)) == {Bf16WeightLinear if builds[0] else PackedLinear}
+    assert builds == [True]
+    assert set(kinds(language.model)) == {Bf16WeightLinear if is_built else PackedLinear}
 
 
 def test_a_library_that_does_not_load_is_logged_and_unused(

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import re
 import shutil
 import threading
 import time
@@ -21,6 +22,7 @@ from batching.sequence import Batch, Span
 from tests import tiny, tiny_decoders
 from tests.generating import engine, runner_of
 from tests.matrix import matrix
+from tests.serving import wait_until
 from tests.threads import compute_threads
 from worker.cores import use_one_core
 from worker.device.self_check import CannotRun
@@ -164,6 +166,49 @@ def test_a_failed_compilation_is_logged_and_the_eager_model_goes_on(
         ("native attention", hidden),
         ("compilation", hidden),
     ]
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="there is no compiler")
+def test_torchs_operations_serve_until_the_native_ones_are_built(
+    monkeypatch: pytest.MonkeyPatch, native: None
+) -> None:
+    runner, is_built = loaded(), threading.Event()
+    monkeypatch.setattr(paged_runner, "try_load_native_ops", lambda build: False)
+    monkeypatch.setattr(paged_runner, "load_native_ops", is_built.wait)
+    monkeypatch.setattr(paged_runner, "compile_model", lambda *_: runner.model)
+    span = Span([0, 1], 0, 20)
+    before = run_tokens(runner, span)
+    runner.compile()
+    assert re.fullmatch("building native operations, [0-9]+ s so far, once", runner.stage)
+    assert (runner.form(False), runner.compile_state) == ("torch", "running")
+    assert torch.equal(run_tokens(runner, span), before)
+    assert runner.metadata is AttentionMetadata
+    is_built.set()
+    wait_until(lambda: runner.compile_state != "running", 600)
+    assert (runner.form(False), runner.form(True), runner.stage) == ("", "eager", "")
+    backend: Any = runner.metadata
+    assert backend is NativeMetadata
+
+
+@pytest.mark.parametrize(("name", "waits"), [("llama", False), ("deepseek-v3", True)])
+def test_models_whose_native_layers_hold_other_weights_wait_for_the_build(
+    name: str, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = runner_of(engine(name))
+    monkeypatch.setattr(paged_runner, "try_load_native_ops", lambda build: False)
+    assert runner._builds_later() is not waits
+
+
+def test_what_is_refused_for_its_logits_is_not_compiled_again() -> None:
+    tried: list[Any] = []
+
+    def check(compiled: Any) -> None:
+        tried.append(compiled)
+        raise CannotRun("logits differ")
+
+    with pytest.raises(CannotRun, match="logits differ"):
+        compile_model(Scaled(1.0), check)
+    assert len(tried) == 1
 
 
 class Scaled(nn.Module):

@@ -29,7 +29,7 @@ from batching.errors import DeviceLost, ItemFailed, NotReady, OnequeueError, Out
 from batching.fair_share import WorkOwner, fair_order
 from batching.request_queue import WorkItem
 from batching.scheduler import ContinuousScheduler, PrefillBudget, RowCost
-from batching.sequence import Batch, Chunk, Sequence
+from batching.sequence import Batch, Chunk, Form, Sequence
 from worker.adapter_folder import adapter_folder
 from worker.error_classification import failure_of, run_halves
 from worker.generation.input_processor import GenerationItem, InputProcessor, Output
@@ -74,11 +74,12 @@ class InFlightStep:
     launched_at: float
 
 
-def _by_model(chunks: abc.Sequence[Chunk]) -> list[list[Chunk]]:
-    """Return the chunks of sequences on the eager model apart from the others."""
-    eager = [chunk for chunk in chunks if chunk.sequence.eager]
-    others = [chunk for chunk in chunks if not chunk.sequence.eager]
-    return [group for group in (eager, others) if group]
+def _by_form(chunks: abc.Sequence[Chunk]) -> list[list[Chunk]]:
+    """Return the chunks of sequences apart that run on different forms of the model."""
+    groups: defaultdict[str, list[Chunk]] = defaultdict(list)
+    for chunk in chunks:
+        groups[chunk.sequence.form].append(chunk)
+    return [*groups.values()]
 
 
 class GenerationEngine:
@@ -144,6 +145,10 @@ class GenerationEngine:
         return self.runner.compile_state
 
     @property
+    def stage(self) -> str:
+        return self.runner.stage
+
+    @property
     def fallbacks(self) -> abc.Sequence[Fallback]:
         return self.runner.language.fallbacks
 
@@ -178,10 +183,10 @@ class GenerationEngine:
         namespace = output.item.cache_namespace
         if adapter:
             namespace += b"adapter%d" % adapter.number
-        # The two models' keys differ by rounding too, so neither reads the prefixes of the other.
-        state = self.runner.compile_state
-        eager = state == "running" or (state == "done" and adapter is not None)
-        eager = eager and not self._runs_ahead
+        # The keys of forms differ by rounding too, so none reads the prefixes of another.
+        form: Form = ""
+        if isinstance(self.runner, PagedRunner) and not self._runs_ahead:
+            form = self.runner.form(adapter is not None)
         sequence = Sequence(
             prepared.ids,
             max_tokens=prepared.max_tokens,
@@ -189,9 +194,9 @@ class GenerationEngine:
             scores_end=bool(prepared.labels),
             priority=output.priority,
             owner=output.item.owner,
-            cache_namespace=namespace + (b"eager" if eager else b""),
+            cache_namespace=namespace + form.encode(),
             multimodal=prepared.multimodal,
-            eager=eager,
+            form=form,
             adapter=adapter.weights if adapter else None,
             history_len=prepared.history_len,
         )
@@ -252,8 +257,8 @@ class GenerationEngine:
         self._counts, self._deltas = Counter(), []
         self._drop_cancelled()
         if chunks := self._schedule():
-            for of_model in _by_model(chunks):
-                self._launch(of_model)
+            for of_form in _by_form(chunks):
+                self._launch(of_form)
         else:
             self._process_results()
         return self._collect()
@@ -290,6 +295,8 @@ class GenerationEngine:
         output = self._outputs[sequence]
         if not (self._speculation and self._may_draft and isinstance(output, SequenceOutput)):
             return ()
+        if isinstance(self.runner, PagedRunner) and not self.runner.verifies_drafts:
+            return ()  # native operations are not built yet
         try:
             return self._speculation.draft(sequence, output)
         except BaseException as error:

@@ -138,7 +138,8 @@ def paged_engine(
         runner,
         InputProcessor(language, runner.max_model_len, image_preprocessor=preprocessor),
         new_scheduler,
-        speculates=options.speculation == "auto" and runner.verifies_drafts,
+        speculates=options.speculation == "auto"
+        and (runner.verifies_drafts or runner.builds_later),
     )
 
 

@@ -92,6 +92,10 @@ class TextGenerationEngine:
         return self.generation.compile_state
 
     @property
+    def stage(self) -> str:
+        return self.generation.stage
+
+    @property
     def fallbacks(self) -> Sequence[Fallback]:
         return self.generation.fallbacks
 

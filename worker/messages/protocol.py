@@ -259,6 +259,10 @@ class Engine(Protocol[Item, Raw]):
         """Whether the model is being compiled in the background."""
 
     @property
+    def stage(self) -> str:
+        """What is built or compiled in the background, and for how long; empty: nothing."""
+
+    @property
     def fallbacks(self) -> Sequence[Fallback]:
         """What the checks have refused, up to now. Replaced, never changed, by any thread."""
 

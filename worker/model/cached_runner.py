@@ -108,6 +108,7 @@ class CachedRunner:
     max_padding: float = math.inf
 
     compile_state: Literal["running", "done", "off"] = "off"
+    stage = ""
     decoder_hook: None = None
     idempotent = False  # a forward updates the cache
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.import_utils import is_torchdynamo_compiling
 
+from worker import compilers
 from worker.device.self_check import CannotRun
 from worker.error_classification import first_line
 from worker.model.attention.paged import SHARED_LAYER, call_as_layer
@@ -100,6 +101,8 @@ def compile_model(model: Any, check: Callable[[Any], None], is_multimodal: bool 
     except CannotRun:  # other logits: the kernels are the same without it
         raise
     except Exception as error:
+        if isinstance(error, CannotRun) or compilers.ending.is_set():
+            raise  # its logits are refused: the same kernels would give them again
         log.info("kernels are called from Python: %.300s", first_line(error))
         return _compile_body(model, path, check, CPU_COMPILE_SETTINGS)
 

@@ -198,9 +198,8 @@ class LanguageModel:
         """Pack or quantize the weights for the CPU's kernels; a GPU's are fused.
 
         `recheck` runs the model and raises if its output is wrong; without it only `quantization`
-        has an effect. `native`: native operations are used if they are built already, and built
-        now if there is no memory for the float32 weights that serve until then. Raise LoadingFailed
-        if the device cannot run the quantization.
+        has an effect. `native`: native operations with a layout of their own are used, and built
+        first if they are not there. Raise LoadingFailed if the device cannot run the quantization.
         """
         on_cpu = self.device.type == "cpu"
         layer = library_layer(self.model) if on_cpu else None
@@ -223,9 +222,7 @@ class LanguageModel:
                 group_experts(self.model, recheck)
         elif recheck and on_cpu and packs_dtype(self.dtype):
             free = free_bytes(self.device)
-            bf16_weights = native and emulates_dtype(self.dtype)
-            if bf16_weights:
-                bf16_weights = try_load_native_ops(build=not linear.has_memory(self.model, free))
+            bf16_weights = native and emulates_dtype(self.dtype) and try_load_native_ops(build=True)
             pack_weights(self.model, free, recheck, bf16_weights=bf16_weights)
         elif on_cpu and emulates_dtype(self.dtype):
             log.warning("this CPU emulates bfloat16: DTYPE=float32 is faster here")

@@ -31,6 +31,7 @@ from worker.model.attention.native import NATIVE_DTYPES, try_load_native_ops
 from worker.model.attention.paged import AttentionMetadata, forward_context
 from worker.model.attention.recurrent import PackedStates
 from worker.model.cpu.linear import ROUNDING
+from worker.model.cpu.torch_only import is_torch_only
 from worker.model.language_model import LanguageModel
 
 log = logging.getLogger("onequeue.lora")
@@ -89,14 +90,18 @@ class LoraLayers:
         self._hooked: set[str] = set()
         self._add: Callable[..., object] = _add_rows
         self.is_native = False
-        on_cpu = language.device.type == "cpu" and language.dtype in NATIVE_DTYPES
-        if on_cpu and try_load_native_ops(builds) and native_matches(language.dtype):
-            self._add = torch.ops.onequeue.add_lora
-            self.is_native = True
+        if language.device.type == "cpu" and language.dtype in NATIVE_DTYPES:
+            self.use_native(builds)
         log.info(
             "adapters layers=%d native=%s: their rows run on the eager model",
             len(self.layers), self.is_native,
         )  # fmt: skip
+
+    def use_native(self, builds: bool) -> None:
+        """Add by the native operation if it is there, or can be built, and gives the same."""
+        if try_load_native_ops(builds) and native_matches(self.language.dtype):
+            self._add = torch.ops.onequeue.add_lora
+            self.is_native = True
 
     def load(self, folder: Path) -> LoraWeights:
         """Return the weights of an adapter, and have its layers add them from now on. Raises
@@ -123,7 +128,8 @@ class LoraLayers:
                 down.append(pair.down)
                 up.append(pair.up)
         if rows:
-            self._add(inputs[0], out, down, up, rows)
+            add = _add_rows if is_torch_only() else self._add
+            add(inputs[0], out, down, up, rows)
 
 
 def _add_rows(

@@ -5,8 +5,8 @@ or native attention, or a CUDA graph (cuda_graphs.py). The model is compiled in 
 and used from the next step on, if it gives the same logits up to rounding.
 
 With native operations a token's logits do not depend on the rest of its batch, on the chunks of its
-prompt or on the number of threads, in every bit. The compiled model rounds otherwise than the eager
-one, so a sequence that began on the eager model stays there.
+prompt or on the number of threads, in every bit. Until they are built, torch's serve. All forms of
+the model share the weights but round otherwise, so a sequence stays on the one that it began with.
 """
 
 import gc
@@ -22,8 +22,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from batching.sequence import Batch, Span
+from batching.sequence import Batch, Form, Span
 from batching.state_pool import MAX_CHECKPOINTS, MAX_DRAFTS, NO_SLOT, StatePool, StateSegment
+from worker import compilers
 from worker.cores import unpin
 from worker.device.async_copy import fill_placeholders, to_device
 from worker.device.self_check import CannotRun, length_beyond_windows
@@ -32,7 +33,12 @@ from worker.load_context import on_worker
 from worker.model.adapter_file import LoraWeights
 from worker.model.attention.kv_cache import BLOCK, KVCache
 from worker.model.attention.mixed import ALL_PROGRAMS, MixedMetadata, RowwiseMetadata
-from worker.model.attention.native import NATIVE_DTYPES, NativeMetadata, load_native_ops
+from worker.model.attention.native import (
+    NATIVE_DTYPES,
+    NativeMetadata,
+    load_native_ops,
+    try_load_native_ops,
+)
 from worker.model.attention.native_recurrent import use_native_recurrence
 from worker.model.attention.paged import (
     AttentionBackend,
@@ -45,6 +51,7 @@ from worker.model.attention.recurrent import PackedStates
 from worker.model.check import Reference, check
 from worker.model.compiling import compile_model
 from worker.model.cpu.activations import align_activations
+from worker.model.cpu.head_linear import HeadLinear
 from worker.model.cpu.linear import (
     stacked_products_differ,
     use_bf16_weights,
@@ -135,6 +142,8 @@ class PagedRunner:
         self.metadata: Callable[[KVCache, Batch], AttentionBackend] = AttentionMetadata
         self._compiled: Callable[..., Any] | None = None  # set by the thread, for the next step
         self.builds = True  # native operations may be built
+        self.builds_later = False  # they are built in the background
+        self._background: tuple[str, float] | None = None  # what a thread does, since when
         if language.deterministic:
             self._attend_by_rows()
         self._rows = SIZES[-1] if max_running else 0
@@ -150,11 +159,28 @@ class PagedRunner:
     def verifies_drafts(self) -> bool:
         """Whether a step runs the drafts of a sequence for little more than one token: recurrent
         layers need native operations for it, as each draft has a state of its own."""
-        return all(module.native for module in self.language.recurrent)
+        recurrent = self.language.recurrent
+        is_torch_only = self.metadata is AttentionMetadata
+        return not recurrent or (not is_torch_only and all(module.native for module in recurrent))
+
+    @property
+    def stage(self) -> str:
+        """What is built or compiled in the background, and for how long; empty: nothing."""
+        if (background := self._background) is None:
+            return ""
+        stage, started = background
+        return stage.format(f"{time.monotonic() - started:.0f} s so far")
+
+    def form(self, is_adapted: bool) -> Form:
+        """Return the form of the model on which a new sequence runs; `is_adapted`: it has an
+        adapter, which compiled code leaves out. On a GPU there is one."""
+        if self.language.device.type == "cuda" or (self.compile_state == "done" and not is_adapted):
+            return ""
+        return "torch" if self.metadata is AttentionMetadata else "eager"
 
     def forward(self, batch: Batch, sampled: Tensor | None = None) -> Tensor:
-        """Run the batch and write the keys and values of all its tokens. Its sequences are either
-        all eager, or none is.
+        """Run the batch and write the keys and values of all its tokens. Its sequences have one
+        form.
 
         `sampled`: int64, the previous step's tokens by row, for placeholders in the batch's ids.
         Return the logits [R, vocabulary] of the batch's rows, or hidden states [R, H] of a model
@@ -164,22 +190,25 @@ class PagedRunner:
             self._use_compiled(self._compiled)
         if self._compiled_graphs and time.monotonic() >= self._capture_at:
             self._capture_next(self._compiled_graphs)
-        eager = bool(batch.chunks) and batch.chunks[0].sequence.eager
+        form = batch.chunks[0].sequence.form if batch.chunks else ""
         if self.language.lora and (segments := segments_of(batch)):
             with applied(segments):
-                return self._run_eager(batch, sampled)
+                return self._run_eager(batch, sampled, form or "eager")
         if batch.multimodal_spans:
-            return self._run_multimodal(batch, sampled, eager)
-        if eager:
-            return self._run_eager(batch, sampled)
+            return self._run_multimodal(batch, sampled, form)
+        if form:
+            return self._run_eager(batch, sampled, form)
         if self._graphs and self._graphs.supports(batch):
             return self._graphs.forward(batch, sampled)
         return self._run(batch, sampled)
 
-    def _run_eager(self, batch: Batch, sampled: Tensor | None) -> Tensor:
+    def _run_eager(self, batch: Batch, sampled: Tensor | None, form: Form) -> Tensor:
         if batch.multimodal_spans:
-            return self._run_multimodal(batch, sampled, True)
-        return run_model(self.language, batch, self.metadata(self.cache, batch), sampled)
+            return self._run_multimodal(batch, sampled, form)
+        return run_model(self.language, batch, self._backend(form)(self.cache, batch), sampled)
+
+    def _backend(self, form: Form) -> Callable[[KVCache, Batch], AttentionBackend]:
+        return AttentionMetadata if form == "torch" else self.metadata
 
     def _run(self, batch: Batch, sampled: Tensor | None = None) -> Tensor:
         metadata = self.metadata(self.cache, batch)
@@ -189,19 +218,22 @@ class PagedRunner:
         """Return the weights of a LoRA adapter, for `Sequence.adapter`. Raises InvalidAdapter."""
         language = self.language
         if language.lora is None:
-            language.lora = LoraLayers(language, new_cache(language, 4, 4), self.builds)
+            builds = self.builds and self._background is None  # else it is being built
+            language.lora = LoraLayers(language, new_cache(language, 4, 4), builds)
         weights: LoraWeights = language.lora.load(folder)
         return weights
 
-    def _run_multimodal(self, batch: Batch, sampled: Tensor | None, eager: bool) -> Tensor:
+    def _run_multimodal(self, batch: Batch, sampled: Tensor | None, form: Form) -> Tensor:
         """Run a batch with image tokens through a decoder hook: the compiled model's if only
-        embeddings are injected, as in its check, and the sequences are not eager."""
-        backend = BidirectionalMetadata if has_bidirectional_spans(batch) else self.metadata
-        metadata = backend(self.cache, batch)
+        embeddings are injected, as in its check, and the sequences have no other form."""
+        backend = self._backend(form)
+        kind = BidirectionalMetadata if has_bidirectional_spans(batch) else backend
+        metadata = kind(self.cache, batch)
+        metadata.torch_only = backend is AttentionMetadata
         positions = to_device(multimodal_position_ids(batch).numpy(), self.cache.device)
         indices, rows = injected_rows(batch)
         only_embeddings = positions.dim() == 2 and rows.keys() <= {"inputs_embeds"}
-        hook = self._compiled_hook if only_embeddings and not eager else None
+        hook = self._compiled_hook if only_embeddings and not form else None
         hook = hook or self.decoder_hook
         assert hook is not None
         with hook.inject(to_device(indices.numpy(), self.cache.device), rows):
@@ -293,17 +325,43 @@ class PagedRunner:
     # ── native operations, and compiling in the background thread ──
 
     def compile(self) -> None:
-        """Use native operations, which are built first, in half a minute, if they are not there.
-        Then start to compile in a thread; `compile_state` shows when it is done."""
-        self._use_native_ops()
-        if self.language.model.base_model is self.language.model:
-            return  # a model without a head runs prompts only: nothing to gain
-        self.compile_state = "running"
+        """Use native operations, if they are built; else build and then use them in a thread. After
+        that, compile in a thread; `compile_state` shows when all is done."""
         threads = torch.get_num_threads()
-        thread = threading.Thread(
-            target=self._compile, args=(threads,), name="compile", daemon=True
-        )
-        thread.start()
+        self.builds_later = self._builds_later()
+        if self.builds_later:
+            self._start(self._build, threads, "building native operations, {}, once")
+        else:
+            self._use_native_ops()
+            self._start_compiling(threads)
+
+    def _builds_later(self) -> bool:
+        """Return whether native operations are not built, and share the weights with torch's. Other
+        weights would be in memory twice: of the heads of latents (attention/latent.py), and those
+        for which LanguageModel.pack_weights has waited."""
+        language = self.language
+        if language.device.type != "cpu" or language.dtype not in NATIVE_DTYPES:
+            return False
+        has_heads = any(isinstance(module, HeadLinear) for module in language.model.modules())
+        return not has_heads and not try_load_native_ops(build=False)
+
+    def _start(self, run: Callable[[int], None], threads: int, stage: str) -> None:
+        self.compile_state, self._background = "running", (stage, time.monotonic())
+        threading.Thread(target=run, args=(threads,), name="compile", daemon=True).start()
+
+    def _build(self, threads: int) -> None:
+        """OpenMP forgets the team of a thread that ends: compilation has a thread of its own."""
+        unpin()
+        torch.set_num_threads(threads)
+        self._use_native_ops()
+        self._start_compiling(threads)
+
+    def _start_compiling(self, threads: int) -> None:
+        # a model without a head runs prompts only: nothing to gain
+        if self.language.model.base_model is self.language.model or compilers.ending.is_set():
+            self.compile_state, self._background = "off", None
+        else:
+            self._start(self._compile, threads, "compiling, {}")
 
     def _compile(self, threads: int) -> None:
         """`threads`: number of torch threads of the worker, for which the code is compiled."""
@@ -319,6 +377,8 @@ class PagedRunner:
                 language.model, self._check_compiled, language.is_multimodal
             )
         except Exception as error:
+            if compilers.ending.is_set():
+                return
             language.fall_back("compilation", error, "the eager model", SLOWER_EAGER)
         else:
             log.info("compiled seconds=%.0f", time.monotonic() - started)
@@ -326,10 +386,11 @@ class PagedRunner:
         if gc.get_freeze_count():  # as in server/lifespan.py: collecting these takes up to 0.4 s
             gc.collect()
             gc.freeze()
-        self.compile_state = state
+        self.compile_state, self._background = state, None
 
     def _use_native_ops(self) -> None:
-        """Use native attention from the next step on, if it supports the model and is checked."""
+        """Use native operations for new sequences, if they support the model and are checked. Steps
+        of others, which may run meanwhile, leave them out."""
         language = self.language
         if language.device.type != "cpu" or language.dtype not in NATIVE_DTYPES:
             return
@@ -344,7 +405,11 @@ class PagedRunner:
             align_activations(language.model)
             use_native_recurrence(language.recurrent, language.states, language.dtype)
             self._check_attention(NativeMetadata)
+            if language.lora:
+                language.lora.use_native(builds=False)
         except Exception as error:
+            if compilers.ending.is_set():
+                return
             language.fall_back("native attention", error, "torch's attention", SLOWER_TORCH)
         else:
             self.metadata = NativeMetadata
@@ -385,7 +450,9 @@ class PagedRunner:
             ids = [*itertools.chain.from_iterable(parts)]
             slots = [(2 * n + (step + 1) % 2, 2 * n + step % 2) for n in range(len(spans))]
             batch = _check_batch(ids, spans, slots)
-            logits = run_model(language, batch, kind(cache, batch))
+            metadata = kind(cache, batch)
+            metadata.torch_only = False  # other operations have been compared on their own
+            logits = run_model(language, batch, metadata)
             for of_prompt, part, offset in zip(rows, parts, batch.offsets, strict=True):
                 of_prompt.append(logits[offset : offset + len(part)])
         return [torch.cat(parts) for parts in rows]

@@ -52,6 +52,7 @@ class PipelineEngine(Generic[Payload, Prepared, Raw]):
 
     others: OtherModels = ALONE
     compile_state: Literal["running", "done", "off"] = "off"
+    stage = ""
     fallbacks: Sequence[Fallback] = ()
 
     def __init__(

@@ -74,6 +74,7 @@ class SpeechEngine(Generic[W]):
     text_model = None
     others: OtherModels = ALONE
     compile_state: Literal["running", "done", "off"] = "off"
+    stage = ""
     fallbacks: Sequence[Fallback] = ()
 
     def __init__(

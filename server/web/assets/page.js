@@ -48,7 +48,7 @@ async function waitUntilReady() {
       if (response.ok) {
         const names = [document.chat_model, document.model, document.embedding_model,
           document.rerank_model, document.transcription_model].filter(Boolean);
-        showState("ready", [...new Set(names)].join(" · "));
+        showReady([...new Set(names)].join(" · "), document);
         return document;
       }
       showState("waiting", document.error.message);
@@ -69,6 +69,18 @@ async function listModels(ready) {
   } catch (error) {
     showState("waiting", error.message);
     return [];
+  }
+}
+
+// Shows what is built or compiled, which makes the models faster, until that is done.
+async function showReady(names, { stages }) {
+  showState("ready", [names, ...new Set(Object.values(stages ?? {}))].join(" · "));
+  if (!stages) return;
+  await new Promise(resolve => setTimeout(resolve, RETRY_MS));
+  try {
+    showReady(names, await (await fetch("ready")).json());
+  } catch {
+    showState("ready", names);
   }
 }
 

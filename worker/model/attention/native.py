@@ -33,6 +33,7 @@ from batching.sequence import Batch
 from worker import compilers
 from worker.cores import affinity
 from worker.error_classification import first_line
+from worker.load_context import report
 from worker.model.attention.kv_cache import BLOCK, KVCache
 from worker.model.attention.paged import AttentionBackend
 
@@ -172,6 +173,7 @@ def _build(path: Path) -> None:
         objects = [part.get_target_file_path() for part in parts]
         library = builder("library", objects, compiles=False)
         log.info("building native operations, once")
+        report("native operations")
         started = time.monotonic()
         _run([part.get_command_line() for part in parts], folder, started)
         _run([library.get_command_line()], folder, started)

@@ -26,6 +26,7 @@ from transformers import AttentionInterface
 from batching.sequence import Batch
 from worker.device.async_copy import to_device
 from worker.model.attention.kv_cache import BLOCK, KVCache
+from worker.model.cpu.torch_only import torch_only
 
 ATTENTION = "onequeue_paged"
 LATENT = "onequeue_latent"  # the name of a layer's LatentProjections (latent.py)
@@ -48,6 +49,7 @@ class AttentionBackend(ABC):
 
     cache: KVCache
     positions: Tensor  # [T]
+    torch_only = False  # the model's layers run torch's operations too
 
     @abstractmethod
     def attend(
@@ -84,7 +86,8 @@ def forward_context(backend: AttentionBackend, states: StepStates | None = None)
     _context.backend, _context.states = backend, states
     try:
         backend.begin()
-        yield
+        with torch_only(backend.torch_only):
+            yield
     finally:
         backend.end()
         _context.backend = _context.states = None
@@ -156,6 +159,8 @@ class AttentionMetadata(AttentionBackend):
     Spans of similar reach share a call: their blocks are gathered side by side, and a mask hides
     what a query must not attend to.
     """
+
+    torch_only = True
 
     def __init__(self, cache: KVCache, batch: Batch) -> None:
         self.cache = cache

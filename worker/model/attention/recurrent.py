@@ -36,6 +36,7 @@ from worker.device.async_copy import to_device
 from worker.device.self_check import CannotRun
 from worker.model.attention.kv_cache import KVCache, StateShape
 from worker.model.attention.paged import StepStates, step_states
+from worker.model.cpu.torch_only import is_torch_only
 
 # Names of the cache in models' arguments and outputs: "cache" since transformers 5.24.
 CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state")
@@ -130,7 +131,7 @@ class PackedStates(StepStates):
 
     def run(self, number: int, hidden: Tensor) -> Tensor:
         module, cache = self.modules[number], self.cache
-        if module.native:
+        if module.native and not is_torch_only():
             return module.native(hidden, self.segments, cache, lambda: self.prompt_rows)
         parts = self.parts
         if parts.decoding and not parts.chunks:

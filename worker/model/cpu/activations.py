@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.activations import ACT2CLS
 
+from worker.model.cpu.torch_only import is_torch_only
+
 _kinds: Any = ACT2CLS.values()  # not annotated
 KINDS = tuple({kind[0] if isinstance(kind, tuple) else kind for kind in _kinds})
 GRAIN = 32768  # at::internal::GRAIN_SIZE: fewer elements run in one thread
@@ -29,7 +31,7 @@ def align_activations(model: nn.Module) -> None:
 
 def in_blocks(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Return the activation of x [..., W]."""
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling() or is_torch_only():
         return activation(x)
     width, block = x.shape[-1], BLOCK_BYTES // x.dtype.itemsize
     threads = min(torch.get_num_threads(), -(-x.numel() // GRAIN))

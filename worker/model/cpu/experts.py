@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from worker.model.cpu.torch_only import is_torch_only
+
 NAME = "onequeue"
 # Maps rows that are sorted by expert, and their number for each, to the experts' outputs.
 Products = Callable[[Tensor, Tensor], Tensor]
@@ -74,7 +76,8 @@ class PackedExperts(nn.Module):
         choices = index.shape[-1]
         order = index.reshape(-1).argsort(stable=True)
         counts = index.reshape(-1).bincount(minlength=len(self.up))
-        up, down = self.products or (partial(_products, self.up), partial(_products, self.down))
+        products = None if is_torch_only() else self.products
+        up, down = products or (partial(_products, self.up), partial(_products, self.down))
         out = up(hidden[order // choices], counts)
         out = experts._apply_gate(out) if experts.has_gate else experts.act_fn(out)
         out = down(out, counts)

@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 from transformers.utils import deprecation
 
 from worker.model.cpu.activations import in_blocks
+from worker.model.cpu.torch_only import is_torch_only
 
 MakeLayer = Callable[[Tensor, Tensor | None], nn.Module]
 OWN_LAYER = "onequeue_linear"  # the packed layer's name in its module
@@ -97,7 +98,8 @@ def _unless_compiling(module: nn.Module, run: Callable[..., Any]) -> Callable[..
     own = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        called = own if torch.compiler.is_dynamo_compiling() else run
+        is_own = torch.compiler.is_dynamo_compiling() or is_torch_only()
+        called = own if is_own else run
         return called(*args, **kwargs)
 
     return forward
@@ -109,7 +111,7 @@ class _LinearBase(nn.Linear):
     own_linear: Callable[..., Tensor]
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling() or is_torch_only():
             return super().forward(x)
         return self.own_linear(x, self.weight, self.bias)
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from worker.device.device import has_bfloat16
 from worker.model.cpu.fused_linear import weight_stand_in
+from worker.model.cpu.torch_only import is_torch_only
 
 # The int8 kernels read the weights once per row, which pays up to so many rows.
 INT8_ROWS = 8
@@ -136,7 +137,7 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x if x.dtype == self.compute_dtype else x.to(self.compute_dtype)
-        if self.native_width:
+        if self.native_width and not is_torch_only():
             width = self.native_width
             out: Tensor = torch.ops.onequeue.packed_linear(rows, self.packed, self.bias, width)
         else:
