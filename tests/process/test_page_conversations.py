@@ -31,6 +31,11 @@ DROP = """([selector, name, type]) => {
     target.dispatchEvent(new DragEvent("dragover", event));
     return !target.dispatchEvent(new DragEvent("drop", event));
 }"""
+KEPT = """async text => {
+    const { listConversations, loadConversation } = await import("./assets/store.js");
+    const [newest] = await listConversations();
+    return newest && JSON.stringify(await loadConversation(newest.id)).includes(text);
+}"""
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +78,7 @@ def test_conversations_survive_a_reload_and_can_be_opened_and_deleted(page: Any)
     page.get_by_role("button", name="Settings").click()
     page.get_by_label("System prompt").fill("Be kind.")
     answer(page, "say *hm one")
+    page.wait_for_function(KEPT, arg='" one"')
     page.reload()
     page.locator("article.assistant .content").get_by_text("one").wait_for()
     page.locator("details.reasoning").wait_for()
