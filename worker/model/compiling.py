@@ -13,7 +13,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.import_utils import is_torchdynamo_compiling
 
@@ -26,23 +26,13 @@ from worker.model.decoder_hook import copy_path, path_to_decoder, shallow_copy
 log = logging.getLogger("onequeue.compiling")
 
 
-# torch's own functions, which are opaque to the compiler
-@torch.library.custom_op("onequeue::cos", mutates_args=())
-def _cos(x: Tensor) -> Tensor:
-    return x.cos()
-
-
-@torch.library.custom_op("onequeue::sin", mutates_args=())
-def _sin(x: Tensor) -> Tensor:
-    return x.sin()
-
-
-_cos.register_fake(torch.empty_like)
-_sin.register_fake(torch.empty_like)
-OPAQUE = {
-    torch.ops.aten.cos.default: torch.ops.onequeue.cos.default,
-    torch.ops.aten.sin.default: torch.ops.onequeue.sin.default,
-}
+OPAQUE: dict[Any, Any] = {}  # torch's own functions, as operations that the compiler does not fuse
+for _name in ("cos", "sin"):
+    _op = torch.library.custom_op(
+        f"onequeue::{_name}", getattr(torch, _name), mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    _op.register_fake(torch.empty_like)
+    OPAQUE[getattr(torch.ops.aten, _name).default] = getattr(torch.ops.onequeue, _name).default
 
 
 def _use_opaque_functions(graph: torch.fx.Graph) -> None:
@@ -50,8 +40,7 @@ def _use_opaque_functions(graph: torch.fx.Graph) -> None:
     with latent attention, the loops run over tokens: the last ones, fewer than a vector has, would
     get cosines of another rounding."""
     for node in graph.nodes:
-        if node.op == "call_function":
-            node.target = OPAQUE.get(node.target, node.target)
+        node.target = OPAQUE.get(node.target, node.target)
 
 
 # Inductor's settings on a CPU. With dynamic_threads, kernels read the number of threads when they

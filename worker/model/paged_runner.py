@@ -464,16 +464,13 @@ class PagedRunner:
         if not self.verifies_drafts or stacked_products_differ(language.decoder):
             return False  # by torch's operations: equal in some batches only
         [text] = language.random_prompts([min(COMPARED_STEPS[0][0][2], language.context)])
-        blocks = len(text) // BLOCK + 1
+        blocks, positions = len(text) // BLOCK + 1, range(len(text))
+        tables = [range(n * blocks, (n + 1) * blocks) for n in range(4)]
         cache = new_cache(language, 4 * blocks, 8)
         whole: Tensor | None = None
         for step, chunks in enumerate(COMPARED_STEPS):
-            parts = [(n, range(start, min(end, len(text)))) for n, start, end in chunks]
-            parts = [(n, part) for n, part in parts if part]
-            spans = [
-                Span(range(n * blocks, (n + 1) * blocks), part.start, len(part))
-                for n, part in parts
-            ]
+            parts = [(n, positions[start:end]) for n, start, end in chunks if start < len(text)]
+            spans = [Span(tables[n], part.start, len(part)) for n, part in parts]
             slots = [(2 * n + (step + 1) % 2, 2 * n + step % 2) for n, _ in parts]
             rows = [row for _, part in parts for row in part]
             batch = _check_batch([text[row] for row in rows], spans, slots)

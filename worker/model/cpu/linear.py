@@ -364,19 +364,14 @@ def stacked_products_differ(model: nn.Module) -> bool:
     }
     generator = torch.Generator().manual_seed(0)
     for (shape, dtype, is_bmm), matrices in stacks.items():
-        x = torch.randn(STACKED_ROWS[-1], shape[1 if is_bmm else 2], generator=generator).to(dtype)
-        whole = _stacked_product(x, matrices, is_bmm)
+        multiply, weight = (torch.bmm, matrices) if is_bmm else (nn.functional.linear, matrices[0])
+        sizes = (shape[0], STACKED_ROWS[-1], shape[1]) if is_bmm else (STACKED_ROWS[-1], shape[2])
+        x = torch.randn(sizes, generator=generator).to(dtype)
+        whole = multiply(x, weight)
         for rows in STACKED_ROWS[:-1]:
-            if not torch.equal(_stacked_product(x[:rows], matrices, is_bmm), whole[..., :rows, :]):
+            if not torch.equal(multiply(x[..., :rows, :], weight), whole[..., :rows, :]):
                 return True
     return False
-
-
-def _stacked_product(x: Tensor, matrices: Tensor, is_bmm: bool) -> Tensor:
-    """Return the rows' product with all matrices at once, or with the first one alone."""
-    if is_bmm:
-        return torch.bmm(x.repeat(len(matrices), 1, 1), matrices)
-    return nn.functional.linear(x, matrices[0])
 
 
 def use_native_experts(experts: PackedExperts) -> None:
