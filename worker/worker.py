@@ -74,6 +74,7 @@ class Listener(Protocol):
     def on_failed(self, items: list[WorkItem], error: OnequeueError) -> None: ...
     def on_rejected(self, items: list[WorkItem]) -> None: ...
     def on_breaker(self, model: ServedModel, is_open: bool) -> None: ...
+    def on_loaded(self, model: ServedModel) -> None: ...
     def on_state(self, state: State, error: Exception | None) -> None: ...
 
 
@@ -215,14 +216,13 @@ class Worker:
 
     def _load_at_start(self) -> None:
         """Load with all cores, on a thread that ends: OpenMP then forgets its team (use_one_core).
-        After that the loader's own thread starts."""
-        models = [model for model in self.models.values() if model.at_start]
+        After that the loader's own thread starts. A model takes items while others are loaded."""
         try:
-            for model in models:
-                model.load(self.call, self.remaining_bytes)
-            self._post(self._listener.on_state, "warming", None)
-            for model in models:
-                self.call(partial(self._warm_up, model))
+            for model in self.models.values():
+                if model.at_start:
+                    model.load(self.call, self.remaining_bytes)
+                    self._post(self._listener.on_loaded, model)
+                    self.call(partial(self._warm_up, model))
         except WorkerDown:
             return  # stopped
         except BaseException as error:

@@ -236,12 +236,17 @@ class WorkerClient:
             return errors.WorkerDown("the model is not being served: the worker is down", 60)
         if self.stuck:
             return errors.WorkerDown("the worker is stuck in a forward pass", 60)
-        if state != "ready":
+        if not self.worker.started and not self.is_ready(name):
             return errors.NotReady(f"the model is {state}", 5)
         if name and (probe_at := self.models[name].breaker.probe_at) is not None:
             wait_s = max(1.0, probe_at - time.monotonic())
             return errors.BreakerOpen("the model keeps failing; it is tried again shortly", wait_s)
         return self.manager.refusal(name) if name else None
+
+    def is_ready(self, name: str | None) -> bool:
+        """Return whether a model takes items; without a name, whether one of them does."""
+        models = [self.models[name]] if name else self.models.values()
+        return any(model.state == "ready" for model in models)
 
     def submit(
         self,
@@ -385,14 +390,14 @@ class WorkerClient:
         level = logging.ERROR if is_open else logging.INFO
         log.log(level, "breaker serves=%s open=%s", model.name, is_open)
 
+    def on_loaded(self, model: ServedModel) -> None:
+        self._on_change(model, "loaded")
+        for thread in (*self.prepare.threads, *self.decode.threads, *self.finish.threads):
+            if not thread.ident:  # after torch was imported: each limits itself to one core
+                thread.start()
+
     def on_state(self, state: State, error: Exception | None) -> None:
-        if state == "warming":
-            for model in self.models.values():
-                if model.at_start:
-                    self._on_change(model, "loaded")
-            for thread in (*self.prepare.threads, *self.decode.threads, *self.finish.threads):
-                thread.start()  # after torch was imported: each thread limits itself to one core
-        elif state == "ready":
+        if state == "ready":
             self.manager.start()
             self.loaded.set_result(None)
         elif state == "dead":

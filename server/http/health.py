@@ -63,6 +63,10 @@ async def ready(request: Request) -> Ready:
         raise unavailable("the server is stopping")
     if (refusal := worker_client.refusal()) is not None:
         raise unavailable(str(refusal))
+    if not worker_client.worker.started:
+        at_start = (model for model in worker_client.models.values() if model.at_start)
+        waiting = [model.name for model in at_start if model.state != "ready"]
+        raise unavailable(f"other models are ready, not yet: {', '.join(waiting)}")
     failing = [name for name in worker_client.models if worker_client.refusal(name)]
     if len(failing) == len(worker_client.models):
         raise unavailable("all models keep failing; they are tried again shortly")

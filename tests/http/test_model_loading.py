@@ -16,6 +16,7 @@ import pytest
 from server.lifespan import drain
 from tests.event_streams import CLIENT, chat, post
 from tests.fake_generator import FakeGenerator
+from tests.fakes import FakeRunner
 from tests.http.test_pipeline_http import error_of
 from tests.serving import Server, serving, wait_until
 from worker.load_context import add_memory, report
@@ -89,9 +90,37 @@ def loading(models: str = "a=demo,b=demo", **settings: Any) -> Iterator[Setup]:
                 generator.release()
 
 
+def models_of(server: Server) -> list[dict[str, Any]]:
+    models: list[dict[str, Any]] = CLIENT.get(server.url + "/models").json()["data"]
+    return models
+
+
 def content(answer: httpx.Response) -> str:
     assert answer.status_code == 200, answer.text
     return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def test_a_model_serves_while_another_one_is_loaded_at_the_start() -> None:
+    gate = threading.Event()
+
+    def load_embedder() -> FakeRunner:
+        assert gate.wait(60)
+        return FakeRunner()
+
+    with serving(FakeRunner, ready=False, load_embedder=load_embedder) as server:
+        try:
+            wait_until(lambda: httpx.post(server.url, content="a").status_code == 200)
+            ready = CLIENT.get(server.url + "/ready")
+            assert (ready.status_code, ready.headers["retry-after"]) == (503, "5")
+            assert error_of(ready)["message"] == "other models are ready, not yet: embedding"
+            refused = post(server, "/v1/embeddings", {"input": "a"})
+            assert refused.status_code == 503
+            assert error_of(refused)["message"] == "the model is loading"
+            states = {m["serves"]: m["status"]["value"] for m in models_of(server)}
+            assert states["embedding"] == "loading"
+        finally:
+            gate.set()
+        wait_until(lambda: CLIENT.get(server.url + "/ready").status_code == 200)
 
 
 def test_only_the_first_model_is_loaded_at_the_start() -> None:
