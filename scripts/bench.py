@@ -6,8 +6,8 @@
     bench.py pipeline --model PATH     1, 16 and 64 clients, beside the server of transformers'
                                        documentation, LitServe and Mosec (scripts/peers/).
                                        Servers: docs litserve mosec
-    bench.py generation --model PATH   streaming chats, beside vLLM and transformers serve.
-                                       Servers: vllm transformers
+    bench.py generation --model PATH   streaming chats, beside vLLM, transformers serve and
+                                       llama.cpp. Servers: vllm transformers llama:GGUF
     bench.py vision                    streaming chats with an image each, beside the same
     bench.py speech                    transcriptions, beside a server around the pipeline,
                                        transformers serve and the pipeline in process.
@@ -198,11 +198,13 @@ def main() -> None:
     chats = parser.add_argument_group("generation")
     add = chats.add_argument
     add("--vllm", default="vllm", help="the vllm command")
+    add("--llama-python", default=sys.executable, help="a Python with xllamacpp, for llama:GGUF")
     add("--dtype", default="bfloat16", help="of all servers")
     add("--temperature", type=list_of(float), default=[1, 0], metavar="N,…", help="1,0")
     add("--clients", type=list_of(int), default=[1, 8, 16], metavar="N,…", help="1,8,16")
     add("--prompt-words", type=list_of(int), default=[64], metavar="N,…", help="64")
-    add("--tokens", type=int, default=32, help="of each response")
+    add("--questions", action="store_true", help="ask questions; responses may end early")
+    add("--tokens", type=int, default=32, help="of each response, at most")
     add("--requests", type=int, default=3, help="per client in each sweep")
     add(
         "--shared-prompt",
