@@ -8,6 +8,7 @@
                                        Servers: docs litserve mosec
     bench.py generation --model PATH   streaming chats, beside vLLM, transformers serve and
                                        llama.cpp. Servers: vllm transformers llama:GGUF
+    bench.py perplexity --model PATH   of one text, by each onequeue
     bench.py vision                    streaming chats with an image each, beside the same
     bench.py speech                    transcriptions, beside a server around the pipeline,
                                        transformers serve and the pipeline in process.
@@ -34,7 +35,7 @@ from typing import Any, TypeVar
 import bench_in_process
 import environment  # first: may start the script again with .venv
 from bench_beside import beside
-from bench_generation import generation
+from bench_generation import generation, perplexity
 from bench_pipeline import fill_mask, mixed_texts, pipeline
 from bench_servers import Launch, free_port, print_json, running
 from bench_speech import speech
@@ -49,6 +50,7 @@ SERVERS: dict[str, list[str]] = {  # the defaults of each benchmark
         *("docs", "litserve", "mosec", "onequeue:DTYPE=float32", "onequeue:DTYPE=bfloat16"),
     ],
     "generation": ["onequeue", "vllm", "transformers"],
+    "perplexity": ["onequeue", "onequeue:QUANTIZATION=int8", "onequeue:QUANTIZATION=int4"],
     "vision": ["onequeue", "vllm", "transformers"],
     "speech": ["onequeue", "plain", "transformers", "in-process"],
     "beside": [],
@@ -212,13 +214,15 @@ def main() -> None:
         help="also measure a prompt that sixteen chats share",
     )
     add("--json", metavar="FILE", help="write all measurements")
+    text = str(environment.ROOT / "docs" / "architecture.md")
+    add("--text", default=text, help="perplexity: a text, of which the beginning is used")
     add("--side", type=int, default=512, help="vision: pixels of an image's sides")
     arguments = parser.parse_args()
     arguments.servers = arguments.servers or SERVERS[arguments.bench]
     if arguments.bench in ("direct", "pipeline") and not arguments.model:
         arguments.model = make_model()
     benches = {"http": http, "direct": direct, "pipeline": pipeline, "generation": generation}
-    benches |= {"speech": speech, "vision": vision, "beside": beside}
+    benches |= {"speech": speech, "vision": vision, "beside": beside, "perplexity": perplexity}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the exits that stop servers
     benches[arguments.bench](arguments)
 

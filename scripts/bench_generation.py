@@ -10,8 +10,10 @@ and a response ends where the model ends it.
 import argparse
 import contextlib
 import json
+import math
 import os
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -37,6 +39,7 @@ from bench_servers import (
 from bench_table import Runs, Sweep, ratios, summaries, table
 
 SYSTEM = " ".join(f"Rule {n}: be brief." for n in range(330))  # some 2,000 tokens
+TEXT_CHARS = 4500  # some 1,000 tokens
 GB = 1e9
 MAX_OTHER_CORES = 0.1  # that other processes may use during a measurement
 LLAMA_SLOTS, LLAMA_THREADS = 16, 2
@@ -268,6 +271,26 @@ def shared_prompt(server: Server, model: str) -> None:
         prompt_tokens_reused=int(after.get("cached", 0) - before.get("cached", 0)),
         ttft_p50_ms=run["ttft_ms"]["p50"],
     )
+
+
+def perplexity(arguments: argparse.Namespace) -> None:
+    """Print the perplexity of one text by each server, by the log-probabilities of its tokens."""
+    model, text = (
+        str(Path(arguments.model).resolve()),
+        Path(arguments.text).read_text()[:TEXT_CHARS],
+    )
+    body = {"prompt": text, "max_tokens": 0, "echo": True, "logprobs": 0}
+    for name in arguments.servers:
+        with running(name, launch(arguments, name, model)) as server, server.resumed():
+            url = f"http://127.0.0.1:{server.port}/v1/completions"
+            headers = {"content-type": "application/json"}
+            request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+            with urllib.request.urlopen(request) as response:
+                logprobs = json.load(response)["choices"][0]["logprobs"]["token_logprobs"][1:]
+        value = math.exp(-statistics.mean(logprobs))
+        print_json(
+            bench="perplexity", server=name, tokens=len(logprobs), perplexity=round(value, 3)
+        )
 
 
 def token_counts(port: int) -> dict[str, float]:
