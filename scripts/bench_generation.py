@@ -97,9 +97,10 @@ def generation(arguments: argparse.Namespace) -> None:
 
 def groups(names: list[str], weight_bytes: int, free_bytes: int) -> list[list[str]]:
     """Return the servers that run together: all, if memory has three copies of the weights and
-    5 GB for each."""
-    together = len(names) * (3 * weight_bytes + 5 * GB) < free_bytes
-    return [names] if together else [[name] for name in names]
+    2 GB for each; one copy and 1 GB for llama.cpp's."""
+    llamas = sum(name.startswith("llama:") for name in names)
+    needed = (len(names) - llamas) * (3 * weight_bytes + 2 * GB) + llamas * (weight_bytes + GB)
+    return [names] if needed < free_bytes else [[name] for name in names]
 
 
 def rotated(servers: list[Server], count: int) -> list[Server]:

@@ -164,6 +164,7 @@ def test_a_server_name_sets_the_checkout_and_settings(tmp_path: Path) -> None:
 def test_servers_that_do_not_fit_into_memory_together_run_one_after_another() -> None:
     assert generation.groups(["a", "b"], 1 << 30, 16 << 30) == [["a", "b"]]
     assert generation.groups(["a", "b"], 4 << 30, 16 << 30) == [["a"], ["b"]]
+    assert generation.groups(["a", "llama:b"], 3 << 30, 16 << 30) == [["a", "llama:b"]]
 
 
 def test_a_server_is_suspended_unless_it_is_resumed() -> None:
