@@ -6,8 +6,9 @@
     bench.py pipeline --model PATH     1, 16 and 64 clients, beside the server of transformers'
                                        documentation, LitServe and Mosec (scripts/peers/).
                                        Servers: docs litserve mosec
-    bench.py generation --model PATH   streaming chats, beside vLLM and transformers serve.
-                                       Servers: vllm transformers
+    bench.py generation --model PATH   streaming chats, beside vLLM, transformers serve and
+                                       llama.cpp. Servers: vllm transformers llama:GGUF
+    bench.py perplexity --model PATH   of one text, by each onequeue
     bench.py vision                    streaming chats with an image each, beside the same
     bench.py speech                    transcriptions, beside a server around the pipeline,
                                        transformers serve and the pipeline in process.
@@ -34,7 +35,7 @@ from typing import Any, TypeVar
 import bench_in_process
 import environment  # first: may start the script again with .venv
 from bench_beside import beside
-from bench_generation import generation
+from bench_generation import generation, perplexity
 from bench_pipeline import fill_mask, mixed_texts, pipeline
 from bench_servers import Launch, free_port, print_json, running
 from bench_speech import speech
@@ -49,6 +50,7 @@ SERVERS: dict[str, list[str]] = {  # the defaults of each benchmark
         *("docs", "litserve", "mosec", "onequeue:DTYPE=float32", "onequeue:DTYPE=bfloat16"),
     ],
     "generation": ["onequeue", "vllm", "transformers"],
+    "perplexity": ["onequeue", "onequeue:QUANTIZATION=int8", "onequeue:QUANTIZATION=int4"],
     "vision": ["onequeue", "vllm", "transformers"],
     "speech": ["onequeue", "plain", "transformers", "in-process"],
     "beside": [],
@@ -198,11 +200,13 @@ def main() -> None:
     chats = parser.add_argument_group("generation")
     add = chats.add_argument
     add("--vllm", default="vllm", help="the vllm command")
+    add("--llama-python", default=sys.executable, help="a Python with xllamacpp, for llama:GGUF")
     add("--dtype", default="bfloat16", help="of all servers")
     add("--temperature", type=list_of(float), default=[1, 0], metavar="N,…", help="1,0")
     add("--clients", type=list_of(int), default=[1, 8, 16], metavar="N,…", help="1,8,16")
     add("--prompt-words", type=list_of(int), default=[64], metavar="N,…", help="64")
-    add("--tokens", type=int, default=32, help="of each response")
+    add("--questions", action="store_true", help="ask questions; responses may end early")
+    add("--tokens", type=int, default=32, help="of each response, at most")
     add("--requests", type=int, default=3, help="per client in each sweep")
     add(
         "--shared-prompt",
@@ -210,13 +214,15 @@ def main() -> None:
         help="also measure a prompt that sixteen chats share",
     )
     add("--json", metavar="FILE", help="write all measurements")
+    text = str(environment.ROOT / "docs" / "architecture.md")
+    add("--text", default=text, help="perplexity: a text, of which the beginning is used")
     add("--side", type=int, default=512, help="vision: pixels of an image's sides")
     arguments = parser.parse_args()
     arguments.servers = arguments.servers or SERVERS[arguments.bench]
     if arguments.bench in ("direct", "pipeline") and not arguments.model:
         arguments.model = make_model()
     benches = {"http": http, "direct": direct, "pipeline": pipeline, "generation": generation}
-    benches |= {"speech": speech, "vision": vision, "beside": beside}
+    benches |= {"speech": speech, "vision": vision, "beside": beside, "perplexity": perplexity}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the exits that stop servers
     benches[arguments.bench](arguments)
 

@@ -3,14 +3,19 @@
 All servers start and compile before the first measurement. One runs at a time, in turn under each
 load. On a GPU, and where memory does not hold all of them, they are started one after another. Each
 prompt is sent to a server once, so that no prefix or response is cached. A model of random weights
-is made where `--model` names a shape.
+is made where `--model` names a shape. With `--questions` prompts are questions, not random words,
+and a response ends where the model ends it.
 """
 
 import argparse
 import contextlib
 import json
+import math
 import os
+import random
+import statistics
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -34,8 +39,32 @@ from bench_servers import (
 from bench_table import Runs, Sweep, ratios, summaries, table
 
 SYSTEM = " ".join(f"Rule {n}: be brief." for n in range(330))  # some 2,000 tokens
+TEXT_CHARS = 4500  # some 1,000 tokens
 GB = 1e9
 MAX_OTHER_CORES = 0.1  # that other processes may use during a measurement
+LLAMA_SLOTS, LLAMA_THREADS = 16, 2
+QUESTIONS = """\
+Tell a short story in which both play a part.
+List ten facts about the first in a numbered list, then one about the second.
+Write a Python class that stores data about both, with a docstring and an example.
+Compare them in a Markdown table of five rows.
+Write one sentence about them, and translate it into French and Spanish.
+Explain the history of the first to a student, and how the second changed it.
+Write a polite e-mail that asks a museum whether it shows them.
+Give reasons for and against them as two lists with bullet points.
+Write a poem of twelve lines about the first.
+Write a JSON array with three examples of each.
+Which of them would you show to a child, and why? Answer in two sentences.
+Write a SQL query that counts the rows of a table for each, and explain it.""".splitlines()
+KINDS = (
+    "old modern small famous broken Japanese Roman wooden electric forgotten expensive northern "
+    "blue medieval portable silent African dangerous round cheap"
+)
+THINGS = (
+    "lighthouses bicycles clocks violins bridges gardens kites maps mirrors boats kitchens radios "
+    "castles lamps puppets trains windmills libraries coins tents drums statues tunnels chairs "
+    "telescopes markets letters ovens gates parks"
+)
 
 
 def generation(arguments: argparse.Namespace) -> None:
@@ -68,9 +97,10 @@ def generation(arguments: argparse.Namespace) -> None:
 
 def groups(names: list[str], weight_bytes: int, free_bytes: int) -> list[list[str]]:
     """Return the servers that run together: all, if memory has three copies of the weights and
-    5 GB for each."""
-    together = len(names) * (3 * weight_bytes + 5 * GB) < free_bytes
-    return [names] if together else [[name] for name in names]
+    2 GB for each; one copy and 1 GB for llama.cpp's."""
+    llamas = sum(name.startswith("llama:") for name in names)
+    needed = (len(names) - llamas) * (3 * weight_bytes + 2 * GB) + llamas * (weight_bytes + GB)
+    return [names] if needed < free_bytes else [[name] for name in names]
 
 
 def rotated(servers: list[Server], count: int) -> list[Server]:
@@ -93,6 +123,10 @@ def launch(arguments: argparse.Namespace, name: str, model: str, on_gpu: bool = 
         path = f"{Path(arguments.vllm).parent}:{os.environ['PATH']}"
         environ = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1", "PATH": path}
         return Launch([*command, "--max-model-len", "4096"], port, "/health", offline | environ)
+    if name.startswith("llama:"):
+        script, gguf = "scripts/peers/serve_llama.py", name.removeprefix("llama:")
+        command = [arguments.llama_python, script, str(Path(gguf).resolve()), str(port)]
+        return Launch([*command, str(LLAMA_SLOTS), str(LLAMA_THREADS)], port, "/health", {})
     if name == "transformers":
         program = [arguments.peer_python, "-m", "transformers.cli.transformers"]
         command = [*program, "serve", model, "--port", str(port), "--dtype", dtype]
@@ -108,8 +142,8 @@ def launch(arguments: argparse.Namespace, name: str, model: str, on_gpu: bool = 
 
 
 def sweeps(arguments: argparse.Namespace) -> Iterator[Sweep]:
-    lengths, temperatures = arguments.prompt_words, arguments.temperature
-    for words, temperature, clients in product(lengths, temperatures, arguments.clients):
+    lengths = [0] if arguments.questions else arguments.prompt_words
+    for words, temperature, clients in product(lengths, arguments.temperature, arguments.clients):
         yield Sweep(words, temperature, clients)
 
 
@@ -118,29 +152,44 @@ def measure(
 ) -> None:
     """Run one load on one server. All servers get the same prompts, each prompt once."""
     tokens, clients = arguments.tokens, sweep.clients
-    fields: dict[str, Any] = {"temperature": sweep.temperature, "ignore_eos": True}
+    requests, warmup = max(clients, 4) * arguments.requests, 1 if round_ else clients
+    seed = hash((round_, sweep)) % 2**32
+    fields: dict[str, Any] = {"temperature": sweep.temperature}
+    if not arguments.questions:
+        fields["ignore_eos"] = True
     if server.name == "transformers":
-        limits = {"max_new_tokens": tokens, "min_new_tokens": tokens}
-        limits |= {"do_sample": sweep.temperature > 0}
+        limits = {"max_new_tokens": tokens, "do_sample": sweep.temperature > 0}
+        if not arguments.questions:
+            limits["min_new_tokens"] = tokens
         fields = {"temperature": sweep.temperature, "generation_config": json.dumps(limits)}
     flags: dict[str, Any] = {
         "--kind": "chat",
         "--model": str(Path(arguments.model).resolve()),
         "--max-tokens": tokens,
-        "--words": sweep.words,
         "--concurrency": clients,
-        "--requests": max(clients, 4) * arguments.requests,
-        "--warmup": 1 if round_ else clients,
-        "--seed": hash((round_, sweep)) % 2**32,
+        "--requests": requests,
+        "--warmup": warmup,
+        "--seed": seed,
         "--timeout": 600,
         "--fields": json.dumps(fields),
     }
+    if server.name.startswith("llama:"):
+        flags["--header"] = "connection: close"  # which it does, and does not announce
     own, started = {server.process.pid, os.getsid(0)}, time.perf_counter()
     other_s = other_cpu_seconds(own)
-    with server.resumed():
+    with server.resumed(), tempfile.NamedTemporaryFile("w", suffix=".txt") as texts:
+        if arguments.questions:
+            texts.write("\n".join(questions(warmup + requests, seed)))
+            texts.flush()
+            flags["--texts"] = texts.name
+        else:
+            flags["--words"] = sweep.words
         words = [str(word) for pair in flags.items() for word in pair]
+        before = token_counts(server.port) if is_ours(server.name) else {}
         run = run_load_test(server.port, "", "--stream", *words)
+        after = token_counts(server.port) if is_ours(server.name) else {}
     seconds = time.perf_counter() - started
+    run["accepted_share"] = accepted_share(before, after)
     run["others_cores"] = round((other_cpu_seconds(own) - other_s) / seconds, 2)
     runs.setdefault(sweep, {}).setdefault(server.name, []).append(run)
     print_json(
@@ -148,10 +197,30 @@ def measure(
         server=server.name,
         **sweep._asdict(),
         output_tokens_per_s=run["output_tokens_per_s"],
+        output_tokens=run["output_tokens"],
+        accepted_share=round(run["accepted_share"], 3),
         ttft_ms=run["ttft_ms"],
         inter_token_ms=run["inter_token_ms"],
         others_cores=run["others_cores"],
     )
+
+
+def questions(count: int, seed: int) -> list[str]:
+    """Return different questions. Each begins with its subjects, so that no prefix is cached."""
+    rng = random.Random(seed)
+    things = THINGS.split()
+    subjects = [f"{kind} {thing}" for kind in KINDS.split() for thing in things]
+    return [
+        f"Topics: {subject} and {rng.choice(things)}. {rng.choice(QUESTIONS)}"
+        for subject in rng.sample(subjects, count)
+    ]
+
+
+def accepted_share(before: dict[str, float], after: dict[str, float]) -> float:
+    """Return the share of the output tokens that are accepted draft tokens: the steps that
+    speculation saved."""
+    gained = {kind: count - before.get(kind, 0) for kind, count in after.items()}
+    return gained.get("accepted", 0) / max(gained.get("output", 0), 1)
 
 
 def report(runs: Runs, floor: Floor, arguments: argparse.Namespace) -> None:
@@ -205,6 +274,26 @@ def shared_prompt(server: Server, model: str) -> None:
         prompt_tokens_reused=int(after.get("cached", 0) - before.get("cached", 0)),
         ttft_p50_ms=run["ttft_ms"]["p50"],
     )
+
+
+def perplexity(arguments: argparse.Namespace) -> None:
+    """Print the perplexity of one text by each server, by the log-probabilities of its tokens."""
+    model, text = (
+        str(Path(arguments.model).resolve()),
+        Path(arguments.text).read_text()[:TEXT_CHARS],
+    )
+    body = {"prompt": text, "max_tokens": 0, "echo": True, "logprobs": 0}
+    for name in arguments.servers:
+        with running(name, launch(arguments, name, model)) as server, server.resumed():
+            url = f"http://127.0.0.1:{server.port}/v1/completions"
+            headers = {"content-type": "application/json"}
+            request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+            with urllib.request.urlopen(request) as response:
+                logprobs = json.load(response)["choices"][0]["logprobs"]["token_logprobs"][1:]
+        value = math.exp(-statistics.mean(logprobs))
+        print_json(
+            bench="perplexity", server=name, tokens=len(logprobs), perplexity=round(value, 3)
+        )
 
 
 def token_counts(port: int) -> dict[str, float]:

@@ -29,7 +29,7 @@ START_TIMEOUT_S = 400  # compilation included
 class Launch(NamedTuple):
     command: list[str]
     port: int
-    ready: str  # a path that answers once the server is up; a peer's may answer with any status
+    ready: str  # a path that answers once the server is up; a peer's may answer any status but 503
     environ: dict[str, str]
     folder: Path = ROOT
 
@@ -102,8 +102,8 @@ def is_up(launch: Launch) -> bool:
             f"http://127.0.0.1:{launch.port}{launch.ready}", timeout=5
         ) as response:
             return launch.ready != "/ready" or json.load(response).get("compile") != "running"
-    except urllib.error.HTTPError:
-        return launch.ready != "/ready"
+    except urllib.error.HTTPError as error:
+        return launch.ready != "/ready" and error.code != 503  # it loads the model
     except OSError:
         return False
 

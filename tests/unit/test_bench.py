@@ -81,6 +81,7 @@ def measured(rate: float) -> dict[str, Any]:
     return {
         "ok": 4,
         "others_cores": 0.0,
+        "accepted_share": 0.25,
         "prompt_tokens": 376,
         "output_tokens": 128,
         "output_tokens_per_s": rate,
@@ -118,7 +119,38 @@ def test_the_table_is_markdown_with_a_row_per_server() -> None:
     assert head.count("|") == rule.count("|")
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     assert cells[0][:6] == ["94", "1", "1", "onequeue", "150.0", "30%"]
+    assert [row[6] for row in cells] == ["25%", "25%", ""]
     assert [row[-1] for row in cells] == ["", "1.50", "0.50"]
+
+
+def test_quantized_servers_are_compared_with_the_same_number_of_bits() -> None:
+    ours = ["onequeue", "onequeue:QUANTIZATION=int8", "onequeue:QUANTIZATION=int4"]
+    peers = ["vllm", "llama:m-BF16.gguf", "llama:m-Q8_0.gguf", "llama:m-Q4_0.gguf"]
+    assert list(tables.pairs(ours + peers)) == [
+        (ours[0], peers[0]),
+        (ours[0], peers[1]),
+        (ours[1], peers[2]),
+        (ours[2], peers[3]),
+    ]
+    assert list(tables.pairs([ours[1], "vllm"])) == [(ours[1], "vllm")]
+    runs = {name: [measured(100 + n)] for n, name in enumerate(ours + peers)}
+    floor = floors.Floor(weight_bytes=100, bytes_per_s=50_000)
+    rows = list(tables.table(tables.summaries({tables.Sweep(0, 0, 1): runs}, floor)))[2:]
+    times = [row.split("|")[-2].strip() for row in rows]
+    assert times == ["", "", "", "0.97", "0.96", "0.96", "0.96"]
+
+
+def test_questions_differ_and_depend_on_the_seed() -> None:
+    asked = generation.questions(64, seed=1)
+    assert len({question.partition(" and ")[0] for question in asked}) == 64
+    assert asked == generation.questions(64, seed=1)
+    assert not set(asked) & set(generation.questions(64, seed=2))
+
+
+def test_accepted_drafts_are_a_share_of_the_output_of_a_measurement() -> None:
+    before = {"output": 100.0, "accepted": 90.0}
+    assert generation.accepted_share(before, {"output": 200.0, "accepted": 110.0}) == 0.2
+    assert generation.accepted_share({}, {}) == 0
 
 
 def test_a_server_name_sets_the_checkout_and_settings(tmp_path: Path) -> None:
@@ -132,6 +164,7 @@ def test_a_server_name_sets_the_checkout_and_settings(tmp_path: Path) -> None:
 def test_servers_that_do_not_fit_into_memory_together_run_one_after_another() -> None:
     assert generation.groups(["a", "b"], 1 << 30, 16 << 30) == [["a", "b"]]
     assert generation.groups(["a", "b"], 4 << 30, 16 << 30) == [["a"], ["b"]]
+    assert generation.groups(["a", "llama:b"], 3 << 30, 16 << 30) == [["a", "llama:b"]]
 
 
 def test_a_server_is_suspended_unless_it_is_resumed() -> None:
