@@ -200,7 +200,7 @@ def main() -> None:
     chats = parser.add_argument_group("generation")
     add = chats.add_argument
     add("--vllm", default="vllm", help="the vllm command")
-    add("--llama-python", default=sys.executable, help="a Python with xllamacpp, for llama:GGUF")
+    add("--llama", default="llama-server", help="the program for llama:GGUF")
     add("--dtype", default="bfloat16", help="of all servers")
     add("--temperature", type=list_of(float), default=[1, 0], metavar="N,…", help="1,0")
     add("--clients", type=list_of(int), default=[1, 8, 16], metavar="N,…", help="1,8,16")

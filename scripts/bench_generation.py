@@ -42,7 +42,7 @@ SYSTEM = " ".join(f"Rule {n}: be brief." for n in range(330))  # some 2,000 toke
 TEXT_CHARS = 4500  # some 1,000 tokens
 GB = 1e9
 MAX_OTHER_CORES = 0.1  # that other processes may use during a measurement
-LLAMA_SLOTS, LLAMA_THREADS = 16, 2
+LLAMA_FLAGS = ("-np", "16", "-c", "16384", "-t", "2")  # slots, their tokens in all, threads
 QUESTIONS = """\
 Tell a short story in which both play a part.
 List ten facts about the first in a numbered list, then one about the second.
@@ -124,9 +124,9 @@ def launch(arguments: argparse.Namespace, name: str, model: str, on_gpu: bool = 
         environ = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1", "PATH": path}
         return Launch([*command, "--max-model-len", "4096"], port, "/health", offline | environ)
     if name.startswith("llama:"):
-        script, gguf = "scripts/peers/serve_llama.py", name.removeprefix("llama:")
-        command = [arguments.llama_python, script, str(Path(gguf).resolve()), str(port)]
-        return Launch([*command, str(LLAMA_SLOTS), str(LLAMA_THREADS)], port, "/health", {})
+        gguf = str(Path(name.removeprefix("llama:")).resolve())
+        command = [arguments.llama, "-m", gguf, "--port", str(port), *LLAMA_FLAGS]
+        return Launch(command, port, "/health", {})
     if name == "transformers":
         program = [arguments.peer_python, "-m", "transformers.cli.transformers"]
         command = [*program, "serve", model, "--port", str(port), "--dtype", dtype]
