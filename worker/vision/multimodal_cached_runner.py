@@ -73,8 +73,8 @@ class MultimodalCachedRunner(CachedRunner):
         if group:
             state, group.state = group.state, None  # invalid if the forward raises
         logits, state = self.run_multimodal(prompt, sequence.tokens, state)
-        size = len(sequence.tokens)
-        block_table(sequence).runner_state = CacheSlot(CacheGroup(1, size, logits, state), 0, size)
+        slot = CacheSlot(CacheGroup(logits, state), 0, len(sequence.tokens))
+        block_table(sequence).runner_state = slot
 
     def _prompt_logits(self, chunk: Chunk) -> Tensor:
         prompt, positions = chunk.sequence.multimodal, chunk.to_score
@@ -92,8 +92,7 @@ class MultimodalCachedRunner(CachedRunner):
         """Run a prompt with images and the tokens generated since, as `run_texts` does for text."""
         if state is None:
             inputs = self._whole_inputs(prompt, tokens)
-            return self.run_inputs(inputs, inputs["attention_mask"], None, self.caches_images)
-        mask = torch.cat([state.mask, state.mask.new_ones(1, 1)], 1)
+            return self.run_inputs(inputs, len(tokens), None, self.caches_images)
         ids = fill_placeholders(torch.tensor([tokens[-1:]], device=self.device), self._sampled)
         positions = torch.tensor([[len(tokens) - 1 + prompt.shift]], device=self.device)
         last = {
@@ -103,7 +102,7 @@ class MultimodalCachedRunner(CachedRunner):
             ).items()
         }
         inputs = {**last, "input_ids": ids, "position_ids": positions}
-        return self.run_inputs(inputs, mask, state, self.caches_images)
+        return self.run_inputs(inputs, len(tokens), state, self.caches_images)
 
     def _whole_inputs(
         self, prompt: MultimodalPrompt, tokens: abc.Sequence[int]
