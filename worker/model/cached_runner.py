@@ -154,7 +154,7 @@ class CachedRunner:
             key: Hashable = id(sequence)
             if slot and slot.group.state:
                 key = slot.group
-            elif self.batches_rows:
+            elif self.batches_rows and not sequence.multimodal:
                 key = sequence.prompt_len, len(sequence.tokens)
             groups.setdefault(key, []).append(sequence)
         return [
@@ -180,14 +180,19 @@ class CachedRunner:
             if state and rows != list(range(len(group.logits))):
                 state = self.select_rows(state, rows)
         texts = [sequence.tokens[:end] if end else sequence.tokens for sequence in members]
-        if self.selects_keys and not state:
+        if self.selects_keys and not state and not members[0].multimodal:
             for length in range(members[0].prompt_len, len(texts[0])):
                 _, state = self.run_texts([text[:length] for text in texts], state)
-        logits, state = self.run_texts(texts, state)
+        logits, state = self._run_members(members, texts, state)
         next_group = CacheGroup(logits, state)
         for row, sequence in enumerate(members):
             slot = CacheSlot(next_group, row, len(texts[row]))
             block_table(sequence).runner_state = slot
+
+    def _run_members(
+        self, members: list[Sequence], texts: Texts, state: CacheState | None
+    ) -> tuple[Tensor, CacheState | None]:
+        return self.run_texts(texts, state)
 
     def _logits(self, sequence: Sequence) -> Tensor:
         """Return [1, V] after the sequence's last token."""

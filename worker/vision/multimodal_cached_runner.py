@@ -17,11 +17,8 @@ from worker.model.cached_runner import (
     CACHED_TOLERANCE,
     CHECK_STEPS,
     CachedRunner,
-    CacheGroup,
-    CacheSlot,
     CacheState,
-    block_table,
-    find_cache_slot,
+    Texts,
     log_refusal,
 )
 from worker.model.decoder_hook import DecoderHook
@@ -47,34 +44,13 @@ class MultimodalCachedRunner(CachedRunner):
         if self.caches_images:
             self._check_cached_images()
 
-    def _groups_to_run(
-        self, sequences: list[Sequence]
-    ) -> list[tuple[CacheGroup | None, list[Sequence]]]:
-        with_images: list[tuple[CacheGroup | None, list[Sequence]]] = []
-        for sequence in sequences:
-            slot = find_cache_slot(sequence)
-            missing = len(sequence.tokens) - slot.tokens if slot else -1
-            if sequence.multimodal and missing:
-                group = slot.group if slot and slot.group.state and missing == 1 else None
-                with_images.append((group, [sequence]))
-        text = super()._groups_to_run(
-            [sequence for sequence in sequences if not sequence.multimodal]
-        )
-        return [*text, *with_images]
-
-    def _run_group(
-        self, group: CacheGroup | None, members: list[Sequence], end: int | None = None
-    ) -> None:
-        sequence, prompt = members[0], members[0].multimodal
-        if not isinstance(prompt, MultimodalPrompt):
-            super()._run_group(group, members, end)
-            return
-        state = None
-        if group:
-            state, group.state = group.state, None  # invalid if the forward raises
-        logits, state = self.run_multimodal(prompt, sequence.tokens, state)
-        slot = CacheSlot(CacheGroup(logits, state), 0, len(sequence.tokens))
-        block_table(sequence).runner_state = slot
+    def _run_members(
+        self, members: list[Sequence], texts: Texts, state: CacheState | None
+    ) -> tuple[Tensor, CacheState | None]:
+        prompt = members[0].multimodal
+        if isinstance(prompt, MultimodalPrompt):
+            return self.run_multimodal(prompt, texts[0], state)
+        return self.run_texts(texts, state)
 
     def _prompt_logits(self, chunk: Chunk) -> Tensor:
         prompt, positions = chunk.sequence.multimodal, chunk.to_score
