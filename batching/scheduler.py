@@ -625,9 +625,9 @@ class ContinuousScheduler:
         budget: int,
         limits: ClientLimits,
     ) -> dict[Sequence, int]:
-        """Return the prompts that run: at least one, and more while all, padded to the longest,
-        fit. If the oldest exceeds the budget, it gets a chunk, of half of that beside others, and
-        the shortest come next: a chunk of the first one if it does not fit."""
+        """Return the prompts that run: at least one, and more while all fit. If the
+        oldest exceeds the budget, it gets a chunk, of half of that beside others, and the shortest
+        come next: a chunk of the first one if it does not fit."""
         oldest, *others = ranked
         shares: dict[Sequence, int] = {}
 
@@ -640,8 +640,8 @@ class ContinuousScheduler:
             budget -= shares[oldest]
             ranked = sorted(others, key=lambda sequence: (sequence.priority, sequence.uncomputed))
         in_turn = list(fair_order(ranked))
-        lengths = itertools.accumulate((len(sequence.tokens) for sequence in in_turn), max)
-        fitting = sum(n * length <= budget for n, length in enumerate(lengths, 1))
+        totals = itertools.accumulate(len(sequence.tokens) for sequence in in_turn)
+        fitting = sum(total <= budget for total in totals)
         if shares and in_turn and not fitting and budget and self._may_chunk(in_turn[0]):
             add_chunk(in_turn[0], budget)
         return shares | {s: wanted[s] for s in in_turn[: max(fitting, not shares)]}
@@ -780,7 +780,7 @@ def _num_before(queue: list[Sequence], priority: int) -> int:
     return bisect.bisect_left(queue, priority, key=lambda sequence: sequence.priority)
 
 
-# Limits of a step's prompt tokens, by device; where prompts run whole, padding included.
+# Limits of a step's prompt tokens, by device.
 MAX_PREFILL_TOKENS = {"cpu": 2048, "cuda": 8192}
 MAX_PREFILL_TOKENS_WHOLE = {"cpu": 4096, "cuda": 32768}
 # The longest time that prompts add to a step, and the fewest of their tokens in it: while sequences

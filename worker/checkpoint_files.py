@@ -94,8 +94,9 @@ def weights_problem(names: Collection[str]) -> str:
         return f"its weights are GGUF: name the file, such as {ggufs[0]}"
     if any(file.endswith(".onnx") for file in files) or "openvino_model.xml" in files:
         return "its weights are ONNX or OpenVINO only: use the model's safetensors"
-    if pickles := sorted(file for file in files if is_pickle(file)):
-        return f"its weights are a pickle ({pickles[0]}), which could run code: {SAVE}"
+    pickles = [f for f in files if f.endswith(PICKLES) and not f.startswith(TRAINING)]
+    if pickles:
+        return f"its weights are a pickle ({min(pickles)}), which could run code: {SAVE}"
     if any(file.endswith(OTHER_FRAMEWORKS) for file in files):
         return "its weights are for TensorFlow or Flax only: use the model's safetensors"
     return "it has no weights: add model.safetensors"
@@ -115,12 +116,6 @@ def file_problem(file: Path) -> str:
     if start == LFS_POINTER:
         return _pointer(file.name)
     return "" if start.startswith(b"GGUF") else "is no GGUF file: download it again"
-
-
-def is_pickle(file: str) -> bool:
-    return file.endswith(PICKLES) and not file.startswith(
-        ("training_args", "optimizer", "scheduler")
-    )
 
 
 def _unreadable_config(folder: Path) -> str:

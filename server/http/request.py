@@ -131,11 +131,6 @@ class Application:
         The host keeps its signal handlers, and the process its settings."""
         return self.run_mounted(self)
 
-    @property
-    def body_bytes(self) -> int:
-        """The bytes of all requests whose response has not been sent."""
-        return self.memory.used
-
     def count_body(self, scope: Scope, size: int) -> None:
         """Count bytes that a request holds until its response has been sent. QueueFull if the
         bodies of all requests take too much memory."""

@@ -178,7 +178,7 @@ def test_disconnect_cancels_the_fetches(server: Server) -> None:
         assert fetching.wait(60)
         client.close()
         assert left.wait(60)
-    wait_until(lambda: server.app.body_bytes == 0)
+    wait_until(lambda: server.app.memory.used == 0)
 
 
 def test_deadline_includes_the_fetches(server: Server) -> None:
@@ -194,4 +194,4 @@ def test_deadline_includes_the_fetches(server: Server) -> None:
         )
     assert answer.status_code == 504
     assert "not fetched" in answer.json()["error"]["message"]
-    wait_until(lambda: server.app.body_bytes == 0)
+    wait_until(lambda: server.app.memory.used == 0)

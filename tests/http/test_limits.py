@@ -262,7 +262,7 @@ def stalled(server: Server, bodies: int) -> Iterator[list[socket.socket]]:
             client = socket.create_connection(("127.0.0.1", server.port), timeout=60)
             stack.enter_context(client).sendall(HEAD + b"x" * 99_999)
             clients.append(client)
-            wait_until(lambda n=n: server.app.body_bytes == n * 99_999)  # type: ignore[misc]
+            wait_until(lambda n=n: server.app.memory.used == n * 99_999)  # type: ignore[misc]
         yield clients
 
 
@@ -272,16 +272,16 @@ def test_slowest_body_ends_while_the_memory_for_bodies_is_short() -> None:
         stalled(server, MAX_BODIES) as clients,
     ):
         assert httpx.post(server.url, content=b"x").status_code == 200  # there is room for it
-        assert server.app.body_bytes == MAX_BODIES * 99_999
+        assert server.app.memory.used == MAX_BODIES * 99_999
         served = httpx.post(server.url, content=b"x" * 1000)
         assert served.status_code == 200
         status, body = read_response(clients[0])  # it has waited longest with as many bytes
         assert (status, orjson.loads(body)["error"]["code"]) == (408, "body_timeout")
-        assert server.app.body_bytes == (MAX_BODIES - 1) * 99_999
+        assert server.app.memory.used == (MAX_BODIES - 1) * 99_999
         for client in clients[1:]:
             client.sendall(b"x")
             assert read_response(client)[0] == 200
-        wait_until(lambda: not server.app.body_bytes)
+        wait_until(lambda: not server.app.memory.used)
 
 
 def test_bodies_of_running_requests_are_limited_together() -> None:
@@ -302,5 +302,5 @@ def test_bodies_of_running_requests_are_limited_together() -> None:
         runner.gate.set()
         for client in clients:
             assert read_response(client)[0] == 200
-        wait_until(lambda: not server.app.body_bytes)
+        wait_until(lambda: not server.app.memory.used)
         assert httpx.post(server.url, content=b"x" * 1000).status_code == 200

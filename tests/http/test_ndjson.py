@@ -136,7 +136,7 @@ def test_a_stream_is_longer_than_the_queue_and_the_limit_of_bodies(server: Serve
     body = "".join(json.dumps(text) + "\n" for text in texts).encode()
     assert [answer["echo"] for answer in post(server, body)] == texts
     assert metric(server, "onequeue_queue_depth") == 0
-    assert server.app.body_bytes == 0
+    assert server.app.memory.used == 0
 
 
 def test_answers_arrive_while_the_body_is_sent(server: Server) -> None:

@@ -41,7 +41,7 @@ def endpoint(server: Server) -> Responses:
 def store_long(server: Server) -> str:
     items = [{"role": "user", "content": LONG}, {"role": "user", "content": "hi"}]
     id = str(response_document(respond(server, items))["id"])
-    wait_until(lambda: not server.app.body_bytes)
+    wait_until(lambda: not server.app.memory.used)
     return id
 
 
@@ -70,24 +70,24 @@ def test_unread_responses_are_limited_together(server: Server, below: str) -> No
         path = f"{PATH}/{store_long(server)}{below}"
     else:
         path = f"{PATH}/{response_document(respond(server, instructions=LONG))['id']}"
-        wait_until(lambda: not server.app.body_bytes)
+        wait_until(lambda: not server.app.memory.used)
     with open_unread(server, path) as first, open_unread(server, path) as second:
-        assert 14_000_000 < server.app.body_bytes <= LIMIT
+        assert 14_000_000 < server.app.memory.used <= LIMIT
         read = CLIENT.get(server.url + path)
         assert read.status_code == 200
         assert LONG in read.text
         assert received(first) < len(LONG)
         status, body = read_response(second)
         assert (status, len(body) > len(LONG)) == (200, True)
-    wait_until(lambda: not server.app.body_bytes)
+    wait_until(lambda: not server.app.memory.used)
 
 
 def test_other_large_responses_count_while_they_are_unread(server: Server) -> None:
     with open_stream(server, "/", {"inputs": LONG}) as client:
         assert client.recv(1, socket.MSG_PEEK)
-        assert server.app.body_bytes > len(LONG)
+        assert server.app.memory.used > len(LONG)
         assert read_response(client)[0] == 200
-    wait_until(lambda: not server.app.body_bytes)
+    wait_until(lambda: not server.app.memory.used)
 
 
 @pytest.mark.parametrize("refers_by", ["previous_response_id", "item_reference"])
@@ -100,16 +100,16 @@ def test_continued_responses_count_until_the_end(
         body: dict[str, Any] = {"input": [{"type": "item_reference", "id": "msg_long"}]}
     else:
         body = {"input": "and then?", refers_by: store_long(server)}
-    wait_until(lambda: not server.app.body_bytes)
+    wait_until(lambda: not server.app.memory.used)
     generator.gate.clear()
     with open_stream(server, PATH, body) as first, open_stream(server, PATH, body) as second:
-        wait_until(lambda: server.app.body_bytes > 2 * len(LONG))
+        wait_until(lambda: server.app.memory.used > 2 * len(LONG))
         refused = CLIENT.post(server.url + PATH, json=body)
         assert refused.status_code == 503
         assert error_of(refused)["code"] == "queue_full"
         generator.release()
         assert read_response(first)[0] == read_response(second)[0] == 200
-    wait_until(lambda: not server.app.body_bytes)
+    wait_until(lambda: not server.app.memory.used)
 
 
 def test_background_responses_hold_at_most_their_share(
@@ -121,7 +121,7 @@ def test_background_responses_hold_at_most_their_share(
     generator.gate.clear()
     id = response_document(respond(server, LONG, background=True))["id"]
     assert len(LONG) < memory.used < memory.limit
-    assert not server.app.body_bytes
+    assert not server.app.memory.used
     refused = respond(server, LONG, background=True)
     assert refused.status_code == 503
     assert "background" in error_of(refused)["message"]

@@ -81,11 +81,10 @@ BUILDERS: dict[str, Callable[[], list[Any]]] = {
     "recurrent-gemma": decoder("RecurrentGemmaConfig", num_key_value_heads=1, **RECURRENT),
     "llama": tiny_decoders.BUILDERS["llama"],
 }
-# How rows of each may share a batch, and whether its cache is used.
-MODES = dict.fromkeys(BUILDERS, ("padded", True)) | {
-    "trocr": ("same length", True),  # counts positions from the left, padding included
-    "rwkv": ("single", True),  # transformers mixes up the rows of a batch after the first step
-    "recurrent-gemma": ("same length", False),  # keeps its state in its modules
+# Whether rows of each may share a forward, and whether its cache is used.
+MODES = dict.fromkeys(BUILDERS, (True, True)) | {
+    "rwkv": (False, True),  # transformers mixes up the rows of a batch after the first step
+    "recurrent-gemma": (True, False),  # keeps its state in its modules
 }
 LENGTHS = (3, 17, 40, 9, 9)
 TOKENS = 8
@@ -151,7 +150,7 @@ def with_embedding_hook(
 )
 def test_a_mixed_batch_generates_as_generate_does(name: str, steps: bool) -> None:
     generator = new_engine(name)
-    assert (checked(name).batching, checked(name).uses_cache) == MODES[name]
+    assert (checked(name).batches_rows, checked(name).uses_cache) == MODES[name]
     texts = prompts(0)
     served, driver = serve(generator, *(request(prompt, max_tokens=TOKENS) for prompt in texts))
     for response, prompt in zip(served, texts, strict=True):
@@ -298,9 +297,8 @@ def test_a_cancelled_item_leaves_at_the_next_step() -> None:
     assert third.ids == [oracle("bloom", texts[2], 6)]
 
 
-def test_a_new_request_starts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_request_starts_at_once() -> None:
     """Also beside long responses that started one by one, each a group of its own."""
-    monkeypatch.setattr(checked("bloom"), "max_rejoined_tokens", 0)
     driver = Driver(new_engine())
     texts = prompts(8, (3, 200, 30, 9, 9))
     lasting = []
@@ -320,23 +318,21 @@ def test_a_new_request_starts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert response.ids == [oracle("bloom", prompt, 40)]
 
 
-@pytest.mark.usefixtures("steps")
-def test_small_groups_are_merged_when_another_request_starts() -> None:
+def test_prompts_of_equal_length_share_a_forward() -> None:
     driver = Driver(new_engine())
-    texts = prompts(19, (3, 17, 40, 9, 9, 5, 8, 30))
-    served = []
-    for prompt in texts:
-        served.append(driver.add(request(prompt, max_tokens=12)))
-        driver.step()
-        assert len(set(groups(driver))) <= 2
-    driver.finish()
+    texts = prompts(19, (9, 17, 9, 9, 17))
+    served = [driver.add(request(prompt, max_tokens=4)) for prompt in texts]
+    rows: list[int] = []
+    with with_embedding_hook("bloom", lambda ids, output: rows.append(len(ids))):
+        driver.finish()
+    assert rows == [3, 2] * 4
     for response, prompt in zip(served, texts, strict=True):
-        assert response.ids == [oracle("bloom", prompt, 12)]
+        assert response.ids == [oracle("bloom", prompt, 4)]
 
 
 def test_a_groups_cache_is_freed_with_its_last_sequence() -> None:
     driver = Driver(new_engine())
-    for prompt in prompts(20, (5, 9)):
+    for prompt in prompts(20, (9, 9)):
         driver.add(request(prompt, max_tokens=4))
     driver.step()
     driver.generator.warm_up()
@@ -584,7 +580,7 @@ class LimitedMemory:
 
 @pytest.mark.usefixtures("steps")
 def test_a_batch_that_does_not_fit_runs_in_parts() -> None:
-    texts, memory = prompts(14), LimitedMemory(2)
+    texts, memory = prompts(14, [9] * 5), LimitedMemory(2)
     with with_embedding_hook("bloom", memory):
         served, driver = serve(
             new_engine(max_running=4), *(request(prompt, max_tokens=TOKENS) for prompt in texts)
@@ -653,7 +649,7 @@ def test_a_model_whose_cache_fails_the_check_is_recomputed_for_each_token() -> N
 
     with with_embedding_hook("bloom", mixing):
         runner = CachedRunner(language("bloom"))
-    assert (runner.batching, runner.uses_cache) == ("padded", False)
+    assert (runner.batches_rows, runner.uses_cache) == (True, False)
 
 
 def test_a_model_that_is_recomputed_for_each_token_warns_with_the_factor(
@@ -678,7 +674,7 @@ def test_an_unpaged_model_is_served_by_static_batches(caplog: pytest.LogCaptureF
     assert generator.info.batching == "static"
     assert "attention function" in generator.info.why
     assert generator.info.why in caplog.text
-    assert "batching=padded cached=True" in caplog.text
+    assert "batched=True cached=True" in caplog.text
     assert generator.text_model.max_model_len == 100
     assert generator.compile_state == "off"
     generator.warm_up()
@@ -695,10 +691,9 @@ def test_an_unpaged_model_is_served_by_static_batches(caplog: pytest.LogCaptureF
 
 
 def test_sequences_beyond_the_memory_of_caches_are_preempted() -> None:
-    """Keys and values of a token take 512 bytes in bloom's two layers. A quarter of the memory is
-    for padding."""
+    """Keys and values of a token take 512 bytes in bloom's two layers."""
     assert (checked("bloom").sequence_bytes, checked("bloom").token_bytes) == (0, 512)
-    room = 13.4 * 16 * 512
+    room = 10.4 * 16 * 512
     options = GeneratorOptions("bloom", kv_cache_gb=room / 1e9)
     generator = cached_engine(copy.copy(checked("bloom")), options, "a test asks for it")
     assert generator.scheduler.pool.num_blocks == 10

@@ -20,7 +20,7 @@ from tests.parity import assert_parity, item, mixed, oracle, runner, serve, text
 from worker.model.cpu import linear
 from worker.model.cpu.linear_layers import PackedLinear
 from worker.pipeline.loading import PipelineOptions, load_runner
-from worker.pipeline.runner import PipelineRunner, base_generation_config
+from worker.pipeline.runner import PipelineRunner
 
 TEXTS = [text(n, 7 * n) for n in (1, 3, 12, 2, 25, 5, 1, 18)]
 
@@ -202,7 +202,7 @@ def test_rows_that_finish_early_contain_no_padding(monkeypatch: pytest.MonkeyPat
     frequent = Counter(itertools.chain.from_iterable(map(set, before)))
     stop = next(token for token, rows in frequent.most_common() if rows < len(TEXTS))
     for pipe in (run.pipe, oracle("text-generation", "llama-lm")):
-        monkeypatch.setattr(base_generation_config(pipe), "eos_token_id", stop)
+        monkeypatch.setattr(pipe.model.generation_config, "eos_token_id", stop)
     after = generated(run)
     for row, shortened in zip(before, after, strict=True):
         assert shortened == (row[: row.index(stop) + 1] if stop in row else row)

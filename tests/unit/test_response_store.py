@@ -30,24 +30,6 @@ from server.openai.responses.store import (
 
 MINE, OTHER = storage_namespace(b"mine"), storage_namespace(b"other")
 OWNER = owner_of(b"mine", "127.0.0.1")
-# Of a database before namespaces.
-OLD_SCHEMA = """
-CREATE TABLE responses (
-    id TEXT PRIMARY KEY,
-    used INTEGER NOT NULL,
-    size INTEGER NOT NULL,
-    response BLOB NOT NULL,
-    input BLOB NOT NULL
-);
-CREATE INDEX responses_sizes ON responses (used, size);
-CREATE TABLE items (
-    id TEXT NOT NULL,
-    response_id TEXT NOT NULL REFERENCES responses (id) ON DELETE CASCADE,
-    PRIMARY KEY (id, response_id)
-) WITHOUT ROWID;
-CREATE INDEX items_response ON items (response_id);
-INSERT INTO items VALUES ('in_a', 'a');
-"""
 
 
 def stored(id: str, previous: str | None = None, text: str = "") -> Stored:
@@ -140,32 +122,6 @@ def test_item_of_the_same_id_is_found_in_its_own_namespace() -> None:
 def test_namespace_is_the_same_after_a_restart() -> None:
     # a change of these bytes would lose all stored responses
     assert storage_namespace(b"").hex() == "c47b73d7e019c67f2e0e2d842366efaf"
-
-
-def test_rows_of_an_older_database_are_not_found(tmp_path: Path) -> None:
-    path = str(tmp_path / "responses.db")
-    old, one = sqlite3.connect(path), stored("a")
-    old.executescript(OLD_SCHEMA)
-    row = "INSERT INTO responses VALUES ('a', 1, 100, ?, ?)"
-    old.execute(row, (orjson.dumps(one.response), orjson.dumps(one.input)))
-    old.commit()
-    old.close()
-    for _ in range(2):  # the second start finds an upgraded database
-        store = ResponseStore(path, max_responses=2)
-        for namespace in (MINE, OTHER, storage_namespace(b""), b""):
-            assert store.items(namespace, {"in_a"}) == {}
-        for namespace in (MINE, OTHER, storage_namespace(b"")):
-            with pytest.raises(NotStored):
-                store.get(namespace, "a")
-        assert store.totals[0] == 1
-        store.close()
-    store = ResponseStore(path, max_responses=2)
-    for id in "bc":
-        store.put(OWNER, stored(id, text=id))
-    assert store.totals[0] == 2  # the old row is dropped first
-    assert store.items(MINE, {"in_b"}) == {"in_b": {"id": "in_b", "text": "b"}}
-    assert ids(store, *"abc") == ["b", "c"]
-    store.close()
 
 
 def test_chain_is_returned_oldest_first() -> None:

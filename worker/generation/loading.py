@@ -4,7 +4,6 @@ or, where the model does not run on it, with transformers' cache.
 
 import json
 import logging
-import math
 from functools import partial
 from typing import Any
 
@@ -36,8 +35,6 @@ MAX_CACHED = 64
 # The fraction of the KV cache that is used to keep prefixes, unless its size was set or its memory
 # is allocated anyway, as on a GPU. Running sequences may fill all of it.
 PREFIX_FRACTION = 0.25
-# Share of the memory of transformers' caches that is for padding.
-PADDING_SHARE = 0.25
 
 
 def load_generator(options: GeneratorOptions) -> GenerationEngine:
@@ -150,7 +147,7 @@ def cached_engine(
     preprocessor: ImagePreprocessor | None = None,
 ) -> GenerationEngine:
     """`unpaged_reason`: why the model does not run on paged memory."""
-    max_running, num_blocks, runner.max_padding = _cached_limits(runner, options)
+    max_running, num_blocks = _cached_limits(runner, options)
     runner.max_model_len = min(runner.max_model_len, num_blocks * BLOCK)
 
     def new_scheduler() -> ContinuousScheduler:
@@ -166,9 +163,9 @@ def cached_engine(
     )
 
 
-def _cached_limits(runner: CachedRunner, options: GeneratorOptions) -> tuple[int, int, float]:
-    """Return how many sequences may run, how many blocks of tokens they may have, and how many
-    tokens of padding, so that their caches fit into memory."""
+def _cached_limits(runner: CachedRunner, options: GeneratorOptions) -> tuple[int, int]:
+    """Return how many sequences may run and how many blocks of tokens they may have, so that their
+    caches fit into memory."""
     max_running = min(options.max_running, MAX_CACHED)
     num_blocks = max_running * -(-runner.max_model_len // BLOCK)
     room = cache_bytes(runner.language, options.kv_cache_gb, options.later_caches)
@@ -182,13 +179,10 @@ def _cached_limits(runner: CachedRunner, options: GeneratorOptions) -> tuple[int
     if of_sequence:
         max_running = max(1, min(max_running, int(room / 2 // of_sequence)))
         room -= max_running * of_sequence
-    max_padding = math.inf
     if of_token:
-        for_padding = PADDING_SHARE * room if runner.batching == "padded" else 0.0
-        max_padding = for_padding // of_token
-        num_blocks = max(2, min(num_blocks, int((room - for_padding) // (of_token * BLOCK))))
+        num_blocks = max(2, min(num_blocks, int(room // (of_token * BLOCK))))
     log.info(
         "static batches sequences=%d blocks=%d sequence_bytes=%d token_bytes=%d",
         max_running, num_blocks, of_sequence, of_token,
     )  # fmt: skip
-    return max_running, num_blocks, max_padding
+    return max_running, num_blocks

@@ -1,20 +1,18 @@
 """The model runner for models that are not paged: transformers' own forward and cache.
 
-Sequences that start together form a group, which shares a forward and a cache from then on. A check
-at load compares outputs with those of `generate` to decide how sequences may share a forward
-(left-padded, of equal length, or not at all) and whether the cache gives right results; without it,
-the whole text is recomputed for each token. Prompts run whole; those that exceed a step's budget in
-chunks, where these give the same logits. A preempted sequence has lost its cache and is recomputed:
-at once, or token by token where attention selects keys, since the selection among equal scores
-depends on the length.
+Sequences of equal length that start together form a group, which shares a forward and a cache from
+then on. A check at load compares outputs with those of `generate` to decide whether sequences may
+share a forward and whether the cache gives right results; without it, the whole text is recomputed
+for each token. Prompts run whole; those that exceed a step's budget in chunks, where these give the
+same logits. A preempted sequence has lost its cache and is recomputed: at once, or token by token
+where attention selects keys, since the selection among equal scores depends on the length.
 """
 
 import inspect
 import logging
-import math
 import time
-import weakref
 from collections import abc
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -22,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from batching.block_pool import BlockTable
 from batching.errors import DeviceLost
@@ -44,17 +42,11 @@ from worker.model.loading import LoadingFailed
 
 log = logging.getLogger("onequeue.cached_runner")
 
-# A step runs each group in turn. Beyond MAX_GROUPS the smallest ones are merged with new sequences
-# and recomputed, if that takes at most so many tokens, padding included.
-MAX_GROUPS = 2
-MAX_REJOINED_TOKENS = {"cpu": 512, "cuda": 8192}
 # Tokens of the check's texts: more than the chunks of linear attention.
 CHECK_TOKENS = 70
 CHECK_STEPS = 4
 # Tokens of two texts whose caches are measured.
 MEASURED_TOKENS = (8, 40)
-# The checked rows of the three texts, whose second and third are of equal length.
-CHECKED_ROWS = {"padded": slice(0, 2), "same length": slice(1, 3)}
 RECOMPUTED_TOKENS = 256  # of the text whose time is reported if it is recomputed for each token
 # Tokens of two texts that show whether attention selects keys.
 SELECTION_TOKENS = (40, 56)
@@ -69,22 +61,19 @@ Texts = abc.Sequence[abc.Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class CacheState:
-    """The model's cache of a batch, and the mask of its tokens that are no padding."""
+    """The model's cache of a batch."""
 
     name: str  # of the argument and the output
     cache: Any
-    mask: Tensor  # [B, T]
+    tokens: int  # of each row
 
 
 @dataclass(eq=False)
 class CacheGroup:
     """Sequences that share a forward, and its output."""
 
-    rows: int
-    size: int  # tokens, padding included
     logits: Tensor  # [rows, V] after the last token
     state: CacheState | None  # None: the texts are recomputed
-    padding: int = 0  # tokens
 
 
 class CacheSlot(NamedTuple):
@@ -98,14 +87,12 @@ class CacheSlot(NamedTuple):
 class CachedRunner:
     """Runs batches by the model's own forward.
 
-    `max_model_len`: tokens of the longest sequence. `batching`, `uses_cache`, `selects_keys`
-    (attention sees the keys with the highest scores) and `chunks_prompts` (the cache may grow by
-    several tokens at once): results of the check. `sequence_bytes`, `token_bytes`: size of the
-    cache of a sequence without tokens, and of each token. `max_padding`: tokens of padding in all
-    caches together.
+    `max_model_len`: tokens of the longest sequence. `batches_rows` (sequences may share a forward),
+    `uses_cache`, `selects_keys` (attention sees the keys with the highest scores) and
+    `chunks_prompts` (the cache may grow by several tokens at once): results of the check.
+    `sequence_bytes`, `token_bytes`: size of the cache of a sequence without tokens, and of each
+    token.
     """
-
-    max_padding: float = math.inf
 
     compile_state: Literal["running", "done", "off"] = "off"
     stage = ""
@@ -117,22 +104,20 @@ class CachedRunner:
         self.max_model_len = min(max_model_len or language.context, language.context)
         self.model = language.model
         self.device = language.device
-        self.max_rejoined_tokens = MAX_REJOINED_TOKENS[self.device.type]
         self.argument_names = frozenset(inspect.signature(self.model.forward).parameters)
         pad_token_id = language.tokenizer.pad_token_id
         self.pad_token_id = pad_token_id if isinstance(pad_token_id, int) else 0
         self._sampled: Tensor | None = None  # the previous step's tokens, for placeholders
-        self._groups: weakref.WeakSet[CacheGroup] = weakref.WeakSet()  # those that sequences use
         self.uses_cache = True
-        self.batching: Literal["padded", "same length", "single"] = "padded"
+        self.batches_rows = True
         self.selects_keys = False
         on_worker(self._check)
         may_chunk = self.uses_cache and not self.selects_keys
         self.chunks_prompts = may_chunk and on_worker(self._check_chunks)
         self.sequence_bytes, self.token_bytes = on_worker(self._cache_bytes)
         log.info(
-            "static batches batching=%s cached=%s chunked=%s",
-            self.batching, self.uses_cache, self.chunks_prompts,
+            "static batches batched=%s cached=%s chunked=%s",
+            self.batches_rows, self.uses_cache, self.chunks_prompts,
         )  # fmt: skip
 
     @torch.inference_mode()
@@ -161,48 +146,21 @@ class CachedRunner:
     ) -> list[tuple[CacheGroup | None, list[Sequence]]]:
         """Return the groups that continue, with their remaining sequences, and new groups (None) of
         sequences without a cache."""
-        ongoing: dict[CacheGroup, list[Sequence]] = {}
-        uncached: list[Sequence] = []
+        groups: dict[Hashable, list[Sequence]] = {}
         for sequence in sequences:
             slot = find_cache_slot(sequence)
-            missing = len(sequence.tokens) - slot.tokens if slot else -1
-            if slot and slot.group.state and missing:
-                ongoing.setdefault(slot.group, []).append(sequence)
-            elif missing:
-                uncached.append(sequence)
-        self._rejoin(ongoing, uncached)
-        return [*ongoing.items(), *((None, members) for members in self._new_groups(uncached))]
-
-    def _new_groups(self, uncached: list[Sequence]) -> list[list[Sequence]]:
-        """Divide sequences into groups, of similar lengths where room for padding is short."""
-        room = self.max_padding - sum(group.padding for group in self._groups if group.state)
-        groups: list[list[Sequence]] = []
-        for sequence in sorted(uncached, key=lambda s: (len(s.tokens), s.prompt_len), reverse=True):
-            padding = len(groups[-1][0].tokens) - len(sequence.tokens) if groups else 0
-            if groups and self._may_join(sequence, groups[-1][0]) and padding <= room:
-                groups[-1].append(sequence)
-                room -= padding
-            else:
-                groups.append([sequence])
-        return groups
-
-    def _may_join(self, sequence: Sequence, other: Sequence) -> bool:
-        if self.batching != "same length":
-            return self.batching == "padded"
-        is_equal = sequence.prompt_len == other.prompt_len or not self.selects_keys
-        return is_equal and len(sequence.tokens) == len(other.tokens)
-
-    def _rejoin(self, ongoing: dict[CacheGroup, list[Sequence]], uncached: list[Sequence]) -> None:
-        """Move the smallest groups beyond MAX_GROUPS to the sequences to recompute."""
-        while uncached and self.batching == "padded" and len(ongoing) >= MAX_GROUPS:
-            smallest = min(ongoing, key=lambda group: group.size)
-            joined = [*ongoing[smallest], *uncached]
-            longest = max(len(sequence.tokens) for sequence in joined)
-            if len(joined) * longest > self.max_rejoined_tokens:
-                return
-            uncached[:] = joined
-            del ongoing[smallest]
-            smallest.state = None
+            if slot and slot.tokens == len(sequence.tokens):
+                continue
+            key: Hashable = id(sequence)
+            if slot and slot.group.state:
+                key = slot.group
+            elif self.batches_rows and not sequence.multimodal:
+                key = sequence.prompt_len, len(sequence.tokens)
+            groups.setdefault(key, []).append(sequence)
+        return [
+            (key if isinstance(key, CacheGroup) else None, members)
+            for key, members in groups.items()
+        ]
 
     def _run_chunk(self, chunk: Chunk) -> None:
         """Run a part of a prompt before its end, alone."""
@@ -219,19 +177,22 @@ class CachedRunner:
         if group:
             state, group.state = group.state, None  # invalid if the forward raises
             rows = [cache_slot(sequence).row for sequence in members]
-            if state and rows != list(range(group.rows)):
+            if state and rows != list(range(len(group.logits))):
                 state = self.select_rows(state, rows)
         texts = [sequence.tokens[:end] if end else sequence.tokens for sequence in members]
-        if self.selects_keys and not state:
+        if self.selects_keys and not state and not members[0].multimodal:
             for length in range(members[0].prompt_len, len(texts[0])):
                 _, state = self.run_texts([text[:length] for text in texts], state)
-        logits, state = self.run_texts(texts, state)
-        size = len(texts) * (state.mask.shape[1] if state else max(map(len, texts)))
-        next_group = CacheGroup(len(texts), size, logits, state, size - sum(map(len, texts)))
-        self._groups.add(next_group)
+        logits, state = self._run_members(members, texts, state)
+        next_group = CacheGroup(logits, state)
         for row, sequence in enumerate(members):
             slot = CacheSlot(next_group, row, len(texts[row]))
             block_table(sequence).runner_state = slot
+
+    def _run_members(
+        self, members: list[Sequence], texts: Texts, state: CacheState | None
+    ) -> tuple[Tensor, CacheState | None]:
+        return self.run_texts(texts, state)
 
     def _logits(self, sequence: Sequence) -> Tensor:
         """Return [1, V] after the sequence's last token."""
@@ -252,36 +213,27 @@ class CachedRunner:
     def run_texts(self, texts: Texts, state: CacheState | None) -> tuple[Tensor, CacheState | None]:
         """Return the logits [B, V] after each text, and the state for its next token.
 
-        `state`: of all but the last tokens of each text, the same number for all; None: run the
-        texts whole. It is updated in place and must not be used again.
+        The texts are of equal length. `state`: of the first tokens of each; None: run the texts
+        whole. It is updated in place and must not be used again.
         """
-        if state is None:
-            width = max(map(len, texts))
-            rows = [[self.pad_token_id] * (width - len(text)) + [*text] for text in texts]
-            masks = [[0] * (width - len(text)) + [1] * len(text) for text in texts]
-            mask = to_device(masks, self.device)
-        else:
-            missing = len(texts[0]) - int(state.mask[0].sum())
-            rows = [[*text[-missing:]] for text in texts]
-            mask = torch.cat([state.mask, state.mask.new_ones(len(texts), missing)], 1)
-        positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -len(rows[0]) :]
-        ids = fill_placeholders(to_device(rows, self.device), self._sampled)
+        start, end = state.tokens if state else 0, len(texts[0])
+        rows = to_device([text[start:] for text in texts], self.device)
+        positions = torch.arange(start, end, device=self.device).repeat(len(texts), 1)
+        ids = fill_placeholders(rows, self._sampled)
         inputs: dict[str, Any] = {"input_ids": ids, "position_ids": positions}
-        return self.run_inputs(inputs, mask, state, self.uses_cache)
+        return self.run_inputs(inputs, end, state, self.uses_cache)
 
     def run_inputs(
-        self, inputs: dict[str, Any], mask: Tensor, state: CacheState | None, use_cache: bool
+        self, inputs: dict[str, Any], tokens: int, state: CacheState | None, use_cache: bool
     ) -> tuple[Tensor, CacheState | None]:
-        """Do the same for a forward's inputs; `mask` [B, T] covers the tokens in the cache too."""
+        """Do the same for a forward's inputs; `tokens`: of each text, those in the cache too."""
         if state:
             inputs[state.name] = state.cache
-        if state is None or _attends(state.cache):
-            inputs["attention_mask"] = mask
         output = self._call(inputs, use_cache, 1)
         next_state = None
         if use_cache:
             names = [name for name in output.keys() if name in CACHE_NAMES]  # noqa: SIM118
-            next_state = CacheState(names[0], output[names[0]], mask) if names else None
+            next_state = CacheState(names[0], output[names[0]], tokens) if names else None
         logits: Tensor = output.logits[:, -1]
         return logits, next_state
 
@@ -293,7 +245,7 @@ class CachedRunner:
         try:
             index = to_device(rows, self.device)
             state.cache.reorder_cache(index)  # type: ignore[arg-type]  # any integers will do
-            return CacheState(state.name, state.cache, state.mask[index])
+            return CacheState(state.name, state.cache, state.tokens)
         except Exception as error:  # such as a copy that does not fit into memory
             if isinstance(failure_of(error), DeviceLost):
                 raise
@@ -318,7 +270,7 @@ class CachedRunner:
         return max(0, short - of_token * MEASURED_TOKENS[0]), of_token
 
     def _check(self) -> None:
-        """Set `uses_cache` and `batching` to the fastest that give the outputs of `generate`, also
+        """Set `uses_cache` and `batches_rows` to whether these give the outputs of `generate`, also
         for texts that exceed every window and number of selected keys."""
         limit = self.language.context
         longest = max(length_beyond_windows(self.model.config, limit), CHECK_TOKENS)
@@ -329,9 +281,6 @@ class CachedRunner:
             self.selects_keys = self._topk_sizes(short) != self._topk_sizes(long)
             if changed:
                 self._check_length(min(limit, CHECK_TOKENS))
-        if self.selects_keys and self.batching == "padded":
-            log.info("not padded: its attention selects keys by score, and padding changes ties")
-            self.batching = "same length"
 
     def _check_chunks(self) -> bool:
         """Return whether a prompt in chunks and a token after it get the logits of a whole one."""
@@ -362,8 +311,8 @@ class CachedRunner:
         return recorded.sizes
 
     def _check_length(self, longest: int) -> None:
-        """Keep `uses_cache` and `batching`, or set slower ones, so that texts of up to `longest`
-        tokens get the logits of `generate`. Raise LoadingFailed if none do."""
+        """Clear `uses_cache` or `batches_rows` where texts of up to `longest` tokens do not get the
+        logits of `generate` with it. Raise LoadingFailed if they do not without both."""
         lengths = [min(longest, CHECK_STEPS + 2), longest, longest]
         prompts = [max(1, length - CHECK_STEPS + 1) for length in lengths]
         generated = [self._generate(prompt) for prompt in self.language.random_prompts(prompts)]
@@ -383,16 +332,15 @@ class CachedRunner:
             self._check_length(longest)
             self._report_recomputation(error)
             return
+        if not self.batches_rows:
+            return
         tolerance = max(BATCHED_TOLERANCE, TOLERANCE[self.language.dtype])
-        while self.batching != "single":
-            rows = CHECKED_ROWS[self.batching]
-            reference = Reference(self._recomputed, texts[rows], alone[rows])
-            try:
-                reference.check(self._run_steps(texts[rows]), tolerance)
-                return
-            except Exception as error:
-                log_refusal(self.batching, error)
-                self.batching = "single" if self.batching == "same length" else "same length"
+        reference = Reference(self._recomputed, texts[1:], alone[1:])
+        try:
+            reference.check(self._run_steps(texts[1:]), tolerance)
+        except Exception as error:
+            log_refusal("batched", error)
+            self.batches_rows = False
 
     def _report_recomputation(self, error: Exception) -> None:
         lengths = 1, min(RECOMPUTED_TOKENS, self.max_model_len)
@@ -486,12 +434,6 @@ def cache_slot(sequence: Sequence) -> CacheSlot:
     slot = find_cache_slot(sequence)
     assert slot is not None
     return slot
-
-
-def _attends(cache: Any) -> bool:
-    """Return whether a layer has keys. Models of recurrent layers alone take no mask for states."""
-    layers = getattr(cache, "layers", None)
-    return layers is None or any(isinstance(layer, CacheLayerMixin) for layer in layers)
 
 
 def _tensor_bytes(value: object, counted: set[int]) -> int:

@@ -148,7 +148,7 @@ def gguf_arguments(quantization: str, device: torch.device) -> dict[str, Any]:
     if quantization.startswith("bnb-"):
         asked = f"QUANTIZATION={quantization}"
         raise CannotQuantize(f"GGUF is quantized already: load it without {asked}")
-    if device.type != "cpu" or not hasattr(transformers, "GgufConfig"):
+    if device.type != "cpu":
         return {}
     return {"quantization_config": transformers.GgufConfig(dequantize=True)}
 

@@ -93,10 +93,9 @@ def load_pipeline(options: PipelineOptions) -> tuple[Pipe, dict[str, str]]:
     pipe.model.eval()
     drop_int4_grids(pipe.model)
     add_memory(Weights(pipe.model))
-    for part in (pipe, pipe.model):
-        config: Any = getattr(part, "generation_config", None)
-        if getattr(config, "return_timestamps", None) is False:
-            config.return_timestamps = None  # False makes Whisper refuse long recordings
+    config: Any = getattr(pipe.model, "generation_config", None)
+    if getattr(config, "return_timestamps", None) is False:
+        config.return_timestamps = None  # False makes Whisper refuse long recordings
     if task == "text-generation":
         fill_sampling_defaults(pipe.model.generation_config, options.sampling_defaults)
     return pipe, lacking.get(id(pipe.model), {})

@@ -414,11 +414,10 @@ def plan_generation(pipe: Pipe, forward: dict[str, Any], prompt_tokens: int, lim
 
     A requested number that exceeds the context raises InvalidInput; a default is reduced.
     """
-    config = base_generation_config(pipe)
+    config = pipe.model.generation_config
     settings = {**config.to_diff_dict(), **forward}
     settings.pop("tokenizer", None)
-    if add_defaults := getattr(pipe, "_prepare_generate_kwargs", None):
-        settings = add_defaults(settings)
+    settings = pipe._prepare_generate_kwargs(settings)
     try:
         effective = type(config)(**settings)
         effective.validate()
@@ -451,19 +450,13 @@ def reserved_tokens(pipe: Pipe, forward: Mapping[str, Any], limit: int) -> int:
     the default's, but of the default at most half of the context."""
     if requested := forward.get("max_new_tokens"):
         return int(requested)
-    default = base_generation_config(pipe).max_new_tokens or DEFAULT_NEW_TOKENS
+    default = pipe.model.generation_config.max_new_tokens or DEFAULT_NEW_TOKENS
     return min(default, limit // 2)
-
-
-def base_generation_config(pipe: Pipe) -> Any:
-    """Return the GenerationConfig before a request's parameters: the model's or, in transformers
-    5.17, the pipeline's, which includes the pipeline's defaults."""
-    return getattr(pipe, "generation_config", None) or pipe.model.generation_config
 
 
 def padding_affects_output(pipe: Pipe, forward: Mapping[str, Any]) -> bool:
     """Return whether generation reads the prompt's token ids, padding included."""
-    settings = {**base_generation_config(pipe).to_diff_dict(), **forward}
+    settings = {**pipe.model.generation_config.to_diff_dict(), **forward}
     return bool(
         (settings.get("repetition_penalty") or 1.0) != 1.0
         or settings.get("no_repeat_ngram_size")
@@ -474,7 +467,7 @@ def padding_affects_output(pipe: Pipe, forward: Mapping[str, Any]) -> bool:
 def split_generated(output: Any, rows: Sequence[ModelInputs], pipe: Pipe) -> list[Any]:
     """Split a batch of text generation into rows without its padding: before each prompt, and
     after each row's longest finished sequence. `generated_sequence` is [B, n, T]."""
-    eos: int | list[int] | None = base_generation_config(pipe).eos_token_id
+    eos: int | list[int] | None = pipe.model.generation_config.eos_token_id
     stop_token_ids = torch.tensor([] if eos is None else eos, dtype=torch.long)
     width = output["input_ids"].shape[1]
     outputs = []

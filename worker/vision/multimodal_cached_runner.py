@@ -17,11 +17,8 @@ from worker.model.cached_runner import (
     CACHED_TOLERANCE,
     CHECK_STEPS,
     CachedRunner,
-    CacheGroup,
-    CacheSlot,
     CacheState,
-    block_table,
-    find_cache_slot,
+    Texts,
     log_refusal,
 )
 from worker.model.decoder_hook import DecoderHook
@@ -47,34 +44,13 @@ class MultimodalCachedRunner(CachedRunner):
         if self.caches_images:
             self._check_cached_images()
 
-    def _groups_to_run(
-        self, sequences: list[Sequence]
-    ) -> list[tuple[CacheGroup | None, list[Sequence]]]:
-        with_images: list[tuple[CacheGroup | None, list[Sequence]]] = []
-        for sequence in sequences:
-            slot = find_cache_slot(sequence)
-            missing = len(sequence.tokens) - slot.tokens if slot else -1
-            if sequence.multimodal and missing:
-                group = slot.group if slot and slot.group.state and missing == 1 else None
-                with_images.append((group, [sequence]))
-        text = super()._groups_to_run(
-            [sequence for sequence in sequences if not sequence.multimodal]
-        )
-        return [*text, *with_images]
-
-    def _run_group(
-        self, group: CacheGroup | None, members: list[Sequence], end: int | None = None
-    ) -> None:
-        sequence, prompt = members[0], members[0].multimodal
-        if not isinstance(prompt, MultimodalPrompt):
-            super()._run_group(group, members, end)
-            return
-        state = None
-        if group:
-            state, group.state = group.state, None  # invalid if the forward raises
-        logits, state = self.run_multimodal(prompt, sequence.tokens, state)
-        size = len(sequence.tokens)
-        block_table(sequence).runner_state = CacheSlot(CacheGroup(1, size, logits, state), 0, size)
+    def _run_members(
+        self, members: list[Sequence], texts: Texts, state: CacheState | None
+    ) -> tuple[Tensor, CacheState | None]:
+        prompt = members[0].multimodal
+        if isinstance(prompt, MultimodalPrompt):
+            return self.run_multimodal(prompt, texts[0], state)
+        return self.run_texts(texts, state)
 
     def _prompt_logits(self, chunk: Chunk) -> Tensor:
         prompt, positions = chunk.sequence.multimodal, chunk.to_score
@@ -92,8 +68,7 @@ class MultimodalCachedRunner(CachedRunner):
         """Run a prompt with images and the tokens generated since, as `run_texts` does for text."""
         if state is None:
             inputs = self._whole_inputs(prompt, tokens)
-            return self.run_inputs(inputs, inputs["attention_mask"], None, self.caches_images)
-        mask = torch.cat([state.mask, state.mask.new_ones(1, 1)], 1)
+            return self.run_inputs(inputs, len(tokens), None, self.caches_images)
         ids = fill_placeholders(torch.tensor([tokens[-1:]], device=self.device), self._sampled)
         positions = torch.tensor([[len(tokens) - 1 + prompt.shift]], device=self.device)
         last = {
@@ -103,7 +78,7 @@ class MultimodalCachedRunner(CachedRunner):
             ).items()
         }
         inputs = {**last, "input_ids": ids, "position_ids": positions}
-        return self.run_inputs(inputs, mask, state, self.caches_images)
+        return self.run_inputs(inputs, len(tokens), state, self.caches_images)
 
     def _whole_inputs(
         self, prompt: MultimodalPrompt, tokens: abc.Sequence[int]

@@ -30,14 +30,6 @@ OPEN_S = 30.0  # to wait for other processes that open a new file
 LEASE_S = 30.0  # without a renewal, a background response has failed after this time
 ENDED = "the server process that generated the response has ended"
 
-# The table `responses` of an older database has no namespaces. Its rows get an empty one: they are
-# not found, and are dropped first.
-OLD_CLIENT = b""
-UPGRADE = """
-DROP TABLE IF EXISTS items;
-ALTER TABLE responses ADD COLUMN namespace BLOB NOT NULL DEFAULT x'';
-ALTER TABLE responses ADD COLUMN client BLOB NOT NULL DEFAULT x'';
-"""
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
     id TEXT PRIMARY KEY,
@@ -156,9 +148,7 @@ class ResponseStore:
         run("PRAGMA foreign_keys = ON")
         use_write_ahead_log(self._database)
         run("PRAGMA synchronous = NORMAL")  # a power cut may lose the last responses only
-        columns = {name for _, name, *_ in run("PRAGMA table_info(responses)")}
-        upgrade = UPGRADE if columns and "namespace" not in columns else ""
-        self._database.executescript(f"BEGIN IMMEDIATE; {upgrade} {SCHEMA} COMMIT;")
+        self._database.executescript(f"BEGIN IMMEDIATE; {SCHEMA} COMMIT;")
         self.is_shared = path != ":memory:"
 
     @property
@@ -339,7 +329,7 @@ class ResponseStore:
         dropped = f"DELETE FROM responses WHERE id = ({oldest}) RETURNING size"
         while count > self.max_responses or size > self.max_bytes:
             kind = int(count <= self.max_responses)
-            client = max(usage, key=lambda client: (client == OLD_CLIENT, usage[client][kind]))
+            client = max(usage, key=lambda client: usage[client][kind])
             [freed] = self._database.execute(dropped, (client,)).fetchone()
             usage[client] = usage[client][0] - 1, usage[client][1] - freed
             if not usage[client][0]:

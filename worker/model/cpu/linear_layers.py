@@ -49,44 +49,15 @@ torch.library.define(
 )  # fmt: skip
 
 torch.library.define(
-    "onequeue::bf16_weight_linear",
-    "(Tensor x, Tensor panels, Tensor? bias, int columns) -> Tensor",
-    tags=torch.Tag.flexible_layout,
-)  # fmt: skip
-
-torch.library.define(
-    "onequeue::int8_linear",
-    "(Tensor x, Tensor panels, Tensor scales, Tensor? bias, int columns) -> Tensor",
-    tags=torch.Tag.flexible_layout,
-)  # fmt: skip
-
-torch.library.define(
     "onequeue::experts_linear",
     "(Tensor x, Tensor counts, Tensor addresses, Tensor? scales, int padded, int columns,"
     " int width) -> Tensor",
 )
 
-torch.library.define(
-    "onequeue::int4_linear", "(Tensor x, Tensor blocks, Tensor? bias, int columns) -> Tensor",
-    tags=torch.Tag.flexible_layout,
-)  # fmt: skip
-
 
 @torch.library.register_fake("onequeue::packed_linear")  # type: ignore[untyped-decorator]  # torch's
 def _(x: Any, packed: Any, bias: Any, width: int) -> Tensor:
     out: Tensor = x.new_empty(*x.shape[:-1], packed.shape[0])
-    return out
-
-
-@torch.library.register_fake("onequeue::bf16_weight_linear")  # type: ignore[untyped-decorator]  # torch's
-def _(x: Any, panels: Any, bias: Any, columns: int) -> Tensor:
-    out: Tensor = x.new_empty(*x.shape[:-1], columns)
-    return out
-
-
-@torch.library.register_fake("onequeue::int8_linear")  # type: ignore[untyped-decorator]  # torch's
-def _(x: Any, panels: Any, scales: Any, bias: Any, columns: int) -> Tensor:
-    out: Tensor = x.new_empty(*x.shape[:-1], columns)
     return out
 
 
@@ -98,16 +69,42 @@ def _(
     return out
 
 
-@torch.library.register_fake("onequeue::int4_linear")  # type: ignore[untyped-decorator]  # torch's
-def _(x: Any, blocks: Any, bias: Any, columns: int) -> Tensor:
-    out: Tensor = x.new_empty(*x.shape[:-1], columns)
-    return out
+for name, weights in {
+    "bf16_weight_linear": "Tensor panels",
+    "int8_linear": "Tensor panels, Tensor scales",
+    "int4_linear": "Tensor blocks",
+}.items():
+    torch.library.define(
+        f"onequeue::{name}", f"(Tensor x, {weights}, Tensor? bias, int columns) -> Tensor",
+        tags=torch.Tag.flexible_layout,
+    )  # fmt: skip
+
+    @torch.library.register_fake(f"onequeue::{name}")  # type: ignore[untyped-decorator]  # torch's
+    def _(x: Any, *weights_bias_columns: Any) -> Tensor:
+        out: Tensor = x.new_empty(*x.shape[:-1], weights_bias_columns[-1])
+        return out
 
 
 # ── layers ──
 
 
-class PackedLinear(nn.Module):
+class _Linear(nn.Module):
+    """A linear layer, x [..., in] → [..., out], with weights in a layout of its own. `dtype`: that
+    of the original layer."""
+
+    bias: Tensor | None
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, bias_dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
+        bias = None if bias is None else bias.detach().to(bias_dtype or bias.dtype)
+        self.register_buffer("bias", bias, persistent=False)
+
+
+class PackedLinear(_Linear):
     """nn.Linear, x [..., in] → [..., out], with weights in oneDNN's layout.
 
     Where bfloat16 would be emulated, weights are float32 and so are sums; inputs and outputs stay
@@ -117,12 +114,9 @@ class PackedLinear(nn.Module):
     """
 
     packed: Tensor
-    bias: Tensor | None
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.dtype = weight.dtype
+        super().__init__(weight, bias, packed_dtype(weight.dtype))
         self.compute_dtype = packed_dtype(weight.dtype)
         self.native_width = 0
         # name and algorithm of an activation that oneDNN applies to the output (vision/cpu_fusions)
@@ -131,9 +125,7 @@ class PackedLinear(nn.Module):
         weight = weight.detach().to(self.compute_dtype)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, INT8_ROWS)
         use_large_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
-        bias = None if bias is None else bias.detach().to(self.compute_dtype)
         self.register_buffer("packed", packed, persistent=False)
-        self.register_buffer("bias", bias, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x if x.dtype == self.compute_dtype else x.to(self.compute_dtype)
@@ -156,7 +148,7 @@ class PackedLinear(nn.Module):
         return self.packed.to_dense().to(self.dtype), bias
 
 
-class Bf16WeightLinear(nn.Module):
+class Bf16WeightLinear(_Linear):
     """nn.Linear of bfloat16, x [..., in] → [..., out], for a CPU that does not multiply bfloat16.
 
     The native operation, which must be loaded (attention/native.py), widens weights to float32 in
@@ -168,12 +160,9 @@ class Bf16WeightLinear(nn.Module):
     """
 
     panels: Tensor
-    bias: Tensor | None
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.dtype = weight.dtype
+        super().__init__(weight, bias, torch.float32)
         self.weight = weight_stand_in(weight)
         padded = weight.detach()
         columns, rows = self.in_features % 2, -self.out_features % PANEL_COLUMNS
@@ -183,8 +172,6 @@ class Bf16WeightLinear(nn.Module):
         panels = pairs.transpose(1, 2).contiguous()
         use_large_pages(panels.data_ptr(), panels.nbytes)
         self.register_buffer("panels", panels, persistent=False)
-        bias = None if bias is None else bias.detach().float()
-        self.register_buffer("bias", bias, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = torch.ops.onequeue.bf16_weight_linear(
@@ -198,7 +185,7 @@ class Bf16WeightLinear(nn.Module):
         return weight, None if self.bias is None else self.bias.to(self.dtype)
 
 
-class Int8Linear(nn.Module):
+class Int8Linear(_Linear):
     """x [..., in] → [..., out] with int8 weights [out, in rounded up to INT8_DEPTH] and one
     bfloat16 scale per output.
 
@@ -209,11 +196,9 @@ class Int8Linear(nn.Module):
 
     weight: Tensor
     scale: Tensor
-    bias: Tensor | None
 
     def __init__(self, weight: Tensor, bias: Tensor | None, keep_copy: bool) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
+        super().__init__(weight, bias)
         starts = range(0, self.out_features, QUANTIZED_ROWS)
         parts = [_quantize(weight.detach()[at : at + QUANTIZED_ROWS]) for at in starts]
         quantized, scales = zip(*parts, strict=True)
@@ -221,8 +206,6 @@ class Int8Linear(nn.Module):
         padded = nn.functional.pad(torch.cat(quantized), (0, -self.in_features % INT8_DEPTH))
         self.register_buffer("weight", padded, persistent=False)
         self.register_buffer("scale", torch.cat(scales), persistent=False)
-        self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
-        self.dtype = weight.dtype
         self.dequantized: nn.Module | None = None
         if keep_copy:
             weights = self.weight[:, : self.in_features].float()
@@ -245,7 +228,7 @@ class Int8Linear(nn.Module):
         return biased
 
 
-class NativeInt8Linear(nn.Module):
+class NativeInt8Linear(_Linear):
     """Int8Linear by the native operation, which must be loaded: it widens weights to bfloat16 in
     the cache, so no copy is needed, and a row of its result does not depend on the other rows.
 
@@ -255,12 +238,9 @@ class NativeInt8Linear(nn.Module):
 
     panels: Tensor
     scales: Tensor
-    bias: Tensor | None
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.dtype = weight.dtype
+        super().__init__(weight, bias)
         self.weight = weight_stand_in(weight)
         columns, depth = -self.out_features % QUANTIZED_COLUMNS, -self.in_features % INT8_DEPTH
         panels, scales = [], []
@@ -277,7 +257,6 @@ class NativeInt8Linear(nn.Module):
         self.register_buffer("panels", packed, persistent=False)
         padded_scales = nn.functional.pad(torch.cat(scales), (0, columns))
         self.register_buffer("scales", padded_scales, persistent=False)
-        self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = torch.ops.onequeue.int8_linear(
@@ -286,7 +265,7 @@ class NativeInt8Linear(nn.Module):
         return out
 
 
-class Int4Linear(nn.Module):
+class Int4Linear(_Linear):
     """x [..., in] → [..., out] with int4 weights (`_quantize_int4`), by torch's kernel. Inputs are
     rounded to bfloat16.
 
@@ -296,12 +275,9 @@ class Int4Linear(nn.Module):
 
     packed: Tensor
     scales: Tensor
-    bias: Tensor | None
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.dtype = weight.dtype
+        super().__init__(weight, bias)
         self.weight = weight_stand_in(weight)
         parts, scales = [], []
         for codes, scale, offset in _int4_parts(weight):
@@ -309,7 +285,6 @@ class Int4Linear(nn.Module):
             scales.append(torch.stack((scale, offset), -1).transpose(0, 1))
         self.register_buffer("packed", torch.cat(parts), persistent=False)
         self.register_buffer("scales", torch.cat(scales, 1).contiguous(), persistent=False)
-        self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features).bfloat16()
@@ -322,7 +297,7 @@ class Int4Linear(nn.Module):
         return out if self.bias is None else out + self.bias
 
 
-class NativeInt4Linear(nn.Module):
+class NativeInt4Linear(_Linear):
     """Int4Linear by the native operation, which must be loaded. A row of its result does not depend
     on the other rows.
 
@@ -331,17 +306,13 @@ class NativeInt4Linear(nn.Module):
     """
 
     blocks: Tensor
-    bias: Tensor | None
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.dtype = weight.dtype
+        super().__init__(weight, bias)
         self.weight = weight_stand_in(weight)
         blocks = torch.cat([_int4_blocks(*part) for part in _int4_parts(weight)])
         use_large_pages(blocks.data_ptr(), blocks.nbytes)
         self.register_buffer("blocks", blocks, persistent=False)
-        self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = torch.ops.onequeue.int4_linear(x, self.blocks, self.bias, self.out_features)
