@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,10 +28,11 @@ from tests.threads import compute_threads
 from worker.cores import use_one_core
 from worker.device.self_check import CannotRun
 from worker.model import compiling, paged_runner
+from worker.model.attention import paged
 from worker.model.attention.kv_cache import KVCache
 from worker.model.attention.native import NativeMetadata
-from worker.model.attention.paged import AttentionMetadata
-from worker.model.compiling import compile_model, with_compiled_layers
+from worker.model.attention.paged import AttentionBackend, AttentionMetadata
+from worker.model.compiling import NoSharedGraph, compile_model, with_compiled_layers
 from worker.model.language_model import GeneratorOptions, LanguageModel, load_language_model
 from worker.model.paged_runner import PagedRunner, run_model
 from worker.model.paging import load_paged_runner
@@ -314,9 +316,13 @@ def test_the_body_is_compiled_whatever_its_name(monkeypatch: pytest.MonkeyPatch,
         bodies.append(forward)
         return forward
 
+    def check(compiled: Any) -> None:
+        if len(bodies) == 1:
+            raise NoSharedGraph("the layers are tried first")
+
     monkeypatch.setattr(torch, "compile", compile_)
-    compiled = compile_model(model, lambda compiled: None)
-    assert bodies
+    compiled = compile_model(model, check)
+    assert len(bodies) == 2
     assert bodies[-1] in [part.forward for part in compiled.children()]
     assert bodies[-1] not in [part.forward for part in model.children()]
 
@@ -369,12 +375,98 @@ class Layers(nn.Module):
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="there is no compiler")
 @torch.inference_mode()
-def test_layers_that_differ_do_not_share_a_graph() -> None:
+def test_layers_that_differ_do_not_share_a_graph(no_step: None) -> None:
     model = Layers(Plus(0), Plus(1), Minus(2), Plus(3, factor=5.0), Plus(4))
     compiled = with_compiled_layers(model, "body")
     for width in (3, 7):
         assert compiled(torch.zeros(width)).tolist() == [7.0] * width
     assert model(torch.zeros(1)).tolist() == [7.0]
+
+
+class Dense(nn.Module):
+    def __init__(self, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx, self.weight = layer_idx, nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        assert scale is not None
+        return torch.tanh(scale * x @ self.weight)
+
+
+class Decoder(nn.Module):
+    """Layers, of which some get another scale, or another input than the last one's output."""
+
+    def __init__(self, count: int, scales: Sequence[int] = (), added_after: int = -1) -> None:
+        super().__init__()
+        self.body = nn.Module()
+        self.body.layers = nn.ModuleList(Dense(n) for n in range(count))
+        self.scales, self.added_after = [*scales] or [0] * count, added_after
+
+    def forward(self, x: Tensor) -> Tensor:
+        scales = [torch.tensor(1.0), torch.tensor(2.0)]
+        layers = self.get_submodule("body.layers").children()
+        for number, (layer, scale) in enumerate(zip(layers, self.scales, strict=True)):
+            x = layer(x, scale=scales[scale])
+            x = x + 1 if number == self.added_after else x
+        return x
+
+
+@pytest.fixture
+def no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let compiled layers run outside of a step."""
+    monkeypatch.setattr(paged._context, "backend", AttentionBackend, raising=False)
+    monkeypatch.setattr(AttentionBackend, "begin_layers", lambda number: None)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("count", "types", "sizes"),
+    [
+        (30, None, [6] * 5),
+        (28, None, [4] * 7),
+        (7, None, [1] * 7),
+        (12, "sssssfsssssf", [5, 1, 5, 1]),
+        (4, "sf", [4]),  # those of another list
+    ],
+)
+def test_layers_of_a_type_run_in_groups_of_one_size(
+    count: int, types: str | None, sizes: list[int], no_step: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    model = Decoder(count)
+    if types:
+        vars(model.body)["config"] = SimpleNamespace(layer_types=[*types])
+    seen: list[int] = []
+
+    def call(number: int, run: Any, layers: Sequence[nn.Module], *args: Any) -> Any:
+        assert number == sum(seen) % count
+        seen.append(len(layers))
+        return run(layers, *args)
+
+    monkeypatch.setattr(compiling, "call_as_layers", call)
+    compiled = with_compiled_layers(model, "body", 6, is_general=True)
+    torch._dynamo.reset()
+    before = counters["stats"]["unique_graphs"]
+    for width in (3, 7, 1):
+        x = torch.randn(width, 8)
+        torch.testing.assert_close(compiled(x), model(x))
+    assert seen == sizes * 3
+    assert counters["stats"]["unique_graphs"] - before == len({*sizes}), "for any number of rows"
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    "model", [Decoder(4, [0, 0, 1, 0]), Decoder(4, added_after=1)], ids=["argument", "hidden"]
+)
+def test_layers_with_other_inputs_do_not_run_in_groups(
+    model: Decoder, no_step: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    x = torch.randn(3, 8)
+    with pytest.raises(NoSharedGraph, match="do not have the same inputs"):
+        with_compiled_layers(model, "body", 6, is_general=True)(x)
+    torch.testing.assert_close(with_compiled_layers(model, "body")(x), model(x))
 
 
 class Operation(Enum):
@@ -399,7 +491,7 @@ class Configured(nn.Module):
 
 @torch.inference_mode()
 def test_layers_that_hold_other_values_do_not_share_a_graph(
-    monkeypatch: pytest.MonkeyPatch,
+    no_step: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five kinds of layers: torch allows eight graphs by default."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
@@ -476,21 +568,18 @@ def test_the_log_names_a_model_whose_logits_depend_on_the_batch(
 def test_without_a_cpp_wrapper_kernels_are_called_from_python(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tried: list[dict[str, bool]] = []
+    tried: list[tuple[bool, bool]] = []
+    model: Any = Scaled(1.0)
 
-    def fails_with_wrapper(model: Any, path: str, check: Any, settings: dict[str, bool]) -> Any:
-        tried.append(settings)
-        if settings.get("cpp_wrapper"):
+    def check(compiled: Any) -> None:
+        config: Any = torch._inductor.config
+        tried.append((config.cpp_wrapper, config.freezing))
+        if config.cpp_wrapper:
             raise RuntimeError("not here")
-        return model
 
-    monkeypatch.setattr(compiling, "_compile_body", fails_with_wrapper)
-    model = Scaled(1.0)
-    assert compile_model(model, lambda compiled: None) is model
-    assert tried == [
-        compiling.CPU_COMPILE_SETTINGS | {"cpp_wrapper": True},
-        compiling.CPU_COMPILE_SETTINGS,
-    ]
+    monkeypatch.setattr(compiling, "_with_compiled_body", lambda *_, **__: model)
+    assert compile_model(model, check) is model
+    assert tried == [(True, True), (False, True)]
 
 
 def attending(change: Callable[..., tuple[Any, ...]]) -> Callable[[pytest.MonkeyPatch], None]:

@@ -1,14 +1,16 @@
-"""Compiles a language model: the whole body on a CPU, its layers on a GPU.
+"""Compiles a language model: its layers, or the whole body where they cannot share graphs.
 
-Attention and its memory are opaque to the compiler, so a graph serves any number of tokens. On a
-CPU weights are constants of the graph, and the code that calls kernels is compiled too where the
-compiler supports that. On a GPU the layers of a kind share a graph: it is compiled in a few
-seconds. A body takes a minute or two, in which the compiler slows down all other threads. A step of
-few rows is captured anyway (cuda_graphs.py), and a single token has a graph of its own.
+Attention and its memory are opaque to the compiler, so a graph serves any number of tokens. Layers
+of a kind share a graph, which is compiled in a few seconds; a body of thirty layers takes minutes,
+in which the compiler slows down all other threads. On a CPU a graph has several layers, and the
+code that calls kernels is compiled too where the compiler supports that. On a GPU a step of few
+rows is captured anyway (cuda_graphs.py), and a single token has a graph of its own.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import groupby
 from types import FunctionType
 from typing import Any
 
@@ -20,7 +22,8 @@ from transformers.utils.import_utils import is_torchdynamo_compiling
 from worker import compilers
 from worker.device.self_check import CannotRun
 from worker.error_classification import first_line
-from worker.model.attention.paged import SHARED_LAYER, call_as_layer
+from worker.model.attention.paged import SHARED_LAYER, call_as_layers
+from worker.model.cpu.torch_only import EagerForward
 from worker.model.decoder_hook import copy_path, path_to_decoder, shallow_copy
 
 log = logging.getLogger("onequeue.compiling")
@@ -45,15 +48,15 @@ def _use_opaque_functions(graph: torch.fx.Graph) -> None:
 
 # Inductor's settings on a CPU. With dynamic_threads, kernels read the number of threads when they
 # run (worker/cores.py).
-CPU_COMPILE_SETTINGS = {
-    "freezing": True,
-    "cpp.dynamic_threads": True,
-    "post_grad_custom_pre_pass": _use_opaque_functions,
-}
+CPU_SETTINGS = {"cpp.dynamic_threads": True, "post_grad_custom_pre_pass": _use_opaque_functions}
 # Guards on a layer that do not tell kinds of layers apart. These, and those on global functions,
 # never fail while the model serves, and checking them takes as long as a part of the layer.
 IGNORED_GUARDS = ("EMPTY_NN_MODULE_HOOKS_DICT", "NOT_PRESENT_IN_GENERIC_DICT")
-MAX_LAYER_GRAPHS = 32  # of a model: two for each kind of layers
+# Layers in a graph on a CPU, where calling one takes a hundredth of a small model's step. Graphs of
+# five take a third of the body's time to compile.
+MAX_GROUP = 6
+MAX_LAYER_GRAPHS = 32  # of a model: on a GPU two for each kind of layers
+CPP = {"cpp_wrapper": True}  # the code that calls kernels is compiled too
 
 
 def _is_traced() -> bool:
@@ -75,25 +78,30 @@ def compile_model(model: Any, check: Callable[[Any], None], is_multimodal: bool 
     Raise what the compiler or `check` raises. The output head stays eager, as its number of rows
     changes with every step.
     """
+    from torch._inductor import config as inductor  # seconds to import
+
     path = path_to_decoder(model) if is_multimodal else _path_to_body(model)
-    if model.device.type != "cpu":
+    _avoid_symbolic_tracing()
+    if model.device.type == "cpu":
+        layers = partial(with_compiled_layers, model, path, MAX_GROUP, is_general=True)
+        body = partial(_with_compiled_body, model, path, is_general=True)
+        frozen = CPU_SETTINGS | {"freezing": True}
+        ways = [(layers, CPU_SETTINGS | CPP), (body, frozen | CPP), (body, frozen)]
+    else:
+        ways = [
+            (partial(with_compiled_layers, model, path), {}),
+            (partial(_with_compiled_body, model, path), {}),
+        ]
+    for number, (compiled, settings) in enumerate(ways, 1):
         try:
-            compiled = with_compiled_layers(model, path)
-        except CannotRun as error:
-            log.info("the body is compiled as a whole: %s", error)
-            return _compile_body(model, path, check, {})
-        _avoid_symbolic_tracing()
-        check(compiled)
-        return compiled
-    try:
-        return _compile_body(model, path, check, CPU_COMPILE_SETTINGS | {"cpp_wrapper": True})
-    except CannotRun:  # other logits: the kernels are the same without it
-        raise
-    except Exception as error:
-        if isinstance(error, CannotRun) or compilers.ending.is_set():
-            raise  # its logits are refused: the same kernels would give them again
-        log.info("kernels are called from Python: %.300s", first_line(error))
-        return _compile_body(model, path, check, CPU_COMPILE_SETTINGS)
+            with inductor.patch(settings):
+                check(result := compiled())
+            return result
+        except Exception as error:
+            is_refused = isinstance(error, CannotRun) and not isinstance(error, NoSharedGraph)
+            if is_refused or number == len(ways) or compilers.ending.is_set():
+                raise  # other kernels would give the same logits
+            log.info("compiled otherwise: %.300s", first_line(error))
 
 
 def _avoid_symbolic_tracing() -> None:
@@ -133,105 +141,138 @@ def _own_code(function: Any) -> Callable[..., Any]:
 # ── a body ──
 
 
-def _compile_body(
-    model: Any, path: str, check: Callable[[Any], None], settings: dict[str, Any]
-) -> Any:
-    from torch._inductor import config as inductor  # seconds to import
-
-    _avoid_symbolic_tracing()
+def _with_compiled_body(model: Any, path: str, is_general: bool = False) -> Any:
+    """Return a copy of the model in which the part at `path` is compiled when it is first called;
+    weights are shared. `is_general`: one graph serves any number of tokens."""
     original = model.get_submodule(path)
 
     def forward(**inputs: Any) -> Any:
         return original.forward(**inputs)
 
-    with inductor.patch(settings):
-        compiled, *_, body = copy_path(model, path)
-        body.forward = torch.compile(
-            _own_code(forward),
-            dynamic=True,
-            options={"guard_filter_fn": _keep_tensor_guards if settings else _keep_input_guards},
-        )
-        check(compiled)
+    compiled, *_, body = copy_path(model, path)
+    # Guards on the model's hundreds of modules never fail while it serves, and checking them takes
+    # as long as some of its layers.
+    body.forward = _compile(forward, ("inputs[",), is_general)
     return compiled
 
 
-def _keep_input_guards(guards: Sequence[Any]) -> list[bool]:
-    """Keep only the guards on input tensors and sizes.
+def _compile(
+    function: Callable[..., Any], inputs: tuple[str, ...], is_general: bool
+) -> Callable[..., Any]:
+    """Compile a function, with guards on the values whose names begin with `inputs`. `is_general`:
+    that a size is not 1 is not guarded; the first call must have several tokens."""
 
-    Guards on the model's hundreds of modules never fail while it serves, and checking them takes as
-    long as some of its layers.
-    """
-    return [guard.guard_type == "SHAPE_ENV" or guard.name.startswith("inputs[") for guard in guards]
+    def keep(guards: Sequence[Any]) -> list[bool]:
+        return [
+            not is_general
+            if guard.guard_type == "SHAPE_ENV"
+            else guard.guard_type not in IGNORED_GUARDS and guard.name.startswith(inputs)
+            for guard in guards
+        ]
 
-
-def _keep_tensor_guards(guards: Sequence[Any]) -> list[bool]:
-    """Keep only the guards on input tensors. That a size is not 1 is dropped: graphs are general,
-    and `check` runs them with one token."""
-    return [
-        guard.guard_type != "SHAPE_ENV" and guard.name.startswith("inputs[") for guard in guards
-    ]
+    return torch.compile(_own_code(function), dynamic=True, options={"guard_filter_fn": keep})
 
 
 # ── layers ──
 
 
-def with_compiled_layers(model: Any, path: str) -> Any:
+class NoSharedGraph(CannotRun):
+    """The layers cannot share graphs; the message is the reason."""
+
+
+def with_compiled_layers(
+    model: Any, path: str, max_group: int = 1, is_general: bool = False
+) -> Any:
     """Return a copy of the model in which the layers of the part at `path` are compiled when they
-    are first called; weights are shared. Raise CannotRun if there are no layers to compile."""
+    are first called, up to `max_group` in a graph; weights are shared. Raise NoSharedGraph if there
+    are no layers to compile. `is_general`: as in _with_compiled_body."""
+    part = model.get_submodule(path)
     lists = [
-        (name, part)
-        for name, part in model.get_submodule(path).named_children()
-        if isinstance(part, nn.ModuleList) and len(part) > 1
+        (name, child)
+        for name, child in part.named_children()
+        if isinstance(child, nn.ModuleList) and len(child) > 1
     ]
     if len(lists) != 1:
-        raise CannotRun("its layers are not in one list")
+        raise NoSharedGraph("its layers are not in one list")
     [(name, layers)] = lists
 
-    def forward(layer: nn.Module, args: Any, kwargs: Any) -> Any:
-        return layer.forward(*args, **kwargs)
+    def forward(layers: Any, output: Any, args: Any, kwargs: Any) -> Any:
+        for layer in layers:
+            output = layer.forward(_hidden(output), *args, **kwargs)
+        return output
 
     torch._dynamo.config.recompile_limit = MAX_LAYER_GRAPHS  # beyond it, layers run eager
-    run = torch.compile(
-        _own_code(forward), dynamic=True, options={"guard_filter_fn": _keep_layer_guards}
-    )
+    run = _compile(forward, ("layers", "output", "args[", "kwargs["), is_general)
     compiled, *_, copied = copy_path(model, f"{path}.{name}")
-    for index, layer in enumerate(layers):
-        copied._modules[str(index)] = _compiled_layer(layer, run)
+    index = 0
+    for width in _group_sizes(part, len(layers), max_group):
+        group = _LayerGroup(layers[index : index + width], run)
+        for call in (group.run, *[group.output_again] * (width - 1)):
+            outer = shallow_copy(layers[index])
+            outer.forward = call
+            copied._modules[str(index)] = outer
+            index += 1
     return compiled
 
 
-def _compiled_layer(layer: nn.Module, run: Callable[..., Any]) -> Any:
-    """Return a copy of a layer that calls `run` with the layer, which has no number of its own:
-    its graph is that of other layers too."""
+def _group_sizes(part: Any, count: int, max_group: int) -> Iterator[int]:
+    """Yield the numbers of layers that share a graph: layers of one type, whose inputs are often
+    those of that type, in groups of one size."""
+    types = getattr(getattr(part, "config", None), "layer_types", None) or ()
+    for _, same in groupby(types if len(types) == count else [None] * count):
+        length = len([*same])
+        size = max(n for n in range(1, max_group + 1) if length % n == 0)
+        yield from [size] * (length // size)
+
+
+def _hidden(output: Any) -> Any:
+    return output[0] if isinstance(output, tuple) else output
+
+
+class _LayerGroup:
+    """Layers in a row that run as one graph when the body calls the first of them."""
+
+    def __init__(self, layers: Iterable[nn.Module], run: Callable[..., Any]) -> None:
+        self.layers, numbers = [], []
+        for index, layer in enumerate(layers):
+            copied, number = _unnumbered(layer, SHARED_LAYER - index)
+            self.layers.append(copied)
+            numbers.append(number - index)
+        if len({*numbers}) != 1:
+            raise NoSharedGraph("its layers are not in the order of their numbers")
+        self.number, self.compiled = numbers[0], run
+
+    def run(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
+        self.inputs = args, kwargs
+        self.output = call_as_layers(self.number, self.compiled, self.layers, hidden, args, kwargs)
+        return self.output
+
+    def output_again(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return what the layer has computed in `run`."""
+        own_args, own_kwargs = self.inputs
+        pairs = [(hidden, _hidden(self.output)), *zip(args, own_args, strict=True)]
+        pairs += [(value, own_kwargs.get(name)) for name, value in kwargs.items()]
+        if any(one is not other for one, other in pairs):
+            raise NoSharedGraph("its layers do not have the same inputs")
+        return self.output
+
+
+def _unnumbered(layer: nn.Module, shared: int) -> tuple[nn.Module, int]:
+    """Return a copy of a layer with the number `shared` instead of its own, as its graph is that of
+    other layers too, and its own number."""
     copies = {id(module): shallow_copy(module) for module in layer.modules()}
     numbers: set[int] = set()
     for module in copies.values():
+        if isinstance(vars(module).get("forward"), EagerForward):
+            del module.forward  # the compiler takes that of the class
         if "forward" in vars(module):
-            raise CannotRun("its layers have forwards of their own")
+            raise NoSharedGraph("its layers have forwards of their own")
         module._modules = {
             name: child and copies[id(child)] for name, child in module._modules.items()
         }
         if isinstance(number := getattr(module, "layer_idx", None), int):
             numbers.add(number)
-            module.layer_idx = SHARED_LAYER
+            module.layer_idx = shared
     if len(numbers) != 1:
-        raise CannotRun("a layer attends more than once, or not")
-    [number], unnumbered, outer = numbers, copies[id(layer)], shallow_copy(layer)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return call_as_layer(number, run, unnumbered, args, kwargs)
-
-    outer.forward = forward
-    return outer
-
-
-def _keep_layer_guards(guards: Sequence[Any]) -> list[bool]:
-    """Keep the guards that tell the kinds of layers, and the shapes of inputs, apart."""
-    return [
-        guard.guard_type == "SHAPE_ENV"
-        or (
-            guard.guard_type not in IGNORED_GUARDS
-            and guard.name.startswith(("layer", "args[", "kwargs["))
-        )
-        for guard in guards
-    ]
+        raise NoSharedGraph("a layer attends more than once, or not")
+    return copies[id(layer)], numbers.pop()

@@ -233,6 +233,9 @@ class NativeMetadata(AttentionBackend):
             cache.keys, cache.values, cache.limits, self._spans, self._tables
         )
 
+    def begin_layers(self, number: int) -> None:
+        torch.ops.onequeue.begin_layers(number)
+
     def end(self) -> None:
         torch.ops.onequeue.end_step()
 

@@ -30,7 +30,7 @@ from worker.model.cpu.torch_only import torch_only
 
 ATTENTION = "onequeue_paged"
 LATENT = "onequeue_latent"  # the name of a layer's LatentProjections (latent.py)
-SHARED_LAYER = -1  # the layer's number in a graph of several layers
+SHARED_LAYER = -1  # the first layer's number in a graph of several; that of the next is -2
 # Spans share a call if the longest reach is at most MAX_REACH_RATIO times the shortest, or at most
 # MAX_REACH_EXCESS tokens longer.
 MAX_REACH_RATIO, MAX_REACH_EXCESS = 1.5, 256
@@ -44,7 +44,8 @@ MAX_FLASH_SIZE = 256  # of a query, in flash attention
 class AttentionBackend(ABC):
     """The layout of a step's tokens, and how layers attend to them.
 
-    `begin` and `end` run on the model's thread before and after the layers.
+    `begin` and `end` run on the model's thread before and after the layers, `begin_layers` before
+    compiled code of several layers, of which the first has that number.
     """
 
     cache: KVCache
@@ -64,6 +65,7 @@ class AttentionBackend(ABC):
         """
 
     def begin(self) -> None: ...  # noqa: B027  # optional
+    def begin_layers(self, number: int) -> None: ...  # noqa: B027
     def end(self) -> None: ...  # noqa: B027
 
 
@@ -75,7 +77,7 @@ class StepStates(ABC):
         """Run the recurrent module of this number: [1, T, H] → [1, T, size]."""
 
 
-# .backend and .states: of the step that runs on this thread; .layer: of SHARED_LAYER
+# .backend and .states: of the step that runs on this thread; .layer: that SHARED_LAYER stands for
 _context = threading.local()
 
 
@@ -99,9 +101,10 @@ def step_states() -> StepStates | None:
     return states
 
 
-def call_as_layer(number: int, run: Callable[..., Any], *args: Any) -> Any:
-    """Call `run`, in which the layer SHARED_LAYER is that of this number."""
+def call_as_layers(number: int, run: Callable[..., Any], *args: Any) -> Any:
+    """Call `run`, in which SHARED_LAYER is the layer of this number."""
     _context.layer = number
+    _context.backend.begin_layers(number)
     return run(*args)
 
 
@@ -111,8 +114,8 @@ def attend(
 ) -> Tensor:  # fmt: skip
     """Attend by the backend of the running step; see AttentionBackend.attend."""
     backend: AttentionBackend = _context.backend
-    if layer == SHARED_LAYER:
-        layer = _context.layer
+    if layer <= SHARED_LAYER:
+        layer = _context.layer + SHARED_LAYER - layer
     return backend.attend(query, key, value, sinks, layer, scale, window, softcap)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.activations import ACT2CLS
 
-from worker.model.cpu.torch_only import is_torch_only
+from worker.model.cpu.torch_only import EagerForward
 
 _kinds: Any = ACT2CLS.values()  # not annotated
 KINDS = tuple({kind[0] if isinstance(kind, tuple) else kind for kind in _kinds})
@@ -26,13 +26,11 @@ def align_activations(model: nn.Module) -> None:
     """Let the model's eager activation functions run on whole blocks alone."""
     for module in model.modules():
         if isinstance(module, KINDS) and "forward" not in vars(module):
-            module.forward = partial(in_blocks, module.forward)
+            module.forward = EagerForward(module, partial(in_blocks, module.forward))
 
 
 def in_blocks(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Return the activation of x [..., W]."""
-    if torch.compiler.is_dynamo_compiling() or is_torch_only():
-        return activation(x)
     width, block = x.shape[-1], BLOCK_BYTES // x.dtype.itemsize
     threads = min(torch.get_num_threads(), -(-x.numel() // GRAIN))
     if width % block == 0 and x.numel() % (block * max(threads, 1)) == 0:

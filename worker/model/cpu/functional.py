@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from transformers.utils import deprecation
 
 from worker.model.cpu.activations import in_blocks
-from worker.model.cpu.torch_only import is_torch_only
+from worker.model.cpu.torch_only import EagerForward, is_torch_only
 
 MakeLayer = Callable[[Tensor, Tensor | None], nn.Module]
 OWN_LAYER = "onequeue_linear"  # the packed layer's name in its module
@@ -75,10 +75,10 @@ def replace_functions(model: nn.Module, make_layer: MakeLayer) -> None:
             if isinstance(module, nn.Linear):
                 _use_in_super(module, product)
             run = partial(_in_blocks_of_rows, _copied(module, product), len(own[0]))
-            module.forward = _unless_compiling(module, run)
+            module.forward = EagerForward(module, run)
         elif not {"linear", "bmm", *ACTIVATIONS}.isdisjoint(names):
             run = _copied(module, linear)
-            module.forward = _unless_compiling(module, run)
+            module.forward = EagerForward(module, run)
 
 
 def _forward(module: nn.Module) -> Any:
@@ -92,17 +92,6 @@ def _forward(module: nn.Module) -> Any:
 def names_in_forward(module: nn.Module) -> tuple[str, ...]:
     """Return the names of functions and attributes that the forward of the module's class uses."""
     return getattr(getattr(_forward(module), "__code__", None), "co_names", ())
-
-
-def _unless_compiling(module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
-    own = module.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        is_own = torch.compiler.is_dynamo_compiling() or is_torch_only()
-        called = own if is_own else run
-        return called(*args, **kwargs)
-
-    return forward
 
 
 class _LinearBase(nn.Linear):

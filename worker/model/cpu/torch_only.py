@@ -3,10 +3,12 @@ were built and checked. A model's layers have both then, and share the weights.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import nn
 
 _step = threading.local()  # .torch_only: of the step that runs on this thread
 
@@ -25,3 +27,15 @@ def torch_only(is_torch_only: bool) -> Iterator[None]:
 def is_torch_only() -> bool:
     """Return what the running step needs. A graph is traced with native operations."""
     return not torch.compiler.is_dynamo_compiling() and getattr(_step, "torch_only", False)
+
+
+class EagerForward:
+    """A module's forward in eager steps with native operations. Others, and the compiler, run the
+    forward that the module has without it."""
+
+    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        self.own, self.run = module.forward, run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        is_own = torch.compiler.is_dynamo_compiling() or is_torch_only()
+        return (self.own if is_own else self.run)(*args, **kwargs)

@@ -16,9 +16,12 @@ struct Step {
   std::vector<Layer> layers;
   std::vector<Span> spans;
   Tensor tables;  // memory that the spans point into
+  int64_t shared_layer = 0;  // the layer that SHARED_LAYER stands for
 };
 
 thread_local std::optional<Step> step;
+
+constexpr int64_t SHARED_LAYER = -1;  // as in paged.py
 
 // Checks that a span's blocks are in its table and in the cache.
 void check_blocks(const Span& span, const Tensor& tables, int64_t blocks) {
@@ -48,6 +51,8 @@ void begin_step(
 }
 
 void end_step() { step.reset(); }
+
+void begin_layers(int64_t layer) { step->shared_layer = layer; }
 
 template <typename T>
 Matrix<const T> rows_of(const Tensor& x) {  // [1, heads, T, size]
@@ -118,6 +123,7 @@ Tensor paged_attention(
             double, c10::SymInt, double)>();
     return fallback.call(query, key, value, sinks, layer, scale, window, softcap);
   }
+  if (layer <= SHARED_LAYER) layer = step->shared_layer + SHARED_LAYER - layer;
   const Layer& cached = step->layers.at(layer);
   check(query, key, value);
   check_cache(key, cached.keys);
@@ -179,6 +185,7 @@ TORCH_LIBRARY_FRAGMENT(onequeue, m) {
       "begin_step(Tensor[] keys, Tensor[] values, Tensor layers, Tensor spans, Tensor tables) -> ()",
       &begin_step);
   m.def("end_step() -> ()", &end_step);
+  m.def("begin_layers(int layer) -> ()", &begin_layers);
   m.def(
       "packed_attention(Tensor query, Tensor key, Tensor value, Tensor lengths, float scale, "
       "int window, bool causal) -> Tensor",
