@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from batching import scheduler
 from tests.event_streams import chat as post_chat
@@ -20,6 +21,7 @@ from worker.generation.engine import GenerationEngine
 from worker.generation.loading import load_generator, paged_engine
 from worker.messages.generation import Sampling
 from worker.model.attention.native import NativeMetadata
+from worker.model.check import row_errors
 from worker.model.language_model import GeneratorOptions, LanguageModel, load_language_model
 from worker.model.paged_runner import PagedRunner
 from worker.model.paging import load_paged_runner
@@ -132,6 +134,23 @@ def test_float32_output_after_2000_tokens_is_that_of_generate() -> None:
 
 
 # ── bfloat16 ──
+
+
+@torch.inference_mode()
+@pytest.mark.usefixtures("native")
+def test_logits_are_as_near_to_those_of_float32_as_torchs_own_are() -> None:
+    """Over the rows of real chats, whose errors differ by orders of magnitude."""
+    own = hf.AutoModelForCausalLM.from_pretrained(smollm2(), dtype=torch.bfloat16).eval()
+    runner = PagedRunner(loaded("bfloat16", True), 400, 4096, 64)
+    errors: dict[str, list[Tensor]] = {"torch": [], "native": []}
+    for prompt in prompts():
+        [exact], [torchs] = (model(torch.tensor([prompt])).logits for model in (reference(), own))
+        [native] = runner._run_chunks(NativeMetadata, [prompt])
+        errors["torch"].append(row_errors(torchs, exact))
+        errors["native"].append(row_errors(native, exact))
+    torchs, native = (torch.cat(rows).log().mean().exp() for rows in errors.values())
+    assert native <= 1.1 * torchs
+    assert torchs < 0.5, "an error of the comparison"
 
 
 @pytest.mark.usefixtures("native")

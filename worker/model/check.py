@@ -74,7 +74,7 @@ class Reference:
         except Exception as error:  # an operation without float32
             raise CannotRun(f"{reason}; not run in float32: {first_line(error)}") from error
         own, expected = (
-            torch.cat([_row_errors(pair[side], e) for pair, e in zip(pairs, exact, strict=True)])
+            torch.cat([row_errors(pair[side], e) for pair, e in zip(pairs, exact, strict=True)])
             for side in (0, 1)
         )
         ratio = float((own.log().mean() - expected.log().mean()).exp())
@@ -99,7 +99,7 @@ def relative_error(actual: Tensor, reference: Tensor) -> float:
     return float((actual.float() - reference.float()).abs().max() / largest)
 
 
-def _row_errors(logits: Tensor, exact: Tensor) -> Tensor:
+def row_errors(logits: Tensor, exact: Tensor) -> Tensor:
     """Return the root mean square of the differences in each row [L], which is not 0."""
     differences = logits.float() - exact[: len(logits)].float()
     return differences.square().mean(-1).sqrt().clamp(min=1e-9)
