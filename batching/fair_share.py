@@ -20,8 +20,9 @@ import heapq
 import itertools
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 REQUEST_DIVISOR = 4
 CLIENT_DIVISOR = 2
@@ -39,18 +40,19 @@ class Priority(IntEnum):
 CLASS_WEIGHTS = {Priority.INTERACTIVE: 64.0, Priority.BATCH: 8.0, Priority.BACKGROUND: 1.0}
 
 
-class WorkOwner(NamedTuple):
-    """The client and the request that work belongs to."""
+@dataclass(frozen=True, slots=True, eq=False)
+class WorkOwner:
+    """The request that work belongs to. `client`: whose share of the server it counts for."""
 
     client: Hashable
-    request: Hashable  # unique among those of all clients
     request_id: str = ""  # for logs; it may be the client's own
     flow: Hashable = None  # of the client: a conversation or a user
     share: float = 1.0  # of the client, beside others
     priority: Priority = Priority.INTERACTIVE
+    is_stream: bool = False  # of inputs, each of which waits for room in the queue
 
 
-NO_OWNER = WorkOwner(None, None)  # of all work outside of requests
+NO_OWNER = WorkOwner(None)  # of all work outside of requests
 
 
 def request_share(capacity: int) -> int:

@@ -10,7 +10,6 @@ Everything runs on the event loop, except `Lane.add_prepared`.
 """
 
 import asyncio
-import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
@@ -20,14 +19,7 @@ from typing import Generic, Never, Protocol, cast
 from typing_extensions import TypeVar
 
 from batching.errors import ClientGone, DeadlineHopeless, QueueFull
-from batching.fair_share import (
-    NO_OWNER,
-    FairQueue,
-    FairShare,
-    Priority,
-    WaitingWork,
-    WorkOwner,
-)
+from batching.fair_share import NO_OWNER, FairQueue, FairShare, WaitingWork, WorkOwner
 from batching.round_robin import RoundRobin
 
 # The factor of a measurement's weight with each later one: about the latest ten count.
@@ -64,7 +56,6 @@ class WorkItem(Generic[Payload, Prepared, Result, Delta]):
     model: str = field(init=False)  # its name in the registry
     lane: "Lane" = field(init=False)
     stream: Stream[Delta] | None = None  # None: the result is one whole
-    cache_namespace: bytes = b""  # cached prefixes and images are shared within it alone
     owner: WorkOwner = NO_OWNER
     started: bool = False  # the response has started: later items no longer wait for this one
     in_lane: bool = False  # the lane counts it: it does not wait inside its request
@@ -81,10 +72,6 @@ class WorkItem(Generic[Payload, Prepared, Result, Delta]):
     started_at: float = 0.0
     finished_at: float = 0.0
     batch_size: int = 0
-
-    @property
-    def priority(self) -> Priority:
-        return self.owner.priority
 
     def is_alive(self, now: float) -> bool:
         """Return whether the result is still wanted: the item is open and not late."""
@@ -266,7 +253,6 @@ class RequestQueue:
         self.clock = clock
         self.items: set[WorkItem] = set()  # accepted and not released
         self._accepted: asyncio.Queue[WorkItem] = asyncio.Queue()
-        self._requests = itertools.count()
         self.uses: Counter[str] = Counter()  # items of each model, by its name in the registry
         self.awaiting: Counter[str] = Counter()  # those of them that await the model
         self.on_unused: Callable[[str], object] = lambda model: None  # no item uses it any more
@@ -282,39 +268,24 @@ class RequestQueue:
 
     def accept(
         self,
+        owner: WorkOwner,
         payloads: Sequence[object],
         deadline: float,
         lane: Lane,
         model: str,
         stream: Stream[Never] | None = None,
-        cache_namespace: bytes = b"",
-        client: Hashable = None,
-        request_id: str = "",
-        owner: WorkOwner | None = None,
         awaits_model: bool = False,
-        priority: Priority = Priority.INTERACTIVE,
-        flow: Hashable = None,
-        share: float = 1.0,
     ) -> list[WorkItem[object, object, Result]]:
-        """Reserve a slot, queue all payloads of a client's request, or raise a Refused (503).
+        """Reserve a slot, queue all payloads of a request, or raise a Refused (503). A stream of
+        inputs has waited for room.
 
         The results arrive at each `item.future`. The caller must `release` the items in the end.
-        `owner`: the request is a stream of inputs, which has waited for room.
         """
-        if owner is None:
-            owner = self.new_owner(client, request_id, priority, flow, share)
+        if not owner.is_stream:
             self._admit(owner, deadline, lane)
         loop, now = asyncio.get_running_loop(), self.clock()
         items: list[WorkItem[object, object, Result]] = [
-            WorkItem(
-                payload,
-                deadline,
-                now,
-                stream=stream,
-                cache_namespace=cache_namespace,
-                owner=owner,
-            )
-            for payload in payloads
+            WorkItem(payload, deadline, now, stream, owner) for payload in payloads
         ]
         for item in items:
             item.future, item.model, item.lane = loop.create_future(), model, lane
@@ -327,16 +298,6 @@ class RequestQueue:
         self.drained.clear()
         lane.enqueue(items, self._accepted.put_nowait)
         return items
-
-    def new_owner(
-        self,
-        client: Hashable,
-        request_id: str = "",
-        priority: Priority = Priority.INTERACTIVE,
-        flow: Hashable = None,
-        share: float = 1.0,
-    ) -> WorkOwner:
-        return WorkOwner(client, next(self._requests), request_id, flow, share, priority)
 
     async def wait_for_room(self, owner: WorkOwner, lane: Lane) -> None:
         """Wait until a request finds a slot. New requests do not wait behind it."""

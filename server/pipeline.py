@@ -257,14 +257,8 @@ class PipelineEndpoint:
         receive: Receive | None,
     ) -> Submission[bytes]:
         """Submit the inputs, or raise a Refused."""
-        return Submission(
-            self.worker_client,
-            self.model,
-            request.inputs,
-            deadlines,
-            receive,
-            scope["context"],
-        )
+        inputs = request.inputs
+        return Submission(self.worker_client, self.model, inputs, deadlines, receive, scope)
 
     async def content(
         self, scope: Scope, request: PipelineRequest, work: Submission[bytes]
@@ -286,11 +280,7 @@ class PipelineEndpoint:
 
     # ── LineEndpoint of ndjson.py ──
 
-    parsing_blocks: ClassVar[bool] = False
-
-    @property
-    def line_model(self) -> str:
-        return self.model
+    parse_blocks: ClassVar[bool] = False
 
     def parse_line(self, value: str | Document, scope: Scope) -> PipelineRequest:
         return self.parser.read_document({"inputs": value} if isinstance(value, str) else value)
@@ -324,9 +314,8 @@ class DecisionPipelineEndpoint:
             try:
                 if isinstance(decision, InvalidInput):
                     raise decision
-                request, payload = decision
-                results = await self.decisions.decide(scope, receive, deadlines, request, payload)
-                answers.append(request.response(*results).answers)
+                results = await self.decisions.decide(scope, receive, decision, deadlines)
+                answers.append(decision[0].response(*results).answers)
             except (InvalidInput, ItemFailed) as error:
                 if not posted.keeps_errors:
                     raise
@@ -350,11 +339,7 @@ class DecisionPipelineEndpoint:
 
     # ── LineEndpoint of ndjson.py ──
 
-    parsing_blocks: ClassVar[bool] = True
-
-    @property
-    def line_model(self) -> str:
-        return self.model
+    parse_blocks: ClassVar[bool] = True
 
     def parse_line(self, value: str | Document, scope: Scope) -> ParsedDecision:
         posted = self.parser.read_document({"inputs": value} if isinstance(value, str) else value)
@@ -363,12 +348,11 @@ class DecisionPipelineEndpoint:
         return self._decision(posted.inputs[0], None)
 
     def submit_line(self, request: ParsedDecision, scope: Scope, deadlines: Deadlines) -> LineWork:
-        body, payload = request
-        stream = self.decisions.submit(scope, None, deadlines, body, payload)
+        stream = self.decisions.submit(scope, request, deadlines, None)
 
         async def content() -> bytes:
             probabilities = [delta.probabilities for delta in await stream.collect()]
-            return to_json(body.response(probabilities, stream.usage).answers)
+            return to_json(request[0].response(probabilities, stream.usage).answers)
 
         return LineWork(stream, content)
 

@@ -88,8 +88,10 @@ def make_routes(
             *responses.routes(),
             post("/v1/messages", MessagesEndpoint(*shared)),
             post("/v1/messages/count_tokens", count_tokens),
-            post("/v1/decisions", DecisionEndpoint(worker_client, chat, DecisionRequest)),
-            post("/v1/systemone", DecisionEndpoint(worker_client, chat, SystemOneRequest)),
+            post("/v1/decisions", DecisionEndpoint(settings, worker_client, chat, DecisionRequest)),
+            post(
+                "/v1/systemone", DecisionEndpoint(settings, worker_client, chat, SystemOneRequest)
+            ),
             *adapters.routes(),
         ]
     routes += scoring_and_speech_routes(settings, worker_client, models)
@@ -131,7 +133,7 @@ def root_endpoint(
             served_by = NamedModel(entry.reference, worker_client, entry.served_by, task=task)
             served_by.names.add(None)
             group = ModelGroup([served_by])
-            decisions = DecisionEndpoint(worker_client, group, SystemOneRequest)
+            decisions = DecisionEndpoint(entry.settings, worker_client, group, SystemOneRequest)
             endpoints[model] = DecisionPipelineEndpoint(parser, decisions, entry.served_by)
         else:
             endpoints[model] = PipelineEndpoint(parser, worker_client, entry.served_by)
@@ -172,7 +174,7 @@ def scoring_and_speech_routes(
         group, uploads = ModelGroup(transcribers), Uploads(settings.max_audio_mb)
         kinds = (TranscriptionRequest, TranslationRequest)
         for path, kind in zip(AUDIO_PATHS, kinds, strict=True):
-            yield post(path, SpeechEndpoint(settings, worker_client, group, uploads, kind))
+            yield post(path, SpeechEndpoint(worker_client, group, uploads, kind))
 
 
 def post(path: str, endpoint: ASGIApp) -> Route:

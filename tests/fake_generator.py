@@ -82,8 +82,7 @@ class FakeGenerator:
         self.responded = threading.Event()  # set after the first step with output
         self.running: list[Running] = []
         self.payloads: list[GenerationInput] = []
-        self.cache_namespaces: list[bytes] = []  # of the payloads' items, as the next
-        self.priorities: list[Priority] = []
+        self.priorities: list[Priority] = []  # of the payloads' items
         self.dropped: list[str] = []  # prompts of cancelled requests
         self.step_error: Exception | None = None  # raised by steps
         self.healthy = True
@@ -137,8 +136,7 @@ class FakeGenerator:
     def add(self, item: WorkItem[Any, Any]) -> None:
         payload: GenerationInput = item.payload
         self.payloads.append(payload)
-        self.priorities.append(item.priority)
-        self.cache_namespaces.append(item.cache_namespace)
+        self.priorities.append(item.owner.priority)
         prompt: str = item.prepared
         choices = [Choice(script(prompt)) for _ in range(payload.n)]
         for number, choice in enumerate(choices):

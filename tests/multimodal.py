@@ -53,8 +53,15 @@ def request(
     images = tuple(ImageInput(file, "auto", "messages[0].content") for file in files)
     chat = Chat(({"role": "user", "content": content},), images=images)
     stopping = Stopping(max_tokens=max_tokens, ignore_eos=True)
-    payload = GenerationInput(chat, GREEDY, stopping, n=n, prompt_logprobs=prompt_logprobs)
-    return WorkItem(payload, float("inf"), 0.0, cache_namespace=cache_namespace)
+    payload = GenerationInput(
+        chat,
+        GREEDY,
+        stopping,
+        n=n,
+        prompt_logprobs=prompt_logprobs,
+        cache_namespace=cache_namespace,
+    )
+    return WorkItem(payload, float("inf"), 0.0)
 
 
 @cache

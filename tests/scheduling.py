@@ -239,7 +239,7 @@ class Simulation:
         self.past.append(prompt)
         owner = NO_OWNER
         if self.clients:
-            owner = WorkOwner(self.chance.randrange(self.clients), self.to_come)
+            owner = WorkOwner(self.chance.randrange(self.clients))
         for _ in range(self.chance.choice((1, 1, 1, 4, 9 if self.clients else 4))):
             priority = Priority.INTERACTIVE
             if self.chance.random() < self.low:

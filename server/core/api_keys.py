@@ -43,6 +43,9 @@ class ApiKey:
     tokens: TokenBucket | None = None
 
 
+NO_KEY = ApiKey(b"", "")  # of requests that need none
+
+
 class Keyring:
     """All keys. Raises SettingsError for a file that is not accepted."""
 

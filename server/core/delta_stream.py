@@ -9,13 +9,10 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
-
-from starlette.types import Receive
+from typing import Generic, Self, TypeVar
 
 from batching.errors import ClientGone, ItemFailed
-from server.core.request_context import RequestContext
-from server.core.worker_client import Deadlines, Submission, WorkerClient, stage_times
+from server.core.worker_client import Submission, stage_times
 from worker.messages.decisions import DecisionInput
 from worker.messages.deltas import Delta
 from worker.messages.generation import GenerationInput
@@ -30,36 +27,20 @@ class DeltaStream(Submission[None], Generic[D]):
     `unfinished` counts the parts of the response whose end has not been read.
     """
 
-    def __init__(
-        self,
-        worker_client: WorkerClient,
-        model: str,
-        payloads: Sequence[object],
-        deadlines: Deadlines,
-        receive: Receive | None,
-        context: RequestContext,
-        cache_namespace: bytes = b"",
-    ) -> None:
-        self.deadlines = deadlines
+    def __post_init__(self) -> None:
         self.arrival = asyncio.Event()
         self.started = False  # the first deltas have been read
         self.ended_at = 0.0  # monotonic seconds: when the last item did
         self.unfinished = 1
         self._unread: list[D] = []
         self._end: BaseException | None = None  # raised once all deltas are read
-        super().__init__(
-            worker_client,
-            model,
-            payloads,
-            deadlines,
-            receive,
-            context,
-            self,
-            cache_namespace,
-        )
+        super().__post_init__()
         self._running = len(self.items)
         for item in self.items:
             item.future.add_done_callback(self._on_done)
+
+    def _stream(self) -> Self:
+        return self
 
     def push(self, delta: D) -> None:
         """Add a delta of a step."""
@@ -151,21 +132,12 @@ class TokenStream(DeltaStream[Delta]):
     Unread deltas of a choice are merged, so a slow reader takes no more memory than its text.
     """
 
-    def __init__(
-        self,
-        worker_client: WorkerClient,
-        model: str,
-        payloads: Sequence[GenerationInput | DecisionInput],
-        deadlines: Deadlines,
-        receive: Receive | None,
-        context: RequestContext,
-        cache_namespace: bytes,
-    ) -> None:
-        super().__init__(
-            worker_client, model, payloads, deadlines, receive, context, cache_namespace
-        )
+    payloads: Sequence[GenerationInput | DecisionInput]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.usage = UsageCounts()
-        self._num_choices = self.unfinished = sum(payload.n for payload in payloads)
+        self._num_choices = self.unfinished = sum(payload.n for payload in self.payloads)
         self._choices: dict[int, Delta] = {}  # unread
         self._is_read = False  # part by part
 
@@ -201,22 +173,22 @@ class TokenStream(DeltaStream[Delta]):
         super().start()
         self._started_at = time.monotonic()
         waited_s = self._started_at - self.items[0].accepted_at
-        self.worker_client.metrics.first_token.labels(self.context.model).observe(waited_s)
-        self.context.first_token_at = self._started_at
+        self.worker_client.metrics.first_token.labels(self.record.model).observe(waited_s)
+        self.record.first_token_at = self._started_at
 
     def close(self) -> None:
         self.worker_client.readers -= self._is_read
         if self.started and self.ended_at and self.usage.completion > self._num_choices:
             tokens = self.usage.completion / self._num_choices
             per_token_s = (self.ended_at - self._started_at) / (tokens - 1)
-            self.worker_client.metrics.per_token.labels(self.context.model).observe(per_token_s)
-            self.context.per_token_s = per_token_s
+            self.worker_client.metrics.per_token.labels(self.record.model).observe(per_token_s)
+            self.record.per_token_s = per_token_s
         super().close()
 
-    def count_tokens(self, context: RequestContext) -> None:
-        context.prompt_tokens += self.usage.prompt
-        context.output_tokens += self.usage.completion
-        context.ended_at = self.ended_at
+    def _record_tokens(self) -> None:
+        self.record.prompt_tokens += self.usage.prompt
+        self.record.output_tokens += self.usage.completion
+        self.record.ended_at = self.ended_at
 
     def failure_at_end(self) -> BaseException:
         return ItemFailed("the model ended without a finish_reason")

@@ -23,13 +23,13 @@ from starlette.types import Scope
 
 from server import __version__
 from server.core.metrics import SECONDS, TOKEN_SECONDS, Metrics
-from server.core.request_context import RequestContext
+from server.core.request_context import RequestRecord
 from worker.messages.protocol import BatchReport, StepReport
 
 SCOPE = "onequeue"
 SHUTDOWN_S = 3.0
 MAX_TRACE_HEADER = 512  # bytes, as much as has to be propagated
-# The span of each stage, from the time of one field of RequestContext to that of the next.
+# The span of each stage, from the time of one field of RequestRecord to that of the next.
 STAGES = {
     "received_at": "onequeue.accept",
     "accepted_at": "onequeue.prepare",
@@ -85,12 +85,11 @@ class Telemetry:
         meter.create_observable_counter(TOKENS, [self._observe_tokens], unit="{token}")
         metrics.observe(self._record_report)
 
-    def record_request(
-        self, scope: Scope, context: RequestContext, path: str, status: int, ended: float
-    ) -> None:
+    def record_request(self, scope: Scope, path: str, status: int, ended: float) -> None:
         """Record a request whose response has ended. `path`: of its route; times in monotonic
         seconds."""
-        attributes = self._attributes(context, path)
+        record: RequestRecord = scope["record"]
+        attributes = self._attributes(record, path)
         offset_ns = time.time_ns() - time.monotonic_ns()
 
         def nanoseconds(at: float) -> int:
@@ -104,37 +103,37 @@ class Telemetry:
                 "http.request.method": scope["method"],
                 "http.route": path,
                 "http.response.status_code": status,
-                "onequeue.request.id": context.request_id,
-                "gen_ai.usage.input_tokens": context.prompt_tokens,
-                "gen_ai.usage.output_tokens": context.output_tokens,
+                "onequeue.request.id": scope["request_id"].decode(),
+                "gen_ai.usage.input_tokens": record.prompt_tokens,
+                "gen_ai.usage.output_tokens": record.output_tokens,
                 **attributes,
             },
-            start_time=nanoseconds(context.received_at),
+            start_time=nanoseconds(record.received_at),
         )
         if status >= 500:
-            span.set_status(Status(StatusCode.ERROR, context.error[:200]))
+            span.set_status(Status(StatusCode.ERROR, record.error[:200]))
         if span.is_recording():  # it is sampled
             parent = trace.set_span_in_context(span)
-            times = {field: getattr(context, field) for field in STAGES} | {"": ended}
+            times = {field: getattr(record, field) for field in STAGES} | {"": ended}
             reached = [(field, at) for field, at in times.items() if at]
             for (field, at), (_, until) in pairwise(reached):
                 stage = self._tracer.start_span(STAGES[field], parent, start_time=nanoseconds(at))
                 stage.end(nanoseconds(max(at, until)))
         span.end(nanoseconds(ended))
-        if context.model:
+        if record.model:
             if status >= 400:
                 attributes["error.type"] = str(status)
-            self._duration.record(ended - context.received_at, attributes)
-            if context.first_token_at:
-                first_token_s = context.first_token_at - context.received_at
+            self._duration.record(ended - record.received_at, attributes)
+            if record.first_token_at:
+                first_token_s = record.first_token_at - record.received_at
                 self._first_token.record(first_token_s, attributes)
-            if context.per_token_s:
-                self._per_token.record(context.per_token_s, attributes)
+            if record.per_token_s:
+                self._per_token.record(record.per_token_s, attributes)
 
-    def _attributes(self, context: RequestContext, path: str) -> dict[str, Any]:
+    def _attributes(self, record: RequestRecord, path: str) -> dict[str, Any]:
         attributes = {"gen_ai.provider.name": SCOPE}
-        if context.model:
-            attributes[MODEL] = context.model
+        if record.model:
+            attributes[MODEL] = record.model
         if operation := OPERATIONS.get(path):
             attributes["gen_ai.operation.name"] = operation
         return attributes

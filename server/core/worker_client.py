@@ -17,21 +17,21 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Generic, Never, Self, TypeVar
 
-from starlette.types import Receive
+from starlette.types import Receive, Scope
 
 from batching import errors
 from batching.errors import OnequeueError
-from batching.fair_share import FairQueue, Priority, WorkOwner
+from batching.fair_share import FairQueue, WorkOwner
 from batching.request_queue import RequestQueue, Result, Stream, WorkItem
 from server.core.metrics import Metrics
 from server.core.model_manager import ModelManager
-from server.core.request_context import RequestContext
+from server.core.request_context import RequestContext, RequestRecord
 from worker.cores import use_one_core
 from worker.messages.decisions import DecisionInput
 from worker.messages.generation import Chat, GenerationInput
@@ -250,41 +250,19 @@ class WorkerClient:
 
     def submit(
         self,
+        owner: WorkOwner,
         name: str,
         payloads: Sequence[object],
         deadline: float,
         stream: Stream[Never] | None = None,
-        cache_namespace: bytes = b"",
-        client: Hashable = None,
-        request_id: str = "",
-        owner: WorkOwner | None = None,
-        priority: Priority = Priority.INTERACTIVE,
-        flow: Hashable = None,
-        share: float = 1.0,
     ) -> list[WorkItem[object, object, Result]]:
-        """Queue payloads for a model, or raise a Refused. The items' futures get the results or
-        errors; `stream` gets the deltas of all of them. `client`: whose share they count for;
-        `owner`: see RequestQueue.accept. `priority`: their class; `flow` and
-        `share`: see WorkOwner."""
+        """Queue a request's payloads for a model, or raise a Refused. The items' futures get the
+        results or errors; `stream` gets the deltas of all of them."""
         if (refusal := self.refusal(name)) is not None:
             raise refusal
-        model = self.models[name]
+        lane = self.models[name].lane_of(owner.priority)
         awaits = self.manager.admit(name, len(payloads))
-        return self.queue.accept(
-            payloads,
-            deadline,
-            model.lane_of(priority),
-            name,
-            stream,
-            cache_namespace,
-            client,
-            request_id,
-            owner,
-            awaits,
-            priority,
-            flow,
-            share,
-        )
+        return self.queue.accept(owner, payloads, deadline, lane, name, stream, awaits)
 
     async def _drain_queue(self) -> None:
         while True:
@@ -494,6 +472,7 @@ class Deadlines:
     whole: float  # for its end
 
 
+@dataclass(eq=False)
 class Submission(Generic[Result]):
     """A request's work items: a context manager that holds their slots.
 
@@ -502,39 +481,31 @@ class Submission(Generic[Result]):
     request without a client.
     """
 
-    def __init__(
-        self,
-        worker_client: WorkerClient,
-        model: str,
-        payloads: Sequence[object],
-        deadlines: Deadlines,
-        receive: Receive | None,
-        context: RequestContext,
-        stream: Stream[Never] | None = None,
-        cache_namespace: bytes = b"",
-    ) -> None:
-        self.worker_client = worker_client
-        self.context = context
-        self._timer: asyncio.TimerHandle | None = None
-        self.items: list[WorkItem[object, object, Result]] = worker_client.submit(
-            model,
-            payloads,
-            deadlines.first,
-            stream,
-            cache_namespace,
-            context.client,
-            context.request_id,
-            context.owner,
-            context.priority,
-            context.flow,
-            context.share,
+    worker_client: WorkerClient
+    model: str
+    payloads: Sequence[object]
+    deadlines: Deadlines
+    receive: Receive | None
+    scope: Scope
+    items: list[WorkItem[object, object, Result]] = field(init=False)
+    _timer: asyncio.TimerHandle | None = field(init=False, default=None)
+    _watching: "asyncio.Task[None] | None" = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.context: RequestContext = self.scope["context"]
+        self.record: RequestRecord = self.scope["record"]
+        client, model, deadlines = self.worker_client, self.model, self.deadlines
+        self.items = client.submit(
+            self.context, model, self.payloads, deadlines.first, self._stream()
         )
-        context.model = worker_client.models[model].served_name
+        self.record.model = client.models[model].served_name
         self._expire_at(min(deadlines.first, deadlines.whole))
-        self._watching: asyncio.Task[None] | None = None
-        if receive:
-            watching = self._abort_on_disconnect(receive)
-            self._watching = worker_client.loop.create_task(watching)
+        if self.receive:
+            self._watching = client.loop.create_task(self._abort_on_disconnect(self.receive))
+
+    def _stream(self) -> Stream[Never] | None:
+        """Return the stream that gets the deltas of the items."""
+        return None
 
     def __enter__(self) -> Self:
         return self
@@ -547,23 +518,24 @@ class Submission(Generic[Result]):
         self._expire_at(math.inf)
         if self._watching:
             self._watching.cancel()
-        self.record(self.context)
+        self._record_times()
+        self._record_tokens()
         self.worker_client.queue.release(self.items)
 
-    def record(self, context: RequestContext) -> None:
-        """Add the times and the tokens of the items that have reached the model."""
-        context.accepted_at = context.accepted_at or self.items[0].accepted_at
+    def _record_times(self) -> None:
+        """Record the times of the items that have reached the model."""
+        record = self.record
+        record.accepted_at = record.accepted_at or self.items[0].accepted_at
         for item in self.items:
-            context.prepared_at = context.prepared_at or item.arrived_at
+            record.prepared_at = record.prepared_at or item.arrived_at
             if item.started_at:
-                context.started_at = context.started_at or item.started_at
-                context.ended_at = max(context.ended_at, item.finished_at)
-        self.count_tokens(context)
+                record.started_at = record.started_at or item.started_at
+                record.ended_at = max(record.ended_at, item.finished_at)
 
-    def count_tokens(self, context: RequestContext) -> None:
+    def _record_tokens(self) -> None:
         tokens = sum(item.tokens for item in self.items if item.started_at)
-        context.prompt_tokens += tokens
-        context.use_tokens(tokens)
+        self.record.prompt_tokens += tokens
+        self.context.use_tokens(tokens)
 
     def timing_headers(self) -> list[tuple[bytes, bytes]]:
         """Return the time per stage in milliseconds: until the first item was prepared, until the

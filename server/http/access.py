@@ -16,7 +16,7 @@ from starlette.types import Scope
 from batching.errors import InvalidInput
 from batching.fair_share import Priority
 from batching.token_bucket import TokenBucket
-from server.core.api_keys import PRIORITIES, ApiKey, Keyring
+from server.core.api_keys import NO_KEY, PRIORITIES, ApiKey, Keyring
 from server.http.errors import HttpError
 from server.http.json import Header, to_json
 from server.http.paths import route_path
@@ -36,14 +36,14 @@ FLOW_HEADERS = (
 MAX_FLOWS = 256
 
 
-def key_from_headers(scope: Scope, keyring: Keyring) -> ApiKey | None:
-    """Return the request's API key; None where none is needed. HttpError (401) if it is not
+def key_from_headers(scope: Scope, keyring: Keyring) -> ApiKey:
+    """Return the request's API key, NO_KEY where none is needed. HttpError (401) if it is not
     valid."""
     path = route_path(scope)
     if path == "/metrics" and not any(map(keyring.may_read_metrics, keys_in(scope))):
         raise unauthorized("a key of METRICS_KEYS is needed: Authorization: Bearer KEY")
     if not keyring.required or scope["method"] == "OPTIONS" or is_open(scope["method"], path):
-        return None
+        return NO_KEY
     if (key := next(filter(None, map(keyring.find, keys_in(scope))), None)) is None:
         raise unauthorized(
             "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
@@ -95,10 +95,10 @@ def limit_headers(key: ApiKey) -> Iterator[Header]:
             yield b"x-ratelimit-reset-" + unit, b"%.3fs" % bucket.wait_s(bucket.per_minute, now)
 
 
-def priority_of(scope: Scope, key: ApiKey | None) -> Priority:
+def priority_of(scope: Scope, key: ApiKey) -> Priority:
     """Return the class of a request: that of X-Priority, else the highest that its key may use.
     InvalidInput for an unknown one, HttpError (403) for one that the key may not use."""
-    allowed = key.priority if key else Priority.INTERACTIVE
+    allowed = key.priority
     for name, value in scope["headers"]:
         if name != b"x-priority":
             continue
@@ -140,10 +140,14 @@ def check_admin(scope: Scope) -> None:
     raise HttpError(403, message, code="admin_key_needed")
 
 
-def client_of(scope: Scope) -> bytes:
+def client_of(key: ApiKey, address: str) -> bytes:
     """Return whose share a request counts for: its API key or, without keys, its address. An IPv6
     client has a network of addresses."""
-    return scope["api_key"] or network_of(scope["client"][0] if scope.get("client") else "")
+    return key.id or network_of(address)
+
+
+def address_of(scope: Scope) -> str:
+    return str(scope["client"][0]) if scope.get("client") else ""
 
 
 @lru_cache(maxsize=1024)

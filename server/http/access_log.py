@@ -13,7 +13,7 @@ from typing import Any
 from starlette.types import Scope
 
 from server.core.log import log_fields
-from server.core.request_context import RequestContext
+from server.core.request_context import RequestRecord
 from server.http.paths import route_path
 
 log = logging.getLogger("onequeue.access")
@@ -29,38 +29,40 @@ def replace_access_log() -> bool:
     return was_on
 
 
-def log_request(scope: Scope, context: RequestContext, status: int, started: float) -> None:
+def log_request(scope: Scope, status: int, started: float) -> None:
     """Log a request whose response has ended. `status`: 0 if the client left before one began."""
     if (path := route_path(scope)) in PROBES:
         return
     address = scope["client"][0] if scope.get("client") else "unix"
     fields: dict[str, Any] = {
-        "id": context.request_id,
+        "id": scope["request_id"].decode(),
         "method": scope["method"],
         "path": path,
         "status": status or 499,
         "seconds": round(time.monotonic() - started, 4),
         "client": address,
     }
-    _log("request", context, fields)
+    _log("request", scope, fields)
 
 
-def log_background(context: RequestContext, response: str, status: str) -> None:
+def log_background(scope: Scope, response: str, status: str) -> None:
     """Log the end of a background response. `response`: its id."""
-    seconds = round(time.monotonic() - context.received_at, 4)
-    fields = {"id": context.request_id, "response": response, "status": status, "seconds": seconds}
-    _log("background", context, fields)
+    seconds = round(time.monotonic() - scope["record"].received_at, 4)
+    id = scope["request_id"].decode()
+    fields = {"id": id, "response": response, "status": status, "seconds": seconds}
+    _log("background", scope, fields)
 
 
-def _log(message: str, context: RequestContext, fields: dict[str, Any]) -> None:
+def _log(message: str, scope: Scope, fields: dict[str, Any]) -> None:
     """Log a request's fields, then its key, model, tokens and error."""
-    if context.key:
-        fields["key"] = context.key.name
-    if context.model:
-        fields["model"] = context.model
-    if context.prompt_tokens or context.output_tokens:
-        fields["prompt_tokens"] = context.prompt_tokens
-        fields["output_tokens"] = context.output_tokens
-    if context.error:
-        fields["error"] = context.error
+    record: RequestRecord = scope["record"]
+    if scope["context"] and (name := scope["context"].key.name):
+        fields["key"] = name
+    if record.model:
+        fields["model"] = record.model
+    if record.prompt_tokens or record.output_tokens:
+        fields["prompt_tokens"] = record.prompt_tokens
+        fields["output_tokens"] = record.output_tokens
+    if record.error:
+        fields["error"] = record.error
     log_fields(log, logging.INFO, message, fields)

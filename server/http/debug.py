@@ -56,7 +56,7 @@ def describe(
     return QueuedRequest(
         id=first.owner.request_id,
         key=keys.get(first.owner.client, ""),  # type: ignore[call-overload]  # bytes, here
-        priority=first.priority.name.lower(),
+        priority=first.owner.priority.name.lower(),
         model=models[first.model],
         state="running" if running or has_started else "waiting",
         age_s=round(now - first.accepted_at, 3),

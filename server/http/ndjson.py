@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Generic, Protocol, TypeVar
 
 from starlette.types import Receive, Scope, Send
@@ -62,10 +62,10 @@ P = TypeVar("P")
 
 class LineEndpoint(Protocol[P]):
     body_parser: JsonBodyParser
-    parsing_blocks: ClassVar[bool]  # parsing takes long even for a short line
+    parse_blocks: ClassVar[bool]  # parsing takes long even for a short line
 
     @property
-    def line_model(self) -> str:
+    def model(self) -> str:
         """The model's name in the registry."""
 
     def parse_line(self, value: str | Document, scope: Scope) -> P:
@@ -114,7 +114,7 @@ async def serve_lines(
     app: Application = scope["app"]
     _, deadlines = read_headers(scope)
     limit_s = deadlines.first - time.monotonic()
-    if (refusal := app.worker_client.refusal(endpoint.line_model)) is not None:
+    if (refusal := app.worker_client.refusal(endpoint.model)) is not None:
         raise refusal
     await LineStream(scope, receive, send, endpoint, limit_s).run()
 
@@ -131,16 +131,14 @@ class LineStream(Generic[P]):
         limit_s: float,
     ) -> None:
         app: Application = scope["app"]
-        context: RequestContext = scope["context"]
+        # all lines count as one request in the shares of the queue
+        self.owner: RequestContext = replace(scope["context"], is_stream=True)
+        scope["context"] = self.owner
         self.scope, self.receive, self.endpoint, self.limit_s = scope, receive, endpoint, limit_s
         self.settings, self.memory, self.max_body = app.settings, app.memory, app.max_body
         self.worker_client = app.worker_client
         self.queue = app.worker_client.queue
-        self.lane = app.worker_client.models[endpoint.line_model].lane_of(context.priority)
-        self.owner = self.queue.new_owner(
-            context.client, context.request_id, context.priority, context.flow, context.share
-        )
-        context.owner = self.owner
+        self.lane = app.worker_client.models[endpoint.model].lane_of(self.owner.priority)
         max_inputs = min(
             client_share(self.settings.max_queue_size),
             WINDOW_BATCHES * self.settings.max_batch_size,
@@ -239,8 +237,7 @@ class LineStream(Generic[P]):
         except Exception as error:
             pending.error = error
         else:
-            if key := self.scope["context"].key:
-                check_tokens(key)
+            check_tokens(self.owner.key)
             await self.queue.wait_for_room(self.owner, self.lane)
             pending.started_at = time.monotonic()
             first = pending.started_at + self.limit_s
@@ -257,7 +254,7 @@ class LineStream(Generic[P]):
             limit = f"{self.max_body / 1_000_000:g} MB"
             raise HttpError(413, f"the line is larger than {limit}")
         deadline = time.monotonic() + self.limit_s
-        blocks = self.endpoint.parsing_blocks
+        blocks = self.endpoint.parse_blocks
         return await self.endpoint.body_parser.run(
             self._parse_content, line.content, deadline, blocks
         )

@@ -17,7 +17,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from prometheus_client import Counter, Histogram
@@ -27,11 +27,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from batching.errors import ClientGone, Draining, InvalidInput
 from server.core.api_keys import Keyring
-from server.core.request_context import RequestContext
+from server.core.request_context import RequestContext, RequestRecord
 from server.core.settings import Settings
 from server.core.worker_client import Deadlines, WorkerClient
 from server.http.access import (
     Cors,
+    address_of,
     client_of,
     count_request,
     flow_of,
@@ -145,7 +146,8 @@ class Application:
         status, is_large = 0, False
         scope["transfer"] = transfer = Transfer()
         scope["request_id"] = request_id = _request_id(scope)
-        scope["context"] = context = RequestContext(request_id.decode(), received_at=started)
+        scope["record"] = RequestRecord(received_at=started)
+        scope["context"] = None  # until the key is known
         scope["send"] = send  # for an event stream's body
 
         async def send_with_id(message: Message) -> None:
@@ -161,8 +163,8 @@ class Application:
                     message["headers"].append((b"x-request-id", request_id))
                 if is_anthropic(scope):
                     message["headers"].append((b"request-id", request_id))
-                if context.key:
-                    message["headers"] += limit_headers(context.key)
+                if scope["context"]:
+                    message["headers"] += limit_headers(scope["context"].key)
                 if self.worker_client.terminating:
                     message["headers"] += CLOSE  # the next request goes to another process
                 scope["started"] = True
@@ -182,9 +184,9 @@ class Application:
             path = scope.get("counted_as", path)
             self._count(path if path in self.paths else "other", status, started)
             if self.logs_requests:
-                log_request(scope, context, status, started)
+                log_request(scope, status, started)
             if self.telemetry and path in self.paths and path not in PROBES:
-                self.telemetry.record_request(scope, context, path, status, time.monotonic())
+                self.telemetry.record_request(scope, path, status, time.monotonic())
 
     def _count(self, endpoint: str, status: int, started: float) -> None:
         if (counters := self._counters.get((endpoint, status))) is None:
@@ -218,27 +220,26 @@ class Application:
                 raise  # the server closes the connection: the response is incomplete
 
     def _identify(self, scope: Scope) -> None:
-        """Record the request's key, client and class. Raises the errors of access.py."""
-        context: RequestContext = scope["context"]
-        context.key = key = key_from_headers(scope, self.keyring)
-        scope["api_key"] = key.id if key else b""
+        """Add the request's context. Raises the errors of access.py."""
+        key = key_from_headers(scope, self.keyring)
         if not self.keyring.required:
             self.cross_site.check(scope)
-        context.client = client_of(scope)
+        client, id, flow = client_of(key, address_of(scope)), scope["request_id"], flow_of(scope)
+        context = RequestContext(client, id.decode(), flow, key.share, key.priority, key=key)
+        scope["context"] = context
         if scope["method"] == "POST":
-            context.priority = priority_of(scope, key)
-            context.flow = flow_of(scope)
-            if key:
-                count_request(key)
+            if (priority := priority_of(scope, key)) != key.priority:
+                scope["context"] = replace(context, priority=priority)
+            count_request(key)
 
 
 def count_failure(error: Exception, scope: Scope) -> HttpError:
     """Count an error in the metrics; return its envelope."""
     app: Application = scope["app"]
     response = as_http_error(error, scope, app.settings.debug)
-    scope["context"].error = str(response)
+    scope["record"].error = str(response)
     if response.kind:
-        app.metrics.errors.labels(response.kind, scope["context"].model).inc()
+        app.metrics.errors.labels(response.kind, scope["record"].model).inc()
     return response
 
 

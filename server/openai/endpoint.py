@@ -1,4 +1,4 @@
-"""The path of a request whose response is made of deltas.
+"""The endpoints of JSON bodies, and the path of a request whose response is made of deltas.
 
     body → parse → images → submit → first delta or refusal → headers → events, or one document
 
@@ -17,7 +17,6 @@ from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import ClientGone
-from server.core.cache_namespace import cache_namespace
 from server.core.delta_stream import DeltaStream, TokenStream, UsageCounts
 from server.core.settings import Settings
 from server.core.worker_client import Deadlines, WorkerClient
@@ -76,75 +75,66 @@ class ResponseBuilder(ABC, Generic[D]):
         """Return the document, made of all deltas."""
 
 
-@dataclass(eq=False)
-class Endpoint(ABC):
-    """An ASGI app whose responses are made of deltas."""
+async def respond(
+    scope: Scope,
+    send: Send,
+    stream: DeltaStream[D],
+    builder: ResponseBuilder[D],
+    before_end: Callable[[], Awaitable[object]] | None = None,
+) -> None:
+    """Send the response to a request that has been submitted.
 
-    settings: Settings
-    worker_client: WorkerClient
-    models: ModelGroup
+    `before_end` is awaited before the last event, or the document, is sent.
+    """
+    if not builder.streams:
+        deltas = await stream.collect()
+        headers = [*stream.timing_headers(), *builder.headers]
+        return await _send_document(send, builder, deltas, headers, before_end)
+    deltas = await stream.read()
+    events = _events(scope, stream, builder, deltas, before_end)
+    try:
+        headers = [*stream.timing_headers(), *builder.headers]
+        await EventStream(scope, send, stream.arrival.set, headers).run(events)
+    except ClientGone as error:
+        count_failure(error, scope)
 
-    async def respond(
-        self,
-        scope: Scope,
-        send: Send,
-        stream: DeltaStream[D],
-        builder: ResponseBuilder[D],
-        before_end: Callable[[], Awaitable[object]] | None = None,
-    ) -> None:
-        """Send the response to a request that has been submitted.
 
-        `before_end` is awaited before the last event, or the document, is sent.
-        """
-        if not builder.streams:
-            deltas = await stream.collect()
-            headers = [*stream.timing_headers(), *builder.headers]
-            return await self._send_document(send, builder, deltas, headers, before_end)
-        deltas = await stream.read()
-        events = self._events(scope, stream, builder, deltas, before_end)
-        try:
-            headers = [*stream.timing_headers(), *builder.headers]
-            await EventStream(scope, send, stream.arrival.set, headers).run(events)
-        except ClientGone as error:
-            count_failure(error, scope)
+async def _send_document(
+    send: Send,
+    builder: ResponseBuilder[D],
+    deltas: Sequence[D],
+    headers: Sequence[Header],
+    before_end: Callable[[], Awaitable[object]] | None,
+) -> None:
+    large = sum(map(builder.entries, deltas)) > MAX_INLINE_ENTRIES
+    content = await run_sync(builder.build, deltas) if large else builder.build(deltas)
+    if before_end:
+        await before_end()
+    if large and not isinstance(content, bytes):
+        content = await run_sync(to_json, content)
+    await send_json(send, content, headers=headers, media=builder.media_type)
 
-    async def _send_document(
-        self,
-        send: Send,
-        builder: ResponseBuilder[D],
-        deltas: Sequence[D],
-        headers: Sequence[Header],
-        before_end: Callable[[], Awaitable[object]] | None,
-    ) -> None:
-        large = sum(map(builder.entries, deltas)) > MAX_INLINE_ENTRIES
-        content = await run_sync(builder.build, deltas) if large else builder.build(deltas)
-        if before_end:
-            await before_end()
-        if large and not isinstance(content, bytes):
-            content = await run_sync(to_json, content)
-        await send_json(send, content, headers=headers, media=builder.media_type)
 
-    async def _events(
-        self,
-        scope: Scope,
-        stream: DeltaStream[D],
-        builder: ResponseBuilder[D],
-        deltas: Sequence[D],
-        before_end: Callable[[], Awaitable[object]] | None,
-    ) -> AsyncIterator[bytes]:
-        """Yield all events, also those of a failure. Raises ClientGone."""
-        try:
-            async for event in build_events(builder, stream, deltas):
-                yield event
-        except ClientGone:
-            raise
-        except Exception as error:
-            for event in builder.fail(count_failure(error, scope)):
-                yield event
-        if before_end:
-            await before_end()
-        if last := builder.end():
-            yield last
+async def _events(
+    scope: Scope,
+    stream: DeltaStream[D],
+    builder: ResponseBuilder[D],
+    deltas: Sequence[D],
+    before_end: Callable[[], Awaitable[object]] | None,
+) -> AsyncIterator[bytes]:
+    """Yield all events, also those of a failure. Raises ClientGone."""
+    try:
+        async for event in build_events(builder, stream, deltas):
+            yield event
+    except ClientGone:
+        raise
+    except Exception as error:
+        for event in builder.fail(count_failure(error, scope)):
+            yield event
+    if before_end:
+        await before_end()
+    if last := builder.end():
+        yield last
 
 
 async def build_events(
@@ -172,7 +162,42 @@ async def build_events(
         yield event
 
 
-# ── generation ──
+# ── endpoints ──
+
+R = TypeVar("R")
+
+
+@dataclass(eq=False)
+class BodyEndpoint(ABC, Generic[R]):
+    """An ASGI app that takes JSON bodies. Lines of batches are read and served without the app."""
+
+    parse_blocks: ClassVar = False  # parsing takes long, or waits, even for a small body
+
+    settings: Settings
+    worker_client: WorkerClient
+    models: ModelGroup
+    body_parser: JsonBodyParser = field(init=False, default_factory=JsonBodyParser)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body, deadlines = await read_json_request(scope, receive)
+        request = await self.read(scope, receive, body, deadlines)
+        await self.serve(scope, receive, send, request, deadlines)
+
+    @abstractmethod
+    def parse(self, body: bytes, scope: Scope) -> R:
+        """Return the checked request, or raise InvalidInput. Large bodies are parsed in a pool
+        thread."""
+
+    async def read(self, scope: Scope, receive: Receive, body: bytes, deadlines: Deadlines) -> R:
+        """Return the checked request of a body. Raises InvalidInput."""
+        parse = partial(self.parse, scope=scope)
+        return await self.body_parser.run(parse, body, deadlines.first, self.parse_blocks)
+
+    @abstractmethod
+    async def serve(
+        self, scope: Scope, receive: Receive | None, send: Send, request: R, deadlines: Deadlines
+    ) -> None:
+        """Submit a request, and send the response. Without `receive` no client is waited for."""
 
 
 @dataclass(frozen=True)
@@ -187,18 +212,10 @@ P = TypeVar("P", bound=ParsedRequest)
 
 
 @dataclass(eq=False)
-class GenerationEndpoint(Endpoint, Generic[P]):
-    """An endpoint of the language model. `parse_blocks`: parsing waits for a disk or a lock."""
-
-    parse_blocks: ClassVar = False
+class GenerationEndpoint(BodyEndpoint[P]):
+    """An endpoint of the language model."""
 
     images: ImageLoader
-    body_parser: JsonBodyParser = field(init=False, default_factory=JsonBodyParser)
-
-    @abstractmethod
-    def parse(self, body: bytes, scope: Scope) -> P:
-        """Return the checked request, or raise InvalidInput. Large bodies are parsed in a pool
-        thread."""
 
     def model_of(self, request: P) -> NamedModel:
         return self.models.find(request.body.model)
@@ -207,16 +224,10 @@ class GenerationEndpoint(Endpoint, Generic[P]):
     def builder(self, request: P, usage: UsageCounts) -> ResponseBuilder[Delta]:
         """Return the builder of the response; `usage` is counted while its deltas are read."""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body, deadlines = await read_json_request(scope, receive)
-        request = await self.read(scope, receive, body, deadlines)
-        await self.serve(scope, receive, send, request, deadlines)
-
     async def read(self, scope: Scope, receive: Receive, body: bytes, deadlines: Deadlines) -> P:
         """Return the checked request of a body, with the bytes of its images. Raises InvalidInput
         and the errors of fetching."""
-        parse = partial(self.parse, scope=scope)
-        request = await self.body_parser.run(parse, body, deadlines.first, self.parse_blocks)
+        request = await super().read(scope, receive, body, deadlines)
         model = self.model_of(request).text_info
         inputs = await self.images.load(scope, receive, request.inputs, model, deadlines.first)
         return replace(request, inputs=inputs)
@@ -224,22 +235,18 @@ class GenerationEndpoint(Endpoint, Generic[P]):
     async def serve(
         self, scope: Scope, receive: Receive | None, send: Send, request: P, deadlines: Deadlines
     ) -> None:
-        """Submit a request, and send the response. Without `receive` no client is waited for."""
         with self.submit(scope, request, deadlines, receive) as stream:
-            await self.respond(scope, send, stream, self.builder(request, stream.usage))
+            await respond(scope, send, stream, self.builder(request, stream.usage))
 
     def submit(
         self, scope: Scope, request: P, deadlines: Deadlines, receive: Receive | None
     ) -> TokenStream:
         """Submit the inputs, or raise a Refused. Without `receive` no client is waited for."""
         model = self.model_of(request)
-        namespace = cache_namespace(model.id, scope["api_key"], request.body.cache_salt)
-        return TokenStream(
-            self.worker_client,
-            model.registry_name,
-            [replace(one, adapter=model.adapter) for one in request.inputs],
-            deadlines,
-            receive,
-            scope["context"],
-            namespace,
-        )
+        namespace = scope["context"].cache_namespace(model.id, request.body.cache_salt)
+        inputs = [
+            replace(prompt, adapter=model.adapter, cache_namespace=namespace)
+            for prompt in request.inputs
+        ]
+        name = model.registry_name
+        return TokenStream(self.worker_client, name, inputs, deadlines, receive, scope)

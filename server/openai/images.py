@@ -16,7 +16,6 @@ from msgspec import Struct
 from starlette.types import Receive, Scope
 
 from batching.errors import ClientGone, DeadlineExceeded, InvalidInput, QueueFull
-from batching.fair_share import WorkOwner
 from server.core.worker_client import WorkerClient
 from server.http.fetch import Fetcher
 from worker.media.data_urls import to_bytes
@@ -87,8 +86,7 @@ class ImageLoader:
             if image.link:
                 self.fetcher.check(image.link, image.param)
         slots = self.worker_client.queue.slots
-        owner = WorkOwner(scope["context"].client, None)  # its request has no slot yet
-        if self.fetching >= slots.capacity or not slots.has_room(owner):
+        if self.fetching >= slots.capacity or not slots.has_room(scope["context"]):
             taken = f"{slots.used + self.fetching} of {slots.capacity} slots are in use"
             raise QueueFull(f"the queue is full: {taken}", 1.0)
         self.fetching += 1

@@ -171,9 +171,8 @@ class NamedModel:
         if self.served.state == "ready":
             yield self.text_model
             return
-        context, payloads = scope["context"], [AWAIT_MODEL]
         with Submission[None](
-            self.worker_client, self.registry_name, payloads, deadlines, receive, context
+            self.worker_client, self.registry_name, [AWAIT_MODEL], deadlines, receive, scope
         ) as submission:
             await submission.items[0].future
             yield self.text_model

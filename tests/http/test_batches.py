@@ -381,7 +381,7 @@ def test_lines_are_few_at_a_time_and_give_way(tmp_path: Path) -> None:
         client = Client(server)
         id = client.create(jsonl([chat_line(f"line {n}", "hang") for n in range(30)]))
         wait_until(lambda: len(generator.running) == 2)  # the window's start
-        assert {request.item.priority for request in generator.running} == {Priority.BATCH}
+        assert {request.item.owner.priority for request in generator.running} == {Priority.BATCH}
         answer = client.sdk.chat.completions.create(
             model="demo", messages=[{"role": "user", "content": "hi"}]
         )

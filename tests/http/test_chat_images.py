@@ -71,7 +71,7 @@ def test_images_keep_their_positions_among_text(generator: FakeGenerator, server
         {"role": "user", "content": [text("one"), place, text("two"), place]},
     )
     path = "messages[1].content"
-    assert generator.cache_namespaces[-1]
+    assert generator.payloads[-1].cache_namespace
     assert got.images == (
         ImageInput(b"png", "low", f"{path}[1].image_url"),
         ImageInput(b"png", "auto", f"{path}[3].image_url"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from batching.fair_share import WorkOwner
 from batching.request_queue import RequestQueue, StepLane
 from server.http.debug import debug_queue
 from tests.event_streams import CLIENT
@@ -76,9 +77,9 @@ def test_a_request_whose_inputs_arrive_over_time_is_listed_once() -> None:
         times = iter(range(10))
         queue = RequestQueue(8, lambda: float(next(times)))
         lane = StepLane("generation", 8)
-        stream = queue.new_owner(b"first", "stream")
-        for owner in (stream, None, stream):
-            queue.accept(["a"], math.inf, lane, "generation", request_id="other", owner=owner)
+        stream, other = WorkOwner(b"first", "stream", is_stream=True), WorkOwner(b"", "other")
+        for owner in (stream, other, stream):
+            queue.accept(owner, ["a"], math.inf, lane, "generation")
         models = {"generation": SimpleNamespace(name="generation", served_name="demo")}
         client = SimpleNamespace(queue=queue, models=models)
         app = SimpleNamespace(worker_client=client, keyring=[])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from server.core.metrics import Metrics
-from server.core.request_context import RequestContext
+from server.core.request_context import RequestRecord
 from server.core.settings import Settings, SettingsError
 from tests.event_streams import CLIENT
 from tests.fake_generator import FakeGenerator
@@ -132,8 +132,9 @@ def test_a_receiver_that_does_not_answer_delays_the_exit_for_a_limited_time(
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
         recorded = telemetry.telemetry_from_environment(Metrics(lambda: 0))
-        scope = {"method": "GET", "headers": []}
-        recorded.record_request(scope, RequestContext("1", received_at=1.0), "/", 200, 2.0)
+        record = RequestRecord(received_at=1.0)
+        scope = {"method": "GET", "headers": [], "request_id": b"1", "record": record}
+        recorded.record_request(scope, "/", 200, 2.0)
         monkeypatch.setattr(telemetry, "SHUTDOWN_S", 0.05)
         started = time.monotonic()
         recorded.shutdown()

@@ -175,7 +175,7 @@ def test_rows_that_end_do_not_change_the_others(name: str, steps: bool) -> None:
 
 def background_request(prompt: Sequence[int], **options: Any) -> Request:
     item = request(prompt, **options)
-    item.owner = item.owner._replace(priority=Priority.BACKGROUND)
+    item.owner = replace(item.owner, priority=Priority.BACKGROUND)
     return item
 
 

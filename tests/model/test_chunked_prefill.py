@@ -124,7 +124,7 @@ def test_a_cached_prefix_is_shared_within_a_cache_namespace_only(
     ran = []
     for namespace in (b"one", b"two", b"one"):
         steps.clear()
-        embedder.run(EmbeddingInput([PROMPT], 0), namespace)
+        embedder.run(EmbeddingInput([PROMPT], 0, cache_namespace=namespace))
         ran.append(sum(steps))
     assert ran[0] == ran[1] > ran[2]
 

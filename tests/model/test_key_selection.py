@@ -7,6 +7,7 @@ it, and so does computing a text again.
 import functools
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -192,7 +193,7 @@ def test_a_paged_cache_is_not_used(name: str) -> None:
 
 def background_request(prompt: Sequence[int]) -> GenerationItem:
     item = request(prompt, max_tokens=30)
-    item.owner = item.owner._replace(priority=Priority.BACKGROUND)
+    item.owner = replace(item.owner, priority=Priority.BACKGROUND)
     return item
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from batching import scheduler
 from batching.errors import ItemFailed
-from batching.fair_share import Priority
+from batching.fair_share import Priority, WorkOwner
 from batching.sequence import Batch
 from tests.generating import ORDINARY, Driver, Served, engine, request
 from tests.matrix import matrix
@@ -28,6 +28,7 @@ from worker.model.attention.kv_cache import BLOCK
 POISON = 310  # a step with this token raises
 TOKENS = 12  # so few that texts repeat and prefixes are shared
 BLOCKS = 9
+OWNERS = {priority: WorkOwner(None, priority=priority) for priority in Priority}
 
 
 class FakeRunner:
@@ -82,7 +83,7 @@ def items_of(seed: int) -> list[Any]:
             item.payload, token_ids=True, prompt_logprobs=chance.choice((None, None, 1)),
         )  # fmt: skip
         priority = chance.choices([*Priority], (8, 1, 1))[0]
-        item.owner = item.owner._replace(priority=priority)
+        item.owner = OWNERS[priority]
         items.append(item)
     return items
 

@@ -545,7 +545,7 @@ def test_temporary_failure_reaches_all_waiting_requests(monkeypatch: pytest.Monk
 
 
 def owned(item: Any) -> Any:
-    item.owner = WorkOwner("", object())
+    item.owner = WorkOwner("")
     return item
 
 

@@ -49,7 +49,7 @@ def test_deadline_counts_from_the_first_item_alone() -> None:
 
 def test_items_put_back_come_first_of_their_request_but_not_of_others() -> None:
     b = batcher(size=3)
-    mine, other = WorkOwner("a", 1), WorkOwner("b", 2)
+    mine, other = WorkOwner("a"), WorkOwner("b")
     first, second, third, late, bystander = (item() for _ in range(5))
     for one in (first, second, third, late):
         one.owner = mine
@@ -111,9 +111,12 @@ def test_a_batch_has_one_key_and_starts_with_the_oldest_item() -> None:
     assert b.take(0.0, NEVER) == [b1]
 
 
+OWNERS = {name: WorkOwner(name[0], name) for name in ("a1", "a2", "b1")}
+
+
 def owned(name: str, key: Any = None) -> WorkItem:
     new = item(key=key)
-    new.owner = WorkOwner(name[0], name)
+    new.owner = OWNERS[name]
     return new
 
 
@@ -121,7 +124,7 @@ def test_requests_and_clients_have_items_in_a_batch_in_turn() -> None:
     b = batcher(size=4, wait_s=0.0)
     for name in ("a1",) * 6 + ("a2", "b1", "b1"):
         arrive(b, owned(name), 0.0)
-    batches = [[i.owner.request for i in b.take(0.0, NEVER)] for _ in range(3)]
+    batches = [[i.owner.request_id for i in b.take(0.0, NEVER)] for _ in range(3)]
     assert batches == [["a1", "b1", "a2", "b1"], ["a1"] * 4, ["a1"]]
 
 
@@ -130,7 +133,7 @@ def test_a_request_of_another_kind_has_the_next_batch() -> None:
     for name in ("a1",) * 6:
         arrive(b, owned(name), 0.0)
     arrive(b, owned("b1", key="other"), 0.0)
-    batches = [[i.owner.request for i in b.take(0.0, NEVER)] for _ in range(2)]
+    batches = [[i.owner.request_id for i in b.take(0.0, NEVER)] for _ in range(2)]
     assert batches == [["a1", "a1"], ["b1"]]
 
 

@@ -9,21 +9,28 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.types import Scope
 
 from batching.errors import ItemFailed
+from batching.fair_share import WorkOwner
 from batching.request_queue import RequestQueue, StepLane
 from server.core.delta_stream import DeltaStream, TokenStream
-from server.core.request_context import RequestContext
+from server.core.request_context import RequestContext, RequestRecord
 from server.core.worker_client import FEW_READERS, Deadlines, WorkerClient
 from worker.messages.deltas import Delta
+
+NO_LIMITS = Deadlines(math.inf, math.inf)
 
 
 @asynccontextmanager
 async def streaming() -> AsyncIterator[DeltaStream[str]]:
     """Of one item, without a worker."""
-    deadlines, context = Deadlines(math.inf, math.inf), RequestContext("")
-    with DeltaStream[str](client_of(), "x", ["a"], deadlines, None, context) as stream:
+    with DeltaStream[str](client_of(), "x", ["a"], NO_LIMITS, None, scope()) as stream:
         yield stream
+
+
+def scope() -> Scope:
+    return {"context": RequestContext(b""), "record": RequestRecord()}
 
 
 def client_of(**more: Any) -> Any:
@@ -31,14 +38,9 @@ def client_of(**more: Any) -> Any:
     queue, loop = RequestQueue(10, time.monotonic), asyncio.get_running_loop()
 
     def submit(
-        name: str,
-        payloads: list[str],
-        deadline: float,
-        stream: Any,
-        cache_namespace: bytes,
-        *_: Any,
+        owner: WorkOwner, name: str, payloads: list[str], deadline: float, stream: Any
     ) -> Any:
-        return queue.accept(payloads, deadline, StepLane(name, 10), name, stream, cache_namespace)
+        return queue.accept(owner, payloads, deadline, StepLane(name, 10), name, stream)
 
     model = SimpleNamespace(served_name="fake")
     return SimpleNamespace(loop=loop, queue=queue, submit=submit, models={"x": model}, **more)
@@ -115,9 +117,8 @@ def token_stream(client: Any, choices: int) -> TokenStream:
     histogram: Any = SimpleNamespace(observe=lambda seconds: None)
     metric = SimpleNamespace(labels=lambda model: histogram)
     client.metrics = SimpleNamespace(first_token=metric, per_token=metric)
-    deadlines, context = Deadlines(math.inf, math.inf), RequestContext("")
     payload: Any = SimpleNamespace(n=choices)
-    return TokenStream(client, "x", [payload], deadlines, None, context, b"")
+    return TokenStream(client, "x", [payload], NO_LIMITS, None, scope())
 
 
 def test_the_first_and_the_last_token_of_a_stream_do_not_wait() -> None:

@@ -1,6 +1,5 @@
 """The expected wait of a new item, with a fake clock."""
 
-import itertools
 import math
 from collections import deque
 from typing import Any
@@ -10,14 +9,12 @@ import pytest
 from batching.fair_share import Priority, WorkOwner
 from batching.request_queue import BatchLane, Lane, StepLane, WorkItem
 
-NUMBERS = itertools.count()
-
 
 def accept(lane: Lane, *tokens: int, client: str | None = None) -> list[WorkItem]:
     """Accept requests of an item each; those of zero tokens are not prepared yet."""
     items = []
     for count in tokens:
-        item: WorkItem = WorkItem(None, math.inf, 0.0, owner=WorkOwner(client, next(NUMBERS)))
+        item: WorkItem = WorkItem(None, math.inf, 0.0, owner=WorkOwner(client))
         lane.add(item)
         if count:
             item.tokens = count
@@ -235,15 +232,15 @@ def test_room_counts_as_free_while_the_prompts_of_a_round_run() -> None:
 
 def test_inputs_of_a_list_delay_no_others() -> None:
     lane: Any = StepLane("generation", 100)
-    long = WorkOwner("a", "long")
+    long = WorkOwner("a")
     inputs: list[WorkItem] = [WorkItem(None, math.inf, 0.0, owner=long) for _ in range(30)]
     for item in inputs:
         lane.add(item)
     lane.start(inputs[0])
     lane.record(0, True)
-    assert (lane.not_started, lane.expected_wait_s(100, WorkOwner("a", None))) == (0, 0)
+    assert (lane.not_started, lane.expected_wait_s(100, WorkOwner("a"))) == (0, 0)
     (other,) = accept(lane, 1, client="a")
-    assert lane.expected_wait_s(100, WorkOwner("a", None)) == 100  # behind one request
+    assert lane.expected_wait_s(100, WorkOwner("a")) == 100  # behind one request
     for item in [*inputs, other]:
         lane.release(item)
     assert (lane.not_started, lane._running) == (0, 0)
@@ -259,10 +256,10 @@ def test_a_client_does_not_wait_for_the_queue_of_another(lane: Any) -> None:
         lane.record(0, True)
         lane.start(queued[1])
         lane.record(1, True)
-    assert lane.expected_wait_s(1, WorkOwner("a", None)) >= 18
-    assert lane.expected_wait_s(1, WorkOwner("b", None)) == 0
+    assert lane.expected_wait_s(1, WorkOwner("a")) >= 18
+    assert lane.expected_wait_s(1, WorkOwner("b")) == 0
     accept(lane, 1, client="b")
-    assert lane.expected_wait_s(1, WorkOwner("b", None)) == 2
+    assert lane.expected_wait_s(1, WorkOwner("b")) == 2
 
 
 @pytest.mark.parametrize("lane", [StepLane("generation", 100), BatchLane("pipeline", 100)])
@@ -276,7 +273,7 @@ def test_a_flow_does_not_wait_for_the_queue_of_another(lane: Any) -> None:
         for n in range(2):
             lane.start(queued[n])
             lane.record(n, True)
-    own, others = WorkOwner("a", None, flow="own"), WorkOwner("a", None)
+    own, others = WorkOwner("a", flow="own"), WorkOwner("a")
     assert lane.expected_wait_s(1, own) == 0
     other: WorkItem = WorkItem(None, math.inf, 0.0, owner=own)
     lane.add(other)
@@ -290,7 +287,7 @@ def test_a_flow_does_not_wait_for_the_queue_of_another(lane: Any) -> None:
 def test_classes_wait_for_each_other_by_their_weights() -> None:
     lane: Any = BatchLane("pipeline", 1000)
     lane.record(1, 1, 1.0)
-    owners = {p: WorkOwner("a", p, priority=p) for p in (Priority.INTERACTIVE, Priority.BATCH)}
+    owners = {p: WorkOwner("a", priority=p) for p in (Priority.INTERACTIVE, Priority.BATCH)}
     for owner in owners.values():
         lane.add(item := WorkItem(None, math.inf, 0.0, owner=owner))
         item.tokens = 80

@@ -118,10 +118,11 @@ def test_items_that_a_batch_was_cut_before_run_before_new_ones_of_their_request(
 
 def test_a_request_that_arrives_during_a_list_is_in_the_next_batch() -> None:
     engine, runner = cutting_engine()
+    owner = WorkOwner("a")
     for text in "abc":
-        arrived(engine, text, WorkOwner("a", 1))
+        arrived(engine, text, owner)
     step(engine)
-    bystander = arrived(engine, "x", WorkOwner("b", 2))
+    bystander = arrived(engine, "x", WorkOwner("b"))
     step(engine)
     assert step(engine).outputs == [(bystander, "done")]
     step(engine)

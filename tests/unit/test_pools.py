@@ -11,8 +11,8 @@ from batching.request_queue import WorkItem
 from server.core.worker_client import FairPool, Pool
 
 
-def work_item(payload: str, client: str, request: int, priority: Priority) -> WorkItem:
-    owner = WorkOwner(client, request, priority=priority)
+def work_item(payload: str, client: str, priority: Priority) -> WorkItem:
+    owner = WorkOwner(client, priority=priority)
     return WorkItem(payload, time.monotonic() + 600, 0.0, owner=owner)
 
 
@@ -31,11 +31,11 @@ def test_an_input_does_not_wait_for_a_thousand_of_another_client(priority: Prior
         assert may_run.acquire(timeout=60)
 
     pool = FairPool("test", 1, work)
-    pool.put([work_item("bulk", "a", n, priority) for n in range(1000)])
+    pool.put([work_item("bulk", "a", priority) for _ in range(1000)])
     run_one_thread(pool)
     first = groups.get(timeout=60)
     assert len(first) < 100
-    pool.put([work_item("short", "b", 2000, Priority.INTERACTIVE)])
+    pool.put([work_item("short", "b", Priority.INTERACTIVE)])
     may_run.release()
     assert "short" in groups.get(timeout=60)
     pool.stop()
@@ -54,7 +54,7 @@ def test_all_inputs_are_prepared_once_by_several_threads() -> None:
     pool = FairPool("test", 3, work)
     for thread in pool.threads:
         thread.start()
-    items = [work_item("x", "ab"[n % 2], n, Priority.INTERACTIVE) for n in range(500)]
+    items = [work_item("x", "ab"[n % 2], Priority.INTERACTIVE) for n in range(500)]
     for first in range(0, len(items), 50):
         pool.put(items[first : first + 50])
     prepared = {done.get(timeout=60) for _ in items}

@@ -11,6 +11,7 @@ import pytest
 
 from batching.batcher import DynamicBatcher
 from batching.errors import BreakerOpen, DeadlineHopeless, ItemFailed
+from batching.fair_share import WorkOwner
 from batching.request_queue import RequestQueue, WorkItem
 from server.core.metrics import Metrics
 from server.core.worker_client import WorkerClient
@@ -82,12 +83,14 @@ class Setup:
 
     def submit(self, name: str, *texts: str, within_s: float = 60) -> list[WorkItem]:
         deadline = time.monotonic() + within_s
-        return self.worker_client.submit(name, [PipelineInput(text) for text in texts], deadline)
+        inputs = [PipelineInput(text) for text in texts]
+        return self.worker_client.submit(WorkOwner(None), name, inputs, deadline)
 
     def write(self, prompt: str) -> tuple[WorkItem, Stream]:
         stream = Stream()
         deadline = time.monotonic() + 60
-        (item,) = self.worker_client.submit("writer", [GenerationInput(prompt)], deadline, stream)
+        owner, inputs = WorkOwner(None), [GenerationInput(prompt)]
+        (item,) = self.worker_client.submit(owner, "writer", inputs, deadline, stream)
         return item, stream
 
     async def ask(self, name: str, *texts: str) -> list[Any]:

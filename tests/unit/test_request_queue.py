@@ -12,7 +12,7 @@ from batching.errors import (
     Draining,
     QueueFull,
 )
-from batching.fair_share import Priority
+from batching.fair_share import Priority, WorkOwner
 from batching.request_queue import BatchLane, Lane, RequestQueue, WorkItem
 from batching.round_robin import RoundRobin
 from tests.fake_generator import FakeGenerator
@@ -41,8 +41,8 @@ class Queue(RequestQueue):
         client: str | None = None,
         flow: str | None = None,
     ) -> list[WorkItem]:
-        lane = lane or self.lane
-        return self.accept(payloads, deadline, lane, "model", client=client, flow=flow)
+        owner = WorkOwner(client, flow=flow)
+        return self.accept(owner, payloads, deadline, lane or self.lane, "model")
 
     def admit_each(
         self,

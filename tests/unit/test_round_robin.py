@@ -14,7 +14,8 @@ class Item:
 
 
 def items(name: str, count: int) -> list[Item]:
-    return [Item(f"{name}{n}", WorkOwner(name.upper(), name)) for n in range(count)]
+    owner = WorkOwner(name.upper())
+    return [Item(f"{name}{n}", owner) for n in range(count)]
 
 
 def test_requests_alternate_and_the_number_of_running_items_is_limited() -> None:

@@ -330,7 +330,7 @@ def requests(
     """Add requests of a client, of so many choices each."""
     added = []
     for count in counts:
-        owner = WorkOwner(client, object())
+        owner = WorkOwner(client)
         prompts = [fresh(length, first=random.randrange(1 << 30)) for _ in range(count)]
         added.append([Sequence(prompt, owner=owner) for prompt in prompts])
         for sequence in added[-1]:
@@ -937,7 +937,7 @@ def test_the_cost_of_a_step_does_not_grow_with_what_waits(
         s = scheduler_of(4000, max_running=16)
         for n in range(waiting):
             client, flow = n * (differing == "client"), n * (differing == "flow")
-            owner = WorkOwner(client, n, flow=flow, priority=priority)
+            owner = WorkOwner(client, flow=flow, priority=priority)
             s.add(Sequence(fresh(4), max_tokens=9, priority=priority, owner=owner))
         for _ in range(3):
             for chunk in s.schedule(1000):
@@ -956,8 +956,8 @@ def test_the_cost_of_a_step_does_not_grow_with_what_waits(
 def test_every_waiting_sequence_is_a_candidate_once(seed: int) -> None:
     rng = random.Random(seed)
     s = scheduler_of(400, 4)
-    for request in range(40):
-        owner = WorkOwner(rng.randrange(4), request, flow=rng.randrange(3))
+    for _ in range(40):
+        owner = WorkOwner(rng.randrange(4), flow=rng.randrange(3))
         for _ in range(rng.randrange(1, 4)):
             priority = Priority(rng.randrange(3))
             s.add(Sequence(fresh(3), max_tokens=9, priority=priority, owner=owner))

@@ -64,7 +64,7 @@ def test_the_event_loop_does_not_wait_for_files(monkeypatch: pytest.MonkeyPatch)
             sent.extend(message.get("body", b""))
 
         app, transfer = SimpleNamespace(spools=budget), SimpleNamespace(may_stall=False)
-        context = RequestContext("")
+        context = RequestContext(b"")
         scope = {"app": app, "send": send, "context": context, "transfer": transfer}
         response = SpooledResponse(scope, send, [])
         running = asyncio.get_running_loop().create_task(response.run())

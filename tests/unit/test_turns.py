@@ -29,7 +29,7 @@ def of(
     priority: Priority = Priority.INTERACTIVE,
 ) -> WorkOwner:
     """Return the owner of a new request."""
-    return WorkOwner(client, next(NUMBERS), flow=flow, share=share, priority=priority)
+    return WorkOwner(client, flow=flow, share=share, priority=priority)
 
 
 def queue_of(*items: Item) -> FairQueue[Item]:
@@ -191,7 +191,7 @@ def generate(
 def scheduler_with(max_running: int, owners: list[WorkOwner]) -> ContinuousScheduler:
     scheduler = ContinuousScheduler(BlockPool(100_000, 16), max_running)
     for owner in owners:
-        scheduler.add(Sequence([owner.request], owner=owner))  # type: ignore[list-item]  # an int
+        scheduler.add(Sequence([next(NUMBERS)], owner=owner))
     return scheduler
 
 

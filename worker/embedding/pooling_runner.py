@@ -29,8 +29,9 @@ from worker.messages.protocol import (
     TextModel,
     Unfinished,
 )
+from worker.messages.scoring import EmbeddingInput, ScoringInput
 
-Payload = TypeVar("Payload")
+Payload = TypeVar("Payload", bound=EmbeddingInput | ScoringInput)
 Result = TypeVar("Result")
 
 
@@ -78,7 +79,7 @@ class PoolingRunner(ABC, Generic[Payload, Result]):
         InvalidInput."""
         rows = self.tokenize(item.payload)
         for row in rows:
-            row.cache_namespace, row.owner = item.cache_namespace, item.owner
+            row.cache_namespace, row.owner = item.payload.cache_namespace, item.owner
             row.ids = TokenIds(row.ids)
             row.token_type_ids = row.token_type_ids and TokenIds(row.token_type_ids)
         counts = [len(row.ids) for row in rows]
@@ -115,11 +116,9 @@ class PoolingRunner(ABC, Generic[Payload, Result]):
         """Run the smallest valid payload; raise if the model is broken."""
         self.run(self.warm_up_input)
 
-    def run(self, payload: Payload, cache_namespace: bytes = b"") -> Result:
+    def run(self, payload: Payload) -> Result:
         """Return the result for one payload."""
-        item: WorkItem[Payload, list[TokenRow]] = WorkItem(
-            payload, float("inf"), 0.0, cache_namespace=cache_namespace
-        )
+        item: WorkItem[Payload, list[TokenRow]] = WorkItem(payload, float("inf"), 0.0)
         self.prepare(item)
         return self.finish(item, self.compute(item.prepared))
 

@@ -69,7 +69,7 @@ class LabelScores:
         input_tokens: int,
     ) -> None:
         self.item = item
-        self.priority = item.priority
+        self.priority = item.owner.priority
         if number >= MAX_FOREGROUND_QUESTIONS:
             self.priority = Priority.BACKGROUND
         self.prepared = PreparedPrompt(ids, SamplingParams(), 0, {}, labels=labels)

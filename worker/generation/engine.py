@@ -37,8 +37,9 @@ from worker.generation.output import SequenceOutput
 from worker.generation.speculation import Speculation
 from worker.grammar.bitmask import BitmaskComputer, MaskRequest, PendingMask
 from worker.messages.adapters import Adapter, InvalidAdapter
+from worker.messages.decisions import DecisionInput
 from worker.messages.deltas import Delta
-from worker.messages.generation import SamplingDefaults
+from worker.messages.generation import GenerationInput, SamplingDefaults
 from worker.messages.protocol import (
     ALONE,
     Fallback,
@@ -172,15 +173,12 @@ class GenerationEngine:
     # ── requests ──
 
     def add(self, item: GenerationItem) -> None:
-        self.live[item] = [
-            self._new_sequence(output, item.payload.adapter) for output in item.prepared
-        ]
+        self.live[item] = [self._new_sequence(output, item.payload) for output in item.prepared]
         for sequence in self.live[item]:
             self.scheduler.add(sequence)
 
-    def _new_sequence(self, output: Output, adapter: Adapter | None) -> Sequence:
-        prepared = output.prepared
-        namespace = output.item.cache_namespace
+    def _new_sequence(self, output: Output, request: GenerationInput | DecisionInput) -> Sequence:
+        prepared, adapter, namespace = output.prepared, request.adapter, request.cache_namespace
         if adapter:
             namespace += b"adapter%d" % adapter.number
         # The keys of forms differ by rounding too, so none reads the prefixes of another.

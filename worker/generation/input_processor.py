@@ -119,7 +119,7 @@ class InputProcessor:
             item.prepared = self.decisions.create_outputs(item, request)
             return
         compiling_for.set(item.owner.client)
-        prepared = self.prepare_prompt(request, item.cache_namespace, lambda: item.open)
+        prepared = self.prepare_prompt(request, lambda: item.open)
         item.prepared = create_outputs(item, request, prepared, self.vocabulary)
         item.tokens = len(prepared.ids)
 
@@ -152,17 +152,14 @@ class InputProcessor:
     # ── a request ──
 
     def prepare_prompt(
-        self,
-        request: GenerationInput,
-        cache_namespace: bytes = b"",
-        is_wanted: IsWanted = lambda: True,
+        self, request: GenerationInput, is_wanted: IsWanted = lambda: True
     ) -> PreparedPrompt:
         """Raise InvalidInput where the request cannot be served, Pending while its grammars are
         compiled, ClientGone once not `is_wanted()`."""
         rendered = self._render(request)
         # before the prompt: images would be decoded again after each Pending
         parser, constraints = self._response(request, rendered)
-        prompt = self._encode_prompt(request, rendered, cache_namespace, is_wanted)
+        prompt = self._encode_prompt(request, rendered, is_wanted)
         stopping = request.stopping
         stop_token_ids: dict[int, int | None] = {id_: id_ for id_ in stopping.stop_token_ids}
         self._check_ids(stopping.stop_token_ids, "stop_token_ids")
@@ -216,11 +213,7 @@ class InputProcessor:
         return response_parser(request, output_format, prefix, constraints), constraints
 
     def _encode_prompt(
-        self,
-        request: GenerationInput,
-        rendered: RenderedPrompt | None,
-        cache_namespace: bytes,
-        is_wanted: IsWanted,
+        self, request: GenerationInput, rendered: RenderedPrompt | None, is_wanted: IsWanted
     ) -> EncodedPrompt:
         prompt, param = request.prompt, request.param
         if isinstance(prompt, tuple):
@@ -230,9 +223,7 @@ class InputProcessor:
             encoded = EncodedPrompt(TokenIds(self._tokenize(prompt, True, param)))
         else:
             assert rendered
-            encoded = self._encode_chat(
-                rendered.text, prompt.images, param, cache_namespace, is_wanted
-            )
+            encoded = self._encode_chat(rendered.text, prompt.images, request, is_wanted)
         length = len(encoded.ids)
         if not length:
             raise InvalidInput.at(param, "the prompt has no tokens; at least one is needed")
@@ -248,18 +239,17 @@ class InputProcessor:
         self,
         text: str,
         images: Sequence[ImageInput],
-        param: str,
-        cache_namespace: bytes,
+        request: GenerationInput,
         is_wanted: IsWanted,
     ) -> EncodedPrompt:
         if not images:
-            return EncodedPrompt(TokenIds(self._tokenize(text, False, param)))
-        preprocessor = self.image_preprocessor
+            return EncodedPrompt(TokenIds(self._tokenize(text, False, request.param)))
+        preprocessor, namespace = self.image_preprocessor, request.cache_namespace
         if preprocessor is None:
             raise InvalidInput(self.no_images_reason, images[0].param)
-        with preprocessor.admit(images, cache_namespace):
-            output = preprocessor.process(text, images, cache_namespace, is_wanted)
-        recompute = partial(preprocessor.recompute, text, images, cache_namespace)
+        with preprocessor.admit(images, namespace):
+            output = preprocessor.process(text, images, namespace, is_wanted)
+        recompute = partial(preprocessor.recompute, text, images, namespace)
         multimodal = MultimodalPrompt.from_output(output, recompute)
         return EncodedPrompt(multimodal.ids, multimodal)
 

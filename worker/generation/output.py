@@ -85,7 +85,7 @@ class SequenceOutput:
     ) -> None:
         parser = prepared.parser and prepared.parser.fork()
         self.item = item
-        self.priority = item.priority
+        self.priority = item.owner.priority
         self.prepared = prepared
         self.sampling = sampling
         self.choice = request.first_choice + sampling.choice  # within the request

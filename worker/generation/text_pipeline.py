@@ -119,13 +119,7 @@ class TextGenerationEngine:
     ) -> GenerationRun:
         engine, count = self.generation, item.prepared.sequences
         request = GenerationInput(tuple(prompt), n=count, token_ids=True)
-        work: WorkItem = WorkItem(
-            request,
-            item.deadline,
-            item.accepted_at,
-            cache_namespace=item.cache_namespace,
-            owner=item.owner,
-        )
+        work: WorkItem = WorkItem(request, item.deadline, item.accepted_at, owner=item.owner)
         language = engine.runner.language
         prepared = prepare_prompt(prompt, config, language.vocab_size, language.device)
         vocabulary = engine.input_processor.vocabulary

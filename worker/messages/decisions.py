@@ -58,6 +58,7 @@ class DecisionInput:
     questions: tuple[Question, ...]
     param: str = "input"  # the field that errors about the messages name
     adapter: Adapter | None = None  # None: the model as it is
+    cache_namespace: bytes = b""  # cached prefixes are shared within it alone
 
     @property
     def n(self) -> int:

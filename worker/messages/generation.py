@@ -155,6 +155,7 @@ class GenerationInput:
     thinking_is_optional: bool = False  # no limit, rather than an error, for a model without
     param: str = "messages"  # the field that errors about the prompt name
     adapter: Adapter | None = None  # None: the model as it is
+    cache_namespace: bytes = b""  # cached prefixes and images are shared within it alone
 
     @property
     def called_tools(self) -> list[Mapping[str, Any]]:

@@ -38,6 +38,7 @@ class EmbeddingInput:
     truncation: Truncation = Truncation()
     encoding: Literal["float", "base64", "bare", "vectors"] = "float"
     param: str = "input"
+    cache_namespace: bytes = b""  # cached prefixes are shared within it alone
 
     def path(self, n: int) -> str:
         """Return the path of the n-th of these inputs in the request, for errors."""
@@ -63,6 +64,7 @@ class ScoringInput:
     max_document_tokens: int | None = None
     truncation: Truncation = Truncation(enabled=True)  # of the documents; queries stay whole
     raw: bool = False  # scores without the model's activation function
+    cache_namespace: bytes = b""  # as of an EmbeddingInput
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,14 @@ from prometheus_client import Counter
 from starlette.types import Receive, Scope, Send
 
 from server.core.delta_stream import DeltaStream
+from server.core.worker_client import WorkerClient
 from server.http.sse import data_frame
 from server.http.upload import Uploads
 from server.openai.audio.formats import Transcript, encode, token_scores
 from server.openai.audio.request import TranscriptionRequest, read_fields
-from server.openai.endpoint import Endpoint, ResponseBuilder
+from server.openai.endpoint import ResponseBuilder, respond
 from server.openai.logprobs import scored_token
+from server.openai.models import ModelGroup
 from server.openai.response_schemas import TranscriptTextDelta, TranscriptTextDone
 from worker.messages.transcription import TranscriptDelta
 
@@ -58,9 +60,11 @@ class TranscriptBuilder(ResponseBuilder[TranscriptDelta]):
 
 
 @dataclass(eq=False)
-class SpeechEndpoint(Endpoint):
-    """`kind` determines whether it transcribes or translates."""
+class SpeechEndpoint:
+    """An ASGI app that takes recordings. `kind`: whether it transcribes or translates."""
 
+    worker_client: WorkerClient
+    models: ModelGroup
     uploads: Uploads
     kind: type[TranscriptionRequest]
 
@@ -72,12 +76,7 @@ class SpeechEndpoint(Endpoint):
             payloads = [request.transcription_input(form.path)]
             builder = TranscriptBuilder(request, self.worker_client.metrics.audio_s)
             stream: DeltaStream[TranscriptDelta] = DeltaStream(
-                self.worker_client,
-                model.registry_name,
-                payloads,
-                deadlines,
-                receive,
-                scope["context"],
+                self.worker_client, model.registry_name, payloads, deadlines, receive, scope
             )
             with stream:
-                await self.respond(scope, send, stream, builder)
+                await respond(scope, send, stream, builder)

@@ -10,6 +10,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput
+from server.http.access import address_of
 from server.http.errors import SETTING_FOR_PATH
 from server.http.json import JsonBodyParser, parse_json, to_json
 from server.http.request import JsonEndpoint, read_request, send_json
@@ -74,12 +75,11 @@ class Batches:
             reason = f"no model serves {request.endpoint}: it needs {setting}"
             raise InvalidInput.at("endpoint", reason)
         expires = request.output_expires_after
-        address = scope["client"][0] if scope.get("client") else ""
 
         def create() -> BatchRecord:
             return self.store.create(
                 namespace_of(scope),
-                address,
+                address_of(scope),
                 request.endpoint,
                 request.input_file_id,
                 request.metadata,

@@ -74,7 +74,7 @@ async def in_store(call: Callable[..., T], *arguments: Any) -> T:
 
 
 def namespace_of(scope: Scope) -> bytes:
-    return storage_namespace(scope["api_key"])
+    return storage_namespace(scope["context"].key.id)
 
 
 def ends_of(ids: Sequence[str]) -> tuple[str | None, str | None]:

@@ -14,18 +14,18 @@ import math
 import secrets
 import sqlite3
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 from anyio.to_thread import run_sync
 from msgspec import Raw, Struct
 from msgspec.json import decode
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Message, Scope
 
 from batching.errors import ClientGone, Refused
 from batching.fair_share import Priority, request_share
-from server.core.api_keys import ApiKey
-from server.core.request_context import RequestContext
+from server.core.api_keys import NO_KEY, ApiKey
+from server.core.request_context import RequestContext, RequestRecord
 from server.core.worker_client import Deadlines, WorkerClient
 from server.http.access import client_of
 from server.http.errors import HttpError
@@ -43,7 +43,7 @@ from server.openai.batches.store import (
     PendingInput,
     StoreFull,
 )
-from server.openai.models import ModelGroup
+from server.openai.endpoint import BodyEndpoint
 from server.openai.response_schemas import BatchError, BatchStatus
 from server.openai.responses.store import storage_namespace
 
@@ -59,22 +59,6 @@ UNSERVED_TEXTS = {
     "batch_cancelled": "The batch was cancelled before this line had a result.",
     "batch_expired": "The batch expired before this line had a result.",
 }
-
-P = TypeVar("P")
-
-
-class BatchEndpoint(Protocol[P]):
-    """An endpoint that serves lines."""
-
-    models: ModelGroup
-
-    async def read(
-        self, scope: Scope, receive: Receive, body: bytes, deadlines: Deadlines, /
-    ) -> P: ...
-
-    async def serve(
-        self, scope: Scope, receive: Receive | None, send: Send, request: P, deadlines: Deadlines, /
-    ) -> None: ...
 
 
 class LineResponse(Struct):
@@ -187,7 +171,7 @@ class BatchRunner:
         self,
         worker_client: WorkerClient,
         store: BatchStore,
-        endpoints: Mapping[str, BatchEndpoint[Any]],
+        endpoints: Mapping[str, BodyEndpoint[Any]],
     ) -> None:
         self.worker_client = worker_client
         self.store = store
@@ -203,15 +187,10 @@ class BatchRunner:
         self.worker_client.loaded.add_done_callback(lambda _: self.start_next())
         self._sweeping = asyncio.get_running_loop().create_task(self._sweep())
 
-    def find_key(self, namespace: bytes) -> tuple[bytes | None, ApiKey | None]:
-        """Return the id of the key that a batch was created with, None if it is not valid any more,
-        and the key, where keys are needed."""
-        if not self.app.keyring.required:
-            return (b"" if namespace == storage_namespace(b"") else None), None
-        for key in self.app.keyring:
-            if storage_namespace(key.id) == namespace:
-                return key.id, key
-        return None, None
+    def find_key(self, namespace: bytes) -> ApiKey | None:
+        """Return the key that a batch was created with; None if it is not valid any more."""
+        keys: Iterable[ApiKey] = self.app.keyring if self.app.keyring.required else (NO_KEY,)
+        return next((key for key in keys if storage_namespace(key.id) == namespace), None)
 
     async def close(self) -> None:
         self._on_drain()
@@ -230,11 +209,11 @@ class BatchRunner:
         loaded = self.worker_client.loaded
         if self.is_stopping or not loaded.done() or loaded.cancelled() or loaded.exception():
             return
-        clients = {run.client for run in self.runs.values() if run.task}
+        clients = {run.context.client for run in self.runs.values() if run.task}
         for run in self.runs.values():
-            is_next = run.client not in clients and len(clients) < MAX_RUNNING
+            is_next = run.context.client not in clients and len(clients) < MAX_RUNNING
             if run.task is None and (is_next or run.end):
-                clients.add(run.client)
+                clients.add(run.context.client)
                 run.start()
 
     def on_end(self, run: "BatchTask") -> None:
@@ -266,11 +245,11 @@ class BatchTask:
     def __init__(self, runner: BatchRunner, record: BatchRecord) -> None:
         self.runner, self.store, self.record = runner, runner.store, record
         self.id = record.job.id
-        self.key, self.api_key = runner.find_key(record.namespace)
-        self.priority = Priority.BATCH
-        if self.api_key:
-            self.priority = max(self.priority, self.api_key.priority)
-        self.client = client_of(self._client_scope()) if self.key is not None else b""
+        found = runner.find_key(record.namespace)
+        self.is_key_valid, key = found is not None, found or NO_KEY
+        client, priority = client_of(key, record.address), max(Priority.BATCH, key.priority)
+        # all lines count as one request in the shares of the queue
+        self.context = RequestContext(client, self.id, None, key.share, priority, True, key)
         self.task: asyncio.Task[None] | None = None
         self.end: Literal["cancelled", "expired"] | None = None  # instead of completed
         if record.job.status == "cancelling":
@@ -284,9 +263,6 @@ class BatchTask:
         left_s = max(0.0, record.job.expires_at - time.time())
         self.expires = time.monotonic() + left_s
         self._timer = asyncio.get_running_loop().call_later(left_s, self._expire)
-
-    def _client_scope(self) -> Scope:
-        return {"api_key": self.key, "client": (self.record.address, 0)}
 
     @property
     def is_interrupted(self) -> bool:
@@ -350,7 +326,7 @@ class BatchTask:
 
     async def _advance(self) -> None:
         job = self.record.job
-        if self.key is None:
+        if not self.is_key_valid:
             error = BatchError("invalid_api_key", "the API key of the batch is not valid any more")
             return await self._finish("failed", [error])
         if job.endpoint not in self.runner.endpoints:
@@ -431,12 +407,9 @@ class BatchTask:
     async def _serve_lines(self) -> None:
         """Run all lines without a result, until the batch is interrupted."""
         app, job = self.runner.app, self.record.job
-        queue = self.runner.worker_client.queue
-        share = self.api_key.share if self.api_key else 1.0
-        self.owner = queue.new_owner(self.client, self.id, self.priority, share=share)
         self.endpoint = self.runner.endpoints[job.endpoint]
         model = self.endpoint.models.default.registry_name
-        self.lane = self.runner.worker_client.models[model].lane_of(self.priority)
+        self.lane = self.runner.worker_client.models[model].lane_of(self.context.priority)
         # a line has the time of the batch: only the size of responses shrinks the window
         self._window = LineWindow(request_share(app.settings.max_queue_size), math.inf)
         self._in_flight = self._bytes = 0
@@ -505,9 +478,6 @@ class BatchTask:
 
     def _scope(self, request_id: str) -> Scope:
         """Return the scope of a line's request."""
-        context = RequestContext(request_id, received_at=time.monotonic())
-        context.client, context.owner, context.priority = self.client, self.owner, self.priority
-        context.key = self.api_key
         return {
             "type": "http",
             "method": "POST",
@@ -515,15 +485,16 @@ class BatchTask:
             "headers": [],
             "query_string": b"",
             "app": self.runner.app,
-            "context": context,
+            "context": self.context,
+            "record": RequestRecord(received_at=time.monotonic()),
             "request_id": request_id.encode(),
             "transfer": Transfer(),
-            **self._client_scope(),
+            "client": (self.record.address, 0),
         }
 
     async def _wait_for_tokens(self) -> None:
         """Wait until the limit of the key allows tokens."""
-        while self.api_key and (bucket := self.api_key.tokens):
+        while bucket := self.context.key.tokens:
             if not (wait_s := bucket.wait_s(1, time.monotonic())):
                 return
             await asyncio.sleep(wait_s)
@@ -536,7 +507,7 @@ class BatchTask:
             self.runner.app.count_body(scope, len(body))
             request = await self.endpoint.read(scope, receive_nothing, body, deadlines)
             await self._wait_for_tokens()
-            await self.runner.worker_client.queue.wait_for_room(self.owner, self.lane)
+            await self.runner.worker_client.queue.wait_for_room(self.context, self.lane)
             await self.endpoint.serve(scope, None, response, request, deadlines)
         except (Refused, ClientGone):
             raise

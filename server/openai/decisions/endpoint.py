@@ -8,18 +8,17 @@ chat model if both are the same.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import anyio.to_thread
 from starlette.types import Receive, Scope, Send
 
-from server.core.cache_namespace import cache_namespace
 from server.core.delta_stream import TokenStream, UsageCounts
-from server.core.worker_client import Deadlines, WorkerClient
-from server.http.json import INLINE_BYTES, JsonBodyParser, parse_json, to_json
-from server.http.request import read_json_request, send_json
-from server.openai.models import ModelGroup
+from server.core.worker_client import Deadlines
+from server.http.json import INLINE_BYTES, parse_json, to_json
+from server.http.request import send_json
+from server.openai.endpoint import BodyEndpoint
 from server.openai.request_fields import ModelRequest, decode
 from server.openai.response_schemas import Decision, SystemOne
 from worker.messages.decisions import MAX_QUESTIONS, DecisionInput
@@ -36,68 +35,57 @@ class DecisionBody(ModelRequest, Protocol):
     ) -> Decision | SystemOne: ...
 
 
+ParsedDecision = tuple[DecisionBody, DecisionInput]
+
+
 @dataclass(eq=False)
-class DecisionEndpoint:
-    """An ASGI app for one kind of request."""
+class DecisionEndpoint(BodyEndpoint[ParsedDecision]):
+    """An endpoint for one kind of request."""
 
-    worker_client: WorkerClient
-    models: ModelGroup
+    parse_blocks = True  # 400 questions take milliseconds
+
     kind: type[DecisionBody]
-    body_parser: JsonBodyParser = field(init=False, default_factory=JsonBodyParser)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body, deadlines = await read_json_request(scope, receive)
-        request, decision_input = await self.body_parser.run(
-            self.parse, body, deadlines.first, blocks=True
-        )
-        results = await self.decide(scope, receive, deadlines, request, decision_input)
+    async def serve(
+        self,
+        scope: Scope,
+        receive: Receive | None,
+        send: Send,
+        request: ParsedDecision,
+        deadlines: Deadlines,
+    ) -> None:
+        results = await self.decide(scope, receive, request, deadlines)
 
         def encode() -> bytes:
-            return to_json(request.response(*results))
+            return to_json(request[0].response(*results))
 
-        large = len(body) > INLINE_BYTES  # then the response is large, too
+        large = scope["transfer"].held > INLINE_BYTES  # then the response is large, too
         await send_json(send, await anyio.to_thread.run_sync(encode) if large else encode())
 
-    def parse(self, body: bytes) -> tuple[DecisionBody, DecisionInput]:
-        """Return the request and the model's input. In a pool thread: 400 questions take
-        milliseconds."""
+    def parse(self, body: bytes, scope: Scope) -> ParsedDecision:
         max_entries = max(MAX_QUESTIONS, self.models.max_entries)
         request = decode(parse_json(body), self.kind, self.models.id_for, max_entries)
         return request, request.decision_input()
 
     async def decide(
-        self,
-        scope: Scope,
-        receive: Receive,
-        deadlines: Deadlines,
-        request: DecisionBody,
-        decision_input: DecisionInput,
+        self, scope: Scope, receive: Receive | None, request: ParsedDecision, deadlines: Deadlines
     ) -> tuple[list[Sequence[float]], UsageCounts]:
         """Return the probabilities of each question's options, in order, and the usage."""
-        with self.submit(scope, receive, deadlines, request, decision_input) as stream:
+        with self.submit(scope, request, deadlines, receive) as stream:
             deltas = await stream.collect()
             return [delta.probabilities for delta in deltas], stream.usage
 
     def submit(
-        self,
-        scope: Scope,
-        receive: Receive | None,
-        deadlines: Deadlines,
-        request: DecisionBody,
-        decision_input: DecisionInput,
+        self, scope: Scope, parsed: ParsedDecision, deadlines: Deadlines, receive: Receive | None
     ) -> TokenStream:
         """Submit a request, or raise a Refused."""
+        request, decision_input = parsed
         model = self.models.find(request.model)
-        namespace = cache_namespace(model.id, scope["api_key"], request.cache_salt)
-        return TokenStream(
-            self.worker_client,
-            model.registry_name,
-            [replace(decision_input, adapter=model.adapter)],
-            replace(deadlines, whole=deadlines.first),
-            receive,
-            scope["context"],
-            namespace,
-        )
+        namespace = scope["context"].cache_namespace(model.id, request.cache_salt)
+        inputs = [replace(decision_input, adapter=model.adapter, cache_namespace=namespace)]
+        limits = replace(deadlines, whole=deadlines.first)
+        name = model.registry_name
+        return TokenStream(self.worker_client, name, inputs, limits, receive, scope)
 
 
 def uses_language_model(task: str, path: str) -> bool:

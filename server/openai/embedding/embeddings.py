@@ -9,7 +9,7 @@ text-embeddings-inference returns. Prompts, dimensions and lengths are checked b
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from msgspec import Meta
 from starlette.types import Receive, Scope, Send
@@ -93,8 +93,6 @@ class EmbeddingRequest(TruncationFields, kw_only=True):
 class EmbeddingEndpoint(ScoringEndpoint[EmbeddingOutput]):
     """Also takes NDJSON: a line is a text, or a body; its `parameters` are fields of the body."""
 
-    parsing_blocks: ClassVar[bool] = False
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if is_ndjson(scope):
             await serve_lines(scope, receive, send, self)
@@ -102,7 +100,7 @@ class EmbeddingEndpoint(ScoringEndpoint[EmbeddingOutput]):
             await super().__call__(scope, receive, send)
 
     @property
-    def line_model(self) -> str:
+    def model(self) -> str:
         return self.models.default.registry_name
 
     def parse_line(self, value: str | Document, scope: Scope) -> ScoringTask[EmbeddingOutput]:
@@ -121,6 +119,6 @@ class EmbeddingEndpoint(ScoringEndpoint[EmbeddingOutput]):
 
         async def content() -> bytes:
             outputs = [await item.future for item in work.items]
-            return b"".join(request.request.content(outputs))
+            return b"".join(request.body.content(outputs))
 
         return LineWork(work, content)

@@ -4,7 +4,7 @@ body → request → payloads, a work item each → outputs → response
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Annotated, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import anyio.to_thread
@@ -12,12 +12,11 @@ from msgspec import Meta, Struct
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput
-from server.core.cache_namespace import cache_namespace
-from server.core.settings import Settings
-from server.core.worker_client import Deadlines, Submission, WorkerClient
-from server.http.json import INLINE_BYTES, Document, JsonBodyParser, parse_json
-from server.http.request import read_json_request, send_parts
-from server.openai.models import ModelGroup, NamedModel
+from server.core.worker_client import Deadlines, Submission
+from server.http.json import INLINE_BYTES, Document, parse_json
+from server.http.request import send_parts
+from server.openai.endpoint import BodyEndpoint
+from server.openai.models import NamedModel
 from server.openai.request_fields import ModelRequest, decode
 from worker.messages.scoring import (
     MAX_PART_INPUTS,
@@ -63,39 +62,29 @@ class ScoringBody(ModelRequest, Protocol[Output]):
         """Return the response's JSON in parts. In a pool thread for large requests."""
 
 
+class ScoringTask(NamedTuple, Generic[Result]):
+    body: ScoringBody[Result]
+    model: NamedModel
+    payloads: Sequence[Input]
+
+
 @dataclass(eq=False)
-class ScoringEndpoint(Generic[Output]):
-    """An ASGI app for one kind of request, to any of the models."""
+class ScoringEndpoint(BodyEndpoint[ScoringTask[Result]]):
+    """An endpoint for one kind of request, to any of the models."""
 
-    settings: Settings
-    worker_client: WorkerClient
-    models: ModelGroup
-    kind: type[ScoringBody[Output]]
-    body_parser: JsonBodyParser = field(init=False, default_factory=JsonBodyParser)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body, deadlines = await read_json_request(scope, receive)
-        task = await self.read(scope, receive, body, deadlines)
-        await self.serve(scope, receive, send, task, deadlines)
-
-    async def read(
-        self, scope: Scope, receive: Receive, body: bytes, deadlines: Deadlines
-    ) -> "ScoringTask[Output]":
-        """Return the checked request of a body. Raises InvalidInput."""
-        return await self.body_parser.run(self.parse, body, deadlines.first)
+    kind: type[ScoringBody[Result]]
 
     async def serve(
         self,
         scope: Scope,
         receive: Receive | None,
         send: Send,
-        task: "ScoringTask[Output]",
+        request: ScoringTask[Result],
         deadlines: Deadlines,
     ) -> None:
-        """Submit a request, and send the response."""
-        with self.submit(scope, task, deadlines, receive) as submission:
+        with self.submit(scope, request, deadlines, receive) as submission:
             outputs = [await item.future for item in submission.items]
-        content = task.request.content
+        content = request.body.content
         if scope["transfer"].held > INLINE_BYTES:
             parts = await anyio.to_thread.run_sync(content, outputs)
         else:
@@ -105,27 +94,21 @@ class ScoringEndpoint(Generic[Output]):
     def submit(
         self,
         scope: Scope,
-        parsed: "ScoringTask[Output]",
+        task: ScoringTask[Result],
         deadlines: Deadlines,
         receive: Receive | None,
-    ) -> Submission[Output]:
+    ) -> Submission[Result]:
         """Submit the payloads, or raise a Refused."""
-        request, model, payloads = parsed
-        return Submission(
-            self.worker_client,
-            model.registry_name,
-            payloads,
-            deadlines,
-            receive,
-            scope["context"],
-            cache_namespace=cache_namespace(model.id, scope["api_key"], request.cache_salt),
-        )
+        body, model, payloads = task
+        namespace = scope["context"].cache_namespace(model.id, body.cache_salt)
+        inputs = [replace(payload, cache_namespace=namespace) for payload in payloads]
+        name = model.registry_name
+        return Submission(self.worker_client, name, inputs, deadlines, receive, scope)
 
-    def parse(self, body: bytes) -> "ScoringTask[Output]":
-        """Return a body's request, its model and its payloads. Raises InvalidInput."""
+    def parse(self, body: bytes, scope: Scope) -> ScoringTask[Result]:
         return self.read_document(parse_json(body))
 
-    def read_document(self, document: Document) -> "ScoringTask[Output]":
+    def read_document(self, document: Document) -> ScoringTask[Result]:
         """Return the request, its model and the payloads, each of which fits into a batch.
 
         Raises InvalidInput, also for more payloads than the queue has slots.
@@ -140,9 +123,3 @@ class ScoringEndpoint(Generic[Output]):
             slots = f"{len(payloads)} slots of the queue, which has {settings.max_queue_size}"
             raise InvalidInput(f"the inputs are too many or too long together: they need {slots}")
         return ScoringTask(request, model, payloads)
-
-
-class ScoringTask(NamedTuple, Generic[Result]):
-    request: ScoringBody[Result]
-    model: NamedModel
-    payloads: Sequence[Input]

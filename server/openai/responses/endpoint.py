@@ -30,12 +30,13 @@ from batching.errors import ClientGone, InvalidInput
 from batching.fair_share import Priority
 from server.core.delta_stream import TokenStream, UsageCounts
 from server.core.worker_client import Deadlines
+from server.http.access import address_of
 from server.http.access_log import log_background
 from server.http.errors import HttpError
 from server.http.json import INLINE_BYTES, Document, parse_json, to_json
 from server.http.request import MAX_BODIES, JsonEndpoint, count_failure, send_json
 from server.http.transfers import Transfer, TransferBudget
-from server.openai.endpoint import GenerationEndpoint, build_events
+from server.openai.endpoint import GenerationEndpoint, build_events, respond
 from server.openai.request_fields import convert, decode
 from server.openai.response_schemas import Deleted, InputTokens, ItemList
 from server.openai.responses.events import ResponsesBuilder
@@ -205,7 +206,7 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         with self.submit(scope, request, deadlines, receive) as stream:
             builder = self.builder(request, stream.usage)
             before_end = partial(self._store_response, owner_from(scope), builder)
-            await self.respond(scope, send, stream, builder, before_end)
+            await respond(scope, send, stream, builder, before_end)
 
     def _start_job(
         self, scope: Scope, request: ParsedResponseRequest, deadlines: Deadlines
@@ -213,7 +214,7 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         """Submit a request that waits for its first token without a limit."""
         transfer = Transfer()
         self.background_memory.take(transfer, scope["transfer"].held)
-        scope["context"].priority = Priority.BACKGROUND
+        scope["context"] = replace(scope["context"], priority=Priority.BACKGROUND)
         try:
             stream = self.submit(scope, request, replace(deadlines, first=math.inf), None)
         except BaseException:
@@ -240,7 +241,7 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
             except Exception as error:
                 builder.fail(count_failure(error, scope))
         if scope["app"].logs_requests:
-            log_background(scope["context"], builder.response.id, builder.response.status)
+            log_background(scope, builder.response.id, builder.response.status)
         try:
             # a client that cannot get it from the store has no other way
             if not await self._store_response(owner, builder, job.has_lease):
@@ -408,8 +409,7 @@ async def refuse_compaction(request: Request) -> bytes:
 
 
 def owner_from(scope: Scope) -> Owner:
-    address = scope["client"][0] if scope.get("client") else ""
-    return owner_of(scope["api_key"], address)
+    return owner_of(scope["context"].key.id, address_of(scope))
 
 
 def counter(scope: Scope) -> Count:
