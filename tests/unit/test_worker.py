@@ -527,6 +527,7 @@ def test_an_interrupted_step_is_not_entered_again() -> None:
     ]
     worker, recorder = Worker(models), Recorder()
     worker.start(recorder, lambda function, *args: function(*args))
+    wait_until(lambda: recorder.states == ["ready"])
     items: list[WorkItem] = []
     for text in ("a1", "a2", "b"):
         items.append(WorkItem(PipelineInput(text), 1e12, time.monotonic()))
