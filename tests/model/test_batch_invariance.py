@@ -370,6 +370,7 @@ def steps_by_form(
         str(folder()), dtype="float32", device="cpu", kv_cache_gb=0.01, speculation="off"
     )
     runner = load_paged_runner(load_language_model(options), options)
+    runner.compile_state = "running"
     driver, steps = Driver(paged_engine(runner, options)), defaultdict[str, list[Step]](list)
     forward, multiply, products = runner.forward, PackedLinear.onednn_product, list[None]()
 

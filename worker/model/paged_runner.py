@@ -173,8 +173,10 @@ class PagedRunner:
 
     def form(self, is_adapted: bool) -> Form:
         """Return the form of the model on which a new sequence runs; `is_adapted`: it has an
-        adapter, which compiled code leaves out. On a GPU there is one."""
-        if self.language.device.type == "cuda" or (self.compile_state == "done" and not is_adapted):
+        adapter, which compiled code leaves out. On a GPU, and where nothing is compiled, there is
+        one."""
+        is_compiled = self.compile_state == "done" and not is_adapted
+        if self.language.device.type == "cuda" or self.compile_state == "off" or is_compiled:
             return ""
         return "torch" if self.metadata is AttentionMetadata else "eager"
 
