@@ -217,8 +217,7 @@ def questions(count: int, seed: int) -> list[str]:
 
 
 def accepted_share(before: dict[str, float], after: dict[str, float]) -> float:
-    """Return the share of the output tokens that are accepted draft tokens: the steps that
-    speculation saved."""
+    """Return the share of the output tokens that are accepted draft tokens."""
     gained = {kind: count - before.get(kind, 0) for kind, count in after.items()}
     return gained.get("accepted", 0) / max(gained.get("output", 0), 1)
 
@@ -278,10 +277,8 @@ def shared_prompt(server: Server, model: str) -> None:
 
 def perplexity(arguments: argparse.Namespace) -> None:
     """Print the perplexity of one text by each server, by the log-probabilities of its tokens."""
-    model, text = (
-        str(Path(arguments.model).resolve()),
-        Path(arguments.text).read_text()[:TEXT_CHARS],
-    )
+    model = str(Path(arguments.model).resolve())
+    text = Path(arguments.text).read_text()[:TEXT_CHARS]
     body = {"prompt": text, "max_tokens": 0, "echo": True, "logprobs": 0}
     for name in arguments.servers:
         with running(name, launch(arguments, name, model)) as server, server.resumed():

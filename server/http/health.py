@@ -32,8 +32,9 @@ class Ready(Struct):
     rerank_model: str | UnsetType = UNSET
     transcription_model: str | UnsetType = UNSET
     failing: list[str] | UnsetType = UNSET
-    fallbacks: dict[str, list[Fallback]] | UnsetType = UNSET  # by model, as the next
-    stages: dict[str, str] | UnsetType = UNSET  # what is built or compiled in the background
+    # By model: the checks that failed at load, and the build or compilation that still runs.
+    fallbacks: dict[str, list[Fallback]] | UnsetType = UNSET
+    stages: dict[str, str] | UnsetType = UNSET
 
 
 class Version(Struct):

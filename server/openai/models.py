@@ -78,7 +78,7 @@ class LoadResponse(Struct):
 
 
 class ModelStatus(Struct):
-    """As llama.cpp's router has it, and the progress of a load, or what is compiled after it."""
+    """As llama.cpp's router has it. `stage`: of the load, or of the compilation after it."""
 
     value: Literal["unloaded", "loading", "loaded", "failed"]
     stage: str | UnsetType = UNSET

@@ -1,4 +1,4 @@
-"""What the checks at load refused, and what is built in the background, is shown while it is so."""
+"""/ready and /metrics show the model's current fallbacks, and its build or compilation."""
 
 import httpx
 

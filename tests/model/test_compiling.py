@@ -34,7 +34,7 @@ from worker.model.attention.native import NativeMetadata
 from worker.model.attention.paged import AttentionBackend, AttentionMetadata
 from worker.model.compiling import NoSharedGraph, compile_model, with_compiled_layers
 from worker.model.language_model import GeneratorOptions, LanguageModel, load_language_model
-from worker.model.paged_runner import PagedRunner, run_model
+from worker.model.paged_runner import PagedRunner, new_cache, run_model
 from worker.model.paging import load_paged_runner
 
 
@@ -100,6 +100,7 @@ def test_the_compiled_model_is_used_and_gives_the_same_logits(
     assert compile_state(runner) == "done"
     assert runner.model is eager, "it is used before the next step"
     assert runner.metadata is NativeMetadata
+    fallback_cache = new_cache(language, 8, 2)
     # a prompt with a chunk of another, then a token each, then one alone
     for spans in (
         [Span([0, 1, 2], 0, 40), Span([3, 4], 0, 5)],
@@ -115,12 +116,8 @@ def test_the_compiled_model_is_used_and_gives_the_same_logits(
             logits, run_model(runner.language, batch, AttentionMetadata(runner.cache, batch))
         )
         # the operation in the graph falls back to torch's attention in steps of that backend
-        language.compare(
-            logits,
-            run_model(
-                runner.language, batch, AttentionMetadata(runner.cache, batch), model=runner.model
-            ),
-        )
+        metadata = AttentionMetadata(fallback_cache, batch)
+        language.compare(logits, run_model(language, batch, metadata, model=runner.model))
     spans = [Span([3, 4], start, end - start) for start, end in pairwise((0, 5, 6, 7, 10))]
     logits = torch.cat([run_tokens(runner, span) for span in spans])
     assert torch.equal(logits, run_tokens(runner, Span([3, 4], 0, 10)))

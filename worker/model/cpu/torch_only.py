@@ -1,5 +1,6 @@
 """Whether a step runs torch's operations alone: one of a sequence that began before the native ones
-were built and checked. A model's layers have both then, and share the weights.
+were built and checked. A model's layers have both then and share the weights; EagerForward chooses
+between them.
 """
 
 import threading
