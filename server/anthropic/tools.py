@@ -8,16 +8,14 @@ from msgspec import Meta, Struct
 from batching.errors import InvalidInput
 from server.http.json import Document
 from server.openai.response_format import check_depth
-from server.openai.tools import MAX_TOOLS, Mode, tool_policy
+from server.openai.tools import MAX_TOOLS, Mode, Name, tool_policy
 from worker.messages.generation import ToolCallPolicy
-
-ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,128}\Z")]
 
 
 class ClientTool(Struct):
     """A tool that the client runs."""
 
-    name: ToolName
+    name: Name
     input_schema: dict[str, Any] | None = None
     description: str | None = None
     strict: bool | None = None

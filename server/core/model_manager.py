@@ -19,6 +19,7 @@ from functools import partial
 
 from batching.errors import NoRoom, NotReady, OnequeueError, QueueFull
 from batching.request_queue import RequestQueue, WorkItem
+from worker.load_context import LoadProgress
 from worker.registry import ServedModel
 from worker.worker import Worker
 
@@ -163,6 +164,7 @@ class ModelManager:
         """Have a model loaded, unless it is being loaded."""
         if not entry.queued:
             entry.queued = True
+            entry.model.progress = LoadProgress()  # not that of an earlier load
             self._loads.append(entry)
             if self._task is None or self._task.done():
                 self._task = asyncio.get_running_loop().create_task(self._run())

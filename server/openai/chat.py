@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypeAlias
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from starlette.types import Scope
 
 from batching.errors import InvalidInput
@@ -171,6 +171,8 @@ class ChatFormat:
         self._calls: Counter[int] = Counter()  # by choice
         policy = generation_input.tool_policy
         self._custom_tools = policy.inputs if policy else {}
+        # in the first delta: null, as its clients keep it, where calls are all there is
+        self._first_content: str | UnsetType = UNSET if policy and policy.required else ""
         self._inputs: dict[int, CustomInputReader | None] = {}  # of the open call, by choice
 
     # ── whole ──
@@ -222,7 +224,9 @@ class ChatFormat:
         self, head: Head, usage: ChunkUsage, delta: Delta | None
     ) -> Iterator[ChatCompletionChunk]:
         for index in range(self._choices):
-            choice = ChatChunkChoice(index, MessageDelta(role="assistant"))
+            choice = ChatChunkChoice(
+                index, MessageDelta(role="assistant", content=self._first_content)
+            )
             yield ChatCompletionChunk(
                 **head,
                 object="chat.completion.chunk",

@@ -95,7 +95,11 @@ class ChoicesResponseBuilder(ResponseBuilder[Delta], Generic[C, K]):
 
     def start(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
         first = deltas[0] if deltas else None
-        return map(data_frame, self.format.first_chunks(self.head, self._chunk_usage(), first))
+        usage = self._chunk_usage()
+        if isinstance(usage, Usage):  # before the first token
+            usage.completion_tokens, usage.total_tokens = 0, usage.prompt_tokens
+            usage.completion_tokens_details = CompletionTokensDetails(0)
+        return map(data_frame, self.format.first_chunks(self.head, usage, first))
 
     def add(self, delta: Delta) -> Iterator[bytes]:
         """Yield the chunks of a delta; none as long as there is no text."""

@@ -17,8 +17,9 @@ from worker.messages.generation import INPUT, Chat, ImageInput
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 TEXTS = ("text", "refusal")
+THINKING = "thinking"
 IMAGE = "image_url"
-PARTS = (*TEXTS, IMAGE)
+PARTS = (*TEXTS, THINKING, IMAGE)
 
 
 def any_of(*alternatives: tuple[Document, list[str]]) -> Meta:
@@ -29,7 +30,7 @@ def any_of(*alternatives: tuple[Document, list[str]]) -> Meta:
 
 # Which fields a part or a message requires, for the OpenAPI document.
 PART_FIELDS = any_of(
-    *(({"type": {"const": kind}, kind: {"type": "string"}}, [kind]) for kind in TEXTS),
+    *(({"type": {"const": kind}, kind: {"type": "string"}}, [kind]) for kind in (*TEXTS, THINKING)),
     ({"type": {"const": IMAGE}, IMAGE: {"type": ["object", "string"]}}, [IMAGE]),
 )
 CALLING = {"role": {"const": "assistant"}, "tool_calls": {"type": "array", "minItems": 1}}
@@ -62,6 +63,7 @@ class TextPart(Struct):
 class ContentPart(TextPart):
     type: Annotated[str, Meta(extra_json_schema={"enum": PARTS})]
     image_url: ImageUrl | str | None = None
+    thinking: str | None = None
 
     def image_input(self, path: str) -> ImageInput:
         image: ImageUrl | str | None = self.image_url
@@ -102,7 +104,7 @@ class ToolCall(Struct):
 
 class Message(Struct):
     role: Role
-    content: str | Annotated[list[Annotated[ContentPart, PART_FIELDS]], NON_EMPTY] | None = None
+    content: str | list[Annotated[ContentPart, PART_FIELDS]] | None = None
     name: str | None = None
     tool_calls: list[Annotated[ToolCall, CALL_FIELDS]] | None = None
     tool_call_id: str | None = None
@@ -113,14 +115,16 @@ class Message(Struct):
         """Return the message in the chat template's form, and its images. `path` is for errors."""
         content: str | list[Document] | None = None
         images: list[ImageInput] = []
-        if isinstance(self.content, list):
-            content, images = self._parts(self.content, path)
-        elif self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise InvalidInput.at(f"{path}.content", "is required")
-        else:
+        thoughts = ""
+        if isinstance(self.content, list) and self.content:
+            content, images, thoughts = self._parts(self.content, path)
+        elif isinstance(self.content, str):
             content = self.content
+        elif not (self.role == "assistant" and self.tool_calls):
+            reason = "is required" if self.content is None else "must not be empty"
+            raise InvalidInput.at(f"{path}.content", reason)
         role = "system" if self.role == "developer" else self.role
-        reasoning = self.reasoning_content or self.reasoning or self.reasoning_content
+        reasoning = self.reasoning_content or self.reasoning or thoughts or self.reasoning_content
         if self.reasoning and self.reasoning != reasoning:
             raise InvalidInput.at(f"{path}.reasoning", "differs from reasoning_content")
         optional: Document = {
@@ -138,12 +142,17 @@ class Message(Struct):
 
     def _parts(
         self, parts: list[ContentPart], path: str
-    ) -> tuple[str | list[Document], list[ImageInput]]:
-        """Return the content as text, or as parts if there are images; and the images."""
+    ) -> tuple[str | list[Document], list[ImageInput], str]:
+        """Return the content as text, or as parts if there are images; the images; the thoughts of
+        an assistant."""
         documents: list[Document] = []
         images: list[ImageInput] = []
+        thoughts: list[str] = []
         for n, part in enumerate(parts):
             part_path = f"{path}.content[{n}]"
+            if part.type == THINKING and self.role == "assistant":
+                thoughts.append(required(part.thinking, f"{part_path}.{THINKING}"))
+                continue
             if part.type != IMAGE:
                 documents.append({"type": "text", "text": part.read(part_path, TEXTS)})
                 continue
@@ -152,9 +161,10 @@ class Message(Struct):
                 raise InvalidInput.at(f"{part_path}.type", reason)
             documents.append({"type": "image"})
             images.append(part.image_input(part_path))
+        reasoning = "\n".join(thoughts)
         if images:
-            return documents, images
-        return "\n".join(part["text"] for part in documents), []
+            return documents, images, reasoning
+        return "\n".join(part["text"] for part in documents), [], reasoning
 
 
 Messages = Annotated[list[Annotated[Message, MESSAGE_FIELDS]], NON_EMPTY]

@@ -28,7 +28,7 @@ from server.http.errors import HttpError
 from server.http.json import JsonBodyParser, parse_json
 from server.http.request import JsonEndpoint, read_json_request
 from server.http.sse import COMMENT, EventStream, data_frame
-from server.openai.request_fields import decode
+from server.openai.request_fields import decode, required
 from worker.load_context import LoadProgress
 from worker.messages.adapters import Adapter
 from worker.messages.generation import SamplingDefaults
@@ -377,6 +377,7 @@ class ModelListing:
     async def _model(self, scope: Scope, receive: Receive, models: ModelGroup) -> NamedModel:
         body, deadlines = await read_json_request(scope, receive)
         document = await self.body_parser.run(parse_json, body, deadlines.first)
+        required(document.get("model"), "model")
         return models.find(decode(document, LoadRequest, models.id_for).model)
 
     async def load(self, request: Request) -> LoadResponse:

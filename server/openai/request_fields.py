@@ -231,7 +231,10 @@ def convert(document: Document, kind: type[T], strict: bool = True) -> T:
         return msgspec.convert(document, kind, strict=strict)
     except msgspec.ValidationError as error:
         message, param = _explain(str(error), kind)
-        if message.startswith("expected") and ", got" not in message:
+        value = _value_at(document, param) if message == "expected int, got float" else None
+        if isinstance(value, float) and abs(value) >= 1 << 63:  # as the parser reads it
+            message = f"the integer {value:g} has more than 64 bits"
+        elif message.startswith("expected") and ", got" not in message:
             message += _actual_value(document, param, "length" in message)
         raise InvalidInput.at(param, message) from None
 
@@ -293,15 +296,23 @@ def _explain(error: str, kind: Any) -> tuple[str, str]:
 
 def _actual_value(document: Document, path: str, is_length: bool) -> str:
     """Return ", not …" with the value at a path, or its length; empty if the path is not exact."""
+    node = _value_at(document, path)
+    if node is None:
+        return ""
+    if is_length:
+        return f", not {len(node)}" if isinstance(node, (str, list, dict)) else ""
+    return "" if isinstance(node, (list, dict)) else f", not {repr(node)[:50]}"
+
+
+def _value_at(document: Document, path: str) -> Any:
+    """Return the value at a path; None if the path is not exact."""
     node: Any = document
     try:
         for step in re.findall(r"[^.\[\]]+", path):
             node = node[int(step)] if isinstance(node, list) else node[step]
     except (KeyError, IndexError, TypeError, ValueError):
-        return ""
-    if is_length:
-        return f", not {len(node)}" if isinstance(node, (str, list, dict)) else ""
-    return "" if isinstance(node, (list, dict)) else f", not {repr(node)[:50]}"
+        return None
+    return node
 
 
 type_info = cache(inspect.type_info)

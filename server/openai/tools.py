@@ -7,7 +7,7 @@ Responses API are in response_tools.py.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
@@ -20,7 +20,7 @@ from worker.messages.generation import Constraint, ToolCallPolicy
 
 MAX_TOOLS = 128
 Tools = Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)]  # passed to the chat template
-Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,64}\Z")]
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,128}\Z")]
 Mode = Literal["none", "auto", "required"]
 
 
@@ -60,6 +60,23 @@ class ChosenCustom(Struct, tag_field="type", tag="custom"):
     custom: FunctionName
 
 
+class AutoMode(Struct, tag_field="type", tag="auto"):
+    """A mode in the form of a chosen tool, as the next two."""
+
+    mode: ClassVar[Mode] = "auto"
+
+
+class NoneMode(Struct, tag_field="type", tag="none"):
+    mode: ClassVar[Mode] = "none"
+
+
+class RequiredMode(Struct, tag_field="type", tag="required"):
+    mode: ClassVar[Mode] = "required"
+
+
+TypedMode: TypeAlias = AutoMode | NoneMode | RequiredMode
+
+
 class AllowedTool(Struct):
     type: Literal["function", "custom"] = "function"
     function: FunctionName | None = None
@@ -75,7 +92,7 @@ class AllowedChoice(Struct, tag_field="type", tag="allowed_tools"):
     allowed_tools: AllowedFunctions
 
 
-ChatToolChoice: TypeAlias = Mode | ChosenFunction | ChosenCustom | AllowedChoice
+ChatToolChoice: TypeAlias = Mode | TypedMode | ChosenFunction | ChosenCustom | AllowedChoice
 
 
 def chat_tools(
@@ -85,6 +102,8 @@ def chat_tools(
 
     InvalidInput for an invalid tool, and for a choice that the tools do not allow.
     """
+    if isinstance(choice, TypedMode):
+        choice = choice.mode
     if not tools:
         if choice not in (None, "none", "auto"):
             raise InvalidInput.at("tool_choice", "requires tools")

@@ -65,7 +65,7 @@ def test_call_streams_its_name_first_and_then_its_arguments(server: Server) -> N
     streamed = [c["choices"][0] for c in chunks(chat(server, ASKED, tools=TOOLS, stream=True))]
     deltas = [choice["delta"] for choice in streamed]
     thought = {"reasoning": "hm ", "reasoning_content": "hm "}
-    assert deltas[:3] == [{"role": "assistant"}, thought, {"content": " Well"}]
+    assert deltas[:3] == [{"role": "assistant", "content": ""}, thought, {"content": " Well"}]
     calls = [delta["tool_calls"][0] for delta in deltas[3:-1]]
     begun = [call for call in calls if "id" in call]
     assert [(call["index"], call["function"]["name"]) for call in begun] == [
@@ -119,7 +119,12 @@ def test_calls_of_several_choices_are_counted_separately(server: Server) -> None
     [
         ({}, ToolCallPolicy(("get_weather", "clock"))),
         ({"tool_choice": "auto"}, ToolCallPolicy(("get_weather", "clock"))),
+        ({"tool_choice": {"type": "auto"}}, ToolCallPolicy(("get_weather", "clock"))),
         ({"tool_choice": "required"}, ToolCallPolicy(("get_weather", "clock"), required=True)),
+        (
+            {"tool_choice": {"type": "required"}},
+            ToolCallPolicy(("get_weather", "clock"), required=True),
+        ),
         (
             {
                 "tool_choice": {"type": "function", "function": {"name": "clock"}},
@@ -148,10 +153,11 @@ def test_tool_choice_reaches_the_model(
     assert payload.prompt.tools == tuple(TOOLS)
 
 
+@pytest.mark.parametrize("choice", ["none", {"type": "none"}])
 def test_tools_that_may_not_be_called_are_not_in_the_prompt(
-    generator: FakeGenerator, server: Server
+    generator: FakeGenerator, server: Server, choice: Any
 ) -> None:
-    payload = submitted(generator, server, tools=TOOLS, tool_choice="none")
+    payload = submitted(generator, server, tools=TOOLS, tool_choice=choice)
     assert payload.tool_policy is None
     assert isinstance(payload.prompt, Chat)
     assert payload.prompt.tools == ()
@@ -231,7 +237,7 @@ def test_no_tools_are_a_chat_without_tools(
         ({"tools": [CLOCK, CLOCK]}, "tools[1].function.name"),
         ({"tools": [{"type": "function", "function": {"name": 'a"b'}}]}, "tools[0].function.name"),
         (
-            {"tools": [{"type": "function", "function": {"name": "a" * 65}}]},
+            {"tools": [{"type": "function", "function": {"name": "a" * 129}}]},
             "tools[0].function.name",
         ),
         (
@@ -242,6 +248,7 @@ def test_no_tools_are_a_chat_without_tools(
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": 3}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "any"}}, "tool_choice.type"),
         ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.function"),
         (
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},

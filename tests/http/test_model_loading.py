@@ -407,6 +407,9 @@ def test_load_model_sends_the_progress() -> None:
         assert events[-1] == {"status": "ready", "model": "b", "cached": False}
         ready = post(setup.server, "/load_model", {"model": "b"}).text
         assert json.loads(ready[6:]) == {"status": "ready", "model": "b", "cached": True}
+        assert post(setup.server, "/models/unload", {"model": "b"}).status_code == 200
+        again = post(setup.server, "/load_model", {"model": "b"}).text
+        assert json.loads(again.splitlines()[0][6:]) == events[0]
     with loading(model_control=True) as setup:
         setup.loads.error = LoadingFailed("the model could not be loaded for chat: no weights")
         last = post(setup.server, "/load_model", {"model": "b"}).text.splitlines()[-2]

@@ -144,6 +144,7 @@ def test_detokenize_returns_the_text(server: Server) -> None:
         ("detokenize", {"tokens": [1, -1]}, "tokens[1]", ">= 0"),
         ("detokenize", {"tokens": [1, 5000, 2]}, "tokens[1]", "there is no token 5000"),
         ("load_model", {"model": 3}, "model", "got int"),
+        ("load_model", {}, "model", "is required"),
     ],
 )
 def test_error_names_the_invalid_field(

@@ -205,6 +205,7 @@ def test_tools_are_nested_for_the_template(submit: Any) -> None:
         ({}, ToolCallPolicy(("f", "g"))),
         ({"tool_choice": "auto"}, ToolCallPolicy(("f", "g"))),
         ({"tool_choice": "none"}, None),
+        ({"tool_choice": {"type": "none"}}, None),
         ({"tool_choice": "required"}, ToolCallPolicy(("f", "g"), required=True)),
         (
             {"tool_choice": {"type": "function", "name": "g"}},
@@ -310,7 +311,8 @@ ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [TOOL]}
         ({"input": [{"type": "input_text"}]}, "input[0].text", "is required"),
         ({"input": [{"type": "input_text", "text": 3}]}, "input[0].text", "expected str"),
         ({"input": [{"type": "input_text", "text": "a", "role": "x"}]}, "input[0].role", "'x'"),
-        ({"input": [{"type": "input_image", "text": "a"}]}, "input[0].type", "'input_image'"),
+        ({"input": [{"type": "input_image"}]}, "input[0].image_url", "is required"),
+        ({"input": [PICTURE]}, "input[0].content[0].image_url", "takes text, no images"),
         ({"input": [{"role": "user", "content": 3}]}, "input[0].content", "got int"),
         ({"input": [{"role": "user", "content": []}]}, "input[0].content", "empty"),
         (
@@ -399,7 +401,7 @@ ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [TOOL]}
         ({"tools": [TOOL, {"type": "mcp"}]}, "tools[1].type", "'mcp'"),
         ({"tools": [{"type": "mcp", "server_label": "a"}]}, "tools[0].type", "'mcp'"),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "is required"),
-        ({"tools": [{"type": "function", "name": ""}]}, "tools[0].name", "{1,64}"),
+        ({"tools": [{"type": "function", "name": ""}]}, "tools[0].name", "{1,128}"),
         ({"tools": [TOOL, TOOL]}, "tools[1].name", "before it"),
         ({"tools": [{**TOOL, "parameters": 3}]}, "tools[0].parameters", "expected object"),
         ({"tools": [{**TOOL, "parameters": deep(250)}]}, "tools[0].parameters", "nested"),

@@ -89,7 +89,7 @@ def test_streamed_response_is_parsed_in_parts_and_at_its_end(target: Sdk) -> Non
     written = list(accumulate(event.delta for event in deltas))
     assert [event.snapshot for event in deltas] == written
     assert written[-1] == final.content
-    assert all(isinstance(event.parsed, dict) for event in deltas)  # what there is of it so far
+    assert all(isinstance(event.parsed, dict) for event in deltas[1:])  # what there is of it so far
     [done] = [event for event in events if event.type == "content.done"]
     assert isinstance(done.parsed, Place)
     assert done.parsed == final.parsed

@@ -360,7 +360,7 @@ def _new_response(request: ResponseRequest, output: list[OutputItem]) -> Respons
         text=ResponseText(
             _format_document(text.format if text else None), (text and text.verbosity) or "medium"
         ),
-        tool_choice="auto" if request.tool_choice is None else request.tool_choice,
+        tool_choice="auto" if request.choice is None else request.choice,
         tools=[
             tool.document() for tool in request.tools or () if tool.type not in get_args(HostedType)
         ],

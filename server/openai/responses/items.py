@@ -54,6 +54,7 @@ InputItemType = Literal[
     "additional_tools",
     "item_reference",
     "input_text",
+    "input_image",
 ]
 REQUIRED_FIELDS: Mapping[InputItemType, Sequence[str]] = {
     "message": ("role", "content"),
@@ -67,6 +68,7 @@ REQUIRED_FIELDS: Mapping[InputItemType, Sequence[str]] = {
     "additional_tools": ("tools",),
     "item_reference": ("id",),
     "input_text": ("text",),  # a content part in place of an item: a message of the user
+    "input_image": ("image_url",),  # likewise
 }
 CALLS = ("function_call", "custom_tool_call", "local_shell_call")
 OUTPUTS = tuple(f"{call}_output" for call in CALLS)
@@ -120,6 +122,9 @@ class Item(Struct):
     arguments: str | None = None
     output: Parts | None = None
     text: str | None = None
+    image_url: str | None = None
+    detail: Detail | None = None
+    file_id: str | None = None
     namespace: str | None = None
     input: str | None = None  # of a custom tool
     action: dict[str, Any] | None = None  # of the local shell
@@ -144,6 +149,10 @@ class Item(Struct):
         if kind == "input_text":
             text = required(self.text, f"{path}.text")
             return Item(role=self.role or "user", content=text).document(path, stored)
+        if kind == IMAGE:
+            part = InputPart(IMAGE, None, None, self.image_url, self.detail, self.file_id)
+            part.image_document(path)  # checked
+            return Item(role=self.role or "user", content=[part]).document(path, stored)
         if kind in CALLS:
             fields = self._call(path, REQUIRED_FIELDS[kind])
         elif kind in OUTPUTS:

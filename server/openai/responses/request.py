@@ -38,7 +38,7 @@ from server.openai.response_tools import (
     response_policy,
 )
 from server.openai.responses.items import ITEM_FIELDS, Item, to_messages
-from server.openai.tools import MAX_TOOLS
+from server.openai.tools import MAX_TOOLS, TypedMode
 from worker.messages.generation import Chat, GenerationInput
 
 LOGPROBS = "message.output_text.logprobs"
@@ -93,7 +93,7 @@ class ResponseRequest(GenerationRequest, kw_only=True):
     metadata: Metadata | None = None
     max_output_tokens: PositiveInt | None = None
     tools: Annotated[list[Annotated[Tool, TOOL_FIELDS]], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: ToolChoice | TypedMode | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
@@ -115,6 +115,11 @@ class ResponseRequest(GenerationRequest, kw_only=True):
     def logprobs(self) -> int | None:
         """The number of likeliest tokens with log-probabilities; None: no log-probabilities."""
         return (self.top_logprobs or 0) if LOGPROBS in (self.include or ()) else None
+
+    @property
+    def choice(self) -> ToolChoice | None:
+        choice = self.tool_choice
+        return choice.mode if isinstance(choice, TypedMode) else choice
 
     @property
     def output_format(self) -> tuple[str, TextFormat | None]:
@@ -153,7 +158,7 @@ class ResponseRequest(GenerationRequest, kw_only=True):
             raise InvalidInput.at("input", "must have more than tools")
         if self.instructions is not None:
             conversation.insert(0, ("instructions", Message("system", self.instructions)))
-        policy = response_policy(tools.callable, self.tool_choice, self.parallel_tool_calls)
+        policy = response_policy(tools.callable, self.choice, self.parallel_tool_calls)
         messages, images = to_template_messages(conversation)
         prompt = Chat(
             messages,
