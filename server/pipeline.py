@@ -162,7 +162,8 @@ class PipelineInputParser:
                 raise InvalidInput.at(name, reason)
 
     def parse_document(self, body: bytes, media: str) -> Any:
-        """Return the JSON value, or None if the body is a raw text that starts with a brace."""
+        """Return the JSON value, or None if the body is a raw text that begins as JSON does. A form
+        is JSON if it has inputs, or texts only: these are hardly meant as one text."""
         may_be_text = media == FORM and self.task.kind == "text"
         try:
             document = parse_value(body)
@@ -170,8 +171,10 @@ class PipelineInputParser:
             if may_be_text:
                 return None
             raise
-        if may_be_text:
-            return document if "inputs" in document else None
+        if may_be_text and not (isinstance(document, dict) and "inputs" in document):
+            texts = document.values() if isinstance(document, dict) else document
+            if not (texts and all(isinstance(value, str) for value in texts)):
+                return None
         if document is None:
             raise InvalidInput("the body must be a JSON object with inputs, or a list of inputs")
         return document
@@ -274,9 +277,13 @@ class PipelineEndpoint:
                 if not request.keeps_errors:
                     raise
                 results.append(to_json(count_failure(error, scope).document))
-        if not request.is_list or (self.parser.task.unwraps_single and len(results) == 1):
-            return results[0]
-        return b"[" + b",".join(results) + b"]"
+        task, first = self.parser.task, request.inputs[0]
+        if request.is_list:
+            is_bare = task.unwraps_single and len(results) == 1
+        else:  # the response to a text is a list of one, unless `top_k` makes it one
+            wraps = task.wraps_string and isinstance(first.inputs, str)
+            is_bare = not wraps or "top_k" in first.parameters
+        return results[0] if is_bare else b"[" + b",".join(results) + b"]"
 
     # ── LineEndpoint of ndjson.py ──
 
@@ -383,7 +390,7 @@ def locate_in_list(error: InvalidInput, n: int) -> None:
 def may_be_json(body: bytes, media: str) -> bool:
     """Return whether a body is JSON, by its media type, or by its first character: `curl -d '{…}'`
     sends JSON as a form."""
-    return media == JSON or (media == FORM and body[:64].lstrip().startswith(b"{"))
+    return media == JSON or (media == FORM and body[:64].lstrip().startswith((b"{", b"[")))
 
 
 def is_conversation(inputs: list[Any]) -> bool:

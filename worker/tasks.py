@@ -191,7 +191,9 @@ TASKS: Mapping[str, Task] = {
         ("images", "text"),
         batches=False,
     ),
-    "keypoint-matching": Task("json", {"threshold": SHARE}, ("images",), batches=False),
+    "keypoint-matching": Task(
+        "json", {"threshold": SHARE}, ("images",), batches=False, unwraps_single=True
+    ),
     "decision": Task("json", {}, ("state", "questions"), stages=False),
     "audio-classification": Task("audio", {"top_k": allow(None, integer(1, 100_000)), **SCORES}),
     "automatic-speech-recognition": Task(

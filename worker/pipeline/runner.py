@@ -307,21 +307,18 @@ class PipelineRunner:
         if not self.task.stages:
             return to_json(raw)
         if not prepared.pixels:
-            return self._postprocess(item.payload, prepared, raw)
+            return self._postprocess(prepared, raw)
         with self.decode_limiter.lease() as lease:
             lease.take(prepared.pixels * self.reader.values_per_pixel // FREE_VALUES_PER_PIXEL)
-            return self._postprocess(item.payload, prepared, raw)
+            return self._postprocess(prepared, raw)
 
-    def _postprocess(self, payload: PipelineInput, prepared: PreparedInput, raw: Any) -> bytes:
+    def _postprocess(self, prepared: PreparedInput, raw: Any) -> bytes:
         if prepared.masks is not None:
             pairs = zip(raw, prepared.masks, strict=True)
             raw = [scatter_logits(output, positions) for output, positions in pairs]
         with self._replica() as pipe:
             outputs = raw if isinstance(pipe, ChunkPipeline) else raw[0]
-            result = pipe.postprocess(outputs, **prepared.postprocess)
-            if self.task.wraps_string and isinstance(payload.inputs, str):
-                result = result if "top_k" in payload.parameters else [result]
-            return to_json(result)
+            return to_json(pipe.postprocess(outputs, **prepared.postprocess))
 
 
 def copy_pipeline(pipe: Pipe) -> Pipe:
