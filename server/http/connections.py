@@ -46,8 +46,8 @@ class LimitedProtocol(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self.app: Application = self.app_state[APP_STATE]
-        self.header_limit_s = self.app.settings.body_timeout_s
+        self.application: Application = self.app_state[APP_STATE]
+        self.header_limit_s = self.application.settings.body_timeout_s
         self.started = False  # a part of the next request has arrived
         self.refused = False
         self.header_timer: asyncio.TimerHandle | None = None
@@ -129,7 +129,7 @@ class LimitedProtocol(asyncio.Protocol):
             self.cycle.waiting_for_100_continue = False
             self.cycle.message_event.set()
         else:
-            self.app.metrics.requests.labels("other", error.status).inc()
+            self.application.metrics.requests.labels("other", error.status).inc()
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.header_timer = self.loop.call_later(LINGER_S, self.transport.close)

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from server.http import connections
+from server.http import connections, request
 from server.http.connections import MAX_HEADER_BYTES
 from server.http.request import MAX_HEADERS
 from tests.fakes import FakeRunner
@@ -339,6 +339,20 @@ def test_other_apps_keep_uvicorns_protocol(server: Server) -> None:
         return type(HttpToolsProtocol(config=config, server_state=ServerState(), app_state={}))
 
     assert asyncio.run(protocol()) is HttpToolsProtocol
+
+
+@pytest.mark.parametrize("http", ["httptools", "h11"])
+def test_the_address_of_a_client_is_the_one_that_a_proxy_names(
+    http: Parser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    addresses: list[str] = []
+    monkeypatch.setattr(request, "address_of", lambda scope: addresses.append(scope["client"][0]))
+    monkeypatch.setattr(request, "client_of", lambda key, address: b"client")
+    with serving(FakeRunner, http=http) as server:
+        addresses.clear()
+        for headers in ({}, {"X-Forwarded-For": "10.0.0.1"}):
+            assert httpx.get(server.url + "/version", headers=headers).status_code == 200
+    assert addresses == ["127.0.0.1", "10.0.0.1"]
 
 
 @pytest.mark.parametrize("http", ["httptools", "h11"])
