@@ -3,13 +3,16 @@
 uvicorn's parsers wait for the end of a header without a limit, and httptools keeps all of it. These
 subclasses limit the size of a header and of the bytes between the chunks of a body, and the time
 for a header and for the client's reading of a response. Refusals have the error envelope.
-request.py limits bodies.
+request.py limits bodies. A body that is incomplete when the response is complete ends the
+connection.
 """
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
@@ -29,6 +32,7 @@ MAX_HEADER_BYTES = 64_000  # with the request line; also between two chunks of a
 # A client that reads less than this of a waiting response within STALLED_S is disconnected.
 MIN_READ_BYTES = 64_000
 STALLED_S = 60.0
+DROP_INTERVAL_S = 0.005  # between two reads of input that is dropped
 MAX_PIPELINED = 100  # requests of a connection that wait behind another
 APP_STATE = "onequeue"  # key of the app in the lifespan's state
 
@@ -36,11 +40,13 @@ APP_STATE = "onequeue"  # key of the app in the lifespan's state
 class LimitedProtocol(asyncio.Protocol):
     """Mix-in for a uvicorn protocol: time limits, and refusals of malformed requests.
 
-    After a refusal further input is dropped."""
+    After a refusal, or a response to a part of a request, further input is dropped."""
 
     app_state: dict[str, Any]
     cycle: Any  # uvicorn's latest request and response
+    flow: FlowControl
     loop: asyncio.AbstractEventLoop
+    scope: Any  # of the latest request
     server_state: ServerState
     transport: asyncio.Transport
 
@@ -49,17 +55,29 @@ class LimitedProtocol(asyncio.Protocol):
         self.application: Application = self.app_state[APP_STATE]
         self.header_limit_s = self.application.settings.body_timeout_s
         self.started = False  # a part of the next request has arrived
-        self.refused = False
+        self.drops_input = False
         self.header_timer: asyncio.TimerHandle | None = None
         self.read_timer: asyncio.TimerHandle | None = None  # while a response waits to be read
+        self.response_transport = SimpleNamespace(  # of uvicorn's responses
+            write=self.transport.write, is_closing=self.transport.is_closing, close=self._close
+        )
         self._time_header()
 
     def data_received(self, data: bytes) -> None:
-        if self.refused:
-            return
+        if self.drops_input:
+            self.flow.pause_reading()
+            self.loop.call_later(DROP_INTERVAL_S, self._resume_reading)
+        else:
+            self._parse(data)
+
+    def _parse(self, data: bytes) -> None:
         self.started = True
         super().data_received(data)
         self._time_header()
+
+    def _resume_reading(self) -> None:
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in (self.header_timer, self.read_timer):
@@ -110,12 +128,35 @@ class LimitedProtocol(asyncio.Protocol):
         """Whether a response is being written, so that no refusal may be written into it."""
         return self.has_open_request and self.cycle.response_started
 
+    @property
+    def has_unread_body(self) -> bool:
+        """Whether the latest request has a complete response before the end of its body."""
+        return self.cycle is not None and self.cycle.response_complete and self.cycle.more_body
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()  # type: ignore[misc]  # of uvicorn's protocol
+        if self.has_unread_body and not self.transport.is_closing():
+            self._linger()
+
+    def _close(self) -> None:
+        """Close the connection for a response, or let `on_response_complete` do so."""
+        if not self.has_unread_body:
+            self.transport.close()
+
+    def _linger(self) -> None:
+        """Close after LINGER_S. Until then input is read and dropped, since closing with unread
+        input would reset the connection before the client has the response."""
+        self.drops_input = True
+        self._stop_header_timer()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.header_timer = self.loop.call_later(LINGER_S, self.transport.close)
+
     def refuse(self, error: HttpError) -> None:
-        """Send the error and close. For a while input is read and dropped, since closing with
-        unread input would reset the connection before the client has the response."""
-        if self.refused:
+        """Send the error, and close the connection."""
+        if self.drops_input:
             return
-        self.refused = True
+        self.drops_input = True
         self._stop_header_timer()
         if self.is_responding:
             self.transport.close()
@@ -130,13 +171,11 @@ class LimitedProtocol(asyncio.Protocol):
             self.cycle.message_event.set()
         else:
             self.application.metrics.requests.labels("other", error.status).inc()
-        if self.transport.can_write_eof():
-            self.transport.write_eof()
-        self.header_timer = self.loop.call_later(LINGER_S, self.transport.close)
+        self._linger()
 
     def _time_header(self) -> None:
         """Run the header timer while no request is being served."""
-        if self.refused:
+        if self.drops_input:
             return
         if self.has_open_request:
             self.started = False
@@ -169,13 +208,13 @@ class LimitedHttpTools(LimitedProtocol, HttpToolsProtocol):
         super().connection_made(transport)
         self.body = bytearray()  # parsed, and not given to the request yet
 
-    def data_received(self, data: bytes) -> None:
+    def _parse(self, data: bytes) -> None:
         start = 0
-        while start < len(data) and not self.refused:
+        while start < len(data) and not self.drops_input:
             chunk = data[start : start + MAX_HEADER_BYTES - self.unparsed]
             start += len(chunk)
             self.unparsed += len(chunk)
-            super().data_received(chunk)
+            super()._parse(chunk)
             self._give_body()
             if self.unparsed >= MAX_HEADER_BYTES:
                 message = f"the header is larger than {MAX_HEADER_BYTES // 1000} kB"
@@ -190,8 +229,11 @@ class LimitedHttpTools(LimitedProtocol, HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
         self.unparsed, self.in_header = 0, False
+        self.scope["body_is_incomplete"] = True
+        if self.cycle:  # else the request asks for a websocket
+            self.cycle.transport = self.response_transport
         if len(self.pipeline) > MAX_PIPELINED:
-            self.refused = True
+            self.drops_input = True
             self.transport.close()
 
     def on_body(self, body: bytes) -> None:
@@ -207,6 +249,7 @@ class LimitedHttpTools(LimitedProtocol, HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._give_body()
         super().on_message_complete()
+        self.scope["body_is_incomplete"] = False
         self.unparsed, self.in_header = 0, True
 
     @property
@@ -218,6 +261,12 @@ class LimitedHttpTools(LimitedProtocol, HttpToolsProtocol):
 
 class LimitedH11(LimitedProtocol, H11Protocol):
     """h11 itself limits a header to 16 kB."""
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.cycle:
+            self.cycle.transport = self.response_transport
+            self.cycle.scope["body_is_incomplete"] = self.cycle.more_body
 
 
 LIMITED: dict[type[asyncio.Protocol], type[asyncio.Protocol]] = {

@@ -165,8 +165,9 @@ class Application:
                     message["headers"].append((b"request-id", request_id))
                 if scope["context"]:
                     message["headers"] += limit_headers(scope["context"].key)
-                if self.worker_client.terminating:
-                    message["headers"] += CLOSE  # the next request goes to another process
+                if self.worker_client.terminating or scope.get("body_is_incomplete"):
+                    # the next request goes to another process, or would follow the unread body
+                    message["headers"] += CLOSE
                 scope["started"] = True
             try:
                 if is_large and message.get("body"):

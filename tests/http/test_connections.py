@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from server.http import connections, request
-from server.http.connections import MAX_HEADER_BYTES
+from server.http.connections import MAX_HEADER_BYTES, LimitedProtocol
 from server.http.request import MAX_HEADERS
 from tests.fakes import FakeRunner
 from tests.serving import Parser, Server, metric, read_response, serving, wait_until
@@ -38,6 +38,15 @@ def connect(server: Server) -> socket.socket:
     client = socket.create_connection(("127.0.0.1", server.port), timeout=20)
     client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return client
+
+
+def http_response(client: socket.socket, to_head: bool = False) -> http.client.HTTPResponse:
+    """Read a whole response."""
+    client.settimeout(20)
+    response = http.client.HTTPResponse(client, method="HEAD" if to_head else None)
+    response.begin()
+    response.read()
+    return response
 
 
 def send_on(client: socket.socket, first: bytes, again: bytes) -> None:
@@ -260,6 +269,63 @@ def test_a_slow_response_is_not_a_late_header() -> None:
             assert other.recv(1) == b""
         runner.gate.set()
         assert read_response(client)[0] == 200
+
+
+UNREAD = {
+    "a foreign host": (b"POST / HTTP/1.1\r\nHost: evil.example\r\n", 421),
+    "an unknown path": (b"POST /unknown HTTP/1.1\r\nHost: localhost\r\n", 404),
+    "another method": (b"PUT / HTTP/1.1\r\nHost: localhost\r\n", 405),
+    "a probe": (b"GET /health HTTP/1.1\r\nHost: localhost\r\n", 200),
+    "only headers": (b"HEAD /metrics HTTP/1.1\r\nHost: localhost\r\n", 200),
+    "a compressed body": (
+        b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Encoding: gzip\r\n", 415
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("http", ["httptools", "h11"])
+@pytest.mark.parametrize("request_kind", UNREAD)
+def test_an_unread_body_is_not_parsed(
+    http: Parser, request_kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed = 0
+    parse = LimitedProtocol._parse
+
+    def counted(self: LimitedProtocol, data: bytes) -> None:
+        nonlocal parsed
+        parsed += len(data)
+        parse(self, data)
+
+    monkeypatch.setattr(LimitedProtocol, "_parse", counted)
+    monkeypatch.setattr(connections, "LINGER_S", 3600)
+    head, status = UNREAD[request_kind]
+    with serving(FakeRunner, http=http) as server, connect(server) as client:
+        client.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
+        response = http_response(client, head[:4] == b"HEAD")
+        assert (response.status, response.getheader("connection")) == (status, "close")
+        before = parsed
+        client.sendall(b"1\r\na\r\n" * 1_000_000)  # more than the sockets hold
+        assert client.recv(1) == b""
+        assert parsed == before
+
+
+@pytest.mark.parametrize("http", ["httptools", "h11"])
+def test_a_connection_with_an_unread_body_is_closed(
+    http: Parser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "LINGER_S", 0.01)
+    with serving(FakeRunner, http=http) as server, connect(server) as client:
+        client.sendall(CHUNKED.replace(b"POST /", b"POST /unknown"))
+        assert read_response(client)[0] == 404
+        wait_until(lambda: not server.uvicorn.server_state.connections)
+
+
+@pytest.mark.parametrize("http", ["httptools", "h11"])
+def test_a_complete_body_that_no_route_reads_keeps_the_connection(http: Parser) -> None:
+    with serving(FakeRunner, http=http) as server, connect(server) as client:
+        for _ in range(2):
+            client.sendall(POST.replace(b"POST /", b"POST /unknown"))
+            assert read_response(client)[0] == 404
 
 
 @pytest.mark.parametrize("http", ["httptools", "h11"])
