@@ -11,6 +11,7 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -37,6 +38,18 @@ MAX_PIPELINED = 100  # requests of a connection that wait behind another
 APP_STATE = "onequeue"  # key of the app in the lifespan's state
 
 
+class ReadControl(FlowControl):
+    """Keeps reading paused while a request waits behind another: no budget counts its body yet."""
+
+    def __init__(self, protocol: "LimitedProtocol") -> None:
+        super().__init__(protocol.transport)
+        self._protocol = protocol
+
+    def resume_reading(self) -> None:
+        if not self._protocol.has_pipelined:
+            super().resume_reading()
+
+
 class LimitedProtocol(asyncio.Protocol):
     """Mix-in for a uvicorn protocol: time limits, and refusals of malformed requests.
 
@@ -44,6 +57,7 @@ class LimitedProtocol(asyncio.Protocol):
 
     app_state: dict[str, Any]
     cycle: Any  # uvicorn's latest request and response
+    has_pipelined: bool  # whether input waits for the response to an earlier request
     flow: FlowControl
     loop: asyncio.AbstractEventLoop
     scope: Any  # of the latest request
@@ -52,6 +66,7 @@ class LimitedProtocol(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        self.flow = ReadControl(self)
         self.application: Application = self.app_state[APP_STATE]
         self.header_limit_s = self.application.settings.body_timeout_s
         self.started = False  # a part of the next request has arrived
@@ -253,6 +268,10 @@ class LimitedHttpTools(LimitedProtocol, HttpToolsProtocol):
         self.unparsed, self.in_header = 0, True
 
     @property
+    def has_pipelined(self) -> bool:  # type: ignore[override]
+        return bool(self.pipeline)
+
+    @property
     def is_responding(self) -> bool:
         """Requests are parsed ahead: the error may be behind one that waits or runs."""
         pending = self.pipeline or (self.in_header and self.has_open_request)
@@ -267,6 +286,12 @@ class LimitedH11(LimitedProtocol, H11Protocol):
         if self.cycle:
             self.cycle.transport = self.response_transport
             self.cycle.scope["body_is_incomplete"] = self.cycle.more_body
+        if not self.has_open_request:  # the rest of a header may be unread
+            self.flow.resume_reading()
+
+    @property
+    def has_pipelined(self) -> bool:  # type: ignore[override]
+        return self.conn.their_state is h11.DONE and self.conn.trailing_data[0] != b""
 
 
 LIMITED: dict[type[asyncio.Protocol], type[asyncio.Protocol]] = {

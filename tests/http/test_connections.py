@@ -7,11 +7,13 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
@@ -373,9 +375,50 @@ def test_pipelined_requests_are_limited(server: Server) -> None:
             pass
     with connect(server) as client:
         client.sendall(SHORT * 50)
-        responses = b""
-        while responses.count(b"HTTP/1.1 200 OK") < 50:
-            responses += client.recv(1 << 16)
+        read_pipelined(client, 50)
+
+
+def read_pipelined(client: socket.socket, count: int) -> None:
+    """Read until `count` responses have begun."""
+    responses = b""
+    while responses.count(b"HTTP/1.1 200 OK") < count:
+        received = client.recv(1 << 16)
+        assert received
+        responses += received
+
+
+def held_bytes(server: Server) -> int:
+    """Return the bytes of unfinished requests that the connections hold."""
+    total = 0
+    protocols: set[Any] = server.uvicorn.server_state.connections
+    for protocol in protocols:
+        cycles = [protocol.cycle, *(cycle for cycle, _ in getattr(protocol, "pipeline", ()))]
+        total += sum(len(cycle.body) for cycle in cycles)
+        if isinstance(protocol, H11Protocol):
+            total += len(protocol.conn.trailing_data[0])
+    return total
+
+
+@pytest.mark.parametrize("http", ["httptools", "h11"])
+def test_bodies_behind_a_waiting_request_are_not_read(http: Parser) -> None:
+    turns = threading.Semaphore(0)
+    runner = FakeRunner(lambda texts: turns.acquire(timeout=60))
+    large = POST.replace(b"4\r\n\r\ntext", b"300000\r\n\r\n" + b"a" * 300_000)
+    with serving(lambda: runner, http=http) as server, connect(server) as client:
+        client.sendall(POST * 51)
+        assert runner.entered.acquire(timeout=10)
+        thread = threading.Thread(target=client.sendall, args=(large * 40,))
+        thread.start()
+        turns.release(51)
+        read_pipelined(client, 51)
+        for _ in range(51):
+            assert runner.entered.acquire(timeout=10)
+        assert held_bytes(server) < 1_000_000
+        turns.release(40)
+        read_pipelined(client, 40)
+        thread.join(20)
+        client.sendall(SHORT)
+        read_pipelined(client, 1)
 
 
 def test_a_malformed_body_after_expect_100_is_not_an_internal_error(server: Server) -> None:
