@@ -4,10 +4,13 @@ uvicorn's parsers wait for the end of a header without a limit, and httptools ke
 subclasses limit the size of a header and of the bytes between the chunks of a body, and the time
 for a header and for the client's reading of a response. Refusals have the error envelope.
 request.py limits bodies. A body that is incomplete when the response is complete ends the
-connection.
+connection. Near the limit of open files, connections that wait for a request are closed.
 """
 
 import asyncio
+import resource
+from collections import Counter
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +21,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from server.http.access import network_of
 from server.http.errors import HttpError
 from server.http.json import to_json
 from server.http.request import (
@@ -35,6 +39,8 @@ MIN_READ_BYTES = 64_000
 STALLED_S = 60.0
 DROP_INTERVAL_S = 0.005  # between two reads of input that is dropped
 MAX_PIPELINED = 100  # requests of a connection that wait behind another
+# The part of the open files that connections may take; bodies, responses and models need others.
+CONNECTIONS_SHARE = 0.75
 APP_STATE = "onequeue"  # key of the app in the lifespan's state
 
 
@@ -56,6 +62,9 @@ class LimitedProtocol(asyncio.Protocol):
     After a refusal, or a response to a part of a request, further input is dropped."""
 
     app_state: dict[str, Any]
+    client: tuple[str, int] | None
+    config: uvicorn.Config
+    connections: set[Any]  # of the server, also of other protocols
     cycle: Any  # uvicorn's latest request and response
     has_pipelined: bool  # whether input waits for the response to an earlier request
     flow: FlowControl
@@ -76,7 +85,11 @@ class LimitedProtocol(asyncio.Protocol):
         self.response_transport = SimpleNamespace(  # of uvicorn's responses
             write=self.transport.write, is_closing=self.transport.is_closing, close=self._close
         )
+        self.peer, self.waits_since = self._peer(), self.loop.time()
         self._time_header()
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != resource.RLIM_INFINITY and len(self.connections) > CONNECTIONS_SHARE * soft:
+            close_waiting(self.connections, int(CONNECTIONS_SHARE * soft))
 
     def data_received(self, data: bytes) -> None:
         if self.drops_input:
@@ -133,6 +146,18 @@ class LimitedProtocol(asyncio.Protocol):
         """The transfer of the latest request, unless it has been answered."""
         return self.cycle.scope.get("transfer") if self.has_open_request else None
 
+    def _peer(self) -> bytes | int:
+        """Return the client's address, or an id of the connection where clients may share one."""
+        trusted = getattr(self.config.loaded_app, "trusted_hosts", ())  # proxies
+        if self.client is None or self.client[0] in trusted:
+            return id(self)
+        return network_of(self.client[0])
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the connection waits for a request or for the rest of one."""
+        return bool(not self.has_open_request or self.cycle.more_body)
+
     @property
     def has_open_request(self) -> bool:
         """Whether a request has no complete response yet."""
@@ -149,6 +174,7 @@ class LimitedProtocol(asyncio.Protocol):
         return self.cycle is not None and self.cycle.response_complete and self.cycle.more_body
 
     def on_response_complete(self) -> None:
+        self.waits_since = self.loop.time()
         super().on_response_complete()  # type: ignore[misc]  # of uvicorn's protocol
         if self.has_unread_body and not self.transport.is_closing():
             self._linger()
@@ -292,6 +318,26 @@ class LimitedH11(LimitedProtocol, H11Protocol):
     @property
     def has_pipelined(self) -> bool:  # type: ignore[override]
         return self.conn.their_state is h11.DONE and self.conn.trailing_data[0] != b""
+
+
+def close_waiting(connections: Collection[Any], limit: int) -> None:
+    """Close connections that wait for a request, if more than `limit` are open: those of the
+    address with the most before others, and of these the longest waiting.
+
+    A few more are closed, so that this does not run for each further connection."""
+    opened = [each for each in connections if not each.transport.is_closing()]
+    if (excess := len(opened) - limit) <= 0:
+        return
+    waiting = [each for each in opened if isinstance(each, LimitedProtocol) and each.is_waiting]
+    waiting.sort(key=lambda each: each.waits_since, reverse=True)
+    counts = Counter[bytes | int]()
+    ranks = dict[LimitedProtocol, int]()  # among those of its address, from the latest
+    for protocol in waiting:
+        counts[protocol.peer] += 1
+        ranks[protocol] = counts[protocol.peer]
+    waiting.sort(key=lambda each: ranks[each])
+    for protocol in waiting[-excess - limit // 32 :]:
+        protocol.transport.close()
 
 
 LIMITED: dict[type[asyncio.Protocol], type[asyncio.Protocol]] = {

@@ -4,9 +4,11 @@ import asyncio
 import contextlib
 import http.client
 import json
+import resource
 import socket
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -36,8 +38,9 @@ def server() -> Iterator[Server]:
         yield server
 
 
-def connect(server: Server) -> socket.socket:
-    client = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+def connect(server: Server, source: str = "127.0.0.1") -> socket.socket:
+    address = ("127.0.0.1", server.port)
+    client = socket.create_connection(address, timeout=20, source_address=(source, 0))
     client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return client
 
@@ -419,6 +422,57 @@ def test_bodies_behind_a_waiting_request_are_not_read(http: Parser) -> None:
         thread.join(20)
         client.sendall(SHORT)
         read_pipelined(client, 1)
+
+
+def is_closed(client: socket.socket) -> bool:
+    client.setblocking(False)
+    try:
+        return not client.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def test_the_limit_of_open_files_is_raised() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1] // 2, before[1]))
+    try:
+        with serving(FakeRunner):
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("http", ["httptools", "h11"])
+@pytest.mark.parametrize(("address", "others"), [("127.0.0.2", 8), ("127.0.0.1", 20)])
+def test_the_waiting_connections_of_the_address_with_the_most_are_closed(
+    http: Parser, address: str, others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """127.0.0.1 may be a proxy: its connections do not count as those of one client."""
+    limits = SimpleNamespace(**vars(resource))
+    limits.getrlimit = lambda kind: (40, 40)  # 30 connections
+    monkeypatch.setattr(connections, "resource", limits)
+    runner = FakeRunner()
+    with serving(lambda: runner, http=http) as server, contextlib.ExitStack() as stack:
+        kept = [stack.enter_context(connect(server, address)) for _ in range(others)]
+        for client in kept:
+            client.sendall(SHORT)
+            assert http_response(client).status == 200
+        runner.gate.clear()
+        held = stack.enter_context(connect(server, "127.0.0.9"))
+        held.sendall(POST)
+        assert runner.entered.acquire(timeout=10)
+        waiting = [stack.enter_context(connect(server, "127.0.0.9")) for _ in range(60)]
+        for n, client in enumerate(waiting):
+            with contextlib.suppress(OSError):  # closed already
+                client.sendall((b"", b"GET /health HT", POST[:-1])[n % 3])
+        wait_until(lambda: sum(map(is_closed, waiting)) >= 61 + others - 30)
+        for client in kept:
+            client.sendall(SHORT)
+            assert http_response(client).status == 200
+        runner.gate.set()
+        assert http_response(held).status == 200
 
 
 def test_a_malformed_body_after_expect_100_is_not_an_internal_error(server: Server) -> None:
