@@ -64,7 +64,9 @@ async def lifespan(
         app.logs_requests = replace_access_log()
     if owns_process:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        raise_file_limit()
+        with contextlib.suppress(OSError, ValueError):  # macOS allows less than its hard limit
+            _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a connection is a file
     worker_client.start()
     if batches:
         batches.start(app)
@@ -126,13 +128,6 @@ def running_server() -> uvicorn.Server | None:
     """Return uvicorn's server, by its signal handler; None if uvicorn does not handle signals."""
     handler = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
     return handler if isinstance(handler, uvicorn.Server) else None
-
-
-def raise_file_limit() -> None:
-    """Allow the process as many open files as it may have: each connection is one."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # macOS has a lower limit beside `unlimited`
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def load_failure(loaded: "asyncio.Future[None]") -> BaseException | None:

@@ -3,12 +3,13 @@
 uvicorn's parsers wait for the end of a header without a limit, and httptools keeps all of it. These
 subclasses limit the size of a header and of the bytes between the chunks of a body, and the time
 for a header and for the client's reading of a response. Refusals have the error envelope.
-request.py limits bodies. A body that is incomplete when the response is complete ends the
-connection. Near the limit of open files, connections that wait for a request are closed.
+request.py limits bodies. A response before the end of a body ends the connection. Near the limit of
+open files, connections that wait for a request are closed.
 """
 
 import asyncio
 import resource
+import time
 from collections import Counter
 from collections.abc import Collection
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from typing import Any
 
 import h11
 import uvicorn
-from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
@@ -37,6 +38,8 @@ MAX_HEADER_BYTES = 64_000  # with the request line; also between two chunks of a
 # A client that reads less than this of a waiting response within STALLED_S is disconnected.
 MIN_READ_BYTES = 64_000
 STALLED_S = 60.0
+MAX_PARSE_S = 0.001  # after a read that took longer to parse, as chunks of a few bytes do,
+REST_FACTOR = 40  # nothing is read from the connection for this many times as long
 DROP_INTERVAL_S = 0.005  # between two reads of input that is dropped
 MAX_PIPELINED = 100  # requests of a connection that wait behind another
 # The part of the open files that connections may take; bodies, responses and models need others.
@@ -45,14 +48,14 @@ APP_STATE = "onequeue"  # key of the app in the lifespan's state
 
 
 class ReadControl(FlowControl):
-    """Keeps reading paused while a request waits behind another: no budget counts its body yet."""
+    """Keeps reading paused while a connection rests, or has requests behind an unfinished one."""
 
     def __init__(self, protocol: "LimitedProtocol") -> None:
         super().__init__(protocol.transport)
         self._protocol = protocol
 
     def resume_reading(self) -> None:
-        if not self._protocol.has_pipelined:
+        if not (self._protocol.has_pipelined or self._protocol.is_resting):
             super().resume_reading()
 
 
@@ -79,7 +82,7 @@ class LimitedProtocol(asyncio.Protocol):
         self.application: Application = self.app_state[APP_STATE]
         self.header_limit_s = self.application.settings.body_timeout_s
         self.started = False  # a part of the next request has arrived
-        self.drops_input = False
+        self.drops_input = self.is_resting = False
         self.header_timer: asyncio.TimerHandle | None = None
         self.read_timer: asyncio.TimerHandle | None = None  # while a response waits to be read
         self.response_transport = SimpleNamespace(  # of uvicorn's responses
@@ -87,24 +90,34 @@ class LimitedProtocol(asyncio.Protocol):
         )
         self.peer, self.waits_since = self._peer(), self.loop.time()
         self._time_header()
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft != resource.RLIM_INFINITY and len(self.connections) > CONNECTIONS_SHARE * soft:
-            close_waiting(self.connections, int(CONNECTIONS_SHARE * soft))
+        limit = int(CONNECTIONS_SHARE * resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        if 0 < limit < len(self.connections):  # -1 is no limit
+            close_waiting(self.connections, limit)
 
     def data_received(self, data: bytes) -> None:
         if self.drops_input:
-            self.flow.pause_reading()
-            self.loop.call_later(DROP_INTERVAL_S, self._resume_reading)
-        else:
-            self._parse(data)
+            self._rest(DROP_INTERVAL_S)
+            return
+        started = time.thread_time()
+        self._parse(data)
+        if (seconds := time.thread_time() - started) > MAX_PARSE_S:
+            self._rest(REST_FACTOR * seconds)
 
     def _parse(self, data: bytes) -> None:
         self.started = True
         super().data_received(data)
         self._time_header()
 
-    def _resume_reading(self) -> None:
-        if not self.transport.is_closing():
+    def _rest(self, seconds: float) -> None:
+        """Read nothing for a while."""
+        self.is_resting = True
+        self.flow.pause_reading()
+        self.loop.call_later(seconds, self._end_rest)
+
+    def _end_rest(self) -> None:
+        self.is_resting = False
+        is_full = self.cycle and len(self.cycle.body) > HIGH_WATER_LIMIT  # `receive` resumes then
+        if not is_full and not self.transport.is_closing():
             self.flow.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -154,11 +167,6 @@ class LimitedProtocol(asyncio.Protocol):
         return network_of(self.client[0])
 
     @property
-    def is_waiting(self) -> bool:
-        """Whether the connection waits for a request or for the rest of one."""
-        return bool(not self.has_open_request or self.cycle.more_body)
-
-    @property
     def has_open_request(self) -> bool:
         """Whether a request has no complete response yet."""
         return self.cycle is not None and not self.cycle.response_complete
@@ -197,9 +205,8 @@ class LimitedProtocol(asyncio.Protocol):
         """Send the error, and close the connection."""
         if self.drops_input:
             return
-        self.drops_input = True
-        self._stop_header_timer()
         if self.is_responding:
+            self.drops_input = True
             self.transport.close()
             return
         content = to_json(error.document)
@@ -328,7 +335,8 @@ def close_waiting(connections: Collection[Any], limit: int) -> None:
     opened = [each for each in connections if not each.transport.is_closing()]
     if (excess := len(opened) - limit) <= 0:
         return
-    waiting = [each for each in opened if isinstance(each, LimitedProtocol) and each.is_waiting]
+    limited = [each for each in opened if isinstance(each, LimitedProtocol)]
+    waiting = [each for each in limited if not each.has_open_request or each.cycle.more_body]
     waiting.sort(key=lambda each: each.waits_since, reverse=True)
     counts = Counter[bytes | int]()
     ranks = dict[LimitedProtocol, int]()  # among those of its address, from the latest

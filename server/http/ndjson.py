@@ -231,8 +231,7 @@ class LineStream(Generic[P]):
         self.added.set()
 
     async def _accept(self, line: Line) -> None:
-        """Submit a line, once there is room for it. Raises a Refused if none is accepted now, and
-        HttpError (400) after MAX_INVALID lines that are not JSON."""
+        """Submit a line, once there is room. Raises a Refused, or HttpError after MAX_INVALID."""
         pending = PendingLine(line.number, len(line.content or b""), time.monotonic())
         self.next_line = line.number
         await self._wait_for_window(pending)

@@ -424,6 +424,30 @@ def test_bodies_behind_a_waiting_request_are_not_read(http: Parser) -> None:
         read_pipelined(client, 1)
 
 
+@pytest.mark.parametrize("http", ["httptools", "h11"])
+def test_a_connection_whose_input_takes_long_to_parse_rests(
+    http: Parser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = FakeRunner()
+    with serving(lambda: runner, http=http) as server, connect(server) as client:
+        loop: Any = server.worker_client.loop
+        monkeypatch.setattr(connections, "MAX_PARSE_S", 0)
+        monkeypatch.setattr(connections, "REST_FACTOR", 1e9)
+        client.sendall(CHUNKED)
+        protocols: set[Any] = server.uvicorn.server_state.connections
+        wait_until(lambda: any(protocol.is_resting for protocol in protocols))
+        [protocol] = [protocol for protocol in protocols if protocol.is_resting]
+        client.sendall(b"0\r\n\r\n")
+        with connect(server) as other:
+            other.sendall(SHORT)
+            assert read_response(other)[0] == 200
+        assert protocol.flow.read_paused
+        assert protocol.cycle.more_body
+        monkeypatch.setattr(connections, "MAX_PARSE_S", 60)
+        loop.call_soon_threadsafe(protocol._end_rest)
+        assert read_response(client)[0] == 200
+
+
 def is_closed(client: socket.socket) -> bool:
     client.setblocking(False)
     try:
