@@ -11,6 +11,7 @@ import contextlib
 import gc
 import logging
 import os
+import resource
 import shlex
 import signal
 import sys
@@ -63,6 +64,9 @@ async def lifespan(
         app.logs_requests = replace_access_log()
     if owns_process:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+        with contextlib.suppress(OSError, ValueError):  # macOS allows less than its hard limit
+            _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a connection is a file
     worker_client.start()
     if batches:
         batches.start(app)

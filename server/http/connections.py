@@ -3,17 +3,26 @@
 uvicorn's parsers wait for the end of a header without a limit, and httptools keeps all of it. These
 subclasses limit the size of a header and of the bytes between the chunks of a body, and the time
 for a header and for the client's reading of a response. Refusals have the error envelope.
-request.py limits bodies.
+request.py limits bodies. A response before the end of a body ends the connection. Near the limit of
+open files, connections that wait for a request are closed.
 """
 
 import asyncio
+import resource
+import time
+from collections import Counter
+from collections.abc import Collection
+from types import SimpleNamespace
 from typing import Any
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from server.http.access import network_of
 from server.http.errors import HttpError
 from server.http.json import to_json
 from server.http.request import (
@@ -29,37 +38,87 @@ MAX_HEADER_BYTES = 64_000  # with the request line; also between two chunks of a
 # A client that reads less than this of a waiting response within STALLED_S is disconnected.
 MIN_READ_BYTES = 64_000
 STALLED_S = 60.0
+MAX_PARSE_S = 0.001  # after a read that took longer to parse, as chunks of a few bytes do,
+REST_FACTOR = 40  # nothing is read from the connection for this many times as long
+DROP_INTERVAL_S = 0.005  # between two reads of input that is dropped
 MAX_PIPELINED = 100  # requests of a connection that wait behind another
+# The part of the open files that connections may take; bodies, responses and models need others.
+CONNECTIONS_SHARE = 0.75
 APP_STATE = "onequeue"  # key of the app in the lifespan's state
+
+
+class ReadControl(FlowControl):
+    """Keeps reading paused while a connection rests, or has requests behind an unfinished one."""
+
+    def __init__(self, protocol: "LimitedProtocol") -> None:
+        super().__init__(protocol.transport)
+        self._protocol = protocol
+
+    def resume_reading(self) -> None:
+        if not (self._protocol.has_pipelined or self._protocol.is_resting):
+            super().resume_reading()
 
 
 class LimitedProtocol(asyncio.Protocol):
     """Mix-in for a uvicorn protocol: time limits, and refusals of malformed requests.
 
-    After a refusal further input is dropped."""
+    After a refusal, or a response to a part of a request, further input is dropped."""
 
     app_state: dict[str, Any]
+    client: tuple[str, int] | None
+    config: uvicorn.Config
+    connections: set[Any]  # of the server, also of other protocols
     cycle: Any  # uvicorn's latest request and response
+    has_pipelined: bool  # whether input waits for the response to an earlier request
+    flow: FlowControl
     loop: asyncio.AbstractEventLoop
+    scope: Any  # of the latest request
     server_state: ServerState
     transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self.app: Application = self.app_state[APP_STATE]
-        self.header_limit_s = self.app.settings.body_timeout_s
+        self.flow = ReadControl(self)
+        self.application: Application = self.app_state[APP_STATE]
+        self.header_limit_s = self.application.settings.body_timeout_s
         self.started = False  # a part of the next request has arrived
-        self.refused = False
+        self.drops_input = self.is_resting = False
         self.header_timer: asyncio.TimerHandle | None = None
         self.read_timer: asyncio.TimerHandle | None = None  # while a response waits to be read
+        self.response_transport = SimpleNamespace(  # of uvicorn's responses
+            write=self.transport.write, is_closing=self.transport.is_closing, close=self._close
+        )
+        self.peer, self.waits_since = self._peer(), self.loop.time()
         self._time_header()
+        limit = int(CONNECTIONS_SHARE * resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        if 0 < limit < len(self.connections):  # -1 is no limit
+            close_waiting(self.connections, limit)
 
     def data_received(self, data: bytes) -> None:
-        if self.refused:
+        if self.drops_input:
+            self._rest(DROP_INTERVAL_S)
             return
+        started = time.thread_time()
+        self._parse(data)
+        if (seconds := time.thread_time() - started) > MAX_PARSE_S:
+            self._rest(REST_FACTOR * seconds)
+
+    def _parse(self, data: bytes) -> None:
         self.started = True
         super().data_received(data)
         self._time_header()
+
+    def _rest(self, seconds: float) -> None:
+        """Read nothing for a while."""
+        self.is_resting = True
+        self.flow.pause_reading()
+        self.loop.call_later(seconds, self._end_rest)
+
+    def _end_rest(self) -> None:
+        self.is_resting = False
+        is_full = self.cycle and len(self.cycle.body) > HIGH_WATER_LIMIT  # `receive` resumes then
+        if not is_full and not self.transport.is_closing():
+            self.flow.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in (self.header_timer, self.read_timer):
@@ -100,6 +159,13 @@ class LimitedProtocol(asyncio.Protocol):
         """The transfer of the latest request, unless it has been answered."""
         return self.cycle.scope.get("transfer") if self.has_open_request else None
 
+    def _peer(self) -> bytes | int:
+        """Return the client's address, or an id of the connection where clients may share one."""
+        trusted = getattr(self.config.loaded_app, "trusted_hosts", ())  # proxies
+        if self.client is None or self.client[0] in trusted:
+            return id(self)
+        return network_of(self.client[0])
+
     @property
     def has_open_request(self) -> bool:
         """Whether a request has no complete response yet."""
@@ -110,14 +176,37 @@ class LimitedProtocol(asyncio.Protocol):
         """Whether a response is being written, so that no refusal may be written into it."""
         return self.has_open_request and self.cycle.response_started
 
-    def refuse(self, error: HttpError) -> None:
-        """Send the error and close. For a while input is read and dropped, since closing with
-        unread input would reset the connection before the client has the response."""
-        if self.refused:
-            return
-        self.refused = True
+    @property
+    def has_unread_body(self) -> bool:
+        """Whether the latest request has a complete response before the end of its body."""
+        return self.cycle is not None and self.cycle.response_complete and self.cycle.more_body
+
+    def on_response_complete(self) -> None:
+        self.waits_since = self.loop.time()
+        super().on_response_complete()  # type: ignore[misc]  # of uvicorn's protocol
+        if self.has_unread_body and not self.transport.is_closing():
+            self._linger()
+
+    def _close(self) -> None:
+        """Close the connection for a response, or let `on_response_complete` do so."""
+        if not self.has_unread_body:
+            self.transport.close()
+
+    def _linger(self) -> None:
+        """Close after LINGER_S. Until then input is read and dropped, since closing with unread
+        input would reset the connection before the client has the response."""
+        self.drops_input = True
         self._stop_header_timer()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.header_timer = self.loop.call_later(LINGER_S, self.transport.close)
+
+    def refuse(self, error: HttpError) -> None:
+        """Send the error, and close the connection."""
+        if self.drops_input:
+            return
         if self.is_responding:
+            self.drops_input = True
             self.transport.close()
             return
         content = to_json(error.document)
@@ -129,14 +218,12 @@ class LimitedProtocol(asyncio.Protocol):
             self.cycle.waiting_for_100_continue = False
             self.cycle.message_event.set()
         else:
-            self.app.metrics.requests.labels("other", error.status).inc()
-        if self.transport.can_write_eof():
-            self.transport.write_eof()
-        self.header_timer = self.loop.call_later(LINGER_S, self.transport.close)
+            self.application.metrics.requests.labels("other", error.status).inc()
+        self._linger()
 
     def _time_header(self) -> None:
         """Run the header timer while no request is being served."""
-        if self.refused:
+        if self.drops_input:
             return
         if self.has_open_request:
             self.started = False
@@ -169,13 +256,13 @@ class LimitedHttpTools(LimitedProtocol, HttpToolsProtocol):
         super().connection_made(transport)
         self.body = bytearray()  # parsed, and not given to the request yet
 
-    def data_received(self, data: bytes) -> None:
+    def _parse(self, data: bytes) -> None:
         start = 0
-        while start < len(data) and not self.refused:
+        while start < len(data) and not self.drops_input:
             chunk = data[start : start + MAX_HEADER_BYTES - self.unparsed]
             start += len(chunk)
             self.unparsed += len(chunk)
-            super().data_received(chunk)
+            super()._parse(chunk)
             self._give_body()
             if self.unparsed >= MAX_HEADER_BYTES:
                 message = f"the header is larger than {MAX_HEADER_BYTES // 1000} kB"
@@ -190,8 +277,11 @@ class LimitedHttpTools(LimitedProtocol, HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
         self.unparsed, self.in_header = 0, False
+        self.scope["body_is_incomplete"] = True
+        if self.cycle:  # else the request asks for a websocket
+            self.cycle.transport = self.response_transport
         if len(self.pipeline) > MAX_PIPELINED:
-            self.refused = True
+            self.drops_input = True
             self.transport.close()
 
     def on_body(self, body: bytes) -> None:
@@ -207,7 +297,12 @@ class LimitedHttpTools(LimitedProtocol, HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._give_body()
         super().on_message_complete()
+        self.scope["body_is_incomplete"] = False
         self.unparsed, self.in_header = 0, True
+
+    @property
+    def has_pipelined(self) -> bool:  # type: ignore[override]
+        return bool(self.pipeline)
 
     @property
     def is_responding(self) -> bool:
@@ -218,6 +313,39 @@ class LimitedHttpTools(LimitedProtocol, HttpToolsProtocol):
 
 class LimitedH11(LimitedProtocol, H11Protocol):
     """h11 itself limits a header to 16 kB."""
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.cycle:
+            self.cycle.transport = self.response_transport
+            self.cycle.scope["body_is_incomplete"] = self.cycle.more_body
+        if not self.has_open_request:  # the rest of a header may be unread
+            self.flow.resume_reading()
+
+    @property
+    def has_pipelined(self) -> bool:  # type: ignore[override]
+        return self.conn.their_state is h11.DONE and self.conn.trailing_data[0] != b""
+
+
+def close_waiting(connections: Collection[Any], limit: int) -> None:
+    """Close connections that wait for a request, if more than `limit` are open: those of the
+    address with the most before others, and of these the longest waiting.
+
+    A few more are closed, so that this does not run for each further connection."""
+    opened = [each for each in connections if not each.transport.is_closing()]
+    if (excess := len(opened) - limit) <= 0:
+        return
+    limited = [each for each in opened if isinstance(each, LimitedProtocol)]
+    waiting = [each for each in limited if not each.has_open_request or each.cycle.more_body]
+    waiting.sort(key=lambda each: each.waits_since, reverse=True)
+    counts = Counter[bytes | int]()
+    ranks = dict[LimitedProtocol, int]()  # among those of its address, from the latest
+    for protocol in waiting:
+        counts[protocol.peer] += 1
+        ranks[protocol] = counts[protocol.peer]
+    waiting.sort(key=lambda each: ranks[each])
+    for protocol in waiting[-excess - limit // 32 :]:
+        protocol.transport.close()
 
 
 LIMITED: dict[type[asyncio.Protocol], type[asyncio.Protocol]] = {

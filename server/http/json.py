@@ -37,6 +37,9 @@ _HEAVY_LIMITER: RunVar[anyio.CapacityLimiter | None] = RunVar("heavy_limiter")  
 to_json = msgspec.json.Encoder().encode  # of structs, dicts and lists
 
 
+class InvalidJson(InvalidInput): ...
+
+
 class JsonBodyParser:
     """Parse an endpoint's bodies: large ones one at a time, in a thread. Many large bodies at once
     then take no more memory than one, and other endpoints are not slowed down by them.
@@ -100,7 +103,7 @@ def parse_value(body: bytes, name: str = "the body") -> Any:
             raise InvalidInput(f"{name} is empty: it must be JSON") from None
         if (param := _lone_surrogate(body)) is not None:
             raise InvalidInput.at(param, "has a lone surrogate: not Unicode text") from None
-        raise InvalidInput(f"{name} is not valid JSON: {error}") from None
+        raise InvalidJson(f"{name} is not valid JSON: {error}") from None
 
 
 def read_object(text: str) -> Document:

@@ -4,7 +4,8 @@
 
 The body is read only as fast as its lines are served. A stream has as many inputs in flight as are
 answered well within the time limit of a line, and at most its client's share of the queue; all of
-them count as one request there. It ends early with an error that names the first line not served.
+them count as one request there. Lines of all streams take at most 1 ms of a turn of the event loop.
+A stream ends early with an error that names the first line not served.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ from server.core.request_context import RequestContext
 from server.core.worker_client import Deadlines, Submission
 from server.http.access import check_tokens
 from server.http.errors import HttpError
-from server.http.json import Document, JsonBodyParser, parse_value, to_json
+from server.http.json import Document, InvalidJson, JsonBodyParser, parse_value, to_json
 from server.http.lines import Line, LineSplitter
 from server.http.request import (
     CLOSE,
@@ -47,6 +48,7 @@ TARGET_DIVISOR = 4
 # Bytes of answers that a stream may have computed and not passed on.
 MAX_ANSWER_BYTES = 1 << 25
 MEMORY_POLL_S = 0.05
+MAX_INVALID = 100  # lines in a row that are not JSON
 
 
 @dataclass(slots=True)
@@ -137,7 +139,7 @@ class LineStream(Generic[P]):
         self.scope, self.receive, self.endpoint, self.limit_s = scope, receive, endpoint, limit_s
         self.settings, self.memory, self.max_body = app.settings, app.memory, app.max_body
         self.worker_client = app.worker_client
-        self.queue = app.worker_client.queue
+        self.queue, self.loop_budget = app.worker_client.queue, app.loop_budget
         self.lane = app.worker_client.models[endpoint.model].lane_of(self.owner.priority)
         max_inputs = min(
             client_share(self.settings.max_queue_size),
@@ -150,6 +152,7 @@ class LineStream(Generic[P]):
         self.pending: deque[PendingLine] = deque()
         self.inputs = self.bytes = 0  # of the pending lines
         self.next_line = 1  # the first one that is not accepted
+        self.invalid = 0  # lines in a row that are not JSON
         self.ended = False  # no more lines are accepted
         self.finished = False  # all answers have been passed on
         self.body_ended = False
@@ -228,15 +231,20 @@ class LineStream(Generic[P]):
         self.added.set()
 
     async def _accept(self, line: Line) -> None:
-        """Submit a line, once there is room for it. Raises a Refused if none is accepted now."""
+        """Submit a line, once there is room. Raises a Refused, or HttpError after MAX_INVALID."""
         pending = PendingLine(line.number, len(line.content or b""), time.monotonic())
         self.next_line = line.number
         await self._wait_for_window(pending)
+        await self.loop_budget.wait()
         try:
             request = await self._parse(line)
         except Exception as error:
             pending.error = error
+            self.invalid = self.invalid + 1 if isinstance(error, InvalidJson) else 0
+            if self.invalid == MAX_INVALID:
+                raise HttpError(400, f"{MAX_INVALID} lines in a row are not JSON") from None
         else:
+            self.invalid = 0
             check_tokens(self.owner.key)
             await self.queue.wait_for_room(self.owner, self.lane)
             pending.started_at = time.monotonic()
@@ -294,12 +302,14 @@ class LineStream(Generic[P]):
                 await self.added.wait()
                 continue
             line = self.pending[0]
+            await self.loop_budget.wait()
             answer = await self._content(line)
             self.pending.popleft()
             self.inputs -= line.inputs
             self.bytes -= line.size
             self._release(line)
-            self.window.record(time.monotonic() - line.started_at, len(answer))
+            if line.work:
+                self.window.record(time.monotonic() - line.started_at, len(answer))
             self.answered.set()
             await self.response.put(answer + b"\n")
         if self.end_error:

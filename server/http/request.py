@@ -50,6 +50,7 @@ from server.http.errors import (
     is_anthropic,
 )
 from server.http.json import Header, to_json
+from server.http.loop_budget import LoopBudget
 from server.http.paths import route_path
 from server.http.spool import SpoolBudget
 from server.http.transfers import Transfer, TransferBudget
@@ -111,6 +112,7 @@ class Application:
         self.max_body = int(settings.max_body_mb * 1_000_000)
         self.memory = TransferBudget(MAX_BODIES * self.max_body, "the memory for bodies is in use")
         self.spools = SpoolBudget()
+        self.loop_budget = LoopBudget()
         self.logs_requests = False
         self.sends_request_id = True
         self.telemetry: Telemetry | None = None
@@ -165,8 +167,9 @@ class Application:
                     message["headers"].append((b"request-id", request_id))
                 if scope["context"]:
                     message["headers"] += limit_headers(scope["context"].key)
-                if self.worker_client.terminating:
-                    message["headers"] += CLOSE  # the next request goes to another process
+                if self.worker_client.terminating or scope.get("body_is_incomplete"):
+                    # the next request goes to another process, or would follow the unread body
+                    message["headers"] += CLOSE
                 scope["started"] = True
             try:
                 if is_large and message.get("body"):

@@ -4,19 +4,23 @@ import asyncio
 import contextlib
 import http.client
 import json
+import resource
 import socket
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from server.http import connections
-from server.http.connections import MAX_HEADER_BYTES
+from server.http import connections, request
+from server.http.connections import MAX_HEADER_BYTES, LimitedProtocol
 from server.http.request import MAX_HEADERS
 from tests.fakes import FakeRunner
 from tests.serving import Parser, Server, metric, read_response, serving, wait_until
@@ -34,10 +38,20 @@ def server() -> Iterator[Server]:
         yield server
 
 
-def connect(server: Server) -> socket.socket:
-    client = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+def connect(server: Server, source: str = "127.0.0.1") -> socket.socket:
+    address = ("127.0.0.1", server.port)
+    client = socket.create_connection(address, timeout=20, source_address=(source, 0))
     client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return client
+
+
+def http_response(client: socket.socket, to_head: bool = False) -> http.client.HTTPResponse:
+    """Read a whole response."""
+    client.settimeout(20)
+    response = http.client.HTTPResponse(client, method="HEAD" if to_head else None)
+    response.begin()
+    response.read()
+    return response
 
 
 def send_on(client: socket.socket, first: bytes, again: bytes) -> None:
@@ -262,6 +276,63 @@ def test_a_slow_response_is_not_a_late_header() -> None:
         assert read_response(client)[0] == 200
 
 
+UNREAD = {
+    "a foreign host": (b"POST / HTTP/1.1\r\nHost: evil.example\r\n", 421),
+    "an unknown path": (b"POST /unknown HTTP/1.1\r\nHost: localhost\r\n", 404),
+    "another method": (b"PUT / HTTP/1.1\r\nHost: localhost\r\n", 405),
+    "a probe": (b"GET /health HTTP/1.1\r\nHost: localhost\r\n", 200),
+    "only headers": (b"HEAD /metrics HTTP/1.1\r\nHost: localhost\r\n", 200),
+    "a compressed body": (
+        b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Encoding: gzip\r\n", 415
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("http", ["httptools", "h11"])
+@pytest.mark.parametrize("request_kind", UNREAD)
+def test_an_unread_body_is_not_parsed(
+    http: Parser, request_kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed = 0
+    parse = LimitedProtocol._parse
+
+    def counted(self: LimitedProtocol, data: bytes) -> None:
+        nonlocal parsed
+        parsed += len(data)
+        parse(self, data)
+
+    monkeypatch.setattr(LimitedProtocol, "_parse", counted)
+    monkeypatch.setattr(connections, "LINGER_S", 3600)
+    head, status = UNREAD[request_kind]
+    with serving(FakeRunner, http=http) as server, connect(server) as client:
+        client.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
+        response = http_response(client, head[:4] == b"HEAD")
+        assert (response.status, response.getheader("connection")) == (status, "close")
+        before = parsed
+        client.sendall(b"1\r\na\r\n" * 1_000_000)  # more than the sockets hold
+        assert client.recv(1) == b""
+        assert parsed == before
+
+
+@pytest.mark.parametrize("http", ["httptools", "h11"])
+def test_a_connection_with_an_unread_body_is_closed(
+    http: Parser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "LINGER_S", 0.01)
+    with serving(FakeRunner, http=http) as server, connect(server) as client:
+        client.sendall(CHUNKED.replace(b"POST /", b"POST /unknown"))
+        assert read_response(client)[0] == 404
+        wait_until(lambda: not server.uvicorn.server_state.connections)
+
+
+@pytest.mark.parametrize("http", ["httptools", "h11"])
+def test_a_complete_body_that_no_route_reads_keeps_the_connection(http: Parser) -> None:
+    with serving(FakeRunner, http=http) as server, connect(server) as client:
+        for _ in range(2):
+            client.sendall(POST.replace(b"POST /", b"POST /unknown"))
+            assert read_response(client)[0] == 404
+
+
 @pytest.mark.parametrize("http", ["httptools", "h11"])
 def test_malformed_http_gets_the_envelope(http: Parser) -> None:
     with serving(FakeRunner, http=http) as server:
@@ -307,9 +378,125 @@ def test_pipelined_requests_are_limited(server: Server) -> None:
             pass
     with connect(server) as client:
         client.sendall(SHORT * 50)
-        responses = b""
-        while responses.count(b"HTTP/1.1 200 OK") < 50:
-            responses += client.recv(1 << 16)
+        read_pipelined(client, 50)
+
+
+def read_pipelined(client: socket.socket, count: int) -> None:
+    """Read until `count` responses have begun."""
+    responses = b""
+    while responses.count(b"HTTP/1.1 200 OK") < count:
+        received = client.recv(1 << 16)
+        assert received
+        responses += received
+
+
+def held_bytes(server: Server) -> int:
+    """Return the bytes of unfinished requests that the connections hold."""
+    total = 0
+    protocols: set[Any] = server.uvicorn.server_state.connections
+    for protocol in protocols:
+        cycles = [protocol.cycle, *(cycle for cycle, _ in getattr(protocol, "pipeline", ()))]
+        total += sum(len(cycle.body) for cycle in cycles)
+        if isinstance(protocol, H11Protocol):
+            total += len(protocol.conn.trailing_data[0])
+    return total
+
+
+@pytest.mark.parametrize("http", ["httptools", "h11"])
+def test_bodies_behind_a_waiting_request_are_not_read(http: Parser) -> None:
+    turns = threading.Semaphore(0)
+    runner = FakeRunner(lambda texts: turns.acquire(timeout=60))
+    large = POST.replace(b"4\r\n\r\ntext", b"300000\r\n\r\n" + b"a" * 300_000)
+    with serving(lambda: runner, http=http) as server, connect(server) as client:
+        client.sendall(POST * 51)
+        assert runner.entered.acquire(timeout=10)
+        thread = threading.Thread(target=client.sendall, args=(large * 40,))
+        thread.start()
+        turns.release(51)
+        read_pipelined(client, 51)
+        for _ in range(51):
+            assert runner.entered.acquire(timeout=10)
+        assert held_bytes(server) < 1_000_000
+        turns.release(40)
+        read_pipelined(client, 40)
+        thread.join(20)
+        client.sendall(SHORT)
+        read_pipelined(client, 1)
+
+
+@pytest.mark.parametrize("http", ["httptools", "h11"])
+def test_a_connection_whose_input_takes_long_to_parse_rests(
+    http: Parser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = FakeRunner()
+    with serving(lambda: runner, http=http) as server, connect(server) as client:
+        loop: Any = server.worker_client.loop
+        monkeypatch.setattr(connections, "MAX_PARSE_S", 0)
+        monkeypatch.setattr(connections, "REST_FACTOR", 1e9)
+        client.sendall(CHUNKED)
+        protocols: set[Any] = server.uvicorn.server_state.connections
+        wait_until(lambda: any(protocol.is_resting for protocol in protocols))
+        [protocol] = [protocol for protocol in protocols if protocol.is_resting]
+        client.sendall(b"0\r\n\r\n")
+        with connect(server) as other:
+            other.sendall(SHORT)
+            assert read_response(other)[0] == 200
+        assert protocol.flow.read_paused
+        assert protocol.cycle.more_body
+        monkeypatch.setattr(connections, "MAX_PARSE_S", 60)
+        loop.call_soon_threadsafe(protocol._end_rest)
+        assert read_response(client)[0] == 200
+
+
+def is_closed(client: socket.socket) -> bool:
+    client.setblocking(False)
+    try:
+        return not client.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def test_the_limit_of_open_files_is_raised() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1] // 2, before[1]))
+    try:
+        with serving(FakeRunner):
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("http", ["httptools", "h11"])
+@pytest.mark.parametrize(("address", "others"), [("127.0.0.2", 8), ("127.0.0.1", 20)])
+def test_the_waiting_connections_of_the_address_with_the_most_are_closed(
+    http: Parser, address: str, others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """127.0.0.1 may be a proxy: its connections do not count as those of one client."""
+    limits = SimpleNamespace(**vars(resource))
+    limits.getrlimit = lambda kind: (40, 40)  # 30 connections
+    monkeypatch.setattr(connections, "resource", limits)
+    runner = FakeRunner()
+    with serving(lambda: runner, http=http) as server, contextlib.ExitStack() as stack:
+        kept = [stack.enter_context(connect(server, address)) for _ in range(others)]
+        for client in kept:
+            client.sendall(SHORT)
+            assert http_response(client).status == 200
+        runner.gate.clear()
+        held = stack.enter_context(connect(server, "127.0.0.9"))
+        held.sendall(POST)
+        assert runner.entered.acquire(timeout=10)
+        waiting = [stack.enter_context(connect(server, "127.0.0.9")) for _ in range(60)]
+        for n, client in enumerate(waiting):
+            with contextlib.suppress(OSError):  # closed already
+                client.sendall((b"", b"GET /health HT", POST[:-1])[n % 3])
+        wait_until(lambda: sum(map(is_closed, waiting)) >= 61 + others - 30)
+        for client in kept:
+            client.sendall(SHORT)
+            assert http_response(client).status == 200
+        runner.gate.set()
+        assert http_response(held).status == 200
 
 
 def test_a_malformed_body_after_expect_100_is_not_an_internal_error(server: Server) -> None:
@@ -339,6 +526,20 @@ def test_other_apps_keep_uvicorns_protocol(server: Server) -> None:
         return type(HttpToolsProtocol(config=config, server_state=ServerState(), app_state={}))
 
     assert asyncio.run(protocol()) is HttpToolsProtocol
+
+
+@pytest.mark.parametrize("http", ["httptools", "h11"])
+def test_the_address_of_a_client_is_the_one_that_a_proxy_names(
+    http: Parser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    addresses: list[str] = []
+    monkeypatch.setattr(request, "address_of", lambda scope: addresses.append(scope["client"][0]))
+    monkeypatch.setattr(request, "client_of", lambda key, address: b"client")
+    with serving(FakeRunner, http=http) as server:
+        addresses.clear()
+        for headers in ({}, {"X-Forwarded-For": "10.0.0.1"}):
+            assert httpx.get(server.url + "/version", headers=headers).status_code == 200
+    assert addresses == ["127.0.0.1", "10.0.0.1"]
 
 
 @pytest.mark.parametrize("http", ["httptools", "h11"])

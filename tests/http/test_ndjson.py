@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from server.http import connections, request, spool
+from server.http.loop_budget import LoopBudget
 from server.http.ndjson import LineWindow
 from tests.fakes import FakeRunner
 from tests.serving import ManualTimers, Parser, Server, metric, serving, wait_until
@@ -336,6 +337,43 @@ def test_embeddings_of_lines() -> None:
         assert answers[3]["error"]["line"] == 4
         assert answers[3]["error"]["code"] == "model_not_found"
         assert answers[4]["error"]["param"] == "parameters"
+
+
+def test_a_stream_ends_after_a_hundred_lines_in_a_row_that_are_not_json(server: Server) -> None:
+    almost = b"x\n" * 99
+    answers = post(server, almost + b'"a"\n' + almost + b"[1]\n" + almost + b"x\n" * 9000)
+    assert len(answers) == 300
+    assert answers[99] == {"echo": "a"}
+    assert answers[-2]["error"]["message"].startswith("the line is not valid JSON")
+    last = answers[-1]["error"]
+    assert (last["line"], last["code"]) == (300, "invalid_request")
+    expected = "100 lines in a row are not JSON: this line and those after it were not served"
+    assert last["message"] == expected
+
+
+def test_lines_wait_for_their_turn_of_the_loop(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = 0
+    wait = LoopBudget.wait
+
+    async def counted(self: LoopBudget) -> None:
+        nonlocal waits
+        waits += 1
+        await wait(self)
+
+    monkeypatch.setattr(LoopBudget, "wait", counted)
+    assert len(post(server, b'"a"\n1\n{}\nx\n' * 5)) == 20
+    assert waits == 2 * 20  # to be parsed, and to be answered
+
+
+def test_refused_lines_do_not_widen_the_window(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded: list[int] = []
+    monkeypatch.setattr(LineWindow, "record", lambda self, seconds, size: recorded.append(size))
+    assert len(post(server, b'1\nx\n"a"\n' * 5)) == 15
+    assert len(recorded) == 5
 
 
 def test_the_window_follows_the_time_limit_and_the_size_of_answers() -> None:
