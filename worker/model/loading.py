@@ -52,6 +52,7 @@ from worker.task_detection import (
     split_file,
     split_revision,
 )
+from worker.text.chat_template import sandbox  # noqa: F401  # bounds templates from its import on
 
 log = logging.getLogger("onequeue.loading")
 
