@@ -108,6 +108,7 @@ def create_app(
         pool_threads,
         settings.stuck_after_s,
         settings.model_idle_s,
+        settings.load_timeout_s,
     )
     routes, responses, batches = make_routes(settings, worker_client, entries)
     run = partial(lifespan, responses=responses, batches=batches)

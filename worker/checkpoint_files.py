@@ -9,12 +9,17 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 MAX_FILES = 10_000
 MAX_CONFIG_BYTES = 10_000_000
+POSITIONS = re.compile(r"(.*_)?positions?(_embeddings)?")
+MAX_POSITIONS = 1 << 27
+COUNTS = re.compile(r"(.*_)?(layers?|blocks|experts|depth)")
+MAX_UNSTORED = 1024  # of these in a model that has not as many tensors
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 LFS_POINTER = b"version https://git-lfs"
 CONFIGS = ("config.json", "modules.json")
@@ -157,29 +162,63 @@ def _damaged_weights(folder: Path) -> str:
         shards = [parent / WEIGHTS[0]]
         if not shards[0].is_file() and index.is_file():
             try:
-                names = set(json.loads(index.read_bytes())["weight_map"].values())
-                shards = [parent / name for name in sorted(names)]
+                shards = shards_of(index)
             except (ValueError, KeyError, TypeError, AttributeError):
-                return f"its {index.name} cannot be read: download it again"
+                return (
+                    f"its {index.name} cannot be read, or names files elsewhere: download it again"
+                )
             if missing := [shard.name for shard in shards if not shard.is_file()]:
                 return f"its weights lack {missing[0]}: download it"
-        for shard in shards:
-            if shard.is_file() and (problem := _safetensors_problem(shard)):
+        headers = [_read_header(shard) for shard in shards if shard.is_file()]
+        for _, problem in headers:
+            if problem:
                 return problem
+        if headers and (problem := _count_problem(parent, sum(count for count, _ in headers))):
+            return problem
     return ""
 
 
-def _safetensors_problem(file: Path) -> str:
-    """Return how a safetensors file is damaged: its header gives its size."""
+def shards_of(index: Path) -> list[Path]:
+    """Return the files that an index of weights names. Raise ValueError if one is outside of its
+    folder. Links in the folder may lead to a cache."""
+    names: set[str] = set(json.loads(index.read_bytes())["weight_map"].values())
+    if any(Path(name).is_absolute() or ".." in Path(name).parts for name in names):
+        raise ValueError(f"{index.name} names files outside of its folder")
+    return [index.parent / name for name in sorted(names)]
+
+
+def _count_problem(folder: Path, tensors: int) -> str:
+    """Return which count of config.json is too large: transformers makes lists and layers of such
+    lengths before it reads weights."""
+    file = folder / CONFIGS[0]
+    sections: list[Any] = []
+    with suppress(OSError, ValueError):  # a subfolder's may be anything
+        sections.append(json.loads(file.read_bytes()))
+    while sections:
+        section = sections.pop()
+        items = section.items() if isinstance(section, dict) else ()
+        sections += section if isinstance(section, list) else [value for _, value in items]
+        for key, value in items:
+            count = value if isinstance(value, int) else 0
+            if POSITIONS.fullmatch(key) and count > MAX_POSITIONS:
+                return f"its config.json has {key} {count}, more than {MAX_POSITIONS}"
+            if COUNTS.fullmatch(key) and count > max(tensors, MAX_UNSTORED):
+                return f"its config.json has {key} {count}, and its weights only {tensors} tensors"
+    return ""
+
+
+def _read_header(file: Path) -> tuple[int, str]:
+    """Return how many tensors a safetensors file has, and how it is damaged: its header gives its
+    size."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(len(LFS_POINTER))
         if start == LFS_POINTER:
-            return _pointer(file.name)
+            return 0, _pointer(file.name)
         length = int.from_bytes(start[:8], "little")
         damaged = f"its {file.name} is damaged: download it again"
         if size < 8 or length > MAX_HEADER_BYTES:
-            return damaged
+            return 0, damaged
         stream.seek(8)
         header = stream.read(length)
     try:
@@ -187,7 +226,7 @@ def _safetensors_problem(file: Path) -> str:
         ends = [entry["data_offsets"][1] for name, entry in tensors.items() if name[:2] != "__"]
         expected = 8 + length + max(ends, default=0)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-        return damaged
+        return 0, damaged
     if size < expected:
-        return f"its {file.name} is incomplete, {size} of {expected} bytes: download it again"
-    return "" if size == expected else damaged
+        return 0, f"its {file.name} is incomplete, {size} of {expected} bytes: download it again"
+    return len(ends), "" if size == expected else damaged

@@ -5,16 +5,24 @@ A loader thread reads weights and lays them out, while the worker's thread serve
 Without a load, as in tests, forwards run on the caller's thread.
 """
 
+import math
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from batching.errors import OnequeueError
+
 T = TypeVar("T")
 _thread = threading.local()
+
+
+class LoadStopped(OnequeueError):
+    """The load is to end: it was stopped, or made no progress."""
 
 
 class Memory(Protocol):
@@ -38,12 +46,26 @@ class LoadProgress:
 @dataclass(eq=False)
 class LoadContext:
     """`run`: runs a function on the worker's thread. `limit`: bytes that weights and cache may take
-    together; None: the free memory."""
+    together; None: the free memory. `max_built`: bytes of the model before its weights are read."""
 
     run: Callable[[Callable[[], Any]], Any]
     report: Callable[[LoadProgress], object] = lambda progress: None
     limit: int | None = None
     memory: list[Memory] = field(default_factory=list)
+    progress_at: float = field(default_factory=time.monotonic)
+    stopped: bool = False
+    built: int = 0
+    max_built: int = sys.maxsize
+
+    def stop(self) -> bool:
+        self.stopped = True
+        return True
+
+    def advance(self) -> None:
+        """Note progress. Raise LoadStopped if the load is to end."""
+        if self.stopped:
+            raise LoadStopped("the load was stopped")
+        self.progress_at = time.monotonic()
 
     @property
     def nbytes(self) -> int:
@@ -69,13 +91,28 @@ def on_worker(function: Callable[[], T]) -> T:
     """Return the result of a function that runs a model."""
     if (context := current_load()) is None:
         return function()
+    context.advance()
     result: T = context.run(partial(_with_modes, function, *_torch_modes()))
+    context.advance()
     return result
+
+
+def advance() -> None:
+    """Note progress of this thread's load, if there is one. Raise LoadStopped if it is to end."""
+    if context := current_load():
+        context.advance()
+
+
+def expect_download() -> None:
+    """Do not count the time until the next progress: downloads have time limits of their own."""
+    if context := current_load():
+        context.progress_at = math.inf
 
 
 def report(stage: str, done: int = 0, total: int = 0) -> None:
     """Report the progress of this thread's load, if there is one."""
     if context := current_load():
+        context.advance()
         context.report(LoadProgress(stage, done, total))
 
 

@@ -1,5 +1,8 @@
 """The loader thread: reads models and lays out their weights, and frees them, one after another.
 
+A load that is stuck, or that nobody needs any more, is abandoned with its thread. It ends at its
+next progress (load_context.py).
+
     submit → load: read, check, pack ──▶ a forward pass: the worker's thread, between two steps
                                      ◀── its result
 
@@ -38,11 +41,14 @@ class Job:
 
 
 class Loader:
-    """A daemon thread: a load that hangs does not block the exit."""
+    """A daemon thread: a load that hangs does not block the exit. Another thread takes its place if
+    the load is abandoned."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._run, name="loader", daemon=True)
+        self._lock = threading.Lock()
+        self._running: Future[Any] | None = None
+        self.thread = self._new_thread()
 
     def submit(self, function: Callable[[], Any]) -> "Future[Any]":
         job = Job(function)
@@ -52,7 +58,31 @@ class Loader:
     def stop(self) -> None:
         self._jobs.put(None)
 
+    def abandon(self, result: "Future[Any]", may_stop: Callable[[], bool]) -> bool:
+        """Leave the thread to a job that runs, and have another one run the next jobs. A job that
+        waits is cancelled. False if the job has ended, or if it may not stop."""
+        with self._lock:
+            if result.cancel():
+                return True
+            if self._running is not result or not may_stop():
+                return False
+            log.warning("a job of the loader thread is abandoned")
+            self._running, self.thread = None, self._new_thread()
+            self.thread.start()
+            return True
+
+    def _new_thread(self) -> threading.Thread:
+        return threading.Thread(target=self._run, name="loader", daemon=True)
+
     def _run(self) -> None:
         use_one_core()
-        while (job := self._jobs.get()) is not None:
+        while self._set_running(None) and (job := self._jobs.get()) is not None:
+            self._set_running(job.result)
             job.run()
+
+    def _set_running(self, result: "Future[Any] | None") -> bool:
+        """Return whether this thread is the loader thread, not an abandoned one."""
+        with self._lock:
+            if is_current := self.thread is threading.current_thread():
+                self._running = result
+            return is_current

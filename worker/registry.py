@@ -7,6 +7,7 @@ reads states and breakers. A model that is not loaded has no engine.
 
 import logging
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -99,6 +100,8 @@ class ServedModel:
         self.adapters: list[Adapter] = []  # that are loaded with it
         self._with_weights: WeakSet[Adapter] = WeakSet()  # also those that only requests hold
         self._load = load
+        self._loading: LoadContext | None = None  # of a load that can be stopped
+        self._commit = threading.Lock()  # of the engine to a load that was not stopped
 
     def load_at_start(self) -> None:
         self.at_start, self.state = True, "loading"
@@ -160,30 +163,51 @@ class ServedModel:
             self.progress = progress
             self.on_progress()
 
-        context = LoadContext(run, report, limit)
+        context = self._loading = LoadContext(run, report, limit)
+        engine: Engine | None = None
         try:
             with loading(context):
-                self.engine = self._load()
-                self._load_adapters()
+                engine = self._load()
+                self._load_adapters(engine)
+            with self._commit:
+                context.advance()
+                self._loading, self.memory = None, context.memory
+                self.engine, self.info = engine, engine.info
+                if text_model := engine.text_model:
+                    limits = text_model.max_model_len, text_model.no_images_reason
+                    self.text_info = TextModelInfo(*limits)
+                self.state = "warming"
         except BaseException:
+            if engine and context.stopped:
+                engine.close()
             release(context.memory)
             raise
-        self.memory, self.info = context.memory, self.engine.info
-        if text_model := self.engine.text_model:
-            self.text_info = TextModelInfo(text_model.max_model_len, text_model.no_images_reason)
-        self.state, info = "warming", self.info
+        info = engine.info
         log.info(
             "model loaded task=%s model=%s device=%s dtype=%s parameters=%d batching=%s%s",
             info.task, info.model, info.device, info.dtype, info.parameters,
             info.batching, f" because={info.why!r}" if info.why else "",
         )  # fmt: skip
 
-    def _load_adapters(self) -> None:
+    @property
+    def progress_at(self) -> float:
+        """When the running load has made progress."""
+        return self._loading.progress_at if self._loading else 0.0
+
+    def stop_load(self) -> bool:
+        """Have the running load end at its next progress; False if there is none, or if its engine
+        is warmed up already."""
+        with self._commit:
+            if context := self._loading:
+                context.stopped, self._loading = True, None
+            return context is not None
+
+    def _load_adapters(self, engine: Engine) -> None:
         """Load the adapters. One that fails ends the server's start; later it fails its requests
         alone."""
         for adapter in [*self.adapters]:
             try:
-                self.load_adapter(adapter)
+                self.load_adapter(adapter, engine)
             except Exception as error:
                 if self.at_start and self.info is None:
                     raise InvalidAdapter(f"LORA: the adapter {adapter.name!r}: {error}") from error
@@ -191,9 +215,9 @@ class ServedModel:
                 adapter.failure = str(error) if is_known else "see the server's log"
                 log.warning("adapter failed name=%s serves=%s: %s", adapter.name, self.name, error)
 
-    def load_adapter(self, adapter: Adapter) -> None:
-        """Load an adapter of a language model that is loaded. Raises InvalidAdapter."""
-        cast(Generator, self.engine).load_adapter(adapter)
+    def load_adapter(self, adapter: Adapter, engine: Engine) -> None:
+        """Load an adapter of a language model. Raises InvalidAdapter."""
+        cast(Generator, engine).load_adapter(adapter)
         adapter.failure = ""
         self._with_weights.add(adapter)
         nbytes = adapter.weights.nbytes if adapter.weights else 0

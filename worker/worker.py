@@ -189,10 +189,10 @@ class Worker:
         return self.loader.submit(model.measure)
 
     def load_adapter(
-        self, model: ServedModel, adapter: Adapter, limit: int | None
+        self, model: ServedModel, adapter: Adapter, context: LoadContext
     ) -> "Future[None]":
-        """Load an adapter of a language model; `limit`: bytes that it may take."""
-        return self.loader.submit(partial(self._load_adapter, model, adapter, limit))
+        """Load an adapter of a language model."""
+        return self.loader.submit(partial(self._load_adapter, model, adapter, context))
 
     def unload(self, model: ServedModel) -> "Future[None]":
         """Drop a model's engine, which must have no items, and free its memory."""
@@ -241,11 +241,11 @@ class Worker:
             self._unload(model)
             raise
 
-    def _load_adapter(self, model: ServedModel, adapter: Adapter, limit: int | None) -> None:
+    def _load_adapter(self, model: ServedModel, adapter: Adapter, context: LoadContext) -> None:
         if not model.is_loaded:
             raise NotReady(f"the model {model.title!r} was unloaded", 5)
-        with loading(LoadContext(self.call, limit=limit)):
-            model.load_adapter(adapter)
+        with loading(context):
+            model.load_adapter(adapter, model.engine)
 
     def _unload(self, model: ServedModel) -> None:
         self.call(partial(self._remove, model))

@@ -1,7 +1,8 @@
 """Loads models when requests name them, and unloads them: when idle, or to make room.
 
     unloaded → loading → warming → ready → (finishes what runs) → unloading → unloaded
-                  └────────┴────▶ failed ── the next request, after a back-off ──▶ loading
+                  ├────────┴────▶ failed ── the next request, after a back-off ──▶ loading
+                  └─ an operator unloads it ──▶ unloaded
 
 Items of a model that is not loaded wait here, accepted and in order, and go on to be prepared when
 it is ready. Models are loaded one after another. Everything runs on the event loop; the work is
@@ -14,16 +15,19 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 from batching.errors import NoRoom, NotReady, OnequeueError, QueueFull
 from batching.request_queue import RequestQueue, WorkItem
-from worker.load_context import LoadProgress
+from worker.load_context import LoadProgress, LoadStopped
 from worker.registry import ServedModel
 from worker.worker import Worker
 
 log = logging.getLogger("onequeue.models")
+T = TypeVar("T")
 
 # Items that await models may hold 1 / AWAITING_DIVISOR of the queue's slots.
 AWAITING_DIVISOR = 4
@@ -39,7 +43,8 @@ class Residency:
 
     model: ServedModel
     waiting: deque[WorkItem] = field(default_factory=deque)
-    queued: bool = False  # to be loaded
+    queued: bool = False  # to be loaded, or being loaded
+    load: "asyncio.Task[None] | None" = None  # the last one
     requested: bool = False  # to be loaded by an operator: also if no item awaits it
     # finishes what runs, and is unloaded then
     departure: "asyncio.Task[None] | None" = None
@@ -79,7 +84,7 @@ class Residency:
 
 class ModelManager:
     """`put` passes items on to be prepared. `idle_s`: time until an unused model is unloaded, 0:
-    never."""
+    never. `load_timeout_s`: time without progress until a load is abandoned."""
 
     def __init__(
         self,
@@ -88,12 +93,14 @@ class ModelManager:
         put: Callable[[list[WorkItem]], None],
         on_change: Callable[[ServedModel, str], None],
         idle_s: float = 0.0,
+        load_timeout_s: float = math.inf,
     ) -> None:
         self.worker = worker
         self.queue = queue
         self.put = put
         self.on_change = on_change  # called with loaded, failed or unloaded
         self.idle_s = idle_s
+        self.load_timeout_s = load_timeout_s
         self.models = {name: Residency(model) for name, model in worker.models.items()}
         self._loads: deque[Residency] = deque()
         self._task: asyncio.Task[None] | None = None
@@ -172,11 +179,46 @@ class ModelManager:
     async def _run(self) -> None:
         while self._loads:
             entry = self._loads.popleft()
+            load = entry.load = asyncio.get_running_loop().create_task(self._load(entry))
             try:
-                await self._load(entry)
-            except Exception as error:
+                await asyncio.wait({load})
+            finally:
+                load.cancel()  # the server stops
+            if load.cancelled():
+                self._on_cancelled(entry)
+            elif error := load.exception():
                 entry.queued = False
                 self._on_failed(entry, error)
+
+    async def result(
+        self,
+        future: "Future[T]",
+        progress_at: Callable[[], float],
+        may_stop: Callable[[], bool],
+        timeout_s: float = math.inf,
+    ) -> T:
+        """Return the result of a job of the loader thread. Leave the thread to the job if it makes
+        no progress for `timeout_s`, or the caller is cancelled. Raises LoadStopped."""
+        job = asyncio.wrap_future(future)
+        started_at = time.monotonic()
+        left_s = timeout_s
+        try:
+            while True:
+                await asyncio.wait({job}, timeout=left_s if left_s < math.inf else None)
+                if job.done():
+                    return job.result()
+                left_s = max(started_at, progress_at()) + timeout_s - time.monotonic()
+                if left_s <= 0:
+                    if self.worker.loader.abandon(future, may_stop):
+                        limit = f"{timeout_s:g} s (LOAD_TIMEOUT_S)"
+                        raise LoadStopped(f"it made no progress for {limit}")
+                    left_s = math.inf  # it has ended, or warms up
+        except asyncio.CancelledError:
+            if not self.worker.loader.abandon(future, may_stop):
+                await asyncio.wait({job})
+            raise
+        finally:
+            job.cancel()
 
     async def _load(self, entry: Residency) -> None:
         model = entry.model
@@ -187,11 +229,14 @@ class ModelManager:
             return
         entry.load_started_at = time.monotonic()
         model.state = "loading"
-        needed, free = await asyncio.wrap_future(self.worker.measure(model))
+        needed, free = await self._measure(model)
         await self._make_room(entry, needed, free)
         while True:
             try:
-                await asyncio.wrap_future(self.worker.load(model, self.worker.remaining_bytes))
+                future = self.worker.load(model, self.worker.remaining_bytes)
+                await self.result(
+                    future, lambda: model.progress_at, model.stop_load, self.load_timeout_s
+                )
                 break
             except NoRoom as error:  # caches and forwards need more than the weights
                 if (other := self._next_to_leave(entry)) is None:
@@ -217,7 +262,7 @@ class ModelManager:
         if not self.queue.uses[model.name]:
             self._on_unused(model.name)
 
-    def _on_failed(self, entry: Residency, error: Exception) -> None:
+    def _on_failed(self, entry: Residency, error: BaseException) -> None:
         """Fail the items that await a model, and those alone."""
         model, now = entry.model, time.monotonic()
         entry.requested = False
@@ -227,14 +272,28 @@ class ModelManager:
         entry.failures, entry.retry_at = entry.failures + 1, now + wait_s
         log.error("load failed serves=%s retry_s=%g: %s", model.name, wait_s, error, exc_info=error)
         self.on_change(model, "failed")
-        failure = NotReady(self._failure_text(entry), wait_s)
+        self._fail_waiting(entry, NotReady(self._failure_text(entry), wait_s))
+
+    def _on_cancelled(self, entry: Residency) -> None:
+        """Fail the items that await a model whose load an operator has ended."""
+        model = entry.model
+        entry.queued = entry.requested = False
+        if model.state == "ready":
+            self._leave(entry)
+        elif model.state in ("loading", "warming"):
+            model.state = "unloaded"
+        log.info("load cancelled serves=%s", model.name)
+        self._fail_waiting(entry, NotReady(f"the model {model.title!r} was unloaded", 5))
+
+    def _fail_waiting(self, entry: Residency, failure: NotReady) -> None:
+        model = entry.model
         for item in list(self.queue.items):
             if item.model == model.name and item.awaits_model:
                 item.resolve(failure)
         entry.waiting.clear()
         entry.notify()
 
-    def _reason(self, entry: Residency, error: Exception) -> str:
+    def _reason(self, entry: Residency, error: BaseException) -> str:
         """Return the reason without the model's name, and without its path: clients see neither."""
         if not isinstance(error, OnequeueError):
             return "see the server's log"
@@ -262,7 +321,11 @@ class ModelManager:
                     "model can be unloaded"
                 )
             await asyncio.shield(self._leave(other))
-            needed, free = await asyncio.wrap_future(self.worker.measure(entry.model))
+            needed, free = await self._measure(entry.model)
+
+    async def _measure(self, model: ServedModel) -> tuple[int, int]:
+        future = self.worker.measure(model)
+        return await self.result(future, lambda: 0.0, lambda: True, self.load_timeout_s)
 
     def _next_to_leave(self, entry: Residency) -> Residency | None:
         """Return the model that is unloaded first to make room for one."""
@@ -327,5 +390,12 @@ class ModelManager:
             self._want(entry)
 
     def request_unload(self, entry: Residency) -> None:
-        """Unload a model that is ready, once what runs on it has finished."""
-        self._leave(entry)
+        """Unload a model that is ready, once what runs on it has finished. End its load if it is
+        being loaded."""
+        if entry in self._loads:
+            self._loads.remove(entry)
+            self._on_cancelled(entry)
+        elif entry.queued and entry.load:
+            entry.load.cancel()
+        else:
+            self._leave(entry)

@@ -75,6 +75,12 @@ class Settings:
     model_idle_s: float = setting(
         0.0, "time without requests until a model is unloaded, in seconds; 0: never", minimum=0
     )
+    load_timeout_s: float = setting(
+        300.0,
+        "time without progress after which a load on demand is abandoned, in seconds; not counted "
+        "while files are downloaded",
+        minimum=0.001,
+    )
     models_gb: float | None = setting(
         None,
         "memory of the weights and caches of all models, in GB; auto: the free memory",

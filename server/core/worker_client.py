@@ -157,6 +157,7 @@ class WorkerClient:
         pool_threads: int,
         stuck_after_s: float,
         model_idle_s: float = 0.0,
+        load_timeout_s: float = math.inf,
     ) -> None:
         self.worker = worker
         self.models = worker.models
@@ -173,7 +174,8 @@ class WorkerClient:
         self.prepare = FairPool("prepare", pool_threads, self._prepare_items)
         self.decode = FairPool("decode", pool_threads, self._prepare_items)
         self.finish: Pool[RawOutput] = Pool("finish", pool_threads, self._finish_items)
-        self.manager = ModelManager(worker, queue, self._put, self._on_change, model_idle_s)
+        limits = model_idle_s, load_timeout_s
+        self.manager = ModelManager(worker, queue, self._put, self._on_change, *limits)
 
     def start(self) -> None:
         self.started = True

@@ -5,6 +5,7 @@ they began with: an unloaded or replaced one is freed after the last of them.
 """
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -12,15 +13,17 @@ from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.routing import Route
 
-from batching.errors import InvalidInput, NotReady
+from batching.errors import DeadlineExceeded, InvalidInput, NotReady
 from batching.request_queue import WorkItem
 from server.core.settings import SERVED_NAME, Settings, SettingsError, parse_adapters
 from server.http.access import check_admin
 from server.http.errors import HttpError
 from server.http.json import JsonBodyParser, parse_json
 from server.http.request import JsonEndpoint, read_json_request
+from server.openai.images import raise_when_gone
 from server.openai.models import AdaptedModel, ModelGroup, NamedModel
 from server.openai.request_fields import convert
+from worker.load_context import LoadContext
 from worker.messages.adapters import Adapter, InvalidAdapter
 
 MAX_ADAPTERS = 128
@@ -105,13 +108,19 @@ class AdapterControl:
         self._loading.add(name)
         try:
             async with base.loaded(request.scope, request.receive, deadlines):
-                client = base.worker_client
-                limit = client.worker.remaining_bytes
-                loading = client.worker.load_adapter(base.served, adapter, limit)
-                # goes on if the client leaves: then nothing refers to its result
-                await asyncio.shield(asyncio.wrap_future(loading))
-        except InvalidAdapter as error:
-            raise InvalidInput.at("lora_path", str(error)) from error
+                left_s = deadlines.first - time.monotonic()
+                async with asyncio.timeout(left_s), asyncio.TaskGroup() as group:
+                    watch = group.create_task(raise_when_gone(request.receive))
+                    await self._load(base, adapter)
+                    watch.cancel()
+        except TimeoutError:
+            message = f"the adapter {name!r} was not loaded within the request's time limit"
+            raise DeadlineExceeded(message) from None
+        except BaseExceptionGroup as group_error:
+            [error] = group_error.exceptions
+            if isinstance(error, InvalidAdapter):
+                raise InvalidInput.at("lora_path", str(error)) from error
+            raise error from None
         finally:
             self._loading.discard(name)
         if base.served.state != "ready" or adapter.weights is None:
@@ -119,6 +128,13 @@ class AdapterControl:
         self._remove(name)
         self._add(base, adapter)
         return AdapterResponse(True, f"Success: LoRA adapter {name!r} added successfully.")
+
+    async def _load(self, base: NamedModel, adapter: Adapter) -> None:
+        """Load an adapter. If this is cancelled, nothing refers to the result."""
+        client = base.worker_client
+        context = LoadContext(client.worker.call, limit=client.worker.remaining_bytes)
+        loading = client.worker.load_adapter(base.served, adapter, context)
+        await client.manager.result(loading, lambda: context.progress_at, context.stop)
 
     def _check_name(self, wanted: LoadAdapterRequest) -> AdaptedModel | None:
         """Return the adapter that is to be replaced. Raises InvalidInput."""

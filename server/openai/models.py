@@ -390,12 +390,13 @@ class ModelListing:
         return LoadResponse(success=True)
 
     async def unload(self, request: Request) -> LoadResponse:
-        """Unload a model once what runs on it has finished; new requests load it again."""
+        """Unload a model once what runs on it has finished, or end its load; new requests load it
+        again."""
         check_admin(request.scope)
         model = await self._model(request.scope, request.receive, self.all)
         if model.served.pin:
             raise InvalidInput.at("model", f"{model.id!r} is pinned")
-        if not model.residency.is_ready:
+        if not (model.residency.is_ready or model.residency.queued):
             status = model.status().value
             state = "already being unloaded" if status == "loaded" else f"{status}, not loaded"
             raise InvalidInput.at("model", f"{model.id!r} is {state}")

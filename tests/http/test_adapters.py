@@ -1,5 +1,8 @@
 """LoRA adapters by name: routes, listing and life cycle, with a fake model."""
 
+import json
+import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,6 +20,8 @@ from tests.event_streams import chat, post
 from tests.fake_generator import FakeGenerator
 from tests.http.test_pipeline_http import error_of
 from tests.serving import Server, serving, wait_until
+from worker.load_context import advance
+from worker.messages.adapters import Adapter
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
@@ -256,3 +261,59 @@ def test_a_file_of_models_names_adapters(tmp_path: Path) -> None:
         file.write_text(wrong)
         with pytest.raises(SettingsError):
             load_settings({"MODELS": str(file)})
+
+
+class SlowAdapters(FakeGenerator):
+    """Reads adapters when its gate is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = threading.Semaphore(0)
+        self.may_read = threading.Event()
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        self.reads.release()
+        assert self.may_read.wait(60)
+        advance()
+        super().load_adapter(adapter)
+
+
+@contextmanager
+def slow_adapters(folder: Path) -> Iterator[tuple[Setup, SlowAdapters]]:
+    write(folder / "one")
+    generator = SlowAdapters()
+    lora_dir = str(folder)
+    with serving(load_chat=lambda: generator, lora_dir=lora_dir, model_control=True) as server:
+        try:
+            yield Setup(server, generator), generator
+        finally:
+            generator.may_read.set()
+            generator.release()
+
+
+def test_an_adapter_is_loaded_within_the_time_limit_of_its_request(tmp_path: Path) -> None:
+    with slow_adapters(tmp_path) as (setup, generator):
+        body = {"lora_name": "a", "lora_path": "one"}
+        late = post(setup.server, LOAD, body, **{"X-Request-Timeout-Ms": "100"})
+        message = "the adapter 'a' was not loaded within the request's time limit"
+        assert (late.status_code, error_of(late)["message"]) == (504, message)
+        generator.may_read.set()
+        assert setup.load("a", "one").status_code == 200  # by another thread
+        assert setup.ask("a").status_code == 200
+
+
+def test_a_client_that_leaves_frees_the_name_of_its_adapter(tmp_path: Path) -> None:
+    with slow_adapters(tmp_path) as (setup, generator):
+        body = {"lora_name": "a", "lora_path": "one"}
+        with socket.create_connection(("127.0.0.1", setup.server.port)) as connection:
+            head = f"POST {LOAD} HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n"
+            head += "Content-Type: application/json\r\n\r\n"
+            text = json.dumps(body)
+            connection.sendall((head % len(text) + text).encode())
+            assert generator.reads.acquire(timeout=60)
+            assert "'a' is being loaded" in setup.load("a", "one").text
+        short = {"X-Request-Timeout-Ms": "100"}
+        wait_until(lambda: post(setup.server, LOAD, body, **short).status_code == 504)
+        generator.may_read.set()
+        assert setup.load("a", "one").status_code == 200
+        assert setup.ask("a").status_code == 200

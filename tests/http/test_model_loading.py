@@ -398,6 +398,67 @@ def test_unloading_waits_for_what_runs_and_a_request_loads_again() -> None:
         assert (refused.status_code, error_of(refused)["message"]) == (400, "model: 'a' is pinned")
 
 
+@contextmanager
+def stuck_load(setup: Setup) -> Iterator["Future[httpx.Response]"]:
+    """Have the load of b hang, with a request that waits for it; later loads do not hang."""
+    gate = setup.loads.gate = threading.Event()
+    waiting = setup.ask("b")
+    assert setup.loads.entered.acquire(timeout=60)
+    setup.loads.gate = threading.Event()
+    setup.loads.gate.set()
+    try:
+        yield waiting
+        assert content(setup.ask("c").result()) == "yes"  # by another thread
+        assert len(setup.loads.generators) == 2
+    finally:
+        gate.set()
+
+
+def test_unloading_ends_a_load_and_a_stuck_one_is_left_with_its_thread() -> None:
+    with loading("a=demo,b=demo,c=demo", model_control=True) as setup:
+        worker = setup.server.worker_client.worker
+        thread = worker.loader.thread
+        with stuck_load(setup) as waiting:
+            assert post(setup.server, "/models/unload", {"model": "b"}).json() == {"success": True}
+            answer = waiting.result()
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+            assert error_of(answer)["message"] == "the model 'b' was unloaded"
+            assert status(setup, "b") == {"value": "unloaded"}
+        thread.join(60)  # it ends with its load
+        assert not thread.is_alive()
+        assert worker.loader.thread.is_alive()
+        assert len(setup.loads.generators) == 3
+        assert (status(setup, "b"), worker.models["generation:b"].nbytes) == (
+            {"value": "unloaded"},
+            0,
+        )
+        assert content(setup.ask("b").result()) == "yes"
+
+
+def test_a_load_that_waits_for_another_one_is_cancelled() -> None:
+    with loading("a=demo,b=demo,c=demo", model_control=True) as setup:
+        setup.loads.gate.clear()
+        first = setup.ask("b")
+        assert setup.loads.entered.acquire(timeout=60)
+        second = setup.ask("c")
+        wait_until(lambda: setup.awaiting() == 2)
+        assert post(setup.server, "/models/unload", {"model": "c"}).json() == {"success": True}
+        assert error_of(second.result())["message"] == "the model 'c' was unloaded"
+        setup.loads.gate.set()
+        assert content(first.result()) == "yes"
+        assert (status(setup, "b"), status(setup, "c")) == (
+            {"value": "loaded"}, {"value": "unloaded"},
+        )  # fmt: skip
+
+
+def test_a_load_without_progress_is_abandoned() -> None:
+    with loading("a=demo,b=demo,c=demo", load_timeout_s=0.2) as setup, stuck_load(setup) as waiting:
+        answer = waiting.result()
+        assert answer.status_code == 503
+        reason = "the model 'b' could not be loaded: it made no progress for 0.2 s (LOAD_TIMEOUT_S)"
+        assert error_of(answer)["message"] == reason
+
+
 def test_load_model_sends_the_progress() -> None:
     with loading(model_control=True) as setup:
         answer = post(setup.server, "/load_model", {"model": "b"})

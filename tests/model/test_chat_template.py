@@ -21,6 +21,7 @@ from worker.messages.generation import Chat, ToolCallPolicy
 from worker.model.language_model import LanguageModel
 from worker.text.chat_template.history import QUESTION
 from worker.text.chat_template.inference import TOOLS
+from worker.text.chat_template.sandbox import TemplateTooExpensive
 from worker.text.chat_template.template import ChatTemplate
 
 HI: tuple[dict[str, Any], ...] = ({"role": "user", "content": "hi"},)
@@ -195,3 +196,24 @@ def test_template_that_renders_only_parts_gets_parts() -> None:
         continue_final_message=True,
     )
     assert template.render(prefix).text == "<|user|>hi</s><|assistant|>I"
+
+
+LOOPS = 3 * "{% for i in range(99999) %}" + 3 * "{% endfor %}"
+
+
+def test_a_template_that_takes_much_for_any_message_is_refused_at_load() -> None:
+    tokenizer = llama_tokenizer()
+    tokenizer.chat_template = LOOPS
+    with pytest.raises(TemplateTooExpensive, match="1000000 turns of loops"):
+        ChatTemplate(tokenizer)
+
+
+def test_a_template_that_takes_much_for_a_message_refuses_the_request() -> None:
+    tokenizer = llama_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content }}{% if 'slow' in messages[0].content %}"
+    tokenizer.chat_template += LOOPS + "{% endif %}"
+    template = ChatTemplate(tokenizer)
+    assert template.render(Chat(HI)).text == "hi"
+    with pytest.raises(InvalidInput, match="the model's chat template takes more than") as caught:
+        template.render(Chat(({"role": "user", "content": "slow"},)))
+    assert caught.value.param == "messages"

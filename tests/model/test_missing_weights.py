@@ -2,17 +2,17 @@
 
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from tests import tiny, tiny_media
 from tests.tiny import hf
 from worker.model.language_model import GeneratorOptions, load_language_model
-from worker.model.loading import LoadingFailed, missing_weights_matter
+from worker.model.loading import LoadingFailed, missing_weights_matter, record_missing_weights
 from worker.pipeline.loading import PipelineOptions, load_runner
 
 assert tiny_media
@@ -96,11 +96,15 @@ def test_weights_are_restored_after_the_check() -> None:
     assert torch.equal(model.classifier.weight, before)
 
 
-def test_from_pretrained_is_restored_after_loading() -> None:
-    original = vars(PreTrainedModel)["from_pretrained"]
-    with pytest.raises(LoadingFailed):
-        load("fill-mask", "/no/such/folder")
-    assert vars(PreTrainedModel)["from_pretrained"] is original
+def test_a_load_that_hangs_does_not_keep_others_from_recording() -> None:
+    def load_another() -> int:
+        with record_missing_weights() as recorded:
+            hf.AutoModel.from_pretrained(tiny.folder("bert-classify"))
+        return len(recorded)
+
+    with record_missing_weights() as recorded, ThreadPoolExecutor(1) as pool:
+        assert pool.submit(load_another).result(60) == 1
+        assert not recorded
 
 
 # ── the chat model ──

@@ -19,10 +19,12 @@ from server.web.examples import curl_examples
 from tests import tiny, tiny_chat, tiny_decoders
 from worker.embedding.loading import ScoringOptions, load_embedder, load_reranker
 from worker.generation.loading import load_generator
+from worker.load_context import LoadContext, loading
 from worker.messages.generation import Chat
 from worker.model.language_model import GeneratorOptions
 from worker.model.loading import LoadingFailed
 from worker.pipeline.loading import PipelineOptions, load_runner
+from worker.registry import call
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 CHAT = Chat(({"role": "user", "content": "hello"},))
@@ -203,3 +205,14 @@ def test_a_cache_that_holds_no_sequence_is_refused_by_its_setting(model: str, ne
     options = GeneratorOptions(folder, dtype="float32", device="cpu", kv_cache_gb=1e-6)
     with pytest.raises(LoadingFailed, match=f"^KV_CACHE_GB is too small: .*{needs}.* for 0.0 MB$"):
         load_generator(options)
+
+
+@pytest.mark.parametrize("size", ["vocab_size", "hidden_size", "intermediate_size"])
+@pytest.mark.parametrize(("load", "model"), [(chat, "llama-lm"), (pipeline, "bert-mlm")])
+def test_a_model_much_larger_than_its_weights_is_refused_before_it_takes_memory(
+    load: Callable[[str], object], model: str, size: str, tmp_path: Path
+) -> None:
+    folder = copied(tiny.folder(model), tmp_path / "model", (), **{size: 1 << 26})
+    larger = "describes a model that is larger than its weights"
+    with loading(LoadContext(call)), pytest.raises(LoadingFailed, match=larger):
+        load(folder)

@@ -9,7 +9,7 @@ import pytest
 from server.core.settings import SettingsError
 from server.preflight import check_model
 from tests.checkpoints import NO_TENSORS, write_checkpoint
-from worker.checkpoint_files import config_problem, folder_problem, weights_problem
+from worker.checkpoint_files import config_problem, folder_problem, shards_of, weights_problem
 
 CONFIG = {"model_type": "bert", "architectures": ["BertModel"]}
 POINTER = "version https://git-lfs.github.com/spec/v1\nsize 9\n"
@@ -130,6 +130,47 @@ def test_every_shard_of_an_index_is_checked(tmp_path: Path) -> None:
     assert not folder_problem(folder)
     index.write_text("[]")
     assert "its model.safetensors.index.json cannot be read" in folder_problem(folder)
+
+
+@pytest.mark.parametrize("name", ["../{}", "{folder}/{}", "sub/../../{}"])
+def test_an_index_names_files_in_its_folder(name: str, tmp_path: Path) -> None:
+    (tmp_path / "other.safetensors").write_bytes(NO_TENSORS)
+    folder = Path(write_checkpoint(tmp_path / "model", CONFIG, weights=""))
+    (folder / "sub").mkdir()
+    shard = name.format("other.safetensors", folder=tmp_path)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": shard}}))
+    assert "cannot be read, or names files elsewhere" in folder_problem(folder)
+    with pytest.raises(ValueError, match="outside of its folder"):
+        shards_of(index)
+
+
+def test_files_of_an_index_may_be_links_to_a_cache(tmp_path: Path) -> None:
+    (tmp_path / "blob").write_bytes(NO_TENSORS)
+    folder = Path(write_checkpoint(tmp_path / "model", CONFIG, weights=""))
+    (folder / "a.safetensors").symlink_to("../blob")
+    index = {"weight_map": {"a": "a.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert folder_problem(folder) == ""
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"num_hidden_layers": 2_000_000}, "has num_hidden_layers 2000000, and its weights only 0"),
+        ({"text_config": {"n_layer": 10**12}}, "has n_layer 1000000000000, and its weights only 0"),
+        ({"blocks": [{"num_experts": 2000}]}, "has num_experts 2000, and its weights only 0"),
+        ({"max_position_embeddings": 2**27 + 1}, "has max_position_embeddings 134217729, more"),
+        ({"max_position_embeddings": 2**27, "num_hidden_layers": 1024}, ""),
+        ({"vocab_size_per_layer_input": 262_144, "sliding_window": 2**40}, ""),
+    ],
+)
+def test_counts_that_the_weights_do_not_have_are_refused(
+    config: dict[str, object], sentence: str, tmp_path: Path
+) -> None:
+    folder = Path(write_checkpoint(tmp_path / "model", CONFIG | config))
+    problem = folder_problem(folder)
+    assert problem.startswith(f"its config.json {sentence}") if sentence else problem == ""
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from worker.adapter_folder import CONFIG, WEIGHTS
 from worker.error_classification import first_line
+from worker.load_context import advance
 from worker.messages.adapters import InvalidAdapter
 
 MAX_CONFIG_BYTES = 1 << 20
@@ -147,6 +148,7 @@ def read_weights(
             ranks = _check_tensors(file, layers, dtype, free_bytes)
             pairs = {}
             for layer, (rank, prefix) in ranks.items():
+                advance()
                 down, up = (file.get_tensor(f"{prefix}.lora_{part}.weight") for part in "AB")
                 up = up.float().T * config.scale(layer, rank)
                 pairs[layer] = LoraPair(

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,6 +21,10 @@ from typing import Any, TypeAlias
 import torch
 from huggingface_hub import hf_hub_download, snapshot_download, try_to_load_from_cache
 from safetensors import safe_open
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_log
 from transformers.utils.import_utils import (
@@ -31,10 +35,17 @@ from transformers.utils.import_utils import (
 )
 
 from batching.errors import NoRoom, OnequeueError, OutOfMemory
-from worker.checkpoint_files import file_problem, folder_problem
+from worker.checkpoint_files import file_problem, folder_problem, shards_of
 from worker.device.device import choose_device, free_bytes
 from worker.error_classification import failure_of, first_line
-from worker.load_context import add_memory, on_worker, remaining_bytes, report
+from worker.load_context import (
+    add_memory,
+    current_load,
+    expect_download,
+    on_worker,
+    remaining_bytes,
+    report,
+)
 from worker.messages.protocol import Batching, ModelInfo
 from worker.model.gptq import drop_int4_grids
 from worker.model.quantization import (
@@ -52,6 +63,7 @@ from worker.task_detection import (
     split_file,
     split_revision,
 )
+from worker.text.chat_template import sandbox  # noqa: F401  # bounds templates from its import on
 
 log = logging.getLogger("onequeue.loading")
 
@@ -68,6 +80,9 @@ WEIGHTS_FILE = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 LOADED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 PROGRESS_INTERVAL_S = 3.0
 MAX_NAMED_WEIGHTS = 3
+# A model as it is built may have this many times the bytes of its weights: 2 bits become 16, and
+# tied weights are not tied yet. Each parameter takes memory of its own.
+BUILT_FACTOR, MAX_SMALL_BUILT, PARAMETER_BYTES = 16, 200_000_000, 10_000
 MIN_VOCABULARY = 10  # entries that are no special tokens
 ADD_TOKENIZER = "add its files (tokenizer.json and tokenizer_config.json)"
 # A transformers.Pipeline. Its attributes are annotated as optional, whatever the task.
@@ -112,8 +127,8 @@ def load_checkpoint(
     Raise LoadingFailed if the weights do not fit into memory.
     """
     device = choose_device(options.device)
-    check_fits(str(Path(path) / subfolder) if is_path(path) else path, options.dtype, device)
     report("config")
+    check_fits(str(Path(path) / subfolder) if is_path(path) else path, options.dtype, device)
     files: Any = {"subfolder": subfolder, "trust_remote_code": False}
     folder, gguf = split_file(path)
     if gguf:
@@ -232,6 +247,8 @@ def checkpoint_path(model: str, demo: str) -> str:
     or file that cannot be served."""
     path = local_path(model, demo)
     repository, file = split_file(path)
+    if not is_path(path):
+        expect_download()
     if file:
         if not is_path(path):
             id, revision = split_revision(repository)
@@ -338,6 +355,25 @@ def check_fits(path: str, dtype: str, device: torch.device) -> None:
         raise TooLittleMemory(
             f"its weights need {needed / GB:.1f} GB but {free / GB:.1f} GB are free on {device}"
         )
+    if needed and (context := current_load()):
+        context.built, context.max_built = 0, BUILT_FACTOR * needed + MAX_SMALL_BUILT
+    if not is_path(path):
+        expect_download()
+
+
+def _count_built(module: torch.nn.Module, name: str, tensor: torch.Tensor | None) -> None:
+    """Note a tensor of a model that this thread loads. transformers builds a model without memory
+    first, by config.json; raise LoadingFailed if it is much larger than the weights."""
+    if tensor is None or (context := current_load()) is None:
+        return
+    context.advance()
+    context.built += tensor.nbytes + PARAMETER_BYTES if tensor.is_meta else 0
+    if context.built > context.max_built:
+        raise LoadingFailed("its config.json describes a model that is larger than its weights")
+
+
+register_module_parameter_registration_hook(_count_built)
+register_module_buffer_registration_hook(_count_built)
 
 
 def needed_bytes(model: str, demo: str, dtype: str, device: torch.device) -> int:
@@ -409,7 +445,7 @@ def _weight_files(folder: Path) -> list[Path]:
     if (whole := folder / "model.safetensors").is_file():
         return [whole]
     if (index := folder / "model.safetensors.index.json").is_file():
-        return [folder / shard for shard in {*json.loads(index.read_text())["weight_map"].values()}]
+        return shards_of(index)
     return []
 
 
@@ -483,7 +519,7 @@ def log_progress(items: Iterable[Any] = (), *_: Any, **bar: Any) -> Iterator[Any
 # output uses, and wrong for the head of a task: missing_weights_matter runs the model to tell them
 # apart.
 
-_patching = threading.Lock()
+_thread = threading.local()  # .recorded: by the load that runs on this thread
 
 
 @contextmanager
@@ -494,22 +530,29 @@ def record_missing_weights() -> Iterator[dict[int, dict[str, str]]]:
     fails on `output_loading_info=True` in `model_kwargs`, and reports only a formatted table to the
     log; given a loaded model it would not load the processors.
     """
-    recorded: dict[int, dict[str, str]] = {}
-    with _patching:
-        original = vars(PreTrainedModel)["from_pretrained"]
+    _patch_from_pretrained()
+    _thread.recorded = {}
+    try:
+        yield _thread.recorded
+    finally:
+        del _thread.recorded
 
-        def from_pretrained(cls: Any, *args: Any, **keywords: Any) -> Any:
-            wants_info = keywords.pop("output_loading_info", False)
-            options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-            model, info = original.__get__(None, cls)(*args, **{**keywords, **options})
-            recorded[id(model)] = missing_weight_names(info)
-            return (model, info) if wants_info else model
 
-        setattr(PreTrainedModel, "from_pretrained", classmethod(from_pretrained))  # noqa: B010
-        try:
-            yield recorded
-        finally:
-            setattr(PreTrainedModel, "from_pretrained", original)  # noqa: B010
+@cache
+def _patch_from_pretrained() -> None:
+    original = vars(PreTrainedModel)["from_pretrained"]
+
+    def from_pretrained(cls: Any, *args: Any, **keywords: Any) -> Any:
+        recorded: dict[int, dict[str, str]] | None = getattr(_thread, "recorded", None)
+        if recorded is None:
+            return original.__get__(None, cls)(*args, **keywords)
+        wants_info = keywords.pop("output_loading_info", False)
+        options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        model, info = original.__get__(None, cls)(*args, **{**keywords, **options})
+        recorded[id(model)] = missing_weight_names(info)
+        return (model, info) if wants_info else model
+
+    setattr(PreTrainedModel, "from_pretrained", classmethod(from_pretrained))  # noqa: B010
 
 
 def missing_weight_names(info: dict[str, Any]) -> dict[str, str]:

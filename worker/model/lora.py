@@ -81,17 +81,21 @@ def applied(segments: Sequence[AdapterRows]) -> Iterator[None]:
 
 
 class LoraLayers:
-    """The layers of a model that may be adapted. `builds`: native operations are built if they are
-    not there."""
+    """The layers of a model that may be adapted. `builds`: native operations are built in a thread
+    if they are not there."""
 
     def __init__(self, language: LanguageModel, cache: KVCache, builds: bool) -> None:
         self.language = language
         self.layers = on_worker(partial(adaptable_layers, language, cache))
         self._hooked: set[str] = set()
+        self._hooking = threading.Lock()  # an abandoned load may end while another one runs
         self._add: Callable[..., object] = _add_rows
         self.is_native = False
         if language.device.type == "cpu" and language.dtype in NATIVE_DTYPES:
-            self.use_native(builds)
+            self.use_native(builds=False)
+            if builds and not self.is_native:
+                build = partial(self.use_native, builds=True)
+                threading.Thread(target=build, name="compile", daemon=True).start()
         log.info(
             "adapters layers=%d native=%s: their rows run on the eager model",
             len(self.layers), self.is_native,
@@ -109,10 +113,11 @@ class LoraLayers:
         language = self.language
         free = min(unreserved_bytes(language.device), remaining_bytes())
         weights = read_weights(folder, self.layers, language.dtype, language.device, free)
-        for name in weights.pairs.keys() - self._hooked:
-            module = language.model.get_submodule(name)
-            module.register_forward_hook(partial(self._hook, name))
-            self._hooked.add(name)
+        with self._hooking:
+            for name in weights.pairs.keys() - self._hooked:
+                module = language.model.get_submodule(name)
+                module.register_forward_hook(partial(self._hook, name))
+                self._hooked.add(name)
         return weights
 
     def _hook(self, name: str, module: nn.Module, inputs: tuple[Tensor], out: Tensor) -> None:

@@ -33,7 +33,7 @@ from batching.sequence import Batch
 from worker import compilers
 from worker.cores import affinity
 from worker.error_classification import first_line
-from worker.load_context import report
+from worker.load_context import advance, report
 from worker.model.attention.kv_cache import BLOCK, KVCache
 from worker.model.attention.paged import AttentionBackend
 
@@ -196,6 +196,7 @@ def _run(commands: Sequence[str], folder: str, started: float) -> None:
                 os.setpriority(os.PRIO_PGRP, process.pid, NICE)
         for number, process in enumerate(running):
             while process.poll() is None:
+                advance()
                 try:
                     process.wait(LOG_INTERVAL_S)
                 except subprocess.TimeoutExpired:

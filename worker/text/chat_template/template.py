@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from jinja2 import Template, TemplateError
 from jinja2.filters import FILTERS
 from jinja2.meta import find_undeclared_variables
-from jinja2.sandbox import SandboxedEnvironment
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import chat_template_utils
 
@@ -48,6 +47,7 @@ from worker.text.chat_template.inference import (
     shows_tools,
     with_default_calls,
 )
+from worker.text.chat_template.sandbox import LenientEnvironment, TemplateTooExpensive
 from worker.text.output_format import DEFAULT_OUTPUT_FORMAT, OutputFormat
 from worker.text.tool_call_format import DEFAULT_TOOL_CALL_FORMAT
 
@@ -301,9 +301,12 @@ class ChatTemplate:
     def try_render(
         self, messages: list[Message], tools: Sequence[Any] = (), **variables: Any
     ) -> str:
-        """Render messages, by default with the generation prompt; "" where the template raises."""
+        """Render messages, by default with the generation prompt; "" where the template raises.
+        A template that takes too much ends the load."""
         try:
             return self._apply(messages, tools, **{"add_generation_prompt": True, **variables})
+        except TemplateTooExpensive:
+            raise
         except Exception:  # templates raise anything
             return ""
 
@@ -325,7 +328,7 @@ class ChatTemplate:
         library's forbids: some templates show calls only so. For probing messages alone."""
         strict = self._environment
         extensions = [type(extension) for extension in strict.extensions.values()]
-        sandbox = SandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+        sandbox = LenientEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         sandbox.filters, sandbox.globals = strict.filters, strict.globals
 
         def render(messages: list[Message], tools: Sequence[Any] = (), **variables: Any) -> str:
@@ -341,6 +344,8 @@ class ChatTemplate:
                     messages=messages,
                     tools=tools or None,
                 )
+            except TemplateTooExpensive:
+                raise
             except Exception:  # templates raise anything
                 return ""
 

@@ -1,0 +1,286 @@
+"""Bounds on the work of a chat template: a checkpoint's template is untrusted code.
+
+transformers renders templates in jinja2's sandbox, which bounds neither loops nor memory. The
+environments here charge a rendering for the turns of its loops, for its calls and for the bytes of
+the values that it makes, before it makes them. transformers uses one once this module is imported.
+"""
+
+import re
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
+from functools import wraps
+from typing import Any
+
+from jinja2 import Template, nodes
+from jinja2.runtime import Context, LoopContext, Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment
+from jinja2.utils import Namespace, pass_context
+from jinja2.visitor import NodeTransformer
+from transformers.utils import chat_template_utils
+
+from batching.errors import InvalidInput
+
+MAX_TURNS = 1_000_000  # of loops, and calls
+MAX_BYTES = 256_000_000  # of all values that a rendering makes
+MAX_CPU_S = 5.0  # of the thread that renders
+MAX_BITS = 10_000  # of an integer
+VALUE_BYTES = 64  # that a value takes without its text
+# Filters that do not turn their value into text. They read it lazily, or once.
+READING = {
+    "abs", "attr", "batch", "count", "d", "default", "dictsort", "first", "float", "groupby", "int",
+    "items", "last", "length", "list", "map", "max", "min", "random", "reject", "rejectattr",
+    "reverse", "round", "select", "selectattr", "slice", "sort", "sum", "unique",
+}  # fmt: skip
+# Filters and methods whose result has the value as often as their arguments are long or large.
+MULTIPLYING = {
+    "batch", "center", "expandtabs", "indent", "join", "ljust", "rjust", "slice", "tojson",
+    "translate", "urlize", "wordwrap", "xmlattr", "zfill",
+}  # fmt: skip
+SPLITTING = {"batch", "list", "rsplit", "slice", "sort", "split", "splitlines", "unique"}
+COLLECTIONS: tuple[type, ...] = (
+    list,
+    tuple,
+    set,
+    type({}.keys()),
+    type({}.values()),
+    type({}.items()),
+)
+MAX_TIME_FIELD = 256  # characters that strftime writes for one of its format
+NUMBER = re.compile(r"\d+")
+_thread = threading.local()  # .budget: of the rendering that runs on this thread
+
+
+class TemplateTooExpensive(InvalidInput):
+    """The template takes more than a rendering may take."""
+
+
+class Budget:
+    def __init__(self) -> None:
+        self.turns = self.nbytes = 0
+        self.until = time.thread_time() + MAX_CPU_S
+
+    def charge(self, nbytes: int, turns: int) -> None:
+        self.nbytes += nbytes
+        self.turns += turns
+        if self.nbytes > MAX_BYTES:
+            raise _too_expensive(f"{MAX_BYTES // 1_000_000} MB")
+        if self.turns > MAX_TURNS:
+            raise _too_expensive(f"{MAX_TURNS} turns of loops")
+        if time.thread_time() > self.until:
+            raise _too_expensive(f"{MAX_CPU_S:g} s")
+
+
+def _too_expensive(bound: str) -> TemplateTooExpensive:
+    reason = f"the model's chat template takes more than {bound} for these messages"
+    return TemplateTooExpensive(reason, "messages")
+
+
+def charge(nbytes: int, turns: int = 0) -> None:
+    if budget := getattr(_thread, "budget", None):
+        budget.charge(nbytes, turns)
+
+
+def charged(value: Any) -> Any:
+    """Return a value, which is about to become text or a part of another one."""
+    charge(text_bytes(value))
+    return value
+
+
+def turns(iterable: Iterable[Any], nbytes: int) -> Iterator[Any]:
+    """Yield the items of a loop, whose body has so many bytes of text."""
+    for item in iterable:
+        charge(nbytes, 1)
+        yield item
+
+
+def text_bytes(value: Any) -> int:
+    """Return about the length of a value's text. Beyond the bound the rest is not counted."""
+    if isinstance(value, str):
+        return VALUE_BYTES + len(value)
+    total = 0
+    stack: list[Any] = [value]
+    while stack and total <= MAX_BYTES:
+        part = stack.pop()
+        total += VALUE_BYTES
+        if isinstance(part, str | bytes):
+            total += len(part)
+        elif issubclass(type(part), COLLECTIONS):
+            stack.extend(part)
+        elif isinstance(part, dict):
+            stack += [*part.keys(), *part.values()]
+        elif isinstance(part, range):
+            total += VALUE_BYTES * len(part)
+        elif isinstance(part, Namespace):
+            stack.append(object.__getattribute__(part, "_Namespace__attrs"))
+    return total
+
+
+def _quantity(argument: Any) -> int:
+    """Return how often, or how wide, an argument can have a value written."""
+    if isinstance(argument, int):
+        return abs(argument)
+    return len(argument) if isinstance(argument, str) else text_bytes(argument)
+
+
+def _charge_call(name: str, value: Any, others: Collection[Any]) -> None:
+    """Charge for a filter, or a method of a string, by the bytes that it is going to make."""
+    nbytes = sum(_quantity(other) for other in others)
+    if name in SPLITTING and isinstance(value, str):
+        [separator] = [other for other in others if isinstance(other, str)][:1] or [""]
+        parts = value.count(separator) if separator else len(value)
+        nbytes += VALUE_BYTES * parts
+    elif name == "replace" and len(others) > 1:
+        old, new, *_ = map(str, others)
+        nbytes += str(value).count(old) * len(new)
+    elif name in ("format", "format_map"):
+        nbytes += _format_bytes(str(value), others)
+    elif name == "strftime_now":
+        nbytes *= MAX_TIME_FIELD
+    if name in MULTIPLYING:
+        nbytes += _quantity(value) * max([1, *map(_quantity, others)])
+    charge(nbytes, 1)
+
+
+def _format_bytes(text: str, values: Collection[Any]) -> int:
+    """Return the most bytes that a format string makes: each field has any width and value."""
+    widths = sum(map(int, NUMBER.findall(text)))
+    fields = text.count("%") + text.count("{")
+    return len(text) + fields * (widths + sum(_quantity(value) for value in values))
+
+
+class Functions(dict[str, Any]):
+    """Filters by name. Those that a template gets charge for what they do."""
+
+    def __getitem__(self, name: str) -> Callable[..., Any]:
+        function: Callable[..., Any] = super().__getitem__(name)
+        if function in (charged, turns):
+            return function
+        passes = 1 if hasattr(function, "jinja_pass_arg") else 0  # the context comes first
+
+        @wraps(function)
+        def bounded(*args: Any, **kwargs: Any) -> Any:
+            value, *others = args[passes:]
+            value = _joined(name, value)
+            _charge_call(name, value, [*others, *kwargs.values()])
+            if name not in READING:
+                charged(value)
+            return _made(function(*args[:passes], value, *others, **kwargs))
+
+        return bounded
+
+    def get(self, name: str, default: Any = None) -> Any:
+        with suppress(KeyError):
+            return self[name]
+        return default
+
+
+def _joined(name: str, value: Any) -> Any:
+    """Return what `join` reads, with the items of an iterator, which are to be charged first."""
+    return [*value] if name == "join" and isinstance(value, Iterator) else value
+
+
+def _made(result: Any) -> Any:
+    """Return what a call has made. The values in it are charged where they are made."""
+    if isinstance(result, str | bytes | list | tuple):
+        charge(len(result))
+    return result
+
+
+class BoundedNodes(NodeTransformer):
+    """Adds the charges for loops, literals and `~`, which have no hooks in an environment."""
+
+    def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
+        self.generic_visit(node)
+        if isinstance(node, nodes.For):
+            nbytes = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
+            node.iter = _filter(node.iter, turns, nodes.Const(nbytes))
+        elif isinstance(node, nodes.Concat):
+            node.nodes = [_filter(part, charged) for part in node.nodes]
+        elif isinstance(node, nodes.List | nodes.Dict) or (
+            isinstance(node, nodes.Tuple) and node.ctx == "load"
+        ):
+            return _filter(node, charged)
+        return node
+
+
+def _filter(node: Any, function: Callable[..., Any], *args: nodes.Expr) -> nodes.Filter:
+    name = f"onequeue.{function.__name__}"
+    return nodes.Filter(node, name, [*args], [], None, None, lineno=node.lineno)
+
+
+class BoundedTemplate(Template):
+    def render(self, *args: Any, **kwargs: Any) -> str:
+        _thread.budget = Budget()
+        try:
+            return super().render(*args, **kwargs)
+        finally:
+            _thread.budget = None
+
+
+class LenientEnvironment(SandboxedEnvironment):
+    """Within the bounds. Its templates may change lists."""
+
+    intercepted_binops = frozenset(("+", "*", "%", "**"))
+    template_class = BoundedTemplate
+
+    def __init__(self, **options: Any) -> None:
+        # optimized: constant expressions would be evaluated as a template is compiled
+        super().__init__(**options, optimized=False, finalize=_finalize)
+        self.filters = Functions(self.filters)
+        self.filters |= {f"onequeue.{f.__name__}": f for f in (charged, turns)}
+        self.tests: dict[str, Any] = {**self.tests}
+        self.tests = {name: _counted(test) for name, test in self.tests.items()}
+        del self.globals["lipsum"]  # endless text
+
+    def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
+        return super()._generate(BoundedNodes().visit(source), *args, **kwargs)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if isinstance(left, int) and isinstance(right, int):
+            if operator == "*" and left.bit_length() + right.bit_length() > MAX_BITS:
+                raise _too_expensive(f"{MAX_BITS} bits of an integer")
+            if operator == "**" and left.bit_length() * right > MAX_BITS:
+                raise _too_expensive(f"{MAX_BITS} bits of an integer")
+        elif operator == "+":
+            charge(text_bytes(right) + (len(left) if isinstance(left, str | list | tuple) else 0))
+        elif operator == "*":
+            value, count = (right, left) if isinstance(left, int) else (left, right)
+            charge(_quantity(value) * (max(count, 0) if isinstance(count, int) else 1))
+        elif operator == "%" and isinstance(left, str):
+            charge(_format_bytes(left, right if isinstance(right, tuple) else [right]))
+        return super().call_binop(context, operator, left, right)
+
+    def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(function, Macro | LoopContext):
+            charge(0, 1)
+        else:
+            method = getattr(function, "__wrapped__", function)  # str.format is wrapped
+            value = getattr(method, "__self__", "")
+            text = value if isinstance(value, str | bytes) else ""
+            name = getattr(method, "__name__", "")
+            args = tuple(_joined(name, argument) for argument in args)
+            _charge_call(name, text, [*args, *kwargs.values()])
+        return _made(super().call(context, function, *args, **kwargs))
+
+
+class BoundedEnvironment(LenientEnvironment, ImmutableSandboxedEnvironment):
+    """In place of transformers' environment."""
+
+
+@pass_context
+def _finalize(context: Context, value: Any) -> Any:
+    return charged(value)
+
+
+def _counted(test: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(test)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        charge(0, 1)
+        return test(*args, **kwargs)
+
+    return counted
+
+
+vars(chat_template_utils)["ImmutableSandboxedEnvironment"] = BoundedEnvironment
