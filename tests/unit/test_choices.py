@@ -84,7 +84,7 @@ def choice_of(event: bytes) -> dict[str, Any]:
 
 def test_logprobs_of_a_partial_character_wait_for_the_whole_one() -> None:
     role, *middle, last = choices(chat(logprobs=True))
-    assert role["delta"] == {"role": "assistant"}
+    assert role["delta"] == {"role": "assistant", "content": ""}
     assert [c["delta"] for c in middle] == [{"content": "a"}, {"content": "é"}, {"content": "bc"}]
     tokens = [[token["token"] for token in c["logprobs"]["content"]] for c in middle]
     assert tokens == [["a"], ["", "é"], ["b", "c"]]
