@@ -56,6 +56,7 @@ STATUS_ROUTES = [
     Route("/ping", JsonEndpoint(ready), methods=["GET"]),
     Route("/version", JsonEndpoint(version), methods=["GET"]),
     Route("/metrics", metrics),
+    Route("/debug/queue", JsonEndpoint(debug_queue), methods=["GET"]),
 ]
 
 
@@ -69,8 +70,6 @@ def make_routes(
     root = root_endpoint(worker_client, page, entries)
     methods = ["GET"] if root is page else ["GET", "POST"]
     routes = [Route("/", root, methods=methods), *STATUS_ROUTES]  # tried in this order
-    if settings.has_keys:
-        routes.append(Route("/debug/queue", JsonEndpoint(debug_queue), methods=["GET"]))
     responses: Responses | None = None
     if chats := models.get("generation"):
         chat = ModelGroup(chats)

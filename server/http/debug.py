@@ -1,4 +1,6 @@
-"""`GET /debug/queue`: the requests that wait and run, without contents. Only with API keys."""
+"""`GET /debug/queue`: the requests that wait and run, without contents.
+
+A key is shown its own, an admin key all. Without keys they are there with MODEL_CONTROL=1."""
 
 import math
 import time
@@ -11,6 +13,7 @@ from starlette.requests import Request
 from batching.fair_share import WorkOwner
 from batching.request_queue import WorkItem
 from server.core.delta_stream import DeltaStream, TokenStream
+from server.http.errors import HttpError
 
 MAX_REQUESTS = 1000
 
@@ -35,14 +38,18 @@ class DebugQueue(Struct):
 
 
 async def debug_queue(request: Request) -> DebugQueue:
-    app, queue = request.app, request.app.worker_client.queue
+    app, queue, key = request.app, request.app.worker_client.queue, request.scope["context"].key
+    if not (app.keyring.required or app.settings.model_control):
+        raise HttpError(404, "the queue is shown with API keys, or with MODEL_CONTROL=1")
+    shows_all = key.admin or not app.keyring.required
+    items = [item for item in queue.items if shows_all or item.owner.client == key.id]
     keys = {key.id: key.name for key in app.keyring}
     models = {model.name: model.served_name for model in app.worker_client.models.values()}
     by_owner: dict[WorkOwner, list[WorkItem]] = {}  # the items of a stream arrive over time
-    for item in sorted(queue.items, key=lambda item: item.accepted_at):
+    for item in sorted(items, key=lambda item: item.accepted_at):
         by_owner.setdefault(item.owner, []).append(item)
     requests = [describe(items, keys, models) for items in islice(by_owner.values(), MAX_REQUESTS)]
-    return DebugQueue(queue.pending, queue.slots.capacity, requests)
+    return DebugQueue(len(items), queue.slots.capacity, requests)
 
 
 def describe(

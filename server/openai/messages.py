@@ -39,7 +39,8 @@ CALL_FIELDS = any_of(
     ({"type": {"const": "custom"}, "custom": {"type": "object"}}, ["type", "custom"]),
 )
 MESSAGE_FIELDS = any_of(
-    ({"content": {"type": ["string", "array"]}}, ["content"]), (CALLING, ["tool_calls"])
+    ({"content": {"type": ["string", "array"], "minItems": 1}}, ["content"]),
+    (CALLING, ["tool_calls"]),
 )
 
 

@@ -10,6 +10,8 @@ import httpx
 
 from batching.fair_share import WorkOwner
 from batching.request_queue import RequestQueue, StepLane
+from server.core.api_keys import NO_KEY, Keyring
+from server.core.settings import Settings
 from server.http.debug import debug_queue
 from tests.event_streams import CLIENT
 from tests.fake_generator import FakeGenerator
@@ -21,7 +23,11 @@ KEYS = [{"authorization": f"Bearer {key}"} for key in NAMES]
 
 def test_the_queue_is_not_shown_without_keys() -> None:
     with serving(load_chat=FakeGenerator) as server:
-        assert CLIENT.get(server.url + "/debug/queue").status_code == 404
+        answer = CLIENT.get(server.url + "/debug/queue")
+        assert answer.status_code == 404
+        assert "MODEL_CONTROL=1" in answer.json()["error"]["message"]
+    with serving(load_chat=FakeGenerator, model_control=True) as server:
+        assert CLIENT.get(server.url + "/debug/queue").json()["requests"] == []
     with serving(load_chat=FakeGenerator, api_keys=("first",)) as server:
         assert CLIENT.get(server.url + "/debug/queue").status_code == 401
 
@@ -31,7 +37,9 @@ def test_waiting_and_running_requests_are_listed_with_their_keys() -> None:
     generator.one_by_one = True
     generator.permits.release()  # for the first token
     with (
-        serving(load_chat=lambda: generator, api_keys=NAMES, max_queue_size=8) as server,
+        serving(
+            load_chat=lambda: generator, api_keys=NAMES, admin_keys=("admin",), max_queue_size=8
+        ) as server,
         ThreadPoolExecutor(1) as pool,
         httpx.Client(headers=KEYS[1] | {"x-request-id": "mine"}) as client,
     ):
@@ -43,10 +51,10 @@ def test_waiting_and_running_requests_are_listed_with_their_keys() -> None:
             chunks = stream.iter_raw()  # its end would close the stream
             next(chunks)
 
-            def queue() -> dict[str, Any]:
-                document: dict[str, Any] = CLIENT.get(
-                    server.url + "/debug/queue", headers=KEYS[0]
-                ).json()
+            def queue(key: str = "admin") -> dict[str, Any]:
+                headers = {"authorization": f"Bearer {key}"}
+                listed = CLIENT.get(server.url + "/debug/queue", headers=headers)
+                document: dict[str, Any] = listed.json()
                 return document
 
             document = queue()
@@ -66,6 +74,9 @@ def test_waiting_and_running_requests_are_listed_with_their_keys() -> None:
             assert (second["key"], second["state"]) == ("key 1", "waiting")
             assert 0 < second["time_left_s"] <= 60
             assert "long" not in str(queue())
+            assert [request["id"] for request in queue("second")["requests"]] == ["mine"]
+            [own] = queue("first")["requests"]
+            assert own["id"] == second["id"]
             generator.one_by_one = False
             generator.permits.release()
             assert waiting.result().status_code == 200
@@ -82,8 +93,11 @@ def test_a_request_whose_inputs_arrive_over_time_is_listed_once() -> None:
             queue.accept(owner, ["a"], math.inf, lane, "generation")
         models = {"generation": SimpleNamespace(name="generation", served_name="demo")}
         client = SimpleNamespace(queue=queue, models=models)
-        app = SimpleNamespace(worker_client=client, keyring=[])
-        request: Any = SimpleNamespace(app=app)
+        settings = Settings(model_control=True)
+        keyring = Keyring(settings)
+        app = SimpleNamespace(worker_client=client, keyring=keyring, settings=settings)
+        scope = {"context": SimpleNamespace(key=NO_KEY)}
+        request: Any = SimpleNamespace(app=app, scope=scope)
         return [f"{entry.id} {entry.inputs}" for entry in (await debug_queue(request)).requests]
 
     assert asyncio.run(listed()) == ["stream 2", "other 1"]

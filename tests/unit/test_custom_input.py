@@ -8,6 +8,7 @@ from llguidance import LLMatcher, LLTokenizer
 from batching.errors import InvalidInput
 from tests.unit.test_parser import CALL_FORMATS, HARMONY
 from worker.grammar.custom_input import escaped_value, plain_value
+from worker.grammar.lark import content_rule
 from worker.grammar.tool_calls import tool_calls_grammar
 from worker.messages.generation import Constraint
 from worker.text.tool_call_format import ToolCallFormat
@@ -190,6 +191,8 @@ def test_plain_text_ends_with_the_closing_text(
         ('start: ("<" | "/" | word | ">")+\nword: /[a-z]/+', "its text may contain"),
         ("start: /[<a-z]+/\n%ignore /[\\/>]/", "its text may contain"),
         ("start: other", "'other' is not defined"),
+        ("start: a\na[max_tokens=3]: /[a-z]+/", "no attributes here, as [max_tokens=3]"),
+        ('start[stop="]"]: /[a-z]+/', 'no attributes here, as [stop="]"]'),
         ('start: "a" & "b"', "& is supported only in terminals"),
         ("start: " + "(" * 60 + '"a"' + ")" * 60, "nested too deeply"),
         ("start: " + '"a"? ' * 5_000, "too long"),
@@ -257,3 +260,10 @@ def test_calls_of_every_format_have_an_input_of_the_grammar(name: str) -> None:
     pattern = grammar_of(call_format, Constraint("regex", "[a-z<>]+", "p"))
     assert not matches(pattern, call)
     assert matches(pattern, call_with(call_format, "a<b>")[0])
+
+
+def test_a_whole_grammar_has_no_attributes_either() -> None:
+    with pytest.raises(InvalidInput, match="no attributes here"):
+        content_rule(Constraint("grammar", "start[temperature=0.5]: /[a-z]+/", "p"))
+    grammar = 'start: a [b] "x[1]:"\na: "x"\nb: "y"'
+    assert content_rule(Constraint("grammar", grammar, "p")) == grammar

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from worker.grammar.lark import (
     MAX_LENGTH_OF,
+    check_grammar,
     check_length,
     regex_terminal,
     schema_rule,
@@ -108,7 +109,7 @@ def whole_pattern(constraint: Constraint) -> str:
 
 def nested_grammar(constraint: Constraint, rewrite: Rewrite) -> str:
     """Return a client's Lark grammar as a nested one. InvalidInput if it cannot be rewritten."""
-    check_length(constraint.value, constraint.param, MAX_LENGTH_OF["grammar"])
+    check_grammar(constraint.value, constraint.param)
     try:
         rewritten = rewrite([*_statements(constraint.value)])
     except ValueError as error:

@@ -26,6 +26,7 @@ MAX_REASON = 500  # characters of llguidance's message
 APPLICATORS = ("allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties", "dependentSchemas")
 UNESCAPED = re.compile(r"(\\.)|/|\\?\n")  # in a regex between slashes
 ESCAPED = {"/": r"\/", "\n": r"\n"}
+ATTRIBUTES = re.compile(r"^[ \t]*[?!]?\w+\[(.*?)\][ \t]*:", re.MULTILINE)  # of a rule
 POSITION = re.compile(r"^at \d+\(\d+\): ")
 QUOTED_LINE = re.compile(r"\s*(\d+ \||\^)")
 
@@ -36,8 +37,10 @@ def content_rule(constraint: Constraint) -> str:
     value, kind, param = constraint.value, constraint.kind, constraint.param
     if kind == "json_schema" and not isinstance(value, dict):
         raise InvalidInput(f"{param}: must be an object", param)
-    if kind in ("regex", "grammar"):
+    if kind == "regex":
         check_length(value, param, MAX_LENGTH_OF[kind])
+    if kind == "grammar":
+        check_grammar(value, param)
     if kind == "choice" and len(value) > MAX_CHOICES:
         raise InvalidInput(f"{param}: takes at most {MAX_CHOICES} choices, not {len(value)}", param)
     try:
@@ -135,6 +138,14 @@ def regex_terminal(pattern: str) -> str:
 def check_length(grammar: str, param: str, max_length: int = MAX_LENGTH) -> None:
     if len(grammar) > max_length:
         raise unusable_grammar(f"it has {len(grammar)} characters, more than {max_length}", param)
+
+
+def check_grammar(grammar: str, param: str) -> None:
+    """Raise InvalidInput for a client's grammar that is too long, or whose rules have attributes,
+    such as max_tokens: these are not served."""
+    check_length(grammar, param, MAX_LENGTH_OF["grammar"])
+    if match := ATTRIBUTES.search(grammar):
+        raise unusable_grammar(f"rules have no attributes here, as [{match[1][:50]}]", param)
 
 
 def unusable_grammar(reason: str, param: str) -> InvalidInput:
