@@ -17,7 +17,7 @@ from batching.errors import OnequeueError
 from batching.fair_share import Priority
 from batching.request_queue import Lane, LowPriorityLane, StepLane
 from batching.round_robin import RoundRobin
-from worker.load_context import LoadContext, LoadProgress, Memory, loading
+from worker.load_context import LoadContext, LoadProgress, LoadStopped, Memory, loading
 from worker.messages.adapters import Adapter, InvalidAdapter
 from worker.messages.protocol import Engine, Fallback, Generator, ModelInfo, ModelState
 
@@ -208,6 +208,8 @@ class ServedModel:
         for adapter in [*self.adapters]:
             try:
                 self.load_adapter(adapter, engine)
+            except LoadStopped:
+                raise
             except Exception as error:
                 if self.at_start and self.info is None:
                     raise InvalidAdapter(f"LORA: the adapter {adapter.name!r}: {error}") from error

@@ -396,6 +396,7 @@ class ModelManager:
             self._loads.remove(entry)
             self._on_cancelled(entry)
         elif entry.queued and entry.load:
-            entry.load.cancel()
+            if not entry.load.cancelling():  # a second cancel would not wait for the loader
+                entry.load.cancel()
         else:
             self._leave(entry)

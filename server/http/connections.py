@@ -116,7 +116,8 @@ class LimitedProtocol(asyncio.Protocol):
 
     def _end_rest(self) -> None:
         self.is_resting = False
-        is_full = self.cycle and len(self.cycle.body) > HIGH_WATER_LIMIT  # `receive` resumes then
+        # `receive` resumes then
+        is_full = self.has_open_request and len(self.cycle.body) > HIGH_WATER_LIMIT
         if not is_full and not self.transport.is_closing():
             self.flow.resume_reading()
 

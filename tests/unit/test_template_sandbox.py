@@ -4,7 +4,7 @@ import tracemalloc
 from typing import Any
 
 import pytest
-from jinja2 import Template
+from jinja2 import Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils import chat_template_utils
 
@@ -58,6 +58,15 @@ def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
         DOUBLED % ("10", "ns.x * ns.x"),
         "{{ 10 ** 1000000 }}",
         f"{{{{ 'a'|center({TIMES}) }}}}",
+        "{% set x = 1|round(200000000, 'floor') %}",
+        "{% set x = [[1]]|batch(100000, [1] * 1000)|first|sum(start=[]) %}",
+        "{% set x = ('a' * 1000000)|wordwrap(1) %}",
+        "{% set x = ('a' * 1000000).partition('b') %}",
+        "{% set x = ('a' * 1000000)|select|list %}",
+        "{% set s = 'a' * 1000000 %}{% for i in range(99) %}{% set x = s[1:] %}{% endfor %}",
+        "{{ '{:{}}'.format('a', '2000000000') }}",
+        f"{{{{ '%*d'.encode() % ({TIMES}, 1) }}}}",
+        "{{ ('a' * 9999)|replace(new='b' * 9999, old='a') }}",
         f"{{% if 'a'|center({TIMES}) %}}{{% endif %}}",
         f"{{% filter center({TIMES}) %}}a{{% endfilter %}}",
         f"{{{{ ['a']|map('center', {TIMES})|list }}}}",
@@ -118,7 +127,6 @@ def test_each_rendering_has_its_own_bounds(monkeypatch: pytest.MonkeyPatch) -> N
         "{% for m in messages %}{{ loop.previtem }}{{ loop.nextitem }}{% endfor %}",
         "{% for m in messages if m.role == 'x' %}{% else %}none{% endfor %}",
         "{% for m in none_such %}{% else %}none{% endfor %}{{ none_such }}",
-        "{% for x in [[2, []]] recursive %}({{ x if x is number else loop(x) }}){% endfor %}",
         "{% set n = namespace(x=[]) %}{% for i in range(3) %}{% set n.x = n.x + [i] %}"
         "{{ n.x }}{% endfor %}",
         "{% macro f(a, b=2) %}{{ a + b }}{{ caller() }}{% endmacro %}{% call f(1) %}c{% endcall %}",
@@ -141,3 +149,16 @@ def test_lists_that_a_template_changes_are_counted() -> None:
     source = "{% set a = [1] %}{% for i in range(60) %}{% set _ = a.extend(a) %}{% endfor %}"
     with pytest.raises(TemplateTooExpensive):
         LenientEnvironment().from_string(source).render()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% autoescape 'a'|center(3000000000) %}{% endautoescape %}",
+        "{% for x in [1] recursive %}{{ loop([x]) }}{% endfor %}",
+        "{{ [cycler('x')]|join(attribute='current') }}",
+    ],
+)
+def test_what_has_no_bound_is_not_supported(source: str) -> None:
+    with pytest.raises(TemplateError):
+        compiled(source).render(messages=MESSAGES)

@@ -8,12 +8,12 @@ the values that it makes, before it makes them. transformers uses one once this 
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import wraps
 from typing import Any
 
-from jinja2 import Template, nodes
+from jinja2 import Template, TemplateSyntaxError, nodes
 from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment
 from jinja2.utils import Namespace, pass_context
@@ -22,23 +22,28 @@ from transformers.utils import chat_template_utils
 
 from batching.errors import InvalidInput
 
-MAX_TURNS = 1_000_000  # of loops, and calls
+MAX_TURNS = 3_000_000  # of loops, and calls
 MAX_BYTES = 256_000_000  # of all values that a rendering makes
-MAX_CPU_S = 5.0  # of the thread that renders
+MAX_CPU_S = 10.0  # of the thread that renders
 MAX_BITS = 10_000  # of an integer
 VALUE_BYTES = 64  # that a value takes without its text
-# Filters that do not turn their value into text. They read it lazily, or once.
+# Filters and methods of texts that take about as long as their arguments' text. Real templates call
+# them on whole messages.
+LINEAR = {
+    "attr", "capitalize", "count", "d", "default", "dictsort", "e", "endswith", "escape", "find",
+    "first", "items", "join", "last", "length", "list", "lower", "lstrip", "map",
+    "reject", "rejectattr", "replace", "reverse", "rstrip", "rsplit", "safe", "select",
+    "selectattr", "split", "splitlines", "startswith", "string", "strip", "tojson", "trim", "upper",
+}  # fmt: skip
+# Those that do not turn their value into text. They read it lazily, or once.
 READING = {
-    "abs", "attr", "batch", "count", "d", "default", "dictsort", "first", "float", "groupby", "int",
-    "items", "last", "length", "list", "map", "max", "min", "random", "reject", "rejectattr",
-    "reverse", "round", "select", "selectattr", "slice", "sort", "sum", "unique",
+    "attr", "count", "d", "default", "dictsort", "first", "items", "last", "length", "list", "map",
+    "reject", "rejectattr", "reverse", "select", "selectattr",
 }  # fmt: skip
-# Filters and methods whose result has the value as often as their arguments are long or large.
-MULTIPLYING = {
-    "batch", "center", "expandtabs", "indent", "join", "ljust", "rjust", "slice", "tojson",
-    "translate", "urlize", "wordwrap", "xmlattr", "zfill",
-}  # fmt: skip
-SPLITTING = {"batch", "list", "rsplit", "slice", "sort", "split", "splitlines", "unique"}
+# All others, such as `center`, get short arguments and small numbers: they may multiply, or take a
+# quadratic time.
+MAX_TEXT, MAX_NUMBER = 100_000, 1000
+NESTED_FIELD = re.compile(r"\{[^}]*\{")
 COLLECTIONS: tuple[type, ...] = (
     list,
     tuple,
@@ -124,22 +129,40 @@ def _quantity(argument: Any) -> int:
     return len(argument) if isinstance(argument, str) else text_bytes(argument)
 
 
-def _charge_call(name: str, value: Any, others: Collection[Any]) -> None:
-    """Charge for a filter, or a method of a string, by the bytes that it is going to make."""
+def _charge_call(name: str, value: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Charge for a filter, or a method of a text, by the bytes that it is going to make."""
+    others = [*args, *kwargs.values()]
     nbytes = sum(_quantity(other) for other in others)
-    if name in SPLITTING and isinstance(value, str):
-        [separator] = [other for other in others if isinstance(other, str)][:1] or [""]
-        parts = value.count(separator) if separator else len(value)
-        nbytes += VALUE_BYTES * parts
-    elif name == "replace" and len(others) > 1:
-        old, new, *_ = map(str, others)
-        nbytes += str(value).count(old) * len(new)
-    elif name in ("format", "format_map"):
+    is_known = name in LINEAR and len(others) < 3 and not (name == "join" and "attribute" in kwargs)
+    if not is_known and not isinstance(value, NoValue):
+        numbers = [other for other in others if isinstance(other, int)]
+        size = text_bytes(value) + sum(map(text_bytes, others))
+        if size > MAX_TEXT or any(abs(number) > MAX_NUMBER for number in numbers):
+            raise _too_expensive(f"{MAX_TEXT // 1000} kB, or numbers to {MAX_NUMBER}, in {name}()")
+        nbytes += _quantity(value) * max([1, *map(_quantity, others)])
+    if name in ("format", "format_map"):
+        if NESTED_FIELD.search(str(value)):
+            raise _too_expensive("fields within fields of a format")
         nbytes += _format_bytes(str(value), others)
+    elif name in ("split", "rsplit") and isinstance(value, str):
+        separator = next((other for other in others if isinstance(other, str)), "")
+        nbytes += VALUE_BYTES * (value.count(separator) if separator else len(value))
+        nbytes += len(value)
+    elif name == "replace" and isinstance(value, str):
+        old, new = (kwargs.get(n, args[i] if i < len(args) else "") for i, n in enumerate(OLD_NEW))
+        nbytes += len(value) + (value.count(str(old)) + 1) * len(str(new))
+    elif name == "join":
+        separator = str(args[0] if args else kwargs.get("d", ""))
+        nbytes += text_bytes(value) + len(value if hasattr(value, "__len__") else ()) * len(
+            separator
+        )
+    elif name == "tojson":
+        indent = max([1, *(other for other in others if isinstance(other, int))])
+        nbytes += indent * text_bytes(value)
     elif name == "strftime_now":
         nbytes *= MAX_TIME_FIELD
-    if name in MULTIPLYING:
-        nbytes += _quantity(value) * max([1, *map(_quantity, others)])
+    elif name in READING and isinstance(value, str) and name not in ("count", "length"):
+        nbytes += VALUE_BYTES * len(value)  # it is read character by character
     charge(nbytes, 1)
 
 
@@ -148,6 +171,13 @@ def _format_bytes(text: str, values: Collection[Any]) -> int:
     widths = sum(map(int, NUMBER.findall(text)))
     fields = text.count("%") + text.count("{")
     return len(text) + fields * (widths + sum(_quantity(value) for value in values))
+
+
+OLD_NEW = ("old", "new")  # arguments of `replace`
+
+
+class NoValue(str):
+    """In place of the text of a method, for other calls."""
 
 
 class Functions(dict[str, Any]):
@@ -163,7 +193,7 @@ class Functions(dict[str, Any]):
         def bounded(*args: Any, **kwargs: Any) -> Any:
             value, *others = args[passes:]
             value = _joined(name, value)
-            _charge_call(name, value, [*others, *kwargs.values()])
+            _charge_call(name, value, others, kwargs)
             if name not in READING:
                 charged(value)
             return _made(function(*args[:passes], value, *others, **kwargs))
@@ -182,7 +212,7 @@ def _joined(name: str, value: Any) -> Any:
 
 
 def _made(result: Any) -> Any:
-    """Return what a call has made. The values in it are charged where they are made."""
+    """Return what a call has made. What a list of texts holds has been charged."""
     if isinstance(result, str | bytes | list | tuple):
         charge(len(result))
     return result
@@ -193,7 +223,13 @@ class BoundedNodes(NodeTransformer):
 
     def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
         self.generic_visit(node)
+        if isinstance(node, nodes.EvalContextModifier | nodes.ScopedEvalContextModifier):
+            raise TemplateSyntaxError("autoescape is not supported", node.lineno)
+        if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
+            return _filter(node, charged)
         if isinstance(node, nodes.For):
+            if node.recursive:
+                raise TemplateSyntaxError("recursive loops are not supported", node.lineno)
             nbytes = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
             node.iter = _filter(node.iter, turns, nodes.Const(nbytes))
         elif isinstance(node, nodes.Concat):
@@ -232,7 +268,8 @@ class LenientEnvironment(SandboxedEnvironment):
         self.filters |= {f"onequeue.{f.__name__}": f for f in (charged, turns)}
         self.tests: dict[str, Any] = {**self.tests}
         self.tests = {name: _counted(test) for name, test in self.tests.items()}
-        del self.globals["lipsum"]  # endless text
+        for name in ("cycler", "joiner", "lipsum"):  # their text is not known
+            del self.globals[name]
 
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
         return super()._generate(BoundedNodes().visit(source), *args, **kwargs)
@@ -244,12 +281,13 @@ class LenientEnvironment(SandboxedEnvironment):
             if operator == "**" and left.bit_length() * right > MAX_BITS:
                 raise _too_expensive(f"{MAX_BITS} bits of an integer")
         elif operator == "+":
-            charge(text_bytes(right) + (len(left) if isinstance(left, str | list | tuple) else 0))
+            size = text_bytes(right) + (len(left) if isinstance(left, str | list | tuple) else 0)
+            charge(size // 4)  # most results are replaced by the next
         elif operator == "*":
             value, count = (right, left) if isinstance(left, int) else (left, right)
             charge(_quantity(value) * (max(count, 0) if isinstance(count, int) else 1))
-        elif operator == "%" and isinstance(left, str):
-            charge(_format_bytes(left, right if isinstance(right, tuple) else [right]))
+        elif operator == "%" and isinstance(left, str | bytes):
+            charge(_format_bytes(str(left), right if isinstance(right, tuple) else [right]))
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -257,11 +295,11 @@ class LenientEnvironment(SandboxedEnvironment):
             charge(0, 1)
         else:
             method = getattr(function, "__wrapped__", function)  # str.format is wrapped
-            value = getattr(method, "__self__", "")
-            text = value if isinstance(value, str | bytes) else ""
+            value = getattr(method, "__self__", None)
+            text = value if isinstance(value, str | bytes) else NoValue()
             name = getattr(method, "__name__", "")
             args = tuple(_joined(name, argument) for argument in args)
-            _charge_call(name, text, [*args, *kwargs.values()])
+            _charge_call(name, text, args, kwargs)
         return _made(super().call(context, function, *args, **kwargs))
 
 
