@@ -4,9 +4,6 @@ upload (http/upload.py) → store.py → content, in pieces, at the client's pac
 """
 
 import asyncio
-import logging
-import os
-import sqlite3
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
@@ -18,7 +15,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from batching.errors import InvalidInput, QueueFull
+from batching.errors import InvalidInput
 from server.http.form import FILE, Form
 from server.http.json import Document, to_json
 from server.http.request import SEND_BYTES, JsonEndpoint, send_at_pace, send_json
@@ -27,16 +24,13 @@ from server.openai.batches.store import KEPT_S, BatchStore, ListPage
 from server.openai.images import raise_when_gone
 from server.openai.request_fields import convert
 from server.openai.response_schemas import Deleted, FileList, FileObject
-from server.openai.responses.store import storage_namespace
-
-log = logging.getLogger("onequeue.batches")
+from server.openai.responses.store import refusing_disk_errors, storage_namespace
 
 PATH = "/v1/files"
 METHODS = ["GET", "POST"]  # of a collection
 MAX_FILE_MB = 200
 READER_THREADS = 1  # more would fill a turn of the event loop with pieces of files
 MIN_KEPT_S = 3600
-RETRY_S = 10.0  # after a failure of the disk
 
 T = TypeVar("T")
 
@@ -68,12 +62,8 @@ async def in_store(
     call: Callable[..., T], *arguments: Any, limiter: CapacityLimiter | None = None
 ) -> T:
     """Call a method of the store in a pool thread. Raises QueueFull if the disk fails."""
-    try:
+    with refusing_disk_errors():
         return await run_sync(call, *arguments, limiter=limiter)
-    except (OSError, sqlite3.Error) as error:
-        log.error("files not available error=%.200r", error)
-        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
-        raise QueueFull(f"the server's disk has failed: {reason}", RETRY_S) from None
 
 
 def namespace_of(scope: Scope) -> bytes:

@@ -12,22 +12,28 @@ processes.
 
 import contextlib
 import hashlib
+import logging
 import math
+import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import orjson
 
+from batching.errors import QueueFull
 from server.http.json import Document
+
+log = logging.getLogger("onequeue.store")
 
 MAX_RESPONSES = 10_000
 MAX_BYTES = 256_000_000
 OPEN_S = 30.0  # to wait for other processes that open a new file
 LEASE_S = 30.0  # without a renewal, a background response has failed after this time
+RETRY_S = 10.0  # after a failure of the disk
 ENDED = "the server process that generated the response has ended"
 
 SCHEMA = """
@@ -119,6 +125,17 @@ class Stored:
 
     response: Document
     input: list[Document]
+
+
+@contextlib.contextmanager
+def refusing_disk_errors() -> Iterator[None]:
+    """Raise QueueFull if the disk of a store fails."""
+    try:
+        yield
+    except (OSError, sqlite3.Error) as error:
+        log.error("store not available error=%.200r", error)
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
+        raise QueueFull(f"the server's disk has failed: {reason}", RETRY_S) from None
 
 
 def use_write_ahead_log(database: sqlite3.Connection) -> None:
