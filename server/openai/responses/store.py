@@ -151,6 +151,16 @@ def use_write_ahead_log(database: sqlite3.Connection) -> None:
         time.sleep(0.01)
 
 
+def make_private(path: str) -> None:
+    """Let only this user read a database. sqlite creates its other files with its mode, and reports
+    an error with the path."""
+    with contextlib.suppress(OSError):
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))  # closing another's ends its locks
+    for suffix in ("", "-wal", "-shm"):  # a crash may have left some
+        with contextlib.suppress(OSError):
+            os.chmod(path + suffix, 0o600)
+
+
 class ResponseStore:
     """`path` is a file, or `:memory:`. Raises sqlite3.Error if the file cannot be used."""
 
@@ -160,13 +170,15 @@ class ResponseStore:
         self.max_responses = max_responses
         self.max_bytes = max_bytes
         self._lock = threading.Lock()
+        self.is_shared = path != ":memory:"
+        if self.is_shared:
+            make_private(path)
         self._database = sqlite3.connect(path, check_same_thread=False)
         run = self._database.execute
         run("PRAGMA foreign_keys = ON")
         use_write_ahead_log(self._database)
         run("PRAGMA synchronous = NORMAL")  # a power cut may lose the last responses only
         self._database.executescript(f"BEGIN IMMEDIATE; {SCHEMA} COMMIT;")
-        self.is_shared = path != ":memory:"
 
     @property
     def totals(self) -> tuple[int, int]:
