@@ -62,10 +62,10 @@ class JsonBodyParser:
 
         if result := await in_thread(parse_unless_heavy, body, deadline, self._limiter):
             return result[0]
-        return await in_thread(parse, body, deadline, _heavy_limiter())
+        return await in_thread(parse, body, deadline, heavy_limiter())
 
 
-def _heavy_limiter() -> anyio.CapacityLimiter:
+def heavy_limiter() -> anyio.CapacityLimiter:
     """Return the event loop's limiter of bodies with many values."""
     if (limiter := _HEAVY_LIMITER.get(None)) is None:
         limiter = anyio.CapacityLimiter(1)

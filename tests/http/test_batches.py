@@ -2,11 +2,13 @@
 
 import io
 import json
+import socket
 import sqlite3
+import threading
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,12 @@ import pytest
 from openai.types import Batch, BatchUsage
 from openai.types.batch_usage import InputTokensDetails, OutputTokensDetails
 
+from batching.errors import QueueFull
 from batching.fair_share import Priority
+from server.http.request import SEND_BYTES
+from server.http.transfers import Transfer
 from server.openai.batches import input_file, runner, store
+from server.openai.response_schemas import FileObject
 from tests.event_streams import CLIENT
 from tests.fake_generator import FakeGenerator
 from tests.serving import Server, metric, serving, wait_until
@@ -235,7 +241,7 @@ def test_a_deeply_nested_body_fails_alone(client: Client) -> None:
 
 
 def test_a_wrong_request_is_refused(client: Client) -> None:
-    input_file_id = client.upload(GOOD)
+    input_file_id = client.upload(GOOD + b" " * 2000)
     good: dict[str, Any] = {
         "input_file_id": input_file_id, "endpoint": CHAT, "completion_window": "24h",
     }  # fmt: skip
@@ -312,6 +318,111 @@ def test_files_are_kept_listed_and_deleted(server: Server) -> None:
     for gone in (client.sdk.files.retrieve, client.sdk.files.content, client.sdk.files.delete):
         with pytest.raises(openai.NotFoundError):
             gone(kept)
+
+
+@contextmanager
+def unread(server: Server, id: str) -> Iterator[socket.socket]:
+    """Ask for the content of a file, and do not read it."""
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        connection.settimeout(60)
+        connection.connect(("127.0.0.1", server.port))
+        path, key = f"/v1/files/{id}/content", "Authorization: Bearer one"
+        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n{key}\r\n\r\n".encode())
+        yield connection
+
+
+def test_contents_that_are_read_leave_threads_to_other_requests(
+    server: Server, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    id, look_up = client.upload(GOOD), store.BatchStore.file
+    may_look_up = threading.Event()
+
+    def wait_and_look_up(self: store.BatchStore, *arguments: Any) -> FileObject:
+        may_look_up.wait(60)
+        return look_up(self, *arguments)
+
+    monkeypatch.setattr(store.BatchStore, "file", wait_and_look_up)
+    with ExitStack() as stack:
+        stack.callback(may_look_up.set)
+        connections = [stack.enter_context(unread(server, id)) for _ in range(50)]
+        wait_until(lambda: len(server.uvicorn.server_state.tasks) == 50)
+        listed = client.sdk.with_options(timeout=20).files.list()
+        assert id in [file.id for file in listed]
+        may_look_up.set()
+        assert all(connection.recv(15) == b"HTTP/1.1 200 OK" for connection in connections)
+    wait_until(lambda: not server.app.memory.used)
+
+
+def test_contents_that_are_not_read_end_while_memory_is_short(tmp_path: Path) -> None:
+    with started(tmp_path, FakeGenerator()) as server:
+        id = Client(server).upload(b"x" * 30_000_000)
+        server.app.memory.limit = 3 * SEND_BYTES
+        with unread(server, id) as connection:
+            wait_until(lambda: any(held.is_waiting for held in server.app.memory._transfers))
+            assert len(Client(server).sdk.files.content(id).read()) == 30_000_000
+            size = 0
+            while data := connection.recv(1 << 20):
+                size += len(data)
+            assert size < 30_000_000
+        wait_until(lambda: not server.app.memory.used)
+
+
+def test_input_files_are_checked_one_at_a_time_in_the_memory_of_bodies(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feed, active = input_file.InputChecker.feed, 0
+    counts, held = [], []
+    entered, may_end = threading.Event(), threading.Event()
+
+    def count_and_feed(self: input_file.InputChecker, chunk: bytes) -> None:
+        nonlocal active
+        active += 1
+        counts.append(active)
+        held.append(server.app.memory.used)
+        entered.set()
+        may_end.wait(60)
+        feed(self, chunk)
+        active -= 1
+
+    monkeypatch.setattr(input_file.InputChecker, "feed", count_and_feed)
+    clients = Client(server, "one"), Client(server, "two")
+    ids = [clients[0].create(GOOD)]
+    entered.wait(60)
+    ids.append(clients[1].create(GOOD))
+    assert clients[1].get(ids[1]).status == "validating"
+    may_end.set()
+    for client, id in zip(clients, ids, strict=True):
+        assert client.wait(id).status == "completed"
+    assert counts == [1, 1]
+    assert held[0] == len(GOOD)
+    wait_until(lambda: not server.app.memory.used)
+
+
+def test_an_input_file_waits_for_the_memory_of_bodies(
+    server: Server, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "RETRY_S", 0.01)
+    memory, transfer = server.app.memory, Transfer()
+    refused, take = threading.Event(), memory.take
+
+    def take_and_note(transfer: Transfer, size: int) -> None:
+        try:
+            take(transfer, size)
+        except QueueFull:
+            refused.set()
+            raise
+
+    input_file_id = client.upload(GOOD + b" " * 2000)
+    monkeypatch.setattr(memory, "take", take_and_note)
+    memory.hold(transfer, memory.limit - 1000)  # for the request that creates the batch
+    id = client.sdk.batches.create(
+        input_file_id=input_file_id, endpoint=CHAT, completion_window="24h"
+    ).id
+    assert refused.wait(60)
+    assert client.get(id).status == "validating"
+    memory.release(transfer)
+    assert client.wait(id).status == "completed"
 
 
 def test_a_key_finds_neither_files_nor_batches_of_another(server: Server, client: Client) -> None:

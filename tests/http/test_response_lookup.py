@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 from batching.fair_share import Priority
 from server import routes
 from server.openai.responses import endpoint
+from server.openai.responses.store import ResponseStore
 from tests.event_streams import CLIENT, open_stream, post
 from tests.fake_generator import FakeGenerator
 from tests.http.test_pipeline_http import error_of
@@ -407,6 +408,22 @@ def test_background_response_is_found_without_the_store(full: Server) -> None:
     assert metric(full, NOT_STORED) == 1
     assert delete(full, id).json()["deleted"] is True
     assert get_response(full, id).status_code == delete(full, id).status_code == 404
+
+
+def test_a_failed_disk_is_a_503(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ResponseStore(str(tmp_path / "responses.db"))
+    monkeypatch.setattr(routes, "open_store", lambda settings: store)
+    with serving(load_chat=FakeGenerator) as server:
+        id = response_document(respond(server))["id"]
+        store._database.execute("PRAGMA query_only = ON")
+        for refused in (cancel(server, id), delete(server, id)):
+            assert (refused.status_code, error_of(refused)["code"]) == (503, "queue_full")
+            assert "the server's disk has failed" in error_of(refused)["message"]
+            assert refused.headers["retry-after"] == "10"
+        assert get_response(server, id).status_code == 200
+        store._database.executescript("PRAGMA query_only = OFF; DROP VIEW found")
+        refused = respond(server, previous_response_id=id)
+        assert (refused.status_code, error_of(refused)["code"]) == (503, "queue_full")
 
 
 def test_unstored_background_responses_are_bounded(

@@ -66,9 +66,14 @@ def test_scales_follow_the_configuration(
         ("r", "8"),
         ("lora_alpha", "8"),
         ("lora_alpha", float("nan")),
+        pytest.param("lora_alpha", 10**4000, id="large alpha"),
+        ("lora_alpha", -1e9),
         ("alpha_pattern", ["q_proj"]),
         ("alpha_pattern", {"q_proj": "1"}),
+        ("alpha_pattern", {"q_proj": 10**4000}),
         ("alpha_pattern", {"(": 1}),
+        ("alpha_pattern", {"(" * 490 + ")" * 490: 1}),
+        ("alpha_pattern", {"q" * 1001: 1}),
     ],
 )
 def test_fields_that_are_not_supported_are_named(tmp_path: Path, field: str, value: object) -> None:

@@ -233,6 +233,20 @@ def test_file_keeps_responses_their_order_and_its_bounds(tmp_path: Path) -> None
     store.close()
 
 
+@pytest.mark.parametrize("exists", [False, True])
+def test_only_the_user_reads_the_files(tmp_path: Path, exists: bool) -> None:
+    path = tmp_path / "responses.db"
+    if exists:
+        with contextlib.closing(sqlite3.connect(path)) as database:
+            use_write_ahead_log(database)
+            path.chmod(0o644)
+    store = ResponseStore(str(path))
+    store.put(OWNER, stored("a"))
+    modes = {file.name: file.stat().st_mode & 0o777 for file in tmp_path.iterdir()}
+    assert modes == {f"responses.db{suffix}": 0o600 for suffix in ("", "-wal", "-shm")}
+    store.close()
+
+
 def test_stored_responses_can_be_used_on_a_full_disk(tmp_path: Path) -> None:
     store = filled(tmp_path / "responses.db")
     before = store.totals

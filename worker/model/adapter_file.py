@@ -25,6 +25,8 @@ from worker.messages.adapters import InvalidAdapter
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_RANK = 512
+MAX_ALPHA = 1e6
+MAX_PATTERN = 1000  # characters of a pattern of layers
 MATCH_TIMEOUT_S = 2.0  # for all patterns of a configuration
 FLOAT_DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 # Fields that do not change the product of a trained adapter. The tensors in the file show which
@@ -81,7 +83,7 @@ class LoraConfig:
         left_s = max(0.001, self.deadline - time.monotonic())
         try:
             return bool(regex.match(rf"(.*\.)?({pattern})$", layer, timeout=left_s))
-        except (regex.error, TimeoutError) as error:
+        except (regex.error, RecursionError, TimeoutError) as error:
             reason = f"alpha_pattern: {pattern!r:.100} cannot be matched with a layer"
             raise InvalidAdapter(reason) from error
 
@@ -99,19 +101,24 @@ def read_config(folder: Path) -> LoraConfig:
         raise InvalidAdapter(f"{CONFIG} must be an object")
     _check_config(config)
     alphas = config.get("alpha_pattern") or {}
-    if not isinstance(alphas, dict) or not all(map(_is_number, alphas.values())):
-        raise InvalidAdapter("alpha_pattern: must map layers to numbers")
+    if not isinstance(alphas, dict) or not all(map(_is_alpha, alphas.values())):
+        raise InvalidAdapter(f"alpha_pattern: must map layers to numbers up to {MAX_ALPHA:g}")
+    if any(len(pattern) > MAX_PATTERN for pattern in alphas):
+        raise InvalidAdapter(f"alpha_pattern: a pattern has more than {MAX_PATTERN} characters")
     rank, alpha = config.get("r", 8), config.get("lora_alpha", 8)
-    if not _is_number(alpha):
-        raise InvalidAdapter(f"lora_alpha: must be a number, not {alpha!r:.100}")
+    if not _is_alpha(alpha):
+        raise InvalidAdapter(
+            f"lora_alpha: must be a number up to {MAX_ALPHA:g}, not {alpha!r:.100}"
+        )
     if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= MAX_RANK:
         raise InvalidAdapter(f"r: must be 1 to {MAX_RANK}, not {rank!r:.100}")
     deadline = time.monotonic() + MATCH_TIMEOUT_S
     return LoraConfig(float(alpha), bool(config.get("use_rslora")), alphas, deadline)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _is_alpha(value: object) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and -MAX_ALPHA <= value <= MAX_ALPHA  # type: ignore[operator]  # not of a NaN
 
 
 def _check_config(config: Mapping[str, Any]) -> None:

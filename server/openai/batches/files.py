@@ -4,38 +4,33 @@ upload (http/upload.py) → store.py → content, in pieces, at the client's pac
 """
 
 import asyncio
-import logging
-import os
-import sqlite3
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
+from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from batching.errors import InvalidInput, QueueFull
+from batching.errors import InvalidInput
 from server.http.form import FILE, Form
 from server.http.json import Document, to_json
-from server.http.request import JsonEndpoint, send_json
+from server.http.request import SEND_BYTES, JsonEndpoint, send_at_pace, send_json
 from server.http.upload import Uploads
 from server.openai.batches.store import KEPT_S, BatchStore, ListPage
 from server.openai.images import raise_when_gone
 from server.openai.request_fields import convert
 from server.openai.response_schemas import Deleted, FileList, FileObject
-from server.openai.responses.store import storage_namespace
-
-log = logging.getLogger("onequeue.batches")
+from server.openai.responses.store import refusing_disk_errors, storage_namespace
 
 PATH = "/v1/files"
 METHODS = ["GET", "POST"]  # of a collection
 MAX_FILE_MB = 200
-PIECE_BYTES = 1 << 18
+READER_THREADS = 1  # more would fill a turn of the event loop with pieces of files
 MIN_KEPT_S = 3600
-RETRY_S = 10.0  # after a failure of the disk
 
 T = TypeVar("T")
 
@@ -63,14 +58,12 @@ class FilePage(Struct):
     purpose: Annotated[str, Meta(max_length=64)] | None = None
 
 
-async def in_store(call: Callable[..., T], *arguments: Any) -> T:
+async def in_store(
+    call: Callable[..., T], *arguments: Any, limiter: CapacityLimiter | None = None
+) -> T:
     """Call a method of the store in a pool thread. Raises QueueFull if the disk fails."""
-    try:
-        return await run_sync(call, *arguments)
-    except (OSError, sqlite3.Error) as error:
-        log.error("files not available error=%.200r", error)
-        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
-        raise QueueFull(f"the server's disk has failed: {reason}", RETRY_S) from None
+    with refusing_disk_errors():
+        return await run_sync(call, *arguments, limiter=limiter)
 
 
 def namespace_of(scope: Scope) -> bytes:
@@ -183,18 +176,25 @@ class FileContent:
 
     def __init__(self, store: BatchStore) -> None:
         self.store = store
+        self._threads = CapacityLimiter(READER_THREADS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        id = scope["path_params"]["id"]
-        file = await in_store(self.store.file, namespace_of(scope), id)
-        content = await in_store(self.store.path(file.id).open, "rb")
+        id, threads = scope["path_params"]["id"], self._threads
+        file = await in_store(self.store.file, namespace_of(scope), id, limiter=threads)
+        # a piece in the connection's buffer, and one that waits for room in it
+        scope["app"].count_body(scope, min(file.bytes, 2 * SEND_BYTES))
+        content = await in_store(self.store.path(file.id).open, "rb", 0, limiter=threads)
         # uvicorn's `send` says nothing about a client that has gone
         gone = asyncio.create_task(raise_when_gone(receive))
         try:
             headers = [(b"content-type", b"application/octet-stream")]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            while not gone.done() and (piece := await run_sync(content.read, PIECE_BYTES)):
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            while not gone.done():
+                piece = await run_sync(content.read, SEND_BYTES, limiter=threads)
+                if not piece:
+                    break
+                message = {"type": "http.response.body", "body": piece, "more_body": True}
+                await send_at_pace(send, scope["transfer"], message)
             if gone.done():
                 gone.result()
             await send({"type": "http.response.body", "body": b""})

@@ -22,14 +22,14 @@ from msgspec import Raw, Struct
 from msgspec.json import decode
 from starlette.types import Message, Scope
 
-from batching.errors import ClientGone, Refused
+from batching.errors import ClientGone, QueueFull, Refused
 from batching.fair_share import Priority, request_share
 from server.core.api_keys import NO_KEY, ApiKey
 from server.core.request_context import RequestContext, RequestRecord
 from server.core.worker_client import Deadlines, WorkerClient
 from server.http.access import client_of
 from server.http.errors import HttpError
-from server.http.json import to_json
+from server.http.json import heavy_limiter, to_json
 from server.http.ndjson import LineWindow
 from server.http.request import Application, count_failure
 from server.http.transfers import Transfer
@@ -177,6 +177,7 @@ class BatchRunner:
         self.store = store
         self.endpoints = endpoints  # by path
         self.is_stopping = False
+        self.check_turn = asyncio.Lock()  # one input file is checked at a time
         self.runs: dict[str, BatchTask] = {}  # by the batch's id, oldest first
 
     def start(self, app: Application) -> None:
@@ -308,7 +309,8 @@ class BatchTask:
             self.runner.on_end(self)
 
     async def _try(self) -> bool:
-        """Run the batch. Return False if the disk has failed, and it is to be tried again."""
+        """Run the batch. Return False if it is to be tried again: the disk has failed, or there is
+        no memory for checking its input."""
         try:
             if self._is_stale:
                 self.record = await run_sync(self.store.reload, self.record)
@@ -318,6 +320,8 @@ class BatchTask:
                 await self._advance()
             except StoreFull as error:
                 await self._finish("failed", [BatchError("storage_full", str(error))])
+        except QueueFull:
+            return self.runner.is_stopping
         except (OSError, sqlite3.Error) as error:
             log.error("batch delayed id=%s error=%.200r", self.id, error)
             self._is_stale = True
@@ -333,7 +337,8 @@ class BatchTask:
             error = BatchError("model_not_found", f"no model serves {job.endpoint} any more")
             return await self._finish("failed", [error])
         if job.status == "validating" and not self.is_interrupted:
-            errors = await self._check_input()
+            async with self.runner.check_turn:
+                errors = await self._check_input()
             if errors:
                 return await self._finish("failed", errors)
         if job.status == "in_progress" and not self.is_interrupted:
@@ -368,9 +373,11 @@ class BatchTask:
     # ── the input file ──
 
     async def _check_input(self) -> Sequence[BatchError]:
-        """Check the input file, and begin to run its lines. Return its errors."""
+        """Check the input file, and begin to run its lines. Return its errors. Raises QueueFull if
+        bodies take too much memory: a line that is checked counts as one."""
         job, path = self.record.job, self.store.path(self.record.job.input_file_id)
-        checker = InputChecker(job.endpoint, self.runner.app.max_body)
+        app, transfer, turns = self.runner.app, Transfer(), heavy_limiter()
+        checker = InputChecker(job.endpoint, app.max_body)
 
         def check(offset: int) -> bool:
             with path.open("rb") as file:
@@ -378,12 +385,17 @@ class BatchTask:
                 checker.feed(chunk := file.read(CHUNK_BYTES))
                 return len(chunk) == CHUNK_BYTES
 
-        offset = 0
-        while await run_sync(check, offset):
-            offset += CHUNK_BYTES
-            if self.is_interrupted or checker.has_failed:
-                break
-        lines = await run_sync(checker.finish)
+        size = (await run_sync(path.stat)).st_size
+        app.memory.take(transfer, min(size, app.max_body))
+        try:
+            offset = 0
+            while await run_sync(check, offset, limiter=turns):
+                offset += CHUNK_BYTES
+                if self.is_interrupted or checker.has_failed:
+                    break
+            lines = await run_sync(checker.finish, limiter=turns)
+        finally:
+            app.memory.release(transfer)
         if not checker.errors and not self.is_interrupted:
             await run_sync(self.store.begin, self.record, lines)
         return checker.errors

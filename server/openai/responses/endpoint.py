@@ -50,6 +50,7 @@ from server.openai.responses.store import (
     ResponseStore,
     TooLarge,
     owner_of,
+    refusing_disk_errors,
 )
 from server.openai.token_count import TokenCounter
 from worker.worker import trim_heap
@@ -144,6 +145,7 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
 
     # ── a new response ──
 
+    @refusing_disk_errors()
     def parse(self, body: bytes, scope: Scope) -> ParsedResponseRequest:
         max_entries = self.models.max_entries
         request = decode(parse_json(body), ResponseRequest, self.models.id_for, max_entries)
@@ -369,10 +371,11 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
             job.abort()
             await asyncio.wait([job.task])
         elif self.store.is_shared:
-            await anyio.to_thread.run_sync(self.store.cancel, owner.namespace, id)
             is_running = partial(self.store.is_running, owner.namespace, id)
-            while await anyio.to_thread.run_sync(is_running):  # noqa: ASYNC110  # another process
-                await asyncio.sleep(POLL_S)
+            with refusing_disk_errors():
+                await anyio.to_thread.run_sync(self.store.cancel, owner.namespace, id)
+                while await anyio.to_thread.run_sync(is_running):  # noqa: ASYNC110  # of others
+                    await asyncio.sleep(POLL_S)
 
     async def _running(self, owner: Owner, id: str) -> ResponsesBuilder | None:
         """Return the builder of a background response that has not ended."""
@@ -394,7 +397,7 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
             return result
 
         for store in (self.fallback_store, self.store):
-            with contextlib.suppress(NotStored):
+            with contextlib.suppress(NotStored), refusing_disk_errors():
                 return await anyio.to_thread.run_sync(run, store)
         raise _not_found(id, "id")
 

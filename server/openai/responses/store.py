@@ -12,22 +12,28 @@ processes.
 
 import contextlib
 import hashlib
+import logging
 import math
+import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import orjson
 
+from batching.errors import QueueFull
 from server.http.json import Document
+
+log = logging.getLogger("onequeue.store")
 
 MAX_RESPONSES = 10_000
 MAX_BYTES = 256_000_000
 OPEN_S = 30.0  # to wait for other processes that open a new file
 LEASE_S = 30.0  # without a renewal, a background response has failed after this time
+RETRY_S = 10.0  # after a failure of the disk
 ENDED = "the server process that generated the response has ended"
 
 SCHEMA = """
@@ -121,6 +127,17 @@ class Stored:
     input: list[Document]
 
 
+@contextlib.contextmanager
+def refusing_disk_errors() -> Iterator[None]:
+    """Raise QueueFull if the disk of a store fails."""
+    try:
+        yield
+    except (OSError, sqlite3.Error) as error:
+        log.error("store not available error=%.200r", error)
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
+        raise QueueFull(f"the server's disk has failed: {reason}", RETRY_S) from None
+
+
 def use_write_ahead_log(database: sqlite3.Connection) -> None:
     """Switch to it. While another process does so, sqlite fails at once, without its timeout."""
     give_up_at = time.monotonic() + OPEN_S
@@ -134,6 +151,16 @@ def use_write_ahead_log(database: sqlite3.Connection) -> None:
         time.sleep(0.01)
 
 
+def make_private(path: str) -> None:
+    """Let only this user read a database. sqlite creates its other files with its mode, and reports
+    an error with the path."""
+    with contextlib.suppress(OSError):
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))  # closing another's ends its locks
+    for suffix in ("", "-wal", "-shm"):  # a crash may have left some
+        with contextlib.suppress(OSError):
+            os.chmod(path + suffix, 0o600)
+
+
 class ResponseStore:
     """`path` is a file, or `:memory:`. Raises sqlite3.Error if the file cannot be used."""
 
@@ -143,13 +170,15 @@ class ResponseStore:
         self.max_responses = max_responses
         self.max_bytes = max_bytes
         self._lock = threading.Lock()
+        self.is_shared = path != ":memory:"
+        if self.is_shared:
+            make_private(path)
         self._database = sqlite3.connect(path, check_same_thread=False)
         run = self._database.execute
         run("PRAGMA foreign_keys = ON")
         use_write_ahead_log(self._database)
         run("PRAGMA synchronous = NORMAL")  # a power cut may lose the last responses only
         self._database.executescript(f"BEGIN IMMEDIATE; {SCHEMA} COMMIT;")
-        self.is_shared = path != ":memory:"
 
     @property
     def totals(self) -> tuple[int, int]:
