@@ -122,8 +122,8 @@ def use_one_core() -> None:
     has more threads than cores and lets none of them spin for long, the worker's neither: steps of
     a small model took twice the time.
     """
-    torch = sys.modules.get("torch")
-    if torch and torch.get_num_threads() > 1 and (set_threads := openmp_set_threads()):
+    get_threads = getattr(sys.modules.get("torch"), "get_num_threads", None)  # torch may be loading
+    if get_threads and get_threads() > 1 and (set_threads := openmp_set_threads()):
         set_threads(1)
 
 

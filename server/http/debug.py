@@ -13,6 +13,7 @@ from starlette.requests import Request
 from batching.fair_share import WorkOwner
 from batching.request_queue import WorkItem
 from server.core.delta_stream import DeltaStream, TokenStream
+from server.http.access import check_admin
 from server.http.errors import HttpError
 
 MAX_REQUESTS = 1000
@@ -39,8 +40,10 @@ class DebugQueue(Struct):
 
 async def debug_queue(request: Request) -> DebugQueue:
     app, queue, key = request.app, request.app.worker_client.queue, request.scope["context"].key
-    if not (app.keyring.required or app.settings.model_control):
-        raise HttpError(404, "the queue is shown with API keys, or with MODEL_CONTROL=1")
+    if not app.keyring.required:
+        if not (app.keyring.has_admins or app.settings.model_control):
+            raise HttpError(404, "the queue is shown with API keys, or with MODEL_CONTROL=1")
+        check_admin(request.scope)
     shows_all = key.admin or not app.keyring.required
     items = [item for item in queue.items if shows_all or item.owner.client == key.id]
     keys = {key.id: key.name for key in app.keyring}

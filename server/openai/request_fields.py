@@ -9,7 +9,9 @@ default. Token ids and lengths are checked by the model's `prepare`.
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import cache
+from threading import Lock
 from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
 import msgspec
@@ -183,6 +185,10 @@ def _biases(biases: dict[str, float] | None) -> dict[int, float]:
 # ── decoding ──
 
 
+_prepared: set[type] = set()  # types that msgspec has inspected
+_preparing = Lock()
+
+
 class ModelRequest(Protocol):
     """A struct with the fields of a request body."""
 
@@ -227,6 +233,8 @@ def _whole_numbers(document: Document) -> dict[str, int]:
 
 def convert(document: Document, kind: type[T], strict: bool = True) -> T:
     """Return a struct. Unless `strict`, values are converted from text, as those of a form."""
+    if kind not in _prepared:
+        _prepare(kind)
     try:
         return msgspec.convert(document, kind, strict=strict)
     except msgspec.ValidationError as error:
@@ -237,6 +245,14 @@ def convert(document: Document, kind: type[T], strict: bool = True) -> T:
         elif message.startswith("expected") and ", got" not in message:
             message += _actual_value(document, param, "length" in message)
         raise InvalidInput.at(param, message) from None
+
+
+def _prepare(kind: type) -> None:
+    """Have msgspec inspect a type once: two threads that do so at once can crash (0.22)."""
+    with _preparing:
+        with suppress(msgspec.ValidationError):
+            msgspec.convert(None, kind)
+        _prepared.add(kind)
 
 
 def required(value: T | None, path: str) -> T:

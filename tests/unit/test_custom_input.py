@@ -192,7 +192,7 @@ def test_plain_text_ends_with_the_closing_text(
         ("start: /[<a-z]+/\n%ignore /[\\/>]/", "its text may contain"),
         ("start: other", "'other' is not defined"),
         ("start: a\na[max_tokens=3]: /[a-z]+/", "no attributes here, as [max_tokens=3]"),
-        ('start[stop="]"]: /[a-z]+/', 'no attributes here, as [stop="]"]'),
+        ('start [stop="]"]: /[a-z]+/', 'no attributes here, as [stop="]"]'),
         ('start: "a" & "b"', "& is supported only in terminals"),
         ("start: " + "(" * 60 + '"a"' + ")" * 60, "nested too deeply"),
         ("start: " + '"a"? ' * 5_000, "too long"),

@@ -26,7 +26,7 @@ MAX_REASON = 500  # characters of llguidance's message
 APPLICATORS = ("allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties", "dependentSchemas")
 UNESCAPED = re.compile(r"(\\.)|/|\\?\n")  # in a regex between slashes
 ESCAPED = {"/": r"\/", "\n": r"\n"}
-ATTRIBUTES = re.compile(r"^[ \t]*[?!]?\w+\[(.*?)\][ \t]*:", re.MULTILINE)  # of a rule
+ATTRIBUTES = re.compile(r"^[ \t]*[?!]?[\w-]+[ \t]*\[(.*?)\][ \t]*:", re.MULTILINE)  # of a rule
 POSITION = re.compile(r"^at \d+\(\d+\): ")
 QUOTED_LINE = re.compile(r"\s*(\d+ \||\^)")
 
