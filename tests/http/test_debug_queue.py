@@ -96,7 +96,7 @@ def test_a_request_whose_inputs_arrive_over_time_is_listed_once() -> None:
         settings = Settings(model_control=True)
         keyring = Keyring(settings)
         app = SimpleNamespace(worker_client=client, keyring=keyring, settings=settings)
-        scope = {"context": SimpleNamespace(key=NO_KEY)}
+        scope = {"app": app, "context": SimpleNamespace(key=NO_KEY)}
         request: Any = SimpleNamespace(app=app, scope=scope)
         return [f"{entry.id} {entry.inputs}" for entry in (await debug_queue(request)).requests]
 

@@ -51,6 +51,8 @@ def test_the_result_is_that_of_the_tokenizers_truncation(
     task: str, model: str, inputs: Any, keywords: dict[str, Any]
 ) -> None:
     expected = oracle(task, model)(inputs, **keywords)
+    if runner(task, model).task.wraps_string and isinstance(inputs, str):
+        [expected] = expected  # the endpoint wraps it
     assert_same(result(task, model, inputs, truncation=True), plain(expected))
 
 
