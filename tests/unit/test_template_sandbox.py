@@ -1,5 +1,6 @@
 """A chat template of a checkpoint cannot take the server's time and memory."""
 
+import json
 import tracemalloc
 from typing import Any
 
@@ -162,3 +163,21 @@ def test_lists_that_a_template_changes_are_counted() -> None:
 def test_what_has_no_bound_is_not_supported(source: str) -> None:
     with pytest.raises(TemplateError):
         compiled(source).render(messages=MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}{{ messages[loop.index:]|length }}{% endfor %}",
+        "{{ '<{}>'.format(messages[0].content) }}{{ '%s!'|format(messages[0].content) }}",
+        "{{ messages|tojson(indent=2, ensure_ascii=false, separators=(',', ':')) }}",
+    ],
+)
+def test_long_conversations_render_as_in_jinja(source: str) -> None:
+    messages = [{"role": "user", "content": "a" * 1000 * (1 + 200 * (n == 0))} for n in range(900)]
+    bounded = BoundedEnvironment(trim_blocks=True)
+    expected = ImmutableSandboxedEnvironment(trim_blocks=True)
+    for environment in (bounded, expected):
+        environment.filters["tojson"] = lambda value, **kwargs: json.dumps(value, **kwargs)
+    text = bounded.from_string(source).render(messages=messages)
+    assert text == expected.from_string(source).render(messages=messages)

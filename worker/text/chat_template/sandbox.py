@@ -30,7 +30,7 @@ VALUE_BYTES = 64  # that a value takes without its text
 # Filters and methods of texts that take about as long as their arguments' text. Real templates call
 # them on whole messages.
 LINEAR = {
-    "attr", "capitalize", "count", "d", "default", "dictsort", "e", "endswith", "escape", "find",
+    "attr", "capitalize", "count", "d", "default", "dictsort", "e", "endswith", "escape", "find", "format", "format_map",
     "first", "items", "join", "last", "length", "list", "lower", "lstrip", "map",
     "reject", "rejectattr", "replace", "reverse", "rstrip", "rsplit", "safe", "select",
     "selectattr", "split", "splitlines", "startswith", "string", "strip", "tojson", "trim", "upper",
@@ -93,6 +93,12 @@ def charged(value: Any) -> Any:
     return value
 
 
+def sliced(value: Any) -> Any:
+    """Return a slice, which has a copy of a text and shares the items of a list."""
+    charge(text_bytes(value) if isinstance(value, str | bytes) else VALUE_BYTES * len(value))
+    return value
+
+
 def turns(iterable: Iterable[Any], nbytes: int) -> Iterator[Any]:
     """Yield the items of a loop, whose body has so many bytes of text."""
     for item in iterable:
@@ -133,7 +139,8 @@ def _charge_call(name: str, value: Any, args: Sequence[Any], kwargs: dict[str, A
     """Charge for a filter, or a method of a text, by the bytes that it is going to make."""
     others = [*args, *kwargs.values()]
     nbytes = sum(_quantity(other) for other in others)
-    is_known = name in LINEAR and len(others) < 3 and not (name == "join" and "attribute" in kwargs)
+    joins_attributes = name == "join" and ("attribute" in kwargs or len(args) > 1)
+    is_known = name in LINEAR and not joins_attributes  # the text of attributes is not counted
     if not is_known and not isinstance(value, NoValue):
         numbers = [other for other in others if isinstance(other, int)]
         size = text_bytes(value) + sum(map(text_bytes, others))
@@ -153,9 +160,8 @@ def _charge_call(name: str, value: Any, args: Sequence[Any], kwargs: dict[str, A
         nbytes += len(value) + (value.count(str(old)) + 1) * len(str(new))
     elif name == "join":
         separator = str(args[0] if args else kwargs.get("d", ""))
-        nbytes += text_bytes(value) + len(value if hasattr(value, "__len__") else ()) * len(
-            separator
-        )
+        count = len(value) if hasattr(value, "__len__") else 0
+        nbytes += text_bytes(value) + count * len(separator)
     elif name == "tojson":
         indent = max([1, *(other for other in others if isinstance(other, int))])
         nbytes += indent * text_bytes(value)
@@ -185,7 +191,7 @@ class Functions(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Callable[..., Any]:
         function: Callable[..., Any] = super().__getitem__(name)
-        if function in (charged, turns):
+        if function in (charged, sliced, turns):
             return function
         passes = 1 if hasattr(function, "jinja_pass_arg") else 0  # the context comes first
 
@@ -212,7 +218,7 @@ def _joined(name: str, value: Any) -> Any:
 
 
 def _made(result: Any) -> Any:
-    """Return what a call has made. What a list of texts holds has been charged."""
+    """Charge for what a call has made, without the texts in a list, and return it."""
     if isinstance(result, str | bytes | list | tuple):
         charge(len(result))
     return result
@@ -226,7 +232,7 @@ class BoundedNodes(NodeTransformer):
         if isinstance(node, nodes.EvalContextModifier | nodes.ScopedEvalContextModifier):
             raise TemplateSyntaxError("autoescape is not supported", node.lineno)
         if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
-            return _filter(node, charged)
+            return _filter(node, sliced)
         if isinstance(node, nodes.For):
             if node.recursive:
                 raise TemplateSyntaxError("recursive loops are not supported", node.lineno)
@@ -265,7 +271,7 @@ class LenientEnvironment(SandboxedEnvironment):
         # optimized: constant expressions would be evaluated as a template is compiled
         super().__init__(**options, optimized=False, finalize=_finalize)
         self.filters = Functions(self.filters)
-        self.filters |= {f"onequeue.{f.__name__}": f for f in (charged, turns)}
+        self.filters |= {f"onequeue.{f.__name__}": f for f in (charged, sliced, turns)}
         self.tests: dict[str, Any] = {**self.tests}
         self.tests = {name: _counted(test) for name, test in self.tests.items()}
         for name in ("cycler", "joiner", "lipsum"):  # their text is not known
