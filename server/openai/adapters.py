@@ -117,7 +117,7 @@ class AdapterControl:
             message = f"the adapter {name!r} was not loaded within the request's time limit"
             raise DeadlineExceeded(message) from None
         except BaseExceptionGroup as group_error:
-            [error] = group_error.exceptions
+            error, *_ = group_error.exceptions  # also the client may have gone
             if isinstance(error, InvalidAdapter):
                 raise InvalidInput.at("lora_path", str(error)) from error
             raise error from None

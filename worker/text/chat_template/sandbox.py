@@ -30,7 +30,8 @@ VALUE_BYTES = 64  # that a value takes without its text
 # Filters and methods of texts that take about as long as their arguments' text. Real templates call
 # them on whole messages.
 LINEAR = {
-    "attr", "capitalize", "count", "d", "default", "dictsort", "e", "endswith", "escape", "find", "format", "format_map",
+    "attr", "capitalize", "count", "d", "default", "dictsort", "e", "endswith", "escape", "find",
+    "format", "format_map",
     "first", "items", "join", "last", "length", "list", "lower", "lstrip", "map",
     "reject", "rejectattr", "replace", "reverse", "rstrip", "rsplit", "safe", "select",
     "selectattr", "split", "splitlines", "startswith", "string", "strip", "tojson", "trim", "upper",
