@@ -1,7 +1,7 @@
 """The loader thread: reads models and lays out their weights, and frees them, one after another.
 
-A load that is stuck or cancelled keeps its thread, and a new thread runs the next loads. The old one
-ends when the load next reports progress (load_context.py).
+A load that is stuck or cancelled keeps its thread, and a new thread runs the next loads. The old
+one ends when the load next reports progress (load_context.py).
 
     submit → load: read, check, pack ──▶ a forward pass: the worker's thread, between two steps
                                      ◀── its result
