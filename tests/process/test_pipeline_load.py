@@ -111,6 +111,13 @@ def test_memory_after_20000_requests_is_that_after_1000(
 
 @pytest.mark.matrix
 def test_clients_that_leave_free_their_places() -> None:
+    """Of 200 clients 100 leave after 50 ms. A place that stayed taken refuses a later round."""
+
+    def gauges(url: str) -> set[float]:
+        lines = httpx.get(url + "/metrics").text.splitlines()
+        names = ("onequeue_queue_depth ", "onequeue_transfers ", "vllm:num_requests_waiting ")
+        return {float(line.rpartition(" ")[2]) for line in lines if line.startswith(names)}
+
     async def leave(url: str) -> Counter[int]:
         statuses: Counter[int] = Counter()
         async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=200)) as many:
@@ -124,19 +131,14 @@ def test_clients_that_leave_free_their_places() -> None:
                 for task in tasks[::2]:
                     task.cancel()
                 await asyncio.wait(tasks)
+                # The places of those that left are free a little later than their sockets.
+                await asyncio.to_thread(wait_until, lambda: gauges(url) == {0.0})
         return statuses
 
     with serving("bert-classify", "text-classification") as (url, _):
         statuses = asyncio.run(leave(url))
-        assert statuses.keys() <= {200, 503}
+        assert statuses.keys() == {200}
         assert statuses[200] >= 1000
-
-        def gauges() -> set[float]:
-            lines = httpx.get(url + "/metrics").text.splitlines()
-            names = ("onequeue_queue_depth ", "onequeue_transfers ", "vllm:num_requests_waiting ")
-            return {float(line.rpartition(" ")[2]) for line in lines if line.startswith(names)}
-
-        wait_until(lambda: gauges() == {0.0})
         assert asyncio.run(post_all(url, range(200), words)) == {200: 200}
 
 
