@@ -5,9 +5,9 @@ batches. Owned by the worker's thread; it has no clock.
 from collections.abc import Sequence
 from itertools import accumulate
 
-# The longest time that a batch computes while other models have work, and otherwise. Reading the
-# weights once more costs 2 % of the second; a request for the same model may arrive in its middle.
-MAX_TURN_S, MAX_TURN_ALONE_S = 0.2, 2.0
+# The longest time that a batch computes while other models have work, and otherwise: a request for
+# the same model that arrives meanwhile waits for its end.
+MAX_TURN_S, MAX_TURN_ALONE_S = 0.2, 0.3
 # A batch of so many tokens, or of one image, is hardly slower per token than a larger one. Without
 # work of other models it is not cut.
 EFFICIENT_TOKENS = 512

@@ -64,8 +64,8 @@ def test_before_any_measurement_the_minimum_is_taken(device: str, streaming: boo
     ("token_s", "tokens"),
     [
         (0.0, MAX_PREFILL_TOKENS_WHOLE["cpu"]),
-        (0.0004, MAX_PREFILL_TOKENS_WHOLE["cpu"]),
-        (0.001, MAX_TURN_ALONE_S / 0.001),
+        (0.00005, MAX_PREFILL_TOKENS_WHOLE["cpu"]),
+        (0.0004, int(MAX_TURN_ALONE_S / 0.0004)),
         (0.1, MIN_PREFILL_TOKENS_ALONE["cpu"]),
     ],
 )
