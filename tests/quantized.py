@@ -166,15 +166,16 @@ def _awq_order(numbers: torch.Tensor) -> torch.Tensor:
     return numbers[:, columns]
 
 
-def write_gguf(file: Path, quantization: str = "Q8_0") -> Path:
-    """Write the model as llama.cpp's converter does: a Qwen2 whose matrices are quantized."""
+def write_gguf(file: Path, quantization: str = "Q8_0", layers: int = 0) -> Path:
+    """Write the model as llama.cpp's converter does: a Qwen2 whose matrices are quantized.
+    `layers`: the number that its header has, 0: the model's."""
     import gguf
 
     config = json.loads((DEMO / "config.json").read_text())
     tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
     writer = gguf.GGUFWriter(file, "qwen2")
     writer.add_name("demo")
-    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_block_count(layers or config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])

@@ -188,12 +188,16 @@ def shards_of(index: Path) -> list[Path]:
 
 
 def _count_problem(folder: Path, tensors: int) -> str:
-    """Return which count of config.json is too large: transformers makes lists and layers of such
-    lengths before it reads weights."""
-    file = folder / CONFIGS[0]
-    sections: list[Any] = []
+    config: Any = {}
     with suppress(OSError, ValueError):  # a subfolder's may be anything
-        sections.append(json.loads(file.read_bytes()))
+        config = json.loads((folder / CONFIGS[0]).read_bytes())
+    return count_problem(config, tensors)
+
+
+def count_problem(config: Any, tensors: int = 0) -> str:
+    """Return which count of a configuration is too large: transformers makes lists and layers of
+    such lengths before it reads weights. `tensors`: of the weights, 0: unknown."""
+    sections = [config]
     while sections:
         section = sections.pop()
         items = section.items() if isinstance(section, dict) else ()
@@ -201,9 +205,11 @@ def _count_problem(folder: Path, tensors: int) -> str:
         for key, value in items:
             count = value if isinstance(value, int) else 0
             if POSITIONS.fullmatch(key) and count > MAX_POSITIONS:
-                return f"its config.json has {key} {count}, more than {MAX_POSITIONS}"
+                return f"its configuration has {key} {count}, more than {MAX_POSITIONS}"
             if COUNTS.fullmatch(key) and count > max(tensors, MAX_UNSTORED):
-                return f"its config.json has {key} {count}, and its weights only {tensors} tensors"
+                stored = f"and its weights only {tensors} tensors"
+                limit = stored if tensors else f"more than {MAX_UNSTORED}"
+                return f"its configuration has {key} {count}, {limit}"
     return ""
 
 

@@ -2,6 +2,7 @@
 them, or refused in one sentence."""
 
 import importlib.util
+import json
 import logging
 import shutil
 from collections.abc import Callable
@@ -33,7 +34,7 @@ from worker.generation.loading import load_generator
 from worker.model import quantization
 from worker.model.cpu import linear
 from worker.model.language_model import GeneratorOptions, load_language_model
-from worker.model.loading import LoadingFailed, needed_bytes
+from worker.model.loading import LoadingFailed, checkpoint_path, needed_bytes
 
 CPU = torch.device("cpu")
 
@@ -295,6 +296,28 @@ def test_a_gguf_file_is_served_as_transformers_loads_it(kind: str, tmp_path: Pat
     generator = load(file)
     assert_served(generator, reference_of(tmp_path, gguf_file=file.name))
     assert generator.runner.language.tokenizer.chat_template
+
+
+@needs("accelerate", "gguf")
+def test_a_gguf_file_with_more_layers_than_weights_is_refused(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "demo.gguf", layers=2_000_000)
+    with pytest.raises(LoadingFailed, match="has num_hidden_layers 2000000, and its weights only"):
+        checkpoint_path(str(file), "chat")
+
+
+def test_a_configuration_of_a_hub_with_too_many_layers_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "models--org--chat/snapshots/0123"
+    snapshot.mkdir(parents=True)
+    config = json.loads((DEMO / "config.json").read_text())
+    config["num_hidden_layers"] = 2_000_000
+    (snapshot / "config.json").write_text(json.dumps(config))
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs/main").write_text("0123")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(LoadingFailed, match="has num_hidden_layers 2000000, more than 1024"):
+        checkpoint_path("org/chat", "chat")
 
 
 @needs("accelerate", "gguf")

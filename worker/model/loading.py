@@ -25,7 +25,7 @@ from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_parameter_registration_hook,
 )
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_log
 from transformers.utils.import_utils import (
     KERNELS_MAX_VERSION,
@@ -35,7 +35,7 @@ from transformers.utils.import_utils import (
 )
 
 from batching.errors import NoRoom, OnequeueError, OutOfMemory
-from worker.checkpoint_files import file_problem, folder_problem, shards_of
+from worker.checkpoint_files import count_problem, file_problem, folder_problem, shards_of
 from worker.device.device import choose_device, free_bytes
 from worker.error_classification import failure_of, first_line
 from worker.load_context import (
@@ -132,7 +132,6 @@ def load_checkpoint(
     files: Any = {"subfolder": subfolder, "trust_remote_code": False}
     folder, gguf = split_file(path)
     if gguf:
-        check_packages("GGUF is read by transformers", PACKAGES["gguf"])
         _log_gguf_progress()
         files = {"gguf_file": gguf, "trust_remote_code": False}
     config = AutoConfig.from_pretrained(folder, **files)
@@ -255,12 +254,25 @@ def checkpoint_path(model: str, demo: str) -> str:
             path = hf_hub_download(id, file, revision=revision)
         if problem := file_problem(Path(path)):
             raise LoadingFailed(f"{file} {problem}")
+        check_packages("GGUF is read by transformers", PACKAGES["gguf"])
+        _check_counts(str(Path(path).parent), len(gguf_header(path).tensors), Path(path).name)
         return path
     if not is_path(path) and split_revision(path)[1]:
         path = snapshot_folder(path)
-    if is_path(path) and (problem := folder_problem(Path(path))):
+    if not is_path(path):
+        _check_counts(path)
+    elif problem := folder_problem(Path(path)):
         raise LoadingFailed(problem)
     return path
+
+
+def _check_counts(path: str, tensors: int = 0, gguf: str | None = None) -> None:
+    """Raise LoadingFailed for a configuration with too large counts, as of layers. `gguf`: the name
+    of the file that has it."""
+    with suppress(OSError):  # there is none: the load says so
+        config, _ = PreTrainedConfig.get_config_dict(path, gguf_file=gguf)
+        if problem := count_problem(config, tensors):
+            raise LoadingFailed(problem)
 
 
 def snapshot_folder(model: str) -> str:
