@@ -80,7 +80,7 @@ Rewrite = Callable[[Sequence[Sequence[Lexical]]], list[str]]
 def escaped_value(constraint: Constraint) -> str:
     """Return the rule of an input as a JSON string, with its quotes."""
     if constraint.kind == "regex":
-        return schema_rule({"type": "string", "pattern": whole_pattern(constraint)}, STRICT_JSON)
+        return schema_rule({"type": "string", "pattern": f"^{_pattern(constraint)}$"}, STRICT_JSON)
     return f'"\\"" {nested_grammar(constraint, EscapedTerminals().rewrite)} "\\""'
 
 
@@ -98,13 +98,20 @@ def plain_value(constraint: Constraint, close: str) -> str:
     return nested_grammar(constraint, rewrite)
 
 
-def whole_pattern(constraint: Constraint) -> str:
-    """Return a regular expression that matches a whole input."""
+def plain_pattern(constraint: Constraint, close: str) -> str:
+    """Return the terminal of an input that matches a regular expression, and of the text `close`
+    after it."""
+    text, end = regex_terminal(_pattern(constraint) + re.escape(close)), re.escape(close.strip())
+    return f"{text} & ~{regex_terminal(f'((?s:.*){end}){{2}}(?s:.*)')}" if end else text
+
+
+def _pattern(constraint: Constraint) -> str:
+    """Return the regular expression of a whole input, without anchors."""
     check_length(constraint.value, constraint.param, MAX_LENGTH_OF["regex"])
     pattern = str(constraint.value).removeprefix("^")
     if pattern.endswith("$") and not pattern.endswith(r"\$"):
         pattern = pattern[:-1]
-    return f"^(?:{pattern})$"
+    return f"(?:{pattern})"
 
 
 def nested_grammar(constraint: Constraint, rewrite: Rewrite) -> str:
