@@ -212,7 +212,7 @@ class RuleWriter:
     def _sequence(self, parts: Sequence[RegexPart], flags: str, is_last: bool) -> Iterator[str]:
         """Yield the rules of the parts. Those without special characters are one lexeme."""
         plain: list[str] = []
-        self.literal("".join(part.char or "\0" for part in parts))
+        self.literal("".join(part.char or "\0" for part in parts))  # ValueError: closing text
         for n, part in enumerate(parts):
             if not part.members(self.special, flags):
                 plain.append(part.source)
