@@ -1,6 +1,7 @@
 """Grammars of custom tools' inputs, within the text of calls of every format."""
 
 import json
+import random
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
@@ -184,19 +185,34 @@ def test_plain_text_ends_with_the_closing_text(
         assert not matches_plain(definition, text), text
 
 
+ANY_TEXT, LINES = r"start: /[\s\S]+/", "start: LINE+\nLINE: /[^\\n]*\\n/"
+
+
+@pytest.mark.parametrize("close", [CLOSE, "</arg_value>\n", "<end>"])
+def test_plain_text_contains_no_closing_text(close: str) -> None:
+    end, rng = close.strip(), random.Random(close)
+    pieces = ["a", "<", "/", ">", "\n", "</", end[:-1], end[:-2], f"<{end}", f"{end[:-1]}\n"]
+    rules = [plain_value(Constraint("grammar", g, "p"), close) for g in (ANY_TEXT, LINES)]
+    any_text, lines = (LLMatcher(BYTES, f"start: {rule}") for rule in rules)
+    for _ in range(200):
+        text = "".join(rng.choices(pieces, k=6)) + "\n"
+        tokens = BYTES.tokenize_str(text + close)
+        is_closed = end in text
+        assert lines.deep_copy().try_consume_tokens(tokens) < len(tokens) or not is_closed, text
+        if is_closed or end[:-1] not in text:
+            accepts = any_text.deep_copy().try_consume_tokens(tokens) == len(tokens)
+            assert accepts == (not is_closed), text
+
+
 @pytest.mark.parametrize(
     ("definition", "reason"),
     [
-        ('start: "<" /[^>]*/ ">"', "its text may contain '</parameter>'"),
-        ('start: ("<" | "/" | word | ">")+\nword: /[a-z]/+', "its text may contain"),
-        ("start: /[<a-z]+/\n%ignore /[\\/>]/", "its text may contain"),
-        ("start: other", "'other' is not defined"),
+        ('start: "a</parameter>"', "its text contains '</parameter>'"),
+        ("start: a\na: /x<\\/parameter>/", "its text contains '</parameter>'"),
         ("start: a\na[max_tokens=3]: /[a-z]+/", "no attributes here, as [max_tokens=3]"),
         ('start [stop="]"]: /[a-z]+/', 'no attributes here, as [stop="]"]'),
-        ('start: "a" & "b"', "& is supported only in terminals"),
-        ("start: " + "(" * 60 + '"a"' + ")" * 60, "nested too deeply"),
-        ("start: " + '"a"? ' * 5_000, "too long"),
-        ("\n".join(f'r{n}: r{n + 1} "a"?' for n in range(3000)) + "\nstart: r0", "nested too"),
+        ("start: A\nA: /[<>]/ & /[^b]+/", "& is not supported"),
+        ("start: /" + "(" * 60 + "a" + ")" * 60 + "/", "nested too deeply"),
     ],
 )
 def test_a_grammar_without_a_plain_form_is_refused(definition: str, reason: str) -> None:

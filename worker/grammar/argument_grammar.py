@@ -1,54 +1,35 @@
 """The Lark rules of arguments that are not written as JSON, from a tool's schema.
 
-    schema  --schema_analysis.py-->  an analysis of each branch  -->  a rule of each possible type
-
-They enforce what llguidance enforces for JSON: types, listed values, required properties, bounds,
-patterns, formats and array lengths. A schema that nothing matches has no rule: "".
+Values that are written as JSON are constrained by llguidance, with their schema as it is. Strings
+without JSON's quotes are free up to the text that closes them, unless the schema lists them. Values
+within a format's own quotes follow types, listed values, properties and items.
 """
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
-from math import inf
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from batching.errors import InvalidInput
-from worker.grammar.lark import Quote, format_literals, regex_terminal, schema_rule
-from worker.grammar.schema_analysis import (
-    SchemaAnalysis,
-    SchemaDocument,
-    branches,
-    kind_of,
-    list_in,
-)
-from worker.grammar.string_formats import FORMATS
+from worker.grammar.lark import MAX_LENGTH, Quote, format_literals, regex_terminal, schema_rule
 from worker.text.tool_call_format import ArgumentFormat
+from worker.text.tool_call_parser import JSON_TYPES, json_type, resolve_reference, schema_types
 
-MAX_COUNT = 1 << 31  # of repetitions
+MAX_STEPS = 50_000  # over schemas, which are untrusted
+MAX_DEPTH = 64  # of nested alternatives
+MAX_COUNT = 1 << 31  # of items
 DEFINITIONS = ("$defs", "definitions")
-NUMBER_KEYWORDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
-BOUNDING_KEYWORDS = {  # by kind
-    "string": {"pattern", "minLength", "maxLength", "format"},
-    **{"integer": NUMBER_KEYWORDS, "fraction": NUMBER_KEYWORDS},
-    "array": {"items", "prefixItems", "minItems", "maxItems"},
-    "object": {"properties", "required", "additionalProperties", "minProperties", "maxProperties"},
-}
-# Text that is read as a value of a kind, where a string may stand unquoted.
-READS_AS = dict.fromkeys(("integer", "fraction"), r"\s*[+-]?[0-9.][0-9._eE+-]*[ \t]*(\n(?s:.*))?")
-READS_AS |= {"array": r"\s*[\[(](?s:.*)", "object": r"\s*\{(?s:.*)"}
-ANY = "(?s:.*)"
+ALTERNATIVES = ("anyOf", "oneOf")
+DECIDED = {"type", "enum", "const", "properties"}  # a schema with these is one alternative
+STRING_KEYWORDS = {"pattern", "minLength", "maxLength", "format"}
 # JSON, with the white space that templates write.
 JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 JSON_OPTIONS |= {"lenient": True}
 SINGLE_QUOTED = r"/'([^'\\\n]|\\.)*'/"
-WORDS = {  # by notation
-    "python": {"boolean": "/True|False|true|false/", "null": '"None"'},
-    "quoted": {"boolean": "/true|false/", "null": '"null"'},
-    "raw": {"boolean": "/[Tt]rue|[Ff]alse/", "null": '"null"'},
-}
+PYTHON_BOOLEAN = "/True|False/"
 ANY_KEY = r'/[^\s:{}<>"]+/ ":"'  # where strings have quotes of their own
-Bounds = tuple[int, float]
 Entry = tuple[str, bool]  # a rule, and whether it is required
+Shape = tuple[dict[str, Any], dict[str, None]]  # properties and required names of an object
 
 
 class ArgumentGrammar:
@@ -59,12 +40,12 @@ class ArgumentGrammar:
     ) -> None:
         self._root = parameters if isinstance(parameters, dict) else {}
         self._definitions = {key: self._root[key] for key in DEFINITIONS if key in self._root}
-        self._document = SchemaDocument(self._root)
-        self._value_rules: dict[tuple[int, ...], str] = {}  # by the ids of their schemas
+        self._steps_left, self._length = MAX_STEPS, 0
+        self._types_of: dict[int, set[str]] = {}  # targets of references
+        self._value_rules: dict[int, tuple[str, Any]] = {}  # by id: the name, and the schema
         self._format, self._quote, self._rules = argument_format, quote, rules
-        self._notation = "quoted" if argument_format.quotes else "raw"
-        if argument_format.style == "python":
-            self._notation = "python"
+        self._is_python = argument_format.style == "python"
+        self._is_quoted = bool(argument_format.quotes) and not self._is_python
 
     def arguments(self) -> str:
         """Return the rule of all arguments, as entries in order; InvalidInput with the reason."""
@@ -74,94 +55,160 @@ class ArgumentGrammar:
             raise InvalidInput("it is nested too deeply") from None
         if not alternatives:
             raise InvalidInput("its schema allows no arguments")
-        return f"({' | '.join(alternatives)})"
+        return f"({' | '.join(dict.fromkeys(alternatives))})"
 
     def _argument_lists(self) -> list[str]:
         comma, alternatives = self._format.comma, []
-        for analysis in self._branches([self._root, {"type": "object"}]):
-            if (entries := self._properties(analysis, self._entry)) is not None:
+        for shape in self._shapes(self._root):
+            if (entries := _entries(shape, self._entry)) is not None:
                 alternatives.append(self._sequence([*entries.values()], comma))
                 by_key = [entries[key] for key in sorted(entries)]
-                if self._notation == "quoted" and by_key != [*entries.values()]:
+                if self._is_quoted and by_key != [*entries.values()]:
                     alternatives.append(self._sequence(by_key, comma))  # some models sort keys
         return alternatives
+
+    def _entry(self, key: str, schema: Any) -> str:
+        """Return the rule of a key and its value, with the format's text around them; "" if no
+        value is possible."""
+        if schema is False:
+            return ""
+        if not (self._is_python or self._is_quoted):
+            return self._raw_entry(key, schema)
+        middle = "=" if self._is_python else self._format.middle
+        before = self._quote(self._format.open + key + middle)
+        value = self._python_value(schema) if self._is_python else self._value(schema)
+        return value and f"{before} {value} {self._literals(self._format.close)}"
+
+    def _raw_entry(self, key: str, schema: Any) -> str:
+        close, has_types = self._format.closing(key), bool(self._format.types)
+        alternatives: dict[str, list[str]] = {}  # by the text before the value
+
+        def add(json_type: str, rule: str) -> None:
+            before = self._quote(self._format.opening(key, json_type))
+            alternatives.setdefault(before, []).append(rule)
+
+        for branch in self._branches(schema):
+            types, values = self._types(branch), self._listed(branch)
+            if values is None and "string" in types:
+                text = self._text(close)
+                if not has_types:  # it matches everything
+                    return f"{self._quote(self._format.opening(key, 'string'))} {text}"
+                add("string", text)
+            for value in values or ():
+                literal = value if isinstance(value, str) else json.dumps(value)
+                add(json_type(value), f"{self._quote(literal)} {self._literals(close)}")
+            if values is not None:
+                continue
+            for name in sorted(types - {"string"}) if has_types else [""]:
+                rules = [self._json(branch, name)]
+                rules += [PYTHON_BOOLEAN] * ("boolean" in ((name,) if has_types else types))
+                add(name, f"({' | '.join(rules)}) {self._literals(close)}")
+        rules = [f"{before} ({' | '.join(values)})" for before, values in alternatives.items()]
+        return self._add_rule(" | ".join(rules)) if rules else ""
+
+    # ── schemas ──
+
+    def _spend(self, steps: int = 1) -> None:
+        """Count steps; InvalidInput beyond the limit."""
+        self._steps_left -= steps
+        if self._steps_left < 0:
+            raise InvalidInput("it has too many properties or branches")
+
+    def _resolve(self, schema: Mapping[str, Any]) -> Any:
+        """Return the target of a schema's `$ref`; True, the schema of anything, if it has none."""
+        reference = schema.get("$ref")
+        if not isinstance(reference, str):
+            return True
+        self._spend(1 + len(reference) // 10)
+        return resolve_reference(self._root, reference)
+
+    def _branches(self, schema: Any, depth: int = 0) -> Iterator[Any]:
+        """Yield the alternatives of a value, without references."""
+        self._spend()
+        if isinstance(schema, dict) and not DECIDED & schema.keys() and depth < MAX_DEPTH:
+            lists = [list_in(schema, keyword) for keyword in ALTERNATIVES]
+            lists.append([self._resolve(schema)] if "$ref" in schema else list_in(schema, "allOf"))
+            if len(lists[-1]) > 1:  # several schemas that all match
+                lists.pop()
+            if branches := next(filter(None, lists), None):
+                for branch in branches:
+                    yield from self._branches(branch, depth + 1)
+                return
+        yield schema
+
+    def _shapes(self, schema: Any, depth: int = 0) -> list[Shape]:
+        """Return the shape of an object for each combination of alternatives."""
+        if not isinstance(schema, dict) or depth > MAX_DEPTH:
+            return [({}, {})]
+        declared = schema.get("properties")
+        properties = declared if isinstance(declared, dict) else {}
+        names = [name for name in list_in(schema, "required") if isinstance(name, str)]
+        self._spend(1 + len(properties) + len(names))
+        shapes: list[Shape] = [(properties, dict.fromkeys(names))]
+        groups = [[part] for part in list_in(schema, "allOf")]
+        groups += [list_in(schema, keyword) for keyword in ALTERNATIVES]
+        groups += [[self._resolve(schema)]] if "$ref" in schema else []
+        for group in filter(None, groups):
+            others = [shape for part in group for shape in self._shapes(part, depth + 1)]
+            shapes = [self._both(one, other) for one in shapes for other in others]
+        return shapes
+
+    def _both(self, one: Shape, other: Shape) -> Shape:
+        self._spend(1 + len(one[0]) + len(other[0]))
+        shared = one[0].keys() & other[0].keys()
+        both = {key: {"allOf": [one[0][key], other[0][key]]} for key in shared}
+        return one[0] | other[0] | both, one[1] | other[1]
+
+    def _types(self, branch: Any) -> set[str]:
+        """Return the JSON types of a value; an integer has its own where types are written."""
+        types = schema_types(branch, self._root, self._types_of) or {*JSON_TYPES}
+        if "number" in types:
+            return types | {"integer"} if self._format.types else types - {"integer"}
+        return types
+
+    def _listed(self, branch: Any) -> list[Any] | None:
+        """Return all possible values of a schema that lists them."""
+        if not isinstance(branch, dict):
+            return None
+        values = [branch["const"]] if "const" in branch else branch.get("enum")
+        if not isinstance(values, list):
+            return None
+        self._spend(len(values))
+        types = self._types(branch)
+        types |= {"integer"} if "number" in types else set()
+        return [value for value in values if json_type(value) in types]
+
+    # ── rules ──
 
     def _literals(self, text: str) -> str:
         return format_literals(text, self._quote)
 
-    def _branches(self, schemas: Sequence[Any]) -> Iterator[SchemaAnalysis]:
-        return branches(self._document, schemas)
-
-    def _properties(
-        self, analysis: SchemaAnalysis, make_entry: Callable[[str, Sequence[Any]], str]
-    ) -> dict[str, Entry] | None:
-        """Return entries by key; None if a required one has no possible value."""
-        entries = {}
-        for key in analysis.declared | analysis.required:
-            if entry := make_entry(key, analysis.property_schemas(key)):
-                entries[key] = entry, key in analysis.required
-            elif key in analysis.required:
-                return None
-        return entries
-
-    def _entry(self, key: str, schemas: Sequence[Any]) -> str:
-        """Return the rule of a key and its value, with the format's text around them."""
-        if self._notation == "raw":
-            return self._raw_entry(key, schemas)
-        middle = "=" if self._notation == "python" else self._format.middle
-        before = self._quote(self._format.open + key + middle)
-        value = self._value(schemas)
-        return value and f"{before} {value} {self._literals(self._format.close)}"
-
-    def _raw_entry(self, key: str, schemas: Sequence[Any]) -> str:
-        close = self._format.closing(key)
-        alternatives: dict[str, list[str]] = {}  # by the text before the value
-
-        def add(kind: str, rule: str) -> None:
-            json_type = "number" if kind == "fraction" else kind
-            before = self._quote(self._format.opening(key, json_type))
-            alternatives.setdefault(before, []).append(rule)
-
-        for analysis in self._branches(schemas):
-            others = analysis.kinds
-            if "string" in analysis.kinds and analysis.values is None:
-                others -= {"string"}
-                bounded = [kind for kind in sorted(others) if _is_bounded(kind, analysis)]
-                excluded = () if self._format.types else bounded
-                add("string", self._string(close, analysis, excluded))
-                is_bounded = bounded or _is_bounded("string", analysis)
-                if not is_bounded and not self._format.types:
-                    continue  # an unquoted string matches everything
-            groups = [frozenset((kind,)) for kind in others] if self._format.types else [others]
-            for kinds in groups:
-                if values := self._alternatives(analysis, kinds):
-                    add(min(kinds), f"({' | '.join(values)}) {self._literals(close)}")
-        rules = (f"{before} ({' | '.join(values)})" for before, values in alternatives.items())
-        return self._add_rule(" | ".join(rules)) if alternatives else ""
-
-    # ── rules ──
-
     def _add_rule(self, body: str, name: str = "rule") -> str:
-        self._document.spend()
+        self._spend()
         name = f"{name}_{len(self._rules)}"
         self._rules.append(f"{name}{'[lazy]' if name.startswith('text') else ''}: {body}")
         return name
 
-    def _value(self, schemas: Sequence[Any]) -> str:
-        """Return the name of the rule of values that match all schemas. It may be recursive."""
-        key = tuple(dict.fromkeys(map(id, schemas)))
-        if key not in self._value_rules:
-            name = f"value_{len(self._rules)}_{len(self._value_rules)}"
-            self._value_rules[key] = name
-            alternatives = [
-                alternative
-                for analysis in self._branches(schemas)
-                for alternative in self._alternatives(analysis, analysis.kinds)
-            ]
-            if alternatives:
-                self._rules.append(f"{name}: {' | '.join(alternatives)}")
-            self._value_rules[key] = name if alternatives else ""
-        return self._value_rules[key]
+    def _json(self, branch: Any, type_name: str = "") -> str:
+        schema = dict(branch) if isinstance(branch, dict) else {}
+        if type_name:
+            schema["type"] = type_name
+        rule = schema_rule(schema, JSON_OPTIONS)
+        if '"$ref"' in rule:
+            rule = schema_rule({**schema, **self._definitions}, JSON_OPTIONS)
+        self._length += len(rule)
+        if self._length > MAX_LENGTH:
+            raise InvalidInput("it is too long")
+        return rule
+
+    def _text(self, close: str) -> str:
+        """Return the rule of free text up to the text that closes it."""
+        closing = self._literals(close.lstrip())
+        if closing.startswith("<["):  # a special token, which is no text
+            return f"{self._add_rule(regex_terminal('(?s:.*)'), 'text')} {closing}"
+        ending = close.rstrip()
+        text = self._add_rule(regex_terminal(f"(?s:.*){re.escape(ending)}"), "text")
+        return f"{text} {self._literals(close[len(ending) :])}"
 
     def _sequence(self, entries: Sequence[Entry], comma: str) -> str:
         """Return the rule of entries in their order, of which the optional ones may be missing."""
@@ -181,145 +228,107 @@ class ArgumentGrammar:
             rest = self._add_rule(f"{following} {rest}")
         return first
 
-    # ── values of each kind ──
+    def _python_value(self, schema: Any) -> str:
+        """Return the rule of JSON, or of Python's literals."""
+        alternatives = [self._json(schema)]
+        for branch in self._branches(schema):
+            types, values = self._types(branch), self._listed(branch)
+            keywords = branch.keys() if isinstance(branch, dict) else ()
+            if values is not None:
+                texts = [text for value in values for text in (json.dumps(value), repr(value))]
+                alternatives += map(self._quote, texts)
+                continue
+            alternatives += [PYTHON_BOOLEAN] * ("boolean" in types)
+            alternatives += ['"None"'] * ("null" in types)
+            if "string" in types and STRING_KEYWORDS.isdisjoint(keywords):
+                alternatives.append(SINGLE_QUOTED)
+        return f"({' | '.join(dict.fromkeys(alternatives))})"
 
-    def _alternatives(self, analysis: SchemaAnalysis, kinds: frozenset[str]) -> list[str]:
-        """Return rules of the matching values of these kinds."""
-        if analysis.values is not None:
-            values = (value for value in analysis.values.values() if kind_of(value) in kinds)
-            return [literal for value in values for literal in self._constant(value)]
-        if "fraction" in kinds:
-            kinds = kinds - {"fraction", "integer"} | {"number"}
-        return [rule for kind in sorted(kinds) for rule in self._of_kind(kind, analysis)]
+    # ── values where strings have the format's quotes ──
 
-    def _of_kind(self, kind: str, analysis: SchemaAnalysis) -> list[str]:
-        if word := WORDS[self._notation].get(kind):
-            return [word]
-        if self._notation == "quoted" and kind == "string":
-            quotes = self._format.quotes
-            return [f"{self._literals(quotes)} {self._string(quotes, analysis)}"]
-        if self._notation == "quoted" and kind == "array":
-            return self._array(analysis)
-        if self._notation == "quoted" and kind == "object":
-            return self._object(analysis)
-        json_rule = self._json({"allOf": analysis.parts, "type": kind})
-        is_free = kind == "string" and not _is_bounded(kind, analysis)
-        return [json_rule, SINGLE_QUOTED] if is_free and self._notation == "python" else [json_rule]
+    def _value(self, schema: Any) -> str:
+        """Return the name of a value's rule, which may be recursive; "" if none is possible."""
+        if id(schema) not in self._value_rules:
+            name = f"value_{len(self._rules)}_{len(self._value_rules)}"
+            self._value_rules[id(schema)] = name, schema
+            branches = [] if schema is False else self._branches(schema)
+            alternatives = [rule for branch in branches for rule in self._quoted(branch)]
+            if alternatives:
+                self._rules.append(f"{name}: {' | '.join(alternatives)}")
+            self._value_rules[id(schema)] = name if alternatives else "", schema
+        return self._value_rules[id(schema)][0]
 
-    def _json(self, schema: dict[str, Any]) -> str:
-        rule = schema_rule(schema, JSON_OPTIONS)
-        if '"$ref"' in rule:
-            rule = schema_rule({**schema, **self._definitions}, JSON_OPTIONS)
-        self._document.spend(len(rule) // 20)
-        return rule
-
-    def _constant(self, value: Any) -> list[str]:
-        """Return the literals of a listed value."""
-        if self._notation == "python":
-            return [self._quote(json.dumps(value)), self._quote(repr(value))]
-        return [self._quote(self._write(value))]
+    def _quoted(self, branch: Any) -> Iterator[str]:
+        """Yield the alternatives of a value."""
+        if (values := self._listed(branch)) is not None:
+            yield from (self._quote(self._write(value)) for value in values)
+            return
+        schema = branch if isinstance(branch, dict) else {}
+        for name in sorted(self._types(branch)):
+            if name == "string":
+                quotes = self._format.quotes
+                yield f"{self._literals(quotes)} {self._text(quotes)}"
+            elif name == "array":
+                yield self._array(schema)
+            elif name == "object":
+                yield from self._objects(schema)
+            else:
+                yield self._json(schema, name)
 
     def _write(self, value: Any) -> str:
         if isinstance(value, str):
             return f"{self._format.quotes}{value}{self._format.quotes}"
-        if self._notation == "quoted" and isinstance(value, list):
+        if isinstance(value, list):
             return f"[{','.join(map(self._write, value))}]"
-        if self._notation == "quoted" and isinstance(value, dict):
+        if isinstance(value, dict):
             return f"{{{','.join(f'{key}:{self._write(item)}' for key, item in value.items())}}}"
         return json.dumps(value)
 
-    def _array(self, analysis: SchemaAnalysis) -> list[str]:
-        count = max([1, *(len(list_in(part, "prefixItems")) for part in analysis.counted_parts)])
-        *first, more = (self._value(analysis.item_schemas(index)) for index in range(count + 1))
-        return self._repeated("[]", first, more, _bounds(analysis, "Items"))
+    def _array(self, schema: Mapping[str, Any]) -> str:
+        min_count, max_count = (_count(schema.get(key)) for key in ("minItems", "maxItems"))
+        item = self._value(True if "prefixItems" in schema else schema.get("items", True))
+        if not item or max_count == 0:
+            return '"[" "]"'
+        items = item
+        if max_count != 1:
+            last = "" if max_count is None else max_count - 1
+            items += f' ("," {item}){{{max(0, (min_count or 0) - 1)},{last}}}'
+        return f'"[" {items} "]"' if min_count else f'"[" ({items})? "]"'
 
-    def _object(self, analysis: SchemaAnalysis) -> list[str]:
-        def member(key: str, schemas: Sequence[Any]) -> str:
-            value = self._value(schemas)
+    def _objects(self, schema: Mapping[str, Any]) -> Iterator[str]:
+        def member(key: str, schema: Any) -> str:
+            value = self._value(schema)
             return value and f"{self._quote(key + ':')} {value}"
 
-        if (entries := self._properties(analysis, member)) is None:
-            return []
-        if entries:
-            return [f'"{{" {self._sequence([*entries.values()], ",")} "}}"']
-        value = self._value(analysis.property_schemas(""))
-        entry = value and f"{ANY_KEY} {value}"
-        return self._repeated("{}", [entry], entry, _bounds(analysis, "Properties"))
-
-    def _repeated(
-        self, brackets: str, first: Sequence[str], more: str, bounds: Bounds
-    ) -> list[str]:
-        """Return the rule of a bounded number of items in brackets: the first ones each by its own
-        rule, the others by `more`."""
-        possible = first.index("") if "" in first else len(first)
-        min_count, max_count = bounds
-        max_count = max_count if more and possible == len(first) else min(max_count, possible)
-        if min_count > max_count:
-            return []
-        items = ""
-        if max_count > possible:
-            repetition = _repetition(max(0, min_count - possible), max_count - possible)
-            items = f'("," {more}){repetition}'
-        for index in reversed(range(int(min(possible, max_count)))):
-            comma = '"," ' if index else ""
-            items = f"{comma}{first[index]} {items}"
-            items = items if index < min_count else f"({items})?"
-        return [f'"{brackets[0]}" {items} "{brackets[1]}"']
-
-    # ── strings ──
-
-    def _string(self, close: str, analysis: SchemaAnalysis, others: Sequence[str] = ()) -> str:
-        """Return the rule of a string up to the text that closes it, within the schema's bounds.
-        Text that is read as one of the kinds `others` is excluded."""
-        closing = self._literals(close.lstrip())
-        is_token = closing.startswith("<[")  # a special token, which is no text
-        end = "" if is_token else re.escape(close.rstrip())
-        rest = closing if is_token else self._literals(close[len(close.rstrip()) :])
-        min_length, max_length = _bounds(analysis, "Length")
-        patterns = [*self._patterns(analysis)]
-        if not (is_token or patterns or others or min_length > 0 or max_length < inf):
-            return f"{self._add_rule(regex_terminal(ANY + end), 'text')} {rest}"
-        # A number would not end before the text that closes it if a string could go on there.
-        char = f"[^{re.escape(close.strip()[0])}]" if others and not is_token else "(?s:.)"
-        parts = [f"{char}{_repetition(min_length, max_length)}{end}"]
-        parts += [f"({pattern}){end}" for pattern in patterns]
-        excluded = [f"~{regex_terminal(READS_AS[kind] + end)}" for kind in others]
-        if not is_token:  # the string ends with the first closing text
-            excluded.append(f"~{regex_terminal(f'{ANY}{re.escape(close.strip())}(?s:.+)')}")
-        rule = " & ".join([*map(regex_terminal, parts), *excluded])
-        return f"{self._add_rule(rule, 'TEXT')} {rest}"
-
-    @staticmethod
-    def _patterns(analysis: SchemaAnalysis) -> Iterator[str]:
-        """Yield the patterns that the whole string must match."""
-        for part in analysis.counted_parts:
-            if isinstance(pattern := part.get("pattern"), str):
-                is_closed = pattern.endswith("$") and not pattern.endswith(r"\$")
-                before, after = "" if pattern.startswith("^") else ANY, "" if is_closed else ANY
-                bare = pattern.removeprefix("^")
-                yield f"{before}({bare[: len(bare) - is_closed]}){after}"
-            if (name := part.get("format")) in FORMATS:
-                yield FORMATS[name]
+        for shape in self._shapes(schema):
+            if (entries := _entries(shape, member)) is None:
+                continue
+            if entries:
+                yield f'"{{" {self._sequence([*entries.values()], ",")} "}}"'
+            elif value := self._value(schema.get("additionalProperties", True)):
+                yield f'"{{" ({ANY_KEY} {value} ("," {ANY_KEY} {value})*)? "}}"'
+            else:
+                yield '"{" "}"'
 
 
-def _is_bounded(kind: str, analysis: SchemaAnalysis) -> bool:
-    keywords = BOUNDING_KEYWORDS.get(kind, set())
-    return any(keywords & part.keys() for part in analysis.parts)
+def _entries(shape: Shape, make_entry: Callable[[str, Any], str]) -> dict[str, Entry] | None:
+    """Return entries by key; None if a required one has no possible value."""
+    properties, required = shape
+    entries = {}
+    for key in properties | required:
+        if rule := make_entry(key, properties.get(key, True)):
+            entries[key] = rule, key in required
+        elif key in required:
+            return None
+    return entries
 
 
-def _bounds(analysis: SchemaAnalysis, unit: str) -> Bounds:
-    """Return the smallest and the largest number of `Items`, `Properties`, or the `Length`."""
-    lower, upper = (
-        [
-            value
-            for part in analysis.counted_parts
-            if isinstance(value := part.get(f"{side}{unit}"), int | float)
-            and not isinstance(value, bool)
-        ]
-        for side in ("min", "max")
-    )
-    return int(min(max([0, *lower]), MAX_COUNT)), min([inf, *upper])
+def _count(value: Any) -> int | None:
+    """Return a keyword's number of items."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return int(min(max(0, value), MAX_COUNT)) if is_number else None
 
 
-def _repetition(min_count: int, max_count: float) -> str:
-    return f"{{{min_count},{'' if max_count == inf else int(max_count)}}}"
+def list_in(schema: Mapping[str, Any], keyword: str) -> list[Any]:
+    value = schema.get(keyword)
+    return value if isinstance(value, list) else []

@@ -3,14 +3,14 @@
     Lark → tokens of statements → terminals rewritten → a nested grammar
 
 Where calls have JSON or Python arguments, the input is an escaped string: terminals match the
-escaped text, and those with escapes become rules. Elsewhere the input is plain up to a closing
-text (plain_input.py). What cannot be rewritten is refused. A regular expression is the pattern of a
-string.
+escaped text. Elsewhere the input is plain up to a closing text, which no terminal matches.
+Terminals in which a lexeme must begin, at an escape or like the closing text, become rules. What
+cannot be rewritten is refused. A regular expression is the pattern of a string.
 """
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from worker.grammar.lark import (
     MAX_LENGTH_OF,
@@ -21,11 +21,11 @@ from worker.grammar.lark import (
     string_literal,
     unusable_grammar,
 )
-from worker.grammar.plain_input import IGNORE, Lexical, PlainGrammar
 from worker.grammar.regex_syntax import (
-    ESCAPED,
-    escaped_lexemes,
-    escaped_rule,
+    JsonWriter,
+    PlainWriter,
+    RegexPart,
+    RuleWriter,
     parse_regex,
     regex_char,
 )
@@ -74,44 +74,44 @@ COMMON = {
     "SQL_COMMENT": r"--[^\n]*",
 }
 STRICT_JSON = {"whitespace_flexible": False}  # a pattern that is not supported is an error
-Rewrite = Callable[[Sequence[Sequence[Lexical]]], list[str]]
+IGNORE = "%ignore"
+Lexical = str | tuple[RegexPart, str]  # other text of a grammar, or a regular expression and flags
 
 
 def escaped_value(constraint: Constraint) -> str:
     """Return the rule of an input as a JSON string, with its quotes."""
     if constraint.kind == "regex":
-        return schema_rule({"type": "string", "pattern": whole_pattern(constraint)}, STRICT_JSON)
-    return f'"\\"" {nested_grammar(constraint, EscapedTerminals().rewrite)} "\\""'
+        return schema_rule({"type": "string", "pattern": f"^{_pattern(constraint)}$"}, STRICT_JSON)
+    return f'"\\"" {nested_grammar(constraint, TerminalRewriter(JsonWriter()))} "\\""'
 
 
 def plain_value(constraint: Constraint, close: str) -> str:
     """Return the rule of an input as it is, and of the text `close` after it: empty for a special
     token, which is no text."""
-
-    def rewrite(statements: Sequence[Sequence[Lexical]]) -> list[str]:
-        for statement in statements:
-            if statement[0] != IGNORE:
-                _name(statement)
-        prefix = _unused_prefix("text_", statements).upper()
-        return PlainGrammar(statements, close, prefix).rewrite()
-
-    return nested_grammar(constraint, rewrite)
+    return nested_grammar(constraint, TerminalRewriter(PlainWriter(close), close))
 
 
-def whole_pattern(constraint: Constraint) -> str:
-    """Return a regular expression that matches a whole input."""
+def plain_pattern(constraint: Constraint, close: str) -> str:
+    """Return the terminal of an input that matches a regular expression, and of the text `close`
+    after it."""
+    text, end = regex_terminal(_pattern(constraint) + re.escape(close)), re.escape(close.strip())
+    return f"{text} & ~{regex_terminal(f'((?s:.*){end}){{2}}(?s:.*)')}" if end else text
+
+
+def _pattern(constraint: Constraint) -> str:
+    """Return the regular expression of a whole input, without anchors."""
     check_length(constraint.value, constraint.param, MAX_LENGTH_OF["regex"])
     pattern = str(constraint.value).removeprefix("^")
     if pattern.endswith("$") and not pattern.endswith(r"\$"):
         pattern = pattern[:-1]
-    return f"^(?:{pattern})$"
+    return f"(?:{pattern})"
 
 
-def nested_grammar(constraint: Constraint, rewrite: Rewrite) -> str:
+def nested_grammar(constraint: Constraint, rewriter: "TerminalRewriter") -> str:
     """Return a client's Lark grammar as a nested one. InvalidInput if it cannot be rewritten."""
     check_grammar(constraint.value, constraint.param)
     try:
-        rewritten = rewrite([*_statements(constraint.value)])
+        rewritten = rewriter.rewrite([*_statements(constraint.value)])
     except ValueError as error:
         raise unusable_grammar(str(error), constraint.param) from None
     except RecursionError:
@@ -196,25 +196,32 @@ def _unused_prefix(prefix: str, statements: Sequence[Sequence[Lexical]]) -> str:
 # ── rewriting ──
 
 
-class EscapedTerminals:
-    """Rewrites terminals to match text as a JSON string has it."""
+class TerminalRewriter:
+    """Rewrites terminals with special characters to rules. `close`: the text after an input."""
+
+    def __init__(self, writer: RuleWriter, close: str = "") -> None:
+        self._writer, self._close = writer, close
 
     def rewrite(self, statements: Sequence[Sequence[Lexical]]) -> list[str]:
-        self._prefix = _unused_prefix("rule_", statements)
-        definitions = {_name(s): s for s in statements if s[0] != IGNORE and _is_terminal(_name(s))}
-        self._rules: dict[str, str] = {}  # of terminals that become rules
+        prefix = _unused_prefix("rule_", statements)
+        definitions = {_name(s): s for s in statements if s[0] != IGNORE}
+        terminals = {name: s for name, s in definitions.items() if _is_terminal(name)}
+        self._rules: dict[str, str] = {}  # new names, of terminals that become rules
         before = -1
         while before < len(self._rules):
             before = len(self._rules)
-            for name, statement in definitions.items():
-                if any(map(self._has_escapes, statement[1:])) and name not in self._rules:
+            for name, statement in terminals.items():
+                if any(map(self._is_special, statement[1:])) and name not in self._rules:
                     if "&" in statement:
-                        raise ValueError(f"{name}: & is not supported beside escaped characters")
-                    self._rules[name] = f"{self._prefix}{len(self._rules)}"
+                        raise ValueError(f"{name}: & is not supported beside special characters")
+                    self._rules[name] = f"{prefix}{len(self._rules)}"
         lines: list[str] = []
+        if self._close:
+            self._rules |= {f"{sign}start": f"{prefix}start" for sign in ("", "?", "!")}
+            lines.append(f"start: {prefix}start {string_literal(self._close)}")
         for statement in statements:
             if statement[0] == IGNORE:
-                lines += self._ignored(statement[1:], definitions)
+                lines += self._ignored(statement[1:], terminals)
             else:
                 lines.append(self._definition(statement))
         return lines
@@ -225,35 +232,34 @@ class EscapedTerminals:
             return " ".join([self._rules[name], *map(self._token, body)])
         return " ".join(map(self._token, statement))
 
-    def _has_escapes(self, token: Lexical) -> bool:
+    def _is_special(self, token: Lexical) -> bool:
         if not isinstance(token, str):
-            return bool(token[0].members([*ESCAPED], token[1]))
+            return bool(token[0].members(self._writer.special, token[1]))
         if _is_string(token):
-            return not ESCAPED.keys().isdisjoint(json.loads(token))
+            return self._writer.is_special(json.loads(token))
         return token in self._rules
 
     def _token(self, token: Lexical) -> str:
         if not isinstance(token, str):
             regex, flags = token
-            if self._has_escapes(token):
-                return escaped_rule(regex, flags)
+            if self._is_special(token):
+                return self._writer.rule(regex, flags)
             return regex_terminal(regex.source) + flags
         if _is_string(token):
-            text = json.loads(token)
-            return string_literal(json.dumps(text, ensure_ascii=False)[1:-1])
+            return self._writer.literal(json.loads(token))
         return self._rules.get(token, token)
 
     def _ignored(
-        self, tokens: Sequence[Lexical], definitions: dict[str, Sequence[Lexical]]
+        self, tokens: Sequence[Lexical], terminals: dict[str, Sequence[Lexical]]
     ) -> Iterator[str]:
         """Yield statements that ignore the lexemes of repeated classes."""
         while len(tokens) == 1 and isinstance(tokens[0], str) and tokens[0] in self._rules:
-            tokens = definitions[tokens[0]][2:]
+            tokens = terminals[tokens[0]][2:]
         lexemes: list[str] | None = None
-        if not any(map(self._has_escapes, tokens)):
+        if not any(map(self._is_special, tokens)):
             lexemes = [" ".join(map(self._token, tokens))]
         elif len(tokens) == 1 and not isinstance(tokens[0], str):
-            lexemes = escaped_lexemes(*tokens[0])
+            lexemes = self._writer.repeated_lexemes(*tokens[0])
         elif len(tokens) == 1:
             lexemes = [self._token(tokens[0])]
         if lexemes is None:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 from batching.errors import InvalidInput
-from worker.grammar.string_formats import FORMATS
 from worker.messages.generation import Constraint
 from worker.text.tool_call_format import PLACEHOLDER_PATTERNS
 from worker.text.tool_call_parser import JSON_TYPES
@@ -17,6 +16,8 @@ from worker.text.tool_call_parser import JSON_TYPES
 Quote = Callable[[str], str]  # from a text to Lark literals
 
 COMPACT_JSON = {"whitespace_flexible": False}
+FORMATS = {"date-time", "time", "date", "duration", "email"}  # of strings, that llguidance enforces
+FORMATS |= {"hostname", "ipv4", "ipv6", "uuid", "uri"}
 LITERAL_KEYWORDS = ("const", "enum", "default", "examples")  # their values are no schemas
 MAX_LENGTH = 1_000_000  # characters of a grammar, with all tools
 MAX_LENGTH_OF = {"regex": 50_000, "choice": 100_000, "grammar": 100_000}  # by kind

@@ -1,6 +1,6 @@
 """Regular expressions of clients' grammars, as Rust reads them: parsed, and rewritten to rules.
 
-    pattern --parse_regex--> alternatives of sequences of repeated parts --escaped_rule--> Lark
+    pattern --parse_regex--> alternatives of sequences of repeated parts --RuleWriter--> Lark
 
 Only what terminals of a grammar need: characters, classes, groups, repetition, alternatives.
 """
@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import takewhile
 
 from llguidance import LLMatcher, LLTokenizer
 
@@ -20,7 +21,6 @@ MAX_CLASS_CHARS = 500  # of a class of characters
 MAX_DEPTH = 50  # of groups
 # Characters that JSON escapes, and how: in one way, so that each text has one escaped form.
 ESCAPED = {char: json.dumps(char)[1:-1] for char in [*map(chr, range(32)), '"', "\\"]}
-UNESCAPED_CLASS = r'[^"\\\x00-\x1f]'
 CONTROL = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "a": "\a"}
 QUANTIFIER = re.compile(r"[*+?]|\{[0-9]{1,5}(?:,[0-9]{0,5})?\}")
 GROUP = re.compile(r"\?(?:P?<\w+>|(?P<flag>s?|-s):)")
@@ -169,77 +169,147 @@ class _RegexReader:
         return pattern[start:position]
 
 
-# ── rules of escaped text ──
+# ── rules ──
 
 
-def escaped_rule(regex: RegexPart, flags: str) -> str:
-    """Return a Lark rule that matches what JSON writes for the matches of a regular expression.
+class RuleWriter:
+    """Writes Lark rules of regular expressions in whose text some characters are special.
 
-    An escape begins a lexeme: llguidance's lexer does not go back to a lexeme that could have ended
-    before it."""
-    return _alternatives(regex, flags, is_last=True)
+    A special character begins a lexeme: llguidance's lexer does not go back to a lexeme that could
+    have ended before it."""
 
+    special: Sequence[str]
+    ordinary: str  # the class of all other characters
 
-def escaped_lexemes(regex: RegexPart, flags: str) -> list[str] | None:
-    """Return the lexemes whose repetition a class matches that is repeated; None for any other
-    regular expression."""
-    while len(regex.group) == 1 and len(regex.group[0]) == 1 and not regex.quantifier:
-        [[regex]] = regex.group
-    if regex.group or regex.char or regex.quantifier not in ("*", "+"):
-        return None
-    return _class_lexemes(regex, flags, "+")
+    def is_special(self, text: str) -> bool:
+        """Return whether a literal text has special characters."""
+        return not {*self.special}.isdisjoint(text)
 
+    def literal(self, text: str) -> str:
+        raise NotImplementedError
 
-def _alternatives(group: RegexPart, flags: str, is_last: bool) -> str:
-    sequences = (" ".join(_sequence(parts, flags, is_last)) for parts in group.group)
-    return f"({' | '.join(sequence or EMPTY for sequence in sequences)})"
+    def special_lexemes(self, part: RegexPart, flags: str, is_unbounded: bool) -> list[str]:
+        """Return the lexemes of a class that begin with special characters."""
+        raise NotImplementedError
 
+    def rule(self, regex: RegexPart, flags: str) -> str:
+        """Return a rule of the matches of a regular expression."""
+        return self._alternatives(regex, flags, is_last=True)
 
-def _sequence(parts: Sequence[RegexPart], flags: str, is_last: bool) -> Iterator[str]:
-    """Yield the rules of the parts. Those without characters that are escaped are one lexeme."""
-    plain: list[str] = []
-    for n, part in enumerate(parts):
-        if not part.members([*ESCAPED], flags):
-            plain.append(part.source)
-            continue
+    def repeated_lexemes(self, regex: RegexPart, flags: str) -> list[str] | None:
+        """Return the lexemes whose repetition a class matches that is repeated; None for any other
+        regular expression."""
+        while len(regex.group) == 1 and len(regex.group[0]) == 1 and not regex.quantifier:
+            [[regex]] = regex.group
+        if regex.group or regex.char or regex.quantifier not in ("*", "+"):
+            return None
+        return self._class_lexemes(regex, flags, "+")
+
+    def _alternatives(self, group: RegexPart, flags: str, is_last: bool) -> str:
+        sequences = (" ".join(self._sequence(parts, flags, is_last)) for parts in group.group)
+        return f"({' | '.join(sequence or EMPTY for sequence in sequences)})"
+
+    def _sequence(self, parts: Sequence[RegexPart], flags: str, is_last: bool) -> Iterator[str]:
+        """Yield the rules of the parts. Those without special characters are one lexeme."""
+        plain: list[str] = []
+        self.literal("".join(part.char or "\0" for part in parts))  # ValueError: closing text
+        for n, part in enumerate(parts):
+            if not part.members(self.special, flags):
+                plain.append(part.source)
+                continue
+            if plain:
+                yield _lexeme("".join(plain), flags)
+                plain = []
+            ends = is_last and n == len(parts) - 1
+            if part.char:
+                yield self.literal(part.char) + part.quantifier
+            elif part.group:
+                ends = ends and not part.is_repeated
+                yield self._alternatives(part, flags, ends) + part.quantifier
+            else:
+                following = parts[n + 1] if n + 1 < len(parts) else None
+                may_run = ends or (
+                    following is not None
+                    and following.char != ""
+                    and following.quantifier in ("", "+")
+                    and not part.matches(following.char, flags)
+                )
+                is_run = may_run and part.quantifier in ("*", "+")
+                lexemes = self._class_lexemes(part, flags, "+" if is_run else "")
+                yield f"({' | '.join(lexemes)}){part.quantifier}"
         if plain:
             yield _lexeme("".join(plain), flags)
-            plain = []
-        ends = is_last and n == len(parts) - 1
-        if part.char:
-            yield string_literal(ESCAPED[part.char]) + part.quantifier
-        elif part.group:
-            ends = ends and not part.is_repeated
-            yield _alternatives(part, flags, ends) + part.quantifier
-        else:
-            following = parts[n + 1] if n + 1 < len(parts) else None
-            may_run = ends or (
-                following is not None
-                and following.char != ""
-                and following.quantifier in ("", "+")
-                and not part.matches(following.char, flags)
-            )
-            is_run = may_run and part.quantifier in ("*", "+")
-            lexemes = _class_lexemes(part, flags, "+" if is_run else "")
-            yield f"({' | '.join(lexemes)}){part.quantifier}"
-    if plain:
-        yield _lexeme("".join(plain), flags)
+
+    def _class_lexemes(self, part: RegexPart, flags: str, repeated: str) -> list[str]:
+        """Return the lexemes of a class: its ordinary characters, and special ones."""
+        is_unbounded = part.quantifier in ("*", "+")
+        ordinary = _lexeme(f"[{part.text}&&{self.ordinary}]{repeated}", flags)
+        return [ordinary, *self.special_lexemes(part, flags, is_unbounded)]
 
 
-def _class_lexemes(part: RegexPart, flags: str, repeated: str) -> list[str]:
-    """Return the lexemes of a class: its unescaped characters, and escapes."""
-    escapes = [ESCAPED[char][1:] for char in part.members([*ESCAPED], flags)]
-    lexemes = [_lexeme(f"[{part.text}&&{UNESCAPED_CLASS}]{repeated}", flags)]
-    if len(escapes) == 1:
-        lexemes.append(string_literal(f"\\{escapes[0]}"))
-    elif escapes:
+class JsonWriter(RuleWriter):
+    """Writes rules of text as a JSON string has it."""
+
+    special = (*ESCAPED,)
+    ordinary = r'[^"\\\x00-\x1f]'
+
+    def literal(self, text: str) -> str:
+        return string_literal(json.dumps(text, ensure_ascii=False)[1:-1])
+
+    def special_lexemes(self, part: RegexPart, flags: str, is_unbounded: bool) -> list[str]:
+        escapes = [ESCAPED[char][1:] for char in part.members(self.special, flags)]
+        if len(escapes) == 1:
+            return [string_literal(f"\\{escapes[0]}")]
         alternatives = "|".join("".join(map(regex_char, escape)) for escape in escapes)
-        lexemes.append(regex_terminal(rf"\\(?:{alternatives})"))
-    return [lexeme for lexeme in lexemes if lexeme]
+        return [regex_terminal(rf"\\(?:{alternatives})")] if escapes else []
+
+
+class PlainWriter(RuleWriter):
+    """Writes rules of text up to `close`; any text if that is empty. A lexeme that begins like the
+    closing text ends where it differs from it."""
+
+    def __init__(self, close: str) -> None:
+        self._end = close.strip()
+        self._beginnings = dict.fromkeys((close.rstrip(), self._end)) if close else {}
+        self.special = [*dict.fromkeys(text[0] for text in self._beginnings)]
+        self.ordinary = f"[^{''.join(map(_class_char, self.special))}]"
+
+    def is_special(self, text: str) -> bool:
+        return False
+
+    def literal(self, text: str) -> str:
+        if self._end and self._end in text:
+            reason = f"its text contains {self._end!r}, which ends the input in this model's calls"
+            raise ValueError(reason)
+        return string_literal(text)
+
+    def special_lexemes(self, part: RegexPart, flags: str, is_unbounded: bool) -> list[str]:
+        if not is_unbounded:
+            return [string_literal(char) for char in part.members(self.special, flags)]
+        patterns = (self._departing(text, part, flags) for text in self._beginnings)
+        return [_lexeme(pattern, flags) for pattern in patterns if pattern]
+
+    def _departing(self, text: str, part: RegexPart, flags: str) -> str:
+        """Return the regular expression of the beginnings of a text, of characters of a class; but
+        for the longest, which an ordinary character of the class follows that does not end it."""
+        members, *before, last = {*part.members(text, flags)}, *text
+        common = [*takewhile(members.__contains__, before)]
+        pattern = ""
+        if before and len(common) == len(before):
+            pattern = (
+                f"{regex_char(common.pop())}[{part.text}&&{self.ordinary}&&[^{_class_char(last)}]]"
+            )
+        for char in reversed(common):
+            pattern = regex_char(char) + (f"(?:{pattern})?" if pattern else "")
+        return pattern
 
 
 def _lexeme(source: str, flags: str) -> str:
     return regex_terminal(source) + ("i" if "i" in flags else "")
+
+
+def _class_char(char: str) -> str:
+    return f"\\x{{{ord(char):x}}}"
 
 
 @lru_cache(maxsize=1024)

@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from batching.errors import InvalidInput
 from worker.grammar.argument_grammar import ArgumentGrammar
-from worker.grammar.custom_input import escaped_value, plain_value, whole_pattern
+from worker.grammar.custom_input import escaped_value, plain_pattern, plain_value
 from worker.grammar.lark import (
     Quote,
     arguments_schema,
@@ -101,15 +101,16 @@ def _custom_input(
         return f"{quote(before)} {escaped_value(constraint)} {quote('}')}"
     if argument_format.style == "python":
         return f"{quote(f'{INPUT}=')} {escaped_value(constraint)}"
-    if constraint.kind == "regex":
-        value = {"type": "string", "pattern": whole_pattern(constraint)}
-        schema = {"type": "object", "properties": {INPUT: value}, "required": [INPUT]}
-        return ArgumentGrammar(argument_format, quote, rules, schema).arguments()
     before = argument_format.opening(INPUT, "string") + argument_format.quotes
     close = argument_format.quotes + argument_format.closing(INPUT)
     ending = format_literals(close.lstrip(), quote)
     is_token = ending.startswith("<[")  # a special token, no text
-    text = plain_value(constraint, "" if is_token else close)
+    close = "" if is_token else close
+    if constraint.kind == "regex":
+        rules.append(f"INPUT_{len(rules)}: {plain_pattern(constraint, close)}")
+        text = rules[-1].partition(":")[0]
+    else:
+        text = plain_value(constraint, close)
     return f"{quote(before)} {text} {ending if is_token else ''}"
 
 
