@@ -77,7 +77,7 @@ class Settings:
     )
     load_timeout_s: float = setting(
         300.0,
-        "time without progress after which a load on demand is abandoned, in seconds; not counted "
+        "time without progress after which a load is abandoned, in seconds; not counted "
         "while files are downloaded",
         minimum=0.001,
     )

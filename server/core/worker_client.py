@@ -33,6 +33,7 @@ from server.core.metrics import Metrics
 from server.core.model_manager import ModelManager
 from server.core.request_context import RequestContext, RequestRecord
 from worker.cores import use_one_core
+from worker.load_context import LoadStopped
 from worker.messages.decisions import DecisionInput
 from worker.messages.generation import Chat, GenerationInput
 from worker.messages.protocol import Pending, PipelineInput, State, StepOutcome
@@ -184,6 +185,21 @@ class WorkerClient:
         self._check_stuck()
         self._drain_task = self.loop.create_task(self._drain_queue())
         self.worker.start(self, self._post)
+        self._start_limit = self.loop.create_task(self._limit_start(self.manager.load_timeout_s))
+
+    async def _limit_start(self, timeout_s: float) -> None:
+        """Fail the start if a load makes no progress for `timeout_s`."""
+        left_s = timeout_s
+        while not self.loaded.done():
+            await asyncio.wait({self.loaded}, timeout=left_s if left_s < math.inf else None)
+            left_s = timeout_s
+            for model in self.models.values():
+                if progress_at := model.progress_at:  # it is loading
+                    left_s = min(timeout_s, progress_at + timeout_s - time.monotonic())
+                if left_s <= 0 and not self.loaded.done() and model.stop_load():
+                    reason = f"it made no progress for {timeout_s:g} s (LOAD_TIMEOUT_S)"
+                    error = f"the model {model.title!r} could not be loaded: {reason}"
+                    self.loaded.set_exception(LoadStopped(error))
 
     def stop(self) -> None:
         self.start_draining()
@@ -193,6 +209,7 @@ class WorkerClient:
         for model in self.models.values():
             model.close()
         self._watchdog.cancel()
+        self._start_limit.cancel()
         self.prepare.stop()
         self.decode.stop()
         self.finish.stop()
@@ -379,7 +396,8 @@ class WorkerClient:
     def on_state(self, state: State, error: Exception | None) -> None:
         if state == "ready":
             self.manager.start()
-            self.loaded.set_result(None)
+            if not self.loaded.done():
+                self.loaded.set_result(None)
         elif state == "dead":
             self.failure = error
             self._abandon("the worker has died")

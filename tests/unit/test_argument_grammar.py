@@ -164,7 +164,7 @@ def tool(parameters: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "get", "parameters": parameters}}
 
 
-@pytest.mark.parametrize("key", FORMATS)
+@pytest.mark.parametrize("key", sorted(FORMATS))
 @pytest.mark.parametrize("name", PYTHON)
 def test_strings_have_their_format(name: str, key: str) -> None:
     tools = [tool({"properties": {"s": {"type": "string", "format": key}}})]

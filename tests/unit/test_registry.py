@@ -1,6 +1,7 @@
 """Three models on one worker have separate steps, rates, breakers and failures."""
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -18,6 +19,7 @@ from server.core.worker_client import WorkerClient
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner, batched_model
 from tests.serving import wait_until
+from worker.load_context import LoadStopped
 from worker.messages.deltas import Delta
 from worker.messages.generation import GenerationInput
 from worker.messages.protocol import BatchReport, PipelineInput, StepOutcome
@@ -164,6 +166,21 @@ async def test_an_open_breaker_does_not_affect_other_models() -> None:
         assert long.open  # running requests continue
         assert setup.runners["reader"].warm_ups == 1  # at the start
         setup.queue.release([long])
+
+
+async def test_a_load_at_the_start_without_progress_fails_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    setup, gate = Setup(), threading.Event()
+    client = setup.worker_client
+    client.manager.load_timeout_s = 0.1
+    monkeypatch.setattr(setup.worker.models["judge"], "_load", gate.wait)
+    client.start()
+    with pytest.raises(LoadStopped, match="'judge' could not be loaded: it made no progress for"):
+        await client.loaded
+    gate.set()
+    setup.writer.release()
+    client.stop()
 
 
 async def test_each_model_has_its_own_rate() -> None:
