@@ -20,14 +20,14 @@ from server.openai.batches.files import (
     ExpiresAfter,
     FileEndpoints,
     ends_of,
-    in_store,
     namespace_of,
 )
-from server.openai.batches.runner import BatchRunner
-from server.openai.batches.store import KEPT_S, BatchRecord, ListPage
+from server.openai.batches.runner import BatchRunner, BatchTask
+from server.openai.batches.store import KEPT_S, BatchRecord
 from server.openai.request_fields import convert
 from server.openai.response_schemas import BatchJob, BatchList
 from server.openai.responses.request import Metadata
+from server.openai.sqlite_store import ListPage, in_store
 
 PATH = "/v1/batches"
 BatchedPath = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
@@ -113,7 +113,8 @@ class Batches:
         job = decode(await in_store(self.store.batch, namespace, id), type=BatchJob)
         if job.status not in ("validating", "in_progress", "cancelling"):
             raise InvalidInput.at("id", f"the batch cannot be cancelled: it is {job.status}")
-        await self.runner.cancel(namespace, id)
+        if batch := self.runner.jobs.find(BatchTask, namespace, id):
+            await batch.cancel()
         return await in_store(self.store.batch, namespace, id)
 
 
