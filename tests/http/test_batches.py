@@ -517,12 +517,17 @@ def test_batches_take_turns_by_key(tmp_path: Path) -> None:
     with started(tmp_path, generator, max_queue_size=8, api_keys=tuple(keys)) as server:
         generator.one_by_one = True
         clients = [Client(server, key) for key in keys]
-        long = jsonl([chat_line(str(n), f"say {n}") for n in range(50)])
+        long = jsonl([chat_line(str(n), f"say {n}") for n in range(200)])
         ids = [client.create(long) for client in clients[:8]]
-        wait_until(lambda: len(generator.running) == 2)  # as many as the window has room for
+        for client, id in zip(clients, ids, strict=False):
+            wait_until(lambda client=client, id=id: client.get(id).status == "in_progress")  # type: ignore[misc]
         last = clients[8].create(GOOD)
-        generator.permits.release(24)  # steps
-        wait_until(lambda: clients[8].get(last).status == "completed")
+
+        def step_and_look() -> bool:
+            generator.permits.release()
+            return clients[8].get(last).status == "completed"
+
+        wait_until(step_and_look)
         counts = [client.completed(id) for client, id in zip(clients, ids, strict=False)]
         assert max(counts) - min(counts) <= 2
         generator.release()
