@@ -23,6 +23,7 @@ from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 
 from batching.errors import InvalidInput, QueueFull
+from server.http.json import to_json
 
 log = logging.getLogger("onequeue.store")
 
@@ -61,6 +62,13 @@ class ListPage(NamedTuple):
     after: str | None
     limit: int
     is_descending: bool
+
+
+def encode_page(kind: Callable[..., object], entries: Sequence[Any], limit: int) -> bytes:
+    """Return a page of a list as JSON; `entries` has one more if there are more."""
+    has_more, entries = len(entries) > limit, entries[:limit]
+    ids = [entry["id"] if isinstance(entry, dict) else entry.id for entry in entries] or [None]
+    return to_json(kind("list", entries, ids[0], ids[-1], has_more))
 
 
 @contextlib.contextmanager

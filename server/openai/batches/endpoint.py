@@ -19,7 +19,6 @@ from server.openai.batches.files import (
     Collection,
     ExpiresAfter,
     FileEndpoints,
-    ends_of,
     namespace_of,
 )
 from server.openai.batches.runner import BatchRunner, BatchTask
@@ -27,7 +26,7 @@ from server.openai.batches.store import KEPT_S, BatchRecord
 from server.openai.request_fields import convert
 from server.openai.response_schemas import BatchJob, BatchList
 from server.openai.responses.request import Metadata
-from server.openai.sqlite_store import ListPage, in_store
+from server.openai.sqlite_store import ListPage, encode_page, in_store
 
 PATH = "/v1/batches"
 BatchedPath = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
@@ -98,9 +97,7 @@ class Batches:
 
         def read() -> bytes:
             jobs = self.store.list_batches(namespace, page)
-            has_more, jobs = len(jobs) > page.limit, jobs[: page.limit]
-            ids = [job.id for job in jobs]
-            return to_json(BatchList("list", jobs, *ends_of(ids), has_more))
+            return encode_page(BatchList, jobs, page.limit)
 
         return await in_store(read)
 

@@ -43,7 +43,13 @@ from server.openai.responses.events import ResponsesBuilder
 from server.openai.responses.items import to_documents
 from server.openai.responses.request import ParsedResponseRequest, ResponseRequest
 from server.openai.responses.store import Count, NotStored, ResponseStore, TooLarge
-from server.openai.sqlite_store import Owner, in_store, owner_of, refusing_disk_errors
+from server.openai.sqlite_store import (
+    Owner,
+    encode_page,
+    in_store,
+    owner_of,
+    refusing_disk_errors,
+)
 from server.openai.token_count import TokenCounter
 from worker.worker import trim_heap
 
@@ -117,20 +123,13 @@ class Page(Struct):
 
     def encode(self, items: list[Document]) -> bytes:
         """Return the page of a list as JSON."""
-        items, has_more = self._select(items)
-        first_id = items[0]["id"] if items else None
-        last_id = items[-1]["id"] if items else None
-        return to_json(ItemList("list", items, first_id, last_id, has_more))
-
-    def _select(self, items: list[Document]) -> tuple[list[Document], bool]:
         items, start = items[:: -1 if self.order == "desc" else 1], 0
         if self.after is not None:
             ids = [item["id"] for item in items]
             if self.after not in ids:
                 raise InvalidInput.at("after", f"there is no input item {self.after[:100]!r}")
             start = ids.index(self.after) + 1
-        end = start + self.limit
-        return items[start:end], end < len(items)
+        return encode_page(ItemList, items[start : start + self.limit + 1], self.limit)
 
 
 @dataclass(eq=False)
