@@ -110,8 +110,8 @@ def create_app(
         settings.model_idle_s,
         settings.load_timeout_s,
     )
-    routes, responses, batches = make_routes(settings, worker_client, entries)
-    run = partial(lifespan, responses=responses, batches=batches)
+    routes, jobs = make_routes(settings, worker_client, entries)
+    run = partial(lifespan, jobs=jobs)
     router = Router(routes, redirect_slashes=False, lifespan=partial(run, owns_process=True))
     app = Application(router, routes, settings, worker_client, partial(run, owns_process=False))
     if telemetry_is_configured():

@@ -31,8 +31,7 @@ from server.core.worker_client import WorkerClient
 from server.http.access_log import replace_access_log
 from server.http.connections import APP_STATE, limit_connections
 from server.http.request import Application
-from server.openai.batches.runner import BatchRunner
-from server.openai.responses.endpoint import Responses
+from server.openai.jobs import JobRunner
 from worker.compilers import end_compilers
 from worker.task_detection import load_error
 
@@ -47,13 +46,9 @@ READY_POLL_S = 0.05
 
 @contextlib.asynccontextmanager
 async def lifespan(
-    app: Application,
-    responses: Responses | None,
-    batches: BatchRunner | None,
-    owns_process: bool,
+    app: Application, jobs: JobRunner, owns_process: bool
 ) -> AsyncIterator[dict[str, Application]]:
-    """Start the worker and `batches`, drain it at the end, and close these and `responses` after
-    all accepted work.
+    """Start the worker and the jobs, drain it at the end, and close these after all accepted work.
 
     `owns_process`: the app is not mounted in another one."""
     worker_client, grace_s = app.worker_client, app.settings.shutdown_grace_s
@@ -68,8 +63,7 @@ async def lifespan(
             _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a connection is a file
     worker_client.start()
-    if batches:
-        batches.start(app)
+    jobs.start(app)
     worker_client.loaded.add_done_callback(partial(on_loaded, app, server, time.monotonic()))
     delay_s = app.settings.drain_delay_s
     restore_signals = drain_on_signal(worker_client, delay_s, grace_s) if owns_process else None
@@ -85,10 +79,7 @@ async def lifespan(
         if not worker_client.draining:
             await drain(worker_client, grace_s)
         worker_client.stop()
-        if batches:
-            await batches.close()
-        if responses:
-            await responses.close()
+        await jobs.close()
         if app.telemetry:
             await anyio.to_thread.run_sync(app.telemetry.shutdown)
         if server:

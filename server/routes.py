@@ -37,6 +37,7 @@ from server.openai.embedding.endpoint import ScoringEndpoint
 from server.openai.embedding.rerank import RERANK_PATHS, RerankRequest
 from server.openai.embedding.score import ScoreRequest
 from server.openai.images import ImageLoader
+from server.openai.jobs import JobRunner
 from server.openai.models import ModelGroup, ModelListing, NamedModel, add_aliases
 from server.openai.responses.endpoint import Responses
 from server.openai.responses.store import ResponseStore
@@ -62,15 +63,14 @@ STATUS_ROUTES = [
 
 def make_routes(
     settings: Settings, worker_client: WorkerClient, entries: Sequence[ModelEntry]
-) -> tuple[list[Route], Responses | None, BatchRunner | None]:
-    """Return the routes, the endpoint of responses and the runner of batches. The last two are
-    closed at shutdown."""
+) -> tuple[list[Route], JobRunner]:
+    """Return the routes, and the runner of the requests without a connection."""
     assets, models = Assets(), named_models(settings, worker_client, entries)
     page = IndexPage(settings, worker_client, assets.files["index.html"])
     root = root_endpoint(worker_client, page, entries)
     methods = ["GET"] if root is page else ["GET", "POST"]
     routes = [Route("/", root, methods=methods), *STATUS_ROUTES]  # tried in this order
-    responses: Responses | None = None
+    jobs = JobRunner(worker_client)
     if chats := models.get("generation"):
         chat = ModelGroup(chats)
         adapters = AdapterControl(settings, chat, [*chain(*models.values())])
@@ -78,7 +78,7 @@ def make_routes(
         max_bytes = int(settings.max_body_mb * 1_000_000)
         fetcher = Fetcher(settings.image_fetch, max_bytes, worker_client.metrics)
         shared = settings, worker_client, chat, ImageLoader(worker_client, fetcher)
-        responses = Responses(*shared, open_store(settings))
+        responses = Responses(*shared, open_store(settings), jobs)
         count_tokens = count_tokens_endpoint(chat, shared[-1])
         routes += [
             post("/v1/chat/completions", ChatCompletions(*shared)),
@@ -107,14 +107,13 @@ def make_routes(
     if text_models := [*chain(*texts)]:
         routes += tokenizer_routes(text_models)
     routes += [Route(path, assets, methods=["GET"]) for path in (ASSETS_PATH, "/favicon.ico")]
-    batches: BatchRunner | None = None
     if settings.batch_dir != "none":
         by_path: dict[str, Any] = {route.path: route.endpoint for route in routes}
         endpoints = {path: by_path[path] for path in BATCH_ENDPOINTS if path in by_path}
-        batches = BatchRunner(worker_client, open_batches(settings), endpoints)
-        routes += Batches(batches).routes()
+        runner = BatchRunner(jobs, open_batches(settings), endpoints)
+        routes += Batches(runner).routes()
     routes.append(openapi_route(settings, routes))
-    return routes, responses, batches
+    return routes, jobs
 
 
 def root_endpoint(
@@ -183,7 +182,7 @@ def post(path: str, endpoint: ASGIApp) -> Route:
 def open_store(settings: Settings) -> ResponseStore:
     try:
         return ResponseStore(settings.responses_db)
-    except sqlite3.Error as error:
+    except (OSError, sqlite3.Error) as error:
         raise SettingsError(f"RESPONSES_DB={settings.responses_db!r}: {error}") from None
 
 

@@ -510,6 +510,49 @@ def test_lines_are_few_at_a_time_and_give_way(tmp_path: Path) -> None:
         client.wait(id)
 
 
+def test_batches_take_turns_by_key(tmp_path: Path) -> None:
+    """Long batches of eight keys keep a ninth one waiting for a line, not for their end."""
+    generator = FakeGenerator()
+    keys = [f"key {n}" for n in range(9)]
+    with started(tmp_path, generator, max_queue_size=8, api_keys=tuple(keys)) as server:
+        generator.one_by_one = True
+        clients = [Client(server, key) for key in keys]
+        long = jsonl([chat_line(str(n), f"say {n}") for n in range(200)])
+        ids = [client.create(long) for client in clients[:8]]
+        for client, id in zip(clients, ids, strict=False):
+            wait_until(lambda client=client, id=id: client.get(id).status == "in_progress")  # type: ignore[misc]
+        last = clients[8].create(GOOD)
+
+        def step_and_look() -> bool:
+            generator.permits.release()
+            return clients[8].get(last).status == "completed"
+
+        wait_until(step_and_look)
+        counts = [client.completed(id) for client, id in zip(clients, ids, strict=False)]
+        assert max(counts) - min(counts) <= 2
+        generator.release()
+
+
+def test_a_line_that_cannot_start_holds_no_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model of one batch is refused; the other runs through a window of one line."""
+    monkeypatch.setattr(runner, "request_share", lambda slots: 1)
+    with started(tmp_path, FakeGenerator(), embedding_model="demo") as server:
+        one, two = Client(server, "one"), Client(server, "two")
+        server.worker_client.models["generation"].breaker.probe_at = 0.0  # open
+        refused = one.create(jsonl([chat_line(str(n)) for n in range(3)]))
+        wait_until(lambda: one.get(refused).status == "in_progress")
+        line = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings"}
+        lines = [line | {"custom_id": str(n), "body": {"input": "a"}} for n in range(9)]
+        batch = two.wait(two.create(jsonl(lines), "/v1/embeddings"))
+        assert batch.request_counts
+        assert batch.request_counts.completed == 9
+        assert one.get(refused).status == "in_progress"
+        server.worker_client.models["generation"].breaker.probe_at = None
+        assert one.wait(refused).status == "completed"
+
+
 def test_a_batch_goes_on_after_a_restart(tmp_path: Path) -> None:
     lines = [chat_line(f"line {n}", f"say {n}") for n in range(20)] + [chat_line("last", "hang")]
     generator = FakeGenerator()

@@ -421,7 +421,7 @@ def test_a_failed_disk_is_a_503(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             assert "the server's disk has failed" in error_of(refused)["message"]
             assert refused.headers["retry-after"] == "10"
         assert get_response(server, id).status_code == 200
-        store._database.executescript("PRAGMA query_only = OFF; DROP VIEW found")
+        store._database.executescript("PRAGMA query_only = OFF; DROP TABLE generating")
         refused = respond(server, previous_response_id=id)
         assert (refused.status_code, error_of(refused)["code"]) == (503, "queue_full")
 

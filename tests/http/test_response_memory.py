@@ -157,7 +157,7 @@ def test_clients_do_not_evict_each_others_responses() -> None:
         body = {"input": text, "background": text == "bad"}
         headers = {"Authorization": f"Bearer {key}"}
         id = str(CLIENT.post(server.url + PATH, json=body, headers=headers).json()["id"])
-        wait_until(lambda: not endpoint(server).jobs)
+        wait_until(lambda: not endpoint(server).jobs.jobs)
         return id
 
     def status(server: Server, key: str, id: str) -> int:

@@ -1,8 +1,10 @@
 """The response store: its bounds, its chains, its file."""
 
 import contextlib
+import os
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,19 +16,8 @@ import pytest
 
 from server.app import create_app
 from server.core.settings import Settings, SettingsError
-from server.openai.responses.store import (
-    LEASE_S,
-    Count,
-    LeaseExpired,
-    NotStored,
-    Owner,
-    ResponseStore,
-    Stored,
-    TooLarge,
-    owner_of,
-    storage_namespace,
-    use_write_ahead_log,
-)
+from server.openai.responses.store import Count, NotStored, ResponseStore, Stored, TooLarge
+from server.openai.sqlite_store import Owner, owner_of, storage_namespace, use_write_ahead_log
 
 MINE, OTHER = storage_namespace(b"mine"), storage_namespace(b"other")
 OWNER = owner_of(b"mine", "127.0.0.1")
@@ -175,7 +166,7 @@ def test_clients_share_the_store(tmp_path: Path) -> None:
         for n in range(20):
             store.put(three, stored(f"three{n}", text=text))
         assert ids(store, "one", namespace=one.namespace) == ["one"]
-        left = [row[0] for row in store._usage().values()]
+        left = [row[0] for row in store._usage_of_clients().values()]
         assert sorted(left) == [1, 2, 3]
 
 
@@ -243,7 +234,8 @@ def test_only_the_user_reads_the_files(tmp_path: Path, exists: bool) -> None:
     store = ResponseStore(str(path))
     store.put(OWNER, stored("a"))
     modes = {file.name: file.stat().st_mode & 0o777 for file in tmp_path.iterdir()}
-    assert modes == {f"responses.db{suffix}": 0o600 for suffix in ("", "-wal", "-shm")}
+    suffixes = ("", "-wal", "-shm", f"-{store.process}.lock")
+    assert modes == {f"responses.db{suffix}": 0o600 for suffix in suffixes}
     store.close()
 
 
@@ -303,76 +295,108 @@ def shared(tmp_path: Path) -> Iterator[tuple[ResponseStore, ResponseStore]]:
         store.close()
 
 
+def kill(store: ResponseStore) -> None:
+    """End a process as SIGKILL does: the system unlocks its file."""
+    store._database.close()
+    os.close(store._locked)
+
+
 def test_a_background_response_is_found_by_all_from_its_start(
     shared: tuple[ResponseStore, ResponseStore],
 ) -> None:
     owner, other = shared
-    owner.start(OWNER, running("a"))
+    owner.put(OWNER, running("a"), is_generating=True)
     assert other.get(MINE, "a") == running("a")
-    owner.update({**running("a").response, "status": "in_progress"})
-    assert orjson.loads(other.response(MINE, "a"))["status"] == "in_progress"
+    progress = {**running("a").response, "status": "in_progress", "output": [{"id": "out"}]}
+    owner.put(OWNER, Stored(progress, running("a").input), is_generating=True)
+    assert orjson.loads(other.response(MINE, "a")) == progress | {"output": []}
     assert other.totals == (0, 0)
     for id in "bcd":  # none of them drops the running one
         other.put(OWNER, stored(id))
-    assert other.is_running(MINE, "a")
-    assert not other.is_running(OTHER, "a")
+    other.chain(MINE, "a")
+    assert other.totals[0] == 2
+    assert other.is_generating(MINE, "a")
+    assert not other.is_generating(OTHER, "a")
     with pytest.raises(NotStored):
         other.get(OTHER, "a")
-    owner.put(OWNER, stored("a"), has_lease=True)
-    assert not other.is_running(MINE, "a")
+    owner.put(OWNER, stored("a"))
+    assert not other.is_generating(MINE, "a")
     assert ids(other, *"abcd") == ["a", "d"]
+    assert other.items(MINE, {"in_a"}) == {"in_a": {"id": "in_a", "text": ""}}
 
 
-def test_an_expired_lease_is_a_failure_for_all(
+def test_a_pause_or_a_step_of_the_clock_fails_nothing(
     shared: tuple[ResponseStore, ResponseStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner, other = shared
-    now = 1000.0
-    monkeypatch.setattr("server.openai.responses.store.time.time", lambda: now)
-    for id in "ab":
-        owner.start(OWNER, running(id))
-    now += LEASE_S - 1
-    assert owner.renew(["a", "none"]) == (now + LEASE_S, {"a": False})
-    now += 2
-    for store in (other, owner):
-        failed = store.get(MINE, "b")
+    owner.put(OWNER, running("a"), is_generating=True)
+    day = 24 * 3600
+    for clock in (time.time, time.monotonic):
+        now = clock()
+        for step in (day, -day):
+            monkeypatch.setattr(time, clock.__name__, lambda now=now, step=step: now + step)
+            assert other.is_generating(MINE, "a")
+            assert other.get(MINE, "a") == owner.get(MINE, "a") == running("a")
+    owner.put(OWNER, stored("a"))
+    assert other.get(MINE, "a") == stored("a")
+
+
+def test_the_responses_of_a_dead_process_have_failed_for_all(tmp_path: Path) -> None:
+    path = str(tmp_path / "responses.db")
+    owner, *others = (ResponseStore(path, max_responses=2) for _ in range(3))
+    for id in "abcd":
+        owner.put(OWNER, running(id), is_generating=True)
+    others[0].put(OWNER, running("own"), is_generating=True)
+    kill(owner)
+    for store in others:
+        failed = store.get(MINE, "d")
         assert (failed.response["status"], failed.input) == ("failed", [])
         assert failed.response["error"]["code"] == "server_error"
-        assert store.is_running(MINE, "a")
-    assert owner.renew(["a", "b"])[1] == {"a": False}
-    with pytest.raises(LeaseExpired):
-        owner.put(OWNER, stored("b"), has_lease=True)
-    assert owner.get(MINE, "b").response["status"] == "failed"
-    now += LEASE_S
-    with pytest.raises(LeaseExpired):  # no other process has looked
-        owner.put(OWNER, stored("a"), has_lease=True)
+        assert store.is_generating(MINE, "own")
+        assert ids(store, *"abcd") == ["c", "d"]  # they count, and are dropped in turn
+    for store in others:
+        store.close()
+    assert [file.name for file in tmp_path.iterdir()] == ["responses.db"]
 
 
-def test_responses_of_processes_that_have_died_are_dropped_in_turn(
-    shared: tuple[ResponseStore, ResponseStore], monkeypatch: pytest.MonkeyPatch
+def test_the_responses_of_a_dead_process_have_failed_though_none_was_requested(
+    shared: tuple[ResponseStore, ResponseStore],
 ) -> None:
     owner, other = shared
-    now = 1000.0
-    monkeypatch.setattr("server.openai.responses.store.time.time", lambda: now)
-    for id in "abcd":
-        owner.start(OWNER, running(id))
-    now += LEASE_S
-    other.start(OWNER, running("new"))  # the others were not requested
-    count = "SELECT count(*) FROM running"
-    assert other._database.execute(count).fetchone() == (1,)
-    assert other.totals[0] == 2
+    owner.put(OWNER, running("a"), is_generating=True)
+    kill(owner)
+    other.put(OWNER, running("b"), is_generating=True)
+    assert other.totals[0] == 1
+    owner.is_shared = False  # so that it can be closed
 
 
 def test_a_cancellation_reaches_the_process_of_the_response(
     shared: tuple[ResponseStore, ResponseStore],
 ) -> None:
     owner, other = shared
-    owner.start(OWNER, running("a"))
+    owner.put(OWNER, running("a"), is_generating=True)
     other.cancel(OTHER, "a")
-    assert owner.renew(["a"])[1] == {"a": False}
+    assert owner.cancelled() == []
     other.cancel(MINE, "a")
     other.cancel(MINE, "none")
-    assert owner.renew(["a"])[1] == {"a": True}
+    owner.put(OWNER, running("a"), is_generating=True)
+    assert (owner.cancelled(), other.cancelled()) == (["a"], [])
+
+
+def test_a_file_with_leases_is_read(tmp_path: Path) -> None:
+    """As an earlier version has left it."""
+    path = tmp_path / "responses.db"
+    store = ResponseStore(str(path))
+    store.put(OWNER, stored("a"))
+    store._database.executescript(
+        "DROP TABLE generating; CREATE TABLE running (id TEXT PRIMARY KEY, expires REAL NOT NULL);"
+        "INSERT INTO running VALUES ('b', 1)"
+    )
+    store.close()
+    store = ResponseStore(str(path))
+    store.put(OWNER, running("b"), is_generating=True)
+    assert ids(store, *"ab") == ["a", "b"]
+    store.close()
 
 
 def test_processes_open_a_new_file_at_the_same_time(tmp_path: Path) -> None:
@@ -396,7 +420,7 @@ def test_the_switch_to_a_write_ahead_log_is_repeated_while_another_process_switc
     busy, full = sqlite3.OperationalError("locked"), sqlite3.OperationalError("disk full")
     busy.sqlite_errorcode, full.sqlite_errorcode = sqlite3.SQLITE_BUSY, sqlite3.SQLITE_FULL
     waits: list[float] = []
-    monkeypatch.setattr("server.openai.responses.store.time.sleep", waits.append)
+    monkeypatch.setattr("server.openai.sqlite_store.time.sleep", waits.append)
     database = Mock(execute=Mock(side_effect=[busy, busy, None]))
     use_write_ahead_log(database)
     assert len(waits) == 2

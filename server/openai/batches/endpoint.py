@@ -19,15 +19,14 @@ from server.openai.batches.files import (
     Collection,
     ExpiresAfter,
     FileEndpoints,
-    ends_of,
-    in_store,
     namespace_of,
 )
-from server.openai.batches.runner import BatchRunner
-from server.openai.batches.store import KEPT_S, BatchRecord, ListPage
+from server.openai.batches.runner import BatchRunner, BatchTask
+from server.openai.batches.store import KEPT_S, BatchRecord
 from server.openai.request_fields import convert
 from server.openai.response_schemas import BatchJob, BatchList
 from server.openai.responses.request import Metadata
+from server.openai.sqlite_store import ListPage, encode_page, in_store
 
 PATH = "/v1/batches"
 BatchedPath = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
@@ -98,9 +97,7 @@ class Batches:
 
         def read() -> bytes:
             jobs = self.store.list_batches(namespace, page)
-            has_more, jobs = len(jobs) > page.limit, jobs[: page.limit]
-            ids = [job.id for job in jobs]
-            return to_json(BatchList("list", jobs, *ends_of(ids), has_more))
+            return encode_page(BatchList, jobs, page.limit)
 
         return await in_store(read)
 
@@ -113,7 +110,8 @@ class Batches:
         job = decode(await in_store(self.store.batch, namespace, id), type=BatchJob)
         if job.status not in ("validating", "in_progress", "cancelling"):
             raise InvalidInput.at("id", f"the batch cannot be cancelled: it is {job.status}")
-        await self.runner.cancel(namespace, id)
+        if batch := self.runner.jobs.find(BatchTask, namespace, id):
+            await batch.cancel()
         return await in_store(self.store.batch, namespace, id)
 
 

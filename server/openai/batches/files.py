@@ -4,9 +4,8 @@ upload (http/upload.py) → store.py → content, in pieces, at the client's pac
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal
 
 from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
@@ -17,22 +16,20 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from batching.errors import InvalidInput
 from server.http.form import FILE, Form
-from server.http.json import Document, to_json
+from server.http.json import Document
 from server.http.request import SEND_BYTES, JsonEndpoint, send_at_pace, send_json
 from server.http.upload import Uploads
-from server.openai.batches.store import KEPT_S, BatchStore, ListPage
+from server.openai.batches.store import KEPT_S, BatchStore
 from server.openai.images import raise_when_gone
 from server.openai.request_fields import convert
 from server.openai.response_schemas import Deleted, FileList, FileObject
-from server.openai.responses.store import refusing_disk_errors, storage_namespace
+from server.openai.sqlite_store import ListPage, encode_page, in_store, storage_namespace
 
 PATH = "/v1/files"
 METHODS = ["GET", "POST"]  # of a collection
 MAX_FILE_MB = 200
 READER_THREADS = 1  # more would fill a turn of the event loop with pieces of files
 MIN_KEPT_S = 3600
-
-T = TypeVar("T")
 
 KeptSeconds = Annotated[int, Meta(ge=MIN_KEPT_S, le=KEPT_S)]
 
@@ -58,21 +55,8 @@ class FilePage(Struct):
     purpose: Annotated[str, Meta(max_length=64)] | None = None
 
 
-async def in_store(
-    call: Callable[..., T], *arguments: Any, limiter: CapacityLimiter | None = None
-) -> T:
-    """Call a method of the store in a pool thread. Raises QueueFull if the disk fails."""
-    with refusing_disk_errors():
-        return await run_sync(call, *arguments, limiter=limiter)
-
-
 def namespace_of(scope: Scope) -> bytes:
     return storage_namespace(scope["context"].key.id)
-
-
-def ends_of(ids: Sequence[str]) -> tuple[str | None, str | None]:
-    """Return the first and the last id of a list."""
-    return (ids[0], ids[-1]) if ids else (None, None)
 
 
 @dataclass(eq=False)
@@ -106,9 +90,7 @@ class FileEndpoints:
 
         def read() -> bytes:
             files = self.store.list_files(namespace, page, query.purpose)
-            has_more, files = len(files) > page.limit, files[: page.limit]
-            ids = [file.id for file in files]
-            return to_json(FileList("list", files, *ends_of(ids), has_more))
+            return encode_page(FileList, files, page.limit)
 
         return await in_store(read)
 

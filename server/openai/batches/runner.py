@@ -1,6 +1,6 @@
-"""Runs batches: one of each client at a time, its lines through their endpoint.
+"""Runs batches: their lines, in turns, through their endpoint.
 
-    input file → checked → lines, a window of them in flight → endpoint → results → store.py
+    input file → checked → lines, each in its client's turn → endpoint → results → store.py
 
 A line is a request without a connection: its endpoint reads, submits and builds as for HTTP. Lines
 have low priority, count as one request in the shares of the queue, and wait while it is full. When
@@ -14,7 +14,9 @@ import math
 import secrets
 import sqlite3
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
 from typing import Any, Literal, NamedTuple
 
 from anyio.to_thread import run_sync
@@ -26,14 +28,13 @@ from batching.errors import ClientGone, QueueFull, Refused
 from batching.fair_share import Priority, request_share
 from server.core.api_keys import NO_KEY, ApiKey
 from server.core.request_context import RequestContext, RequestRecord
-from server.core.worker_client import Deadlines, WorkerClient
+from server.core.worker_client import Deadlines
 from server.http.access import client_of
 from server.http.errors import HttpError
 from server.http.json import heavy_limiter, to_json
 from server.http.ndjson import LineWindow
-from server.http.request import Application, count_failure
+from server.http.request import count_failure
 from server.http.transfers import Transfer
-from server.openai.batches.files import in_store
 from server.openai.batches.input_file import CHUNK_BYTES, InputChecker, read_body
 from server.openai.batches.store import (
     BatchRecord,
@@ -44,16 +45,13 @@ from server.openai.batches.store import (
     StoreFull,
 )
 from server.openai.endpoint import BodyEndpoint
+from server.openai.jobs import JobRunner, StoredJob
 from server.openai.response_schemas import BatchError, BatchStatus
-from server.openai.responses.store import storage_namespace
+from server.openai.sqlite_store import RETRY_S, in_store, storage_namespace
 
 log = logging.getLogger("onequeue.batches")
 
-MAX_RUNNING = 8  # batches of different clients
 PAGE_LINES = 64
-PAGE_BYTES = 1 << 20
-RETRY_S = 10.0  # after a full disk, and at most after a refusal
-SWEEP_S = 60.0
 MAX_CRASHES = 3  # of the process in a row, without a result of the batch
 UNSERVED_TEXTS = {
     "batch_cancelled": "The batch was cancelled before this line had a result.",
@@ -136,6 +134,7 @@ class CapturedResponse:
 
 class FinishedLine(NamedTuple):
     position: int
+    size: int
     custom_id: str
     request_id: str
     response: CapturedResponse
@@ -165,148 +164,150 @@ async def receive_nothing() -> Message:
 
 
 class BatchRunner:
-    """Owns the batches that have not ended. `start` and `close` run on the event loop."""
+    """Gives turns to the batches that have not ended: to the oldest one of each client."""
 
     def __init__(
-        self,
-        worker_client: WorkerClient,
-        store: BatchStore,
-        endpoints: Mapping[str, BodyEndpoint[Any]],
+        self, jobs: JobRunner, store: BatchStore, endpoints: Mapping[str, BodyEndpoint[Any]]
     ) -> None:
-        self.worker_client = worker_client
+        self.jobs, self.worker_client = jobs, jobs.worker_client
         self.store = store
         self.endpoints = endpoints  # by path
-        self.is_stopping = False
         self.check_turn = asyncio.Lock()  # one input file is checked at a time
-        self.runs: dict[str, BatchTask] = {}  # by the batch's id, oldest first
+        self.batches: dict[str, BatchTask] = {}  # by id, oldest first
+        self._waiting: dict[BatchTask, asyncio.Future[None]] = {}  # for a turn
+        self._turns = count(1)
+        jobs.stores.append(store)
+        jobs.on_start.append(self._start)
 
-    def start(self, app: Application) -> None:
-        self.app = app
-        self.worker_client.on_drain.add(self._on_drain)
+    def _start(self) -> None:
+        self.app = self.jobs.app
+        # lines have the time of their batch: only the size of responses shrinks the window
+        self.window = LineWindow(request_share(self.app.settings.max_queue_size), math.inf)
         for record in self.store.unfinished():
             self.add(record)
-        self.worker_client.loaded.add_done_callback(lambda _: self.start_next())
-        self._sweeping = asyncio.get_running_loop().create_task(self._sweep())
+        self.worker_client.loaded.add_done_callback(lambda _: self._wake())
 
     def find_key(self, namespace: bytes) -> ApiKey | None:
         """Return the key that a batch was created with; None if it is not valid any more."""
         keys: Iterable[ApiKey] = self.app.keyring if self.app.keyring.required else (NO_KEY,)
         return next((key for key in keys if storage_namespace(key.id) == namespace), None)
 
-    async def close(self) -> None:
-        self._on_drain()
-        self._sweeping.cancel()
-        tasks = [run.task for run in self.runs.values() if run.task]
-        await asyncio.gather(self._sweeping, *tasks, return_exceptions=True)
-        await run_sync(self.store.close)
-
     def add(self, record: BatchRecord) -> None:
-        """Run a batch when its turn comes."""
-        self.runs[record.job.id] = BatchTask(self, record)
-        self.start_next()
+        """Run a batch when it is its client's oldest one."""
+        batch = BatchTask(self, record)
+        self.batches[batch.id] = batch
+        self.jobs.run(batch)
 
-    def start_next(self) -> None:
-        """Start the oldest batches that may run now."""
-        loaded = self.worker_client.loaded
-        if self.is_stopping or not loaded.done() or loaded.cancelled() or loaded.exception():
-            return
-        clients = {run.context.client for run in self.runs.values() if run.task}
-        for run in self.runs.values():
-            is_next = run.context.client not in clients and len(clients) < MAX_RUNNING
-            if run.task is None and (is_next or run.end):
-                clients.add(run.context.client)
-                run.start()
+    def remove(self, batch: "BatchTask") -> None:
+        del self.batches[batch.id]
+        self._wake()
+        self.pass_turns()
 
-    def on_end(self, run: "BatchTask") -> None:
-        del self.runs[run.id]
-        self.start_next()
+    def _wake(self) -> None:
+        for batch in self.batches.values():
+            batch.changed.set()
 
-    async def cancel(self, namespace: bytes, id: str) -> None:
-        """Cancel a batch, if it has not ended. Raises QueueFull if the disk fails."""
-        if (run := self.runs.get(id)) and run.record.namespace == namespace:
-            await run.cancel()
+    def may_run(self, batch: "BatchTask") -> bool:
+        loaded, client = self.worker_client.loaded, batch.context.client
+        if not loaded.done() or loaded.cancelled() or loaded.exception():
+            return False
+        oldest = next(first for first in self.batches.values() if first.context.client == client)
+        return batch is oldest or batch.end is not None
 
-    def _on_drain(self) -> None:
-        self.is_stopping = True
-        for run in self.runs.values():
-            run.interrupt()
+    async def take_turn(self, batch: "BatchTask", size: int) -> None:
+        """Wait until a batch may start a line, which is then in flight."""
+        self._waiting[batch] = turn = asyncio.get_running_loop().create_future()
+        batch.next_size = size
+        try:
+            self.pass_turns()
+            await turn
+        finally:
+            self._waiting.pop(batch, None)
 
-    async def _sweep(self) -> None:
-        while True:
-            try:
-                await run_sync(self.store.remove_expired)
-            except (OSError, sqlite3.Error) as error:
-                log.error("expired files not removed error=%.200r", error)
-            await asyncio.sleep(SWEEP_S)
+    def pass_turns(self) -> None:
+        """Let batches start lines while the window, and the memory of one body, has room. Next is
+        the batch with the fewest lines in flight, of these the one whose last turn was first."""
+        batches = self.batches.values()
+        while self._waiting:
+            batch = min(self._waiting, key=lambda batch: (batch.in_flight, batch.last_turn))
+            in_flight = sum(batch.in_flight for batch in batches)
+            size = sum(batch.bytes for batch in batches) + batch.next_size
+            if in_flight and (in_flight >= self.window.size or size > self.app.max_body):
+                return
+            turn = self._waiting.pop(batch)
+            if not turn.done():  # else interrupted
+                batch.last_turn = next(self._turns)
+                batch.in_flight += 1
+                batch.bytes += batch.next_size
+                turn.set_result(None)
 
 
-class BatchTask:
-    """A batch that has not ended. It waits until `start`."""
+class BatchTask(StoredJob):
+    """A batch that has not ended."""
 
     def __init__(self, runner: BatchRunner, record: BatchRecord) -> None:
+        super().__init__(record.job.id, record.namespace)
         self.runner, self.store, self.record = runner, runner.store, record
-        self.id = record.job.id
         found = runner.find_key(record.namespace)
         self.is_key_valid, key = found is not None, found or NO_KEY
         client, priority = client_of(key, record.address), max(Priority.BATCH, key.priority)
         # all lines count as one request in the shares of the queue
         self.context = RequestContext(client, self.id, None, key.share, priority, True, key)
-        self.task: asyncio.Task[None] | None = None
         self.end: Literal["cancelled", "expired"] | None = None  # instead of completed
         if record.job.status == "cancelling":
             self.end = "cancelled"
-        self._changed = asyncio.Event()  # there is room in the window, or no more lines start
+        self.changed = asyncio.Event()  # it may run, or is interrupted
+        self.last_turn = self.next_size = 0
+        self.in_flight = self.bytes = 0  # of lines without a stored result
         self._is_stale = False  # `record` may differ from the stored one
-        self._lines: set[asyncio.Task[None]] = set()
+        self._serving: asyncio.Task[None] | None = None  # starts lines, and ends with them
         self._finished: list[FinishedLine] = []  # their results are not stored yet
         self._filled = asyncio.Event()  # there are some, or all lines have ended
         self._all_ended = False
         left_s = max(0.0, record.job.expires_at - time.time())
         self.expires = time.monotonic() + left_s
-        self._timer = asyncio.get_running_loop().call_later(left_s, self._expire)
+        self._timer = asyncio.get_running_loop().call_later(left_s, self._end_early, "expired")
 
     @property
     def is_interrupted(self) -> bool:
-        return self.end is not None or self.runner.is_stopping
+        return self.end is not None or self.runner.jobs.is_stopping
 
-    def interrupt(self) -> None:
+    def drain(self) -> None:
         """Drop the lines in flight."""
-        for line in self._lines:
-            line.cancel()
-        self._changed.set()
+        if self._serving:
+            self._serving.cancel()
+        self.changed.set()
 
-    def _expire(self) -> None:
-        self.end = self.end or "expired"
-        self.interrupt()
-        self.runner.start_next()
+    def abort(self) -> None:
+        self._end_early("cancelled")
+
+    def _end_early(self, end: Literal["cancelled", "expired"]) -> None:
+        self.end = self.end or end
+        self.drain()
 
     async def cancel(self) -> None:
+        """Cancel the batch, if it has not ended. Raises QueueFull if the disk fails."""
         job = self.record.job
         if self.end is None and job.status in ("validating", "in_progress"):
-            self.end = "cancelled"
             job.status, job.cancelling_at = "cancelling", int(time.time())
-            self.interrupt()
-            try:
-                await in_store(self.store.save, self.record)
-            finally:
-                self.runner.start_next()
+            self.abort()
+            await in_store(self.store.save, self.record)
 
-    def start(self) -> None:
-        self.task = asyncio.get_running_loop().create_task(self._run())
-
-    async def _run(self) -> None:
+    async def run(self) -> None:
         try:
-            while not await self._try():
-                self._changed.clear()
-                with contextlib.suppress(TimeoutError):  # else interrupted
-                    await asyncio.wait_for(self._changed.wait(), RETRY_S)
+            while not self.runner.jobs.is_stopping:
+                if self.runner.may_run(self) and await self._try():
+                    break
+                self.changed.clear()
+                with contextlib.suppress(TimeoutError):  # else it may run, or is interrupted
+                    await asyncio.wait_for(self.changed.wait(), RETRY_S)
         except Exception:
             log.exception("bug in a batch id=%s", self.id)
             with contextlib.suppress(OSError, sqlite3.Error):
                 await self._finish("failed", [BatchError("server_error", "internal server error")])
         finally:
             self._timer.cancel()
-            self.runner.on_end(self)
+            self.runner.remove(self)
 
     async def _try(self) -> bool:
         """Run the batch. Return False if it is to be tried again: the disk has failed, or there is
@@ -321,11 +322,11 @@ class BatchTask:
             except StoreFull as error:
                 await self._finish("failed", [BatchError("storage_full", str(error))])
         except QueueFull:
-            return self.runner.is_stopping
+            return self.runner.jobs.is_stopping
         except (OSError, sqlite3.Error) as error:
             log.error("batch delayed id=%s error=%.200r", self.id, error)
             self._is_stale = True
-            return self.runner.is_stopping
+            return self.runner.jobs.is_stopping
         return True
 
     async def _advance(self) -> None:
@@ -348,7 +349,7 @@ class BatchTask:
                 return await self._finish("failed", [BatchError("server_error", reason)])
             await run_sync(self.store.save, self.record)
             await self._serve_lines()
-        if self.runner.is_stopping:
+        if self.runner.jobs.is_stopping:
             self.record.crashes = 0
             return await run_sync(self.store.save, self.record)
         if self.end is None:
@@ -400,93 +401,90 @@ class BatchTask:
             await run_sync(self.store.begin, self.record, lines)
         return checker.errors
 
-    def _read_page(self, after: int) -> list[tuple[PendingInput, str, bytes]]:
-        """Return the next lines without a result, with their custom_ids and their bodies. In a
-        pool thread."""
-        page: list[tuple[PendingInput, str, bytes]] = []
-        size = 0
+    def _read_line(self, line: PendingInput) -> tuple[str, bytes]:
+        """Return a line's custom_id and its body. In a pool thread."""
         with self.store.path(self.record.job.input_file_id).open("rb") as file:
-            for line in self.store.pending(self.record, after, PAGE_LINES):
-                size += line.size
-                if page and size > PAGE_BYTES:
-                    break
-                file.seek(line.offset)
-                page.append((line, *read_body(file.read(line.size))))
-        return page
+            file.seek(line.offset)
+            return read_body(file.read(line.size))
 
     # ── lines ──
 
     async def _serve_lines(self) -> None:
         """Run all lines without a result, until the batch is interrupted."""
-        app, job = self.runner.app, self.record.job
-        self.endpoint = self.runner.endpoints[job.endpoint]
+        self.endpoint = self.runner.endpoints[self.record.job.endpoint]
         model = self.endpoint.models.default.registry_name
         self.lane = self.runner.worker_client.models[model].lane_of(self.context.priority)
-        # a line has the time of the batch: only the size of responses shrinks the window
-        self._window = LineWindow(request_share(app.settings.max_queue_size), math.inf)
-        self._in_flight = self._bytes = 0
         self._finished, self._all_ended = [], False
+        self._to_start: deque[PendingInput] = deque()
+        self._retry_at = 0.0
+        self._serving = asyncio.create_task(self._start_lines())
         writer = asyncio.create_task(self._store_results())
-        try:
-            after = -1
-            while page := await run_sync(self._read_page, after):
-                for line, custom_id, body in page:
-                    if not await self._wait_for_window(line.size, writer):
-                        return
-                    self._start_line(line, custom_id, body)
-                after = page[-1][0].position
-            while self._in_flight and await self._wait_for_change(writer):
-                pass
-        finally:
-            for task in self._lines:
-                task.cancel()
-            await asyncio.gather(*self._lines, return_exceptions=True)
-            self._all_ended = True
-            self._filled.set()
-            await writer
+        await asyncio.wait([self._serving, writer], return_when=asyncio.FIRST_COMPLETED)
+        self._serving.cancel()
+        [failure] = await asyncio.gather(self._serving, return_exceptions=True)
+        self._all_ended = True
+        self._filled.set()
+        [writer_failure] = await asyncio.gather(writer, return_exceptions=True)
+        self.in_flight = self.bytes = 0
+        self.runner.pass_turns()
+        if writer_failure:
+            raise writer_failure
+        if isinstance(failure, BaseExceptionGroup):
+            raise failure.exceptions[0]
 
-    def _start_line(self, line: PendingInput, custom_id: str, body: bytes) -> None:
-        self._in_flight += 1
-        self._bytes += line.size
-        task = asyncio.create_task(self._serve_line(line, custom_id, body))
-        self._lines.add(task)
-        task.add_done_callback(self._lines.discard)
+    async def _start_lines(self) -> None:
+        """Start each line without a result in its turn, until all have ended."""
+        last, to_start, lines = -1, self._to_start, set[asyncio.Task[None]]()
+        async with asyncio.TaskGroup() as group:
+            while True:
+                if not to_start:
+                    to_start += await run_sync(self.store.pending, self.record, last, PAGE_LINES)
+                    last = to_start[-1].position if to_start else last
+                if to_start:
+                    await self._wait_for_turn(to_start[0].size)
+                    lines.add(task := group.create_task(self._serve_line(to_start.popleft())))
+                    task.add_done_callback(lines.discard)
+                elif lines:  # they may be refused
+                    await asyncio.wait(lines, return_when=asyncio.FIRST_COMPLETED)
+                else:
+                    return
 
-    async def _wait_for_window(self, size: int, writer: "asyncio.Task[None]") -> bool:
-        """Wait until another line may start. Return False if none may any more."""
-        max_body = self.runner.app.max_body
-        while self._in_flight and (
-            self._in_flight >= self._window.size or self._bytes + size > max_body
-        ):
-            if not await self._wait_for_change(writer):
-                return False
-        return not self.is_interrupted and not writer.done()
+    async def _wait_for_turn(self, size: int) -> None:
+        """Wait until a line may start. One that cannot start takes no turn."""
+        await asyncio.sleep(self._retry_at - time.monotonic())
+        if bucket := self.context.key.tokens:
+            while wait_s := bucket.wait_s(1, time.monotonic()):  # noqa: ASYNC110
+                await asyncio.sleep(wait_s)
+        await self.runner.worker_client.queue.wait_for_room(self.context, self.lane)
+        await self.runner.take_turn(self, size)
 
-    async def _wait_for_change(self, writer: "asyncio.Task[None]") -> bool:
-        if self.is_interrupted or writer.done():
-            return False
-        self._changed.clear()
-        await self._changed.wait()
-        return not self.is_interrupted and not writer.done()
-
-    async def _serve_line(self, line: PendingInput, custom_id: str, body: bytes) -> None:
-        """Run a line until it has a result."""
+    async def _serve_line(self, line: PendingInput) -> None:
+        """Run a line. One that is refused is started again later."""
         started_at = time.monotonic()
         request_id = f"{self.id}-{line.number}"
-        while True:
-            scope = self._scope(request_id)
-            try:
-                response = await self._respond(scope, body)
-                break
-            except (Refused, ClientGone) as refusal:
-                wait_s = refusal.retry_after_s or 1.0
-                await asyncio.sleep(min(wait_s, RETRY_S))
-            finally:
-                self.runner.app.memory.release(scope["transfer"])
-        self._window.record(time.monotonic() - started_at, response.size)
-        self._finished.append(FinishedLine(line.position, custom_id, request_id, response))
-        self._bytes -= line.size
+        custom_id, body = await run_sync(self._read_line, line)
+        scope = self._scope(request_id)
+        try:
+            response = await self._respond(scope, body)
+        except (Refused, ClientGone) as refusal:
+            wait_s = min(refusal.retry_after_s or 1.0, RETRY_S)
+            self._retry_at = time.monotonic() + wait_s
+            self._to_start.appendleft(line)
+            self._end_turns([line.size])
+            return
+        finally:
+            self.runner.app.memory.release(scope["transfer"])
+        self.runner.window.record(time.monotonic() - started_at, response.size)
+        self._finished.append(
+            FinishedLine(line.position, line.size, custom_id, request_id, response)
+        )
         self._filled.set()
+
+    def _end_turns(self, sizes: Sequence[int]) -> None:
+        """Count lines in flight no more."""
+        self.in_flight -= len(sizes)
+        self.bytes -= sum(sizes)
+        self.runner.pass_turns()
 
     def _scope(self, request_id: str) -> Scope:
         """Return the scope of a line's request."""
@@ -504,13 +502,6 @@ class BatchTask:
             "client": (self.record.address, 0),
         }
 
-    async def _wait_for_tokens(self) -> None:
-        """Wait until the limit of the key allows tokens."""
-        while bucket := self.context.key.tokens:
-            if not (wait_s := bucket.wait_s(1, time.monotonic())):
-                return
-            await asyncio.sleep(wait_s)
-
     async def _respond(self, scope: Scope, body: bytes) -> CapturedResponse:
         """Return the response to a line's request. Raises a Refused."""
         response = CapturedResponse()
@@ -518,8 +509,6 @@ class BatchTask:
         try:
             self.runner.app.count_body(scope, len(body))
             request = await self.endpoint.read(scope, receive_nothing, body, deadlines)
-            await self._wait_for_tokens()
-            await self.runner.worker_client.queue.wait_for_room(self.context, self.lane)
             await self.endpoint.serve(scope, None, response, request, deadlines)
         except (Refused, ClientGone):
             raise
@@ -530,20 +519,16 @@ class BatchTask:
 
     async def _store_results(self) -> None:
         """Store results as they come, together where several wait, until all lines have ended."""
-        try:
-            while True:
-                await self._filled.wait()
-                self._filled.clear()
-                if finished := self._finished:
-                    self._finished = []
-                    results = await run_sync(self._append, finished)
-                    self._in_flight -= len(results)
-                    self._count(results)
-                    self._changed.set()
-                elif self._all_ended:
-                    return
-        finally:
-            self._changed.set()
+        while True:
+            await self._filled.wait()
+            self._filled.clear()
+            if finished := self._finished:
+                self._finished = []
+                results = await run_sync(self._append, finished)
+                self._end_turns([line.size for line in finished])
+                self._count(results)
+            if self._all_ended and not self._finished:
+                return
 
     def _append(self, finished: Sequence[FinishedLine]) -> list[LineResult]:
         """Store the results of lines. In a pool thread."""
@@ -562,9 +547,9 @@ class BatchTask:
         error = LineError(code, UNSERVED_TEXTS[code])
 
         def fail_page() -> list[LineResult]:
-            page = self._read_page(-1)
             results = [
-                line_result(line.position, custom_id, None, error) for line, custom_id, _ in page
+                line_result(line.position, self._read_line(line)[0], None, error)
+                for line in self.store.pending(self.record, -1, PAGE_LINES)
             ]
             if results:
                 self.store.append(self.record, results)

@@ -3,25 +3,19 @@
     upload → file → batch → its lines, in order → results: file, then database → output files
 
 A result is in its file, on the disk, before the database knows that its line is done; what a crash
-has left behind that is overwritten. Files and batches are looked up within a namespace, that of an
-API key; those of other namespaces do not exist for it. Methods block: call them in a pool thread.
-One process uses a folder.
+has left behind that is overwritten. One process uses a folder.
 """
 
-import fcntl
 import os
 import secrets
 import shutil
-import sqlite3
-import threading
 import time
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from msgspec import Struct, json
+from msgspec import json
 
 from batching.errors import InvalidInput
 from server.http.errors import HttpError
@@ -36,7 +30,7 @@ from server.openai.response_schemas import (
     CompletionTokensDetails,
     FileObject,
 )
-from server.openai.responses.store import use_write_ahead_log
+from server.openai.sqlite_store import ListPage, SqliteStore
 
 WINDOW_S = 24 * 3600  # the only completion window
 KEPT_S = 30 * 24 * 3600  # files by default, and batches that have ended
@@ -59,6 +53,7 @@ CREATE TABLE IF NOT EXISTS files (
     is_whole INTEGER NOT NULL
 );
 CREATE INDEX IF NOT EXISTS files_of_namespace ON files (namespace, number);
+CREATE INDEX IF NOT EXISTS files_sizes ON files (namespace, bytes);
 CREATE TABLE IF NOT EXISTS batches (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
     id TEXT NOT NULL UNIQUE,
@@ -85,8 +80,6 @@ CREATE TABLE IF NOT EXISTS lines (
 """
 FILE_COLUMNS = "id, bytes, created_at, expires_at, filename, purpose"
 FOUND = "namespace = ? AND id = ? AND is_whole AND expires_at > ?"
-
-S = TypeVar("S", bound=Struct)
 
 
 class FolderInUse(Exception):
@@ -137,15 +130,7 @@ class BatchRecord:
     crashes: int  # of processes that ran it, since its last result
 
 
-class ListPage(NamedTuple):
-    """A part of a list."""
-
-    after: str | None
-    limit: int
-    is_descending: bool
-
-
-class BatchStore:
+class BatchStore(SqliteStore):
     """`max_bytes` of all files, and of those of one namespace. Raises FolderInUse, and OSError or
     sqlite3.Error if the folder cannot be used."""
 
@@ -154,34 +139,17 @@ class BatchStore:
         root = Path(folder).expanduser()
         self.files, self.uploads = root / "files", root / "uploads"
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lock_file = os.open(root / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock_file)
-            raise FolderInUse("another server process uses it") from None
+        super().__init__(str(root / "batches.sqlite"), SCHEMA)
+        if not self.is_alone:
+            self.close()
+            raise FolderInUse("another server process uses it")
         shutil.rmtree(self.uploads, ignore_errors=True)
         for path in (self.files, self.uploads):
             path.mkdir(exist_ok=True)
-        self._lock = threading.RLock()
-        self._database = sqlite3.connect(root / "batches.sqlite", check_same_thread=False)
-        self._database.execute("PRAGMA foreign_keys = ON")
-        use_write_ahead_log(self._database)
-        self._database.execute("PRAGMA synchronous = NORMAL")  # a power cut repeats a few lines
-        self._database.executescript(f"BEGIN IMMEDIATE; {SCHEMA} COMMIT;")
-        self._used: Counter[bytes] = Counter()  # bytes of each namespace
-        known = set()
-        for id, namespace, size in self._database.execute("SELECT id, namespace, bytes FROM files"):
-            known.add(id)
-            self._used[namespace] += size + FILE_OVERHEAD
+        known = {id for [id] in self._database.execute("SELECT id FROM files")}
         for path in self.files.iterdir():  # a crash may have left some
             if path.name not in known:
                 path.unlink()
-
-    def close(self) -> None:
-        with self._lock:
-            self._database.close()
-            os.close(self._lock_file)
 
     def path(self, id: str) -> Path:
         return self.files / id
@@ -193,22 +161,14 @@ class BatchStore:
     ) -> FileObject:
         """Move an uploaded file into the store. Raises HttpError if there is no room for it."""
         now, id = int(time.time()), "file-" + secrets.token_hex(12)
-        count = "SELECT count(*) FROM files WHERE namespace = ?"
         values = id, namespace, "batch", filename, size, now, now + kept_s
-        with self._lock, self._database as database:  # a transaction
-            [number] = database.execute(count, (namespace,)).fetchone()
-            if number >= MAX_FILES:
-                raise full(f"there are {number} files of this key")
+        with self._lock, self._database:  # a transaction
             try:
-                self._reserve(namespace, size + FILE_OVERHEAD)
+                self._check_room(namespace, size + FILE_OVERHEAD, files=1)
             except StoreFull as error:
                 raise full(str(error)) from None
-            try:
-                os.rename(source, self.path(id))
-                self._insert_file(*values, is_whole=True)
-            except BaseException:
-                self._used[namespace] -= size + FILE_OVERHEAD
-                raise
+            os.rename(source, self.path(id))
+            self._insert_file(*values, is_whole=True)
         return file_object((id, size, now, now + kept_s, filename, "batch"))
 
     def _insert_file(self, *values: object, is_whole: bool) -> None:
@@ -249,11 +209,8 @@ class BatchStore:
 
     def _delete_rows(self, where: str, values: Sequence[object]) -> list[str]:
         """Return the ids of the files. Within a transaction."""
-        removed = f"DELETE FROM files WHERE {where} RETURNING id, namespace, bytes"
-        rows = self._database.execute(removed, values).fetchall()
-        for _, namespace, size in rows:
-            self._used[namespace] -= size + FILE_OVERHEAD
-        return [id for id, *_ in rows]
+        removed = f"DELETE FROM files WHERE {where} RETURNING id"
+        return [id for [id] in self._database.execute(removed, values)]
 
     def _unlink(self, ids: Iterable[str]) -> None:
         for id in ids:
@@ -267,15 +224,20 @@ class BatchStore:
         with self._lock, self._database as database:
             database.execute("DELETE FROM batches WHERE ended_at <= ?", (now - KEPT_S,))
 
-    def _reserve(self, namespace: bytes, size: int) -> None:
-        """Count bytes that are about to be stored. Raises StoreFull. Within the lock."""
-        for used, limit, name in (
-            (self._used[namespace], self.max_namespace_bytes, "the files of this key"),
-            (self._used.total(), self.max_bytes, "all files together"),
+    def _check_room(self, namespace: bytes, size: int, files: int = 0) -> None:
+        """Raise StoreFull unless there is room for bytes that are about to be stored. Within the
+        lock."""
+        usage = self._usage("files", "namespace", f"bytes + {FILE_OVERHEAD}")
+        number, used = usage.get(namespace, (0, 0))
+        if number + files > MAX_FILES:
+            raise StoreFull(f"there are {number} files of this key")
+        total = sum(used for _, used in usage.values())
+        for bytes_used, limit, name in (
+            (used, self.max_namespace_bytes, "the files of this key"),
+            (total, self.max_bytes, "all files together"),
         ):
-            if used + size > limit:
+            if bytes_used + size > limit:
                 raise StoreFull(f"{name} would exceed {limit / 1e9:g} GB")
-        self._used[namespace] += size
 
     # ── batches ──
 
@@ -329,7 +291,7 @@ class BatchStore:
 
     def list_batches(self, namespace: bytes, page: ListPage) -> list[BatchJob]:
         """Return the batches of a page, and one more if there are more."""
-        rows = self._list("batches", "job", namespace, page, "TRUE", [])
+        rows = self._list("batches", "job", namespace, page)
         return [json.decode(job, type=BatchJob) for [job] in rows]
 
     def unfinished(self) -> list[BatchRecord]:
@@ -372,7 +334,6 @@ class BatchStore:
                 filename = f"{job.id}_{name}.jsonl"
                 values = id, record.namespace, "batch_output", filename, 0, now, 0
                 self._insert_file(*values, is_whole=False)
-                self._used[record.namespace] += FILE_OVERHEAD
             self._save(record)
 
     def pending(self, record: BatchRecord, after: int, count: int) -> list[PendingInput]:
@@ -391,31 +352,25 @@ class BatchStore:
             record.output_id: [result.content for result in results if not result.is_error],
             record.error_id: [result.content for result in results if result.is_error],
         }
-        total = sum(len(result.content) for result in results)
         job, counts = record.job, record.job.request_counts
         before = counts.completed, counts.failed, job.usage, job.model
-        with self._lock:
-            sizes = {id: self._size(id) for id in contents}
-            self._reserve(record.namespace, total)
         try:
-            for id, lines in contents.items():
-                sizes[id] = write(self.path(id), sizes[id], lines)
-            counts.completed += len(contents[record.output_id])
-            counts.failed += len(contents[record.error_id])
-            job.usage = add_tokens(job.usage, results)
-            job.model = job.model or next((r.model for r in results if r.model), None)
-            record.crashes = 0
-            sized = "UPDATE files SET bytes = ? WHERE id = ?"
-            done = "UPDATE lines SET is_done = 1 WHERE batch = ? AND position = ?"
-            positions = [(record.number, result.position) for result in results]
             with self._lock, self._database as database:
-                database.executemany(sized, [(size, id) for id, size in sizes.items()])
+                self._check_room(record.namespace, sum(len(result.content) for result in results))
+                for id, lines in contents.items():
+                    size = write(self.path(id), self._size(id), lines)
+                    database.execute("UPDATE files SET bytes = ? WHERE id = ?", (size, id))
+                counts.completed += len(contents[record.output_id])
+                counts.failed += len(contents[record.error_id])
+                job.usage = add_tokens(job.usage, results)
+                job.model = job.model or next((r.model for r in results if r.model), None)
+                record.crashes = 0
+                done = "UPDATE lines SET is_done = 1 WHERE batch = ? AND position = ?"
+                positions = [(record.number, result.position) for result in results]
                 database.executemany(done, positions)
                 self._save(record)
         except BaseException:
             counts.completed, counts.failed, job.usage, job.model = before
-            with self._lock:
-                self._used[record.namespace] -= total
             raise
 
     def _size(self, id: str) -> int:
@@ -449,33 +404,6 @@ class BatchStore:
             files = record.output_id, record.error_id
             unused = self._delete_rows("id IN (?, ?) AND NOT is_whole", files)
         self._unlink(unused)
-
-    def _list(
-        self,
-        table: Literal["files", "batches"],
-        columns: str,
-        namespace: bytes,
-        page: ListPage,
-        where: str,
-        values: Sequence[object],
-    ) -> list[tuple[Any, ...]]:
-        """Return the rows of a page, and one more. Raises InvalidInput for an unknown `after`."""
-        order, sign = ("DESC", "<") if page.is_descending else ("ASC", ">")
-        conditions = [namespace, *values]
-        with self._lock:
-            if page.after is not None:
-                found = f"SELECT number FROM {table} WHERE namespace = ? AND id = ?"
-                row = self._database.execute(found, (namespace, page.after)).fetchone()
-                if row is None:
-                    reason = f"there is no {page.after[:100]!r} in the list"
-                    raise InvalidInput.at("after", reason)
-                where = f"{where} AND number {sign} ?"
-                conditions.append(row[0])
-            select = (
-                f"SELECT {columns} FROM {table} WHERE namespace = ? AND {where} "
-                f"ORDER BY number {order} LIMIT ?"
-            )
-            return self._database.execute(select, (*conditions, page.limit + 1)).fetchall()
 
 
 def add_tokens(usage: BatchUsage, results: Sequence[LineResult]) -> BatchUsage:

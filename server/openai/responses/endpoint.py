@@ -3,8 +3,8 @@
     body → request, previous items (pool) → submit → deltas → response → store → client
 
 The path of every generation request (openai/endpoint.py), with a store. A background response is
-read by a task of its own, without a connection, until it has ended. Where the store is a file,
-other processes see it from its beginning, and may cancel it.
+a job (openai/jobs.py) until it has ended. It is found in the store from its beginning; where that
+is a file, other processes find it too, and may cancel it.
 """
 
 import asyncio
@@ -12,15 +12,14 @@ import contextlib
 import logging
 import math
 import sqlite3
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Literal, TypeVar
 
 import anyio.from_thread
-import anyio.to_thread
 import orjson
+from anyio.to_thread import run_sync
 from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.routing import Route
@@ -37,18 +36,17 @@ from server.http.json import INLINE_BYTES, Document, parse_json, to_json
 from server.http.request import MAX_BODIES, JsonEndpoint, count_failure, send_json
 from server.http.transfers import Transfer, TransferBudget
 from server.openai.endpoint import GenerationEndpoint, build_events, respond
+from server.openai.jobs import JobRunner, StoredJob
 from server.openai.request_fields import convert, decode
 from server.openai.response_schemas import Deleted, InputTokens, ItemList
 from server.openai.responses.events import ResponsesBuilder
 from server.openai.responses.items import to_documents
 from server.openai.responses.request import ParsedResponseRequest, ResponseRequest
-from server.openai.responses.store import (
-    Count,
-    LeaseExpired,
-    NotStored,
+from server.openai.responses.store import Count, NotStored, ResponseStore, TooLarge
+from server.openai.sqlite_store import (
     Owner,
-    ResponseStore,
-    TooLarge,
+    encode_page,
+    in_store,
     owner_of,
     refusing_disk_errors,
 )
@@ -64,27 +62,56 @@ TRIM_BYTES = 4_000_000  # that a request holds; trimming takes milliseconds
 BACKGROUND_SHARE = 4  # inputs of background responses take a quarter of the memory for bodies
 MAX_FALLBACK_RESPONSES = 1000
 MAX_FALLBACK_BYTES = 64_000_000
-RENEW_S = 1.0  # how often leases are renewed, and cancellations by other processes are read
 POLL_S = 0.1  # how often the end of a response that another process generates is looked for
 
 T = TypeVar("T")
 
 
-@dataclass(eq=False, slots=True)
-class BackgroundJob:
+class BackgroundJob(StoredJob):
     """A response that is generated in the background."""
 
-    owner: Owner
-    builder: ResponsesBuilder
-    stream: TokenStream
-    task: "asyncio.Task[None]" = field(init=False)
-    shown: asyncio.Event = field(default_factory=asyncio.Event)  # other processes may see it
-    has_lease: bool = False
-    expires: float = math.inf  # the lease, in seconds since the epoch
+    def __init__(
+        self,
+        endpoint: "Responses",
+        scope: Scope,
+        stream: TokenStream,
+        builder: ResponsesBuilder,
+        transfer: Transfer,
+    ) -> None:
+        self.owner = owner_from(scope)
+        super().__init__(builder.response.id, self.owner.namespace)
+        self.endpoint, self.scope, self.stream = endpoint, scope, stream
+        self.builder, self.transfer = builder, transfer
+        self.stored = asyncio.Event()  # in the store, from its beginning
 
     def abort(self) -> None:
         for item in self.stream.items:
             item.resolve(ClientGone("the response was cancelled"))
+
+    async def run(self) -> None:
+        """Generate the response; errors become its status."""
+        builder, stream, scope = self.builder, self.stream, self.scope
+        store = partial(self.endpoint.store_response, self.owner, builder)
+        with stream:
+            try:
+                await store(is_generating=True)
+                self.stored.set()
+                events = build_events(builder, stream, await stream.read())
+                await anext(events, None)
+                await store(is_generating=True)  # in progress
+                async for _ in events:
+                    pass  # events are built for their effect on the response
+            except ClientGone:
+                builder.abort("cancelled")
+            except Exception as error:
+                builder.fail(count_failure(error, scope))
+        if scope["app"].logs_requests:
+            log_background(scope, builder.response.id, builder.response.status)
+        try:
+            await store()
+        finally:
+            self.stored.set()
+            self.endpoint.background_memory.release(self.transfer)
 
 
 class Page(Struct):
@@ -96,38 +123,28 @@ class Page(Struct):
 
     def encode(self, items: list[Document]) -> bytes:
         """Return the page of a list as JSON."""
-        items, has_more = self._select(items)
-        first_id = items[0]["id"] if items else None
-        last_id = items[-1]["id"] if items else None
-        return to_json(ItemList("list", items, first_id, last_id, has_more))
-
-    def _select(self, items: list[Document]) -> tuple[list[Document], bool]:
         items, start = items[:: -1 if self.order == "desc" else 1], 0
         if self.after is not None:
             ids = [item["id"] for item in items]
             if self.after not in ids:
                 raise InvalidInput.at("after", f"there is no input item {self.after[:100]!r}")
             start = ids.index(self.after) + 1
-        end = start + self.limit
-        return items[start:end], end < len(items)
+        return encode_page(ItemList, items[start : start + self.limit + 1], self.limit)
 
 
 @dataclass(eq=False)
 class Responses(GenerationEndpoint[ParsedResponseRequest]):
-    """The app itself takes new requests; `routes` find responses, stored or in the background.
-
-    Call `close` after the worker client has stopped.
-    """
+    """The app itself takes new requests; `routes` find responses, stored or in the background."""
 
     parse_blocks = True  # previous items are read from the store
 
     store: ResponseStore
+    jobs: JobRunner
 
     def __post_init__(self) -> None:
-        # Background responses that could not be written to `store`.
+        # Background responses that are not stored, or could not be written to `store`.
         self.fallback_store = ResponseStore(":memory:", MAX_FALLBACK_RESPONSES, MAX_FALLBACK_BYTES)
-        self.jobs: dict[str, BackgroundJob] = {}
-        self._renewal: asyncio.Task[None] | None = None
+        self.jobs.stores += self.store, self.fallback_store
         # They hold their input longer than a request: it does not count as a request's.
         limit = int(MAX_BODIES * self.settings.max_body_mb * 1_000_000) // BACKGROUND_SHARE
         message = "the memory for background responses is in use"
@@ -180,8 +197,6 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         except TooLarge:
             raise InvalidInput.at(path, f"its conversation exceeds {max_mb:g} MB") from None
         except NotStored as error:
-            if self._job(namespace, error.id):
-                raise InvalidInput.at(path, f"{id!r} is still being generated") from None
             raise _not_found(error.id, path) from None
         if any(stored.response["status"] in UNFINISHED for stored in chain):
             raise InvalidInput.at(path, f"{id!r} is still being generated")
@@ -203,11 +218,11 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         if request.body.background:
             job = self._start_job(scope, request, deadlines)
             response = to_json(job.builder.response)
-            await job.shown.wait()
+            await job.stored.wait()
             return await send_json(send, response, headers=job.builder.headers)
         with self.submit(scope, request, deadlines, receive) as stream:
             builder = self.builder(request, stream.usage)
-            before_end = partial(self._store_response, owner_from(scope), builder)
+            before_end = partial(self.store_response, owner_from(scope), builder)
             await respond(scope, send, stream, builder, before_end)
 
     def _start_job(
@@ -222,123 +237,47 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         except BaseException:
             self.background_memory.release(transfer)
             raise
-        job = BackgroundJob(owner_from(scope), self.builder(request, stream.usage), stream)
-        job.task = self.worker_client.loop.create_task(self._run_job(scope, job, transfer))
-        self.jobs[job.builder.response.id] = job
+        builder = self.builder(request, stream.usage)
+        job = BackgroundJob(self, scope, stream, builder, transfer)
+        self.jobs.run(job)
         return job
 
-    async def _run_job(self, scope: Scope, job: BackgroundJob, transfer: Transfer) -> None:
-        """Generate a response without a connection; errors become its status."""
-        builder, owner, stream = job.builder, job.owner, job.stream
-        with stream:
+    async def store_response(
+        self, owner: Owner, builder: ResponsesBuilder, is_generating: bool = False
+    ) -> None:
+        """Store a response. If that fails, as on a full disk, the response has `store: false`. A
+        client that cannot get one from the background from the store has no other way."""
+        if builder.response.store:
             try:
-                await self._show(job)
-                events = build_events(builder, stream, await stream.read())
-                await anext(events, None)
-                await self._update(job)
-                async for _ in events:
-                    pass  # events are built for their effect on the response
-            except ClientGone:
-                builder.abort("cancelled")
-            except Exception as error:
-                builder.fail(count_failure(error, scope))
-        if scope["app"].logs_requests:
-            log_background(scope, builder.response.id, builder.response.status)
-        try:
-            # a client that cannot get it from the store has no other way
-            if not await self._store_response(owner, builder, job.has_lease):
-                put = self.fallback_store.put
-                await anyio.to_thread.run_sync(lambda: put(owner, builder.stored))
-        finally:
-            del self.jobs[builder.response.id]
-            self.background_memory.release(transfer)
-
-    async def _show(self, job: BackgroundJob) -> None:
-        """Show a job to other processes, if the store is a file that can be written."""
-        store, builder = self.store, job.builder
-        if store.is_shared and builder.response.store:
-            try:
-                start = partial(store.start, job.owner)
-                expires = await anyio.to_thread.run_sync(lambda: start(builder.stored))
-            except sqlite3.Error as error:
-                log.error("response not shared id=%s error=%.200r", builder.response.id, error)
-            else:
-                job.has_lease, job.expires = True, expires
-                if self._renewal is None or self._renewal.done():
-                    self._renewal = asyncio.create_task(self._renew_leases())
-        job.shown.set()
-
-    async def _update(self, job: BackgroundJob) -> None:
-        """Show that a job's response is in progress; its output is shown at its end."""
-        if job.has_lease:
-            with contextlib.suppress(sqlite3.Error):
-                response = job.builder.stored.response | {"output": []}
-                await anyio.to_thread.run_sync(self.store.update, response)
-
-    async def _renew_leases(self) -> None:
-        """Renew the leases of jobs until none is left. Jobs whose lease has expired, and jobs that
-        another process has cancelled, are aborted."""
-        while jobs := {id: job for id, job in self.jobs.items() if job.has_lease}:
-            try:
-                expires, held = await anyio.to_thread.run_sync(self.store.renew, [*jobs])
-            except sqlite3.Error as error:
-                log.error("leases not renewed error=%.200r", error)
-            else:
-                for id, job in jobs.items():
-                    if id in held:
-                        job.expires = expires
-                    if held.get(id, True):
-                        job.abort()
-            await asyncio.sleep(RENEW_S)
-
-    async def _store_response(
-        self, owner: Owner, builder: ResponsesBuilder, has_lease: bool = False
-    ) -> bool:
-        """Store a response; if that fails, as on a full disk, the response has `store: false`."""
-        if not builder.response.store:
-            return False
-        try:
-            put = self.store.put
-            await anyio.to_thread.run_sync(lambda: put(owner, builder.stored, has_lease))
-        except LeaseExpired:
-            log.error("response dropped id=%s: its lease has expired", builder.response.id)
-        except sqlite3.Error as error:
-            log.error("response not stored id=%s error=%.200r", builder.response.id, error)
-            self.worker_client.metrics.not_stored.inc()
-            builder.response.store = False
-            return False
-        return True
-
-    async def close(self) -> None:
-        self.worker_client.cancel_all()
-        if self.jobs:
-            await asyncio.wait([job.task for job in self.jobs.values()])
-        if self._renewal:
-            self._renewal.cancel()
-            await asyncio.wait([self._renewal])
-        await anyio.to_thread.run_sync(self.store.close)
-        self.fallback_store.close()
+                put = self.store.put
+                await run_sync(lambda: put(owner, builder.stored, is_generating))
+                return
+            except (OSError, sqlite3.Error) as error:
+                log.error("response not stored id=%s error=%.200r", builder.response.id, error)
+                self.worker_client.metrics.not_stored.inc()
+                builder.response.store = False
+            with contextlib.suppress(NotStored, OSError, sqlite3.Error):  # its earlier state
+                await run_sync(self.store.delete, owner.namespace, builder.response.id)
+        if builder.response.background:
+            put = self.fallback_store.put
+            await run_sync(lambda: put(owner, builder.stored, is_generating))
 
     # ── a response by its id ──
 
     async def retrieve_or_delete(self, request: Request) -> bytes | Deleted:
         scope, id = request.scope, request.path_params["id"]
         if request.method == "DELETE":
-            await self._cancel_job(owner_from(scope), id)
+            await self._cancel(owner_from(scope), id)
             await self._in_stores(ResponseStore.delete, scope, id)
             return Deleted(id, "response", deleted=True)
         if request.query_params.get("stream", "false") != "false":
             raise InvalidInput.at("stream", "must be false: a stored response is sent whole")
-        if builder := await self._running(owner_from(scope), id):
-            return to_json(builder.response)
         read = partial(ResponseStore.response, count=counter(scope))
         return await self._in_stores(read, scope, id)
 
     async def input_items(self, request: Request) -> bytes:
         scope, id = request.scope, request.path_params["id"]
         page = convert(dict(request.query_params), Page, strict=False)
-        if builder := await self._running(owner_from(scope), id):
-            return await anyio.to_thread.run_sync(page.encode, builder.input_items)
 
         def read(store: ResponseStore, namespace: bytes, id: str) -> bytes:
             return page.encode(store.get(namespace, id, counter(scope)).input)
@@ -347,7 +286,7 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
 
     async def cancel(self, request: Request) -> bytes:
         scope, id = request.scope, request.path_params["id"]
-        await self._cancel_job(owner_from(scope), id)
+        await self._cancel(owner_from(scope), id)
 
         def read(store: ResponseStore, namespace: bytes, id: str) -> bytes:
             content = store.response(namespace, id, counter(scope))
@@ -358,32 +297,17 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
 
         return await self._in_stores(read, scope, id)
 
-    def _job(self, namespace: bytes, id: str) -> BackgroundJob | None:
-        """Return a job of this process whose lease, if it has one, has not expired."""
-        job = self.jobs.get(id)
-        is_found = job and job.owner.namespace == namespace and time.time() < job.expires
-        return job if is_found else None
-
-    async def _cancel_job(self, owner: Owner, id: str) -> None:
+    async def _cancel(self, owner: Owner, id: str) -> None:
         """Cancel a background response of any process, if there is one, and wait until it has
-        ended: at the latest when its lease expires."""
-        if job := self._job(owner.namespace, id):
+        ended."""
+        if job := self.jobs.find(BackgroundJob, owner.namespace, id):
             job.abort()
             await asyncio.wait([job.task])
-        elif self.store.is_shared:
-            is_running = partial(self.store.is_running, owner.namespace, id)
-            with refusing_disk_errors():
-                await anyio.to_thread.run_sync(self.store.cancel, owner.namespace, id)
-                while await anyio.to_thread.run_sync(is_running):  # noqa: ASYNC110  # of others
-                    await asyncio.sleep(POLL_S)
-
-    async def _running(self, owner: Owner, id: str) -> ResponsesBuilder | None:
-        """Return the builder of a background response that has not ended."""
-        if job := self._job(owner.namespace, id):
-            if job.builder.response.status in UNFINISHED:
-                return job.builder
-            await asyncio.wait([job.task])  # it has ended, and is being stored
-        return None
+            return
+        is_generating = partial(self.store.is_generating, owner.namespace, id)
+        await in_store(self.store.cancel, owner.namespace, id)
+        while await in_store(is_generating):  # noqa: ASYNC110  # by another process
+            await asyncio.sleep(POLL_S)
 
     async def _in_stores(
         self, work: Callable[[ResponseStore, bytes, str], T], scope: Scope, id: str
@@ -398,7 +322,7 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
 
         for store in (self.fallback_store, self.store):
             with contextlib.suppress(NotStored), refusing_disk_errors():
-                return await anyio.to_thread.run_sync(run, store)
+                return await run_sync(run, store)
         raise _not_found(id, "id")
 
 
