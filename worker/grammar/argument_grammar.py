@@ -205,7 +205,7 @@ class ArgumentGrammar:
         """Return the rule of free text up to the text that closes it."""
         closing = self._literals(close.lstrip())
         if closing.startswith("<["):  # a special token, which is no text
-            return f"{self._add_rule(regex_terminal('(?s:.*)'), 'text')} {closing}"
+            return f"{self._add_rule(regex_terminal('(?s:.*)'), 'TEXT')} {closing}"
         ending = close.rstrip()
         text = self._add_rule(regex_terminal(f"(?s:.*){re.escape(ending)}"), "text")
         return f"{text} {self._literals(close[len(ending) :])}"
