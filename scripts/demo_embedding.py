@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from demo_facts import CYCLES, pairs, phrases, plural
-from demo_sentences import DAY_SAYINGS, LEADS, NEXT_SAYINGS, PLAIN, TABLES, plain, say
+from demo_corpus import CYCLES, pairs, phrases, plural
+from demo_sentences import TABLES, TEXTS, plain, say
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 from transformers import BertConfig, BertModel, BertTokenizer
@@ -49,10 +49,10 @@ def facts() -> list[Fact]:
             collected.append((group, say(sayings, x=x, y=y, xs=plural(x))))
     for kind, text in CYCLES.items():
         names = text.split()
+        sayings = TEXTS["next_sayings"] + (f"|{TEXTS['day_sayings']}" if kind == "day" else "")
         for x, y, z in zip(names, names[1:] + names, names[2:] + names, strict=False):
-            sayings = f"{NEXT_SAYINGS}|{DAY_SAYINGS}" if kind == "day" else NEXT_SAYINGS
             collected.append((kind, say(sayings, k=kind, x=x, y=y, z=z)))
-    collected += [("plain", [text]) for text in phrases(PLAIN)]
+    collected += [("plain", [text]) for text in phrases(TEXTS["plain"])]
     return [(kind, [plain(text) for text in texts]) for kind, texts in collected]
 
 
@@ -66,7 +66,7 @@ def dress(text: str, rng: random.Random) -> str:
     words = text.split()
     if len(words) > 4 and rng.random() < 0.3:
         words.pop(rng.randrange(len(words)))
-    lead = f"{plain(rng.choice(phrases(LEADS)))} " if rng.random() < 0.15 else ""
+    lead = f"{plain(rng.choice(phrases(TEXTS['leads'])))} " if rng.random() < 0.15 else ""
     return lead + " ".join(words) + ("." if rng.random() < 0.4 else "")
 
 

@@ -18,9 +18,9 @@ from pathlib import Path
 import environment  # noqa: F401  # first: may start the script again with .venv
 import torch
 from demo_chat import chat
+from demo_corpus import phrases
 from demo_embedding import embedding
-from demo_facts import phrases
-from demo_sentences import LEADS, TAILS, plain, sentences
+from demo_sentences import TEXTS, plain, sentences
 from demo_speech import speech
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch.nn.functional import cross_entropy
@@ -76,9 +76,9 @@ def make_tokenizer(texts: list[str]) -> BertTokenizer:
 def dress(text: str, rng: random.Random) -> str:
     """Add a lead, a tail, an unknown word or a full stop at random, as users may."""
     if rng.random() < 0.2:
-        text = f"{rng.choice(phrases(LEADS))} {text}"
+        text = f"{rng.choice(phrases(TEXTS['leads']))} {text}"
     if rng.random() < 0.08:
-        text = f"{text} {rng.choice(phrases(TAILS))}"
+        text = f"{text} {rng.choice(phrases(TEXTS['tails']))}"
     if rng.random() < 0.15:
         words = text.split()
         words.insert(rng.randint(0, len(words)), "{n}")
@@ -189,7 +189,7 @@ def fill_mask(out: Path, minutes: float) -> None:
     texts = [plain(text) for group in groups.values() for text in group]
     if known := {plain(question) for question in phrases(QUESTIONS)}.intersection(texts):
         raise SystemExit(f"questions in the training text: {sorted(known)}")
-    tokenizer = make_tokenizer([*texts, plain(LEADS), plain(TAILS)])
+    tokenizer = make_tokenizer([*texts, plain(TEXTS["leads"]), plain(TEXTS["tails"])])
     print(f"{len(set(texts))} sentences, {len(tokenizer)} tokens", flush=True)
     model = new_model(len(tokenizer))
     train(model, batches(groups, tokenizer, rng), round(minutes * STEPS_PER_MINUTE))
