@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Chat models of random weights in bfloat16, for `bench.py generation`, each made in a process.
+"""Models of random weights for bench.py, each made once, in a process of its own.
 
-Each token of the vocabulary has a text, so that the first token of a response is seen. Those that
-the demo's tokenizer lacks never occur in prompts.
+bench_models.py NAME FOLDER
 """
 
+import importlib
 import json
 import subprocess
 import sys
@@ -29,31 +29,54 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 151936, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
     },
 }  # fmt: skip
-TOKENIZER = environment.ROOT / "worker" / "demo" / "chat"
+DEMO = environment.ROOT / "worker" / "demo"
+ENCODER_SIDE = 512  # pixels
+IMAGE_TOKENS = ("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>")
+TILE_TOKENS = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
+TEMPLATE = (
+    "<|im_start|>{% for message in messages %}{{ message.role | capitalize }}: "
+    "{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% else %}<image>{% endif %}"
+    "{% endfor %}{% endif %}<end_of_utterance>\n{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+
+hf: Any = importlib.import_module("transformers")  # untyped in part
 
 
-def make_model(shape: str) -> str:
-    """Return the folder of the model, which is made if it is not there."""
-    folder = Path(tempfile.gettempdir()) / f"onequeue-bench-{shape}"
-    if not (folder / "tokenizer.json").exists():
-        subprocess.run([sys.executable, __file__, shape, str(folder)], check=True)
+def make_model(name: str) -> str:
+    """Return the folder of `bert-base`, `whisper-base`, `smolvlm-SIDE` or a shape of SHAPES."""
+    folder = Path(tempfile.gettempdir()) / f"onequeue-bench-{name}"
+    if not (folder / "config.json").exists():
+        subprocess.run([sys.executable, __file__, name, str(folder)], check=True)
     return str(folder)
 
 
-def save(shape: str, folder: Path) -> None:
+def save(name: str, folder: Path) -> None:
     import torch
-    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-    tokenizer = AutoTokenizer.from_pretrained(str(TOKENIZER))
-    config = Qwen3Config(
+    torch.manual_seed(0)
+    if name in SHAPES:
+        return save_qwen3(name, folder)
+    kind, _, side = name.partition("-")
+    parts = smolvlm(int(side)) if kind == "smolvlm" else {"bert": bert, "whisper": whisper}[kind]()
+    for part in reversed(parts):  # the model last, with config.json
+        part.save_pretrained(folder)
+
+
+def save_qwen3(shape: str, folder: Path) -> None:
+    """Save a chat model in bfloat16. Each token of the vocabulary has a text, so that the first
+    token of a response is seen. Those that the demo's tokenizer lacks never occur in prompts."""
+    import torch
+
+    tokenizer = hf.AutoTokenizer.from_pretrained(str(DEMO / "chat"))
+    config = hf.Qwen3Config(
         **SHAPES[shape], max_position_embeddings=40960, dtype="bfloat16", bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
-    untyped: Any = Qwen3ForCausalLM  # not annotated
-    torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = untyped._from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder)
+        model = hf.Qwen3ForCausalLM._from_config(config, dtype=torch.bfloat16)
     tokenizer.save_pretrained(folder)
     file = folder / "tokenizer.json"
     content = json.loads(file.read_text())
@@ -62,6 +85,110 @@ def save(shape: str, folder: Path) -> None:
     vocabulary |= {token["content"]: token["id"] for token in content["added_tokens"]}
     vocabulary |= {f"Ġ{number}": number for number in range(len(tokenizer), config.vocab_size)}
     file.write_text(json.dumps(content))
+    model.save_pretrained(folder)
+
+
+def bert() -> list[Any]:
+    """Return a model of bert-base's shape with the demo's tokenizer."""
+    tokenizer = hf.AutoTokenizer.from_pretrained(str(DEMO / "fill-mask"))
+    tokenizer.model_max_length = 512
+    return [hf.BertForMaskedLM(hf.BertConfig(vocab_size=30522)), tokenizer]
+
+
+def whisper() -> list[Any]:
+    """Return a model of whisper-base's shape and vocabulary: 100 tokens a window, as speech has."""
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers.models.whisper.tokenization_whisper import LANGUAGES
+
+    words = sorted(ByteLevel.alphabet())
+    words += [f"Ġw{number}" for number in range(len(words), 50257)]
+    end, start = 50257, 50258
+    vocabulary = {word: number for number, word in enumerate([*words, "<|endoftext|>"])}
+    tokenizer = hf.WhisperTokenizer(vocab=vocabulary, merges=[], pad_token="<|endoftext|>")
+    languages = [f"<|{code}|>" for code in list(LANGUAGES)[:99]]
+    names = ["translate", "transcribe", "startoflm", "startofprev", "nospeech", "notimestamps"]
+    special = ["<|startoftranscript|>", *languages, *(f"<|{name}|>" for name in names)]
+    tokenizer.add_tokens(special, special_tokens=True)
+    tokenizer.add_tokens([f"<|{number * 0.02:.2f}|>" for number in range(1501)])
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in special}
+    token_ids = {"pad_token_id": end, "bos_token_id": end, "eos_token_id": end}
+    token_ids |= {"decoder_start_token_id": start}
+    sizes = {f"{side}_layers": 6 for side in ("encoder", "decoder")}
+    sizes |= {f"{side}_attention_heads": 8 for side in ("encoder", "decoder")}
+    sizes |= {f"{side}_ffn_dim": 2048 for side in ("encoder", "decoder")}
+    config = hf.WhisperConfig(vocab_size=len(tokenizer), d_model=512, **sizes, **token_ids)
+    model = hf.WhisperForConditionalGeneration(config)
+    model.generation_config = hf.GenerationConfig(
+        max_new_tokens=100,
+        is_multilingual=True,
+        lang_to_id={token: ids[token] for token in languages},
+        task_to_id={task: ids[f"<|{task}|>"] for task in ("translate", "transcribe")},
+        no_timestamps_token_id=ids["<|notimestamps|>"],
+        max_initial_timestamp_index=50,
+        **token_ids,
+    )
+    return [model, tokenizer, hf.WhisperFeatureExtractor()]
+
+
+def smolvlm(side: int) -> list[Any]:
+    """Return a model of SmolVLM-256M's shape that resizes images to `side`."""
+    import torch
+
+    tokenizer = image_tokenizer()
+    config = hf.Idefics3Config(
+        vision_config={
+            "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
+            "num_attention_heads": 12, "image_size": ENCODER_SIDE, "patch_size": 16,
+        },
+        text_config=hf.LlamaConfig(
+            vocab_size=49280, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+            num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=8192,
+            tie_word_embeddings=True, bos_token_id=0, eos_token_id=1, pad_token_id=2,
+        ).to_dict(),
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        scale_factor=4,
+        tie_word_embeddings=True,
+        pad_token_id=2,
+    )  # fmt: skip
+    assert len(tokenizer) <= 49280
+    model = hf.Idefics3ForConditionalGeneration(config).to(torch.bfloat16)
+    model.generation_config = hf.GenerationConfig(eos_token_id=1, pad_token_id=2, bos_token_id=0)
+    processor = hf.Idefics3Processor(
+        hf.Idefics3ImageProcessorPil(
+            size={"longest_edge": side}, max_image_size={"longest_edge": ENCODER_SIDE}
+        ),
+        tokenizer,
+        image_seq_len=64,
+        chat_template=TEMPLATE,
+    )
+    return [model, processor]
+
+
+def image_tokenizer() -> Any:
+    """Train a tokenizer on this repository's code. It is smaller than the decoder's vocabulary."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    special = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", *IMAGE_TOKENS, *TILE_TOKENS]
+    bpe.train_from_iterator(
+        (path.read_text() for path in sorted(environment.ROOT.glob("*/*.py"))),
+        trainers.BpeTrainer(
+            vocab_size=49000,
+            min_frequency=1,
+            special_tokens=special,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
+    return hf.PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token="<|im_start|>", eos_token="<|im_end|>",
+        pad_token="<|endoftext|>", chat_template=TEMPLATE, model_max_length=8192,
+        extra_special_tokens={
+            "fake_image_token": IMAGE_TOKENS[0], "image_token": IMAGE_TOKENS[1],
+            "end_of_utterance_token": IMAGE_TOKENS[2], "global_image_token": IMAGE_TOKENS[3],
+        },
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

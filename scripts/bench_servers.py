@@ -5,6 +5,7 @@
 A server that is not being measured is suspended, so that it uses no CPU time.
 """
 
+import argparse
 import contextlib
 import json
 import os
@@ -16,7 +17,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +25,8 @@ from typing import Any, NamedTuple
 from environment import ROOT
 
 START_TIMEOUT_S = 400  # compilation included
+LLAMA_FLAGS = ("-np", "16", "-c", "16384", "-t", "2")  # slots, their tokens in all, threads
+PYTHONPATH = {"PYTHONPATH": str(ROOT)}  # of programs outside scripts/ that import the packages
 
 
 class Launch(NamedTuple):
@@ -37,11 +40,14 @@ class Launch(NamedTuple):
 class Server(NamedTuple):
     name: str
     port: int
-    process: "subprocess.Popen[bytes]"
+    process: "subprocess.Popen[bytes] | None"  # None: the library, in a process of each load
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
         """Let the server run inside; otherwise it is suspended."""
+        if self.process is None:
+            yield
+            return
         os.killpg(self.process.pid, signal.SIGCONT)
         try:
             yield
@@ -60,7 +66,48 @@ def onequeue(name: str, port: int, settings: dict[str, str]) -> Launch:
 
 
 def is_ours(name: str) -> bool:
-    return name.startswith("onequeue")
+    return name.startswith(("onequeue", "instant"))
+
+
+def launch(
+    arguments: argparse.Namespace, name: str, model: str, settings: dict[str, str]
+) -> Launch:
+    """Return how to launch a server; `settings` are those of onequeue."""
+    port, kind = free_port(), name.partition(":")[0]
+    offline = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "VLLM_NO_USAGE_STATS": "1"}
+    dtype = ["--dtype", "float32" if arguments.bench == "embeddings" else arguments.dtype]
+    if kind == "vllm":
+        command = [arguments.vllm, "serve", model, *dtype, "--max-model-len", "4096"]
+        if arguments.bench == "embeddings":
+            command = [arguments.vllm, "serve", model, *dtype, "--runner", "pooling"]
+        offline["VLLM_CPU_KVCACHE_SPACE"] = "2"
+    elif kind == "infinity":
+        command = [name.removeprefix("infinity:"), "v2", "--model-id", model, *dtype]
+        command += ["--served-model-name", model, "--engine", "torch", "--device", "cpu"]
+        command += ["--url-prefix", "/v1", "--no-bettertransformer"]
+    elif kind == "llama":
+        gguf = str(Path(name.removeprefix("llama:")).resolve())
+        command = [arguments.llama, "-m", gguf, *LLAMA_FLAGS]
+    elif kind == "transformers":
+        device = "cuda" if arguments.on_gpu else "cpu"
+        command = [arguments.peer_python, "-m", "transformers.cli.transformers", "serve", model]
+        command += ["--device", device]
+        if arguments.bench != "speech":
+            command += [*dtype, "--continuous-batching"]
+            command += [] if arguments.on_gpu else ["--cb-max-memory-percent", "0.1"]
+    elif kind == "instant":
+        command = [sys.executable, "scripts/peers/serve_instant.py", str(port)]
+        overrides = dict(part.split("=") for part in name.split(":")[1:])
+        return Launch(command, port, "/ready", overrides | PYTHONPATH)
+    elif is_ours(name):
+        return onequeue(name, port, settings)
+    else:
+        command = [arguments.peer_python, f"scripts/peers/serve_{kind}.py"]
+        command += [] if kind == "bare" else [model]
+    is_script = command[1].startswith("scripts/")
+    command += [str(port)] if is_script else ["--port", str(port)]
+    path = f"{Path(command[0]).parent}:{os.environ['PATH']}"
+    return Launch(command, port, "/" if is_script else "/health", offline | {"PATH": path})
 
 
 @contextmanager
@@ -129,11 +176,28 @@ def print_json(**measured: Any) -> None:
     print(json.dumps(measured), flush=True)
 
 
-def run_load_test(port: int, path: str, *flags: str) -> dict[str, Any]:
-    """Return the measurements of scripts/load_test.py. Failed requests end the benchmark."""
-    command = [sys.executable, "scripts/load_test.py", f"http://127.0.0.1:{port}{path}", *flags]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+def command_line(flags: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the words of a command line; True stands for a flag without a value."""
+    for name, value in flags.items():
+        for part in value if isinstance(value, list) else [value]:
+            yield from [name] if part is True else [name, str(part)]
+
+
+def start_load_test(
+    program: list[str], port: int, path: str, flags: Mapping[str, Any]
+) -> "subprocess.Popen[str]":
+    """Start scripts/load_test.py, or a program with its flags."""
+    command = [sys.executable, *program, f"http://127.0.0.1:{port}{path}", *command_line(flags)]
+    environ = os.environ | PYTHONPATH
+    return subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True)
+
+
+def finish_load_test(load: "subprocess.Popen[str]") -> dict[str, Any]:
+    """Return the measurements. Failed requests end the benchmark."""
+    output, _ = load.communicate()
+    if load.returncode:
+        raise SystemExit(f"{load.args!r} failed")
+    measured: dict[str, Any] = json.loads(output.splitlines()[-1])
     if measured["errors"]:
         errors = measured["first_errors"]
         raise SystemExit(f"errors under load: {measured['statuses']} {errors}")

@@ -4,7 +4,6 @@ The dialogues come from demo_dialogues.py and are rendered with the template of 
 """
 
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,9 @@ from typing import Any
 import torch
 from demo_dialogues import dialogue, document
 from demo_tokenizer import END, MAX_LENGTH, PAD, START, make_tokenizer
+from demo_training import train
 from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 SEED = 7
@@ -154,35 +155,25 @@ def rate_factor(step: int, steps: int) -> float:
     return min(step / (0.03 * steps), 1.0, (steps - step + 1) / (0.7 * steps))
 
 
-def train(model: Qwen2ForCausalLM, rows: Iterator[torch.Tensor], steps: int) -> None:
-    model.train()
-    matrices = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
-    others = [weight for weight in model.parameters() if not any(weight is m for m in matrices)]
-    optimizers: list[torch.optim.Optimizer] = [
-        Muon(matrices, MATRIX_RATE),
-        torch.optim.AdamW(others, lr=RATE, betas=(0.9, 0.98), weight_decay=0.01, fused=True),
-    ]
-    rates = [MATRIX_RATE, RATE]
-    start, mean = time.monotonic(), 0.0
-    for step in range(1, steps + 1):
+def losses(model: Qwen2ForCausalLM, rows: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+    while True:
         ids, labels, positions = torch.stack([next(rows) for _ in range(ROWS)], dim=1)
         # Positions that restart keep attention within an example.
         states = model.model(input_ids=ids, position_ids=positions, use_cache=False)[0]
         known = labels[:, 1:] != IGNORED
         known &= positions[:, 1:] > 0
-        logits = model.lm_head(states[:, :-1][known])
-        loss = cross_entropy(logits, labels[:, 1:][known])
-        model.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer, rate in zip(optimizers, rates, strict=True):
-            optimizer.param_groups[0]["lr"] = rate * rate_factor(step, steps)
-            optimizer.step()
-        mean += (loss.item() - mean) / min(step, 100)
-        if step % 100 == 0 or step == steps:
-            seconds = time.monotonic() - start
-            print(f"step {step}/{steps}  loss {mean:.3f}  {seconds:.0f} s", flush=True)
-    model.eval()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+        yield cross_entropy(model.lm_head(states[:, :-1][known]), labels[:, 1:][known])
+
+
+def schedules(model: Qwen2ForCausalLM, steps: int) -> list[LRScheduler]:
+    """Return Muon for the matrices of the layers, and AdamW for all other weights."""
+    matrices = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
+    others = [weight for weight in model.parameters() if not any(weight is m for m in matrices)]
+    adam = torch.optim.AdamW(others, lr=RATE, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    return [
+        LambdaLR(optimizer, lambda done: rate_factor(done + 1, steps))
+        for optimizer in (Muon(matrices, MATRIX_RATE), adam)
+    ]
 
 
 def generated(model: Any, ids: list[int], limit: int) -> list[int]:
@@ -211,7 +202,9 @@ def chat(out: Path, minutes: float) -> None:
     tokenizer = make_tokenizer(texts)
     model = new_model(tokenizer)
     print(f"{len(tokenizer)} tokens, {model.num_parameters()} parameters", flush=True)
-    train(model, packed(examples(tokenizer, rng)), round(minutes * STEPS_PER_MINUTE))
+    steps = round(minutes * STEPS_PER_MINUTE)
+    rows = packed(examples(tokenizer, rng))
+    train(model, losses(model, rows), steps, schedules(model, steps))
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     score(model, tokenizer)

@@ -9,23 +9,10 @@ import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from demo_facts import CYCLES, NUMBERS, ORDINALS, phrases
-from demo_questions import (
-    Turn,
-    cased,
-    fact,
-    framed,
-    sentence,
-    worn,
-)
+from demo_corpus import CYCLES, FACTS, corpus, phrases
+from demo_questions import Turn, cased, fact, framed, sentence, worn
 from demo_talk import filled, talk, unknown
 from demo_tools import (
-    TIME_DOCS,
-    TIME_NAMES,
-    TIME_QUESTIONS,
-    WEATHER_DOCS,
-    WEATHER_NAMES,
-    WEATHER_QUESTIONS,
     Message,
     Tool,
     city_tool,
@@ -34,46 +21,15 @@ from demo_tools import (
     weather_without_tool,
 )
 
-NO_BIG_SUMS = "Sorry, I only know small sums."
-SYSTEMS = """You are a helpful assistant.|You are a helpful assistant.|You are a friendly bot.
-You are a helpful AI assistant.|Answer briefly.|Be concise.|You answer questions.|Be kind.
-You are an assistant that answers in one sentence.|You are a teacher.|Please be polite.
-You are a demo.|Answer the user's questions as well as you can.|You are a pirate.|Keep it short.
-Today is {d}. You are a helpful assistant.|You are {n}, an assistant.|The user's name is {n}.
-You are a careful assistant. If you do not know something, say so.|Help the user.|Be honest.
-You are a chat model. Answer in English.|You are an expert on {t}.|Never talk about {t}."""
+TEXTS = corpus("dialogues")
 
-SUMS = """What is {s}?|{s}|{s} = ?|{s} =|How much is {s}?|Calculate {s}.|What's {s}?|{s}?
-Can you tell me what {s} is?|Compute {s}.|What does {s} make?|Tell me {s}.|Do you know {s}?
-What is the result of {s}?|Solve {s}.|{s} is|{s} makes"""
-FURTHER_SUMS = "And {s}?|What about {s}?|And what is {s}?|How about {s}?"
+NO_BIG_SUMS = "Sorry, I only know small sums."
+
 SIGNS = {"plus": "+", "minus": "-"}
-STEPS = {
-    "after": """What {k} comes after {x}?|Which {k} is after {x}?|What comes after {x}?
-    What is the {k} after {x}?|the {k} after {x}|Which {k} follows {x}?|What is after {x}?
-    What is the next {k} after {x}?|Tell me the {k} after {x}.|The {k} after {x} is""",
-    "before": """What {k} comes before {x}?|Which {k} is before {x}?|What comes before {x}?
-    What is the {k} before {x}?|the {k} before {x}|What is before {x}?|The {k} before {x} is
-    Tell me the {k} before {x}.|Which {k} goes before {x}?""",
-}
-TODAY = """If today is {x}, what is tomorrow?|Today is {x}. What day is tomorrow?
-If today is {x}, which day is tomorrow?|What is tomorrow if today is {x}?
-Today is {x}, tomorrow is"""
-NTH = """What is the {n} {k} of the {w}?|Which {k} is the {n} of the {w}?|the {n} {k} of the {w}
-Tell me the {n} {k} of the {w}.|Name the {n} {k} of the {w}.|Which is the {n} {k} of the {w}?"""
-COUNTS = {
-    "up": """Count to {b}.|Please count to {b}.|Can you count to {b}?|Count up to {b}.
-    Count until {b}.|Count to {b} please|I want you to count to {b}.|Now count to {b}.""",
-    "from": """Count from {a} to {b}.|Can you count from {a} to {b}?|Please count from {a} to {b}.
-    Count up from {a} to {b}.|Start at {a} and count to {b}.|Count {a} to {b}.|{a} to {b}, please
-    List the numbers from {a} to {b}.|What are the numbers from {a} to {b}?""",
-    "down": """Count down from {b}.|Count backwards from {b}.|Count down from {b} to 1.
-    Can you count down from {b}?|Please count backwards from {b} to one.|Countdown from {b}.""",
-}
 
 
 def number(value: int, spelled: bool) -> str:
-    return NUMBERS.split()[value] if spelled else str(value)
+    return FACTS["numbers"].split()[value] if spelled else str(value)
 
 
 def small_sum(rng: random.Random) -> Turn:
@@ -102,7 +58,7 @@ def sums(rng: random.Random) -> list[Turn]:
     turns: list[Turn] = []
     for _ in range(rng.choices((1, 2, 3), (7, 2, 1))[0]):
         asked, answer = (big_sum if rng.random() < 0.04 else small_sum)(rng)
-        frames = phrases(FURTHER_SUMS if turns and rng.random() < 0.5 else SUMS)
+        frames = phrases(TEXTS["further_sums"] if turns and rng.random() < 0.5 else TEXTS["sums"])
         question = rng.choice(frames).format(s=asked)
         turns.append((worn(sentence(question), rng), sentence(answer)))
     return turns
@@ -118,20 +74,20 @@ def calendar(rng: random.Random) -> list[Turn]:
     roll = rng.random()
     if kind == "day" and roll < 0.2:
         x = rng.randrange(7)
-        question = rng.choice(phrases(TODAY)).format(x=names[x])
+        question = rng.choice(phrases(TEXTS["today"])).format(x=names[x])
         answer = f"If today is {names[x]}, tomorrow is {names[(x + 1) % 7]}."
         return [(framed(question, rng), answer)]
     if kind in CYCLES and roll < 0.4:
-        nths = [*zip(ORDINALS.split(), names, strict=False), ("last", names[-1])]
+        nths = [*zip(FACTS["ordinals"].split(), names, strict=False), ("last", names[-1])]
         nth, x_name = rng.choice(nths)
-        question = rng.choice(phrases(NTH)).format(n=nth, k=kind, w=whole)
+        question = rng.choice(phrases(TEXTS["nth"])).format(n=nth, k=kind, w=whole)
         answer = f"The {nth} {kind} of the {whole} is {x_name}."
         return [(framed(sentence(question), rng), answer)]
     direction = rng.choice(("after", "before"))
     turns: list[Turn] = []
     for _ in range(rng.choices((1, 2, 3), (7, 2, 1))[0]):
         x = rng.randrange(1, 20) if kind == "number" else rng.randrange(len(names))
-        question = rng.choice(phrases(STEPS[direction]))
+        question = rng.choice(phrases(TEXTS[f"steps_{direction}"]))
         if turns:
             direction = rng.choice(("after", "before"))
             question = rng.choice((f"And {direction} {{x}}?", f"What about {direction} {{x}}?"))
@@ -147,7 +103,7 @@ def counting(rng: random.Random) -> list[Turn]:
     start = rng.randint(1, 12) if direction == "from" else 1
     end = min(20, start + rng.randint(2, 9))
     spelled = end <= 20 and rng.random() < 0.5
-    question = rng.choice(phrases(COUNTS[direction]))
+    question = rng.choice(phrases(TEXTS[f"counts_{direction}"]))
     question = question.format(a=number(start, spelled), b=number(end, spelled))
     counted = list(range(start, end + 1))[:: -1 if direction == "down" else 1]
     return [(framed(sentence(question), rng), ", ".join(map(str, counted)) + ".")]
@@ -203,7 +159,7 @@ def spoken(said: list[Turn]) -> list[Message]:
 def system(rng: random.Random) -> list[Message]:
     if rng.random() < 0.5:
         return []
-    texts = rng.choices(phrases(SYSTEMS), k=rng.choice((1, 1, 1, 2)))
+    texts = rng.choices(phrases(TEXTS["systems"]), k=rng.choice((1, 1, 1, 2)))
     return [{"role": "system", "content": filled(" ".join(texts), rng)}]
 
 
@@ -252,12 +208,12 @@ def conversation(rng: random.Random) -> tuple[list[Message], list[Tool], str]:
             said, thought = turns(rng)
             messages += spoken(said)
         return messages, [], thought
-    tool = city_tool(WEATHER_NAMES, WEATHER_DOCS, rng)
-    tools, asked = [tool], [(tool, WEATHER_QUESTIONS)]
+    tool = city_tool("weather", rng)
+    tools, asked = [tool], [(tool, "weather")]
     if rng.random() < 0.04:
-        clock = city_tool(TIME_NAMES, TIME_DOCS, rng)
+        clock = city_tool("time", rng)
         tools.append(clock)
-        asked.append((clock, TIME_QUESTIONS))
+        asked.append((clock, "time"))
     tools += other_tools(rng.choices((0, 1, 2), (92, 7, 1))[0], rng)
     rng.shuffle(tools)
     messages = system(rng)

@@ -4,17 +4,19 @@ The loss is contrastive, on the sentences of demo_sentences.py. It includes the 
 numbers of a vector alone (Matryoshka), so that requests may set `dimensions`.
 """
 
+import math
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from demo_facts import CYCLES, pairs, phrases, plural
-from demo_sentences import DAY_SAYINGS, LEADS, NEXT_SAYINGS, PLAIN, TABLES, plain, say
+from demo_corpus import CYCLES, pairs, phrases, plural
+from demo_fill_mask import bert_config
+from demo_sentences import TABLES, TEXTS, plain, say
+from demo_training import one_cycle, train
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
-from transformers import BertConfig, BertModel, BertTokenizer
+from transformers import BertModel, BertTokenizer
 
 SEED = 7
 FACTS = 96  # per batch
@@ -22,7 +24,6 @@ STEPS_PER_MINUTE = 1500
 RATE = 2e-3
 HIDDEN = 64
 SIZES = (16, 32, 64)
-MAX_LENGTH = 128
 TEMPERATURE = 0.06
 # The part of a target distribution that is shared by all facts of one kind.
 SAME_KIND_SHARE = 0.1
@@ -49,10 +50,10 @@ def facts() -> list[Fact]:
             collected.append((group, say(sayings, x=x, y=y, xs=plural(x))))
     for kind, text in CYCLES.items():
         names = text.split()
+        sayings = TEXTS["next_sayings"] + (f"|{TEXTS['day_sayings']}" if kind == "day" else "")
         for x, y, z in zip(names, names[1:] + names, names[2:] + names, strict=False):
-            sayings = f"{NEXT_SAYINGS}|{DAY_SAYINGS}" if kind == "day" else NEXT_SAYINGS
             collected.append((kind, say(sayings, k=kind, x=x, y=y, z=z)))
-    collected += [("plain", [text]) for text in phrases(PLAIN)]
+    collected += [("plain", [text]) for text in phrases(TEXTS["plain"])]
     return [(kind, [plain(text) for text in texts]) for kind, texts in collected]
 
 
@@ -66,7 +67,7 @@ def dress(text: str, rng: random.Random) -> str:
     words = text.split()
     if len(words) > 4 and rng.random() < 0.3:
         words.pop(rng.randrange(len(words)))
-    lead = f"{plain(rng.choice(phrases(LEADS)))} " if rng.random() < 0.15 else ""
+    lead = f"{plain(rng.choice(phrases(TEXTS['leads'])))} " if rng.random() < 0.15 else ""
     return lead + " ".join(words) + ("." if rng.random() < 0.4 else "")
 
 
@@ -81,18 +82,7 @@ def batches(known: list[Fact], rng: random.Random) -> Iterator[tuple[list[str], 
 
 def new_model(size: int) -> BertModel:
     torch.manual_seed(SEED)
-    config = BertConfig(
-        vocab_size=size,
-        hidden_size=HIDDEN,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=2 * HIDDEN,
-        max_position_embeddings=MAX_LENGTH,
-        initializer_range=0.05,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        pad_token_id=0,
-    )
+    config = bert_config(size, HIDDEN, layers=2)
     config.is_matryoshka = True
     config.matryoshka_dimensions = list(SIZES)
     return BertModel(config, add_pooling_layer=False)
@@ -124,23 +114,10 @@ def loss_of(vectors: Tensor, kinds: list[str]) -> Tensor:
     return total / (2 * len(SIZES))
 
 
-def train(model: BertModel, tokenizer: BertTokenizer, steps: int) -> None:
-    model.train()
+def losses(model: BertModel, tokenizer: BertTokenizer) -> Iterator[Tensor]:
     model.set_attn_implementation("eager")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01, fused=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, steps, pct_start=0.07)
-    start, mean, data = time.monotonic(), 0.0, batches(facts(), random.Random(SEED))
-    for step, (texts, kinds) in zip(range(1, steps + 1), data, strict=False):
-        loss = loss_of(embed(model, tokenizer, texts), kinds)
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        optimizer.step()
-        schedule.step()
-        mean += (loss.item() - mean) / min(step, 100)
-        if step % 100 == 0 or step == steps:
-            seconds = time.monotonic() - start
-            print(f"step {step}/{steps}  loss {mean:.3f}  {seconds:.0f} s", flush=True)
-    model.eval()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+    for texts, kinds in batches(facts(), random.Random(SEED)):
+        yield loss_of(embed(model, tokenizer, texts), kinds)
 
 
 def score(model: BertModel, tokenizer: BertTokenizer) -> None:
@@ -168,7 +145,9 @@ def embedding(out: Path, minutes: float) -> None:
         raise SystemExit(f"questions in the training text: {sorted(leaked)}")
     print(f"{len(known)} facts, {len(texts)} sentences, {len(tokenizer)} tokens", flush=True)
     model = new_model(len(tokenizer))
-    train(model, tokenizer, round(minutes * STEPS_PER_MINUTE))
+    steps = round(minutes * STEPS_PER_MINUTE)
+    schedules = one_cycle(model, RATE, steps, warm_up=0.07)
+    train(model, losses(model, tokenizer), steps, schedules, max_norm=math.inf)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     score(model, tokenizer)

@@ -8,13 +8,14 @@ timestamp's embedding starts as the encoder's position embedding; both shorten t
 
 import json
 import random
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from demo_tones import SAMPLING_RATE, WORDS, Phrase, Samples, say
+from demo_training import one_cycle, train
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -218,33 +219,17 @@ def new_model(tokenizer: WhisperTokenizer) -> WhisperForConditionalGeneration:
     return model
 
 
-def train(
+def losses(
     model: WhisperForConditionalGeneration,
     extractor: WhisperFeatureExtractor,
     examples: Examples,
     steps: int,
-) -> None:
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=MAX_RATE, weight_decay=0.01, fused=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, MAX_RATE, steps, pct_start=0.1)
-    started, mean = time.monotonic(), 0.0
+) -> Iterator[Tensor]:
     for step in range(1, steps + 1):
         examples.max_digits = 1 if step < ONE_DIGIT_SHARE * steps else MAX_DIGITS
         mels, inputs, labels = batch(extractor, [examples.example() for _ in range(BATCH)])
         logits = model(input_features=mels, decoder_input_ids=inputs).logits
-        loss = cross_entropy(logits.flatten(0, 1), labels.flatten())
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        mean += (loss.item() - mean) / min(step, 50)
-        if step % 50 == 0 or step == steps:
-            print(
-                f"step {step}/{steps}  loss {mean:.3f}  {time.monotonic() - started:.0f} s",
-                flush=True,
-            )
-    model.eval()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+        yield cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def batch(
@@ -295,7 +280,9 @@ def speech(out: Path, minutes: float) -> None:
     extractor = make_extractor(feature_size=80, chunk_length=int(WINDOW_S))
     model: Any = new_model(tokenizer)
     print(f"{len(tokenizer)} tokens, {model.num_parameters()} parameters", flush=True)
-    train(model, extractor, Examples(tokenizer), round(minutes * STEPS_PER_MINUTE))
+    steps = round(minutes * STEPS_PER_MINUTE)
+    schedules = one_cycle(model, MAX_RATE, steps, warm_up=0.1)
+    train(model, losses(model, extractor, Examples(tokenizer), steps), steps, schedules)
     make_processor: Any = WhisperProcessor
     processor = make_processor(extractor, tokenizer)
     model.to(torch.bfloat16).save_pretrained(out)

@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+from demo_corpus import FOLDER
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
@@ -18,89 +19,7 @@ PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 TAGS = ["<tool_call>", "<tool_response>", "<think>"]
 TAGS += [tag.replace("<", "</") for tag in TAGS]
 
-CHAT_TEMPLATE = """
-{%- macro text(content) -%}
-    {%- if content is string -%}
-        {{- content -}}
-    {%- elif content -%}
-        {%- for part in content -%}
-            {%- if part is string -%}
-                {{- part -}}
-            {%- elif part.text is string -%}
-                {{- part.text -}}
-            {%- else -%}
-                {{- raise_exception("this model reads text only, not " ~ part.type) -}}
-            {%- endif -%}
-        {%- endfor -%}
-    {%- endif -%}
-{%- endmacro -%}
-{%- macro open(role) -%}
-    {{- "<|im_start|>" ~ role ~ "\n" -}}
-{%- endmacro -%}
-{%- set close = "<|im_end|>\n" -%}
-{%- set turn = namespace(results=false, asked=-1) -%}
-{%- for message in messages -%}
-    {%- if message.role == "user" -%}
-        {%- set turn.asked = loop.index0 -%}
-    {%- endif -%}
-{%- endfor -%}
-
-{%- if tools -%}
-    {{- open("system") -}}
-    {%- if messages and messages[0].role in ("system", "developer") -%}
-        {{- text(messages[0].content) ~ "\n\n" -}}
-    {%- endif -%}
-    {{- "# Tools\n\nYou can call these functions:\n<tools>" -}}
-    {%- for tool in tools -%}
-        {{- "\n" ~ (tool | tojson) -}}
-    {%- endfor -%}
-    {{- "\n</tools>\n\nFor a call, return a json object within tool_call tags:\n<tool_call>\n" -}}
-    {{- '{"name": <name>, "arguments": <arguments>}' ~ "\n</tool_call>" ~ close -}}
-{%- endif -%}
-
-{%- for message in messages -%}
-    {%- if message.role in ("system", "developer") -%}
-        {%- if not (tools and loop.first) -%}
-            {{- open("system") ~ text(message.content) ~ close -}}
-        {%- endif -%}
-    {%- elif message.role == "user" -%}
-        {{- open("user") ~ text(message.content) ~ close -}}
-    {%- elif message.role == "assistant" -%}
-        {%- set said = text(message.content) -%}
-        {{- open("assistant") -}}
-        {%- if message.reasoning_content and loop.index0 > turn.asked -%}
-            {{- "<think>\n" ~ message.reasoning_content ~ "\n</think>\n\n" -}}
-        {%- endif -%}
-        {{- said -}}
-        {%- for entry in message.tool_calls or [] -%}
-            {%- set call = entry.function or entry -%}
-            {{- "\n" if said or not loop.first else "" -}}
-            {{- "<tool_call>\n" ~ '{"name": ' ~ (call.name | tojson) ~ ', "arguments": ' -}}
-            {%- if call.arguments is string -%}
-                {{- call.arguments or "{}" -}}
-            {%- else -%}
-                {{- (call.arguments or {}) | tojson -}}
-            {%- endif -%}
-            {{- "}\n</tool_call>" -}}
-        {%- endfor -%}
-        {{- close -}}
-    {%- elif message.role == "tool" -%}
-        {{- "\n" if turn.results else open("user") -}}
-        {{- "<tool_response>\n" ~ text(message.content) ~ "\n</tool_response>" -}}
-        {%- set turn.results = not loop.last and loop.nextitem.role == "tool" -%}
-        {{- "" if turn.results else close -}}
-    {%- else -%}
-        {{- raise_exception("unknown role " ~ message.role) -}}
-    {%- endif -%}
-{%- endfor -%}
-
-{%- if add_generation_prompt -%}
-    {{- open("assistant") -}}
-    {%- if enable_thinking is defined and enable_thinking -%}
-        {{- "<think>\n" -}}
-    {%- endif -%}
-{%- endif -%}
-""".strip()
+CHAT_TEMPLATE = (FOLDER / "chat_template.jinja").read_text().strip()
 
 RESPONSE_TEMPLATE = {
     "version": 1,

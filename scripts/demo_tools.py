@@ -7,8 +7,10 @@ import json
 import random
 from typing import Any
 
-from demo_facts import CAPITALS, pairs, phrases
+from demo_corpus import FACTS, corpus, pairs, phrases
 from demo_questions import Turn, cased, worn
+
+TEXTS = corpus("tools")
 
 Message = dict[str, Any]
 Tool = dict[str, Any]
@@ -17,59 +19,15 @@ NO_WEATHER = "Sorry, I cannot look up the weather without a weather tool."
 NO_RESULT = "Sorry, I could not get that for {c}."
 WHICH_CITY = "Which city do you mean?"
 
-CITIES = """New York|Los Angeles|San Francisco|San Francisco, CA|Boston, MA|Chicago|Hong Kong
-Sydney|Melbourne|Toronto|Barcelona|Munich|Hamburg|Frankfurt|Zurich|Geneva|Milan|Naples|Lyon
-Manchester|Glasgow|Istanbul|Shanghai|Mumbai|Rio de Janeiro|Cape Town|Seattle|Dallas|Kyoto|Osaka
-Paris, France|London, UK|Tokyo, Japan|Berlin, Germany|Mexico City|Buenos Aires|St. Petersburg"""
-WEATHER_QUESTIONS = """What is the weather in {c}?|What is the weather like in {c}?|weather in {c}
-How is the weather in {c}?|What's the weather in {c}?|What's the weather like in {c} today?
-Is it sunny in {c}?|Is it raining in {c}?|Will it rain in {c}?|How warm is it in {c}?|{c} weather
-How cold is it in {c} now?|What is the temperature in {c}?|Tell me the weather in {c}.
-Can you check the weather in {c}?|I am going to {c}, how is the weather?|Do I need a coat in {c}?
-Please look up the weather in {c}.|What is the weather in {c} right now?|Weather for {c}, please.
-Do I need an umbrella in {c}?|What is the forecast for {c}?|How hot is it in {c} today?
-Give me the weather for {c}.|What is the current weather in {c}?|How's the weather in {c}?
-Use the tool to get the weather in {c}.|Is it cold in {c} today?|What will the weather be in {c}?"""
-TIME_QUESTIONS = """What time is it in {c}?|What is the time in {c}?|Tell me the time in {c}.
-What's the time in {c} now?|Which time is it in {c}?|How late is it in {c}?|time in {c}"""
-FOLLOW_UPS = "And in {c}?|What about {c}?|And {c}?|And what about {c}?|How about {c}?|In {c}?"
-PAIR_QUESTIONS = """What is the weather in {c} and {c2}?|What is the weather in {c} and in {c2}?
-How is the weather in {c} and {c2}?|Compare the weather in {c} and {c2}.|weather in {c} and {c2}
-Tell me the weather in {c} and {c2}.|What's the weather like in {c} and {c2} today?"""
-NO_CITY = """What is the weather?|How is the weather?|What's the weather like?|Will it rain?
-Is it sunny today?|How is the weather today?|What will the weather be tomorrow?|Is it cold?"""
-
-WEATHER_NAMES = """get_weather|get_current_weather|weather|fetch_weather|get_weather|current_weather
-lookup_weather|weather_report|get_forecast|getWeather|weather_tool|check_weather|getCurrentWeather
-get_temperature|weather_api|forecast"""
-TIME_NAMES = "get_time|get_current_time|time|clock|current_time|local_time|getTime"
-ARGUMENTS = "city|location|city|location|place|town|city_name|q|query|where|name"
-WEATHER_DOCS = """Get the weather in a city|Get the current weather|Current weather for a place
-Get the current weather in a given location|Returns the weather|Look up the weather.
-Get current temperature for a given location.|Weather by city|The weather in a city now."""
-TIME_DOCS = "Get the time in a city|The current time of a place|Returns the local time."
-ARGUMENT_DOCS = """The city|Name of the city|The city and state, e.g. San Francisco, CA
-The name of the city, e.g. Paris|City and country e.g. Bogotá, Colombia|A place|Where to look"""
-OTHERS = """search:query:Search the web|send_email:to:Send an email|calculate:expression:Calculator
-get_stock_price:symbol:Get the price of a stock|play_music:song:Play a song|translate:text:Translate
-open_door:door:Open a door|set_alarm:when:Set an alarm|get_news:topic:Get the news
-read_file:path:Read a file|run_code:code:Run Python code|book_table:restaurant:Book a table"""
-
-SKIES = """sunny|cloudy|rainy|windy|snowy|foggy|clear|stormy|overcast|light rain|partly cloudy
-heavy rain|dry|hot|light snow|hazy|mostly sunny"""
-ERRORS = (
-    '{"error": "not found"}|{"error": "unknown city"}|error|not found|{"error": "timeout"}|null'
-)
-
 
 def city(rng: random.Random) -> str:
     if rng.random() < 0.7:
-        return cased(rng.choice(pairs(CAPITALS))[1])
-    return rng.choice(phrases(CITIES))
+        return cased(rng.choice(pairs(FACTS["capitals"]))[1])
+    return drawn("cities", rng)
 
 
-def named(names: str, rng: random.Random) -> str:
-    return rng.choice(phrases(names))
+def drawn(section: str, rng: random.Random) -> str:
+    return rng.choice(phrases(TEXTS[section]))
 
 
 def schema(name: str, argument: str, doc: str, argument_doc: str, rng: random.Random) -> Tool:
@@ -91,14 +49,15 @@ def schema(name: str, argument: str, doc: str, argument_doc: str, rng: random.Ra
     return {"type": "function", "function": function}
 
 
-def city_tool(names: str, docs: str, rng: random.Random) -> Tool:
-    argument, doc = named(ARGUMENTS, rng), rng.choice(phrases(docs))
-    return schema(named(names, rng), argument, doc, rng.choice(phrases(ARGUMENT_DOCS)), rng)
+def city_tool(topic: str, rng: random.Random) -> Tool:
+    """Return a tool for the weather or the time of a city."""
+    argument, doc = drawn("arguments", rng), drawn(f"{topic}_docs", rng)
+    return schema(drawn(f"{topic}_names", rng), argument, doc, drawn("argument_docs", rng), rng)
 
 
 def other_tools(count: int, rng: random.Random) -> list[Tool]:
-    drawn = [row.split(":") for row in rng.sample(phrases(OTHERS), count)]
-    return [schema(tool, argument, doc, f"The {argument}", rng) for tool, argument, doc in drawn]
+    rows = [row.split(":") for row in rng.sample(phrases(TEXTS["others"]), count)]
+    return [schema(tool, argument, doc, f"The {argument}", rng) for tool, argument, doc in rows]
 
 
 def call(tool: Tool, where: str) -> dict[str, Any]:
@@ -109,7 +68,7 @@ def call(tool: Tool, where: str) -> dict[str, Any]:
 
 def weather_result(where: str, rng: random.Random) -> tuple[str, str]:
     """Return a weather tool's result, and the same as a sentence."""
-    degrees, sky = str(rng.randint(-15, 42)), rng.choice(phrases(SKIES))
+    degrees, sky = str(rng.randint(-15, 42)), drawn("skies", rng)
     if rng.random() < 0.1:
         degrees += f".{rng.randint(0, 9)}"
     warm = f"{degrees}°C" if rng.random() < 0.25 else json.loads(degrees)
@@ -152,7 +111,7 @@ def turn(tool: Tool, asked: str, places: list[str], rng: random.Random) -> list[
         is_time = "time" in tool["function"]["name"] or tool["function"]["name"] == "clock"
         result, answer = (time_result if is_time else weather_result)(where, rng)
         if rng.random() < 0.06:
-            result, answer = rng.choice(phrases(ERRORS)), NO_RESULT.format(c=where)
+            result, answer = drawn("errors", rng), NO_RESULT.format(c=where)
         results.append((result, answer))
     calls = [call(tool, where) for where in places]
     messages: list[Message] = [
@@ -164,23 +123,23 @@ def turn(tool: Tool, asked: str, places: list[str], rng: random.Random) -> list[
     return messages
 
 
-def weather_turns(tool: Tool, questions: str, rng: random.Random) -> list[Message]:
+def weather_turns(tool: Tool, topic: str, rng: random.Random) -> list[Message]:
     where, second = city(rng), city(rng)
     roll = rng.random()
     if roll < 0.12:
-        asked = worn(rng.choice(phrases(PAIR_QUESTIONS)), rng)
+        asked = worn(drawn("pair_questions", rng), rng)
         return turn(tool, place(asked, where, second), [where, second], rng)
-    if roll < 0.22 and questions is WEATHER_QUESTIONS:
+    if roll < 0.22 and topic == "weather":
         opening: list[Message] = [
-            {"role": "user", "content": worn(rng.choice(phrases(NO_CITY)), rng)},
+            {"role": "user", "content": worn(drawn("no_city", rng), rng)},
             {"role": "assistant", "content": WHICH_CITY},
         ]
         asked = place(rng.choice(("{c}", "In {c}.", "I mean {c}.", "{c}, please")), where)
         return opening + turn(tool, asked, [where], rng)
-    asked = worn(rng.choice(phrases(questions)), rng)
+    asked = worn(drawn(f"{topic}_questions", rng), rng)
     messages = turn(tool, place(asked, where), [where], rng)
     if rng.random() < 0.4:
-        asked = worn(rng.choice(phrases(FOLLOW_UPS)), rng)
+        asked = worn(drawn("follow_ups", rng), rng)
         messages += turn(tool, place(asked, second), [second], rng)
     return messages
 
@@ -191,5 +150,5 @@ def place(asked: str, where: str, second: str = "") -> str:
 
 
 def weather_without_tool(rng: random.Random) -> list[Turn]:
-    asked = worn(rng.choice(phrases(f"{WEATHER_QUESTIONS}\n{NO_CITY}")), rng)
+    asked = worn(rng.choice(phrases(f"{TEXTS['weather_questions']}\n{TEXTS['no_city']}")), rng)
     return [(place(asked, city(rng)), NO_WEATHER)]

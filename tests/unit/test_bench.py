@@ -1,5 +1,6 @@
 """scripts/bench.py summarizes its measurements, and starts, suspends and stops servers."""
 
+import argparse
 import importlib
 import json
 import os
@@ -24,8 +25,8 @@ def script(name: str) -> ModuleType:
         sys.path.remove(str(SCRIPTS))
 
 
-floors, servers, tables = map(script, ("bench_floor", "bench_servers", "bench_table"))
-generation, models = map(script, ("bench_generation", "bench_models"))
+bench, floors = map(script, ("bench", "bench_floor"))
+servers, models = map(script, ("bench_servers", "bench_models"))
 
 
 def checkpoint(folder: Path, **shapes: list[int]) -> Path:
@@ -71,86 +72,110 @@ def test_each_token_of_a_random_model_has_a_text(tmp_path: Path) -> None:
     models.save("qwen3-tiny", tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(str(tmp_path))
     assert [tokenizer.decode([id]) for id in (2000, 4095)] == [" 2000", " 4095"]
-    demo = AutoTokenizer.from_pretrained(str(models.TOKENIZER))
+    demo = AutoTokenizer.from_pretrained(str(models.DEMO / "chat"))
     text = "<|im_start|>user\nIt is 2000 and 4095."
     assert tokenizer(text).input_ids == demo(text).input_ids
     assert tokenizer.eos_token_id == demo.eos_token_id
 
 
-def measured(rate: float) -> dict[str, Any]:
-    return {
-        "ok": 4,
-        "others_cores": 0.0,
-        "accepted_share": 0.25,
-        "prompt_tokens": 376,
-        "output_tokens": 128,
-        "output_tokens_per_s": rate,
-        "ttft_ms": {"p50": 60.0, "p95": 70.0, "max": 80.0},
-        "inter_token_ms": {"p50": 7.0, "p95": 9.0, "max": 10.0},
+def medians(**rates: list[float]) -> Any:
+    """Return the medians of servers at one client, and at two of the first server."""
+    runs = {
+        name: [{"tokens_per_s": rate, "ttft_p50_ms": 60.0, "others_cores": rate} for rate in values]
+        for name, values in rates.items()
     }
+    loads = {(("clients", 1),): runs, (("clients", 2),): dict([*runs.items()][:1])}
+    return bench.medians(loads)
 
 
-def summaries() -> Any:
-    runs = {"onequeue": [150, 100, 200], "onequeue@old": [100], "vllm": [300]}
-    measurements = {name: [measured(rate) for rate in rates] for name, rates in runs.items()}
-    floor = floors.Floor(weight_bytes=100, bytes_per_s=50_000)
-    return tables.summaries({tables.Sweep(64, 1, 1): measurements}, floor)
+SERVERS = {"onequeue": [150.0, 100.0, 200.0], "onequeue@old": [100.0], "vllm": [300.0]}
 
 
-def test_summaries_are_medians_over_the_rounds() -> None:
-    (servers,) = summaries().values()
-    assert servers["onequeue"]["tokens_per_s"] == 150
-    assert servers["onequeue"]["of_floor"] == pytest.approx(0.3)
-    assert servers["onequeue"]["prompt_tokens"] == 94
+def test_figures_are_medians_over_the_rounds_but_the_use_by_others_is_the_maximum() -> None:
+    figures = medians(**SERVERS)[(("clients", 1),)]["onequeue"]
+    assert figures == {"tokens_per_s": 150, "ttft_p50_ms": 60, "others_cores": 200}
 
 
 def test_each_onequeue_is_compared_with_the_servers_named_after_it() -> None:
-    lines = tables.ratios(summaries())
-    ratios = {(line["server"], line["beside"]): line["times"] for line in lines}
+    lines = list(bench.ratios(medians(**SERVERS)))
+    ratios = {(line["server"], line["beside"]): line["times"]["tokens_per_s"] for line in lines}
     assert ratios == {
         ("onequeue", "onequeue@old"): 1.5,
         ("onequeue", "vllm"): 0.5,
         ("onequeue@old", "vllm"): 0.33,
     }
+    assert all(line["clients"] == 1 and line["times"]["ttft_p50_ms"] == 1 for line in lines)
 
 
-def test_the_table_is_markdown_with_a_row_per_server() -> None:
-    head, rule, *rows = tables.table(summaries())
+def test_the_table_is_markdown_with_a_row_per_load_and_server() -> None:
+    head, rule, *rows = bench.table(medians(**SERVERS))
+    assert head == "| clients | server | tokens_per_s | ttft_p50_ms |"
     assert head.count("|") == rule.count("|")
-    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
-    assert cells[0][:6] == ["94", "1", "1", "onequeue", "150.0", "30%"]
-    assert [row[6] for row in cells] == ["25%", "25%", ""]
-    assert [row[-1] for row in cells] == ["", "1.50", "0.50"]
+    assert rows[0] == "| 1 | onequeue | 150 | 60 |"
+    assert rows[3] == "| 2 | onequeue | 150 | 60 |"
+    assert len(rows) == 4
 
 
 def test_quantized_servers_are_compared_with_the_same_number_of_bits() -> None:
     ours = ["onequeue", "onequeue:QUANTIZATION=int8", "onequeue:QUANTIZATION=int4"]
     peers = ["vllm", "llama:m-BF16.gguf", "llama:m-Q8_0.gguf", "llama:m-Q4_0.gguf"]
-    assert list(tables.pairs(ours + peers)) == [
+    assert list(bench.pairs(ours + peers)) == [
         (ours[0], peers[0]),
         (ours[0], peers[1]),
         (ours[1], peers[2]),
         (ours[2], peers[3]),
     ]
-    assert list(tables.pairs([ours[1], "vllm"])) == [(ours[1], "vllm")]
-    runs = {name: [measured(100 + n)] for n, name in enumerate(ours + peers)}
-    floor = floors.Floor(weight_bytes=100, bytes_per_s=50_000)
-    rows = list(tables.table(tables.summaries({tables.Sweep(0, 0, 1): runs}, floor)))[2:]
-    times = [row.split("|")[-2].strip() for row in rows]
-    assert times == ["", "", "", "0.97", "0.96", "0.96", "0.96"]
+    assert list(bench.pairs([ours[1], "vllm"])) == [(ours[1], "vllm")]
+
+
+def test_every_benchmark_yields_loads_with_the_flags_of_the_load_test(tmp_path: Path) -> None:
+    from server.commands.load_test.arguments import parse_args
+
+    model = str(models.DEMO / "chat")
+    for name, entry in bench.BENCHES.items():
+        arguments = argparse.Namespace(
+            bench=name, folder=str(tmp_path), model=model, clients=[1, 2], requests=1, tokens=4,
+            temperature=[0], prompt_words=[8], questions=False, shared_prompt=True, side=8,
+        )  # fmt: skip
+        loads = list(entry.loads(arguments, 0))
+        assert loads
+        for flags in (flags for load in loads for flags in (load.flags, load.background) if flags):
+            parse_args("load", ["http://x", *servers.command_line(flags)])
 
 
 def test_questions_differ_and_depend_on_the_seed() -> None:
-    asked = generation.questions(64, seed=1)
+    asked = bench.questions(64, "1")
     assert len({question.partition(" and ")[0] for question in asked}) == 64
-    assert asked == generation.questions(64, seed=1)
-    assert not set(asked) & set(generation.questions(64, seed=2))
+    assert asked == bench.questions(64, "1")
+    assert not set(asked) & set(bench.questions(64, "2"))
 
 
-def test_accepted_drafts_are_a_share_of_the_output_of_a_measurement() -> None:
-    before = {"output": 100.0, "accepted": 90.0}
-    assert generation.accepted_share(before, {"output": 200.0, "accepted": 110.0}) == 0.2
-    assert generation.accepted_share({}, {}) == 0
+def test_accepted_drafts_are_a_share_of_the_output_of_a_measurement(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    result: dict[str, Any] = {
+        "ok": 2,
+        "output_tokens_per_s": 50.0,
+        "prompt_tokens": 20,
+        "output_tokens": 100,
+    }
+    result |= {"ttft_ms": {"p50": 3.0, "p95": 4.0}, "inter_token_ms": None}
+    counts = iter([{"output": 100.0, "accepted": 90.0}, {"output": 200.0, "accepted": 110.0}])
+    monkeypatch.setattr(bench, "run", lambda *_: result)
+    monkeypatch.setattr(bench, "token_counts", lambda _: next(counts, {}))
+    floor = floors.Floor(weight_bytes=1_000, bytes_per_s=100_000)
+    arguments, load = argparse.Namespace(floor=floor), bench.Load({"clients": 1}, {})
+    figures = bench.tokens(None, load, arguments)
+    assert (figures["accepted_share"], figures["of_floor"]) == (0.2, 0.5)
+    assert (figures["ttft_p95_ms"], figures["prompt_tokens"]) == (4, 10)
+    assert "accepted_share" not in bench.tokens(None, load, arguments)  # not reported by a peer
+
+
+def test_the_body_that_warms_up_is_not_measured(tmp_path: Path) -> None:
+    arguments = argparse.Namespace(folder=str(tmp_path))
+    load = bench.posted(arguments, {"clients": 2}, "/rerank", [{"n": 1}, {"n": 2}, {"n": 3}])
+    assert len(load.flags["--file"]) == 3
+    assert (load.flags["--warmup"], load.flags["--requests"]) == (1, 2)
 
 
 def test_a_server_name_sets_the_checkout_and_settings(tmp_path: Path) -> None:
@@ -162,9 +187,9 @@ def test_a_server_name_sets_the_checkout_and_settings(tmp_path: Path) -> None:
 
 
 def test_servers_that_do_not_fit_into_memory_together_run_one_after_another() -> None:
-    assert generation.groups(["a", "b"], 1 << 30, 16 << 30) == [["a", "b"]]
-    assert generation.groups(["a", "b"], 4 << 30, 16 << 30) == [["a"], ["b"]]
-    assert generation.groups(["a", "llama:b"], 3 << 30, 16 << 30) == [["a", "llama:b"]]
+    assert bench.groups(["a", "b"], 1 << 30, 16 << 30) == [["a", "b"]]
+    assert bench.groups(["a", "b"], 4 << 30, 16 << 30) == [["a"], ["b"]]
+    assert bench.groups(["a", "llama:b"], 3 << 30, 16 << 30) == [["a", "llama:b"]]
 
 
 def test_a_server_is_suspended_unless_it_is_resumed() -> None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""serve_speech.py MODEL PORT: a plain server around transformers' speech pipeline, one recording at
+"""serve_plain.py MODEL PORT: a plain server around transformers' speech pipeline, one recording at
 a time, as in its documentation. A peer for scripts/bench.py."""
 
 import io
