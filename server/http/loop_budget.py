@@ -4,6 +4,7 @@ import asyncio
 import time
 
 MAX_TURN_S = 0.001
+REST_S = 0.004
 
 
 class LoopBudget:
@@ -11,6 +12,7 @@ class LoopBudget:
 
     def __init__(self) -> None:
         self._waiting = asyncio.Lock()  # its tasks go on in the order of their arrival
+        self._resting = asyncio.Lock()
         self._until = 0.0
 
     async def wait(self) -> None:
@@ -19,3 +21,9 @@ class LoopBudget:
             async with self._waiting:
                 await asyncio.sleep(0)
                 self._until = time.monotonic() + MAX_TURN_S
+
+    async def rest(self) -> None:
+        """Return REST_S later, one task after the other: input that was refused holds no slot and
+        counts no tokens."""
+        async with self._resting:
+            await asyncio.sleep(REST_S)

@@ -326,6 +326,7 @@ class LineStream(Generic[P]):
             assert line.work
             return await line.work.content()
         except Exception as error:
+            await self.loop_budget.rest()
             return self._error_line(error, line.number)
 
     def _error_line(self, error: Exception, number: int) -> bytes:

@@ -3,6 +3,7 @@
 import json
 import socket
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -354,17 +355,21 @@ def test_a_stream_ends_after_a_hundred_lines_in_a_row_that_are_not_json(server: 
 def test_lines_wait_for_their_turn_of_the_loop(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waits = 0
-    wait = LoopBudget.wait
+    counts = Counter[str]()
 
-    async def counted(self: LoopBudget) -> None:
-        nonlocal waits
-        waits += 1
-        await wait(self)
+    def count(name: str) -> None:
+        method = getattr(LoopBudget, name)
 
-    monkeypatch.setattr(LoopBudget, "wait", counted)
+        async def counted(self: LoopBudget) -> None:
+            counts[name] += 1
+            await method(self)
+
+        monkeypatch.setattr(LoopBudget, name, counted)
+
+    count("wait")
+    count("rest")
     assert len(post(server, b'"a"\n1\n{}\nx\n' * 5)) == 20
-    assert waits == 2 * 20  # to be parsed, and to be answered
+    assert counts == {"wait": 2 * 20, "rest": 15}  # to be parsed and answered; refused
 
 
 def test_refused_lines_do_not_widen_the_window(

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from server.http import loop_budget
-from server.http.loop_budget import MAX_TURN_S, LoopBudget
+from server.http.loop_budget import MAX_TURN_S, REST_S, LoopBudget
 
 
 def test_tasks_take_a_limited_part_of_each_turn_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,3 +37,26 @@ def test_tasks_take_a_limited_part_of_each_turn_in_order(monkeypatch: pytest.Mon
     assert max(map(len, worked)) <= 3
     assert sum(map(len, worked)) == 160
     assert [turn[0] for turn in worked[1:9]] == [0, 1, 2, 3] * 2
+
+
+def test_tasks_rest_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeping: list[asyncio.Event] = []
+
+    async def sleep(seconds: float) -> None:
+        assert seconds == REST_S
+        sleeping.append(asyncio.Event())
+        await sleeping[-1].wait()
+
+    async def run() -> None:
+        turn = asyncio.sleep
+        monkeypatch.setattr(asyncio, "sleep", sleep)
+        budget = LoopBudget()
+        tasks = [asyncio.create_task(budget.rest()) for _ in range(3)]
+        for rested in range(3):
+            for _ in range(5):
+                await turn(0)
+            assert (len(sleeping), sum(task.done() for task in tasks)) == (rested + 1, rested)
+            sleeping[rested].set()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(run())
