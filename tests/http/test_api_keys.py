@@ -146,6 +146,7 @@ def test_the_name_of_a_key_is_logged_and_its_secret_is_not(
     with caplog.at_level(logging.INFO, logger="onequeue.access"):
         complete(server, "batch")
         complete(server, "wrong-secret")
+        wait_until(lambda: len(caplog.records) == 2)  # logged after the response
     fields = [getattr(record, "fields", {}) for record in caplog.records]
     assert [line.get("key") for line in fields] == ["batch", None]
     assert "wrong-secret" not in str(fields)
