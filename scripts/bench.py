@@ -317,7 +317,7 @@ def run(server: Server, load: Load, arguments: Arguments) -> dict[str, Any]:
 
 
 def rates(server: Server, load: Load, arguments: Arguments) -> Figures:
-    """Return what is served per second: requests, texts, or seconds of audio."""
+    """Return the throughput: requests, texts or seconds of audio per second."""
     result, units = run(server, load, arguments), load.units
     if arguments.bench == "speech" and server.name == "transformers":
         units = statistics.mean(min(seconds, TRANSFORMERS_S) for seconds in CLIPS_S)

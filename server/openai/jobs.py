@@ -93,12 +93,14 @@ class JobRunner:
             job.drain()
 
     async def _poll(self) -> None:
-        """Abort what other processes have cancelled, and remove what has expired."""
+        """Abort the jobs that other processes have cancelled. Remove expired rows."""
         for n in count():
             for store in self.stores:
                 try:
                     if not n % SWEEP_POLLS:
                         await run_sync(store.remove_expired)
+                    if not (self.jobs and store.is_shared):
+                        continue
                     for id in await run_sync(store.cancelled):
                         if job := self.jobs.get(id):
                             job.abort()

@@ -140,9 +140,8 @@ class SqliteStore:
         self._database.execute("PRAGMA foreign_keys = ON")
         use_write_ahead_log(self._database)
         self._database.execute("PRAGMA synchronous = NORMAL")  # a power cut loses the last changes
-        with (
-            self._database as database
-        ):  # a transaction: no file is taken for one of a dead process
+        # In one transaction: another process does not take an unlocked file for a dead one's.
+        with self._database as database:
             database.executescript(f"BEGIN IMMEDIATE; {schema}")
             if self.is_shared:
                 self._lock_process()
@@ -159,7 +158,7 @@ class SqliteStore:
         return []
 
     def remove_expired(self) -> None:
-        """Remove what is not kept any longer."""
+        """Remove expired rows."""
 
     def _process_file(self, process: str) -> Path:
         return self._path.with_name(f"{self._path.name}-{process}.lock")
