@@ -29,6 +29,7 @@ class RequestRecord:
     """The course of a request, for its line of the log and for telemetry. A submission adds its
     model and its tokens when it ends; the error is set by the response."""
 
+    request_id: str = ""  # for logs; each line of a batch has its own
     model: str = ""  # its served name
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -41,3 +42,8 @@ class RequestRecord:
     first_token_at: float = 0.0
     ended_at: float = 0.0
     per_token_s: float = 0.0  # mean time between two output tokens of a choice
+
+    @property
+    def seconds(self) -> float:
+        """The time since the request arrived."""
+        return time.monotonic() - self.received_at

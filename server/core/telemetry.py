@@ -103,7 +103,7 @@ class Telemetry:
                 "http.request.method": scope["method"],
                 "http.route": path,
                 "http.response.status_code": status,
-                "onequeue.request.id": scope["request_id"].decode(),
+                "onequeue.request.id": record.request_id,
                 "gen_ai.usage.input_tokens": record.prompt_tokens,
                 "gen_ai.usage.output_tokens": record.output_tokens,
                 **attributes,

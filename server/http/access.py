@@ -5,6 +5,7 @@ import math
 import time
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from ipaddress import ip_address, ip_network
 
@@ -17,6 +18,8 @@ from batching.errors import InvalidInput
 from batching.fair_share import Priority
 from batching.token_bucket import TokenBucket
 from server.core.api_keys import NO_KEY, PRIORITIES, ApiKey, Keyring
+from server.core.request_context import RequestContext
+from server.http.cross_site import CrossSiteRules
 from server.http.errors import HttpError
 from server.http.json import Header, to_json
 from server.http.paths import route_path
@@ -34,6 +37,20 @@ FLOW_HEADERS = (
     b"x-session-id",
 )
 MAX_FLOWS = 256
+
+
+def identify(scope: Scope, keyring: Keyring, rules: CrossSiteRules) -> None:
+    """Set the request's context, and count the request. HttpError and InvalidInput where a check
+    refuses it."""
+    key = key_from_headers(scope, keyring)
+    if not keyring.required:
+        rules.check(scope)
+    client, id, flow = client_of(key, address_of(scope)), scope["record"].request_id, flow_of(scope)
+    scope["context"] = RequestContext(client, id, flow, key.share, key.priority, key=key)
+    if scope["method"] == "POST":
+        if (priority := priority_of(scope, key)) != key.priority:
+            scope["context"] = replace(scope["context"], priority=priority)
+        count_request(key)
 
 
 def key_from_headers(scope: Scope, keyring: Keyring) -> ApiKey:

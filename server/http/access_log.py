@@ -7,7 +7,6 @@ A background response has a second line at its end. Probes are left out.
 """
 
 import logging
-import time
 from typing import Any
 
 from starlette.types import Scope
@@ -29,17 +28,16 @@ def replace_access_log() -> bool:
     return was_on
 
 
-def log_request(scope: Scope, status: int, started: float) -> None:
+def log_request(scope: Scope, status: int) -> None:
     """Log a request whose response has ended. `status`: 0 if the client left before one began."""
     if (path := route_path(scope)) in PROBES:
         return
     address = scope["client"][0] if scope.get("client") else "unix"
     fields: dict[str, Any] = {
-        "id": scope["request_id"].decode(),
         "method": scope["method"],
         "path": path,
         "status": status or 499,
-        "seconds": round(time.monotonic() - started, 4),
+        "seconds": round(scope["record"].seconds, 4),
         "client": address,
     }
     _log("request", scope, fields)
@@ -47,15 +45,14 @@ def log_request(scope: Scope, status: int, started: float) -> None:
 
 def log_background(scope: Scope, response: str, status: str) -> None:
     """Log the end of a background response. `response`: its id."""
-    seconds = round(time.monotonic() - scope["record"].received_at, 4)
-    id = scope["request_id"].decode()
-    fields = {"id": id, "response": response, "status": status, "seconds": seconds}
+    fields = {"response": response, "status": status, "seconds": round(scope["record"].seconds, 4)}
     _log("background", scope, fields)
 
 
 def _log(message: str, scope: Scope, fields: dict[str, Any]) -> None:
-    """Log a request's fields, then its key, model, tokens and error."""
+    """Log a request's id and fields, then its key, model, tokens and error."""
     record: RequestRecord = scope["record"]
+    fields = {"id": record.request_id, **fields}
     if scope["context"] and (name := scope["context"].key.name):
         fields["key"] = name
     if record.model:

@@ -136,7 +136,7 @@ def as_http_error(error: Exception, scope: Scope, debug: bool) -> HttpError:
         return error
     if isinstance(error, HTTPException):
         return _from_routing(error, scope)
-    request_id, cause = scope["request_id"].decode(), error.__cause__
+    request_id, cause = scope["record"].request_id, error.__cause__
     if not isinstance(error, errors.OnequeueError):
         log.error("bug id=%s path=%.200r", request_id, scope["path"], exc_info=error)
         return HttpError(500, "internal server error")
@@ -156,7 +156,7 @@ def as_http_error(error: Exception, scope: Scope, debug: bool) -> HttpError:
 def error_document(error: HttpError, scope: Scope) -> Document:
     """Return the envelope that clients of the path read."""
     if is_anthropic(scope):
-        return anthropic_document(error, scope["request_id"].decode())
+        return anthropic_document(error, scope["record"].request_id)
     return error.document
 
 

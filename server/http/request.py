@@ -17,7 +17,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from prometheus_client import Counter, Histogram
@@ -27,19 +27,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from batching.errors import ClientGone, Draining, InvalidInput
 from server.core.api_keys import Keyring
-from server.core.request_context import RequestContext, RequestRecord
+from server.core.request_context import RequestRecord
 from server.core.settings import Settings
 from server.core.worker_client import Deadlines, WorkerClient
-from server.http.access import (
-    Cors,
-    address_of,
-    client_of,
-    count_request,
-    flow_of,
-    key_from_headers,
-    limit_headers,
-    priority_of,
-)
+from server.http.access import Cors, identify, limit_headers
 from server.http.access_log import PROBES, log_request
 from server.http.cross_site import CrossSiteRules
 from server.http.errors import (
@@ -144,11 +135,9 @@ class Application:
         if scope["type"] != "http":
             await self.router(scope, receive, send)
             return
-        started = time.monotonic()
-        status, is_large = 0, False
+        status, is_large, request_id = 0, False, _request_id(scope)
         scope["transfer"] = transfer = Transfer()
-        scope["request_id"] = request_id = _request_id(scope)
-        scope["record"] = RequestRecord(received_at=started)
+        scope["record"] = record = RequestRecord(request_id.decode(), received_at=time.monotonic())
         scope["context"] = None  # until the key is known
         scope["send"] = send  # for an event stream's body
 
@@ -185,20 +174,20 @@ class Application:
             self.memory.release(transfer)
             path = self._templates.get(scope.get("endpoint"), route_path(scope))
             path = scope.get("counted_as", path)
-            self._count(path if path in self.paths else "other", status, started)
+            self._count(path if path in self.paths else "other", status, record.seconds)
             if self.logs_requests:
-                log_request(scope, status, started)
+                log_request(scope, status)
             if self.telemetry and path in self.paths and path not in PROBES:
                 self.telemetry.record_request(scope, path, status, time.monotonic())
 
-    def _count(self, endpoint: str, status: int, started: float) -> None:
+    def _count(self, endpoint: str, status: int, seconds: float) -> None:
         if (counters := self._counters.get((endpoint, status))) is None:
             metrics = self.metrics  # labels() takes longer than counting
             counters = metrics.requests.labels(endpoint, status), metrics.latency.labels(endpoint)
             self._counters[endpoint, status] = counters
         requests, latency = counters
         requests.inc()
-        latency.observe(time.monotonic() - started)
+        latency.observe(seconds)
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send a route's response, or the envelope of its exception."""
@@ -207,7 +196,7 @@ class Application:
                 raise HttpError(503, NOT_STARTED)
             if len(scope["headers"]) > MAX_HEADERS:
                 raise HttpError(431, TOO_MANY_HEADERS)
-            self._identify(scope)
+            identify(scope, self.keyring, self.cross_site)
             path = route_path(scope)
             if path not in self.paths and path.count("/") == 1 and is_ndjson(scope):
                 # curl -T adds the name of its file to a URL that ends with a slash
@@ -221,19 +210,6 @@ class Application:
                     await send_json(send, document, response.status, response.headers)
             elif not isinstance(error, ClientGone):
                 raise  # the server closes the connection: the response is incomplete
-
-    def _identify(self, scope: Scope) -> None:
-        """Add the request's context. Raises the errors of access.py."""
-        key = key_from_headers(scope, self.keyring)
-        if not self.keyring.required:
-            self.cross_site.check(scope)
-        client, id, flow = client_of(key, address_of(scope)), scope["request_id"], flow_of(scope)
-        context = RequestContext(client, id.decode(), flow, key.share, key.priority, key=key)
-        scope["context"] = context
-        if scope["method"] == "POST":
-            if (priority := priority_of(scope, key)) != key.priority:
-                scope["context"] = replace(context, priority=priority)
-            count_request(key)
 
 
 def count_failure(error: Exception, scope: Scope) -> HttpError:

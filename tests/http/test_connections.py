@@ -19,7 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from server.http import connections, request
+from server.http import access, connections
 from server.http.connections import MAX_HEADER_BYTES, LimitedProtocol
 from server.http.request import MAX_HEADERS
 from tests.fakes import FakeRunner
@@ -533,8 +533,8 @@ def test_the_address_of_a_client_is_the_one_that_a_proxy_names(
     http: Parser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     addresses: list[str] = []
-    monkeypatch.setattr(request, "address_of", lambda scope: addresses.append(scope["client"][0]))
-    monkeypatch.setattr(request, "client_of", lambda key, address: b"client")
+    monkeypatch.setattr(access, "address_of", lambda scope: addresses.append(scope["client"][0]))
+    monkeypatch.setattr(access, "client_of", lambda key, address: b"client")
     with serving(FakeRunner, http=http) as server:
         addresses.clear()
         for headers in ({}, {"X-Forwarded-For": "10.0.0.1"}):

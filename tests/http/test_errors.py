@@ -14,6 +14,7 @@ from starlette.types import Message
 
 from batching.errors import ClientGone, InvalidInput, OutOfMemory, QueueFull
 from batching.request_queue import WorkItem
+from server.core.request_context import RequestRecord
 from server.http.errors import MAX_MESSAGE, MAX_PARAM, SETTING_FOR_PATH, HttpError, as_http_error
 from server.http.paths import route_path
 from server.http.sse import EventStream
@@ -26,7 +27,7 @@ from tests.fakes import FakeRunner
 from tests.serving import metric, serving
 
 APP = SimpleNamespace(routes=[])
-SCOPE: dict[str, Any] = {"request_id": b"1", "path": "/x", "method": "GET", "app": APP}
+SCOPE: dict[str, Any] = {"record": RequestRecord(), "path": "/x", "method": "GET", "app": APP}
 
 
 class VeryFull(QueueFull):

@@ -496,8 +496,7 @@ class BatchTask(StoredJob):
             "query_string": b"",
             "app": self.runner.app,
             "context": self.context,
-            "record": RequestRecord(received_at=time.monotonic()),
-            "request_id": request_id.encode(),
+            "record": RequestRecord(request_id, received_at=time.monotonic()),
             "transfer": Transfer(),
             "client": (self.record.address, 0),
         }

@@ -177,7 +177,7 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         previous = self._previous_items(namespace, request.previous_response_id, count)
         tools = request.callable_tools([*previous, *items])
         if tools.dropped:
-            id, names = scope["request_id"].decode(), ", ".join(tools.dropped)
+            id, names = scope["record"].request_id, ", ".join(tools.dropped)
             log.warning("tools dropped id=%s types=%s: they are not run here", id, names)
         prompt = request.generation_input(previous, items, tools)
         parsed = ParsedResponseRequest(request, [prompt], items, tools)
