@@ -1,11 +1,15 @@
 """One HTTP request as its work items, metrics and log lines know it."""
 
+import hashlib
+import secrets
 import time
 from dataclasses import dataclass
+from functools import lru_cache
 
 from batching.fair_share import WorkOwner
 from server.core.api_keys import NO_KEY, ApiKey
-from server.core.cache_namespace import cache_namespace
+
+_SECRET = secrets.token_bytes(32)  # keys cannot be found by trying their digests
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -15,8 +19,13 @@ class RequestContext(WorkOwner):
     key: ApiKey = NO_KEY
 
     def cache_namespace(self, model: str, salt: str | None) -> bytes:
-        """Return the namespace of the request's prompts on a model."""
-        return cache_namespace(model, self.key.id, salt)
+        """Return the namespace of the request's prompts on a model: cached prefixes and images are
+        shared within it only.
+
+        A cache that is shared leaks, by response times, which prompts others have sent. Each API
+        key has a namespace of its own, and a client's `cache_salt` divides it further. Without
+        API_KEYS all clients share one."""
+        return _digest(model, self.key.id, salt)
 
     def use_tokens(self, tokens: int) -> None:
         """Count tokens that the model has run against the key's limit."""
@@ -47,3 +56,13 @@ class RequestRecord:
     def seconds(self) -> float:
         """The time since the request arrived."""
         return time.monotonic() - self.received_at
+
+
+@lru_cache(maxsize=1024)
+def _digest(model: str, key: bytes, salt: str | None) -> bytes:
+    """Return 16 bytes that reveal neither key nor salt."""
+    digest = hashlib.blake2b(digest_size=16, key=_SECRET)
+    for part in (model.encode(), key, (salt or "").encode()):
+        digest.update(len(part).to_bytes(8))
+        digest.update(part)
+    return digest.digest()

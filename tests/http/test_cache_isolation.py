@@ -9,7 +9,8 @@ import pytest
 from batching.block_pool import BlockPool, BlockTable, Content
 from batching.scheduler import ContinuousScheduler
 from batching.sequence import Sequence
-from server.core.cache_namespace import cache_namespace
+from server.core.api_keys import ApiKey
+from server.core.request_context import RequestContext
 from tests import tiny_chat
 from tests.http.test_pipeline_http import error_of
 from tests.serving import Server, serving
@@ -78,9 +79,13 @@ def test_a_namespace_depends_on_each_of_its_parts_and_on_nothing_else() -> None:
         ("m", b"", ""), ("", b"m", ""), ("", b"", "m"),
         ("m", b"k", "s"), ("m", b"ks", ""), ("m", b"", "ks"),
     ]  # fmt: skip
-    namespaces = [cache_namespace(*arguments) for arguments in parts]
+
+    def namespace_of(model: str, key: bytes, salt: str) -> bytes:
+        return RequestContext(b"", key=ApiKey(key, "")).cache_namespace(model, salt)
+
+    namespaces = [namespace_of(*arguments) for arguments in parts]
     assert len(set(namespaces)) == len(parts)
-    assert namespaces == [cache_namespace(*arguments) for arguments in parts]
+    assert namespaces == [namespace_of(*arguments) for arguments in parts]
     assert {len(namespace) for namespace in namespaces} == {16}
 
 
