@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Generic, Self, TypeVar
 
 from batching.errors import ClientGone, ItemFailed
-from server.core.worker_client import Submission, stage_times
+from server.core.worker_client import Submission
 from worker.messages.decisions import DecisionInput
 from worker.messages.deltas import Delta
 from worker.messages.generation import GenerationInput
@@ -65,8 +65,8 @@ class DeltaStream(Submission[None], Generic[D]):
     def timing_headers(self) -> list[tuple[bytes, bytes]]:
         """Return the time per stage: until the prompts were prepared, until the first one started,
         and until now. Empty if none has started."""
-        started = [item for item in self.items if item.started_at]
-        return [stage_times(started, time.monotonic())] if started else []
+        self._record_times()
+        return [self.record.timing_header(time.monotonic())] if self.record.started_at else []
 
     async def read(self) -> list[D]:
         """Wait for deltas; none if `arrival` was set for another reason.

@@ -57,6 +57,15 @@ class RequestRecord:
         """The time since the request arrived."""
         return time.monotonic() - self.received_at
 
+    def timing_header(self, until: float) -> tuple[bytes, bytes]:
+        """Return the header with the milliseconds per stage. The last stage lasts until `until`."""
+        timing = b"queue;dur=%.2f, batch;dur=%.2f, model;dur=%.2f" % (
+            (self.prepared_at - self.accepted_at) * 1e3,
+            (self.started_at - self.prepared_at) * 1e3,
+            (until - self.started_at) * 1e3,
+        )
+        return b"server-timing", timing
+
 
 @lru_cache(maxsize=1024)
 def _digest(model: str, key: bytes, salt: str | None) -> bytes:

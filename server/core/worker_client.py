@@ -472,18 +472,6 @@ def fail_all(items: Iterable[WorkItem], error: OnequeueError) -> None:
         item.resolve(error)
 
 
-def stage_times(items: Sequence[WorkItem], finished_at: float) -> tuple[bytes, bytes]:
-    """Return the header with the milliseconds per stage of items that have run."""
-    arrived_at = min(item.arrived_at for item in items)
-    started_at = min(item.started_at for item in items)
-    timing = b"queue;dur=%.2f, batch;dur=%.2f, model;dur=%.2f" % (
-        (arrived_at - items[0].accepted_at) * 1e3,
-        (started_at - arrived_at) * 1e3,
-        (finished_at - started_at) * 1e3,
-    )
-    return b"server-timing", timing
-
-
 @dataclass(frozen=True, slots=True)
 class Deadlines:
     """Monotonic seconds, infinite where there is no limit. Only streams have both."""
@@ -545,12 +533,12 @@ class Submission(Generic[Result]):
     def _record_times(self) -> None:
         """Record the times of the items that have reached the model."""
         record = self.record
+        arrived = [item.arrived_at for item in self.items if item.arrived_at]
+        started = [item.started_at for item in self.items if item.started_at]
         record.accepted_at = record.accepted_at or self.items[0].accepted_at
-        for item in self.items:
-            record.prepared_at = record.prepared_at or item.arrived_at
-            if item.started_at:
-                record.started_at = record.started_at or item.started_at
-                record.ended_at = max(record.ended_at, item.finished_at)
+        record.prepared_at = record.prepared_at or min(arrived, default=0.0)
+        record.started_at = record.started_at or min(started, default=0.0)
+        record.ended_at = max(record.ended_at, *(item.finished_at for item in self.items))
 
     def _record_tokens(self) -> None:
         tokens = sum(item.tokens for item in self.items if item.started_at)
@@ -561,12 +549,11 @@ class Submission(Generic[Result]):
         """Return the time per stage in milliseconds: until the first item was prepared, until the
         first batch started, and until the last one ended; and the size of the largest batch. Empty
         if no item has reached the model."""
-        ran = [item for item in self.items if item.finished_at]
-        if not ran:
+        self._record_times()
+        if not (ended_at := self.record.ended_at):
             return []
-        timing = stage_times(ran, max(item.finished_at for item in ran))
-        batch_size = max(item.batch_size for item in ran)
-        return [timing, (b"x-batch-size", b"%d" % batch_size)]
+        batch_size = max(item.batch_size for item in self.items)
+        return [self.record.timing_header(ended_at), (b"x-batch-size", b"%d" % batch_size)]
 
     def _expire_at(self, deadline: float) -> None:
         """Replace the time limit."""
