@@ -5,7 +5,7 @@ A key is shown its own, an admin key all. Without keys they are there with MODEL
 import math
 import time
 from itertools import islice
-from typing import Literal
+from typing import Literal, cast
 
 from msgspec import Struct
 from starlette.requests import Request
@@ -13,6 +13,7 @@ from starlette.requests import Request
 from batching.fair_share import WorkOwner
 from batching.request_queue import WorkItem
 from server.core.delta_stream import DeltaStream, TokenStream
+from server.core.request_context import RequestContext
 from server.http.access import check_admin
 from server.http.errors import HttpError
 
@@ -46,27 +47,25 @@ async def debug_queue(request: Request) -> DebugQueue:
         check_admin(request.scope)
     shows_all = key.admin or not app.keyring.required
     items = [item for item in queue.items if shows_all or item.owner.client == key.id]
-    keys = {key.id: key.name for key in app.keyring}
     models = {model.name: model.served_name for model in app.worker_client.models.values()}
     by_owner: dict[WorkOwner, list[WorkItem]] = {}  # the items of a stream arrive over time
     for item in sorted(items, key=lambda item: item.accepted_at):
         by_owner.setdefault(item.owner, []).append(item)
-    requests = [describe(items, keys, models) for items in islice(by_owner.values(), MAX_REQUESTS)]
+    requests = [describe(items, models) for items in islice(by_owner.values(), MAX_REQUESTS)]
     return DebugQueue(len(items), queue.slots.capacity, requests)
 
 
-def describe(
-    items: list[WorkItem], keys: dict[bytes, str], models: dict[str, str]
-) -> QueuedRequest:
+def describe(items: list[WorkItem], models: dict[str, str]) -> QueuedRequest:
     """Describe the items of one request."""
     first, now = items[0], time.monotonic()
+    context = cast(RequestContext, first.owner)
     running = sum(item.started_at > 0 for item in items)
     stream, left_s = first.stream, first.deadline - now
     has_started = isinstance(stream, DeltaStream) and stream.started
     return QueuedRequest(
-        id=first.owner.request_id,
-        key=keys.get(first.owner.client, ""),  # type: ignore[call-overload]  # bytes, here
-        priority=first.owner.priority.name.lower(),
+        id=context.request_id,
+        key=context.key.name,
+        priority=context.priority.name.lower(),
         model=models[first.model],
         state="running" if running or has_started else "waiting",
         age_s=round(now - first.accepted_at, 3),

@@ -134,13 +134,13 @@ class LineStream(Generic[P]):
     ) -> None:
         app: Application = scope["app"]
         # all lines count as one request in the shares of the queue
-        self.owner: RequestContext = replace(scope["context"], is_stream=True)
-        scope["context"] = self.owner
+        self.context: RequestContext = replace(scope["context"], is_stream=True)
+        scope["context"] = self.context
         self.scope, self.receive, self.endpoint, self.limit_s = scope, receive, endpoint, limit_s
         self.settings, self.memory, self.max_body = app.settings, app.memory, app.max_body
         self.worker_client = app.worker_client
         self.queue, self.loop_budget = app.worker_client.queue, app.loop_budget
-        self.lane = app.worker_client.models[endpoint.model].lane_of(self.owner.priority)
+        self.lane = app.worker_client.models[endpoint.model].lane_of(self.context.priority)
         max_inputs = min(
             client_share(self.settings.max_queue_size),
             WINDOW_BATCHES * self.settings.max_batch_size,
@@ -245,8 +245,8 @@ class LineStream(Generic[P]):
                 raise HttpError(400, f"{MAX_INVALID} lines in a row are not JSON") from None
         else:
             self.invalid = 0
-            check_tokens(self.owner.key)
-            await self.queue.wait_for_room(self.owner, self.lane)
+            check_tokens(self.context.key)
+            await self.queue.wait_for_room(self.context, self.lane)
             pending.started_at = time.monotonic()
             first = pending.started_at + self.limit_s
             deadlines = Deadlines(first, first)

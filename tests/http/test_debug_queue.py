@@ -8,9 +8,9 @@ from typing import Any
 
 import httpx
 
-from batching.fair_share import WorkOwner
 from batching.request_queue import RequestQueue, StepLane
 from server.core.api_keys import NO_KEY, Keyring
+from server.core.request_context import RequestContext
 from server.core.settings import Settings
 from server.http.debug import debug_queue
 from tests.event_streams import CLIENT
@@ -88,9 +88,9 @@ def test_a_request_whose_inputs_arrive_over_time_is_listed_once() -> None:
         times = iter(range(10))
         queue = RequestQueue(8, lambda: float(next(times)))
         lane = StepLane("generation", 8)
-        stream, other = WorkOwner(b"first", "stream", is_stream=True), WorkOwner(b"", "other")
-        for owner in (stream, other, stream):
-            queue.accept(owner, ["a"], math.inf, lane, "generation")
+        stream = RequestContext(b"first", "stream", is_stream=True)
+        for context in (stream, RequestContext(b"", "other"), stream):
+            queue.accept(context, ["a"], math.inf, lane, "generation")
         models = {"generation": SimpleNamespace(name="generation", served_name="demo")}
         client = SimpleNamespace(queue=queue, models=models)
         settings = Settings(model_control=True)
