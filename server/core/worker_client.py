@@ -533,12 +533,13 @@ class Submission(Generic[Result]):
     def _record_times(self) -> None:
         """Record the times of the items that have reached the model."""
         record = self.record
-        arrived = [item.arrived_at for item in self.items if item.arrived_at]
-        started = [item.started_at for item in self.items if item.started_at]
         record.accepted_at = record.accepted_at or self.items[0].accepted_at
-        record.prepared_at = record.prepared_at or min(arrived, default=0.0)
-        record.started_at = record.started_at or min(started, default=0.0)
-        record.ended_at = max(record.ended_at, *(item.finished_at for item in self.items))
+        for item in self.items:
+            if at := item.arrived_at:
+                record.prepared_at = min(record.prepared_at or at, at)
+            if at := item.started_at:
+                record.started_at = min(record.started_at or at, at)
+                record.ended_at = max(record.ended_at, item.finished_at)
 
     def _record_tokens(self) -> None:
         tokens = sum(item.tokens for item in self.items if item.started_at)
@@ -548,8 +549,7 @@ class Submission(Generic[Result]):
     def timing_headers(self) -> list[tuple[bytes, bytes]]:
         """Return the time per stage in milliseconds: until the first item was prepared, until the
         first batch started, and until the last one ended; and the size of the largest batch. Empty
-        if no item has reached the model."""
-        self._record_times()
+        if no item has reached the model. To be called once it is closed."""
         if not (ended_at := self.record.ended_at):
             return []
         batch_size = max(item.batch_size for item in self.items)

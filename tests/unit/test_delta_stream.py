@@ -16,7 +16,7 @@ from batching.fair_share import WorkOwner
 from batching.request_queue import RequestQueue, StepLane
 from server.core.delta_stream import DeltaStream, TokenStream
 from server.core.request_context import RequestContext, RequestRecord
-from server.core.worker_client import FEW_READERS, Deadlines, WorkerClient
+from server.core.worker_client import FEW_READERS, Deadlines, Submission, WorkerClient
 from worker.messages.deltas import Delta
 
 NO_LIMITS = Deadlines(math.inf, math.inf)
@@ -44,6 +44,21 @@ def client_of(**more: Any) -> Any:
 
     model = SimpleNamespace(served_name="fake")
     return SimpleNamespace(loop=loop, queue=queue, submit=submit, models={"x": model}, **more)
+
+
+def test_the_header_and_the_record_have_the_times_of_the_first_input_and_the_last() -> None:
+    async def times() -> tuple[tuple[float, ...], bytes]:
+        with Submission[None](client_of(), "x", ["a", "b"], NO_LIMITS, None, scope()) as work:
+            for item, at in zip(work.items, (30.0, 20.0), strict=True):
+                item.accepted_at, item.arrived_at = 10.0, at
+                item.started_at, item.finished_at = at + 1, at + 2
+        record, [(_, timing), _] = work.record, work.timing_headers()
+        stages = record.accepted_at, record.prepared_at, record.started_at, record.ended_at
+        return stages, timing
+
+    stages, timing = asyncio.run(times())
+    assert stages == (10, 20, 21, 32)
+    assert timing == b"queue;dur=10000.00, batch;dur=1000.00, model;dur=11000.00"
 
 
 def test_collect_returns_all_deltas() -> None:
