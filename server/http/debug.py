@@ -15,6 +15,7 @@ from batching.request_queue import WorkItem
 from server.core.delta_stream import DeltaStream, TokenStream
 from server.http.access import check_admin
 from server.http.errors import HttpError
+from server.http.operation import Operation
 
 MAX_REQUESTS = 1000
 
@@ -38,6 +39,7 @@ class DebugQueue(Struct):
     requests: list[QueuedRequest]  # the oldest MAX_REQUESTS
 
 
+@Operation("GET /debug/queue", "The requests that wait and run", DebugQueue)
 async def debug_queue(request: Request) -> DebugQueue:
     app, queue, key = request.app, request.app.worker_client.queue, request.scope["context"].key
     if not app.keyring.required:
