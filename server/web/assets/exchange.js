@@ -58,22 +58,24 @@ export function exchange(request, responseDocument) {
 // ── JSON ──
 
 export function json(value) {
-  return JSON.stringify(shortened(value), null, 2) ?? "";
+  return JSON.stringify(value, shortened, 2) ?? "";
 }
 
-function shortened(value) {
+function shortened(key, value) {
   if (typeof value === "string" && value.length > MAX_CHARS) {
     return `${value.slice(0, 40)}… (${value.length.toLocaleString("en")} characters)`;
   }
-  if (Array.isArray(value)) {
-    const long = value.length > MAX_NUMBERS && typeof value[0] === "number";
-    if (!long) return value.map(shortened);
-    return [...value.slice(0, 4), `… ${value.length - 4} more numbers`];
+  const isLong = Array.isArray(value) && value.length > MAX_NUMBERS && typeof value[0] === "number";
+  return isLong ? [...value.slice(0, 4), `… ${value.length - 4} more numbers`] : value;
+}
+
+// Throws an error that begins with `subject`.
+export function parseJson(text, subject, revive) {
+  try {
+    return JSON.parse(text, revive);
+  } catch (error) {
+    throw new Error(`${subject} not valid JSON: ${error.message}`);
   }
-  if (value && typeof value === "object") {
-    return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, shortened(item)]));
-  }
-  return value;
 }
 
 function describeUpload({ file, form }) {

@@ -2,7 +2,7 @@
 // shows the result by its shape.
 
 import { autoGrow, find, setUpSettings, showOnSubmit, submitOnEnter } from "./dom.js";
-import { ask, json } from "./exchange.js";
+import { ask, json, parseJson } from "./exchange.js";
 import { dataUrl, FileField } from "./files.js";
 import { results } from "./results.js";
 
@@ -47,7 +47,7 @@ function title(task) {
 // Returns the form's request: raw input where possible, otherwise JSON.
 async function readForm(form, parts, takes, field) {
   const { parameters, labels, objects } = form.elements;
-  const values = parameters.value.trim() ? parseJson(parameters.value, "parameters") : {};
+  const values = parameters.value.trim() ? parseJson(parameters.value, "parameters:") : {};
   if (parts.labels) {
     values.candidate_labels = labels.value.split(",").map(label => label.trim()).filter(Boolean);
   }
@@ -62,8 +62,8 @@ async function readForm(form, parts, takes, field) {
   }
   let inputs = find("#pipeline-text", form).value;
   if (parts.objects) {
-    inputs = parseJson(objects.value, "input");
-    if (file) inputs = withFile(inputs, await dataUrl(file));
+    const url = file ? await dataUrl(file) : FILE;
+    inputs = parseJson(objects.value, "input:", (key, value) => (value === FILE ? url : value));
   }
   return { path: "./", body: hasParameters ? { inputs, parameters: values } : { inputs } };
 }
@@ -72,19 +72,4 @@ async function readForm(form, parts, takes, field) {
 function withMediaType(file, takes) {
   const known = file.type.startsWith(`${takes}/`) || file.type === "video/webm";
   return known ? file : new File([file], file.name, { type: "application/octet-stream" });
-}
-
-function withFile(value, url) {
-  if (value === FILE) return url;
-  if (Array.isArray(value)) return value.map(item => withFile(item, url));
-  if (!value || typeof value !== "object") return value;
-  return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, withFile(item, url)]));
-}
-
-function parseJson(text, name) {
-  try {
-    return JSON.parse(text);
-  } catch (error) {
-    throw new Error(`${name}: not valid JSON: ${error.message}`);
-  }
 }
