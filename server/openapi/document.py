@@ -20,15 +20,7 @@ from server import __version__
 from server.http.access import is_open
 from server.http.cross_site import SAFE_METHODS
 from server.http.json import to_json
-from server.http.operation import (
-    EVENTS,
-    JSON,
-    NDJSON,
-    Body,
-    Operation,
-    OperationRoute,
-    Schema,
-)
+from server.http.operation import EVENTS, JSON, NDJSON, Body, Operation, OperationRoute, Schema
 
 COMPONENTS = "#/components"
 LINES = "One line per line of the request: its response, or an error with the number of the line"
