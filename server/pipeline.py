@@ -30,6 +30,8 @@ from server.http.json import (
     to_json,
 )
 from server.http.ndjson import LineWork, serve_lines
+from server.http.operation import FORM as MULTIPART
+from server.http.operation import JSON, TEXT, Operation, Schema
 from server.http.request import count_failure, is_ndjson, read_request, send_json
 from server.http.upload import boundary_from
 from server.openai.decisions.endpoint import DecisionEndpoint
@@ -39,11 +41,9 @@ from server.openai.request_fields import decode
 from worker.media.decode_limiter import RequestLimiter
 from worker.messages.decisions import DecisionInput
 from worker.messages.protocol import PipelineInput
-from worker.tasks import TASKS, check_parameters
+from worker.tasks import TASKS, Task, check_parameters
 
-JSON = "application/json"
 FORM = "application/x-www-form-urlencoded"  # the type that curl -d sends
-MULTIPART = "multipart/form-data"  # the type that curl -F sends
 CURL_HINT = "with curl, post a file by --data-binary @FILE: -d leaves out its line breaks"
 
 
@@ -53,22 +53,75 @@ class PipelineRequest(NamedTuple):
     keeps_errors: bool = False  # the error of an input takes the place of its result
 
 
+def pipeline_operation(name: str) -> Operation:
+    """Return the operation of a task."""
+    task = TASKS[name]
+    request: dict[str, Schema] = {JSON: _pipeline_schema(task)}
+    if task.kind == "text" and not task.required:
+        request[TEXT] = {"type": "string", "minLength": 1}
+    elif task.kind != "json" and not task.required:
+        request |= {f"{task.kind}/*": {}, "application/octet-stream": {}}
+    if task.kind != "json":
+        request[MULTIPART] = _pipeline_form(task)
+    summary = f"The output of the {name} pipeline for an input, or for each of a list"
+    return Operation("POST /", summary, {JSON: {}}, request, takes_lines=True)
+
+
+def _pipeline_schema(task: Task) -> Schema:
+    one: Schema = {"type": "string", "minLength": 1}
+    if task.kind in ("image", "audio"):
+        one["description"] = "base64, or a data: URL"
+    elif task.kind == "json":
+        one = {"type": "object", "required": list(task.json_keys)}
+    checks = {name: {"description": check(object())} for name, check in task.parameters.items()}
+    parameters: Schema = {
+        "type": "object",
+        "properties": checks,
+        "additionalProperties": False,
+        "required": list(task.required),
+    }
+    if not task.required:
+        parameters = {"anyOf": [parameters, {"type": "null"}]}
+    several: Schema = {"type": "array", "items": one, "minItems": 1}
+    document: Schema = {
+        "type": "object",
+        "properties": {
+            "inputs": {"anyOf": [one, several]},
+            "parameters": parameters,
+            "on_error": {
+                "enum": ["all", "item"],
+                "description": "of a list: item puts an error in place of the result of an input",
+            },
+        },
+        "required": ["inputs", *(["parameters"] if task.required else [])],
+    }
+    return document if task.required else {"anyOf": [document, several]}
+
+
+def _pipeline_form(task: Task) -> Schema:
+    """Return the schema of a form with a file or a text."""
+    fields: Schema = {
+        "file": {"type": "string", "format": "binary", "description": "With a file name"},
+        "inputs": {"type": "string", "minLength": 1},
+        "parameters": {"type": "string", "description": "A JSON object"},
+    }
+    required = ["parameters"] if task.required else []
+    one = [{"required": ["file"]}, {"required": ["inputs"]}]
+    return {"type": "object", "properties": fields, "required": required, "oneOf": one}
+
+
 @dataclass(eq=False)
 class PipelineModels:
-    """An ASGI app for all methods of `/`: `page` serves GET, and the endpoint of the model that
-    `?model=` or the header X-Model names serves POST; without a name, the first."""
+    """An ASGI app for `POST /`: the endpoint of the model that `?model=` or the header X-Model
+    names responds; without a name, the first."""
 
-    page: ASGIApp
     endpoints: Mapping[NamedModel, ASGIApp]
 
     def __post_init__(self) -> None:
         self.models = ModelGroup([*self.endpoints])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self.page
-        if scope["method"] == "POST":
-            app = self.endpoints[self.models.find(named_in(scope))]
-        await app(scope, receive, send)
+        await self.endpoints[self.models.find(named_in(scope))](scope, receive, send)
 
 
 def named_in(scope: Scope) -> str | None:

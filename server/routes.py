@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from server.anthropic.endpoint import MessagesEndpoint, count_tokens_endpoint
+from server.anthropic.endpoint import MessagesEndpoint, count_tokens_route
 from server.core.metrics import metrics
 from server.core.settings import Settings, SettingsError
 from server.core.worker_client import WorkerClient
@@ -19,23 +18,22 @@ from server.entries import ModelEntry
 from server.http.debug import debug_queue
 from server.http.fetch import Fetcher
 from server.http.health import health, ready, version
-from server.http.request import JsonEndpoint
+from server.http.operation import TEXT, Operation, OperationRoute, routes_of
 from server.http.upload import Uploads
 from server.openai.adapters import AdapterControl
-from server.openai.audio.endpoint import AUDIO_PATHS, SpeechEndpoint
-from server.openai.audio.request import TranscriptionRequest, TranslationRequest
+from server.openai.audio.endpoint import OPERATIONS, SpeechEndpoint
 from server.openai.batches.endpoint import BATCH_ENDPOINTS, Batches
 from server.openai.batches.runner import BatchRunner
 from server.openai.batches.store import BatchStore, FolderInUse
 from server.openai.chat import ChatCompletions
 from server.openai.completions import Completions
 from server.openai.decisions.endpoint import DecisionEndpoint
-from server.openai.decisions.request import DecisionRequest
-from server.openai.decisions.systemone import SystemOneRequest
-from server.openai.embedding.embeddings import EMBEDDING_PATHS, EmbeddingEndpoint, EmbeddingRequest
+from server.openai.decisions.request import DECISIONS, DecisionRequest
+from server.openai.decisions.systemone import SYSTEM_ONE, SystemOneRequest
+from server.openai.embedding.embeddings import EMBEDDINGS, EmbeddingEndpoint, EmbeddingRequest
 from server.openai.embedding.endpoint import ScoringEndpoint
-from server.openai.embedding.rerank import RERANK_PATHS, RerankRequest
-from server.openai.embedding.score import ScoreRequest
+from server.openai.embedding.rerank import RERANK, RerankRequest
+from server.openai.embedding.score import SCORE, ScoreRequest
 from server.openai.images import ImageLoader
 from server.openai.jobs import JobRunner
 from server.openai.models import ModelGroup, ModelListing, NamedModel, add_aliases
@@ -48,28 +46,22 @@ from server.pipeline import (
     PipelineEndpoint,
     PipelineInputParser,
     PipelineModels,
+    pipeline_operation,
 )
-from server.web.page import ASSETS_PATH, Assets, IndexPage
+from server.web.page import Assets, IndexPage
 
-STATUS_ROUTES = [
-    Route("/health", JsonEndpoint(health), methods=["GET"]),
-    Route("/ready", JsonEndpoint(ready), methods=["GET"]),
-    Route("/ping", JsonEndpoint(ready), methods=["GET"]),
-    Route("/version", JsonEndpoint(version), methods=["GET"]),
-    Route("/metrics", metrics),
-    Route("/debug/queue", JsonEndpoint(debug_queue), methods=["GET"]),
-]
+METRICS = Operation("GET /metrics", "Prometheus metrics", {TEXT: {"type": "string"}})
 
 
 def make_routes(
     settings: Settings, worker_client: WorkerClient, entries: Sequence[ModelEntry]
-) -> tuple[list[Route], JobRunner]:
+) -> tuple[list[OperationRoute], JobRunner]:
     """Return the routes, and the runner of the requests without a connection."""
     assets, models = Assets(), named_models(settings, worker_client, entries)
     page = IndexPage(settings, worker_client, assets.files["index.html"])
-    root = root_endpoint(worker_client, page, entries)
-    methods = ["GET"] if root is page else ["GET", "POST"]
-    routes = [Route("/", root, methods=methods), *STATUS_ROUTES]  # tried in this order
+    routes = pipeline_routes(settings, worker_client, entries)  # tried in this order
+    routes += routes_of(page, health, ready, version, debug_queue)
+    routes.append(OperationRoute(METRICS, metrics))
     jobs = JobRunner(worker_client)
     if chats := models.get("generation"):
         chat = ModelGroup(chats)
@@ -79,18 +71,15 @@ def make_routes(
         fetcher = Fetcher(settings.image_fetch, max_bytes, worker_client.metrics)
         shared = settings, worker_client, chat, ImageLoader(worker_client, fetcher)
         responses = Responses(*shared, open_store(settings), jobs)
-        count_tokens = count_tokens_endpoint(chat, shared[-1])
+        decisions = DecisionEndpoint(settings, worker_client, chat, DecisionRequest)
+        system_one = DecisionEndpoint(settings, worker_client, chat, SystemOneRequest)
         routes += [
-            post("/v1/chat/completions", ChatCompletions(*shared)),
-            post("/v1/completions", Completions(*shared)),
-            post("/v1/responses", responses),
+            *routes_of(ChatCompletions(*shared), Completions(*shared)),
             *responses.routes(),
-            post("/v1/messages", MessagesEndpoint(*shared)),
-            post("/v1/messages/count_tokens", count_tokens),
-            post("/v1/decisions", DecisionEndpoint(settings, worker_client, chat, DecisionRequest)),
-            post(
-                "/v1/systemone", DecisionEndpoint(settings, worker_client, chat, SystemOneRequest)
-            ),
+            *routes_of(MessagesEndpoint(*shared)),
+            count_tokens_route(chat, shared[-1]),
+            OperationRoute(DECISIONS, decisions),
+            OperationRoute(SYSTEM_ONE, system_one),
             *adapters.routes(),
         ]
     routes += scoring_and_speech_routes(settings, worker_client, models)
@@ -106,20 +95,20 @@ def make_routes(
     texts = (group for kind, group in models.items() if kind != "transcription")
     if text_models := [*chain(*texts)]:
         routes += tokenizer_routes(text_models)
-    routes += [Route(path, assets, methods=["GET"]) for path in (ASSETS_PATH, "/favicon.ico")]
+    routes += routes_of(assets)
     if settings.batch_dir != "none":
         by_path: dict[str, Any] = {route.path: route.endpoint for route in routes}
         endpoints = {path: by_path[path] for path in BATCH_ENDPOINTS if path in by_path}
         runner = BatchRunner(jobs, open_batches(settings), endpoints)
         routes += Batches(runner).routes()
-    routes.append(openapi_route(settings, routes))
+    routes.append(openapi_route(settings.has_keys, routes))
     return routes, jobs
 
 
-def root_endpoint(
-    worker_client: WorkerClient, page: IndexPage, entries: Sequence[ModelEntry]
-) -> ASGIApp:
-    """Return the endpoint of `/`: the pipelines' if any is served, else the page."""
+def pipeline_routes(
+    settings: Settings, worker_client: WorkerClient, entries: Sequence[ModelEntry]
+) -> list[OperationRoute]:
+    """Return the route `POST /`, if a pipeline is served."""
     endpoints: dict[NamedModel, ASGIApp] = {}
     pipelines = [entry for entry in entries if entry.kind == "pipeline"]
     for entry in pipelines:
@@ -135,7 +124,9 @@ def root_endpoint(
             endpoints[model] = DecisionPipelineEndpoint(parser, decisions, entry.served_by)
         else:
             endpoints[model] = PipelineEndpoint(parser, worker_client, entry.served_by)
-    return PipelineModels(page, endpoints) if endpoints else page
+    if not endpoints:
+        return []
+    return [OperationRoute(pipeline_operation(settings.pipeline_task), PipelineModels(endpoints))]
 
 
 def named_models(
@@ -155,28 +146,23 @@ def named_models(
 
 def scoring_and_speech_routes(
     settings: Settings, worker_client: WorkerClient, models: Mapping[str, Sequence[NamedModel]]
-) -> Iterator[Route]:
+) -> Iterator[OperationRoute]:
     """Yield the routes of embedding, reranking and speech models."""
     if embedders := models.get("embedding"):
         group = ModelGroup(embedders)
         embeddings = EmbeddingEndpoint(settings, worker_client, group, EmbeddingRequest)
-        yield from (post(path, embeddings) for path in EMBEDDING_PATHS)
+        yield from (OperationRoute(operation, embeddings) for operation in EMBEDDINGS)
     if rerankers := models.get("rerank"):
         group = ModelGroup(rerankers)
         rerank = ScoringEndpoint(settings, worker_client, group, RerankRequest)
-        yield from (post(path, rerank) for path in RERANK_PATHS)
+        yield from (OperationRoute(operation, rerank) for operation in RERANK)
     if scoring := [*chain(*(models.get(kind, ()) for kind in ("rerank", "embedding")))]:
-        group = ModelGroup(scoring)
-        yield post("/v1/score", ScoringEndpoint(settings, worker_client, group, ScoreRequest))
+        score = ScoringEndpoint(settings, worker_client, ModelGroup(scoring), ScoreRequest)
+        yield OperationRoute(SCORE, score)
     if transcribers := models.get("transcription"):
         group, uploads = ModelGroup(transcribers), Uploads(settings.max_audio_mb)
-        kinds = (TranscriptionRequest, TranslationRequest)
-        for path, kind in zip(AUDIO_PATHS, kinds, strict=True):
-            yield post(path, SpeechEndpoint(worker_client, group, uploads, kind))
-
-
-def post(path: str, endpoint: ASGIApp) -> Route:
-    return Route(path, endpoint, methods=["POST"])
+        for kind, operation in OPERATIONS.items():
+            yield OperationRoute(operation, SpeechEndpoint(worker_client, group, uploads, kind))
 
 
 def open_store(settings: Settings) -> ResponseStore:

@@ -13,14 +13,23 @@ from starlette.types import Scope
 
 from server.anthropic.builder import MessageBuilder
 from server.anthropic.request import CountTokensRequest, MessagesRequest
-from server.anthropic.schemas import TokenCount
+from server.anthropic.schemas import AnthropicError, MessageResponse, TokenCount
 from server.core.delta_stream import UsageCounts
 from server.http.json import parse_json
+from server.http.operation import Operation, OperationRoute
 from server.openai.endpoint import GenerationEndpoint, ParsedRequest
 from server.openai.images import ImageLoader
 from server.openai.models import ModelGroup
 from server.openai.request_fields import decode
 from server.openai.token_count import TokenCounter
+
+COUNT_TOKENS = Operation(
+    "POST /v1/messages/count_tokens",
+    "The number of tokens of a conversation",
+    TokenCount,
+    CountTokensRequest,
+    error=AnthropicError,
+)
 
 
 @dataclass(frozen=True)
@@ -32,6 +41,14 @@ class ParsedMessagesRequest(ParsedRequest):
     model_name: str
 
 
+@Operation(
+    "POST /v1/messages",
+    "The next message of a conversation, as Anthropic has it",
+    MessageResponse,
+    MessagesRequest,
+    stream="With stream: true. message_start, events of the blocks, message_stop.",
+    error=AnthropicError,
+)
 class MessagesEndpoint(GenerationEndpoint[ParsedMessagesRequest]):
     def parse(self, body: bytes, scope: Scope) -> ParsedMessagesRequest:
         models, document = self.models, parse_json(body)
@@ -45,8 +62,9 @@ class MessagesEndpoint(GenerationEndpoint[ParsedMessagesRequest]):
         return MessageBuilder(body, request.model_name, prompt, usage, call_id)
 
 
-def count_tokens_endpoint(models: ModelGroup, images: ImageLoader) -> TokenCounter:
-    return TokenCounter(models, images, partial(parse_prompt, models), TokenCount)
+def count_tokens_route(models: ModelGroup, images: ImageLoader) -> OperationRoute:
+    counter = TokenCounter(models, images, partial(parse_prompt, models), TokenCount)
+    return OperationRoute(COUNT_TOKENS, counter)
 
 
 def parse_prompt(models: ModelGroup, body: bytes, scope: Scope) -> ParsedRequest:

@@ -16,6 +16,7 @@ from server.core.delta_stream import DeltaStream, TokenStream
 from server.core.request_context import RequestContext
 from server.http.access import check_admin
 from server.http.errors import HttpError
+from server.http.operation import Operation
 
 MAX_REQUESTS = 1000
 
@@ -39,6 +40,7 @@ class DebugQueue(Struct):
     requests: list[QueuedRequest]  # the oldest MAX_REQUESTS
 
 
+@Operation("GET /debug/queue", "The requests that wait and run", DebugQueue)
 async def debug_queue(request: Request) -> DebugQueue:
     app, queue, key = request.app, request.app.worker_client.queue, request.scope["context"].key
     if not app.keyring.required:

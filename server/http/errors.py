@@ -9,8 +9,9 @@ HTTP-level errors are raised as an HttpError; `as_http_error` converts all other
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
+from msgspec import Meta, Struct
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
@@ -94,6 +95,17 @@ ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+
+
+class ErrorDetails(Struct):
+    message: str
+    type: str
+    param: Annotated[str | None, Meta(description="The field with the error: messages[0].content")]
+    code: str
+
+
+class Error(Struct):
+    error: ErrorDetails
 
 
 class HttpError(Exception):
@@ -197,10 +209,18 @@ def _from_routing(error: HTTPException, scope: Scope) -> HttpError:
         message += ": it needs BATCH_DIR"
     elif error.status_code == 404:
         message += f": {_path_hint(path, scope['app'].routes)}"
-    elif allowed := (error.headers or {}).get("Allow"):
-        message += f", but {allowed}"
-    headers = [(k.lower().encode(), v.encode()) for k, v in (error.headers or {}).items()]
+    elif error.headers:
+        message += f", but {_allowed(scope)}"
+    headers = [(b"allow", _allowed(scope).encode())] if error.headers else []
     return HttpError(error.status_code, message, None, headers, kind="routing")
+
+
+def _allowed(scope: Scope) -> str:
+    """Return the methods of a path. Its routes have one each; the first is in the scope."""
+    routes = scope["app"].routes
+    paths = {route.path for route in routes if route.endpoint is scope["endpoint"]}
+    methods = [route.methods for route in routes if route.path in paths]
+    return ", ".join(sorted(set().union(*methods)))
 
 
 def _path_hint(path: str, routes: Sequence[Any]) -> str:

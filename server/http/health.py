@@ -12,6 +12,7 @@ from starlette.requests import Request
 from server import __version__
 from server.core.worker_client import WorkerClient
 from server.http.errors import HttpError
+from server.http.operation import Operation
 from worker.messages.protocol import Fallback
 from worker.tasks import TASKS, Kind
 
@@ -41,10 +42,12 @@ class Version(Struct):
     version: str
 
 
+@Operation("GET /version", "The version of the server", Version)
 async def version(request: Request) -> Version:
     return Version(__version__)
 
 
+@Operation("GET /health", "Liveness", Health, errors=[503])
 async def health(request: Request) -> Health:
     worker_client: WorkerClient = request.app.worker_client
     if worker_client.worker.state == "dead":
@@ -55,6 +58,8 @@ async def health(request: Request) -> Health:
     return Health("ok")
 
 
+@Operation("GET /ready", "Readiness", Ready, errors=[503])
+@Operation("GET /ping", "Readiness, the same as /ready", Ready, errors=[503])
 async def ready(request: Request) -> Ready:
     worker_client: WorkerClient = request.app.worker_client
     if worker_client.failure is not None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from prometheus_client import Counter, Histogram
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -393,10 +394,14 @@ async def send_at_pace(send: Send, transfer: Transfer, message: Message) -> None
 
 
 class JsonEndpoint:
-    """An ASGI app that sends the document which `respond` returns."""
+    """An ASGI app that sends the document, or the response, which `respond` returns."""
 
     def __init__(self, respond: Callable[[Request], Awaitable[object]]) -> None:
         self.respond = respond
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_json(send, await self.respond(Request(scope, receive)))
+        content = await self.respond(Request(scope, receive))
+        if isinstance(content, Response):
+            await content(scope, receive, send)
+        else:
+            await send_json(send, content)

@@ -11,7 +11,6 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 from starlette.requests import Request
-from starlette.routing import Route
 
 from batching.errors import DeadlineExceeded, InvalidInput, NotReady
 from batching.request_queue import WorkItem
@@ -19,7 +18,8 @@ from server.core.settings import SERVED_NAME, Settings, SettingsError, parse_ada
 from server.http.access import check_admin
 from server.http.errors import HttpError
 from server.http.json import JsonBodyParser, parse_json
-from server.http.request import JsonEndpoint, read_json_request
+from server.http.operation import Operation, OperationRoute, routes_of
+from server.http.request import read_json_request
 from server.openai.images import raise_when_gone
 from server.openai.models import AdaptedModel, ModelGroup, NamedModel
 from server.openai.request_fields import convert
@@ -62,11 +62,8 @@ class AdapterControl:
             metrics.max_adapters, metrics.adapter_names = MAX_ADAPTERS, self.names_in_use
             self._queue.on_released = self._on_released
 
-    def routes(self) -> list[Route]:
-        return [
-            Route("/v1/load_lora_adapter", JsonEndpoint(self.load), methods=["POST"]),
-            Route("/v1/unload_lora_adapter", JsonEndpoint(self.unload), methods=["POST"]),
-        ]
+    def routes(self) -> list[OperationRoute]:
+        return routes_of(self.load, self.unload)
 
     def add_configured(self) -> None:
         """Add the adapters of LORA, which are loaded with their bases. Raises SettingsError."""
@@ -94,6 +91,13 @@ class AdapterControl:
 
     # ── routes ──
 
+    @Operation(
+        "POST /v1/load_lora_adapter",
+        "Load a LoRA adapter of a chat model",
+        AdapterResponse,
+        LoadAdapterRequest,
+        errors=[403],
+    )
     async def load(self, request: Request) -> AdapterResponse:
         """Read an adapter on the loader thread. An unloaded base is loaded first."""
         check_admin(request.scope)
@@ -158,6 +162,13 @@ class AdapterControl:
             raise InvalidInput.at("lora_name", f"at most {MAX_ADAPTERS} adapters are served")
         return before
 
+    @Operation(
+        "POST /v1/unload_lora_adapter",
+        "Refuse new requests for a LoRA adapter, and free it after the last one",
+        AdapterResponse,
+        UnloadAdapterRequest,
+        errors=[403],
+    )
     async def unload(self, request: Request) -> AdapterResponse:
         """Refuse new requests for an adapter; those that have begun finish with it."""
         check_admin(request.scope)

@@ -15,9 +15,10 @@ from starlette.types import Scope
 from batching.errors import InvalidInput
 from server.core.delta_stream import UsageCounts
 from server.http.json import Document, parse_json
+from server.http.operation import Operation
 from server.openai.choices import ChoicesResponseBuilder, ChunkUsage, Head
 from server.openai.custom_tools import CustomInputReader
-from server.openai.endpoint import GenerationEndpoint, ParsedRequest
+from server.openai.endpoint import CHUNKS, GenerationEndpoint, ParsedRequest
 from server.openai.logprobs import prompt_fields, scored_token_with_top
 from server.openai.messages import Messages, conversation
 from server.openai.request_fields import (
@@ -121,6 +122,13 @@ class ChatRequest(GenerationRequest, kw_only=True):
         )
 
 
+@Operation(
+    "POST /v1/chat/completions",
+    "The next message of a conversation",
+    ChatCompletion,
+    ChatRequest,
+    stream=CHUNKS,
+)
 class ChatCompletions(GenerationEndpoint[ParsedRequest]):
     def parse(self, body: bytes, scope: Scope) -> ParsedRequest:
         max_entries = self.models.max_entries

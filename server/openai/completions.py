@@ -16,8 +16,9 @@ from starlette.types import Scope
 from batching.errors import InvalidInput
 from server.core.delta_stream import UsageCounts
 from server.http.json import Document, parse_json
+from server.http.operation import Operation
 from server.openai.choices import ChoicesResponseBuilder, ChunkUsage, Head
-from server.openai.endpoint import GenerationEndpoint, ParsedRequest
+from server.openai.endpoint import CHUNKS, GenerationEndpoint, ParsedRequest
 from server.openai.logprobs import clamp, prompt_fields
 from server.openai.request_fields import (
     GenerationRequest,
@@ -97,6 +98,13 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         ]
 
 
+@Operation(
+    "POST /v1/completions",
+    "The continuation of a text or token ids",
+    Completion,
+    CompletionRequest,
+    stream=CHUNKS,
+)
 class Completions(GenerationEndpoint[ParsedRequest]):
     def parse(self, body: bytes, scope: Scope) -> ParsedRequest:
         max_choices = self.settings.max_queue_size

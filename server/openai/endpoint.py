@@ -32,6 +32,7 @@ from worker.messages.generation import GenerationInput
 
 # Larger deltas and responses are encoded in a pool thread.
 MAX_INLINE_ENTRIES = 64
+CHUNKS = "With stream: true. Each event is a chunk, the last is [DONE]."
 D = TypeVar("D")
 
 

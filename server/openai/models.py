@@ -16,7 +16,6 @@ from typing import Literal
 from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput
@@ -26,7 +25,8 @@ from server.core.worker_client import Deadlines, Submission, WorkerClient
 from server.http.access import check_admin
 from server.http.errors import HttpError
 from server.http.json import JsonBodyParser, parse_json
-from server.http.request import JsonEndpoint, read_json_request
+from server.http.operation import EVENTS, Operation, OperationRoute, routes_of
+from server.http.request import read_json_request
 from server.http.sse import COMMENT, EventStream, data_frame
 from server.openai.request_fields import decode, required
 from worker.load_context import LoadProgress
@@ -348,26 +348,21 @@ class ModelListing:
         self.all = ModelGroup([*named, *pipelines])
         self.body_parser = JsonBodyParser()
 
-    def routes(self) -> list[Route]:
-        routes = [
-            Route("/models", JsonEndpoint(self.list_all), methods=["GET"]),
-            Route("/models/load", JsonEndpoint(self.load), methods=["POST"]),
-            Route("/models/unload", JsonEndpoint(self.unload), methods=["POST"]),
-        ]
+    def routes(self) -> list[OperationRoute]:
+        routes = routes_of(self.list_all, self.load, self.unload)
         if self.named.models:
-            routes += [
-                Route("/v1/models", JsonEndpoint(self.list), methods=["GET"]),
-                Route("/v1/models/{id:path}", JsonEndpoint(self.retrieve), methods=["GET"]),
-                Route("/load_model", self.load_events, methods=["POST"]),
-            ]
+            routes += routes_of(self.list, self.retrieve, self.load_events)
         return routes
 
+    @Operation("GET /v1/models", "The models", ModelList, errors=[503])
     async def list(self, request: Request) -> ModelList:
         return listing(self.named)
 
+    @Operation("GET /models", "The models, those of POST / included", ModelList, errors=[503])
     async def list_all(self, request: Request) -> ModelList:
         return listing(self.all)
 
+    @Operation("GET /v1/models/{id:path}", "A model by its name", Model, errors=[503])
     async def retrieve(self, request: Request) -> Model | ModelList:
         if not (name := request.path_params["id"]):
             return await self.list(request)
@@ -380,6 +375,9 @@ class ModelListing:
         required(document.get("model"), "model")
         return models.find(decode(document, LoadRequest, models.id_for).model)
 
+    @Operation(
+        "POST /models/load", "Start to load a model", LoadResponse, LoadRequest, errors=[403]
+    )
     async def load(self, request: Request) -> LoadResponse:
         """Start to load a model; its progress is in the listing."""
         check_admin(request.scope)
@@ -389,6 +387,13 @@ class ModelListing:
         model.worker_client.manager.request_load(model.residency)
         return LoadResponse(success=True)
 
+    @Operation(
+        "POST /models/unload",
+        "Unload a model once what runs on it has finished",
+        LoadResponse,
+        LoadRequest,
+        errors=[403],
+    )
     async def unload(self, request: Request) -> LoadResponse:
         """Unload a model once what runs on it has finished, or end its load; new requests load it
         again."""
@@ -403,6 +408,13 @@ class ModelListing:
         model.worker_client.manager.request_unload(model.residency)
         return LoadResponse(success=True)
 
+    @Operation(
+        "POST /load_model",
+        "Load a model: an event for each change, the last is `ready` or `error`",
+        {EVENTS: {"description": "Events, each a JSON object."}},
+        LoadRequest,
+        errors=[403],
+    )
     async def load_events(self, request: Request) -> Response:
         """Load a model as transformers' server does: an event for each change, the last is `ready`
         or `error`. Its chat client waits for `ready` before its first message."""

@@ -13,23 +13,6 @@ from server.openai.response_tools import ToolChoice
 
 T = TypeVar("T")
 
-ERRORS = {
-    400: "The request is malformed, or a value is out of range; `param` names the field",
-    401: "The API key is missing or invalid",
-    403: "A web page of another origin sent the request: see CORS_ORIGINS",
-    404: "The resource does not exist",
-    405: "The path does not support this method",
-    408: "The request body stopped arriving",
-    413: "The request body is too large",
-    415: "The media type of the request body is not supported",
-    421: "The Host header is not a name of this machine: see ALLOWED_HOSTS",
-    500: "The model failed on this input, or the server has a bug",
-    503: "The server is overloaded, loading, failing or shutting down: retry later",
-    504: "The time limit has passed; the header X-Request-Timeout-Ms shortens it",
-}
-ERROR_HEADERS = {401: "WWW-Authenticate", 405: "Allow", 503: "Retry-After"}
-BODY_ERRORS = {400, 408, 413, 415, 503, 504}  # of any endpoint that reads a body
-
 
 def encode_now(struct: T) -> T:
     """Return the struct as encoded JSON, to be inserted into a larger response.
@@ -38,17 +21,6 @@ def encode_now(struct: T) -> T:
     and encoding it in one call would block other threads for long.
     """
     return cast(T, Raw(json.encode(struct)))
-
-
-class ErrorDetails(Struct):
-    message: str
-    type: str
-    param: Annotated[str | None, Meta(description="The field with the error: messages[0].content")]
-    code: str
-
-
-class Error(Struct):
-    error: ErrorDetails
 
 
 # ── chat and text completions ──
@@ -353,12 +325,16 @@ class Deleted(Struct):
     deleted: bool
 
 
-class ItemList(Struct):
+class ListBase(Struct):
     object: Literal["list"]
-    data: list[dict[str, Any]]
+    data: Sequence[Any]
     first_id: str | None
     last_id: str | None
     has_more: bool
+
+
+class ItemList(ListBase):
+    data: list[dict[str, Any]]
 
 
 # Events of a streamed response. `sequence_number` is set when an event is sent.
@@ -626,12 +602,8 @@ class FileObject(Struct):
     status_details: None = None
 
 
-class FileList(Struct):
-    object: Literal["list"]
+class FileList(ListBase):
     data: list[FileObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class BatchError(Struct):
@@ -705,9 +677,5 @@ class BatchJob(Struct):
     model: str | None = None  # of the first response
 
 
-class BatchList(Struct):
-    object: Literal["list"]
+class BatchList(ListBase):
     data: list[BatchJob]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool

@@ -11,12 +11,12 @@ from typing import Any
 
 import anyio
 from msgspec import Struct
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput
 from server.http.errors import HttpError
 from server.http.json import JsonBodyParser, in_thread, parse_json
+from server.http.operation import Operation, OperationRoute
 from server.http.request import read_json_request, send_json
 from server.openai.images import check_images
 from server.openai.messages import Messages, conversation
@@ -88,12 +88,17 @@ class DetokenizeRequest(Struct):
         return Prompt(model.decode(self.tokens))
 
 
-def tokenizer_routes(models: Sequence[NamedModel]) -> list[Route]:
-    tokenize = TokenizerEndpoint(TokenizeRequest, ModelGroup(models))
-    detokenize = TokenizerEndpoint(DetokenizeRequest, ModelGroup(models))
+TOKENIZE = Operation(
+    "POST /tokenize", "The token ids of a text or a conversation", Tokens, TokenizeRequest
+)
+DETOKENIZE = Operation("POST /detokenize", "The text of token ids", Prompt, DetokenizeRequest)
+
+
+def tokenizer_routes(models: Sequence[NamedModel]) -> list[OperationRoute]:
+    group = ModelGroup(models)
     return [
-        Route("/tokenize", tokenize, methods=["POST"]),
-        Route("/detokenize", detokenize, methods=["POST"]),
+        OperationRoute(TOKENIZE, TokenizerEndpoint(TokenizeRequest, group)),
+        OperationRoute(DETOKENIZE, TokenizerEndpoint(DetokenizeRequest, group)),
     ]
 
 

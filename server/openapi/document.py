@@ -1,89 +1,81 @@
 """`GET /openapi.json`: the mounted routes, described by the structs of requests and responses.
 
-    routes → their operations in the table → paths, and schemas of their structs
+    routes → their operations (http/operation.py) → paths, and schemas of their structs
 
-The table is in operations.py, the structs of responses in openai/response_schemas.py. Parameters
-that are not implemented are listed by the struct of a request. A test compares table and routes.
+Parameters that are not implemented are listed by the struct of a request.
 """
 
 import re
 from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import anyio.to_thread
 import msgspec
 from msgspec import Struct
 from starlette.requests import Request
-from starlette.routing import Route
 
 from server import __version__
-from server.core.settings import Settings
 from server.http.access import is_open
 from server.http.cross_site import SAFE_METHODS
 from server.http.json import to_json
-from server.http.request import JsonEndpoint
-from server.openai import response_schemas as schemas
-from server.openapi.operations import (
-    EVENTS,
-    FORM,
-    JSON,
-    LINES,
-    NDJSON,
-    OPERATIONS,
-    TEXT,
-    Body,
-    Operation,
-    Schema,
-)
-from worker.tasks import TASKS, Task
+from server.http.operation import EVENTS, JSON, NDJSON, Body, Operation, OperationRoute, Schema
 
-PATH = "/openapi.json"
 COMPONENTS = "#/components"
+LINES = "One line per line of the request: its response, or an error with the number of the line"
+DOCUMENT = Operation("GET /openapi.json", "This document", {JSON: {"type": "object"}})
+ERRORS = {
+    400: "The request is malformed, or a value is out of range; `param` names the field",
+    401: "The API key is missing or invalid",
+    403: "A web page of another origin sent the request: see CORS_ORIGINS",
+    404: "The resource does not exist",
+    405: "The path does not support this method",
+    408: "The request body stopped arriving",
+    413: "The request body is too large",
+    415: "The media type of the request body is not supported",
+    421: "The Host header is not a name of this machine: see ALLOWED_HOSTS",
+    500: "The model failed on this input, or the server has a bug",
+    503: "The server is overloaded, loading, failing or shutting down: retry later",
+    504: "The time limit has passed; the header X-Request-Timeout-Ms shortens it",
+}
+ERROR_HEADERS = {401: "WWW-Authenticate", 405: "Allow", 503: "Retry-After"}
+BODY_ERRORS = {400, 408, 413, 415, 503, 504}  # of any endpoint that reads a body
 
 
-def openapi_route(settings: Settings, others: Sequence[Route]) -> Route:
+def openapi_route(has_keys: bool, others: Sequence[OperationRoute]) -> OperationRoute:
     """Return a route that serves the document of the other routes and itself."""
 
     @cache
     def content(root_path: str) -> bytes:
-        document = build_document(settings, [*others, route])
+        document = build_document(has_keys, [*others, route])
         return to_json(document | {"servers": [{"url": root_path or "/"}]})
 
     async def respond(request: Request) -> bytes:
         return await anyio.to_thread.run_sync(content, request.scope.get("root_path", ""))
 
-    route = Route(PATH, JsonEndpoint(respond), methods=["GET"])
+    route = OperationRoute(DOCUMENT, respond)
     return route
 
 
-def build_document(settings: Settings, routes: Sequence[Route]) -> dict[str, Any]:
-    mounted = {
-        f"{method} {route.path_format}" for route in routes for method in route.methods or ()
-    }
-    table = {"POST /": pipeline_operation(settings.pipeline_task), **OPERATIONS}
-    operations = {key: operation for key, operation in table.items() if key in mounted}
-    has_keys = settings.has_keys
-    error_kinds = list(dict.fromkeys(operation.error for operation in operations.values()))
+def build_document(has_keys: bool, routes: Sequence[OperationRoute]) -> dict[str, Any]:
+    operations = [route.operation for route in routes]
+    error_kinds = list(dict.fromkeys(operation.error for operation in operations))
     paths: dict[str, dict[str, Any]] = {}
-    for key, operation in operations.items():
-        method, path = key.split()
-        requires_key = has_keys and not is_open(method, path)
-        document = _operation_document(method, path, operation, requires_key)
-        if not has_keys:
-            statuses = {421} if method in SAFE_METHODS else {403, 421}
-            _add_errors(document, statuses, operation.error)
-        paths.setdefault(path, {})[method.lower()] = document
+    for route in routes:
+        method, _ = route.operation.key.split()
+        document = _operation_document(method, route.path_format, route.operation, has_keys)
+        paths.setdefault(route.path_format, {})[method.lower()] = document
     errors: dict[str, Any] = {
         f"{kind.__name__}{status}": {"description": meaning, "content": _content(kind)}
         for kind in error_kinds
-        for status, meaning in schemas.ERRORS.items()
+        for status, meaning in ERRORS.items()
     }
     for kind in error_kinds:
-        for status, name in schemas.ERROR_HEADERS.items():
+        for status, name in ERROR_HEADERS.items():
             headers = {name: {"schema": {"type": "string"}}}
             errors[f"{kind.__name__}{status}"]["headers"] = headers
-    components = {"schemas": _schemas(operations.values()), "responses": errors}
+    components = {"schemas": _schemas(operations), "responses": errors}
     if has_keys:
         components["securitySchemes"] = {
             "bearer": {"type": "http", "scheme": "bearer"},
@@ -97,72 +89,13 @@ def build_document(settings: Settings, routes: Sequence[Route]) -> dict[str, Any
     }
 
 
-def pipeline_operation(name: str) -> Operation:
-    """Return the operation `POST /` of a task."""
-    task = TASKS[name]
-    request: dict[str, Schema] = {JSON: _pipeline_schema(task)}
-    if task.kind == "text" and not task.required:
-        request[TEXT] = {"type": "string", "minLength": 1}
-    elif task.kind != "json" and not task.required:
-        request |= {f"{task.kind}/*": {}, "application/octet-stream": {}}
-    if task.kind != "json":
-        request[FORM] = _pipeline_form(task)
-    summary = f"The output of the {name} pipeline for an input, or for each of a list"
-    return Operation(summary, {JSON: {}}, request, takes_lines=True)
-
-
-def _pipeline_schema(task: Task) -> Schema:
-    one: Schema = {"type": "string", "minLength": 1}
-    if task.kind in ("image", "audio"):
-        one["description"] = "base64, or a data: URL"
-    elif task.kind == "json":
-        one = {"type": "object", "required": list(task.json_keys)}
-    checks = {name: {"description": check(object())} for name, check in task.parameters.items()}
-    parameters: Schema = {
-        "type": "object",
-        "properties": checks,
-        "additionalProperties": False,
-        "required": list(task.required),
-    }
-    if not task.required:
-        parameters = {"anyOf": [parameters, {"type": "null"}]}
-    several: Schema = {"type": "array", "items": one, "minItems": 1}
-    document: Schema = {
-        "type": "object",
-        "properties": {
-            "inputs": {"anyOf": [one, several]},
-            "parameters": parameters,
-            "on_error": {
-                "enum": ["all", "item"],
-                "description": "of a list: item puts an error in place of the result of an input",
-            },
-        },
-        "required": ["inputs", *(["parameters"] if task.required else [])],
-    }
-    return document if task.required else {"anyOf": [document, several]}
-
-
-def _pipeline_form(task: Task) -> Schema:
-    """Return the schema of a form with a file or a text."""
-    fields: Schema = {
-        "file": {"type": "string", "format": "binary", "description": "With a file name"},
-        "inputs": {"type": "string", "minLength": 1},
-        "parameters": {"type": "string", "description": "A JSON object"},
-    }
-    required = ["parameters"] if task.required else []
-    one = [{"required": ["file"]}, {"required": ["inputs"]}]
-    return {"type": "object", "properties": fields, "required": required, "oneOf": one}
-
-
 def _operation_document(
-    method: str, path: str, operation: Operation, requires_key: bool
+    method: str, path: str, operation: Operation, has_keys: bool
 ) -> dict[str, Any]:
     content = _content(operation.response)
-    alternatives = [_content(struct)[JSON]["schema"] for struct in operation.alternatives]
-    if operation.bare:
-        alternatives.append({"type": "array", "items": operation.bare})
-    if alternatives:
-        content[JSON] = {"schema": {"anyOf": [content[JSON]["schema"], *alternatives]}}
+    if operation.alternatives:
+        kinds = [operation.response, *operation.alternatives]
+        content[JSON] = {"schema": {"anyOf": list(map(_schema, kinds))}}
     content |= {media: {"schema": {"type": "string"}} for media in operation.others}
     if operation.takes_lines:
         content[NDJSON] = {"schema": {"type": "string", "description": LINES}}
@@ -173,59 +106,53 @@ def _operation_document(
         "summary": operation.summary,
         "responses": {"200": {"description": "The response", "content": content}},
     }
+    errors = {405, 500, *operation.errors}
     parameters: list[Schema] = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in re.findall(r"\{(\w+)\}", path)
     ]
+    if parameters or "model" in getattr(operation.request, "__struct_fields__", ()):
+        errors.add(404)
     if query := operation.query:
+        errors.add(400)
         _, components = msgspec.json.schema_components([query])
         for name, schema in components[query.__name__]["properties"].items():
             parameters.append({"name": name, "in": "query", "schema": schema})
     if parameters:
         document["parameters"] = parameters
-    errors = {405, 500, *operation.errors}
     if operation.request:
-        errors |= schemas.BODY_ERRORS
-        if "model" in getattr(operation.request, "__struct_fields__", ()):
-            errors.add(404)
+        errors |= BODY_ERRORS
         body = _content(operation.request)
         if operation.takes_lines:
             lines = "One input per line: a JSON string, or an object as in a JSON body"
             body[NDJSON] = {"schema": {"type": "string", "description": lines}}
         document["requestBody"] = {"required": True, "content": body}
-    if requires_key:
+    if not has_keys:
+        errors |= {421} if method in SAFE_METHODS else {403, 421}
+    elif not is_open(method, path):
         errors.add(401)
         document["security"] = [{"bearer": []}, {"key": []}]
-    _add_errors(document, errors, operation.error)
+    for status in sorted(errors):
+        reference = f"{COMPONENTS}/responses/{operation.error.__name__}{status}"
+        document["responses"][str(status)] = {"$ref": reference}
     return document
 
 
-def _add_errors(document: dict[str, Any], statuses: set[int], kind: type[Struct]) -> None:
-    for status in sorted(statuses):
-        reference = f"{COMPONENTS}/responses/{kind.__name__}{status}"
-        document["responses"][str(status)] = {"$ref": reference}
+def _schema(kind: Any) -> Schema:
+    """Return a schema as it is, and a struct as a reference to its component."""
+    return {"$ref": f"{COMPONENTS}/schemas/{kind.__name__}"} if isinstance(kind, type) else kind
 
 
 def _content(body: type[Struct] | Body) -> dict[str, Any]:
-    """Return the content of a body, by media type. A struct is a reference to a component."""
-    if isinstance(body, type):
-        return {JSON: {"schema": {"$ref": f"{COMPONENTS}/schemas/{body.__name__}"}}}
-    return {media: {"schema": schema} for media, schema in body.items()}
+    """Return the content of a body, by media type."""
+    by_media = {JSON: body} if isinstance(body, type) else body
+    return {media: {"schema": _schema(kind)} for media, kind in by_media.items()}
 
 
 def _schemas(operations: Iterable[Operation]) -> dict[str, Any]:
     """Return the schemas of the operations' structs and of those within them, by name."""
-    bodies = [
-        body
-        for operation in operations
-        for body in (
-            operation.error,
-            operation.request,
-            operation.response,
-            *operation.alternatives,
-        )
-    ]
-    kinds = [body for body in bodies if isinstance(body, type)]
+    bodies = [(o.error, o.request, o.response, *o.alternatives) for o in operations]
+    kinds = [body for body in chain(*bodies) if isinstance(body, type)]
     template = COMPONENTS + "/schemas/{name}"
     _, components = msgspec.json.schema_components(kinds, ref_template=template)
     for kind in kinds:

@@ -19,6 +19,7 @@ from server import __version__
 from server.core.settings import Settings
 from server.core.worker_client import WorkerClient
 from server.http.errors import HttpError
+from server.http.operation import HTML, TEXT, Operation
 from server.web.examples import ASSETS, MASK, curl_examples
 from worker.messages.protocol import ModelInfo
 
@@ -56,6 +57,11 @@ _HOST = re.compile(r"[A-Za-z0-9._-]{1,253}(:\d{1,5})?|\[[0-9A-Fa-f:.]{2,45}\](:\
 _QUALITY = re.compile(r"q=([01](?:\.\d{0,3})?)")
 
 
+@Operation(
+    "GET /",
+    "A page for browsers; examples with curl for other clients",
+    {HTML: {"type": "string"}, TEXT: {"type": "string"}},
+)
 @dataclass(eq=False)
 class IndexPage:
     """`GET /`."""
@@ -108,6 +114,8 @@ def prefers_html(accept: str) -> bool:
     return 0 < qualities.get("text/html", 0) >= qualities.get("text/plain", 0)
 
 
+@Operation(f"GET {ASSETS_PATH}", "A file of the page", {"*/*": {}})
+@Operation("GET /favicon.ico", "The icon of the page", {"image/svg+xml": {}})
 class Assets:
     """`GET /assets/…`, and the icon at /favicon.ico."""
 

@@ -18,9 +18,9 @@ from server.core.request_context import RequestRecord
 from server.http.errors import MAX_MESSAGE, MAX_PARAM, SETTING_FOR_PATH, HttpError, as_http_error
 from server.http.paths import route_path
 from server.http.sse import EventStream
-from server.openai.audio.endpoint import AUDIO_PATHS
-from server.openai.embedding.embeddings import EMBEDDING_PATHS
-from server.openai.embedding.rerank import RERANK_PATHS
+from server.openai.audio.endpoint import OPERATIONS
+from server.openai.embedding.embeddings import EMBEDDINGS
+from server.openai.embedding.rerank import RERANK
 from tests.fake_generator import FakeGenerator
 from tests.fake_transcriber import FakeTranscriber
 from tests.fakes import FakeRunner
@@ -55,7 +55,8 @@ def test_an_error_gets_the_status_of_its_nearest_known_class(
 
 
 def test_a_path_without_its_model_names_the_setting() -> None:
-    assert {*AUDIO_PATHS, *EMBEDDING_PATHS, *RERANK_PATHS} <= set(SETTING_FOR_PATH)
+    operations = [*OPERATIONS.values(), *EMBEDDINGS, *RERANK]
+    assert {operation.key.split()[1] for operation in operations} <= set(SETTING_FOR_PATH)
     with serving(FakeRunner) as server:
         for path in set(SETTING_FOR_PATH) - {"/"}:
             response = httpx.post(server.url + path, json={})
@@ -91,8 +92,9 @@ def test_an_unknown_path_or_method_names_the_known_ones() -> None:
 
 
 def test_a_path_without_v1_has_a_hint() -> None:
-    served = [*AUDIO_PATHS, "/v1/chat/completions", "/v1/completions", "/v1/responses"]
-    served += ["/v1/responses/resp_1", "/v1/embeddings", "/v1/models/demo"]
+    served = ["/v1/audio/transcriptions", "/v1/audio/translations", "/v1/chat/completions"]
+    served += ["/v1/completions", "/v1/responses", "/v1/responses/resp_1"]
+    served += ["/v1/embeddings", "/v1/models/demo"]
     fakes: dict[str, Any] = {"load_chat": FakeGenerator, "load_transcriber": FakeTranscriber}
     with serving(load_embedder=FakeRunner, **fakes, ready=False) as server:
         for path in served:

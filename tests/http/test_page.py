@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 from server.core.settings import Settings
-from server.pipeline import FORM, JSON, PipelineInputParser
+from server.http.operation import JSON
+from server.pipeline import FORM, PipelineInputParser
 from server.web.examples import ASSETS, curl_examples
 from server.web.page import CONTENT_SECURITY_POLICY, prefers_html
 from tests.fake_generator import FakeGenerator

@@ -10,15 +10,15 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
-from starlette.routing import Route
 
 from batching.errors import InvalidInput
-from server.core.settings import Settings
 from server.http.access import is_open
+from server.http.operation import OperationRoute
 from server.openai.chat import ChatRequest
 from server.openai.completions import CompletionRequest
 from server.openai.request_fields import GenerationRequest, decode
 from server.openapi.document import build_document
+from server.pipeline import pipeline_operation
 from tests.event_streams import CLIENT
 from tests.fake_generator import FakeGenerator
 from tests.fake_transcriber import FakeTranscriber
@@ -82,8 +82,7 @@ def test_the_document_is_well_formed(server: Server) -> None:
 
 @pytest.mark.parametrize("task", sorted(TASKS))
 def test_parameters_of_each_task_are_described(task: str) -> None:
-    root = Route("/", fetch, methods=["POST"])
-    document = build_document(Settings(pipeline_task=task), [root])
+    document = build_document(False, [OperationRoute(pipeline_operation(task), fetch)])
     check_form(document)
     (described,) = document["paths"].values()
     inputs = described["post"]["requestBody"]["content"]["application/json"]["schema"]

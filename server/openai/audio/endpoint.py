@@ -15,17 +15,49 @@ from starlette.types import Receive, Scope, Send
 
 from server.core.delta_stream import DeltaStream
 from server.core.worker_client import WorkerClient
+from server.http.operation import FORM, TEXT, Operation
 from server.http.sse import data_frame
 from server.http.upload import Uploads
 from server.openai.audio.formats import Transcript, encode, token_scores
-from server.openai.audio.request import TranscriptionRequest, read_fields
+from server.openai.audio.request import (
+    TranscriptionRequest,
+    TranslationRequest,
+    form_schema,
+    read_fields,
+)
 from server.openai.endpoint import ResponseBuilder, respond
 from server.openai.logprobs import scored_token
 from server.openai.models import ModelGroup
-from server.openai.response_schemas import TranscriptTextDelta, TranscriptTextDone
+from server.openai.response_schemas import (
+    Transcription,
+    TranscriptTextDelta,
+    TranscriptTextDone,
+    VerboseTranscription,
+)
 from worker.messages.transcription import TranscriptDelta
 
-AUDIO_PATHS = "/v1/audio/transcriptions", "/v1/audio/translations"
+SUBTITLES = TEXT, "application/x-subrip", "text/vtt"
+OPERATIONS = {
+    TranscriptionRequest: Operation(
+        "POST /v1/audio/transcriptions",
+        "The text of a recording",
+        Transcription,
+        {FORM: form_schema(TranscriptionRequest)},
+        [404],
+        "With stream: true. Deltas of the text, then the whole text, then [DONE].",
+        others=SUBTITLES,
+        alternatives=[VerboseTranscription],
+    ),
+    TranslationRequest: Operation(
+        "POST /v1/audio/translations",
+        "The English translation of a recording",
+        Transcription,
+        {FORM: form_schema(TranslationRequest)},
+        [404],
+        others=SUBTITLES,
+        alternatives=[VerboseTranscription],
+    ),
+}
 
 
 class TranscriptBuilder(ResponseBuilder[TranscriptDelta]):

@@ -6,21 +6,15 @@ from typing import Annotated, Literal, get_args
 from msgspec import Meta, Struct
 from msgspec.json import decode
 from starlette.requests import Request
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput
 from server.http.access import address_of
 from server.http.errors import SETTING_FOR_PATH
 from server.http.json import JsonBodyParser, parse_json, to_json
-from server.http.request import JsonEndpoint, read_request, send_json
-from server.openai.batches.files import (
-    METHODS,
-    Collection,
-    ExpiresAfter,
-    FileEndpoints,
-    namespace_of,
-)
+from server.http.operation import Operation, OperationRoute, routes_of
+from server.http.request import read_request, send_json
+from server.openai.batches.files import ExpiresAfter, FileEndpoints, namespace_of
 from server.openai.batches.runner import BatchRunner, BatchTask
 from server.openai.batches.store import KEPT_S, BatchRecord
 from server.openai.request_fields import convert
@@ -28,7 +22,6 @@ from server.openai.response_schemas import BatchJob, BatchList
 from server.openai.responses.request import Metadata
 from server.openai.sqlite_store import ListPage, encode_page, in_store
 
-PATH = "/v1/batches"
 BatchedPath = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
 BATCH_ENDPOINTS = get_args(BatchedPath)
 
@@ -48,6 +41,13 @@ class BatchPage(Struct):
     limit: Annotated[int, Meta(ge=1, le=100)] = 20
 
 
+@Operation(
+    "POST /v1/batches",
+    "Run the lines of a file as requests of low priority",
+    BatchJob,
+    BatchRequest,
+    errors=[404],
+)
 @dataclass(eq=False)
 class Batches:
     """An ASGI app that creates batches; `routes` has those of files and batches by their ids."""
@@ -58,13 +58,9 @@ class Batches:
         self.store = self.runner.store
         self.body_parser = JsonBodyParser()
 
-    def routes(self) -> list[Route]:
-        return [
-            *FileEndpoints(self.store).routes(),
-            Route(PATH, Collection(self, JsonEndpoint(self.list_batches)), methods=METHODS),
-            Route(PATH + "/{id}", JsonEndpoint(self.retrieve), methods=["GET"]),
-            Route(PATH + "/{id}/cancel", JsonEndpoint(self.cancel), methods=["POST"]),
-        ]
+    def routes(self) -> list[OperationRoute]:
+        own = routes_of(self, self.list_batches, self.retrieve, self.cancel)
+        return FileEndpoints(self.store).routes() + own
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         _, body, deadlines = await read_request(scope, receive)
@@ -90,6 +86,9 @@ class Batches:
         self.runner.add(record)
         await send_json(send, content)
 
+    @Operation(
+        "GET /v1/batches", "The batches of the key, newest first", BatchList, query=BatchPage
+    )
     async def list_batches(self, request: Request) -> bytes:
         query = convert(dict(request.query_params), BatchPage, strict=False)
         page = ListPage(query.after, query.limit, True)
@@ -101,10 +100,12 @@ class Batches:
 
         return await in_store(read)
 
+    @Operation("GET /v1/batches/{id}", "A batch", BatchJob)
     async def retrieve(self, request: Request) -> bytes:
         namespace, id = namespace_of(request.scope), request.path_params["id"]
         return await in_store(self.store.batch, namespace, id)
 
+    @Operation("POST /v1/batches/{id}/cancel", "Cancel a batch", BatchJob, errors=[400])
     async def cancel(self, request: Request) -> bytes:
         namespace, id = namespace_of(request.scope), request.path_params["id"]
         job = decode(await in_store(self.store.batch, namespace, id), type=BatchJob)

@@ -11,13 +11,13 @@ from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 from msgspec import Meta, Struct
 from starlette.requests import Request
-from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput
 from server.http.form import FILE, Form
 from server.http.json import Document
-from server.http.request import SEND_BYTES, JsonEndpoint, send_at_pace, send_json
+from server.http.operation import FORM, Operation, OperationRoute, routes_of
+from server.http.request import SEND_BYTES, send_at_pace, send_json
 from server.http.upload import Uploads
 from server.openai.batches.store import KEPT_S, BatchStore
 from server.openai.images import raise_when_gone
@@ -25,8 +25,6 @@ from server.openai.request_fields import convert
 from server.openai.response_schemas import Deleted, FileList, FileObject
 from server.openai.sqlite_store import ListPage, encode_page, in_store, storage_namespace
 
-PATH = "/v1/files"
-METHODS = ["GET", "POST"]  # of a collection
 MAX_FILE_MB = 200
 READER_THREADS = 1  # more would fill a turn of the event loop with pieces of files
 MIN_KEPT_S = 3600
@@ -60,29 +58,14 @@ def namespace_of(scope: Scope) -> bytes:
 
 
 @dataclass(eq=False)
-class Collection:
-    """An ASGI app that creates an entry of a list, or sends the list."""
-
-    create: ASGIApp
-    show: ASGIApp
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self.create if scope["method"] == "POST" else self.show
-        await app(scope, receive, send)
-
-
-@dataclass(eq=False)
 class FileEndpoints:
     store: BatchStore
 
-    def routes(self) -> list[Route]:
-        upload = FileUpload(self.store)
-        return [
-            Route(PATH, Collection(upload, JsonEndpoint(self.list_files)), methods=METHODS),
-            Route(PATH + "/{id}", JsonEndpoint(self.retrieve_or_delete), methods=["GET", "DELETE"]),
-            Route(PATH + "/{id}/content", FileContent(self.store), methods=["GET"]),
-        ]
+    def routes(self) -> list[OperationRoute]:
+        upload, content = FileUpload(self.store), FileContent(self.store)
+        return routes_of(upload, self.list_files, self.retrieve_or_delete, content)
 
+    @Operation("GET /v1/files", "The files of the key", FileList, query=FilePage)
     async def list_files(self, request: Request) -> bytes:
         query = convert(dict(request.query_params), FilePage, strict=False)
         page = ListPage(query.after, query.limit, query.order == "desc")
@@ -94,6 +77,8 @@ class FileEndpoints:
 
         return await in_store(read)
 
+    @Operation("GET /v1/files/{id}", "A file", FileObject)
+    @Operation("DELETE /v1/files/{id}", "Delete a file", Deleted, errors=[400])
     async def retrieve_or_delete(self, request: Request) -> FileObject | Deleted:
         namespace, id = namespace_of(request.scope), request.path_params["id"]
         if request.method == "DELETE":
@@ -115,6 +100,7 @@ def file_form() -> Document:
     return {"type": "object", "required": [FILE, "purpose"], "properties": fields}
 
 
+@Operation("POST /v1/files", "Upload the input file of a batch", FileObject, {FORM: file_form()})
 class FileUpload:
     """An ASGI app that stores the file of a form."""
 
@@ -153,6 +139,7 @@ def form_fields(form: Form) -> FileFields:
     return convert(document, FileFields, strict=False)
 
 
+@Operation("GET /v1/files/{id}/content", "The content of a file", {"application/octet-stream": {}})
 class FileContent:
     """An ASGI app that sends the content of a file."""
 

@@ -12,6 +12,7 @@ from msgspec import Meta, Struct
 from batching.errors import InvalidInput
 from server.core.delta_stream import UsageCounts
 from server.http.json import parse_json, to_json
+from server.http.operation import Operation
 from server.openai.decisions.questions import AnyQuestion, QuestionPart, as_text
 from server.openai.messages import to_template_messages
 from server.openai.request_fields import NON_EMPTY, CacheOptions, NonEmpty, Salt, required
@@ -112,3 +113,11 @@ class DecisionRequest(Struct, kw_only=True):
         pairs = zip(self.questions, probabilities, strict=True)
         answers = [question.answer(options) for question, options in pairs]
         return Decision(answers, self.model, response_usage(usage))
+
+
+DECISIONS = Operation(
+    "POST /v1/decisions",
+    "The probabilities of answers to questions about an input",
+    Decision,
+    DecisionRequest,
+)

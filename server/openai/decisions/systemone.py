@@ -10,6 +10,7 @@ from msgspec import Meta, Raw, Struct
 
 from batching.errors import InvalidInput
 from server.core.delta_stream import UsageCounts
+from server.http.operation import Operation
 from server.openai.decisions.confidence import (
     choice_confidence,
     likeliest,
@@ -113,6 +114,14 @@ class SystemOneRequest(Struct, kw_only=True):
         pairs = zip(self.questions.items(), probabilities, strict=True)
         answers = {name: question.answer(options) for (name, question), options in pairs}
         return SystemOne(self.model, answers, StateUsage(usage.prompt, 0))
+
+
+SYSTEM_ONE = Operation(
+    "POST /v1/systemone",
+    "The probabilities of answers to named questions about a state",
+    SystemOne,
+    SystemOneRequest,
+)
 
 
 def optional_text(content: Content | None, path: str) -> str:

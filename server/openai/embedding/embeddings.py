@@ -18,6 +18,7 @@ from batching.errors import InvalidInput
 from server.core.worker_client import Deadlines
 from server.http.json import Document, to_json
 from server.http.ndjson import LineWork, serve_lines
+from server.http.operation import Operation
 from server.http.request import is_ndjson
 from server.openai.embedding.endpoint import (
     MAX_INPUTS,
@@ -29,7 +30,7 @@ from server.openai.request_fields import PositiveInt, Salt, TextsOrIds, read_inp
 from server.openai.response_schemas import Embeddings, EmbeddingUsage
 from worker.messages.scoring import EmbeddingInput, EmbeddingOutput, PartSize, split_parts
 
-EMBEDDING_PATHS = ("/v1/embeddings", "/embed")
+VECTORS = {"type": "array", "items": {"type": "array", "items": {"type": "number"}}}
 Inputs = Annotated[
     TextsOrIds,
     Meta(extra_json_schema={"minItems": 1, "maxItems": MAX_INPUTS}),
@@ -87,6 +88,19 @@ class EmbeddingRequest(TruncationFields, kw_only=True):
         usage = EmbeddingUsage(tokens, tokens)
         head, tail = to_json(Embeddings("list", [], self.model, usage)).split(b"[]", 1)
         return [head + b"[", *vectors, b"]" + tail]
+
+
+EMBEDDINGS = [
+    Operation(
+        f"POST {path}",
+        "The vectors of texts or token ids; those of `inputs` as a bare list",
+        Embeddings,
+        EmbeddingRequest,
+        alternatives=[VECTORS],
+        takes_lines=True,
+    )
+    for path in ("/v1/embeddings", "/embed")
+]
 
 
 @dataclass(eq=False)

@@ -14,6 +14,7 @@ from msgspec import UNSET, Meta
 
 from batching.errors import InvalidInput
 from server.http.json import to_json
+from server.http.operation import Operation
 from server.openai.embedding.endpoint import MAX_INPUTS, TruncationFields
 from server.openai.request_fields import Count, NonEmpty, PositiveInt, Salt
 from server.openai.response_schemas import (
@@ -31,8 +32,7 @@ from worker.messages.scoring import (
     split_parts,
 )
 
-RERANK_PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
-
+RANKED_TEXTS = {"type": "array", "items": {"type": "object", "required": ["index", "score"]}}
 LENGTH = Meta(min_length=1, max_length=MAX_INPUTS)
 Texts = Annotated[list[NonEmpty], LENGTH]
 
@@ -95,6 +95,18 @@ class RerankRequest(TruncationFields, kw_only=True):
         tokens = sum(output.tokens for output in outputs)
         id, usage = "rerank-" + secrets.token_hex(12), EmbeddingUsage(tokens, tokens)
         return [to_json(Ranking(id, self.model or "", usage, results))]
+
+
+RERANK = [
+    Operation(
+        f"POST {path}",
+        "Documents by relevance to a query; those of `texts` as a bare list",
+        Ranking,
+        RerankRequest,
+        alternatives=[RANKED_TEXTS],
+    )
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+]
 
 
 def split_pairs(

@@ -12,6 +12,7 @@ import numpy as np
 
 from batching.errors import InvalidInput
 from server.http.json import to_json
+from server.http.operation import Operation
 from server.openai.embedding.endpoint import TruncationFields
 from server.openai.embedding.rerank import Texts, split_pairs
 from server.openai.request_fields import NonEmpty, Salt, required
@@ -98,6 +99,9 @@ class ScoreRequest(TruncationFields, kw_only=True):
         id, usage = "score-" + secrets.token_hex(12), EmbeddingUsage(tokens, tokens)
         data = [Score(n, "score", score) for n, score in enumerate(scores)]
         return [to_json(Scores(id, "list", int(time.time()), self.model or "", data, usage))]
+
+
+SCORE = Operation("POST /v1/score", "The similarity of pairs of texts", Scores, ScoreRequest)
 
 
 def _path(name: str, texts: Sequence[str], n: int) -> str:

@@ -22,7 +22,6 @@ import orjson
 from anyio.to_thread import run_sync
 from msgspec import Meta, Struct
 from starlette.requests import Request
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import ClientGone, InvalidInput
@@ -33,12 +32,13 @@ from server.http.access import address_of
 from server.http.access_log import log_background
 from server.http.errors import HttpError
 from server.http.json import INLINE_BYTES, Document, parse_json, to_json
-from server.http.request import MAX_BODIES, JsonEndpoint, count_failure, send_json
+from server.http.operation import JSON, Operation, OperationRoute, routes_of
+from server.http.request import MAX_BODIES, count_failure, send_json
 from server.http.transfers import Transfer, TransferBudget
 from server.openai.endpoint import GenerationEndpoint, build_events, respond
 from server.openai.jobs import JobRunner, StoredJob
 from server.openai.request_fields import convert, decode
-from server.openai.response_schemas import Deleted, InputTokens, ItemList
+from server.openai.response_schemas import Deleted, InputTokens, ItemList, Response
 from server.openai.responses.events import ResponsesBuilder
 from server.openai.responses.items import to_documents
 from server.openai.responses.request import ParsedResponseRequest, ResponseRequest
@@ -55,8 +55,13 @@ from worker.worker import trim_heap
 
 log = logging.getLogger("onequeue.responses")
 
-PATH = "/v1/responses/{id}"
-COUNT_PATH, COMPACT_PATH = "/v1/responses/input_tokens", "/v1/responses/compact"
+COUNT_TOKENS = Operation(
+    "POST /v1/responses/input_tokens",
+    "The number of tokens of a response's input",
+    InputTokens,
+    ResponseRequest,
+)
+COMPACT_PATH = "/v1/responses/compact"
 UNFINISHED = "queued", "in_progress"
 TRIM_BYTES = 4_000_000  # that a request holds; trimming takes milliseconds
 BACKGROUND_SHARE = 4  # inputs of background responses take a quarter of the memory for bodies
@@ -132,9 +137,16 @@ class Page(Struct):
         return encode_page(ItemList, items[start : start + self.limit + 1], self.limit)
 
 
+@Operation(
+    "POST /v1/responses",
+    "A model's response to items or a text, stored unless store is false",
+    Response,
+    ResponseRequest,
+    stream="With stream: true. The last event has the response.",
+)
 @dataclass(eq=False)
 class Responses(GenerationEndpoint[ParsedResponseRequest]):
-    """The app itself takes new requests; `routes` find responses, stored or in the background."""
+    """The app itself takes new requests; methods find responses, stored or in the background."""
 
     parse_blocks = True  # previous items are read from the store
 
@@ -150,15 +162,10 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         message = "the memory for background responses is in use"
         self.background_memory = TransferBudget(limit, message)
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[OperationRoute]:
         count = TokenCounter(self.models, self.images, self.parse, input_tokens, True)
-        return [
-            Route(COUNT_PATH, count, methods=["POST"]),
-            Route(COMPACT_PATH, JsonEndpoint(refuse_compaction), methods=["POST"]),
-            Route(PATH, JsonEndpoint(self.retrieve_or_delete), methods=["GET", "DELETE"]),
-            Route(PATH + "/input_items", JsonEndpoint(self.input_items), methods=["GET"]),
-            Route(PATH + "/cancel", JsonEndpoint(self.cancel), methods=["POST"]),
-        ]
+        by_id = self.retrieve_or_delete, self.input_items, self.cancel
+        return [OperationRoute(COUNT_TOKENS, count), *routes_of(self, refuse_compaction, *by_id)]
 
     # ── a new response ──
 
@@ -264,6 +271,8 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
 
     # ── a response by its id ──
 
+    @Operation("GET /v1/responses/{id}", "A response", Response, errors=[400])
+    @Operation("DELETE /v1/responses/{id}", "Delete a response", Deleted)
     async def retrieve_or_delete(self, request: Request) -> bytes | Deleted:
         scope, id = request.scope, request.path_params["id"]
         if request.method == "DELETE":
@@ -275,6 +284,12 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         read = partial(ResponseStore.response, count=counter(scope))
         return await self._in_stores(read, scope, id)
 
+    @Operation(
+        "GET /v1/responses/{id}/input_items",
+        "The input items of a response, newest first",
+        ItemList,
+        query=Page,
+    )
     async def input_items(self, request: Request) -> bytes:
         scope, id = request.scope, request.path_params["id"]
         page = convert(dict(request.query_params), Page, strict=False)
@@ -284,6 +299,9 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
 
         return await self._in_stores(read, scope, id)
 
+    @Operation(
+        "POST /v1/responses/{id}/cancel", "Cancel a background response", Response, errors=[400]
+    )
     async def cancel(self, request: Request) -> bytes:
         scope, id = request.scope, request.path_params["id"]
         await self._cancel(owner_from(scope), id)
@@ -330,6 +348,9 @@ def input_tokens(count: int) -> InputTokens:
     return InputTokens("response.input_tokens", count)
 
 
+@Operation(
+    f"POST {COMPACT_PATH}", "Refused: compaction is not implemented", {JSON: {}}, errors=[400]
+)
 async def refuse_compaction(request: Request) -> bytes:
     reason = "is not implemented: send the items themselves, or a summary that a response writes"
     raise InvalidInput(f"{COMPACT_PATH} {reason}")

@@ -61,12 +61,6 @@ export async function* events(response) {
   }
 }
 
-// Returns the server's timings of a request: {queue: seconds, model: seconds, …}.
-export function timings(response) {
-  const matches = (response.headers.get("server-timing") ?? "").matchAll(/(\w+);dur=([\d.]+)/g);
-  return Object.fromEntries([...matches].map(([, name, ms]) => [name, ms / 1000]));
-}
-
 // ── the key ──
 
 export function hasKey() {

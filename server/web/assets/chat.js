@@ -7,6 +7,7 @@ import { call, events } from "./api.js";
 import { Composer, textOf } from "./composer.js";
 import { Conversations } from "./conversations.js";
 import { announce, element, find, markRunning, setUpSettings } from "./dom.js";
+import { parseJson } from "./exchange.js";
 import { deleteConversations, loadConversation, saveConversation, session } from "./store.js";
 
 const PATH = "v1/chat/completions";
@@ -279,7 +280,7 @@ class Chat {
     }
     if (maxTokens.value) body.max_tokens = Number(maxTokens.value);
     if (effort.value) body.reasoning_effort = effort.value;
-    if (tools.value.trim()) body.tools = parseTools(tools.value);
+    if (tools.value.trim()) body.tools = parseJson(tools.value, "the tools are");
     return { path: PATH, body };
   }
   // Streams an answer. Returns it if the request was refused; `retry` is what its button does then.
@@ -386,12 +387,4 @@ function resultsForm(calls, submit) {
     })));
   };
   return form;
-}
-
-function parseTools(text) {
-  try {
-    return JSON.parse(text);
-  } catch (error) {
-    throw new Error(`the tools are not valid JSON: ${error.message}`);
-  }
 }

@@ -50,21 +50,23 @@ export function markRunning(section, running) {
   find(`#tab-${section.id}`).toggleAttribute("data-running", running);
 }
 
-// Shows the elements that `work` returns in a section, or its error.
-export async function showResult(section, work) {
-  const output = find(".output", section);
-  const button = find("[data-action=send]", section);
-  button.disabled = true;
-  output.replaceChildren(stopwatch("Running"));
-  markRunning(section, true);
-  try {
-    output.replaceChildren(...await work());
-  } catch (error) {
-    output.replaceChildren(failure(error));
-  } finally {
-    button.disabled = false;
-    markRunning(section, false);
-  }
+// Runs `work` when the form of a section is submitted; shows the elements that it returns, or its error.
+export function showOnSubmit(section, work) {
+  const [output, button] = [find(".output", section), find("[data-action=send]", section)];
+  find("form", section).onsubmit = async event => {
+    event.preventDefault();
+    button.disabled = true;
+    output.replaceChildren(stopwatch("Running"));
+    markRunning(section, true);
+    try {
+      output.replaceChildren(...await work());
+    } catch (error) {
+      output.replaceChildren(failure(error));
+    } finally {
+      button.disabled = false;
+      markRunning(section, false);
+    }
+  };
 }
 
 // Returns a button that copies the text that `read` returns. Plain http:// has no clipboard API.

@@ -1,9 +1,7 @@
 // Embeddings: a table of the cosine similarities of texts, one text per line.
 
-import { call } from "./api.js";
-import { autoGrow, element, find, showResult, submitOnEnter } from "./dom.js";
-import { exchange } from "./exchange.js";
-import { timingText } from "./pipeline.js";
+import { autoGrow, element, find, showOnSubmit, submitOnEnter } from "./dom.js";
+import { ask } from "./exchange.js";
 
 const PATH = "v1/embeddings";
 const MAX_TEXTS = 24;
@@ -16,31 +14,20 @@ const EXAMPLE = [
 ];
 
 export function startEmbeddings(section, ready, models) {
-  const form = find("form", section);
   const text = find("#embeddings-text", section);
   const model = models.find(({ serves }) => serves === "embedding")?.id;
   text.value = EXAMPLE.join("\n");
-  submitOnEnter(text, form, true);
-  form.onsubmit = event => {
-    event.preventDefault();
-    showResult(section, () => compare(text.value, model));
-  };
+  submitOnEnter(text, find("form", section), true);
+  showOnSubmit(section, () => compare(text.value, model));
   section.addEventListener("shown", autoGrow(text));
 }
 
-async function compare(text, model) {
+function compare(text, model) {
   const texts = text.split("\n").map(line => line.trim()).filter(Boolean);
   if (texts.length < 2 || texts.length > MAX_TEXTS) throw new Error(`2 to ${MAX_TEXTS} texts can be compared`);
-  const request = { path: PATH, body: { model, input: texts } };
-  const response = await call(PATH, { body: request.body });
-  const document = await response.json();
-  const vectors = document.data.map(({ embedding }) => embedding);
-  return [
-    element("div", { class: "scroll" }, table(texts, vectors)),
-    element("p", { class: "note" },
-      [`${vectors[0].length} dimensions`, timingText(response)].filter(Boolean).join(" · ")),
-    exchange(request, () => document),
-  ];
+  return ask({ path: PATH, body: { model, input: texts } },
+    ({ data }) => [element("div", { class: "scroll" }, table(texts, data.map(({ embedding }) => embedding)))],
+    ({ data: [{ embedding }] }) => [`${embedding.length} dimensions`]);
 }
 
 function table(texts, vectors) {

@@ -1,14 +1,34 @@
-// A request and its response for inspection: the JSON of both, and the request as curl and Python.
+// Send a request and show its response; both for inspection: the JSON, and the request as curl and Python.
 //
 // A request is {path, body} with a value for JSON, {path, file} with bytes, or {path, form, file}.
 // Images in JSON are data: URLs: they are shown shortened, and the commands read them from files.
 
-import { hasKey } from "./api.js";
-import { copyButton, element } from "./dom.js";
+import { call, hasKey } from "./api.js";
+import { copyButton, element, seconds } from "./dom.js";
 import { fileNameOf } from "./files.js";
 
 const MAX_CHARS = 400; // of a shown string
 const MAX_NUMBERS = 12; // of a shown list
+
+// Returns what `show` makes of the response's document, the texts of `notes` with the server's timings,
+// and the exchange.
+export async function ask(request, show, notes = () => []) {
+  const response = await call(request.path, { body: request.body ?? request.file });
+  const result = await response.json();
+  const note = [...notes(result), ...timings(response)].filter(Boolean).join(" · ");
+  return [...await show(result), element("p", { class: "note" }, note), exchange(request, () => result)];
+}
+
+function timings({ headers }) {
+  const matches = (headers.get("server-timing") ?? "").matchAll(/(\w+);dur=([\d.]+)/g);
+  const { queue, batch = 0, model } = Object.fromEntries([...matches].map(([, name, ms]) => [name, ms / 1000]));
+  const size = headers.get("x-batch-size");
+  return [
+    model !== undefined && `${seconds(model)} in the model`,
+    queue !== undefined && `${seconds(queue + batch)} waiting`,
+    size && `batch of ${size}`,
+  ];
+}
 
 export function exchange(request, responseDocument) {
   const views = {
@@ -38,22 +58,24 @@ export function exchange(request, responseDocument) {
 // ── JSON ──
 
 export function json(value) {
-  return JSON.stringify(shortened(value), null, 2) ?? "";
+  return JSON.stringify(value, shortened, 2) ?? "";
 }
 
-function shortened(value) {
+function shortened(key, value) {
   if (typeof value === "string" && value.length > MAX_CHARS) {
     return `${value.slice(0, 40)}… (${value.length.toLocaleString("en")} characters)`;
   }
-  if (Array.isArray(value)) {
-    const long = value.length > MAX_NUMBERS && typeof value[0] === "number";
-    if (!long) return value.map(shortened);
-    return [...value.slice(0, 4), `… ${value.length - 4} more numbers`];
+  const isLong = Array.isArray(value) && value.length > MAX_NUMBERS && typeof value[0] === "number";
+  return isLong ? [...value.slice(0, 4), `… ${value.length - 4} more numbers`] : value;
+}
+
+// Throws an error that begins with `subject`.
+export function parseJson(text, subject, revive) {
+  try {
+    return JSON.parse(text, revive);
+  } catch (error) {
+    throw new Error(`${subject} not valid JSON: ${error.message}`);
   }
-  if (value && typeof value === "object") {
-    return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, shortened(item)]));
-  }
-  return value;
 }
 
 function describeUpload({ file, form }) {
@@ -104,8 +126,7 @@ export function asPython(request) {
   const fields = Object.entries(request.body ?? request.form).map(
     ([name, value]) => `    ${name}=${literal(value, 1)},\n`).join("");
   const file = request.file ? `    file=open(${JSON.stringify(request.file.name)}, "rb"),\n` : "";
-  const imports = [hasKey() && "import os\n", usesFiles(request) && FILE_IMPORTS].filter(Boolean);
-  return `${imports.join("")}${imports.length ? "\n" : ""}from openai import OpenAI
+  return `${imports(request, usesFiles(request))}from openai import OpenAI
 
 ${usesFiles(request) ? DATA_URL : ""}client = OpenAI(base_url="${root}", api_key=${key})
 response = client.${sdk}(
@@ -115,7 +136,9 @@ ${request.body?.stream ? CHUNKS : "print(response)"}
 }
 
 const usesFiles = request => request.body && JSON.stringify(request.body).includes('"data:');
-const FILE_IMPORTS = "import base64\nfrom pathlib import Path\n";
+const imports = (request, usesPath) => [
+  hasKey() && "import os\n", usesFiles(request) && "import base64\n", usesPath && "from pathlib import Path\n", "\n",
+].filter(Boolean).join("").trimStart();
 const DATA_URL = `
 def data_url(media, name):
     return f"data:{media};base64,{base64.b64encode(Path(name).read_bytes()).decode()}"
@@ -133,9 +156,7 @@ function asHttpx(request) {
     headers.push(`"content-type": ${JSON.stringify(request.file.type)}`);
     body = `content=Path(${JSON.stringify(request.file.name)}).read_bytes()`;
   }
-  const imports = [hasKey() && "import os\n", usesFiles(request) && "import base64\n",
-    (request.file || usesFiles(request)) && "from pathlib import Path\n"].filter(Boolean).join("");
-  return `${imports}${imports ? "\n" : ""}import httpx
+  return `${imports(request, request.file || usesFiles(request))}import httpx
 
 ${usesFiles(request) ? DATA_URL : ""}response = httpx.post(
     "${address(request.path)}",

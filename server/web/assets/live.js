@@ -1,54 +1,46 @@
 // Live metrics: a card per figure with a line of the last minute, and a table of the endpoints.
 //
-//   poll /metrics every second while visible → prometheus.js → samples → figures → draw
+//   poll /metrics every second while visible → Metrics → figures → draw
 
 import { element, find, seconds, svgElement } from "./dom.js";
-import { parse } from "./prometheus.js";
 
 const POLL_MS = 1000;
-const MAX_SAMPLES = 61; // a minute
+const MAX_FIGURES = 61; // a minute
 const WINDOW = 30; // samples of a rate or percentile
 const INTERNAL = ["/metrics", "/ready", "/health", "/assets/{name}"];
-const isRequest = labels => !INTERNAL.includes(labels.endpoint);
+const SERIES = /^onequeue_(\w+?)(?:\{(.*)\})? (\S+)$/gm;
+const LABEL = /(\w+)="((?:[^"\\]|\\.)*)"/g;
 
-// `now` and `then` are samples, `over` the seconds between them; `figure` returns a number or NaN.
+const any = () => true;
+const isRequest = labels => !INTERNAL.includes(labels.endpoint);
+const kind = name => labels => labels.kind === name;
+
+// `figure` and `more` get the Metrics of the last samples, and `more` those since the server's start.
 const CARDS = [
   {
     title: "Queue", unit: whole, per: " queued",
     figure: now => now.sum("queue_depth"),
-    more: now => now.has("running_sequences")
+    more: now => now.series("running_sequences").length > 0
       && `${now.sum("running_sequences")} running · ${now.sum("waiting_sequences")} waiting`,
   },
   {
     title: "Responses/s", unit: rounded, per: "/s",
-    figure: (now, then, over) => now.since(then, "requests_total", isRequest) / over,
-    more: (now, then, over) => `${rounded(now.since(then, "errors_total") / over)} errors/s`,
+    figure: now => now.rate("requests_total", isRequest),
+    more: now => `${rounded(now.rate("errors_total"))} errors/s`,
   },
-  {
-    title: "Latency p95", unit: seconds,
-    figure: (now, then) => now.percentile("request_seconds", 0.95, then, isRequest),
-    more: (now, then) => `p50 ${seconds(now.percentile("request_seconds", 0.5, then, isRequest))}`,
-  },
-  {
-    title: "Queue wait p95", unit: seconds,
-    figure: (now, then) => now.percentile("queue_wait_seconds", 0.95, then),
-    more: (now, then) => `p50 ${seconds(now.percentile("queue_wait_seconds", 0.5, then))}`,
-  },
+  percentiles("Latency", "request_seconds", { matches: isRequest }),
+  percentiles("Queue wait", "queue_wait_seconds"),
   {
     title: "Batch size", unit: rounded, per: " per batch", serves: ["pipeline", "embedding", "rerank"],
-    figure: (now, then) => now.mean("batch_size", then),
-    more: now => `${rounded(now.mean("batch_size"))} since the start`,
+    figure: now => now.mean("batch_size"),
+    more: (now, all) => `${rounded(all.mean("batch_size"))} since the start`,
   },
   {
     title: "Tokens/s", unit: rounded, per: "/s", serves: ["generation"],
-    figure: (now, then, over) => now.since(then, "tokens_total", kind("output")) / over,
-    more: (now, then, over) => `${rounded(now.since(then, "tokens_total", kind("prompt")) / over)} prompt tokens/s`,
+    figure: now => now.rate("tokens_total", kind("output")),
+    more: now => `${rounded(now.rate("tokens_total", kind("prompt")))} prompt tokens/s`,
   },
-  {
-    title: "First token p95", unit: seconds, serves: ["generation"],
-    figure: (now, then) => now.percentile("time_to_first_token_seconds", 0.95, then),
-    more: (now, then) => `p50 ${seconds(now.percentile("time_to_first_token_seconds", 0.5, then))}`,
-  },
+  percentiles("First token", "time_to_first_token_seconds", { serves: ["generation"] }),
   {
     title: "Cache in use", unit: value => `${whole(100 * value)} %`, max: 1, serves: ["generation"],
     figure: now => now.sum("kv_blocks_used") / now.sum("kv_blocks"),
@@ -56,8 +48,60 @@ const CARDS = [
   },
 ];
 
-function kind(name) {
-  return labels => labels.kind === name;
+function percentiles(title, histogram, { matches, serves } = {}) {
+  return {
+    title: `${title} p95`, unit: seconds, serves,
+    figure: now => now.percentile(histogram, 0.95, matches),
+    more: now => `p50 ${seconds(now.percentile(histogram, 0.5, matches))}`,
+  };
+}
+
+// The series in a text of /metrics: [{name, labels, value}].
+function parse(text) {
+  return [...text.matchAll(SERIES)].map(([, name, labels = "", value]) => {
+    const pairs = [...labels.matchAll(LABEL)].map(([, key, value]) => [key, value]);
+    return { name, labels: Object.fromEntries(pairs), value: Number(value) };
+  });
+}
+
+// A sample, and its changes since an earlier one, or since the server's start.
+class Metrics {
+  constructor(now, then = { series: [], at: NaN }) {
+    Object.assign(this, { now, then });
+  }
+
+  series(name, matches = any, sample = this.now) {
+    return sample.series.filter(series => series.name === name && matches(series.labels));
+  }
+
+  sum(name, matches, sample) {
+    return this.series(name, matches, sample).reduce((total, { value }) => total + value, 0);
+  }
+
+  since(name, matches) {
+    return this.sum(name, matches) - this.sum(name, matches, this.then);
+  }
+
+  rate(counter, matches) {
+    return this.since(counter, matches) / (this.now.at - this.then.at || NaN);
+  }
+
+  mean(histogram) {
+    return this.since(`${histogram}_sum`) / this.since(`${histogram}_count`);
+  }
+
+  // Interpolates within the percentile's bucket; NaN without observations. Buckets are in order.
+  percentile(histogram, share, matches = any) {
+    const name = `${histogram}_bucket`;
+    const limits = [...new Set(this.series(name, matches).map(({ labels }) => labels.le))];
+    const counts = limits.map(le => this.since(name, labels => labels.le === le && matches(labels)));
+    const rank = share * counts.at(-1);
+    const n = counts.findIndex(count => count >= rank && count > 0);
+    if (n < 0) return NaN;
+    const [below, low] = n ? [counts[n - 1], Number(limits[n - 1])] : [0, 0];
+    const high = limits[n] === "+Inf" ? low : Number(limits[n]);
+    return low + (high - low) * (rank - below) / (counts[n] - below);
+  }
 }
 
 function whole(value) {
@@ -78,7 +122,7 @@ function roundedUp(value) {
 
 export function startLive(section, ready) {
   const models = { generation: ready.chat_model, pipeline: ready.task, embedding: ready.embedding_model, rerank: ready.rerank_model };
-  const cards = CARDS.filter(card => !card.serves || card.serves.some(name => models[name])).map(card => new Card(card));
+  const cards = CARDS.filter(({ serves }) => !serves || serves.some(name => models[name])).map(card => new Card(card));
   find(".cards", section).append(...cards.map(card => card.element));
   const samples = [];
   let timer = 0;
@@ -86,12 +130,14 @@ export function startLive(section, ready) {
     clearTimeout(timer);
     if (section.hidden || document.hidden) return;
     try {
-      samples.push(parse(await (await fetch("metrics")).text(), performance.now() / 1000));
-      samples.splice(0, samples.length - MAX_SAMPLES);
-      cards.forEach(card => card.draw(samples));
-      drawEndpoints(find("tbody", section), samples.at(-1));
+      const series = parse(await (await fetch("metrics")).text());
+      samples.push({ series, at: performance.now() / 1000 });
+      samples.splice(0, samples.length - WINDOW - 1);
+      const [now, all] = [new Metrics(samples.at(-1), samples[0]), new Metrics(samples.at(-1))];
+      cards.forEach(card => card.draw(now, all));
+      drawEndpoints(find("tbody", section), all);
     } catch {
-      cards.forEach(card => card.setStale());
+      cards.forEach(card => card.element.classList.add("stale"));
     }
     clearTimeout(timer);
     timer = setTimeout(poll, POLL_MS);
@@ -103,7 +149,7 @@ export function startLive(section, ready) {
 // `max`: the scale's end, of figures with a fixed range; `per`: what follows a number on the scale.
 class Card {
   constructor({ title, unit, figure, more, max = null, per = "" }) {
-    Object.assign(this, { unit, figure, more, max, per });
+    Object.assign(this, { unit, figure, more, max, per, figures: [] });
     this.value = element("strong", {}, "–");
     this.line = svgElement("path", { "vector-effect": "non-scaling-stroke" });
     this.area = svgElement("path", { class: "area" });
@@ -111,31 +157,29 @@ class Card {
     this.note = element("p", { class: "note" });
     this.element = element("article", { class: "card" }, element("h3", {}, title), this.value,
       element("div", { class: "chart" },
-        svgElement("svg", { viewBox: `0 0 ${MAX_SAMPLES - 1} 20`, preserveAspectRatio: "none", "aria-hidden": "true" }, this.area, this.line),
+        svgElement("svg", { viewBox: `0 0 ${MAX_FIGURES - 1} 20`, preserveAspectRatio: "none", "aria-hidden": "true" }, this.area, this.line),
         this.top, element("span", {}, "0")),
       this.note);
   }
 
-  draw(samples) {
-    const figures = samples.map((now, n) => {
-      const then = samples[Math.max(0, n - WINDOW)];
-      return this.figure(now, then, now.at - then.at || NaN);
-    });
-    const [now, then] = [samples.at(-1), samples[Math.max(0, samples.length - 1 - WINDOW)]];
+  draw(now, all) {
+    this.figures.push(this.figure(now));
+    this.figures.splice(0, this.figures.length - MAX_FIGURES);
     this.element.classList.remove("stale");
-    this.value.textContent = this.unit(figures.at(-1));
-    this.note.textContent = this.more(now, then, now.at - then.at || NaN) || "";
-    this.drawLine(figures);
+    this.value.textContent = this.unit(this.figures.at(-1));
+    this.note.textContent = this.more(now, all) || "";
+    this.drawLine();
   }
 
-  // Draws the last sample at the right edge; a sample without a figure is a gap.
-  drawLine(figures) {
+  // Draws the last figure at the right edge; one that is not a number is a gap.
+  drawLine() {
+    const { figures } = this;
     const top = this.max ?? roundedUp(Math.max(0, ...figures.filter(Number.isFinite)));
     this.top.textContent = this.unit(top) + this.per;
     let [line, area] = ["", ""];
     figures.forEach((figure, n) => {
       if (!Number.isFinite(figure)) return;
-      const [x, y] = [MAX_SAMPLES - figures.length + n, 20 - 20 * figure / top];
+      const [x, y] = [MAX_FIGURES - figures.length + n, 20 - 20 * figure / top];
       const continues = Number.isFinite(figures[n - 1]);
       line += `${continues ? "L" : "M"}${x} ${y}`;
       if (continues) area += `M${x - 1} 20V${20 - 20 * figures[n - 1] / top}L${x} ${y}V20Z`;
@@ -143,19 +187,15 @@ class Card {
     this.line.setAttribute("d", line);
     this.area.setAttribute("d", area);
   }
-
-  setStale() {
-    this.element.classList.add("stale");
-  }
 }
 
-function drawEndpoints(body, now) {
-  const endpoints = [...new Set(now.labels("requests_total", isRequest).map(({ endpoint }) => endpoint))].sort();
-  body.replaceChildren(...endpoints.map(endpoint => {
+function drawEndpoints(body, all) {
+  const endpoints = new Set(all.series("requests_total", isRequest).map(({ labels }) => labels.endpoint));
+  body.replaceChildren(...[...endpoints].sort().map(endpoint => {
     const ofEndpoint = labels => labels.endpoint === endpoint;
     const isError = labels => ofEndpoint(labels) && !(labels.status < 400);
-    const percentiles = [0.5, 0.95, 0.99].map(share => seconds(now.percentile("request_seconds", share, null, ofEndpoint)));
-    const cells = [whole(now.sum("requests_total", ofEndpoint)), whole(now.sum("requests_total", isError)), ...percentiles];
+    const cells = [whole(all.sum("requests_total", ofEndpoint)), whole(all.sum("requests_total", isError)),
+      ...[0.5, 0.95, 0.99].map(share => seconds(all.percentile("request_seconds", share, ofEndpoint)))];
     return element("tr", {}, element("th", { scope: "row" }, endpoint), ...cells.map(text => element("td", {}, text)));
   }));
 }

@@ -26,7 +26,7 @@ const PROTOCOLS = ["http:", "https:", "mailto:"];
 const EMPHASIS = { 1: "em", 2: "strong" };
 
 export function markdown(text) {
-  return [...new Blocks(text.split("\n"))].map(({ node }) => node);
+  return [...blocks(text.split("\n"))].map(({ node }) => node);
 }
 
 // Draws a growing text: the last block is drawn again, the ones before it stay.
@@ -40,13 +40,13 @@ export class MarkdownView {
   // Returns the elements of the blocks that have ended since.
   draw(text) {
     const lines = text.slice(this.start).split("\n");
-    const blocks = [...new Blocks(lines)];
+    const drawn = [...blocks(lines)];
     this.last?.remove();
-    for (const { node } of blocks) this.parent.append(node);
-    const last = blocks.pop();
+    for (const { node } of drawn) this.parent.append(node);
+    const last = drawn.pop();
     this.last = last?.node;
     if (last) this.start += lines.slice(0, last.line).reduce((total, line) => total + line.length + 1, 0);
-    return blocks.map(({ node }) => node);
+    return drawn.map(({ node }) => node);
   }
 }
 
@@ -54,99 +54,81 @@ export class MarkdownView {
 
 // Yields {node, line} of each block; `line` is the index of its first one. The first paragraph of a
 // list item is an array of nodes.
-class Blocks {
-  constructor(lines, depth = 0, inItem = false) {
-    Object.assign(this, { lines, depth, inItem, at: 0 });
-  }
+function* blocks(lines, depth = 0, inItem = false) {
+  let at = 0;
+  const takeWhile = matches => {
+    const first = at;
+    while (at < lines.length && matches(lines[at])) at++;
+    return lines.slice(first, at);
+  };
+  const inside = (lines, inItem) => [...blocks(lines, depth + 1, inItem)].flatMap(({ node }) => node);
+  const startsTable = (header, below = "") =>
+    header.includes("|") && below.includes("|") && cells(below).every(cell => /^:?-+:?$/.test(cell));
+  const continues = line =>
+    line.trim() && ![FENCE, HEADING, RULE, ITEM, QUOTE].some(kind => kind.test(line)) && !startsTable(line, lines[at + 1]);
 
-  *[Symbol.iterator]() {
-    for (; this.at < this.lines.length;) {
-      const line = this.at;
-      if (this.lines[line].trim()) yield { node: this.take(), line };
-      else this.at++;
+  const takeList = line => {
+    const start = ITEM.exec(line)[2];
+    const items = [];
+    for (;;) { // lines indented deeper than an item's marker belong to the item
+      const [, indent, , text] = ITEM.exec(line);
+      const rest = takeWhile(next => !next.trim() || indentOf(next) > indent.length);
+      const least = rest.reduce((least, next) => (next.trim() ? Math.min(least, indentOf(next)) : least), Infinity);
+      items.push(element("li", {}, inside([text, ...rest.map(next => next.slice(least))], true)));
+      line = lines[at] ?? "";
+      const next = ITEM.exec(line);
+      if (!next || RULE.test(line) || (next[2] === undefined) !== (start === undefined)) break;
+      at++;
     }
-  }
+    return start === undefined ? element("ul", {}, items) : element("ol", { start }, items);
+  };
 
-  take() {
-    const first = this.at;
-    const line = this.lines[this.at++];
+  const takeTable = header => {
+    const sides = cells(lines[at++]).map(cell => (!cell.endsWith(":") ? "" : cell.startsWith(":") ? "center" : "right"));
+    const row = (tag, line) => element("tr", {},
+      cells(line).map((text, n) => element(tag, sides[n] ? { class: sides[n] } : {}, inline(text))));
+    const rows = takeWhile(next => next.includes("|")).map(line => row("td", line));
+    return element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Table" },
+      element("table", {}, element("thead", {}, row("th", header)), element("tbody", {}, rows)));
+  };
+
+  const take = line => {
     const [fence, heading] = [FENCE.exec(line), HEADING.exec(line)];
-    if (fence) return this.takeCode(fence);
+    if (fence) {
+      const code = takeWhile(next => !endsCode(next, fence[1])).join("\n");
+      at++;
+      return codeBlock(visible(code), fence[2].trim().split(/\s/)[0]);
+    }
     if (heading) {
       const level = Math.min(6, heading[1].length + 2); // the page has an h1 and an h2
       return element(`h${level}`, {}, inline(heading[2].trim().replace(/(?<=\s)#+$/, "").trim()));
     }
     if (RULE.test(line)) return element("hr");
-    if (this.depth < MAX_DEPTH && ITEM.test(line)) return this.takeList(line);
-    if (this.depth < MAX_DEPTH && QUOTE.test(line)) {
-      const quoted = [line, ...this.takeWhile(next => QUOTE.test(next))];
-      return element("blockquote", {}, this.inside(quoted.map(next => next.replace(QUOTE, ""))));
+    if (depth < MAX_DEPTH && ITEM.test(line)) return takeList(line);
+    if (depth < MAX_DEPTH && QUOTE.test(line)) {
+      const quoted = [line, ...takeWhile(next => QUOTE.test(next))];
+      return element("blockquote", {}, inside(quoted.map(next => next.replace(QUOTE, ""))));
     }
-    if (this.startsTable(first)) return this.takeTable(line);
-    const text = [line, ...this.takeWhile((next, n) => this.continues(next, n))].join("\n");
-    const nodes = inline(text.trim());
-    return this.inItem && first === 0 ? nodes : element("p", {}, nodes);
-  }
+    if (startsTable(line, lines[at])) return takeTable(line);
+    const isFirst = at === 1;
+    const nodes = inline([line, ...takeWhile(continues)].join("\n").trim());
+    return inItem && isFirst ? nodes : element("p", {}, nodes);
+  };
 
-  takeWhile(matches) {
-    const first = this.at;
-    while (this.at < this.lines.length && matches(this.lines[this.at], this.at)) this.at++;
-    return this.lines.slice(first, this.at);
-  }
-
-  inside(lines, inItem = false) {
-    return [...new Blocks(lines, this.depth + 1, inItem)].flatMap(({ node }) => node);
-  }
-
-  // Returns whether a line continues the paragraph before it.
-  continues(line, n) {
-    const startsBlock = [FENCE, HEADING, RULE, ITEM, QUOTE].some(kind => kind.test(line));
-    return line.trim() && !startsBlock && !this.startsTable(n);
-  }
-
-  takeCode([, fence, info]) {
-    const ends = line => line.trim().startsWith(fence) && !line.trim().replaceAll(fence[0], "");
-    const code = visible(this.takeWhile(line => !ends(line)).join("\n"));
-    this.at++;
-    const language = info.trim().split(/\s/)[0];
-    return element("div", { class: "code" },
-      element("div", { class: "head" }, element("span", { class: "note" }, language), copyButton(() => code, "Copy code")),
-      element("pre", { tabindex: "0" }, element("code", {}, code)));
-  }
-
-  // Lines indented deeper than an item's marker belong to the item.
-  takeList(line) {
-    const start = ITEM.exec(line)[2];
-    const items = [];
-    for (;;) {
-      const [, indent, , text] = ITEM.exec(line);
-      const rest = this.takeWhile(next => !next.trim() || indentOf(next) > indent.length);
-      const least = rest.reduce((least, next) => (next.trim() ? Math.min(least, indentOf(next)) : least), Infinity);
-      items.push(element("li", {}, this.inside([text, ...rest.map(next => next.slice(least))], true)));
-      line = this.lines[this.at] ?? "";
-      const next = ITEM.exec(line);
-      if (!next || RULE.test(line) || (next[2] === undefined) !== (start === undefined)) break;
-      this.at++;
-    }
-    return start === undefined ? element("ul", {}, items) : element("ol", { start }, items);
-  }
-
-  startsTable(n) {
-    const [header, below = ""] = [this.lines[n], this.lines[n + 1]];
-    return header.includes("|") && below.includes("|") && cells(below).every(cell => /^:?-+:?$/.test(cell));
-  }
-
-  takeTable(header) {
-    const sides = cells(this.lines[this.at++]).map(cell => (!cell.endsWith(":") ? "" : cell.startsWith(":") ? "center" : "right"));
-    const row = (tag, line) => element("tr", {},
-      cells(line).map((text, n) => element(tag, sides[n] ? { class: sides[n] } : {}, inline(text))));
-    const rows = this.takeWhile(next => next.includes("|")).map(line => row("td", line));
-    return element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Table" },
-      element("table", {}, element("thead", {}, row("th", header)), element("tbody", {}, rows)));
+  while (at < lines.length) {
+    const line = at++;
+    if (lines[line].trim()) yield { node: take(lines[line]), line };
   }
 }
 
 const indentOf = line => line.length - line.trimStart().length;
+const endsCode = (line, fence) => line.trim().startsWith(fence) && !line.trim().replaceAll(fence[0], "");
+
+function codeBlock(code, language) {
+  return element("div", { class: "code" },
+    element("div", { class: "head" }, element("span", { class: "note" }, language), copyButton(() => code, "Copy code")),
+    element("pre", { tabindex: "0" }, element("code", {}, code)));
+}
 
 function cells(line) {
   const inner = line.trim().replace(/^\|/, "").replace(/(?<!\\)\|$/, "");

@@ -1,7 +1,7 @@
 // The page's entry point: a tab for each served model, and the server's state.
 //
 //   page.js → chat.js → composer.js, message.js → markdown.js, conversations.js → store.js
-//           → pipeline.js → results.js, embeddings.js, rerank.js, speech.js, live.js → prometheus.js
+//           → pipeline.js → results.js, embeddings.js, rerank.js, speech.js, live.js
 //   all of them use api.js (requests, the key), exchange.js (inspect a request), files.js and dom.js
 
 import { call, hasKey, forgetKey, whenKeyChanges } from "./api.js";

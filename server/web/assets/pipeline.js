@@ -1,9 +1,8 @@
 // POST /: the loaded pipeline. /ready names its kind of input: text, image, audio or JSON. results.js
 // shows the result by its shape.
 
-import { call, timings } from "./api.js";
-import { autoGrow, element, find, seconds, setUpSettings, showResult, submitOnEnter } from "./dom.js";
-import { exchange, json } from "./exchange.js";
+import { autoGrow, find, setUpSettings, showOnSubmit, submitOnEnter } from "./dom.js";
+import { ask, json, parseJson } from "./exchange.js";
 import { dataUrl, FileField } from "./files.js";
 import { results } from "./results.js";
 
@@ -30,11 +29,11 @@ export async function startPipeline(section, ready) {
 
   const field = parts.file ? new FileField(find(".file", form), takes === "audio" ? "audio" : "image") : null;
   if (field && !parts.objects && !parts.labels) field.onFile = () => form.requestSubmit();
-  const run = () => showResult(section, () => send(() => readForm(form, parts, takes, field), field));
-  form.onsubmit = event => {
-    event.preventDefault();
-    run();
-  };
+  showOnSubmit(section, async () => {
+    const request = await readForm(form, parts, takes, field);
+    const input = { image: field?.kind === "image" ? field.url : null, text: request.body?.inputs };
+    return ask(request, result => results(result, input));
+  });
   submitOnEnter(text, form);
   setUpSettings(form);
   section.addEventListener("shown", autoGrow(text));
@@ -48,7 +47,7 @@ function title(task) {
 // Returns the form's request: raw input where possible, otherwise JSON.
 async function readForm(form, parts, takes, field) {
   const { parameters, labels, objects } = form.elements;
-  const values = parameters.value.trim() ? parseJson(parameters.value, "parameters") : {};
+  const values = parameters.value.trim() ? parseJson(parameters.value, "parameters:") : {};
   if (parts.labels) {
     values.candidate_labels = labels.value.split(",").map(label => label.trim()).filter(Boolean);
   }
@@ -63,8 +62,8 @@ async function readForm(form, parts, takes, field) {
   }
   let inputs = find("#pipeline-text", form).value;
   if (parts.objects) {
-    inputs = parseJson(objects.value, "input");
-    if (file) inputs = withFile(inputs, await dataUrl(file));
+    const url = file ? await dataUrl(file) : FILE;
+    inputs = parseJson(objects.value, "input:", (key, value) => (value === FILE ? url : value));
   }
   return { path: "./", body: hasParameters ? { inputs, parameters: values } : { inputs } };
 }
@@ -73,39 +72,4 @@ async function readForm(form, parts, takes, field) {
 function withMediaType(file, takes) {
   const known = file.type.startsWith(`${takes}/`) || file.type === "video/webm";
   return known ? file : new File([file], file.name, { type: "application/octet-stream" });
-}
-
-function withFile(value, url) {
-  if (value === FILE) return url;
-  if (Array.isArray(value)) return value.map(item => withFile(item, url));
-  if (!value || typeof value !== "object") return value;
-  return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, withFile(item, url)]));
-}
-
-async function send(readRequest, field) {
-  const request = await readRequest();
-  const response = await call(request.path, { body: request.body ?? request.file });
-  const result = await response.json();
-  const input = { image: field?.kind === "image" ? field.url : null, text: request.body?.inputs };
-  return [...await results(result, input), element("p", { class: "note" }, timingText(response)),
-    exchange(request, () => result)];
-}
-
-export function timingText(response) {
-  const { queue, batch, model } = timings(response);
-  const size = response.headers.get("x-batch-size");
-  const parts = [
-    model !== undefined && `${seconds(model)} in the model`,
-    queue !== undefined && `${seconds(queue + (batch ?? 0))} waiting`,
-    size && `batch of ${size}`,
-  ];
-  return parts.filter(Boolean).join(" · ");
-}
-
-function parseJson(text, name) {
-  try {
-    return JSON.parse(text);
-  } catch (error) {
-    throw new Error(`${name}: not valid JSON: ${error.message}`);
-  }
 }

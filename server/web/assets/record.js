@@ -48,23 +48,13 @@ async function decode(blob) {
 
 // Returns a WAV file of one channel and 16 bits per sample.
 export function wav(samples, rate) {
-  const bytes = new ArrayBuffer(44 + 2 * samples.length);
-  const view = new DataView(bytes);
-  const text = (offset, letters) => [...letters].forEach((letter, n) => view.setUint8(offset + n, letter.charCodeAt(0)));
-  text(0, "RIFF");
-  view.setUint32(4, 36 + 2 * samples.length, true);
-  text(8, "WAVEfmt ");
-  view.setUint32(16, 16, true); // size of this chunk
-  view.setUint16(20, 1, true); // integer samples
-  view.setUint16(22, 1, true); // channels
-  view.setUint32(24, rate, true);
-  view.setUint32(28, 2 * rate, true); // bytes per second
-  view.setUint16(32, 2, true); // bytes per sample
-  view.setUint16(34, 16, true); // bits per sample
-  text(36, "data");
-  view.setUint32(40, 2 * samples.length, true);
-  samples.forEach((sample, n) => {
-    view.setInt16(44 + 2 * n, Math.max(-1, Math.min(1, sample)) * 32767, true);
-  });
-  return new Blob([bytes], { type: "audio/wav" });
+  const data = Int16Array.from(samples, sample => Math.max(-1, Math.min(1, sample)) * 32767);
+  return new Blob([
+    "RIFF", Uint32Array.of(36 + data.byteLength),
+    "WAVEfmt ", Uint32Array.of(16), // size of this chunk
+    Uint16Array.of(1, 1), // integer samples, channels
+    Uint32Array.of(rate, 2 * rate), // samples and bytes per second
+    Uint16Array.of(2, 16), // bytes of a sample of all channels, bits per sample
+    "data", Uint32Array.of(data.byteLength), data,
+  ], { type: "audio/wav" });
 }

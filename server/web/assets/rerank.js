@@ -1,9 +1,7 @@
 // Rerank: documents, one per line, by their relevance to a query.
 
-import { call } from "./api.js";
-import { autoGrow, element, find, showResult, submitOnEnter } from "./dom.js";
-import { exchange } from "./exchange.js";
-import { timingText } from "./pipeline.js";
+import { autoGrow, find, showOnSubmit, submitOnEnter } from "./dom.js";
+import { ask } from "./exchange.js";
 import { bars } from "./results.js";
 
 const PATH = "v1/rerank";
@@ -22,19 +20,14 @@ export function startRerank(section, ready, models) {
   query.value = QUERY;
   text.value = DOCUMENTS.join("\n");
   submitOnEnter(text, form, true);
-  form.onsubmit = event => {
-    event.preventDefault();
-    showResult(section, () => rank(model, query.value, text.value));
-  };
+  showOnSubmit(section, () => rank(model, query.value, text.value));
   section.addEventListener("shown", autoGrow(text));
 }
 
-async function rank(model, query, text) {
+function rank(model, query, text) {
   const documents = text.split("\n").map(line => line.trim()).filter(Boolean);
-  const body = { model, query, documents };
-  const response = await call(PATH, { body });
-  const answer = await response.json();
-  const scores = answer.results.map(({ index, relevance_score: score }) => ({ label: documents[index], score }));
-  return [...bars(scores, { figure: score => score.toFixed(3) }), element("p", { class: "note" }, timingText(response)),
-    exchange({ path: PATH, body }, () => answer)];
+  return ask({ path: PATH, body: { model, query, documents } }, ({ results }) => {
+    const scores = results.map(({ index, relevance_score: score }) => ({ label: documents[index], score }));
+    return bars(scores, { figure: score => score.toFixed(3) });
+  });
 }

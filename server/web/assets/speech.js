@@ -1,7 +1,7 @@
 // Speech: transcribe a recording or a file by /v1/audio/transcriptions, with the times of segments.
 
 import { call } from "./api.js";
-import { element, find, showResult } from "./dom.js";
+import { element, find, showOnSubmit } from "./dom.js";
 import { exchange } from "./exchange.js";
 import { FileField } from "./files.js";
 
@@ -11,10 +11,7 @@ export function startSpeech(section, ready, models) {
   const model = models.find(({ serves }) => serves === "transcription")?.id ?? ready.transcription_model;
   const form = find("form", section);
   const field = new FileField(find(".file", form), "audio");
-  form.onsubmit = event => {
-    event.preventDefault();
-    showResult(section, () => transcribe(section, field.file, model));
-  };
+  showOnSubmit(section, () => transcribe(section, field.file, model));
   field.onFile = () => form.requestSubmit();
 }
 
