@@ -3,9 +3,9 @@
 Sequences of equal length that start together form a group, which shares a forward and a cache from
 then on. A check at load compares outputs with those of `generate` to decide whether sequences may
 share a forward and whether the cache gives right results; without it, the whole text is recomputed
-for each token. Prompts run whole; those that exceed a step's budget in chunks, where these give the
-same logits. A preempted sequence has lost its cache and is recomputed: at once, or token by token
-where attention selects keys, since the selection among equal scores depends on the length.
+for each token. Prompts run whole. A preempted sequence has lost its cache and is recomputed: at
+once, or token by token where attention selects keys, since the selection among equal scores depends
+on the length.
 """
 
 import inspect
@@ -14,7 +14,6 @@ import time
 from collections import abc
 from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -36,7 +35,7 @@ from worker.device.self_check import (
 from worker.error_classification import failure_of, first_line
 from worker.load_context import on_worker
 from worker.model.attention.recurrent import CACHE_NAMES
-from worker.model.check import Reference, check
+from worker.model.check import Reference
 from worker.model.language_model import LanguageModel
 from worker.model.loading import LoadingFailed
 
@@ -88,10 +87,9 @@ class CachedRunner:
     """Runs batches by the model's own forward.
 
     `max_model_len`: tokens of the longest sequence. `batches_rows` (sequences may share a forward),
-    `uses_cache`, `selects_keys` (attention sees the keys with the highest scores) and
-    `chunks_prompts` (the cache may grow by several tokens at once): results of the check.
-    `sequence_bytes`, `token_bytes`: size of the cache of a sequence without tokens, and of each
-    token.
+    `uses_cache` and `selects_keys` (attention sees the keys with the highest scores): results of
+    the check. `sequence_bytes`, `token_bytes`: size of the cache of a sequence without tokens, and
+    of each token.
     """
 
     compile_state: Literal["running", "done", "off"] = "off"
@@ -112,13 +110,8 @@ class CachedRunner:
         self.batches_rows = True
         self.selects_keys = False
         on_worker(self._check)
-        may_chunk = self.uses_cache and not self.selects_keys
-        self.chunks_prompts = may_chunk and on_worker(self._check_chunks)
         self.sequence_bytes, self.token_bytes = on_worker(self._cache_bytes)
-        log.info(
-            "static batches batched=%s cached=%s chunked=%s",
-            self.batches_rows, self.uses_cache, self.chunks_prompts,
-        )  # fmt: skip
+        log.info("static batches batched=%s cached=%s", self.batches_rows, self.uses_cache)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, sampled: Tensor | None = None) -> Tensor:
@@ -130,9 +123,6 @@ class CachedRunner:
         """
         self._sampled = sampled
         scored = [self._prompt_logits(chunk) for chunk in batch.chunks if chunk.to_score]
-        for chunk in batch.chunks:
-            if not chunk.reaches_end and not chunk.sequence.scores_prompt:
-                self._run_chunk(chunk)
         sequences = [chunk.sequence for chunk in batch.chunks if chunk.to_sample]
         for group, members in self._groups_to_run(sequences):
             self._run_group(group, members)
@@ -162,24 +152,15 @@ class CachedRunner:
             for key, members in groups.items()
         ]
 
-    def _run_chunk(self, chunk: Chunk) -> None:
-        """Run a part of a prompt before its end, alone."""
-        sequence, end = chunk.sequence, chunk.start + chunk.count
-        slot = find_cache_slot(sequence)
-        if slot is None or slot.tokens < end:
-            self._run_group(slot.group if slot else None, [sequence], end)
-
-    def _run_group(
-        self, group: CacheGroup | None, members: list[Sequence], end: int | None = None
-    ) -> None:
-        """Run the members' tokens that are not in the cache, up to `end`."""
+    def _run_group(self, group: CacheGroup | None, members: list[Sequence]) -> None:
+        """Run the members' tokens that are not in the cache."""
         state = None
         if group:
             state, group.state = group.state, None  # invalid if the forward raises
             rows = [cache_slot(sequence).row for sequence in members]
             if state and rows != list(range(len(group.logits))):
                 state = self.select_rows(state, rows)
-        texts = [sequence.tokens[:end] if end else sequence.tokens for sequence in members]
+        texts = [sequence.tokens for sequence in members]
         if self.selects_keys and not state and not members[0].multimodal:
             for length in range(members[0].prompt_len, len(texts[0])):
                 _, state = self.run_texts([text[:length] for text in texts], state)
@@ -281,28 +262,6 @@ class CachedRunner:
             self.selects_keys = self._topk_sizes(short) != self._topk_sizes(long)
             if changed:
                 self._check_length(min(limit, CHECK_TOKENS))
-
-    def _check_chunks(self) -> bool:
-        """Return whether a prompt in chunks and a token after it get the logits of a whole one."""
-        length = max(length_beyond_windows(self.model.config, self.language.context), CHECK_TOKENS)
-        length = min(self.language.context, length)
-        ends = length // 3, length // 2, length - 1, length
-
-        def run(first: int, texts: Texts) -> list[Tensor]:
-            logits, state = [], None
-            for end in filter(None, ends[first:]):
-                last, state = self.run_texts([texts[0][:end]], state)
-                logits.append(last)
-            return [torch.cat(logits[-2:])]
-
-        try:
-            tolerance = max(BATCHED_TOLERANCE, TOLERANCE[self.language.dtype])
-            texts = self.language.random_prompts([length])
-            check(partial(run, 2), partial(run, 0), texts, tolerance)
-        except Exception as error:
-            log_refusal("chunked", error)
-            return False
-        return True
 
     def _topk_sizes(self, text: abc.Sequence[int]) -> set[int]:
         recorded = TopKSizes()
