@@ -10,7 +10,6 @@ on the length.
 
 import inspect
 import logging
-import time
 from collections import abc
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -46,9 +45,11 @@ CHECK_TOKENS = 70
 CHECK_STEPS = 4
 # Tokens of two texts whose caches are measured.
 MEASURED_TOKENS = (8, 40)
-RECOMPUTED_TOKENS = 256  # of the text whose time is reported if it is recomputed for each token
 # Tokens of two texts that show whether attention selects keys.
 SELECTION_TOKENS = (40, 56)
+# What is lost without a cache, and without shared forwards.
+RECOMPUTED = "each token takes as long as the text before it"
+UNBATCHED = "steps of several sequences take longer"
 # Largest relative difference of cached and recomputed logits. Both round at different points; a
 # wrong cache differs by more.
 CACHED_TOLERANCE = 0.1
@@ -272,9 +273,10 @@ class CachedRunner:
     def _check_length(self, longest: int) -> None:
         """Clear `uses_cache` or `batches_rows` where texts of up to `longest` tokens do not get the
         logits of `generate` with it. Raise LoadingFailed if they do not without both."""
+        language = self.language
         lengths = [min(longest, CHECK_STEPS + 2), longest, longest]
         prompts = [max(1, length - CHECK_STEPS + 1) for length in lengths]
-        generated = [self._generate(prompt) for prompt in self.language.random_prompts(prompts)]
+        generated = [self._generate(prompt) for prompt in language.random_prompts(prompts)]
         texts = [text for text, _ in generated]
         reference = Reference(self._recomputed, texts, [logits for _, logits in generated])
         try:
@@ -283,38 +285,26 @@ class CachedRunner:
         except Exception as error:
             if not self.uses_cache:
                 raise LoadingFailed(
-                    f"the model {self.language.name!r} cannot be served: its outputs differ from "
+                    f"the model {language.name!r} cannot be served: its outputs differ from "
                     f"those of generate ({first_line(error)})"
                 ) from error
-            raise_if_lost(error)
+            self._fall_back("cached states", error, "the recomputed text", RECOMPUTED)
             self.uses_cache = False
             self._check_length(longest)
-            self._report_recomputation(error)
             return
-        if not self.batches_rows:
-            return
-        tolerance = max(BATCHED_TOLERANCE, TOLERANCE[self.language.dtype])
-        reference = Reference(self._recomputed, texts[1:], alone[1:])
-        try:
-            reference.check(self._run_steps(texts[1:]), tolerance)
-        except Exception as error:
-            log_refusal("batched", error)
-            self.batches_rows = False
+        if self.batches_rows:
+            tolerance = max(BATCHED_TOLERANCE, TOLERANCE[language.dtype])
+            reference = Reference(self._recomputed, texts[1:], alone[1:])
+            try:
+                reference.check(self._run_steps(texts[1:]), tolerance)
+            except Exception as error:
+                self._fall_back("shared forwards", error, "one for each sequence", UNBATCHED)
+                self.batches_rows = False
 
-    def _report_recomputation(self, error: Exception) -> None:
-        lengths = 1, min(RECOMPUTED_TOKENS, self.max_model_len)
-        one, all_ = (self._seconds(self.language.random_prompts([n])) for n in lengths)
-        lost = f"a token after {lengths[1]} others takes {all_ / one:.0f} times as long"
-        self.language.fall_back("cached states", error, "the recomputed text", lost)
-
-    def _seconds(self, texts: Texts) -> float:
-        """Return the shorter of two times of a forward."""
-        times = []
-        for _ in range(2):
-            started = time.perf_counter()
-            self.run_texts(texts, None)[0].sum().item()  # waits for a GPU
-            times.append(time.perf_counter() - started)
-        return min(times)
+    def _fall_back(self, refused: str, error: Exception, serves: str, lost: str) -> None:
+        if isinstance(failure_of(error), DeviceLost):
+            raise error
+        self.language.fall_back(refused, error, serves, lost)
 
     @torch.inference_mode()
     def _generate(self, prompt: list[int]) -> tuple[list[int], Tensor]:
@@ -338,7 +328,9 @@ class CachedRunner:
             logits = torch.cat(output.logits).to(self.language.dtype)  # which are float32 copies
             return output.sequences[0, :-1].tolist(), logits
         except Exception as error:
-            log_refusal("compared with generate", error)
+            if isinstance(failure_of(error), DeviceLost):
+                raise
+            log.info("not compared with generate: %.200s", first_line(error))
         text = [*prompt, *[prompt[0]] * (CHECK_STEPS - 1)]
         return text, self._recomputed([text])[0]
 
@@ -411,15 +403,3 @@ def _tensor_bytes(value: object, counted: set[int]) -> int:
     else:
         parts = vars(value).values() if hasattr(value, "__dict__") else ()
     return sum(_tensor_bytes(part, counted) for part in parts)
-
-
-def log_refusal(mode: str, error: Exception) -> None:
-    """Log why a mode is not used, unless the device is lost."""
-    raise_if_lost(error)
-    log.info("not %s: %.200s", mode, first_line(error))
-
-
-def raise_if_lost(error: Exception) -> None:
-    """Raise the error again if the device is lost."""
-    if isinstance(failure_of(error), DeviceLost):
-        raise error
