@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from worker.device.self_check import CannotRun
+from worker.device.self_check import CannotRun, relative_error
 from worker.error_classification import first_line
 from worker.load_context import on_worker
 from worker.model.cpu.linear_layers import FLOAT32_PRODUCTS
@@ -91,12 +91,6 @@ class Reference:
             raise CannotRun("the model is changed")
         self._exact = self._exact or on_worker(partial(run_in_float32, self._run, self.prompts))
         return self._exact
-
-
-def relative_error(actual: Tensor, reference: Tensor) -> float:
-    """Return the largest difference, relative to the reference's largest absolute value."""
-    largest = reference.float().abs().max().clamp(min=1e-6)
-    return float((actual.float() - reference.float()).abs().max() / largest)
 
 
 def row_errors(logits: Tensor, exact: Tensor) -> Tensor:

@@ -28,10 +28,10 @@ from worker.device.device import free_bytes
 from worker.device.self_check import (
     TOLERANCE,
     CannotRun,
-    compare,
     explicit_masks,
     has_own_kernels,
     random_prompts,
+    relative_error,
     tolerance_of,
 )
 from worker.error_classification import first_line
@@ -41,6 +41,7 @@ from worker.messages.protocol import Fallback
 from worker.model.attention.kv_cache import LayerShape, StateShape
 from worker.model.attention.native import NATIVE_DTYPES, try_load_native_ops
 from worker.model.attention.recurrent import RecurrentModule
+from worker.model.check import Reference
 from worker.model.cpu import linear
 from worker.model.cpu.fused_linear import find_shared_inputs, fuse_linears
 from worker.model.cpu.linear import pack_weights, quantize_weights, unpack_weights
@@ -175,22 +176,21 @@ class LanguageModel:
         """Return prompts of so many ordinary tokens, the same on every call."""
         return random_prompts(self.model, self.tokenizer, lengths)
 
-    def compare(self, logits: Tensor, reference: Tensor) -> None:
-        """Raise CannotRun if the logits differ by more than this dtype's rounding."""
-        compare(logits, reference, self.tolerance)
-
-    def own_check(self) -> Callable[[], None]:
-        """Return a function that raises CannotRun unless the model's own forward gives the logits
-        that it gives now."""
-        ids = torch.tensor(self.random_prompts([8]))
+    def own_check(self) -> Callable[..., None]:
+        """Return a function that raises CannotRun unless the own forward of the model, or of a copy
+        that it is passed, gives the logits that the model's gives now."""
 
         @torch.inference_mode()
-        def logits() -> Tensor:
-            output: Tensor = self.model(input_ids=ids.to(self.device), use_cache=False).logits[0]
-            return output
+        def logits(model: Any, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
+            ids = torch.tensor(prompts, device=self.device)
+            return [*model(input_ids=ids, use_cache=False).logits]
 
-        expected = on_worker(logits)
-        return lambda: self.compare(on_worker(logits), expected)
+        def run(prompts: Sequence[Sequence[int]], model: Any = None) -> list[Tensor]:
+            return on_worker(partial(logits, model or self.model, prompts))
+
+        reference = Reference(run, self.random_prompts([8]))
+        reference.close()
+        return lambda model=None: reference.check(run(reference.prompts, model), self.tolerance)
 
     def pack_weights(
         self, quantization: str, recheck: Callable[[], None] | None = None, native: bool = False
@@ -317,7 +317,7 @@ def check_generates(model: PreTrainedModel, missing: dict[str, str]) -> None:
         why = describe_missing_weights(missing)
         if "text-generation" in tasks_of(model.config.to_dict()):
             raise LoadingFailed(f"{why}: download it again, or add them")
-    elif (one - other).abs().max() > TOLERANCE[model.dtype] * one.abs().max():
+    elif relative_error(other, one) > TOLERANCE[model.dtype]:
         why = "its tokens depend on those that follow"
     else:
         return
