@@ -40,13 +40,15 @@ class Reference:
     """The logits of some prompts, which those of candidates are compared with.
 
     `run` is called once more, with torch's functions in float32, when a candidate needs that.
-    `logits`: what it gives, if that is known.
+    `logits`: what it gives, if that is known. `name`: of other outputs.
     """
 
     def __init__(
-        self, run: Run, prompts: Sequence[Any], logits: Sequence[Tensor] | None = None
-    ) -> None:
+        self, run: Run, prompts: Sequence[Any], logits: Sequence[Tensor] | None = None,
+        name: str = "logits",
+    ) -> None:  # fmt: skip
         self._run: Run | None = run
+        self._name = name
         self.prompts = prompts
         self.logits = run(prompts) if logits is None else logits
         self._exact: Sequence[Tensor] = ()  # float32, once they are needed
@@ -66,7 +68,7 @@ class Reference:
         largest = float(errors.max())  # NaN, if one is
         if largest <= tolerance:
             return
-        reason = f"logits differ by {largest:.1e} of the largest, not {tolerance:.1e}"
+        reason = f"{self._name} differ by {largest:.1e} of the largest, not {tolerance:.1e}"
         if self.logits[0].dtype == torch.float32:
             raise CannotRun(reason)
         try:
