@@ -172,6 +172,15 @@ class LanguageModel:
             reason = "see the server's log"
         self.fallbacks = (*self.fallbacks, Fallback(refused, reason, serves, lost))
 
+    def attempt(self, change: Callable[[], object], refused: str, serves: str, lost: str) -> bool:
+        """Return whether `change` succeeds: one that raises leaves the model as it was."""
+        try:
+            change()
+        except Exception as error:  # such as a kernel that does not compile, too little memory
+            self.fall_back(refused, error, serves, lost)
+            return False
+        return True
+
     def random_prompts(self, lengths: Sequence[int]) -> list[list[int]]:
         """Return prompts of so many ordinary tokens, the same on every call."""
         return random_prompts(self.model, self.tokenizer, lengths)
@@ -217,9 +226,11 @@ class LanguageModel:
             # inputs of quantized layers
             self.tolerance = tolerance_of(torch.bfloat16, self.config)
         elif recheck and self.device.type == "cuda":
-            fuse_weights(self.model, recheck)
+            fuse = partial(fuse_weights, self.model, recheck)
+            self.attempt(fuse, "fused products", "separate ones", "steps are slower")
             if not self.deterministic:
-                group_experts(self.model, recheck)
+                group = partial(group_experts, self.model, recheck)
+                self.attempt(group, "Triton experts", "torch's", "experts wait for the GPU")
         elif recheck and on_cpu and packs_dtype(self.dtype):
             free = free_bytes(self.device)
             bf16_weights = native and emulates_dtype(self.dtype) and try_load_native_ops(build=True)
@@ -229,23 +240,23 @@ class LanguageModel:
 
 
 def fuse_weights(model: nn.Module, check: Callable[[], object]) -> None:
-    """Make one product, for a GPU, of layers that are called on one input. They stay as they are if
-    `check`, which runs the model, raises afterwards; that is logged."""
+    """Make one product, for a GPU, of layers that are called on one input. Raise what `check`
+    raises, which runs the model afterwards; the layers are then as before."""
     try:
         groups = find_shared_inputs(model, check)
         fuse_linears(model, groups, plain_linear, contiguous=False)
         check()
-    except Exception as error:  # a model that needs contiguous outputs, too little memory
+    except Exception:  # a model that needs contiguous outputs, too little memory
         unpack_weights(model)
-        log.warning("products stay apart: %.300r", error)
-    else:
-        log.info("fused products=%d", len(groups))
-    torch.cuda.empty_cache()  # the former weights: free memory is measured next
+        raise
+    finally:
+        torch.cuda.empty_cache()  # the former weights: free memory is measured next
+    log.info("fused products=%d", len(groups))
 
 
 def group_experts(model: PreTrainedModel, check: Callable[[], object]) -> None:
-    """Run the experts of a mixture on Triton kernels if the library's wait for the GPU. They stay
-    as they are if `check`, which runs the model, raises afterwards; that is logged."""
+    """Run the experts of a mixture on Triton kernels if the library's wait for the GPU. Raise what
+    `check`, which runs the model, raises afterwards; the experts are then as before."""
     try:  # triton comes with torch's builds for GPUs only
         from worker.model.triton_experts import use_triton_experts
     except ImportError:

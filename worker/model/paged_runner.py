@@ -91,6 +91,7 @@ COMPARED_STEPS = (
 # What is lost without native attention, and without compilation. Steps of SmolLM2-135M with 1, 8
 # and 16 rows took 2.2 to 2.9 and 1.6 times as long on two cores of an Intel Xeon with AMX.
 SLOWER_TORCH = "outputs depend on the batch; steps are about 2.5 times slower"
+SLOWER_RECURRENCE = "recurrent layers are slower, and drafts are not verified"
 SLOWER_EAGER = "steps are about 1.6 times slower"
 # After the capture of a CUDA graph the next one waits for so many times its duration.
 CAPTURE_REST = 9
@@ -300,11 +301,8 @@ class PagedRunner:
             (MixedMetadata, "decode kernel beside prompts", "decodes beside prompts are slower"),
         )
         for backend, refused, lost in backends:
-            try:
-                self._check_attention(backend)
-            except Exception as error:  # such as an operator that torch's build lacks
-                self.language.fall_back(refused, error, "torch's attention", lost)
-            else:
+            check_backend = partial(self._check_attention, backend)
+            if self.language.attempt(check_backend, refused, "torch's attention", lost):
                 self.metadata = backend
                 return
 
@@ -410,7 +408,10 @@ class PagedRunner:
             use_native_linear(language.model)
             use_native_functions(language.model)
             align_activations(language.model)
-            use_native_recurrence(language.recurrent, language.states, language.dtype)
+            use = partial(
+                use_native_recurrence, language.recurrent, language.states, language.dtype
+            )
+            language.attempt(use, "native recurrence", "torch's", SLOWER_RECURRENCE)
             self._check_attention(NativeMetadata)
             if language.lora:
                 language.lora.use_native(builds=False)

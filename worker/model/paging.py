@@ -93,7 +93,8 @@ def load_paged_runner(
     check = PagingCheck(language, extra_check)
     check.enable()
     if options.lora_dir == "none":  # an adapter may change the layers that expand latents
-        use_latents(language.decoder, language.layers, check.compare)
+        use = partial(use_latents, language.decoder, language.layers, check.compare)
+        language.attempt(use, "latents", "keys and values of all heads", "fewer tokens fit")
     native = is_worth_compiling(options.compile, language.parameters)
     language.pack_weights(options.quantization, check.compare, native)
     length = min(options.max_model_len or language.context, language.context)
