@@ -74,20 +74,17 @@ ClientLimits = abc.Mapping[abc.Hashable, int]  # by client: tokens of its prompt
 
 
 class ContinuousScheduler:
-    """`whole_prompts`: prompts run without chunks, for a model runner that keeps no blocks; with
-    `chunks_long` those that exceed the budget do not."""
+    """`whole_prompts`: prompts run without chunks, for a model runner that keeps no blocks."""
 
     def __init__(
         self,
         pool: BlockPool,
         max_running: int,
         whole_prompts: bool = False,
-        chunks_long: bool = False,
     ) -> None:
         self.pool = pool
         self.max_running = max_running  # now: less while memory is short
         self.whole_prompts = whole_prompts
-        self.chunks_long = chunks_long
         self.running: list[Sequence] = []  # by priority, then by order of arrival
         self.num_waiting = 0
         self.preempted = 0  # in the last step
@@ -605,8 +602,8 @@ class ContinuousScheduler:
             for sequence in prompts
         }
         if self.whole_prompts:
-            shares = self._share_whole(ranked, wanted, budget, limits)
-            return [_prefill_chunk(sequence, share) for sequence, share in shares.items()]
+            fitting = _fitting_whole(ranked, budget)
+            return [_prefill_chunk(sequence, wanted[sequence]) for sequence in fitting]
         groups: abc.Iterable[abc.Iterable[Sequence]] = [ranked]
         if not prefix_pending:
             groups = (group for _, group in itertools.groupby(ranked, lambda s: s.priority))
@@ -617,37 +614,6 @@ class ContinuousScheduler:
             budget -= sum(shares.values())
             chunks += (_prefill_chunk(s, share) for s, share in shares.items() if share)
         return chunks
-
-    def _share_whole(
-        self,
-        ranked: list[Sequence],
-        wanted: dict[Sequence, int],
-        budget: int,
-        limits: ClientLimits,
-    ) -> dict[Sequence, int]:
-        """Return the prompts that run: at least one, and more while all fit. If the
-        oldest exceeds the budget, it gets a chunk, of half of that beside others, and the shortest
-        come next: a chunk of the first one if it does not fit."""
-        oldest, *others = ranked
-        shares: dict[Sequence, int] = {}
-
-        def add_chunk(sequence: Sequence, tokens: int) -> None:
-            max_tokens = limits.get(sequence.owner.client, budget)
-            shares[sequence] = min(wanted[sequence], max_tokens, tokens)
-
-        if self._may_chunk(oldest) and (oldest.computed or wanted[oldest] > budget):
-            add_chunk(oldest, -(-budget // 2) if others else budget)
-            budget -= shares[oldest]
-            ranked = sorted(others, key=lambda sequence: (sequence.priority, sequence.uncomputed))
-        in_turn = list(fair_order(ranked))
-        totals = itertools.accumulate(len(sequence.tokens) for sequence in in_turn)
-        fitting = sum(total <= budget for total in totals)
-        if shares and in_turn and not fitting and budget and self._may_chunk(in_turn[0]):
-            add_chunk(in_turn[0], budget)
-        return shares | {s: wanted[s] for s in in_turn[: max(fitting, not shares)]}
-
-    def _may_chunk(self, sequence: Sequence) -> bool:
-        return self.chunks_long and sequence.is_plain
 
     # ── after the step ──
 
@@ -692,6 +658,13 @@ class ContinuousScheduler:
         while len(self.running) > self.max_running:
             self._preempt(self.running[-1])
         return True
+
+
+def _fitting_whole(ranked: list[Sequence], budget: int) -> list[Sequence]:
+    """Return the prompts that run whole: at least one, and more while all fit."""
+    in_turn = list(fair_order(ranked))
+    totals = itertools.accumulate(len(sequence.tokens) for sequence in in_turn)
+    return in_turn[: max(1, sum(total <= budget for total in totals))]
 
 
 def _key_of(sequence: Sequence) -> tuple[Priority, WorkOwner]:

@@ -148,11 +148,6 @@ class Sequence:
         return len(self.tokens) - self.computed
 
     @property
-    def is_plain(self) -> bool:
-        """Whether it is a text of which nothing is scored."""
-        return not (self.scores_prompt or self.scores_end or self.multimodal)
-
-    @property
     def has_placeholder(self) -> bool:
         return is_placeholder(self.tokens[-1])
 

@@ -5,7 +5,6 @@ import itertools
 import logging
 import math
 import random
-import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,7 +29,6 @@ from tests.tiny_decoders import decoder
 from worker.generation.engine import GenerationEngine
 from worker.generation.loading import cached_engine, load_generator
 from worker.messages.generation import Sampling
-from worker.messages.protocol import ALONE
 from worker.model.cached_runner import CachedRunner, CacheGroup, CacheSlot, _tensor_bytes
 from worker.model.cpu.linear_layers import PackedLinear
 from worker.model.language_model import GeneratorOptions, LanguageModel
@@ -361,21 +359,6 @@ def short_steps(tokens: int = 13) -> Iterator[None]:
         yield
 
 
-def test_a_long_prompt_runs_in_chunks_beside_other_models() -> None:
-    [prompt] = prompts(14, (90,))
-    counts = {}
-    for others in (ALONE, BusyModels()):
-        driver = Driver(new_engine())
-        driver.generator.others = others
-        driver.generator._budget._token_s = MAX_TURN_S / 40
-        served = driver.add(request(prompt, max_tokens=3))
-        driver.finish()
-        assert served.ids[0] == oracle("bloom", prompt, 3)
-        counts[others.busy] = [r.prefill_tokens for r in driver.reports if r.prefill_tokens]
-    assert counts[False] == [90]
-    assert max(counts[True]) <= 40  # less by the time that the step has taken before
-
-
 @pytest.mark.parametrize("name", matrix(BUILDERS, "bloom", "mamba"))
 def test_other_models_run_between_the_layers_of_a_whole_prompt(name: str) -> None:
     late, early = prompts(15, (60, 5))
@@ -403,43 +386,11 @@ def test_other_models_run_between_the_layers_of_a_whole_prompt(name: str) -> Non
         assert response.ids[0] == oracle(name, prompt, 3)
 
 
-@pytest.mark.parametrize("name", matrix(BUILDERS, "bloom", "qwen3-next", "mamba"))
-def test_a_long_prompt_runs_in_chunks_beside_streams(name: str) -> None:
-    stream, long, short = prompts(12, (5, 90, 4))
-    driver = Driver(new_engine(name))
-    served = [driver.add(request(stream, max_tokens=30))]
-    driver.step()
-    with short_steps():
-        served += [
-            driver.add(request(long, max_tokens=3)),
-            driver.add(request(short, max_tokens=3)),
-        ]
-        while not served[1].deltas:
-            driver.step()
-            assert driver.deltas  # the stream advances in each step
-        driver.finish()
-    for response, prompt, count in zip(served, (stream, long, short), (30, 3, 3), strict=True):
-        assert response.ids[0] == oracle(name, prompt, count)
-    expected = name not in ("mamba", "recurrent-gemma")  # whose caches grow by single tokens
-    assert (driver.partial > 3) == expected
-    if expected:
-        assert driver.ended.index(served[2].item) < driver.ended.index(served[1].item)
-
-
-def test_a_prompt_that_arrives_alone_runs_whole_if_it_fits_a_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for most, partial in ((90, 0), (40, 2)):
-        monkeypatch.setitem(scheduler.MAX_PREFILL_TOKENS_WHOLE, "cpu", most)
-        served, driver = serve(new_engine(), request(prompts(12, (90,))[0], max_tokens=3))
-        assert driver.partial == partial
-        assert served[0].ids[0] == oracle("bloom", served[0].prompt, 3)
-
-
-def test_a_long_prompt_whose_tokens_are_scored_runs_whole() -> None:
+@pytest.mark.parametrize("is_scored", [False, True])
+def test_a_prompt_beyond_the_budget_runs_whole(is_scored: bool) -> None:
     stream, long = prompts(13, (5, 90))
     item = request(long, max_tokens=3)
-    item.payload = replace(item.payload, prompt_logprobs=1)
+    item.payload = replace(item.payload, prompt_logprobs=1 if is_scored else None)
     driver = Driver(new_engine())
     driver.add(request(stream, max_tokens=30))
     driver.step()
@@ -450,8 +401,8 @@ def test_a_long_prompt_whose_tokens_are_scored_runs_whole() -> None:
     assert served.ids[0] == oracle("bloom", long, 3)
 
 
-@pytest.mark.parametrize("failing", [1, 2, 3])
-def test_a_chunk_that_does_not_fit_into_memory_is_run_again(failing: int) -> None:
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_prompt_that_does_not_fit_into_memory_is_run_again(failing: int) -> None:
     stream, long = prompts(14, (5, 40))
     driver = Driver(new_engine())
     served = [driver.add(request(stream, max_tokens=12))]
@@ -460,26 +411,15 @@ def test_a_chunk_that_does_not_fit_into_memory_is_run_again(failing: int) -> Non
 
     def fail_once(ids: torch.Tensor, embeddings: torch.Tensor) -> None:
         nonlocal count
-        if ids.shape[1] > 1:
-            count += 1
-            if count == failing:
-                raise MemoryError
+        count += 1
+        if count == failing:
+            raise MemoryError
 
-    with short_steps(), with_embedding_hook("bloom", fail_once):
+    with with_embedding_hook("bloom", fail_once):
         served.append(driver.add(request(long, max_tokens=3)))
         driver.finish()
-    assert count > failing
     assert served[1].ids[0] == oracle("bloom", long, 3)
     assert served[0].ids[0] == oracle("bloom", stream, 12)
-
-
-def test_a_model_whose_chunks_differ_gets_whole_prompts(caplog: pytest.LogCaptureFixture) -> None:
-    def break_chunks(ids: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
-        return embeddings.roll(1, -1) if 1 < ids.shape[1] < 40 else embeddings
-
-    with caplog.at_level(logging.INFO), with_embedding_hook("bloom", break_chunks):
-        assert not checked("bloom")._check_chunks()
-    assert "not chunked" in caplog.text
 
 
 def test_at_most_max_running_rows_run() -> None:
@@ -489,13 +429,15 @@ def test_at_most_max_running_rows_run() -> None:
     assert max(report.running for report in driver.reports) == 3
 
 
-def test_a_step_runs_at_most_its_prefill_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_share_a_step_up_to_its_limit_and_a_longer_one_runs_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS_WHOLE", {"cpu": 60})
     driver = Driver(new_engine())
     for length in (20, 20, 100, 20):
         driver.add(request(prompts(10, [length])[0], max_tokens=2))
     driver.finish()
-    assert [report.prefill_tokens for report in driver.reports[:4]] == [40, 50, 60, 10]
+    assert [report.prefill_tokens for report in driver.reports[:3]] == [40, 100, 20]
 
 
 def test_warm_up_changes_nothing_and_clear_frees_all() -> None:
@@ -652,7 +594,13 @@ def test_a_model_whose_cache_fails_the_check_is_recomputed_for_each_token() -> N
     assert (runner.batches_rows, runner.uses_cache) == (True, False)
 
 
-def test_a_model_that_is_recomputed_for_each_token_warns_with_the_factor(
+def test_a_model_that_mixes_up_the_rows_of_a_batch_says_what_serves_instead() -> None:
+    [fallback] = checked("rwkv").language.fallbacks
+    assert (fallback.refused, fallback.serves) == ("shared forwards", "one for each sequence")
+    assert "logits differ" in fallback.reason
+
+
+def test_a_model_that_is_recomputed_for_each_token_says_what_is_lost(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     for part in BUILDERS["recurrent-gemma"]():
@@ -660,7 +608,7 @@ def test_a_model_that_is_recomputed_for_each_token_warns_with_the_factor(
     generator = load_generator(GeneratorOptions(str(tmp_path), device="cpu", dtype="float32"))
     paged, cached = generator.fallbacks
     assert (paged.refused, cached.refused) == ("paged cache", "cached states")
-    assert re.fullmatch(r"a token after \d+ others takes \d+ times as long", cached.lost)
+    assert cached.lost == "each token takes as long as the text before it"
     [warning] = [r for r in caplog.records if "cached states refused" in r.message]
     assert (warning.levelname, cached.lost in warning.message) == ("WARNING", True)
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from batching.sequence import Batch
 from tests import tiny_decoders
-from worker.device.self_check import CannotRun
+from worker.device.self_check import CannotRun, relative_error
 from worker.model.attention.kv_cache import KVCache
 from worker.model.attention.paged import AttentionMetadata, SpanGroup
-from worker.model.check import Reference, check, relative_error, run_in_float32
+from worker.model.check import Reference, check, run_in_float32
 from worker.model.cpu.linear_layers import (
     Bf16WeightLinear,
     NativeInt4Linear,
@@ -202,3 +202,15 @@ def test_a_faulty_backend_is_refused(name: str, fault: type[AttentionMetadata]) 
     runner._check_attention(AttentionMetadata)
     with pytest.raises(CannotRun, match=r"against float32 is [\d.]+ times the reference's"):
         runner._check_attention(fault)
+
+
+@torch.inference_mode()
+def test_an_own_forward_with_a_swapped_head_is_refused() -> None:
+    language = language_of("llama")
+    check_own = language.own_check()
+    check_own()
+    projection: Any = language.decoder.model.layers[0].self_attn.o_proj.weight
+    size = projection.shape[1] // 4
+    projection.copy_(projection.roll(size, 1))
+    with pytest.raises(CannotRun, match="logits differ"):
+        check_own()

@@ -104,9 +104,7 @@ def test_a_float32_model_is_compiled() -> None:
     compile_model(runner.language.model, runner._check_compiled)
 
 
-def test_a_model_that_differs_keeps_all_heads(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_that_differs_keeps_all_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     expand = latent.LatentProjections.expand
 
     def wrong(self: latent.LatentProjections, out: Tensor) -> Tensor:
@@ -114,7 +112,9 @@ def test_a_model_that_differs_keeps_all_heads(
 
     monkeypatch.setattr(latent.LatentProjections, "expand", wrong)
     generator = loaded("youtu")
-    assert "keys and values of all heads are stored: logits differ" in caplog.text
+    [fallback] = generator.fallbacks
+    assert (fallback.refused, fallback.serves) == ("latents", "keys and values of all heads")
+    assert "logits differ" in fallback.reason
     runner = runner_of(generator)
     assert numbers(runner) == LAYERS * HEADS * (NOPE + ROTARY + VALUE)
     assert not any(hasattr(module, LATENT) for module in runner.language.model.modules())

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from batching import scheduler
 from tests import tiny_adapters, tiny_decoders
@@ -215,3 +216,17 @@ def test_native_operations_are_built_beside_the_load(
         assert building.wait(60)
     finally:
         built.set()
+
+
+@pytest.mark.usefixtures("native")
+def test_a_native_operation_that_leaves_out_a_row_is_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert lora.native_matches(torch.float32)
+    add = torch.ops.onequeue.add_lora
+
+    def without_last_row(x: Any, out: Any, down: Any, up: Any, rows: Any) -> None:
+        add(x, out, down, up, [*rows[:-1], rows[-1] - 1])
+
+    monkeypatch.setattr(torch.ops.onequeue, "add_lora", without_last_row)
+    assert not lora.native_matches(torch.float32)

@@ -398,6 +398,22 @@ def test_unpaged_model_runs_images_on_transformers_cache(model: str, caches_imag
     assert_generated(model, served)
 
 
+def test_wrong_steps_on_a_cache_with_images_are_refused() -> None:
+    runner = unpaged("gemma3").runner
+    assert isinstance(runner, MultimodalCachedRunner)
+    embeddings = runner.model.get_input_embeddings()
+    hook = embeddings.register_forward_hook(
+        lambda module, inputs, output: output.flip(-1) if inputs[0].numel() == 1 else output
+    )
+    try:
+        runner._check_cached_images()
+    finally:
+        hook.remove()
+    assert not runner.caches_images
+    runner.caches_images = True
+    assert "logits differ" in runner.language.fallbacks[-1].reason
+
+
 def test_bidirectional_span_is_not_split_between_chunks() -> None:
     inputs = MultimodalInputs(bidirectional_spans=[(4, 10), (12, 14)])
     assert [inputs.align_chunk(0, count) for count in (3, 4, 7, 10, 13)] == [3, 4, 4, 10, 12]

@@ -17,6 +17,7 @@ from tests import tiny
 from tests.parity import assert_same, item, runner, serve
 from tests.tiny_tokenizers import SENTENCES
 from worker.device.self_check import TOLERANCE, CannotRun
+from worker.embedding.single_pass import STATES, SinglePassModel
 from worker.model.attention import varlen
 from worker.pipeline import packed_attention as packing_module
 from worker.pipeline.loading import SampleRows, check_packing, random_rows
@@ -52,7 +53,7 @@ NOT_PACKED = {
     "deberta-mlm": ("padded", "it takes no attention function"),
     "xlnet-base": ("padded", "no single stack|attention function"),
     "albert-base": ("padded", "no single stack of layers"),
-    "fnet-mlm": ("single", "differ in a batch"),
+    "fnet-mlm": ("single", "outputs in a batch differ"),
     "gpt2-nopad-classify": ("single", "no padding token"),
     "gpt2-nopad-lm": ("single", "no padding token"),
     "gpt2-lm": ("padded", ""),
@@ -322,11 +323,12 @@ def positions_are_not_packed(patch: pytest.MonkeyPatch) -> None:
         (positions_are_not_packed, ["llama-classify", "modernbert-mlm"]),
     ],
 )
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_broken_packing_is_refused(
-    break_it: Callable[[pytest.MonkeyPatch], None], models: Sequence[str]
+    break_it: Callable[[pytest.MonkeyPatch], None], models: Sequence[str], dtype: torch.dtype
 ) -> None:
     for name in models:
-        tokenizer, model = load(name).pipe.tokenizer, fresh_model(name)
+        tokenizer, model = load(name).pipe.tokenizer, fresh_model(name, dtype)
         check_packing(Packing(model), tokenizer, limit=64)
         with pytest.MonkeyPatch.context() as patch:
             break_it(patch)
@@ -357,3 +359,15 @@ def test_packed_bfloat16_is_accepted_and_close_to_float32(name: str) -> None:
         packed_outputs(run.packing, rows), own_outputs(full, rows), strict=True
     ):
         assert relative_error(output, expected) < 2 * rounding + TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_texts_in_one_row_that_attend_to_each_other_are_refused(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = load("bert-base").pipe.tokenizer
+    right = SinglePassModel(fresh_model("bert-base", dtype), tokenizer, 64, STATES)
+    assert right.first_position == 0
+    sequences_attend_to_each_other(monkeypatch)
+    wrong = SinglePassModel(fresh_model("bert-base", dtype), tokenizer, 64, STATES)
+    assert (wrong.first_position, wrong.batching) == (None, "padded")

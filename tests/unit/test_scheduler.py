@@ -83,8 +83,8 @@ def arriving(
     return sequences
 
 
-def whole_scheduler(chunks_long: bool = True) -> ContinuousScheduler:
-    return ContinuousScheduler(BlockPool(100, 1000), 64, True, chunks_long)
+def whole_scheduler() -> ContinuousScheduler:
+    return ContinuousScheduler(BlockPool(100, 1000), 64, whole_prompts=True)
 
 
 def counts(scheduler: ContinuousScheduler, budget: int) -> list[int]:
@@ -102,30 +102,10 @@ def test_whole_prompts_share_a_step_while_they_fit() -> None:
     assert counts(s, 24) == [9]
 
 
-def test_the_oldest_whole_prompt_runs_in_chunks_if_it_takes_too_long() -> None:
+def test_a_whole_prompt_beyond_the_budget_runs_alone() -> None:
     s = whole_scheduler()
-    arriving(s, fresh(50))
-    assert [counts(s, 20) for _ in range(4)] == [[20], [20], [10], []]
-
-
-def test_short_prompts_run_beside_the_chunks_of_a_long_one() -> None:
-    s = whole_scheduler()
-    arriving(s, fresh(50), fresh(8), fresh(9), fresh(3))
-    assert [counts(s, 20) for _ in range(6)] == [[10, 3], [10, 8], [10, 9], [20], [], []]
-
-
-def test_a_longer_prompt_does_not_wait_for_a_long_one() -> None:
-    s = whole_scheduler()
-    arriving(s, fresh(60), fresh(25), fresh(14), fresh(3))
-    steps = [counts(s, 20) for _ in range(7)]
-    assert steps == [[10, 3], [10, 10], [10, 4], [10, 10], [10, 10], [10, 5], []]
-
-
-@pytest.mark.parametrize("case", ["cannot", "scored"])
-def test_other_long_prompts_run_whole(case: str) -> None:
-    s = whole_scheduler(chunks_long=case != "cannot")
-    arriving(s, fresh(50), reuse=case != "scored")
-    assert counts(s, 20) == [50]
+    arriving(s, fresh(50), fresh(8), fresh(9))
+    assert [counts(s, 20) for _ in range(3)] == [[50], [8, 9], []]
 
 
 def step(

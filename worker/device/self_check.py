@@ -1,7 +1,6 @@
 """Helpers for the checks at load: two ways of running random prompts must agree up to rounding.
 
-The checks themselves are in model/paging.py, model/paged_runner.py, model/cuda_graphs.py,
-model/cached_runner.py and pipeline/loading.py.
+model/check.py compares the outputs of models, `compare` those of single operations.
 """
 
 import itertools
@@ -78,15 +77,20 @@ def explicit_masks(part: PreTrainedModel) -> AbstractContextManager[None]:
     return attention_of(part, "eager")
 
 
-def compare(
-    actual: Tensor, reference: Tensor, tolerance: float, message: str = "logits differ"
-) -> None:
-    """Raise CannotRun if any value is off by more than `tolerance`, relative to the reference's
-    largest absolute value."""
+def relative_error(actual: Tensor, reference: Tensor) -> float:
+    """Return the largest difference, relative to the reference's largest absolute value."""
     largest = reference.float().abs().max().clamp(min=1e-6)
-    error = (actual.float() - reference.float()).abs().max() / largest
+    return float((actual.float() - reference.float()).abs().max() / largest)
+
+
+def compare(
+    actual: Tensor, reference: Tensor, tolerance: float, message: str = "products differ"
+) -> None:
+    """Raise CannotRun if an operation's result is off by more than `tolerance`. Logits, which
+    rounding may move further, are compared by model/check.py."""
+    error = relative_error(actual, reference)
     if not error <= tolerance:  # also when NaN
-        raise CannotRun(f"{message} by {float(error):.1e} of the largest")
+        raise CannotRun(f"{message} by {error:.1e} of the largest")
 
 
 def tolerance_of(dtype: torch.dtype, config: Any) -> float:

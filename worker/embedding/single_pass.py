@@ -23,7 +23,6 @@ from batching.turn_budget import TurnBudget
 from worker.device.self_check import (
     TOLERANCE,
     CannotRun,
-    compare,
     length_beyond_windows,
     random_prompts,
 )
@@ -31,6 +30,7 @@ from worker.embedding.pooling import PoolFunction
 from worker.embedding.tokenization import TokenRow
 from worker.load_context import on_worker
 from worker.messages.protocol import Batching, OtherModels
+from worker.model.check import Reference
 from worker.model.long_context import factors_change
 from worker.pipeline.loading import choose_batching, pad
 from worker.pipeline.packed_attention import Packing
@@ -139,22 +139,29 @@ class SinglePassModel:
         counts = [min(3, longest), longest, longest - longest // 8]
         rows = [TokenRow(ids) for ids in random_prompts(self.model, self.tokenizer, counts)]
         try:
+            alone = Reference(lambda rows: [self(rows)], rows)  # one by one
+            packing = Packing(self.model)
             with ExitStack() as undo:
-                reference = self(rows)  # one by one
-                self.packing, self.first_position = Packing(self.model), first
-                undo.callback(self.packing.attach())
-                compare(self(rows), reference, TOLERANCE[reference.dtype])
-                if self.packing.calls != len(self.packing.layers):
-                    raise CannotRun("its layers do not call a registered attention function")
-                undo.pop_all()
+                undo.callback(packing.attach())
+                undo.callback(self._set_packing)
+                self._set_packing(packing, first)
+                outputs = self(rows)
+            alone.check([outputs], TOLERANCE[outputs.dtype])
+            alone.close()
+            if packing.calls != len(packing.layers):
+                raise CannotRun("its layers do not call a registered attention function")
         except Exception:  # each model class raises its own errors; choose_batching logs a reason
-            self.packing = self.first_position = None
             return False
+        packing.attach()
+        self._set_packing(packing, first)
         if self.per_text:
-            self._prune_last_layer(rows, reference)
+            self._prune_last_layer(rows, alone)
         return True
 
-    def _prune_last_layer(self, rows: Sequence[TokenRow], reference: Tensor) -> None:
+    def _set_packing(self, packing: Packing | None = None, first: int | None = None) -> None:
+        self.packing, self.first_position = packing, first
+
+    def _prune_last_layer(self, rows: Sequence[TokenRow], alone: Reference) -> None:
         """Run only the first token of each text, the only one that the head sees, through the part
         of the last layer that follows attention, if that keeps the logits."""
         assert self.packing is not None
@@ -163,7 +170,8 @@ class SinglePassModel:
             return
         undo = self.packing.prune_last_layer(residual_add)
         try:
-            compare(self(rows), reference, TOLERANCE[reference.dtype])
+            outputs = self(rows)
+            alone.check([outputs], TOLERANCE[outputs.dtype])
         except Exception:  # each model class raises its own errors
             undo()
 

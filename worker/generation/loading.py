@@ -152,9 +152,7 @@ def cached_engine(
 
     def new_scheduler() -> ContinuousScheduler:
         pool = BlockPool(num_blocks, BLOCK, keeps_prefixes=False)
-        return ContinuousScheduler(
-            pool, max_running, whole_prompts=True, chunks_long=runner.chunks_prompts
-        )
+        return ContinuousScheduler(pool, max_running, whole_prompts=True)
 
     return GenerationEngine(
         runner,

@@ -12,7 +12,6 @@ import logging
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -277,12 +276,6 @@ def load_engine(pipe: Pipe, options: GeneratorOptions) -> GenerationEngine:
     except LoadingFailed as error:
         raise CannotRun(str(error)) from error
     language = LanguageModel(options.name, model, copy.deepcopy(pipe.tokenizer), options.model)
-    ids = torch.arange(1, 9, device=model.device)[None] % language.vocab_size
-
-    @torch.inference_mode()
-    def logits(model: Any) -> Tensor:
-        output: Tensor = model(input_ids=ids, use_cache=False).logits[0]
-        return output
 
     def own_model() -> Any:
         own = copy_sharing_weights(model)
@@ -292,10 +285,10 @@ def load_engine(pipe: Pipe, options: GeneratorOptions) -> GenerationEngine:
     def check_own() -> None:
         if language.recurrent:
             raise CannotRun("it has recurrent layers")
-        language.compare(logits(own_model()), expected)
+        check_model(on_worker(own_model))
 
-    expected = on_worker(partial(logits, model))
-    runner = load_paged_runner(language, options, partial(on_worker, check_own))
+    check_model = language.own_check()
+    runner = load_paged_runner(language, options, check_own)
     pipe.model = own_model()
     return paged_engine(runner, options)
 

@@ -3,18 +3,16 @@
 Sequences of equal length that start together form a group, which shares a forward and a cache from
 then on. A check at load compares outputs with those of `generate` to decide whether sequences may
 share a forward and whether the cache gives right results; without it, the whole text is recomputed
-for each token. Prompts run whole; those that exceed a step's budget in chunks, where these give the
-same logits. A preempted sequence has lost its cache and is recomputed: at once, or token by token
-where attention selects keys, since the selection among equal scores depends on the length.
+for each token. Prompts run whole. A preempted sequence has lost its cache and is recomputed: at
+once, or token by token where attention selects keys, since the selection among equal scores depends
+on the length.
 """
 
 import inspect
 import logging
-import time
 from collections import abc
 from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -36,7 +34,7 @@ from worker.device.self_check import (
 from worker.error_classification import failure_of, first_line
 from worker.load_context import on_worker
 from worker.model.attention.recurrent import CACHE_NAMES
-from worker.model.check import Reference, check
+from worker.model.check import Reference
 from worker.model.language_model import LanguageModel
 from worker.model.loading import LoadingFailed
 
@@ -47,9 +45,11 @@ CHECK_TOKENS = 70
 CHECK_STEPS = 4
 # Tokens of two texts whose caches are measured.
 MEASURED_TOKENS = (8, 40)
-RECOMPUTED_TOKENS = 256  # of the text whose time is reported if it is recomputed for each token
 # Tokens of two texts that show whether attention selects keys.
 SELECTION_TOKENS = (40, 56)
+# What is lost without a cache, and without shared forwards.
+RECOMPUTED = "each token takes as long as the text before it"
+UNBATCHED = "steps of several sequences take longer"
 # Largest relative difference of cached and recomputed logits. Both round at different points; a
 # wrong cache differs by more.
 CACHED_TOLERANCE = 0.1
@@ -88,10 +88,9 @@ class CachedRunner:
     """Runs batches by the model's own forward.
 
     `max_model_len`: tokens of the longest sequence. `batches_rows` (sequences may share a forward),
-    `uses_cache`, `selects_keys` (attention sees the keys with the highest scores) and
-    `chunks_prompts` (the cache may grow by several tokens at once): results of the check.
-    `sequence_bytes`, `token_bytes`: size of the cache of a sequence without tokens, and of each
-    token.
+    `uses_cache` and `selects_keys` (attention sees the keys with the highest scores): results of
+    the check. `sequence_bytes`, `token_bytes`: size of the cache of a sequence without tokens, and
+    of each token.
     """
 
     compile_state: Literal["running", "done", "off"] = "off"
@@ -112,13 +111,8 @@ class CachedRunner:
         self.batches_rows = True
         self.selects_keys = False
         on_worker(self._check)
-        may_chunk = self.uses_cache and not self.selects_keys
-        self.chunks_prompts = may_chunk and on_worker(self._check_chunks)
         self.sequence_bytes, self.token_bytes = on_worker(self._cache_bytes)
-        log.info(
-            "static batches batched=%s cached=%s chunked=%s",
-            self.batches_rows, self.uses_cache, self.chunks_prompts,
-        )  # fmt: skip
+        log.info("static batches batched=%s cached=%s", self.batches_rows, self.uses_cache)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, sampled: Tensor | None = None) -> Tensor:
@@ -130,9 +124,6 @@ class CachedRunner:
         """
         self._sampled = sampled
         scored = [self._prompt_logits(chunk) for chunk in batch.chunks if chunk.to_score]
-        for chunk in batch.chunks:
-            if not chunk.reaches_end and not chunk.sequence.scores_prompt:
-                self._run_chunk(chunk)
         sequences = [chunk.sequence for chunk in batch.chunks if chunk.to_sample]
         for group, members in self._groups_to_run(sequences):
             self._run_group(group, members)
@@ -162,24 +153,15 @@ class CachedRunner:
             for key, members in groups.items()
         ]
 
-    def _run_chunk(self, chunk: Chunk) -> None:
-        """Run a part of a prompt before its end, alone."""
-        sequence, end = chunk.sequence, chunk.start + chunk.count
-        slot = find_cache_slot(sequence)
-        if slot is None or slot.tokens < end:
-            self._run_group(slot.group if slot else None, [sequence], end)
-
-    def _run_group(
-        self, group: CacheGroup | None, members: list[Sequence], end: int | None = None
-    ) -> None:
-        """Run the members' tokens that are not in the cache, up to `end`."""
+    def _run_group(self, group: CacheGroup | None, members: list[Sequence]) -> None:
+        """Run the members' tokens that are not in the cache."""
         state = None
         if group:
             state, group.state = group.state, None  # invalid if the forward raises
             rows = [cache_slot(sequence).row for sequence in members]
             if state and rows != list(range(len(group.logits))):
                 state = self.select_rows(state, rows)
-        texts = [sequence.tokens[:end] if end else sequence.tokens for sequence in members]
+        texts = [sequence.tokens for sequence in members]
         if self.selects_keys and not state and not members[0].multimodal:
             for length in range(members[0].prompt_len, len(texts[0])):
                 _, state = self.run_texts([text[:length] for text in texts], state)
@@ -282,28 +264,6 @@ class CachedRunner:
             if changed:
                 self._check_length(min(limit, CHECK_TOKENS))
 
-    def _check_chunks(self) -> bool:
-        """Return whether a prompt in chunks and a token after it get the logits of a whole one."""
-        length = max(length_beyond_windows(self.model.config, self.language.context), CHECK_TOKENS)
-        length = min(self.language.context, length)
-        ends = length // 3, length // 2, length - 1, length
-
-        def run(first: int, texts: Texts) -> list[Tensor]:
-            logits, state = [], None
-            for end in filter(None, ends[first:]):
-                last, state = self.run_texts([texts[0][:end]], state)
-                logits.append(last)
-            return [torch.cat(logits[-2:])]
-
-        try:
-            tolerance = max(BATCHED_TOLERANCE, TOLERANCE[self.language.dtype])
-            texts = self.language.random_prompts([length])
-            check(partial(run, 2), partial(run, 0), texts, tolerance)
-        except Exception as error:
-            log_refusal("chunked", error)
-            return False
-        return True
-
     def _topk_sizes(self, text: abc.Sequence[int]) -> set[int]:
         recorded = TopKSizes()
         with recorded:
@@ -313,9 +273,10 @@ class CachedRunner:
     def _check_length(self, longest: int) -> None:
         """Clear `uses_cache` or `batches_rows` where texts of up to `longest` tokens do not get the
         logits of `generate` with it. Raise LoadingFailed if they do not without both."""
+        language = self.language
         lengths = [min(longest, CHECK_STEPS + 2), longest, longest]
         prompts = [max(1, length - CHECK_STEPS + 1) for length in lengths]
-        generated = [self._generate(prompt) for prompt in self.language.random_prompts(prompts)]
+        generated = [self._generate(prompt) for prompt in language.random_prompts(prompts)]
         texts = [text for text, _ in generated]
         reference = Reference(self._recomputed, texts, [logits for _, logits in generated])
         try:
@@ -324,38 +285,26 @@ class CachedRunner:
         except Exception as error:
             if not self.uses_cache:
                 raise LoadingFailed(
-                    f"the model {self.language.name!r} cannot be served: its outputs differ from "
+                    f"the model {language.name!r} cannot be served: its outputs differ from "
                     f"those of generate ({first_line(error)})"
                 ) from error
-            raise_if_lost(error)
+            self._fall_back("cached states", error, "the recomputed text", RECOMPUTED)
             self.uses_cache = False
             self._check_length(longest)
-            self._report_recomputation(error)
             return
-        if not self.batches_rows:
-            return
-        tolerance = max(BATCHED_TOLERANCE, TOLERANCE[self.language.dtype])
-        reference = Reference(self._recomputed, texts[1:], alone[1:])
-        try:
-            reference.check(self._run_steps(texts[1:]), tolerance)
-        except Exception as error:
-            log_refusal("batched", error)
-            self.batches_rows = False
+        if self.batches_rows:
+            tolerance = max(BATCHED_TOLERANCE, TOLERANCE[language.dtype])
+            reference = Reference(self._recomputed, texts[1:], alone[1:])
+            try:
+                reference.check(self._run_steps(texts[1:]), tolerance)
+            except Exception as error:
+                self._fall_back("shared forwards", error, "one for each sequence", UNBATCHED)
+                self.batches_rows = False
 
-    def _report_recomputation(self, error: Exception) -> None:
-        lengths = 1, min(RECOMPUTED_TOKENS, self.max_model_len)
-        one, all_ = (self._seconds(self.language.random_prompts([n])) for n in lengths)
-        lost = f"a token after {lengths[1]} others takes {all_ / one:.0f} times as long"
-        self.language.fall_back("cached states", error, "the recomputed text", lost)
-
-    def _seconds(self, texts: Texts) -> float:
-        """Return the shorter of two times of a forward."""
-        times = []
-        for _ in range(2):
-            started = time.perf_counter()
-            self.run_texts(texts, None)[0].sum().item()  # waits for a GPU
-            times.append(time.perf_counter() - started)
-        return min(times)
+    def _fall_back(self, refused: str, error: Exception, serves: str, lost: str) -> None:
+        if isinstance(failure_of(error), DeviceLost):
+            raise error
+        self.language.fall_back(refused, error, serves, lost)
 
     @torch.inference_mode()
     def _generate(self, prompt: list[int]) -> tuple[list[int], Tensor]:
@@ -379,7 +328,9 @@ class CachedRunner:
             logits = torch.cat(output.logits).to(self.language.dtype)  # which are float32 copies
             return output.sequences[0, :-1].tolist(), logits
         except Exception as error:
-            log_refusal("compared with generate", error)
+            if isinstance(failure_of(error), DeviceLost):
+                raise
+            log.info("not compared with generate: %.200s", first_line(error))
         text = [*prompt, *[prompt[0]] * (CHECK_STEPS - 1)]
         return text, self._recomputed([text])[0]
 
@@ -452,15 +403,3 @@ def _tensor_bytes(value: object, counted: set[int]) -> int:
     else:
         parts = vars(value).values() if hasattr(value, "__dict__") else ()
     return sum(_tensor_bytes(part, counted) for part in parts)
-
-
-def log_refusal(mode: str, error: Exception) -> None:
-    """Log why a mode is not used, unless the device is lost."""
-    raise_if_lost(error)
-    log.info("not %s: %.200s", mode, first_line(error))
-
-
-def raise_if_lost(error: Exception) -> None:
-    """Raise the error again if the device is lost."""
-    if isinstance(failure_of(error), DeviceLost):
-        raise error

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from worker.device.self_check import CannotRun
+from worker.device.self_check import CannotRun, relative_error
 from worker.error_classification import first_line
 from worker.load_context import on_worker
 from worker.model.cpu.linear_layers import FLOAT32_PRODUCTS
@@ -40,13 +40,15 @@ class Reference:
     """The logits of some prompts, which those of candidates are compared with.
 
     `run` is called once more, with torch's functions in float32, when a candidate needs that.
-    `logits`: what it gives, if that is known.
+    `logits`: what it gives, if that is known. `name`: of other outputs.
     """
 
     def __init__(
-        self, run: Run, prompts: Sequence[Any], logits: Sequence[Tensor] | None = None
-    ) -> None:
+        self, run: Run, prompts: Sequence[Any], logits: Sequence[Tensor] | None = None,
+        name: str = "logits",
+    ) -> None:  # fmt: skip
         self._run: Run | None = run
+        self._name = name
         self.prompts = prompts
         self.logits = run(prompts) if logits is None else logits
         self._exact: Sequence[Tensor] = ()  # float32, once they are needed
@@ -66,7 +68,7 @@ class Reference:
         largest = float(errors.max())  # NaN, if one is
         if largest <= tolerance:
             return
-        reason = f"logits differ by {largest:.1e} of the largest, not {tolerance:.1e}"
+        reason = f"{self._name} differ by {largest:.1e} of the largest, not {tolerance:.1e}"
         if self.logits[0].dtype == torch.float32:
             raise CannotRun(reason)
         try:
@@ -91,12 +93,6 @@ class Reference:
             raise CannotRun("the model is changed")
         self._exact = self._exact or on_worker(partial(run_in_float32, self._run, self.prompts))
         return self._exact
-
-
-def relative_error(actual: Tensor, reference: Tensor) -> float:
-    """Return the largest difference, relative to the reference's largest absolute value."""
-    largest = reference.float().abs().max().clamp(min=1e-6)
-    return float((actual.float() - reference.float()).abs().max() / largest)
 
 
 def row_errors(logits: Tensor, exact: Tensor) -> Tensor:

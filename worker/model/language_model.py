@@ -28,10 +28,10 @@ from worker.device.device import free_bytes
 from worker.device.self_check import (
     TOLERANCE,
     CannotRun,
-    compare,
     explicit_masks,
     has_own_kernels,
     random_prompts,
+    relative_error,
     tolerance_of,
 )
 from worker.error_classification import first_line
@@ -41,6 +41,7 @@ from worker.messages.protocol import Fallback
 from worker.model.attention.kv_cache import LayerShape, StateShape
 from worker.model.attention.native import NATIVE_DTYPES, try_load_native_ops
 from worker.model.attention.recurrent import RecurrentModule
+from worker.model.check import Reference
 from worker.model.cpu import linear
 from worker.model.cpu.fused_linear import find_shared_inputs, fuse_linears
 from worker.model.cpu.linear import pack_weights, quantize_weights, unpack_weights
@@ -171,26 +172,34 @@ class LanguageModel:
             reason = "see the server's log"
         self.fallbacks = (*self.fallbacks, Fallback(refused, reason, serves, lost))
 
+    def attempt(self, change: Callable[[], object], refused: str, serves: str, lost: str) -> bool:
+        """Return whether `change` succeeds: one that raises leaves the model as it was."""
+        try:
+            change()
+        except Exception as error:  # such as a kernel that does not compile, too little memory
+            self.fall_back(refused, error, serves, lost)
+            return False
+        return True
+
     def random_prompts(self, lengths: Sequence[int]) -> list[list[int]]:
         """Return prompts of so many ordinary tokens, the same on every call."""
         return random_prompts(self.model, self.tokenizer, lengths)
 
-    def compare(self, logits: Tensor, reference: Tensor) -> None:
-        """Raise CannotRun if the logits differ by more than this dtype's rounding."""
-        compare(logits, reference, self.tolerance)
-
-    def own_check(self) -> Callable[[], None]:
-        """Return a function that raises CannotRun unless the model's own forward gives the logits
-        that it gives now."""
-        ids = torch.tensor(self.random_prompts([8]))
+    def own_check(self) -> Callable[..., None]:
+        """Return a function that raises CannotRun unless the own forward of the model, or of a copy
+        that it is passed, gives the logits that the model's gives now."""
 
         @torch.inference_mode()
-        def logits() -> Tensor:
-            output: Tensor = self.model(input_ids=ids.to(self.device), use_cache=False).logits[0]
-            return output
+        def logits(model: Any, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
+            ids = torch.tensor(prompts, device=self.device)
+            return [*model(input_ids=ids, use_cache=False).logits]
 
-        expected = on_worker(logits)
-        return lambda: self.compare(on_worker(logits), expected)
+        def run(prompts: Sequence[Sequence[int]], model: Any = None) -> list[Tensor]:
+            return on_worker(partial(logits, model or self.model, prompts))
+
+        reference = Reference(run, self.random_prompts([8]))
+        reference.close()
+        return lambda model=None: reference.check(run(reference.prompts, model), self.tolerance)
 
     def pack_weights(
         self, quantization: str, recheck: Callable[[], None] | None = None, native: bool = False
@@ -217,9 +226,11 @@ class LanguageModel:
             # inputs of quantized layers
             self.tolerance = tolerance_of(torch.bfloat16, self.config)
         elif recheck and self.device.type == "cuda":
-            fuse_weights(self.model, recheck)
+            fuse = partial(fuse_weights, self.model, recheck)
+            self.attempt(fuse, "fused products", "separate ones", "steps are slower")
             if not self.deterministic:
-                group_experts(self.model, recheck)
+                group = partial(group_experts, self.model, recheck)
+                self.attempt(group, "Triton experts", "torch's", "experts wait for the GPU")
         elif recheck and on_cpu and packs_dtype(self.dtype):
             free = free_bytes(self.device)
             bf16_weights = native and emulates_dtype(self.dtype) and try_load_native_ops(build=True)
@@ -229,23 +240,23 @@ class LanguageModel:
 
 
 def fuse_weights(model: nn.Module, check: Callable[[], object]) -> None:
-    """Make one product, for a GPU, of layers that are called on one input. They stay as they are if
-    `check`, which runs the model, raises afterwards; that is logged."""
+    """Make one product, for a GPU, of layers that are called on one input. Raise what `check`
+    raises, which runs the model afterwards; the layers are then as before."""
     try:
         groups = find_shared_inputs(model, check)
         fuse_linears(model, groups, plain_linear, contiguous=False)
         check()
-    except Exception as error:  # a model that needs contiguous outputs, too little memory
+    except Exception:  # a model that needs contiguous outputs, too little memory
         unpack_weights(model)
-        log.warning("products stay apart: %.300r", error)
-    else:
-        log.info("fused products=%d", len(groups))
-    torch.cuda.empty_cache()  # the former weights: free memory is measured next
+        raise
+    finally:
+        torch.cuda.empty_cache()  # the former weights: free memory is measured next
+    log.info("fused products=%d", len(groups))
 
 
 def group_experts(model: PreTrainedModel, check: Callable[[], object]) -> None:
-    """Run the experts of a mixture on Triton kernels if the library's wait for the GPU. They stay
-    as they are if `check`, which runs the model, raises afterwards; that is logged."""
+    """Run the experts of a mixture on Triton kernels if the library's wait for the GPU. Raise what
+    `check`, which runs the model, raises afterwards; the experts are then as before."""
     try:  # triton comes with torch's builds for GPUs only
         from worker.model.triton_experts import use_triton_experts
     except ImportError:
@@ -317,7 +328,7 @@ def check_generates(model: PreTrainedModel, missing: dict[str, str]) -> None:
         why = describe_missing_weights(missing)
         if "text-generation" in tasks_of(model.config.to_dict()):
             raise LoadingFailed(f"{why}: download it again, or add them")
-    elif (one - other).abs().max() > TOLERANCE[model.dtype] * one.abs().max():
+    elif relative_error(other, one) > TOLERANCE[model.dtype]:
         why = "its tokens depend on those that follow"
     else:
         return

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from worker.device.self_check import CannotRun
+from worker.device.self_check import CannotRun, compare
 from worker.error_classification import first_line
 
 CHANGING_TYPES = ("longrope", "dynamic")
 # A type that transformers does not recompute.
 FIXED = "fixed"
 CHECKED_POSITIONS = 64
-# Largest difference of two float32 cosines of the same angle.
+# Largest relative difference of two tables of float32 cosines of the same angles.
 MAX_ERROR = 1e-4
 
 
@@ -73,8 +73,7 @@ class RotaryFactors:
             for module in self._types:
                 module.rope_type = _without_changes(module.rope_type)
             for table, expected in zip(self._tables(positions), beyond, strict=True):
-                if not torch.allclose(table, expected[..., :-1, :], rtol=0, atol=MAX_ERROR):
-                    raise CannotRun("they are not those of its rotary embedding's buffers")
+                compare(table, expected[..., :-1, :], MAX_ERROR, "those of its buffers differ")
         except Exception as error:  # model classes take other arguments and raise other types
             self._release()
             raise CannotRun(f"its rotary factors cannot be fixed: {first_line(error)}") from error

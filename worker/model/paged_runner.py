@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from batching.sequence import Batch, Form, Span
-from batching.state_pool import MAX_CHECKPOINTS, MAX_DRAFTS, NO_SLOT, StatePool, StateSegment
+from batching.state_pool import MAX_CHECKPOINTS, MAX_DRAFTS, StatePool
 from worker import compilers
 from worker.cores import unpin
 from worker.device.async_copy import fill_placeholders, to_device
@@ -91,9 +91,14 @@ COMPARED_STEPS = (
 # What is lost without native attention, and without compilation. Steps of SmolLM2-135M with 1, 8
 # and 16 rows took 2.2 to 2.9 and 1.6 times as long on two cores of an Intel Xeon with AMX.
 SLOWER_TORCH = "outputs depend on the batch; steps are about 2.5 times slower"
+SLOWER_RECURRENCE = "recurrent layers are slower, and drafts are not verified"
 SLOWER_EAGER = "steps are about 1.6 times slower"
 # After the capture of a CUDA graph the next one waits for so many times its duration.
 CAPTURE_REST = 9
+
+
+# A step of a check: prompts' numbers, with the start and the end of their tokens.
+Chunks = Sequence[tuple[int, int, int]]
 
 
 class StateSlots(NamedTuple):
@@ -296,11 +301,8 @@ class PagedRunner:
             (MixedMetadata, "decode kernel beside prompts", "decodes beside prompts are slower"),
         )
         for backend, refused, lost in backends:
-            try:
-                self._check_attention(backend)
-            except Exception as error:  # such as an operator that torch's build lacks
-                self.language.fall_back(refused, error, "torch's attention", lost)
-            else:
+            check_backend = partial(self._check_attention, backend)
+            if self.language.attempt(check_backend, refused, "torch's attention", lost):
                 self.metadata = backend
                 return
 
@@ -406,7 +408,10 @@ class PagedRunner:
             use_native_linear(language.model)
             use_native_functions(language.model)
             align_activations(language.model)
-            use_native_recurrence(language.recurrent, language.states, language.dtype)
+            use = partial(
+                use_native_recurrence, language.recurrent, language.states, language.dtype
+            )
+            language.attempt(use, "native recurrence", "torch's", SLOWER_RECURRENCE)
             self._check_attention(NativeMetadata)
             if language.lora:
                 language.lora.use_native(builds=False)
@@ -438,27 +443,8 @@ class PagedRunner:
     ) -> list[Tensor]:
         """Return the logits [L, V] of at most two prompts in three shared steps, which attend by
         this backend."""
-        language, longest = self.language, max(map(len, prompts))
-        blocks = -(-longest // BLOCK)
-        tables = range(1, 2 * blocks, 2), range(0, 2 * blocks, 2)
-        cache = new_cache(language, 2 * blocks, 4)
-        starts = (len(prompts[0]) // 2, 3)[: len(prompts)]
-        ends = [(0, at, len(p) - 1, len(p)) for at, p in zip(starts, prompts, strict=True)]
-        rows: list[list[Tensor]] = [[] for _ in prompts]
-        for step, chunks in enumerate(zip(*map(itertools.pairwise, ends), strict=True)):
-            spans = [
-                Span(t, start, end - start) for t, (start, end) in zip(tables, chunks, strict=False)
-            ]
-            parts = [p[slice(*bounds)] for p, bounds in zip(prompts, chunks, strict=True)]
-            ids = [*itertools.chain.from_iterable(parts)]
-            slots = [(2 * n + (step + 1) % 2, 2 * n + step % 2) for n in range(len(spans))]
-            batch = _check_batch(ids, spans, slots)
-            metadata = kind(cache, batch)
-            metadata.torch_only = False  # other operations have been compared on their own
-            logits = run_model(language, batch, metadata)
-            for of_prompt, part, offset in zip(rows, parts, batch.offsets, strict=True):
-                of_prompt.append(logits[offset : offset + len(part)])
-        return [torch.cat(parts) for parts in rows]
+        steps = chunk_steps(prompts, (len(prompts[0]) // 2, 3))
+        return PromptRun(self.language, prompts, kind).run(steps)
 
     def _keeps_rows_apart(self) -> bool:
         """Return whether a token's logits are equal in every bit in steps of several lengths, from
@@ -467,21 +453,11 @@ class PagedRunner:
         if not self.verifies_drafts or stacked_products_differ(language.decoder):
             return False  # by torch's operations: equal in some batches only
         [text] = language.random_prompts([min(COMPARED_STEPS[0][0][2], language.context)])
-        blocks, positions = len(text) // BLOCK + 1, range(len(text))
-        tables = [range(n * blocks, (n + 1) * blocks) for n in range(4)]
-        cache = new_cache(language, 4 * blocks, 8)
-        whole: Tensor | None = None
-        for step, chunks in enumerate(COMPARED_STEPS):
-            parts = [(n, positions[start:end]) for n, start, end in chunks if start < len(text)]
-            spans = [Span(tables[n], part.start, len(part)) for n, part in parts]
-            slots = [(2 * n + (step + 1) % 2, 2 * n + step % 2) for n, _ in parts]
-            rows = [row for _, part in parts for row in part]
-            batch = _check_batch([text[row] for row in rows], spans, slots)
-            logits = run_model(language, batch, self.metadata(cache, batch))
-            whole = logits if whole is None else whole
-            if not torch.equal(logits, whole[rows]):
-                return False
-        return True
+        steps = [
+            [(n, start, min(end, len(text))) for n, start, end in chunks if start < len(text)]
+            for chunks in COMPARED_STEPS
+        ]
+        return _begin_equally(PromptRun(language, [text] * 4, self.metadata).run(steps))
 
     def _check_compiled(self, compiled: Callable[..., Any]) -> None:
         """Raise CannotRun unless the compiled model gives the logits of the eager one. Where these
@@ -501,12 +477,8 @@ class PagedRunner:
 
     def _run_alone(self, model: Any, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return the logits [L, V] of each prompt in a batch of its own."""
-        language, outputs = self.language, []
-        for prompt in prompts:
-            batch = _check_batch(prompt, [Span([0, 1], 0, len(prompt))], [(1, 0)])
-            metadata = self.metadata(new_cache(language, 2, 2), batch)
-            outputs.append(run_model(language, batch, metadata, model=model))
-        return outputs
+        steps = [[(n, 0, len(prompt))] for n, prompt in enumerate(prompts)]
+        return PromptRun(self.language, prompts, self.metadata, model).run(steps)
 
     def _run_injected(self, model: Any, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
         """Do the same with random embeddings in place of every other token's."""
@@ -525,16 +497,50 @@ def new_cache(language: LanguageModel, blocks: int, slots: int) -> KVCache:
     return KVCache(language.layers, blocks, language.dtype, language.device, language.states, slots)
 
 
-def _check_batch(
-    ids: Sequence[int], spans: Sequence[Span], slots: Sequence[tuple[int, int]]
-) -> Batch:
-    """Return a batch of these spans, with the logits of all rows. `slots`: of the states that each
-    span reads, unless it is the first, and writes."""
-    states = [
-        (StateSegment(span.width, source if span.start else NO_SLOT, target),)
-        for span, (source, target) in zip(spans, slots, strict=True)
+class PromptRun:
+    """Prompts that a check runs in steps of its choice, on a cache of their own. `model`: a copy of
+    the model to call."""
+
+    def __init__(
+        self, language: LanguageModel, prompts: Sequence[Sequence[int]],
+        kind: Callable[[KVCache, Batch], AttentionBackend] = AttentionMetadata,
+        model: Callable[..., Any] | None = None,
+    ) -> None:  # fmt: skip
+        self._language, self._prompts, self._kind, self._model = language, prompts, kind, model
+        count = len(prompts)
+        total = count * -(-max(map(len, prompts)) // BLOCK)
+        self.tables = [range(n, total, count) for n in range(count)]  # apart
+        self._pool = StatePool(count, count)
+        self.cache = new_cache(language, total, self._pool.num_slots)
+        opened = (self._pool.open(None, 0, {len(prompt) * 3 // 4}) for prompt in prompts)
+        self.states = [state for state in opened if state]  # before the last step
+
+    def run(self, steps: Sequence[Chunks]) -> list[Tensor]:
+        """Return the logits [L, V] of each prompt's tokens that run."""
+        rows: list[list[Tensor]] = [[] for _ in self._prompts]
+        for chunks in steps:
+            spans = [Span(self.tables[n], start, end - start) for n, start, end in chunks]
+            ids = [token for n, start, end in chunks for token in self._prompts[n][start:end]]
+            for n, start, _ in chunks:
+                self._pool.commit(self.states[n], start)
+            segments = [self._pool.plan(self.states[n], end) for n, _, end in chunks]
+            batch = Batch(spans, ids, range(len(ids)), states=segments)
+            metadata = self._kind(self.cache, batch)
+            metadata.torch_only = False  # the operations that the layers have are compared
+            logits = run_model(self._language, batch, metadata, model=self._model)
+            for (n, start, end), offset in zip(chunks, batch.offsets, strict=True):
+                rows[n].append(logits[offset : offset + end - start])
+        return [torch.cat(parts) for parts in rows]
+
+
+def chunk_steps(prompts: Sequence[Sequence[int]], first: Sequence[int]) -> list[Chunks]:
+    """Return steps of all prompts: so many first tokens of each, then all but the last token, then
+    that."""
+    ends = [(0, at, len(p) - 1, len(p)) for at, p in zip(first, prompts, strict=False)]
+    return [
+        [(n, start, end) for n, (start, end) in enumerate(bounds) if start < end]
+        for bounds in zip(*map(itertools.pairwise, ends), strict=True)
     ]
-    return Batch(spans, list(ids), range(len(ids)), states=states)
 
 
 def _begin_equally(logits: Sequence[Tensor]) -> bool:

@@ -8,7 +8,6 @@ pass the window on.
 """
 
 import inspect
-import itertools
 import logging
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -21,7 +20,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from batching.sequence import Batch, Span
-from batching.state_pool import MAX_CHECKPOINTS, MAX_DRAFTS, SequenceState, StatePool, StateSegment
+from batching.state_pool import MAX_CHECKPOINTS, MAX_DRAFTS, StateSegment
 from worker.device.device import free_bytes, unreserved_bytes
 from worker.device.self_check import (
     MIN_PROMPT_TOKENS,
@@ -30,11 +29,12 @@ from worker.device.self_check import (
     attention_of,
     has_own_kernels,
     length_beyond_windows,
+    relative_error,
     set_attention,
 )
 from worker.error_classification import first_line
 from worker.load_context import on_worker, remaining_bytes
-from worker.model.attention.kv_cache import BLOCK, KVCache, LayerShape
+from worker.model.attention.kv_cache import BLOCK, LayerShape
 from worker.model.attention.latent import use_latents
 from worker.model.attention.paged import ATTENTION, AttentionMetadata, SpanGroup
 from worker.model.attention.recurrent import RecurrentProbe, install, uninstall
@@ -47,7 +47,14 @@ from worker.model.loading import (
     is_worth_compiling,
     log_own_attention,
 )
-from worker.model.paged_runner import PagedRunner, StateSlots, new_cache, run_model
+from worker.model.paged_runner import (
+    Chunks,
+    PagedRunner,
+    PromptRun,
+    StateSlots,
+    chunk_steps,
+    run_model,
+)
 
 log = logging.getLogger("onequeue.paging")
 
@@ -86,7 +93,8 @@ def load_paged_runner(
     check = PagingCheck(language, extra_check)
     check.enable()
     if options.lora_dir == "none":  # an adapter may change the layers that expand latents
-        use_latents(language.decoder, language.layers, check.compare)
+        use = partial(use_latents, language.decoder, language.layers, check.compare)
+        language.attempt(use, "latents", "keys and values of all heads", "fewer tokens fit")
     native = is_worth_compiling(options.compile, language.parameters)
     language.pack_weights(options.quantization, check.compare, native)
     length = min(options.max_model_len or language.context, language.context)
@@ -357,68 +365,40 @@ class PagingCheck:
                     config.sliding_window = window
 
         narrow = Reference(narrow_logits, [prompt])
-        try:
-            self.language.compare(narrow.logits[0], reference)
-        except CannotRun:
-            return narrow
-        return None
+        is_narrow = relative_error(narrow.logits[0], reference) > self.language.tolerance
+        return narrow if is_narrow else None
 
     # ── paged steps ──
 
     def compare(self) -> None:
         """Raise CannotRun unless paged steps give the reference's logits: chunks of the prompts in
         shared batches, and a last token beside one near the end of the context."""
-        logits, cache, tables, states = self._run_paged(self.prompts)
+        run = PromptRun(self.language, self.prompts)
+        logits = run.run(_halves(self.prompts))
         self.reference.check(logits, self.language.tolerance)
         far = min(self.language.context, MAX_FAR_POSITION) - 1
         last = len(self.prompts[1]) - 1
-        spans = [Span(tables[1], last, 1), Span([0] * (far // BLOCK + 1), far, 1)]
-        segments = [[StateSegment(1, states[n].current, states[n].target)] for n in (1, 0)]
+        spans = [Span(run.tables[1], last, 1), Span([0] * (far // BLOCK + 1), far, 1)]
+        states = [run.states[n] for n in (1, 0)]
+        segments = [[StateSegment(1, state.current, state.target)] for state in states]
         ids = [self.prompts[1][last], self.prompts[0][0]]
         batch = Batch(spans, ids, range(2), states=segments)
-        beside = run_model(self.language, batch, AttentionMetadata(cache, batch))
+        beside = run_model(self.language, batch, AttentionMetadata(run.cache, batch))
         logits[1] = torch.cat((logits[1][:-1], beside[:1]))
         self.reference.check(logits, self.language.tolerance)
         self.extra_check()
 
     def _compare_narrow(self, narrow: Reference) -> None:
-        logits, *_ = self._run_paged(self.prompts[1:2], NarrowMetadata)
+        prompts = self.prompts[1:2]
+        logits = PromptRun(self.language, prompts, NarrowMetadata).run(_halves(prompts))
         try:
             narrow.check(logits, self.language.tolerance)
         except CannotRun as error:
             raise CannotRun(f"its layers do not pass on its sliding window: {error}") from error
 
-    def _run_paged(
-        self, prompts: Sequence[Sequence[int]],
-        metadata: type[AttentionMetadata] = AttentionMetadata,
-    ) -> tuple[list[Tensor], KVCache, list[range], list[SequenceState]]:  # fmt: skip
-        """Run chunk by chunk. Return the logits [L, V] of each prompt, the cache with all prompts
-        in it, their blocks, and their states before their last tokens."""
-        language = self.language
-        ends = list(itertools.accumulate(-(-len(prompt) // BLOCK) for prompt in prompts))
-        tables = [range(*bounds) for bounds in itertools.pairwise([0, *ends])]
-        pool = StatePool(len(prompts), len(prompts))
-        cache = new_cache(language, ends[-1], pool.num_slots)
-        opened = (pool.open(None, 0, {len(prompt) * 3 // 4}) for prompt in prompts)
-        states = [state for state in opened if state]
-        done = [0] * len(prompts)
-        parts: list[list[Tensor]] = [[] for _ in prompts]
-        # chunks up to the half, then up to the last token, then the last token
-        for divisor, less in ((2, 0), (1, 1), (1, 0)):
-            ends = [len(prompt) // divisor - less for prompt in prompts]
-            bounds = zip(itertools.count(), done, ends)
-            chunks = [(n, start, end) for n, start, end in bounds if start < end]
-            spans = [Span(tables[n], start, end - start) for n, start, end in chunks]
-            ids = [token for n, start, end in chunks for token in prompts[n][start:end]]
-            for n, start, _ in chunks:
-                pool.commit(states[n], start)
-            segments = [pool.plan(states[n], end) for n, _, end in chunks]
-            batch = Batch(spans, ids, range(len(ids)), states=segments)
-            logits = run_model(language, batch, metadata(cache, batch))
-            for (n, start, end), row in zip(chunks, batch.offsets, strict=True):
-                parts[n].append(logits[row : row + end - start])
-            done = ends
-        return [torch.cat(part) for part in parts], cache, tables, states
+
+def _halves(prompts: Sequence[Sequence[int]]) -> list[Chunks]:
+    return chunk_steps(prompts, [len(prompt) // 2 for prompt in prompts])
 
 
 def _record(

@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from worker.device.self_check import CannotRun
-from worker.error_classification import first_line
 from worker.load_context import on_worker
 from worker.model.cpu.experts import experts_of
 from worker.model.cuda_graphs import synchronizing_raises
@@ -156,8 +155,8 @@ def waits(experts: Any) -> bool:
 
 
 def use_triton_experts(model: Any, check: Callable[[], object]) -> None:
-    """Use this implementation for a model's experts if the library's waits for the GPU. The
-    library's stays if `check`, which runs the model, raises; that is logged."""
+    """Use this implementation for a model's experts if the library's waits for the GPU. Raise what
+    `check`, which runs the model, raises; the library's then stays."""
     found = list(experts_of(model))
     if not found:
         return
@@ -169,8 +168,7 @@ def use_triton_experts(model: Any, check: Callable[[], object]) -> None:
         if any(module.config._experts_implementation != NAME for module in found):
             raise CannotRun("not all experts use the interface")
         check()
-    except Exception as error:  # such as a kernel that does not compile
+    except Exception:  # such as a kernel that does not compile
         model.set_experts_implementation(before)
-        log.warning("experts wait for the GPU: %.300s", first_line(error))
-    else:
-        log.info("experts use Triton kernels layers=%d", len(found))
+        raise
+    log.info("experts use Triton kernels layers=%d", len(found))

@@ -5,7 +5,7 @@ tokens, packed, padded on the right and, for generation, padded on the left, are
 single rows. A kind of batch that changes the outputs is not used, and the log shows the reason.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
@@ -19,7 +19,6 @@ from worker.device.device import choose_device, free_bytes
 from worker.device.self_check import (
     TOLERANCE,
     CannotRun,
-    compare,
     length_beyond_windows,
     random_prompts,
 )
@@ -28,6 +27,7 @@ from worker.load_context import add_memory, on_worker
 from worker.media.decode_limiter import DecodeLimiter
 from worker.media.inputs import to_json
 from worker.messages.protocol import Batching, PipelineInput
+from worker.model.check import Reference
 from worker.model.cpu.linear import pack_weights
 from worker.model.cpu.linear_layers import emulates_dtype, packs_dtype
 from worker.model.generation_config import fill_sampling_defaults
@@ -284,16 +284,29 @@ def check_rows(
 ) -> None:
     """Raise CannotRun unless every float output of the batch equals that of the row alone, up to
     rounding."""
-    counts = rows.counts
-    outputs = split_output(on_worker(partial(forward_batch, **rows.batch)), len(counts), counts)
-    for row, output, count in zip(rows.single, outputs, counts, strict=True):
-        single = on_worker(partial(forward_single, **row))
-        for name, expected in split_output(single, 1, [count])[0].items():
-            if not isinstance(expected, Tensor) or not expected.is_floating_point():
-                continue
-            if expected.ndim > 2 and expected.shape[1] != count:
-                raise CannotRun(f"its {name} are not one for each token")
-            if output[name].shape != expected.shape:
-                raise CannotRun(f"its {name} have another shape in a batch")
-            differ = f"its {name} differ in a batch"
-            compare(output[name], expected, TOLERANCE[expected.dtype], differ)
+
+    def run(
+        forward: Callable[..., Any], batch: dict[str, Tensor], counts: Sequence[int]
+    ) -> list[Tensor]:
+        outputs = split_output(on_worker(partial(forward, **batch)), len(counts), counts)
+        return [value for pair in zip(outputs, counts, strict=True) for value in _floats(*pair)]
+
+    def run_alone(batches: Sequence[dict[str, Tensor]]) -> list[Tensor]:
+        pairs = zip(batches, rows.counts, strict=True)
+        return [value for row, n in pairs for value in run(forward_single, row, [n])]
+
+    together = run(forward_batch, rows.batch, rows.counts)
+    alone = Reference(run_alone, rows.single, name="its outputs in a batch")
+    if [value.shape for value in together] != [value.shape for value in alone.logits]:
+        raise CannotRun("its outputs have other shapes in a batch")
+    alone.check(together, max(TOLERANCE[value.dtype] for value in alone.logits))
+
+
+def _floats(outputs: Any, count: int) -> Iterator[Tensor]:
+    """Yield the float outputs [..., size] of a row of `count` tokens as [N, size]."""
+    for name, value in outputs.items():
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            continue
+        if value.ndim > 2 and value.shape[1] != count:
+            raise CannotRun(f"its {name} are not one for each token")
+        yield value.reshape(-1, *value.shape[-1:])

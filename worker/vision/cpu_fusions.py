@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from worker.device.self_check import relative_error
 from worker.model.cpu.linear import ROUNDING
 from worker.model.cpu.linear_layers import PackedLinear
 from worker.model.language_model import LanguageModel
@@ -58,10 +59,9 @@ def _fuse(module: Any) -> bool:
         return False
     x = torch.randn(PROBE_ROWS, linear.in_features, generator=torch.Generator().manual_seed(0))
     x = x.to(linear.dtype)
-    expected = module(x).float()
+    expected = module(x)
     linear.activation, module.activation_fn = FUSIBLE_ACTIVATIONS[type(activation)], nn.Identity()
-    difference = (module(x).float() - expected).abs().max()
-    if float(difference) <= ROUNDING[linear.dtype] * float(expected.abs().max()):
+    if relative_error(module(x), expected) <= ROUNDING[linear.dtype]:
         return True
     linear.activation, module.activation_fn = None, activation
     return False

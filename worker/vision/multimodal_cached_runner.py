@@ -5,27 +5,33 @@ As for text, a check at load decides whether the cache gives right results. With
 prompt, images included, is recomputed for each token.
 """
 
+import logging
 from collections import abc
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from batching.sequence import Chunk, Sequence
 from worker.device.async_copy import fill_placeholders
-from worker.device.self_check import CannotRun, compare
+from worker.device.self_check import CannotRun
+from worker.error_classification import first_line
 from worker.model.cached_runner import (
     CACHED_TOLERANCE,
     CHECK_STEPS,
+    RECOMPUTED,
     CachedRunner,
     CacheState,
     Texts,
-    log_refusal,
 )
+from worker.model.check import check
 from worker.model.decoder_hook import DecoderHook
 from worker.model.language_model import LanguageModel
 from worker.vision.multimodal_prompt import MultimodalPrompt, select_tensors
 from worker.vision.processor import Processor
 from worker.vision.self_check import sample_output
+
+log = logging.getLogger("onequeue.cached_runner")
 
 
 class MultimodalCachedRunner(CachedRunner):
@@ -89,7 +95,7 @@ class MultimodalCachedRunner(CachedRunner):
             try:
                 prompt.compute_positions(self._hook)
             except Exception as error:  # such as positions that are counted from the first token
-                log_refusal("computing positions", error)
+                log.info("not computing positions: %.200s", first_line(error))
                 self._hook = None
         output, width = prompt.processed(), len(tokens)
         token_inputs = {
@@ -113,15 +119,17 @@ class MultimodalCachedRunner(CachedRunner):
         prompt = MultimodalPrompt.from_output(output)
         [generated] = self.language.random_prompts([CHECK_STEPS])
         texts = [[*output.ids, *generated[:count]] for count in range(CHECK_STEPS)]
-        try:
-            state = None
-            cached = []
+
+        def run(caches: bool, texts: Texts) -> list[Tensor]:
+            rows, state = [], None
             for text in texts:
-                logits, state = self.run_multimodal(prompt, text, state)
-                cached.append(logits)
+                logits, state = self.run_multimodal(prompt, text, state if caches else None)
+                rows.append(logits)
                 self.run_texts([generated[:2]] * 3, None)
-            recomputed = [self.run_multimodal(prompt, text, None)[0] for text in texts]
-            compare(torch.cat(cached), torch.cat(recomputed), CACHED_TOLERANCE)
+            return [torch.cat(rows)]
+
+        try:
+            check(partial(run, False), partial(run, True), texts, CACHED_TOLERANCE)
         except Exception as error:
             self.caches_images = False
-            log_refusal("cached with images", error)
+            self._fall_back("cached images", error, "the recomputed prompt", RECOMPUTED)

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from worker.error_classification import first_line
 from worker.load_context import on_worker
 from worker.model.attention.kv_cache import LayerShape
 from worker.model.attention.paged import ATTENTION, LATENT
@@ -70,7 +69,7 @@ def _with_latents(kind: Any) -> Any:
 
 def use_latents(decoder: Any, layers: list[LayerShape], check: Callable[[], None]) -> None:
     """Let the modules of `decoder` that expand latents attend to these, and change their shapes in
-    `layers`. Everything stays as it is if `check`, which runs the model, raises; that is logged."""
+    `layers`. Raise what `check`, which runs the model, raises; everything is then as before."""
     modules = [
         module
         for module in decoder.modules()
@@ -82,15 +81,14 @@ def use_latents(decoder: Any, layers: list[LayerShape], check: Callable[[], None
     try:
         on_worker(functools.partial(_replace, decoder, modules, layers))
         check()
-    except Exception as error:
+    except Exception:
         layers[:] = before
         for module, kind in zip(modules, kinds, strict=True):
             module.__class__ = kind
             module._modules.pop(LATENT, None)
-        log.warning("keys and values of all heads are stored: %.300s", first_line(error))
-    else:
-        numbers = [sum(layer.numbers for layer in shapes) for shapes in (layers, before)]
-        log.info("latents are stored layers=%d numbers=%d instead of %d", len(modules), *numbers)
+        raise
+    numbers = [sum(layer.numbers for layer in shapes) for shapes in (layers, before)]
+    log.info("latents are stored layers=%d numbers=%d instead of %d", len(modules), *numbers)
 
 
 @torch.no_grad()

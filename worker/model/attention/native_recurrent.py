@@ -27,7 +27,6 @@ from transformers.cache_utils import Cache
 
 from batching.state_pool import NO_SLOT
 from worker.device.self_check import CannotRun, compare
-from worker.error_classification import first_line
 from worker.model.attention.kv_cache import KVCache, StateShape
 from worker.model.attention.recurrent import RecurrentModule
 
@@ -208,18 +207,14 @@ class NativeForward:
 def use_native_recurrence(
     modules: Sequence[RecurrentModule], shapes: Sequence[StateShape], dtype: torch.dtype
 ) -> None:
-    """Let modules run native operations, where both give the same; the library must be loaded.
-    Log how many do."""
+    """Let modules run native operations, which must be loaded; log how many do. Raise CannotRun at
+    the first one whose results differ."""
     for module in modules:
         try:
             native = NativeForward(module)
         except CannotRun:
             continue
-        try:
-            _compare(module, native, shapes, dtype)
-        except Exception as error:
-            log.warning("native recurrence disabled: %.200s", first_line(error))
-            return
+        _compare(module, native, shapes, dtype)
         module.native = native
     if modules:
         using = sum(module.native is not None for module in modules)
