@@ -27,11 +27,6 @@ Document = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def generator() -> FakeGenerator:
-    return FakeGenerator()
-
-
-@pytest.fixture(scope="module")
 def server(generator: FakeGenerator) -> Iterator[Server]:
     aliases = ("claude-*=demo",)
     with serving(load_chat=lambda: generator, model_aliases=aliases, api_keys=("key",)) as started:

@@ -1,6 +1,5 @@
 """`/v1/responses` requests: fields that reach the worker, and errors by field."""
 
-from collections.abc import Iterator
 from typing import Any, get_type_hints
 
 import pytest
@@ -10,7 +9,7 @@ from server.openai.responses.request import ResponseRequest
 from tests.fake_generator import FakeGenerator
 from tests.http.test_pipeline_http import error_of
 from tests.response_events import PATH, get_response, respond, response_document
-from tests.serving import Server, serving
+from tests.serving import Server
 from worker.messages.generation import (
     Chat,
     Constraint,
@@ -26,17 +25,6 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 USER = {"role": "user", "content": "hi"}
 CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}'}
 TOLD = {"type": "function_call_output", "call_id": "c1", "output": "say 3"}
-
-
-@pytest.fixture(scope="module")
-def generator() -> FakeGenerator:
-    return FakeGenerator()
-
-
-@pytest.fixture(scope="module")
-def server(generator: FakeGenerator) -> Iterator[Server]:
-    with serving(load_chat=lambda: generator) as started:
-        yield started
 
 
 @pytest.fixture
