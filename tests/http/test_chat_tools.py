@@ -23,6 +23,18 @@ TOOLS = [WEATHER, CLOCK]
 ASKED = 'say *hm Well !get_weather ={"city": ="Oslo"} !clock ={}'
 
 
+def function(definition: Any) -> dict[str, Any]:
+    return {"type": "function", "function": definition}
+
+
+def allowed(tools: Any) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": tools}
+
+
+def choosing(choice: Any) -> dict[str, Any]:
+    return {"tools": TOOLS, "tool_choice": choice}
+
+
 @pytest.fixture(scope="module")
 def server(generator: FakeGenerator) -> Iterator[Server]:
     with serving(load_chat=lambda: generator, chat_model="org/model") as started:
@@ -66,22 +78,11 @@ def test_call_ids_are_the_generators_and_count_earlier_calls(server: Server) -> 
             ToolCallPolicy(("get_weather", "clock"), required=True),
         ),
         (
-            {
-                "tool_choice": {"type": "function", "function": {"name": "clock"}},
-                "parallel_tool_calls": True,
-            },
+            {"tool_choice": function({"name": "clock"}), "parallel_tool_calls": True},
             ToolCallPolicy(("clock",), required=True, parallel=False),
         ),
         ({"parallel_tool_calls": False}, ToolCallPolicy(("get_weather", "clock"), parallel=False)),
-        (
-            {
-                "tool_choice": {
-                    "type": "allowed_tools",
-                    "allowed_tools": {"mode": "auto", "tools": [CLOCK]},
-                }
-            },
-            ToolCallPolicy(("clock",)),
-        ),
+        ({"tool_choice": allowed({"mode": "auto", "tools": [CLOCK]})}, ToolCallPolicy(("clock",))),
     ],
 )
 def test_tool_choice_reaches_the_model(
@@ -96,8 +97,8 @@ def test_tool_choice_reaches_the_model(
 @pytest.mark.parametrize(
     "fields",
     [
-        {"tools": TOOLS, "tool_choice": "none"},
-        {"tools": TOOLS, "tool_choice": {"type": "none"}},
+        choosing("none"),
+        choosing({"type": "none"}),
         {"tools": []},
         {"tools": [], "tool_choice": "auto"},
         {"tool_choice": "auto"},
@@ -173,46 +174,22 @@ def test_thinking_token_budget_reaches_the_model(generator: FakeGenerator, serve
     [
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
-        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+        ({"tools": [function({})]}, "tools[0].function.name"),
         ({"tools": [CLOCK, CLOCK]}, "tools[1].function.name"),
-        ({"tools": [{"type": "function", "function": {"name": 'a"b'}}]}, "tools[0].function.name"),
-        (
-            {"tools": [{"type": "function", "function": {"name": "a" * 129}}]},
-            "tools[0].function.name",
-        ),
-        (
-            {"tools": [{"type": "function", "function": {"name": "f", "parameters": [1]}}]},
-            "tools[0].function.parameters",
-        ),
+        ({"tools": [function({"name": 'a"b'})]}, "tools[0].function.name"),
+        ({"tools": [function({"name": "a" * 129})]}, "tools[0].function.name"),
+        ({"tools": [function({"name": "f", "parameters": [1]})]}, "tools[0].function.parameters"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
-        ({"tools": TOOLS, "tool_choice": 3}, "tool_choice"),
-        ({"tools": TOOLS, "tool_choice": {"type": "any"}}, "tool_choice.type"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.function"),
+        (choosing("any"), "tool_choice"),
+        (choosing(3), "tool_choice"),
+        (choosing({"type": "any"}), "tool_choice.type"),
+        (choosing({"type": "function"}), "tool_choice.function"),
+        (choosing(function({"name": "g"})), "tool_choice.function.name"),
+        (choosing({"type": "allowed_tools"}), "tool_choice.allowed_tools"),
+        (choosing(allowed({"mode": "auto"})), "tool_choice.allowed_tools.tools"),
         (
-            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
-            "tool_choice.function.name",
-        ),
-        (
-            {"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}},
-            "tool_choice.allowed_tools",
-        ),
-        (
-            {
-                "tools": TOOLS,
-                "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}},
-            },
-            "tool_choice.allowed_tools.tools",
-        ),
-        (
-            {
-                "tools": TOOLS,
-                "tool_choice": {
-                    "type": "allowed_tools",
-                    "allowed_tools": {"mode": "auto", "tools": [{"function": {"name": "g"}}]},
-                },
-            },
+            choosing(allowed({"mode": "auto", "tools": [{"function": {"name": "g"}}]})),
             "tool_choice.allowed_tools.tools[0].function.name",
         ),
     ],
