@@ -11,7 +11,7 @@ import jsonschema_rs
 import pytest
 import torch
 
-from tests import tiny_chat, tiny_decoders
+from tests import tiny_chat
 from tests.generating import ORDINARY, Driver, Served, engine, raw_logits, serve
 from tests.generating import request as text_request
 from tests.matrix import matrix
@@ -23,7 +23,8 @@ from tests.model.test_structured_output import (
 )
 from tests.multimodal import assert_generated, in_small_chunks, png, request
 from tests.multimodal import engine as image_engine
-from tests.tiny import SMALL, hf
+from tests.tiny import for_tokenizer
+from tests.tiny_decoders import small_settings
 from worker.generation.engine import GenerationEngine
 from worker.generation.loading import load_generator, paged_engine
 from worker.messages.generation import Sampling, ToolCallPolicy
@@ -44,14 +45,9 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @cache
 def chat_model() -> GenerationEngine:
-    path = tiny_chat.folder().with_name("hybrid")
-    torch.manual_seed(3)
-    tokenizer = tiny_chat.tokenizer()
-    sizes = {**SMALL, "vocab_size": len(tokenizer), "max_position_embeddings": tiny_chat.CONTEXT}
-    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-    config = hf.Qwen3_5TextConfig(**{**sizes, **ids, **tiny_decoders.LINEAR})
-    hf.AutoModelForCausalLM.from_config(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
+    config = "Qwen3_5TextConfig"
+    tokenizer, settings = tiny_chat.tokenizer(), small_settings(config)
+    path = for_tokenizer("hybrid", tokenizer, config, **settings)
     return load_generator(
         GeneratorOptions(str(path), dtype="float32", device="cpu", kv_cache_gb=0.02)
     )
