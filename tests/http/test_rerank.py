@@ -1,7 +1,6 @@
 """Reranking: cross-encoders and yes-no decoders; the formats of Jina, Cohere and TEI."""
 
 import importlib
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from worker.embedding.loading import ScoringOptions, load_reranker
 from worker.embedding.reranker import Reranker
 from worker.messages.scoring import ScoringInput, Truncation
 from worker.model.loading import LoadingFailed
-from worker.registry import Breaker
 
 hf: Any = importlib.import_module("transformers")  # half of it is not annotated
 
@@ -212,18 +210,6 @@ def test_score_is_that_of_the_named_model(server: Server) -> None:
     assert post(server, "/v1/score", body | {"model": "other"}).status_code == 404
     listed = CLIENT.get(server.url + "/v1/models").json()["data"]
     assert [model["id"] for model in listed] == ["demo", "bert-rank"]
-
-
-def test_failing_model_does_not_affect_others(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server.worker_client.models["rerank"], "breaker", Breaker(1, 3600))
-    server.worker_client.models["rerank"].breaker.failed(time.monotonic())
-    assert len(CLIENT.get(server.url + "/v1/models").json()["data"]) == 2
-    body = {"text_1": "red", "text_2": "red", "prompt": "red"}
-    assert error_of(post(server, "/v1/score", body))["code"] == "breaker_open"
-    for path in ("/v1/score", "/tokenize"):
-        assert post(server, path, body | {"model": "demo"}).status_code == 200
 
 
 def test_score_error_names_the_invalid_field(server: Server) -> None:

@@ -10,7 +10,6 @@ from openai.types.responses import ParsedResponse, ResponseFunctionToolCall
 
 from tests import sdk
 from tests.sdk import GetWeather, Place, Sdk
-from tests.serving import wait_until
 
 TOOLS: list[Any] = [sdk.WEATHER, sdk.CLOCK]  # the SDK takes them as they are for the other API
 
@@ -152,14 +151,6 @@ def test_response_is_retrieved_continued_and_deleted(demo: Sdk) -> None:
     responses.delete(first.id)
     with pytest.raises(openai.NotFoundError):
         responses.retrieve(first.id)
-
-
-def test_background_response_is_polled(demo: Sdk) -> None:
-    responses = demo.client.responses
-    begun = responses.create(model="demo", input="What is the capital of France?", background=True)
-    assert begun.status == "queued"
-    wait_until(lambda: responses.retrieve(begun.id).status == "completed")
-    assert responses.retrieve(begun.id).output_text == "The capital of France is Paris."
 
 
 def test_background_response_is_cancelled(demo: Sdk) -> None:

@@ -21,7 +21,7 @@ from tests.model.test_structured_output import (
     calls_in,
     schema,
 )
-from tests.multimodal import assert_generated, in_small_chunks, png, request
+from tests.multimodal import assert_generated, png, request
 from tests.multimodal import engine as image_engine
 from tests.tiny import for_tokenizer
 from tests.tiny_decoders import small_settings
@@ -136,23 +136,6 @@ def test_seeds_draw_the_same_alone_and_beside_others(model: str) -> None:
 
 
 ONE, OTHER, TALL = png(0), png(1), png(2, 40, 72)
-LONG = "Tell me all that you see in these two, and then some more of it: "
-
-
-@pytest.mark.parametrize("chunk", [None, 5])
-def test_images_give_the_output_of_generate(chunk: int | None) -> None:
-    generator = image_engine("qwen3.5-vl")
-    if chunk:
-        in_small_chunks(generator, chunk)
-    items = [
-        request("No picture here, but a number of words."),
-        request("What is ", ONE, "here?"),
-        request(LONG, TALL, " and of ", ONE, "now", n=2),
-        request(OTHER, "this?"),
-    ]
-    served, driver = serve(generator, items, seed=1)
-    assert_generated("qwen3.5-vl", served)
-    assert bool(driver.partial) == bool(chunk)
 
 
 def test_prefixes_with_equal_images_are_continued() -> None:
@@ -165,14 +148,6 @@ def test_prefixes_with_equal_images_are_continued() -> None:
         cached.append(served.sequences[0].cached or 0)
     assert cached[0] == 0
     assert cached[1] > cached[2]
-
-
-def test_preempted_images_give_the_output_of_generate() -> None:
-    generator = image_engine("qwen3.5-vl", blocks=22)
-    items = [request("One ", png(seed), "or two", max_tokens=40 + seed) for seed in range(6)]
-    served, driver = serve(generator, items)
-    assert driver.total("preempted")
-    assert_generated("qwen3.5-vl", served)
 
 
 def test_the_model_with_images_has_recurrent_layers() -> None:
