@@ -1,121 +1,20 @@
 """Tiny random-weight models of every causal language model of the installed transformers.
 
-There is no list of settings per family: a configuration's defaults are made small by the names of
-its settings, and OVERRIDES has those that must fit each other in another way.
+There is no list of settings per family: OVERRIDES has those that must fit each other in another way
+than those that are made small by their names.
 """
 
 import importlib
-import inspect
 from typing import Any
 
 import torch
 
-from tests.tiny import hf
-from tests.tiny_decoders import CONTEXT, WINDOW, with_random_vectors
+from tests.tiny import IDS, hf
+from tests.tiny_decoders import small_settings, with_random_vectors
 from tests.tiny_tokenizers import llama_tokenizer
 
 configuration_auto: Any = importlib.import_module("transformers.models.auto.configuration_auto")
 modeling_auto: Any = importlib.import_module("transformers.models.auto.modeling_auto")
-SMALL: dict[str, Any] = {
-    "hidden_size": 32,
-    "n_embd": 32,
-    "d_model": 32,
-    "dim": 32,
-    "emb_dim": 32,
-    "embedding_size": 32,
-    "word_embed_proj_dim": 32,
-    "num_hidden_layers": 2,
-    "n_layer": 2,
-    "n_layers": 2,
-    "num_layers": 2,
-    "decoder_layers": 2,
-    "encoder_layers": 2,
-    "num_decoder_layers": 2,
-    "num_attention_heads": 4,
-    "n_head": 4,
-    "n_heads": 4,
-    "num_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_kv_heads": 2,
-    "head_dim": 8,
-    "d_kv": 8,
-    "d_head": 8,
-    "intermediate_size": 64,
-    "n_inner": 64,
-    "ffn_dim": 64,
-    "d_ff": 64,
-    "d_inner": 64,
-    "decoder_ffn_dim": 64,
-    "encoder_ffn_dim": 64,
-    "ffn_hidden_size": 64,
-    "intermediate_size_mlp": 64,
-    "dense_intermediate_size": 64,
-    "max_position_embeddings": CONTEXT,
-    "n_positions": CONTEXT,
-    "n_ctx": CONTEXT,
-    "max_seq_len": CONTEXT,
-    "sliding_window": WINDOW,
-    "attention_chunk_size": WINDOW,
-    "local_attention": WINDOW,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "num_experts_per_token": 2,
-    "moe_topk": 2,
-    "moe_k": 2,
-    "top_k_experts": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_expert_group": 1,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "moe_shared_expert_intermediate_size": 32,
-    "shared_intermediate_size": 32,
-    "expert_ffn_hidden_size": 32,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "o_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-    "global_head_dim": 8,
-    "query_pre_attn_scalar": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_num_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_head_dim": 8,
-    "mamba_n_heads": 8,
-    "mamba_num_heads": 8,
-    "n_mamba_heads": 8,
-    "mamba_d_head": 8,
-    "mamba_head_dim": 8,
-    "mamba_headdim": 8,
-    "mamba_n_groups": 2,
-    "mamba_ngroups": 2,
-    "n_groups": 2,
-    "mamba_d_state": 8,
-    "mamba_d_ssm": 64,
-    "mamba_dt_rank": 4,
-    "mamba_chunk_size": 16,
-    "state_size": 8,
-    "ssm_state_size": 8,
-    "chunk_size": 16,
-    "time_step_rank": 4,
-    "lru_width": 32,
-    "vocab_size_per_layer_input": 360,
-    "hidden_size_per_layer_input": 8,
-    "num_kv_shared_layers": 0,
-    "init_std": 0.5,
-    "initializer_range": 0.5,
-}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
@@ -195,9 +94,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "zaya": {"num_experts_per_tok": 1},
 }
-IDS = {"vocab_size": 360, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 MAX_PARAMETERS = 3_000_000
-KINDS = ("layer_types", "layers_block_type", "mlp_layer_types")  # a setting for each layer
 
 
 def families() -> dict[str, str]:
@@ -212,7 +109,9 @@ def families() -> dict[str, str]:
 def configuration(kind: str) -> Any:
     """Return the configuration of a tiny model of this type."""
     name = families()[kind]
-    return getattr(hf, name)(**(IDS | small_settings(name) | OVERRIDES.get(kind, {})))
+    return getattr(hf, name)(
+        **({"vocab_size": 360} | IDS | small_settings(name) | OVERRIDES.get(kind, {}))
+    )
 
 
 def build(kind: str) -> list[Any]:
@@ -230,38 +129,3 @@ def parameters(kind: str) -> int:
     with torch.device("meta"):
         model = hf.AutoModelForCausalLM.from_config(config)
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def small_settings(name: str) -> dict[str, Any]:
-    config = getattr(hf, name)
-    default = config()
-    known = {*inspect.signature(config.__init__).parameters, *vars(default)}
-    known |= set(getattr(config, "attribute_map", {})) | set(getattr(config, "__annotations__", {}))
-    settings = {
-        setting: value
-        for setting, value in SMALL.items()
-        if setting in known
-        and (setting == "head_dim" or getattr(default, setting, None) is not None)
-        and not _is_read_only(config, setting)
-    }
-    if "kv_lora_rank" in settings:  # latent attention has as many key heads as query heads
-        settings["num_key_value_heads"] = settings["num_attention_heads"]
-    for setting in KINDS:
-        kinds = getattr(default, setting, None)
-        if isinstance(kinds, (list, tuple)) and kinds and not _is_read_only(config, setting):
-            settings[setting] = list(dict.fromkeys(kinds))
-    longest = max((len(settings[one]) for one in KINDS if one in settings), default=0)
-    if longest:
-        longest = max(longest, 2)
-        for setting in KINDS:
-            if kinds := settings.get(setting):
-                settings[setting] = (kinds * longest)[:longest]
-        for count in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
-            if count in settings:
-                settings[count] = longest
-    return settings
-
-
-def _is_read_only(config: Any, setting: str) -> bool:
-    value = getattr(config, config.attribute_map.get(setting, setting), None)
-    return isinstance(value, property) and value.fset is None

@@ -49,16 +49,34 @@ def labels(*names: str) -> dict[str, Any]:
 NLI = labels("contradiction", "neutral", "entailment")
 NER = labels("O", "B-PER", "I-PER", "B-LOC", "I-LOC")
 STARS = labels("bad", "fair", "good")
+IDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}  # of llama_tokenizer
 _root = tempfile.TemporaryDirectory(prefix="tiny-models-")
 
 
 @cache
 def folder(name: str) -> Path:
-    path = Path(_root.name) / name
     torch.manual_seed(sum(name.encode()))
-    for part in BUILDERS[name]():
-        part.save_pretrained(path)
+    return saved(name, BUILDERS[name]())
+
+
+def saved(name: str, parts: list[Any]) -> Path:
+    """Save a model and the files beside it, and return their folder. Dictionaries are settings of a
+    processor."""
+    path = Path(_root.name) / name
+    for part in parts:
+        if isinstance(part, dict):
+            (path / "processor_config.json").write_text(json.dumps(part))
+        else:
+            part.save_pretrained(path)
     return path
+
+
+def for_tokenizer(name: str, tokenizer: Any, config: str = "LlamaConfig", **more: Any) -> Path:
+    """Save a causal language model with a tokenizer, and return their folder."""
+    torch.manual_seed(more.pop("seed", 3))
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": tokenizer.model_max_length}
+    settings = getattr(hf, config)(**{**SMALL, **more, **sizes, **IDS})
+    return saved(name, [hf.AutoModelForCausalLM.from_config(settings), tokenizer])
 
 
 # ── text models ──

@@ -3,16 +3,13 @@
 Its outputs mean nothing. Its tokenizer has no response template.
 """
 
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from batching.request_queue import WorkItem
 from tests.generating import Request, loaded
-from tests.tiny import SMALL, hf
+from tests.tiny import for_tokenizer, hf
 from tests.tiny_tokenizers import llama_tokenizer
 from worker.generation.engine import GenerationEngine
 from worker.generation.loading import load_generator, paged_engine
@@ -50,7 +47,6 @@ TEMPLATE = """
 {%- endif -%}
 """.strip()
 CONTEXT = 1024
-_root = tempfile.TemporaryDirectory(prefix="tiny-chat-")
 
 
 def tokenizer(template: str = TEMPLATE, delimiters: list[str] = DELIMITERS) -> Any:
@@ -75,15 +71,8 @@ STRICT = TEMPLATE.replace(
 
 @cache
 def folder(config: str = "LlamaConfig", template: str = TEMPLATE) -> Path:
-    path = Path(_root.name) / f"{config}-{'strict' if template == STRICT else 'plain'}"
-    torch.manual_seed(3)
-    chat_tokenizer = tokenizer(template)
-    sizes = {**SMALL, "vocab_size": len(chat_tokenizer), "max_position_embeddings": CONTEXT}
-    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-    model = hf.AutoModelForCausalLM.from_config(getattr(hf, config)(**{**sizes, **ids}))
-    model.save_pretrained(path)
-    chat_tokenizer.save_pretrained(path)
-    return path
+    name = f"chat-{config}-{'strict' if template == STRICT else 'plain'}"
+    return for_tokenizer(name, tokenizer(template), config)
 
 
 def options() -> GeneratorOptions:

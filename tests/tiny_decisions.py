@@ -1,19 +1,16 @@
 """A tiny random model for decisions: labels are tokens, and their probabilities differ."""
 
-import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from batching.request_queue import WorkItem
 from batching.scheduler import PrefillBudget
 from server.openai.decisions.systemone import SystemOneRequest
 from server.openai.request_fields import decode
 from tests import tiny_chat
-from tests.tiny import SMALL, hf
+from tests.tiny import for_tokenizer
 from worker.generation.engine import GenerationEngine
 from worker.generation.input_processor import GenerationItem
 from worker.generation.loading import cached_engine, load_generator, paged_engine
@@ -25,20 +22,12 @@ from worker.model.paged_runner import PagedRunner
 
 STATE = "I was charged twice for my order, and the second parcel never came. " * 4
 PAIRS = ["AB", "AC", "BA", "CD"]  # labels beyond the letters
-_root = tempfile.TemporaryDirectory(prefix="tiny-decisions-")
 
 
 @cache
 def folder() -> Path:
-    path = Path(_root.name) / "tiny"
-    torch.manual_seed(7)
     tokenizer = tiny_chat.tokenizer(delimiters=[*tiny_chat.DELIMITERS, "Yes", "No", *PAIRS])
-    sizes = {**SMALL, "vocab_size": len(tokenizer), "max_position_embeddings": tiny_chat.CONTEXT}
-    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-    config = hf.LlamaConfig(**{**sizes, **ids, "initializer_range": 0.3})
-    hf.AutoModelForCausalLM.from_config(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+    return for_tokenizer("tiny", tokenizer, seed=7, initializer_range=0.3)
 
 
 @cache

@@ -1,42 +1,126 @@
 """Tiny random-weight language models of many architectures, built like those of tiny.py.
 
-Windows and chunks are 8 tokens, so that short prompts exceed them. An architecture with several
-layer types has one layer of each. The outputs of these models mean nothing.
+A configuration's defaults are made small by the names of its settings. Windows and chunks are
+8 tokens, so that short prompts exceed them. An architecture with several layer types has one layer
+of each. The outputs of these models mean nothing.
 """
 
-import tempfile
+import inspect
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.tiny import SMALL, hf
+from tests import tiny
+from tests.tiny import IDS, SMALL, hf
+from tests.tiny import folder as folder
 from tests.tiny_tokenizers import llama_tokenizer
 
 CONTEXT = 256
 WINDOW = 8
 MIXED = ["sliding_attention", "full_attention"]
-GROUPED = {"num_key_value_heads": 2}
-YARN_ROPE = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "original_max_position_embeddings": 32,
+KINDS = ("layer_types", "layers_block_type", "mlp_layer_types")  # a setting for each layer
+BY_NAME: dict[str, Any] = {
+    "hidden_size": 32,
+    "n_embd": 32,
+    "d_model": 32,
+    "dim": 32,
+    "emb_dim": 32,
+    "embedding_size": 32,
+    "word_embed_proj_dim": 32,
+    "num_hidden_layers": 2,
+    "n_layer": 2,
+    "n_layers": 2,
+    "num_layers": 2,
+    "decoder_layers": 2,
+    "encoder_layers": 2,
+    "num_decoder_layers": 2,
+    "num_attention_heads": 4,
+    "n_head": 4,
+    "n_heads": 4,
+    "num_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "d_kv": 8,
+    "d_head": 8,
+    "intermediate_size": 64,
+    "n_inner": 64,
+    "ffn_dim": 64,
+    "d_ff": 64,
+    "d_inner": 64,
+    "decoder_ffn_dim": 64,
+    "encoder_ffn_dim": 64,
+    "ffn_hidden_size": 64,
+    "intermediate_size_mlp": 64,
+    "dense_intermediate_size": 64,
+    "max_position_embeddings": CONTEXT,
+    "n_positions": CONTEXT,
+    "n_ctx": CONTEXT,
+    "max_seq_len": CONTEXT,
+    "sliding_window": WINDOW,
+    "attention_chunk_size": WINDOW,
+    "local_attention": WINDOW,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "moe_topk": 2,
+    "moe_k": 2,
+    "top_k_experts": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_expert_group": 1,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+    "shared_intermediate_size": 32,
+    "expert_ffn_hidden_size": 32,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "o_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "global_head_dim": 8,
+    "query_pre_attn_scalar": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_num_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_head_dim": 8,
+    "mamba_n_heads": 8,
+    "mamba_num_heads": 8,
+    "n_mamba_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_head_dim": 8,
+    "mamba_headdim": 8,
+    "mamba_n_groups": 2,
+    "mamba_ngroups": 2,
+    "n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_d_ssm": 64,
+    "mamba_dt_rank": 4,
+    "mamba_chunk_size": 16,
+    "state_size": 8,
+    "ssm_state_size": 8,
+    "chunk_size": 16,
+    "time_step_rank": 4,
+    "lru_width": 32,
+    "vocab_size_per_layer_input": 360,
+    "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 0,
+    "init_std": 0.5,
+    "initializer_range": 0.5,
 }
-EXPERTS = {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-_root = tempfile.TemporaryDirectory(prefix="tiny-decoders-")
-
-
-@cache
-def folder(name: str) -> Path:
-    path = Path(_root.name) / name
-    torch.manual_seed(sum(name.encode()))
-    for part in BUILDERS[name]():
-        part.save_pretrained(path)
-    return path
 
 
 def decoder(config: str, **more: Any) -> Callable[[], list[Any]]:
@@ -44,10 +128,9 @@ def decoder(config: str, **more: Any) -> Callable[[], list[Any]]:
 
     def build() -> list[Any]:
         tokenizer = llama_tokenizer()
-        sizes = {**SMALL, "vocab_size": len(tokenizer), "max_position_embeddings": CONTEXT}
-        ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-        settings = getattr(hf, config)(**{**sizes, **ids, **more})
-        model = hf.AutoModelForCausalLM.from_config(settings)
+        sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": CONTEXT}
+        small = {**SMALL, **small_settings(config), **sizes, **IDS}
+        model = hf.AutoModelForCausalLM.from_config(getattr(hf, config)(**{**small, **more}))
         return [with_random_vectors(model), tokenizer]
 
     return build
@@ -62,259 +145,161 @@ def with_random_vectors(model: Any) -> Any:
     return model
 
 
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+DYNAMIC_ROPE = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+YARN_ROPE = {**DEFAULT_ROPE, "rope_type": "yarn", "factor": 8.0} | {
+    "original_max_position_embeddings": 32
+}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0, 6.0, 8.0, 10.0],
+}
+SHORT_WINDOWS = {"sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
 BUILDERS: dict[str, Callable[[], list[Any]]] = {
-    "llama": decoder("LlamaConfig", **GROUPED),
-    "qwen2": decoder("Qwen2Config", **GROUPED),
-    "qwen3": decoder("Qwen3Config", **GROUPED, head_dim=8),
-    "qwen2-moe": decoder("Qwen2MoeConfig", **EXPERTS, shared_expert_intermediate_size=32),
-    "qwen3-moe": decoder("Qwen3MoeConfig", **EXPERTS, head_dim=8),
-    "mistral": decoder("MistralConfig", **GROUPED, sliding_window=WINDOW),
-    "mixtral": decoder("MixtralConfig", **GROUPED, num_local_experts=4),
-    "gemma": decoder("GemmaConfig", num_key_value_heads=1, head_dim=8),
-    "gemma2": decoder(
-        "Gemma2Config",
-        **GROUPED,
-        head_dim=8,
-        sliding_window=WINDOW,
-        layer_types=MIXED,
-        attn_logit_softcapping=2.0,
-        final_logit_softcapping=20.0,
-        query_pre_attn_scalar=8,
-    ),
-    "gemma3": decoder(
-        "Gemma3TextConfig",
-        **GROUPED,
-        head_dim=8,
-        sliding_window=WINDOW,
-        layer_types=MIXED,
-        query_pre_attn_scalar=8,
-    ),
-    "phi": decoder("PhiConfig"),
-    "phi3": decoder("Phi3Config", **GROUPED),
+    "llama": decoder("LlamaConfig"),
+    "qwen2": decoder("Qwen2Config"),
+    "qwen3": decoder("Qwen3Config"),
+    "qwen2-moe": decoder("Qwen2MoeConfig"),
+    "qwen3-moe": decoder("Qwen3MoeConfig", head_dim=8),
+    "mistral": decoder("MistralConfig"),
+    "mixtral": decoder("MixtralConfig"),
+    "gemma": decoder("GemmaConfig", num_key_value_heads=1),
+    "gemma2": decoder("Gemma2Config", attn_logit_softcapping=2.0, final_logit_softcapping=20.0),
+    "gemma3": decoder("Gemma3TextConfig"),
+    "phi": decoder("PhiConfig", num_key_value_heads=4),
+    "phi3": decoder("Phi3Config"),
     "gpt2": decoder("GPT2Config"),
     "gpt-neox": decoder("GPTNeoXConfig"),
-    "opt": decoder("OPTConfig", word_embed_proj_dim=32, ffn_dim=64, init_std=0.5),
-    "olmo2": decoder("Olmo2Config", **GROUPED),
+    "opt": decoder("OPTConfig"),
+    "olmo2": decoder("Olmo2Config"),
     "granite": decoder(
         "GraniteConfig",
-        **GROUPED,
         embedding_multiplier=2.0,
         attention_multiplier=0.2,
         residual_multiplier=0.7,
         logits_scaling=2.0,
     ),
-    "starcoder2": decoder("Starcoder2Config", **GROUPED, sliding_window=WINDOW),
-    "cohere": decoder("CohereConfig", **GROUPED, logit_scale=1.0),
-    "cohere2": decoder(
-        "Cohere2Config",
-        **GROUPED,
-        head_dim=8,
-        logit_scale=1.0,
-        sliding_window=WINDOW,
-        layer_types=MIXED,
-    ),
-    "deepseek-v3": decoder(
-        "DeepseekV3Config",
-        num_key_value_heads=4,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        first_k_dense_replace=1,
-        n_group=2,
-        topk_group=1,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=8,
-        v_head_dim=12,
-    ),
-    "smollm3": decoder("SmolLM3Config", **GROUPED, no_rope_layers=[1, 0]),
+    "starcoder2": decoder("Starcoder2Config", sliding_window=WINDOW),
+    "cohere": decoder("CohereConfig", logit_scale=1.0),
+    "cohere2": decoder("Cohere2Config", logit_scale=1.0),
+    "deepseek-v3": decoder("DeepseekV3Config", n_group=2, v_head_dim=12),
+    "smollm3": decoder("SmolLM3Config", no_rope_layers=[1, 0]),
     "llama4": decoder(
         "Llama4TextConfig",
-        **GROUPED,
-        head_dim=8,
-        intermediate_size_mlp=64,
-        num_local_experts=4,
-        attention_chunk_size=WINDOW,
+        num_experts_per_tok=1,
         no_rope_layers=[1, 0],
-        layer_types=["chunked_attention", "full_attention"],
         floor_scale=8,  # its temperature changes at every 8th position
         attn_scale=0.5,
     ),
-    "ernie4.5": decoder("Ernie4_5Config", **GROUPED, head_dim=8),
-    "glm4": decoder("Glm4Config", **GROUPED, head_dim=8),
-    "gpt-oss": decoder(
-        "GptOssConfig",
-        **GROUPED,
-        head_dim=8,
-        sliding_window=WINDOW,
-        layer_types=MIXED,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    ),
+    "ernie4.5": decoder("Ernie4_5Config"),
+    "glm4": decoder("Glm4Config"),
+    "gpt-oss": decoder("GptOssConfig", rope_parameters=DEFAULT_ROPE),
 }
 # Models with recurrent layers.
-LINEAR = {
-    **GROUPED,
-    "head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "layer_types": ["linear_attention", "full_attention"],
-}
-MAMBA = {
-    "mamba_n_heads": 8,
-    "mamba_d_head": 8,
-    "mamba_n_groups": 2,
-    "mamba_d_state": 8,
-    "mamba_chunk_size": 16,
-}
 RECURRENT: dict[str, Callable[[], list[Any]]] = {
-    "mamba": decoder("MambaConfig", state_size=8),
-    "mamba2": decoder(
-        "Mamba2Config", state_size=8, num_heads=8, head_dim=8, n_groups=2, chunk_size=16
-    ),
-    "qwen3.5": decoder("Qwen3_5TextConfig", **LINEAR),
-    "qwen3-next": decoder(
-        "Qwen3NextConfig", **{**EXPERTS, **LINEAR}, shared_expert_intermediate_size=32
-    ),
-    "lfm2": decoder("Lfm2Config", **GROUPED, layer_types=["conv", "full_attention"]),
-    "bamba": decoder("BambaConfig", **GROUPED, **MAMBA, attn_layer_indices=[1]),
-    "falcon-h1": decoder("FalconH1Config", **GROUPED, **MAMBA, mamba_d_ssm=64),
+    "mamba": decoder("MambaConfig", time_step_rank=2),
+    "mamba2": decoder("Mamba2Config", num_heads=8, time_step_rank=2),
+    "qwen3.5": decoder("Qwen3_5TextConfig"),
+    "qwen3-next": decoder("Qwen3NextConfig"),
+    "lfm2": decoder("Lfm2Config", layer_types=["conv", "full_attention"]),
+    "bamba": decoder("BambaConfig", attn_layer_indices=[1]),
+    "falcon-h1": decoder("FalconH1Config"),
     "granite4": decoder(
-        "GraniteMoeHybridConfig",
-        **GROUPED,
-        **MAMBA,
-        layer_types=["linear_attention", "full_attention"],
-        num_local_experts=4,
-        shared_intermediate_size=32,
+        "GraniteMoeHybridConfig", layers_block_type=["linear_attention", "full_attention"]
     ),
-    "jamba": decoder(
-        "JambaConfig",
-        **GROUPED,
-        attn_layer_period=2,
-        attn_layer_offset=1,
-        num_experts=4,
-        mamba_d_state=8,
-        mamba_dt_rank=4,
-    ),
+    "jamba": decoder("JambaConfig", attn_layer_period=2, attn_layer_offset=1),
     "olmo-hybrid": decoder(
-        "OlmoHybridConfig",
-        **{**LINEAR, "num_key_value_heads": 4, "linear_num_key_heads": 4},
+        "OlmoHybridConfig", num_key_value_heads=4, head_dim=8, linear_num_key_heads=4
     ),
-    "kimi-linear": decoder(
-        "KimiLinearConfig",
-        num_key_value_heads=4,
-        moe_intermediate_size=32,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=12,
-        linear_head_dim=8,
-        linear_num_heads=4,
-        layer_types=["linear_attention", "full_attention"],
-        mlp_layer_types=["dense", "sparse"],
-    ),
+    "kimi-linear": decoder("KimiLinearConfig", v_head_dim=12),
 }
 # Models that do not run on a paged cache.
 UNPAGED: dict[str, Callable[[], list[Any]]] = {
-    "bloom": decoder("BloomConfig", n_layer=2, n_head=4),
-    "falcon-alibi": decoder("FalconConfig", alibi=True),
+    "bloom": decoder("BloomConfig"),
+    "falcon-alibi": decoder("FalconConfig", alibi=True, num_kv_heads=4, ffn_hidden_size=128),
 }
 LONG_ROPES: dict[str, Callable[[], list[Any]]] = {
     "llama-dynamic": decoder(
-        "LlamaConfig",
-        **GROUPED,
-        rope_parameters={
-            "rope_type": "dynamic",
-            "factor": 4.0,
-            "rope_theta": 10000.0,
-        },
-        max_position_embeddings=64,
+        "LlamaConfig", rope_parameters=DYNAMIC_ROPE, max_position_embeddings=64
     ),
     "gemma3-dynamic": decoder(
         "Gemma3TextConfig",
-        **GROUPED,
-        head_dim=8,
-        sliding_window=WINDOW,
-        layer_types=MIXED,
-        query_pre_attn_scalar=8,
-        rope_parameters={
-            "full_attention": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-        },
+        rope_parameters={"full_attention": DYNAMIC_ROPE, **SHORT_WINDOWS},
         max_position_embeddings=64,
     ),
     "phi3-longrope": decoder(
-        "Phi3Config",
-        **GROUPED,
-        original_max_position_embeddings=64,
-        rope_parameters={
-            "rope_type": "longrope",
-            "rope_theta": 10000.0,
-            "original_max_position_embeddings": 64,
-            "short_factor": [1.0] * 4,
-            "long_factor": [4.0, 6.0, 8.0, 10.0],
-        },
+        "Phi3Config", original_max_position_embeddings=64, rope_parameters=LONG_ROPE
     ),
 }
 # Its rotary embedding chooses a scale by the length of each batch, and factors in its forward.
 UNFIXABLE: dict[str, Callable[[], list[Any]]] = {
     "phimoe-longrope": decoder(
         "PhimoeConfig",
-        **GROUPED,
-        num_local_experts=4,
-        num_experts_per_tok=2,
         original_max_position_embeddings=64,
-        rope_parameters={
-            "rope_type": "longrope",
-            "rope_theta": 10000.0,
-            "original_max_position_embeddings": 64,
-            "short_factor": [1.0] * 4,
-            "long_factor": [4.0, 6.0, 8.0, 10.0],
-            "short_mscale": 1.0,
-            "long_mscale": 1.2,
-        },
+        rope_parameters={**LONG_ROPE, "short_mscale": 1.0, "long_mscale": 1.2},
     ),
 }
 # One set of factors, for more tokens than `max_position_embeddings`.
 YARN: dict[str, Callable[[], list[Any]]] = {
-    name: decoder(config, **GROUPED, **more, max_position_embeddings=64)
-    for name, config, more in (
-        ("llama-yarn", "LlamaConfig", {"rope_parameters": YARN_ROPE}),
-        (
-            "gemma3-yarn",
-            "Gemma3TextConfig",
-            {
-                "head_dim": 8,
-                "sliding_window": WINDOW,
-                "layer_types": MIXED,
-                "query_pre_attn_scalar": 8,
-                "rope_parameters": {
-                    "full_attention": YARN_ROPE,
-                    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-                },
-            },
-        ),
-    )
+    "llama-yarn": decoder("LlamaConfig", rope_parameters=YARN_ROPE, max_position_embeddings=64),
+    "gemma3-yarn": decoder(
+        "Gemma3TextConfig",
+        rope_parameters={"full_attention": YARN_ROPE, **SHORT_WINDOWS},
+        max_position_embeddings=64,
+    ),
 }
 # Windows longer than the prompts of the check at load.
 WIDE: dict[str, Callable[[], list[Any]]] = {
-    name: decoder(config, **GROUPED, **more, sliding_window=320, max_position_embeddings=1024)
+    f"{name}-wide": decoder(config, sliding_window=320, max_position_embeddings=1024, **more)
     for name, config, more in (
-        ("mistral-wide", "MistralConfig", {}),
-        ("phi3-wide", "Phi3Config", {}),
-        ("gemma2-wide", "Gemma2Config", {"head_dim": 8, "layer_types": MIXED}),
+        ("mistral", "MistralConfig", {}),
+        ("phi3", "Phi3Config", {}),
+        ("gemma2", "Gemma2Config", {"query_pre_attn_scalar": 256}),
         # masks its window, and does not pass it to the attention function
-        ("phimoe-wide", "PhimoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+        ("phimoe", "PhimoeConfig", {}),
         # has a window in its configuration, and ignores it
-        ("llama-wide", "LlamaConfig", {}),
+        ("llama", "LlamaConfig", {}),
     )
 }
+
+
+def small_settings(name: str) -> dict[str, Any]:
+    config = getattr(hf, name)
+    default = config()
+    default.allow_global_per_layer_attribute_access = True
+    known = {*inspect.signature(config.__init__).parameters, *vars(default)}
+    known |= set(getattr(config, "attribute_map", {})) | set(getattr(config, "__annotations__", {}))
+    settings = {
+        setting: value
+        for setting, value in BY_NAME.items()
+        if setting in known
+        and (setting == "head_dim" or getattr(default, setting, None) is not None)
+        and not _is_read_only(config, setting)
+    }
+    if "kv_lora_rank" in settings:  # latent attention has as many key heads as query heads
+        settings["num_key_value_heads"] = settings["num_attention_heads"]
+    for setting in KINDS:
+        kinds = getattr(default, setting, None)
+        if isinstance(kinds, (list, tuple)) and kinds and not _is_read_only(config, setting):
+            settings[setting] = list(dict.fromkeys(kinds))
+    longest = max((len(settings[one]) for one in KINDS if one in settings), default=0)
+    if longest:
+        longest = max(longest, 2)
+        for setting in KINDS:
+            if kinds := settings.get(setting):
+                settings[setting] = (kinds * longest)[:longest]
+        for count in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
+            if count in settings:
+                settings[count] = longest
+    return settings
+
+
+def _is_read_only(config: Any, setting: str) -> bool:
+    value = getattr(config, config.attribute_map.get(setting, setting), None)
+    return isinstance(value, property) and value.fset is None
 
 
 def skip_where_capping_is_ignored(name: str) -> None:
@@ -337,3 +322,4 @@ def skip_where_capping_is_ignored(name: str) -> None:
 WINDOWED = ("mistral", "gemma2", "gemma3", "starcoder2", "cohere2", "gpt-oss")
 ARCHITECTURES = sorted(BUILDERS)
 BUILDERS |= RECURRENT | UNPAGED | LONG_ROPES | UNFIXABLE | YARN | WIDE
+tiny.BUILDERS |= BUILDERS

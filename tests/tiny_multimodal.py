@@ -5,7 +5,6 @@ The output of these models is meaningless.
 """
 
 import json
-import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -14,18 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tiny import SMALL
+from tests.tiny import IDS, SMALL, saved
 from tests.tiny import hf as hf
-from tests.tiny_decoders import LINEAR, MIXED, WINDOW, with_random_vectors
+from tests.tiny_decoders import MIXED, small_settings, with_random_vectors
 from tests.tiny_tokenizers import llama_tokenizer
 
 CONTEXT = 1024
 SIDE = 32
 PATCH = 8
 SIZE = {"height": SIDE, "width": SIDE}
-GROUPED_QUERY = {"num_key_value_heads": 2}
 VISION = {**SMALL, "image_size": SIDE, "patch_size": PATCH}
-_root = tempfile.TemporaryDirectory(prefix="tiny-multimodal-")
 
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>"
@@ -43,14 +40,8 @@ def folder(name: str) -> Path:
     the processor, as 5.17 does for those that split images and for Gemma 4."""
     if name in PROCESSORS and not loads(PROCESSORS[name]):
         pytest.skip(f"this version of transformers does not load {PROCESSORS[name]}")
-    path = Path(_root.name) / name
     torch.manual_seed(sum(name.encode()))
-    for part in BUILDERS[name]():
-        if isinstance(part, dict):
-            (path / "processor_config.json").write_text(json.dumps(part))
-        else:
-            part.save_pretrained(path)
-    return path
+    return saved(f"multimodal-{name}", BUILDERS[name]())
 
 
 def loads(kind: str) -> bool:
@@ -71,16 +62,15 @@ def new_tokenizer(*tokens: str, image: str, **named: str) -> Any:
 
 
 def text(tokenizer: Any, config: str, **more: Any) -> Any:
-    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-    sizes = {**SMALL, "vocab_size": len(tokenizer), "max_position_embeddings": CONTEXT}
-    return getattr(hf, config)(**{**sizes, **ids, **more})
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": CONTEXT}
+    return getattr(hf, config)(**{**SMALL, **small_settings(config), **IDS, **sizes, **more})
 
 
 def llava() -> list[Any]:
     tokenizer = new_tokenizer("<image>", image="<image>")
     config = hf.LlavaConfig(
         vision_config=hf.CLIPVisionConfig(**VISION),
-        text_config=text(tokenizer, "LlamaConfig", **GROUPED_QUERY),
+        text_config=text(tokenizer, "LlamaConfig"),
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         vision_feature_layer=-1,
     )
@@ -113,7 +103,7 @@ def qwen(family: str, vision: dict[str, Any], **more: Any) -> list[Any]:
     config = getattr(hf, f"{family}Config")(
         vision_config={**QWEN_VISION, **vision},
         text_config=text(
-            tokenizer, f"{family}TextConfig", **GROUPED_QUERY, rope_parameters={**QWEN_ROPE}, **more
+            tokenizer, f"{family}TextConfig", rope_parameters={**QWEN_ROPE}, **more
         ).to_dict(),
         **ids,
     )
@@ -141,10 +131,8 @@ def qwen3_vl() -> list[Any]:
 
 def qwen3_5_vl() -> list[Any]:
     sizes = {"hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 64}
-    linear = {key: value for key, value in LINEAR.items() if key != "num_key_value_heads"}
     # a quarter of a head's size is rotated
-    more = {"num_position_embeddings": 16}
-    return qwen("Qwen3_5", {**sizes, **more}, **{**linear, "head_dim": 32})
+    return qwen("Qwen3_5", {**sizes, "num_position_embeddings": 16}, head_dim=32)
 
 
 SPLIT = [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
@@ -156,7 +144,7 @@ def split(family: str) -> list[Any]:
     tokenizer = new_tokenizer(*SPLIT_TOKENS, *SPLIT, image="<image>")
     config = getattr(hf, f"{family}Config")(
         vision_config=VISION,
-        text_config=text(tokenizer, "LlamaConfig", **GROUPED_QUERY).to_dict(),
+        text_config=text(tokenizer, "LlamaConfig").to_dict(),
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         scale_factor=2,
         pad_token_id=2,
@@ -181,8 +169,7 @@ def gemma3() -> list[Any]:
     config = hf.Gemma3Config(
         vision_config=hf.SiglipVisionConfig(**VISION).to_dict(),
         text_config=text(
-            tokenizer, "Gemma3TextConfig", **GROUPED_QUERY, head_dim=8, sliding_window=WINDOW,
-            layer_types=MIXED, query_pre_attn_scalar=8,
+            tokenizer, "Gemma3TextConfig"
         ).to_dict(),
         mm_tokens_per_image=4,
         boi_token_index=boi,
@@ -221,9 +208,7 @@ def glm4v() -> list[Any]:
     sizes = {"hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 64, "image_size": SIDE}
     config = hf.Glm4vConfig(
         vision_config={**QWEN_VISION, **sizes},
-        text_config=text(
-            tokenizer, "Glm4vTextConfig", **GROUPED_QUERY, rope_parameters=QWEN_ROPE
-        ).to_dict(),
+        text_config=text(tokenizer, "Glm4vTextConfig", rope_parameters=QWEN_ROPE).to_dict(),
         **{f"{name}_token_id": number for name, number in ids},
     )
     images = hf.Glm4vImageProcessorPil(
@@ -246,8 +231,7 @@ def gemma4(**more: Any) -> list[Any]:
             "position_embedding_size": 256, "initializer_range": 0.5,
         },
         text_config=text(
-            tokenizer, "Gemma4TextConfig", **GROUPED_QUERY, head_dim=8, global_head_dim=16,
-            sliding_window=WINDOW, **more,
+            tokenizer, "Gemma4TextConfig", head_dim=8, global_head_dim=16, **more,
         ).to_dict(),
         tie_word_embeddings=False,
         **{f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in named.items()},
@@ -283,7 +267,7 @@ def mllama() -> list[Any]:
             "patch_size": PATCH, "intermediate_layers_indices": [0], "vision_output_dim": 64,
         },
         text_config=text(
-            tokenizer, "MllamaTextConfig", **GROUPED_QUERY, vocab_size=len(tokenizer) - 1,
+            tokenizer, "MllamaTextConfig", vocab_size=len(tokenizer) - 1,
             cross_attention_layers=[1],
         ).to_dict(),
         image_token_index=tokenizer.convert_tokens_to_ids("<|image|>"),

@@ -95,11 +95,6 @@ CODEX: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def generator() -> FakeGenerator:
-    return FakeGenerator()
-
-
-@pytest.fixture(scope="module")
 def server(generator: FakeGenerator) -> Iterator[Server]:
     aliases = ("claude-*=demo", "gpt-*=demo")
     with serving(load_chat=lambda: generator, model_aliases=aliases) as started:

@@ -2,19 +2,16 @@
 
 Counted by the usage of each API, and by the metrics of the engine."""
 
-import tempfile
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests import tiny_chat
 from tests.event_streams import CLIENT
 from tests.serving import Server, metric, serving
-from tests.tiny import SMALL, hf
+from tests.tiny import for_tokenizer
 from worker.generation.engine import GenerationEngine
 from worker.generation.loading import load_generator
 from worker.model.attention.kv_cache import BLOCK
@@ -28,7 +25,6 @@ PARAMETERS = {
     "additionalProperties": False,
 }
 Document = dict[str, Any]
-_root = tempfile.TemporaryDirectory(prefix="turns-")
 
 
 class Chats:
@@ -105,18 +101,10 @@ class Responses(Chats):
 @cache
 def engine_of(kind: str) -> GenerationEngine:
     """Return a tiny model: with attention alone, or with short convolutions too."""
-    path = Path(_root.name) / kind
-    torch.manual_seed(3)
-    tokenizer = tiny_chat.tokenizer()
-    sizes = {**SMALL, "vocab_size": len(tokenizer), "max_position_embeddings": tiny_chat.CONTEXT}
-    sizes |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    path = tiny_chat.folder()
     if kind == "hybrid":
         layers = {"layer_types": ["conv", "full_attention"], "num_key_value_heads": 2}
-        config: Any = hf.Lfm2Config(**sizes, **layers)
-    else:
-        config = hf.LlamaConfig(**sizes)
-    hf.AutoModelForCausalLM.from_config(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
+        path = for_tokenizer("turns", tiny_chat.tokenizer(), "Lfm2Config", **layers)
     options = GeneratorOptions(str(path), dtype="float32", device="cpu", kv_cache_gb=0.01)
     engine = load_generator(options)
     assert engine.info.batching == "continuous", engine.info.why

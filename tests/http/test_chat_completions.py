@@ -1,7 +1,5 @@
 """`POST /v1/chat/completions` over a real socket, with a fake generator."""
 
-import re
-import time
 from collections.abc import Iterator
 from typing import Any, get_type_hints
 
@@ -15,11 +13,6 @@ from worker.messages.generation import Chat, GenerationInput, Sampling, Stopping
 
 PATH = "/v1/chat/completions"
 WHOLE = "Hello there, wörld!"
-
-
-@pytest.fixture(scope="module")
-def generator() -> FakeGenerator:
-    return FakeGenerator()
 
 
 @pytest.fixture(scope="module")
@@ -44,121 +37,14 @@ def refused(server: Server, **body: Any) -> dict[str, str]:
 # ── answers ──
 
 
-def test_response_has_every_field_of_the_api(server: Server) -> None:
-    started = int(time.time())
-    answer = chat(server).json()
-    assert re.fullmatch("chatcmpl-[0-9a-f]{24}", answer.pop("id"))
-    assert started <= answer.pop("created") <= time.time()
-    assert answer == {
-        "object": "chat.completion",
-        "model": "org/model",
-        "system_fingerprint": None,
-        "choices": [
-            {
-                "index": 0,
-                "message": {"role": "assistant", "content": WHOLE, "refusal": None},
-                "logprobs": None,
-                "finish_reason": "stop",
-                "stop_reason": None,
-            }
-        ],
-        "usage": {
-            "prompt_tokens": 2,
-            "completion_tokens": 5,
-            "total_tokens": 7,
-            "prompt_tokens_details": {"cached_tokens": 2},
-            "completion_tokens_details": {"reasoning_tokens": 0},
-        },
-    }
-
-
-def test_several_choices_are_in_order_and_count_the_prompt_once(server: Server) -> None:
-    answer = chat(server, n=3, max_tokens=2).json()
-    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
-    texts = [choice["message"]["content"] for choice in answer["choices"]]
-    assert texts == ["0:Hello", "1:Hello", "2:Hello"]
-    assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
-    assert answer["usage"]["prompt_tokens"] == 2
-    assert answer["usage"]["completion_tokens"] == 6
-
-
-def test_stream_has_role_then_text_then_finish_reason(server: Server) -> None:
-    got = chunks(chat(server, stream=True))
-    assert len({(c["id"], c["created"], c["model"], c["object"]) for c in got}) == 1
-    assert got[0]["object"] == "chat.completion.chunk"
-    assert got[0]["model"] == "org/model"
-    assert not any("usage" in c for c in got)
-    choices = [c["choices"][0] for c in got]
-    fields = {"index", "delta", "logprobs", "finish_reason"}
-    assert all(set(c) == fields for c in choices[:-1])
-    assert set(choices[-1]) == {*fields, "stop_reason"}
-    assert choices[0]["delta"] == {"role": "assistant", "content": ""}
-    assert all(set(c["delta"]) == {"content"} and c["delta"]["content"] for c in choices[1:-1])
-    assert choices[-1]["delta"] == {}
-    assert [c["finish_reason"] for c in choices] == [None] * (len(choices) - 1) + ["stop"]
-    assert "".join(c["delta"].get("content", "") for c in choices) == WHOLE
-
-
-def test_stream_of_several_choices_starts_with_their_roles(server: Server) -> None:
-    got = [c["choices"][0] for c in chunks(chat(server, stream=True, n=3))]
-    assert [c["index"] for c in got[:3]] == [0, 1, 2]
-    assert all(c["delta"] == {"role": "assistant", "content": ""} for c in got[:3])
-    for index in range(3):
-        own = [c for c in got if c["index"] == index]
-        assert "".join(c["delta"].get("content", "") for c in own) == f"{index}:" + WHOLE
-        assert [c["finish_reason"] for c in own if c["finish_reason"]] == ["stop"]
-        assert own[-1]["finish_reason"] == "stop"
-
-
-@pytest.mark.parametrize("options", [None, {}, {"include_usage": False}, {"include_usage": None}])
+@pytest.mark.parametrize(
+    "options",
+    [None, {}, {"include_usage": False}, {"include_usage": None}, {"continuous_usage_stats": True}],
+)
 def test_stream_has_no_usage_by_default(server: Server, options: Any) -> None:
     got = chunks(chat(server, stream=True, stream_options=options))
     assert not any("usage" in c for c in got)
     assert all(c["choices"] for c in got)
-
-
-def test_usage_is_in_one_extra_chunk_and_null_before(server: Server) -> None:
-    got = chunks(chat(server, stream=True, stream_options={"include_usage": True}))
-    assert all(c["usage"] is None and len(c["choices"]) == 1 for c in got[:-1])
-    assert got[-1]["choices"] == []
-    assert got[-1]["usage"] == chat(server).json()["usage"]
-
-
-def test_continuous_usage_is_in_every_chunk(server: Server, generator: FakeGenerator) -> None:
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    got = chunks(chat(server, stream=True, stream_options=options))
-    counts = [c["usage"]["completion_tokens"] for c in got]
-    assert counts == sorted(counts)
-    assert (counts[0], counts[-1]) == (0, 5)
-    assert all(c["usage"]["prompt_tokens"] == 2 for c in got)
-    lone = chunks(chat(server, stream=True, stream_options={"continuous_usage_stats": True}))
-    assert not any("usage" in c for c in lone)  # as vLLM: it goes with include_usage
-
-
-def test_tokens_of_logprobs_join_to_the_content_streamed_or_not(server: Server) -> None:
-    whole = chat(server, logprobs=True, top_logprobs=2).json()["choices"][0]["logprobs"]
-    assert "".join(token["token"] for token in whole["content"]) == WHOLE
-    first = whole["content"][0]
-    assert first["token"] == "Hello"
-    assert first["bytes"] == list(b"Hello")
-    assert first["logprob"] == -1.0
-    assert first["top_logprobs"] == [
-        {"token": "Hello", "logprob": -1.0, "bytes": list(b"0")},
-        {"token": "Hello1", "logprob": -2.0, "bytes": list(b"1")},
-    ]
-    streamed: list[Any] = []
-    for chunk in chunks(chat(server, stream=True, logprobs=True, top_logprobs=2)):
-        choice = chunk["choices"][0]
-        if choice["logprobs"]:
-            text = "".join(token["token"] for token in choice["logprobs"]["content"])
-            assert text == choice["delta"].get("content", "")
-            streamed += choice["logprobs"]["content"]
-    assert streamed == whole["content"]
-
-
-def test_logprobs_without_alternatives(server: Server) -> None:
-    content = chat(server, logprobs=True).json()["choices"][0]["logprobs"]["content"]
-    assert all(token["top_logprobs"] == [] for token in content)
 
 
 # ── what the worker gets ──
@@ -304,6 +190,17 @@ def test_unimplemented_parameters_with_default_values_are_accepted(
 
 
 MESSAGE = {"role": "assistant", "content": "yes"}
+USER_PART = "messages[0].content[0]"
+FORMAT, OUTPUTS, OPTIONS = "response_format", "structured_outputs", "stream_options"
+CONTINUE = "continue_final_message"
+BOTH = {"schema": {"a": 1}, "value": {"a": 1}}
+JSON_OBJECT, JSON_SCHEMA = {"type": "json_object"}, {"type": "json_schema"}
+DIFFERING = {"reasoning": "a", "reasoning_content": "b"}
+
+
+def sent(*parts: Any) -> dict[str, Any]:
+    """A message of the user with these parts."""
+    return {"messages": [{"role": "user", "content": list(parts)}]}
 
 
 @pytest.mark.parametrize(
@@ -318,31 +215,11 @@ MESSAGE = {"role": "assistant", "content": "yes"}
         ({"messages": [{"role": "user"}]}, "messages[0].content", "is required"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "got int"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "empty"),
-        (
-            {"messages": [{"role": "assistant", "content": None}]},
-            "messages[0].content",
-            "is required",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages[0].content[0].image_url",
-            "is required",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "video_url", "text": "a"}]}]},
-            "messages[0].content[0].type",
-            "takes text, not 'video_url'",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-            "messages[0].content[0].text",
-            "is required",
-        ),
-        (
-            {"messages": [{"role": "user", "content": ["x"]}]},
-            "messages[0].content[0]",
-            "expected object",
-        ),
+        ({"messages": [MESSAGE | {"content": None}]}, "messages[0].content", "is required"),
+        (sent({"type": "image_url"}), f"{USER_PART}.image_url", "is required"),
+        (sent({"type": "video_url", "text": "a"}), f"{USER_PART}.type", "not 'video_url'"),
+        (sent({"type": "text"}), f"{USER_PART}.text", "is required"),
+        (sent("x"), USER_PART, "expected object"),
         ({"temperature": 2.1}, "temperature", "<= 2"),
         ({"temperature": -0.1}, "temperature", ">= 0"),
         ({"temperature": "hot"}, "temperature", "expected float"),
@@ -383,87 +260,36 @@ MESSAGE = {"role": "assistant", "content": "yes"}
         ({"stream": "yes"}, "stream", "expected bool"),
         ({"stream_options": {}}, "stream_options", "stream: true"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
-        (
-            {"stream": True, "stream_options": {"include_usage": 1}},
-            "stream_options.include_usage",
-            "expected bool",
-        ),
-        ({"response_format": {"type": "xml"}}, "response_format.type", "'xml'"),
+        ({"stream": True, OPTIONS: {"include_usage": 1}}, f"{OPTIONS}.include_usage", "bool"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "must be json_object or"),
         ({"response_format": {}}, "response_format.type", "is required"),
         ({"response_format": "text"}, "response_format", "expected object"),
+        ({FORMAT: JSON_SCHEMA}, f"{FORMAT}.json_schema.schema", "is required"),
         (
-            {"response_format": {"type": "xml"}},
-            "response_format.type",
-            "must be json_object or",
-        ),
-        (
-            {"response_format": {"type": "json_schema"}},
-            "response_format.json_schema.schema",
-            "is required",
-        ),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": []}}},
-            "response_format.json_schema.schema",
+            {FORMAT: JSON_SCHEMA | {"json_schema": {"schema": []}}},
+            f"{FORMAT}.json_schema.schema",
             "expected object",
         ),
-        (
-            {"response_format": {"type": "json_object", "schema": {"a": 1}, "value": {"a": 1}}},
-            "response_format.value",
-            "cannot be combined with schema",
-        ),
-        (
-            {"response_format": {"type": "json_object", "schema": "{}"}},
-            "response_format.schema",
-            "expected object",
-        ),
-        (
-            {"messages": [{**MESSAGE, "reasoning": "a", "reasoning_content": "b"}]},
-            "messages[0].reasoning",
-            "differs from reasoning_content",
-        ),
+        ({FORMAT: JSON_OBJECT | BOTH}, f"{FORMAT}.value", "cannot be combined with schema"),
+        ({FORMAT: JSON_OBJECT | {"schema": "{}"}}, f"{FORMAT}.schema", "expected object"),
+        ({"messages": [MESSAGE | DIFFERING]}, "messages[0].reasoning", "differs from reasoning_"),
         ({"messages": [{**MESSAGE, "reasoning": []}]}, "messages[0].reasoning", "expected str"),
         ({"structured_outputs": {}}, "structured_outputs", "needs one of"),
-        (
-            {"structured_outputs": {"regex": "a", "choice": ["a"]}},
-            "structured_outputs",
-            "needs one of",
-        ),
+        ({OUTPUTS: {"regex": "a", "choice": ["a"]}}, OUTPUTS, "needs one of"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "not be empty"),
         ({"structured_outputs": {"choice": [""]}}, "structured_outputs.choice", "not be empty"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "is not valid JSON"),
-        (
-            {"structured_outputs": {"json": "[]"}},
-            "structured_outputs.json",
-            "must be a JSON object",
-        ),
-        (
-            {"structured_outputs": {"regex": "a", "structural_tag": "x"}},
-            "structured_outputs.structural_tag",
-            "not implemented",
-        ),
-        (
-            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
-            "structured_outputs",
-            "cannot be combined with",
-        ),
+        ({OUTPUTS: {"json": "[]"}}, f"{OUTPUTS}.json", "must be a JSON object"),
+        ({OUTPUTS: {"structural_tag": "x"}}, f"{OUTPUTS}.structural_tag", "not implemented"),
+        ({OUTPUTS: {"regex": "a"}, FORMAT: JSON_OBJECT}, OUTPUTS, "cannot be combined with"),
         ({"reasoning_effort": "hard"}, "reasoning_effort", "must be high or"),
         ({"thinking_token_budget": -1}, "thinking_token_budget", ">= 0"),
         ({"tools": [{"type": "x"}], "tool_choice": "none"}, "tools[0].type", "function"),
-        (
-            {"tools": [{"type": "function", "function": {}}], "tool_choice": "none"},
-            "tools[0].function.name",
-            "is required",
-        ),
-        ({"tool_choice": "required"}, "tool_choice", "tools"),
         ({"tools": [{}] * 129}, "tools", "<= 128"),
         ({"logit_bias": {str(n): 1 for n in range(1025)}}, "logit_bias", "<= 1024"),
         ({"stop_token_ids": [1] * 1025}, "stop_token_ids", "<= 1024"),
         ({"chat_template_kwargs": 3}, "chat_template_kwargs", "expected object"),
-        (
-            {"continue_final_message": True, "add_generation_prompt": True},
-            "continue_final_message",
-            "cannot be combined with",
-        ),
+        ({"add_generation_prompt": True, CONTINUE: True}, CONTINUE, "cannot be combined with"),
         ({"model": 3}, "model", "expected str"),
         ({"messages": [{"role": "user", "content": "refused"}]}, "messages", "is refused"),
     ],

@@ -23,9 +23,16 @@ TOOLS = [WEATHER, CLOCK]
 ASKED = 'say *hm Well !get_weather ={"city": ="Oslo"} !clock ={}'
 
 
-@pytest.fixture(scope="module")
-def generator() -> FakeGenerator:
-    return FakeGenerator()
+def function(definition: Any) -> dict[str, Any]:
+    return {"type": "function", "function": definition}
+
+
+def allowed(tools: Any) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": tools}
+
+
+def choosing(choice: Any) -> dict[str, Any]:
+    return {"tools": TOOLS, "tool_choice": choice}
 
 
 @pytest.fixture(scope="module")
@@ -38,53 +45,6 @@ def submitted(generator: FakeGenerator, server: Server, **fields: Any) -> Genera
     answer = chat(server, **fields)
     assert answer.status_code == 200, answer.text
     return generator.payloads[-1]
-
-
-def test_message_has_reasoning_and_calls(server: Server) -> None:
-    answer = chat(server, ASKED, tools=TOOLS).json()
-    [choice] = answer["choices"]
-    assert choice["finish_reason"] == "tool_calls"
-    message = choice["message"]
-    assert message["reasoning"] == message["reasoning_content"] == "hm "
-    assert message["content"] == " Well"
-    first, second = message["tool_calls"]
-    assert first["function"] == {"name": "get_weather", "arguments": '{"city":"Oslo"}'}
-    assert second["function"] == {"name": "clock", "arguments": "{}"}
-    assert first["type"] == second["type"] == "function"
-    assert [first["id"], second["id"]] == ["call_get_weather:0", "call_clock:1"]
-    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1}
-
-
-def test_content_is_null_beside_calls(server: Server) -> None:
-    [choice] = chat(server, "say !clock ={}", tools=TOOLS).json()["choices"]
-    assert choice["message"]["content"] is None
-    assert {"reasoning", "reasoning_content"}.isdisjoint(choice["message"])
-
-
-def test_call_streams_its_name_first_and_then_its_arguments(server: Server) -> None:
-    streamed = [c["choices"][0] for c in chunks(chat(server, ASKED, tools=TOOLS, stream=True))]
-    deltas = [choice["delta"] for choice in streamed]
-    thought = {"reasoning": "hm ", "reasoning_content": "hm "}
-    assert deltas[:3] == [{"role": "assistant", "content": ""}, thought, {"content": " Well"}]
-    calls = [delta["tool_calls"][0] for delta in deltas[3:-1]]
-    begun = [call for call in calls if "id" in call]
-    assert [(call["index"], call["function"]["name"]) for call in begun] == [
-        (0, "get_weather"),
-        (1, "clock"),
-    ]
-    assert all(call["type"] == "function" for call in begun)
-    assert all(call["function"]["arguments"] == "" for call in begun)
-    assert [calls.index(call) for call in begun] == [0, len(calls) - 2]
-    rest = [call for call in calls if call not in begun]
-    assert all(set(call) == {"index", "function"} for call in rest)
-    assert all(set(call["function"]) == {"arguments"} for call in rest)
-    arguments = [
-        "".join(c["function"]["arguments"] for c in rest if c["index"] == n) for n in (0, 1)
-    ]
-    assert arguments == ['{"city":"Oslo"}', "{}"]
-    assert deltas[-1] == {}
-    reasons = [choice["finish_reason"] for choice in streamed]
-    assert reasons == [None] * (len(streamed) - 1) + ["tool_calls"]
 
 
 def test_call_ids_are_the_generators_and_count_earlier_calls(server: Server) -> None:
@@ -103,15 +63,7 @@ def test_call_ids_are_the_generators_and_count_earlier_calls(server: Server) -> 
         deltas = [choice["delta"] for choice in streamed if choice["index"] == index]
         begun = [call for delta in deltas for call in delta.get("tool_calls", ()) if "id" in call]
         assert [call["id"] for call in begun] == ["call_get_weather:2", "call_clock:3"]
-
-
-def test_calls_of_several_choices_are_counted_separately(server: Server) -> None:
-    streamed = chunks(chat(server, "say !clock ={}", tools=TOOLS, stream=True, n=2))
-    for index in (0, 1):
-        of_it = [c["choices"][0] for c in streamed if c["choices"][0]["index"] == index]
-        calls = [c["delta"]["tool_calls"][0] for c in of_it if "tool_calls" in c["delta"]]
-        assert {call["index"] for call in calls} == {0}
-        assert calls[0]["function"]["name"] == "clock"
+        assert [call["index"] for call in begun] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -126,22 +78,11 @@ def test_calls_of_several_choices_are_counted_separately(server: Server) -> None
             ToolCallPolicy(("get_weather", "clock"), required=True),
         ),
         (
-            {
-                "tool_choice": {"type": "function", "function": {"name": "clock"}},
-                "parallel_tool_calls": True,
-            },
+            {"tool_choice": function({"name": "clock"}), "parallel_tool_calls": True},
             ToolCallPolicy(("clock",), required=True, parallel=False),
         ),
         ({"parallel_tool_calls": False}, ToolCallPolicy(("get_weather", "clock"), parallel=False)),
-        (
-            {
-                "tool_choice": {
-                    "type": "allowed_tools",
-                    "allowed_tools": {"mode": "auto", "tools": [CLOCK]},
-                }
-            },
-            ToolCallPolicy(("clock",)),
-        ),
+        ({"tool_choice": allowed({"mode": "auto", "tools": [CLOCK]})}, ToolCallPolicy(("clock",))),
     ],
 )
 def test_tool_choice_reaches_the_model(
@@ -153,11 +94,20 @@ def test_tool_choice_reaches_the_model(
     assert payload.prompt.tools == tuple(TOOLS)
 
 
-@pytest.mark.parametrize("choice", ["none", {"type": "none"}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        choosing("none"),
+        choosing({"type": "none"}),
+        {"tools": []},
+        {"tools": [], "tool_choice": "auto"},
+        {"tool_choice": "auto"},
+    ],
+)
 def test_tools_that_may_not_be_called_are_not_in_the_prompt(
-    generator: FakeGenerator, server: Server, choice: Any
+    generator: FakeGenerator, server: Server, fields: dict[str, Any]
 ) -> None:
-    payload = submitted(generator, server, tools=TOOLS, tool_choice=choice)
+    payload = submitted(generator, server, **fields)
     assert payload.tool_policy is None
     assert isinstance(payload.prompt, Chat)
     assert payload.prompt.tools == ()
@@ -220,59 +170,26 @@ def test_thinking_token_budget_reaches_the_model(generator: FakeGenerator, serve
 
 
 @pytest.mark.parametrize(
-    "fields", [{"tools": []}, {"tools": [], "tool_choice": "auto"}, {"tool_choice": "auto"}]
-)
-def test_no_tools_are_a_chat_without_tools(
-    generator: FakeGenerator, server: Server, fields: dict[str, Any]
-) -> None:
-    assert submitted(generator, server, **fields).tool_policy is None
-
-
-@pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
-        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+        ({"tools": [function({})]}, "tools[0].function.name"),
         ({"tools": [CLOCK, CLOCK]}, "tools[1].function.name"),
-        ({"tools": [{"type": "function", "function": {"name": 'a"b'}}]}, "tools[0].function.name"),
-        (
-            {"tools": [{"type": "function", "function": {"name": "a" * 129}}]},
-            "tools[0].function.name",
-        ),
-        (
-            {"tools": [{"type": "function", "function": {"name": "f", "parameters": [1]}}]},
-            "tools[0].function.parameters",
-        ),
+        ({"tools": [function({"name": 'a"b'})]}, "tools[0].function.name"),
+        ({"tools": [function({"name": "a" * 129})]}, "tools[0].function.name"),
+        ({"tools": [function({"name": "f", "parameters": [1]})]}, "tools[0].function.parameters"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
-        ({"tools": TOOLS, "tool_choice": 3}, "tool_choice"),
-        ({"tools": TOOLS, "tool_choice": {"type": "any"}}, "tool_choice.type"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.function"),
+        (choosing("any"), "tool_choice"),
+        (choosing(3), "tool_choice"),
+        (choosing({"type": "any"}), "tool_choice.type"),
+        (choosing({"type": "function"}), "tool_choice.function"),
+        (choosing(function({"name": "g"})), "tool_choice.function.name"),
+        (choosing({"type": "allowed_tools"}), "tool_choice.allowed_tools"),
+        (choosing(allowed({"mode": "auto"})), "tool_choice.allowed_tools.tools"),
         (
-            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
-            "tool_choice.function.name",
-        ),
-        (
-            {"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}},
-            "tool_choice.allowed_tools",
-        ),
-        (
-            {
-                "tools": TOOLS,
-                "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}},
-            },
-            "tool_choice.allowed_tools.tools",
-        ),
-        (
-            {
-                "tools": TOOLS,
-                "tool_choice": {
-                    "type": "allowed_tools",
-                    "allowed_tools": {"mode": "auto", "tools": [{"function": {"name": "g"}}]},
-                },
-            },
+            choosing(allowed({"mode": "auto", "tools": [{"function": {"name": "g"}}]})),
             "tool_choice.allowed_tools.tools[0].function.name",
         ),
     ],

@@ -1,6 +1,5 @@
 """`POST /v1/completions` over a real socket, with a fake generator."""
 
-import re
 import threading
 from collections.abc import Iterator
 from typing import Any, get_type_hints
@@ -8,18 +7,12 @@ from typing import Any, get_type_hints
 import pytest
 
 from server.openai import completions, endpoint, logprobs
-from tests.event_streams import chunks, post
+from tests.event_streams import post
 from tests.fake_generator import FakeGenerator
 from tests.http.test_pipeline_http import error_of
 from tests.serving import Server, serving
 
 PATH = "/v1/completions"
-WHOLE = "Hello there, wörld!"
-
-
-@pytest.fixture(scope="module")
-def generator() -> FakeGenerator:
-    return FakeGenerator()
 
 
 @pytest.fixture(scope="module")
@@ -33,33 +26,6 @@ def complete(server: Server, prompt: Any = "hi", **fields: Any) -> dict[str, Any
     assert answer.status_code == 200, answer.text
     document: dict[str, Any] = answer.json()
     return document
-
-
-def test_response_has_every_field_of_the_api(server: Server) -> None:
-    answer = complete(server)
-    assert re.fullmatch("cmpl-[0-9a-f]{24}", answer.pop("id"))
-    assert isinstance(answer.pop("created"), int)
-    assert answer == {
-        "object": "text_completion",
-        "model": "demo",
-        "system_fingerprint": None,
-        "choices": [
-            {
-                "index": 0,
-                "text": WHOLE,
-                "logprobs": None,
-                "finish_reason": "stop",
-                "stop_reason": None,
-            }
-        ],
-        "usage": {
-            "prompt_tokens": 2,
-            "completion_tokens": 5,
-            "total_tokens": 7,
-            "prompt_tokens_details": {"cached_tokens": 2},
-            "completion_tokens_details": {"reasoning_tokens": 0},
-        },
-    }
 
 
 @pytest.mark.parametrize(
@@ -86,43 +52,10 @@ def test_prompt_is_text_ids_or_a_list_of_either(
     assert [payload.first_choice for payload in taken] == [2 * k for k in range(len(prompts))]
 
 
-def test_choices_of_a_list_belong_to_their_prompts(server: Server) -> None:
-    answer = complete(server, ["say a b c", "say d", "say e f"])
-    assert [choice["text"] for choice in answer["choices"]] == ["a b c", "d", "e f"]
-
-
 def test_max_tokens_is_16_by_default(server: Server, generator: FakeGenerator) -> None:
     assert complete(server, "long")["usage"]["completion_tokens"] == 16
     assert complete(server, "long", max_tokens=None)["choices"][0]["finish_reason"] == "length"
     assert complete(server, "long", max_tokens=3)["usage"]["completion_tokens"] == 3
-
-
-def test_echo_puts_the_prompt_first(server: Server) -> None:
-    answer = complete(server, "ab", echo=True, max_tokens=1)
-    assert answer["choices"][0]["text"] == "abHello"
-    alone = complete(server, "ab", echo=True, max_tokens=0)
-    assert alone["choices"][0] | {"logprobs": None} == {
-        "index": 0, "text": "ab", "logprobs": None, "finish_reason": "length",
-        "stop_reason": None,
-    }  # fmt: skip
-    assert alone["usage"]["completion_tokens"] == 0
-
-
-def test_logprobs_have_the_older_format(server: Server) -> None:
-    logprobs = complete(server, "ab", echo=True, logprobs=2, max_tokens=2)["choices"][0]["logprobs"]
-    assert logprobs == {
-        "tokens": ["a", "b", "Hello", " there"],
-        "token_logprobs": [None, -1.0, -1.0, -1.0],
-        "top_logprobs": [
-            None,
-            {"b": -1.0, "b1": -2.0},
-            {"Hello": -1.0, "Hello1": -2.0},
-            {" there": -1.0, " there1": -2.0},
-        ],
-        "text_offset": [0, 1, 2, 7],
-    }
-    bare = complete(server, logprobs=0, max_tokens=1)["choices"][0]["logprobs"]
-    assert bare["top_logprobs"] == [{"Hello": -1.0}]
 
 
 @pytest.mark.parametrize(("prompt", "off_the_loop"), [("ab", False), ("ab" * 40, True)])
@@ -147,28 +80,6 @@ def test_many_logprobs_are_encoded_off_the_loop(
     for fields in ({"prompt_logprobs": 1}, {"stream": True}):
         assert post(server, PATH, scored | fields).status_code == 200
     assert {"AnyIO worker thread" in name for name in threads} == {off_the_loop}
-
-
-def test_stream_joins_to_the_whole_response(server: Server) -> None:
-    fields = {"echo": True, "logprobs": 1}
-    whole = complete(server, ["ab", "c"], **fields)
-    options = {"include_usage": True}
-    body = {"prompt": ["ab", "c"], "stream": True, "stream_options": options, **fields}
-    got = chunks(post(server, PATH, body))
-    assert got[-1]["choices"] == []
-    assert got[-1]["usage"] == whole["usage"]
-    assert all(chunk["usage"] is None for chunk in got[:-1])
-    assert len({(c["id"], c["created"], c["model"]) for c in got}) == 1
-    assert {c["object"] for c in got} == {"text_completion"}
-    for index, choice in enumerate(whole["choices"]):
-        own = [c["choices"][0] for c in got[:-1] if c["choices"][0]["index"] == index]
-        assert "".join(c["text"] for c in own) == choice["text"]
-        assert [c["finish_reason"] for c in own] == [None] * (len(own) - 1) + ["stop"]
-        for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-            joined = [value for c in own for value in c["logprobs"][key]]
-            assert joined == choice["logprobs"][key]
-    bare = chunks(post(server, PATH, {"prompt": "a", "stream": True}))
-    assert not any("usage" in chunk for chunk in bare)
 
 
 @pytest.mark.parametrize(

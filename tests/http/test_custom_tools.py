@@ -2,7 +2,6 @@
 hosted tools that are dropped, and sealed reasoning."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -14,7 +13,7 @@ from tests.event_streams import CLIENT, post
 from tests.fake_generator import FakeGenerator
 from tests.http.test_pipeline_http import error_of
 from tests.response_events import PATH, events, get_response, respond, response_document
-from tests.serving import Server, serving, wait_until
+from tests.serving import Server, wait_until
 from worker.messages.generation import Chat, Constraint, GenerationInput
 
 LARK = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"+'}
@@ -28,17 +27,6 @@ DEEP: Any = {}
 for _ in range(400):
     DEEP = {"a": DEEP}
 Document = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def generator() -> FakeGenerator:
-    return FakeGenerator()
-
-
-@pytest.fixture(scope="module")
-def server(generator: FakeGenerator) -> Iterator[Server]:
-    with serving(load_chat=lambda: generator) as started:
-        yield started
 
 
 def last_chat(generator: FakeGenerator) -> tuple[GenerationInput, Chat]:

@@ -177,6 +177,11 @@ IMAGE = {
 }
 
 
+def user(*parts: Any) -> dict[str, Any]:
+    """A request with a message of the user that has these parts."""
+    return {"input": [{"role": "user", "content": [*parts]}]}
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -206,15 +211,12 @@ IMAGE = {
         ({"input": ""}, "input"),
         ({"input": []}, "input"),
         ({"input": None}, "input"),
-        ({"input": [{"role": "user", "content": [IMAGE]}]}, "input[0].content[0].type"),
+        (user(IMAGE), "input[0].content[0].type"),
         ({"input": [{"role": "nobody", "content": "hi"}]}, "input[0].role"),
         ({"input": [{"type": "computer_call"}]}, "input[0].type"),
         ({"input": [CONVERSATION[3]]}, "input[0].call_id"),
         ({"input": [{"type": "custom_tool_call", "call_id": "a", "name": "b"}]}, "input[0].input"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_json"}]}]},
-            "input[0].content[0].data",
-        ),
+        (user({"type": "input_json"}), "input[0].content[0].data"),
         ({"prompt_cache_options": {"mode": "never"}}, "prompt_cache_options.mode"),
         ({"cache_salt": ""}, "cache_salt"),
     ],

@@ -341,14 +341,6 @@ def test_keys_origins_limits_and_methods_hold_here_too() -> None:
         assert read_response(client)[0] == 408
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "abc", "1.5"])
-def test_the_time_limit_must_be_a_number(value: str) -> None:
-    with serving_fake() as (server, _):
-        answer = post(server, CHAT, body_for(CHAT), **{"X-Request-Timeout-Ms": value})
-        assert answer.status_code == 400
-        assert error_of(answer)["param"] == "X-Request-Timeout-Ms"
-
-
 def test_without_a_chat_model_there_are_no_such_routes() -> None:
     from tests.fakes import FakeRunner
 

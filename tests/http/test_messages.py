@@ -27,11 +27,6 @@ Document = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def generator() -> FakeGenerator:
-    return FakeGenerator()
-
-
-@pytest.fixture(scope="module")
 def server(generator: FakeGenerator) -> Iterator[Server]:
     aliases = ("claude-*=demo",)
     with serving(load_chat=lambda: generator, model_aliases=aliases, api_keys=("key",)) as started:
@@ -379,6 +374,11 @@ def test_count_tokens_counts_the_prompt(server: Server, generator: FakeGenerator
 # ── errors ──
 
 
+def user(*parts: Any) -> dict[str, Any]:
+    """A request with a message of the user that has these parts."""
+    return {"messages": [{"role": "user", "content": [*parts]}]}
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
@@ -392,51 +392,30 @@ def test_count_tokens_counts_the_prompt(server: Server, generator: FakeGenerator
         ({"tool_choice": {"type": "any"}}, "tool_choice: 'any' requires tools"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}}, "there is no tool 'x'"),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens: is required"),
-        ({"messages": [{"role": "user", "content": [{"type": "server_tool_use"}]}]}, "messages[0]"),
+        (user({"type": "server_tool_use"}), "messages[0]"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "search_result", "source": "u"}]}]},
+            user({"type": "search_result", "source": "u"}),
             "messages[0].content[0].title: is required",
         ),
         (
-            {"messages": [{"role": "user", "content": [{"type": "document", "source": "u"}]}]},
+            user({"type": "document", "source": "u"}),
             "messages[0].content[0].source: must be an object",
         ),
+        (user({"type": "text"}), "messages[0].content[0].text: is required"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-            "messages[0].content[0].text: is required",
-        ),
-        (
-            {
-                "messages": [
-                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "0"}]}
-                ]
-            },
+            user({"type": "tool_result", "tool_use_id": "0"}),
             "messages[0].content[0].tool_use_id: no tool_use",
         ),
         (
-            {
-                "messages": [
-                    {
-                        "role": "user",
-                        "content": [
-                            {
-                                "type": "document",
-                                "source": {
-                                    "type": "base64",
-                                    "media_type": "application/pdf",
-                                    "data": "",
-                                },
-                            }
-                        ],
-                    }
-                ]
-            },
+            user(
+                {
+                    "type": "document",
+                    "source": {"type": "base64", "media_type": "application/pdf", "data": ""},
+                }
+            ),
             "source.type: must be text or content, not 'base64'",
         ),
-        (
-            {"messages": [{"role": "user", "content": [IMAGE | {"source": BAD_SOURCE}]}]},
-            "messages[0].content[0].source.data: ",
-        ),
+        (user(IMAGE | {"source": BAD_SOURCE}), "messages[0].content[0].source.data: "),
         (
             {"messages": [*HI, {"role": "assistant", "content": [CALL]}]},
             "messages[1].content: tool_use must be followed",

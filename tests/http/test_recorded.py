@@ -75,185 +75,153 @@ def chat_body(text: Any, **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}], **fields}
 
 
-# name: (method, path, JSON body or raw bytes, headers)
+def posts(path: str, bodies: dict[str, Any]) -> dict[str, tuple[str, str, Any]]:
+    return {name: ("POST", path, body) for name, body in bodies.items()}
+
+
+# name: (method, path, JSON body or raw bytes)
 REQUESTS: dict[str, tuple[str, str, Any]] = {
-    "chat": ("POST", CHAT, chat_body("hi")),
-    "chat, words to escape": ("POST", CHAT, chat_body('say "a" \\b </c> é 漢 🙂 \u2028 \x7f')),
-    "chat, two choices": ("POST", CHAT, chat_body("hi", n=2, max_tokens=2, model="demo")),
-    "chat, logprobs": ("POST", CHAT, chat_body("hi", logprobs=True, top_logprobs=2)),
-    "chat, prompt logprobs and ids": (
-        "POST",
+    **posts(
         CHAT,
-        chat_body("hi", prompt_logprobs=1, return_token_ids=True),
+        {
+            "chat": chat_body("hi"),
+            "chat, words to escape": chat_body('say "a" \\b </c> é 漢 🙂 \u2028 \x7f'),
+            "chat, two choices": chat_body("hi", n=2, max_tokens=2, model="demo"),
+            "chat, logprobs": chat_body("hi", logprobs=True, top_logprobs=2),
+            "chat, prompt logprobs and ids": chat_body(
+                "hi", prompt_logprobs=1, return_token_ids=True
+            ),
+            "chat, reasoning and calls": chat_body(CALLING, **TOOLS),
+            "chat, calls alone": chat_body("say !f ={}", **TOOLS),
+            "chat, reasoning alone": chat_body("say *think"),
+            "chat, schema": chat_body(
+                "hi",
+                response_format={
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": SCHEMA},
+                },
+            ),
+            "chat, streamed": chat_body("hi", stream=True),
+            "chat, streamed words to escape": chat_body(
+                'say "a" \\b </c> é 漢 🙂 \u2028 \x7f', stream=True
+            ),
+            "chat, streamed choices": chat_body("say a b", n=2, **USAGE),
+            "chat, streamed continuous usage": chat_body("say a b", **CONTINUOUS),
+            "chat, streamed logprobs": chat_body("hi", logprobs=True, top_logprobs=1, **USAGE),
+            "chat, streamed ids": chat_body("say a b", return_token_ids=True, stream=True),
+            "chat, streamed reasoning and calls": chat_body(CALLING, **TOOLS, **USAGE),
+            "chat, streamed calls with ids": chat_body(
+                CALLING, **TOOLS, return_token_ids=True, logprobs=True, stream=True
+            ),
+            "chat, streamed and failing": chat_body("bad later", stream=True, max_tokens=9),
+            "chat, failing": chat_body("bad"),
+            "chat, failing before the stream": chat_body("bad", stream=True),
+            "chat, refused": chat_body("refused"),
+            "chat, no messages": {"messages": []},
+            "chat, a range": chat_body("hi", temperature=3),
+            "chat, an unknown value": chat_body("hi", reasoning_effort="vast"),
+            "chat, a wrong type": chat_body("hi", stop=["a", 1]),
+            "chat, no role": {"messages": [{"content": "hi"}]},
+            "chat, unimplemented": chat_body("hi", store=True),
+            "chat, unimplemented default": chat_body("hi", store=False, n=1),
+            "chat, unimplemented nested": chat_body(
+                "hi", structured_outputs={"structural_tag": "x"}
+            ),
+            "chat, a tool that is unknown": chat_body(
+                "hi", **TOOLS, tool_choice={"type": "function", "function": {"name": "g"}}
+            ),
+            "chat, a bias that is no id": chat_body("hi", logit_bias={"x": 1}),
+            "chat, an image": chat_body([PICTURE]),
+            "chat, an unknown model": chat_body("hi", model="gpt"),
+            "chat, no JSON": b"{",
+            "chat, a list": b"[]",
+            "chat, half a surrogate pair": (
+                b'{"messages": [{"role": "user", "content": "\\ud800"}]}'
+            ),
+            "chat, too large": b" " * 200_000,
+        },
     ),
-    "chat, reasoning and calls": ("POST", CHAT, chat_body(CALLING, **TOOLS)),
-    "chat, calls alone": ("POST", CHAT, chat_body("say !f ={}", **TOOLS)),
-    "chat, reasoning alone": ("POST", CHAT, chat_body("say *think")),
-    "chat, schema": (
-        "POST",
-        CHAT,
-        chat_body(
-            "hi",
-            response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
-        ),
-    ),
-    "chat, streamed": ("POST", CHAT, chat_body("hi", stream=True)),
-    "chat, streamed words to escape": (
-        "POST",
-        CHAT,
-        chat_body('say "a" \\b </c> é 漢 🙂 \u2028 \x7f', stream=True),
-    ),
-    "chat, streamed choices": ("POST", CHAT, chat_body("say a b", n=2, **USAGE)),
-    "chat, streamed continuous usage": ("POST", CHAT, chat_body("say a b", **CONTINUOUS)),
-    "chat, streamed logprobs": (
-        "POST",
-        CHAT,
-        chat_body("hi", logprobs=True, top_logprobs=1, **USAGE),
-    ),
-    "chat, streamed ids": ("POST", CHAT, chat_body("say a b", return_token_ids=True, stream=True)),
-    "chat, streamed reasoning and calls": ("POST", CHAT, chat_body(CALLING, **TOOLS, **USAGE)),
-    "chat, streamed calls with ids": (
-        "POST",
-        CHAT,
-        chat_body(CALLING, **TOOLS, return_token_ids=True, logprobs=True, stream=True),
-    ),
-    "chat, streamed and failing": ("POST", CHAT, chat_body("bad later", stream=True, max_tokens=9)),
-    "chat, failing": ("POST", CHAT, chat_body("bad")),
-    "chat, failing before the stream": ("POST", CHAT, chat_body("bad", stream=True)),
-    "chat, refused": ("POST", CHAT, chat_body("refused")),
-    "chat, no messages": ("POST", CHAT, {"messages": []}),
-    "chat, a range": ("POST", CHAT, chat_body("hi", temperature=3)),
-    "chat, an unknown value": ("POST", CHAT, chat_body("hi", reasoning_effort="vast")),
-    "chat, a wrong type": ("POST", CHAT, chat_body("hi", stop=["a", 1])),
-    "chat, no role": ("POST", CHAT, {"messages": [{"content": "hi"}]}),
-    "chat, unimplemented": ("POST", CHAT, chat_body("hi", store=True)),
-    "chat, unimplemented default": ("POST", CHAT, chat_body("hi", store=False, n=1)),
-    "chat, unimplemented nested": (
-        "POST",
-        CHAT,
-        chat_body("hi", structured_outputs={"structural_tag": "x"}),
-    ),
-    "chat, a tool that is unknown": (
-        "POST",
-        CHAT,
-        chat_body("hi", **TOOLS, tool_choice={"type": "function", "function": {"name": "g"}}),
-    ),
-    "chat, a bias that is no id": ("POST", CHAT, chat_body("hi", logit_bias={"x": 1})),
-    "chat, an image": ("POST", CHAT, chat_body([PICTURE])),
-    "chat, an unknown model": ("POST", CHAT, chat_body("hi", model="gpt")),
-    "chat, no JSON": ("POST", CHAT, b"{"),
-    "chat, a list": ("POST", CHAT, b"[]"),
-    "chat, half a surrogate pair": (
-        "POST",
-        CHAT,
-        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
-    ),
-    "chat, too large": ("POST", CHAT, b" " * 200_000),
     "chat, GET": ("GET", CHAT, None),
-    "text": ("POST", TEXT, {"prompt": "hi"}),
-    "text, list": ("POST", TEXT, {"prompt": ["say a", "say b c"], "n": 2, "max_tokens": 2}),
-    "text, ids": ("POST", TEXT, {"prompt": [104, 105], "return_token_ids": True}),
-    "text, echo and logprobs": ("POST", TEXT, {"prompt": "hi", "echo": True, "logprobs": 2}),
-    "text, echo alone": (
-        "POST",
+    **posts(
         TEXT,
-        {"prompt": "hi", "echo": True, "max_tokens": 0, "logprobs": 1},
-    ),
-    "text, prompt logprobs": ("POST", TEXT, {"prompt": "hi", "prompt_logprobs": 2}),
-    "text, streamed": ("POST", TEXT, {"prompt": "hi", "stream": True}),
-    "text, streamed list": ("POST", TEXT, {"prompt": ["say a", "say b"], **USAGE}),
-    "text, streamed logprobs and ids": (
-        "POST",
-        TEXT,
-        {"prompt": "hi", "logprobs": 1, "echo": True, "return_token_ids": True, "stream": True},
-    ),
-    "text, streamed and failing": ("POST", TEXT, {"prompt": "bad later", "stream": True}),
-    "text, no prompt": ("POST", TEXT, {}),
-    "text, mixed": ("POST", TEXT, {"prompt": ["a", 1]}),
-    "text, best of": ("POST", TEXT, {"prompt": "a", "best_of": 2}),
-    "responses": ("POST", RESPONSES, {"input": "hi", "store": False}),
-    "responses, everything": (
-        "POST",
-        RESPONSES,
         {
-            "input": CALLING,
-            **FLAT_TOOLS,
-            "instructions": "ä",
-            "temperature": 1,
-            "top_p": 0.5,
-            "metadata": {"a": "b"},
-            "user": "u",
-            "include": ["message.output_text.logprobs"],
-            "top_logprobs": 1,
-            "tool_choice": "auto",
-            "reasoning": {"effort": "low"},
-            "text": {
-                "format": {"type": "json_schema", "name": "x", "schema": SCHEMA},
-                "verbosity": "low",
+            "text": {"prompt": "hi"},
+            "text, list": {"prompt": ["say a", "say b c"], "n": 2, "max_tokens": 2},
+            "text, ids": {"prompt": [104, 105], "return_token_ids": True},
+            "text, echo and logprobs": {"prompt": "hi", "echo": True, "logprobs": 2},
+            "text, echo alone": {"prompt": "hi", "echo": True, "max_tokens": 0, "logprobs": 1},
+            "text, prompt logprobs": {"prompt": "hi", "prompt_logprobs": 2},
+            "text, streamed": {"prompt": "hi", "stream": True},
+            "text, streamed list": {"prompt": ["say a", "say b"], **USAGE},
+            "text, streamed logprobs and ids": {
+                "prompt": "hi",
+                "logprobs": 1,
+                "echo": True,
+                "return_token_ids": True,
+                "stream": True,
             },
+            "text, streamed and failing": {"prompt": "bad later", "stream": True},
+            "text, no prompt": {},
+            "text, mixed": {"prompt": ["a", 1]},
+            "text, best of": {"prompt": "a", "best_of": 2},
         },
     ),
-    "responses, cut": ("POST", RESPONSES, {"input": "hi", "max_output_tokens": 2}),
-    "responses, items": (
-        "POST",
+    **posts(
         RESPONSES,
         {
-            "input": [
-                {"role": "user", "content": "hi"},
-                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
-                {"type": "function_call_output", "call_id": "c", "output": "1"},
-                {"role": "user", "content": [{"type": "input_text", "text": "say a"}]},
-            ]
+            "responses": {"input": "hi", "store": False},
+            "responses, everything": {
+                "input": CALLING,
+                **FLAT_TOOLS,
+                "instructions": "ä",
+                "temperature": 1,
+                "top_p": 0.5,
+                "metadata": {"a": "b"},
+                "user": "u",
+                "include": ["message.output_text.logprobs"],
+                "top_logprobs": 1,
+                "tool_choice": "auto",
+                "reasoning": {"effort": "low"},
+                "text": {
+                    "format": {"type": "json_schema", "name": "x", "schema": SCHEMA},
+                    "verbosity": "low",
+                },
+            },
+            "responses, cut": {"input": "hi", "max_output_tokens": 2},
+            "responses, items": {
+                "input": [
+                    {"role": "user", "content": "hi"},
+                    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+                    {"type": "function_call_output", "call_id": "c", "output": "1"},
+                    {"role": "user", "content": [{"type": "input_text", "text": "say a"}]},
+                ]
+            },
+            "responses, streamed": {"input": "hi", "stream": True},
+            "responses, streamed reasoning and calls": {
+                "input": CALLING,
+                **FLAT_TOOLS,
+                "stream": True,
+            },
+            "responses, streamed logprobs": {
+                "input": "hi",
+                "stream": True,
+                "include": ["message.output_text.logprobs"],
+                "top_logprobs": 1,
+            },
+            "responses, streamed and cut": {"input": "hi", "stream": True, "max_output_tokens": 2},
+            "responses, streamed and failing": {"input": "bad later", "stream": True},
+            "responses, failing": {"input": "bad"},
+            "responses, json object": {"input": "hi", "text": {"format": {"type": "json_object"}}},
+            "responses, a chosen tool": {
+                "input": "hi",
+                **FLAT_TOOLS,
+                "tool_choice": {"type": "function", "name": "f"},
+            },
+            "responses, unimplemented": {"input": "hi", "truncation": "auto"},
+            "responses, unknown previous": {"input": "hi", "previous_response_id": "resp_1"},
+            "responses, unknown item": {"input": [{"type": "item_reference", "id": "x"}]},
+            "responses, no output": {"input": [{"type": "function_call_output", "call_id": "c"}]},
         },
-    ),
-    "responses, streamed": ("POST", RESPONSES, {"input": "hi", "stream": True}),
-    "responses, streamed reasoning and calls": (
-        "POST",
-        RESPONSES,
-        {"input": CALLING, **FLAT_TOOLS, "stream": True},
-    ),
-    "responses, streamed logprobs": (
-        "POST",
-        RESPONSES,
-        {
-            "input": "hi",
-            "stream": True,
-            "include": ["message.output_text.logprobs"],
-            "top_logprobs": 1,
-        },
-    ),
-    "responses, streamed and cut": (
-        "POST",
-        RESPONSES,
-        {"input": "hi", "stream": True, "max_output_tokens": 2},
-    ),
-    "responses, streamed and failing": ("POST", RESPONSES, {"input": "bad later", "stream": True}),
-    "responses, failing": ("POST", RESPONSES, {"input": "bad"}),
-    "responses, json object": (
-        "POST",
-        RESPONSES,
-        {"input": "hi", "text": {"format": {"type": "json_object"}}},
-    ),
-    "responses, a chosen tool": (
-        "POST",
-        RESPONSES,
-        {"input": "hi", **FLAT_TOOLS, "tool_choice": {"type": "function", "name": "f"}},
-    ),
-    "responses, unimplemented": ("POST", RESPONSES, {"input": "hi", "truncation": "auto"}),
-    "responses, unknown previous": (
-        "POST",
-        RESPONSES,
-        {"input": "hi", "previous_response_id": "resp_1"},
-    ),
-    "responses, unknown item": (
-        "POST",
-        RESPONSES,
-        {"input": [{"type": "item_reference", "id": "x"}]},
-    ),
-    "responses, no output": (
-        "POST",
-        RESPONSES,
-        {"input": [{"type": "function_call_output", "call_id": "c"}]},
     ),
     "responses, unknown": ("GET", RESPONSES + "/resp_1", None),
     "responses, unknown items": ("GET", RESPONSES + "/resp_1/input_items", None),

@@ -33,17 +33,6 @@ from worker.messages.generation import Chat
 ITEM: TypeAdapter[Any] = TypeAdapter(ResponseItem)
 
 
-@pytest.fixture(scope="module")
-def generator() -> FakeGenerator:
-    return FakeGenerator()
-
-
-@pytest.fixture(scope="module")
-def server(generator: FakeGenerator) -> Iterator[Server]:
-    with serving(load_chat=lambda: generator) as started:
-        yield started
-
-
 def delete(server: Server, id: str) -> Any:
     return CLIENT.delete(f"{server.url}{PATH}/{id}")
 

@@ -1,6 +1,5 @@
 """`/v1/responses` requests: fields that reach the worker, and errors by field."""
 
-from collections.abc import Iterator
 from typing import Any, get_type_hints
 
 import pytest
@@ -10,7 +9,7 @@ from server.openai.responses.request import ResponseRequest
 from tests.fake_generator import FakeGenerator
 from tests.http.test_pipeline_http import error_of
 from tests.response_events import PATH, get_response, respond, response_document
-from tests.serving import Server, serving
+from tests.serving import Server
 from worker.messages.generation import (
     Chat,
     Constraint,
@@ -26,17 +25,6 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 USER = {"role": "user", "content": "hi"}
 CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}'}
 TOLD = {"type": "function_call_output", "call_id": "c1", "output": "say 3"}
-
-
-@pytest.fixture(scope="module")
-def generator() -> FakeGenerator:
-    return FakeGenerator()
-
-
-@pytest.fixture(scope="module")
-def server(generator: FakeGenerator) -> Iterator[Server]:
-    with serving(load_chat=lambda: generator) as started:
-        yield started
 
 
 @pytest.fixture
@@ -293,6 +281,19 @@ def deep(levels: int) -> Any:
     return schema
 
 
+def user(*parts: Any) -> dict[str, Any]:
+    """A request with a message of the user that has these parts."""
+    return {"input": [{"role": "user", "content": [*parts]}]}
+
+
+def choosing(choice: Any) -> dict[str, Any]:
+    return {"tools": [TOOL], "tool_choice": choice}
+
+
+def formatted(text_format: Any) -> dict[str, Any]:
+    return {"text": {"format": text_format}}
+
+
 PICTURE = {"type": "input_image", "image_url": "data:;base64,"}
 ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [TOOL]}
 
@@ -316,11 +317,7 @@ ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [TOOL]}
         ({"input": [{"role": "user", "content": 3}]}, "input[0].content", "got int"),
         ({"input": [{"role": "user", "content": []}]}, "input[0].content", "empty"),
         (
-            {
-                "input": [
-                    {"role": "user", "content": [{"type": "input_text", "text": "a"}, PICTURE]}
-                ]
-            },
+            user({"type": "input_text", "text": "a"}, PICTURE),
             "input[0].content[1].image_url",
             "takes text, no images",
         ),
@@ -370,25 +367,17 @@ ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [TOOL]}
         ({"reasoning": {"summary": "x"}}, "reasoning.summary", "'x'"),
         ({"reasoning": {"mode": "pro"}}, "reasoning.mode", "not implemented"),
         ({"text": {"verbosity": "x"}}, "text.verbosity", "'x'"),
-        ({"text": {"format": {}}}, "text.format.type", "is required"),
-        ({"text": {"format": {"type": "grammar"}}}, "text.format.type", "'grammar'"),
+        (formatted({}), "text.format.type", "is required"),
+        (formatted({"type": "grammar"}), "text.format.type", "'grammar'"),
+        (formatted({"type": "json_schema", "name": "n"}), "text.format.schema", "is required"),
+        (formatted({"type": "json_schema", "schema": {}}), "text.format.name", "is required"),
         (
-            {"text": {"format": {"type": "json_schema", "name": "n"}}},
-            "text.format.schema",
-            "is required",
-        ),
-        (
-            {"text": {"format": {"type": "json_schema", "schema": {}}}},
-            "text.format.name",
-            "is required",
-        ),
-        (
-            {"text": {"format": {"type": "json_schema", "name": "n", "schema": []}}},
+            formatted({"type": "json_schema", "name": "n", "schema": []}),
             "text.format.schema",
             "expected object",
         ),
         (
-            {"text": {"format": {"type": "json_schema", "name": "n", "schema": deep(250)}}},
+            formatted({"type": "json_schema", "name": "n", "schema": deep(250)}),
             "text.format.schema",
             "nested too deeply",
         ),
@@ -407,45 +396,25 @@ ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [TOOL]}
         ({"tools": [{**TOOL, "parameters": deep(250)}]}, "tools[0].parameters", "nested"),
         ({"tool_choice": "required"}, "tool_choice", "tools"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice", "tools"),
-        ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice", "'any'"),
-        ({"tools": [TOOL], "tool_choice": 3}, "tool_choice", "got int"),
-        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.name", "required"),
-        (
-            {"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}},
-            "tool_choice.name",
-            "no tool 'g'",
-        ),
-        ({"tools": [TOOL], "tool_choice": {"type": "mcp"}}, "tool_choice.type", "'mcp'"),
+        (choosing("any"), "tool_choice", "'any'"),
+        (choosing(3), "tool_choice", "got int"),
+        (choosing({"type": "function"}), "tool_choice.name", "required"),
+        (choosing({"type": "function", "name": "g"}), "tool_choice.name", "no tool 'g'"),
+        (choosing({"type": "mcp"}), "tool_choice.type", "'mcp'"),
         ({"tools": [OTHER], "tool_choice": ALLOWED}, "tool_choice.tools[0].name", "no tool 'f'"),
         (
             {"tool_choice": {"type": "function", "name": "g" * 51}},
             "tool_choice.name",
             f"there is no tool {'g' * 50!r}",
         ),
-        (
-            {"tools": [TOOL], "tool_choice": {**ALLOWED, "mode": None}},
-            "tool_choice.mode",
-            "got null",
-        ),
-        (
-            {"tools": [TOOL], "tool_choice": {**ALLOWED, "tools": []}},
-            "tool_choice.tools",
-            "must not be empty",
-        ),
-        (
-            {"tools": [TOOL], "tool_choice": {**ALLOWED, "tools": [{"type": "mcp"}]}},
-            "tool_choice.tools[0].type",
-            "'mcp'",
-        ),
+        (choosing({**ALLOWED, "mode": None}), "tool_choice.mode", "got null"),
+        (choosing({**ALLOWED, "tools": []}), "tool_choice.tools", "must not be empty"),
+        (choosing({**ALLOWED, "tools": [{"type": "mcp"}]}), "tool_choice.tools[0].type", "'mcp'"),
         ({"tools": [TOOL] * 129}, "tools", "<= 128"),
         ({"metadata": {str(n): "" for n in range(17)}}, "metadata", "<= 16"),
         ({"metadata": {"a" * 65: ""}}, "metadata", "<= 64"),
         ({"metadata": {"a": "b" * 513}}, "metadata", "<= 512"),
-        (
-            {"tools": [TOOL], "tool_choice": {**ALLOWED, "tools": [TOOL] * 129}},
-            "tool_choice.tools",
-            "<= 128",
-        ),
+        (choosing({**ALLOWED, "tools": [TOOL] * 129}), "tool_choice.tools", "<= 128"),
     ],
 )
 def test_error_names_the_invalid_field(

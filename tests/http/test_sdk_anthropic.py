@@ -18,11 +18,6 @@ SAY_CALL = 'say *why !look ={"a": =1}'
 
 
 @pytest.fixture(scope="module")
-def generator() -> FakeGenerator:
-    return FakeGenerator()
-
-
-@pytest.fixture(scope="module")
 def server(generator: FakeGenerator) -> Iterator[Server]:
     aliases = ("claude-*=demo",)
     with serving(load_chat=lambda: generator, api_keys=("key",), model_aliases=aliases) as started:
@@ -84,13 +79,6 @@ def test_a_tool_loop(client: anthropic.Anthropic, generator: FakeGenerator) -> N
     picture = [{"role": "user", "content": [{"type": "image", "source": source}]}]
     with pytest.raises(anthropic.BadRequestError, match="this model takes text, no images"):
         client.messages.create(**ask(messages=picture))
-
-
-def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
-    fields = ask("say a", tools=[LOOK])
-    del fields["max_tokens"]
-    count = client.messages.count_tokens(**fields)
-    assert count.input_tokens > 0
 
 
 def test_errors_have_their_classes(client: anthropic.Anthropic, server: Server) -> None:

@@ -155,19 +155,6 @@ def test_named_tool_is_called(target: Sdk) -> None:
     assert isinstance(call, Clock)
 
 
-def test_none_calls_no_tool(target: Sdk) -> None:
-    answer = target.client.chat.completions.create(
-        model=target.model,
-        messages=user(sdk.QUESTION),
-        tools=[sdk.WEATHER],
-        tool_choice="none",
-        max_tokens=60,
-        seed=0,
-    )
-    assert answer.choices[0].message.tool_calls is None
-    assert answer.choices[0].message.content
-
-
 def test_parallel_tool_calls_false_gives_one_call(tiny: Sdk) -> None:
     fields: dict[str, Any] = {"tools": [sdk.CLOCK], "tool_choice": "required", "temperature": 1.5}
     many, single = (

@@ -1,6 +1,5 @@
 """OpenAI's Python SDK and the Responses API, with real models: items, stored and continued."""
 
-import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -10,8 +9,7 @@ import pytest
 from openai.types.responses import ParsedResponse, ResponseFunctionToolCall
 
 from tests import sdk
-from tests.sdk import Clock, GetWeather, Place, Sdk
-from tests.serving import wait_until
+from tests.sdk import GetWeather, Place, Sdk
 
 TOOLS: list[Any] = [sdk.WEATHER, sdk.CLOCK]  # the SDK takes them as they are for the other API
 
@@ -79,63 +77,7 @@ def test_streamed_text_is_parsed_at_its_end(target: Sdk) -> None:
     assert [event.sequence_number for event in events] == list(range(len(events)))
 
 
-def test_logprobs_are_those_of_the_text(tiny: Sdk) -> None:
-    answer = tiny.client.responses.parse(
-        model=tiny.model,
-        input="hi",
-        text_format=Place,
-        include=["message.output_text.logprobs"],
-        top_logprobs=2,
-        max_output_tokens=300,
-        **sampled(),
-    )
-    [item] = answer.output
-    assert item.type == "message"
-    [part] = item.content
-    assert part.type == "output_text"
-    assert "".join(token.token for token in part.logprobs or ()) == part.text
-    assert isinstance(part.parsed, Place)
-
-
 # ── calls ──
-
-
-def test_tool_choice_determines_the_called_tool(target: Sdk) -> None:
-    def call(choice: Any) -> ParsedResponse[None]:
-        return target.client.responses.parse(
-            model=target.model,
-            input=sdk.QUESTION,
-            tools=TOOLS,
-            tool_choice=choice,
-            parallel_tool_calls=False,
-            max_output_tokens=200,
-        )
-
-    [named] = calls_of(call({"type": "function", "name": "clock"}))
-    assert isinstance(named, Clock)
-    [required] = calls_of(call("required"))
-    assert isinstance(required, GetWeather | Clock)
-    none = call("none")
-    # Random weights may think by chance.
-    assert "message" in [item.type for item in none.output]
-    assert all(item.type != "function_call" for item in none.output)
-
-
-def test_parallel_tool_calls_false_gives_one_call(tiny: Sdk) -> None:
-    def count(parallel: bool, seed: int) -> int:
-        answer = tiny.client.responses.parse(
-            model=tiny.model,
-            input=sdk.QUESTION,
-            tools=TOOLS[1:],
-            tool_choice="required",
-            parallel_tool_calls=parallel,
-            temperature=1.5,
-            extra_body={"seed": seed},
-        )
-        return len(calls_of(answer))
-
-    assert max(count(True, seed) for seed in range(6)) > 1
-    assert {count(False, seed) for seed in range(6)} == {1}
 
 
 @pytest.mark.parametrize("stored", [True, False])
@@ -161,22 +103,6 @@ def test_result_of_a_tool_is_in_the_response(demo: Sdk, stored: bool, streams: b
     else:
         answer = turn(input=[*items, *asking.output, result])
     assert sdk.reports_weather(answer.output_text), answer.output_text
-
-
-def test_streamed_call_has_several_parts(target: Sdk) -> None:
-    with target.client.responses.stream(
-        model=target.model,
-        input=sdk.QUESTION,
-        tools=TOOLS[:1],
-        tool_choice="required",
-        parallel_tool_calls=False,
-        max_output_tokens=200,
-    ) as stream:
-        events = list(stream)
-    deltas = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
-    [done] = [e for e in events if e.type == "response.function_call_arguments.done"]
-    assert "".join(deltas) == done.arguments
-    GetWeather.model_validate_json(done.arguments)
 
 
 # ── reasoning ──
@@ -227,14 +153,6 @@ def test_response_is_retrieved_continued_and_deleted(demo: Sdk) -> None:
         responses.retrieve(first.id)
 
 
-def test_background_response_is_polled(demo: Sdk) -> None:
-    responses = demo.client.responses
-    begun = responses.create(model="demo", input="What is the capital of France?", background=True)
-    assert begun.status == "queued"
-    wait_until(lambda: responses.retrieve(begun.id).status == "completed")
-    assert responses.retrieve(begun.id).output_text == "The capital of France is Paris."
-
-
 def test_background_response_is_cancelled(demo: Sdk) -> None:
     responses, endless = demo.client.responses, {"ignore_eos": True}
     begun = responses.create(
@@ -243,32 +161,3 @@ def test_background_response_is_cancelled(demo: Sdk) -> None:
     assert responses.cancel(begun.id).status == "cancelled"
     assert responses.cancel(begun.id).status == "cancelled"
     assert responses.retrieve(begun.id).status == "cancelled"
-
-
-# ── many at once ──
-
-
-def test_sixteen_concurrent_requests_keep_their_own_formats(tiny: Sdk) -> None:
-    async def ask(client: openai.AsyncOpenAI, n: int) -> None:
-        fields: dict[str, Any] = {"max_output_tokens": 300, "temperature": 1.2}
-        fields |= {"model": tiny.model, "input": f"number {n}", "extra_body": {"seed": n}}
-        if n % 3 == 0:
-            answer = await client.responses.parse(text_format=Place, **fields)
-            assert isinstance(answer.output_parsed, Place)
-        elif n % 3 == 1:
-            called = await client.responses.parse(tools=TOOLS[1:], tool_choice="required", **fields)
-            assert all(isinstance(call, Clock) for call in calls_of(called))
-        else:
-            async with client.responses.stream(
-                **{**fields, "max_output_tokens": 30, "extra_body": {"ignore_eos": True}}
-            ) as stream:
-                events = [event async for event in stream]
-            assert events[-1].type == "response.incomplete"
-            assert events[-1].response.usage is not None
-            assert events[-1].response.usage.output_tokens == 30
-
-    async def ask_all() -> None:
-        async with openai.AsyncOpenAI(base_url=tiny.url, api_key="-", max_retries=0) as client:
-            await asyncio.gather(*(ask(client, n) for n in range(16)))
-
-    asyncio.run(ask_all())

@@ -32,51 +32,6 @@ def client(server: Server) -> openai.OpenAI:
     return openai.OpenAI(base_url=server.url + "/v1", api_key="key", max_retries=0)
 
 
-def test_openai_chat(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(
-        model="demo", messages=[{"role": "user", "content": "hi"}], logprobs=True, top_logprobs=1
-    )
-    choice = answer.choices[0]
-    assert choice.message.content == WHOLE
-    assert choice.message.role == "assistant"
-    assert choice.finish_reason == "stop"
-    assert choice.logprobs is not None
-    assert choice.logprobs.content is not None
-    assert "".join(token.token for token in choice.logprobs.content) == WHOLE
-    assert choice.logprobs.content[0].top_logprobs[0].logprob == -1.0
-    assert answer.usage is not None
-    assert answer.usage.total_tokens == 7
-    assert answer.usage.prompt_tokens_details is not None
-    assert answer.usage.prompt_tokens_details.cached_tokens == 2
-    assert type(answer).model_validate(answer.model_dump(), strict=True)
-
-
-def test_openai_chat_stream(client: openai.OpenAI) -> None:
-    stream = client.chat.completions.create(
-        model="demo",
-        messages=[{"role": "user", "content": "hi"}],
-        stream=True,
-        stream_options={"include_usage": True},
-    )
-    got = list(stream)
-    assert all(type(chunk).model_validate(chunk.model_dump(), strict=True) for chunk in got)
-    assert got[0].choices[0].delta.role == "assistant"
-    texts = [chunk.choices[0].delta.content or "" for chunk in got if chunk.choices]
-    assert "".join(texts) == WHOLE
-    assert got[-2].choices[0].finish_reason == "stop"
-    assert got[-1].usage is not None
-    assert got[-1].usage.completion_tokens == 5
-
-
-def test_openai_chat_stream_helper(client: openai.OpenAI) -> None:
-    messages = [{"role": "user", "content": "hi"}]
-    with client.chat.completions.stream(model="demo", messages=messages, n=2) as stream:  # type: ignore[arg-type]  # a plain dict
-        events = [event.type for event in stream]
-        final = stream.get_final_completion()
-    assert "content.delta" in events
-    assert [choice.message.content for choice in final.choices] == ["0:" + WHOLE, "1:" + WHOLE]
-
-
 def test_openai_async_client_that_leaves_a_stream(server: Server) -> None:
     async def leave() -> str:
         async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="key") as client:

@@ -8,7 +8,6 @@ from typing import Any
 
 import httpx
 import pytest
-from openai import OpenAI
 
 from tests.event_streams import CLIENT, chat, post
 from tests.http.test_pipeline_http import error_of
@@ -102,16 +101,6 @@ def test_the_pipeline_is_chosen_by_query_or_header(server: Server, headers: dict
     assert vectors.status_code == 200
     assert ask(**{"x-model": "vectors"}).text == vectors.text
     assert ask("?model=short").status_code == 404
-
-
-def test_openais_client_lists_and_uses_both_chat_models(server: Server) -> None:
-    client = OpenAI(base_url=server.url + "/v1", api_key="-", max_retries=0)
-    assert [model.id for model in client.models.list()][:2] == ["demo", "short"]
-    for name in ("demo", "short"):
-        answer = client.chat.completions.create(
-            model=name, messages=[{"role": "user", "content": FRANCE}], max_tokens=20, temperature=0
-        )
-        assert (answer.model, "Paris" in (answer.choices[0].message.content or "")) == (name, True)
 
 
 def test_a_revision_in_the_cache_is_served_by_id_and_revision(

@@ -2,7 +2,6 @@
 
 import html
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +79,3 @@ def test_stream_has_the_text_of_generate(server: Server, audio: bytes) -> None:
     *deltas, done = chunks(post(server, audio, stream="true"))
     assert "".join(delta["delta"] for delta in deltas) == done["text"]
     assert without_spaces(done["text"]) == without_spaces(reference_text(noise(7.3)))
-
-
-def test_concurrent_recordings_have_their_own_text(server: Server, tmp_path: Path) -> None:
-    lengths = (7.3, 2.0, 3.1, 5.0)
-    clips = [noise(length, seed) for seed, length in enumerate(lengths)]
-    files = [Path(saved(tmp_path, clip)).read_bytes() for clip in clips]
-    with ThreadPoolExecutor(len(files)) as pool:
-        texts = list(pool.map(lambda file: post(server, file).json()["text"], files))
-    expected = [without_spaces(reference_text(clip)) for clip in clips]
-    assert [without_spaces(text) for text in texts] == expected
-    assert len(set(texts)) == len(texts)

@@ -1,10 +1,8 @@
 """/v1/audio over real sockets: forms, responses in five formats, errors."""
 
-import html
 import io
 import json
 import os
-import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -28,7 +26,6 @@ from tests.unit.test_media import tone
 
 PATH = "/v1/audio/transcriptions"
 TEXT = "".join(word for words in SAID for word in words).strip()
-FORMATS = ("json", "verbose_json", "text", "srt", "vtt")
 
 
 @pytest.fixture(scope="module")
@@ -83,41 +80,6 @@ def test_json_has_the_text_and_the_seconds(server: Server, speaker: FakeTranscri
     assert (payload.temperature, payload.words, payload.logprobs) == (0.2, False, False)
 
 
-def test_all_formats_have_the_same_words(server: Server) -> None:
-    words = {}
-    for form in FORMATS:
-        content = post(server, response_format=form).text
-        if form in ("json", "verbose_json"):
-            words[form] = json.loads(content)["text"].split()
-        elif form == "text":
-            words[form] = content.split()
-        else:
-            lines = [line for line in content.splitlines() if not re.search(r"^\d+$|-->", line)]
-            words[form] = html.unescape(" ".join(lines).removeprefix("WEBVTT")).split()
-    fields: dict[str, Any] = {
-        "response_format": "verbose_json",
-        "timestamp_granularities[]": ["word", "segment"],
-    }
-    document = post(server, **fields).json()
-    words["segments"] = "".join(segment["text"] for segment in document["segments"]).split()
-    assert "".join(word["word"] for word in document["words"]) == TEXT.replace(" ", "")
-    subtitled = TEXT.replace("-->", "->").split()  # an arrow would begin a cue
-    assert words == {form: subtitled if form in ("srt", "vtt") else TEXT.split() for form in words}
-
-
-def test_subtitles_have_a_cue_for_each_segment(server: Server) -> None:
-    srt = post(server, response_format="srt")
-    assert srt.text == (
-        "1\n00:00:00,000 --> 00:00:01,000\nGood morning,\n\n"
-        "2\n00:00:01,000 --> 00:00:02,000\n<Jürgen> & co.\n\n"
-        "3\n00:00:02,000 --> 00:00:03,000\nThree -> four\n\n"
-    )
-    vtt = post(server, response_format="vtt")
-    assert vtt.text.startswith("WEBVTT\n\n00:00:00.000 --> 00:00:01.000\nGood morning,\n\n")
-    assert "\n&lt;Jürgen&gt; &amp; co.\n" in vtt.text
-    assert vtt.headers["content-type"] == "text/vtt; charset=utf-8"
-
-
 def test_verbose_json_has_the_requested_granularities(
     server: Server, speaker: FakeTranscriber
 ) -> None:
@@ -149,21 +111,6 @@ def test_translations_reach_the_model_as_such(server: Server, speaker: FakeTrans
     assert (verbose["task"], verbose["language"]) == ("translate", "english")
     assert error_of(post(server, path=path, language="de"))["param"] == "language"
     assert error_of(post(server, path=path, stream="true"))["param"] == "stream"
-
-
-def test_deltas_of_a_stream_join_to_the_whole_text(server: Server) -> None:
-    fields: dict[str, Any] = {"stream": "true", "include[]": "logprobs"}
-    answer = post(server, **fields)
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    *frames, last = answer.text.removesuffix("\n\n").split("\n\n")
-    assert last == "data: [DONE]"
-    *deltas, done = [json.loads(frame.removeprefix("data: ")) for frame in frames]
-    assert [entry["type"] for entry in deltas] == ["transcript.text.delta"] * 3
-    assert "".join(entry["delta"] for entry in deltas) == done["text"] == TEXT
-    assert done["type"] == "transcript.text.done"
-    assert done["usage"] == {"type": "duration", "seconds": 1.0}
-    assert [token for delta in deltas for token in delta["logprobs"]] == done["logprobs"]
-    assert done["logprobs"][0]["bytes"] == list(b" Good")
 
 
 def test_refusal_before_the_first_delta_has_a_status_code(server: Server) -> None:

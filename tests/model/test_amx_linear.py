@@ -1,4 +1,4 @@
-"""AMX linear layers are as accurate as float32, and independent of the other rows of a batch.
+"""AMX linear layers are as accurate as float32 (their products: test_linear_kernels.py).
 
 They replace a packed layer only where they give its product.
 """
@@ -9,16 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.model.test_native_linear import of_any_shape
 from tests.model.test_packed_attention import enable_native_kernels, fresh_model
-from tests.threads import compute_threads
 from worker.model.cpu.amx_linear import AmxLinear, use_amx_linear
 from worker.model.cpu.linear_layers import PackedLinear
 from worker.pipeline.packed_attention import Packing, start_native_kernels
-
-# in, out: multiples of tiles and blocks, others, and a depth that is summed in several chains
-SIZES = [(64, 128), (96, 40), (40, 24), (33, 101), (1, 1), (1700, 70)]
-ROWS = [1, 2, 15, 16, 17, 31, 32, 33, 100]
 
 
 @pytest.fixture(autouse=True)
@@ -55,41 +49,6 @@ def test_float32_is_as_accurate_as_onednns(size: tuple[int, int], spread: int) -
     assert ours.square().mean() < 2 * theirs.square().mean()
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_any_number_of_rows_and_columns_is_multiplied(size: tuple[int, int], bias: bool) -> None:
-    layer = packed(*size, bias)
-    amx = AmxLinear(layer)
-    for rows in ROWS:
-        x = torch.randn(rows, size[0])
-        right = exact(layer, x)
-        within = 1e-6 * float(right.abs().max())
-        torch.testing.assert_close(amx(x).double(), right, rtol=0, atol=within)
-
-
-@pytest.mark.parametrize("count", [1, 3, 16])
-def test_a_row_is_independent_of_other_rows_and_of_the_thread_count(count: int) -> None:
-    amx = AmxLinear(packed(800, 200))
-    x = torch.randn(150, 800)
-    x[20] = torch.nan
-    together = amx(x)
-    assert together[20].isnan().all()
-    assert together[:20].isfinite().all()
-    with compute_threads(count):
-        for first, last in ((0, 1), (1, 9), (9, 19), (21, 150), (60, 93)):
-            assert torch.equal(amx(x[first:last]), together[first:last])
-
-
-def test_any_shape_and_strides_are_accepted() -> None:
-    layer = packed(48, 80)
-    amx = AmxLinear(layer)
-    for x in of_any_shape(48):
-        out = amx(x)
-        assert out.shape == (*x.shape[:-1], 80)
-        assert out.is_contiguous()
-        torch.testing.assert_close(out, layer.onednn_product(x), rtol=1e-5, atol=1e-4)
-
-
 def test_infinite_nan_and_largest_values_give_float32s_result() -> None:
     layer = packed(70, 50)
     amx, largest = AmxLinear(layer), torch.finfo(torch.float32).max
@@ -108,21 +67,6 @@ def test_tiny_values_are_less_exact() -> None:
     actual = AmxLinear(layer)(x * 2.0**-118).double() * 2.0**118
     torch.testing.assert_close(actual, right, rtol=0, atol=64 * 3 * 2**-8)
     assert AmxLinear(layer)(x * 2.0**-140).abs().max() < 2.0**-126
-
-
-def test_mismatched_operands_raise() -> None:
-    layer = packed(64, 128)
-    tiles, product = AmxLinear(layer).tiles, torch.ops.onequeue.amx_linear
-    x = torch.randn(2, 64)
-    for arguments in (
-        (x[:, :32], tiles, None, 128),
-        (x.bfloat16(), tiles, None, 128),
-        (x, tiles, None, 129),
-        (x, tiles, torch.zeros(127), 128),
-        (x, tiles, torch.zeros(128).bfloat16(), 128),
-    ):
-        with pytest.raises(RuntimeError, match="amx_linear of"):
-            product(*arguments)
 
 
 # ── replacing packed layers ──

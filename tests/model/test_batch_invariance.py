@@ -19,6 +19,7 @@ from tests.causal_families import build
 from tests.generating import ORDINARY, Driver, Served, engine, request, runner_of, serve
 from tests.matrix import matrix
 from tests.threads import compute_threads
+from tests.tiny import saved
 from worker.generation.engine import GenerationEngine
 from worker.generation.input_processor import GenerationItem
 from worker.generation.loading import paged_engine
@@ -47,16 +48,11 @@ def one_thread() -> Iterator[None]:
 @cache
 def folder(kind: str = "llama") -> Path:
     """Return a model with products so deep that oneDNN divides them; or one of another type."""
-    path = tiny_decoders.folder("llama").with_name(f"deep-{kind}")
     if kind != "llama":
-        for part in build(kind):
-            part.save_pretrained(path)
-        return path
+        return saved(f"deep-{kind}", build(kind))
     torch.manual_seed(0)
     sizes = {"intermediate_size": 1056, "max_position_embeddings": 1024}
-    for part in tiny_decoders.decoder("LlamaConfig", **tiny_decoders.GROUPED, **sizes)():
-        part.save_pretrained(path)
-    return path
+    return saved("deep-llama", tiny_decoders.decoder("LlamaConfig", **sizes)())
 
 
 @cache
@@ -265,13 +261,9 @@ STACKED = ("longcat_flash", "jetmoe", "llama4_text")
         *((kind, "float32") for kind in (*FAMILIES, "longcat_flash")),
     ),
 )
-def test_outputs_of_families_are_those_of_each_request_alone(
-    kind: str, dtype: str, tmp_path: Path
-) -> None:
-    for part in build(kind):
-        part.save_pretrained(tmp_path)
+def test_outputs_of_families_are_those_of_each_request_alone(kind: str, dtype: str) -> None:
     options = GeneratorOptions(
-        str(tmp_path), dtype=dtype, device="cpu", kv_cache_gb=0.02, compile="on"
+        str(folder(kind)), dtype=dtype, device="cpu", kv_cache_gb=0.02, compile="on"
     )
     runner = load_paged_runner(load_language_model(options), options)
     runner._use_native_ops()
@@ -288,12 +280,10 @@ def test_outputs_of_families_are_those_of_each_request_alone(
 
 @pytest.mark.parametrize(("kind", "dtype"), [("dbrx", "float32"), ("mamba", "bfloat16")])
 def test_rows_that_torch_computes_are_reported(
-    kind: str, dtype: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: str, dtype: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for part in build(kind):
-        part.save_pretrained(tmp_path)
     options = GeneratorOptions(
-        str(tmp_path), dtype=dtype, device="cpu", kv_cache_gb=0.02, compile="on"
+        str(folder(kind)), dtype=dtype, device="cpu", kv_cache_gb=0.02, compile="on"
     )
     load_paged_runner(load_language_model(options), options)._use_native_ops()
     assert "outputs depend on the batch" in caplog.text

@@ -1,4 +1,4 @@
-"""Bf16WeightLinear gives the exact product, rounded once, for each row on its own.
+"""Bf16WeightLinear gives the exact product, rounded once (test_linear_kernels.py).
 
 It replaces packed layers where a CPU emulates bfloat16; the fixture pretends that this one does.
 """
@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests import tiny
-from tests.model.test_native_linear import of_any_shape
-from tests.threads import compute_threads
 from tests.unit.test_fused_linear import Fan, parts
 from worker.model.attention.native import _library, library_path, try_load_native_ops
 from worker.model.cpu.linear import (
@@ -27,10 +25,6 @@ from worker.model.cpu.linear_layers import Bf16WeightLinear, Int8Linear, PackedL
 from worker.model.language_model import GeneratorOptions, load_language_model
 
 pytestmark = pytest.mark.usefixtures("native")
-
-# in, out: multiples of panels and pairs, others, and depths that are summed in chunks
-SIZES = [(64, 128), (96, 40), (40, 24), (33, 101), (1, 1), (1025, 70), (2600, 64)]
-ROWS = [1, 2, 3, 11, 12, 13, 25, 100, 300]
 
 
 needs_onednn_bfloat16 = pytest.mark.skipif(
@@ -52,35 +46,6 @@ def converted(layer: nn.Linear) -> Bf16WeightLinear:
     return Bf16WeightLinear(layer.weight, layer.bias)
 
 
-def exact(layer: nn.Linear, x: Tensor) -> Tensor:
-    bias = None if layer.bias is None else layer.bias.double()
-    return nn.functional.linear(x.double(), layer.weight.double(), bias)
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_products_are_exact_but_for_one_rounding(size: tuple[int, int], bias: bool) -> None:
-    layer = plain(*size, bias)
-    ours = converted(layer)
-    for rows in ROWS:
-        x = torch.randn(rows, size[0]).bfloat16()
-        right = exact(layer, x)
-        torch.testing.assert_close(ours(x).double(), right, atol=1e-6, rtol=2**-8)
-
-
-@pytest.mark.parametrize("count", [1, 3, 16])
-def test_a_row_is_independent_of_other_rows_and_of_the_thread_count(count: int) -> None:
-    ours = converted(plain(1100, 200))
-    x = torch.randn(400, 1100).bfloat16()
-    x[20] = torch.nan
-    together = ours(x)
-    assert together[20].isnan().all()
-    assert together.isfinite().all(1).sum() == 399
-    with compute_threads(count):
-        for first, last in ((0, 1), (1, 9), (9, 19), (21, 32), (130, 400), (399, 400)):
-            assert torch.equal(ours(x[first:last]), together[first:last])
-
-
 def test_infinite_and_nan_weights_affect_only_their_columns() -> None:
     layer = plain(64, 70)
     layer.weight[3, 5], layer.weight[69, 0] = torch.inf, torch.nan
@@ -88,34 +53,6 @@ def test_infinite_and_nan_weights_affect_only_their_columns() -> None:
     assert actual[:, 3].isinf().all()
     assert actual[:, 69].isnan().all()
     assert actual.isfinite().sum() == 2 * 68
-
-
-def test_any_shape_and_strides_are_accepted() -> None:
-    layer = plain(48, 80)
-    ours = converted(layer)
-    for x in of_any_shape(48):
-        actual = ours(x.bfloat16())
-        assert actual.shape == (*x.shape[:-1], 80)
-        assert actual.is_contiguous()
-        right = exact(layer, x.bfloat16())
-        torch.testing.assert_close(actual.double(), right, atol=1e-6, rtol=2**-8)
-
-
-def test_mismatched_operands_raise() -> None:
-    ours = converted(plain(64, 70))
-    product = torch.ops.onequeue.bf16_weight_linear
-    x = torch.randn(2, 64).bfloat16()
-    for arguments in (
-        (x[:, :62], ours.panels, ours.bias, 70),
-        (x.float(), ours.panels, ours.bias, 70),
-        (x, ours.panels.float(), ours.bias, 70),
-        (x, ours.panels, torch.zeros(70).bfloat16(), 70),
-        (x, ours.panels, torch.zeros(69), 70),
-        (x, ours.panels, None, 97),
-        (x, ours.panels.transpose(0, 1), None, 70),
-    ):
-        with pytest.raises(RuntimeError, match="bf16_weight_linear of"):
-            product(*arguments)
 
 
 # ── replacing layers ──

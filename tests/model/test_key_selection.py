@@ -18,7 +18,7 @@ from tests import generating
 from tests.generating import ORDINARY, Driver, request
 from tests.matrix import matrix
 from tests.tiny import SMALL, hf
-from tests.tiny_decoders import CONTEXT, GROUPED, decoder
+from tests.tiny_decoders import CONTEXT, decoder
 from tests.tiny_tokenizers import llama_tokenizer
 from worker.device.self_check import CannotRun, narrowed
 from worker.generation.engine import GenerationEngine
@@ -43,13 +43,6 @@ LATENT: dict[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
 }
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
-LINEAR = {
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-}
 
 
 def builders(keys: int) -> dict[str, Callable[[], list[Any]]]:
@@ -63,35 +56,28 @@ def builders(keys: int) -> dict[str, Callable[[], list[Any]]]:
         "axk2": decoder(
             "AXK2Config", **{**latent, "n_group": None, "topk_group": None, "gated_norm_rank": 8}
         ),
-        "dots3": decoder("Dots3NoteTextConfig", **latent, sliding_window=8),
+        "dots3": decoder("Dots3NoteTextConfig", **latent, layer_types=["indexed_attention"] * 2),
         "deepseek-v4": decoder(
             "DeepseekV4Config",
             num_hidden_layers=3,
             num_key_value_heads=1,
             head_dim=16,
-            q_lora_rank=16,
-            n_routed_experts=4,
-            **EXPERTS,
+            qk_rope_head_dim=2,
             o_groups=2,
             o_lora_rank=8,
-            sliding_window=8,
             layer_types=[
                 "sliding_attention",
                 "compressed_sparse_attention",
                 "heavily_compressed_attention",
             ],
+            mlp_layer_types=["hash_moe"] * 3,
             compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
             **{**index, "index_topk": keys // 4},
         ),
         "minimax-m3": decoder(
             "MiniMaxM3VLTextConfig",
-            **GROUPED,
-            head_dim=8,
             rotary_dim=4,
-            num_local_experts=4,
-            num_experts_per_tok=2,
             dense_intermediate_size=32,
-            shared_intermediate_size=32,
             index_n_heads=2,
             index_head_dim=8,
             index_block_size=4,
@@ -100,22 +86,15 @@ def builders(keys: int) -> dict[str, Callable[[], list[Any]]]:
         ),
         "qwen4": decoder(
             "Qwen4ExpTextConfig",
-            **GROUPED,
-            **LINEAR,
-            **EXPERTS,
-            head_dim=8,
-            num_experts=4,
-            shared_expert_intermediate_size=32,
             hc_count=2,
             hc_lowrank=8,
-            layer_types=["linear_attention", "indexed_attention"],
             indexer_n_heads=2,
             indexer_kv_heads=1,
             indexer_head_dim=8,
             indexer_budget=keys,
             indexer_compress_ratio=4,
         ),
-        "doge": decoder("DogeConfig", **GROUPED, keep_window_size=keys),
+        "doge": decoder("DogeConfig", keep_window_size=keys),
         "glm5-next": multimodal_decoder(
             "Glm5NextConfig",
             **{**latent, "qk_rope_head_dim": 0, "head_dim": 0},

@@ -15,7 +15,7 @@ from tests.causal_families import build
 from tests.generating import generate, prompts, request, runner_of, serve
 from tests.model.test_lora import load, outputs, with_adapter
 from tests.threads import compute_threads
-from tests.tiny import hf
+from tests.tiny import hf, saved
 from worker.device.self_check import set_attention
 from worker.generation.engine import GenerationEngine
 from worker.generation.loading import load_generator
@@ -36,12 +36,7 @@ LAYERS, HEADS, RANK, ROTARY, NOPE, VALUE = 2, 4, 16, 8, 8, 8  # of the tiny mode
 
 @cache
 def folder(kind: str) -> Path:
-    from tests.tiny_decoders import folder as other
-
-    path = other("llama").with_name(f"latent-{kind}")
-    for part in build(kind):
-        part.save_pretrained(path)
-    return path
+    return saved(f"latent-{kind}", build(kind))
 
 
 def loaded(kind: str, dtype: str = "float32", **options: Any) -> GenerationEngine:

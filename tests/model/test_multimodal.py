@@ -76,7 +76,7 @@ def test_single_image_gives_the_output_of_generate(model: str) -> None:
     assert_generated(model, served)
 
 
-@pytest.mark.parametrize("model", matrix(FAMILIES, "qwen2.5-vl"))
+@pytest.mark.parametrize("model", matrix(FAMILIES, "qwen2.5-vl", "qwen3.5-vl"))
 @pytest.mark.parametrize("tokens", [None, 5])
 def test_output_is_the_same_beside_other_requests_and_in_chunks(
     model: str, tokens: int | None
@@ -118,7 +118,7 @@ def test_prefix_cache_is_shared_by_equal_images_only(model: str) -> None:
         known.append(contents)
 
 
-@pytest.mark.parametrize("model", matrix(FAMILIES, "qwen2.5-vl"))
+@pytest.mark.parametrize("model", matrix(FAMILIES, "qwen2.5-vl", "qwen3.5-vl"))
 def test_preempted_questionscontinue_with_the_same_output(model: str) -> None:
     generator = engine(model, blocks=22)
     items = [request("One ", png(seed), "or two", max_tokens=40 + seed) for seed in range(6)]

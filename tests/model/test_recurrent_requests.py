@@ -11,7 +11,7 @@ import jsonschema_rs
 import pytest
 import torch
 
-from tests import tiny_chat, tiny_decoders
+from tests import tiny_chat
 from tests.generating import ORDINARY, Driver, Served, engine, raw_logits, serve
 from tests.generating import request as text_request
 from tests.matrix import matrix
@@ -21,9 +21,10 @@ from tests.model.test_structured_output import (
     calls_in,
     schema,
 )
-from tests.multimodal import assert_generated, in_small_chunks, png, request
+from tests.multimodal import assert_generated, png, request
 from tests.multimodal import engine as image_engine
-from tests.tiny import SMALL, hf
+from tests.tiny import for_tokenizer
+from tests.tiny_decoders import small_settings
 from worker.generation.engine import GenerationEngine
 from worker.generation.loading import load_generator, paged_engine
 from worker.messages.generation import Sampling, ToolCallPolicy
@@ -44,14 +45,9 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @cache
 def chat_model() -> GenerationEngine:
-    path = tiny_chat.folder().with_name("hybrid")
-    torch.manual_seed(3)
-    tokenizer = tiny_chat.tokenizer()
-    sizes = {**SMALL, "vocab_size": len(tokenizer), "max_position_embeddings": tiny_chat.CONTEXT}
-    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-    config = hf.Qwen3_5TextConfig(**{**sizes, **ids, **tiny_decoders.LINEAR})
-    hf.AutoModelForCausalLM.from_config(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
+    config = "Qwen3_5TextConfig"
+    tokenizer, settings = tiny_chat.tokenizer(), small_settings(config)
+    path = for_tokenizer("hybrid", tokenizer, config, **settings)
     return load_generator(
         GeneratorOptions(str(path), dtype="float32", device="cpu", kv_cache_gb=0.02)
     )
@@ -140,23 +136,6 @@ def test_seeds_draw_the_same_alone_and_beside_others(model: str) -> None:
 
 
 ONE, OTHER, TALL = png(0), png(1), png(2, 40, 72)
-LONG = "Tell me all that you see in these two, and then some more of it: "
-
-
-@pytest.mark.parametrize("chunk", [None, 5])
-def test_images_give_the_output_of_generate(chunk: int | None) -> None:
-    generator = image_engine("qwen3.5-vl")
-    if chunk:
-        in_small_chunks(generator, chunk)
-    items = [
-        request("No picture here, but a number of words."),
-        request("What is ", ONE, "here?"),
-        request(LONG, TALL, " and of ", ONE, "now", n=2),
-        request(OTHER, "this?"),
-    ]
-    served, driver = serve(generator, items, seed=1)
-    assert_generated("qwen3.5-vl", served)
-    assert bool(driver.partial) == bool(chunk)
 
 
 def test_prefixes_with_equal_images_are_continued() -> None:
@@ -169,14 +148,6 @@ def test_prefixes_with_equal_images_are_continued() -> None:
         cached.append(served.sequences[0].cached or 0)
     assert cached[0] == 0
     assert cached[1] > cached[2]
-
-
-def test_preempted_images_give_the_output_of_generate() -> None:
-    generator = image_engine("qwen3.5-vl", blocks=22)
-    items = [request("One ", png(seed), "or two", max_tokens=40 + seed) for seed in range(6)]
-    served, driver = serve(generator, items)
-    assert driver.total("preempted")
-    assert_generated("qwen3.5-vl", served)
 
 
 def test_the_model_with_images_has_recurrent_layers() -> None:

@@ -281,14 +281,6 @@ def recorded(function: Any, name: str, order: list[str]) -> Any:
     return run
 
 
-@pytest.mark.usefixtures("steps")
-def test_choices_follow_the_grammar_independently() -> None:
-    served = alone(asking(sampling=Sampling(seed=2), constraint=schema("flat"), n=5))
-    texts = [choice.text for choice in served.choices]
-    assert all(jsonschema_rs.is_valid(SCHEMAS["flat"], json.loads(text)) for text in texts)
-    assert len(set(texts)) > 1
-
-
 def test_logprobs_are_of_the_unmasked_distribution() -> None:
     served = alone(asking(sampling=BUSY, constraint=schema("flat")))
     [choice] = served.choices
@@ -315,14 +307,6 @@ def test_logprobs_cover_the_content() -> None:
     for served in together(items):
         [choice] = served.choices
         assert "".join(entry.text for entry in choice.logprobs) == choice.text
-
-
-def test_max_tokens_truncates_a_document() -> None:
-    [choice] = alone(asking(max_tokens=4, constraint=schema("nested"))).choices
-    assert choice.finish_reason == "length"
-    assert choice.tokens == 4
-    with pytest.raises(json.JSONDecodeError):
-        json.loads(choice.text)
 
 
 def test_min_tokens_and_ignore_eos_keep_a_document_valid() -> None:
@@ -509,25 +493,6 @@ def test_required_calls_are_made() -> None:
     assert max(counted) > 1  # their number is free
 
 
-def test_single_call_where_calls_are_not_parallel() -> None:
-    calls = ToolCallPolicy(NAMES, required=True, parallel=False)
-    drawn = [Sampling(temperature=1.0, seed=seed) for seed in range(5)]
-    for served in together(
-        [asking(sampling=sampling, tools=TOOLS, tool_policy=calls) for sampling in drawn]
-    ):
-        assert len(calls_in(served)) == 1
-        assert_of_tools(calls_in(served))
-
-
-def test_named_tool_is_called() -> None:
-    calls = ToolCallPolicy(("clock",), required=True)
-    drawn = [Sampling(temperature=1.0, seed=seed) for seed in range(3)]
-    for served in together(
-        [asking(sampling=sampling, tools=TOOLS, tool_policy=calls) for sampling in drawn]
-    ):
-        assert {name for name, _ in calls_in(served)} == {"clock"}
-
-
 def opening_call(seed: int) -> Sampling:
     """Return sampling with which the model starts a call at some point, and ends."""
     delimiter, end = tiny_chat.tokenizer().convert_tokens_to_ids(["<tool_call>", "</s>"])
@@ -569,29 +534,6 @@ def test_output_ends_with_the_first_call_where_calls_are_not_parallel() -> None:
 def test_call_is_content_without_tools() -> None:
     served = together([asking(sampling=opening_call(seed)) for seed in range(4)])
     assert any("<tool_call>" in item.choices[0].text for item in served)
-
-
-def test_document_or_a_call_where_tools_are_given() -> None:
-    kinds: set[str] = set()
-    items = [
-        asking(
-            sampling=Sampling(temperature=2.0, seed=seed),
-            tools=TOOLS,
-            tool_policy=ToolCallPolicy(NAMES),
-            constraint=schema("flat"),
-        )
-        for seed in range(60)
-    ]
-    for served in together(items):
-        if served.choices[0].finish_reason == "length":
-            continue
-        if calls := calls_in(served):
-            assert_of_tools(calls)
-            kinds.add("call")
-        else:
-            assert jsonschema_rs.is_valid(SCHEMAS["flat"], json.loads(served.choices[0].text))
-            kinds.add("document")
-    assert kinds == {"call", "document"}
 
 
 @pytest.mark.parametrize(
@@ -698,16 +640,6 @@ def closing(seed: int, more: float = 1.5) -> Sampling:
     return Sampling(temperature=1.0, seed=seed, logit_bias={delimiter: more})
 
 
-def test_reasoning_ends_before_the_document_starts() -> None:
-    item = asking(
-        sampling=closing(1), constraint=schema("flat"), variables={"thinking_begun": True}
-    )
-    [choice] = alone(item).choices
-    assert [part.kind for part in choice.parts] == ["reasoning", "content"]
-    assert jsonschema_rs.is_valid(SCHEMAS["flat"], json.loads(choice.text))
-    assert 0 < choice.reasoning_tokens < choice.tokens
-
-
 def test_model_may_open_its_reasoning_before_the_document() -> None:
     opens = tiny_chat.tokenizer().convert_tokens_to_ids("<think>")
     sampling = Sampling(temperature=1.0, seed=1, logit_bias={opens: 20.0})
@@ -722,19 +654,6 @@ def test_model_may_open_its_reasoning_before_the_document() -> None:
         [choice] = alone(off).choices
         assert [part.kind for part in choice.parts] == ["content"]
         assert choice.reasoning_tokens == 0
-
-
-@pytest.mark.parametrize("budget", [0, 1, 7])
-def test_budget_ends_the_reasoning(budget: int) -> None:
-    item = asking(
-        sampling=closing(1, -100.0),
-        variables={"thinking_begun": True},
-        thinking_tokens=budget,
-        constraint=schema("flat"),
-    )
-    [choice] = alone(item).choices
-    assert choice.reasoning_tokens == budget + 1  # and the token that ends it
-    assert jsonschema_rs.is_valid(SCHEMAS["flat"], json.loads(choice.text))
 
 
 def test_effort_sets_the_templates_variable() -> None:

@@ -2,19 +2,16 @@
 tools, and so do calls that the model starts itself."""
 
 import json
-import tempfile
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
 import pytest
-import torch
 
 from tests.generating import serve
 from tests.matrix import matrix
-from tests.tiny import SMALL, hf
-from tests.tiny_chat import CONTEXT, asking, tokenizer
+from tests.tiny import for_tokenizer, hf
+from tests.tiny_chat import asking, tokenizer
 from worker.generation.engine import GenerationEngine
 from worker.generation.loading import load_generator
 from worker.messages.deltas import Delta
@@ -105,24 +102,18 @@ FORMS: dict[str, tuple[str, list[str]]] = {
         ["<call>", "</call>", "<q>"],
     ),
 }  # fmt: skip
-_root = tempfile.TemporaryDirectory(prefix="forms-")
 
 
 @cache
 def engine(name: str, special: bool) -> GenerationEngine:
     """`special`: delimiters are special tokens."""
     calls, delimiters = FORMS[name]
-    path = Path(_root.name) / f"{name}-{special}"
     result = tokenizer(HEAD + calls + TAIL, ["<think>", "</think>"])
     tokens = [
         hf.AddedToken(delimiter, normalized=False, special=special) for delimiter in delimiters
     ]
     result.add_tokens(tokens, special_tokens=special)
-    sizes = {**SMALL, "vocab_size": len(result), "max_position_embeddings": CONTEXT}
-    torch.manual_seed(3)
-    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-    hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, **ids)).save_pretrained(path)
-    result.save_pretrained(path)
+    path = for_tokenizer(f"form-{name}-{special}", result)
     options = GeneratorOptions(str(path), dtype="float32", device="cpu", kv_cache_gb=0.01)
     return load_generator(options)
 

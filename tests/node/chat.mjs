@@ -2,7 +2,7 @@
 
 import { zodFunction, zodResponseFormat } from "openai/helpers/zod";
 import {
-  CLOCK, Place, QUESTION, RESULT, SAMPLED, THINK, WEATHER, check, checkBoth, demo, tiny,
+  Place, QUESTION, RESULT, SAMPLED, THINK, WEATHER, check, checkBoth, demo, tiny,
 } from "./common.mjs";
 
 const user = (content) => [{ role: "user", content }];
@@ -50,21 +50,6 @@ await checkBoth("stream of a call", async ({ client, model }) => {
   };
 });
 
-await checkBoth("named", async ({ client, model }) => {
-  const tools = [zodFunction(WEATHER), zodFunction(CLOCK)];
-  const tool_choice = { type: "function", function: { name: "clock" } };
-  const asked = { model, messages: user(QUESTION), tools, ...required, tool_choice };
-  const [choice] = (await client.chat.completions.parse(asked)).choices;
-  return { parsed: choice.message.tool_calls.map((call) => call.function.parsed_arguments) };
-});
-
-await checkBoth("none", async ({ client, model }) => {
-  const tools = [zodFunction(WEATHER)];
-  const asked = { model, messages: user(QUESTION), tools, tool_choice: "none", max_tokens: 60, min_tokens: 20 };
-  const [choice] = (await client.chat.completions.create(asked)).choices;
-  return { calls: choice.message.tool_calls ?? null, content: choice.message.content };
-});
-
 for (const stream of [false, true]) {
   await check(`runTools ${stream}`, async () => {
     const called = [];
@@ -95,17 +80,3 @@ await check("reasoning", async () => {
   };
 });
 
-await check("refused", async () => {
-  const schema = { type: "none" };
-  const response_format = { type: "json_schema", json_schema: { name: "n", schema } };
-  const asked = { model: demo.model, messages: user("hi"), response_format };
-  await demo.client.chat.completions.create(asked);
-});
-
-await check("many", async () => {
-  const ask = async (_, seed) => {
-    const asked = { model: tiny.model, messages: user(`${seed}`), ...form, temperature: 1.2, seed };
-    return (await tiny.client.chat.completions.parse(asked)).choices[0].message.parsed;
-  };
-  return { parsed: await Promise.all(Array.from({ length: 8 }, ask)) };
-});

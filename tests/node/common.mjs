@@ -20,11 +20,6 @@ export const WEATHER = {
   description: "Get the current weather in a city",
   parameters: z.object({ city: z.string().max(20).describe("The city") }),
 };
-export const CLOCK = {
-  name: "clock",
-  description: "Get the time",
-  parameters: z.object({ zone: z.enum(["utc", "local"]) }),
-};
 
 const clients = {};
 for (const side of ["demo", "tiny"]) {

@@ -2,13 +2,12 @@
 
 import { zodResponsesFunction, zodTextFormat } from "openai/helpers/zod";
 import {
-  CLOCK, Place, QUESTION, RESULT, SAMPLED, THINK, WEATHER, check, checkBoth, demo, tiny,
+  Place, QUESTION, RESULT, SAMPLED, THINK, WEATHER, check, checkBoth, demo, tiny,
 } from "./common.mjs";
 
 const FACT = "What is the capital of France?";
 const form = { text: { format: zodTextFormat(Place, "place") }, max_output_tokens: 300 };
 const argumentsOf = ({ parameters }, call) => parameters.parse(JSON.parse(call.arguments));
-const required = { tool_choice: "required", parallel_tool_calls: false, max_output_tokens: 200 };
 
 await check("create", async () => {
   const { responses } = demo.client;
@@ -42,14 +41,6 @@ await checkBoth("stream", async ({ client, model }) => {
   const final = await stream.finalResponse();
   const { output_parsed: parsed, output_text: content } = final;
   return { text, deltas, types: [...types], parsed, content };
-});
-
-await checkBoth("named", async ({ client, model }) => {
-  const tools = [zodResponsesFunction(WEATHER), zodResponsesFunction(CLOCK)];
-  const tool_choice = { type: "function", name: "clock" };
-  const asked = { model, input: QUESTION, tools, ...required, tool_choice };
-  const { output } = await client.responses.parse(asked);
-  return { parsed: output.map((call) => argumentsOf(CLOCK, call)) };
 });
 
 for (const stored of [true, false]) {

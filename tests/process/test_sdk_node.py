@@ -98,20 +98,6 @@ def test_a_streamed_call_is_parsed(checks: Checks, side: str) -> None:
     assert call["finish_reason"] == "tool_calls"
 
 
-@both
-@apis
-def test_named_tool_is_called(checks: Checks, api: str, side: str) -> None:
-    [call] = got(checks, api, f"named {side}")["parsed"]
-    assert call in ({"zone": "utc"}, {"zone": "local"})
-
-
-@both
-def test_none_calls_no_tool(checks: Checks, side: str) -> None:
-    answer = got(checks, "chat", f"none {side}")
-    assert answer["calls"] is None
-    assert answer["content"]
-
-
 @pytest.mark.parametrize(
     ("api", "name"),
     [
@@ -136,17 +122,6 @@ def test_thoughts_come_before_the_answer(checks: Checks, api: str) -> None:
     Place(**answer["parsed"])
     if api == "responses":
         assert answer["types"] == ["reasoning", "message"]
-
-
-def test_error_names_the_unsupported_schema(checks: Checks) -> None:
-    refused = checks.of("chat")["refused"]
-    assert refused["error"].startswith("BadRequestError: 400 ")
-    assert refused["param"] == "response_format.json_schema.schema"
-
-
-def test_many_at_once_are_each_as_asked(checks: Checks) -> None:
-    places = [Place(**entry) for entry in got(checks, "chat", "many")["parsed"]]
-    assert len(places) == 8
 
 
 def test_responses_are_kept_and_built_upon(checks: Checks) -> None:

@@ -763,12 +763,14 @@ def test_truncated_undelimited_call_is_hidden(name: str, text: str) -> None:
         ("llama", '{"city": 4'),
         ("llama", '{"name": "Bob", "a'),
         ("llama", "{x"),
+        ("llama", 'Here: {"name": "Bob", "parameters": {}} done.'),
         ("bare python", "[note] thi"),
         ("bare python", "[see(n=1, s"),
     ],
 )
 def test_text_that_cannot_become_an_undelimited_call_is_shown(name: str, text: str) -> None:
-    assert read(output_format_of(name), text)["content"] == text
+    for cuts in ([], list(range(len(text)))):
+        assert read(output_format_of(name), text, cuts)["content"] == text
     assert read(output_format_of(name), text, calls=False)["content"] == text
 
 
@@ -857,19 +859,6 @@ def test_delimiter_in_a_value_does_not_end_a_constrained_call(name: str, text: s
     assert parser.calls_finished == 1
     cut = read(output_format_of(name), text.format(string))
     assert cut["content"]
-
-
-def test_json_within_content_is_no_call() -> None:
-    output_format = output_format_of("llama")
-    text = 'Here: {"name": "Bob", "parameters": {}} done.'
-    assert read(output_format, text) == {"content": text, "reasoning": "", "calls": []}
-    assert read(output_format, text, list(range(len(text))))["content"] == text
-
-
-def test_text_without_first_characters_is_not_searched() -> None:
-    parser = OutputParser(HERMES, "", True)
-    parser._active = [delimiter._replace(pattern=None) for delimiter in parser._active]
-    assert texts(feed(parser, "1 > 0")) == ["1 > 0"]
 
 
 @pytest.mark.parametrize(
