@@ -9,7 +9,7 @@ import orjson
 from batching.batcher import DynamicBatcher
 from batching.errors import InvalidInput
 from batching.request_queue import BatchLane, WorkItem
-from batching.turn_budget import MAX_TURN_S
+from batching.step_times import MAX_TURN_S
 from worker.messages.generation import TEXT_ONLY
 from worker.messages.protocol import ALONE, ModelInfo, OtherModels, Runner
 from worker.pipeline.engine import PipelineEngine

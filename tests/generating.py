@@ -150,9 +150,9 @@ class Driver:
         scheduler: Any = generator.scheduler
         scheduler.schedule = self._watched_schedule
         # the numbers of drafts, rows and prompt tokens do not depend on the machine's speed
-        measured: list[Any] = [generator._speculation, generator._budget, generator._row_cost]
+        measured: list[Any] = [generator._speculation, generator._budget.times]
         for estimate in filter(None, measured):
-            estimate.learn = lambda *arguments: arguments[-1]
+            estimate.learn = lambda *_: None
 
     def _watched_schedule(self, *arguments: Any) -> list[Chunk]:
         chunks: list[Chunk] = self._schedule(*arguments)

@@ -9,8 +9,8 @@ from itertools import takewhile
 
 from batching import scheduler
 from batching.block_pool import BlockPool, BlockTable
-from batching.fair_share import NO_OWNER, Priority, WorkOwner, client_share, request_share
-from batching.scheduler import RESERVE_DIVISOR, ContinuousScheduler
+from batching.fair_share import NO_OWNER, Priority, WorkOwner
+from batching.scheduler import RESERVE_DIVISOR, ContinuousScheduler, _holders
 from batching.sequence import Chunk, Sequence, is_placeholder
 from batching.state_pool import NO_SLOT, SequenceState, StatePool
 
@@ -340,10 +340,8 @@ def is_interactive(sequence: Sequence) -> bool:
 
 def scheduler_state(scheduler: ContinuousScheduler) -> tuple[int, set[Sequence]]:
     """Check the counters of the scheduler, and return its counts of waiting sequences."""
-    for priority, shares in enumerate(scheduler._shares):
-        owners = Counter(s.owner for s in scheduler.running if s.priority == priority)
-        assert {owner: shares.of_request(owner) for owner in owners} == owners
-        assert shares.total == owners.total()
+    held = Counter(holder for s in scheduler.running for holder in _holders(s))
+    assert scheduler._held == held
     return scheduler.num_waiting, scheduler._paused
 
 
@@ -353,8 +351,6 @@ class Before:
     def __init__(self, scheduler: ContinuousScheduler, spare_rows: float, alone: bool) -> None:
         self.alone = alone
         scheduler._promote()  # as the step does first
-        self.skipped_lower_classes = scheduler._skipped_lower_classes
-        self.limits = limits = scheduler._limits(spare_rows)
         self.scheduler = scheduler
         self.background_preempted = False
         self.pool = pool = scheduler.pool
@@ -362,9 +358,12 @@ class Before:
         self.was_paused = [s for s in scheduler.waiting if s.paused]
         self.paused = self.resumed = 0
         self.tables = {sequence: sequence.table for sequence in self.running}
-        active = [s for n, s in enumerate(self.running) if n < limits[s.priority]]
-        self.decoding = [s for s in active if s.uncomputed == 1]
-        self.idle = [s for s in self.running if s not in active]
+        self.decoding = scheduler._pick_rows(spare_rows, ())
+        ready = [s for s in self.running if s.uncomputed == 1]
+        requests = {s.owner for s in self.running}
+        if len(requests) > 1:
+            assert len(self.decoding) <= 2 * len(requests) + spare_rows
+        self.idle = [s for s in ready if s not in self.decoding]
         self.ending = [s for s in self.running if not s.uncomputed]
         self.new = [s for s in scheduler.waiting if s.cached is None]
         self.free = pool.free
@@ -378,14 +377,6 @@ class Before:
     def check(self, chunks: list[Chunk], budget: int, live: list[Sequence]) -> None:
         decodes = [c for c in chunks if c.sequence in self.decoding and self._stayed(c.sequence)]
         prompts = [chunk for chunk in chunks if chunk not in decodes]
-        if self.scheduler._skipped_lower_classes:
-            below = [s for s in self.scheduler.running if not is_interactive(s) and s.uncomputed]
-            assert self.idle or set(below) - {*self.decoding}
-            assert not self.skipped_lower_classes  # not twice in a row
-            assert all(is_interactive(chunk.sequence) for chunk in chunks)
-            newcomers = {s for s in self.scheduler.running if is_interactive(s) and s.uncomputed}
-            assert newcomers - {*self.decoding, *self.scheduler._promoted.values()}
-            self.decoding = list(filter(is_interactive, self.decoding))
         left = budget - sum(chunk.count for chunk in prompts)
         assert left >= 0
         self._check_budget(prompts, budget, left)
@@ -404,30 +395,26 @@ class Before:
         return table is not None and table is self.tables.get(sequence) and not sequence.paused
 
     def _check_shares(self) -> None:
-        """No request that could run waits while another one has to yield to it."""
+        """No sequence waits while one of another client or request that holds more runs."""
         scheduler = self.scheduler
         self.paused = sum(sequence.paused for sequence in self.running)
         self.resumed = sum(sequence in scheduler.running for sequence in self.was_paused)
         if any(is_waiting_for_prefix(scheduler, s) for s in scheduler.waiting):
-            return  # they keep slots
+            return  # they are passed by others
         if scheduler.preempted:
             return  # those are admitted in the next step
         running = [s for s in scheduler.running if is_interactive(s)]
         by_request = Counter(s.owner for s in running)
         by_client = Counter(s.owner.client for s in running)
-        capacity = scheduler.max_running
-        if len(running) < capacity:  # memory is short
-            capacity = min(scheduler._capacity, len(running))
-        for sequence in scheduler.waiting:
-            owner, held = sequence.owner, by_request[sequence.owner]
-            held_by_client = by_client[owner.client]
-            if not is_interactive(sequence) or held >= request_share(capacity):
-                continue
-            assert max(by_request.values(), default=0) <= request_share(capacity)
-            if held_by_client < client_share(capacity):
-                assert max(by_client.values(), default=0) <= held_by_client + 1
-            siblings = [n for o, n in by_request.items() if o.client == owner.client]
-            assert max(siblings, default=0) <= held + 1
+        waiting = sorted(filter(is_interactive, scheduler.waiting), key=scheduler._order)
+        if len(scheduler.running) < scheduler.max_running:
+            waiting = waiting[:1]  # memory is short, and none overtakes
+        for sequence in waiting:
+            client, request = sequence.owner.client, sequence.owner
+            assert len(running) == len(scheduler.running)
+            assert max(by_client.values(), default=0) <= by_client[client] + 1
+            siblings = [n for o, n in by_request.items() if o.client == client]
+            assert max(siblings, default=0) <= by_request[request] + 1
 
     def _check_queues(self, live: list[Sequence]) -> None:
         waiting, running = self.scheduler.waiting, self.scheduler.running
@@ -465,7 +452,7 @@ class Before:
         assert all(s in in_step for s in decoding)
         running = self.scheduler.running  # the oldest always advances
         oldest = {running[0], min(running, key=lambda s: s.number)}
-        assert oldest.intersection(in_step) or oldest.intersection(self.ending)
+        assert self.idle or oldest.intersection(in_step) or oldest.intersection(self.ending)
         if self.running and is_interactive(self.running[0]):
             assert self._stayed(self.running[0])
 
@@ -477,13 +464,11 @@ class Before:
         if not self.alone:  # they sit out, also if they were preempted and admitted again
             idle += [s for s in self.decoding if s.uncomputed == 1]
         wanting = [s for s in self.scheduler.running if s not in idle]
-        if self.scheduler._skipped_lower_classes:
-            wanting = list(filter(is_interactive, wanting))
         if not wanting:
             return
-        if any(map(is_interactive, waiting_for_prefix(self.scheduler))):
+        waiting = filter(is_interactive, self.scheduler.waiting)
+        if any(is_waiting_for_prefix(self.scheduler, s) for s in waiting):
             return
-        assert not any(map(is_interactive, self.idle))
         assert not any(s in shares for s in self.idle if self._stayed(s))
         wanted = {
             s: min(s.uncomputed, scheduler.MAX_SCORED_TOKENS) if s.scores_prompt else s.uncomputed
@@ -492,36 +477,36 @@ class Before:
         unmet = [s for s in wanting if shares.get(s, 0) < wanted[s]]
         assert not (left and unmet)
         if not self.alone:
-            return self._check_budget_shares(shares, unmet, budget)
+            return self._check_budget_shares(shares, unmet, wanting)
         assert shares[wanting[0]] >= min(wanted[wanting[0]], budget / 2)
         for s in unmet:
             served = [t for t in wanting[1:] if t in shares]
             assert all((t.priority, t.uncomputed) <= (s.priority, s.uncomputed) for t in served)
 
     def _check_budget_shares(
-        self, shares: dict[Sequence, int], unmet: list[Sequence], budget: int
+        self, shares: dict[Sequence, int], unmet: list[Sequence], wanting: list[Sequence]
     ) -> None:
-        """No request has less than its share of the budget and more to run, unless its client has
-        half of it, or those with their shares have all of it."""
-        if not all(map(is_interactive, (*shares, *unmet))):
-            return
-        by_request, by_client = Counter[WorkOwner](), Counter[object]()
-        for sequence, count in shares.items():
-            by_request[sequence.owner] += count
-            by_client[sequence.owner.client] += count
-        for owner in {s.owner for s in unmet}:
-            if by_request[owner] < request_share(budget):
-                others = [n for o, n in by_request.items() if o != owner]
-                assert max(others, default=0) <= request_share(budget)
-                if by_client[owner.client] < client_share(budget):
-                    assert max(by_client.values(), default=0) <= client_share(budget)
+        """The oldest has half of the budget, and no sequence is passed over for one whose client,
+        request or prompt needs more."""
+        of_client, of_request = Counter[object](), Counter[WorkOwner]()
+        for sequence in wanting:
+            of_client[sequence.owner.client] += sequence.uncomputed
+            of_request[sequence.owner] += sequence.uncomputed
+
+        def need(s: Sequence) -> tuple[float, ...]:
+            owner = s.owner
+            return s.priority, of_client[owner.client], of_request[owner], s.uncomputed, s.number
+
+        for sequence in unmet:
+            assert all(need(t) <= need(sequence) for t in shares if t is not wanting[0])
 
     def _check_preemption(self) -> None:
         """The youngest are preempted, and only for tokens without room; or sequences of a low
         priority, for one of a higher one."""
         stayed = [self._stayed(sequence) for sequence in self.running]
         assert stayed == sorted(stayed, reverse=True)
-        assert stayed.count(False) == self.scheduler.preempted
+        paused = sum(sequence.paused for sequence in self.running)
+        assert stayed.count(False) <= self.scheduler.preempted + paused
         if all(stayed) or self.needed > self.free:
             return
         self.background_preempted = True
@@ -540,16 +525,14 @@ class Before:
             assert sequence.cached == sequence.computed < sequence.prompt_len
             assert not (sequence.scores_prompt and sequence.cached)
         passed = len(waiting_for_prefix(scheduler))
-        if passed == len(scheduler.waiting):
+        if passed >= min(len(scheduler.waiting), scheduler.max_running):
             return
         first = scheduler.waiting[passed]
-        limit = self.limits[first.priority]
-        before = sum(s.priority <= first.priority for s in scheduler.running)
-        if not is_interactive(first) and (scheduler.preempted or before >= limit):
+        if not is_interactive(first) and scheduler.preempted:
             return
         if not scheduler.preempted:
             assert all(s < first for s in admitted)
-        slots = scheduler.max_running - len(scheduler.running) - passed
+        slots = scheduler.max_running - len(scheduler.running)
         matched = [] if first.scores_prompt else pool.match(first.tokens)[0]
         matched = matched[: pool.resumable(matched)]
         if pool.states and pool.states.sequences == pool.states.max_sequences:

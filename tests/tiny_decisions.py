@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from batching.request_queue import WorkItem
-from batching.scheduler import PrefillBudget
+from batching.step_times import PrefillBudget
 from server.openai.decisions.systemone import SystemOneRequest
 from server.openai.request_fields import decode
 from tests import tiny_chat

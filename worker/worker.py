@@ -38,7 +38,7 @@ from batching.errors import (
     WorkerDown,
 )
 from batching.request_queue import WorkItem, request_ids
-from batching.turn_budget import MAX_TURN_ALONE_S, MAX_TURN_S
+from batching.step_times import MAX_TURN_ALONE_S, MAX_TURN_S
 from worker.cores import Cores, ThreadTuner, pin
 from worker.error_classification import failure_of
 from worker.load_context import LoadContext, loading

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from batching import scheduler
+from batching import step_times
 from batching.sequence import Batch
 from tests import tiny_adapters, tiny_decoders
 from tests.causal_families import build
@@ -135,8 +135,8 @@ def test_outputs_are_those_of_each_request_alone(
         pytest.skip(f"no kernel for {quantization} weights on this CPU")
     alone = [serve(new_engine(model, 64, "off"), [item])[0][0] for item in requests()]
     draft_from(alone, monkeypatch)
-    monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", {"cpu": 70})
-    monkeypatch.setattr(scheduler, "MIN_PREFILL_TOKENS", 70)
+    monkeypatch.setattr(step_times, "MAX_PREFILL_TOKENS", {"cpu": 70})
+    monkeypatch.setattr(step_times, "MIN_PREFILL_TOKENS", 70)
     torch.set_num_threads(3)
     served, driver = serve(new_engine(model, 9, "auto"), requests(), seed=1)
     assert driver.partial > 0
@@ -175,8 +175,8 @@ def test_outputs_with_adapters_are_those_of_each_request_alone(
 
     alone = [serve(new_engine(model, 64, "off"), [item])[0][0] for item in items()]
     draft_from(alone, monkeypatch)
-    monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", {"cpu": 70})
-    monkeypatch.setattr(scheduler, "MIN_PREFILL_TOKENS", 70)
+    monkeypatch.setattr(step_times, "MAX_PREFILL_TOKENS", {"cpu": 70})
+    monkeypatch.setattr(step_times, "MIN_PREFILL_TOKENS", 70)
     torch.set_num_threads(3)
     served, driver = serve(new_engine(model, 12, "auto"), items(), seed=1)
     assert driver.partial > 0
@@ -218,8 +218,8 @@ def test_outputs_of_recurrent_models_are_those_of_each_request_alone(
     model = hybrid(name, dtype)
     alone = [serve(new_engine(model, 64, "off"), [item])[0][0] for item in requests()]
     draft_from(alone, monkeypatch)
-    monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", {"cpu": 70})
-    monkeypatch.setattr(scheduler, "MIN_PREFILL_TOKENS", 70)
+    monkeypatch.setattr(step_times, "MAX_PREFILL_TOKENS", {"cpu": 70})
+    monkeypatch.setattr(step_times, "MIN_PREFILL_TOKENS", 70)
     torch.set_num_threads(3)
     for blocks, feature in ((200, "cached_tokens"), (9, "preempted")):
         items = [*requests(), *requests()]

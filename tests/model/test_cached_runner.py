@@ -17,11 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from batching import scheduler
+from batching import step_times
 from batching.errors import ItemFailed, OutOfMemory
 from batching.fair_share import Priority
-from batching.scheduler import PrefillBudget
-from batching.turn_budget import MAX_TURN_S
+from batching.step_times import MAX_TURN_S, PrefillBudget
 from tests import generating, tiny_decoders
 from tests.fakes import BusyModels
 from tests.generating import GREEDY, ORDINARY, Driver, Request, Served, request
@@ -374,7 +373,7 @@ def test_other_models_run_between_the_layers_of_a_whole_prompt(name: str) -> Non
                 served.append(driver.add(request(late, max_tokens=3)))
 
     times_s: list[float] = []
-    generator._budget.learn = lambda *arguments: times_s.append(arguments[-1])  # type: ignore[method-assign]
+    generator._budget.times.learn = lambda *step: times_s.append(step[2])  # type: ignore[method-assign]
     generator.others = others = Others()
     assert generator._yield_points
     generator._yield_points._clock = itertools.count(0.0, 2 * MAX_TURN_S).__next__
@@ -433,7 +432,7 @@ def test_at_most_max_running_rows_run() -> None:
 def test_prompts_share_a_step_up_to_its_limit_and_a_longer_one_runs_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS_WHOLE", {"cpu": 60})
+    monkeypatch.setattr(step_times, "MAX_PREFILL_TOKENS_WHOLE", {"cpu": 60})
     driver = Driver(new_engine())
     for length in (20, 20, 100, 20):
         driver.add(request(prompts(10, [length])[0], max_tokens=2))

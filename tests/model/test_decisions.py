@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from batching import scheduler
+from batching import step_times
 from batching.errors import ItemFailed
 from batching.request_queue import WorkItem
 from server.core.delta_stream import UsageCounts
@@ -170,7 +170,7 @@ def uncached(prompts: list[list[int]], earlier: Sequence[list[int]] = ()) -> lis
 def test_the_input_is_run_once_for_all_questions(
     budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", {"cpu": budget})
+    monkeypatch.setattr(step_times, "MAX_PREFILL_TOKENS", {"cpu": budget})
     payload = about(STATE, predicates(100))
     prompts = prompts_of(payload)
     whole, *others = uncached(prompts)
@@ -209,7 +209,7 @@ def test_the_input_is_counted_once() -> None:
 
 
 def test_a_chat_does_not_wait_for_many_questions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", {"cpu": 128})
+    monkeypatch.setattr(step_times, "MAX_PREFILL_TOKENS", {"cpu": 128})
     driver = Driver(tiny_decisions.engine(blocks=1200, max_running=16))
     many = driver.add(WorkItem(about(STATE, predicates(200)), float("inf"), 0.0))
     for _ in range(8):
@@ -225,7 +225,7 @@ def test_a_chat_does_not_wait_for_many_questions(monkeypatch: pytest.MonkeyPatch
 
 
 def test_probabilities_are_right_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", {"cpu": 48})
+    monkeypatch.setattr(step_times, "MAX_PREFILL_TOKENS", {"cpu": 48})
     payloads = [about(STATE, predicates(20)), about(STATE[::-1], predicates(20))]
     wanted = [probabilities(tiny_decisions.engine(), one) for one in payloads]
     served, _ = serve(tiny_decisions.engine(blocks=40), *payloads)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from batching import scheduler
+from batching import step_times
 from batching.block_pool import BlockPool
 from batching.sequence import Batch
 from tests.generating import (
@@ -66,8 +66,8 @@ def check_parity(
     on."""
     texts = texts or prompts(seed, LENGTHS)
     prefill = PREFILL_TOKENS if "chunked prefill" in features else 512
-    monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", {"cpu": prefill})
-    monkeypatch.setattr(scheduler, "MIN_PREFILL_TOKENS", prefill)  # whatever was measured
+    monkeypatch.setattr(step_times, "MAX_PREFILL_TOKENS", {"cpu": prefill})
+    monkeypatch.setattr(step_times, "MIN_PREFILL_TOKENS", prefill)  # whatever was measured
     if "prefix cache" not in features:
         monkeypatch.setattr(BlockPool, "match", lambda *arguments: ([], None))
     if "speculation" in features:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from batching import scheduler
+from batching import step_times
 from batching.scheduler import MAX_SCORED_TOKENS
 from tests.generating import (
     GREEDY,
@@ -110,8 +110,8 @@ def test_an_echoed_prompt_is_scored_whole_without_the_prefix_cache(length: int) 
 def test_an_echoed_prompt_is_scored_once_when_it_is_preempted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", {"cpu": 24})
-    monkeypatch.setattr(scheduler, "MIN_PREFILL_TOKENS", 24)
+    monkeypatch.setattr(step_times, "MAX_PREFILL_TOKENS", {"cpu": 24})
+    monkeypatch.setattr(step_times, "MIN_PREFILL_TOKENS", 24)
     older, younger = request(prompt_of(14), BUSY, 20), request(prompt_of(110, 1), BUSY, echo=True)
     # the older needs its second block while the younger is in prefill
     served, driver = serve(engine("llama", blocks=8), [older, younger])

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from batching import scheduler
+from batching import step_times
 from batching.errors import InvalidInput, ItemFailed, OutOfMemory
+from batching.step_times import StepTimes
 from tests.generating import (
     Driver,
     Served,
@@ -31,8 +32,8 @@ NEW = 8
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", {"cpu": 40})
-    monkeypatch.setattr(scheduler, "MIN_PREFILL_TOKENS", 40)
+    monkeypatch.setattr(step_times, "MAX_PREFILL_TOKENS", {"cpu": 40})
+    monkeypatch.setattr(step_times, "MIN_PREFILL_TOKENS", 40)
 
 
 @contextmanager
@@ -117,7 +118,7 @@ def test_a_choice_that_fails_late_fails_its_item() -> None:
     generator = engine("llama", blocks=40)
     prompt, mate = prompts(10, (20,), count=2)
     sampling = Sampling(temperature=1.0, seed=3, logit_bias={POISON: 6.0})
-    for speculation in (Speculation("cpu"), None):
+    for speculation in (Speculation("cpu", StepTimes()), None):
         generator._speculation = speculation
         with poisoned(generator):
             items = [request(prompt, sampling, 30, n=4), request(mate, max_tokens=NEW)]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from batching import scheduler
+from batching import step_times
 from tests import tiny_adapters, tiny_decoders
 from tests.generating import (
     Request,
@@ -115,8 +115,8 @@ def test_adapters_of_recurrent_layers_are_refused(tmp_path: Path) -> None:
 
 
 def test_prompts_in_chunks_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", {"cpu": 16})
-    monkeypatch.setattr(scheduler, "MIN_PREFILL_TOKENS", 16)
+    monkeypatch.setattr(step_times, "MAX_PREFILL_TOKENS", {"cpu": 16})
+    monkeypatch.setattr(step_times, "MIN_PREFILL_TOKENS", 16)
     base = tiny_decoders.folder("llama")
     folder = tiny_adapters.make(tmp_path / "a", base, 1)
     generator = engine("llama")

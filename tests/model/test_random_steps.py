@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from batching import scheduler
+from batching import step_times
 from batching.errors import ItemFailed
 from batching.fair_share import Priority, WorkOwner
 from batching.sequence import Batch
@@ -130,8 +130,8 @@ def deltas_of(served: Served) -> list[Any]:
 def test_outputs_are_the_same_with_steps_ahead_or_not(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", {"cpu": 20})
-    monkeypatch.setattr(scheduler, "MIN_PREFILL_TOKENS", 20)
+    monkeypatch.setattr(step_times, "MAX_PREFILL_TOKENS", {"cpu": 20})
+    monkeypatch.setattr(step_times, "MIN_PREFILL_TOKENS", 20)
     at_once = play(seed, False)
     monkeypatch.setitem(module.RUNS_AHEAD, "cpu", True)
     monkeypatch.setattr(sampler, "CANDIDATES", 2)  # steps are run again for rows that need more

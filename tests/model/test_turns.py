@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from batching.request_queue import WorkItem
-from batching.scheduler import PrefillBudget
-from batching.turn_budget import MAX_TURN_S, TurnBudget
+from batching.step_times import MAX_TURN_S, PrefillBudget, StepTimes
 from tests import tiny_media as tiny_media  # adds its models to the list
 from tests.fakes import BusyModels
 from tests.matrix import matrix
@@ -37,13 +36,13 @@ def rows_per_step(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Make bounded steps of two rows; return how many each had to choose from."""
     counts: list[int] = []
 
-    def fitting(self: TurnBudget, sizes: Sequence[int], max_turn_s: float, layers: int = 1) -> int:
+    def fitting(self: StepTimes, sizes: Sequence[int], max_turn_s: float, layers: int = 1) -> int:
         if max_turn_s == math.inf:
             return len(sizes)
         counts.append(len(sizes))
         return 2
 
-    monkeypatch.setattr(TurnBudget, "fitting", fitting)
+    monkeypatch.setattr(StepTimes, "fitting", fitting)
     return counts
 
 
@@ -96,7 +95,7 @@ def test_a_warm_up_completes_beside_other_models(
 ) -> None:
     run = runner("zero-shot-classification", "bert-nli")
     monkeypatch.setattr(run, "others", BusyModels())
-    monkeypatch.setattr(TurnBudget, "fitting", lambda self, sizes, *_: 1)
+    monkeypatch.setattr(StepTimes, "fitting", lambda self, sizes, *_: 1)
     run.warm_up()
 
 
@@ -166,11 +165,11 @@ def test_the_prompts_of_generation_take_a_turn_per_layer(
 ) -> None:
     run, limits = runner("text-generation", "llama-lm"), []
 
-    def fitting(self: TurnBudget, sizes: Sequence[int], max_turn_s: float, layers: int = 1) -> int:
+    def fitting(self: StepTimes, sizes: Sequence[int], max_turn_s: float, layers: int = 1) -> int:
         limits.append((list(sizes), max_turn_s, layers))
         return len(sizes)
 
-    monkeypatch.setattr(TurnBudget, "fitting", fitting)
+    monkeypatch.setattr(StepTimes, "fitting", fitting)
     monkeypatch.setattr(run, "others", BusyModels())
     serve(run, [item(text(6), **GREEDY, num_beams=3)])
     [([size], max_turn_s, layers)] = limits
@@ -202,7 +201,7 @@ def test_other_models_run_between_the_layers_of_a_long_batch(
     expected = serve(run, [item(one, **parameters) for one in inputs])
     monkeypatch.setattr(run._yield_points, "_clock", ticks(step_s))
     monkeypatch.setattr(run, "others", others)
-    monkeypatch.setattr(TurnBudget, "fitting", lambda self, sizes, *_: len(sizes))
+    monkeypatch.setattr(StepTimes, "fitting", lambda self, sizes, *_: len(sizes))
     answers = serve_in_steps(run, [item(one, **parameters) for one in inputs])
     for answer, alone in zip(answers, expected, strict=True):
         assert_same(answer, alone)
@@ -223,7 +222,7 @@ def test_a_cancelled_batch_ends_between_two_layers(monkeypatch: pytest.MonkeyPat
 def test_other_models_run_between_the_layers_of_an_embedder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TurnBudget, "fitting", lambda self, sizes, *_: len(sizes))
+    monkeypatch.setattr(StepTimes, "fitting", lambda self, sizes, *_: len(sizes))
     embedder = load(checkpoint(tmp_path / "m", pooling={"pooling_mode": "mean"}, prefix=NEW))
     expected = embedder.run(EmbeddingInput(TEXTS, 0)).vectors
     embedder.others = others = BusyModels()
@@ -242,7 +241,7 @@ def test_the_time_of_other_models_does_not_count(monkeypatch: pytest.MonkeyPatch
             self.total_s += 1000.0
 
     monkeypatch.setattr(run, "others", Slow())
-    monkeypatch.setattr(TurnBudget, "learn", lambda self, tokens, s: seconds.append(s))
+    monkeypatch.setattr(StepTimes, "learn", lambda self, tokens, rows, s: seconds.append(s))
     serve_in_steps(run, [item(png(1, (32, 32)), candidate_labels=["a"]) for _ in range(2)])
     assert seconds
     assert max(seconds) < 500

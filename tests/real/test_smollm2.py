@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from batching import scheduler
+from batching import step_times
 from tests.event_streams import chat as post_chat
 from tests.event_streams import chunks
 from tests.generating import Driver, Request, Served, request, runner_of, serve
@@ -163,8 +163,8 @@ def test_bits_do_not_depend_on_company_chunks_prefixes_or_speculation(
     ]
     alone = [bits(serve(engine(), [item])[0][0]) for item in items(sampling)]
     assert [bits(one) for one in serve(engine(), items(sampling))[0]] == alone
-    monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", {"cpu": 20})
-    monkeypatch.setattr(scheduler, "MIN_PREFILL_TOKENS", 20)
+    monkeypatch.setattr(step_times, "MAX_PREFILL_TOKENS", {"cpu": 20})
+    monkeypatch.setattr(step_times, "MIN_PREFILL_TOKENS", 20)
     shared = engine(speculation="auto")
     served, chunked = serve(shared, items(sampling), seed=1)
     assert [bits(one) for one in served] == alone

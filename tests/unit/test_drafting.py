@@ -4,16 +4,19 @@ import random
 
 import pytest
 
+from batching.step_times import StepTimes
 from worker.generation.speculation import MAX_ROWS, Speculation
 
 
 def trained(row_s: float, sequences: int, steps: int = 200, fixed_s: float = 0.01) -> Speculation:
     """Train it on steps of different sizes, with noise in their times."""
-    speculation, chance = Speculation("cpu"), random.Random(1)
+    times, chance = StepTimes(), random.Random(1)
+    speculation = Speculation("cpu", times)
     for _ in range(steps):
         drafts = chance.randrange(9)
         seconds = (fixed_s + row_s * (sequences + drafts)) * chance.uniform(0.95, 1.1)
-        speculation.learn(sequences + drafts, sequences, seconds)
+        times.learn(0, sequences + drafts, seconds)
+        speculation.learn(sequences, seconds)
     return speculation
 
 
@@ -41,10 +44,12 @@ def test_free_rows_are_used_and_rows_as_costly_as_a_step_are_not() -> None:
 
 
 def test_the_cost_of_rows_is_assumed_until_it_is_measured() -> None:
-    untrained = Speculation("cpu")
+    times = StepTimes()
+    untrained = Speculation("cpu", times)
     assert untrained.worthwhile(0.5, 6) == 5
     for _ in range(50):
-        untrained.learn(16, 16, 0.01)  # always the same size: the cost of a row does not show
+        times.learn(0, 16, 0.01)
+        untrained.learn(16, 0.01)  # always the same size: the cost of a row does not show
     assert untrained.worthwhile(0.5, 6) == 1
     assert untrained.worthwhile(0.2, 6) == 0
 
@@ -52,13 +57,14 @@ def test_the_cost_of_rows_is_assumed_until_it_is_measured() -> None:
 def test_a_changed_load_is_learned() -> None:
     speculation = trained(0.002, 16)
     for _ in range(1000):
-        speculation.learn(2, 1, 0.02)
+        speculation._times.learn(0, 2, 0.02)
+        speculation.learn(1, 0.02)
     assert speculation.worthwhile(0.9, 16) == 16
 
 
 @pytest.mark.parametrize("sequences", [1, 3, 8, 16, 31, 32, 40])
 def test_rows_are_bounded_and_shared_equally(sequences: int) -> None:
-    speculation = Speculation("cpu")
+    speculation = Speculation("cpu", StepTimes())
     speculation.begin_step(sequences)
     rooms = []
     for _ in range(sequences):
@@ -69,7 +75,7 @@ def test_rows_are_bounded_and_shared_equally(sequences: int) -> None:
 
 
 def test_unused_rows_are_left_to_later_sequences() -> None:
-    speculation = Speculation("cpu")
+    speculation = Speculation("cpu", StepTimes())
     speculation.begin_step(4)
     assert speculation.allot_rows() == 7
     assert [speculation.allot_rows() for _ in range(3)] == [10, 14, 28]

@@ -14,7 +14,7 @@ import torch
 from batching.batcher import DynamicBatcher
 from batching.errors import ItemFailed, OnequeueError, OutOfMemory, WorkerDown, WrongResultCount
 from batching.request_queue import WorkItem
-from batching.turn_budget import MAX_TURN_ALONE_S, MAX_TURN_S
+from batching.step_times import MAX_TURN_ALONE_S, MAX_TURN_S
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner, batched_model
 from tests.serving import wait_until

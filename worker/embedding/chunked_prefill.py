@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from batching.block_pool import BlockPool
-from batching.scheduler import ContinuousScheduler, PrefillBudget
+from batching.scheduler import ContinuousScheduler
 from batching.sequence import Batch, Chunk, Sequence, Span
+from batching.step_times import PrefillBudget
 from worker.device.self_check import CannotRun
 from worker.embedding.pooling import PoolFunction
 from worker.embedding.tokenization import TokenRow
@@ -85,7 +86,7 @@ class ChunkedPrefillModel:
             batch = self._forward(chunks)
             for chunk in chunks:
                 self._advance(chunk, pool)
-            self._budget.learn(len(batch.ids), 0, time.monotonic() - started)
+            self._budget.times.learn(len(batch.ids), 0, time.monotonic() - started)
         return bool(chunks)
 
     def _update_sequences(self, rows: abc.Sequence[TokenRow]) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from batching.turn_budget import TurnBudget
+from batching.step_times import StepTimes
 from worker.device.self_check import (
     TOLERANCE,
     CannotRun,
@@ -52,7 +52,7 @@ class SinglePassModel:
     batching_reason: str = field(init=False, default="")
     first_position: int | None = field(init=False, default=None)  # None: not as one row
     packing: Packing | None = field(init=False, default=None)
-    budget: TurnBudget = field(init=False, default_factory=TurnBudget)
+    times: StepTimes = field(init=False, default_factory=StepTimes)
     yield_points: YieldPoints = field(init=False)
 
     def __post_init__(self) -> None:
@@ -80,12 +80,12 @@ class SinglePassModel:
         rows = [row for row in rows if row.result is None]
         if not rows:  # another item of their batch has failed
             return
-        rows = rows[: self.budget.fitting([len(row.ids) for row in rows], others.max_turn_s)]
+        rows = rows[: self.times.fitting([len(row.ids) for row in rows], others.max_turn_s)]
         started = time.monotonic() - others.total_s
         with self.yield_points.active(others):
             outputs = self(rows)
         seconds = time.monotonic() - others.total_s - started
-        self.budget.learn(sum(len(row.ids) for row in rows), seconds)
+        self.times.learn(sum(len(row.ids) for row in rows), 0, seconds)
         if self.per_text:
             parts = outputs.unbind()
         else:

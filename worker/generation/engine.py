@@ -28,8 +28,9 @@ from torch import Tensor
 from batching.errors import DeviceLost, ItemFailed, NotReady, OnequeueError, OutOfMemory
 from batching.fair_share import WorkOwner, fair_order
 from batching.request_queue import WorkItem
-from batching.scheduler import ContinuousScheduler, PrefillBudget, RowCost
+from batching.scheduler import ContinuousScheduler
 from batching.sequence import Batch, Chunk, Form, Sequence
+from batching.step_times import PrefillBudget
 from worker.adapter_folder import adapter_folder
 from worker.error_classification import failure_of, run_halves
 from worker.generation.input_processor import GenerationItem, InputProcessor, Output
@@ -114,8 +115,7 @@ class GenerationEngine:
         # prompts that run whole may take long
         is_cached = isinstance(runner, CachedRunner)
         self._yield_points = YieldPoints(runner.language.model) if is_cached else None
-        self._row_cost = RowCost()
-        self._speculation = Speculation(device) if speculates else None
+        self._speculation = Speculation(device, self._budget.times) if speculates else None
         self._encoder_scheduler = self._new_encoder_scheduler()
         self._masks = BitmaskComputer(runner.language.vocab_size, input_processor.eos_token_ids)
         self._resting: dict[WorkOwner, float] = {}  # requests with slow masks, until when
@@ -277,7 +277,7 @@ class GenerationEngine:
             spent_s = time.monotonic() - self._step_started
             budget = self._budget.prompt_tokens(streaming, spent_s, self.others.max_turn_s)
         draft = self._draft if self._speculation else None
-        spare_rows, resting = self._row_cost.spare_rows, self._resting_requests()
+        spare_rows, resting = self._budget.times.spare_rows, self._resting_requests()
         doubling = self._budget.doubling_tokens
         chunks = self.scheduler.schedule(budget, draft, spare_rows, resting, doubling)
         return [chunk for chunk in chunks if chunk.is_active]
@@ -459,18 +459,16 @@ class GenerationEngine:
         self._deltas.append((output.item, output.take_delta()))
 
     def _learn_times(self, step: InFlightStep) -> None:
-        """Update the prefill budget and the speculation with the step's time, counted from when the
-        device could start it."""
+        """Record the step's time, counted from when the device could start it."""
         started = max(step.launched_at, self._results_at)
         self._results_at = self._own_time()
         seconds, rows = self._results_at - started, len(step.batch.ids)
-        prefill = sum(chunk.count for chunk in step.batch.chunks if chunk.is_prefill)
-        if prefill:
-            self._budget.learn(prefill, rows - prefill, seconds)
-            return
-        self._budget.decode_s = self._row_cost.learn(rows, seconds)
-        if self._speculation:
-            self._speculation.learn(rows, self._counts["decode_tokens"], seconds)
+        prompts = [chunk for chunk in step.batch.chunks if chunk.is_prefill]
+        prefill = sum(chunk.count for chunk in prompts)
+        keys = sum(chunk.count * (chunk.start + chunk.count / 2) for chunk in prompts)
+        self._budget.times.learn(prefill, rows - prefill, seconds, keys)
+        if self._speculation and not prefill:
+            self._speculation.learn(self._counts["decode_tokens"], seconds)
 
     def _own_time(self) -> float:
         """Return the time without that of other models at yield points."""

@@ -1,20 +1,18 @@
 """Speculation: the drafted tokens of a step, from a sequence's own text or its grammar.
 
-A sequence gets as many drafts as gain more than they cost. The cost of a row and the number of
-tokens per second are learned from the times of steps, which engine.py measures. Drafts are verified
-in the same step, by sampling each position's token as without them: the output does not change.
-On the worker's thread.
+A sequence gets as many drafts as gain more than they cost, by the times of steps (step_times.py).
+Drafts are verified in the same step, by sampling each position's token as without them: the output
+does not change. On the worker's thread.
 """
 
 from collections import abc
 
 from batching.sequence import Chunk, Sequence
+from batching.step_times import ROW_SHARE, StepTimes
 from worker.generation.output import SequenceOutput
 
 MAX_ROWS = {"cpu": 32, "cuda": 64}  # of a step, drafts included: one reading of the weights
-DECAY = 0.995  # of the learned sums, with each step
-# A row is assumed to add this part of a step's time, until steps of different sizes show it.
-ROW_SHARE = 0.02
+DECAY = 0.98  # of the tokens and seconds that were counted, with each step
 NGRAM = 3  # tokens that must match
 MAX_DRAFT = 16  # tokens of a draft
 MAX_INDEXED = 512  # tokens indexed by one call: a long prompt takes several steps
@@ -28,13 +26,13 @@ class Speculation:
     sequence that decodes; once it is launched, `waits_for`; with its results, `record_verified` and
     `learn`."""
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(self, device_type: str, times: StepTimes) -> None:
+        self._times = times
         self._max_rows = MAX_ROWS[device_type]
         self._free_rows = self._undrafted = 0  # rows for drafts, sequences without a draft yet
         self._drafters: dict[Sequence, NgramDrafter] = {}
         self._drafted: set[Sequence] = set()  # in this step
-        # sums over steps: of 1, tokens, rows, seconds, rows², rows · seconds
-        self._sums = [0.0] * 6
+        self._tokens = self._seconds = 0.0  # of recent steps without prompts
 
     def add(self, sequence: Sequence) -> None:
         self._drafters[sequence] = NgramDrafter()
@@ -84,10 +82,10 @@ class Speculation:
             drafter.record_verified(drafted, accepted)
         return {"drafted": drafted, "accepted": accepted}
 
-    def learn(self, rows: int, tokens: int, seconds: float) -> None:
-        """Record a step without prompts. `tokens`: output tokens of its `rows`."""
-        new = (1, tokens, rows, seconds, rows * rows, rows * seconds)
-        self._sums = [DECAY * old + added for old, added in zip(self._sums, new, strict=True)]
+    def learn(self, tokens: int, seconds: float) -> None:
+        """Record the output tokens and the time of a step without prompts."""
+        self._tokens = DECAY * self._tokens + tokens
+        self._seconds = DECAY * self._seconds + seconds
 
     # ── the number of drafts ──
 
@@ -112,13 +110,9 @@ class Speculation:
     @property
     def min_gain(self) -> float:
         """Tokens that a row must gain: as many as are generated in the time that it adds."""
-        steps, tokens, rows, seconds, squares, products = self._sums
-        if not steps:
+        if not self._seconds:
             return ROW_SHARE
-        # least squares: seconds over rows, with the weight of one step on the assumed share
-        variance, covariance = squares - rows * rows / steps, products - rows * seconds / steps
-        row_s = max(0.0, (covariance + ROW_SHARE * seconds / steps) / (variance + 1))
-        return row_s * tokens / seconds if seconds else 0.0
+        return self._times.row_s * self._tokens / self._seconds
 
 
 class NgramDrafter:

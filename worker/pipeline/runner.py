@@ -24,7 +24,7 @@ from transformers.pipelines.base import ChunkPipeline, PipelineException, pad_co
 
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
-from batching.turn_budget import EFFICIENT_TOKENS, TurnBudget
+from batching.step_times import EFFICIENT_TOKENS, StepTimes
 from worker.media.decode_limiter import DecodeLimiter
 from worker.media.inputs import FREE_VALUES_PER_PIXEL, to_json
 from worker.messages.protocol import (
@@ -100,7 +100,7 @@ class PipelineRunner:
         self.calls_generate = "max_new_tokens" in self.task.parameters and pipe.model.can_generate()
         self.fills_masks = info.task == "fill-mask"
         self.reads_tokens = self.task.kind == "text" and self.task.stages
-        self._budget = TurnBudget()
+        self._times = StepTimes()
         self._yield_points = YieldPoints(pipe.model)
         self._template = copy_pipeline(pipe)  # never run, so it can be copied at any time
         self._idle: list[Pipe] = []  # replicas, as many as threads have ever worked at once
@@ -255,7 +255,7 @@ class PipelineRunner:
         sizes = [count_tokens(item.chunks[n]) * item.sequences for item, n in waiting]
         # in generation, where a step is as fast with many rows, other models run between layers
         layers = self._yield_points.depth if self.calls_generate else 1
-        waiting = waiting[: self._budget.fitting(sizes, self.others.max_turn_s, layers)]
+        waiting = waiting[: self._times.fitting(sizes, self.others.max_turn_s, layers)]
         rows = [item.chunks[n] for item, n in waiting]
         masks = [item.masks[n] for item, n in waiting if item.masks] or None
         started_at = time.monotonic() - self.others.total_s
@@ -267,7 +267,7 @@ class PipelineRunner:
         if self.calls_generate:
             seconds = self._yield_points.first_forward_s
         if rows:
-            self._budget.learn(sum(sizes[: len(rows)]), seconds)
+            self._times.learn(sum(sizes[: len(rows)]), 0, seconds)
         return [item.take_outputs() for item in prepared]
 
     def _sub_batches(self, rows: list[ModelInputs]) -> Iterator[slice]:

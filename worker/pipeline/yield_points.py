@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from batching.turn_budget import MAX_TURN_S
+from batching.step_times import MAX_TURN_S
 from worker.messages.protocol import OtherModels
 
 
