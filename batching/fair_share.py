@@ -1,10 +1,10 @@
-"""Fair shares of clients and requests: the one rule that the queue, the batcher, the scheduler and
-the grammar compiler follow.
+"""Fair shares of clients and requests: in the slots of the queue, and in the order of those that
+wait for a pool, a batch or a sequence of their own.
 
-What is held: while others wait, a request gets at most a quarter of a resource, and a client (an
-API key; an address, without keys) at most half of it, but at least one unit. Beyond that, units
-move from the largest to the smallest, so that several large requests also leave room for a small
-one. Alone, a request or a client uses everything. A key with a share of 3 counts as three clients.
+Slots: while others wait, a request gets at most a quarter of them, and a client (an API key; an
+address, without keys) at most half, but at least one. Beyond that, slots move from the largest to
+the smallest, so that several large requests also leave room for a small one. Alone, a request or a
+client uses everything. A key with a share of 3 counts as three clients.
 
 Waiting items are served by weighted deficit round robin in tokens: between classes, then between
 the clients of a class by their shares, then between the flows of a client (its conversations). The

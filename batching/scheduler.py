@@ -321,9 +321,10 @@ class ContinuousScheduler:
                 heapq.heappush(heads, (self._order(following), following))
         return prefix_pending
 
-    def next_waiting(self) -> list[Sequence]:
-        """Return the next sequence of each request that waits, by rank."""
-        return sorted((queue[0] for queue in self._waiting.values()), key=self._order)
+    def by_rank(self) -> abc.Iterator[Sequence]:
+        """Yield all that wait, by the rank of the first one of their request."""
+        queues = sorted(self._waiting.values(), key=lambda queue: self._order(queue[0]))
+        return itertools.chain.from_iterable(queues)
 
     def _order(self, sequence: Sequence) -> Rank:
         """Return the place of a sequence among those that wait."""

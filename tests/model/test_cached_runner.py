@@ -177,7 +177,7 @@ def background_request(prompt: Sequence[int], **options: Any) -> Request:
     return item
 
 
-def test_a_new_request_preempts_a_background_request() -> None:
+def test_a_new_request_pauses_a_background_request() -> None:
     driver = Driver(new_engine(max_running=2))
     texts = prompts(4)
     first = [driver.add(background_request(prompt, max_tokens=30)) for prompt in texts[:2]]
@@ -187,7 +187,7 @@ def test_a_new_request_preempts_a_background_request() -> None:
     assert (driver.reports[-1].running, driver.reports[-1].waiting) == (2, 1)
     newcomer = driver.add(request(texts[3], max_tokens=2))
     driver.step()
-    assert (driver.reports[-1].preempted, driver.reports[-1].running) == (1, 2)
+    assert (driver.reports[-1].preempted, driver.reports[-1].running) == (0, 2)
     driver.step()
     assert newcomer.done
     assert not waits.deltas
@@ -437,7 +437,7 @@ def test_prompts_share_a_step_up_to_its_limit_and_a_longer_one_runs_alone(
     for length in (20, 20, 100, 20):
         driver.add(request(prompts(10, [length])[0], max_tokens=2))
     driver.finish()
-    assert [report.prefill_tokens for report in driver.reports[:3]] == [40, 100, 20]
+    assert [report.prefill_tokens for report in driver.reports[:3]] == [60, 100, 0]
 
 
 def test_warm_up_changes_nothing_and_clear_frees_all() -> None:

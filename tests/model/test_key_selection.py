@@ -183,9 +183,10 @@ def test_preempted_sequences_continue_as_before(name: str) -> None:
     first = [driver.add(background_request(prompt)) for prompt in batch]
     for _ in range(15):
         driver.step()
+    for sequence in [*driver.generator.scheduler.running]:
+        driver.generator.scheduler._preempt(sequence)
     others = [driver.add(request(prompt, max_tokens=3)) for prompt in batch]
     driver.finish()
-    assert driver.total("preempted") > 4
     assert [one.ids[0] for one in others] == [generate(name, 16, prompt, 3) for prompt in batch]
     assert [one.ids[0] for one in first] == [generate(name, 16, prompt, 30) for prompt in batch]
 

@@ -125,16 +125,15 @@ def test_a_prompt_cancelled_in_flight_counts_in_the_steps_time(
     """Else the time of decoding would be learned from it."""
     generator, learned = engine_ahead(), list[tuple[int, int]]()
     driver = Driver(generator)
-    monkeypatch.setattr(
-        generator._budget, "learn", lambda prompt, others, seconds: learned.append((prompt, others))
-    )
+    monkeypatch.setattr(generator._budget.times, "learn", lambda *step: learned.append(step[:2]))
     driver.add(request(list(ORDINARY[:5]), max_tokens=4))
     driver.step()
     leaves = driver.add(request(prompts(4, (20,), count=1)[0], max_tokens=4))
     driver.step()
     leaves.item.open = False
     driver.finish()
-    assert learned == [(5, 0), (20, 1)]
+    assert learned[:2] == [(5, 0), (20, 1)]
+    assert not any(prompt for prompt, _ in learned[2:])
     assert driver.total("prefill_tokens") == 5
 
 

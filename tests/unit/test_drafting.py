@@ -40,7 +40,7 @@ def test_drafts_are_worthwhile_while_each_brings_more_than_it_costs() -> None:
 
 def test_free_rows_are_used_and_rows_as_costly_as_a_step_are_not() -> None:
     assert trained(0.0, 1).worthwhile(0.7, 6) == 6
-    assert trained(0.01, 16, fixed_s=0.0).worthwhile(0.7, 6) == 0
+    assert trained(0.01, 16, fixed_s=0.0).worthwhile(0.5, 6) == 0
 
 
 def test_the_cost_of_rows_is_assumed_until_it_is_measured() -> None:
@@ -50,7 +50,7 @@ def test_the_cost_of_rows_is_assumed_until_it_is_measured() -> None:
     for _ in range(50):
         times.learn(0, 16, 0.01)
         untrained.learn(16, 0.01)  # always the same size: the cost of a row does not show
-    assert untrained.worthwhile(0.5, 6) == 1
+    assert untrained.worthwhile(0.5, 6) == 2
     assert untrained.worthwhile(0.2, 6) == 0
 
 

@@ -44,7 +44,7 @@ class EncoderScheduler:
 
     def step(self, scheduler: ContinuousScheduler, streaming: bool) -> None:
         """Run the encoder at most once, and mark prompts ready whose images are all encoded."""
-        prompts = dict.fromkeys(_prompts(scheduler.next_waiting()))
+        prompts = dict.fromkeys(_prompts(scheduler.by_rank()))
         waiting = [prompt for prompt in list(prompts)[:MAX_PROMPTS_AHEAD] if not prompt.ready]
         jobs = [EncoderJob(prompt, item) for prompt in waiting for item in self._missing(prompt)]
         if jobs:
