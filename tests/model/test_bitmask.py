@@ -9,9 +9,10 @@ from llguidance import LLMatcher
 
 from tests import tiny_chat
 from tests.generating import when_ready
-from worker.grammar.bitmask import BitmaskComputer, MaskRequest
+from worker.grammar.bitmask import BitmaskComputer, MaskRequest, PendingMask
 from worker.grammar.compiler import GrammarCompiler
 from worker.messages.generation import Constraint
+from worker.model.sampler import TokenMask
 
 TOKENIZER = tiny_chat.tokenizer()
 WIDTH = len(TOKENIZER) + 5  # a model may have more logits than the tokenizer has tokens
@@ -25,6 +26,16 @@ def matcher(regex: str) -> LLMatcher:
     return grammar.matcher.deep_copy()
 
 
+def computed(wanted: list[tuple[int, MaskRequest]], computer: BitmaskComputer = MASKS) -> TokenMask:
+    """The masks of requests, each with its first row."""
+    masks = [PendingMask(computer, request) for _, request in wanted]
+    computer.start(masks)
+    for mask in masks:
+        mask.outcome.result(60)
+    counts = [1 + len(request.drafts) for _, request in wanted]
+    return computer.token_mask(list(zip([row for row, _ in wanted], counts, masks, strict=True)))
+
+
 def alone(of: LLMatcher) -> torch.Tensor:
     bits = np.frombuffer(of.compute_bitmask(), np.uint8)
     return torch.from_numpy(np.unpackbits(bits, count=WIDTH, bitorder="little")).bool()
@@ -34,9 +45,7 @@ def test_each_row_and_draft_has_its_mask() -> None:
     drafts = tuple(TOKENIZER.encode("Paris", add_special_tokens=False))
     first, second = matcher("(Paris|Pa)[0-9]"), matcher("[a-c]+")
     wanted = [(1, MaskRequest(first, drafts)), (9, MaskRequest(second))]
-    pending = MASKS.start(wanted)
-    assert pending is not None
-    allowed = pending.result()
+    allowed = computed(wanted)
     assert list(allowed.rows) == [*range(1, 2 + len(drafts)), 9]
     expected = [alone(first)]
     for draft in drafts:
@@ -55,27 +64,23 @@ def test_masks_of_single_and_additional_tokens() -> None:
         (1, MaskRequest(forced_token=40)),
         (2, MaskRequest(drafts=(8, 9), forbids_stop=True)),
     ]
-    pending = MASKS.start(wanted)
-    assert pending is not None
-    allowed = pending.result().tokens
+    allowed = computed(wanted).tokens
     also = alone(held)
     also[4] = True
     assert torch.equal(allowed[0], also)
     assert allowed[1].nonzero()[:, 0].tolist() == [40]
     for row in allowed[2:]:
         assert (~row).nonzero()[:, 0].tolist() == [END]
-    assert MASKS.start([]) is None
 
 
 def test_failed_thread_start_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
-    masks = BitmaskComputer(64, [])
+    computer = BitmaskComputer(WIDTH, [END])
+    wanted = [(0, MaskRequest(matcher("[a-c]+")))]
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", out_of_threads)
         with pytest.raises(RuntimeError):
-            masks.start([(0, MaskRequest(forced_token=3))])
-    pending = masks.start([(0, MaskRequest(forced_token=3))])
-    assert pending is not None
-    assert pending.result().tokens.nonzero().tolist() == [[0, 3]]
+            computed(wanted, computer)
+    assert torch.equal(computed(wanted, computer).tokens[0], alone(matcher("[a-c]+")))
 
 
 def out_of_threads(thread: threading.Thread) -> None:

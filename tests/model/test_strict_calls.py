@@ -27,7 +27,7 @@ from worker.generation.input_processor import (
     verify_tool_call_format,
 )
 from worker.generation.output import PreparedPrompt, SequenceOutput, create_outputs
-from worker.grammar.bitmask import BitmaskComputer
+from worker.grammar.bitmask import BitmaskComputer, PendingMask
 from worker.messages.deltas import Delta
 from worker.messages.generation import Chat, Constraint, GenerationInput, ToolCallPolicy
 from worker.model.sampler import SampledToken, SamplingParams
@@ -123,9 +123,10 @@ class Adversary:
             assert output.constraints
             request, allowed = output.constraints.mask_request(), None
             if request is not None:
-                pending = self.masks.start([(0, request)])
-                assert pending
-                allowed = pending.result().tokens[0].tolist()
+                pending = PendingMask(self.masks, request)
+                self.masks.start([pending])
+                pending.outcome.result()
+                allowed = self.masks.token_mask([(0, 1, pending)]).tokens[0].tolist()
             rest = text[position:]
             fits = [
                 id

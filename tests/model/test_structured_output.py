@@ -17,7 +17,7 @@ from tests.generating import Driver, Request, Served, prepare, serve, when_ready
 from tests.tiny_chat import asking, engine
 from worker.generation import engine as engine_module
 from worker.generation.loading import cached_engine
-from worker.grammar.bitmask import BitmaskComputer, PendingMask
+from worker.grammar.bitmask import BitmaskComputer
 from worker.messages.generation import Constraint, Sampling, ToolCallPolicy
 from worker.model.cached_runner import CachedRunner
 from worker.model.language_model import GeneratorOptions, load_language_model
@@ -257,7 +257,7 @@ def test_masks_are_computed_while_a_step_ahead_runs(monkeypatch: pytest.MonkeyPa
         (generator.runner, "forward"),
         (generator, "_process_results"),
         (BitmaskComputer, "start"),
-        (PendingMask, "result"),
+        (BitmaskComputer, "token_mask"),
         (engine_module, "sample"),
     ):
         monkeypatch.setattr(owner, name, recorded(getattr(owner, name), name, order))
@@ -269,7 +269,7 @@ def test_masks_are_computed_while_a_step_ahead_runs(monkeypatch: pytest.MonkeyPa
     order.clear()
     driver.step()
     assert generator._in_flight
-    assert order == ["forward", "_process_results", "start", "result", "sample"]
+    assert order == ["forward", "_process_results", "start", "token_mask", "sample"]
     driver.finish()
 
 

@@ -9,7 +9,6 @@ import string
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from llguidance import LLTokenizer
 
 from batching.errors import InvalidInput, ItemFailed, QueueFull, WorkerDown
 from batching.fair_share import WorkOwner
@@ -29,9 +29,9 @@ from tests.serving import serving, wait_until
 from tests.tiny_chat import asking, engine
 from worker.generation.engine import RUNS_AHEAD
 from worker.grammar import bitmask, compiler, sandbox
-from worker.grammar.bitmask import BitmaskComputer, MaskRequest
+from worker.grammar.bitmask import BitmaskComputer, MaskRequest, PendingMask
 from worker.grammar.compiler import Grammar, GrammarCompiler, compiling_for
-from worker.grammar.sandbox import TOO_LONG, GrammarSandbox, SandboxResult
+from worker.grammar.sandbox import GrammarSandbox, SandboxResult
 from worker.messages.generation import Constraint, Sampling
 from worker.messages.protocol import Pending
 
@@ -54,7 +54,7 @@ def regex(of: str) -> Constraint:
 
 @pytest.fixture
 def grammars(monkeypatch: pytest.MonkeyPatch) -> Iterator[GrammarCompiler]:
-    monkeypatch.setattr(compiler, "SLOW_SANDBOX_S", 0.5)
+    monkeypatch.setattr(compiler, "MAX_CPU_S", 1.0)
     grammar_compiler = GrammarCompiler(TOKENIZER, WIDTH, [TOKENIZER.eos_token_id])
     yield grammar_compiler
     grammar_compiler.close()
@@ -74,14 +74,12 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return texts
 
 
-def test_endless_compilation_is_tried_once_per_limit(
-    grammars: GrammarCompiler, checked: list[str]
-) -> None:
+def test_endless_compilation_is_tried_once(grammars: GrammarCompiler, checked: list[str]) -> None:
     for _ in range(3):
         with pytest.raises(InvalidInput, match="too long to compile") as caught:
             when_ready(lambda: grammars.compile_constraint(SLOW))
         assert caught.value.param == "f"
-    assert len(checked) == 2  # a short while, then a longer one
+    assert len(checked) == 1
     assert when_ready(lambda: grammars.compile_constraint(regex("[ab]")))  # by the same process
 
 
@@ -93,8 +91,8 @@ def test_endless_compilation_is_tried_once_per_limit(
 def test_grammar_without_a_finite_text_is_an_error_with_the_reason(
     grammars: GrammarCompiler, constraint: Constraint
 ) -> None:
-    reason = "no text matches|too complex, or requires text with|computing the next token takes"
-    with pytest.raises(InvalidInput, match=reason):  # the latter on a busy machine
+    reason = "no text matches|too complex, or requires text with|too long to compile"
+    with pytest.raises(InvalidInput, match=reason):  # the latter on a slow machine
         when_ready(lambda: grammars.compile_constraint(constraint))
 
 
@@ -333,60 +331,137 @@ def test_requests_that_wait_for_a_grammar_block_no_pool_thread() -> None:
             assert [future.result() for future in waiting] == [200] * threads
 
 
-class Stuck:
-    """A matcher whose mask is never computed."""
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Masks of grammars whose `size` is LATE are not computed before it is set."""
+    event, bits = threading.Event(), PendingMask._bits
 
-    def __init__(self) -> None:
-        self.gate = threading.Event()
+    def waiting(mask: PendingMask) -> Any:
+        if mask.request.grammar and mask.request.grammar.size == LATE:
+            event.wait()
+        return bits(mask)
 
-    def unsafe_compute_mask_ptr(self, pointer: int, size: int) -> None:
-        self.gate.wait()
+    monkeypatch.setattr(PendingMask, "_bits", waiting)
+    yield event
+    event.set()
 
 
-def test_late_mask_fails_only_its_own_grammar(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(bitmask, "MAX_MASK_S", 0.3)
-    monkeypatch.setattr(bitmask, "cpu_s", lambda thread: time.monotonic())
+LATE = -1
+
+
+def late(item: Any) -> Any:
+    """Hold the masks of a request until `gate` is set."""
+    item.prepared[0].prepared.constraints.content.size = LATE
+    return item
+
+
+def test_late_mask_delays_its_own_grammar_alone(gate: threading.Event) -> None:
     grammars = engine().input_processor.constraint_builder.grammars
-    mate = when_ready(lambda: grammars.compile_constraint(regex("[a-c]+")))
-    expected = np.frombuffer(mate.matcher.deep_copy().compute_bitmask(), np.uint8)
-    expected = np.unpackbits(expected, count=WIDTH, bitorder="little").astype(bool)
+    grammar, *others = (
+        when_ready(lambda text=text: grammars.compile_constraint(regex(text)))  # type: ignore[misc]
+        for text in ("[a-c]+", "[b-d]+", "[c-e]+")
+    )
     computer = BitmaskComputer(WIDTH, [TOKENIZER.eos_token_id])
-    stuck: Any = [Stuck() for _ in range(bitmask.MAX_STUCK_THREADS)]
-    held = [Grammar(matcher) for matcher in stuck]
-    mates = [MaskRequest(mate.matcher.deep_copy(), grammar=mate) for _ in range(3)]
-    for before in range(0, len(stuck), 2):
-        first, second = (MaskRequest(g.matcher, grammar=g) for g in held[before : before + 2])
-        pending = computer.start([*enumerate([mates[0], first, mates[1], second, mates[2]])])
-        assert pending is not None
-        allowed = pending.result()
-        for row in (0, 2, 4):
-            assert np.array_equal(allowed.tokens[row].numpy(), expected)
-    assert all(grammar.too_slow for grammar in held)
-    assert not mate.too_slow
-    with pytest.raises(ItemFailed, match="temporarily unavailable"):  # the limit of stuck threads
-        computer.start([(0, mates[0])])
-    for matcher in stuck:
-        matcher.gate.set()
-    wait_until(lambda: not any(thread.is_alive() for thread in computer._stuck))
-    assert computer.start([(0, mates[0])])
+
+    def mask(grammar: Grammar) -> PendingMask:
+        request = MaskRequest(grammar.matcher.deep_copy(), grammar=grammar)
+        return PendingMask(computer, request)
+
+    grammar.size = LATE
+    held = [mask(grammar) for _ in range(bitmask.MAX_THREADS)]
+    for other in others:
+        ready = mask(other)
+        computer.start([*held, ready])
+        computer.wait([ready])  # the first is behind a late one
+        computer.start([*held, ready])
+        ready.outcome.result(60)
+        expected = np.frombuffer(other.matcher.deep_copy().compute_bitmask(), np.uint8)
+        expected = np.unpackbits(expected, count=WIDTH, bitorder="little").astype(bool)
+        assert np.array_equal(computer.token_mask([(0, 1, ready)]).tokens[0].numpy(), expected)
+    assert not any(mask.outcome.done() for mask in held)
+    gate.set()
+    for waiting in held:
+        waiting.outcome.result(60)
 
 
-def test_slow_grammar_fails_its_request_alone_and_all_later_ones() -> None:
-    generator = engine()
-    slow, mate = asking(constraint=regex("[ab]{20}x")), asking(constraint=regex("[cd]{20}y"))
-    driver = Driver(generator)
-    served, other = driver.add(slow), driver.add(mate)
+def test_step_does_not_wait_for_a_grammar_whose_last_mask_was_late(
+    gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = LLTokenizer("byte")
+    computer = BitmaskComputer(tokenizer.vocab_size, [])
+    grammar = Grammar(sandbox.compile_grammar(tokenizer, "start: /a/"), LATE)
+    mask = PendingMask(computer, MaskRequest(grammar.matcher, grammar=grammar))
+    computer.start([mask])
+    computer.wait([mask])  # a moment
+    assert not mask.outcome.done()
+    grammar.is_slow = True
+    waited: list[Any] = []
+    monkeypatch.setattr(bitmask, "wait", lambda outcomes, limit_s: waited.extend(outcomes))
+    computer.wait([mask])
+    assert not waited
+    gate.set()
+    mask.outcome.result(60)
+    assert not grammar.is_slow  # it took no CPU time
+
+
+def test_cpu_time_of_late_masks_counts_as_the_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(engine())
+    item = driver.add(owned(asking(constraint=regex("[ab]{20}v")))).item
+    grammar: Any = item.prepared[0].prepared.constraints.content  # type: ignore[union-attr]
+    compilation = grammar.cpu_s
     driver.step()
-    constraints: Any = slow.prepared[0].prepared.constraints
-    constraints.content.too_slow = True
+    assert grammar.cpu_s == compilation > 0
+    monkeypatch.setattr(bitmask, "MAX_WAIT_S", 0.0)
     driver.finish()
-    assert isinstance(served.error, ItemFailed)
-    assert "too long" in str(served.error)
-    assert other.choices[0].text.endswith("y")
+    assert grammar.cpu_s > compilation
+    assert grammar.is_slow
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_row_without_a_mask_sits_out_while_others_decode(
+    gate: threading.Event, monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    monkeypatch.setitem(RUNS_AHEAD, "cpu", ahead)
+    driver = Driver(engine())
+    held = driver.add(owned(asking(constraint=regex("[ab]{9}w"), n=2)))
+    late(held.item)
+    other = driver.add(owned(asking(max_tokens=6, stopping={"ignore_eos": True})))
+    mate = driver.add(owned(asking(constraint=regex("[cd]{4}y"))))
+    while not (other.done and mate.done):
+        driver.step()
+    assert mate.choices[0].text.endswith("y")
+    assert not held.deltas
+    with monkeypatch.context() as patch:
+        patch.setattr(driver.generator.runner, "forward", None)
+        driver.step()  # waits a moment, and runs nothing
+    gate.set()
+    driver.finish()
+    assert all(choice.text.endswith("w") for choice in held.choices)
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_grammar_that_takes_all_of_its_time_fails_its_requests_alone(
+    gate: threading.Event, monkeypatch: pytest.MonkeyPatch, running: bool
+) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(bitmask, "cpu_s", lambda thread: now_s)
+    generator = engine()
+    driver, pattern = Driver(generator), f"[ab]{{20}}{'xz'[running]}"
+    held = driver.add(owned(asking(constraint=regex(pattern), n=2)))
+    late(held.item)
+    mate = driver.add(owned(asking(constraint=regex("[cd]{20}y"))))
+    driver.step()
+    now_s = compiler.MAX_CPU_S + 1.0
+    if not running:
+        gate.set()
+        for mask in generator._pending_masks.values():
+            mask.outcome.result(60)
+    driver.finish()
+    assert isinstance(held.error, ItemFailed)
+    assert "too long to compute a token mask" in str(held.error)
+    assert mate.choices[0].text.endswith("y")
     with pytest.raises(InvalidInput, match="next token takes too long"):
-        prepare(generator, asking(constraint=regex("[ab]{20}x")))
+        prepare(generator, asking(constraint=regex(pattern)))
 
 
 def test_waiting_choices_have_no_copy_of_their_grammar() -> None:
@@ -394,17 +469,6 @@ def test_waiting_choices_have_no_copy_of_their_grammar() -> None:
     prepare(engine(), item)
     states: list[Any] = [choice.constraints for choice in item.prepared]
     assert not any("matcher" in vars(state._grammar) for state in states)
-
-
-def test_slow_grammar_is_not_used_any_more() -> None:
-    item = asking(constraint=regex("[ab]{20}"))
-    prepare(engine(), item)
-    state: Any = item.prepared[0].constraints
-    state._grammar.grammar.too_slow = True
-    with pytest.raises(ItemFailed):
-        state.draft((1, 2), 4)
-    assert "matcher" not in vars(state._grammar)
-    state._grammar.grammar.too_slow = False
 
 
 def test_close_does_not_wait_for_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -450,39 +514,6 @@ def test_failed_start_of_the_grammar_thread_is_retried(
         with pytest.raises(WorkerDown):
             grammars.compile_constraint(regex("[ab]"))
     assert when_ready(lambda: grammars.compile_constraint(regex("[ab]")))
-    grammars.close()
-
-
-def test_slow_grammars_do_not_fill_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, started = threading.Event(), threading.Event()
-    check = GrammarSandbox.check
-
-    def slow(child: GrammarSandbox, text: str, *limits: Any) -> SandboxResult:
-        if "slow" not in text:
-            return check(child, text, *limits)
-        if limits[-1] >= compiler.SLOW_SANDBOX_S:
-            started.set()
-            assert gate.wait(60)
-        return SandboxResult(TOO_LONG)
-
-    monkeypatch.setattr(GrammarSandbox, "check", slow)
-    monkeypatch.setattr(compiler, "MAX_QUEUED", 2)
-    monkeypatch.setattr(compiler, "MAX_QUEUED_SLOW", 1)
-    grammars = GrammarCompiler(tiny_chat.tokenizer(), len(tiny_chat.tokenizer()), [1])
-    when_ready(lambda: grammars.tokenizer("f"))
-    with ThreadPoolExecutor(4) as pool:
-        first = pool.submit(when_ready, lambda: grammars.compile_constraint(regex("slow")))
-        assert started.wait(60)
-        others = [
-            pool.submit(when_ready, lambda n=n: grammars.compile_constraint(regex(n))) for n in "ab"
-        ]
-        assert all(future.result(60) for future in others)  # while the slow one is compiled
-        gate.set()
-        with pytest.raises(InvalidInput, match="too long"):
-            first.result(60)
-    monkeypatch.setattr(compiler, "MAX_QUEUED_SLOW", 0)
-    with pytest.raises(QueueFull):
-        when_ready(lambda: grammars.compile_constraint(regex("slower")))
     grammars.close()
 
 
@@ -568,24 +599,5 @@ def test_deferred_masks_change_no_output_and_delay_no_others(
 
     expected = texts()
     assert len(set(expected)) > 1
-    monkeypatch.setattr(bitmask, "MAX_MASKS_S", 0.0)  # a mask in each step
+    monkeypatch.setattr(bitmask, "MAX_WAIT_S", 0.0)
     assert texts() == expected
-
-
-def test_a_request_with_slow_masks_rests_beside_others() -> None:
-    driver = Driver(engine())
-    slow = driver.add(owned(asking(constraint=regex("[ab]{9}x"))))
-    (sequence,) = slow.sequences
-    driver.step()
-    driver.generator._resting[sequence.owner] = time.monotonic() + 1000
-    before = len(sequence.tokens)
-    driver.step()
-    assert len(sequence.tokens) > before  # alone
-    other = driver.add(owned(asking(max_tokens=3, stopping={"ignore_eos": True})))
-    driver.step()
-    before = len(sequence.tokens)
-    driver.step()
-    assert len(sequence.tokens) == before
-    driver.finish()
-    assert slow.choices[0].text.endswith("x")
-    assert other.choices

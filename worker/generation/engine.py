@@ -36,7 +36,8 @@ from worker.error_classification import failure_of, run_halves
 from worker.generation.input_processor import GenerationItem, InputProcessor, Output
 from worker.generation.output import SequenceOutput
 from worker.generation.speculation import Speculation
-from worker.grammar.bitmask import BitmaskComputer, MaskRequest, PendingMask
+from worker.grammar.bitmask import BitmaskComputer, PendingMask
+from worker.grammar.compiler import Grammar
 from worker.messages.adapters import Adapter, InvalidAdapter
 from worker.messages.decisions import DecisionInput
 from worker.messages.deltas import Delta
@@ -51,7 +52,7 @@ from worker.messages.protocol import (
 )
 from worker.model.cached_runner import CachedRunner
 from worker.model.paged_runner import PagedRunner
-from worker.model.sampler import SampledToken, SamplerOutput, SamplingRow, sample
+from worker.model.sampler import SampledToken, SamplerOutput, SamplingRow, TokenMask, sample
 from worker.pipeline.yield_points import YieldPoints
 from worker.vision.encoder import EncoderCache, VisionEncoder
 from worker.vision.encoder_scheduler import EncoderScheduler
@@ -59,9 +60,6 @@ from worker.vision.multimodal_prompt import MultimodalPrompt
 
 log = logging.getLogger("onequeue.generation")
 
-# A request whose masks took longer in a step rests for MASK_REST times as long, beside others: its
-# masks then take a quarter of the time.
-MAX_MASK_SHARE_S, MASK_REST = 0.025, 3
 RUNS_AHEAD = {"cpu": False, "cuda": True}  # a step is launched before the last one is read
 
 
@@ -118,7 +116,7 @@ class GenerationEngine:
         self._speculation = Speculation(device, self._budget.times) if speculates else None
         self._encoder_scheduler = self._new_encoder_scheduler()
         self._masks = BitmaskComputer(runner.language.vocab_size, input_processor.eos_token_ids)
-        self._resting: dict[WorkOwner, float] = {}  # requests with slow masks, until when
+        self._pending_masks: dict[Sequence, PendingMask] = {}  # until a token is sampled with them
         self._in_flight: InFlightStep | None = None
         self._results_at = 0.0  # when the last step's results were processed
         # of the current call of `step`
@@ -221,6 +219,7 @@ class GenerationEngine:
             self._release(item)
         self._outputs.clear()
         self._failed.clear()
+        self._pending_masks.clear()
         self._in_flight = None
         self.scheduler = self._new_scheduler()
         self._encoder_scheduler = self._new_encoder_scheduler()
@@ -257,8 +256,10 @@ class GenerationEngine:
         if chunks := self._schedule():
             for of_form in _by_form(chunks):
                 self._launch(of_form)
-        else:
+        elif self._in_flight:
             self._process_results()
+        else:
+            self._masks.wait_for_one(self._pending_masks.values())
         return self._collect()
 
     def _drop_cancelled(self) -> None:
@@ -277,17 +278,25 @@ class GenerationEngine:
             spent_s = time.monotonic() - self._step_started
             budget = self._budget.prompt_tokens(streaming, spent_s, self.others.max_turn_s)
         draft = self._draft if self._speculation else None
-        spare_rows, resting = self._budget.times.spare_rows, self._resting_requests()
+        spare_rows, resting = self._budget.times.spare_rows, self._requests_without_mask()
         doubling = self._budget.doubling_tokens
         chunks = self.scheduler.schedule(budget, draft, spare_rows, resting, doubling)
         return [chunk for chunk in chunks if chunk.is_active]
 
-    def _resting_requests(self) -> set[WorkOwner]:
-        """Return the requests that rest because of slow masks, unless only such requests run."""
-        now = time.monotonic()
-        self._resting = {owner: until for owner, until in self._resting.items() if until > now}
-        running = {sequence.owner for sequence in self.scheduler.running}
-        return {*self._resting} if running - self._resting.keys() else set()
+    def _requests_without_mask(self) -> set[WorkOwner]:
+        """Return the requests of grammars that have late masks. Fail those of grammars that are too
+        slow."""
+        for sequence, mask in self._pending_masks.items():
+            if mask.is_too_slow and (item := self._outputs[sequence].item) not in self._failed:
+                too_slow = "the grammar of this response takes too long to compute a token mask"
+                self._fail(item, ItemFailed(too_slow))
+        self._start_masks()
+        late = self._late_grammars()
+        return {s.owner for s, mask in self._pending_masks.items() if mask.request.grammar in late}
+
+    def _late_grammars(self) -> set[Grammar | None]:
+        masks = self._pending_masks.values()
+        return {mask.request.grammar for mask in masks if not mask.outcome.done()}
 
     def _draft(self, sequence: Sequence) -> tuple[int, ...]:
         output = self._outputs[sequence]
@@ -295,6 +304,8 @@ class GenerationEngine:
             return ()
         if isinstance(self.runner, PagedRunner) and not self.runner.verifies_drafts:
             return ()  # native operations are not built yet
+        if mask := self._pending_masks.get(sequence):
+            return mask.request.drafts
         try:
             return self._speculation.draft(sequence, output)
         except BaseException as error:
@@ -318,15 +329,16 @@ class GenerationEngine:
         if self._in_flight:
             logits = self._forward_ahead(batch, self._in_flight.sampled)
             self._process_results()  # sampling may depend on them
-            rows, constrained, masks = self._sampling_rows(chunks)
+            rows, constrained = self._sampling_rows(chunks)
         else:
-            rows, constrained, masks = self._sampling_rows(chunks)
+            rows, constrained = self._sampling_rows(chunks)
             logits = self._forward(batch)
         prompt_scores = self._prompt_scores(batch, logits) if batch.scored else {}
-        mask = masks.result() if masks else None
-        if masks:
-            self._defer_late(constrained, masks)
+        mask = self._token_mask(constrained) if constrained else None
         sampled = sample(logits[batch.scored :], rows, mask)
+        for _, chunk in constrained:
+            if not chunk.deferred:
+                del self._pending_masks[chunk.sequence]
         self._in_flight = InFlightStep(batch, prompt_scores, sampled, launched_at)
         self._may_draft = not self._runs_ahead or self._next_drafts_wait(chunks)
         if not self._may_draft and not any(chunk.drafts for chunk in chunks):
@@ -350,44 +362,52 @@ class GenerationEngine:
 
     def _sampling_rows(
         self, chunks: abc.Sequence[Chunk]
-    ) -> tuple[list[SamplingRow], list[Chunk], PendingMask | None]:
-        """Return the parameters of each sampled row, and the token masks, whose computation starts
-        here, with their chunks: those of requests in turn, of a request those that have generated
-        least first. Rows of chunks that no longer run are dropped with the results."""
+    ) -> tuple[list[SamplingRow], list[tuple[int, Chunk]]]:
+        """Return the parameters of each sampled row, and the chunks with token masks, each with the
+        first row of its mask: the computation of new masks starts here. Rows of chunks that no
+        longer run are dropped with the results."""
         rows: list[SamplingRow] = []
-        requests: dict[Sequence, tuple[int, MaskRequest]] = {}  # with the first row that it is for
+        constrained: list[tuple[int, Chunk]] = []
+        masks = self._pending_masks
         for chunk in chunks:
             if not chunk.to_sample:
                 continue
-            output, drafts = self._outputs[chunk.sequence], chunk.drafts
+            sequence, drafts = chunk.sequence, chunk.drafts
+            output = self._outputs[sequence]
             assert isinstance(output, SequenceOutput)
-            constraints = output.constraints
-            if constraints and chunk.is_active and (request := constraints.mask_request(drafts)):
-                requests[chunk.sequence] = len(rows), request
+            if output.constraints and chunk.is_active:
+                if sequence not in masks and (request := output.constraints.mask_request(drafts)):
+                    masks[sequence] = PendingMask(self._masks, request)
+                if sequence in masks:
+                    constrained.append((len(rows), chunk))
             rows += [
                 SamplingRow(output.sampling, output.tokens + n, drafts[:n])
                 for n in range(chunk.to_sample)
             ]
-        if not requests:
-            return rows, [], None
-        in_turn = fair_order(sorted(requests, key=lambda s: len(s.tokens) - s.prompt_len))
-        chunk_of = {chunk.sequence: chunk for chunk in chunks}
-        constrained = [chunk_of[sequence] for sequence in in_turn]
-        masks = self._masks.start([requests[chunk.sequence] for chunk in constrained])
-        return rows, constrained, masks
+        self._start_masks()
+        return rows, constrained
 
-    def _defer_late(self, constrained: list[Chunk], masks: PendingMask) -> None:
-        """Sample no tokens where there was no time for a mask. Let requests with slow masks
-        rest."""
-        times_s: defaultdict[WorkOwner, float] = defaultdict(float)
-        for n, chunk in enumerate(constrained):
-            chunk.deferred = n >= len(constrained) - masks.deferred
+    def _start_masks(self) -> None:
+        """Have the masks that no thread has begun computed: those of requests in turn, of a request
+        those that have generated least first."""
+        masks = {s: mask for s, mask in self._pending_masks.items() if mask.thread is None}
+        if masks:
+            in_turn = fair_order(sorted(masks, key=lambda s: len(s.tokens) - s.prompt_len))
+            self._masks.start([masks[sequence] for sequence in in_turn])
+
+    def _token_mask(self, constrained: list[tuple[int, Chunk]]) -> TokenMask | None:
+        """Return the masks of the grammars that are ready in time. The other chunks sample no
+        token."""
+        masks = self._pending_masks
+        self._masks.wait([masks[chunk.sequence] for _, chunk in constrained])
+        late = self._late_grammars()
+        ready: list[tuple[int, int, PendingMask]] = []
+        for row, chunk in constrained:
+            mask = masks[chunk.sequence]
+            chunk.deferred = mask.request.grammar in late
             if not chunk.deferred:
-                times_s[chunk.sequence.owner] += masks.times_s[n]
-        now = time.monotonic()
-        for owner, seconds in times_s.items():
-            if seconds > MAX_MASK_SHARE_S:
-                self._resting[owner] = now + MASK_REST * seconds
+                ready.append((row, chunk.to_sample, mask))
+        return self._masks.token_mask(ready) if ready else None
 
     def _prompt_scores(self, batch: Batch, logits: Tensor) -> dict[Sequence, list[SampledToken]]:
         """Return the scores of prompts' tokens, or of labels that may follow one: read at once."""
@@ -550,5 +570,6 @@ class GenerationEngine:
     def _release(self, item: WorkItem) -> None:
         for sequence in self.live.pop(item):
             del self._outputs[sequence]
+            self._pending_masks.pop(sequence, None)
             if self._speculation:
                 self._speculation.remove(sequence)

@@ -1,40 +1,32 @@
 """The masks of a step's rows: the tokens that grammars allow, computed while the model runs.
 
-    requests of the rows → start → a thread: llguidance, without the GIL → result: TokenMask
+    requests of the rows → PendingMask → start → a thread: llguidance, without the GIL → token_mask
 
-After MAX_MASKS_S in a step no other mask is started: those are deferred, and their outputs get no
-token in this step. A grammar whose mask is late is abandoned, together with the thread that
-computes it; another thread computes the masks of the other rows.
+A step waits for its masks for MAX_WAIT_S. Outputs of a grammar that is not ready then get no token,
+and sit out the steps until it is: the copies of a grammar share a lock. A step does not wait for a
+grammar whose last mask was late. The CPU time of late masks counts as the grammar's.
 """
 
-import queue
 import sys
 import threading
 import time
-import weakref
-from collections.abc import Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 import numpy as np
 import torch
 from llguidance import LLExecutor, LLMatcher
 from numpy.typing import NDArray
 
-from batching.errors import ItemFailed
 from worker.cores import unpin
-from worker.grammar.compiler import Grammar
+from worker.grammar.compiler import MAX_CPU_S, Grammar
 from worker.model.sampler import TokenMask
 
 Bits = NDArray[np.int32]  # [rows, words], one bit per token
 BIT = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32)).view(np.int32)
-# CPU time for one mask: wall time on a busy machine does not show a slow grammar. Halved after
-# each late mask, so that a step waits for about a second in all.
-MAX_MASK_S = 0.5
-MIN_MASK_S = 0.125
-MAX_STUCK_THREADS = 4
-MAX_MASKS_S = 0.1  # CPU time of a step's masks after which no other one is started
+MAX_WAIT_S = 0.05  # of a step for its masks, from their start
+MAX_THREADS = 4  # one computes the masks of a step; each late one keeps its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,154 +40,133 @@ class MaskRequest:
     forbids_stop: bool = False  # stop tokens are not allowed
     grammar: Grammar | None = None  # of which the matcher is a copy
 
-    @property
-    def rows(self) -> int:
-        return 1 + len(self.drafts)
-
 
 class BitmaskComputer:
     def __init__(self, vocab_size: int, stop_token_ids: Sequence[int]) -> None:
         self.vocab_size, self.stop_token_ids = vocab_size, stop_token_ids
-        self._queue: queue.SimpleQueue[PendingMask | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._stuck: list[threading.Thread] = []
+        self.executor = LLExecutor(1)
+        self._threads = ThreadPoolExecutor(MAX_THREADS, "masks", unpin)
+        self._queue: list[PendingMask] = []
+        self._computing: set[Grammar | None] = set()
+        self._lock = threading.Lock()  # of the queue, and of which masks have begun
+        self._started_at = 0.0
 
-    def start(self, requests: Sequence[tuple[int, MaskRequest]]) -> "PendingMask | None":
-        """Start computing masks. `requests`: each with the row of its output's next token; the rows
-        of its drafts follow. ItemFailed if too many threads are stuck."""
-        if not requests:
-            return None
-        self._stuck = [thread for thread in self._stuck if thread.is_alive()]
-        if len(self._stuck) >= MAX_STUCK_THREADS and any(
-            request.matcher for _, request in requests
-        ):
-            raise ItemFailed("constrained decoding is temporarily unavailable: grammars are stuck")
-        starts = [0, *accumulate(request.rows for _, request in requests)]
-        bits: Bits = np.full((starts[-1], (self.vocab_size + 31) // 32), -1, np.int32)
-        pending = PendingMask(self, requests, starts, bits)
-        self.enqueue(pending)
-        return pending
+    def start(self, masks: Iterable["PendingMask"]) -> None:
+        """Compute the masks that no thread has begun in this order, those of slow grammars last.
+        Others that wait are dropped."""
+        self._started_at = time.monotonic()
+        with self._lock:
+            waiting = (mask for mask in masks if mask.thread is None)
+            self._queue = sorted(waiting, key=lambda mask: mask.is_slow)
+        self._threads.submit(self._work)
 
-    def enqueue(self, pending: "PendingMask") -> None:
-        if self._thread is None:
-            masks: queue.SimpleQueue[PendingMask | None] = queue.SimpleQueue()
-            args = masks, LLExecutor(1)
-            thread = threading.Thread(target=_work, args=args, name="masks", daemon=True)
-            thread.start()  # if it raises, the next step tries again
-            self._thread, self._queue = thread, masks
-            weakref.finalize(self, masks.put, None)
-        self._queue.put(pending)
+    def wait(self, masks: Iterable["PendingMask"]) -> None:
+        """Wait for masks, until MAX_WAIT_S after their start. Those of slow grammars are not waited
+        for."""
+        in_time = [mask.outcome for mask in masks if not mask.is_slow]
+        wait(in_time, max(0.0, self._started_at + MAX_WAIT_S - time.monotonic()))
 
-    def abandon_thread(self) -> None:
-        """Leave the stuck thread; the next mask starts another."""
-        if self._thread:
-            self._stuck.append(self._thread)
-        self._thread = None
+    def wait_for_one(self, masks: Iterable["PendingMask"]) -> None:
+        """Wait until a mask is ready, at most MAX_WAIT_S."""
+        late = [mask.outcome for mask in masks if not mask.outcome.done()]
+        wait(late, MAX_WAIT_S, FIRST_COMPLETED)
+
+    def token_mask(self, masks: Sequence[tuple[int, int, "PendingMask"]]) -> TokenMask:
+        """Return masks that are ready, each with the first of its rows and their number."""
+        rows = [row + n for row, count, _ in masks for n in range(count)]
+        bits = np.concatenate([mask.outcome.result()[:count] for _, count, mask in masks])
+        tokens = np.unpackbits(
+            bits.view(np.uint8), axis=1, count=self.vocab_size, bitorder="little"
+        )
+        return TokenMask(rows, torch.from_numpy(tokens.view(np.bool_)))
+
+    # ── in the threads ──
+
+    def _work(self) -> None:
+        while mask := self._next():
+            mask.compute()
+            with self._lock:
+                self._computing.discard(mask.request.grammar)
+
+    def _next(self) -> "PendingMask | None":
+        """Return the next mask of a grammar that no other thread computes one of."""
+        with self._lock:
+            free = (m for m in self._queue if m.request.grammar not in self._computing)
+            if mask := next(free, None):
+                self._queue.remove(mask)
+                self._computing.add(mask.request.grammar)
+                mask.begin()
+            return mask
 
 
 @dataclass(slots=True, eq=False)
 class PendingMask:
-    """A step's masks that are being computed. Rows without a matcher allow all tokens."""
+    """The masks of one output, which stays as it is until they are computed."""
 
     computer: BitmaskComputer
-    requests: Sequence[tuple[int, MaskRequest]]
-    starts: Sequence[int]  # the first row of bits of each request
-    bits: Bits
-    current: int = 0  # index of the request that is being computed
-    times_s: list[float] = field(default_factory=list)  # CPU time of each computed mask
-    deferred: int = 0  # requests at the end that have no mask
-    since: float | None = None  # the thread's CPU time when it started the current one
-    thread: threading.Thread | None = None  # that computes; results of others are dropped
-    outcome: Future[TokenMask] = field(default_factory=Future)
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    request: MaskRequest
+    outcome: Future[Bits] = field(default_factory=Future)
+    thread: threading.Thread | None = None  # that computes them; None: none has begun
+    begun_s: float = 0.0  # CPU time of the thread when it began
 
-    def result(self) -> TokenMask:
-        """Wait for the masks, at most MAX_MASK_S for each, counted from its start."""
-        limit_s = MAX_MASK_S
-        while not wait([self.outcome], max(0.01, limit_s - self._spent_s())).done:
-            if self._abandon_late(limit_s):
-                limit_s = max(MIN_MASK_S, limit_s / 2)
-        return self.outcome.result()
+    def __post_init__(self) -> None:
+        if self.request.matcher is None:
+            self.begin()
+            self.compute()
 
-    def _spent_s(self) -> float:
-        """CPU time spent on the current mask."""
-        thread, since = self.thread, self.since
-        return 0.0 if since is None or thread is None else cpu_s(thread) - since
+    @property
+    def is_slow(self) -> bool:
+        """Whether the last mask of its grammar was late."""
+        return self.request.grammar is not None and self.request.grammar.is_slow
 
-    def _abandon_late(self, limit_s: float) -> bool:
-        """Skip the current mask if it is late, and compute the others in another thread. Outputs
-        with its grammar fail."""
-        with self.lock:
-            late = self._spent_s() >= limit_s
-            if self.outcome.done() or self.current == len(self.requests) or not late:
-                return False
-            if grammar := self.requests[self.current][1].grammar:
-                grammar.too_slow = True
-            self.thread, self.current, self.since = None, self.current + 1, None
-            self.times_s.append(0.0)
-        self.computer.abandon_thread()
-        self.computer.enqueue(self)
-        return True
+    @property
+    def is_too_slow(self) -> bool:
+        """Whether its grammar has taken all of its CPU time, what runs now included."""
+        grammar, thread = self.request.grammar, self.thread
+        if grammar is None:
+            return False
+        running_s = cpu_s(thread) - self.begun_s if thread and not self.outcome.done() else 0.0
+        grammar.too_slow |= grammar.cpu_s + running_s > MAX_CPU_S
+        return grammar.too_slow
 
-    # ── in the thread ──
+    # ── in a thread ──
 
-    def compute(self, executor: LLExecutor) -> bool:
-        """Return False if another thread has taken over."""
-        this = self.thread = threading.current_thread()
+    def begin(self) -> None:
+        thread = threading.current_thread()
+        self.begun_s, self.thread = cpu_s(thread), thread
+
+    def compute(self) -> None:
         try:
-            while self.current < len(self.requests):
-                started_s = self.since = cpu_s(this)
-                self._compute_one(executor)
-                with self.lock:
-                    if self.thread is not this:
-                        return False
-                    self.times_s.append(cpu_s(this) - started_s)
-                    self.current, self.since = self.current + 1, None
-                    if sum(self.times_s) >= MAX_MASKS_S:
-                        self.deferred = len(self.requests) - self.current
-                        break
-            self.outcome.set_result(self._token_mask())
-        except BaseException as error:  # `result` raises it
-            with self.lock:
-                if self.thread is not this:
-                    return False
-                self.outcome.set_exception(error)
-        return True
-
-    def _compute_one(self, executor: LLExecutor) -> None:
-        request, row = self.requests[self.current][1], self.starts[self.current]
-        if request.matcher is None or (request.grammar and request.grammar.too_slow):
+            bits = self._bits()
+        except BaseException as error:  # `token_mask` raises it
+            self.outcome.set_exception(error)
             return
-        pointer, stride = self.bits.ctypes.data, self.bits.strides[0]
-        if request.drafts:
-            drafted = [(request.matcher, row, list(request.drafts))]
-            executor.unsafe_compute_mask_ptr_with_draft_token(
-                drafted, pointer, stride, len(self.bits)
+        if grammar := self.request.grammar:
+            spent_s = cpu_s(threading.current_thread()) - self.begun_s
+            grammar.is_slow = spent_s > MAX_WAIT_S
+            grammar.cpu_s += spent_s if grammar.is_slow else 0.0
+        self.outcome.set_result(bits)
+
+    def _bits(self) -> Bits:
+        request, computer = self.request, self.computer
+        words = (computer.vocab_size + 31) // 32
+        bits: Bits = np.full((1 + len(request.drafts), words), -1, np.int32)
+        pointer, stride = bits.ctypes.data, bits.strides[0]
+        if request.matcher and request.drafts:
+            drafted = [(request.matcher, 0, list(request.drafts))]
+            computer.executor.unsafe_compute_mask_ptr_with_draft_token(
+                drafted, pointer, stride, len(bits)
             )
-        else:
-            request.matcher.unsafe_compute_mask_ptr(pointer + row * stride, stride)
-
-    def _token_mask(self) -> TokenMask:
-        rows: list[int] = []
-        for (row, request), start in zip(self.requests, self.starts, strict=False):
-            rows += range(row, row + request.rows)
-            bits = self.bits[start : start + request.rows]
-            if request.forced_token is not None:
-                bits[:] = 0
-            for allowed in (request.forced_token, request.extra_token):
-                if allowed is not None:
-                    bits[0, allowed // 32] |= BIT[allowed % 32]
-            for token in self.computer.stop_token_ids if request.forbids_stop else ():
-                bits[:, token // 32] &= ~BIT[token % 32]
-        flat, vocab_size = self.bits.view(np.uint8), self.computer.vocab_size
-        tokens = np.unpackbits(flat, axis=1, count=vocab_size, bitorder="little")
-        return TokenMask(rows, torch.from_numpy(tokens.view(np.bool_)))
-
-
-def _work(masks: "queue.SimpleQueue[PendingMask | None]", executor: LLExecutor) -> None:
-    unpin()
-    while (pending := masks.get()) is not None and pending.compute(executor):
-        del pending  # it refers to the computer, whose finalizer ends this thread
+        elif request.matcher:
+            request.matcher.unsafe_compute_mask_ptr(pointer, stride)
+        if request.forced_token is not None:
+            bits[:] = 0
+        for allowed in (request.forced_token, request.extra_token):
+            if allowed is not None:
+                bits[0, allowed // 32] |= BIT[allowed % 32]
+        for token in computer.stop_token_ids if request.forbids_stop else ():
+            bits[:, token // 32] &= ~BIT[token % 32]
+        return bits
 
 
 def cpu_s(thread: threading.Thread) -> float:

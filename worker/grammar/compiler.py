@@ -1,12 +1,11 @@
 """Compiles and caches the llguidance grammars that constrain outputs.
 
     a pool thread requests one → Grammar, an error, or Pending: request again when called back
-    a grammar thread: check in a child process (sandbox.py) → compile → cache → call back
+    the grammar thread: check in a child process (sandbox.py) → compile → cache → call back
     Grammar → a copy for each choice (constraints.py) → the masks of a step (bitmask.py)
 
-Equal grammars are compiled once. Clients have theirs compiled in turn. A slow one is tried again in
-a thread and a child process of its own, with more time. One that no request waits for any more is
-dropped.
+Equal grammars are compiled once. Clients have theirs compiled in turn. One that no request waits
+for any more is dropped. A grammar has MAX_CPU_S for all: both compilations, and its late masks.
 """
 
 import hashlib
@@ -19,7 +18,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Hashable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TypeVar
 
 from llguidance import LLMatcher, LLTokenizer
@@ -40,9 +39,10 @@ MAX_CACHED = 32  # compiled grammars; least recently used ones are evicted
 MAX_BYTES = 1 << 30
 MAX_USES = 200  # of one: its copies share the lexer's states, which are bounded
 MAX_RESULTS = 1_000  # of the sandbox, that are cached
-MAX_QUEUED, MAX_QUEUED_SLOW = 64, 8  # of a client, for the first and the second attempt
+MAX_QUEUED = 64  # of a client
+MAX_CPU_S = 5.0  # of a grammar: both compilations, each at most half, and late masks
 ERROR_TTL_S = 1.0  # of an error that may not recur
-SANDBOX_S, SLOW_SANDBOX_S = 0.1, 2.0  # CPU time in the sandbox, of the first and second attempt
+TOO_SLOW = "computing the next token takes too long"
 UNSUPPORTED_TOKENIZER = "constrained decoding does not support this model's tokenizer"
 UNAVAILABLE = "constrained decoding is temporarily unavailable"
 
@@ -60,7 +60,9 @@ class Grammar:
     size: int = 0  # bytes
     client: Hashable = None  # whose memory it is
     uses: int = 0
-    too_slow: bool = False  # it delayed a step, and is used no more
+    cpu_s: float = 0.0  # of compilation and late masks
+    is_slow: bool = False  # its last mask was late
+    too_slow: bool = False  # it has taken all of its CPU time, and is used no more
 
 
 @dataclass(eq=False)
@@ -74,13 +76,8 @@ class _Task:
     compiles: bool = False  # False: check only
     digest: bytes = b""  # the cache key
     client: Hashable = None  # that requested it first
-    cpu_s: float = SANDBOX_S
     # For each request: whether it still waits, and its callback.
     waiting: list[tuple[IsWanted, Notify]] = field(default_factory=list)
-
-    @property
-    def is_slow(self) -> bool:
-        return self.cpu_s >= SLOW_SANDBOX_S
 
     @property
     def wanted(self) -> bool:
@@ -106,8 +103,7 @@ class GrammarCompiler:
         # that waited, and to those that come right after them.
         self._errors: OrderedDict[bytes, tuple[str | OnequeueError, float]] = OrderedDict()
         self._tasks: dict[bytes, _Task] = {}
-        self._threads: set[bool] = set()  # those that run: for slow grammars, and for others
-        self._slow_sandbox: GrammarSandbox | None = None
+        self._has_thread = False
         self._turns: dict[Hashable, int] = {}  # of clients: how many turns had passed at their last
         self._closed = False
 
@@ -127,7 +123,7 @@ class GrammarCompiler:
         with self._lock:
             cached = self._cache.pop(task.digest, None)
             if cached and cached.too_slow:
-                _store(self._errors, task.digest, (sandbox.TOO_SLOW, 0.0))
+                _store(self._errors, task.digest, (TOO_SLOW, 0.0))
             elif cached and cached.uses < MAX_USES:
                 cached.uses += 1
                 self._cache[task.digest] = cached
@@ -195,27 +191,22 @@ class GrammarCompiler:
         task = self._tasks.get(new.digest)
         if task is None:
             new.client = compiling_for.get()
-            if self._queued(new.client, new.cpu_s) >= MAX_QUEUED:
-                message = "too many grammars are waiting to be compiled"
-                raise QueueFull(message, SANDBOX_S * MAX_QUEUED)
+            queued = sum(task.client == new.client for task in self._tasks.values())
+            if queued >= MAX_QUEUED:
+                raise QueueFull("too many grammars are waiting to be compiled", MAX_CPU_S)
             task = self._tasks[new.digest] = new
         task.compiles |= new.compiles
         try:
-            self._start_thread(task.is_slow)
+            self._start_thread()
         except RuntimeError as error:
             del self._tasks[new.digest]
             raise WorkerDown(UNAVAILABLE, 5) from error
         return Pending(lambda is_wanted, notify: self._wait(task, is_wanted, notify))
 
-    def _queued(self, client: Hashable, cpu_s: float) -> int:
-        """Return how many of a client's grammars wait for an attempt of this time."""
-        tasks = [*self._tasks.values()]
-        return sum(task.cpu_s == cpu_s and task.client == client for task in tasks)
-
-    def _start_thread(self, slow: bool) -> None:
-        if slow not in self._threads and not self._closed:
-            sandbox.start_with_large_stack(partial(self._work, slow))  # it waits for the lock
-            self._threads.add(slow)
+    def _start_thread(self) -> None:
+        if not self._has_thread and not self._closed:
+            sandbox.start_with_large_stack(self._work)  # it waits for the lock
+            self._has_thread = True
 
     def _wait(self, task: _Task, is_wanted: IsWanted, notify: Notify) -> None:
         with self._lock:
@@ -226,18 +217,16 @@ class GrammarCompiler:
 
     def close(self) -> None:
         self._closed = True
-        for grammar_sandbox in (self._loaded and self._loaded[1], self._slow_sandbox):
-            if grammar_sandbox:
-                grammar_sandbox.close()
+        if self._loaded:
+            self._loaded[1].close()
 
-    # ── the grammar threads, which end without tasks ──
+    # ── the grammar thread, which ends without tasks ──
 
-    def _work(self, slow: bool) -> None:
-        while (task := self._next(slow)) is not None:
+    def _work(self) -> None:
+        while (task := self._next()) is not None:
             failure: str | OnequeueError | None = None
             try:
-                if not self._run(task):
-                    continue
+                self._run(task)
             except Unusable as unusable:
                 failure = str(unusable)
             except OnequeueError as error:
@@ -255,36 +244,28 @@ class GrammarCompiler:
             for _, notify in task.waiting:
                 notify()
 
-    def _next(self, slow: bool) -> _Task | None:
+    def _next(self) -> _Task | None:
         with self._lock:
             for unwanted in [task for task in self._tasks.values() if not task.wanted]:
                 del self._tasks[unwanted.digest]
-            tasks = [task for task in self._tasks.values() if task.is_slow == slow]
-            if tasks and not self._closed:
-                task = min(tasks, key=lambda task: self._turns.get(task.client, -1))
+            if self._tasks and not self._closed:
+                task = min(self._tasks.values(), key=lambda task: self._turns.get(task.client, -1))
                 self._turns[task.client] = max(self._turns.values(), default=0) + 1
                 return task
-            self._threads.remove(slow)
-            if not self._threads:
-                self._turns.clear()
+            self._has_thread = False
+            self._turns.clear()
             return None
 
-    def _run(self, task: _Task) -> bool:
-        """Return False to try the task again later, with more time."""
+    def _run(self, task: _Task) -> None:
         if not task.digest or self._loaded is None:
             self._load_tokenizer()
-            return True
+            return
         tokenizer, grammar_sandbox = self._loaded
-        if task.is_slow:
-            grammar_sandbox = self._sandbox_for_slow()
         client_lark, size = None, self._sizes.get(task.digest)
         if size is None:
             reason, client_lark, size = grammar_sandbox.check(
-                task.text, task.is_client_grammar, task.forces_text, task.cpu_s
+                task.text, task.is_client_grammar, task.forces_text, MAX_CPU_S / 2
             )
-            if reason == sandbox.TOO_LONG and not task.is_slow:
-                self._retry_later(task)
-                return False
             if reason is not None:
                 raise Unusable(reason)
             if not task.is_client_grammar:  # the sandbox converts those, each time
@@ -294,30 +275,14 @@ class GrammarCompiler:
             text = client_lark or sandbox.to_lark(
                 task.text, task.is_client_grammar, task.forces_text
             )
+            started_s = time.thread_time()
             matcher = sandbox.compile_grammar(tokenizer, text)
-            grammar = Grammar(matcher, size, task.client, uses=1)
+            cpu_s = 2 * (time.thread_time() - started_s)  # that of the sandbox included
+            grammar = Grammar(matcher, size, task.client, uses=1, cpu_s=cpu_s)
             grammar.matcher.deep_copy().compute_bitmask()  # copies share the lexer's first states
             with self._lock:
                 self._cache[task.digest] = grammar
                 self._alive.add(grammar)
-        return True
-
-    def _retry_later(self, task: _Task) -> None:
-        """Queue a task for its second attempt, which has more time."""
-        with self._lock:
-            if self._queued(task.client, SLOW_SANDBOX_S) >= MAX_QUEUED_SLOW:
-                full = "too many slow grammars are waiting to be compiled"
-                raise QueueFull(full, SLOW_SANDBOX_S * MAX_QUEUED_SLOW)
-            task.cpu_s = SLOW_SANDBOX_S
-            self._start_thread(task.is_slow)
-
-    def _sandbox_for_slow(self) -> GrammarSandbox:
-        if self._slow_sandbox is None:
-            text = self._pretrained.backend_tokenizer.to_str()
-            self._slow_sandbox = GrammarSandbox(text, self._vocab_size, self._stop_token_ids)
-            if self._closed:
-                self._slow_sandbox.close()
-        return self._slow_sandbox
 
     def _load_tokenizer(self) -> None:
         """Create the tokenizer here and in the sandbox, at the same time."""

@@ -9,11 +9,8 @@ the parser takes for a call, not the grammar, is content then.
 Follows the sampled tokens; the parser reports the phase of their text. On the worker's thread.
 """
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
 
 from llguidance import LLMatcher, LLTokenizer
 
@@ -21,9 +18,6 @@ from batching.errors import ItemFailed
 from worker.grammar.bitmask import MaskRequest
 from worker.grammar.compiler import Grammar
 from worker.text.parser import OutputParser, Phase
-
-T = TypeVar("T")
-STEP_S = 0.25  # of CPU time on the worker's thread, for one operation on a matcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,22 +59,11 @@ class GrammarState:
     def matcher(self) -> LLMatcher:
         return self.grammar.matcher.deep_copy()
 
-    def run(self, operation: Callable[[LLMatcher], T]) -> T:
-        """Run an operation, which llguidance's limits bound. After one that still took long, the
-        grammar is used by no output any more."""
-        if self.grammar.too_slow:
-            raise ItemFailed("the grammar of this response takes too long to compute a token mask")
-        started = time.thread_time()
-        result = operation(self.matcher)
-        if time.thread_time() - started > STEP_S:
-            self.grammar.too_slow = True
-        return result
-
     def accept_text(self, constraints: OutputConstraints, text: str) -> bool:
         """Advance by a text; return whether all of it is allowed."""
         assert constraints.tokenizer is not None
         tokens = constraints.tokenizer.tokenize_str(text, parse_special=True)
-        return self.run(lambda matcher: matcher.try_consume_tokens(tokens)) == len(tokens)
+        return self.matcher.try_consume_tokens(tokens) == len(tokens)
 
 
 class ConstraintState:
@@ -115,11 +98,11 @@ class ConstraintState:
             return ()
         if self._grammar is None:
             return drafts
-        if forced_tokens := self._grammar.run(lambda matcher: matcher.compute_ff_tokens()):
+        if forced_tokens := self._grammar.matcher.compute_ff_tokens():
             return tuple(forced_tokens[:limit])
         if not drafts:
             return ()
-        valid = self._grammar.run(lambda matcher: matcher.validate_tokens(list(drafts)))
+        valid = self._grammar.matcher.validate_tokens(list(drafts))
         return drafts[:valid]
 
     def mask_request(self, drafts: tuple[int, ...] = ()) -> MaskRequest | None:
@@ -143,7 +126,7 @@ class ConstraintState:
         elif self._reasoning_start and token == self._reasoning_start[0]:
             self._grammar, self.drafts_stale = None, True
             self._forced = [*self._reasoning_start[1:]]
-        elif self._grammar and not self._grammar.run(lambda matcher: matcher.consume_token(token)):
+        elif self._grammar and not self._grammar.matcher.consume_token(token):
             raise ItemFailed("the grammar of this response has become too complex")
         self._reasoning_start = ()
 

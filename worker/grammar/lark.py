@@ -18,7 +18,7 @@ Quote = Callable[[str], str]  # from a text to Lark literals
 COMPACT_JSON = {"whitespace_flexible": False}
 FORMATS = {"date-time", "time", "date", "duration", "email"}  # of strings, that llguidance enforces
 FORMATS |= {"hostname", "ipv4", "ipv6", "uuid", "uri"}
-LITERAL_KEYWORDS = ("const", "enum", "default", "examples")  # their values are no schemas
+LITERAL_KEYWORDS = ("const", "enum")  # their values are no schemas
 MAX_LENGTH = 1_000_000  # characters of a grammar, with all tools
 MAX_LENGTH_OF = {"regex": 50_000, "choice": 100_000, "grammar": 100_000}  # by kind
 MAX_CHOICES = 2_000
@@ -46,7 +46,7 @@ def content_rule(constraint: Constraint) -> str:
         raise InvalidInput(f"{param}: takes at most {MAX_CHOICES} choices, not {len(value)}", param)
     try:
         if kind == "json_schema":
-            rule = schema_rule(_without_unknown_formats(value), COMPACT_JSON)
+            rule = schema_rule(without_annotations(value), COMPACT_JSON)
         elif kind == "regex":
             rule = regex_terminal(value)
         elif kind == "choice":
@@ -97,18 +97,19 @@ def arguments_schema(parameters: Any) -> dict[str, Any]:
     return schema
 
 
-def without_annotations(schema: Any) -> Any:
-    """Remove descriptions from a tool's schema, and types that JSON does not have: their values are
-    unconstrained."""
+def without_annotations(schema: Any, of_tool: bool = False) -> Any:
+    """Remove descriptions, and unknown formats, which llguidance would reject. Of a tool's schema
+    also types that JSON does not have: their values are unconstrained."""
     if isinstance(schema, list):
-        return [without_annotations(item) for item in schema]
+        return [without_annotations(item, of_tool) for item in schema]
     if not isinstance(schema, dict):
         return schema
     return {
-        key: value if key in LITERAL_KEYWORDS else without_annotations(value)
+        key: value if key in LITERAL_KEYWORDS else without_annotations(value, of_tool)
         for key, value in schema.items()
         if not (key == "description" and isinstance(value, str))
-        and not (key == "type" and _has_unknown_type(value))
+        and not (key == "format" and isinstance(value, str) and value not in FORMATS)
+        and not (of_tool and key == "type" and _has_unknown_type(value))
     }
 
 
@@ -157,16 +158,3 @@ def unusable_grammar(reason: str, param: str) -> InvalidInput:
     lines = [line for line in reason.splitlines() if not QUOTED_LINE.match(line)]
     reason = POSITION.sub("", " ".join(" ".join(lines).split()).rstrip(": "))
     return InvalidInput(f"{param}: cannot be compiled: {reason[:MAX_REASON]}", param)
-
-
-def _without_unknown_formats(schema: Any) -> Any:
-    """JSON Schema takes an unknown format as an annotation; llguidance would reject it."""
-    if isinstance(schema, list):
-        return [_without_unknown_formats(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        key: value if key in ("const", "enum") else _without_unknown_formats(value)
-        for key, value in schema.items()
-        if key != "format" or not isinstance(value, str) or value in FORMATS
-    }

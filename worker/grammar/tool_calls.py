@@ -132,7 +132,7 @@ def _optional_space(text: str, quote: Quote) -> str:
 
 def _parameters(schema: Any) -> Any:
     try:
-        return without_annotations(schema)
+        return without_annotations(schema, of_tool=True)
     except RecursionError:
         raise InvalidInput("it is nested too deeply") from None
 
