@@ -116,7 +116,7 @@ def test_more_options_than_letters_get_pairs_of_them() -> None:
     text = tokenizer.decode([*item.prepared[0].prepared.ids])
     assert "\nZ. option 25\nAB. option 26\nAC. option 27\nBA. option 28\nCD. option 29\n" in text
     assert "Answer with the label of the option that fits best (A to CD) only." in text
-    labels = tokenizer.convert_ids_to_tokens([*item.prepared[0].prepared.labels])
+    labels = tokenizer.convert_ids_to_tokens([*item.prepared[0].labels])
     assert labels[24:] == ["Y", "Z", "AB", "AC", "BA", "CD"]
 
 
@@ -147,7 +147,7 @@ def test_letters_are_the_labels_where_yes_and_no_are_not_single_tokens() -> None
     [scores] = item.prepared
     text = generator.runner.language.tokenizer.decode([*scores.prepared.ids])
     assert "\nA: true\nB: false\nAnswer A or B only.</s>" in text
-    labels = generator.runner.language.tokenizer.convert_ids_to_tokens([*scores.prepared.labels])
+    labels = generator.runner.language.tokenizer.convert_ids_to_tokens([*scores.labels])
     assert labels == ["A", "B"]
 
 

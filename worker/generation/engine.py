@@ -25,7 +25,7 @@ from typing import Literal, NoReturn
 
 from torch import Tensor
 
-from batching.errors import DeviceLost, ItemFailed, NotReady, OnequeueError, OutOfMemory
+from batching.errors import DeviceLost, ItemFailed, OnequeueError, OutOfMemory
 from batching.fair_share import WorkOwner, fair_order
 from batching.request_queue import WorkItem
 from batching.scheduler import ContinuousScheduler, PrefillBudget, RowCost
@@ -154,8 +154,6 @@ class GenerationEngine:
         return self.runner.language.fallbacks
 
     def prepare(self, item: GenerationItem) -> None:
-        if (adapter := item.payload.adapter) and (reason := adapter.unusable_reason):
-            raise NotReady(reason, 5)
         self.input_processor.prepare(item)
 
     def load_adapter(self, adapter: Adapter) -> None:
@@ -189,7 +187,7 @@ class GenerationEngine:
             prepared.ids,
             max_tokens=prepared.max_tokens,
             scores_prompt=prepared.prompt_logprobs is not None,
-            scores_end=bool(prepared.labels),
+            reads=output.reads,
             priority=output.priority,
             owner=output.item.owner,
             cache_namespace=namespace + form.encode(),
@@ -390,13 +388,13 @@ class GenerationEngine:
                 self._resting[owner] = now + MASK_REST * seconds
 
     def _prompt_scores(self, batch: Batch, logits: Tensor) -> dict[Sequence, list[SampledToken]]:
-        """Return the scores of prompts' tokens, or of labels that may follow one: read at once."""
+        """Return the scores of prompts' tokens, read at once, and apply the heads of prompts."""
         scores, row = {}, 0
         for chunk in batch.chunks:
             if positions := chunk.to_score:
                 end = row + len(positions)
                 output = self._outputs[chunk.sequence]
-                scores[chunk.sequence] = output.score(logits[row:end], positions)
+                scores[chunk.sequence] = output.score(logits[row:end], chunk)
                 row = end
         return scores
 

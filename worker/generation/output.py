@@ -17,7 +17,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from batching.request_queue import WorkItem
-from batching.sequence import PrefixedTokens, TokenList
+from batching.sequence import Chunk, PrefixedTokens, Reads, TokenList
 from worker.grammar.constraints import ConstraintState, OutputConstraints
 from worker.messages.deltas import Delta, FinishReason, TokenLogprob
 from worker.messages.generation import GenerationInput
@@ -41,7 +41,6 @@ class PreparedPrompt:
     # at the start of a response; None: all of its text is content
     parser: OutputParser | None = None
     constraints: OutputConstraints | None = None
-    labels: tuple[int, ...] = ()  # tokens to score at the end of the prompt; none is generated
     multimodal: MultimodalPrompt | None = None  # None: the prompt has no images
     history_len: int = 0  # leading tokens that the conversation's next prompt repeats; 0: unknown
 
@@ -71,8 +70,42 @@ def create_outputs(
     ]
 
 
+class PromptOutput:
+    """The output of a prompt that a head reads and that nothing follows. Has the interface of a
+    SequenceOutput."""
+
+    reads: Reads = "last"
+
+    def __init__(self, item: WorkItem, ids: TokenList | PrefixedTokens, number: int = 0) -> None:
+        self.item = item
+        self.priority = item.owner.priority
+        self.prepared = PreparedPrompt(ids, SamplingParams(), 0, {})
+        self.started = False
+        self.finished = False
+        self._delta = Delta(number)
+
+    def score(self, rows: Tensor, chunk: Chunk) -> list[SampledToken]:
+        """Apply the head to the logits of the positions that it reads, or to the states of a model
+        without logits."""
+        raise NotImplementedError
+
+    def add_prompt_scores(self, scores: abc.Sequence[SampledToken]) -> None:
+        """Keep the scores."""
+
+    def start(self, cached_tokens: int) -> None:
+        """Record that the prompt has run. `cached_tokens`: of it, in the prefix cache."""
+        self._delta.prompt_tokens, self._delta.cached_tokens = len(self.prepared.ids), cached_tokens
+        self._delta.finish_reason = "stop"
+        self.started = self.finished = True
+
+    def take_delta(self) -> Delta:
+        return self._delta
+
+
 class SequenceOutput:
     """The output of one choice. `started`: its prompt has run. `finished`: its end is known."""
+
+    reads: Reads = ""
 
     def __init__(
         self,
@@ -116,8 +149,9 @@ class SequenceOutput:
 
     # ── the prompt ──
 
-    def score(self, logits: Tensor, positions: range) -> list[SampledToken]:
-        """Score the prompt's tokens that follow these positions, by their logits [P, V]."""
+    def score(self, logits: Tensor, chunk: Chunk) -> list[SampledToken]:
+        """Score the prompt's tokens that follow the chunk's positions, by their logits [P, V]."""
+        positions = chunk.to_score
         targets = self.prepared.ids[positions.start + 1 : positions.stop + 1]
         return prompt_logprobs(logits, targets, self.prepared.prompt_logprobs or 0)
 
