@@ -21,7 +21,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, islice
-from typing import Literal, NoReturn
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -176,7 +176,8 @@ class GenerationEngine:
             self.scheduler.add(sequence)
 
     def _new_sequence(self, output: Output, request: GenerationInput | DecisionInput) -> Sequence:
-        prepared, adapter, namespace = output.prepared, request.adapter, request.cache_namespace
+        prepared, namespace = output.prepared, request.cache_namespace
+        adapter: Adapter | None = getattr(request, "adapter", None)  # embedders take none
         if adapter:
             namespace += b"adapter%d" % adapter.number
         # The keys of forms differ by rounding too, so none reads the prefixes of another.
@@ -224,7 +225,7 @@ class GenerationEngine:
         self._encoder_scheduler = self._new_encoder_scheduler()
         return items
 
-    def finish(self, item: WorkItem, raw: object) -> NoReturn:
+    def finish(self, item: WorkItem, raw: Any) -> object:
         raise NotImplementedError("a step has deltas, no outputs")
 
     def warm_up(self) -> None:
@@ -276,7 +277,7 @@ class GenerationEngine:
             budget = self._budget.prompt_tokens(streaming, spent_s, self.others.max_turn_s)
         draft = self._draft if self._speculation else None
         spare_rows, resting = self._row_cost.spare_rows, self._resting_requests()
-        doubling = self._budget.doubling_tokens
+        doubling = self._budget.doubling_tokens if self._budget.decode_s else None
         chunks = self.scheduler.schedule(budget, draft, spare_rows, resting, doubling)
         return [chunk for chunk in chunks if chunk.is_active]
 
