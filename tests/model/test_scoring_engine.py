@@ -162,7 +162,7 @@ def test_a_long_text_runs_in_chunks_beside_short_ones(
     np.testing.assert_allclose(output.vectors, alone, atol=1e-5)
     assert max(steps) <= 32
     assert sum(steps) == long.tokens + short.tokens
-    assert (short.batch_size, long.batch_size) == (1, 1)
+    assert (short.batch_size, long.batch_size) == (2, 1)
     assert short.started_at <= short.finished_at < long.finished_at
 
 

@@ -6,7 +6,6 @@ generates nothing, with a head that pools the states of its tokens.
 Texts run in chunks on paged memory, short ones beside a long one, with a prefix cache.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
@@ -125,17 +124,13 @@ class ScoringEngine(GenerationEngine):
     def close(self) -> None:
         """Do nothing: a scorer has no threads."""
 
-    def _collect(self) -> StepOutcome[Delta, Tensor]:
-        step = super()._collect()
-        ended: list[WorkItem[Any, Any]] = [item for item, error in step.done if error is None]
-        rows, now = sum(item.rows for item in ended), time.monotonic()
-        outputs: list[tuple[WorkItem, Tensor]] = []
-        for item in ended:
-            item.finished_at, item.batch_size = now, rows
-            outputs.append((item, torch.stack([text.result.tensor() for text in item.prepared])))
-        report = replace(step.report, saturated=self.busy)
-        failed = [done for done in step.done if done[1]]
-        return StepOutcome(report, step.deltas, outputs, failed)
+    def _raw_output(self, item: WorkItem[Any, Any]) -> Tensor:
+        return torch.stack([text.result.tensor() for text in item.prepared])
+
+    def _collect(self) -> StepOutcome[Delta]:
+        outcome = super()._collect()
+        outcome.report = replace(outcome.report, saturated=self.busy)
+        return outcome
 
 
 def load_paged_model(language: LanguageModel, limit: int, compile: str) -> PagedModel:

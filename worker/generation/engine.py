@@ -37,9 +37,8 @@ from worker.generation.output import SequenceOutput
 from worker.generation.speculation import Speculation
 from worker.grammar.bitmask import BitmaskComputer, MaskRequest, PendingMask
 from worker.messages.adapters import Adapter, InvalidAdapter
-from worker.messages.decisions import DecisionInput
 from worker.messages.deltas import Delta
-from worker.messages.generation import GenerationInput, SamplingDefaults
+from worker.messages.generation import SamplingDefaults
 from worker.messages.protocol import (
     ALONE,
     Fallback,
@@ -121,6 +120,7 @@ class GenerationEngine:
         self._resting: dict[WorkOwner, float] = {}  # requests with slow masks, until when
         self._in_flight: InFlightStep | None = None
         self._results_at = 0.0  # when the last step's results were processed
+        self._ran = 0  # sequences in that step
         # of the current call of `step`
         self._step_started = 0.0
         self._counts: Counter[str] = Counter()  # fields of StepReport
@@ -171,13 +171,13 @@ class GenerationEngine:
     # ── requests ──
 
     def add(self, item: GenerationItem) -> None:
-        self.live[item] = [self._new_sequence(output, item.payload) for output in item.prepared]
+        self.live[item] = [self._new_sequence(output) for output in item.prepared]
         for sequence in self.live[item]:
             self.scheduler.add(sequence)
 
-    def _new_sequence(self, output: Output, request: GenerationInput | DecisionInput) -> Sequence:
-        prepared, namespace = output.prepared, request.cache_namespace
-        adapter: Adapter | None = getattr(request, "adapter", None)  # embedders take none
+    def _new_sequence(self, output: Output) -> Sequence:
+        prepared, request = output.prepared, output.request
+        adapter, namespace = request.adapter, request.cache_namespace
         if adapter:
             namespace += b"adapter%d" % adapter.number
         # The keys of forms differ by rounding too, so none reads the prefixes of another.
@@ -227,6 +227,9 @@ class GenerationEngine:
 
     def finish(self, item: WorkItem, raw: Any) -> object:
         raise NotImplementedError("a step has deltas, no outputs")
+
+    def _raw_output(self, item: WorkItem) -> object:
+        """Return what `finish` gets of an item that has ended; None: its stream has it all."""
 
     def warm_up(self) -> None:
         """Run two steps of a sequence, in a free block if there is one."""
@@ -418,7 +421,7 @@ class GenerationEngine:
         if (step := self._in_flight) is None:
             return
         sampled = iter(step.sampled.read())
-        self._in_flight = None
+        self._in_flight, self._ran = None, len(step.batch.chunks)
         earlier_counts, self._counts = self._counts, Counter()
         for chunk in step.batch.chunks:
             tokens = list(islice(sampled, chunk.to_sample))
@@ -484,13 +487,20 @@ class GenerationEngine:
         finished = [
             item for item in ending if all(self._outputs[s].finished for s in self.live[item])
         ]
-        done = [*self._failed.items(), *((item, None) for item in finished)]
-        for item, _ in done:
+        done: list[tuple[WorkItem, Exception | None]] = [*self._failed.items()]
+        outputs: list[tuple[WorkItem, object]] = []
+        for item in finished:
+            if (raw := self._raw_output(item)) is None:
+                done.append((item, None))
+            else:
+                item.finished_at, item.batch_size = time.monotonic(), self._ran
+                outputs.append((item, raw))
+        for item in (*self._failed, *finished):
             self._release(item)
         self._failed.clear()
         if not self.live:
             self._in_flight = None  # no request waits for its tokens
-        return StepOutcome(report, deltas, done=done)
+        return StepOutcome(report, deltas, outputs, done)
 
     def _report(self) -> StepReport:
         scheduler, admitted = self.scheduler, self.scheduler.admitted

@@ -12,7 +12,7 @@ from collections import abc
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -78,6 +78,7 @@ class PromptOutput:
 
     def __init__(self, item: WorkItem, ids: TokenList | PrefixedTokens, number: int = 0) -> None:
         self.item = item
+        self.request: Any = item.payload  # of any kind
         self.priority = item.owner.priority
         self.prepared = PreparedPrompt(ids, SamplingParams(), 0, {})
         self.started = False
@@ -131,7 +132,7 @@ class SequenceOutput:
         self._vocabulary = vocabulary
         self._detokenizer = vocabulary.stream(prepared.ids[-CONTEXT:])
         self._parser = parser  # None: all of the text is content
-        self._request = request
+        self.request = request
         self._min_tokens = request.stopping.min_tokens or 0
         stop = (*request.stopping.stop, *prepared.stop)
         self._stop_strings = StopStrings(stop) if stop else None
@@ -169,7 +170,7 @@ class SequenceOutput:
         if self.sampling.choice == 0:
             self._delta.prompt_tokens = len(self.prepared.ids)
             self._delta.cached_tokens = cached_tokens
-        request = self._request
+        request = self.request
         if request.token_ids:
             self._delta.prompt_ids = self.prepared.ids[:]
         if request.prompt_logprobs is not None:
@@ -202,7 +203,7 @@ class SequenceOutput:
         token, parser, constraints = sampled.token, self._parser, self.constraints
         self.tokens += 1
         self._delta.tokens += 1
-        if self._request.token_ids:
+        if self.request.token_ids:
             self._delta.token_ids.append(token)
         reasoning = parser is not None and parser.phase == "reasoning"
         if constraints:
