@@ -17,7 +17,7 @@ from torch import Tensor
 from batching.errors import InvalidInput, ItemFailed
 from batching.request_queue import WorkItem
 from worker.embedding.pooling import PoolingHead
-from worker.embedding.pooling_runner import PoolingRunner, RowModel
+from worker.embedding.pooling_runner import PoolingRunner, RowModel, states_of
 from worker.embedding.sentence_transformers import SentenceTransformersConfig
 from worker.embedding.tokenization import TextTokenizer, TokenRow
 from worker.messages.protocol import ModelInfo
@@ -45,12 +45,12 @@ class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
         allowed_dimensions: Sequence[int] | None,
         info: ModelInfo,
     ) -> None:
-        self.pooling = PoolingHead(config, model.device)
+        self.pooling = PoolingHead(config, info.device)
         super().__init__(model, self.pooling.pool, tokenizer, info)
         self.config, self.allowed_dimensions = config, allowed_dimensions
         self.reads_last_state = {*config.poolings} == {"lasttoken"}
         row = TokenRow(tokenizer.encode("a"))
-        self.dimensions = config.truncate_dim or len(self.head(model([row]), row))
+        self.dimensions = config.truncate_dim or len(self.head(states_of(model, row), row))
 
     # ── pool threads ──
 

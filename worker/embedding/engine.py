@@ -6,9 +6,8 @@ generates nothing, with a head that pools the states of its tokens.
 Texts run in chunks on paged memory, short ones beside a long one, with a prefix cache.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +15,10 @@ from torch import Tensor
 from batching.block_pool import BlockPool
 from batching.request_queue import WorkItem
 from batching.scheduler import ContinuousScheduler
-from batching.sequence import Batch, Chunk, Span
+from batching.sequence import Chunk
 from worker.device.async_copy import AsyncCopy
 from worker.device.self_check import CannotRun
-from worker.embedding.pooling_runner import PoolingRunner
+from worker.embedding.pooling_runner import PoolingRunner, states_of
 from worker.embedding.tokenization import TokenRow
 from worker.error_classification import first_line
 from worker.generation.engine import GenerationEngine
@@ -40,31 +39,12 @@ EXTRA_CACHE_TOKENS = 1 << 16
 PREFIX_CACHE_SHARE = 0.25
 
 
-@dataclass(eq=False)
-class PagedModel:
-    """Implements RowModel over a paged cache."""
-
-    runner: PagedRunner
-    batching: ClassVar[Literal["continuous"]] = "continuous"
-    batching_reason: ClassVar[str] = ""
-
-    @property
-    def device(self) -> torch.device:
-        return self.runner.language.device
-
-    def __call__(self, rows: Sequence[TokenRow]) -> Tensor:
-        [row] = rows
-        count = len(row.ids)
-        blocks = range(-(-count // BLOCK))
-        return self.runner.forward(Batch([Span(blocks, 0, count)], row.ids, range(count)))
-
-
 class StateCache:
     """The states of the tokens in a cache's blocks: cached prefixes keep them too."""
 
-    def __init__(self, model: PagedModel) -> None:
-        probe = model([TokenRow([0])])
-        self._states = probe.new_empty(model.runner.blocks * BLOCK, probe.shape[1])
+    def __init__(self, runner: PagedRunner) -> None:
+        probe = states_of(runner, TokenRow([0]))
+        self._states = probe.new_empty(runner.blocks * BLOCK, probe.shape[1])
 
     def update(self, chunk: Chunk, states: Tensor) -> Tensor:
         """Store the states of a chunk; return those of all tokens up to its end."""
@@ -100,19 +80,19 @@ class PooledText(PromptOutput):
 
 
 class ScoringEngine(GenerationEngine):
-    """Runs an embedder or a reranker that is a PagedModel. `max_running`: texts in a step."""
+    """Runs an embedder or a reranker on a paged cache. `max_running`: texts in a step."""
 
     def __init__(self, scorer: Scorer, max_running: int) -> None:
-        self.scorer, self.max_running, model = scorer, max_running, scorer.model
-        assert isinstance(model, PagedModel)
-        self._states = None if scorer.reads_last_state else StateCache(model)
+        self.scorer, self.max_running, runner = scorer, max_running, scorer.model
+        assert isinstance(runner, PagedRunner)
+        self._states = None if scorer.reads_last_state else StateCache(runner)
 
         def new_scheduler() -> ContinuousScheduler:
-            pool = BlockPool(model.runner.blocks, BLOCK, PREFIX_CACHE_SHARE)
+            pool = BlockPool(runner.blocks, BLOCK, PREFIX_CACHE_SHARE)
             return ContinuousScheduler(pool, self.max_running)
 
         processor: Any = scorer  # has what texts without output need
-        super().__init__(model.runner, processor, new_scheduler)
+        super().__init__(runner, processor, new_scheduler)
 
     def add(self, item: WorkItem[Any, Any]) -> None:
         item.prepared = [PooledText(item, row, self.scorer, self._states) for row in item.prepared]
@@ -133,7 +113,7 @@ class ScoringEngine(GenerationEngine):
         return outcome
 
 
-def load_paged_model(language: LanguageModel, limit: int, compile: str) -> PagedModel:
+def load_paged_runner(language: LanguageModel, limit: int, compile: str) -> PagedRunner:
     """Page a model without a head, for texts of up to `limit` tokens.
 
     Raises CannotRun where the model does not run paged, and leaves it unchanged."""
@@ -157,4 +137,4 @@ def load_paged_model(language: LanguageModel, limit: int, compile: str) -> Paged
     runner = PagedRunner(language, blocks, limit, max_running=0)
     if compiles:
         runner.compile()
-    return PagedModel(runner)
+    return runner

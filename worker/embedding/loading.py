@@ -25,9 +25,9 @@ from transformers import (
 from batching.batcher import DynamicBatcher
 from worker.device.self_check import TOLERANCE, CannotRun
 from worker.embedding.embedder import Embedder
-from worker.embedding.engine import ScoringEngine, load_paged_model
+from worker.embedding.engine import ScoringEngine, load_paged_runner
 from worker.embedding.pairs import CrossEncoderTokenizer, PromptTokenizer
-from worker.embedding.pooling_runner import RowModel
+from worker.embedding.pooling_runner import RowModel, states_of
 from worker.embedding.reranker import Reranker, answer_logit, label_logit
 from worker.embedding.sentence_transformers import (
     SentenceTransformersConfig,
@@ -37,7 +37,7 @@ from worker.embedding.sentence_transformers import (
 from worker.embedding.single_pass import LOGITS, STATES, SinglePassModel
 from worker.embedding.tokenization import TextTokenizer, TokenRow
 from worker.load_context import on_worker
-from worker.messages.protocol import Engine, ModelInfo
+from worker.messages.protocol import Batching, Engine, ModelInfo
 from worker.model.language_model import LanguageModel, check_generates
 from worker.model.loading import (
     LoadingFailed,
@@ -50,6 +50,7 @@ from worker.model.loading import (
     missing_weights_matter,
     model_info,
 )
+from worker.model.paged_runner import PagedRunner
 from worker.pipeline.engine import PipelineEngine
 from worker.pipeline.limits import context_limit, vocabulary_size
 from worker.pipeline.packed_attention import start_native_kernels, use_flash_attention
@@ -90,7 +91,7 @@ class Checkpoint:
         if output_name == STATES:
             language = LanguageModel(options.model, model, self.tokenizer)
             try:
-                paged = load_paged_model(language, self.limit, options.compile)
+                paged = load_paged_runner(language, self.limit, options.compile)
                 log_own_attention(options.attention, "steps on the paged cache")
                 return paged
             except CannotRun as error:
@@ -104,8 +105,11 @@ class Checkpoint:
         return rows
 
     def info(self, task: str, rows: RowModel) -> ModelInfo:
-        name, count, why = self.options.name, self.parameters, rows.batching_reason
-        return model_info(task, name, self.model, count, rows.batching, why)
+        batching: Batching = "continuous"
+        why = ""
+        if isinstance(rows, SinglePassModel):
+            batching, why = rows.batching, rows.batching_reason
+        return model_info(task, self.options.name, self.model, self.parameters, batching, why)
 
 
 def load_embedder(options: ScoringOptions) -> Embedder:
@@ -133,7 +137,7 @@ def load_reranker(options: ScoringOptions) -> Reranker:
 
 def new_engine(scorer: Embedder | Reranker, batcher: DynamicBatcher[Any]) -> Engine:
     """Return the engine of a scorer: the generation engine for one that runs on a paged cache."""
-    if scorer.model.batching == "continuous":
+    if isinstance(scorer.model, PagedRunner):
         return ScoringEngine(scorer, batcher.max_size)
     return PipelineEngine(scorer, batcher)
 
@@ -239,7 +243,7 @@ def make_yes_no_reranker(checkpoint: Checkpoint) -> Reranker:
     info, activation = checkpoint.info("yes-no", rows), checkpoint.config.activation
     pairs = PromptTokenizer(tokenizer)
     reranker = Reranker(rows, answer_logit(direction), tokenizer, pairs, activation, info)
-    score = on_worker(lambda: reranker.head(rows([probe]), probe))
+    score = on_worker(lambda: reranker.head(states_of(rows, probe), probe))
     if not (score - expected).abs() <= TOLERANCE[model.dtype] * logits.abs().max():
         raise LoadingFailed("its logits are not its last state times its output weights")
     return reranker

@@ -9,13 +9,13 @@ pipeline's runner, a decoder by the generation engine (engine.py).
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from batching.request_queue import WorkItem
-from batching.sequence import TokenIds
+from batching.sequence import Batch, Span, TokenIds
 from worker.embedding.pooling import PoolFunction
 from worker.embedding.single_pass import SinglePassModel
 from worker.embedding.tokenization import TextTokenizer, TokenRow
@@ -23,33 +23,20 @@ from worker.messages.generation import TEXT_ONLY
 from worker.messages.protocol import (
     ALONE,
     CUT,
-    Batching,
     Cut,
     ModelInfo,
     OtherModels,
     TextModel,
 )
 from worker.messages.scoring import EmbeddingInput, ScoringInput
+from worker.model.attention.kv_cache import BLOCK
+from worker.model.paged_runner import PagedRunner
 
 Payload = TypeVar("Payload", bound=EmbeddingInput | ScoringInput)
 Result = TypeVar("Result")
 
 
-class RowModel(Protocol):
-    """A model that runs token rows: SinglePassModel or PagedModel."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def batching(self) -> Batching: ...
-
-    @property
-    def batching_reason(self) -> str:
-        """The reason why rows are not packed; empty if they are."""
-
-    def __call__(self, rows: Sequence[TokenRow]) -> Tensor:
-        """Return the states [tokens, H] of a single row, at load."""
+RowModel = SinglePassModel | PagedRunner
 
 
 class PoolingRunner(ABC, Generic[Payload, Result]):
@@ -130,3 +117,12 @@ class PoolingRunner(ABC, Generic[Payload, Result]):
         while (output := self.forward([item.prepared])[0]) is CUT:
             pass
         return self.finish(item, output)
+
+
+def states_of(model: RowModel, row: TokenRow) -> Tensor:
+    """Return the states [tokens, H] of a row, which runs alone."""
+    if isinstance(model, SinglePassModel):
+        return model([row])
+    count = len(row.ids)
+    blocks = range(-(-count // BLOCK))
+    return model.forward(Batch([Span(blocks, 0, count)], row.ids, range(count)))
