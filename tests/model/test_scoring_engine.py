@@ -211,6 +211,24 @@ def test_a_client_with_many_texts_uses_what_others_leave_of_a_step(
     assert steps == [100]
 
 
+def test_a_client_with_one_text_waits_at_most_two_steps_behind_lists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embedder = load(checkpoint(tmp_path / "m", "qwen3-base"))
+    engine = paged(embedder)
+    limit_step(engine, 100, monkeypatch)
+    lists = [item_of(embedder, *[f"{n} {LONG}" for n in range(16)]) for _ in range(4)]
+    for item in lists:
+        item.owner = WorkOwner("a")
+        engine.add(item)
+    engine.step()
+    one = item_of(embedder, "hello")
+    one.owner = WorkOwner("b")
+    engine.add(one)
+    assert one in [item for _ in range(2) for item, _ in engine.step().outputs]
+    assert len(engine.live) == 4
+
+
 def test_a_cancelled_item_frees_its_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     embedder = load(checkpoint(tmp_path / "m", "qwen3-base"))
     engine = paged(embedder)

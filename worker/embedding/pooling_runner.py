@@ -108,15 +108,11 @@ class PoolingRunner(ABC, Generic[Payload, Result]):
 
     def warm_up(self) -> None:
         """Run the smallest valid payload; raise if the model is broken."""
-        self.run(self.warm_up_input)
-
-    def run(self, payload: Payload) -> Result:
-        """Return the result for one payload."""
-        item: WorkItem[Payload, list[TokenRow]] = WorkItem(payload, float("inf"), 0.0)
+        item: WorkItem[Payload, list[TokenRow]] = WorkItem(self.warm_up_input, float("inf"), 0.0)
         self.prepare(item)
         while (output := self.forward([item.prepared])[0]) is CUT:
             pass
-        return self.finish(item, output)
+        self.finish(item, output)
 
 
 def states_of(model: RowModel, row: TokenRow) -> Tensor:
