@@ -23,6 +23,7 @@ from worker.embedding import engine as engine_module
 from worker.embedding.embedder import Embedder
 from worker.embedding.engine import ScoringEngine
 from worker.embedding.reranker import Reranker
+from worker.generation.engine import RUNS_AHEAD
 from worker.messages.scoring import EmbeddingInput
 from worker.model.attention.kv_cache import BLOCK
 from worker.model.paged_runner import PagedRunner
@@ -164,6 +165,20 @@ def test_a_long_text_runs_in_chunks_beside_short_ones(
     assert sum(steps) == long.tokens + short.tokens
     assert (short.batch_size, long.batch_size) == (2, 1)
     assert short.started_at <= short.finished_at < long.finished_at
+
+
+@pytest.mark.parametrize("name", ["lasttoken", "mean"])
+def test_vectors_are_equal_when_steps_run_ahead(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embedder = load(checkpoint(tmp_path / "m", "qwen3-base", pooling={"pooling_mode": name}))
+    texts = [*TEXTS, LONG]
+    expected = embed(embedder, texts).vectors
+    monkeypatch.setitem(RUNS_AHEAD, "cpu", True)
+    del vars(embedder)["engine"]
+    limit_step(paged(embedder), 40, monkeypatch)
+    np.testing.assert_allclose(embed(embedder, texts).vectors, expected, atol=1e-5)
+    assert not paged(embedder).scheduler.pool.used
 
 
 @pytest.mark.parametrize("name", ["lasttoken", "mean"])
