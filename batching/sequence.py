@@ -53,6 +53,8 @@ class TokenIds(array):  # type: ignore[type-arg]  # not subscriptable before Pyt
 TokenList: TypeAlias = TokenIds | list[int]
 # How the model runs: with torch's operations alone, eager with native ones, or as fast as it can.
 Form: TypeAlias = Literal["torch", "eager", ""]
+# The positions of a prompt whose logits or states a head reads; nothing is generated then.
+Reads: TypeAlias = Literal["last", "all", ""]
 
 
 class PrefixedTokens(abc.Sequence[int]):
@@ -120,7 +122,7 @@ class Sequence:
     _: KW_ONLY
     max_tokens: int = 1  # of the output; 0: only the prompt is run
     scores_prompt: bool = False  # log-probabilities of the prompt: no cached prefix is reused
-    scores_end: bool = False  # the logits after the prompt's last token are scored, not sampled
+    reads: Reads = ""
     priority: Priority = Priority.INTERACTIVE
     owner: WorkOwner = NO_OWNER
     cache_namespace: bytes = SHARED_NAMESPACE  # prefixes are shared within it
@@ -230,15 +232,15 @@ class Chunk:
 
     @property
     def to_score(self) -> range:
-        """Positions whose logits score the prompt's next token, or the labels after the prompt."""
-        sequence = self.sequence
-        if sequence.scores_end:
-            end = self.start + self.count
+        """Positions whose logits score the prompt's next token, or that a head reads."""
+        sequence, end = self.sequence, self.start + self.count
+        if sequence.reads == "all":
+            return range(self.start, end)
+        if sequence.reads == "last":
             return range(end - 1, end) if self.reaches_end else range(0)
         if not sequence.scores_prompt:
             return range(0)
-        last = min(self.start + self.count, sequence.prompt_len - 1)
-        return range(max(self.start, sequence.scored), last)
+        return range(max(self.start, sequence.scored), min(end, sequence.prompt_len - 1))
 
 
 class Span(NamedTuple):
@@ -290,7 +292,7 @@ class Batch:
                     shifts[len(spans)] = multimodal.shift
             blocks = sequence.table.blocks if sequence.table else ()
             spans.append(Span(blocks, start, chunk.width))
-            if sequence.scores_prompt or sequence.scores_end:
+            if sequence.scores_prompt or sequence.reads:
                 offset = len(ids) - start
                 scored += [position + offset for position in chunk.to_score]
             ids += sequence.tokens[start : start + chunk.count]

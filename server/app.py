@@ -176,11 +176,13 @@ def served_models(
         elif entry.kind == "pipeline" and entry.generates_text and not loaders.pipeline:
             model = text_pipeline_model(entry, partial(count_later_caches, models, entry.name))
         else:
-            load = {
-                "pipeline": loaders.pipeline or partial(load_pipeline, entry),
-                "embedding": loaders.embedder or partial(load_scoring, entry),
-                "rerank": loaders.reranker or partial(load_scoring, entry),
+            given = {
+                "pipeline": loaders.pipeline,
+                "embedding": loaders.embedder,
+                "rerank": loaders.reranker,
             }[entry.kind]
+            own = load_pipeline if entry.kind == "pipeline" else load_scoring
+            load = partial(load_given, given) if given else partial(own, entry)
             model = batched_model(entry.name, load, settings)
         if entry.kind == "pipeline":
             pipelines[entry.name] = entry
@@ -201,7 +203,9 @@ def count_later_caches(models: Mapping[str, ServedModel], name: str) -> int:
     )
 
 
-def batched_model(name: str, load: Callable[[], Runner], settings: Settings) -> ServedModel:
+def batched_model(
+    name: str, load: Callable[[DynamicBatcher], Engine], settings: Settings
+) -> ServedModel:
     """Return the entry of a model whose requests are batched. Lists are split and scheduled round
     robin: inputs of a pipeline for the batcher's window, parts of other lists for two batches."""
     rows, batcher = settings.max_batch_size, new_batcher(settings)
@@ -209,7 +213,7 @@ def batched_model(name: str, load: Callable[[], Runner], settings: Settings) -> 
     if not name.startswith("pipeline"):
         at_a_time = max(2, 2 * rows // min(MAX_PART_INPUTS, rows))
     lane = BatchLane(name, settings.max_queue_size, RoundRobin(at_a_time))
-    return ServedModel(name, partial(load_engine, load, batcher), lane)
+    return ServedModel(name, partial(load, batcher), lane)
 
 
 def text_pipeline_model(entry: ModelEntry, later_caches: Callable[[], int]) -> ServedModel:
@@ -230,17 +234,18 @@ def new_batcher(settings: Settings) -> DynamicBatcher:
 # ── loaders, on the loader thread: importing torch takes seconds ──
 
 
-def load_engine(load: Callable[[], Runner], batcher: DynamicBatcher) -> Engine:
+def load_given(load: Callable[[], Runner], batcher: DynamicBatcher) -> Engine:
     from worker.pipeline.engine import PipelineEngine
 
     return PipelineEngine(load(), batcher)
 
 
-def load_pipeline(entry: ModelEntry) -> Runner:
+def load_pipeline(entry: ModelEntry, batcher: DynamicBatcher) -> Engine:
     import_torch()
     from worker.pipeline.loading import PipelineOptions, load_runner
 
-    return load_runner(loader_options(PipelineOptions, entry), entry.settings.max_batch_size)
+    options = loader_options(PipelineOptions, entry)
+    return load_given(partial(load_runner, options, entry.settings.max_batch_size), batcher)
 
 
 def load_text_pipeline(
@@ -267,12 +272,13 @@ def load_language_model(entry: ModelEntry, later_caches: Callable[[], int]) -> G
     return load_generator(loader_options(GeneratorOptions, entry, later_caches=later_caches()))
 
 
-def load_scoring(entry: ModelEntry) -> Runner:
+def load_scoring(entry: ModelEntry, batcher: DynamicBatcher) -> Engine:
     import_torch()
-    from worker.embedding.loading import ScoringOptions, load_embedder, load_reranker
+    from worker.embedding.loading import ScoringOptions, load_embedder, load_reranker, new_engine
 
-    load = load_embedder if entry.kind == "embedding" else load_reranker
-    return load(loader_options(ScoringOptions, entry))
+    options = loader_options(ScoringOptions, entry)
+    scorer = load_embedder(options) if entry.kind == "embedding" else load_reranker(options)
+    return new_engine(scorer, batcher)
 
 
 def load_transcriber(entry: ModelEntry, recognizer: ServedModel | None) -> Engine:

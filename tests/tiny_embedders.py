@@ -12,11 +12,21 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from batching.batcher import DynamicBatcher
+from batching.request_queue import WorkItem
 from tests import tiny
 from tests.tiny import folder as folder
 from tests.tiny_tokenizers import LIMIT, roberta_tokenizer
 from worker.embedding.embedder import Embedder
-from worker.embedding.loading import ScoringOptions, load_embedder
+from worker.embedding.loading import ScoringOptions, load_embedder, new_engine
+from worker.embedding.reranker import Reranker
+from worker.messages.protocol import ALONE, Engine, OtherModels
+from worker.messages.scoring import (
+    EmbeddingInput,
+    EmbeddingOutput,
+    ScoringInput,
+    ScoringOutput,
+)
 
 hf: Any = importlib.import_module("transformers")  # mostly not annotated
 OLD, NEW = "sentence_transformers.models.", "sentence_transformers.sentence_transformer.modules."
@@ -106,6 +116,53 @@ def dense(folder: Path, module: str, out: int, activation: str, as_bin: bool = F
 
 def load(folder: Path, **options: Any) -> Embedder:
     return load_embedder(ScoringOptions(str(folder), **options))
+
+
+def engine_of(scorer: Embedder | Reranker) -> Engine:
+    """Return the engine that serves a scorer, the same on every call."""
+    engine: Engine = vars(scorer).setdefault("engine", None) or new_engine(
+        scorer, DynamicBatcher[Any](32, 1 << 14, 0.0)
+    )
+    vars(scorer)["engine"] = engine
+    return engine
+
+
+def prepared(engine: Engine, payload: EmbeddingInput | ScoringInput) -> WorkItem[Any, Any, Any]:
+    item: WorkItem[Any, Any, Any] = WorkItem(payload, float("inf"), 0.0)
+    engine.prepare(item)
+    return item
+
+
+def run(engine: Engine) -> list[Any]:
+    """Return the results of an engine's items as they end; raise the error of one that fails."""
+    results: list[Any] = []
+    while engine.busy:
+        outcome = engine.step(float("inf"))
+        assert outcome
+        for _, error in outcome.done:
+            assert error
+            raise error
+        results += [engine.finish(item, raw) for item, raw in outcome.outputs]
+    return results
+
+
+def embedded(
+    embedder: Embedder, payload: EmbeddingInput, others: OtherModels = ALONE
+) -> EmbeddingOutput:
+    engine = engine_of(embedder)
+    engine.others = others
+    engine.add(prepared(engine, payload))
+    [output] = run(engine)
+    assert isinstance(output, EmbeddingOutput)
+    return output
+
+
+def scored(reranker: Reranker, payload: ScoringInput) -> ScoringOutput:
+    engine = engine_of(reranker)
+    engine.add(prepared(engine, payload))
+    [output] = run(engine)
+    assert isinstance(output, ScoringOutput)
+    return output
 
 
 @torch.no_grad()

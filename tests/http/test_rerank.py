@@ -14,7 +14,7 @@ from tests import tiny
 from tests.event_streams import CLIENT, post
 from tests.http.test_pipeline_http import error_of
 from tests.serving import Server, serving
-from tests.tiny_embedders import checkpoint, write
+from tests.tiny_embedders import checkpoint, scored, write
 from worker.embedding.loading import ScoringOptions, load_reranker
 from worker.embedding.reranker import Reranker
 from worker.messages.scoring import ScoringInput, Truncation
@@ -29,7 +29,7 @@ DOCUMENTS = ["paris is a city", "a cow says moo " * 4, "the cat sat on the mat",
 def scores(reranker: Reranker, documents: list[str], **options: Any) -> list[float]:
     paths = [("query", f"documents[{n}]") for n in range(len(documents))]
     pairs = [(QUERY, document) for document in documents]
-    return reranker.run(ScoringInput(pairs, paths, **options)).scores
+    return scored(reranker, ScoringInput(pairs, paths, **options)).scores
 
 
 def load(folder: Path) -> Reranker:

@@ -17,7 +17,7 @@ from tests import tiny_decisions
 from tests.generating import Driver, Served, request
 from tests.tiny import hf
 from tests.tiny_decisions import STATE, about, predicates, prompts_of, read
-from worker.generation.decisions import label_logprobs
+from worker.generation.decisions import LabelScores, label_logprobs
 from worker.generation.engine import GenerationEngine
 from worker.generation.input_processor import GenerationItem
 from worker.messages.decisions import DecisionInput
@@ -116,7 +116,9 @@ def test_more_options_than_letters_get_pairs_of_them() -> None:
     text = tokenizer.decode([*item.prepared[0].prepared.ids])
     assert "\nZ. option 25\nAB. option 26\nAC. option 27\nBA. option 28\nCD. option 29\n" in text
     assert "Answer with the label of the option that fits best (A to CD) only." in text
-    labels = tokenizer.convert_ids_to_tokens([*item.prepared[0].prepared.labels])
+    [scores, *_] = item.prepared
+    assert isinstance(scores, LabelScores)
+    labels = tokenizer.convert_ids_to_tokens([*scores.labels])
     assert labels[24:] == ["Y", "Z", "AB", "AC", "BA", "CD"]
 
 
@@ -145,9 +147,10 @@ def test_letters_are_the_labels_where_yes_and_no_are_not_single_tokens() -> None
     generator = tiny_chat.engine()
     generator.prepare(item)
     [scores] = item.prepared
+    assert isinstance(scores, LabelScores)
     text = generator.runner.language.tokenizer.decode([*scores.prepared.ids])
     assert "\nA: true\nB: false\nAnswer A or B only.</s>" in text
-    labels = generator.runner.language.tokenizer.convert_ids_to_tokens([*scores.prepared.labels])
+    labels = generator.runner.language.tokenizer.convert_ids_to_tokens([*scores.labels])
     assert labels == ["A", "B"]
 
 

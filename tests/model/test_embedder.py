@@ -11,7 +11,7 @@ from torch.nn.functional import normalize
 
 from batching.errors import InvalidInput
 from tests import tiny
-from tests.tiny_embedders import NEW, OLD, checkpoint, dense, load, states, write
+from tests.tiny_embedders import NEW, OLD, checkpoint, dense, embedded, load, states, write
 from worker.embedding.embedder import Embedder
 from worker.messages.scoring import EmbeddingInput, EmbeddingOutput, Truncation
 from worker.model.loading import LoadingFailed
@@ -25,7 +25,7 @@ TEXTS = [
 
 
 def embed(embedder: Embedder, texts: list[Any], **options: Any) -> EmbeddingOutput:
-    return embedder.run(EmbeddingInput(texts, 0, **options))
+    return embedded(embedder, EmbeddingInput(texts, 0, **options))
 
 
 def pool(hidden: Any, name: str, start: int = 0) -> Any:

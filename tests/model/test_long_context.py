@@ -15,6 +15,7 @@ from tests import generating, tiny_decoders
 from tests.generating import ORDINARY, request
 from tests.matrix import matrix
 from tests.tiny_decoders import CONTEXT, LONG_ROPES, YARN
+from tests.tiny_embedders import embedded
 from worker.device.self_check import CannotRun
 from worker.embedding.loading import ScoringOptions, load_embedder
 from worker.generation import loading
@@ -157,9 +158,9 @@ def test_texts_of_an_embedder_do_not_change_each_others_factors() -> None:
     )
     embedder = load_embedder(options)
     texts = prompts((5, 30, ORIGINAL + 1, 200))
-    together = embedder.run(EmbeddingInput(texts, None)).vectors
+    together = embedded(embedder, EmbeddingInput(texts, None)).vectors
     for text, vector in zip(texts, together, strict=True):
-        alone = embedder.run(EmbeddingInput([text], None)).vectors[0]
+        alone = embedded(embedder, EmbeddingInput([text], None)).vectors[0]
         np.testing.assert_allclose(vector, alone, atol=1e-5)
 
 

@@ -16,6 +16,7 @@ from batching.batcher import DynamicBatcher
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
 from tests import tiny, tiny_decoders
+from tests.fakes import BusyModels
 from tests.matrix import matrix
 from tests.parity import assert_same, item, oracle, plain, text
 from worker.generation.text_pipeline import (
@@ -124,7 +125,7 @@ def test_engine_runs_the_parameters_it_has(parameters: dict[str, Any], generated
 
 def sampling_params(one: PipelineItem) -> SamplingParams:
     run: Any = one.prepared
-    params: SamplingParams = run.item.prepared[0].prepared.params
+    params: SamplingParams = run[0].prepared.params
     return params
 
 
@@ -209,7 +210,7 @@ def test_item_whose_client_has_left_is_dropped() -> None:
         if outcome := engine.step(0.0):
             outputs += [one for one, _ in outcome.outputs]
     assert outputs == items[1:]
-    assert engine.generation.scheduler.pool.used == 0
+    assert engine.scheduler.pool.used == 0
 
 
 def test_clear_returns_the_items_of_both_engines() -> None:
@@ -260,7 +261,7 @@ def tensors(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def test_copy_shares_tensors_and_nothing_else() -> None:
-    model = loaded("llama-lm").generation.runner.language.model
+    model = loaded("llama-lm").runner.language.model
     own = copy_sharing_weights(model)
     assert {*map(id, tensors(model))} == {*map(id, tensors(own))}
     assert not {*map(id, model.modules())} & {*map(id, own.modules())}
@@ -273,7 +274,7 @@ def test_copy_shares_tensors_and_nothing_else() -> None:
 def test_generate_runs_on_the_packed_experts_of_a_mixture() -> None:
     folder = tiny_decoders.folder("qwen3-moe")
     engine = load_folder(folder)
-    own, model = engine.runner.pipe.model, engine.generation.runner.language.model
+    own, model = engine.pipeline_runner.pipe.model, engine.runner.language.model
     assert packed_experts(model)
     assert packed_experts(own) == packed_experts(model)
     calls = [GREEDY, {**GREEDY, "num_beams": 2}]
@@ -285,7 +286,7 @@ def test_generate_runs_on_the_packed_experts_of_a_mixture() -> None:
 
 def test_both_engines_yield_to_the_same_models() -> None:
     engine = loaded("llama-lm")
-    others: Any = object()
-    before, engine.others = engine.others, others
-    assert engine.pipelines.others is engine.generation.others is others
+    before, engine.others = engine.others, BusyModels()
+    engine.step(0.0)
+    assert engine.pipelines.others is engine.others
     engine.others = before

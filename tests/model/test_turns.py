@@ -20,7 +20,7 @@ from tests.fakes import BusyModels
 from tests.matrix import matrix
 from tests.model.test_pipelines_media import noise, png, wav
 from tests.parity import assert_same, item, runner, serve, text
-from tests.tiny_embedders import NEW, checkpoint, load
+from tests.tiny_embedders import NEW, checkpoint, embedded, load
 from worker.embedding.single_pass import SinglePassModel
 from worker.embedding.tokenization import TokenRow
 from worker.messages.protocol import ALONE, CUT
@@ -103,7 +103,7 @@ def test_an_embedders_cut_batch_gives_the_vectors_of_an_uncut_one(
     tmp_path: Path, rows_per_step: list[int]
 ) -> None:
     embedder = load(checkpoint(tmp_path / "m", pooling={"pooling_mode": "mean"}, prefix=NEW))
-    expected = embedder.run(EmbeddingInput(TEXTS, 0)).vectors
+    expected = embedded(embedder, EmbeddingInput(TEXTS, 0)).vectors
     embedder.others = BusyModels()
     items: list[WorkItem[EmbeddingInput, list[TokenRow]]] = [
         WorkItem(EmbeddingInput(part, 0), 1e9, 0.0) for part in (TEXTS[:3], TEXTS[3:])
@@ -224,11 +224,11 @@ def test_other_models_run_between_the_layers_of_an_embedder(
 ) -> None:
     monkeypatch.setattr(StepTimes, "fitting", lambda self, sizes, *_: len(sizes))
     embedder = load(checkpoint(tmp_path / "m", pooling={"pooling_mode": "mean"}, prefix=NEW))
-    expected = embedder.run(EmbeddingInput(TEXTS, 0)).vectors
-    embedder.others = others = BusyModels()
+    expected = embedded(embedder, EmbeddingInput(TEXTS, 0)).vectors
+    others = BusyModels()
     assert isinstance(embedder.model, SinglePassModel)
     embedder.model.yield_points._clock = ticks(2 * MAX_TURN_S)
-    vectors = embedder.run(EmbeddingInput(TEXTS, 0)).vectors
+    vectors = embedded(embedder, EmbeddingInput(TEXTS, 0), others).vectors
     assert others.steps == embedder.model.model.config.num_hidden_layers
     np.testing.assert_array_equal(vectors, expected)
 
@@ -260,7 +260,6 @@ def test_a_decoders_prompts_are_cut_to_the_time_beside_other_models(
         return 512
 
     monkeypatch.setattr(PrefillBudget, "prompt_tokens", prompt_tokens)
-    embedder.run(EmbeddingInput(TEXTS, 0))
-    embedder.others = BusyModels()
-    embedder.run(EmbeddingInput(TEXTS, 0))
+    embedded(embedder, EmbeddingInput(TEXTS, 0))
+    embedded(embedder, EmbeddingInput(TEXTS, 0), BusyModels())
     assert shared == [(False, math.inf), (True, MAX_TURN_S)]

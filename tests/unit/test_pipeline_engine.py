@@ -1,4 +1,4 @@
-"""The pipeline engine continues unfinished items in its next batches."""
+"""The pipeline engine runs items that a batch was cut before in its next batches."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from batching.batcher import DynamicBatcher
 from batching.fair_share import NO_OWNER, WorkOwner
 from batching.request_queue import WorkItem
 from tests.fakes import BusyModels, FakeRunner
-from worker.messages.protocol import CUT, UNFINISHED, PipelineInput, StepOutcome
+from worker.messages.protocol import CUT, PipelineInput, StepOutcome
 from worker.pipeline.engine import PipelineEngine
 
 
@@ -20,7 +20,7 @@ class Slow(FakeRunner):
         self.batches.append([words[0] for words in prepared])
         for words in prepared:
             words.pop()
-        return [UNFINISHED if words else "done" for words in prepared]
+        return [CUT if words else "done" for words in prepared]
 
 
 class Cutting(FakeRunner):
@@ -49,7 +49,7 @@ def step(engine: PipelineEngine) -> StepOutcome:
     return outcome
 
 
-def test_an_unfinished_item_continues_in_the_next_batch_with_new_ones() -> None:
+def test_a_cut_item_continues_in_the_next_batch_with_new_ones() -> None:
     engine, runner = slow_engine()
     long = arrived(engine, "long long long")
     outcome = step(engine)
@@ -57,7 +57,7 @@ def test_an_unfinished_item_continues_in_the_next_batch_with_new_ones() -> None:
     assert outcome.unfinished
     short = arrived(engine, "short")
     assert engine.busy
-    assert engine.due_at(1.0) == 1.0
+    assert engine.due_at(1.0) == 0.0  # since its arrival
     outcome = step(engine)
     assert outcome.outputs == [(short, "done")]
     assert outcome.report.size == 1
@@ -67,14 +67,14 @@ def test_an_unfinished_item_continues_in_the_next_batch_with_new_ones() -> None:
     assert engine.due_at(1.0) is None
 
 
-def test_the_time_of_an_unfinished_item_is_reported_when_it_finishes() -> None:
+def test_the_time_of_a_cut_item_is_reported_when_it_finishes() -> None:
     engine, _ = slow_engine()
     arrived(engine, "long long long")
     reports = [step(engine).report for _ in range(3)]
     assert [(report.size, report.total_s) for report in reports] == [(0, 1.0), (0, 2.0), (1, 3.0)]
 
 
-def test_a_cancelled_unfinished_item_is_dropped() -> None:
+def test_a_cancelled_cut_item_is_dropped() -> None:
     engine, runner = slow_engine()
     left = arrived(engine, "long long long")
     step(engine)
@@ -84,7 +84,7 @@ def test_a_cancelled_unfinished_item_is_dropped() -> None:
     assert not engine.busy
 
 
-def test_clear_returns_unfinished_items() -> None:
+def test_clear_returns_cut_items() -> None:
     engine, _ = slow_engine()
     item = arrived(engine, "long long")
     step(engine)

@@ -20,7 +20,7 @@ from tests.fakes import FakeRunner, batched_model
 from tests.serving import wait_until
 from worker.load_context import add_memory, remaining_bytes
 from worker.messages.generation import GenerationInput
-from worker.messages.protocol import UNFINISHED, BatchReport, PipelineInput, State, StepOutcome
+from worker.messages.protocol import CUT, BatchReport, PipelineInput, State, StepOutcome
 from worker.pipeline.engine import PipelineEngine
 from worker.registry import Breaker, ServedModel, language_model
 from worker.worker import OtherServedModels, Worker
@@ -182,14 +182,14 @@ def test_bad_inputs_alone_do_not_open_the_breaker(start: Callable[..., Bench]) -
     assert bench.runner.warm_ups == 1 + 5  # a probe after each batch without a success
 
 
-def test_a_bad_input_beside_an_unfinished_item_needs_no_probe(
+def test_a_bad_input_beside_a_cut_item_needs_no_probe(
     start: Callable[..., Bench],
 ) -> None:
     class Slow(FakeRunner):
         def forward(self, prepared: list[Any]) -> list[Any]:
             continues = len(self.batches) < 5
             outputs = super().forward(prepared)
-            return [UNFINISHED if continues and text == "LONG" else text for text in outputs]
+            return [CUT if continues and text == "LONG" else text for text in outputs]
 
     bench = start(Slow())
     bench.run_as_one_batch("long", "bad")

@@ -36,10 +36,14 @@ class AsyncCopy:
 
     def read(self) -> list[Any]:
         """Wait for the copy, not for later work, and return the values as nested lists."""
+        values: list[Any] = self.tensor().tolist()
+        return values
+
+    def tensor(self) -> Tensor:
+        """Do the same, and return the tensor on the host."""
         if self._copied:
             self._copied.synchronize()
-        values: list[Any] = self._copy.tolist()
-        return values
+        return self._copy
 
 
 def fill_placeholders(ids: Tensor, sampled: Tensor | None) -> Tensor:

@@ -3,7 +3,7 @@
     tokenize: token rows, all checks → one vector per row → finish: truncate to `dimensions`,
     normalize, encode
 
-The forward pass of token rows is in single_pass.py and chunked_prefill.py.
+Token rows run in single_pass.py or, of decoders, in engine.py.
 """
 
 import base64
@@ -17,7 +17,7 @@ from torch import Tensor
 from batching.errors import InvalidInput, ItemFailed
 from batching.request_queue import WorkItem
 from worker.embedding.pooling import PoolingHead
-from worker.embedding.pooling_runner import PoolingRunner, RowModel
+from worker.embedding.pooling_runner import PoolingRunner, RowModel, states_of
 from worker.embedding.sentence_transformers import SentenceTransformersConfig
 from worker.embedding.tokenization import TextTokenizer, TokenRow
 from worker.messages.protocol import ModelInfo
@@ -45,11 +45,12 @@ class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
         allowed_dimensions: Sequence[int] | None,
         info: ModelInfo,
     ) -> None:
-        self.head = PoolingHead(config, model.device)
-        super().__init__(model, self.head.pool, tokenizer, info)
+        self.pooling = PoolingHead(config, info.device)
+        super().__init__(model, self.pooling.pool, tokenizer, info)
         self.config, self.allowed_dimensions = config, allowed_dimensions
-        vector = self.compute([TokenRow(tokenizer.encode("a"))])
-        self.dimensions = config.truncate_dim or vector.shape[1]
+        self.reads_last_state = {*config.poolings} == {"lasttoken"}
+        row = TokenRow(tokenizer.encode("a"))
+        self.dimensions = config.truncate_dim or len(self.head(states_of(model, row), row))
 
     # ── pool threads ──
 
@@ -119,7 +120,7 @@ class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
         dimensions = payload.dimensions or self.dimensions
         normalize = payload.normalize
         if normalize is None:
-            normalize = self.head.normalizes or payload.dimensions is not None
+            normalize = self.pooling.normalizes or payload.dimensions is not None
         vectors = np.ascontiguousarray(raw.numpy()[:, :dimensions], dtype="<f4")
         if normalize:
             norms = np.linalg.norm(vectors, axis=1, keepdims=True)
@@ -131,7 +132,7 @@ class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
 
     def apply_head(self, pooled: Tensor) -> Tensor:
         """Return vectors [texts, D]."""
-        vectors: Tensor = self.head.layers(pooled)
+        vectors: Tensor = self.pooling.layers(pooled)
         return vectors
 
 

@@ -22,11 +22,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from batching.batcher import DynamicBatcher
 from worker.device.self_check import TOLERANCE, CannotRun
-from worker.embedding.chunked_prefill import load_chunked_prefill
 from worker.embedding.embedder import Embedder
+from worker.embedding.engine import ScoringEngine, load_paged_runner
 from worker.embedding.pairs import CrossEncoderTokenizer, PromptTokenizer
-from worker.embedding.pooling_runner import RowModel
+from worker.embedding.pooling_runner import RowModel, states_of
 from worker.embedding.reranker import Reranker, answer_logit, label_logit
 from worker.embedding.sentence_transformers import (
     SentenceTransformersConfig,
@@ -36,7 +37,7 @@ from worker.embedding.sentence_transformers import (
 from worker.embedding.single_pass import LOGITS, STATES, SinglePassModel
 from worker.embedding.tokenization import TextTokenizer, TokenRow
 from worker.load_context import on_worker
-from worker.messages.protocol import ModelInfo
+from worker.messages.protocol import Batching, Engine, ModelInfo
 from worker.model.language_model import LanguageModel, check_generates
 from worker.model.loading import (
     LoadingFailed,
@@ -49,6 +50,8 @@ from worker.model.loading import (
     missing_weights_matter,
     model_info,
 )
+from worker.model.paged_runner import PagedRunner
+from worker.pipeline.engine import PipelineEngine
 from worker.pipeline.limits import context_limit, vocabulary_size
 from worker.pipeline.packed_attention import start_native_kernels, use_flash_attention
 
@@ -59,7 +62,6 @@ log = logging.getLogger("onequeue.embedding")
 class ScoringOptions(ModelOptions):
     compile: str = "auto"
     allow_dimensions: bool = False
-    max_running: int = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +91,9 @@ class Checkpoint:
         if output_name == STATES:
             language = LanguageModel(options.model, model, self.tokenizer)
             try:
-                chunked = load_chunked_prefill(
-                    language, self.limit, options.compile, options.max_running
-                )
+                paged = load_paged_runner(language, self.limit, options.compile)
                 log_own_attention(options.attention, "steps on the paged cache")
-                return chunked
+                return paged
             except CannotRun as error:
                 log.debug("not paged: %s", error)
         rows = SinglePassModel(model, self.tokenizer, self.limit, output_name)
@@ -105,8 +105,11 @@ class Checkpoint:
         return rows
 
     def info(self, task: str, rows: RowModel) -> ModelInfo:
-        name, count, why = self.options.name, self.parameters, rows.batching_reason
-        return model_info(task, name, self.model, count, rows.batching, why)
+        batching: Batching = "continuous"
+        why = ""
+        if isinstance(rows, SinglePassModel):
+            batching, why = rows.batching, rows.batching_reason
+        return model_info(task, self.options.name, self.model, self.parameters, batching, why)
 
 
 def load_embedder(options: ScoringOptions) -> Embedder:
@@ -130,6 +133,13 @@ def load_reranker(options: ScoringOptions) -> Reranker:
         if is_causal_lm(checkpoint.model.config):
             return make_yes_no_reranker(checkpoint)
         return make_cross_encoder(checkpoint)
+
+
+def new_engine(scorer: Embedder | Reranker, batcher: DynamicBatcher[Any]) -> Engine:
+    """Return the engine of a scorer: the generation engine for one that runs on a paged cache."""
+    if isinstance(scorer.model, PagedRunner):
+        return ScoringEngine(scorer, batcher.max_size)
+    return PipelineEngine(scorer, batcher)
 
 
 def read_checkpoint(options: ScoringOptions, choose_class: Callable[[Any], Any]) -> Checkpoint:
@@ -233,7 +243,7 @@ def make_yes_no_reranker(checkpoint: Checkpoint) -> Reranker:
     info, activation = checkpoint.info("yes-no", rows), checkpoint.config.activation
     pairs = PromptTokenizer(tokenizer)
     reranker = Reranker(rows, answer_logit(direction), tokenizer, pairs, activation, info)
-    [score] = on_worker(lambda: reranker.compute([probe]))
+    score = on_worker(lambda: reranker.head(states_of(rows, probe), probe))
     if not (score - expected).abs() <= TOLERANCE[model.dtype] * logits.abs().max():
         raise LoadingFailed("its logits are not its last state times its output weights")
     return reranker

@@ -35,7 +35,7 @@ POOLINGS: Mapping[str, Callable[[Tensor, int], Tensor]] = {
 
 
 class PoolingHead:
-    def __init__(self, config: SentenceTransformersConfig, device: torch.device) -> None:
+    def __init__(self, config: SentenceTransformersConfig, device: str) -> None:
         self.poolings, self.include_prompt = config.poolings, config.include_prompt
         layers = list(config.layers)
         self.normalizes = bool(layers) and isinstance(layers[-1], Normalize)

@@ -1,64 +1,54 @@
-"""The runner that embedders and rerankers share. The worker serves it like a pipeline's runner:
-batches, breaker and bisection are the same.
+"""What embedders and rerankers share. One whose model runs texts in one pass is served like a
+pipeline's runner, a decoder by the generation engine (engine.py).
 
     prepare (pool thread): tokenize and validate
-    → forward (worker thread): run the token rows in one pass or one step of chunks, pool the rows
-      that are complete, apply the head
+    → forward (worker thread): run the token rows in one pass, pool their states, apply the layers
+      after pooling
     → finish (pool thread): convert to the response's numbers
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from batching.request_queue import WorkItem
-from batching.sequence import TokenIds
+from batching.sequence import Batch, Span, TokenIds
 from worker.embedding.pooling import PoolFunction
+from worker.embedding.single_pass import SinglePassModel
 from worker.embedding.tokenization import TextTokenizer, TokenRow
 from worker.messages.generation import TEXT_ONLY
 from worker.messages.protocol import (
     ALONE,
     CUT,
-    UNFINISHED,
-    Batching,
+    Cut,
     ModelInfo,
     OtherModels,
     TextModel,
-    Unfinished,
 )
 from worker.messages.scoring import EmbeddingInput, ScoringInput
+from worker.model.attention.kv_cache import BLOCK
+from worker.model.paged_runner import PagedRunner
 
 Payload = TypeVar("Payload", bound=EmbeddingInput | ScoringInput)
 Result = TypeVar("Result")
 
 
-class RowModel(Protocol):
-    """A model that runs token rows: SinglePassModel or ChunkedPrefillModel."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def batching(self) -> Batching: ...
-
-    @property
-    def batching_reason(self) -> str:
-        """The reason why rows are not packed; empty if they are."""
-
-    def run(self, rows: Sequence[TokenRow], pool: PoolFunction, others: OtherModels) -> None:
-        """Run the rows, or those that fit into a turn beside `others`, and set `row.result` where
-        a row is complete."""
+RowModel = SinglePassModel | PagedRunner
 
 
 class PoolingRunner(ABC, Generic[Payload, Result]):
-    """Implements Runner and TextModel of worker.messages.protocol. `pool` is applied to the
-    states of a complete row."""
+    """Implements Runner, if its model runs texts in one pass, and TextModel of
+    worker.messages.protocol. `pool` is applied to the states of a row."""
 
     warm_up_input: Payload  # the smallest valid one
     others: OtherModels = ALONE
+    reads_last_state = True  # and no other one
+    # of input processors
+    eos_token_ids: Sequence[int] = ()
+    image_preprocessor = None
 
     def __init__(
         self, model: RowModel, pool: PoolFunction, tokenizer: TextTokenizer, info: ModelInfo
@@ -79,7 +69,6 @@ class PoolingRunner(ABC, Generic[Payload, Result]):
         InvalidInput."""
         rows = self.tokenize(item.payload)
         for row in rows:
-            row.cache_namespace, row.owner = item.payload.cache_namespace, item.owner
             row.ids = TokenIds(row.ids)
             row.token_type_ids = row.token_type_ids and TokenIds(row.token_type_ids)
         counts = [len(row.ids) for row in rows]
@@ -91,19 +80,24 @@ class PoolingRunner(ABC, Generic[Payload, Result]):
         """Return the token rows of a payload. Raises InvalidInput."""
 
     @torch.inference_mode()
-    def forward(self, prepared: list[list[TokenRow]]) -> list[Tensor | Unfinished]:
-        """Return a tensor [rows, …] per item; UNFINISHED or CUT where rows need another step."""
+    def forward(self, prepared: list[list[TokenRow]]) -> list[Tensor | Cut]:
+        """Return a tensor [rows, …] per item; CUT where rows need another batch."""
+        assert isinstance(self.model, SinglePassModel)
         self.model.run([row for rows in prepared for row in rows], self.pool, self.others)
-        incomplete = UNFINISHED if self.info.batching == "continuous" else CUT
         is_done = [all(row.result is not None for row in rows) for rows in prepared]
         done = [rows for rows, complete in zip(prepared, is_done, strict=True) if complete]
         if not done:
-            return [incomplete] * len(prepared)
+            return [CUT] * len(prepared)
         results = [row.result for rows in done for row in rows if row.result is not None]
         pooled = torch.stack(results)
         outputs = self.apply_head(pooled).cpu()
         parts = iter(torch.split(outputs, [len(rows) for rows in done]))
-        return [next(parts) if complete else incomplete for complete in is_done]
+        return [next(parts) if complete else CUT for complete in is_done]
+
+    @torch.inference_mode()
+    def head(self, states: Tensor, row: TokenRow) -> Tensor:
+        """Return the output of a row by its states: of all tokens, or of the last one."""
+        return self.apply_head(self.pool(states, row)[None])[0]
 
     def apply_head(self, pooled: Tensor) -> Tensor:
         """Run the layers after pooling on [rows, …]."""
@@ -114,16 +108,17 @@ class PoolingRunner(ABC, Generic[Payload, Result]):
 
     def warm_up(self) -> None:
         """Run the smallest valid payload; raise if the model is broken."""
-        self.run(self.warm_up_input)
-
-    def run(self, payload: Payload) -> Result:
-        """Return the result for one payload."""
-        item: WorkItem[Payload, list[TokenRow]] = WorkItem(payload, float("inf"), 0.0)
+        item: WorkItem[Payload, list[TokenRow]] = WorkItem(self.warm_up_input, float("inf"), 0.0)
         self.prepare(item)
-        return self.finish(item, self.compute(item.prepared))
-
-    def compute(self, rows: list[TokenRow]) -> Tensor:
-        """Return the output [rows, …], from as many forward passes as it takes."""
-        while isinstance(output := self.forward([rows])[0], Unfinished):
+        while (output := self.forward([item.prepared])[0]) is CUT:
             pass
-        return output
+        self.finish(item, output)
+
+
+def states_of(model: RowModel, row: TokenRow) -> Tensor:
+    """Return the states [tokens, H] of a row, which runs alone."""
+    if isinstance(model, SinglePassModel):
+        return model([row])
+    count = len(row.ids)
+    blocks = range(-(-count // BLOCK))
+    return model.forward(Batch([Span(blocks, 0, count)], row.ids, range(count)))

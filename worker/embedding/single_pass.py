@@ -5,7 +5,7 @@
     padded, single    side by side with padding, or one by one
 
 The first of these that keeps the model's own output is used; loading compares outputs, as for
-pipelines (pipeline/loading.py). Decoders that run in chunks are in chunked_prefill.py.
+pipelines (pipeline/loading.py). Decoders that run in chunks are in engine.py.
 """
 
 import time

@@ -12,9 +12,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from batching.block_pool import SHARED_NAMESPACE
 from batching.errors import InvalidInput
-from batching.fair_share import NO_OWNER, WorkOwner
 from batching.sequence import TokenList
 from worker.messages.generation import Chat
 from worker.messages.scoring import Truncation
@@ -31,9 +29,6 @@ class TokenRow:
     ids: TokenList
     token_type_ids: TokenList | None = None  # for models that distinguish the texts of a pair
     prompt_tokens: int = 0  # at the start, which pooling may leave out
-    cache_namespace: bytes = SHARED_NAMESPACE  # prefixes are shared within a namespace only
-    owner: WorkOwner = NO_OWNER
-    in_failed_step: bool = False
     result: Tensor | None = None
 
 

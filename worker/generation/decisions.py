@@ -23,12 +23,11 @@ from transformers import PreTrainedTokenizerBase
 from batching.errors import InvalidInput
 from batching.fair_share import Priority
 from batching.request_queue import WorkItem
-from batching.sequence import PrefixedTokens, TokenIds
-from worker.generation.output import PreparedPrompt
+from batching.sequence import Chunk, PrefixedTokens, TokenIds
+from worker.generation.output import PromptOutput
 from worker.messages.decisions import LETTERS, YES_NO, DecisionInput, Question
-from worker.messages.deltas import Delta
 from worker.messages.generation import Chat
-from worker.model.sampler import SampledToken, SamplingParams
+from worker.model.sampler import SampledToken
 from worker.text.chat_template.special_token_escaping import SpecialTokenEscaper
 from worker.text.chat_template.template import ChatTemplate
 from worker.text.long_text import TokenLimit, tokenizing
@@ -56,9 +55,8 @@ class SharedPrompt(NamedTuple):
     key: str  # of the escaped special tokens
 
 
-class LabelScores:
-    """The response to a question: the probabilities of its labels. Has the interface of a
-    SequenceOutput, and generates nothing."""
+class LabelScores(PromptOutput):
+    """The response to a question: the probabilities of its labels."""
 
     def __init__(
         self,
@@ -68,34 +66,23 @@ class LabelScores:
         labels: tuple[int, ...],
         input_tokens: int,
     ) -> None:
-        self.item = item
-        self.priority = item.owner.priority
+        super().__init__(item, ids, number)
         if number >= MAX_FOREGROUND_QUESTIONS:
             self.priority = Priority.BACKGROUND
-        self.prepared = PreparedPrompt(ids, SamplingParams(), 0, {}, labels=labels)
-        self.started = False
-        self.finished = False
-        self._input_tokens = input_tokens
-        self._delta = Delta(number)
+        self.labels = labels
+        # counted with the first question
+        self._counted_tokens = input_tokens if number else 0
 
-    def score(self, logits: Tensor, positions: range) -> list[SampledToken]:
+    def score(self, logits: Tensor, chunk: Chunk) -> list[SampledToken]:
         """Score the labels as the prompt's next token, by the logits [1, V] of its last one."""
-        return label_logprobs(logits[0], self.prepared.labels)
+        return label_logprobs(logits[0], self.labels)
 
     def add_prompt_scores(self, scores: Sequence[SampledToken]) -> None:
         self._delta.probabilities = [exp(score.logprob or 0.0) for score in scores]
 
     def start(self, cached_tokens: int) -> None:
-        """Record that the prompt has run. `cached_tokens`: of it, in the prefix cache. The tokens
-        of the input are counted with the first question."""
-        counted = self._input_tokens if self._delta.choice else 0
-        self._delta.prompt_tokens = len(self.prepared.ids) - counted
-        self._delta.cached_tokens = max(0, cached_tokens - counted)
-        self._delta.finish_reason = "stop"
-        self.started = self.finished = True
-
-    def take_delta(self) -> Delta:
-        return self._delta
+        super().start(max(0, cached_tokens - self._counted_tokens))
+        self._delta.prompt_tokens -= self._counted_tokens
 
 
 class Decisions:

@@ -21,11 +21,11 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, islice
-from typing import Literal, NoReturn
+from typing import Any, Literal
 
 from torch import Tensor
 
-from batching.errors import DeviceLost, ItemFailed, NotReady, OnequeueError, OutOfMemory
+from batching.errors import DeviceLost, ItemFailed, OnequeueError, OutOfMemory
 from batching.fair_share import WorkOwner, fair_order
 from batching.request_queue import WorkItem
 from batching.scheduler import ContinuousScheduler
@@ -39,9 +39,8 @@ from worker.generation.speculation import Speculation
 from worker.grammar.bitmask import BitmaskComputer, PendingMask
 from worker.grammar.compiler import Grammar
 from worker.messages.adapters import Adapter, InvalidAdapter
-from worker.messages.decisions import DecisionInput
 from worker.messages.deltas import Delta
-from worker.messages.generation import GenerationInput, SamplingDefaults
+from worker.messages.generation import SamplingDefaults
 from worker.messages.protocol import (
     ALONE,
     Fallback,
@@ -119,6 +118,7 @@ class GenerationEngine:
         self._pending_masks: dict[Sequence, PendingMask] = {}  # until a token is sampled with them
         self._in_flight: InFlightStep | None = None
         self._results_at = 0.0  # when the last step's results were processed
+        self._ran = 0  # sequences in that step
         # of the current call of `step`
         self._step_started = 0.0
         self._counts: Counter[str] = Counter()  # fields of StepReport
@@ -152,8 +152,6 @@ class GenerationEngine:
         return self.runner.language.fallbacks
 
     def prepare(self, item: GenerationItem) -> None:
-        if (adapter := item.payload.adapter) and (reason := adapter.unusable_reason):
-            raise NotReady(reason, 5)
         self.input_processor.prepare(item)
 
     def load_adapter(self, adapter: Adapter) -> None:
@@ -171,12 +169,13 @@ class GenerationEngine:
     # ── requests ──
 
     def add(self, item: GenerationItem) -> None:
-        self.live[item] = [self._new_sequence(output, item.payload) for output in item.prepared]
+        self.live[item] = [self._new_sequence(output) for output in item.prepared]
         for sequence in self.live[item]:
             self.scheduler.add(sequence)
 
-    def _new_sequence(self, output: Output, request: GenerationInput | DecisionInput) -> Sequence:
-        prepared, adapter, namespace = output.prepared, request.adapter, request.cache_namespace
+    def _new_sequence(self, output: Output) -> Sequence:
+        prepared, request = output.prepared, output.request
+        adapter, namespace = request.adapter, request.cache_namespace
         if adapter:
             namespace += b"adapter%d" % adapter.number
         # The keys of forms differ by rounding too, so none reads the prefixes of another.
@@ -187,7 +186,7 @@ class GenerationEngine:
             prepared.ids,
             max_tokens=prepared.max_tokens,
             scores_prompt=prepared.prompt_logprobs is not None,
-            scores_end=bool(prepared.labels),
+            reads=output.reads,
             priority=output.priority,
             owner=output.item.owner,
             cache_namespace=namespace + form.encode(),
@@ -225,8 +224,11 @@ class GenerationEngine:
         self._encoder_scheduler = self._new_encoder_scheduler()
         return items
 
-    def finish(self, item: WorkItem, raw: object) -> NoReturn:
+    def finish(self, item: WorkItem, raw: Any) -> object:
         raise NotImplementedError("a step has deltas, no outputs")
+
+    def _raw_output(self, item: WorkItem) -> object:
+        """Return what `finish` gets of an item that has ended; None: its stream has it all."""
 
     def warm_up(self) -> None:
         """Run two steps of a sequence, in a free block if there is one."""
@@ -410,13 +412,13 @@ class GenerationEngine:
         return self._masks.token_mask(ready) if ready else None
 
     def _prompt_scores(self, batch: Batch, logits: Tensor) -> dict[Sequence, list[SampledToken]]:
-        """Return the scores of prompts' tokens, or of labels that may follow one: read at once."""
+        """Return the scores of prompts' tokens, read at once, and apply the heads of prompts."""
         scores, row = {}, 0
         for chunk in batch.chunks:
             if positions := chunk.to_score:
                 end = row + len(positions)
                 output = self._outputs[chunk.sequence]
-                scores[chunk.sequence] = output.score(logits[row:end], positions)
+                scores[chunk.sequence] = output.score(logits[row:end], chunk)
                 row = end
         return scores
 
@@ -439,7 +441,7 @@ class GenerationEngine:
         if (step := self._in_flight) is None:
             return
         sampled = iter(step.sampled.read())
-        self._in_flight = None
+        self._in_flight, self._ran = None, len(step.batch.chunks)
         earlier_counts, self._counts = self._counts, Counter()
         for chunk in step.batch.chunks:
             tokens = list(islice(sampled, chunk.to_sample))
@@ -503,13 +505,20 @@ class GenerationEngine:
         finished = [
             item for item in ending if all(self._outputs[s].finished for s in self.live[item])
         ]
-        done = [*self._failed.items(), *((item, None) for item in finished)]
-        for item, _ in done:
+        done: list[tuple[WorkItem, Exception | None]] = [*self._failed.items()]
+        outputs: list[tuple[WorkItem, object]] = []
+        for item in finished:
+            if (raw := self._raw_output(item)) is None:
+                done.append((item, None))
+            else:
+                item.finished_at, item.batch_size = time.monotonic(), self._ran
+                outputs.append((item, raw))
+        for item in (*self._failed, *finished):
             self._release(item)
         self._failed.clear()
         if not self.live:
             self._in_flight = None  # no request waits for its tokens
-        return StepOutcome(report, deltas, done=done)
+        return StepOutcome(report, deltas, outputs, done)
 
     def _report(self) -> StepReport:
         scheduler, admitted = self.scheduler, self.scheduler.admitted

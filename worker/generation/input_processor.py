@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from batching.errors import InvalidInput
+from batching.errors import InvalidInput, NotReady
 from batching.request_queue import WorkItem
 from batching.sequence import TokenIds
-from worker.generation.decisions import Decisions, LabelScores
-from worker.generation.output import PreparedPrompt, SequenceOutput, create_outputs
+from worker.generation.decisions import Decisions
+from worker.generation.output import PreparedPrompt, PromptOutput, SequenceOutput, create_outputs
 from worker.grammar.compiler import Grammar, GrammarCompiler, compiling_for
 from worker.grammar.constraints import OutputConstraints
 from worker.grammar.lark import content_or_calls, schema_rule, unusable_grammar
@@ -52,7 +52,7 @@ from worker.vision.multimodal_prompt import MultimodalPrompt
 
 MAX_PROMPT_CHARS = 1 << 23
 
-Output = SequenceOutput | LabelScores
+Output = SequenceOutput | PromptOutput
 GenerationItem = WorkItem[GenerationInput | DecisionInput, Sequence[Output]]
 
 
@@ -115,7 +115,10 @@ class InputProcessor:
 
     def prepare(self, item: GenerationItem) -> None:
         """Fill in `item.prepared`, an output for each choice or question, and `item.tokens`."""
-        if isinstance(request := item.payload, DecisionInput):
+        request = item.payload
+        if request.adapter and (reason := request.adapter.unusable_reason):
+            raise NotReady(reason, 5)
+        if isinstance(request, DecisionInput):
             item.prepared = self.decisions.create_outputs(item, request)
             return
         compiling_for.set(item.owner.client)

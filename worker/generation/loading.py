@@ -117,6 +117,7 @@ def paged_engine(
     runner: PagedRunner,
     options: GeneratorOptions,
     preprocessor: ImagePreprocessor | None = None,
+    kind: type[GenerationEngine] = GenerationEngine,
 ) -> GenerationEngine:
     language = runner.language
     runner.builds = options.compile != "off"
@@ -131,7 +132,7 @@ def paged_engine(
         pool = BlockPool(runner.blocks, BLOCK, fresh_fraction, states)
         return ContinuousScheduler(pool, options.max_running)
 
-    return GenerationEngine(
+    return kind(
         runner,
         InputProcessor(language, runner.max_model_len, image_preprocessor=preprocessor),
         new_scheduler,

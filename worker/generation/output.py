@@ -12,12 +12,12 @@ from collections import abc
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from batching.request_queue import WorkItem
-from batching.sequence import PrefixedTokens, TokenList
+from batching.sequence import Chunk, PrefixedTokens, Reads, TokenList
 from worker.grammar.constraints import ConstraintState, OutputConstraints
 from worker.messages.deltas import Delta, FinishReason, TokenLogprob
 from worker.messages.generation import GenerationInput
@@ -41,7 +41,6 @@ class PreparedPrompt:
     # at the start of a response; None: all of its text is content
     parser: OutputParser | None = None
     constraints: OutputConstraints | None = None
-    labels: tuple[int, ...] = ()  # tokens to score at the end of the prompt; none is generated
     multimodal: MultimodalPrompt | None = None  # None: the prompt has no images
     history_len: int = 0  # leading tokens that the conversation's next prompt repeats; 0: unknown
 
@@ -71,8 +70,43 @@ def create_outputs(
     ]
 
 
+class PromptOutput:
+    """The output of a prompt that a head reads and that nothing follows. Has the interface of a
+    SequenceOutput."""
+
+    reads: Reads = "last"
+
+    def __init__(self, item: WorkItem, ids: TokenList | PrefixedTokens, number: int = 0) -> None:
+        self.item = item
+        self.request: Any = item.payload  # of any kind
+        self.priority = item.owner.priority
+        self.prepared = PreparedPrompt(ids, SamplingParams(), 0, {})
+        self.started = False
+        self.finished = False
+        self._delta = Delta(number)
+
+    def score(self, rows: Tensor, chunk: Chunk) -> list[SampledToken]:
+        """Apply the head to the logits of the positions that it reads, or to the states of a model
+        without logits."""
+        raise NotImplementedError
+
+    def add_prompt_scores(self, scores: abc.Sequence[SampledToken]) -> None:
+        """Keep the scores."""
+
+    def start(self, cached_tokens: int) -> None:
+        """Record that the prompt has run. `cached_tokens`: of it, in the prefix cache."""
+        self._delta.prompt_tokens, self._delta.cached_tokens = len(self.prepared.ids), cached_tokens
+        self._delta.finish_reason = "stop"
+        self.started = self.finished = True
+
+    def take_delta(self) -> Delta:
+        return self._delta
+
+
 class SequenceOutput:
     """The output of one choice. `started`: its prompt has run. `finished`: its end is known."""
+
+    reads: Reads = ""
 
     def __init__(
         self,
@@ -98,7 +132,7 @@ class SequenceOutput:
         self._vocabulary = vocabulary
         self._detokenizer = vocabulary.stream(prepared.ids[-CONTEXT:])
         self._parser = parser  # None: all of the text is content
-        self._request = request
+        self.request = request
         self._min_tokens = request.stopping.min_tokens or 0
         stop = (*request.stopping.stop, *prepared.stop)
         self._stop_strings = StopStrings(stop) if stop else None
@@ -116,8 +150,9 @@ class SequenceOutput:
 
     # ── the prompt ──
 
-    def score(self, logits: Tensor, positions: range) -> list[SampledToken]:
-        """Score the prompt's tokens that follow these positions, by their logits [P, V]."""
+    def score(self, logits: Tensor, chunk: Chunk) -> list[SampledToken]:
+        """Score the prompt's tokens that follow the chunk's positions, by their logits [P, V]."""
+        positions = chunk.to_score
         targets = self.prepared.ids[positions.start + 1 : positions.stop + 1]
         return prompt_logprobs(logits, targets, self.prepared.prompt_logprobs or 0)
 
@@ -135,7 +170,7 @@ class SequenceOutput:
         if self.sampling.choice == 0:
             self._delta.prompt_tokens = len(self.prepared.ids)
             self._delta.cached_tokens = cached_tokens
-        request = self._request
+        request = self.request
         if request.token_ids:
             self._delta.prompt_ids = self.prepared.ids[:]
         if request.prompt_logprobs is not None:
@@ -168,7 +203,7 @@ class SequenceOutput:
         token, parser, constraints = sampled.token, self._parser, self.constraints
         self.tokens += 1
         self._delta.tokens += 1
-        if self._request.token_ids:
+        if self.request.token_ids:
             self._delta.token_ids.append(token)
         reasoning = parser is not None and parser.phase == "reasoning"
         if constraints:

@@ -10,9 +10,9 @@ have runs the model's own `generate`, on a copy of the model that shares its wei
 import copy
 import logging
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,23 +25,17 @@ from worker.device.self_check import CannotRun, set_attention
 from worker.generation.engine import GenerationEngine
 from worker.generation.input_processor import default_sampling
 from worker.generation.loading import paged_engine
-from worker.generation.output import PreparedPrompt, create_outputs
+from worker.generation.output import PreparedPrompt, SequenceOutput, create_outputs
 from worker.load_context import on_worker
-from worker.messages.deltas import Delta
 from worker.messages.generation import GenerationInput
-from worker.messages.protocol import (
-    Fallback,
-    ModelInfo,
-    OtherModels,
-    PipelineInput,
-    StepOutcome,
-)
+from worker.messages.protocol import PipelineInput
 from worker.model.cpu.experts import packed_experts
 from worker.model.generation_config import check_generation_config, not_served
 from worker.model.language_model import GeneratorOptions, LanguageModel
 from worker.model.loading import LoadingFailed, Pipe
 from worker.model.logits_processors import CheckpointProcessors
 from worker.model.long_context import factors_change
+from worker.model.paged_runner import PagedRunner
 from worker.model.paging import load_paged_runner
 from worker.pipeline.engine import PipelineEngine
 from worker.pipeline.limits import context_limit
@@ -54,86 +48,61 @@ TokenLists = list[list[int]]  # of each returned sequence, without the prompt
 PipelineSteps = PipelineEngine[PipelineInput, PreparedInput, Any]
 
 
-@dataclass(eq=False)
-class GenerationRun:
-    """What `prepare` makes of an input that the engine generates for."""
+class GenerationRun(list[SequenceOutput]):
+    """What `prepare` makes of an input that the engine generates for: an output for each returned
+    sequence."""
 
-    prepared: PreparedInput
-    item: WorkItem  # the engine's
-    tokens: TokenLists
-    pipeline_item: PipelineItem
+    def __init__(self, outputs: Iterable[SequenceOutput], prepared: PreparedInput) -> None:
+        super().__init__(outputs)
+        self.prepared = prepared
 
 
-class TextGenerationEngine:
-    """Implements Engine of worker.messages.protocol by the two engines of one model, whose steps
-    take turns."""
+class TextGenerationEngine(GenerationEngine):
+    """A generation engine that takes the inputs of a pipeline. Steps of it and of the pipeline's
+    engine, which `attach` sets, take turns."""
 
-    text_model = None
+    runner: PagedRunner
+    pipelines: PipelineSteps
+    pipeline_runner: PipelineRunner
 
-    def __init__(
-        self, runner: PipelineRunner, pipelines: PipelineSteps, generation: GenerationEngine
-    ) -> None:
-        self.runner, self.pipelines, self.generation = runner, pipelines, generation
-        self.info: ModelInfo = replace(generation.info, model=runner.info.model)
-        self._runs: dict[WorkItem, GenerationRun] = {}  # by the generation engine's item
+    def attach(self, pipeline_runner: PipelineRunner, pipelines: PipelineSteps) -> None:
+        self.pipeline_runner, self.pipelines = pipeline_runner, pipelines
+        self.info = replace(self.info, model=pipeline_runner.info.model)
         self._pipeline_next = False  # a batch of the pipeline is next, if both have work
 
     @property
-    def others(self) -> OtherModels:
-        return self.pipelines.others
-
-    @others.setter
-    def others(self, others: OtherModels) -> None:
-        self.pipelines.others = self.generation.others = others
-
-    @property
-    def compile_state(self) -> Literal["running", "done", "off"]:
-        return self.generation.compile_state
-
-    @property
-    def stage(self) -> str:
-        return self.generation.stage
-
-    @property
-    def fallbacks(self) -> Sequence[Fallback]:
-        return self.generation.fallbacks
+    def text_model(self) -> Any:
+        """None: requests do not call it by name."""
 
     # ── in pool threads ──
 
-    def prepare(self, item: PipelineItem) -> None:
+    def prepare(self, item: WorkItem[Any, Any]) -> None:
         self.pipelines.prepare(item)
-        prepared: Any = item.prepared
-        if (config := engine_config(self.runner, prepared)) is not None:
+        prepared = item.prepared
+        if (config := engine_config(self.pipeline_runner, prepared)) is not None:
             prompt = prepared.chunks[0]["input_ids"][0].tolist()
-            if len(prompt) + prepared.forward["max_new_tokens"] <= self._max_model_len:
-                prepared = self._generation_run(item, prompt, config)
-        item.prepared = prepared
-
-    @property
-    def _max_model_len(self) -> int:
-        return self.generation.input_processor.max_model_len
+            max_model_len = self.input_processor.max_model_len
+            if len(prompt) + prepared.forward["max_new_tokens"] <= max_model_len:
+                item.prepared = self._generation_run(item, prompt, config)
 
     def _generation_run(
         self, item: PipelineItem, prompt: list[int], config: GenerationConfig
     ) -> GenerationRun:
-        engine, count = self.generation, item.prepared.sequences
-        request = GenerationInput(tuple(prompt), n=count, token_ids=True)
-        work: WorkItem = WorkItem(request, item.deadline, item.accepted_at, owner=item.owner)
-        language = engine.runner.language
+        request = GenerationInput(tuple(prompt), n=item.prepared.sequences)
+        language = self.runner.language
         prepared = prepare_prompt(prompt, config, language.vocab_size, language.device)
-        vocabulary = engine.input_processor.vocabulary
-        work.prepared = create_outputs(work, request, prepared, vocabulary)
-        return GenerationRun(item.prepared, work, [[] for _ in range(count)], item)
+        outputs = create_outputs(item, request, prepared, self.input_processor.vocabulary)
+        return GenerationRun(outputs, item.prepared)
 
-    def finish(self, item: PipelineItem, raw: Any) -> object:
+    def finish(self, item: WorkItem[Any, Any], raw: Any) -> object:
         if isinstance(run := item.prepared, GenerationRun):
-            item.prepared, raw = run.prepared, [self._raw_output(run, raw)]
+            item.prepared, raw = run.prepared, [self._pipeline_output(run.prepared, raw)]
         return self.pipelines.finish(item, raw)
 
-    def _raw_output(self, run: GenerationRun, sequences: TokenLists) -> dict[str, Any]:
+    def _pipeline_output(self, prepared: PreparedInput, sequences: TokenLists) -> dict[str, Any]:
         """Return what the pipeline's forward returns; as there, shorter sequences are padded."""
-        [chunk], width = run.prepared.chunks, max(map(len, sequences))
-        pad = self.runner.pipe.tokenizer.pad_token_id or 0
+        [chunk], width = prepared.chunks, max(map(len, sequences))
+        pad = self.pipeline_runner.pipe.tokenizer.pad_token_id or 0
         prompt: list[int] = chunk["input_ids"][0].tolist()
         rows = [[*prompt, *ids, *[pad] * (width - len(ids))] for ids in sequences]
         return {
@@ -144,61 +113,37 @@ class TextGenerationEngine:
 
     # ── on the worker's thread ──
 
-    def add(self, item: PipelineItem) -> None:
-        if isinstance(run := item.prepared, GenerationRun):
-            self._runs[run.item] = run
-            self.generation.add(run.item)
+    def add(self, item: WorkItem[Any, Any]) -> None:
+        if isinstance(item.prepared, GenerationRun):
+            super().add(item)
         else:
             self.pipelines.add(item)
 
     @property
     def busy(self) -> bool:
-        return self.generation.busy or self.pipelines.busy
+        return super().busy or self.pipelines.busy
 
     def due_at(self, idle_since: float) -> float | None:
-        return idle_since if self.generation.busy else self.pipelines.due_at(idle_since)
+        return idle_since if self.live else self.pipelines.due_at(idle_since)
 
-    def step(self, idle_since: float) -> StepOutcome[Any, Any] | None:
-        if not self.generation.busy:
+    def step(self, idle_since: float = 0.0) -> Any:
+        self.pipelines.others = self.others
+        if not self.live:
             return self.pipelines.step(idle_since)
         self._pipeline_next = not self._pipeline_next
         if self._pipeline_next and (outcome := self.pipelines.step(idle_since)):
             return outcome
-        return self._generation_step(idle_since)
+        return super().step(idle_since)
 
-    def _generation_step(self, idle_since: float) -> StepOutcome[Delta, TokenLists]:
-        for run in self._runs.values():
-            run.item.open = run.pipeline_item.open
-        step = self.generation.step(idle_since)
-        outcome: StepOutcome[Delta, TokenLists] = StepOutcome(step.report)
-        for work, delta in step.deltas:
-            run = self._runs[work]
-            run.tokens[delta.choice] += delta.token_ids
-            outcome.deltas.append((run.pipeline_item, delta))
-        running, now = len(self._runs), self.pipelines.clock()
-        for work, error in step.done:
-            run = self._runs[work]
-            item = run.pipeline_item
-            item.started_at, item.finished_at, item.batch_size = work.started_at, now, running
-            if error is None:
-                outcome.outputs.append((item, run.tokens))
-            else:
-                outcome.done.append((item, error))
-        self._runs = {work: run for work, run in self._runs.items() if work in self.generation.live}
-        return outcome
+    def _raw_output(self, item: WorkItem) -> TokenLists:
+        return [sequence.tokens[sequence.prompt_len :] for sequence in self.live[item]]
 
     def clear(self) -> list[WorkItem]:
-        items = [run.pipeline_item for run in self._runs.values()]
-        self._runs = {}
-        self.generation.clear()
-        return [*items, *self.pipelines.clear()]
+        return [*super().clear(), *self.pipelines.clear()]
 
     def warm_up(self) -> None:
         self.pipelines.warm_up()
-        self.generation.warm_up()
-
-    def close(self) -> None:
-        self.generation.close()
+        super().warm_up()
 
 
 # ── a request's parameters ──
@@ -252,17 +197,20 @@ def load_text_generation(
 ) -> TextGenerationEngine | PipelineSteps:
     """Load the pipeline, with a generation engine where its model runs on paged memory."""
     pipe = load_checked_pipeline(options)
-    engine: GenerationEngine | None = None
+    engine: TextGenerationEngine | None = None
     try:
         engine = load_engine(pipe, generation)
     except CannotRun as error:
         log.warning("POST / runs generate: %s", error)
     runner = new_runner(pipe, options, max_rows)
     pipelines: PipelineSteps = PipelineEngine(runner, batcher)
-    return TextGenerationEngine(runner, pipelines, engine) if engine else pipelines
+    if engine is None:
+        return pipelines
+    engine.attach(runner, pipelines)
+    return engine
 
 
-def load_engine(pipe: Pipe, options: GeneratorOptions) -> GenerationEngine:
+def load_engine(pipe: Pipe, options: GeneratorOptions) -> TextGenerationEngine:
     """Return an engine of the pipeline's model, and leave the pipeline with a copy that shares its
     weights. Raise CannotRun, with the pipeline unchanged, if `generate` has to run alone."""
     model = pipe.model
@@ -290,7 +238,9 @@ def load_engine(pipe: Pipe, options: GeneratorOptions) -> GenerationEngine:
     check_model = language.own_check()
     runner = load_paged_runner(language, options, check_own)
     pipe.model = own_model()
-    return paged_engine(runner, options)
+    engine = paged_engine(runner, options, kind=TextGenerationEngine)
+    assert isinstance(engine, TextGenerationEngine)
+    return engine
 
 
 def copy_sharing_weights(model: Any) -> Any:

@@ -35,15 +35,14 @@ StepDelta = TypeVar("StepDelta", covariant=True, default=object)
 StepRaw = TypeVar("StepRaw", covariant=True, default=object)
 
 
-class Unfinished(Enum):
-    """Returned by `Runner.forward` for an input that needs another batch: the next one, beside new
-    inputs, or, where the batch was cut to a turn, one in which inputs of others may come first."""
+class Cut(Enum):
+    """Returned by `Runner.forward` for an input that the batch was cut before, to a turn: it needs
+    another one, in which inputs of others may come first."""
 
-    UNFINISHED = auto()
     CUT = auto()
 
 
-UNFINISHED, CUT = Unfinished.UNFINISHED, Unfinished.CUT
+CUT = Cut.CUT
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,11 +228,11 @@ class Runner(Protocol[Payload, Prepared, Raw]):
     def prepare(self, item: WorkItem[Payload, Prepared]) -> None:
         """See Engine."""
 
-    def forward(self, prepared: list[Prepared]) -> Sequence[Raw | Unfinished]:
+    def forward(self, prepared: list[Prepared]) -> Sequence[Raw | Cut]:
         """Run a batch on the worker's thread.
 
-        Returns one raw output per prepared input, in order. UNFINISHED and CUT mark an input that
-        needs more batches: it is passed again in a later one, unless its client has left.
+        Returns one raw output per prepared input, in order. CUT marks an input that needs more
+        batches: it is passed again in a later one, unless its client has left.
         """
 
     def finish(self, item: WorkItem[Payload, Prepared], raw: Raw) -> object:

@@ -6,7 +6,7 @@ of texts at once, and a batch holds parts of several requests. No torch.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeVar
+from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,7 @@ class EmbeddingInput:
     encoding: Literal["float", "base64", "bare", "vectors"] = "float"
     param: str = "input"
     cache_namespace: bytes = b""  # cached prefixes are shared within it alone
+    adapter: ClassVar[None] = None
 
     def path(self, n: int) -> str:
         """Return the path of the n-th of these inputs in the request, for errors."""
@@ -65,6 +66,7 @@ class ScoringInput:
     truncation: Truncation = Truncation(enabled=True)  # of the documents; queries stay whole
     raw: bool = False  # scores without the model's activation function
     cache_namespace: bytes = b""  # as of an EmbeddingInput
+    adapter: ClassVar[None] = None
 
 
 @dataclass(frozen=True, slots=True)

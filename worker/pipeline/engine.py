@@ -1,10 +1,11 @@
-"""The engine of pipelines, embedders and rerankers: a step runs one dynamic batch.
+"""The engine of models that run an input at once: pipelines, and embedders and rerankers that are
+encoders. A step runs one dynamic batch.
 
     prepare (pool) → add → step: take a batch, forward → finish (pool)
 
 DynamicBatcher decides which items form a batch and when it is due; a Runner computes it, in several
 steps while other models have work. A batch that raises is bisected until only the guilty items
-fail. Language and speech models have engines of their own.
+fail. Decoders and speech models have engines of their own.
 """
 
 import logging
@@ -30,7 +31,6 @@ from worker.messages.protocol import (
     Runner,
     StepOutcome,
     TextModel,
-    Unfinished,
 )
 
 log = logging.getLogger("onequeue.worker")
@@ -61,13 +61,11 @@ class PipelineEngine(Generic[Payload, Prepared, Raw]):
         batcher: DynamicBatcher[WorkItem[Payload, Prepared]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        batcher.packs = runner.info.batching in ("packed", "continuous")
+        batcher.packs = runner.info.batching == "packed"
         self.runner = runner
         self.batcher = batcher
         self.clock = clock
         self._batch: list[WorkItem[Payload, Prepared]] = []  # the one that runs
-        # items of the last batch that continue in the next one
-        self._unfinished: list[WorkItem[Payload, Prepared]] = []
         self._cut: list[WorkItem[Payload, Prepared]] = []  # items that wait again after the batch
         # start of the time that the next report with items covers; None: of the next step
         self._started_at: float | None = None
@@ -95,10 +93,10 @@ class PipelineEngine(Generic[Payload, Prepared, Raw]):
 
     @property
     def busy(self) -> bool:
-        return bool(self._unfinished or self.batcher.waiting)
+        return bool(self.batcher.waiting)
 
     def due_at(self, idle_since: float) -> float | None:
-        return idle_since if self._unfinished else self.batcher.due_at(idle_since)
+        return self.batcher.due_at(idle_since)
 
     def step(self, idle_since: float) -> StepOutcome[object, Raw] | None:
         if not self._take_batch(idle_since):
@@ -109,15 +107,15 @@ class PipelineEngine(Generic[Payload, Prepared, Raw]):
         for item in self._batch:
             item.finished_at = finished_at
             item.batch_size = 0 if item in cut else rows
-        unfinished = bool(self._unfinished or self._cut)
+        unfinished = bool(self._cut)
         self.batcher.put_back(self._cut)
         report = self._report(run, finished_at)
         self._batch, self._cut = [], []
         return StepOutcome(report, outputs=run.outputs, done=run.failed, unfinished=unfinished)
 
     def clear(self) -> list[WorkItem]:
-        running: list[WorkItem] = [*(self._batch or self._unfinished), *self.batcher.clear()]
-        self._batch, self._unfinished, self._cut, self._started_at = [], [], [], None
+        running: list[WorkItem] = [*self._batch, *self.batcher.clear()]
+        self._batch, self._cut, self._started_at = [], [], None
         return list(dict.fromkeys(running))
 
     def warm_up(self) -> None:
@@ -129,15 +127,12 @@ class PipelineEngine(Generic[Payload, Prepared, Raw]):
     # ── a batch ──
 
     def _take_batch(self, idle_since: float) -> bool:
-        """Continue the unfinished items and add the next batch, if one is due."""
+        """Take the next batch, if one is due."""
         now = self.clock()
-        self._batch = [item for item in self._unfinished if item.open]
-        self._unfinished = []
-        joining = self.batcher.take(now, idle_since)
-        self._batch += joining
+        self._batch = self.batcher.take(now, idle_since)
         if self._started_at is None or not self._batch:
             self._started_at = now
-        for item in joining:
+        for item in self._batch:
             item.started_at = now
         return bool(self._batch)
 
@@ -161,8 +156,6 @@ class PipelineEngine(Generic[Payload, Prepared, Raw]):
             for item, output in zip(items, outputs, strict=True):
                 if output is CUT:
                     self._cut.append(item)
-                elif isinstance(output, Unfinished):
-                    self._unfinished.append(item)
                 else:
                     run.outputs.append((item, output))
 
@@ -185,15 +178,15 @@ class PipelineEngine(Generic[Payload, Prepared, Raw]):
         return self.clock() - self.others.total_s
 
     def _report(self, run: BatchRun[Raw], finished_at: float) -> BatchReport:
-        """Measure the batch. An unfinished item is counted in the batch that finishes it."""
-        unfinished, cap = {*self._unfinished, *self._cut}, self.batcher.cap
-        batch = [item for item in self._batch if item not in unfinished]
+        """Measure the batch. An item that it was cut before is counted in the one that runs it."""
+        cut, cap = {*self._cut}, self.batcher.cap
+        batch = [item for item in self._batch if item not in cut]
         tokens = sum(item.tokens for item in batch)
         rows = sum(item.rows for item in batch)
         widest = max((item.width for item in batch), default=0)
         run_tokens = tokens if self.batcher.packs else rows * widest
         started_at = finished_at if self._started_at is None else self._started_at
-        if not unfinished:
+        if not cut:
             self._started_at = None
         elif batch:
             self._started_at = finished_at

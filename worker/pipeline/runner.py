@@ -30,11 +30,11 @@ from worker.media.inputs import FREE_VALUES_PER_PIXEL, to_json
 from worker.messages.protocol import (
     ALONE,
     CUT,
+    Cut,
     IsWanted,
     ModelInfo,
     OtherModels,
     PipelineInput,
-    Unfinished,
 )
 from worker.model.loading import Pipe
 from worker.pipeline import limits
@@ -66,7 +66,7 @@ class PreparedInput:
     future: "asyncio.Future[object] | None" = None  # the work item's; done if it is cancelled
     outputs: list[Any] = field(default_factory=list)  # of the first chunks, which have run
 
-    def take_outputs(self) -> list[Any] | Unfinished:
+    def take_outputs(self) -> list[Any] | Cut:
         """Remove and return the outputs of all chunks; CUT if some have not run."""
         if len(self.outputs) < len(self.chunks):
             return CUT

@@ -54,7 +54,8 @@ class StageRunner:
         return Stage(limits, rate, len(ordered) / elapsed, p50, p95, failed)
 
     def _apply(self, limits: BatchLimits) -> None:
-        """Set the batcher's limits; nothing waits or runs between stages."""
+        """Set the engine's limits; nothing waits or runs between stages."""
+        from worker.embedding.engine import ScoringEngine
         from worker.pipeline.engine import PipelineEngine
 
         model = self.app.worker_client.models[self.requests.registry_name]
@@ -62,3 +63,6 @@ class StageRunner:
             batcher = model.engine.batcher
             batcher.max_size = batcher.cap = limits.cap
             batcher.max_wait_s = limits.wait_ms / 1000
+        elif isinstance(model.engine, ScoringEngine):
+            model.engine.max_running = limits.cap
+            model.engine.clear()

@@ -1,7 +1,6 @@
-"""Decoders that embed or rerank run prefill in chunks on paged memory, with a prefix cache."""
+"""Decoders that embed or rerank are sequences of the generation engine, with a prefix cache."""
 
 import importlib
-import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from batching.batcher import DynamicBatcher
+from batching.errors import ItemFailed
+from batching.fair_share import WorkOwner
 from batching.request_queue import WorkItem
 from tests import tiny_decoders
 from tests.event_streams import post
@@ -18,42 +18,42 @@ from tests.http.test_rerank import decoder, scores
 from tests.http.test_rerank import load as load_reranker
 from tests.model.test_embedder import TEXTS, embed
 from tests.serving import serving
-from tests.tiny_embedders import checkpoint, load, write
-from worker.embedding import chunked_prefill
-from worker.embedding.chunked_prefill import ChunkedPrefillModel
+from tests.tiny_embedders import checkpoint, dense, embedded, engine_of, load, prepared, run, write
+from worker.embedding import engine as engine_module
 from worker.embedding.embedder import Embedder
-from worker.embedding.tokenization import TokenRow
-from worker.messages.protocol import UNFINISHED, Unfinished
+from worker.embedding.engine import ScoringEngine
+from worker.embedding.reranker import Reranker
+from worker.generation.engine import RUNS_AHEAD
 from worker.messages.scoring import EmbeddingInput
 from worker.model.attention.kv_cache import BLOCK
-from worker.pipeline.engine import PipelineEngine
+from worker.model.paged_runner import PagedRunner
 
 hf: Any = importlib.import_module("transformers")  # half of it is not annotated
 PROMPT = "the cat sat on the mat and a dog is in the city of light " * 3
 LONG = "a cow says moo " * 20
 
 
-def record_steps(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def paged(scorer: Embedder | Reranker) -> ScoringEngine:
+    engine = engine_of(scorer)
+    assert isinstance(engine, ScoringEngine)
+    return engine
+
+
+def record_steps(engine: ScoringEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that records the tokens of each step from now on."""
-    assert isinstance(model, ChunkedPrefillModel)
     counts: list[int] = []
-    forward = model.runner.forward
+    forward = engine.runner.forward
 
-    def counting(batch: Any) -> Any:
+    def counting(batch: Any, sampled: Any = None) -> Any:
         counts.append(len(batch.ids))
-        return forward(batch)
+        return forward(batch, sampled)
 
-    monkeypatch.setattr(model.runner, "forward", counting)
+    monkeypatch.setattr(engine.runner, "forward", counting)
     return counts
 
 
-EmbeddingItem = WorkItem[EmbeddingInput, list[TokenRow]]
-
-
-def item_of(embedder: Embedder, *texts: str, **options: Any) -> EmbeddingItem:
-    item: EmbeddingItem = WorkItem(EmbeddingInput(texts, 0, **options), float("inf"), 0.0)
-    embedder.prepare(item)
-    return item
+def item_of(embedder: Embedder, *texts: str, **options: Any) -> WorkItem[Any, Any, Any]:
+    return prepared(engine_of(embedder), EmbeddingInput(texts, 0, **options))
 
 
 @pytest.mark.parametrize("included", [True, False])
@@ -69,7 +69,7 @@ def test_vectors_equal_sentence_transformers_with_and_without_a_cached_prefix(
     )
     write(folder, "config_sentence_transformers.json", general)
     embedder = load(folder)
-    steps = record_steps(embedder.model, monkeypatch)
+    steps = record_steps(paged(embedder), monkeypatch)
     oracle = importlib.import_module(module.__name__).SentenceTransformer(str(folder), device="cpu")
     expected = oracle.encode(TEXTS, prompt_name="query")
     item = item_of(embedder, *TEXTS, prompt="query")
@@ -111,7 +111,7 @@ def test_a_model_that_does_not_run_paged_is_left_unchanged(tmp_path: Path) -> No
 def test_a_model_without_memory_for_its_longest_text_is_not_paged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunked_prefill, "cache_blocks", lambda *arguments: 2)
+    monkeypatch.setattr(engine_module, "cache_blocks", lambda *arguments: 2)
     embedder = load(checkpoint(tmp_path / "m", "qwen3-base"))
     assert embedder.info.batching == "packed"
 
@@ -120,11 +120,11 @@ def test_a_cached_prefix_is_shared_within_a_cache_namespace_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     embedder = load(checkpoint(tmp_path / "m", "qwen3-base"))
-    steps = record_steps(embedder.model, monkeypatch)
+    steps = record_steps(paged(embedder), monkeypatch)
     ran = []
     for namespace in (b"one", b"two", b"one"):
         steps.clear()
-        embedder.run(EmbeddingInput([PROMPT], 0, cache_namespace=namespace))
+        embedded(embedder, EmbeddingInput([PROMPT], 0, cache_namespace=namespace))
         ran.append(sum(steps))
     assert ran[0] == ran[1] > ran[2]
 
@@ -133,90 +133,171 @@ def test_a_query_runs_once_for_all_its_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reranker = load_reranker(decoder(tmp_path / "m"))
-    steps = record_steps(reranker.model, monkeypatch)
+    steps = record_steps(paged(reranker), monkeypatch)
     documents = [f"{word} is a city" for word in ("paris", "rome", "moo", "light", "a")]
     scores(reranker, documents)
     [one, *_] = steps
     assert sum(steps) < 2 * one
 
 
-def limit_step(embedder: Embedder, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows: Any = embedder.model
-    monkeypatch.setattr(rows._budget, "prompt_tokens", lambda streaming, **_: tokens)
+def limit_step(engine: ScoringEngine, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine._budget, "prompt_tokens", lambda *_: tokens)
 
 
 def test_a_long_text_runs_in_chunks_beside_short_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     embedder = load(checkpoint(tmp_path / "m", "qwen3-base", pooling={"pooling_mode": "mean"}))
-    alone = embed(embedder, [LONG]).vectors
-    embedder.model._reset()  # type: ignore[attr-defined]
-    limit_step(embedder, 32, monkeypatch)
-    steps = record_steps(embedder.model, monkeypatch)
+    alone, engine = embed(embedder, [LONG]).vectors, paged(embedder)
+    engine.clear()
+    limit_step(engine, 32, monkeypatch)
+    steps = record_steps(engine, monkeypatch)
     long, short = item_of(embedder, LONG), item_of(embedder, "hello")
-    assert embedder.forward([long.prepared]) == [UNFINISHED]
-    raw, done = embedder.forward([long.prepared, short.prepared])
-    assert raw is UNFINISHED
-    assert done is not UNFINISHED
-    while isinstance(raw, Unfinished):
-        [raw] = embedder.forward([long.prepared])
-    np.testing.assert_allclose(embedder.finish(long, raw).vectors, alone, atol=1e-5)
+    engine.add(long)
+    assert not engine.step().outputs
+    engine.add(short)
+    outcome = engine.step()
+    assert [item for item, _ in outcome.outputs] == [short]
+    assert outcome.report.saturated
+    [output] = run(engine)
+    np.testing.assert_allclose(output.vectors, alone, atol=1e-5)
     assert max(steps) <= 32
     assert sum(steps) == long.tokens + short.tokens
+    assert (short.batch_size, long.batch_size) == (2, 1)
+    assert short.started_at <= short.finished_at < long.finished_at
 
 
-def test_a_cancelled_row_frees_its_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["lasttoken", "mean"])
+def test_vectors_are_equal_when_steps_run_ahead(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embedder = load(checkpoint(tmp_path / "m", "qwen3-base", pooling={"pooling_mode": name}))
+    texts = [*TEXTS, LONG]
+    expected = embed(embedder, texts).vectors
+    monkeypatch.setitem(RUNS_AHEAD, "cpu", True)
+    del vars(embedder)["engine"]
+    limit_step(paged(embedder), 40, monkeypatch)
+    np.testing.assert_allclose(embed(embedder, texts).vectors, expected, atol=1e-5)
+    assert not paged(embedder).scheduler.pool.used
+
+
+@pytest.mark.parametrize("name", ["lasttoken", "mean"])
+def test_a_head_reads_the_last_state_alone_where_that_is_enough(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embedder = load(checkpoint(tmp_path / "m", "qwen3-base", pooling={"pooling_mode": name}))
+    forward, read = paged(embedder).runner.forward, []
+
+    def counting(batch: Any, sampled: Any) -> Any:
+        read.append(len(batch.rows))
+        return forward(batch, sampled)
+
+    monkeypatch.setattr(paged(embedder).runner, "forward", counting)
+    embed(embedder, TEXTS)
+    assert read == [len(TEXTS) if name == "lasttoken" else item_of(embedder, *TEXTS).tokens]
+
+
+@pytest.mark.usefixtures("native")
+def test_a_vector_does_not_depend_on_the_other_texts_of_a_step(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "m", "qwen3-base", pooling={}, layers=("Dense",))
+    dense(folder, "2_Dense", 12, "torch.nn.Tanh")
+    embedder = load(folder, compile="on")
+    runner = paged(embedder).runner
+    assert isinstance(runner, PagedRunner)
+    runner._use_native_ops()
+    together = embed(embedder, TEXTS).vectors
+    for text, vector in zip(TEXTS, together, strict=True):
+        paged(embedder).clear()
+        np.testing.assert_array_equal(embed(embedder, [text]).vectors[0], vector)
+
+
+def test_a_client_with_many_texts_uses_what_others_leave_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     embedder = load(checkpoint(tmp_path / "m", "qwen3-base"))
-    limit_step(embedder, 32, monkeypatch)
-    rows: Any = embedder.model
-    embedder.forward([item_of(embedder, LONG).prepared])
-    assert rows._scheduler.pool.used
+    engine = paged(embedder)
+    limit_step(engine, 100, monkeypatch)
+    steps = record_steps(engine, monkeypatch)
+    many, one = item_of(embedder, *[f"{n} {LONG}" for n in range(4)]), item_of(embedder, "hello")
+    many.owner, one.owner = WorkOwner("a"), WorkOwner("b")
+    for item in (many, one):
+        engine.add(item)
+    assert [item for item, _ in engine.step().outputs] == [one]
+    assert steps == [100]
+
+
+def test_a_client_with_one_text_waits_at_most_two_steps_behind_lists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embedder = load(checkpoint(tmp_path / "m", "qwen3-base"))
+    engine = paged(embedder)
+    limit_step(engine, 100, monkeypatch)
+    lists = [item_of(embedder, *[f"{n} {LONG}" for n in range(16)]) for _ in range(4)]
+    for item in lists:
+        item.owner = WorkOwner("a")
+        engine.add(item)
+    engine.step()
+    one = item_of(embedder, "hello")
+    one.owner = WorkOwner("b")
+    engine.add(one)
+    assert one in [item for _ in range(2) for item, _ in engine.step().outputs]
+    assert len(engine.live) == 4
+
+
+def test_a_cancelled_item_frees_its_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    embedder = load(checkpoint(tmp_path / "m", "qwen3-base"))
+    engine = paged(embedder)
+    limit_step(engine, 32, monkeypatch)
+    engine.add(item := item_of(embedder, LONG))
+    engine.step()
+    assert engine.scheduler.pool.used
+    item.open = False
     embed(embedder, ["hello"])
-    assert not rows._scheduler.pool.used
+    assert not engine.scheduler.pool.used
+    assert not engine.busy
 
 
 def test_a_failed_step_leaves_no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     embedder = load(checkpoint(tmp_path / "m", "qwen3-base"))
-    rows: Any = embedder.model
-    forward = rows.runner.forward
+    engine = paged(embedder)
 
-    def failing(batch: Any) -> Any:
+    def failing(*_: Any) -> Any:
         raise ValueError("a broken model")
 
-    rows.runner.forward = failing
-    with pytest.raises(ValueError, match="broken"):
-        embed(embedder, [LONG])
-    assert not rows._scheduler.pool.used
-    rows.runner.forward = forward
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "forward", failing)
+        with pytest.raises(ItemFailed):
+            embed(embedder, [LONG])
+    assert not engine.scheduler.pool.used
     embed(embedder, [LONG])
 
 
-def test_a_row_that_fails_in_a_later_chunk_fails_alone(
+def test_a_text_that_fails_in_a_later_chunk_fails_its_item_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     embedder = load(checkpoint(tmp_path / "m", "qwen3-base"))
-    limit_step(embedder, 32, monkeypatch)
-    rows: Any = embedder.model
-    forward, poison = rows.runner.forward, embedder.tokenizer.encode("paris")[-1]
+    engine = paged(embedder)
+    limit_step(engine, 32, monkeypatch)
+    forward, poison = engine.runner.forward, embedder.tokenizer.encode("paris")[-1]
 
-    def failing(batch: Any) -> Any:
+    def failing(batch: Any, sampled: Any) -> Any:
         if poison in batch.ids:
             raise ValueError("a broken model")
-        return forward(batch)
+        return forward(batch, sampled)
 
-    monkeypatch.setattr(rows.runner, "forward", failing)
-    engine = PipelineEngine(embedder, DynamicBatcher[Any](8, 1000, 0.0))
-    bad, good = item_of(embedder, "a cow says moo " * 5 + "paris"), item_of(embedder, "moo " * 60)
+    monkeypatch.setattr(engine.runner, "forward", failing)
+    bad = item_of(embedder, "a cow says moo " * 5 + "paris", "moo " * 60)
+    good = item_of(embedder, "moo " * 60)
     for item in (bad, good):
         engine.add(item)
     failed: list[WorkItem] = []
     finished: list[WorkItem] = []
     while engine.busy:
-        outcome = engine.step(math.inf)
-        assert outcome
+        outcome = engine.step()
         failed += [item for item, _ in outcome.done]
         finished += [item for item, _ in outcome.outputs]
     assert (failed, finished) == ([bad], [good])
+    assert not engine.scheduler.pool.used
 
 
 # ── over HTTP ──
@@ -236,7 +317,7 @@ def test_api_keys_and_cache_salts_share_no_prefixes(
         for path, (name, body) in requests.items():
             model: Any = server.worker_client.models[name]
             with monkeypatch.context() as patch:
-                steps, ran = record_steps(model.engine.runner.model, patch), []
+                steps, ran = record_steps(model.engine, patch), []
                 for key, salt in (("one", {}), ("two", {}), ("one", {"cache_salt": "mine"})):
                     for _ in range(2):
                         steps.clear()
@@ -254,11 +335,10 @@ def test_long_texts_are_embedded_over_many_steps(tmp_path: Path) -> None:
     with serving(embedding_model=str(folder)) as server:
         whole = post(server, "/embed", {"inputs": texts}).json()
         model: Any = server.worker_client.models["embedding"]
-        rows = model.engine.runner.model
-        rows._reset()
-        rows._budget.prompt_tokens = lambda streaming, **_: 40
+        model.engine.clear()
+        model.engine._budget.prompt_tokens = lambda *_: 40
         np.testing.assert_allclose(
             post(server, "/embed", {"inputs": texts}).json(), whole, atol=1e-5
         )
-        assert not rows._scheduler.pool.used
+        assert not model.engine.scheduler.pool.used
         assert not model.engine.busy
