@@ -682,6 +682,47 @@ def test_each_class_finishes_in_order_under_constant_interactive_work(priority: 
     assert ended == low
 
 
+LOADS: dict[str, abc.Callable[[ContinuousScheduler], object]] = {
+    "choices": lambda s: requests(s, 128, client="a", length=300),
+    "a list": lambda s: requests(s, 1000, client="a", length=20),
+    "a list of long prompts": lambda s: requests(s, 300, client="a", length=400),
+    "requests": lambda s: requests(s, *[1] * 1000, client="a", length=20),
+    "a long prompt": lambda s: requests(s, 1, client="a", length=10_000),
+    "a batch": lambda s: in_class(s, Priority.BATCH, *(fresh(100, first=n) for n in range(300))),
+}
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_another_client_waits_at_most_two_steps_behind_any_load(load: str) -> None:
+    s = scheduler_of(20_000, max_running=64)
+    LOADS[load](s)
+    for _ in range(50):
+        step(s, budget=150, spare_rows=16)
+    for _ in range(3):
+        [[newcomer]] = requests(s, 1, client="b", length=60)
+        for _ in range(2):
+            step(s, budget=150, spare_rows=16)
+        assert len(newcomer.tokens) > newcomer.prompt_len
+        for _ in range(10):  # and then decodes in each step
+            assert newcomer in step(s, budget=150, spare_rows=16)
+        s.remove(newcomer)
+
+
+def test_a_ninth_flow_of_a_client_waits_as_another_client_does() -> None:
+    s = scheduler_of(20_000, max_running=64)
+    for flow in range(8):
+        for n in range(40):
+            owner = WorkOwner("a", flow=flow)
+            s.add(Sequence(fresh(20, first=1000 * flow + 20 * n), max_tokens=99, owner=owner))
+    for _ in range(50):
+        step(s, budget=150)
+    ninth = Sequence(fresh(60, first=1 << 20), max_tokens=99, owner=WorkOwner("a", flow=9))
+    s.add(ninth)
+    for _ in range(2):
+        step(s, budget=150)
+    assert len(ninth.tokens) > ninth.prompt_len
+
+
 # ── room ──
 
 
