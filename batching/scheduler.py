@@ -445,21 +445,17 @@ class ContinuousScheduler:
             else sequence.uncomputed
             for sequence in prompts
         }
-        if prefix_pending:
-            by_need = sorted(prompts, key=lambda sequence: sequence.number)
-        else:
-            of_client, of_request = Counter[abc.Hashable](), Counter[WorkOwner]()
-            for sequence in prompts:
-                of_client[sequence.owner.client] += sequence.uncomputed
-                of_request[sequence.owner] += sequence.uncomputed
+        of_client, of_request = Counter[abc.Hashable](), Counter[WorkOwner]()
+        for sequence in prompts:
+            of_client[sequence.owner.client] += sequence.uncomputed
+            of_request[sequence.owner] += sequence.uncomputed
 
-            def need(sequence: Sequence) -> Rank:
-                owner = sequence.owner
-                client = of_client[owner.client] / owner.share
-                own = sequence.uncomputed, sequence.number
-                return sequence.priority, client, of_request[owner], *own
+        def need(sequence: Sequence) -> Rank:
+            owner, priority = sequence.owner, 0 if prefix_pending else sequence.priority
+            client = of_client[owner.client] / owner.share
+            return priority, client, of_request[owner], sequence.uncomputed, sequence.number
 
-            by_need = sorted(prompts, key=need)
+        by_need = sorted(prompts, key=need)
         if self.whole_prompts:
             in_turn = [oldest, *(sequence for sequence in by_need if sequence is not oldest)]
             totals = itertools.accumulate(len(sequence.tokens) for sequence in in_turn)

@@ -462,8 +462,9 @@ class Before:
         for one that needs more or is in the background."""
         shares = {chunk.sequence: chunk.count for chunk in prompts}
         idle = [s for s in (*self.decoding, *self.idle, *self.ending) if self._stayed(s)]
-        if not self.alone:  # they sit out, also if they were preempted and admitted again
-            idle += [s for s in self.decoding if s.uncomputed == 1]
+        # those that sit out, also if they were preempted and admitted again
+        again = self.idle if self.alone else [*self.idle, *self.decoding]
+        idle += [s for s in again if s.uncomputed == 1]
         wanting = [s for s in self.scheduler.running if s not in idle]
         if not wanting:
             return
