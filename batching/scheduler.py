@@ -190,8 +190,9 @@ class ContinuousScheduler:
         if prompts:
             chunks = self._prefill(prompts, budget, prefix_pending, doubled)
         prefilled = {chunk.sequence.owner for chunk in chunks}
-        self.starved = self._no_room or any(
-            s.priority == Priority.INTERACTIVE and s.owner not in prefilled for s in prompts
+        missed = (s.owner for s in prompts if s.priority == Priority.INTERACTIVE)
+        self.starved = self._no_room or any(  # a limited client waits for itself
+            owner not in prefilled and owner.client not in doubled for owner in missed
         )
         self._draft_slots = self.pool.states.max_drafts if self.pool.states else math.inf
         chunks = [self._decode(sequence, draft) for sequence in decoding if sequence.table] + chunks
