@@ -164,7 +164,6 @@ class _Level:
         self._orders = orders
         self._now = 0.0  # the round of those that begin to wait
         self._weight = 0.0  # of those that wait
-        self.weights = Counter[float]()  # of those that wait
         self.num_waiting = 0
 
     def enter(self, key: Hashable, weight: float) -> None:
@@ -175,7 +174,6 @@ class _Level:
             turn.round = max(turn.round, self._now)
             turn.weight = weight
             self._weight += weight
-            self.weights[weight] += 1
             self.num_waiting += 1
             turn.waiting = 1
             self.end_turn(key)
@@ -188,9 +186,6 @@ class _Level:
         if not turn.waiting:
             turn.order = -1
             self._weight -= turn.weight
-            self.weights[turn.weight] -= 1
-            if not self.weights[turn.weight]:
-                del self.weights[turn.weight]
             self.num_waiting -= 1
             if turn.round <= self._now:
                 del self.turns[key]
@@ -220,15 +215,6 @@ class _Level:
     def is_current(self, entry: Entry) -> bool:
         turn = self.turns.get(entry[2])
         return turn is not None and turn.order == entry[1]
-
-    def in_order(self) -> Iterator[tuple[Hashable, float]]:
-        """Yield the keys that wait, and their weights, by their next turns. Those of keys that were
-        yielded may change meanwhile."""
-        heap = self.heap.copy()
-        while heap:
-            entry = heapq.heappop(heap)
-            if self.is_current(entry):
-                yield entry[2], self.turns[entry[2]].weight
 
     def walk(
         self, items_of: Callable[[Hashable], Iterator[T]], cost: Callable[[T], float]
@@ -284,15 +270,6 @@ class Turns:
     def end_turn(self, owner: WorkOwner, priority: Priority) -> None:
         for before, key, _ in levels_of(owner, priority):
             self.levels[before].end_turn(key)
-
-    def in_order(self, path: Path) -> Iterator[tuple[Hashable, float]]:
-        """Yield the keys of a level that wait, and their weights, by their next turns. Those of
-        keys that were yielded may change meanwhile."""
-        return level.in_order() if (level := self.levels.get(path)) else iter(())
-
-    def max_weight(self, path: Path) -> float:
-        """Return the largest weight of a level's keys that wait."""
-        return max(level.weights, default=0.0) if (level := self.levels.get(path)) else 0.0
 
     def rank(self, owner: WorkOwner, priority: Priority) -> tuple[float, ...]:
         """Return the rounds of the next turns of an owner's client and flow, which wait."""

@@ -5,13 +5,13 @@
        ├────pause─────────┤   (it keeps its blocks)
        └────preempt───────┘   (its blocks are freed, its tokens are computed again later)
 
-There are no phases: a step has a row of each sequence that decodes, and prompts share its budget of
-tokens in chunks. Who waits is admitted by one rank: class, then slots that its client (over its
-share), flow and request hold, then tokens that they were served, then arrival. Where all slots or
-blocks are taken, the running sequence of the largest rank gives its own up, if it holds more than
-one unit above. Beside other requests, what a request has more than one row of makes a step at most
-twice as long, as do the prompts of a client that take several steps; so a chat beside a hundred
-choices of another request keeps about its speed.
+There are no phases: a step has a row for each sequence that decodes, and chunks of prompts up to
+its budget. Waiting sequences are admitted by one rank: class, then the slots that the client (over
+its share), the flow and the request hold, then the tokens served to them, then arrival. When all
+slots or blocks are taken, the running sequence of the largest rank is paused or preempted, if its
+client, flow or request holds over one slot more. Beside other requests, the rows of a request after
+its first one at most double the time of a step, and so do the prompts of a client that need several
+steps: a chat beside a hundred choices of another request keeps about its speed.
 
 The oldest prompt gets half of the budget, those that need least the rest: short prompts do not wait
 for a long one, nor a long one forever. Lower classes come after all others; the oldest of each is
@@ -42,6 +42,7 @@ RESERVE_DIVISOR = 20
 # vocabulary. The second: where each step of such a prompt runs the whole of it.
 MAX_SCORED_TOKENS = 128
 MAX_SCORED_TOKENS_WHOLE = 512
+
 DraftFunction = abc.Callable[[Sequence], tuple[int, ...]]
 Rank = tuple[float, ...]
 ClientLimits = abc.Mapping[abc.Hashable, int]  # by client: tokens of its prompts in a step
@@ -50,12 +51,7 @@ ClientLimits = abc.Mapping[abc.Hashable, int]  # by client: tokens of its prompt
 class ContinuousScheduler:
     """`whole_prompts`: prompts run without chunks, for a model runner that keeps no blocks."""
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        max_running: int,
-        whole_prompts: bool = False,
-    ) -> None:
+    def __init__(self, pool: BlockPool, max_running: int, whole_prompts: bool = False) -> None:
         self.pool = pool
         self.max_running = max_running  # now: less while memory is short
         self.whole_prompts = whole_prompts
@@ -63,7 +59,7 @@ class ContinuousScheduler:
         self.num_waiting = 0
         self.preempted = 0  # in the last step
         self.admitted: list[Sequence] = []  # for the first time, in the last step
-        # The last step had no room for an interactive request within its share.
+        # The last step had no room for an interactive request that runs nothing.
         self.starved = False
         # Of each request and class, by order of arrival.
         self._waiting: dict[tuple[Priority, WorkOwner], list[Sequence]] = {}
@@ -340,8 +336,9 @@ class ContinuousScheduler:
 
     def _yielding(self, sequence: Sequence) -> Sequence | None:
         """Return the running sequence that gives up its slot, or its blocks, for one that waits:
-        the one of the largest rank of all, of its client or flow, if it is of a lower class or if
-        the first of client, flow and request that differs holds more than one slot above."""
+        that of the largest rank of all, of its client or of its flow. It has to be of a lower
+        class, or its client, flow or request (the first that differs) has to hold over one slot
+        more."""
         if not self._largest:
             for running in sorted(self.running, key=self._rank):
                 scopes = _holders(running)[:2]

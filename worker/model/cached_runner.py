@@ -305,7 +305,7 @@ class CachedRunner:
                 self.batches_rows = False
 
     def _recomputation_cost(self) -> str:
-        """Measure what is lost without a cache."""
+        """Return how much longer a token takes where the text before it is computed again."""
         lengths = 1, min(RECOMPUTED_TOKENS, self.max_model_len)
         one, all_ = (self._seconds(self.language.random_prompts([n])) for n in lengths)
         return f"a token after {lengths[1]} others takes {all_ / one:.0f} times as long"
