@@ -2,20 +2,21 @@
 
 One deadline counts from the acceptance of the oldest item, its preparation included. A full batch,
 or one that waited while the worker was busy, is due at once. Classes, clients, flows and requests
-have their items in a batch in turn (fair_share.py); of one request, in order of arrival. The first
-item is always in the next batch; the others have the same key. Packed models take them in this
-order; padded models take those nearest in length out of a bounded window. Owned by the worker's
-thread; it has no clock.
+have their items in a batch in turn, those first that were served the longest ago; of one request,
+in order of arrival. The first item is always in the next batch; the others have the same key.
+Packed models take them in this order; padded models take those nearest in length out of a bounded
+window. Owned by the worker's thread; it has no clock.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+import itertools
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import islice
 from typing import Generic
 
 from typing_extensions import TypeVar
 
-from batching.fair_share import FairQueue
+from batching.fair_share import in_turn
 from batching.request_queue import WorkItem
 
 # The window in which padded models look for items of similar length, in full batches.
@@ -24,10 +25,6 @@ WINDOW_BATCHES = 4
 GROW_AFTER = 8
 
 Item = TypeVar("Item", bound=WorkItem, default=WorkItem)
-
-
-def tokens_of(item: WorkItem) -> int:
-    return item.tokens
 
 
 class DynamicBatcher(Generic[Item]):
@@ -42,22 +39,21 @@ class DynamicBatcher(Generic[Item]):
         self._successes = 0
         # an ordered dict: finding a plain dict's first key gets slower with each deletion
         self.waiting: OrderedDict[Item, None] = OrderedDict()
-        self._in_turn = FairQueue[Item](tokens_of)
-        self._groups: dict[Hashable, FairQueue[Item]] = {}  # by key
+        self._rows = Counter[Hashable]()  # of the items that wait, by key, as the next
+        self._tokens = Counter[Hashable]()
+        self._served = dict[Hashable, int]()  # the last batch of clients and requests that wait
+        self._batches = itertools.count(1)
 
     def add(self, item: Item) -> None:
         self.waiting[item] = None
-        self._in_turn.add(item)
-        self._groups.setdefault(item.key, FairQueue(tokens_of)).add(item)
+        self._rows[item.key] += item.rows
+        self._tokens[item.key] += item.tokens
 
     def put_back(self, items: Sequence[Item]) -> None:
         """Add items of the last batch, all of one key, that it was cut before, in its order."""
         for item in reversed(items):
-            self.waiting[item] = None
+            self.add(item)
             self.waiting.move_to_end(item, last=False)
-        self._in_turn.put_back(items)
-        if items:
-            self._groups.setdefault(items[0].key, FairQueue(tokens_of)).put_back(items)
 
     def due_at(self, idle_since: float) -> float | None:
         """Return when the next batch is due; None if nothing waits. The worker was busy until
@@ -70,37 +66,41 @@ class DynamicBatcher(Generic[Item]):
         return oldest.accepted_at + self.max_wait_s
 
     def _is_full(self, key: Hashable) -> bool:
-        rows = tokens = 0
-        for item in self._groups[key]:
-            rows += item.rows
-            tokens += item.tokens
-            if rows >= self.cap or tokens >= self.max_tokens:
-                return True
-        return False
+        return self._rows[key] >= self.cap or self._tokens[key] >= self.max_tokens
 
     def take(self, now: float, idle_since: float) -> list[Item]:
         """Remove and return the next batch, if one is due. Cancelled and late items are dropped."""
         while (due_at := self.due_at(idle_since)) is not None and due_at <= now:
-            first = next(iter(self._in_turn))
-            if not first.is_alive(now):
-                self._remove(first, FairQueue.drop)
+            if gone := [item for item in self.waiting if not item.is_alive(now)]:
+                self._remove(gone)
                 continue
-            batch = self._choose(first, now)
-            for item in batch:
-                self._remove(item, FairQueue.remove)
+            batch = self._choose()
+            self._remove(batch)
+            number, waiting = next(self._batches), [item.owner for item in self.waiting]
+            served = [owner for item in batch for owner in (item.owner, item.owner.client)]
+            kept = {*waiting, *(owner.client for owner in waiting)}
+            self._served |= dict.fromkeys(served, number)
+            self._served = {key: n for key, n in self._served.items() if key in kept}
             return batch
         return []
 
-    def _choose(self, first: Item, now: float) -> list[Item]:
-        candidates = islice(self._groups[first.key], WINDOW_BATCHES * self.max_size)
-        window = [item for item in candidates if item.is_alive(now)]
+    def _in_order(self) -> Iterator[Item]:
+        def place(item: Item) -> tuple[int, int, int]:
+            owner, served = item.owner, self._served
+            return owner.priority, served.get(owner.client, 0), served.get(owner, 0)
+
+        return in_turn(sorted(self.waiting, key=place))
+
+    def _choose(self) -> list[Item]:
+        in_order = self._in_order()
+        first = next(in_order)
+        same_key = (item for item in in_order if item.key == first.key)
+        window = list(islice(same_key, WINDOW_BATCHES * self.max_size))
         if not self.packs:
             window.sort(key=lambda item: abs(item.width - first.width))
         batch, rows, total = [first], first.rows, first.tokens
         widest = first.width
         for item in window:
-            if item is first:
-                continue
             new_rows = rows + item.rows
             new_widest = max(widest, item.width)
             new_total = total + item.tokens
@@ -113,20 +113,18 @@ class DynamicBatcher(Generic[Item]):
             rows, widest, total = new_rows, new_widest, new_total
         return batch
 
-    def _remove(self, item: Item, remove: Callable[[FairQueue[Item], Item], None]) -> None:
-        del self.waiting[item]
-        remove(self._in_turn, item)
-        group = self._groups[item.key]
-        remove(group, item)
-        if not group:
-            del self._groups[item.key]
+    def _remove(self, items: Sequence[Item]) -> None:
+        for item in items:
+            del self.waiting[item]
+            self._rows[item.key] -= item.rows
+            self._tokens[item.key] -= item.tokens
+            if not self._rows[item.key]:
+                del self._rows[item.key], self._tokens[item.key]
 
     def clear(self) -> list[Item]:
         """Remove all items and return them in order of arrival."""
         items = list(self.waiting)
-        self.waiting.clear()
-        self._in_turn = FairQueue(tokens_of)
-        self._groups.clear()
+        self._remove(items)
         return items
 
     def out_of_memory(self, largest_rows: int) -> None:

@@ -1,31 +1,28 @@
-"""Fair shares of clients and requests: in the slots of the queue, and in the order of those that
-wait for a pool, a batch or a sequence of their own.
+"""Fair shares of classes, clients, flows and requests: in what they hold, and in who is next.
 
-Slots: while others wait, a request gets at most a quarter of them, and a client (an API key; an
-address, without keys) at most half, but at least one. Beyond that, slots move from the largest to
-the smallest, so that several large requests also leave room for a small one. Alone, a request or a
-client uses everything. A key with a share of 3 counts as three clients.
+Shares counts the units of a resource that requests hold: slots of the queue, items that are
+released to a model, tokens that wait. Where all of a resource is taken, a class, a client, a flow
+or a request that holds less than its part beside others still gets a unit. The second holder of
+units then adds half of the resource at most, the third a third, and so on: a few times as many
+units as there are may be held. Alone, a request uses everything. A key with a share of 3 counts as
+three clients.
 
-Waiting items are served by weighted deficit round robin in tokens: between classes, then between
-the clients of a class by their shares, then between the flows of a client (its conversations). The
-requests of a flow take turns, one item each. The quantum is one token. Rounds without a turn are
-skipped: the round of the next turn is computed from the tokens already served. An operation costs
-O(log n) for n waiting clients, independent of the number of items. Tokens that are served while
-nothing waits are not counted.
+FairOrder is weighted fair queueing in tokens: between classes, between the clients of a class by
+their shares, between the flows of a client (its conversations), and between the requests of a flow.
+Each has a clock that advances by the tokens that it is served, divided by its weight; the smallest
+clock is next. One that begins to wait is owed nothing of the past. An operation costs O(log n) for
+n that wait, independent of the number of items.
 
-Pure state: no clock, no thread.
+Pure state: no time, no thread.
 """
 
 import heapq
 import itertools
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Generic, Protocol, TypeVar
-
-REQUEST_DIVISOR = 4
-CLIENT_DIVISOR = 2
 
 
 class Priority(IntEnum):
@@ -36,7 +33,7 @@ class Priority(IntEnum):
     BACKGROUND = 2
 
 
-# Of tokens where no class waits behind another for good: in batches. The scheduler has an order.
+# Of tokens where no class waits behind another for good: in the queue. The scheduler has an order.
 CLASS_WEIGHTS = {Priority.INTERACTIVE: 64.0, Priority.BATCH: 8.0, Priority.BACKGROUND: 1.0}
 
 
@@ -54,82 +51,107 @@ class WorkOwner:
 
 NO_OWNER = WorkOwner(None)  # of all work outside of requests
 
-
-def request_share(capacity: int) -> int:
-    return max(1, capacity // REQUEST_DIVISOR)
-
-
-def client_share(capacity: int, share: float = 1.0) -> int:
-    """Return the units of a client beside another one with a share of 1."""
-    return max(1, int(capacity * share / (share + CLIENT_DIVISOR - 1)))
+Path = tuple[Hashable, ...]  # of a class, a client, a flow or a request
+CLIENT_LEVEL = 2  # the length of a client's path
 
 
-class FairShare:
-    """The units of a resource that requests hold."""
+def levels_of(owner: WorkOwner) -> tuple[tuple[Path, float], ...]:
+    """Return the paths of an owner's class, client, flow and request, with their weights."""
+    priority, client, flow = owner.priority, owner.client, owner.flow
+    return (
+        ((priority,), CLASS_WEIGHTS[priority]),
+        ((priority, client), owner.share),
+        ((priority, client, flow), 1.0),
+        ((priority, client, flow, owner), 1.0),
+    )
+
+
+@dataclass(slots=True)
+class _Holding:
+    """What a class, a client, a flow or a request holds."""
+
+    units: float = 0.0
+    items: int = 0
+    weights: float = 0.0  # of those below it
+
+
+class Shares:
+    """The units of a resource that requests hold, an amount for each of their items."""
 
     def __init__(self) -> None:
-        self.total = 0
-        self._requests: dict[Hashable, Counter[WorkOwner]] = {}  # by client; none is zero
-        self._clients: Counter[Hashable] = Counter()
-        self._client_shares: dict[Hashable, float] = {}  # of these
+        self._holdings: dict[Path, _Holding] = {(): _Holding()}
 
-    def take(self, owner: WorkOwner, units: int = 1) -> None:
-        self.total += units
-        self._clients[owner.client] += units
-        self._client_shares[owner.client] = owner.share
-        self._requests.setdefault(owner.client, Counter())[owner] += units
+    @property
+    def total(self) -> float:
+        return self._holdings[()].units
 
-    def give_back(self, owner: WorkOwner, units: int = 1) -> None:
-        self.total -= units
-        self._clients[owner.client] -= units
-        requests = self._requests[owner.client]
-        requests[owner] -= units
-        if not requests[owner]:
-            del requests[owner]
-        if not requests:
-            del self._requests[owner.client], self._clients[owner.client]
-            del self._client_shares[owner.client]
+    def take(self, owner: WorkOwner, units: float = 1) -> None:
+        """Add what an item holds."""
+        holding = self._holdings[()]
+        holding.units += units
+        holding.items += 1
+        for path, weight in levels_of(owner):
+            above, known = holding, self._holdings.get(path)
+            if known is None:
+                known = self._holdings[path] = _Holding()
+                above.weights += weight
+            holding = known
+            holding.units += units
+            holding.items += 1
 
-    def of_request(self, owner: WorkOwner) -> int:
-        requests = self._requests.get(owner.client)
-        return requests[owner] if requests else 0
+    def give_back(self, owner: WorkOwner, units: float = 1) -> None:
+        """Remove what an item has held."""
+        holding = self._holdings[()]
+        holding.units -= units
+        holding.items -= 1
+        if not holding.items:
+            self._holdings = {(): _Holding()}
+            return
+        for path, weight in levels_of(owner):
+            above, holding = holding, self._holdings[path]
+            holding.units -= units
+            holding.items -= 1
+            if not holding.items:
+                del self._holdings[path]
+                above.weights -= weight
 
-    def of_client(self, owner: WorkOwner) -> int:
-        return self._clients[owner.client]
+    def of(self, path: Path) -> float:
+        """Return the units of a class, a client, a flow or a request."""
+        holding = self._holdings.get(path)
+        return holding.units if holding else 0.0
 
-    def excess(self, owner: WorkOwner, capacity: int) -> tuple[bool, bool]:
-        """Return whether another unit would exceed the request's share, and the client's. Those
-        that wait are served in this order."""
-        return (
-            self.of_request(owner) >= request_share(capacity),
-            self.of_client(owner) >= client_share(capacity, owner.share),
+    def parts(self, owner: WorkOwner) -> Iterator[tuple[Path, float, float]]:
+        """Yield the path of an owner's class, client, flow and request, where others beside it hold
+        units: the units that it holds, and its part of the resource."""
+        above: _Holding | None = self._holdings[()]
+        part = 1.0
+        for path, weight in levels_of(owner):
+            if above is None:
+                return  # it is alone from here on
+            holding = self._holdings.get(path)
+            if above.items > (holding.items if holding else 0):
+                part *= weight / (above.weights + (0.0 if holding else weight))
+                yield path, holding.units if holding else 0.0, part
+            above = holding
+
+    def has_room(self, owner: WorkOwner, capacity: float) -> bool:
+        """Return whether a unit is free, or within the owner's part."""
+        return self.total < capacity or any(
+            held + 1 <= part * capacity for _, held, part in self.parts(owner)
         )
 
-    def yields_to(self, owner: WorkOwner, capacity: int) -> WorkOwner | None:
-        """Return the request that gives up a unit for `owner`, which waits while all units are
-        held; None if none has to."""
-        request_exceeds, client_exceeds = self.excess(owner, capacity)
-        if request_exceeds or not self.total:
-            return None
-        largest = max(map(self._largest_of, self._requests), key=self.of_request)
-        if self.of_request(largest) > request_share(capacity):
-            return largest
-        client = max(self._requests, key=self._relative)
-        more = (self.of_client(owner) + 1) / owner.share
-        if not client_exceeds and client != owner.client and self._relative(client) > more:
-            return self._largest_of(client)
-        if owner.client in self._requests:
-            largest = self._largest_of(owner.client)
-            if self.of_request(largest) > self.of_request(owner) + 1:
-                return largest
-        return None
-
-    def _relative(self, client: Hashable) -> float:
-        return self._clients[client] / self._client_shares[client]
-
-    def _largest_of(self, client: Hashable) -> WorkOwner:
-        requests = self._requests[client]
-        return max(requests, key=requests.__getitem__)
+    def ahead(self, owner: WorkOwner, units: float) -> float:
+        """Return how many of the units that are held are served before so many more of an owner:
+        its request takes turns with others, as do its flow, its client and its class."""
+        paths = levels_of(owner)
+        holdings = [self._holdings.get(path) or _Holding() for path, _ in paths]
+        amount = holdings[-1].units + units
+        for n in reversed(range(len(paths))):
+            weight = paths[n][1]
+            above = holdings[n - 1] if n else self._holdings[()]
+            weights = above.weights + (0.0 if holdings[n].items else weight)
+            amount = min(above.units + units, amount * weights / weight)
+        return amount - units
 
 
 class Owned(Protocol):
@@ -140,266 +162,155 @@ class Owned(Protocol):
 T = TypeVar("T", bound=Owned)
 
 
-Path = tuple[Hashable, ...]  # of classes, clients and flows
-# The round of a key's next turn, its order within the round, and the key.
-Entry = tuple[float, int, Hashable]
+class _Clock:
+    __slots__ = ("order", "time", "waiting", "weight")
 
-
-class _Turn:
-    __slots__ = ("order", "round", "waiting", "weight")
-
-    def __init__(self, weight: float, round: float) -> None:
+    def __init__(self, weight: float, time: float) -> None:
         self.weight = weight
-        self.round = round  # of its next turn
-        self.order = -1  # among those of the same round
+        self.time = time
+        self.order = -1  # among those of the same time
         self.waiting = 0  # items
 
 
 class _Level:
-    """The turns of the classes, of the clients of a class, or of the flows of a client."""
+    """The clocks of the classes, of the clients of a class, of the flows of a client, or of the
+    requests of a flow."""
 
     def __init__(self, orders: Iterator[int]) -> None:
-        self.turns: dict[Hashable, _Turn] = {}
-        self.heap: list[Entry] = []  # of those that wait; an entry is stale if its turn has changed
+        self.clocks: dict[Path, _Clock] = {}
+        # of those that wait; an entry is stale if its clock has changed
+        self._heap: list[tuple[float, int, Path]] = []
         self._orders = orders
-        self._now = 0.0  # the round of those that begin to wait
+        self._now = 0.0  # the time of those that begin to wait
         self._weight = 0.0  # of those that wait
         self.num_waiting = 0
 
-    def enter(self, key: Hashable, weight: float) -> None:
-        turn = self.turns.get(key)
-        if turn is None:
-            turn = self.turns[key] = _Turn(weight, self._now)
-        if not turn.waiting:
-            turn.round = max(turn.round, self._now)
-            turn.weight = weight
+    def enter(self, path: Path, weight: float) -> None:
+        clock = self.clocks.get(path)
+        if clock is None:
+            clock = self.clocks[path] = _Clock(weight, self._now)
+        clock.waiting += 1
+        if clock.waiting == 1:
+            clock.time = max(clock.time, self._now)
+            clock.weight = weight
             self._weight += weight
             self.num_waiting += 1
-            turn.waiting = 1
-            self.end_turn(key)
-        else:
-            turn.waiting += 1
+            self._push(path, clock)
 
-    def leave(self, key: Hashable) -> None:
-        turn = self.turns[key]
-        turn.waiting -= 1
-        if not turn.waiting:
-            turn.order = -1
-            self._weight -= turn.weight
+    def leave(self, path: Path) -> None:
+        clock = self.clocks[path]
+        clock.waiting -= 1
+        if not clock.waiting:
+            clock.order = -1
+            self._weight -= clock.weight
             self.num_waiting -= 1
-            if turn.round <= self._now:
-                del self.turns[key]
+            if clock.time <= self._now:
+                del self.clocks[path]
 
-    def charge(self, key: Hashable, tokens: float, weight: float) -> None:
-        turn = self.turns.get(key)
-        if turn is None:
-            turn = self.turns[key] = _Turn(weight, self._now)
-        turn.round += tokens / turn.weight
-        self._now += tokens / (self._weight + (0.0 if turn.waiting else turn.weight))
-        if turn.waiting:
-            self.end_turn(key)
-        elif len(self.turns) > 2 * self.num_waiting + 256:  # drop those that have paid
-            self.turns = {k: t for k, t in self.turns.items() if t.waiting or t.round > self._now}
+    def charge(self, path: Path, tokens: float, weight: float) -> None:
+        clock = self.clocks.get(path)
+        if clock is None:
+            clock = self.clocks[path] = _Clock(weight, self._now)
+        clock.time += tokens / clock.weight
+        self._now += tokens / (self._weight + (0.0 if clock.waiting else clock.weight))
+        if clock.waiting:
+            self._push(path, clock)
+        elif len(self.clocks) > 2 * self.num_waiting + 256:  # drop those that have paid
+            self.clocks = {p: c for p, c in self.clocks.items() if c.waiting or c.time > self._now}
 
-    def end_turn(self, key: Hashable) -> None:
-        """Let others of the same round come first."""
-        turn = self.turns[key]
-        turn.order = next(self._orders)
-        heapq.heappush(self.heap, (turn.round, turn.order, key))
-        while not self.is_current(self.heap[0]):
-            heapq.heappop(self.heap)
-        if len(self.heap) > 2 * self.num_waiting + 64:
-            self.heap = [entry for entry in self.heap if self.is_current(entry)]
-            heapq.heapify(self.heap)
+    def first(self) -> Path:
+        """Return the path of the smallest clock of those that wait."""
+        while not self._is_current(self._heap[0]):
+            heapq.heappop(self._heap)
+        return self._heap[0][2]
 
-    def is_current(self, entry: Entry) -> bool:
-        turn = self.turns.get(entry[2])
-        return turn is not None and turn.order == entry[1]
+    def _push(self, path: Path, clock: _Clock) -> None:
+        """Put a clock behind others of the same time."""
+        clock.order = next(self._orders)
+        heapq.heappush(self._heap, (clock.time, clock.order, path))
+        if len(self._heap) > 2 * self.num_waiting + 64:
+            self._heap = [entry for entry in self._heap if self._is_current(entry)]
+            heapq.heapify(self._heap)
 
-    def walk(
-        self, items_of: Callable[[Hashable], Iterator[T]], cost: Callable[[T], float]
-    ) -> Iterator[T]:
-        """Yield items in order, as if each were served. The heap is read, not changed."""
-        open_items: dict[Hashable, Iterator[T]] = {}
-        frontier: list[tuple[Entry, int]] = [(self.heap[0], 0)] if self.heap else []
-        while frontier:
-            entry, index = heapq.heappop(frontier)
-            round, _, key = entry
-            if index >= 0:
-                for child in (2 * index + 1, 2 * index + 2):
-                    if child < len(self.heap):
-                        heapq.heappush(frontier, (self.heap[child], child))
-                if not self.is_current(entry):
-                    continue
-                open_items[key] = items_of(key)
-            for item in open_items[key]:
-                yield item
-                later = round + cost(item) / self.turns[key].weight
-                heapq.heappush(frontier, ((later, next(self._orders), key), -1))
-                break
+    def _is_current(self, entry: tuple[float, int, Path]) -> bool:
+        clock = self.clocks.get(entry[2])
+        return clock is not None and clock.order == entry[1]
 
 
-class Turns:
-    """Whose turn it is among those that wait: the deficits of classes, clients and flows."""
+class FairOrder(Generic[T]):
+    """Items that wait, in fair order."""
 
     def __init__(self) -> None:
-        self.levels: dict[Path, _Level] = {}
+        self._levels: dict[Path, _Level] = {}  # by the path above
+        # of requests; an ordered dict: finding a plain dict's first key gets slower with deletions
+        self._items: dict[Path, OrderedDict[T, None]] = {}
         self._orders = itertools.count()
 
-    def enter(self, owner: WorkOwner, priority: Priority) -> None:
-        """Record that an item begins to wait."""
-        for before, key, weight in levels_of(owner, priority):
-            if (level := self.levels.get(before)) is None:
-                level = self.levels[before] = _Level(self._orders)
-            level.enter(key, weight)
-
-    def leave(self, owner: WorkOwner, priority: Priority) -> None:
-        """Record that an item waits no more."""
-        for before, key, _ in levels_of(owner, priority):
-            level = self.levels[before]
-            level.leave(key)
-            if not level.num_waiting:
-                del self.levels[before]
-
-    def charge(self, owner: WorkOwner, priority: Priority, tokens: float) -> None:
-        """Record tokens that an owner has been served."""
-        for before, key, weight in levels_of(owner, priority) if self.levels else ():
-            if level := self.levels.get(before):
-                level.charge(key, tokens, weight)
-
-    def end_turn(self, owner: WorkOwner, priority: Priority) -> None:
-        for before, key, _ in levels_of(owner, priority):
-            self.levels[before].end_turn(key)
-
-    def rank(self, owner: WorkOwner, priority: Priority) -> tuple[float, ...]:
-        """Return the rounds of the next turns of an owner's client and flow, which wait."""
-        client, flow = (priority,), (priority, owner.client)
-        turns = self.levels[client].turns[owner.client], self.levels[flow].turns[owner.flow]
-        return tuple(turn.round for turn in turns)
-
-
-def levels_of(owner: WorkOwner, priority: Priority) -> tuple[tuple[Path, Hashable, float], ...]:
-    """Return the levels of an owner: its class, client and flow. Each is the path of the level, the
-    owner's key in it, and the weight of the key."""
-    client = owner.client
-    return (
-        ((), priority, CLASS_WEIGHTS[priority]),
-        ((priority,), client, owner.share),
-        ((priority, client), owner.flow, 1.0),
-    )
-
-
-class WaitingWork:
-    """The amounts of work that wait, by class, client and flow."""
-
-    def __init__(self) -> None:
-        self._amounts = Counter[Path]()  # none is zero
-        self._branches = Counter[Path]()  # the clients of a class, or the flows of a client
-
-    def add(self, owner: WorkOwner, amount: int) -> None:
-        """Add work of an owner. A negative amount removes some."""
-        path = path_of(owner)
-        for part in (path, path[:2], path[:1]):
-            before = self._amounts[part]
-            self._amounts[part] = after = before + amount
-            self._branches[part[:-1]] += (after > 0) - (before > 0)
-            if not after:
-                del self._amounts[part], self._branches[part]
-
-    def ahead(self, owner: WorkOwner) -> float:
-        """Return how much is served before more work of an owner: its flow takes turns with the
-        others, as do its client and class."""
-        path = path_of(owner)
-        amount = self._amounts[path]
-        for part in (path[:2], path[:1]):
-            amount = min(self._amounts[part], self._branches[part] * amount)
-        classes = [priority for priority in Priority if self._amounts[(priority,)]]
-        turns = sum(map(CLASS_WEIGHTS.__getitem__, classes)) / CLASS_WEIGHTS[owner.priority]
-        return min(sum(self._amounts[(priority,)] for priority in classes), turns * amount)
-
-
-class FairQueue(Generic[T]):
-    """Items in fair order. `remove` ends the turn of the item's request, and charges its owner
-    `cost`, the item's tokens."""
-
-    def __init__(self, cost: Callable[[T], float] = lambda item: 1.0) -> None:
-        self._cost = cost
-        self._turns = Turns()
-        self._flows: dict[Path, OrderedDict[WorkOwner, OrderedDict[T, None]]] = {}
-        self._charged: set[T] = set()  # items that were put back
-        self._length = 0
-
     def add(self, item: T) -> None:
-        owner = item.owner
-        requests = self._flows.setdefault(path_of(owner), OrderedDict())
-        requests.setdefault(owner, OrderedDict())[item] = None
-        self._turns.enter(owner, owner.priority)
-        self._length += 1
-
-    def put_back(self, items: Sequence[T]) -> None:
-        """Add items again, each before the others of its request, and end the turns of these. They
-        are not charged again."""
-        for item in reversed(items):
-            self.add(item)
-            self._flows[path_of(item.owner)][item.owner].move_to_end(item, last=False)
-        for item in items:
-            self._charged.add(item)
-            self._flows[path_of(item.owner)].move_to_end(item.owner)
-            self._turns.end_turn(item.owner, item.owner.priority)
+        for path, weight in levels_of(item.owner):
+            if (level := self._levels.get(path[:-1])) is None:
+                level = self._levels[path[:-1]] = _Level(self._orders)
+            level.enter(path, weight)
+        self._items.setdefault(path, OrderedDict())[item] = None
 
     def remove(self, item: T) -> None:
-        """Remove an item that is served."""
-        if item not in self._charged:
-            self._turns.charge(item.owner, item.owner.priority, self._cost(item))
-        self._flows[path_of(item.owner)].move_to_end(item.owner)
-        self.drop(item)
-
-    def drop(self, item: T) -> None:
-        """Remove an item that is not wanted any more."""
-        owner, path = item.owner, path_of(item.owner)
-        items = self._flows[path][owner]
+        for path, _ in levels_of(item.owner):
+            level = self._levels[path[:-1]]
+            level.leave(path)
+            if not level.num_waiting:
+                del self._levels[path[:-1]]
+        items = self._items[path]
         del items[item]
-        self._charged.discard(item)
-        self._length -= 1
         if not items:
-            del self._flows[path][owner]
-        if not self._flows[path]:
-            del self._flows[path]
-        self._turns.leave(owner, owner.priority)
+            del self._items[path]
 
-    def __len__(self) -> int:
-        return self._length
+    def charge(self, owner: WorkOwner, tokens: float) -> None:
+        """Record tokens that an owner is served. Those that are served while nobody else waits do
+        not count."""
+        for path, weight in levels_of(owner):
+            if level := self._levels.get(path[:-1]):
+                level.charge(path, tokens, weight)
 
-    def __iter__(self) -> Iterator[T]:
-        return self._walk(())
+    def waits(self, path: Path) -> bool:
+        """Return whether an item of a class, a client, a flow or a request waits."""
+        level = self._levels.get(path[:-1])
+        clock = level.clocks.get(path) if level else None
+        return clock is not None and clock.waiting > 0
 
-    def _walk(self, path: Path) -> Iterator[T]:
-        if level := self._turns.levels.get(path):
-            return level.walk(lambda key: self._walk((*path, key)), self._cost_again)
-        return in_turn(self._flows.get(path, {}).values())
+    def first(self, path: Path = ()) -> T:
+        """Return the next item, or that of a class, a client, a flow or a request that waits."""
+        while level := self._levels.get(path):
+            path = level.first()
+        return next(iter(self._items[path]))
 
-    def _cost_again(self, item: T) -> float:
-        return 0.0 if item in self._charged else self._cost(item)
-
-
-def path_of(owner: WorkOwner) -> Path:
-    return owner.priority, owner.client, owner.flow
+    def __bool__(self) -> bool:
+        return bool(self._items)
 
 
-def fair_order(items: Iterable[T]) -> Iterator[T]:
-    """Yield items in fair order, those of a request in the given order."""
-    queue = FairQueue[T]()
+def in_turn(
+    items: Iterable[T],
+    keys: Sequence[Callable[[WorkOwner], Hashable]] = (
+        lambda owner: owner.priority,
+        lambda owner: owner.client,
+        lambda owner: owner.flow,
+        lambda owner: owner,
+    ),
+) -> Iterator[T]:
+    """Yield items of classes, of their clients, flows and requests in turn, in the given order."""
+    if not keys:
+        return iter(items)
+    groups: dict[Hashable, list[T]] = {}
     for item in items:
-        queue.add(item)
-    return iter(queue)
+        groups.setdefault(keys[0](item.owner), []).append(item)
+    return alternate(in_turn(group, keys[1:]) for group in groups.values())
 
 
-def in_turn(iterables: Iterable[Iterable[T]]) -> Iterator[T]:
+def alternate(iterables: Iterable[Iterable[T]]) -> Iterator[T]:
     """Yield an item of each iterable in turn, until all are exhausted."""
-    iterators = deque[Iterator[T]]()
-    unstarted = map(iter, iterables)
-    while iterator := next(unstarted, None) or (iterators and iterators.popleft()):
-        for item in iterator:
+    iterators = deque(map(iter, iterables))
+    while iterators:
+        for item in iterators[0]:
             yield item
-            iterators.append(iterator)
+            iterators.append(iterators[0])
             break
+        iterators.popleft()

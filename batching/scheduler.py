@@ -7,11 +7,11 @@
 
 There are no phases: a step has a row for each sequence that decodes, and chunks of prompts up to
 its budget. Waiting sequences are admitted by one rank: class, then the slots that the client (over
-its share), the flow and the request hold, then the tokens served to them, then arrival. When all
-slots or blocks are taken, the running sequence of the largest rank is paused or preempted, if its
-client, flow or request holds over one slot more. Beside other requests, the rows of a request after
-its first one at most double the time of a step, and so do the prompts of a client that need several
-steps: a chat beside a hundred choices of another request keeps about its speed.
+its share), the flow and the request hold, then arrival, which request_queue.py has made fair. When
+all slots or blocks are taken, the running sequence of the largest rank is paused or preempted, if
+its client, flow or request holds over one slot more. Beside other requests, the rows of a request
+after its first one at most double the time of a step, and so do the prompts of a client that need
+several steps: a chat beside a hundred choices of another request keeps about its speed.
 
 The oldest prompt gets half of the budget, those that need least the rest: short prompts do not wait
 for a long one, nor a long one forever. Lower classes come after all others; the oldest of each is
@@ -31,7 +31,7 @@ import math
 from collections import Counter, OrderedDict, abc
 
 from batching.block_pool import BlockPool
-from batching.fair_share import Priority, Turns, WorkOwner
+from batching.fair_share import Priority, WorkOwner
 from batching.sequence import Chunk, PrefixedTokens, Sequence
 from batching.state_pool import checkpoint_positions
 
@@ -59,8 +59,6 @@ class ContinuousScheduler:
         self.num_waiting = 0
         self.preempted = 0  # in the last step
         self.admitted: list[Sequence] = []  # for the first time, in the last step
-        # The last step had no room for an interactive request that runs nothing.
-        self.starved = False
         # Of each request and class, by order of arrival.
         self._waiting: dict[tuple[Priority, WorkOwner], list[Sequence]] = {}
         self._paused: set[Sequence] = set()  # of those that wait
@@ -68,10 +66,8 @@ class ContinuousScheduler:
         self._held = Counter[abc.Hashable]()
         # Of all that run, of clients and of flows: that of the largest rank. Empty: not known.
         self._largest: dict[abc.Hashable, Sequence] = {}
-        self._turns = Turns()  # of those that wait
         self._max_running_limit = max_running
         self._may_admit = False  # since the last step: one waits, or a slot is free
-        self._no_room = False  # for an interactive request that runs nothing
         # Sequences of each class, by order of arrival.
         self._live: list[OrderedDict[Sequence, None]] = [OrderedDict() for _ in Priority]
         self._promoted: dict[Priority, Sequence] = {}  # by the class that they had
@@ -105,14 +101,12 @@ class ContinuousScheduler:
 
     def _add_waiting(self, sequence: Sequence) -> None:
         bisect.insort(self._waiting.setdefault(_key_of(sequence), []), sequence)
-        self._turns.enter(sequence.owner, sequence.priority)
         self.num_waiting += 1
         self._may_admit = True
 
     def _remove_waiting(self, sequence: Sequence) -> None:
         queue = self._waiting.get(_key_of(sequence), [])
         _remove(queue, sequence)
-        self._turns.leave(sequence.owner, sequence.priority)
         self.num_waiting -= 1
         if not queue:
             del self._waiting[_key_of(sequence)]
@@ -137,7 +131,8 @@ class ContinuousScheduler:
         return client / sequence.owner.share, flow, request
 
     def _rank(self, sequence: Sequence) -> Rank:
-        """Return its place among running sequences: the largest is preempted first."""
+        """Return its place: of those that wait, the smallest is admitted first; of those that run,
+        the largest is preempted first."""
         return sequence.priority, *self._holds(sequence), sequence.number
 
     def _release(self, sequence: Sequence) -> None:
@@ -185,11 +180,6 @@ class ContinuousScheduler:
         chunks: list[Chunk] = []
         if prompts:
             chunks = self._prefill(prompts, budget, prefix_pending, doubled)
-        prefilled = {chunk.sequence.owner for chunk in chunks}
-        missed = (s.owner for s in prompts if s.priority == Priority.INTERACTIVE)
-        self.starved = self._no_room or any(  # a limited client waits for itself
-            owner not in prefilled and owner.client not in doubled for owner in missed
-        )
         self._draft_slots = self.pool.states.max_drafts if self.pool.states else math.inf
         chunks = [self._decode(sequence, draft) for sequence in decoding if sequence.table] + chunks
         for chunk in chunks:
@@ -281,27 +271,25 @@ class ContinuousScheduler:
         blocks. Return whether an interactive one waits for a pending prefix."""
         if not self._may_admit:
             return False
-        self._may_admit = self._no_room = prefix_pending = False
-        heads = [(self._order(queue[0]), queue[0]) for queue in self._waiting.values()]
+        self._may_admit = prefix_pending = False
+        heads = [(self._rank(queue[0]), queue[0]) for queue in self._waiting.values()]
         heapq.heapify(heads)
         failed: set[abc.Hashable] = set()  # flows
         skipped = 0
         while heads:
-            order, sequence = heapq.heappop(heads)
-            _, flow, request = _holders(sequence)
+            rank, sequence = heapq.heappop(heads)
+            _, flow, _ = _holders(sequence)
             if flow in failed:
                 continue
-            if (new_order := self._order(sequence)) != order:  # others of its client were admitted
-                heapq.heappush(heads, (new_order, sequence))
+            if (new_rank := self._rank(sequence)) != rank:  # others of its client were admitted
+                heapq.heappush(heads, (new_rank, sequence))
                 continue
             is_interactive = sequence.priority == Priority.INTERACTIVE
-            starves = is_interactive and not self._held[request]
             if not is_interactive and self.preempted:  # it was perhaps preempted in this very step
                 self._may_admit = True
                 break
             if len(self.running) >= self.max_running and not self._yielding(sequence):
                 failed.add(flow)
-                self._no_room |= starves
                 continue
             ready = not sequence.multimodal or sequence.multimodal.ready
             matched = self._match(sequence) if ready else None
@@ -311,22 +299,16 @@ class ContinuousScheduler:
                 skipped += 1
             elif not self._take_room(sequence, matched):
                 self._may_admit = True
-                self._no_room |= starves
                 break
             following = self._after(sequence)
             if following and skipped < self.max_running:
-                heapq.heappush(heads, (self._order(following), following))
+                heapq.heappush(heads, (self._rank(following), following))
         return prefix_pending
 
     def by_rank(self) -> abc.Iterator[Sequence]:
         """Yield all that wait, by the rank of the first one of their request."""
-        queues = sorted(self._waiting.values(), key=lambda queue: self._order(queue[0]))
+        queues = sorted(self._waiting.values(), key=lambda queue: self._rank(queue[0]))
         return itertools.chain.from_iterable(queues)
-
-    def _order(self, sequence: Sequence) -> Rank:
-        """Return the place of a sequence among those that wait."""
-        turns = self._turns.rank(sequence.owner, sequence.priority)
-        return sequence.priority, *self._holds(sequence), *turns, sequence.number
 
     def _after(self, sequence: Sequence) -> Sequence | None:
         """Return the next one of its request that waits."""
@@ -403,8 +385,6 @@ class ContinuousScheduler:
             if sequence.table is None:
                 return False
             sequence.computed = len(matched) * self.pool.block_size
-            if sequence.cached is None:  # recomputed tokens are not charged
-                self._turns.charge(sequence.owner, sequence.priority, sequence.uncomputed)
         self._remove_waiting(sequence)
         sequence.paused = False
         self._paused.discard(sequence)
@@ -488,7 +468,6 @@ class ContinuousScheduler:
         sequence.computed = chunk.end + max(0, len(sampled) - 1)
         self.pool.commit_states(sequence.table, sequence.computed)
         if sampled:
-            self._turns.charge(sequence.owner, sequence.priority, len(sampled))
             sequence.extend(sampled)
         if chunk.drafts:
             self.pool.trim(sequence.table, len(sequence.tokens))

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from starlette.routing import Router
 
 from batching.batcher import WINDOW_BATCHES, DynamicBatcher
-from batching.request_queue import BatchLane, RequestQueue, StepLane
-from batching.round_robin import RoundRobin
+from batching.request_queue import RequestQueue
 from server.core.metrics import Metrics
 from server.core.settings import Settings, SettingsError, load_settings
-from server.core.worker_client import WorkerClient
+from server.core.worker_client import WorkerClient, size_of
 from server.entries import ModelEntry, model_entries, shares_recognizer
 from server.http.request import Application
 from server.lifespan import lifespan
@@ -39,8 +38,7 @@ from server.preflight import (
 from server.routes import make_routes
 from worker.cores import find_cores
 from worker.messages.protocol import Engine, Generator, Runner
-from worker.messages.scoring import MAX_PART_INPUTS
-from worker.registry import ServedModel, language_model
+from worker.registry import ServedModel
 from worker.worker import Worker
 
 if TYPE_CHECKING:
@@ -96,11 +94,11 @@ def create_app(
     entries = model_entries(settings, with_loader)
     cores = find_cores(settings.pin_worker, openmp_threads())
     pool_threads = max(2, min(8, cores.threads if cores else 2))
-    queue = RequestQueue(settings.max_queue_size, time.monotonic)
+    queue = RequestQueue(settings.max_queue_size, time.monotonic, size_of)
     limit = None if settings.models_gb is None else int(settings.models_gb * 1e9)
     worker = Worker(served_models(settings, entries, loaders), cores=cores, limit_bytes=limit)
-    lanes = [lane for model in worker.models.values() for lane in model.lanes]
-    metrics = Metrics(lambda: queue.pending, lambda: sum(lane.not_started for lane in lanes))
+    queues = [model.queue for model in worker.models.values()]
+    metrics = Metrics(lambda: queue.pending, lambda: sum(each.not_started for each in queues))
     worker_client = WorkerClient(
         worker,
         queue,
@@ -160,15 +158,12 @@ def served_models(
             load_chat = loaders.chat if entry.kind == "generation" else None
             later_caches = partial(count_later_caches, models, entry.name)
             load_chat = load_chat or partial(load_language_model, entry, later_caches)
-            model = language_model(
-                entry.name, load_chat, settings.max_queue_size, entry.settings.max_running
-            )
+            model = ServedModel(entry.name, load_chat, entry.settings.max_running, generates=True)
         elif entry.kind == "transcription":
             shared = [name for name, pipe in pipelines.items() if shares_recognizer(pipe, entry)]
             recognizer = models[shared[0]] if shared and not any(loaders) else None
             load_speech = loaders.transcriber or partial(load_transcriber, entry, recognizer)
-            lane = StepLane(entry.name, settings.max_queue_size)
-            model = ServedModel(entry.name, load_speech, lane)
+            model = ServedModel(entry.name, load_speech, settings.max_batch_size)
             if recognizer:  # one holds the other's weights
                 for sharing in (recognizer, model):
                     sharing.pin = True
@@ -206,22 +201,18 @@ def count_later_caches(models: Mapping[str, ServedModel], name: str) -> int:
 def batched_model(
     name: str, load: Callable[[DynamicBatcher], Engine], settings: Settings
 ) -> ServedModel:
-    """Return the entry of a model whose requests are batched. Lists are split and scheduled round
-    robin: inputs of a pipeline for the batcher's window, parts of other lists for two batches."""
+    """Return the entry of a model whose requests are batched. Of a pipeline's inputs, the window of
+    the batcher is passed on at a time; of other texts, two batches."""
     rows, batcher = settings.max_batch_size, new_batcher(settings)
-    at_a_time = WINDOW_BATCHES * rows
-    if not name.startswith("pipeline"):
-        at_a_time = max(2, 2 * rows // min(MAX_PART_INPUTS, rows))
-    lane = BatchLane(name, settings.max_queue_size, RoundRobin(at_a_time))
-    return ServedModel(name, partial(load, batcher), lane)
+    capacity = WINDOW_BATCHES * rows // 2 if name.startswith("pipeline") else rows
+    return ServedModel(name, partial(load, batcher), capacity)
 
 
 def text_pipeline_model(entry: ModelEntry, later_caches: Callable[[], int]) -> ServedModel:
     """Return the entry of a pipeline that generates text, request by request where it can."""
     settings = entry.settings
-    lane = StepLane(entry.name, settings.max_queue_size, RoundRobin(settings.max_running))
     load = partial(load_text_pipeline, entry, new_batcher(settings), later_caches)
-    model = ServedModel(entry.name, load, lane)
+    model = ServedModel(entry.name, load, settings.max_running)
     model.has_cache = True
     return model
 

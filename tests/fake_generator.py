@@ -22,6 +22,7 @@ from typing import Any, Literal
 from batching.errors import ClientGone, InvalidInput, ItemFailed, NotReady
 from batching.fair_share import Priority
 from batching.request_queue import WorkItem
+from batching.step_times import StepTimes
 from worker.adapter_folder import adapter_folder
 from worker.messages.adapters import Adapter
 from worker.messages.decisions import DecisionInput
@@ -86,6 +87,7 @@ class FakeGenerator:
         self.dropped: list[str] = []  # prompts of cancelled requests
         self.step_error: Exception | None = None  # raised by steps
         self.healthy = True
+        self.times = StepTimes()
 
     @property
     def text_model(self) -> TextModel:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from batching.errors import ClientGone, InvalidInput, ItemFailed
 from batching.request_queue import WorkItem
+from batching.step_times import StepTimes
 from worker.media.audio import Recording
 from worker.messages.deltas import TokenLogprob
 from worker.messages.protocol import (
@@ -56,6 +57,7 @@ class FakeTranscriber:
     compile_state: Literal["running", "done", "off"] = "off"
     stage = ""
     fallbacks: tuple[Fallback, ...] = ()
+    times: StepTimes = field(default_factory=StepTimes)
 
     def __post_init__(self) -> None:
         self.gate = threading.Event()

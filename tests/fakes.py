@@ -8,7 +8,7 @@ import orjson
 
 from batching.batcher import DynamicBatcher
 from batching.errors import InvalidInput
-from batching.request_queue import BatchLane, WorkItem
+from batching.request_queue import WorkItem
 from batching.step_times import MAX_TURN_S
 from worker.messages.generation import TEXT_ONLY
 from worker.messages.protocol import ALONE, ModelInfo, OtherModels, Runner
@@ -93,4 +93,4 @@ def batched_model(
 ) -> ServedModel:
     """Return an entry of the registry that serves a runner in batches."""
     batcher = batcher or DynamicBatcher(max_size=8, max_tokens=100, max_wait_s=0.0)
-    return ServedModel(name, lambda: PipelineEngine(load(), batcher), BatchLane(name, 100))
+    return ServedModel(name, lambda: PipelineEngine(load(), batcher), 8)

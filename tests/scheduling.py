@@ -406,7 +406,7 @@ class Before:
         running = [s for s in scheduler.running if is_interactive(s)]
         by_request = Counter(s.owner for s in running)
         by_client = Counter(s.owner.client for s in running)
-        waiting = sorted(filter(is_interactive, scheduler.waiting), key=scheduler._order)
+        waiting = sorted(filter(is_interactive, scheduler.waiting), key=scheduler._rank)
         if len(scheduler.running) < scheduler.max_running:
             waiting = waiting[:1]  # memory is short, and none overtakes
         for sequence in waiting:

@@ -1,8 +1,8 @@
-"""The registry's entries: a served model with its name, state, lanes, breaker and engine.
+"""The registry's entries: a served model with its name, state, queue, breaker and engine.
 
 Requests name an entry; the loader thread loads its engine, and the worker's thread runs the
-engine's steps. Entries share nothing but those threads. Lanes belong to the event loop, which also
-reads states and breakers. A model that is not loaded has no engine.
+engine's steps. Entries share nothing but those threads. Queues belong to the event loop, which
+also reads states and breakers. A model that is not loaded has no engine.
 """
 
 import logging
@@ -14,17 +14,13 @@ from typing import Any, Literal, cast
 from weakref import WeakSet
 
 from batching.errors import OnequeueError
-from batching.fair_share import Priority
-from batching.request_queue import Lane, LowPriorityLane, StepLane
-from batching.round_robin import RoundRobin
+from batching.request_queue import FairQueue
+from batching.step_times import StepTimes
 from worker.load_context import LoadContext, LoadProgress, LoadStopped, Memory, loading
 from worker.messages.adapters import Adapter, InvalidAdapter
 from worker.messages.protocol import Engine, Fallback, Generator, ModelInfo, ModelState
 
 log = logging.getLogger("onequeue.worker")
-
-# Requests of a lower class may use a part of a language model's slots: one divided by this.
-LOW_PRIORITY_DIVISORS = {Priority.BATCH: 2, Priority.BACKGROUND: 4}
 
 
 class Breaker:
@@ -67,8 +63,8 @@ class ServedModel:
     """A model that requests are served by. `name` appears in metrics, logs and /ready: that of its
     kind, for the kind's default model, or kind:name.
 
-    `load` returns the engine; it runs on the loader thread. Language models alone have `low_lanes`,
-    for the classes of requests below the interactive one.
+    `load` returns the engine; it runs on the loader thread. `capacity`: how many items it runs at a
+    time. `generates`: it is a language model.
     """
 
     engine: Engine  # of a model that is loaded
@@ -77,8 +73,8 @@ class ServedModel:
         self,
         name: str,
         load: Callable[[], Engine],
-        lane: Lane,
-        low_lanes: Sequence[Lane] = (),
+        capacity: int,
+        generates: bool = False,
     ) -> None:
         self.name = name
         self.state: ModelState = "unloaded"
@@ -87,9 +83,9 @@ class ServedModel:
         self.title = name  # its name for clients
         self.path = ""  # of its checkpoint: not for clients
         self.breaker = Breaker()
-        self.lane = lane
-        self.lanes = [lane, *low_lanes]
-        self.has_cache = self.generates  # a KV cache that is sized by the free memory
+        self.queue = FairQueue(capacity, lambda: self.times)
+        self.generates = generates
+        self.has_cache = generates  # a KV cache that is sized by the free memory
         # the bytes that loading takes at least, and those that are free; on the loader thread
         self.measure: Callable[[], tuple[int, int]] = lambda: (0, sys.maxsize)
         self.progress = LoadProgress()
@@ -116,11 +112,6 @@ class ServedModel:
         return self.name.partition(":")[0]
 
     @property
-    def generates(self) -> bool:
-        """Whether it is a language model."""
-        return len(self.lanes) > 1
-
-    @property
     def generator(self) -> Generator | None:
         """The engine of a language model; None for other models."""
         return cast(Generator, self.engine) if self.generates else None
@@ -138,9 +129,9 @@ class ServedModel:
     def fallbacks(self) -> Sequence[Fallback]:
         return self.engine.fallbacks if self.is_loaded else ()
 
-    def lane_of(self, priority: Priority) -> Lane:
-        """Return the lane of a class of requests."""
-        return self.lanes[priority] if self.generates else self.lane
+    @property
+    def times(self) -> StepTimes | None:
+        return self.engine.times if self.is_loaded else None
 
     @property
     def is_loaded(self) -> bool:
@@ -247,15 +238,3 @@ class ServedModel:
 def release(memory: list[Memory]) -> None:
     for part in memory:
         part.release()
-
-
-def language_model(
-    name: str, load: Callable[[], Generator], slots: int, max_running: int
-) -> ServedModel:
-    """Return the entry of a language model, with a lane for each class."""
-    low_lanes = [
-        LowPriorityLane(priority.name.lower(), max(1, slots // divisor), RoundRobin(max_running))
-        for priority, divisor in LOW_PRIORITY_DIVISORS.items()
-    ]
-    lane = StepLane(name, slots, RoundRobin(max_running))
-    return ServedModel(name, load, lane, low_lanes)

@@ -429,7 +429,6 @@ class Worker:
             self._end_step()
             if outcome.succeeded:  # else it may have waited for other threads
                 self._thread_tuner.end_turn()
-            outcome.inbox_waiting = not self.inbox.empty()
             self._listener.on_step(model, outcome)
         except BaseException as error:  # it belongs to no single item
             results = [*outcome.outputs, *outcome.done] if outcome else []

@@ -4,9 +4,9 @@
                   ├────────┴────▶ failed ── the next request, after a back-off ──▶ loading
                   └─ an operator unloads it ──▶ unloaded
 
-Items of a model that is not loaded wait here, accepted and in order, and go on to be prepared when
-it is ready. Models are loaded one after another. Everything runs on the event loop; the work is
-done by the worker's loader thread (worker/loader.py).
+Items of a model that is not loaded are accepted, and join its queue when it is ready. Models are
+loaded one after another. Everything runs on the event loop; the work is done by the worker's loader
+thread (worker/loader.py).
 """
 
 import asyncio
@@ -14,13 +14,14 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
 from batching.errors import NoRoom, NotReady, OnequeueError, QueueFull
+from batching.fair_share import WorkOwner
 from batching.request_queue import RequestQueue, WorkItem
 from worker.load_context import LoadProgress, LoadStopped
 from worker.registry import ServedModel
@@ -39,10 +40,9 @@ AWAIT_MODEL = object()  # payload of an item that ends when its model is ready
 
 @dataclass(eq=False)
 class Residency:
-    """A model, and the items that await it."""
+    """A model, and how it is loaded and unloaded."""
 
     model: ServedModel
-    waiting: deque[WorkItem] = field(default_factory=deque)
     queued: bool = False  # to be loaded, or being loaded
     load: "asyncio.Task[None] | None" = None  # the last one
     requested: bool = False  # to be loaded by an operator: also if no item awaits it
@@ -83,21 +83,19 @@ class Residency:
 
 
 class ModelManager:
-    """`put` passes items on to be prepared. `idle_s`: time until an unused model is unloaded, 0:
-    never. `load_timeout_s`: time without progress until a load is abandoned."""
+    """`idle_s`: time until an unused model is unloaded, 0: never. `load_timeout_s`: time without
+    progress until a load is abandoned."""
 
     def __init__(
         self,
         worker: Worker,
         queue: RequestQueue,
-        put: Callable[[list[WorkItem]], None],
         on_change: Callable[[ServedModel, str], None],
         idle_s: float = 0.0,
         load_timeout_s: float = math.inf,
     ) -> None:
         self.worker = worker
         self.queue = queue
-        self.put = put
         self.on_change = on_change  # called with loaded, failed or unloaded
         self.idle_s = idle_s
         self.load_timeout_s = load_timeout_s
@@ -130,7 +128,7 @@ class ModelManager:
             return None
         return NotReady(self._failure_text(entry), math.ceil(left_s))
 
-    def admit(self, name: str, count: int) -> bool:
+    def admit(self, name: str, owner: WorkOwner) -> bool:
         """Return whether items of a model await it, and have it loaded then. Raises QueueFull if
         too many items await models."""
         entry = self.models[name]
@@ -139,24 +137,14 @@ class ModelManager:
         if entry.is_ready:
             return False
         self._want(entry)
-        capacity = max(1, self.queue.slots.capacity // AWAITING_DIVISOR)
-        awaiting = self.queue.awaiting.total()
-        if awaiting + count > capacity:
+        capacity = max(1, self.queue.capacity // AWAITING_DIVISOR)
+        if not self.queue.places.has_room(owner, capacity):
+            awaiting = min(capacity, self.queue.awaiting.total())
             raise QueueFull(
                 f"the model {entry.model.title!r} is {entry.progress_text(time.monotonic())}, and "
                 f"{awaiting} of {capacity} slots for requests that await models are in use", 5.0
             )  # fmt: skip
         return True
-
-    def hold(self, items: Iterable[WorkItem]) -> list[WorkItem]:
-        """Keep the items that await their model; return the others."""
-        passed: list[WorkItem] = []
-        for item in items:
-            if item.awaits_model:
-                self.models[item.model].waiting.append(item)
-            else:
-                passed.append(item)
-        return passed
 
     def late_text(self, item: WorkItem) -> str:
         """Return the end of the error of an item whose time is up; empty if it has its model."""
@@ -252,13 +240,11 @@ class ModelManager:
         entry.queued = entry.requested = False
         entry.failures, entry.failure = 0, ""
         self.on_change(model, "loaded")
-        self.queue.has_model(model.name)
-        entry.notify()
-        waiting, entry.waiting = entry.waiting, deque()
-        for item in waiting:
+        for item in self._waiting(model):
             if item.payload is AWAIT_MODEL:
                 item.resolve(None)
-        self.put([item for item in waiting if item.payload is not AWAIT_MODEL])
+        self.queue.has_model(model.name, model.queue)
+        entry.notify()
         if not self.queue.uses[model.name]:
             self._on_unused(model.name)
 
@@ -286,12 +272,14 @@ class ModelManager:
         self._fail_waiting(entry, NotReady(f"the model {model.title!r} was unloaded", 5))
 
     def _fail_waiting(self, entry: Residency, failure: NotReady) -> None:
-        model = entry.model
-        for item in list(self.queue.items):
-            if item.model == model.name and item.awaits_model:
-                item.resolve(failure)
-        entry.waiting.clear()
+        for item in self._waiting(entry.model):
+            item.resolve(failure)
         entry.notify()
+
+    def _waiting(self, model: ServedModel) -> list[WorkItem]:
+        """Return the items that await a model."""
+        items = self.queue.items
+        return [item for item in items if item.model == model.name and item.awaits_model]
 
     def _reason(self, entry: Residency, error: BaseException) -> str:
         """Return the reason without the model's name, and without its path: clients see neither."""

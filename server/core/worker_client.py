@@ -27,7 +27,7 @@ from starlette.types import Receive, Scope
 
 from batching import errors
 from batching.errors import OnequeueError
-from batching.fair_share import FairQueue, WorkOwner
+from batching.fair_share import WorkOwner
 from batching.request_queue import RequestQueue, Result, Stream, WorkItem
 from server.core.metrics import Metrics
 from server.core.model_manager import ModelManager
@@ -86,19 +86,13 @@ class Pool(Generic[T]):
         self._stopped = True
         self._inbox.put([])
 
-    def _take(self) -> list[T]:
-        """Wait for a group."""
-        return self._inbox.get()
-
     def _run(self) -> None:
         use_one_core()
         while True:
-            group = self._take()
+            group = self._inbox.get()
             if self._stopped:
                 self._inbox.put([])  # for another thread
                 return
-            if not group:
-                continue
             started = time.perf_counter()
             try:
                 self.work(group)
@@ -106,39 +100,6 @@ class Pool(Generic[T]):
                 log.exception("bug in a pool items=%d", len(group))
             item_s = (time.perf_counter() - started) / len(group)
             self.item_s += 0.2 * (item_s - self.item_s)
-
-
-class FairPool(Pool[WorkItem]):
-    """A pool that takes items in fair order: a short request does not wait for a thousand inputs
-    of another client. A thread that takes items queues all that have arrived."""
-
-    def __init__(self, name: str, threads: int, work: Callable[[list[WorkItem]], None]) -> None:
-        super().__init__(name, threads, work)
-        self._waiting = FairQueue[WorkItem](lambda item: 1 + count_chars(item.payload))
-        self._lock = threading.Lock()
-
-    def put(self, items: list[WorkItem]) -> None:
-        if items:
-            self._inbox.put(items)
-
-    def _take(self) -> list[WorkItem]:
-        arrived = self._inbox.get()
-        with self._lock:
-            with contextlib.suppress(queue.Empty):
-                while True:
-                    arrived += self._inbox.get_nowait()
-            size = self.group_size
-            if not self._waiting and len(arrived) <= size:
-                return arrived
-            for item in arrived:
-                self._waiting.add(item)
-            group: list[WorkItem] = []
-            while self._waiting and len(group) < size:
-                group.append(first := next(iter(self._waiting)))
-                self._waiting.remove(first)
-            if self._waiting:
-                self._inbox.put([])  # for another thread
-            return group
 
 
 class WorkerClient:
@@ -172,11 +133,10 @@ class WorkerClient:
         self.on_drain: set[Callable[[], None]] = set()  # of streams that accept inputs
         self.readers = 0  # of streams of tokens
         self._to_wake: dict[Callable[[], None], None] = {}  # in order; a reader once
-        self.prepare = FairPool("prepare", pool_threads, self._prepare_items)
-        self.decode = FairPool("decode", pool_threads, self._prepare_items)
+        self.prepare = Pool("prepare", pool_threads, self._prepare_items)
+        self.decode = Pool("decode", pool_threads, self._prepare_items)
         self.finish: Pool[RawOutput] = Pool("finish", pool_threads, self._finish_items)
-        limits = model_idle_s, load_timeout_s
-        self.manager = ModelManager(worker, queue, self._put, self._on_change, *limits)
+        self.manager = ModelManager(worker, queue, self._on_change, model_idle_s, load_timeout_s)
 
     def start(self) -> None:
         self.started = True
@@ -279,16 +239,15 @@ class WorkerClient:
         results or errors; `stream` gets the deltas of all of them."""
         if (refusal := self.refusal(name)) is not None:
             raise refusal
-        lane = self.models[name].lane_of(owner.priority)
-        awaits = self.manager.admit(name, len(payloads))
-        return self.queue.accept(owner, payloads, deadline, lane, name, stream, awaits)
+        awaits, queue = self.manager.admit(name, owner), self.models[name].queue
+        return self.queue.accept(owner, payloads, deadline, queue, name, stream, awaits)
 
     async def _drain_queue(self) -> None:
         while True:
-            self._put(self.manager.hold(await self.queue.take()))
+            self._put(await self.queue.take())
 
     def _put(self, items: list[WorkItem]) -> None:
-        """Queue items to be prepared, from any thread: images, audio and long texts in threads of
+        """Have items prepared, from any thread: images, audio and long texts in threads of
         their own, so that short texts do not wait for them."""
         large = {item for item in items if self._is_large(item)}
         self.decode.put([item for item in items if item in large])
@@ -301,7 +260,7 @@ class WorkerClient:
             return True
         prompt = getattr(payload, "prompt", None)
         has_images = isinstance(prompt, Chat) and bool(prompt.images)
-        return has_images or count_chars(payload) > LONG_CHARS
+        return has_images or item.chars > LONG_CHARS
 
     # ── in pool threads ──
 
@@ -328,7 +287,6 @@ class WorkerClient:
                 failed.append((item, failure))
             else:
                 prepared.append(item)
-                item.lane.add_prepared(item)
         self.worker.submit(prepared)
         if failed:
             self._post(resolve_outcomes, failed)
@@ -365,14 +323,10 @@ class WorkerClient:
         reports.append((model.name, outcome.report))
         if len(reports) >= self.metrics.max_reports:
             self.metrics.collect()
-        for item, _ in chain(outcome.deltas, outcome.done):
-            if not item.started:
-                item.lane.start(item)
+        started = chain(outcome.deltas, outcome.outputs, outcome.done)
+        self.queue.start(item for item, _ in started)
         for item, delta in outcome.deltas:
             item.push(delta)
-        now = self.queue.clock()
-        for lane in model.lanes:
-            lane.update(now, outcome.report, outcome.inbox_waiting)
         resolve_outcomes(outcome.done)
 
     def on_failed(self, items: list[WorkItem], error: OnequeueError) -> None:
@@ -437,17 +391,24 @@ def task_of(model: ServedModel) -> str:
     return model.info.task if model.info else model.kind
 
 
+def size_of(payload: object) -> tuple[int, int]:
+    """Return the numbers of a payload's texts or choices, and of their characters."""
+    match payload:
+        case EmbeddingInput(inputs=texts):
+            return len(texts), sum(len(text) for text in texts if isinstance(text, str))
+        case ScoringInput(pairs=pairs):
+            return len(pairs), sum(len(query) + len(document) for query, document in pairs)
+        case GenerationInput(n=n):
+            return n, count_chars(payload)
+    return 1, count_chars(payload)
+
+
 def count_chars(payload: object) -> int:
-    """Return the characters of a payload's texts."""
     match payload:
         case PipelineInput(inputs=str(text)) | GenerationInput(prompt=str(text)):
             return len(text)
         case PipelineInput(inputs=dict(pair)):
             return sum(len(text) for text in pair.values() if isinstance(text, str))
-        case EmbeddingInput(inputs=texts):
-            return sum(len(text) for text in texts if isinstance(text, str))
-        case ScoringInput(pairs=pairs):
-            return sum(len(query) + len(document) for query, document in pairs)
         case GenerationInput(prompt=Chat(messages=messages)) | DecisionInput(messages=messages):
             contents = [message.get("content") for message in messages]
             parts = [part for content in contents if isinstance(content, list) for part in content]

@@ -54,7 +54,7 @@ async def debug_queue(request: Request) -> DebugQueue:
     for item in sorted(items, key=lambda item: item.accepted_at):
         by_owner.setdefault(item.owner, []).append(item)
     requests = [describe(items, models) for items in islice(by_owner.values(), MAX_REQUESTS)]
-    return DebugQueue(len(items), queue.slots.capacity, requests)
+    return DebugQueue(len(items), queue.capacity, requests)
 
 
 def describe(items: list[WorkItem], models: dict[str, str]) -> QueuedRequest:

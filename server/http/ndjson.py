@@ -3,8 +3,8 @@
     chunks → lines (lines.py) → parse → wait for room → submit → results in order → spool.py
 
 The body is read only as fast as its lines are served. A stream has as many inputs in flight as are
-answered well within the time limit of a line, and at most its client's share of the queue; all of
-them count as one request there. Lines of all streams take at most 1 ms of a turn of the event loop.
+expected to start well within the time limit of a line, and at most half of the queue; all of them
+count as one request there. Lines of all streams take at most 1 ms of a turn of the event loop.
 A stream ends early with an error that names the first line not served.
 """
 
@@ -19,7 +19,6 @@ from starlette.types import Receive, Scope, Send
 
 from batching.batcher import WINDOW_BATCHES
 from batching.errors import ClientGone, Draining, InvalidInput, QueueFull, Refused
-from batching.fair_share import client_share
 from server.core.request_context import RequestContext
 from server.core.worker_client import Deadlines, Submission
 from server.http.access import check_tokens
@@ -81,7 +80,6 @@ class LineEndpoint(Protocol[P]):
 class PendingLine:
     number: int
     size: int  # bytes
-    started_at: float
     work: LineWork | None = None
     error: Exception | None = None
 
@@ -91,21 +89,19 @@ class PendingLine:
 
 
 class LineWindow:
-    """The number of inputs in flight: it grows while lines are answered within `target_s`, and
-    shrinks while they are not."""
+    """The number of inputs in flight: it grows with each answered line, as far as the memory for
+    answers is expected to suffice."""
 
-    def __init__(self, max_inputs: int, target_s: float) -> None:
+    def __init__(self, max_inputs: int) -> None:
         self.size = min(2, max_inputs)
         self._max_inputs = max_inputs
-        self._target_s = target_s
         self._answer_bytes = 0.0  # of the largest recent answer
 
-    def record(self, seconds: float, answer_bytes: int) -> None:
+    def record(self, answer_bytes: int) -> None:
         """Measure an answered line."""
-        step = 1 if seconds < self._target_s else -1
         self._answer_bytes = max(answer_bytes, 0.99 * self._answer_bytes)
         fitting = int(MAX_ANSWER_BYTES / max(1.0, self._answer_bytes))
-        self.size = max(1, min(self._max_inputs, fitting, self.size + step))
+        self.size = max(1, min(self._max_inputs, fitting, self.size + 1))
 
 
 async def serve_lines(
@@ -140,12 +136,9 @@ class LineStream(Generic[P]):
         self.settings, self.memory, self.max_body = app.settings, app.memory, app.max_body
         self.worker_client = app.worker_client
         self.queue, self.loop_budget = app.worker_client.queue, app.loop_budget
-        self.lane = app.worker_client.models[endpoint.model].lane_of(self.context.priority)
-        max_inputs = min(
-            client_share(self.settings.max_queue_size),
-            WINDOW_BATCHES * self.settings.max_batch_size,
-        )
-        self.window = LineWindow(max_inputs, limit_s / TARGET_DIVISOR)
+        self.model_queue = app.worker_client.models[endpoint.model].queue
+        window = WINDOW_BATCHES * self.settings.max_batch_size
+        self.window = LineWindow(max(1, min(self.settings.max_queue_size // 2, window)))
         self.transfer = scope["transfer"]
         self.lines = LineSplitter(self.max_body)
         self.response = SpooledResponse(scope, send, HEADERS)
@@ -232,7 +225,7 @@ class LineStream(Generic[P]):
 
     async def _accept(self, line: Line) -> None:
         """Submit a line, once there is room. Raises a Refused, or HttpError after MAX_INVALID."""
-        pending = PendingLine(line.number, len(line.content or b""), time.monotonic())
+        pending = PendingLine(line.number, len(line.content or b""))
         self.next_line = line.number
         await self._wait_for_window(pending)
         await self.loop_budget.wait()
@@ -246,9 +239,8 @@ class LineStream(Generic[P]):
         else:
             self.invalid = 0
             check_tokens(self.context.key)
-            await self.queue.wait_for_room(self.context, self.lane)
-            pending.started_at = time.monotonic()
-            first = pending.started_at + self.limit_s
+            await self.queue.wait_for_room(self.context)
+            first = time.monotonic() + self.limit_s
             deadlines = Deadlines(first, first)
             pending.work = self.endpoint.submit_line(request, self.scope, deadlines)
         self.pending.append(pending)
@@ -275,7 +267,9 @@ class LineStream(Generic[P]):
 
     async def _wait_for_window(self, line: PendingLine) -> None:
         while self.pending and (
-            self.inputs >= self.window.size or self.bytes + line.size > self.max_body
+            self.inputs >= self.window.size
+            or self.bytes + line.size > self.max_body
+            or self.model_queue.expected_wait_s(self.context) > self.limit_s / TARGET_DIVISOR
         ):
             self.answered.clear()
             await self.answered.wait()
@@ -309,7 +303,7 @@ class LineStream(Generic[P]):
             self.bytes -= line.size
             self._release(line)
             if line.work:
-                self.window.record(time.monotonic() - line.started_at, len(answer))
+                self.window.record(len(answer))
             self.answered.set()
             await self.response.put(answer + b"\n")
         if self.end_error:

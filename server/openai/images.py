@@ -85,9 +85,9 @@ class ImageLoader:
         for image in chat.images:
             if image.link:
                 self.fetcher.check(image.link, image.param)
-        slots = self.worker_client.queue.slots
-        if self.fetching >= slots.capacity or not slots.has_room(scope["context"]):
-            taken = f"{slots.used + self.fetching} of {slots.capacity} slots are in use"
+        queue = self.worker_client.queue
+        if self.fetching >= queue.capacity or not queue.has_room(scope["context"]):
+            taken = f"{queue.pending + self.fetching} of {queue.capacity} slots are in use"
             raise QueueFull(f"the queue is full: {taken}", 1.0)
         self.fetching += 1
         try:

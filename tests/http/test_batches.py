@@ -537,7 +537,7 @@ def test_a_line_that_cannot_start_holds_no_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model of one batch is refused; the other runs through a window of one line."""
-    monkeypatch.setattr(runner, "request_share", lambda slots: 1)
+    monkeypatch.setattr(runner, "WINDOW_DIVISOR", 1_000_000)
     with started(tmp_path, FakeGenerator(), embedding_model="demo") as server:
         one, two = Client(server, "one"), Client(server, "two")
         server.worker_client.models["generation"].breaker.probe_at = 0.0  # open

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from batching.request_queue import RequestQueue, StepLane
+from batching.request_queue import FairQueue, RequestQueue
 from server.core.api_keys import NO_KEY, Keyring
 from server.core.request_context import RequestContext
 from server.core.settings import Settings
@@ -87,10 +87,10 @@ def test_a_request_whose_inputs_arrive_over_time_is_listed_once() -> None:
     async def listed() -> list[str]:
         times = iter(range(10))
         queue = RequestQueue(8, lambda: float(next(times)))
-        lane = StepLane("generation", 8)
+        model_queue = FairQueue(8)
         stream = RequestContext(b"first", "stream", is_stream=True)
         for context in (stream, RequestContext(b"", "other"), stream):
-            queue.accept(context, ["a"], math.inf, lane, "generation")
+            queue.accept(context, ["a"], math.inf, model_queue, "generation")
         models = {"generation": SimpleNamespace(name="generation", served_name="demo")}
         client = SimpleNamespace(queue=queue, models=models)
         settings = Settings(model_control=True)

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from batching.step_times import StepTimes
 from server.http import connections, request, spool
 from server.http.loop_budget import LoopBudget
 from server.http.ndjson import LineWindow
@@ -376,21 +377,36 @@ def test_refused_lines_do_not_widen_the_window(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded: list[int] = []
-    monkeypatch.setattr(LineWindow, "record", lambda self, seconds, size: recorded.append(size))
+    monkeypatch.setattr(LineWindow, "record", lambda self, size: recorded.append(size))
     assert len(post(server, b'1\nx\n"a"\n' * 5)) == 15
     assert len(recorded) == 5
 
 
-def test_the_window_follows_the_time_limit_and_the_size_of_answers() -> None:
-    window = LineWindow(64, target_s=1.0)
+def test_the_window_grows_as_far_as_answers_fit_into_memory() -> None:
+    window = LineWindow(64)
     assert window.size == 2
     for _ in range(100):
-        window.record(0.5, 100)
+        window.record(100)
     assert window.size == 64
-    for _ in range(30):
-        window.record(2.0, 100)
-    assert window.size == 34
-    window.record(0.5, 1 << 24)
+    window.record(1 << 24)
     assert window.size == 2
-    window.record(0.5, 1 << 30)
+    window.record(1 << 30)
     assert window.size == 1
+
+
+def test_a_stream_reads_no_further_than_lines_start_well_within_their_time() -> None:
+    runner = FakeRunner()
+    with serving(lambda: runner) as server, Client(server) as client:
+        client.send(*["a"] * 40)
+        assert len([client.answer() for _ in range(40)]) == 40  # measured, and the window has grown
+        engine: Any = server.worker_client.models["pipeline"].engine
+        engine.times = StepTimes()
+        engine.times.learn(1, 0, 10.0)
+        runner.gate.clear()
+        client.send(*["slow"] * 40)
+        wait_until(lambda: server.worker_client.queue.pending >= 1)
+        for _ in range(20):  # turns of the event loop
+            assert httpx.get(server.url + "/health").status_code == 200
+        assert server.worker_client.queue.pending < 10
+        runner.gate.set()
+        assert len([client.answer() for _ in range(40)]) == 40

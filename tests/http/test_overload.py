@@ -15,7 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from batching.request_queue import BatchLane, WorkItem
+from batching.request_queue import WorkItem
+from batching.step_times import StepTimes
 from tests.event_streams import chat, open_stream, read_until
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
@@ -77,9 +78,11 @@ def test_a_list_that_fills_the_queue_leaves_room_for_others(max_queue_size: int)
 def test_a_deadline_that_cannot_be_met_is_refused_before_any_work() -> None:
     runner = FakeRunner()
     with serving(lambda: runner) as server, ThreadPoolExecutor(1) as pool:
-        lane = server.worker_client.models["pipeline"].lane
-        assert isinstance(lane, BatchLane)
-        lane.record(1, 1, 10.0)
+        assert post(server.url, "measured").status_code == 200
+        assert runner.entered.acquire(timeout=60)
+        engine: Any = server.worker_client.models["pipeline"].engine
+        engine.times = StepTimes()
+        engine.times.learn(1, 0, 10.0)
         runner.gate.clear()
         waiting = pool.submit(post, server.url, "ahead")
         assert runner.entered.acquire(timeout=60)

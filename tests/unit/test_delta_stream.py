@@ -13,7 +13,7 @@ from starlette.types import Scope
 
 from batching.errors import ItemFailed
 from batching.fair_share import WorkOwner
-from batching.request_queue import RequestQueue, StepLane
+from batching.request_queue import FairQueue, RequestQueue
 from server.core.delta_stream import DeltaStream, TokenStream
 from server.core.request_context import RequestContext, RequestRecord
 from server.core.worker_client import FEW_READERS, Deadlines, Submission, WorkerClient
@@ -40,7 +40,7 @@ def client_of(**more: Any) -> Any:
     def submit(
         owner: WorkOwner, name: str, payloads: list[str], deadline: float, stream: Any
     ) -> Any:
-        return queue.accept(owner, payloads, deadline, StepLane(name, 10), name, stream)
+        return queue.accept(owner, payloads, deadline, FairQueue(10), name, stream)
 
     model = SimpleNamespace(served_name="fake")
     return SimpleNamespace(loop=loop, queue=queue, submit=submit, models={"x": model}, **more)

@@ -36,7 +36,7 @@ def test_counters_add_up_steps_and_gauges_show_the_last_one() -> None:
 def test_gauges_of_batches_are_kept_per_model() -> None:
     metrics = Metrics(lambda: 0.0)
     for serves, cap in (("pipeline", 32), ("embedding", 8)):
-        report = BatchReport(1, 5, 0.25, 0.1, 0.2, (0.0,), 0, cap, saturated=False)
+        report = BatchReport(1, 5, 0.25, 0.1, 0.2, (0.0,), 0, cap)
         metrics.reports.append((serves, report))
     values = read(metrics)
     assert values['onequeue_batch_cap{serves="pipeline"}'] == 32
@@ -48,9 +48,7 @@ def test_gauges_of_batches_are_kept_per_model() -> None:
 
 def test_a_step_that_finishes_no_item_is_not_counted_as_a_batch() -> None:
     metrics = Metrics(lambda: 0.0)
-    metrics.reports.append(
-        ("embedding", BatchReport(0, 0, 0.0, 0.1, 0.1, (), 1, 8, saturated=True))
-    )
+    metrics.reports.append(("embedding", BatchReport(0, 0, 0.0, 0.1, 0.1, (), 1, 8)))
     values = read(metrics)
     assert 'onequeue_batch_size_count{model="embedding"}' not in values
     assert values['onequeue_forward_seconds_count{model="embedding"}'] == 1

@@ -14,6 +14,7 @@ from batching.batcher import DynamicBatcher
 from batching.errors import BreakerOpen, DeadlineHopeless, ItemFailed
 from batching.fair_share import WorkOwner
 from batching.request_queue import RequestQueue, WorkItem
+from batching.step_times import StepTimes
 from server.core.metrics import Metrics
 from server.core.worker_client import WorkerClient
 from tests.fake_generator import FakeGenerator
@@ -22,8 +23,8 @@ from tests.serving import wait_until
 from worker.load_context import LoadStopped
 from worker.messages.deltas import Delta
 from worker.messages.generation import GenerationInput
-from worker.messages.protocol import BatchReport, PipelineInput, StepOutcome
-from worker.registry import language_model
+from worker.messages.protocol import PipelineInput, StepOutcome
+from worker.registry import ServedModel
 from worker.worker import Worker
 
 pytestmark = pytest.mark.anyio
@@ -60,7 +61,9 @@ class Setup:
             batched_model(name, partial(self.runners.__getitem__, name), DynamicBatcher(1, 1000, 0))
             for name in self.runners
         ]
-        self.worker = Worker([*served, language_model("writer", lambda: self.writer, 100, 8)])
+        self.worker = Worker(
+            [*served, ServedModel("writer", lambda: self.writer, 8, generates=True)]
+        )
         self.worker_client = WorkerClient(self.worker, self.queue, Metrics(lambda: 0), 2, 60)
         self.submitted: list[WorkItem] = []
         self._submit = self.worker.submit
@@ -185,9 +188,12 @@ async def test_a_load_at_the_start_without_progress_fails_the_start(
 
 async def test_each_model_has_its_own_rate() -> None:
     async with serving() as setup:
-        model = setup.worker_client.models["reader"]
-        slow = BatchReport(1, 1, 0, 10.0, 10.0, (0.0,), 0, 1, saturated=True)
-        setup.worker_client._record_step(model, StepOutcome(slow))
+        measured = [item for name in PIPELINES for item in setup.submit(name, "measured")]
+        await asyncio.gather(*(item.future for item in measured))
+        setup.queue.release(measured)
+        engine: Any = setup.worker_client.models["reader"].engine
+        engine.times = StepTimes()
+        engine.times.learn(1, 0, 10.0)
         for runner in setup.runners.values():
             runner.gate.clear()
         items = [item for name in PIPELINES for item in setup.submit(name, "ahead")]

@@ -13,10 +13,8 @@ from batching.errors import (
     QueueFull,
 )
 from batching.fair_share import Priority, WorkOwner
-from batching.request_queue import BatchLane, Lane, RequestQueue, WorkItem
-from batching.round_robin import RoundRobin
-from tests.fake_generator import FakeGenerator
-from worker.registry import language_model
+from batching.request_queue import FairQueue, RequestQueue, WorkItem
+from batching.step_times import StepTimes
 
 pytestmark = pytest.mark.anyio
 
@@ -27,33 +25,43 @@ def anyio_backend() -> str:
 
 
 class Queue(RequestQueue):
-    """A queue with a default lane and a clock that stands still."""
+    """A queue with one model's and a clock that stands still."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity, lambda: 100.0)
-        self.lane = BatchLane("pipeline", capacity)
+        self.times = StepTimes()
+        self.of_model = FairQueue(8, lambda: self.times)
 
     def admit(
         self,
         payloads: Sequence[Any],
         deadline: float,
-        lane: Lane | None = None,
         client: str | None = None,
         flow: str | None = None,
+        priority: Priority = Priority.INTERACTIVE,
     ) -> list[WorkItem]:
-        owner = WorkOwner(client, flow=flow)
-        return self.accept(owner, payloads, deadline, lane or self.lane, "model")
+        owner = WorkOwner(client, flow=flow, priority=priority)
+        return self.accept(owner, payloads, deadline, self.of_model, "model")
 
     def admit_each(
         self,
         count: int,
         deadline: float,
-        lane: Lane | None = None,
         client: str | None = None,
         flow: str | None = None,
     ) -> list[WorkItem]:
         """Admit requests of an input each."""
-        return [self.admit([n], deadline, lane, client, flow)[0] for n in range(count)]
+        return [self.admit([n], deadline, client, flow)[0] for n in range(count)]
+
+    async def measure(self, tokens: int, seconds: float) -> None:
+        """Serve an item of so many tokens in so many seconds."""
+        self.times = StepTimes()
+        self.times.learn(tokens, 0, seconds)
+        (item,) = self.admit(["x"], 1e9)
+        assert await self.take() == [item]
+        item.computed = tokens
+        self.start([item])
+        self.release([item])
 
 
 def queue(capacity: int = 2) -> Queue:
@@ -72,32 +80,18 @@ async def test_slots_are_limited_and_can_be_reused() -> None:
     assert q.pending == 1
 
 
-@pytest.mark.parametrize("capacity", [4, 8, 1024])
-async def test_a_list_uses_all_slots_and_yields_them(capacity: int) -> None:
-    q = queue(capacity)
+async def test_a_list_takes_all_slots_and_leaves_others_their_part() -> None:
+    q = queue(8)
     long = q.admit(range(1024), 200)
-    assert q.slots.used == capacity
-    assert await q.take() == long
-    bystanders = q.admit_each(capacity // 2, 200)
-    another = q.admit(range(1024), 200)
-    with pytest.raises(QueueFull):
-        q.admit_each(capacity, 200)
-    assert q.slots.used == capacity
-    assert q.pending >= 2048 + len(bystanders)
-    assert another[0] in q.slots._holders[another[0].owner]
+    bystanders = q.admit_each(4, 200)
+    with pytest.raises(QueueFull, match="the queue is full: 8 of 8 slots are in use"):
+        q.admit_each(8, 200)
+    assert q.pending >= 1024 + len(bystanders)
+    q.release(long)
+    assert q.admit_each(1, 200)
     q.release(list(q.items))
-    assert (q.slots.used, q.lane.slots.used, q.pending) == (0, 0, 0)
-    assert len(q.admit_each(capacity, 200)) == capacity
-
-
-async def test_inputs_of_lists_take_free_slots_in_turn() -> None:
-    q = queue(4)
-    singles = q.admit_each(3, 200)
-    first, second = q.admit(range(3), 200, client="a"), q.admit(range(3), 200, client="b")
-    assert q.slots.used == 4
-    q.release(singles)
-    assert q.slots._shares.of_request(first[0].owner) == 2
-    assert q.slots._shares.of_request(second[0].owner) == 2
+    assert (q.slots.total, q.pending) == (0, 0)
+    assert len(q.admit_each(8, 200)) == 8
 
 
 async def test_one_slot_is_never_shared() -> None:
@@ -109,104 +103,72 @@ async def test_one_slot_is_never_shared() -> None:
     assert q.admit_each(1, 200, client="b")
 
 
-async def test_a_client_with_all_slots_yields_up_to_half() -> None:
-    q = queue(8)
-    many = q.admit_each(8, 200, client="a")  # alone, it uses all
-    with pytest.raises(QueueFull):
-        q.admit_each(1, 200, client="a")
-    few = q.admit_each(4, 200, client="b")
-    with pytest.raises(QueueFull):
-        q.admit_each(1, 200, client="b")
-    q.release(few[:1])
-    with pytest.raises(QueueFull):  # an item of its own has the slot again
-        q.admit_each(1, 200, client="a")
-    assert q.slots._shares.of_client(many[0].owner) == 5
-    assert q.admit_each(1, 200, client="b")
-
-
-async def test_a_flow_with_all_slots_yields_up_to_half_to_others_of_its_client() -> None:
+@pytest.mark.parametrize("other", [{"client": "b"}, {"client": "a", "flow": "y"}])
+async def test_who_has_all_slots_leaves_half_to_another(other: dict[str, str]) -> None:
     q = queue(8)
     many = q.admit_each(8, 200, client="a", flow="x")  # alone, it uses all
-    few = q.admit_each(4, 200, client="a", flow="y")
-    for flow in "xy":
-        with pytest.raises(QueueFull):
-            q.admit_each(1, 200, client="a", flow=flow)
-    assert q.admit_each(4, 200, client="b")
-    assert q.slots._shares.of_client(many[0].owner) == 4  # no flow gains the client a slot
-    q.release([*q.items])
-    assert not q.slots._flows
-    assert len(q.admit_each(8, 200, client="a", flow="y")) == 8
-    assert not few[0].open
+    with pytest.raises(QueueFull):
+        q.admit_each(2, 200, client="a", flow="x")
+    few = q.admit_each(3, 200, **other)
+    with pytest.raises(QueueFull):
+        q.admit_each(2, 200, **other)
+    q.release([*many, *few])
+    assert len(q.admit_each(6, 200, **other)) == 6
 
 
-async def test_a_flow_gains_its_request_no_more_than_a_quarter() -> None:
+async def test_a_client_with_many_flows_and_requests_leaves_others_half() -> None:
     q = queue(8)
-    q.admit_each(6, 200, client="a", flow="x")
-    (first, *_) = q.admit(range(9), 200, client="a", flow="y")
-    assert q.slots._flows["a", "y"] == 2
-    assert not q.slots.has_room(first.owner)
-
-
-async def test_lists_start_a_few_items_at_a_time_in_turn() -> None:
-    q, lane = queue(8), BatchLane("long", 8, RoundRobin(2))
-    first = q.admit(range(4), 200, lane)
-    second = q.admit(range(2), 200, lane, client="b")
-    assert await q.take() == first[:2]
-    assert lane.not_started == 2
-    for item, following in ((first[0], first[2]), (first[1], second[0]), (first[2], first[3])):
-        item.resolve("result")
-        await asyncio.sleep(0)
-        assert await q.take() == [following]
-    q.release(first)
-    await asyncio.sleep(0)
-    assert await q.take() == second[1:]
-    q.release(second)
-    assert lane.not_started == 0
+    for n in range(50):
+        try:
+            q.admit([n], 200, "a", f"flow {n}")
+        except QueueFull:
+            break
+    assert q.pending < 8 * 3
+    assert len(q.admit_each(4, 200, client="b")) == 4
 
 
 @pytest.mark.parametrize(("needed_s", "retry_after_s"), [(20.0, 20), (0.001, 1), (99.5, 100)])
 async def test_retry_after_is_the_time_the_queue_needs(needed_s: float, retry_after_s: int) -> None:
     q = queue(10)
-    q.lane.record(items=10, tokens=10, seconds=needed_s)
-    q.admit_each(10, 1000)
+    await q.measure(10, needed_s / 10)
+    q.admit(range(10), 1e9)
     with pytest.raises(QueueFull) as refused:
-        q.admit(["x"], 1000)
+        q.admit_each(10, 1e9)
     assert refused.value.retry_after_s == retry_after_s
 
 
 async def test_hopeless_deadline_is_refused_at_once_and_only_then() -> None:
     q = queue(100)
-    ahead = q.admit(range(10), 101)  # nothing measured yet
-    q.lane.record(items=10, tokens=10, seconds=5.0)
-    q.release(q.admit(["x"], 100 + 5.1))
+    q.release(q.admit(range(10), 101))  # nothing measured yet
+    await q.measure(10, 5.0)
+    ahead = q.admit(["x"], 1000)
+    q.release(q.admit(["x"], 100 + 5.5))
     with pytest.raises(DeadlineHopeless):
-        q.admit(["x"], 100 + 4.9)
+        q.admit(["x"], 100 + 4.5)
     q.release(ahead)
     q.admit(["x"], 100.001)  # an empty queue accepts any deadline
 
 
-async def test_background_requests_have_a_quarter_of_the_slots_and_delay_no_others() -> None:
-    q, model = queue(8), language_model("generation", FakeGenerator, 8, 8)
-    background = model.lane_of(Priority.BACKGROUND)
-    behind = q.admit_each(2, math.inf, background)
-    with pytest.raises(QueueFull, match="background"):
-        q.admit(["c"], math.inf, background)
-    assert (background.not_started, model.lane.not_started) == (2, 0)
-    q.admit_each(6, 200, model.lane)
-    with pytest.raises(QueueFull):
-        q.admit(["x"], 200, model.lane)
-    q.release(behind[:1])
-    q.admit(["c"], math.inf, background)
+async def test_lower_classes_leave_others_most_slots() -> None:
+    q = queue(8)
+    q.admit(range(100), math.inf, priority=Priority.BACKGROUND)
+    with pytest.raises(QueueFull, match="the background is full: 2 of 2 slots are in use"):
+        q.admit(["c"], math.inf, "b", priority=Priority.BACKGROUND)
+    assert len(q.admit_each(7, 200)) == 7
+    with pytest.raises(QueueFull, match="the queue is full"):
+        q.admit_each(2, 200)
 
 
-async def test_a_lane_may_have_a_part_of_the_slots() -> None:
-    q, small = queue(8), BatchLane("small", 2)
-    items = q.admit_each(2, 200, small)
-    with pytest.raises(QueueFull, match="the small is full: 2 of 2 slots are in use"):
-        q.admit(["c"], 200, small)
-    q.admit_each(6, 200)
-    q.release(items)
-    q.admit(["c"], 200, small)
+async def test_items_that_await_a_model_join_its_queue_in_order() -> None:
+    q = queue(8)
+    first = q.accept(WorkOwner("a"), range(3), 200, q.of_model, "model", awaits_model=True)
+    second = q.accept(WorkOwner("b"), ["x"], 200, q.of_model, "model", awaits_model=True)
+    assert (await q.take(), q.awaiting["model"], q.places.total) == ([], 4, 4)
+    q.release(first[:1])
+    assert (q.awaiting["model"], q.places.total) == (3, 3)
+    q.has_model("model", q.of_model)
+    assert await q.take() == [first[1], second[0], first[2]]
+    assert (q.awaiting["model"], q.places.total) == (0, 0)
 
 
 async def test_items_resolve_once() -> None:

@@ -269,26 +269,6 @@ def test_the_oldest_of_equal_prompts_runs_first() -> None:
     assert s.running == [first, second, third]
 
 
-def test_requests_that_find_no_room_are_starved() -> None:
-    s = scheduler_of(1000, max_running=2)
-    requests(s, 1, 1)
-    step(s, budget=1)
-    assert s.starved  # one has no part in the step
-    step(s)
-    assert not s.starved
-    requests(s, 1)
-    step(s)
-    assert s.starved
-
-
-def test_a_request_does_not_starve_by_itself() -> None:
-    s = scheduler_of(1000, max_running=4)
-    requests(s, 9)
-    for budget in (2, 100, 100):
-        step(s, budget)
-        assert not s.starved
-
-
 # ── fair shares ──
 
 
@@ -505,7 +485,6 @@ def test_background_work_except_the_oldest_waits_for_all_other() -> None:
     newcomers = arriving(s, [4], [5])
     assert list(step(s)) == [oldest, *newcomers]
     assert s.waiting == rest
-    assert not s.starved  # background work does not count
 
 
 def test_beside_others_most_background_work_idles() -> None:
@@ -891,13 +870,13 @@ def test_without_arrivals_and_ends_a_step_looks_at_nothing_that_waits(
     requests(s, *[1] * 100)
     step(s)
     ordered: list[Sequence] = []
-    order = s._order
+    rank = s._rank
 
     def counted(sequence: Sequence) -> tuple[float, ...]:
         ordered.append(sequence)
-        return order(sequence)
+        return rank(sequence)
 
-    monkeypatch.setattr(s, "_order", counted)
+    monkeypatch.setattr(s, "_rank", counted)
     step(s)
     assert not ordered
     s.remove(s.running[0])

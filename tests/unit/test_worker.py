@@ -22,7 +22,7 @@ from worker.load_context import add_memory, remaining_bytes
 from worker.messages.generation import GenerationInput
 from worker.messages.protocol import CUT, BatchReport, PipelineInput, State, StepOutcome
 from worker.pipeline.engine import PipelineEngine
-from worker.registry import Breaker, ServedModel, language_model
+from worker.registry import Breaker, ServedModel
 from worker.worker import OtherServedModels, Worker
 
 
@@ -85,7 +85,7 @@ class Bench:
         self.batcher = DynamicBatcher(max_size=8, max_tokens=1000, max_wait_s=max_wait_s)
         self.generator = FakeGenerator()
         self.pipeline = batched_model("pipeline", lambda: runner, self.batcher)
-        self.generation = language_model("generation", lambda: self.generator, 100, 8)
+        self.generation = ServedModel("generation", lambda: self.generator, 8, generates=True)
         self.pipeline.breaker = Breaker(3, cooldown_s)
         self.generation.breaker = Breaker(3, cooldown_s)
         self.worker = Worker([self.pipeline, self.generation])
@@ -680,7 +680,7 @@ class TimedEngine:
         if self.step_s > 1 and self.others:
             self.others.run_steps()
         self.steps.append(self.step_s)
-        report = BatchReport(0, 0, 0.0, 0.0, self.step_s, (), 0, 1, True)
+        report = BatchReport(0, 0, 0.0, 0.0, self.step_s, (), 0, 1)
         return StepOutcome(report)
 
 

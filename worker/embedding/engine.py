@@ -6,7 +6,6 @@ generates nothing, with a head that pools the states of its tokens.
 Texts run in chunks on paged memory, short ones beside a long one, with a prefix cache.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,8 +22,6 @@ from worker.embedding.tokenization import TokenRow
 from worker.error_classification import first_line
 from worker.generation.engine import GenerationEngine
 from worker.generation.output import PromptOutput
-from worker.messages.deltas import Delta
-from worker.messages.protocol import StepOutcome
 from worker.model.attention.kv_cache import BLOCK
 from worker.model.language_model import LanguageModel
 from worker.model.loading import is_worth_compiling
@@ -106,11 +103,6 @@ class ScoringEngine(GenerationEngine):
 
     def _raw_output(self, item: WorkItem[Any, Any]) -> Tensor:
         return torch.stack([text.result.tensor() for text in item.prepared])
-
-    def _collect(self) -> StepOutcome[Delta]:
-        outcome = super()._collect()
-        outcome.report = replace(outcome.report, saturated=self.busy)
-        return outcome
 
 
 def load_paged_runner(language: LanguageModel, limit: int, compile: str) -> PagedRunner:

@@ -26,11 +26,11 @@ from typing import Any, Literal
 from torch import Tensor
 
 from batching.errors import DeviceLost, ItemFailed, OnequeueError, OutOfMemory
-from batching.fair_share import WorkOwner, fair_order
+from batching.fair_share import WorkOwner, in_turn
 from batching.request_queue import WorkItem
 from batching.scheduler import ContinuousScheduler
 from batching.sequence import Batch, Chunk, Form, Sequence
-from batching.step_times import PrefillBudget
+from batching.step_times import PrefillBudget, StepTimes
 from worker.adapter_folder import adapter_folder
 from worker.error_classification import failure_of, run_halves
 from worker.generation.input_processor import GenerationItem, InputProcessor, Output
@@ -130,6 +130,10 @@ class GenerationEngine:
             return None
         preprocessor.cache = EncoderCache()
         return EncoderScheduler(VisionEncoder(runner, preprocessor.cache), self._fail_multimodal)
+
+    @property
+    def times(self) -> StepTimes:
+        return self._budget.times
 
     @property
     def text_model(self) -> TextModel:
@@ -394,8 +398,8 @@ class GenerationEngine:
         those that have generated least first."""
         masks = {s: mask for s, mask in self._pending_masks.items() if mask.thread is None}
         if masks:
-            in_turn = fair_order(sorted(masks, key=lambda s: len(s.tokens) - s.prompt_len))
-            self._masks.start([masks[sequence] for sequence in in_turn])
+            ordered = in_turn(sorted(masks, key=lambda s: len(s.tokens) - s.prompt_len))
+            self._masks.start([masks[sequence] for sequence in ordered])
 
     def _token_mask(self, constrained: list[tuple[int, Chunk]]) -> TokenMask | None:
         """Return the masks of the grammars that are ready in time. The other chunks sample no
@@ -461,6 +465,7 @@ class GenerationEngine:
             raise ItemFailed("the model's output for this input is not a number")
         if chunk.is_prefill:
             self._counts["prefill_tokens"] += chunk.count
+            output.item.computed += chunk.count
         if scores:
             output.add_prompt_scores(scores)
         if chunk.deferred or not chunk.reaches_end:
@@ -473,6 +478,7 @@ class GenerationEngine:
             assert isinstance(output, SequenceOutput)
             tokens = output.extend(chunk.drafts, sampled)
         self._counts["decode_tokens"] += len(tokens)
+        output.item.generated += len(tokens)
         if chunk.drafts and self._speculation:
             self._counts.update(self._speculation.record_verified(chunk, len(tokens)))
         self.scheduler.advance(chunk, tokens)
@@ -533,7 +539,6 @@ class GenerationEngine:
             admitted=len(admitted),
             running=len(scheduler.running),
             waiting=scheduler.num_waiting,
-            saturated=scheduler.starved,
             blocks_used=scheduler.pool.used if paged else 0,
             blocks_total=scheduler.pool.num_blocks if paged else 0,
             states_used=states.used if states else 0,

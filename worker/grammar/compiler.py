@@ -25,7 +25,6 @@ from llguidance import LLMatcher, LLTokenizer
 from transformers import PreTrainedTokenizerBase
 
 from batching.errors import InvalidInput, OnequeueError, QueueFull, WorkerDown
-from batching.fair_share import client_share
 from worker.grammar import lark, sandbox
 from worker.grammar.sandbox import GrammarSandbox, Unusable
 from worker.messages.generation import Constraint
@@ -317,7 +316,7 @@ class GrammarCompiler:
         used = Counter[Hashable]()
         for grammar in self._alive:
             used[grammar.client] += grammar.size
-        return used[client] + size <= client_share(MAX_BYTES - used.total() + used[client])
+        return used[client] + size <= (MAX_BYTES - used.total() + used[client]) // 2
 
 
 def _store(cache: OrderedDict[bytes, T], digest: bytes, result: T) -> None:

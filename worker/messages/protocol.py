@@ -13,6 +13,7 @@ from typing import Any, Generic, Literal, Protocol
 from typing_extensions import TypeVar
 
 from batching.request_queue import WorkItem
+from batching.step_times import StepTimes
 from worker.media.decode_limiter import RequestLimiter
 from worker.messages.adapters import Adapter
 from worker.messages.generation import Chat, SamplingDefaults
@@ -70,7 +71,6 @@ class BatchReport:
     waits_s: tuple[float, ...]  # from acceptance to the start of the batch
     out_of_memory: int  # forward passes that ran out of memory
     cap: int  # rows that a batch may have after this one
-    saturated: bool  # the batch was full, or other items waited
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,21 +86,12 @@ class StepReport:
     admitted: int = 0  # sequences that started
     running: int = 0  # sequences, after the step
     waiting: int = 0  # sequences, after the step
-    saturated: bool = False  # foreground sequences had no room in the step
     blocks_used: int = 0
     blocks_total: int = 0
     states_used: int = 0  # slots of recurrent layers' states
     states_total: int = 0
     total_s: float = 0.0
     waits_s: tuple[float, ...] = ()  # from acceptance to admission, one per admitted sequence
-
-    @property
-    def size(self) -> int:
-        return self.admitted
-
-    @property
-    def tokens(self) -> int:
-        return self.prefill_tokens + self.decode_tokens
 
 
 @dataclass(slots=True)
@@ -112,7 +103,6 @@ class StepOutcome(Generic[StepDelta, StepRaw]):
     outputs: list[tuple[WorkItem, StepRaw]] = field(default_factory=list)  # raw, for `finish`
     done: list[tuple[WorkItem, Exception | None]] = field(default_factory=list)  # ended or failed
     unfinished: bool = False  # some items of the batch continue in the next one
-    inbox_waiting: bool = False  # set by the worker: items arrived during the step
 
     @property
     def succeeded(self) -> bool:
@@ -251,6 +241,10 @@ class Engine(Protocol[Item, Raw]):
     others: OtherModels  # set by the worker before the first step
 
     @property
+    def times(self) -> StepTimes:
+        """The times of its steps, which the event loop reads."""
+
+    @property
     def info(self) -> ModelInfo: ...
 
     @property
@@ -292,7 +286,8 @@ class Engine(Protocol[Item, Raw]):
     def step(self, idle_since: float) -> StepOutcome[object, Raw] | None:
         """Drop the items whose clients have left and run one step, if one is due.
 
-        Failures of items are in the outcome. An exception belongs to no single item.
+        Failures of items are in the outcome. An exception belongs to no single item. Items count
+        the tokens that have run for them: `computed` and `generated`.
         """
 
     def finish(self, item: Item, raw: Raw) -> object:

@@ -17,6 +17,7 @@ from typing import Generic, Literal
 from batching.batcher import DynamicBatcher
 from batching.errors import OnequeueError, OutOfMemory, WrongResultCount
 from batching.request_queue import WorkItem, request_ids
+from batching.step_times import StepTimes
 from worker.error_classification import run_in_halves
 from worker.messages.protocol import (
     ALONE,
@@ -65,6 +66,7 @@ class PipelineEngine(Generic[Payload, Prepared, Raw]):
         self.runner = runner
         self.batcher = batcher
         self.clock = clock
+        self.times = StepTimes()  # of batches
         self._batch: list[WorkItem[Payload, Prepared]] = []  # the one that runs
         self._cut: list[WorkItem[Payload, Prepared]] = []  # items that wait again after the batch
         # start of the time that the next report with items covers; None: of the next step
@@ -107,6 +109,7 @@ class PipelineEngine(Generic[Payload, Prepared, Raw]):
         for item in self._batch:
             item.finished_at = finished_at
             item.batch_size = 0 if item in cut else rows
+            item.computed = 0 if item in cut else item.tokens
         unfinished = bool(self._cut)
         self.batcher.put_back(self._cut)
         report = self._report(run, finished_at)
@@ -190,14 +193,16 @@ class PipelineEngine(Generic[Payload, Prepared, Raw]):
             self._started_at = None
         elif batch:
             self._started_at = finished_at
+        total_s = finished_at - started_at
+        if batch:
+            self.times.learn(run_tokens, 0, total_s)
         return BatchReport(
             size=len(batch),
             tokens=tokens,
             padding=max(0, run_tokens - tokens) / (run_tokens or 1),
             forward_s=run.forward_s,
-            total_s=finished_at - started_at,
+            total_s=total_s,
             waits_s=tuple(item.started_at - item.accepted_at for item in batch),
             out_of_memory=run.out_of_memory,
             cap=cap,
-            saturated=rows >= cap or self.busy,
         )

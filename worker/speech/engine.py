@@ -19,6 +19,7 @@ from typing import Any, Generic, Literal, NoReturn, TypeVar
 
 from batching.errors import DeviceLost, OnequeueError
 from batching.request_queue import WorkItem
+from batching.step_times import StepTimes
 from worker.cores import use_one_core
 from worker.error_classification import failure_of, run_in_halves
 from worker.messages.protocol import (
@@ -86,6 +87,7 @@ class SpeechEngine(Generic[W]):
         align: Align[W] | None = None,
     ) -> None:
         self.runner = runner
+        self.times = StepTimes()  # in which a window is a token
         self.info = info
         self._open_decoder = open_decoder
         self._example = example
@@ -199,6 +201,8 @@ class SpeechEngine(Generic[W]):
             self._run(self.runner.step, list(running))
         if windows or generated:
             self._stalled = False
+            seconds = time.monotonic() - self._started_at
+            self.times.learn(len(windows), generated, seconds)
         for window in [window for window in running if window.finished]:
             self._finish(window)
         return self._outcome(generated)
@@ -232,6 +236,7 @@ class SpeechEngine(Generic[W]):
             item.started_at = self._started_at
             self._waits.append(self._started_at - item.accepted_at)
         job.window, window.item = window, item
+        item.computed += 1
         return window
 
     def _submit(self, run: Callable[..., T], *arguments: Any) -> Future[T]:
@@ -323,7 +328,6 @@ class SpeechEngine(Generic[W]):
             admitted=len(self._waits),
             running=running,
             waiting=len(self._waiting),
-            saturated=bool(self._waiting) and running == self.runner.max_rows,
             total_s=time.monotonic() - self._started_at,
             waits_s=tuple(self._waits),
         )

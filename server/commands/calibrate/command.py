@@ -159,10 +159,8 @@ async def _calibrate(app: Application, options: Options, echo: Echo, progress: E
             requests = requests_for(
                 worker_client, registry_name, options.words, options.tokens, options.file
             )
-            model = worker_client.models[registry_name]
-            queue, lane = worker_client.queue, model.lane  # refusals are not measured
-            for slots in (queue.slots, lane.slots):
-                slots.capacity = max(slots.capacity, 2 * MAX_CLIENTS)
+            model, queue = worker_client.models[registry_name], worker_client.queue
+            queue.capacity = max(queue.capacity, 2 * MAX_CLIENTS)  # refusals are not measured
             target = f"{requests.path} of {model.engine.info.model}"
             progress(f"{target}: the highest rate with 95 % within {options.p95_ms:g} ms")
             runner = StageRunner(app, requests, listener.getsockname()[1])

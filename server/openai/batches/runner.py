@@ -10,7 +10,6 @@ the server stops, lines in flight are dropped, and run again after the next star
 import asyncio
 import contextlib
 import logging
-import math
 import secrets
 import sqlite3
 import time
@@ -25,7 +24,7 @@ from msgspec.json import decode
 from starlette.types import Message, Scope
 
 from batching.errors import ClientGone, QueueFull, Refused
-from batching.fair_share import Priority, request_share
+from batching.fair_share import Priority
 from server.core.api_keys import NO_KEY, ApiKey
 from server.core.request_context import RequestContext, RequestRecord
 from server.core.worker_client import Deadlines
@@ -52,6 +51,7 @@ from server.openai.sqlite_store import RETRY_S, in_store, storage_namespace
 log = logging.getLogger("onequeue.batches")
 
 PAGE_LINES = 64
+WINDOW_DIVISOR = 4  # the lines in flight hold at most one divided by this of the queue's slots
 MAX_CRASHES = 3  # of the process in a row, without a result of the batch
 UNSERVED_TEXTS = {
     "batch_cancelled": "The batch was cancelled before this line had a result.",
@@ -181,8 +181,7 @@ class BatchRunner:
 
     def _start(self) -> None:
         self.app = self.jobs.app
-        # lines have the time of their batch: only the size of responses shrinks the window
-        self.window = LineWindow(request_share(self.app.settings.max_queue_size), math.inf)
+        self.window = LineWindow(max(1, self.app.settings.max_queue_size // WINDOW_DIVISOR))
         for record in self.store.unfinished():
             self.add(record)
         self.worker_client.loaded.add_done_callback(lambda _: self._wake())
@@ -412,8 +411,6 @@ class BatchTask(StoredJob):
     async def _serve_lines(self) -> None:
         """Run all lines without a result, until the batch is interrupted."""
         self.endpoint = self.runner.endpoints[self.record.job.endpoint]
-        model = self.endpoint.models.default.registry_name
-        self.lane = self.runner.worker_client.models[model].lane_of(self.context.priority)
         self._finished, self._all_ended = [], False
         self._to_start: deque[PendingInput] = deque()
         self._retry_at = 0.0
@@ -455,12 +452,11 @@ class BatchTask(StoredJob):
         if bucket := self.context.key.tokens:
             while wait_s := bucket.wait_s(1, time.monotonic()):  # noqa: ASYNC110
                 await asyncio.sleep(wait_s)
-        await self.runner.worker_client.queue.wait_for_room(self.context, self.lane)
+        await self.runner.worker_client.queue.wait_for_room(self.context)
         await self.runner.take_turn(self, size)
 
     async def _serve_line(self, line: PendingInput) -> None:
         """Run a line. One that is refused is started again later."""
-        started_at = time.monotonic()
         request_id = f"{self.id}-{line.number}"
         custom_id, body = await run_sync(self._read_line, line)
         scope = self._scope(request_id)
@@ -474,7 +470,7 @@ class BatchTask(StoredJob):
             return
         finally:
             self.runner.app.memory.release(scope["transfer"])
-        self.runner.window.record(time.monotonic() - started_at, response.size)
+        self.runner.window.record(response.size)
         self._finished.append(
             FinishedLine(line.position, line.size, custom_id, request_id, response)
         )
