@@ -527,7 +527,8 @@ class PromptRun:
             batch = Batch(spans, ids, range(len(ids)), states=segments)
             metadata = self._kind(self.cache, batch)
             metadata.torch_only = False  # the operations that the layers have are compared
-            logits = run_model(self._language, batch, metadata, model=self._model)
+            step = partial(run_model, self._language, batch, metadata, model=self._model)
+            logits = on_worker(step)
             for (n, start, end), offset in zip(chunks, batch.offsets, strict=True):
                 rows[n].append(logits[offset : offset + end - start])
         return [torch.cat(parts) for parts in rows]
@@ -549,6 +550,7 @@ def _begin_equally(logits: Sequence[Tensor]) -> bool:
     return all(torch.equal(rows, logits[0][: len(rows)]) for rows in logits)
 
 
+@torch.inference_mode()
 def run_model(
     language: LanguageModel, batch: Batch, metadata: AttentionBackend,
     sampled: Tensor | None = None, positions: Tensor | None = None,
@@ -560,16 +562,7 @@ def run_model(
     ids, if they are not the batch's own. `model`: a copy of the model to call. Return the logits
     [R, vocabulary] of the batch's rows, or the hidden states [R, H] of a model without a head.
     """
-    model = model or language.model
-    return on_worker(partial(_run_model, language, batch, metadata, sampled, positions, model))
-
-
-@torch.inference_mode()
-def _run_model(
-    language: LanguageModel, batch: Batch, metadata: AttentionBackend,
-    sampled: Tensor | None, positions: Tensor | None, model: Callable[..., Any],
-) -> Tensor:  # fmt: skip
-    device = metadata.cache.device
+    model, device = model or language.model, metadata.cache.device
     if positions is None:
         row = to_device(batch.position_ids, device) if batch.shifts else metadata.positions
         positions = row[None]
