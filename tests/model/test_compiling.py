@@ -299,6 +299,9 @@ def test_a_model_with_other_logits_is_not_compiled_again(monkeypatch: pytest.Mon
 def test_transformers_asks_the_tracer_and_no_flag_of_the_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "compile", lambda forward, **_: forward)
+        compile_model(Rotated(), lambda compiled: None)
     traced = torch.compile(lambda x: x + is_torchdynamo_compiling(), backend="eager")
     assert float(traced(torch.zeros(1))) == 1
     monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
