@@ -114,11 +114,6 @@ class StepOutcome(Generic[StepDelta, StepRaw]):
     unfinished: bool = False  # some items of the batch continue in the next one
     inbox_waiting: bool = False  # set by the worker: items arrived during the step
 
-    @property
-    def succeeded(self) -> bool:
-        """Whether the model computed something for at least one item."""
-        return bool(self.deltas or self.outputs or self.unfinished)
-
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
