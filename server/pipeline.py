@@ -119,9 +119,12 @@ class PipelineModels:
 
     def __post_init__(self) -> None:
         self.models = ModelGroup([*self.endpoints])
+        self.first = next(iter(self.endpoints.values()))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.endpoints[self.models.find(named_in(scope))](scope, receive, send)
+        name = named_in(scope)
+        endpoint = self.first if name is None else self.endpoints[self.models.find(name)]
+        await endpoint(scope, receive, send)
 
 
 def named_in(scope: Scope) -> str | None:
