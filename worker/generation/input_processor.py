@@ -97,9 +97,8 @@ class InputProcessor:
         is_configured = any(value is not None for value in sampling)
         self.defaults = SamplingDefaults(**values, configured=is_configured)
         self._checkpoint = defaults
-        self._processors = CheckpointProcessors(
-            defaults, vocab_size, self.eos_token_ids, language.device
-        )
+        processors = CheckpointProcessors(defaults, vocab_size, self.eos_token_ids, language.device)
+        self._processors = processors if processors.extend_any() else None
         strings = defaults.stop_strings or ()
         self._stop_strings = (strings,) if isinstance(strings, str) else tuple(strings)
         self.template = verify_tool_call_format(ChatTemplate(tokenizer, language.template_defaults))
@@ -177,7 +176,8 @@ class InputProcessor:
         echoed = request.sampling.logprobs if request.echo else None
         max_tokens = self._max_tokens(len(prompt.ids), request)
         params = self._sampling_params(request, tuple(banned), len(prompt.ids))
-        params = self._processors.extend(params, prompt.ids, max_tokens, stopping.ignore_eos)
+        if self._processors:
+            params = self._processors.extend(params, prompt.ids, max_tokens, stopping.ignore_eos)
         return PreparedPrompt(
             prompt.ids,
             params,
@@ -521,7 +521,7 @@ def response_prefix(chat: Chat, rendered: RenderedPrompt) -> str:
     if chat.continue_final_message:
         content = chat.messages[-1].get("content")
         return content if isinstance(content, str) else ""
-    if not chat.add_generation_prompt:
+    if not chat.add_generation_prompt or rendered.output_format.reasoning is None:
         return ""
     return rendered.output_format.reasoning_at_end(rendered.text)
 
