@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from anyio.to_thread import run_sync
 from msgspec import Struct
@@ -24,13 +24,11 @@ from server.http.errors import HttpError
 from server.http.json import Header, JsonBodyParser, to_json
 from server.http.request import count_failure, read_json_request, send_json
 from server.http.sse import COMMENT, DONE, EventStream, data_frame
+from server.openai.images import ImageLoader
 from server.openai.models import ModelGroup, NamedModel
 from server.openai.request_fields import GenerationRequest
 from worker.messages.deltas import Delta
 from worker.messages.generation import GenerationInput
-
-if TYPE_CHECKING:
-    from server.openai.images import ImageLoader
 
 # Larger deltas and responses are encoded in a pool thread.
 MAX_INLINE_ENTRIES = 64
@@ -218,7 +216,7 @@ P = TypeVar("P", bound=ParsedRequest)
 class GenerationEndpoint(BodyEndpoint[P]):
     """An endpoint of the language model."""
 
-    images: "ImageLoader"
+    images: ImageLoader
 
     def model_of(self, request: P) -> NamedModel:
         return self.models.find(request.body.model)

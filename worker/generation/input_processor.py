@@ -117,7 +117,8 @@ class InputProcessor:
         if isinstance(request, DecisionInput):
             item.prepared = self.decisions.create_outputs(item, request)
             return
-        self.constraint_builder.set_client(item.owner.client)
+        if request.tool_policy or request.constraint:
+            self.constraint_builder.set_client(item.owner.client)
         prepared = self.prepare_prompt(request, lambda: item.open)
         item.prepared = create_outputs(item, request, prepared, self.vocabulary)
         item.tokens = len(prepared.ids)
