@@ -114,7 +114,10 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
     def generation_input(self) -> GenerationInput:
         """Return the model's input; InvalidInput for unusable tools, messages or formats."""
-        tools, policy = chat_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
+        tools: list[Document] = []
+        policy = None
+        if self.tools or self.tool_choice:
+            tools, policy = chat_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
         prompt = conversation(self, self.messages, tools, self.reasoning_effort)
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self._input(

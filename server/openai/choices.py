@@ -94,7 +94,7 @@ class ChoicesResponseBuilder(ResponseBuilder[Delta], Generic[C, K]):
         return len(delta.logprobs) + len(delta.prompt_logprobs)
 
     def start(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
-        first = deltas[0] if deltas else None
+        first = deltas[0] if deltas and self.returns_ids else None
         usage = self._chunk_usage()
         if isinstance(usage, Usage):  # before the first token
             usage.completion_tokens, usage.total_tokens = 0, usage.prompt_tokens

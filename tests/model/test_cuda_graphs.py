@@ -286,7 +286,7 @@ def test_a_compiled_model_is_captured_one_size_a_step(monkeypatch: pytest.Monkey
     runner, first, again = runner_of(generator), Recorder(), Recorder()
     runner._rows = 8
     graphs = runner._graphs = captured(runner, first, 8)
-    monkeypatch.setattr(paged_runner, "CudaCapture", lambda checked: again)
+    monkeypatch.setattr("worker.model.cuda_graphs.CudaCapture", lambda checked: again)
     monkeypatch.setattr(paged_runner, "CAPTURE_REST", 0)
     eager, captures = runner.model, list[int]()
     served, _ = serve(generator, [request([7, 8, 9])])
@@ -382,7 +382,7 @@ def test_graphs_of_the_eager_model_stay_if_the_compiled_one_cannot_be_captured(
     generator = engine("llama", blocks=BLOCKS, max_running=8)
     runner = runner_of(generator)
     graphs = runner._graphs = captured(runner, Recorder(), 8)
-    monkeypatch.setattr(paged_runner, "CudaCapture", lambda checked: out_of_memory)
+    monkeypatch.setattr("worker.model.cuda_graphs.CudaCapture", lambda checked: out_of_memory)
     eager = runner.model
     runner._compiled = lambda **inputs: eager(**inputs)
     caplog.clear()

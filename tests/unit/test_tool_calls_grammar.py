@@ -9,7 +9,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from tests.unit.test_parser import CALL_FORMATS, HARMONY
-from worker.generation.input_processor import ConstraintBuilder
+from worker.grammar.constraint_builder import ConstraintBuilder
 from worker.grammar.tool_calls import tool_calls_grammar
 from worker.messages.generation import Chat, Constraint, GenerationInput, ToolCallPolicy
 from worker.text.output_format import DEFAULT_OUTPUT_FORMAT

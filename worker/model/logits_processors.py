@@ -64,6 +64,11 @@ class CheckpointProcessors:
         self._suppressed = self._token_tensor(fields.suppress_tokens or ())
         self._suppressed_at_begin = self._token_tensor(fields.begin_suppress_tokens or ())
 
+    def extend_any(self) -> bool:
+        """Return whether a request gets processors, whatever its prompt."""
+        sampled = SamplingParams()
+        return self.extend(sampled, [0], 1, ignore_eos=False) is not sampled
+
     def _token_tensor(self, ids: Iterable[int]) -> Tensor:
         """Return the ids that are in the vocabulary."""
         valid = [id_ for id_ in ids if 0 <= id_ < self._vocab_size]

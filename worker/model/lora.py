@@ -84,6 +84,8 @@ class LoraLayers:
     """The layers of a model that may be adapted. `builds`: native operations are built in a thread
     if they are not there."""
 
+    segments_of, applied = staticmethod(segments_of), staticmethod(applied)
+
     def __init__(self, language: LanguageModel, cache: KVCache, builds: bool) -> None:
         self.language = language
         self.layers = on_worker(partial(adaptable_layers, language, cache))

@@ -383,7 +383,8 @@ class PagingCheck:
         segments = [[StateSegment(1, state.current, state.target)] for state in states]
         ids = [self.prompts[1][last], self.prompts[0][0]]
         batch = Batch(spans, ids, range(2), states=segments)
-        beside = run_model(self.language, batch, AttentionMetadata(run.cache, batch))
+        metadata = AttentionMetadata(run.cache, batch)
+        beside = on_worker(partial(run_model, self.language, batch, metadata))
         logits[1] = torch.cat((logits[1][:-1], beside[:1]))
         self.reference.check(logits, self.language.tolerance)
         self.extra_check()

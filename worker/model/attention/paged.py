@@ -26,7 +26,7 @@ from transformers import AttentionInterface
 from batching.sequence import Batch
 from worker.device.async_copy import to_device
 from worker.model.attention.kv_cache import BLOCK, KVCache
-from worker.model.cpu.torch_only import torch_only
+from worker.model.cpu.torch_only import running_step
 
 ATTENTION = "onequeue_paged"
 LATENT = "onequeue_latent"  # the name of a layer's LatentProjections (latent.py)
@@ -86,13 +86,14 @@ def forward_context(backend: AttentionBackend, states: StepStates | None = None)
     """Make a model that runs in the context, on this thread, attend by `backend`, and its recurrent
     layers run by `states`."""
     _context.backend, _context.states = backend, states
+    running_step.torch_only = backend.torch_only
     try:
         backend.begin()
-        with torch_only(backend.torch_only):
-            yield
+        yield
     finally:
         backend.end()
         _context.backend = _context.states = None
+        running_step.torch_only = False
 
 
 def step_states() -> StepStates | None:
