@@ -54,7 +54,6 @@ from worker.model.cpu.activations import align_activations
 from worker.model.cpu.head_linear import HeadLinear
 from worker.model.cpu.linear import (
     stacked_products_differ,
-    use_bf16_weights,
     use_native_functions,
     use_native_linear,
 )
@@ -402,9 +401,6 @@ class PagedRunner:
         started = time.monotonic()
         try:
             load_native_ops()
-            use_bf16_weights(language.model)
-            if self.decoder_hook:
-                self.decoder_hook = DecoderHook(language.model)  # copies the replaced layers
             use_native_linear(language.model)
             use_native_functions(language.model)
             align_activations(language.model)

@@ -19,9 +19,9 @@ from torch.nn.functional import pad
 from transformers.utils import deprecation
 
 from worker.model.cpu.activations import in_blocks
+from worker.model.cpu.linear_layers import MakeLayer
 from worker.model.cpu.torch_only import EagerForward, is_torch_only
 
-MakeLayer = Callable[[Tensor, Tensor | None], nn.Module]
 OWN_LAYER = "onequeue_linear"  # the packed layer's name in its module
 MAX_WEIGHTS = 1 << 23  # of a module: the packed layer is a second copy
 BLOCK = 32  # elements that torch computes together

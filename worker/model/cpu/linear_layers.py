@@ -20,6 +20,8 @@ from worker.device.device import has_bfloat16
 from worker.model.cpu.fused_linear import weight_stand_in
 from worker.model.cpu.torch_only import is_torch_only
 
+MakeLayer = Callable[[Tensor, Tensor | None], nn.Module]
+
 # The int8 kernels read the weights once per row, which pays up to so many rows.
 INT8_ROWS = 8
 # Output rows quantized at a time: the float32 copy of a vocabulary's head would take gigabytes.
@@ -190,14 +192,16 @@ class Int8Linear(_Linear):
     bfloat16 scale per output.
 
     Symmetric quantization: scale = max |w| / 127 of a row, w ≈ int8 · scale. Inputs are rounded to
-    bfloat16. More than INT8_ROWS rows go through `dequantized`, a packed copy of the same values,
-    where there is memory for one.
+    bfloat16. More than INT8_ROWS rows go through `dequantized`, a copy of the same values that
+    `make_copy` packs; None: there is no memory for one.
     """
 
     weight: Tensor
     scale: Tensor
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, keep_copy: bool) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, make_copy: MakeLayer | None = None
+    ) -> None:
         super().__init__(weight, bias)
         starts = range(0, self.out_features, QUANTIZED_ROWS)
         parts = [_quantize(weight.detach()[at : at + QUANTIZED_ROWS]) for at in starts]
@@ -207,14 +211,10 @@ class Int8Linear(_Linear):
         self.register_buffer("weight", padded, persistent=False)
         self.register_buffer("scale", torch.cat(scales), persistent=False)
         self.dequantized: nn.Module | None = None
-        if keep_copy:
+        if make_copy:
             weights = self.weight[:, : self.in_features].float()
             values = weights.mul_(self.scale.float()[:, None]).to(self.dtype)
-            self.dequantized = (
-                PackedLinear(values, None)
-                if packs_dtype(self.dtype)
-                else plain_linear(values, None)
-            )
+            self.dequantized = make_copy(values, None)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features).bfloat16()
@@ -385,6 +385,17 @@ def _quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     scale = (weight.abs().amax(1) / 127).clamp(min=1e-12).bfloat16()
     quantized = (weight / scale.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
     return quantized, scale
+
+
+def unquantized_linear(
+    weight: Tensor, bias: Tensor | None, bf16_weights: bool = False
+) -> nn.Module:
+    """Return the layer with unquantized weights that this CPU multiplies fastest. `bf16_weights`:
+    the operation of Bf16WeightLinear is loaded."""
+    if not packs_dtype(weight.dtype):
+        return plain_linear(weight, bias)
+    kind = Bf16WeightLinear if bf16_weights and emulates_dtype(weight.dtype) else PackedLinear
+    return kind(weight, bias)
 
 
 def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
