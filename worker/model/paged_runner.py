@@ -226,7 +226,12 @@ class PagedRunner:
         language = self.language
         if language.lora is None:
             builds = self.builds and self._background is None  # else it is being built
-            language.lora = LoraLayers(language, new_cache(language, 4, 4), builds)
+            cache = new_cache(language, 4, 4)
+
+            def run(batch: Batch) -> Tensor:
+                return run_model(language, batch, AttentionMetadata(cache, batch))
+
+            language.lora = LoraLayers(language, run, builds)
         weights: LoraWeights = language.lora.load(folder)
         return weights
 
