@@ -50,7 +50,7 @@ from worker.model.attention.paged import (
 from worker.model.attention.recurrent import PackedStates
 from worker.model.check import Reference, check
 from worker.model.compiling import compile_model
-from worker.model.cpu.activations import align_activations
+from worker.model.cpu.functional import align_activations
 from worker.model.cpu.head_linear import HeadLinear
 from worker.model.cpu.linear import (
     stacked_products_differ,
