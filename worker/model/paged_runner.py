@@ -575,10 +575,10 @@ def _run_model(
         row = to_device(batch.position_ids, device) if batch.shifts else metadata.positions
         positions = row[None]
     rows = to_device(batch.rows, device)
-    states = None
+    recurrent = None
     if language.recurrent:
-        states = PackedStates(language.recurrent, metadata.cache, batch)
-    with forward_context(metadata, states):
+        recurrent = PackedStates(language.recurrent, metadata.cache, batch).run
+    with forward_context(metadata, recurrent):
         output = model(
             input_ids=fill_placeholders(to_device([batch.ids], device), sampled),
             position_ids=positions.clone(),  # a new tensor, as the compiler's guards expect

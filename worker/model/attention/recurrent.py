@@ -35,7 +35,7 @@ from batching.state_pool import NO_SLOT
 from worker.device.async_copy import to_device
 from worker.device.self_check import CannotRun
 from worker.model.attention.kv_cache import KVCache, StateShape
-from worker.model.attention.paged import StepStates, step_states
+from worker.model.attention.paged import step_recurrent
 from worker.model.cpu.torch_only import is_torch_only
 
 # Names of the cache in models' arguments and outputs: "cache" since transformers 5.24.
@@ -123,7 +123,7 @@ class _LayerCache(Cache):
 # ── in a step ──
 
 
-class PackedStates(StepStates):
+class PackedStates:
     """Runs recurrent modules on a step's packed row."""
 
     def __init__(self, modules: Sequence[RecurrentModule], cache: KVCache, batch: Batch) -> None:
@@ -210,9 +210,9 @@ class _Parts(NamedTuple):
 
 def run_recurrent(hidden: Tensor, number: int, size: int) -> Tensor:
     """Run a recurrent module on the running step's packed row: [1, T, H] → [1, T, size]."""
-    states = step_states()
-    assert states
-    return states.run(number, hidden)
+    run = step_recurrent()
+    assert run
+    return run(number, hidden)
 
 
 # opaque to the compiler: how a row is divided changes with each step
@@ -244,8 +244,8 @@ def _packed_forward(module: RecurrentModule, number: int) -> Callable[..., Tenso
         if torch.compiler.is_dynamo_compiling():
             out: Tensor = torch.ops.onequeue.recurrent(hidden, number, size)
             return out
-        states = step_states()
-        return states.run(number, hidden) if states else module.forward(*args, **kwargs)
+        run = step_recurrent()
+        return run(number, hidden) if run else module.forward(*args, **kwargs)
 
     return forward
 
