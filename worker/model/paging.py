@@ -27,7 +27,7 @@ from worker.device.self_check import (
     CannotRun,
     TopKSizes,
     attention_of,
-    has_own_kernels,
+    checked_attention,
     length_beyond_windows,
     narrowed,
     set_attention,
@@ -213,9 +213,7 @@ class PagingCheck:
         longest = length_beyond_windows(language.config, limit, shortest)
         widths = [min(3, longest), longest, longest - longest // 4]
         self.prompts = language.random_prompts(widths)
-        masks = language.is_multimodal or has_own_kernels(language.decoder)
-        implementation = language.decoder.config._attn_implementation
-        self._own_attention = "eager" if masks else implementation  # eager makes explicit masks
+        self._own_attention = checked_attention(language.decoder, language.is_multimodal)
         recorded = [TopKSizes() for _ in self.prompts]
         logits = []
         with attention_of(language.decoder, self._own_attention):
