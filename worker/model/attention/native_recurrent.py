@@ -17,7 +17,6 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +28,7 @@ from batching.state_pool import NO_SLOT
 from worker.device.self_check import CannotRun, compare
 from worker.model.attention.kv_cache import KVCache, StateShape
 from worker.model.attention.recurrent import RecurrentModule
+from worker.model.cpu.functional import copied_method
 
 log = logging.getLogger("onequeue.native_recurrent")
 
@@ -174,12 +174,7 @@ class NativeForward:
         self.states = {key.kind: number for key, number in module.states.items()}
         if len(self.states) < len(module.states) or kinds != self.states.keys():
             raise CannotRun("not all of its states are of native operations")
-        copied = FunctionType(
-            forward.__code__, forward.__globals__ | functions, forward.__name__,
-            forward.__defaults__, forward.__closure__,
-        )  # fmt: skip
-        copied.__kwdefaults__ = forward.__kwdefaults__
-        self.forward: Any = MethodType(copied, module.module)
+        self.forward = copied_method(module.module, forward, functions)
         self.arguments = {**module.arguments, module.cache_name: _NoCache()}
         self.input_name = module.input_name
         narrow = [

@@ -11,7 +11,7 @@ differently. The number of rows decides which elements those are.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -181,9 +181,14 @@ def _copied(module: nn.Module, product: Any) -> Any:
         for name, value in forward.__globals__.items()
         if name in forward.__code__.co_names and isinstance(value, ModuleType) and value in replaced
     }
+    return copied_method(module, forward, modules)
+
+
+def copied_method(module: nn.Module, forward: Any, replaced: Mapping[str, Any]) -> Any:
+    """Return a copy of a forward, with other globals, as a method of the module."""
     copied = FunctionType(
-        forward.__code__, forward.__globals__ | modules, forward.__name__, forward.__defaults__,
-        forward.__closure__,
+        forward.__code__, {**forward.__globals__, **replaced}, forward.__name__,
+        forward.__defaults__, forward.__closure__,
     )  # fmt: skip
     copied.__kwdefaults__ = forward.__kwdefaults__
     return MethodType(copied, module)
