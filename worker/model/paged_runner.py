@@ -271,17 +271,14 @@ class PagedRunner:
         once would stall streams for seconds. The eager model's graphs serve until all are
         captured."""
         started = time.monotonic()
-        try:
-            graphs.capture_next()
-        except Exception as error:  # such as too little memory
-            self._refuse_graphs(error)
+        is_captured = self._attempt_graphs(graphs.capture_next)
+        ended = time.monotonic()
+        self._capture_at = ended + CAPTURE_REST * (ended - started)
+        if is_captured and graphs.is_complete:
+            self._graphs = graphs
+            log.info("captured CUDA graphs of the compiled model")
+        if not is_captured or graphs.is_complete:
             self._compiled_graphs = None
-        else:
-            ended = time.monotonic()
-            self._capture_at = ended + CAPTURE_REST * (ended - started)
-            if graphs.is_complete:
-                self._graphs, self._compiled_graphs = graphs, None
-                log.info("captured CUDA graphs of the compiled model")
 
     def _attend_by_rows(self) -> None:
         """Attend in all steps by the decode kernel; raise LoadingFailed if logits differ."""
@@ -314,22 +311,17 @@ class PagedRunner:
         self.model, self._compiled = compiled, None
         self._compiled_hook = DecoderHook(compiled) if self.decoder_hook else None
         if self._graphs:
-            self._compiled_graphs = self._new_graphs()
+            self._attempt_graphs(self._prepare_graphs)
 
-    def _new_graphs(self) -> CudaGraphs | None:
-        metadata = self._rows_metadata()
-        try:
-            capture = CudaCapture(checked=True)  # the eager model is
-            return CudaGraphs(self.language, self.model, metadata, self._run, capture)
-        except Exception as error:
-            self._refuse_graphs(error)
-            return None
-
-    def _refuse_graphs(self, error: Exception) -> None:
-        lost = "small steps are slower"
-        self.language.fall_back(
-            "CUDA graphs of the compiled model", error, "the eager model's", lost
+    def _prepare_graphs(self) -> None:
+        capture = CudaCapture(checked=True)  # the eager model is
+        self._compiled_graphs = CudaGraphs(
+            self.language, self.model, self._rows_metadata(), self._run, capture
         )
+
+    def _attempt_graphs(self, change: Callable[[], None]) -> bool:
+        refused, lost = "CUDA graphs of the compiled model", "small steps are slower"
+        return self.language.attempt(change, refused, "the eager model's", lost)
 
     # ── native operations, and compiling in the background thread ──
 
