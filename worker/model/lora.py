@@ -81,9 +81,9 @@ def applied(segments: Sequence[AdapterRows]) -> Iterator[None]:
 
 class LoraLayers:
     """The layers of a model that may be adapted. `run`: runs steps on a cache of four blocks and
-    slots. `builds`: native operations are built in a thread if they are not there."""
+    slots."""
 
-    def __init__(self, language: LanguageModel, run: Run, builds: bool) -> None:
+    def __init__(self, language: LanguageModel, run: Run) -> None:
         self.language = language
         self.layers = on_worker(partial(adaptable_layers, language, run))
         self._hooked: set[str] = set()
@@ -91,18 +91,15 @@ class LoraLayers:
         self._add: Callable[..., object] = _add_rows
         self.is_native = False
         if language.device.type == "cpu" and language.dtype in NATIVE_DTYPES:
-            self.use_native(builds=False)
-            if builds and not self.is_native:
-                build = partial(self.use_native, builds=True)
-                threading.Thread(target=build, name="compile", daemon=True).start()
+            self.use_native()
         log.info(
             "adapters layers=%d native=%s: their rows run on the eager model",
             len(self.layers), self.is_native,
         )  # fmt: skip
 
-    def use_native(self, builds: bool) -> None:
-        """Add by the native operation if it is there, or can be built, and gives the same."""
-        if try_load_native_ops(builds) and native_matches(self.language.dtype):
+    def use_native(self) -> None:
+        """Add by the native operation if it is built and gives the same."""
+        if try_load_native_ops(build=False) and native_matches(self.language.dtype):
             self._add = torch.ops.onequeue.add_lora
             self.is_native = True
 

@@ -146,7 +146,6 @@ class PagedRunner:
         self.model: Callable[..., Any] = language.model  # or its compiled copy, unless eager
         self.metadata: Callable[[KVCache, Batch], AttentionBackend] = AttentionMetadata
         self._compiled: Callable[..., Any] | None = None  # set by the thread, for the next step
-        self.builds = True  # native operations may be built
         self.builds_later = False  # they are built in the background
         self._background: tuple[str, float] | None = None  # what a thread does, since when
         if language.deterministic:
@@ -225,13 +224,12 @@ class PagedRunner:
         """Return the weights of a LoRA adapter, for `Sequence.adapter`. Raises InvalidAdapter."""
         language = self.language
         if language.lora is None:
-            builds = self.builds and self._background is None  # else it is being built
             cache = new_cache(language, 4, 4)
 
             def run(batch: Batch) -> Tensor:
                 return run_model(language, batch, AttentionMetadata(cache, batch))
 
-            language.lora = LoraLayers(language, run, builds)
+            language.lora = LoraLayers(language, run)
         weights: LoraWeights = language.lora.load(folder)
         return weights
 
@@ -407,7 +405,7 @@ class PagedRunner:
             language.attempt(use, "native recurrence", "torch's", SLOWER_RECURRENCE)
             self._check_attention(NativeMetadata)
             if language.lora:
-                language.lora.use_native(builds=False)
+                language.lora.use_native()
         except Exception as error:
             if compilers.ending.is_set():
                 return
