@@ -49,6 +49,11 @@ log = logging.getLogger("onequeue.linear")
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
+# Layers by native operations, and by torch's.
+QUANTIZED: dict[str, tuple[Any, Any]] = {
+    "int8": (NativeInt8Linear, Int8Linear),
+    "int4": (NativeInt4Linear, Int4Linear),
+}
 # Share of the free memory that a second copy of the weights may take.
 MAX_COPY_SHARE = 0.5
 # Largest difference of two products, relative to the largest value.
@@ -169,25 +174,24 @@ def quantize_weights(
     use_linear_layers(model)
     numbers, dtype = _linear_weights(model)
     copy_bytes = numbers * packed_dtype(dtype).itemsize
-    is_int8 = quantization == "int8"
     copied = partial(unquantized_linear, bf16_weights=native)
     native = native and native_quantized_matches(quantization, dtype)
-    keep_copy = is_int8 and not native and copy_bytes <= MAX_COPY_SHARE * free_bytes
+    fits = copy_bytes <= MAX_COPY_SHARE * free_bytes
+    keep_copy = quantization == "int8" and not native and fits
     stored = 0.0  # bytes
 
-    def quantized(weight: Tensor, bias: Tensor | None, is_int8: bool = is_int8) -> nn.Module:
+    def quantized(weight: Tensor, bias: Tensor | None, kind: str = quantization) -> nn.Module:
         nonlocal stored
-        stored += weight.numel() * (1 if is_int8 else INT4_BYTES)
-        if native:
-            return NativeInt8Linear(weight, bias) if is_int8 else NativeInt4Linear(weight, bias)
-        if is_int8:
-            return Int8Linear(weight, bias, copied if keep_copy else None)
-        return Int4Linear(weight, bias)
+        stored += weight.numel() * (1 if kind == "int8" else INT4_BYTES)
+        if keep_copy:
+            return Int8Linear(weight, bias, copied)
+        layer: nn.Module = QUANTIZED[kind][not native](weight, bias)
+        return layer
 
     groups = find_shared_inputs(model, check)
     if (name := _output_head(model)) and not any(name in group for group in groups):
         head: Any = model.get_submodule(name)
-        model.set_submodule(name, quantized(head.weight, head.bias, is_int8=True))
+        model.set_submodule(name, quantized(head.weight, head.bias, "int8"))
         del head
     pack_experts(model, quantized)
     if native:
@@ -265,12 +269,7 @@ def native_quantized_matches(quantization: str, dtype: torch.dtype) -> bool:
     weight, bias = (
         torch.randn(shape, generator=generator).to(dtype) for shape in ((80, 70), (80,))
     )
-    one: nn.Module
-    other: nn.Module
-    if quantization == "int8":
-        one, other = NativeInt8Linear(weight, bias), Int8Linear(weight, bias)
-    else:
-        one, other = NativeInt4Linear(weight, bias), Int4Linear(weight, bias)
+    one, other = (kind(weight, bias) for kind in QUANTIZED[quantization])
     return products_match(one, other, 70, dtype, ROUNDING[torch.bfloat16])
 
 

@@ -166,12 +166,7 @@ class Bf16WeightLinear(_Linear):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight, bias, torch.float32)
         self.weight = weight_stand_in(weight)
-        padded = weight.detach()
-        columns, rows = self.in_features % 2, -self.out_features % PANEL_COLUMNS
-        if columns or rows:
-            padded = nn.functional.pad(padded, (0, columns, 0, rows))
-        pairs = padded.reshape(-1, PANEL_COLUMNS, padded.shape[1] // 2, 2)
-        panels = pairs.transpose(1, 2).contiguous()
+        panels = _panels(weight.detach(), PANEL_COLUMNS, 2)
         use_large_pages(panels.data_ptr(), panels.nbytes)
         self.register_buffer("panels", panels, persistent=False)
 
@@ -242,19 +237,15 @@ class NativeInt8Linear(_Linear):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight, bias)
         self.weight = weight_stand_in(weight)
-        columns, depth = -self.out_features % QUANTIZED_COLUMNS, -self.in_features % INT8_DEPTH
         panels, scales = [], []
         for at in range(0, self.out_features, QUANTIZED_ROWS):  # a multiple of QUANTIZED_COLUMNS
             quantized, scale = _quantize(weight.detach()[at : at + QUANTIZED_ROWS])
-            padded = nn.functional.pad(
-                quantized, (0, depth, 0, -len(quantized) % QUANTIZED_COLUMNS)
-            )
-            pairs = padded.reshape(-1, QUANTIZED_COLUMNS, padded.shape[1] // 2, 2)
-            panels.append(pairs.transpose(1, 2).contiguous())
+            panels.append(_panels(quantized, QUANTIZED_COLUMNS, INT8_DEPTH))
             scales.append(scale.float())
         packed = torch.cat(panels)
         use_large_pages(packed.data_ptr(), packed.nbytes)
         self.register_buffer("panels", packed, persistent=False)
+        columns = -self.out_features % QUANTIZED_COLUMNS
         padded_scales = nn.functional.pad(torch.cat(scales), (0, columns))
         self.register_buffer("scales", padded_scales, persistent=False)
 
@@ -435,6 +426,16 @@ def _int4_in_float32(x: Tensor, blocks: Tensor, bias: Tensor | None, columns: in
 
 def _experts_in_float32(x: Tensor, *args: Any) -> Tensor:
     raise NotImplementedError("experts are multiplied by their addresses")
+
+
+def _panels(weight: Tensor, columns: int, depth: int) -> Tensor:
+    """Return [out / columns, in / 2, columns, 2]: weights of two inputs side by side. Both sizes
+    are padded with zeros to multiples of `columns` and `depth`."""
+    missing = -weight.shape[1] % depth, -len(weight) % columns
+    if any(missing):
+        weight = nn.functional.pad(weight, (0, missing[0], 0, missing[1]))
+    pairs = weight.reshape(-1, columns, weight.shape[1] // 2, 2)
+    return pairs.transpose(1, 2).contiguous()
 
 
 def _unpaired(panels: Tensor, columns: int, depth: int) -> Tensor:
