@@ -32,7 +32,6 @@ from worker.model.cuda_graphs import (
     MAX_PROMPT_READS,
     CudaGraphs,
     RowsMetadata,
-    RowsStates,
     Run,
 )
 from worker.model.paged_runner import PagedRunner
@@ -127,13 +126,14 @@ def test_decodes_of_recurrent_layers_are_captured(
 def test_a_graph_that_mixes_up_states_is_not_used(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = RowsStates.run
+    first = RowsMetadata.first
 
-    def wrong(self: RowsStates, number: int, hidden: Tensor) -> Tensor:
-        self._rows.sources = torch.zeros_like(self._rows.sources)
-        return run(self, number, hidden)
+    def wrong(self: RowsMetadata, rows: int) -> RowsMetadata:
+        view = first(self, rows)
+        view.sources = torch.zeros_like(view.sources)
+        return view
 
-    monkeypatch.setattr(RowsStates, "run", wrong)
+    monkeypatch.setattr(RowsMetadata, "first", wrong)
     runner = runner_of(engine(model, blocks=BLOCKS))
     for stored in runner.cache.states:
         stored[0] = 1

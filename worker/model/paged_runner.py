@@ -123,7 +123,6 @@ class PagedRunner:
         self.model: Callable[..., Any] = language.model  # or its compiled copy, unless eager
         self.metadata: Callable[[KVCache, Batch], AttentionBackend] = AttentionMetadata
         self._compiled: Callable[..., Any] | None = None  # set by the thread, for the next step
-        self.builds = True  # native operations may be built
         self.builds_later = False  # they are built in the background
         self._background: tuple[str, float] | None = None  # what a thread does, since when
         if language.deterministic:
@@ -204,8 +203,12 @@ class PagedRunner:
         if language.lora is None:
             from worker.model.lora import LoraLayers
 
-            builds = self.builds and self._background is None  # else it is being built
-            language.lora = LoraLayers(language, new_cache(language, 4, 4), builds)
+            cache = new_cache(language, 4, 4)
+
+            def run(batch: Batch) -> Tensor:
+                return run_model(language, batch, AttentionMetadata(cache, batch))
+
+            language.lora = LoraLayers(language, run)
         weights: LoraWeights = language.lora.load(folder)
         return weights
 
@@ -252,17 +255,14 @@ class PagedRunner:
         once would stall streams for seconds. The eager model's graphs serve until all are
         captured."""
         started = time.monotonic()
-        try:
-            graphs.capture_next()
-        except Exception as error:  # such as too little memory
-            self._refuse_graphs(error)
+        is_captured = self._attempt_graphs(graphs.capture_next)
+        ended = time.monotonic()
+        self._capture_at = ended + CAPTURE_REST * (ended - started)
+        if is_captured and graphs.is_complete:
+            self._graphs = graphs
+            log.info("captured CUDA graphs of the compiled model")
+        if not is_captured or graphs.is_complete:
             self._compiled_graphs = None
-        else:
-            ended = time.monotonic()
-            self._capture_at = ended + CAPTURE_REST * (ended - started)
-            if graphs.is_complete:
-                self._graphs, self._compiled_graphs = graphs, None
-                log.info("captured CUDA graphs of the compiled model")
 
     def _attend_by_rows(self) -> None:
         """Attend in all steps by the decode kernel; raise LoadingFailed if logits differ."""
@@ -298,24 +298,19 @@ class PagedRunner:
         self.model, self._compiled = compiled, None
         self._compiled_hook = DecoderHook(compiled) if self.decoder_hook else None
         if self._graphs:
-            self._compiled_graphs = self._new_graphs()
+            self._attempt_graphs(self._prepare_graphs)
 
-    def _new_graphs(self) -> "CudaGraphs | None":
+    def _prepare_graphs(self) -> None:
         from worker.model.cuda_graphs import CudaCapture, CudaGraphs
 
-        metadata = self._rows_metadata()
-        try:
-            capture = CudaCapture(checked=True)  # the eager model is
-            return CudaGraphs(self.language, self.model, metadata, self._run, capture)
-        except Exception as error:
-            self._refuse_graphs(error)
-            return None
-
-    def _refuse_graphs(self, error: Exception) -> None:
-        lost = "small steps are slower"
-        self.language.fall_back(
-            "CUDA graphs of the compiled model", error, "the eager model's", lost
+        capture = CudaCapture(checked=True)  # the eager model is
+        self._compiled_graphs = CudaGraphs(
+            self.language, self.model, self._rows_metadata(), self._run, capture
         )
+
+    def _attempt_graphs(self, change: Callable[[], None]) -> bool:
+        refused, lost = "CUDA graphs of the compiled model", "small steps are slower"
+        return self.language.attempt(change, refused, "the eager model's", lost)
 
     # ── native operations, and compiling in the background thread ──
 
@@ -393,9 +388,8 @@ class PagedRunner:
         of others, which may run meanwhile, leave them out."""
         from worker.model.attention.native import NATIVE_DTYPES, NativeMetadata, load_native_ops
         from worker.model.attention.native_recurrent import use_native_recurrence
-        from worker.model.cpu.activations import align_activations
+        from worker.model.cpu.functional import align_activations
         from worker.model.cpu.linear import (
-            use_bf16_weights,
             use_native_functions,
             use_native_linear,
         )
@@ -406,9 +400,6 @@ class PagedRunner:
         started = time.monotonic()
         try:
             load_native_ops()
-            use_bf16_weights(language.model)
-            if self.decoder_hook:
-                self.decoder_hook = DecoderHook(language.model)  # copies the replaced layers
             use_native_linear(language.model)
             use_native_functions(language.model)
             align_activations(language.model)
@@ -418,7 +409,7 @@ class PagedRunner:
             language.attempt(use, "native recurrence", "torch's", SLOWER_RECURRENCE)
             self._check_attention(NativeMetadata)
             if language.lora:
-                language.lora.use_native(builds=False)
+                language.lora.use_native()
         except Exception as error:
             if compilers.ending.is_set():
                 return
@@ -575,12 +566,12 @@ def run_model(
         row = to_device(batch.position_ids, device) if batch.shifts else metadata.positions
         positions = row[None]
     rows = to_device(batch.rows, device)
-    states = None
+    recurrent = None
     if language.recurrent:
         from worker.model.attention.recurrent import PackedStates
 
-        states = PackedStates(language.recurrent, metadata.cache, batch)
-    with forward_context(metadata, states):
+        recurrent = PackedStates(language.recurrent, metadata.cache, batch).run
+    with forward_context(metadata, recurrent):
         output = model(
             input_ids=fill_placeholders(to_device([batch.ids], device), sampled),
             position_ids=positions.clone(),  # a new tensor, as the compiler's guards expect
