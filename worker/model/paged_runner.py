@@ -197,28 +197,21 @@ class PagedRunner:
         if self._compiled_graphs and time.monotonic() >= self._capture_at:
             self._capture_next(self._compiled_graphs)
         form = batch.chunks[0].sequence.form if batch.chunks else ""
-        if self.language.lora and (segments := segments_of(batch)):
-            with applied(segments):
-                return self._run_eager(batch, sampled, form or "eager")
-        if batch.multimodal_spans:
-            return self._run_multimodal(batch, sampled, form)
-        if form:
-            return self._run_eager(batch, sampled, form)
-        if self._graphs and self._graphs.supports(batch):
-            return self._graphs.forward(batch, sampled)
-        return self._run(batch, sampled)
-
-    def _run_eager(self, batch: Batch, sampled: Tensor | None, form: Form) -> Tensor:
-        if batch.multimodal_spans:
-            return self._run_multimodal(batch, sampled, form)
-        return run_model(self.language, batch, self._backend(form)(self.cache, batch), sampled)
+        if segments := segments_of(batch) if self.language.lora else []:
+            form = form or "eager"
+        with applied(segments):
+            if batch.multimodal_spans:
+                return self._run_multimodal(batch, sampled, form)
+            if not form and self._graphs and self._graphs.supports(batch):
+                return self._graphs.forward(batch, sampled)
+            return self._run(batch, sampled, form)
 
     def _backend(self, form: Form) -> Callable[[KVCache, Batch], AttentionBackend]:
         return AttentionMetadata if form == "torch" else self.metadata
 
-    def _run(self, batch: Batch, sampled: Tensor | None = None) -> Tensor:
-        metadata = self.metadata(self.cache, batch)
-        return run_model(self.language, batch, metadata, sampled, model=self.model)
+    def _run(self, batch: Batch, sampled: Tensor | None = None, form: Form = "") -> Tensor:
+        metadata, model = self._backend(form)(self.cache, batch), None if form else self.model
+        return run_model(self.language, batch, metadata, sampled, model=model)
 
     def load_adapter(self, folder: Path) -> LoraWeights:
         """Return the weights of a LoRA adapter, for `Sequence.adapter`. Raises InvalidAdapter."""
