@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -174,28 +175,23 @@ class PagedRunner:
         if self._compiled_graphs and time.monotonic() >= self._capture_at:
             self._capture_next(self._compiled_graphs)
         form = batch.chunks[0].sequence.form if batch.chunks else ""
-        if self.language.lora and (segments := self.language.lora.segments_of(batch)):
-            with self.language.lora.applied(segments):
-                return self._run_eager(batch, sampled, form or "eager")
-        if batch.multimodal_spans:
-            return self._run_multimodal(batch, sampled, form)
-        if form:
-            return self._run_eager(batch, sampled, form)
-        if self._graphs and self._graphs.supports(batch):
-            return self._graphs.forward(batch, sampled)
-        return self._run(batch, sampled)
-
-    def _run_eager(self, batch: Batch, sampled: Tensor | None, form: Form) -> Tensor:
-        if batch.multimodal_spans:
-            return self._run_multimodal(batch, sampled, form)
-        return run_model(self.language, batch, self._backend(form)(self.cache, batch), sampled)
+        lora = self.language.lora
+        segments = lora.segments_of(batch) if lora else []
+        if segments:
+            form = form or "eager"
+        with lora.applied(segments) if segments else nullcontext():
+            if batch.multimodal_spans:
+                return self._run_multimodal(batch, sampled, form)
+            if not form and self._graphs and self._graphs.supports(batch):
+                return self._graphs.forward(batch, sampled)
+            return self._run(batch, sampled, form)
 
     def _backend(self, form: Form) -> Callable[[KVCache, Batch], AttentionBackend]:
         return AttentionMetadata if form == "torch" else self.metadata
 
-    def _run(self, batch: Batch, sampled: Tensor | None = None) -> Tensor:
-        metadata = self.metadata(self.cache, batch)
-        return run_model(self.language, batch, metadata, sampled, model=self.model)
+    def _run(self, batch: Batch, sampled: Tensor | None = None, form: Form = "") -> Tensor:
+        metadata, model = self._backend(form)(self.cache, batch), None if form else self.model
+        return run_model(self.language, batch, metadata, sampled, model=model)
 
     def load_adapter(self, folder: Path) -> "LoraWeights":
         """Return the weights of a LoRA adapter, for `Sequence.adapter`. Raises InvalidAdapter."""
