@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.call_formats import WRITTEN, loop, written
 from tests.tiny_tokenizers import llama_tokenizer
 from worker.generation.response_reader import ResponseReader
 from worker.grammar.tool_calls import accepts, tool_calls_grammar
@@ -15,99 +16,17 @@ from worker.text.chat_template.inference import EXAMPLE_ARGUMENTS, TYPED_TOOLS, 
 from worker.text.chat_template.template import ChatTemplate
 from worker.text.detokenizer import TextSpan
 from worker.text.parser import OutputParser
-from worker.text.tool_call_format import DEFAULT_TOOL_CALL_FORMAT, ID
+from worker.text.tool_call_format import DEFAULT_TOOL_CALL_FORMAT
 
 TURN = "{% for m in messages %}{% if m.tool_calls %}CALLS{% else %}[INST]{{ m.content }}[/INST]"
 TURN += "{% endif %}{% endfor %}"
 EACH = "{% for c in m.tool_calls %}EACH{% endfor %}"
-# A template's loop of calls, and the expected text of two calls in the inferred format.
-TEMPLATES: dict[str, tuple[str, str | None]] = {
-    "qwen": (
-        EACH.replace(
-            "EACH",
-            '{{ "\n" }}<tool_call>\n{"name": "{{ c.function.name }}", "arguments": '
-            "{{ c.function.arguments | tojson }}}\n</tool_call>",
-        ),
-        '\n<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>'
-        '\n<tool_call>\n{"name": "b", "arguments": {}}\n</tool_call>',
-    ),
-    "mistral": (
-        EACH.replace(
-            "EACH", "[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}"
-        ),
-        "[TOOL_CALLS]a[ARGS]{}[TOOL_CALLS]b[ARGS]{}",
-    ),
-    "list": (
-        "[TOOL_CALLS] ["
-        + EACH.replace(
-            "EACH",
-            '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, '
-            '"id": "{{ c.id }}"}{{ ", " if not loop.last }}',
-        )
-        + "]",
-        f'[TOOL_CALLS] [{{"name": "a", "arguments": {{}}, "id": "{ID}"}}, '
-        f'{{"name": "b", "arguments": {{}}, "id": "{ID}"}}]',
-    ),
-    "numbered": (
-        "<calls>"
-        + EACH.replace(
-            "EACH",
-            "<call>functions.{{ c.function.name }}:{{ loop.index0 }}<args>"
-            "{{ c.function.arguments | tojson }}</call>",
-        )
-        + "</calls>",
-        "<calls><call>functions.a:0<args>{}</call><call>functions.b:1<args>{}</call></calls>",
-    ),
-    "tags": (
-        EACH.replace(
-            "EACH",
-            "<call name={{ c.function.name }}>{% for key, value in c.function.arguments.items() %}"
-            "<{{ key }}>{{ value }}</>{% endfor %}</call>",
-        ),
-        "<call name=a>{}</call><call name=b>{}</call>",
-    ),
-    "typed tags": (
-        "<calls>"
-        + EACH.replace(
-            "EACH",
-            '<call name="{{ c.function.name }}">{% for key, value in c.function.arguments.items() '
-            '%}<arg name="{{ key }}" text="{{ "yes" if value is string else "no" }}">'
-            "{{ value if value is string else value | tojson }}</arg>{% endfor %}</call>",
-        )
-        + "</calls>",
-        '<calls><call name="a">{}</call><call name="b">{}</call></calls>',
-    ),
-    "named closings": (
-        EACH.replace(
-            "EACH",
-            "<call name={{ c.function.name }}>{% for key, value in c.function.arguments.items() %}"
-            "<{{ key }}>{{ value if value is string else value | tojson }}</{{ key }}>"
-            "{% endfor %}</call>",
-        ),
-        "<call name=a>{}</call><call name=b>{}</call>",
-    ),
-    "python": (
-        "["
-        + EACH.replace(
-            "EACH",
-            "{{ c.function.name }}({% for key, value in c.function.arguments.items() %}"
-            "{{ key }}={{ value | tojson }}{{ ', ' if not loop.last }}{% endfor %})"
-            "{{ ', ' if not loop.last }}",
-        )
-        + "]",
-        "[a({}), b({})]",
-    ),
-    "no calls": ("<tool_call><function=x><parameter=y>1</parameter></function></tool_call>", None),
-    "refuses": ("<tool_call>{{ raise_exception('no') }}", None),
-    "ignores": ("<tool_call>", None),
-    "not read back": (
-        EACH.replace(
-            "EACH",
-            '<tool_call>{"name": "{{ c.function.name }}", "arguments": '
-            "{{ c.function.arguments | tojson | replace('1.5', '2.5') }}}</tool_call>",
-        ),
-        None,
-    ),
+# Templates whose calls cannot be inferred: JSON in <tool_call> is used.
+UNKNOWN = {
+    "no calls": "<tool_call><function=x><parameter=y>1</parameter></function></tool_call>",
+    "refuses": "<tool_call>{{ raise_exception('no') }}",
+    "ignores": "<tool_call>",
+    "not read back": loop("hermes").replace("| tojson", "| tojson | replace('1.5', '2.5')"),
 }
 
 
@@ -115,31 +34,27 @@ def learned(template: str) -> ChatTemplate:
     return ChatTemplate(llama_tokenizer(TURN.replace("CALLS", template)))
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", WRITTEN)
 def test_tool_call_format_is_the_templates(name: str) -> None:
-    source, expected = TEMPLATES[name]
-    template = learned(source)
+    template = learned(loop(name))
     calls = template.output_format.tool_calls
     assert calls is not None
-    if expected is None:
-        assert calls == DEFAULT_TOOL_CALL_FORMAT
-    else:
-        assert calls.render([("a", "{}"), ("b", "{}")]) == expected
-    assert any(note.startswith("calls:") for note in template.notes) == (expected is None)
-
-
-@pytest.mark.parametrize("name", ["typed tags", "named closings"])
-def test_grammar_accepts_the_calls_of_the_template(name: str) -> None:
-    template = learned(TEMPLATES[name][0])
-    calls = template.output_format.tool_calls
-    assert calls is not None
-    assert len(template.examples) == len(EXAMPLE_ARGUMENTS)
+    names = ["a", "b"] if calls.separator is not None else ["a"]
+    assert calls.render([(called, "{}") for called in names]) == written(name, *names)
+    assert not any(note.startswith("calls:") for note in template.notes)
+    assert len(template.examples) >= len(EXAMPLE_ARGUMENTS) - 2 * (name == "llama")
     assert all(accepts(calls, TYPED_TOOLS, text) for text, _ in template.examples)
 
 
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_calls_that_cannot_be_inferred_are_json(name: str) -> None:
+    template = learned(UNKNOWN[name])
+    assert template.output_format.tool_calls == DEFAULT_TOOL_CALL_FORMAT
+    assert any(note.startswith("calls:") for note in template.notes)
+
+
 def test_word_of_a_type_decides_where_the_schema_does_not() -> None:
-    source, _ = TEMPLATES["typed tags"]
-    tokenizer = llama_tokenizer(TURN.replace("CALLS", source))
+    tokenizer = llama_tokenizer(TURN.replace("CALLS", loop("typed tags")))
     tools = [{"type": "function", "function": {"name": "a"}}]
     text = '<calls><call name="a"><arg name="x" text="yes">7</arg><arg name="y" text="no">7</arg>'
     response = ResponseReader(tokenizer, ()).read(f"{text}</call></calls>", tools)
@@ -353,7 +268,7 @@ HABITS: dict[str, tuple[str, str]] = {
         '<calls><call>a<args>{"x": 7}</call></calls>',
     ),
     "values may be quoted as in XML": (
-        TEMPLATES["named closings"][0],
+        loop("named closings"),
         "<call name=a><x>7</x><t><![CDATA[<7>\n]]></t></call>",
     ),
 }
@@ -385,7 +300,7 @@ def test_calls_are_inferred_whatever_the_habits_of_the_template(habit: str) -> N
 
 @pytest.mark.parametrize("pieces", [False, True])
 def test_output_may_reason_though_the_template_shows_none(pieces: bool) -> None:
-    reader = ResponseReader(byte_tokenizer(TURN.replace("CALLS", TEMPLATES["qwen"][0]), pieces), ())
+    reader = ResponseReader(byte_tokenizer(TURN.replace("CALLS", loop("hermes")), pieces), ())
     call = '<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>'
     response = reader.read(f"<think>\nHm.\n</think>\n\n{call}", TOOL_A)
     assert (response.content, response.reasoning, response.calls) == ("", "Hm.", [("a", "{}")])
