@@ -284,19 +284,6 @@ def test_compiled_rotations_have_the_same_bits_in_any_batch() -> None:
     assert all(torch.equal(rows, rotated[0][: len(rows)]) for rows in rotated)
 
 
-def test_a_model_with_other_logits_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda forward, **_: forward)
-    checked: list[Any] = []
-
-    def refuse(compiled: Any) -> None:
-        checked.append(compiled)
-        raise CannotRun("logits differ")
-
-    with pytest.raises(CannotRun):
-        compile_model(Rotated(), refuse)
-    assert len(checked) == 1
-
-
 def test_transformers_asks_the_tracer_and_no_flag_of_the_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
