@@ -16,6 +16,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -54,7 +55,7 @@ torch.library.define(
     " Tensor segments) -> Tensor",
 )
 
-# .segments and .states by their kind, of the module that runs
+# .segments, .states by their kind, and .prompt_rows(), of the module that runs
 _call = threading.local()
 
 # ── in place of transformers' functions: of the packed row of the running module ──
@@ -89,12 +90,12 @@ def chunk_scan(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if kwargs.get("z") is not None:
         raise CannotRun("it has a gate")
-    if tuple(dt_limit) != (0.0, math.inf):  # transformers limits those of prompts only
-        raise CannotRun("it limits its time steps")
     if dt_bias is not None:
         dt = dt + dt_bias.to(dt.dtype)
     if dt_softplus:
         dt = nn.functional.softplus(dt)
+    if tuple(dt_limit) != (0.0, math.inf):  # transformers does not limit those of generated tokens
+        dt = torch.where(_call.prompt_rows()[:, None], dt.clamp(*dt_limit), dt)
     states = _call.states["recurrent_states"]
     out = torch.ops.onequeue.state_space(hidden_states, dt, A, B, C, D, states, _call.segments)
     return out, states
@@ -182,16 +183,19 @@ class NativeForward:
         # two rows at least: a single one would be a step of generation
         self.rows = max(2, VECTOR // math.gcd(VECTOR, *narrow))
 
-    def __call__(self, hidden: Tensor, segments: Tensor, store: KVCache) -> Tensor:
+    def __call__(
+        self, hidden: Tensor, segments: Tensor, store: KVCache, prompt_rows: Callable[[], Tensor]
+    ) -> Tensor:
         tokens = hidden.shape[1]
         if added := -tokens % self.rows:
             hidden = nn.functional.pad(hidden, (0, 0, 0, added))
         _call.segments = segments
+        _call.prompt_rows = lambda: nn.functional.pad(prompt_rows(), (0, added))
         _call.states = {kind: store.states[number] for kind, number in self.states.items()}
         try:
             out: Tensor = self.forward(**{**self.arguments, self.input_name: hidden})
         finally:
-            del _call.segments, _call.states
+            del _call.segments, _call.states, _call.prompt_rows
         return out[:, :tokens]
 
 
@@ -229,5 +233,7 @@ def _compare(
             expected.append(module.run(part, known, torch.tensor([target]), own))
             segments.append((row, count, source if step else NO_SLOT, target))
             row += count
-        out = native(x, torch.tensor(segments), other)
+        new = torch.tensor([not step or count > 1 for count in counts])
+        prompt_rows = partial(new.repeat_interleave, torch.tensor(counts))
+        out = native(x, torch.tensor(segments), other, prompt_rows)
         compare(out, torch.cat(expected, 1), ROUNDING[dtype])

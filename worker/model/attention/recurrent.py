@@ -68,9 +68,9 @@ class RecurrentModule:
     hidden_size: int  # of an input
     # A state continues with single tokens only, since the module loses it otherwise.
     stepwise: bool = False
-    # Runs a packed row with its segments (native_recurrent.py); None: the module's own forward runs
-    # its parts.
-    native: Callable[[Tensor, Tensor, KVCache], Tensor] | None = None
+    # Runs a packed row with its segments, and a function that returns `PackedStates.prompt_rows`
+    # (native_recurrent.py); None: the module's own forward runs its parts.
+    native: Callable[[Tensor, Tensor, KVCache, Callable[[], Tensor]], Tensor] | None = None
 
     def run(self, x: Tensor, sources: Tensor | None, targets: Tensor, store: KVCache) -> Tensor:
         """Run rows x [B, T, H] of B sequences; return [B, T, size].
@@ -132,7 +132,7 @@ class PackedStates:
     def run(self, number: int, hidden: Tensor) -> Tensor:
         module, cache = self.modules[number], self.cache
         if module.native and not is_torch_only():
-            return module.native(hidden, self.segments, cache)
+            return module.native(hidden, self.segments, cache, lambda: self.prompt_rows)
         parts = self.parts
         if parts.decoding and not parts.chunks:
             _, sources, targets = parts.decoding
@@ -162,6 +162,17 @@ class PackedStates:
                 segments.append((row, tokens, source, target))
                 row += tokens
         return torch.tensor(segments)
+
+    @cached_property
+    def prompt_rows(self) -> Tensor:
+        """[T]: whether a row is a prompt's, as all are in the batch of a check."""
+        positions = torch.tensor(self.batch.positions)
+        if not self.batch.chunks:
+            return torch.ones_like(positions, dtype=torch.bool)
+        ends, widths = zip(
+            *((chunk.sequence.prompt_len, chunk.width) for chunk in self.batch.chunks), strict=True
+        )
+        return positions < torch.tensor(ends).repeat_interleave(torch.tensor(widths))
 
     @cached_property
     def parts(self) -> "_Parts":
