@@ -158,53 +158,21 @@ class Completion(CompletionBase, kw_only=True):
     usage: Usage
 
 
-class FunctionCallDelta(Struct):
-    name: str | UnsetType = UNSET
-    arguments: str | UnsetType = UNSET
-
-
-class CustomCallDelta(Struct):
-    name: str | UnsetType = UNSET
-    input: str | UnsetType = UNSET
-
-
-class ToolCallDelta(Struct):
-    index: int
-    id: str | UnsetType = UNSET
-    type: Literal["function", "custom"] | UnsetType = UNSET
-    function: FunctionCallDelta | UnsetType = UNSET
-    custom: CustomCallDelta | UnsetType = UNSET
-
-
-class MessageDelta(Struct):
-    role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET
-    reasoning_content: Annotated[str | UnsetType, REASONING] = UNSET
-    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
-
-
 class ChatChunkChoice(Struct):
     index: int
-    delta: MessageDelta
+    delta: dict[str, Any]
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: StopReason | UnsetType = UNSET  # with finish_reason
     token_ids: TokenIds = UNSET
 
 
-class ChatCompletionChunk(CompletionBase, kw_only=True):
-    object: Literal["chat.completion.chunk"]
-    choices: list[ChatChunkChoice]
+class CompletionChunk(CompletionBase, kw_only=True):
+    object: Literal["chat.completion.chunk", "text_completion"]
+    choices: Sequence[ChatChunkChoice | CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: TokenIds = UNSET
     prompt_logprobs: PromptLogprobs = UNSET
-
-
-class CompletionChunk(CompletionBase, kw_only=True):
-    object: Literal["text_completion"]
-    choices: list[CompletionChoice]
-    usage: Usage | UnsetType | None = UNSET
 
 
 # ── responses ──
