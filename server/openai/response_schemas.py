@@ -5,7 +5,7 @@ order of the keys. A field of type UnsetType is absent where it is UNSET.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field, json
 
@@ -303,72 +303,6 @@ class ListBase(Struct):
 
 class ItemList(ListBase):
     data: list[dict[str, Any]]
-
-
-# Events of a streamed response. `sequence_number` is set when an event is sent.
-
-
-class ResponseEvent(Struct, kw_only=True):
-    type: str
-    response: Response
-    sequence_number: int = 0
-
-
-class ItemEventBase(Struct, kw_only=True):
-    type: str
-    output_index: int
-
-
-class ItemEvent(ItemEventBase, kw_only=True):
-    item: OutputItem
-    sequence_number: int = 0
-
-
-class PartEvent(ItemEventBase, kw_only=True):
-    item_id: str
-    content_index: int = 0
-    part: OutputText | ReasoningText
-    sequence_number: int = 0
-
-
-class TextDeltaEvent(ItemEventBase, kw_only=True):
-    item_id: str
-    delta: str
-    content_index: int | UnsetType = UNSET
-    logprobs: list[ScoredTokenWithTop] | UnsetType = UNSET
-    sequence_number: int = 0
-
-
-class TextDoneEvent(ItemEventBase, kw_only=True):
-    item_id: str
-    content_index: int = 0
-    text: str
-    logprobs: list[ScoredTokenWithTop] | UnsetType = UNSET
-    sequence_number: int = 0
-
-
-class ArgumentsDoneEvent(ItemEventBase, kw_only=True):
-    item_id: str
-    name: str
-    arguments: str
-    sequence_number: int = 0
-
-
-class InputDoneEvent(ItemEventBase, kw_only=True):
-    item_id: str
-    input: str
-    sequence_number: int = 0
-
-
-StreamEvent: TypeAlias = (
-    ResponseEvent
-    | ItemEvent
-    | PartEvent
-    | TextDeltaEvent
-    | TextDoneEvent
-    | ArgumentsDoneEvent
-    | InputDoneEvent
-)
 
 
 # ── decisions ──
