@@ -50,7 +50,7 @@ from server.openai.sqlite_store import (
     owner_of,
     refusing_disk_errors,
 )
-from server.openai.token_count import TokenCounter
+from server.openai.tokenize import TokenCounter
 from worker.worker import trim_heap
 
 log = logging.getLogger("onequeue.responses")
@@ -163,7 +163,7 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         self.background_memory = TransferBudget(limit, message)
 
     def routes(self) -> list[OperationRoute]:
-        count = TokenCounter(self.models, self.images, self.parse, input_tokens, True)
+        count = TokenCounter(self, partial(InputTokens, "response.input_tokens"))
         by_id = self.retrieve_or_delete, self.input_items, self.cancel
         return [OperationRoute(COUNT_TOKENS, count), *routes_of(self, refuse_compaction, *by_id)]
 
@@ -342,10 +342,6 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
             with contextlib.suppress(NotStored), refusing_disk_errors():
                 return await run_sync(run, store)
         raise _not_found(id, "id")
-
-
-def input_tokens(count: int) -> InputTokens:
-    return InputTokens("response.input_tokens", count)
 
 
 @Operation(
