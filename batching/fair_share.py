@@ -20,7 +20,7 @@ import heapq
 import itertools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Generic, Protocol, TypeVar
 
@@ -37,6 +37,11 @@ class Priority(IntEnum):
 CLASS_WEIGHTS = {Priority.INTERACTIVE: 64.0, Priority.BATCH: 8.0, Priority.BACKGROUND: 1.0}
 
 
+Path = tuple[Hashable, ...]  # of a class, a client, a flow or a request
+CLIENT_LEVEL = 2  # the length of a client's path
+_numbers = itertools.count()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkOwner:
     """The request that work belongs to. `client`: whose share of the server it counts for."""
@@ -47,23 +52,17 @@ class WorkOwner:
     share: float = 1.0  # of the client, beside others
     priority: Priority = Priority.INTERACTIVE
     is_stream: bool = False  # of inputs, each of which waits for room in the queue
+    # The paths of its class, client, flow and request, with their weights.
+    levels: tuple[tuple[Path, float], ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        path = self.priority, self.client, self.flow, next(_numbers)
+        weights = CLASS_WEIGHTS[self.priority], self.share, 1.0, 1.0
+        levels = tuple((path[: n + 1], weight) for n, weight in enumerate(weights))
+        object.__setattr__(self, "levels", levels)  # it is frozen
 
 
 NO_OWNER = WorkOwner(None)  # of all work outside of requests
-
-Path = tuple[Hashable, ...]  # of a class, a client, a flow or a request
-CLIENT_LEVEL = 2  # the length of a client's path
-
-
-def levels_of(owner: WorkOwner) -> tuple[tuple[Path, float], ...]:
-    """Return the paths of an owner's class, client, flow and request, with their weights."""
-    priority, client, flow = owner.priority, owner.client, owner.flow
-    return (
-        ((priority,), CLASS_WEIGHTS[priority]),
-        ((priority, client), owner.share),
-        ((priority, client, flow), 1.0),
-        ((priority, client, flow, owner), 1.0),
-    )
 
 
 @dataclass(slots=True)
@@ -90,7 +89,7 @@ class Shares:
         holding = self._holdings[()]
         holding.units += units
         holding.items += 1
-        for path, weight in levels_of(owner):
+        for path, weight in owner.levels:
             above, known = holding, self._holdings.get(path)
             if known is None:
                 known = self._holdings[path] = _Holding()
@@ -107,7 +106,7 @@ class Shares:
         if not holding.items:
             self._holdings = {(): _Holding()}
             return
-        for path, weight in levels_of(owner):
+        for path, weight in owner.levels:
             above, holding = holding, self._holdings[path]
             holding.units -= units
             holding.items -= 1
@@ -125,7 +124,7 @@ class Shares:
         units: the units that it holds, and its part of the resource."""
         above: _Holding | None = self._holdings[()]
         part = 1.0
-        for path, weight in levels_of(owner):
+        for path, weight in owner.levels:
             if above is None:
                 return  # it is alone from here on
             holding = self._holdings.get(path)
@@ -143,7 +142,7 @@ class Shares:
     def ahead(self, owner: WorkOwner, units: float) -> float:
         """Return how many of the units that are held are served before so many more of an owner:
         its request takes turns with others, as do its flow, its client and its class."""
-        paths = levels_of(owner)
+        paths = owner.levels
         holdings = [self._holdings.get(path) or _Holding() for path, _ in paths]
         amount = holdings[-1].units + units
         for n in reversed(range(len(paths))):
@@ -247,14 +246,14 @@ class FairOrder(Generic[T]):
         self._orders = itertools.count()
 
     def add(self, item: T) -> None:
-        for path, weight in levels_of(item.owner):
+        for path, weight in item.owner.levels:
             if (level := self._levels.get(path[:-1])) is None:
                 level = self._levels[path[:-1]] = _Level(self._orders)
             level.enter(path, weight)
         self._items.setdefault(path, OrderedDict())[item] = None
 
     def remove(self, item: T) -> None:
-        for path, _ in levels_of(item.owner):
+        for path, _ in item.owner.levels:
             level = self._levels[path[:-1]]
             level.leave(path)
             if not level.num_waiting:
@@ -267,7 +266,7 @@ class FairOrder(Generic[T]):
     def charge(self, owner: WorkOwner, tokens: float) -> None:
         """Record tokens that an owner is served. Those that are served while nobody else waits do
         not count."""
-        for path, weight in levels_of(owner):
+        for path, weight in owner.levels:
             if level := self._levels.get(path[:-1]):
                 level.charge(path, tokens, weight)
 

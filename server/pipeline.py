@@ -34,12 +34,8 @@ from server.http.operation import FORM as MULTIPART
 from server.http.operation import JSON, TEXT, Operation, Schema
 from server.http.request import count_failure, is_ndjson, read_request, send_json
 from server.http.upload import boundary_from
-from server.openai.decisions.endpoint import DecisionEndpoint
-from server.openai.decisions.systemone import SystemOneRequest
 from server.openai.models import ModelGroup, NamedModel
-from server.openai.request_fields import decode
 from worker.media.decode_limiter import RequestLimiter
-from worker.messages.decisions import DecisionInput
 from worker.messages.protocol import PipelineInput
 from worker.tasks import TASKS, Task, check_parameters
 
@@ -119,9 +115,12 @@ class PipelineModels:
 
     def __post_init__(self) -> None:
         self.models = ModelGroup([*self.endpoints])
+        self.first = next(iter(self.endpoints.values()))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.endpoints[self.models.find(named_in(scope))](scope, receive, send)
+        name = named_in(scope)
+        endpoint = self.first if name is None else self.endpoints[self.models.find(name)]
+        await endpoint(scope, receive, send)
 
 
 def named_in(scope: Scope) -> str | None:
@@ -348,87 +347,6 @@ class PipelineEndpoint:
     def submit_line(self, request: PipelineRequest, scope: Scope, deadlines: Deadlines) -> LineWork:
         work = self.submit(scope, request, deadlines, None)
         return LineWork(work, partial(self.content, scope, request, work))
-
-
-ParsedDecision = tuple[SystemOneRequest, DecisionInput]
-
-
-@dataclass(eq=False)
-class DecisionPipelineEndpoint:
-    """An ASGI app for `POST /` with the task decision, by a language model."""
-
-    parser: PipelineInputParser
-    decisions: DecisionEndpoint
-    model: str
-    body_parser: JsonBodyParser = field(init=False, default_factory=JsonBodyParser)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if is_ndjson(scope):
-            return await serve_lines(scope, receive, send, self)
-        media, body, deadlines = await read_request(scope, receive)
-        self.parser.check_media(media)
-        parse = partial(self.parse_decisions, media=media)
-        posted, decisions = await self.body_parser.run(parse, body, deadlines.first, blocks=True)
-        answers: list[object] = []
-        for decision in decisions:
-            try:
-                if isinstance(decision, InvalidInput):
-                    raise decision
-                results = await self.decisions.decide(scope, receive, decision, deadlines)
-                answers.append(decision[0].response(*results).answers)
-            except (InvalidInput, ItemFailed) as error:
-                if not posted.keeps_errors:
-                    raise
-                answers.append(count_failure(error, scope).document)
-        await send_json(send, answers if posted.is_list else answers[0])
-
-    def parse_decisions(
-        self, body: bytes, media: str
-    ) -> tuple[PipelineRequest, list[ParsedDecision | InvalidInput]]:
-        """Return the body, and a decision or its error for each input. Runs in a pool thread."""
-        posted = self.parser.parse(body, media)
-        decisions: list[ParsedDecision | InvalidInput] = []
-        for n, payload in enumerate(posted.inputs):
-            try:
-                decisions.append(self._decision(payload, n if posted.is_list else None))
-            except InvalidInput as error:
-                if not posted.keeps_errors:
-                    raise
-                decisions.append(error)
-        return posted, decisions
-
-    # ── LineEndpoint of ndjson.py ──
-
-    parse_blocks: ClassVar[bool] = True
-
-    def parse_line(self, value: str | Document, scope: Scope) -> ParsedDecision:
-        posted = self.parser.read_document({"inputs": value} if isinstance(value, str) else value)
-        if posted.is_list:
-            raise InvalidInput.at("inputs", "must be one object: a line has one input")
-        return self._decision(posted.inputs[0], None)
-
-    def submit_line(self, request: ParsedDecision, scope: Scope, deadlines: Deadlines) -> LineWork:
-        stream = self.decisions.submit(scope, request, deadlines, None)
-
-        async def content() -> bytes:
-            probabilities = [delta.probabilities for delta in await stream.collect()]
-            return to_json(request[0].response(probabilities, stream.usage).answers)
-
-        return LineWork(stream, content)
-
-    def _decision(self, payload: PipelineInput, index: int | None) -> ParsedDecision:
-        path = "inputs" if index is None else f"inputs[{index}]"
-        if not isinstance(payload.inputs, dict) or "model" in payload.inputs:
-            message = (
-                f"{self.parser.task_name} takes an object with state and questions, without model"
-            )
-            raise InvalidInput(message, path)
-        try:
-            request = decode(payload.inputs, SystemOneRequest, self.decisions.models.id_for)
-            return request, request.decision_input()
-        except InvalidInput as error:
-            error.param = f"{path}.{error.param}" if error.param else path
-            raise
 
 
 def locate_in_list(error: InvalidInput, n: int) -> None:

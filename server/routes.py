@@ -43,12 +43,12 @@ from server.openai.responses.store import ResponseStore
 from server.openai.tokenize import TokenCounter, tokenizer_routes
 from server.openapi.document import openapi_route
 from server.pipeline import (
-    DecisionPipelineEndpoint,
     PipelineEndpoint,
     PipelineInputParser,
     PipelineModels,
     pipeline_operation,
 )
+from server.pipeline_decisions import DecisionPipelineEndpoint
 from server.web.page import Assets, IndexPage
 
 METRICS = Operation("GET /metrics", "Prometheus metrics", {TEXT: {"type": "string"}})

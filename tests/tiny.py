@@ -269,31 +269,22 @@ BUILDERS: dict[str, Callable[[], list[Any]]] = {
     "whisper": whisper,
 }
 TASKS = {
-    "bert-base": "feature-extraction",
-    "bert-mlm": "fill-mask",
-    "bert-classify": "text-classification",
-    "bert-nli": "zero-shot-classification",
-    "bert-ner": "token-classification",
-    "roberta-mlm": "fill-mask",
-    "distilbert-mlm": "fill-mask",
-    "electra-classify": "text-classification",
-    "modernbert-mlm": "fill-mask",
-    "deberta-mlm": "fill-mask",
-    "fnet-mlm": "fill-mask",
-    "xlnet-base": "feature-extraction",
-    "albert-base": "feature-extraction",
-    "gpt2-nopad-lm": "text-generation",
-    "gpt2-nopad-classify": "text-classification",
-    "mistral-classify": "text-classification",
-    "layoutlm": "document-question-answering",
-    "gpt2-base": "feature-extraction",
-    "gpt2-lm": "text-generation",
-    "llama-lm": "text-generation",
-    "gpt2-classify": "text-classification",
-    "llama-classify": "text-classification",
-    "tapas": "table-question-answering",
-    "vit": "image-classification",
-    "wav2vec2-classify": "audio-classification",
-    "wav2vec2-ctc": "automatic-speech-recognition",
-    "whisper": "automatic-speech-recognition",
+    model: task
+    for task, models in {
+        "feature-extraction": "bert-base xlnet-base albert-base gpt2-base",
+        "fill-mask": "bert-mlm roberta-mlm distilbert-mlm modernbert-mlm deberta-mlm fnet-mlm",
+        "text-classification": (
+            "bert-classify electra-classify gpt2-nopad-classify mistral-classify gpt2-classify "
+            "llama-classify"
+        ),
+        "zero-shot-classification": "bert-nli",
+        "token-classification": "bert-ner",
+        "text-generation": "gpt2-nopad-lm gpt2-lm llama-lm",
+        "document-question-answering": "layoutlm",
+        "table-question-answering": "tapas",
+        "image-classification": "vit",
+        "audio-classification": "wav2vec2-classify",
+        "automatic-speech-recognition": "wav2vec2-ctc whisper",
+    }.items()
+    for model in models.split()
 }

@@ -21,106 +21,44 @@ CONTEXT = 256
 WINDOW = 8
 MIXED = ["sliding_attention", "full_attention"]
 KINDS = ("layer_types", "layers_block_type", "mlp_layer_types")  # a setting for each layer
-BY_NAME: dict[str, Any] = {
-    "hidden_size": 32,
-    "n_embd": 32,
-    "d_model": 32,
-    "dim": 32,
-    "emb_dim": 32,
-    "embedding_size": 32,
-    "word_embed_proj_dim": 32,
-    "num_hidden_layers": 2,
-    "n_layer": 2,
-    "n_layers": 2,
-    "num_layers": 2,
-    "decoder_layers": 2,
-    "encoder_layers": 2,
-    "num_decoder_layers": 2,
-    "num_attention_heads": 4,
-    "n_head": 4,
-    "n_heads": 4,
-    "num_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_kv_heads": 2,
-    "head_dim": 8,
-    "d_kv": 8,
-    "d_head": 8,
-    "intermediate_size": 64,
-    "n_inner": 64,
-    "ffn_dim": 64,
-    "d_ff": 64,
-    "d_inner": 64,
-    "decoder_ffn_dim": 64,
-    "encoder_ffn_dim": 64,
-    "ffn_hidden_size": 64,
-    "intermediate_size_mlp": 64,
-    "dense_intermediate_size": 64,
-    "max_position_embeddings": CONTEXT,
-    "n_positions": CONTEXT,
-    "n_ctx": CONTEXT,
-    "max_seq_len": CONTEXT,
-    "sliding_window": WINDOW,
-    "attention_chunk_size": WINDOW,
-    "local_attention": WINDOW,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "num_experts_per_token": 2,
-    "moe_topk": 2,
-    "moe_k": 2,
-    "top_k_experts": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_expert_group": 1,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "moe_shared_expert_intermediate_size": 32,
-    "shared_intermediate_size": 32,
-    "expert_ffn_hidden_size": 32,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "o_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-    "global_head_dim": 8,
-    "query_pre_attn_scalar": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_num_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_head_dim": 8,
-    "mamba_n_heads": 8,
-    "mamba_num_heads": 8,
-    "n_mamba_heads": 8,
-    "mamba_d_head": 8,
-    "mamba_head_dim": 8,
-    "mamba_headdim": 8,
-    "mamba_n_groups": 2,
-    "mamba_ngroups": 2,
-    "n_groups": 2,
-    "mamba_d_state": 8,
-    "mamba_d_ssm": 64,
-    "mamba_dt_rank": 4,
-    "mamba_chunk_size": 16,
-    "state_size": 8,
-    "ssm_state_size": 8,
-    "chunk_size": 16,
-    "time_step_rank": 4,
-    "lru_width": 32,
-    "vocab_size_per_layer_input": 360,
-    "hidden_size_per_layer_input": 8,
-    "num_kv_shared_layers": 0,
-    "init_std": 0.5,
-    "initializer_range": 0.5,
+# The value of each setting that makes a model small.
+SMALL_VALUES: dict[Any, str] = {
+    32: (
+        "hidden_size n_embd d_model dim emb_dim embedding_size word_embed_proj_dim "
+        "moe_intermediate_size shared_expert_intermediate_size "
+        "moe_shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size "
+        "lru_width"
+    ),
+    2: (
+        "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers "
+        "num_decoder_layers num_key_value_heads num_kv_heads num_experts_per_tok "
+        "num_experts_per_token moe_topk moe_k top_k_experts linear_num_key_heads mamba_n_groups "
+        "mamba_ngroups n_groups"
+    ),
+    4: (
+        "num_attention_heads n_head n_heads num_heads decoder_attention_heads "
+        "encoder_attention_heads num_experts num_local_experts n_routed_experts moe_num_experts "
+        "linear_num_value_heads linear_num_heads mamba_dt_rank time_step_rank"
+    ),
+    8: (
+        "head_dim d_kv d_head sliding_window attention_chunk_size local_attention "
+        "qk_nope_head_dim qk_rope_head_dim v_head_dim global_head_dim query_pre_attn_scalar "
+        "linear_key_head_dim linear_value_head_dim linear_head_dim mamba_n_heads "
+        "mamba_num_heads n_mamba_heads mamba_d_head mamba_head_dim mamba_headdim mamba_d_state "
+        "state_size ssm_state_size hidden_size_per_layer_input"
+    ),
+    64: (
+        "intermediate_size n_inner ffn_dim d_ff d_inner decoder_ffn_dim encoder_ffn_dim "
+        "ffn_hidden_size intermediate_size_mlp dense_intermediate_size mamba_d_ssm"
+    ),
+    CONTEXT: "max_position_embeddings n_positions n_ctx max_seq_len",
+    1: "n_shared_experts n_group topk_group num_expert_group first_k_dense_replace",
+    16: "q_lora_rank kv_lora_rank o_lora_rank mamba_chunk_size chunk_size",
+    360: "vocab_size_per_layer_input",
+    0: "num_kv_shared_layers",
+    0.5: "init_std initializer_range",
 }
+BY_NAME = {name: value for value, names in SMALL_VALUES.items() for name in names.split()}
 
 
 def decoder(config: str, **more: Any) -> Callable[[], list[Any]]:

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests import tiny
+from tests import tiny, tiny_multimodal
 from tests.tiny import SMALL, STARS, hf
-from tests.tiny_tokenizers import bert_tokenizer, llama_tokenizer, roberta_tokenizer
+from tests.tiny_tokenizers import bert_tokenizer, roberta_tokenizer
 
 SIZE = {"height": 32, "width": 32}
 PYRAMID = {
@@ -183,34 +183,6 @@ def vits() -> list[Any]:
     return [hf.VitsModel(config), hf.VitsTokenizer(str(vocab), phonemize=False)]
 
 
-def llava() -> list[Any]:
-    tokenizer = llama_tokenizer(template=None)
-    tokenizer.add_tokens(["<image>"], special_tokens=True)
-    text = hf.LlamaConfig(
-        **SMALL,
-        vocab_size=len(tokenizer),
-        max_position_embeddings=256,
-        num_key_value_heads=2,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=2,
-    )
-    config = hf.LlavaConfig(
-        vision_config=hf.CLIPVisionConfig(**VISION),
-        text_config=text,
-        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
-        vision_feature_layer=-1,
-    )
-    processor = hf.LlavaProcessor(
-        hf.CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size=SIZE),
-        tokenizer,
-        patch_size=8,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-    )
-    return [hf.LlavaForConditionalGeneration(config), processor]
-
-
 def superglue() -> list[Any]:
     detector = hf.SuperPointConfig(
         encoder_hidden_sizes=[8, 8, 16, 16],
@@ -255,6 +227,6 @@ tiny.BUILDERS.update(
         "owlvit": owlvit,
         "clap": clap,
         "vits": vits,
-        "llava": llava,
+        "llava": tiny_multimodal.llava,
     }
 )

@@ -62,6 +62,11 @@ trim_heap = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "
 T = TypeVar("T")
 
 
+def has_computed(outcome: StepOutcome) -> bool:
+    """Return whether the model has computed something for at least one item."""
+    return bool(outcome.deltas or outcome.outputs or outcome.unfinished)
+
+
 class FailedStart(Exception):
     """A model that is loaded at the start cannot be served; the cause is the reason."""
 
@@ -427,7 +432,7 @@ class Worker:
                 self.busy_since = float("inf")
                 return False
             self._end_step()
-            if outcome.succeeded:  # else it may have waited for other threads
+            if has_computed(outcome):  # else it may have waited for other threads
                 self._thread_tuner.end_turn()
             self._listener.on_step(model, outcome)
         except BaseException as error:  # it belongs to no single item
@@ -469,10 +474,11 @@ class Worker:
     def _update_breaker(self, model: ServedModel, outcome: StepOutcome) -> None:
         """Update the breaker after a step. If a step has failures only, either the inputs or the
         model may be at fault: a probe decides."""
-        if model.breaker.failures and outcome.succeeded:
+        succeeded = has_computed(outcome)
+        if model.breaker.failures and succeeded:
             model.breaker.succeeded()
         failed = any(isinstance(error, ItemFailed) for _, error in outcome.done)
-        if failed and not outcome.succeeded:
+        if failed and not succeeded:
             self._probe(model)
 
     def _probe(self, model: ServedModel) -> None:

@@ -142,7 +142,8 @@ class TokenStream(DeltaStream[Delta]):
         self._is_read = False  # part by part
 
     def push(self, delta: Delta) -> None:
-        self.context.use_tokens(delta.prompt_tokens + delta.tokens)
+        if self.context.key.tokens:
+            self.context.use_tokens(delta.prompt_tokens + delta.tokens)
         if (unread := self._choices.setdefault(delta.choice, delta)) is not delta:
             unread.merge(delta)
         if self._is_read and self.started and delta.finish_reason is None:

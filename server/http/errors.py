@@ -17,7 +17,7 @@ from starlette.types import Scope
 
 from batching import errors
 from server.http.json import Document, Header
-from server.http.paths import route_path
+from server.http.paths import is_anthropic, route_path
 
 log = logging.getLogger("onequeue.errors")
 
@@ -84,7 +84,6 @@ RESPONSE_BY_STATUS: Mapping[int, tuple[str, str]] = {
     503: ("unavailable_error", "not_ready"),
 }
 
-ANTHROPIC_PATH = "/v1/messages"
 ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -170,10 +169,6 @@ def error_document(error: HttpError, scope: Scope) -> Document:
     if is_anthropic(scope):
         return anthropic_document(error, scope["record"].request_id)
     return error.document
-
-
-def is_anthropic(scope: Scope) -> bool:
-    return route_path(scope).startswith(ANTHROPIC_PATH)
 
 
 def anthropic_document(error: HttpError, request_id: str | None = None) -> Document:

@@ -39,11 +39,10 @@ from server.http.errors import (
     as_client_gone,
     as_http_error,
     error_document,
-    is_anthropic,
 )
 from server.http.json import Header, to_json
 from server.http.loop_budget import LoopBudget
-from server.http.paths import route_path
+from server.http.paths import is_anthropic, route_path
 from server.http.spool import SpoolBudget
 from server.http.transfers import Transfer, TransferBudget
 

@@ -111,7 +111,10 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
     def generation_input(self) -> GenerationInput:
         """Return the model's input; InvalidInput for unusable tools, messages or formats."""
-        tools, policy = chat_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
+        tools: list[Document] = []
+        policy = None
+        if self.tools or self.tool_choice:
+            tools, policy = chat_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
         prompt = conversation(self, self.messages, tools, self.reasoning_effort)
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self._input(
@@ -228,10 +231,8 @@ class ChatBuilder(ChoicesBuilder[ChatChoice, ChatChunkChoice]):
             usage.completion_tokens_details = CompletionTokensDetails(0)
         for index in range(self._choices):
             chunk = self.chunk([ChatChunkChoice(index, self._first_delta)], usage)
-            if deltas and index == 0:
-                prompt = prompt_fields(deltas[0])
-                chunk.prompt_token_ids = prompt["prompt_token_ids"]
-                chunk.prompt_logprobs = prompt["prompt_logprobs"]
+            if deltas and self.returns_ids and index == 0:
+                chunk.prompt_token_ids = deltas[0].prompt_ids or UNSET
             yield data_frame(chunk)
 
     def chunk_choices(self, delta: Delta) -> Iterator[ChatChunkChoice]:

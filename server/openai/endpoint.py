@@ -235,6 +235,8 @@ class GenerationEndpoint(BodyEndpoint[P]):
         """Return the checked request of a body, with the bytes of its images. Raises InvalidInput
         and the errors of fetching."""
         request = await super().read(scope, receive, body, deadlines)
+        if not any(getattr(prompt.prompt, "images", None) for prompt in request.inputs):
+            return request
         model = self.model_of(request).text_info
         inputs = await self.images.load(scope, receive, request.inputs, model, deadlines.first)
         return replace(request, inputs=inputs)

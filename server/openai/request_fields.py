@@ -163,12 +163,15 @@ class GenerationRequest(Struct, kw_only=True):
             param=param,
         )
         path, output_format = self.output_format
+        constraint = None
+        if output_format or self.structured_outputs:
+            constraint = output_constraint(path, output_format, self.structured_outputs)
         return GenerationInput(
             prompt,
             sampling,
             stopping,
             self.n or 1,
-            constraint=output_constraint(path, output_format, self.structured_outputs),
+            constraint=constraint,
             prompt_logprobs=self.prompt_logprobs,
             token_ids=bool(self.return_token_ids),
             **fields,

@@ -172,7 +172,6 @@ class CompletionChunk(CompletionBase, kw_only=True):
     choices: Sequence[ChatChunkChoice | CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: TokenIds = UNSET
-    prompt_logprobs: PromptLogprobs = UNSET
 
 
 # ── responses ──

@@ -15,7 +15,6 @@ from tests.event_streams import post
 from tests.generating import ORDINARY
 from tests.serving import Server, serving, wait_until
 from worker.device.self_check import CannotRun
-from worker.model import paged_runner
 
 # Tiny models; LoRA is for the first. Jamba is a hybrid whose class asks whether it is compiled.
 SERVED = ("llama", "qwen2-moe", "jamba")
@@ -62,7 +61,7 @@ def test_outputs_do_not_change_while_another_model_is_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = HeldCompilation()
-    monkeypatch.setattr(paged_runner, "compile_model", held)
+    monkeypatch.setattr("worker.model.compiling.compile_model", held)
     tiny_adapters.make(tmp_path / "one", tiny_decoders.folder("llama"), 1)
     models = [f"{name}={tiny_decoders.folder(name)}" for name in (*SERVED, COMPILED)]
     settings: dict[str, Any] = {"lora_dir": str(tmp_path), "lora": ("tuned=one",)}

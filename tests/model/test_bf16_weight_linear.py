@@ -4,7 +4,6 @@ It replaces packed layers where a CPU emulates bfloat16; the fixture pretends th
 """
 
 import copy
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,7 @@ from torch import nn
 from tests import tiny
 from tests.unit.test_fused_linear import Fan, parts
 from worker.model.attention.native import _library, library_path, try_load_native_ops
-from worker.model.cpu.linear import (
-    pack_weights,
-    quantize_weights,
-    unpack_weights,
-    use_bf16_weights,
-)
+from worker.model.cpu.linear import pack_weights, quantize_weights, unpack_weights
 from worker.model.cpu.linear_layers import Bf16WeightLinear, Int8Linear, PackedLinear
 from worker.model.language_model import GeneratorOptions, load_language_model
 
@@ -63,19 +57,15 @@ def kinds(model: nn.Module) -> list[type]:
     return [type(module) for module in model.modules() if isinstance(module, linear)]
 
 
-def test_packed_layers_are_replaced_on_an_emulating_cpu(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(logging.INFO, "onequeue.linear")
+def test_layers_of_an_emulating_cpu_keep_their_weights() -> None:
     model = Fan().bfloat16()
     before = copy.deepcopy(model)
     x = torch.randn(1, 5, 48).bfloat16()
     pack_weights(model, 10**9, lambda: model(x))
-    assert set(kinds(model)) == {PackedLinear}
-    use_bf16_weights(model)
+    assert set(kinds(model)) == {PackedLinear}, "the operation is not loaded"
+    unpack_weights(model)
+    pack_weights(model, 10**9, lambda: model(x), bf16_weights=True)
     assert set(kinds(model)) == {Bf16WeightLinear}
-    assert parts(model) == ["one", "two"]
-    assert "layers=2" in caplog.messages[-1]
     torch.testing.assert_close(model(x), before(x), atol=1e-2, rtol=2**-6)
     unpack_weights(model)
     for name, weight in model.state_dict().items():
@@ -106,8 +96,6 @@ def test_layers_of_a_model_that_fails_without_them_stay() -> None:
     for bf16_weights in (False, True):
         pack_weights(model, 10**9, needs_linear, bf16_weights=bf16_weights)
         assert kinds(model) == [nn.Linear] * 2
-        use_bf16_weights(model)
-        assert kinds(model) == [nn.Linear] * 2
 
 
 @pytest.mark.parametrize("float_first", [True, False])
@@ -123,14 +111,6 @@ def test_layers_of_another_dtype_are_packed_beside_them(float_first: bool) -> No
     pack_weights(model, 10**9, run, bf16_weights=True)
     expected: list[type] = [PackedLinear, Bf16WeightLinear]
     assert kinds(model) == (expected if float_first else expected[::-1])
-
-
-def test_a_layer_with_a_fused_activation_stays() -> None:
-    layer = PackedLinear(plain(48, 80).weight, None)
-    layer.activation = "gelu", "tanh"
-    model = nn.Sequential(layer)
-    use_bf16_weights(model)
-    assert kinds(model) == [PackedLinear]
 
 
 @pytest.mark.parametrize("is_built", [True, False])
@@ -167,32 +147,14 @@ def test_a_library_that_does_not_load_is_logged_and_unused(
     assert try_load_native_ops(build=False)
 
 
-def test_the_copy_of_int8_weights_is_replaced_too() -> None:
+def test_the_copy_of_int8_weights_is_bfloat16_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.model.cpu.linear.native_quantized_matches", lambda *_: False)
     model = nn.Sequential(plain(48, 80))
-    quantize_weights(model, 10**9)
     x = torch.randn(20, 48).bfloat16()
-    before = model(x)
-    use_bf16_weights(model)
+    quantize_weights(model, 10**9, native=True)
     layer: Any = model[0]
     assert isinstance(layer, Int8Linear)
     assert isinstance(layer.dequantized, Bf16WeightLinear)
-    torch.testing.assert_close(model(x), before)
-
-
-@needs_onednn_bfloat16
-def test_other_layers_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(plain(8, 8).float(), PackedLinear(torch.randn(8, 8), None))
-    use_bf16_weights(model)
-    assert kinds(model) == [nn.Linear, PackedLinear]
-    monkeypatch.setattr("worker.model.cpu.linear_layers.has_bfloat16", lambda: True)
-    model = nn.Sequential(PackedLinear(plain(8, 8).weight, None))
-    use_bf16_weights(model)
-    assert kinds(model) == [PackedLinear]
-
-
-def test_a_layer_with_a_different_product_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    original: Any = Bf16WeightLinear.forward
-    monkeypatch.setattr(Bf16WeightLinear, "forward", lambda self, x: original(self, x) * 1.1)
-    model = nn.Sequential(PackedLinear(plain(48, 80).weight, None))
-    use_bf16_weights(model)
-    assert kinds(model) == [PackedLinear]
+    other = nn.Sequential(plain(48, 80))
+    quantize_weights(other, 10**9)
+    torch.testing.assert_close(model(x), other(x))

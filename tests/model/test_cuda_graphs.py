@@ -32,7 +32,6 @@ from worker.model.cuda_graphs import (
     MAX_PROMPT_READS,
     CudaGraphs,
     RowsMetadata,
-    RowsStates,
     Run,
 )
 from worker.model.paged_runner import PagedRunner
@@ -127,13 +126,14 @@ def test_decodes_of_recurrent_layers_are_captured(
 def test_a_graph_that_mixes_up_states_is_not_used(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = RowsStates.run
+    first = RowsMetadata.first
 
-    def wrong(self: RowsStates, number: int, hidden: Tensor) -> Tensor:
-        self._rows.sources = torch.zeros_like(self._rows.sources)
-        return run(self, number, hidden)
+    def wrong(self: RowsMetadata, rows: int) -> RowsMetadata:
+        view = first(self, rows)
+        view.sources = torch.zeros_like(view.sources)
+        return view
 
-    monkeypatch.setattr(RowsStates, "run", wrong)
+    monkeypatch.setattr(RowsMetadata, "first", wrong)
     runner = runner_of(engine(model, blocks=BLOCKS))
     for stored in runner.cache.states:
         stored[0] = 1
@@ -286,7 +286,7 @@ def test_a_compiled_model_is_captured_one_size_a_step(monkeypatch: pytest.Monkey
     runner, first, again = runner_of(generator), Recorder(), Recorder()
     runner._rows = 8
     graphs = runner._graphs = captured(runner, first, 8)
-    monkeypatch.setattr(paged_runner, "CudaCapture", lambda checked: again)
+    monkeypatch.setattr("worker.model.cuda_graphs.CudaCapture", lambda checked: again)
     monkeypatch.setattr(paged_runner, "CAPTURE_REST", 0)
     eager, captures = runner.model, list[int]()
     served, _ = serve(generator, [request([7, 8, 9])])
@@ -382,7 +382,7 @@ def test_graphs_of_the_eager_model_stay_if_the_compiled_one_cannot_be_captured(
     generator = engine("llama", blocks=BLOCKS, max_running=8)
     runner = runner_of(generator)
     graphs = runner._graphs = captured(runner, Recorder(), 8)
-    monkeypatch.setattr(paged_runner, "CudaCapture", lambda checked: out_of_memory)
+    monkeypatch.setattr("worker.model.cuda_graphs.CudaCapture", lambda checked: out_of_memory)
     eager = runner.model
     runner._compiled = lambda **inputs: eager(**inputs)
     caplog.clear()

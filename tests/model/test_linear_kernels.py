@@ -86,7 +86,7 @@ def exact(weight: Tensor, bias: Tensor | None) -> Product:
 
 
 def int8(weight: Tensor, bias: Tensor | None) -> Product:
-    return Int8Linear(weight, bias, keep_copy=False)
+    return Int8Linear(weight, bias)
 
 
 BF16 = torch.bfloat16

@@ -1,6 +1,5 @@
 """LoRA adapters: as the merged model, alone and beside others in a step."""
 
-import threading
 from collections import abc
 from dataclasses import replace
 from pathlib import Path
@@ -193,29 +192,6 @@ def test_a_model_on_its_own_cache_takes_no_adapters(tmp_path: Path) -> None:
     folder = tiny_adapters.make(tmp_path / "a", tiny_decoders.folder("llama"), 1)
     with pytest.raises(InvalidAdapter, match="takes no adapters: a reason"):
         load(generator, folder)
-
-
-def test_native_operations_are_built_beside_the_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    building, built = threading.Event(), threading.Event()
-
-    def try_load(build: bool) -> bool:
-        if build:
-            building.set()
-            assert built.wait(60)
-        return False
-
-    monkeypatch.setattr(lora, "try_load_native_ops", try_load)
-    generator = engine("llama")
-    language = runner_of(generator).language
-    monkeypatch.setattr(language, "lora", None)  # the model is loaded once for all tests
-    folder = tiny_adapters.make(tmp_path / "a", tiny_decoders.folder("llama"), 1)
-    try:
-        assert load(generator, folder).weights
-        assert building.wait(60)
-    finally:
-        built.set()
 
 
 @pytest.mark.usefixtures("native")

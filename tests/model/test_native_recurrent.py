@@ -6,14 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from batching.sequence import Batch, Chunk, Sequence
 from tests import tiny_decoders
 from tests.generating import built
 from tests.matrix import matrix
 from worker.device.self_check import CannotRun
-from worker.model.attention.kv_cache import KVCache
 from worker.model.attention.native_recurrent import use_native_recurrence
-from worker.model.attention.recurrent import PackedStates
 from worker.model.language_model import LanguageModel
 from worker.model.paging import PagingCheck
 
@@ -25,7 +22,6 @@ MODELS = (
     *("lfm2", "olmo-hybrid", "qwen3.5", "kimi-linear", "qwen3-next"),
     *("granite4", "bamba", "falcon-h1", "mamba2"),
 )
-CPU = torch.device("cpu")
 
 
 def paged(name: str, dtype: torch.dtype = torch.float32) -> LanguageModel:
@@ -61,12 +57,13 @@ def test_a_module_with_other_results_keeps_its_own(
     assert language.recurrent[0].native is None
 
 
-def test_time_steps_are_limited_in_prompts_only_as_in_transformers() -> None:
+def test_a_module_that_limits_its_time_steps_keeps_its_own() -> None:
     language = paged("granite4")
     module: Any = language.recurrent[0].module
     module.time_step_limit = (0.0, 0.5)
-    use_native_recurrence(language.recurrent, language.states, torch.float32)
-    assert language.recurrent[0].native
+    with pytest.raises(CannotRun, match="it limits its time steps"):
+        use_native_recurrence(language.recurrent, language.states, torch.float32)
+    assert language.recurrent[0].native is None
 
 
 # ── the operations: all rows of a packed row, in one chain of segments or several ──
@@ -153,12 +150,3 @@ def test_rows_and_slots_outside_are_refused(operation: Any, shape: Any) -> None:
             operation(slice(None), torch.zeros(4, *shape), [segment])
     with pytest.raises(RuntimeError, match="of 50"):
         operation(slice(None), torch.zeros(4, *shape), [[0, 9, -1, 0], [8, 2, -1, 1]])
-
-
-def test_rows_of_prompts_are_told_from_those_of_generated_tokens() -> None:
-    first, second = Sequence([1] * 5, max_tokens=9), Sequence([1] * 2, max_tokens=9)
-    first.extend([2, 3])  # it was preempted and runs again
-    second.extend([4])
-    batch = Batch.from_chunks([Chunk(first, 3, 4), Chunk(second, 2, 1, drafts=(5, 6))])
-    states = PackedStates([], KVCache([], 0, torch.float32, CPU, [], 1), batch)
-    assert states.prompt_rows.tolist() == [True, True, *[False] * 5]

@@ -212,7 +212,7 @@ def test_torch_attention_serves_where_there_is_no_compiler(
     def broken() -> None:
         raise RuntimeError("no compiler here")
 
-    monkeypatch.setattr("worker.pipeline.packed_attention.load_native_ops", broken)
+    monkeypatch.setattr("worker.model.attention.native.load_native_ops", broken)
     caplog.set_level(logging.WARNING, "onequeue.packed_attention")
     packing = Packing(fresh_model("bert-mlm"))
     enable_native_kernels(packing)

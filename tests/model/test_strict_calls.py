@@ -21,13 +21,12 @@ from tests.matrix import matrix
 from tests.unit.test_prompt_growth import NO_TOOLS
 from tests.unit.test_template_outputs import KINDS, NAMES, PATHS, source_text
 from worker.generation.input_processor import (
-    ConstraintBuilder,
     response_parser,
     response_prefix,
-    verify_tool_call_format,
 )
 from worker.generation.output import PreparedPrompt, SequenceOutput, create_outputs
 from worker.grammar.bitmask import BitmaskComputer, PendingMask
+from worker.grammar.constraint_builder import ConstraintBuilder, verify_tool_call_format
 from worker.messages.deltas import Delta
 from worker.messages.generation import Chat, Constraint, GenerationInput, ToolCallPolicy
 from worker.model.sampler import SampledToken, SamplingParams

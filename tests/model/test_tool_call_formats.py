@@ -8,6 +8,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
+from tests.call_formats import HEAD, NAMES, TAIL, delimiters, loop
 from tests.generating import serve
 from tests.matrix import matrix
 from tests.tiny import for_tokenizer, hf
@@ -34,84 +35,15 @@ TOOLS = tuple(
     }
     for name in ("weather", "travel")
 )
-HEAD = """
-{%- for tool in tools or [] -%}
-    {{- tool.function.name }}{{ tool.function.parameters.properties | list | join(" ") -}}
-{%- endfor -%}
-{%- for message in messages -%}
-    {{- "<|" ~ message.role ~ "|>" -}}
-    {%- if message.reasoning_content -%}
-        {{- "<think>" ~ message.reasoning_content ~ "</think>" -}}
-    {%- endif -%}
-    {{- message.content or "" -}}
-    {%- if message.tool_calls -%}
-"""
-TAIL = "{%- endif -%}</s>{%- endfor -%}{{- '<|assistant|>' if add_generation_prompt -}}"
-EACH = "{%- for call in message.tool_calls -%}"
-PAIRS = "{%- for key, value in call.function.arguments.items() -%}"
-END = "{%- endfor -%}"
-NAME = "{{ call.function.name }}"
-VALUE = "{{ value if value is string else value | tojson }}"
-JSON = "{{ call.function.arguments | tojson }}"
-COMMA = "{{ ', ' if not loop.last }}"
-# Its loop of calls, the delimiters in it, and the tokens with which a call begins.
-FORMS: dict[str, tuple[str, list[str]]] = {
-    "json": (
-        EACH + '<call>{"name": "' + NAME + '", "arguments": ' + JSON + "}</call>" + END,
-        ["<call>", "</call>"],
-    ),
-    "list": (
-        "<calls>[" + EACH + '{"name": "' + NAME + '", "parameters": ' + JSON + "}" + COMMA + END
-        + "]</calls>",
-        ["<calls>", "</calls>"],
-    ),
-    "key": (
-        "<calls>[" + EACH + '{"' + NAME + '": ' + JSON + "}" + COMMA + END + "]</calls>",
-        ["<calls>", "</calls>"],
-    ),
-    "arguments": (EACH + "<call>" + NAME + "<args>" + JSON + END, ["<call>", "<args>"]),
-    "section": (
-        "<calls>" + EACH + "<call>functions." + NAME + ":{{ loop.index0 }}<args>" + JSON + "</call>"
-        + END + "</calls>",
-        ["<calls>", "</calls>", "<call>", "<args>", "</call>"],
-    ),
-    "tags": (
-        EACH + "<call>\n<function=" + NAME + ">\n" + PAIRS + "<parameter={{ key }}>\n" + VALUE
-        + "\n</parameter>\n" + END + "</function>\n</call>" + END,
-        ["<call>", "</call>"],
-    ),
-    "pairs": (
-        EACH + "<call>" + NAME + "\n" + PAIRS + "<key>{{ key }}</key>\n<value>" + VALUE
-        + "</value>\n" + END + "</call>" + END,
-        ["<call>", "</call>", "<key>", "</key>", "<value>", "</value>"],
-    ),
-    "python": (
-        "<calls>[" + EACH + NAME + "(" + PAIRS + "{{ key }}={{ value | tojson }}" + COMMA + END
-        + ")" + COMMA + END + "]</calls>",
-        ["<calls>", "</calls>"],
-    ),
-    "typed": (
-        EACH + "<call>" + NAME + "{{ '{' }}" + PAIRS
-        + "{{ key }}:{% if value is string %}<q>{{ value }}<q>"
-        "{% elif value is sequence and value is not mapping %}[{% for each in value %}"
-        "{% if each is string %}<q>{{ each }}<q>{% else %}{{ each }}{% endif %}"
-        "{{ ',' if not loop.last }}{% endfor %}]{% elif value is mapping %}{{ '{' }}"
-        "{% for k, v in value.items() %}{{ k }}:<q>{{ v }}<q>{% endfor %}{{ '}' }}"
-        "{% else %}{{ value | tojson }}{% endif %}{{ ',' if not loop.last }}" + END + "}</call>"
-        + END,
-        ["<call>", "</call>", "<q>"],
-    ),
-}  # fmt: skip
+# Those with delimiters, which may be tokens.
+FORMS = [name for name in [*NAMES, "hermes"] if delimiters(name)]
 
 
 @cache
 def engine(name: str, special: bool) -> GenerationEngine:
     """`special`: delimiters are special tokens."""
-    calls, delimiters = FORMS[name]
-    result = tokenizer(HEAD + calls + TAIL, ["<think>", "</think>"])
-    tokens = [
-        hf.AddedToken(delimiter, normalized=False, special=special) for delimiter in delimiters
-    ]
+    result = tokenizer(HEAD + loop(name) + TAIL, ["<think>", "</think>"])
+    tokens = [hf.AddedToken(text, normalized=False, special=special) for text in delimiters(name)]
     result.add_tokens(tokens, special_tokens=special)
     path = for_tokenizer(f"form-{name}-{special}", result)
     options = GeneratorOptions(str(path), dtype="float32", device="cpu", kv_cache_gb=0.01)
@@ -130,10 +62,10 @@ def called(result: Any) -> list[tuple[str, Any]]:
 
 
 def opening(result: GenerationEngine, name: str, seed: int) -> Sampling:
-    """Bias the tokens that start a call."""
-    delimiters = ["<call>"] if name == "section" else FORMS[name][1][:1]
-    tokens: Any = result.runner.language.tokenizer.convert_tokens_to_ids(delimiters)
-    return Sampling(temperature=1.0, seed=seed, logit_bias=dict.fromkeys(tokens, 20.0))
+    """Bias the token that starts a call."""
+    delimiter = "<call>" if name == "section" else delimiters(name)[0]
+    token: Any = result.runner.language.tokenizer.convert_tokens_to_ids(delimiter)
+    return Sampling(temperature=1.0, seed=seed, logit_bias={token: 20.0})
 
 
 @pytest.mark.parametrize("special", matrix([False, True], True))
@@ -158,7 +90,7 @@ def test_required_calls_are_in_the_models_format(name: str, special: bool) -> No
             assert called_name in ("weather", "travel")
             assert jsonschema_rs.is_valid(PARAMETERS, arguments)
         text = result.text_model.decode(list(served.ids[0]))
-        assert FORMS[name][1][0] in text
+        assert delimiters(name)[0] in text
     assert ended
 
 
@@ -175,7 +107,7 @@ def booking(on: Any, id: Any, host: Any) -> dict[str, Any]:
     }
 
 
-FREE_STRINGS = "tags", "pairs", "typed"  # their strings have no quotes of JSON
+FREE_STRINGS = "coder", "pairs", "typed"  # their strings have no quotes of JSON
 FORMATTED = booking(*({"type": "string", "format": name} for name in ("date", "uuid", "ipv4")))
 LISTED = booking({"enum": ["now", "later"]}, {"const": "new"}, {"type": "integer"})
 

@@ -1,6 +1,8 @@
 """Folders form layers: CONTRIBUTING.md describes the same order."""
 
 import ast
+import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,53 @@ LAYERS: dict[str, set[str]] = {
     "server/commands": set(),  # `template` loads a tokenizer
     "server/commands/calibrate": TORCH,
 }
+# What a plain model and a plain request do not use: the core does not import it.
+OPTIONAL = (
+    "server/anthropic",
+    "server/cluster",
+    "server/commands",
+    "server/core/telemetry",
+    "server/http/fetch",
+    "server/openai/adapters",
+    "server/openai/audio",
+    "server/openai/batches",
+    "server/openai/decisions",
+    "server/openai/embedding",
+    "server/openai/jobs",
+    "server/openai/responses",
+    "server/openai/sqlite_store",
+    "server/openapi",
+    "server/pipeline_decisions",
+    "server/web",
+    "worker/adapter_folder",
+    "worker/embedding",
+    "worker/generation/decisions",
+    "worker/generation/text_pipeline",
+    "worker/grammar",
+    "worker/model/adapter_file",
+    "worker/model/attention/latent",
+    "worker/model/attention/mixed",
+    "worker/model/attention/native",
+    "worker/model/attention/native_recurrent",
+    "worker/model/attention/recurrent",
+    "worker/model/attention/triton_decode",
+    "worker/model/attention/varlen",
+    "worker/model/batch_invariant",
+    "worker/model/cached_runner",
+    "worker/model/compiling",
+    "worker/model/cpu",
+    "worker/model/cuda_graphs",
+    "worker/model/gptq",
+    "worker/model/lora",
+    "worker/model/multimodal_batch",
+    "worker/model/quantization",
+    "worker/model/triton_experts",
+    "worker/speech",
+    "worker/vision",
+)
+# A switch of the layers in worker/model/cpu, not the layers.
+NOT_OPTIONAL = {"worker.model.cpu.torch_only"}
+MAX_CORE_LINES = 15_000
 # The program's entry point imports the commands, which import the app.
 ENTRY_POINT = ROOT / "server" / "__main__.py"
 # server/ starts without torch: the app and the commands import these folders inside functions.
@@ -123,3 +172,55 @@ def test_no_class_name_occurs_twice() -> None:
                 if isinstance(node, ast.ClassDef):
                     assert node.name not in names, f"{node.name}: {path}, {names.get(node.name)}"
                     names[node.name] = str(path)
+
+
+@cache
+def core() -> dict[str, int]:
+    """Return the files of the core, each with the lines that CONTRIBUTING.md states of its row."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    rows = re.findall(r"^\| `(\S+)` \| (`.+`) \| .+ \| ([\d,]+) \|$", text, re.MULTILINE)
+    return {
+        f"{folder}/{name}.py": int(lines.replace(",", ""))
+        for folder, names, lines in rows
+        for name in re.findall(r"`(\w+)`", names)
+    }
+
+
+def test_the_core_imports_no_optional_part() -> None:
+    for path in core():
+        for module in imports(ROOT / path, module_level=True) - NOT_OPTIONAL:
+            names = module.replace(".", "/")
+            parts = [part for part in OPTIONAL if names == part or names.startswith(f"{part}/")]
+            assert not parts, f"{path} imports {module}"
+
+
+def test_optional_parts_are_there_and_not_in_the_core() -> None:
+    for part in OPTIONAL:
+        assert (ROOT / part).is_dir() or (ROOT / f"{part}.py").is_file(), part
+        assert f"{part}.py" not in core()
+        assert not any(path.startswith(f"{part}/") for path in core())
+
+
+def test_the_core_can_be_read() -> None:
+    counts = {path: len((ROOT / path).read_text().splitlines()) for path in core()}
+    assert 0 < sum(counts.values()) <= MAX_CORE_LINES
+    for folder in {str(Path(path).parent) for path in counts}:
+        files = [path for path in counts if str(Path(path).parent) == folder]
+        actual, stated = sum(counts[path] for path in files), core()[files[0]]
+        assert actual == pytest.approx(stated, rel=0.2, abs=60), f"CONTRIBUTING.md: {folder}"
+
+
+def test_no_imports_in_a_circle() -> None:
+    paths = [path for package in ("batching", "worker", "server") for path in find(package)]
+    graph = {
+        str(path.relative_to(ROOT).with_suffix("")).replace("/", "."): imports(path, True)
+        for path in paths
+    }
+    left = set(graph)
+    while free := {module for module in left if not graph[module] & left}:
+        left -= free
+    assert not left, "each of these imports another one, in a circle"
+
+
+def find(package: str) -> list[Path]:
+    return [path for path in (ROOT / package).rglob("*.py") if path.name != "__init__.py"]

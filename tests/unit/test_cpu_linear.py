@@ -16,9 +16,11 @@ from worker.model.cpu.linear_layers import (
     Int4Grid,
     Int4Linear,
     Int8Linear,
+    MakeLayer,
     PackedLinear,
     _quantize_int4,
     packed_dtype,
+    unquantized_linear,
 )
 
 
@@ -128,10 +130,12 @@ def test_classes_that_are_derived_from_linear_are_packed_if_they_give_its_produc
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("keep_copy", [True, False])
-def test_int8_products_are_close_for_few_and_many_rows(dtype: torch.dtype, keep_copy: bool) -> None:
+@pytest.mark.parametrize("make_copy", [unquantized_linear, None])
+def test_int8_products_are_close_for_few_and_many_rows(
+    dtype: torch.dtype, make_copy: MakeLayer | None
+) -> None:
     plain = layer().to(dtype)
-    quantized = Int8Linear(plain.weight, plain.bias, keep_copy)
+    quantized = Int8Linear(plain.weight, plain.bias, make_copy)
     x = torch.randn(1, 2 * INT8_ROWS, 48).to(dtype)
     exact, ours = plain(x).float(), quantized(x).float()
     assert ours.dtype == torch.float32
@@ -142,12 +146,12 @@ def test_int8_products_are_close_for_few_and_many_rows(dtype: torch.dtype, keep_
 
 
 @pytest.mark.parametrize("inputs", [1, 33, 70])
-@pytest.mark.parametrize("keep_copy", [True, False])
-def test_int8_products_of_any_depth_are_close(inputs: int, keep_copy: bool) -> None:
+@pytest.mark.parametrize("make_copy", [unquantized_linear, None])
+def test_int8_products_of_any_depth_are_close(inputs: int, make_copy: MakeLayer | None) -> None:
     """torch's kernel reads beyond the rows of other depths."""
     torch.manual_seed(0)
     weight = torch.randn(80, inputs)
-    quantized = Int8Linear(weight, None, keep_copy)
+    quantized = Int8Linear(weight, None, make_copy)
     for rows in (1, 2 * INT8_ROWS):
         x = torch.randn(rows, inputs)
         exact = x @ weight.T
@@ -156,7 +160,7 @@ def test_int8_products_of_any_depth_are_close(inputs: int, keep_copy: bool) -> N
 
 def test_int8_weights_are_within_half_a_step_of_the_originals() -> None:
     plain = layer()
-    quantized = Int8Linear(plain.weight, None, keep_copy=False)
+    quantized = Int8Linear(plain.weight, None)
     back = (quantized.weight.float() * quantized.scale.float()[:, None])[:, : plain.in_features]
     step = quantized.scale.float()[:, None]
     assert float(((back - plain.weight).abs() / step).max()) <= 0.51 + 127 * 2**-8
@@ -179,7 +183,7 @@ def test_a_copy_is_kept_only_with_enough_memory_and_is_logged(
 
 def test_a_row_of_zeros_is_quantized_to_zeros() -> None:
     weight = torch.zeros(16, 32)
-    assert not Int8Linear(weight, None, keep_copy=False)(torch.randn(3, 32)).any()
+    assert not Int8Linear(weight, None)(torch.randn(3, 32)).any()
 
 
 # ── int4 weights ──

@@ -7,7 +7,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from batching.errors import InvalidInput
-from tests.unit.test_parser import CALL_FORMATS, HARMONY
+from tests.call_formats import NAMES, call_format_of
 from worker.grammar.custom_input import escaped_value, plain_value
 from worker.grammar.lark import content_rule
 from worker.grammar.tool_calls import tool_calls_grammar
@@ -69,7 +69,7 @@ TOOL = {
     },
 }
 BYTES = LLTokenizer("byte")
-FORMATS = {**CALL_FORMATS, "harmony": HARMONY.tool_calls}
+FORMATS = {name: call_format_of(name) for name in [*NAMES, "channels"]}
 
 
 def matches(grammar: str, text: str) -> bool:

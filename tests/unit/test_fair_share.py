@@ -62,7 +62,7 @@ def test_all_take_as_much_as_they_can_and_hold_a_few_times_the_capacity(capacity
     of_clients, of_requests = (sum(1 / n for n in range(1, count + 1)) for count in (6, 3))
     assert shares.total <= capacity * of_clients * of_requests
     for name in names:
-        while shares.of((Priority.INTERACTIVE, name[0], None, owner(name))):
+        while shares.of(owner(name).levels[-1][0]):
             shares.give_back(owner(name))
     assert (shares.total, len(shares._holdings)) == (0, 1)
 

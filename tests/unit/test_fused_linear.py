@@ -14,7 +14,7 @@ from tests import tiny_decoders
 from worker.device.self_check import compare
 from worker.model.cpu.fused_linear import FusedLinear, FusedSlice, find_shared_inputs
 from worker.model.cpu.linear import pack_weights, quantize_weights, unpack_weights
-from worker.model.cpu.linear_layers import Int8Linear, PackedLinear
+from worker.model.cpu.linear_layers import PackedLinear
 from worker.model.language_model import (
     GeneratorOptions,
     LanguageModel,
@@ -189,10 +189,15 @@ def test_layers_whose_weights_dtype_is_read_are_fused() -> None:
     torch.testing.assert_close(model(x), exact)
 
 
-def test_a_model_that_fails_without_its_own_layers_stays_unchanged() -> None:
-    model = NeedsLinear()
+@pytest.mark.parametrize("fuses_only", [False, True])
+def test_a_model_that_fails_without_its_own_layers_stays_unchanged(fuses_only: bool) -> None:
+    model, x = NeedsLinear(), torch.randn(3, 48)
     before = copy.deepcopy(model.state_dict())
-    packed(model)
+    if fuses_only:
+        with pytest.raises(TypeError, match="no linear layer"):
+            fuse_weights(model, lambda: model(x))
+    else:
+        packed(model)
     assert type(model.one) is type(model.two) is nn.Linear
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, before[name])
@@ -228,17 +233,6 @@ def test_a_compiled_graph_has_one_product_for_all_slices() -> None:
         for rows in (x, x[:2]):
             torch.testing.assert_close(compiled(rows), exact[: len(rows)])
     assert set(products) == {2}, "of both slices, and of the last layer"
-
-
-def test_layers_that_are_needed_are_restored() -> None:
-    model = NeedsLinear()
-    before = copy.deepcopy(model.state_dict())
-    x = torch.randn(3, 48)
-    with pytest.raises(TypeError, match="no linear layer"):
-        fuse_weights(model, lambda: model(x))
-    assert type(model.one) is type(model.two) is nn.Linear
-    for name, weight in model.state_dict().items():
-        assert torch.equal(weight, before[name])
 
 
 # packed where oneDNN has bfloat16 on this CPU
@@ -366,13 +360,3 @@ def test_slices_called_out_of_order_are_right(counted: Counted, three: list[Fuse
         2,
         3,
     ]
-
-
-def test_int8_layers_are_fused_too() -> None:
-    model: Any = Fan()
-    x = torch.randn(3, 48)
-    exact = model(x)
-    quantize_weights(model, 10**9, lambda: model(x))
-    assert parts(model) == ["one", "two"]
-    assert isinstance(model.one.fused.layer, Int8Linear)
-    assert float((model(x) - exact).norm() / exact.norm()) < 0.05

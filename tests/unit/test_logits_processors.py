@@ -76,6 +76,10 @@ def expected(config: Any, prompt: list[int], ids: list[int], logits: torch.Tenso
     return scores
 
 
+def checkpoint_processors(config: Any) -> CheckpointProcessors:
+    return CheckpointProcessors(config, VOCABULARY, EOS, torch.device("cpu"))
+
+
 def params_of(config: Any, prompt: list[int], **more: Any) -> SamplingParams:
     values = {
         "temperature": (config.temperature or 1.0) if config.do_sample else 0.0,
@@ -86,7 +90,7 @@ def params_of(config: Any, prompt: list[int], **more: Any) -> SamplingParams:
         "min_tokens": config.min_new_tokens or max(0, (config.min_length or 0) - len(prompt)),
         "stop_token_ids": tuple(EOS),
     }
-    processors = CheckpointProcessors(config, VOCABULARY, EOS, torch.device("cpu"))
+    processors = checkpoint_processors(config)
     return processors.extend(SamplingParams(**{**values, **more}), prompt, MAX_TOKENS, False)
 
 
@@ -116,8 +120,11 @@ def logits_of(rows: int) -> torch.Tensor:
 def test_scores_equal_those_of_generate(name: str, prompt: list[int]) -> None:
     samples = name in WARPERS
     fields = (PROCESSORS | WARPERS)[name]
+    params = params_of(untyped(do_sample=samples, **fields), prompt)
+    extends_any = checkpoint_processors(untyped(do_sample=samples, **fields)).extend_any()
+    assert extends_any == bool(params.processors or params.warpers)
     for drafted in (0, 2):
-        rows = rows_of(params_of(untyped(do_sample=samples, **fields), prompt), prompt, drafted)
+        rows = rows_of(params, prompt, drafted)
         logits = logits_of(len(rows))
         scores = scores_of(rows, logits)
         changed = False
@@ -128,6 +135,11 @@ def test_scores_equal_those_of_generate(name: str, prompt: list[int]) -> None:
             torch.testing.assert_close(row_scores, wanted, rtol=1e-6, atol=1e-6)
             changed |= not torch.equal(wanted, row_logits)
         assert changed or (name == "forced_bos_token_id" and prompt == PROMPT)
+
+
+def test_a_checkpoint_without_such_fields_extends_no_request() -> None:
+    config = untyped(do_sample=True, top_k=3, top_p=0.8, temperature=0.7, repetition_penalty=1.2)
+    assert not checkpoint_processors(config).extend_any()
 
 
 def test_a_row_that_samples_through_warpers_has_no_other_filters() -> None:

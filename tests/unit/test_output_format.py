@@ -3,10 +3,12 @@
 import json
 import logging
 import time
+from functools import cache
 from typing import Any
 
 import pytest
 
+from tests.call_formats import WRITTEN, loop, written
 from tests.tiny_tokenizers import llama_tokenizer
 from worker.generation.response_reader import ResponseReader
 from worker.grammar.tool_calls import accepts, tool_calls_grammar
@@ -15,99 +17,17 @@ from worker.text.chat_template.inference import EXAMPLE_ARGUMENTS, TYPED_TOOLS, 
 from worker.text.chat_template.template import ChatTemplate
 from worker.text.detokenizer import TextSpan
 from worker.text.parser import OutputParser
-from worker.text.tool_call_format import DEFAULT_TOOL_CALL_FORMAT, ID
+from worker.text.tool_call_format import DEFAULT_TOOL_CALL_FORMAT
 
 TURN = "{% for m in messages %}{% if m.tool_calls %}CALLS{% else %}[INST]{{ m.content }}[/INST]"
 TURN += "{% endif %}{% endfor %}"
 EACH = "{% for c in m.tool_calls %}EACH{% endfor %}"
-# A template's loop of calls, and the expected text of two calls in the inferred format.
-TEMPLATES: dict[str, tuple[str, str | None]] = {
-    "qwen": (
-        EACH.replace(
-            "EACH",
-            '{{ "\n" }}<tool_call>\n{"name": "{{ c.function.name }}", "arguments": '
-            "{{ c.function.arguments | tojson }}}\n</tool_call>",
-        ),
-        '\n<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>'
-        '\n<tool_call>\n{"name": "b", "arguments": {}}\n</tool_call>',
-    ),
-    "mistral": (
-        EACH.replace(
-            "EACH", "[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}"
-        ),
-        "[TOOL_CALLS]a[ARGS]{}[TOOL_CALLS]b[ARGS]{}",
-    ),
-    "list": (
-        "[TOOL_CALLS] ["
-        + EACH.replace(
-            "EACH",
-            '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, '
-            '"id": "{{ c.id }}"}{{ ", " if not loop.last }}',
-        )
-        + "]",
-        f'[TOOL_CALLS] [{{"name": "a", "arguments": {{}}, "id": "{ID}"}}, '
-        f'{{"name": "b", "arguments": {{}}, "id": "{ID}"}}]',
-    ),
-    "numbered": (
-        "<calls>"
-        + EACH.replace(
-            "EACH",
-            "<call>functions.{{ c.function.name }}:{{ loop.index0 }}<args>"
-            "{{ c.function.arguments | tojson }}</call>",
-        )
-        + "</calls>",
-        "<calls><call>functions.a:0<args>{}</call><call>functions.b:1<args>{}</call></calls>",
-    ),
-    "tags": (
-        EACH.replace(
-            "EACH",
-            "<call name={{ c.function.name }}>{% for key, value in c.function.arguments.items() %}"
-            "<{{ key }}>{{ value }}</>{% endfor %}</call>",
-        ),
-        "<call name=a>{}</call><call name=b>{}</call>",
-    ),
-    "typed tags": (
-        "<calls>"
-        + EACH.replace(
-            "EACH",
-            '<call name="{{ c.function.name }}">{% for key, value in c.function.arguments.items() '
-            '%}<arg name="{{ key }}" text="{{ "yes" if value is string else "no" }}">'
-            "{{ value if value is string else value | tojson }}</arg>{% endfor %}</call>",
-        )
-        + "</calls>",
-        '<calls><call name="a">{}</call><call name="b">{}</call></calls>',
-    ),
-    "named closings": (
-        EACH.replace(
-            "EACH",
-            "<call name={{ c.function.name }}>{% for key, value in c.function.arguments.items() %}"
-            "<{{ key }}>{{ value if value is string else value | tojson }}</{{ key }}>"
-            "{% endfor %}</call>",
-        ),
-        "<call name=a>{}</call><call name=b>{}</call>",
-    ),
-    "python": (
-        "["
-        + EACH.replace(
-            "EACH",
-            "{{ c.function.name }}({% for key, value in c.function.arguments.items() %}"
-            "{{ key }}={{ value | tojson }}{{ ', ' if not loop.last }}{% endfor %})"
-            "{{ ', ' if not loop.last }}",
-        )
-        + "]",
-        "[a({}), b({})]",
-    ),
-    "no calls": ("<tool_call><function=x><parameter=y>1</parameter></function></tool_call>", None),
-    "refuses": ("<tool_call>{{ raise_exception('no') }}", None),
-    "ignores": ("<tool_call>", None),
-    "not read back": (
-        EACH.replace(
-            "EACH",
-            '<tool_call>{"name": "{{ c.function.name }}", "arguments": '
-            "{{ c.function.arguments | tojson | replace('1.5', '2.5') }}}</tool_call>",
-        ),
-        None,
-    ),
+# Templates whose calls cannot be inferred: JSON in <tool_call> is used.
+UNKNOWN = {
+    "no calls": "<tool_call><function=x><parameter=y>1</parameter></function></tool_call>",
+    "refuses": "<tool_call>{{ raise_exception('no') }}",
+    "ignores": "<tool_call>",
+    "not read back": loop("hermes").replace("| tojson", "| tojson | replace('1.5', '2.5')"),
 }
 
 
@@ -115,31 +35,27 @@ def learned(template: str) -> ChatTemplate:
     return ChatTemplate(llama_tokenizer(TURN.replace("CALLS", template)))
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", WRITTEN)
 def test_tool_call_format_is_the_templates(name: str) -> None:
-    source, expected = TEMPLATES[name]
-    template = learned(source)
+    template = learned(loop(name))
     calls = template.output_format.tool_calls
     assert calls is not None
-    if expected is None:
-        assert calls == DEFAULT_TOOL_CALL_FORMAT
-    else:
-        assert calls.render([("a", "{}"), ("b", "{}")]) == expected
-    assert any(note.startswith("calls:") for note in template.notes) == (expected is None)
-
-
-@pytest.mark.parametrize("name", ["typed tags", "named closings"])
-def test_grammar_accepts_the_calls_of_the_template(name: str) -> None:
-    template = learned(TEMPLATES[name][0])
-    calls = template.output_format.tool_calls
-    assert calls is not None
-    assert len(template.examples) == len(EXAMPLE_ARGUMENTS)
+    names = ["a", "b"] if calls.separator is not None else ["a"]
+    assert calls.render([(called, "{}") for called in names]) == written(name, *names)
+    assert not any(note.startswith("calls:") for note in template.notes)
+    assert len(template.examples) >= len(EXAMPLE_ARGUMENTS) - 2 * (name == "llama")
     assert all(accepts(calls, TYPED_TOOLS, text) for text, _ in template.examples)
 
 
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_calls_that_cannot_be_inferred_are_json(name: str) -> None:
+    template = learned(UNKNOWN[name])
+    assert template.output_format.tool_calls == DEFAULT_TOOL_CALL_FORMAT
+    assert any(note.startswith("calls:") for note in template.notes)
+
+
 def test_word_of_a_type_decides_where_the_schema_does_not() -> None:
-    source, _ = TEMPLATES["typed tags"]
-    tokenizer = llama_tokenizer(TURN.replace("CALLS", source))
+    tokenizer = llama_tokenizer(TURN.replace("CALLS", loop("typed tags")))
     tools = [{"type": "function", "function": {"name": "a"}}]
     text = '<calls><call name="a"><arg name="x" text="yes">7</arg><arg name="y" text="no">7</arg>'
     response = ResponseReader(tokenizer, ()).read(f"{text}</call></calls>", tools)
@@ -208,24 +124,6 @@ TURN_END = "<|finish|>turn<|of|>"
 TOOL_A = [{"type": "function", "function": {"name": "a"}}]
 
 
-@pytest.mark.parametrize("special", [False, True])
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("Hm.<|finish|>thought<|of|>" + ANSWER + TURN_END, ("Well.", "Hm.", [])),
-        ("Hm.<|finish|>thought<|of|>" + ANSWER + CALLS + TURN_END, ("Well.", "Hm.", ["a"])),
-        (ANSWER + TURN_END, ("Well.", "", [])),  # nothing closes the reasoning
-        ("Hm.", ("", "Hm.", [])),
-    ],
-)
-def test_words_between_tokens_are_delimiters(
-    text: str, expected: tuple[str, str, list[str]], special: bool
-) -> None:
-    response = ResponseReader(byte_tokenizer(PARTS, special), ()).read(text, TOOL_A)
-    names = [name for name, _ in response.calls]
-    assert (response.content, response.reasoning, names) == expected
-
-
 def test_calls_of_words_between_tokens_are_constrained() -> None:
     template = ResponseReader(byte_tokenizer(PARTS), ()).template
     calls = template.output_format.tool_calls
@@ -255,17 +153,6 @@ TEXTS = """{% for m in messages %}[{{ m.role }}]
 {%- if m.reasoning_content %}<|think|>{{ m.reasoning_content }}<|/think|>{% endif -%}
 <|text|>{{ m.content }}<|/text|><|end|>{% endfor %}{% if add_generation_prompt %}[assistant]
 {%- endif %}"""
-
-
-def test_content_may_have_the_delimiters_of_the_users_messages() -> None:
-    reader = ResponseReader(byte_tokenizer(TEXTS), ())
-    for text, expected in {
-        "<|text|>Well.<|/text|>": ("Well.", ""),
-        "<|think|>Hm.<|/think|><|text|>Well.<|/text|>": ("Well.", "Hm."),
-        "<|think|>Hm.<|text|>Well.<|/text|>": ("Well.", "Hm."),
-    }.items():
-        response = reader.read(text)
-        assert (response.content, response.reasoning) == expected
 
 
 LEAD_IN = """{% for m in messages %}[{{ m.role }}]
@@ -353,7 +240,7 @@ HABITS: dict[str, tuple[str, str]] = {
         '<calls><call>a<args>{"x": 7}</call></calls>',
     ),
     "values may be quoted as in XML": (
-        TEMPLATES["named closings"][0],
+        loop("named closings"),
         "<call name=a><x>7</x><t><![CDATA[<7>\n]]></t></call>",
     ),
 }
@@ -383,30 +270,6 @@ def test_calls_are_inferred_whatever_the_habits_of_the_template(habit: str) -> N
     assert (name, json.loads(arguments)) == ("a", expected)
 
 
-@pytest.mark.parametrize("pieces", [False, True])
-def test_output_may_reason_though_the_template_shows_none(pieces: bool) -> None:
-    reader = ResponseReader(byte_tokenizer(TURN.replace("CALLS", TEMPLATES["qwen"][0]), pieces), ())
-    call = '<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>'
-    response = reader.read(f"<think>\nHm.\n</think>\n\n{call}", TOOL_A)
-    assert (response.content, response.reasoning, response.calls) == ("", "Hm.", [("a", "{}")])
-    response = reader.read("The tags <think> and </think>.", TOOL_A)
-    assert (response.content, response.reasoning) == ("The tags <think> and </think>.", "")
-
-
-def test_end_of_the_generation_prompt_is_no_part_of_a_call() -> None:
-    header = "\n<|role|>assistant<|text|>\n"
-    source = "{% for m in messages %}{% if m.tool_calls %}{{ H }}"
-    source += "{% for c in m.tool_calls %}" + '{"name": "{{ c.function.name }}", "parameters": '
-    source += "{{ c.function.arguments | tojson }}}{% endfor %}{% else %}<|role|>{{ m.role }}"
-    source += "<|text|>\n{{ m.content }}{% endif %}<|end|>{% endfor %}"
-    source += "{% if add_generation_prompt %}{{ H }}{% endif %}"
-    source = source.replace("{{ H }}", header.replace("\n", '{{ "\n" }}'))
-    response = ResponseReader(byte_tokenizer(source), ()).read(
-        '{"name": "a", "parameters": {"x": 7}}', TOOL_A
-    )
-    assert response.calls == [("a", '{"x": 7}')]
-
-
 # Each part of a message is a message of its own, with a header.
 TO = """{% for m in messages %}<|start|>{{ m.role }}
 {%- if m.role == "assistant" %}
@@ -427,28 +290,6 @@ NAMED = """{% for m in messages %}<|{{ m.role }}|>
 {%- endfor %}{% if add_generation_prompt %}<|assistant|>>>>{% endif %}"""
 CALL_TO = ' to=a<|text|><calls>\n<call of="a"><arg of="x">7</arg></call>\n</calls>'
 NEXT = "<|next|><|start|>assistant"
-MESSAGES = [
-    (TO, " to=user<|text|>Well.", ("Well.", "", [])),
-    (TO, f" to=self<|text|>Hm.{NEXT} to=user<|text|>Well.", ("Well.", "Hm.", [])),
-    (TO, f"{CALL_TO}{NEXT}{CALL_TO}", ("", "", ["a", "a"])),
-    (TO, f" to=self<|text|>Hm.{NEXT}{CALL_TO}", ("", "Hm.", ["a"])),
-    (TO, f" to=user<|text|>Say to=self.{NEXT}{CALL_TO}", ("Say to=self.", "", ["a"])),
-    (NAMED, "all\nWell.\nall\na\n{}", ("Well.\nall\na\n{}", "", [])),
-    (NAMED, 'a\n{"x": 7}>>>a\n{"x": 7}', ("", "", ["a", "a"])),
-    (NAMED, 'all\nWell.\n>>>a\n{"x": 7}', ("Well.", "", ["a"])),
-]
-
-
-@pytest.mark.parametrize(("source", "text", "expected"), MESSAGES)
-def test_parts_may_be_messages_with_a_header(
-    source: str, text: str, expected: tuple[str, str, list[str]]
-) -> None:
-    reader = ResponseReader(byte_tokenizer(source), ())
-    assert not any(note.startswith("calls:") for note in reader.template.notes)
-    response = reader.read(text, TOOL_A)
-    names = [name for name, _ in response.calls]
-    assert (response.content, response.reasoning, names) == expected
-    assert all(json.loads(arguments) == {"x": 7} for _, arguments in response.calls)
 
 
 @pytest.mark.parametrize("source", [TO, NAMED])
@@ -466,52 +307,11 @@ def test_endless_headers_take_linear_time(source: str, text: str) -> None:
     assert seconds[1] < 8 * seconds[0] + 0.4
 
 
-@pytest.mark.parametrize(
-    ("text", "arguments"),
-    [
-        ('<tool_call>{"name": "a", "arguments": {"x": 7}}</tool_call>', {"x": 7}),
-        ("<|tool_call_start|>[a(x=7)]<|tool_call_end|>", {"x": 7}),
-        ('<tool_call>a\n{"x": 7}</tool_call>', {"x": 7}),
-        ("<tool_call>a\n<k>x</k>\n<v>7</v>\n<k>y</k>\n<v>z</v>\n</tool_call>", {"x": 7, "y": "z"}),
-        ("<tool_call>\n<f=a>\n<p=x>\n7\n</p>\n</f>\n</tool_call>", {"x": 7}),
-        ('<tool_call><f name="a"><p name="x">7</p></f></tool_call>', {"x": 7}),
-    ],
-)
-def test_calls_of_a_template_that_writes_none_may_have_any_style(
-    text: str, arguments: dict[str, Any]
-) -> None:
-    source = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-    response = ResponseReader(byte_tokenizer(source), ()).read(f"Well. {text}", TOOL_A)
-    assert response.content.strip() == "Well."
-    assert [(name, json.loads(text)) for name, text in response.calls] == [("a", arguments)]
-
-
-def test_tokens_of_the_instructions_remain_in_calls_that_the_template_does_not_write() -> None:
-    source = "{% if tools %}Write <tool_call>NAME<k>KEY</k><v>VALUE</v></tool_call>{% endif %}"
-    source += "{% for m in messages %}<role>{{ m.role }}{{ m.content }}{% endfor %}"
-    reader = ResponseReader(byte_tokenizer(source, special=True), ())
-    response = reader.read("<tool_call>a<k>x</k><v>7</v></tool_call>", TOOL_A)
-    assert response.calls == [("a", '{"x": 7}')]
-
-
 BESIDE = """{% for m in messages %}<|{{ m.role }}|>{% if m.tool_calls %}
 {{- "<|text_start|>" ~ (m.content or "") ~ "<|text_end|>" }}
 {%- for c in m.tool_calls %}{"name": "{{ c.function.name }}", "parameters":
 {{- c.function.arguments | tojson }}}{% endfor %}{% else %}{{ m.content }}{% endif %}<|end|>
 {%- endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        '{"name": "a", "parameters": {"x": 7}}',
-        '<|text_start|>{"name": "a", "parameters": {"x": 7}}<|text_end|>',
-        '<|text_start|><|text_end|>{"name": "a", "parameters": {"x": 7}}',
-    ],
-)
-def test_delimiters_of_content_beside_calls_are_no_part_of_the_calls(text: str) -> None:
-    response = ResponseReader(byte_tokenizer(BESIDE), ()).read(text, TOOL_A)
-    assert (response.content, response.calls) == ("", [("a", '{"x": 7}')])
 
 
 PLAN = "{% for m in messages %}<|{{ m.role }}|>{% if m.tool_calls %}PLAN{% for c in m.tool_calls %}"
@@ -520,11 +320,81 @@ PLAN += "{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}"
 PLAN += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 
 
+PLAN = PLAN.replace("PLAN", "<|PLAN_START|>{{ m.tool_plan }}<|PLAN_END|>")
+# The template has no calls.
+NO_CALLS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+# The end of the generation prompt is no part of a call.
+HEADERS = """{% for m in messages %}{% if m.tool_calls %}{{ H }}
+{%- for c in m.tool_calls %}{"name": "{{ c.function.name }}", "parameters":
+{{- " " }}{{ c.function.arguments | tojson }}}{% endfor %}{% else %}<|role|>{{ m.role }}
+{{- "<|text|>\n" }}{{ m.content }}{% endif %}<|end|>{% endfor %}
+{%- if add_generation_prompt %}{{ H }}{% endif %}"""
+HEADERS = HEADERS.replace("{{ H }}", '{{- "\\n<|role|>assistant<|text|>\\n" }}')
+# The tokens of the instructions remain in calls.
+INSTRUCTIONS = "{% if tools %}Write <tool_call>NAME<k>KEY</k><v>VALUE</v></tool_call>{% endif %}"
+INSTRUCTIONS += "{% for m in messages %}<role>{{ m.role }}{{ m.content }}{% endfor %}"
+HERMES = TURN.replace("CALLS", loop("hermes"))
+HERMES_CALL = '<tool_call>\n{"name": "a", "arguments": {"x": 7}}\n</tool_call>'
+JSON_CALL = '{"name": "a", "parameters": {"x": 7}}'
+OUTPUTS: list[tuple[str, str, tuple[str, str, int]]] = [  # content, reasoning, calls of `a`
+    (PARTS, f"Hm.<|finish|>thought<|of|>{ANSWER}{TURN_END}", ("Well.", "Hm.", 0)),
+    (PARTS, f"Hm.<|finish|>thought<|of|>{ANSWER}{CALLS}{TURN_END}", ("Well.", "Hm.", 1)),
+    (PARTS, ANSWER + TURN_END, ("Well.", "", 0)),  # nothing closes the reasoning
+    (PARTS, "Hm.", ("", "Hm.", 0)),
+    (TEXTS, "<|text|>Well.<|/text|>", ("Well.", "", 0)),
+    (TEXTS, "<|think|>Hm.<|/think|><|text|>Well.<|/text|>", ("Well.", "Hm.", 0)),
+    (TEXTS, "<|think|>Hm.<|text|>Well.<|/text|>", ("Well.", "Hm.", 0)),
+    # the template shows no reasoning
+    (HERMES, f"<think>\nHm.\n</think>\n\n{HERMES_CALL}", ("", "Hm.", 1)),
+    (HERMES, "The tags <think> and </think>.", ("The tags <think> and </think>.", "", 0)),
+    (HEADERS, JSON_CALL, ("", "", 1)),
+    (TO, " to=user<|text|>Well.", ("Well.", "", 0)),
+    (TO, f" to=self<|text|>Hm.{NEXT} to=user<|text|>Well.", ("Well.", "Hm.", 0)),
+    (TO, f"{CALL_TO}{NEXT}{CALL_TO}", ("", "", 2)),
+    (TO, f" to=self<|text|>Hm.{NEXT}{CALL_TO}", ("", "Hm.", 1)),
+    (TO, f" to=user<|text|>Say to=self.{NEXT}{CALL_TO}", ("Say to=self.", "", 1)),
+    (NAMED, "all\nWell.\nall\na\n{}", ("Well.\nall\na\n{}", "", 0)),
+    (NAMED, 'a\n{"x": 7}>>>a\n{"x": 7}', ("", "", 2)),
+    (NAMED, 'all\nWell.\n>>>a\n{"x": 7}', ("Well.", "", 1)),
+    (NO_CALLS, f"Well. {HERMES_CALL}", ("Well.", "", 1)),
+    (NO_CALLS, "Well. <|tool_call_start|>[a(x=7)]<|tool_call_end|>", ("Well.", "", 1)),
+    (NO_CALLS, 'Well. <tool_call>a\n{"x": 7}</tool_call>', ("Well.", "", 1)),
+    (NO_CALLS, "Well. <tool_call>a\n<k>x</k>\n<v>7</v>\n</tool_call>", ("Well.", "", 1)),
+    (NO_CALLS, "Well. <tool_call>\n<f=a>\n<p=x>\n7\n</p>\n</f>\n</tool_call>", ("Well.", "", 1)),
+    (
+        NO_CALLS,
+        'Well. <tool_call><f name="a"><p name="x">7</p></f></tool_call>',
+        ("Well.", "", 1),
+    ),
+    (INSTRUCTIONS, "<tool_call>a<k>x</k><v>7</v></tool_call>", ("", "", 1)),
+    (BESIDE, JSON_CALL, ("", "", 1)),
+    (BESIDE, f"<|text_start|>{JSON_CALL}<|text_end|>", ("", "", 1)),
+    (BESIDE, f"<|text_start|><|text_end|>{JSON_CALL}", ("", "", 1)),
+    (PLAN, '<|PLAN_START|>Hm.<|PLAN_END|><call>a<args>{"x": 7}</call>', ("", "Hm.", 1)),
+]
+
+
+@cache
+def reader_of(source: str, special: bool) -> ResponseReader:
+    return ResponseReader(byte_tokenizer(source, special), ())
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize(("source", "text", "expected"), OUTPUTS)
+def test_outputs_are_read_in_the_format_of_the_template(
+    source: str, text: str, expected: tuple[str, str, int], special: bool
+) -> None:
+    reader = reader_of(source, special)
+    is_inferred = not any(note.startswith("calls:") for note in reader.template.notes)
+    assert is_inferred or source in (NO_CALLS, INSTRUCTIONS, TEXTS)
+    response = reader.read(text, TOOL_A)
+    calls = [(name, json.loads(arguments)) for name, arguments in response.calls]
+    content, reasoning, count = expected
+    assert (response.content.strip(), response.reasoning) == (content, reasoning)
+    assert calls == [("a", {"x": 7})] * count
+
+
 def test_reasoning_beside_calls_may_be_a_plan() -> None:
-    source = PLAN.replace("PLAN", "<|PLAN_START|>{{ m.tool_plan }}<|PLAN_END|>")
-    reader = ResponseReader(byte_tokenizer(source), ())
-    assert reader.template.history_format is not None
-    assert reader.template.history_format.reasoning_key == "tool_plan"
-    response = reader.read('<|PLAN_START|>Hm.<|PLAN_END|><call>a<args>{"x": 7}</call>', TOOL_A)
-    assert (response.content, response.reasoning) == ("", "Hm.")
-    assert response.calls == [("a", '{"x": 7}')]
+    history_format = reader_of(PLAN, False).template.history_format
+    assert history_format is not None
+    assert history_format.reasoning_key == "tool_plan"

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from transformers.utils.chat_parsing import parse_response
 
+from tests.call_formats import NAMES, call_format_of, output_format_of
 from tests.matrix import matrix
 from worker.messages.deltas import TokenLogprob
 from worker.text.detokenizer import TextSpan, TokenSpan
 from worker.text.output_format import (
     DEFAULT_OUTPUT_FORMAT,
-    ChannelFormat,
     OutputFormat,
     declared_output_format,
     first_char_of,
@@ -29,8 +29,6 @@ from worker.text.parser import OutputEvent, OutputParser
 from worker.text.tool_call_format import (
     DEFAULT_TOOL_CALL_FORMAT,
     ID,
-    ArgumentFormat,
-    ToolCallFormat,
 )
 
 WEATHER = {
@@ -45,103 +43,6 @@ WHOLE = f"<think>\nhm,  ok\n</think>\n\nHello  there. \n{CALL}\n{CALL}"
 
 
 HERMES = DEFAULT_OUTPUT_FORMAT
-THOUGHTS = ("<think>", "</think>")
-NOTHING = ("", "")
-CALL_FORMATS = {
-    "coder": ToolCallFormat(
-        NOTHING,
-        ("<tool_call>\n<function=", "</function>\n</tool_call>"),
-        ">\n",
-        "\n",
-        ArgumentFormat(
-            "entries",
-            comma="",
-            open="<parameter=",
-            middle=">\n",
-            close="\n</parameter>\n",
-        ),
-    ),
-    "pairs": ToolCallFormat(
-        NOTHING,
-        ("<tool_call>", "</tool_call>"),
-        "\n",
-        "\n",
-        ArgumentFormat(
-            "entries",
-            comma="",
-            open="<arg_key>",
-            middle="</arg_key>\n<arg_value>",
-            close="</arg_value>\n",
-        ),
-    ),
-    "typed": ToolCallFormat(
-        NOTHING,
-        ("<|tool_call>call:", "}<tool_call|>"),
-        "{",
-        "",
-        ArgumentFormat("entries", comma=",", middle=":", quotes='<|"|>'),
-    ),
-    "python": ToolCallFormat(
-        ("<|calls|>[", "]<|end_calls|>"),
-        NOTHING,
-        "(",
-        ", ",
-        ArgumentFormat("python", quotes='"'),
-        ("", ")"),
-    ),
-    "bare python": ToolCallFormat(
-        ("[", "]"), NOTHING, "(", ", ", ArgumentFormat("python"), ("", ")")
-    ),
-    "args": ToolCallFormat(NOTHING, ("[TOOL_CALLS]", ""), f"[CALL_ID]{ID}[ARGS]", ""),
-    "list": ToolCallFormat(
-        ("[TOOL_CALLS] [", "]"),
-        NOTHING,
-        '", "arguments": ',
-        ", ",
-        braces=('{"name": "', "}"),
-        keys=("name", "arguments"),
-    ),
-    "key": ToolCallFormat(
-        ("<|prefix|>[", "]<|suffix|>"), NOTHING, '": ', ", ", braces=('{"', "}"), keys=("", "")
-    ),
-    "llama": ToolCallFormat(
-        NOTHING,
-        NOTHING,
-        '", "parameters": ',
-        None,
-        braces=('{"name": "', "}"),
-        keys=("name", "parameters"),
-    ),
-    "section": ToolCallFormat(
-        ("<calls>", "</calls>"), ("<call>functions.", "</call>"), ":\0<args>", ""
-    ),
-}
-HARMONY = inferred_output_format(
-    None,
-    None,
-    ToolCallFormat(
-        NOTHING, (" to=functions.", "<|call|>"), "<|channel|>commentary json<|message|>", None
-    ),
-    ChannelFormat(
-        "<|start|>assistant",
-        "<|channel|>",
-        "<|message|>",
-        ("<|end|>", "<|return|>", "<|call|>"),
-        "analysis",
-        "final",
-        " to=functions.",
-    ),
-)
-
-
-def output_format_of(name: str) -> OutputFormat:
-    if name == "hermes":
-        return HERMES
-    return (
-        HARMONY
-        if name == "channels"
-        else inferred_output_format(THOUGHTS, None, CALL_FORMATS[name], None)
-    )
 
 
 def read(
@@ -200,14 +101,6 @@ def feed(parser: OutputParser, text: str) -> list[OutputEvent]:
 
 def texts(events: list[OutputEvent]) -> list[str]:
     return [event.span.text for event in events]
-
-
-def test_output_splits_into_reasoning_content_and_calls() -> None:
-    assert read(HERMES, WHOLE) == {
-        "reasoning": "hm,  ok",
-        "content": "Hello  there.",
-        "calls": [("w", '{"city": "P <b"}')] * 2,
-    }
 
 
 TEXTS: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
@@ -374,6 +267,25 @@ TEXTS: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
         )
     ),
     ("coder", "Before\n<think>x</think>\nafter", ("Before\n\nafter", "x", [])),
+    ("hermes", WHOLE, ("Hello  there.", "hm,  ok", [("w", {"city": "P <b"})] * 2)),
+    # A call with an invalid end or name.
+    (
+        "hermes",
+        CALL.replace("</tool_call>", "</tool>\nand\n") + CALL,
+        ("", "", [("w", {"city": "P <b"})] * 2),
+    ),
+    *(
+        ("hermes", text, (text, "", []))
+        for text in (
+            "So: <tool_call>nonsense</tool_call> yes",
+            'So: <tool_call>{"arguments": {}}</tool_call> yes',
+            "So: <tool_call></tool_call> yes",
+            *(
+                f'<tool_call>{{"name": {name}, "arguments": {{}}}}</tool_call>'
+                for name in ('["x"', "3", '{"x": "y"', '""', "null", "[" * 2000 + '"x"')
+            ),
+        )
+    ),
 ]
 
 
@@ -428,12 +340,6 @@ def joined(output_format: OutputFormat, chunks: Sequence[str]) -> list[tuple[str
     return result
 
 
-def test_calls_after_one_with_a_garbled_end_are_parsed() -> None:
-    text = CALL.replace("</tool_call>", "</tool>\nand\n") + CALL
-    for cuts in ([], list(range(len(text)))):
-        assert [name for name, _ in read(HERMES, text, cuts)["calls"]] == ["w", "w"]
-
-
 @pytest.mark.parametrize(
     ("name", "text", "begun"),
     [
@@ -476,7 +382,7 @@ def test_undelimited_json_is_content_up_to_the_name_of_a_tool() -> None:
 
 
 @pytest.mark.parametrize("tool", ["ns:tool", "a/b", "3d_render", "-x", "a.b-c", "x" * 64])
-@pytest.mark.parametrize("name", [*CALL_FORMATS, "channels"])
+@pytest.mark.parametrize("name", [*NAMES, "channels"])
 def test_every_valid_tool_name_is_parsed_in_every_format(name: str, tool: str) -> None:
     output_format = output_format_of(name)
     assert output_format.tool_calls is not None
@@ -488,14 +394,6 @@ def test_every_valid_tool_name_is_parsed_in_every_format(name: str, tool: str) -
         result = read(output_format, text, cuts, tools=tools)
         assert [called for called, _ in result["calls"]] == [tool], text
         assert result["content"] == ""
-
-
-@pytest.mark.parametrize("cut", range(1, 10))
-def test_truncated_call_shows_no_delimiter(cut: int) -> None:
-    text = "So <tool_call>\n<function=get>\n<parameter=n>\n7\n</parameter>\n<parameter=s>\nab"
-    result = read(output_format_of("coder"), text[: len(text) * cut // 10], tools=[WEATHER])
-    assert result["content"].strip() == "So"
-    assert [name for name, _ in result["calls"]] in ([], ["get"])
 
 
 def test_unopened_reasoning_is_reported_where_it_closes() -> None:
@@ -676,13 +574,6 @@ def test_call_started_in_the_prompt_is_emitted_whole() -> None:
         assert [event.name for event in feed(parser, "")] == ["weather", None]
 
 
-@pytest.mark.parametrize("name", ['["x"', "12", '{"x": "y"', '""', "null", "[" * 2000 + '"x"'])
-def test_invalid_name_starts_no_call(name: str) -> None:
-    text = '<tool_call>\n{"name": ' + name + ', "arguments": {}}\n</tool_call>'
-    result = read(HERMES, text)
-    assert result["calls"] == []
-
-
 REFERRING = {
     "type": "object",
     "properties": {
@@ -707,21 +598,13 @@ def test_arguments_have_the_types_of_referenced_schemas() -> None:
     entries = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in shown)
     tool = {"type": "function", "function": {"name": "get", "parameters": REFERRING}}
     result = read(
-        output_format_of("coder"), CALL_FORMATS["coder"].render([("get", entries)]), tools=[tool]
+        output_format_of("coder"), call_format_of("coder").render([("get", entries)]), tools=[tool]
     )
     assert [json.loads(text) for _, text in result["calls"]] == [arguments]
 
 
 def test_calls_are_content_without_tools() -> None:
     assert read(HERMES, WHOLE, calls=False)["content"] == f"Hello  there. \n{CALL}\n{CALL}"
-
-
-@pytest.mark.parametrize("body", ["nonsense", '{"name": 3}', '{"arguments": {}}', ""])
-def test_invalid_call_is_content(body: str) -> None:
-    text = f"So: <tool_call>{body}</tool_call> yes"
-    result = read(HERMES, text)
-    assert result["content"] == text
-    assert result["calls"] == []
 
 
 @pytest.mark.parametrize(
@@ -744,17 +627,26 @@ def test_unterminated_string_ends_with_its_call(
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
+    ("name", "text", "first"),
     [
-        ("llama", '{"name": "get"'),
-        ("llama", '<|python_tag|>{"name": "get"'),
-        ("bare python", "[get(n=1, s='a'"),
+        ("llama", '{"name": "get"', 1),
+        ("llama", '<|python_tag|>{"name": "get"', 1),
+        ("bare python", "[get(n=1, s='a'", 1),
+        ("hermes", '<tool_call>\n{"name": "get"', 11),
+        ("coder", "<tool_call>\n<function=get>\n<parameter=n>\n7\n</p", 11),
+        ("coder", call_format_of("coder").render([("get", "")]), 11),
+        ("section", call_format_of("section").render([("get", '{"n": 1}')]), 7),
     ],
 )
-def test_truncated_undelimited_call_is_hidden(name: str, text: str) -> None:
-    for end in range(1, len(text)):
+def test_truncated_call_is_no_content(name: str, text: str, first: int) -> None:
+    """`first`: the length from which on it may be a call."""
+    for end in range(first, len(text)):
         for cuts in ([], list(range(1, end))):
-            assert read(output_format_of(name), text[:end], cuts)["content"] == "", text[:end]
+            result = read(output_format_of(name), text[:end], cuts)
+            names = [called for called, _ in result["calls"]]
+            assert result["content"] == "", text[:end]
+            assert names in ([], ["get"])
+    assert names == ["get"] or not text.endswith(">")  # only the last delimiter is truncated
 
 
 @pytest.mark.parametrize(
@@ -778,14 +670,6 @@ def test_truncated_call_keeps_its_partial_arguments() -> None:
     parser = OutputParser(HERMES, "", True)
     events = feed(parser, '<tool_call>\n{"name": "w", "arguments": {"ci') + parser.finish()
     assert [(event.name, event.span.text) for event in events] == [("w", ""), (None, '{"ci')]
-
-
-@pytest.mark.parametrize("cut", ["<tool_call>", '<tool_call>\n{"na', '<tool_call>\n{"name": "w'])
-def test_truncated_call_without_a_name_is_hidden(cut: str) -> None:
-    parser = OutputParser(HERMES, "", True)
-    events = feed(parser, "So " + cut) + parser.finish()
-    assert [(event.kind, event.span.text) for event in events] == [("content", "So")]
-    assert parser.calls_started == 0
 
 
 @pytest.mark.parametrize(
@@ -859,18 +743,6 @@ def test_delimiter_in_a_value_does_not_end_a_constrained_call(name: str, text: s
     assert parser.calls_finished == 1
     cut = read(output_format_of(name), text.format(string))
     assert cut["content"]
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "last"),
-    [("section", '{"n": 1}', "</call>"), ("coder", "", "</function>")],
-)
-def test_truncated_end_of_calls_is_no_content(name: str, arguments: str, last: str) -> None:
-    text = CALL_FORMATS[name].render([("get", arguments)])
-    for cut in range(text.index(last) + len(last), len(text)):
-        result = read(output_format_of(name), text[:cut])
-        assert result["content"] == "", text[:cut]
-        assert [call for call, _ in result["calls"]] == ["get"]
 
 
 def test_endless_spaces_and_delimiters_take_linear_time() -> None:

@@ -234,38 +234,6 @@ def test_logits_that_differ_by_rounding_rarely_change_a_token() -> None:
     assert tokens(logits.expand(100, -1), rows) == tokens(swapped.expand(100, -1), rows)
 
 
-def test_repetition_penalty_equals_transformers() -> None:
-    logits = normal(200, 30, 2.0)
-    prompt, output = [1, 4, 4, 9, 20], [2, 4, 27, 27]
-    for penalty in (0.5, 1.3, 2.0):
-        rows = [after(output, prompt, temperature=0.0, repetition_penalty=penalty)] * 200
-        processor = RepetitionPenaltyLogitsProcessor(penalty)
-        expected = processor(torch.tensor([prompt + output] * 200), logits.clone())
-        assert tokens(logits, rows) == expected.argmax(-1).tolist()
-        assert expected.argmax(-1).tolist() != logits.argmax(-1).tolist()
-
-
-def test_presence_and_frequency_penalties_follow_openais_formula() -> None:
-    """mu[j] -> mu[j] - c[j] * frequency - (c[j] > 0) * presence, over output tokens only."""
-    scores = torch.zeros(5)
-    scores[:3] = torch.tensor([4.0, 3.0, 2.55])
-
-    def best(output: list[int], presence: float, frequency: float) -> int:
-        sampling_row = after(
-            output, [1, 2], temperature=0.0, presence_penalty=presence, frequency_penalty=frequency
-        )
-        return tokens(scores[None], [sampling_row])[0]
-
-    assert best([], 2.0, 2.0) == 0
-    assert best([0, 0, 0], 0.9, 0.0) == 0
-    assert best([0], 1.1, 0.0) == 1
-    assert best([0, 0], 0.0, 0.49) == 0
-    assert best([0, 0], 0.0, 0.51) == 1
-    assert best([0, 0, 1], 0.0, 0.8) == 2
-    assert best([0, 0, 1], 0.3, 0.4) == 0
-    assert best([3], -5.0, 0.0) == 3
-
-
 @pytest.mark.parametrize("kind", MIXED)
 def test_drafted_tokens_count_like_accepted_ones(kind: dict[str, Any]) -> None:
     params: dict[str, Any] = {"presence_penalty": 0.7, "frequency_penalty": 0.9}
@@ -361,25 +329,6 @@ def test_ids_out_of_range_change_no_other_row() -> None:
     )
     greedy = row(temperature=0.0)
     assert tokens(logits, [greedy, odd, greedy]) == logits.argmax(-1).tolist()
-
-
-def test_min_p_is_relative_to_the_largest_probability() -> None:
-    p = torch.tensor([0.5, 0.26, 0.14, 0.06, 0.04])
-    rows = [row(i, min_p=0.25) for i in range(300)]
-    assert set(tokens(p.log().expand(300, -1), rows)) == {0, 1, 2}
-    # top_p is relative to what min_p keeps: 0.9 of (0.5 + 0.26 + 0.14) needs all three
-    for top_p, kept in [(0.85, {0, 1, 2}), (0.84, {0, 1})]:
-        rows = [row(i, min_p=0.25, top_p=top_p) for i in range(300)]
-        assert set(tokens(p.log().expand(300, -1), rows)) == kept
-
-
-def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
-    p = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15])
-    for top_p, kept in [(0.01, {1}), (0.39, {1}), (0.41, {1, 3}), (0.84, {1, 3, 4}), (0.99, None)]:
-        sampled = set(tokens(p.log().expand(300, -1), [row(i, top_p=top_p) for i in range(300)]))
-        assert sampled == (kept or {0, 1, 2, 3, 4})
-    equal = tokens(torch.zeros(300, 4), [row(i, top_p=0.5) for i in range(300)])
-    assert set(equal) == {0, 1}
 
 
 @pytest.mark.parametrize(("vocabulary", "scale"), [(200, 0.0), (WIDE, 0.0), (WIDE, 1e-3)])
@@ -603,10 +552,7 @@ def test_uniform_numbers_are_uniform_and_uncorrelated(moving: str, n: int) -> No
 
 def test_a_mask_limits_its_rows_and_changes_no_others() -> None:
     logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(5))
-    rows = [
-        SamplingRow(SamplingState(SamplingParams(temperature=t, seed=n), 0, []), 0)
-        for n, t in enumerate([0, 1, 1, 0])
-    ]
+    rows = [row(temperature=t, seed=n) for n, t in enumerate([0, 1, 1, 0])]
     free = [choice.token for choice in sample(logits, rows)]
     tokens = torch.zeros(2, 300, dtype=torch.bool)
     tokens[0, [7, 9]] = True
@@ -620,10 +566,9 @@ def test_a_mask_limits_its_rows_and_changes_no_others() -> None:
 
 def test_a_mask_changes_no_log_probability() -> None:
     logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(6))
-    row = SamplingRow(SamplingState(SamplingParams(temperature=0.0, logprobs=3), 0, []), 0)
     tokens = torch.zeros(1, 300, dtype=torch.bool)
     tokens[0, 11] = True
-    [choice] = sample(logits, [row], TokenMask([0], tokens))
+    [choice] = sample(logits, [row(temperature=0.0, logprobs=3)], TokenMask([0], tokens))
     raw = torch.log_softmax(logits.double(), -1)[0]
     assert choice.token == 11
     assert choice.logprob == pytest.approx(float(raw[11]), abs=1e-5)
@@ -636,8 +581,7 @@ def test_a_mask_does_not_hide_an_unusable_row(broken: float) -> None:
     logits[0, 11] = broken
     tokens = torch.zeros(1, 300, dtype=torch.bool)
     tokens[0, 11] = True
-    row = SamplingRow(SamplingState(SamplingParams(), 0, []), 0)
-    [choice] = sample(logits, [row], TokenMask([0], tokens))
+    [choice] = sample(logits, [row()], TokenMask([0], tokens))
     assert choice.token == -1
 
 

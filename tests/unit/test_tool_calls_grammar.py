@@ -1,197 +1,355 @@
-"""Grammars constrain calls of every format: names, keys, types, choices, required properties."""
+"""Grammars constrain calls of every format: names, keys, types, listed values, required properties,
+items, alternatives and references at any depth. Strings without JSON's quotes are free."""
 
 import json
+import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import jsonschema_rs
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from tests.unit.test_parser import CALL_FORMATS, HARMONY
-from worker.generation.input_processor import ConstraintBuilder
+from batching.errors import InvalidInput
+from tests.call_formats import NAMES, call_format_of, output_format_of
+from worker.grammar.constraint_builder import ConstraintBuilder
+from worker.grammar.lark import FORMATS
 from worker.grammar.tool_calls import tool_calls_grammar
 from worker.messages.generation import Chat, Constraint, GenerationInput, ToolCallPolicy
 from worker.text.output_format import DEFAULT_OUTPUT_FORMAT
-from worker.text.tool_call_format import ToolCallFormat
+from worker.text.tool_call_format import ID, ToolCallFormat
 from worker.text.tool_call_parser import parameter_types, read_value
 
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "get",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "s": {"type": "string"},
-                "n": {"type": "integer"},
-                "c": {"type": "string", "enum": ["red", "green"]},
-                "b": {"type": "boolean"},
-                "l": {"type": "array", "items": {"type": "string"}},
-                "o": {"type": "object", "properties": {"k": {"type": "number"}}, "required": ["k"]},
-            },
-            "required": ["s"],
-        },
-    },
+TAGS, PYTHON = ["coder", "pairs"], ["python", "bare python"]
+FREE = [*TAGS, "typed"]  # their strings are free
+NOT_JSON = [*FREE, *PYTHON]
+JSON = [name for name in NAMES if name not in NOT_JSON]
+GOOD = {
+    "date-time": ["2024-02-29T23:59:59.12Z", "1999-12-31t00:00:00+05:30"],
+    "time": ["00:00:00Z"],
+    "date": ["2024-02-29", "2000-02-29", "2023-12-31"],
+    "duration": ["P1Y2M3DT4H", "PT5M", "P2W"],
+    "email": ["a.b@c.de", "x@[1.2.3.4]"],
+    "hostname": ["a", "a-b.c1"],
+    "ipv4": ["255.0.10.199"],
+    "ipv6": ["::", "::1", "1::", "2001:db8::1:2", "1:2:3:4:5:6:7:8", "1:2:3:4:5:6:7::"],
+    "uuid": ["123e4567-e89b-12d3-a456-426614174000"],
+    "uri": ["http://a@b.c:80/d/e?f#g", "mailto:x@y", "urn:a:b", "file:///x", "http://[::1]/"],
 }
-TOOLS = [TOOL, {"type": "function", "function": {"name": "put"}}]
-JSON = [
-    ('{"s": "x", "n": 2, "c": "red", "b": true, "l": ["y"], "o": {"k": 1.5}}', True),
-    ('{"s": "x"}', True),
-    ('{"n": 2}', False),
-    ('{"s": "x", "n": "2"}', False),
-    ('{"s": "x", "c": "blue"}', False),
-    ('{"s": "x", "z": 1}', False),
-]
-PYTHON = [
-    ('s="x", n=2, c=\'red\', b=True, l=["y"], o={"k": 1.5}', True),
-    ("s='it\\'s'", True),
-    ("n=2", False),
-    ('s="x", n="2"', False),
-    ('s="x", c="blue"', False),
-    ('s="x", z=1', False),
-]
-TAGS = [
-    ([("s", "x <b>"), ("n", "2"), ("c", "red"), ("b", "true"), ("l", '["y"]')], True),
-    ([("s", 'a\nb "c"')], True),
-    ([("n", "2")], False),
-    ([("s", "x"), ("n", "two")], False),
-    ([("s", "x"), ("c", "blue")], False),
-    ([("s", "x"), ("z", "1")], False),
-]
-Q = '<|"|>'
-TYPED = [
-    (f"s:{Q}x, y{Q},n:2,c:{Q}red{Q},b:true,l:[{Q}y{Q}],o:{{k:1.5}}", True),
-    (f"b:true,s:{Q}x{Q}", True),  # sorted by name
-    ("n:2", False),
-    (f"s:{Q}x{Q},n:{Q}2{Q}", False),
-    (f"s:{Q}x{Q},c:{Q}blue{Q}", False),
-    (f"s:{Q}x{Q},z:1", False),
-]
-
-
-def takes(
-    call_format: ToolCallFormat,
-    text: str,
-    several: bool = True,
-    started: bool = False,
-    tools: Sequence[Any] = TOOLS,
-) -> bool:
-    """Whether the grammar accepts the text as a whole output."""
-    tokenizer = LLTokenizer("byte")
-    grammar = tool_calls_grammar(call_format, tools, several, json.dumps, started=started)
-    matcher = LLMatcher(tokenizer, grammar)
-    assert not matcher.get_error()
-    tokens = tokenizer.tokenize_str(text)
-    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
-
-
-def rendered(call_format: ToolCallFormat, entries: list[tuple[str, str]]) -> str:
-    arguments = call_format.arguments
-    return "".join(
-        arguments.open + key + arguments.middle + value + arguments.close for key, value in entries
-    )
-
-
-CASES = [
-    *(
-        (name, text, good)
-        for name in ("args", "list", "key", "llama", "section")
-        for text, good in JSON
-    ),
-    *((name, text, good) for name in ("python", "bare python") for text, good in PYTHON),
-    *(
-        (name, rendered(CALL_FORMATS[name], entries), good)
-        for name in ("coder", "pairs")
-        for entries, good in TAGS
-    ),
-    *(("typed", text, good) for text, good in TYPED),
-]
-
-
-@pytest.mark.parametrize(("name", "arguments", "good"), CASES)
-def test_arguments_are_constrained_by_their_schema(name: str, arguments: str, good: bool) -> None:
-    call_format = CALL_FORMATS[name]
-    text = call_format.render([("get", arguments)]).replace("\1", "id1").lstrip()
-    assert takes(call_format, text) == good
-    assert not takes(call_format, text.replace("get", "set", 1))
-
-
+BAD = {
+    "date-time": ["2024-02-29", "2024-01-01T24:00:00Z", "2024-01-01T00:00:00"],
+    "time": ["00:00:00", "1:00:00Z"],
+    "date": ["2024-13-01", "2024-04-31", "24-01-01"],
+    "duration": ["P", "PT", "1D", "P1DT"],
+    "email": ["a", "@b", ".a@b", "a@"],
+    "hostname": ["-a", "a-", "a..b", "a_b"],
+    "ipv4": ["256.0.0.1", "1.2.3", "01.2.3.4"],
+    "ipv6": ["1", "1:2:3:4:5:6:7:8:9", ":::", "1::2::3"],
+    "uuid": ["123e4567e89b12d3a456426614174000"],
+    "uri": ["a", "//b", "1:a", "a:b c"],
+}
+MIXED = {
+    "type": "object",
+    "properties": {
+        "b": {"type": "boolean"},
+        "c": {"type": "string", "enum": ["red", "green"]},
+        "l": {"type": "array", "items": {"type": "string"}},
+        "n": {"type": "integer"},
+        "o": {"type": "object", "properties": {"k": {"type": "number"}}, "required": ["k"]},
+        "s": {"type": "string"},
+    },
+    "required": ["s"],
+}
+HELD = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "string"},
+        "b": {"type": "boolean", "enum": [True]},
+        "c": {"enum": [1, "x"]},
+        "d": {"const": "only"},
+        "e": {},
+        "z": {"type": "integer"},
+    },
+    "required": ["z"],
+}
 BOUND = {
+    "type": "object",
     "properties": {
         "s": {"type": "string", "minLength": 2, "maxLength": 4},
         "p": {"type": "string", "pattern": "^[a-c]+/[0-9]{2}$"},
     },
     "required": ["s"],
 }
-
-
-@pytest.mark.parametrize("name", ["python", "bare python"])
-@pytest.mark.parametrize(
-    ("s", "p", "good"),
-    [("abc", "ab/12", True), ("a", "ab/12", False), ("abcde", "ab/12", False), ("abc", "x", False)],
-)
-def test_strings_have_their_length_and_pattern(name: str, s: str, p: str, good: bool) -> None:
-    call_format = CALL_FORMATS[name]
-    text = call_format.render([("get", f's="{s}", p="{p}"')])
-    tool = {"type": "function", "function": {"name": "get", "parameters": BOUND}}
-    assert takes(call_format, text, tools=[tool]) == good
-
-
 REFERS = {
+    "type": "object",
     "properties": {"n": {"$ref": "#/$defs/count"}, "l": {"items": {"$ref": "#/$defs/count"}}},
     "required": ["n"],
     "$defs": {"count": {"type": "integer", "minimum": 3, "maximum": 5}},
 }
+COLOR = {
+    "type": "object",
+    "properties": {"c": {"anyOf": [{"$ref": "#/$defs/color"}, {"type": "null"}, {"const": 3}]}},
+    "$defs": {"color": {"enum": ["red", "blue"]}},
+}
+EITHER = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "null"}},
+    "anyOf": [{"required": ["a"]}, {"required": ["b"]}],
+}
+NEST = {
+    "type": "array",
+    "minItems": 2,
+    "items": {"type": "array", "maxItems": 1, "items": {"type": "integer"}},
+}
+NESTED: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "or_null": {"anyOf": [{"type": "string", "format": "uuid"}, {"type": "null"}]},
+        "list": {
+            "type": "array",
+            "items": {"type": "string", "format": "ipv4"},
+            "minItems": 1,
+            "maxItems": 2,
+        },
+        "first": {
+            "type": "array",
+            "prefixItems": [{"type": "integer"}, {"type": "boolean"}],
+            "items": False,
+            "minItems": 1,
+        },
+        "none": {"type": "array", "maxItems": 0},
+        "object": {
+            "type": "object",
+            "properties": {"at": {"$ref": "#/$defs/time"}, "nest": NEST},
+            "required": ["at"],
+        },
+        "map": {
+            "type": "object",
+            "additionalProperties": {"type": "integer"},
+            "minProperties": 1,
+        },
+        "text_or_list": {"type": ["string", "array"], "minItems": 2},
+        "text_or_number": {"type": ["string", "integer"], "minimum": 5},
+        "any_format": {"type": "string", "format": "nonsense"},
+        "unique": {"type": "array", "uniqueItems": True, "contains": {"const": 3}},
+        "choice": {"enum": [[1, "x"], {"k": "v"}, "s"]},
+        "tree": {"$ref": "#/$defs/tree"},
+        "both": {"allOf": [{"type": "string"}, {"pattern": "^a/"}, {"maxLength": 4}]},
+    },
+    "$defs": {
+        "time": {"allOf": [{"type": "string"}, {"format": "time"}]},
+        "tree": {
+            "type": "object",
+            "properties": {
+                "next": {"type": "array", "maxItems": 1, "items": {"$ref": "#/$defs/tree"}}
+            },
+        },
+    },
+}
+AT = "00:00:00Z"
+# With the formats that accept the arguments: all, none, or those that take more than JSON does.
+ARGUMENTS: list[tuple[dict[str, Any], dict[str, Any], bool | list[str]]] = [
+    (MIXED, {"b": True, "c": "red", "l": ["y"], "n": 2, "o": {"k": 1.5}, "s": "x, <b>"}, True),
+    (MIXED, {"s": "it's"}, True),
+    (MIXED, {"n": 2}, False),
+    (MIXED, {"s": "x", "n": "two"}, False),
+    (MIXED, {"c": "blue", "s": "x"}, False),
+    (MIXED, {"s": "x", "z": 1}, False),
+    (HELD, {"z": 1}, True),
+    (HELD, {"a": "x", "z": 1}, True),
+    (HELD, {"b": True, "c": 1, "d": "only", "e": 2, "z": 1}, True),
+    (HELD, {"e": "x", "z": 1}, True),
+    (HELD, {}, False),  # a required property after an optional one
+    (HELD, {"a": "x"}, False),
+    (HELD, {"b": False, "z": 1}, False),
+    (HELD, {"c": 2, "z": 1}, False),
+    (HELD, {"c": "y", "z": 1}, False),
+    (HELD, {"d": "other", "z": 1}, False),
+    (BOUND, {"s": "abc", "p": "ab/12"}, True),
+    (BOUND, {"s": "a", "p": "ab/12"}, FREE),
+    (BOUND, {"s": "abcde", "p": "ab/12"}, FREE),
+    (BOUND, {"s": "abc", "p": "x"}, FREE),
+    (REFERS, {"n": 4}, True),
+    (REFERS, {"n": 7}, False),
+    (REFERS, {"n": "four"}, False),
+    (COLOR, {"c": "red"}, True),
+    (COLOR, {"c": None}, True),
+    (COLOR, {"c": 3}, True),
+    (COLOR, {"c": "green"}, False),
+    (COLOR, {"c": 4}, False),
+    (EITHER, {"a": 1}, True),
+    (EITHER, {"b": None}, True),
+    (EITHER, {}, False),
+    *(
+        (NESTED, {key: value}, good)
+        for key, value, good in (
+            ("or_null", GOOD["uuid"][0], True),
+            ("or_null", None, True),
+            ("or_null", "x", FREE),
+            ("list", ["1.2.3.4"], True),
+            ("list", ["1.2.3.4"] * 2, True),
+            ("list", [], False),
+            ("list", ["1.2.3.4"] * 3, False),
+            ("list", ["x"], ["typed"]),
+            ("first", [1], True),
+            ("first", [1, True], True),
+            ("first", [], False),
+            ("first", [1, True, 1], ["typed"]),
+            ("first", [True], ["typed"]),
+            ("none", [], True),
+            ("none", [1], False),
+            ("object", {"at": AT}, True),
+            ("object", {"at": AT, "nest": [[1], []]}, True),
+            ("object", {}, False),
+            ("object", {"at": "0"}, ["typed"]),
+            ("object", {"at": AT, "nest": [[1]]}, False),
+            ("object", {"at": AT, "nest": [[1, 2], [1]]}, False),
+            ("map", {"k": 1}, True),
+            ("map", {}, ["typed"]),
+            ("map", {"k": "v"}, False),
+            ("text_or_list", [1, 2], True),
+            ("text_or_list", "see [1]", True),
+            ("text_or_list", [1], TAGS),
+            ("text_or_number", 7, True),
+            ("text_or_number", "3 Main Street", True),
+            ("text_or_number", 3, TAGS),
+            ("any_format", "any", True),
+            ("unique", [1, 1], True),  # not enforced in JSON either
+            ("choice", [1, "x"], True),
+            ("choice", {"k": "v"}, True),
+            ("choice", "s", True),
+            ("choice", [2], False),
+            ("tree", {"next": [{"next": [{}]}]}, True),
+            ("tree", {"next": [{"next": [{}, {}]}]}, False),
+            ("tree", {"next": [1]}, False),
+            ("both", "a/b", True),
+            ("both", "b/a", FREE),
+            ("both", "a/bcd", FREE),
+        )
+    ),
+    # types that JSON schema does not know
+    *(
+        ({"type": "dict", "properties": {"n": {"type": kind}}, "required": ["n"]}, arguments, good)
+        for kind in ("any", "int", ["string", "int"])
+        for arguments, good in (({"n": 7}, True), ({"m": 7}, False))
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "good"),
-    [
-        ("python", "n=4", True),
-        ("python", "n=7", False),
-        ("typed", "n:4", True),
-        ("typed", 'n:<|"|>4<|"|>', False),
-        ("coder", rendered(CALL_FORMATS["coder"], [("n", "4")]), True),
-        ("coder", rendered(CALL_FORMATS["coder"], [("n", "four")]), False),
-    ],
-)
-def test_referenced_schemas_constrain(name: str, arguments: str, good: bool) -> None:
-    call_format = CALL_FORMATS[name]
-    tool = {"type": "function", "function": {"name": "get", "parameters": REFERS}}
-    assert takes(call_format, call_format.render([("get", arguments)]), tools=[tool]) == good
+def rendered(name: str, arguments: dict[str, Any]) -> str:
+    """Return the text of a call of `get`."""
+    form = call_format_of(name).arguments
+    if form.style == "json":
+        shown = json.dumps(arguments)
+    elif form.style == "python":
+        shown = ", ".join(f"{key}={python(value)}" for key, value in arguments.items())
+    else:
+        shown = form.comma.join(
+            form.open + key + form.middle + entry(form.quotes, value) + form.close
+            for key, value in arguments.items()
+        )
+    return call_format_of(name).render([("get", shown)]).replace(ID, "id1").lstrip()
 
 
-PARALLEL_FORMATS = [name for name in CALL_FORMATS if CALL_FORMATS[name].separator is not None]
+def python(value: Any) -> str:
+    return repr(value) if isinstance(value, bool) or value is None else json.dumps(value)
 
 
-@pytest.mark.parametrize("name", PARALLEL_FORMATS)
+def entry(quotes: str, value: Any) -> str:
+    if isinstance(value, str):
+        return f"{quotes}{value}{quotes}"
+    if quotes and isinstance(value, list):
+        return f"[{','.join(entry(quotes, item) for item in value)}]"
+    if quotes and isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{entry(quotes, item)}' for key, item in value.items())}}}"
+    return json.dumps(value)
+
+
+def tool(parameters: Any, name: str = "get") -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TOOLS = [tool(MIXED), {"type": "function", "function": {"name": "put"}}]
+
+
+def accepts(grammar: str, text: str) -> bool:
+    """Whether a grammar accepts the text as a whole output."""
+    tokenizer = LLTokenizer("byte")
+    matcher = LLMatcher(tokenizer, grammar)
+    assert not matcher.get_error()
+    tokens = tokenizer.tokenize_str(text)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+def takes(
+    call_format: ToolCallFormat,
+    text: str,
+    tools: Sequence[Any] = TOOLS,
+    several: bool = True,
+    started: bool = False,
+) -> bool:
+    grammar = tool_calls_grammar(call_format, tools, several, json.dumps, started=started)
+    return accepts(grammar, text)
+
+
+@pytest.mark.parametrize(("schema", "arguments", "good"), ARGUMENTS)
+def test_arguments_are_constrained_by_their_schema(
+    schema: dict[str, Any], arguments: dict[str, Any], good: bool | list[str]
+) -> None:
+    accepting = good if isinstance(good, list) else NAMES * good
+    for name in NAMES:
+        text = rendered(name, arguments)
+        assert takes(call_format_of(name), text, [tool(schema)]) == (name in accepting), text
+        if schema is MIXED and good:
+            other = text.replace("get", "set", 1)
+            assert not takes(call_format_of(name), other, [tool(schema)])
+
+
+@pytest.mark.parametrize("key", sorted(FORMATS))
+@pytest.mark.parametrize("name", PYTHON)
+def test_strings_have_their_format(name: str, key: str) -> None:
+    tools = [tool({"properties": {"s": {"type": "string", "format": key}}})]
+    for texts, good in ((GOOD[key], True), (BAD[key], False)):
+        for text in texts:
+            assert jsonschema_rs.is_valid({"format": key}, text, validate_formats=True) == good
+            assert takes(call_format_of(name), rendered(name, {"s": text}), tools) == good, text
+
+
+@pytest.mark.parametrize("name", PYTHON)
+def test_python_arguments_have_their_keys_and_either_quotes(name: str) -> None:
+    for entries, good in (
+        ("a='it\\'s', c='x', d='only', e='x', z=1", True),
+        ("c='y', z=1", False),
+        ("'x', z=1", False),
+    ):
+        text = call_format_of(name).render([("get", entries)])
+        assert takes(call_format_of(name), text, [tool(HELD)]) == good, text
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_strings_without_quotes_of_json_are_free(name: str) -> None:
+    schema = {"type": "string", "format": "uuid", "pattern": "^a", "minLength": 5}
+    tools = [tool({"properties": {"s": schema}})]
+    for text in ("x", "</b>\n\n<b>", "a 'b' \"c\"\\", "7"):
+        assert takes(call_format_of(name), rendered(name, {"s": text}), tools), text
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "llama"])
 def test_several_calls_only_where_allowed(name: str) -> None:
-    call_format = CALL_FORMATS[name]
-    empty = "{}" if call_format.arguments.style == "json" else ""
-    two = call_format.render([("put", empty), ("put", empty)]).replace("\1", "id1").lstrip()
+    call_format = call_format_of(name)
+    empty = "{}" if name in JSON else ""
+    two = call_format.render([("put", empty), ("put", empty)]).replace(ID, "id1").lstrip()
     assert takes(call_format, two)
     assert not takes(call_format, two, several=False)
 
 
 def test_call_started_in_a_section_is_constrained() -> None:
-    call_format = CALL_FORMATS["section"]
+    call_format = call_format_of("section")
     within = "<call>functions.put:1<args>{}</call>"
     assert takes(call_format, f"<calls>{within}</calls>", started=True)
     assert takes(call_format, f"{within}</calls>", started=True)
     assert not takes(call_format, f"{within}</calls>")
-
-
-def test_message_start_may_precede_a_call() -> None:
-    call_format = HARMONY.tool_calls
-    assert call_format is not None
-    tokenizer = LLTokenizer("byte")
-    grammar = tool_calls_grammar(call_format, TOOLS, False, json.dumps, ["<|start|>assistant"])
-    text = " to=functions.put<|channel|>commentary json<|message|>{}<|call|>"
-    for begins in ("<|start|>assistant", ""):
-        matcher = LLMatcher(tokenizer, grammar)
-        tokens = tokenizer.tokenize_str((begins + text) if begins else text.lstrip())
-        assert matcher.try_consume_tokens(tokens) == len(tokens)
 
 
 class GrammarRecorder:
@@ -203,26 +361,27 @@ class GrammarRecorder:
         self.grammar = grammar
 
 
-def test_document_instead_of_calls_has_its_own_header() -> None:
-    builder: Any = ConstraintBuilder.__new__(ConstraintBuilder)
-    builder._template, builder.grammars = SimpleNamespace(), GrammarRecorder()
-    chat = Chat(({"role": "user", "content": "?"},), (TOOL,))
-    constraint = Constraint("json_schema", {"type": "object"}, "response_format")
-    request = GenerationInput(chat, tool_policy=ToolCallPolicy(("get",)), constraint=constraint)
-    builder.build(request, HARMONY, "")
-    tokenizer = LLTokenizer("byte")
+def test_calls_and_documents_have_their_own_headers() -> None:
     header = "<|channel|>final<|message|>"
     call = ' to=functions.get<|channel|>commentary json<|message|>{"s": "x"}<|call|>'
+    calls = tool_calls_grammar(
+        call_format_of("channels"), TOOLS, False, json.dumps, ["<|start|>assistant"]
+    )
+    for text in (f"<|start|>assistant{call}", call.lstrip()):
+        assert accepts(calls, text), text
+    builder: Any = ConstraintBuilder.__new__(ConstraintBuilder)
+    builder._template, builder.grammars = SimpleNamespace(), GrammarRecorder()
+    chat = Chat(({"role": "user", "content": "?"},), (tool(MIXED),))
+    constraint = Constraint("json_schema", {"type": "object"}, "response_format")
+    request = GenerationInput(chat, tool_policy=ToolCallPolicy(("get",)), constraint=constraint)
+    builder.build(request, output_format_of("channels"), "")
     for text in (
         "{}",
         header + "{}",
         f"<|start|>assistant{header}{{}}",
         f"<|start|>assistant{call}",
     ):
-        matcher = LLMatcher(tokenizer, builder.grammars.grammar)
-        tokens = tokenizer.tokenize_str(text)
-        assert matcher.try_consume_tokens(tokens) == len(tokens), text
-        assert matcher.is_accepting()
+        assert accepts(builder.grammars.grammar, text), text
 
 
 @pytest.mark.parametrize(
@@ -237,107 +396,75 @@ def test_document_instead_of_calls_has_its_own_header() -> None:
         {"properties": {"a": 7}, "required": ["a", "b", 1]},
         [],
         None,
+        # refused by llguidance, but no internal errors
+        {"properties": {"a": {"type": ["string", 3, {}]}}, "required": [["a"], {}]},
+        {"properties": {"a": {"anyOf": 3}}, "required": [["a"], {}]},
+        {"properties": {"a": {"properties": {"k": {}}, "required": True}}, "required": [["a"], {}]},
     ],
 )
-@pytest.mark.parametrize("name", [*CALL_FORMATS, "plain"])
-def test_any_schema_has_a_grammar(name: str, schema: object) -> None:
-    call_format = DEFAULT_OUTPUT_FORMAT.tool_calls if name == "plain" else CALL_FORMATS[name]
+@pytest.mark.parametrize("name", [*NAMES, "plain"])
+def test_any_schema_has_a_grammar(name: str, schema: Any) -> None:
+    call_format = DEFAULT_OUTPUT_FORMAT.tool_calls if name == "plain" else call_format_of(name)
     assert call_format is not None
-    tool = {"type": "function", "function": {"name": "get", "parameters": schema}}
-    if name not in ("coder", "pairs", "typed", "python", "bare python") and (
-        not isinstance(schema, dict) or schema.get("properties") in (3, {"a": 7})
+    grammar = tool_calls_grammar(call_format, [tool(schema)], True, json.dumps)
+    is_refused = isinstance(schema, dict) and schema.get("required") == [["a"], {}]
+    is_odd = isinstance(schema, dict) and schema.get("properties") in (3, {"a": 7})
+    if is_refused:
+        assert read_value("1", parameter_types(tool(schema))["a"]) is not None
+    elif name in NOT_JSON or not is_odd:  # llguidance reads the schema itself in JSON
+        assert not LLMatcher(LLTokenizer("byte"), grammar).get_error()
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": {"a": False}, "required": ["a"]},
+        {"properties": {"a": {"type": "array", "minItems": 3, "maxItems": 2}}, "required": ["a"]},
+    ],
+)
+def test_unsatisfiable_schemas_are_errors(parameters: Any) -> None:
+    with pytest.raises((InvalidInput, AssertionError)):
+        takes(call_format_of("coder"), "", [tool(parameters)])
+
+
+def test_hostile_schemas_cost_little() -> None:
+    many = {"type": "object", "properties": {f"k{n}": {"$ref": "#/$defs/a"} for n in range(20)}}
+    either = {"anyOf": [{"properties": {"x": {"minLength": n}}} for n in range(10)]}
+    deep: dict[str, Any] = {"type": "array"}
+    for _ in range(500):
+        deep = {"type": "array", "items": deep}
+    for schema, refused in (
+        ({"properties": {"a": deep}}, True),
+        ({"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": many}}, False),
+        ({"properties": {"a": {"allOf": [dict(either) for _ in range(10)]}}}, True),
+        ({"properties": {"a": {"anyOf": [{"$ref": "#/properties/a"}] * 3}}}, True),
     ):
-        pytest.skip("not an object schema: left to llguidance")
-    matcher = LLMatcher(
-        LLTokenizer("byte"), tool_calls_grammar(call_format, [tool], True, json.dumps)
-    )
-    assert not matcher.get_error()
+        started = time.process_time()
+        try:
+            result = len(
+                tool_calls_grammar(call_format_of("typed"), [tool(schema)], True, json.dumps)
+            )
+            assert not refused
+            assert result < 100_000
+        except InvalidInput:
+            assert refused
+        assert time.process_time() - started < 2
 
 
-HELD = {
-    "properties": {
-        "a": {"type": "string"},
-        "b": {"type": "boolean", "enum": [True]},
-        "c": {"enum": [1, "x"]},
-        "d": {"const": "only"},
-        "e": {},
-        "z": {"type": "integer"},
-    },
-    "required": ["z"],
-}
+@pytest.mark.parametrize("name", ["coder", "python", "typed"])
+def test_shared_definitions_are_written_once(name: str) -> None:
+    shared = {f"d{n}": {"type": "string", "pattern": "d" * 900} for n in range(20)}
+    numbers = {f"k{n}": {"type": "number", "description": "d" * 900} for n in range(100)}
+    tree = {"type": "array", "items": {"$ref": "#/$defs/d0"}}
+    schema = {"$defs": shared, "properties": {**numbers, "t": tree}}
+    result = tool_calls_grammar(call_format_of(name), [tool(schema)], True, json.dumps)
+    assert len(result) < 60_000
+    assert not LLMatcher(LLTokenizer("byte"), result).get_error()
 
 
-def entry(name: str, key: str, value: object) -> str:
-    """Write an argument in a format; Python strings in single quotes."""
-    argument_format = CALL_FORMATS[name].arguments
-    if argument_format.style == "python":
-        return f"{key}={value!r}"
-    text = (
-        f"{argument_format.quotes}{value}{argument_format.quotes}"
-        if isinstance(value, str)
-        else json.dumps(value)
-    )
-    return argument_format.open + key + argument_format.middle + text + argument_format.close
-
-
-@pytest.mark.parametrize("name", ["coder", "pairs", "typed", "python", "bare python"])
-@pytest.mark.parametrize(
-    ("arguments", "good"),
-    [
-        ({"z": 1}, True),
-        ({"a": "x", "z": 1}, True),
-        ({"b": True, "c": 1, "d": "only", "e": 2, "z": 1}, True),
-        ({}, False),  # a required property after an optional one
-        ({"a": "x"}, False),
-        ({"b": False, "z": 1}, False),
-        ({"c": 2, "z": 1}, False),
-        ({"c": "y", "z": 1}, False),
-        ({"d": "other", "z": 1}, False),
-    ],
-)
-def test_required_properties_and_choices(name: str, arguments: dict[str, Any], good: bool) -> None:
-    call_format = CALL_FORMATS[name]
-    joined = call_format.arguments.comma.join(entry(name, *item) for item in arguments.items())
-    tool = {"type": "function", "function": {"name": "get", "parameters": HELD}}
-    assert takes(call_format, call_format.render([("get", joined)]), tools=[tool]) == good
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"type": ["string", 3, {}]},
-        {"anyOf": 3},
-        {"type": "object", "properties": {"k": {}}, "required": True},
-    ],
-)
-@pytest.mark.parametrize("name", [*CALL_FORMATS, "plain"])
-def test_invalid_schemas_raise_no_internal_error(name: str, schema: dict[str, Any]) -> None:
-    call_format = DEFAULT_OUTPUT_FORMAT.tool_calls if name == "plain" else CALL_FORMATS[name]
-    assert call_format is not None
-    parameters = {"properties": {"a": schema}, "required": [["a"], {}]}
-    function = {"name": "get", "parameters": parameters}
-    assert tool_calls_grammar(call_format, [{"function": function}], True, json.dumps)
-    assert read_value("1", parameter_types({"function": function})["a"]) is not None
-
-
-def test_untyped_python_arguments_have_their_keys() -> None:
-    tool = {"type": "function", "function": {"name": "get", "parameters": HELD}}
-    assert takes(CALL_FORMATS["python"], "<|calls|>[get(e='x', z=1)]<|end_calls|>", tools=[tool])
-    assert not takes(CALL_FORMATS["python"], "<|calls|>[get('x', z=1)]<|end_calls|>", tools=[tool])
-
-
-@pytest.mark.parametrize("kind", ["any", "int", ["string", "int"]])
-@pytest.mark.parametrize("name", ["llama", "coder", "python"])
-def test_types_unknown_to_json_are_unconstrained(name: str, kind: Any) -> None:
-    parameters = {"type": "dict", "properties": {"n": {"type": kind}}, "required": ["n"]}
-    tool = {"type": "function", "function": {"name": "get", "parameters": parameters}}
-    call_format = CALL_FORMATS[name]
-    arguments = {
-        "llama": '{"n": 7}',
-        "coder": rendered(call_format, [("n", "7")]),
-        "python": "n=7",
-    }[name]
-    assert takes(call_format, call_format.render([("get", arguments)]), tools=[tool])
-    assert not takes(
-        call_format, call_format.render([("get", arguments.replace("n", "m"))]), tools=[tool]
-    )
+def test_size_of_a_grammar_is_bounded_while_it_is_written() -> None:
+    shared = {f"d{n}": {"type": "string", "pattern": "d" * 900} for n in range(100)}
+    many = {f"k{n}": {"type": "array", "items": {"$ref": "#/$defs/d0"}} for n in range(800)}
+    parameters = {"$defs": shared, "properties": many}
+    with pytest.raises(InvalidInput, match="too long"):
+        tool_calls_grammar(call_format_of("coder"), [tool(parameters)], True, json.dumps)

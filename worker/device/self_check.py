@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -49,12 +49,6 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
         raise CannotRun("it takes no attention function")
 
 
-def has_own_kernels(model: PreTrainedModel) -> bool:
-    """Return whether the model's attention is that of a library: such kernels are not traced, and
-    the checks run without them."""
-    return model.config._attn_implementation not in ("sdpa", "eager")
-
-
 @contextmanager
 def attention_of(part: PreTrainedModel, implementation: str) -> Iterator[None]:
     """Make `part` attend by another implementation while the context is open."""
@@ -69,12 +63,12 @@ def attention_of(part: PreTrainedModel, implementation: str) -> Iterator[None]:
         part.set_attn_implementation(before)
 
 
-def explicit_masks(part: PreTrainedModel) -> AbstractContextManager[None]:
-    """Make `part` build its attention masks while the context is open.
-
-    Without explicit masks some multimodal decoders attend to later tokens.
-    """
-    return attention_of(part, "eager")
+def checked_attention(part: PreTrainedModel, is_multimodal: bool) -> str:
+    """Return the attention by which the model's own forward is a reference: "eager" makes explicit
+    masks. Without them some multimodal decoders attend to later tokens. A library's kernels are not
+    traced."""
+    own: str = part.config._attn_implementation
+    return own if own in ("sdpa", "eager") and not is_multimodal else "eager"
 
 
 def relative_error(actual: Tensor, reference: Tensor) -> float:

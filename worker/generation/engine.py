@@ -21,7 +21,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, islice
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
@@ -31,13 +31,10 @@ from batching.request_queue import WorkItem
 from batching.scheduler import ContinuousScheduler
 from batching.sequence import Batch, Chunk, Form, Sequence
 from batching.step_times import PrefillBudget, StepTimes
-from worker.adapter_folder import adapter_folder
 from worker.error_classification import failure_of, run_halves
 from worker.generation.input_processor import GenerationItem, InputProcessor, Output
 from worker.generation.output import SequenceOutput
 from worker.generation.speculation import Speculation
-from worker.grammar.bitmask import BitmaskComputer, PendingMask
-from worker.grammar.compiler import Grammar
 from worker.messages.adapters import Adapter, InvalidAdapter
 from worker.messages.deltas import Delta
 from worker.messages.generation import SamplingDefaults
@@ -49,13 +46,16 @@ from worker.messages.protocol import (
     StepReport,
     TextModel,
 )
-from worker.model.cached_runner import CachedRunner
 from worker.model.paged_runner import PagedRunner
 from worker.model.sampler import SampledToken, SamplerOutput, SamplingRow, TokenMask, sample
 from worker.pipeline.yield_points import YieldPoints
-from worker.vision.encoder import EncoderCache, VisionEncoder
-from worker.vision.encoder_scheduler import EncoderScheduler
-from worker.vision.multimodal_prompt import MultimodalPrompt
+
+if TYPE_CHECKING:
+    from worker.grammar.bitmask import PendingMask
+    from worker.grammar.compiler import Grammar
+    from worker.model.cached_runner import CachedRunner
+    from worker.vision.encoder_scheduler import EncoderScheduler
+    from worker.vision.multimodal_prompt import MultimodalPrompt
 
 log = logging.getLogger("onequeue.generation")
 
@@ -89,11 +89,13 @@ class GenerationEngine:
 
     def __init__(
         self,
-        runner: PagedRunner | CachedRunner,
+        runner: "PagedRunner | CachedRunner",
         input_processor: InputProcessor,
         new_scheduler: Callable[[], ContinuousScheduler],
         speculates: bool = False,
     ) -> None:
+        from worker.grammar.bitmask import BitmaskComputer
+
         device = runner.language.device.type
         self.runner = runner
         self.input_processor = input_processor
@@ -110,8 +112,8 @@ class GenerationEngine:
         self._may_draft = True  # in the next step: the last one is read before it
         self._budget = PrefillBudget(device, self.scheduler.whole_prompts)
         # prompts that run whole may take long
-        is_cached = isinstance(runner, CachedRunner)
-        self._yield_points = YieldPoints(runner.language.model) if is_cached else None
+        is_paged = isinstance(runner, PagedRunner)
+        self._yield_points = None if is_paged else YieldPoints(runner.language.model)
         self._speculation = Speculation(device, self._budget.times) if speculates else None
         self._encoder_scheduler = self._new_encoder_scheduler()
         self._masks = BitmaskComputer(runner.language.vocab_size, input_processor.eos_token_ids)
@@ -124,12 +126,11 @@ class GenerationEngine:
         self._counts: Counter[str] = Counter()  # fields of StepReport
         self._deltas: list[tuple[WorkItem, Delta]] = []
 
-    def _new_encoder_scheduler(self) -> EncoderScheduler | None:
+    def _new_encoder_scheduler(self) -> "EncoderScheduler | None":
         runner, preprocessor = self.runner, self.input_processor.image_preprocessor
         if not runner.decoder_hook or not preprocessor:
             return None
-        preprocessor.cache = EncoderCache()
-        return EncoderScheduler(VisionEncoder(runner, preprocessor.cache), self._fail_multimodal)
+        return preprocessor.new_scheduler(runner, self._fail_multimodal)
 
     @property
     def times(self) -> StepTimes:
@@ -160,6 +161,8 @@ class GenerationEngine:
 
     def load_adapter(self, adapter: Adapter) -> None:
         """Fill in the weights of an adapter, on the loader thread. Raises InvalidAdapter."""
+        from worker.adapter_folder import adapter_folder
+
         if not isinstance(self.runner, PagedRunner):
             raise InvalidAdapter(f"this model takes no adapters: {self.info.why}")
         adapter.weights = self.runner.load_adapter(adapter_folder(adapter.root, adapter.path))
@@ -300,7 +303,7 @@ class GenerationEngine:
         late = self._late_grammars()
         return {s.owner for s, mask in self._pending_masks.items() if mask.request.grammar in late}
 
-    def _late_grammars(self) -> set[Grammar | None]:
+    def _late_grammars(self) -> "set[Grammar | None]":
         masks = self._pending_masks.values()
         return {mask.request.grammar for mask in masks if not mask.outcome.done()}
 
@@ -383,7 +386,7 @@ class GenerationEngine:
             assert isinstance(output, SequenceOutput)
             if output.constraints and chunk.is_active:
                 if sequence not in masks and (request := output.constraints.mask_request(drafts)):
-                    masks[sequence] = PendingMask(self._masks, request)
+                    masks[sequence] = self._masks.pending(request)
                 if sequence in masks:
                     constrained.append((len(rows), chunk))
             rows += [
@@ -567,7 +570,7 @@ class GenerationEngine:
         if len(chunks) == 1 and chunks[0].is_active:
             self._fail(self._outputs[chunks[0].sequence].item, failure)
 
-    def _fail_multimodal(self, prompt: MultimodalPrompt, error: BaseException) -> None:
+    def _fail_multimodal(self, prompt: "MultimodalPrompt", error: BaseException) -> None:
         """Fail the requests of a prompt, one of whose images could not be encoded."""
         for item, sequences in list(self.live.items()):
             if item not in self._failed and any(s.multimodal is prompt for s in sequences):

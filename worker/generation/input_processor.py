@@ -9,46 +9,40 @@ are checked here. No model runs here, and grammars are compiled in a thread of t
 """
 
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from batching.errors import InvalidInput, NotReady
 from batching.request_queue import WorkItem
 from batching.sequence import TokenIds
-from worker.generation.decisions import Decisions
 from worker.generation.output import PreparedPrompt, PromptOutput, SequenceOutput, create_outputs
-from worker.grammar.compiler import Grammar, GrammarCompiler, compiling_for
-from worker.grammar.constraints import OutputConstraints
-from worker.grammar.lark import content_or_calls, schema_rule, unusable_grammar
-from worker.grammar.tool_calls import accepts, text_or_calls, tool_calls_grammar
 from worker.messages.decisions import DecisionInput
 from worker.messages.generation import (
     SAMPLING_FIELDS,
     Chat,
-    Constraint,
     GenerationInput,
     ImageInput,
     SamplingDefaults,
-    ToolCallPolicy,
 )
 from worker.messages.protocol import Batching, IsWanted
 from worker.model.language_model import LanguageModel
 from worker.model.loading import model_info
 from worker.model.logits_processors import CheckpointProcessors
 from worker.model.sampler import SamplingParams
-from worker.text.chat_template.inference import ARGUMENTS, TOOLS
 from worker.text.chat_template.template import ChatTemplate, RenderedPrompt
 from worker.text.detokenizer import Vocabulary
 from worker.text.long_text import TokenLimit, tokenizing
 from worker.text.output_format import CONTENT, OutputFormat
 from worker.text.parser import OutputParser
-from worker.text.tool_call_format import ToolCallFormat
-from worker.vision.image_preprocessor import ImagePreprocessor
-from worker.vision.multimodal_prompt import MultimodalPrompt
+
+if TYPE_CHECKING:
+    from worker.grammar.constraints import OutputConstraints
+    from worker.vision.image_preprocessor import ImagePreprocessor
+    from worker.vision.multimodal_prompt import MultimodalPrompt
 
 MAX_PROMPT_CHARS = 1 << 23
 
@@ -58,7 +52,7 @@ GenerationItem = WorkItem[GenerationInput | DecisionInput, Sequence[Output]]
 
 class EncodedPrompt(NamedTuple):
     ids: TokenIds
-    multimodal: MultimodalPrompt | None = None  # None: the prompt has no images
+    multimodal: "MultimodalPrompt | None" = None  # None: the prompt has no images
 
 
 class InputProcessor:
@@ -70,8 +64,11 @@ class InputProcessor:
         language: LanguageModel,
         max_model_len: int,
         unpaged_reason: str = "",
-        image_preprocessor: ImagePreprocessor | None = None,
+        image_preprocessor: "ImagePreprocessor | None" = None,
     ) -> None:
+        from worker.generation.decisions import Decisions
+        from worker.grammar.constraint_builder import ConstraintBuilder, verify_tool_call_format
+
         tokenizer, vocab_size = language.tokenizer, language.vocab_size
         defaults: Any = language.defaults  # its fields are not annotated
         self.image_preprocessor = image_preprocessor
@@ -97,9 +94,8 @@ class InputProcessor:
         is_configured = any(value is not None for value in sampling)
         self.defaults = SamplingDefaults(**values, configured=is_configured)
         self._checkpoint = defaults
-        self._processors = CheckpointProcessors(
-            defaults, vocab_size, self.eos_token_ids, language.device
-        )
+        processors = CheckpointProcessors(defaults, vocab_size, self.eos_token_ids, language.device)
+        self._processors = processors if processors.extend_any() else None
         strings = defaults.stop_strings or ()
         self._stop_strings = (strings,) if isinstance(strings, str) else tuple(strings)
         self.template = verify_tool_call_format(ChatTemplate(tokenizer, language.template_defaults))
@@ -121,7 +117,8 @@ class InputProcessor:
         if isinstance(request, DecisionInput):
             item.prepared = self.decisions.create_outputs(item, request)
             return
-        compiling_for.set(item.owner.client)
+        if request.tool_policy or request.constraint:
+            self.constraint_builder.set_client(item.owner.client)
         prepared = self.prepare_prompt(request, lambda: item.open)
         item.prepared = create_outputs(item, request, prepared, self.vocabulary)
         item.tokens = len(prepared.ids)
@@ -177,7 +174,8 @@ class InputProcessor:
         echoed = request.sampling.logprobs if request.echo else None
         max_tokens = self._max_tokens(len(prompt.ids), request)
         params = self._sampling_params(request, tuple(banned), len(prompt.ids))
-        params = self._processors.extend(params, prompt.ids, max_tokens, stopping.ignore_eos)
+        if self._processors:
+            params = self._processors.extend(params, prompt.ids, max_tokens, stopping.ignore_eos)
         return PreparedPrompt(
             prompt.ids,
             params,
@@ -201,7 +199,7 @@ class InputProcessor:
 
     def _response(
         self, request: GenerationInput, rendered: RenderedPrompt | None
-    ) -> tuple[OutputParser | None, OutputConstraints | None]:
+    ) -> "tuple[OutputParser | None, OutputConstraints | None]":
         """Return the parser of the responses to a prompt, and their constraints."""
         prefix, output_format = "", self.template.output_format
         if rendered:
@@ -250,6 +248,8 @@ class InputProcessor:
         preprocessor, namespace = self.image_preprocessor, request.cache_namespace
         if preprocessor is None:
             raise InvalidInput(self.no_images_reason, images[0].param)
+        from worker.vision.multimodal_prompt import MultimodalPrompt
+
         with preprocessor.admit(images, namespace):
             output = preprocessor.process(text, images, namespace, is_wanted)
         recompute = partial(preprocessor.recompute, text, images, namespace)
@@ -338,190 +338,12 @@ class InputProcessor:
         return min_new_tokens
 
 
-class ConstraintBuilder:
-    """Compiles the constraints of requests to one model. `vocab_size`: the model's;
-    `eos_token_ids`: the tokens that end a response."""
-
-    def __init__(
-        self,
-        template: ChatTemplate,
-        tokenizer: PreTrainedTokenizerBase,
-        vocab_size: int,
-        eos_token_ids: Sequence[int],
-    ) -> None:
-        self.grammars = GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
-        self._template = template
-
-    def _reasoning_requested(self, request: GenerationInput) -> bool:
-        """Return whether a response reasons first. Without it, a response with a grammar starts
-        with what the grammar allows."""
-        return isinstance(chat := request.prompt, Chat) and (
-            request.thinking_tokens is not None or self._template.reasoning_requested(chat)
-        )
-
-    def build(
-        self, request: GenerationInput, output_format: OutputFormat, prefix: str
-    ) -> OutputConstraints | None:
-        """Return the constraints of a request; None if its responses may be anything. `prefix`:
-        what the prompt already contains of the response.
-
-        Raise InvalidInput where a constraint cannot be compiled, Pending until it is."""
-        calls, constraint, budget = (
-            request.tool_policy,
-            request.constraint,
-            request.thinking_tokens,
-        )
-        if request.thinking_is_optional and output_format.reasoning is None:
-            budget = None
-        content: Grammar | None = None  # of the whole response
-        call: Grammar | None = None  # of a tool call that the model starts by itself
-        text_or_call: Grammar | None = None  # likewise, if it must match its tool
-        beginnings: list[str] = []
-        if calls and output_format.tool_calls:
-            content, call, text_or_call = self._tool_call_grammars(
-                request, calls, output_format, output_format.tool_calls
-            )
-            beginnings = output_format.tool_calls.beginnings(calls.names)
-        elif strict := request.strict_tools:
-            reason = "cannot be applied: the format of this model's tool calls is not known"
-            raise InvalidInput.at(_param_of(request, strict[0], "strict"), reason)
-        elif constraint:
-            headers = self._headers(output_format) if isinstance(request.prompt, Chat) else ""
-            content = self.grammars.compile_constraint(constraint, headers)
-        single = calls is not None and not calls.parallel
-        if not (content or call or single or budget is not None):
-            return None
-        opens = (
-            content
-            and self._reasoning_requested(request)
-            and not output_format.ends_reasoning(prefix)
-        )
-        return OutputConstraints(
-            tokenizer=self.grammars.tokenizer("tools") if content or call else None,
-            content=content,
-            is_document=content is not None and not (calls and calls.required),
-            call=call,
-            text_or_call=text_or_call,
-            beginnings=tuple(beginnings),
-            undelimited_calls=output_format.undelimited_calls,
-            reasoning_start=self._template.reasoning_start if opens else (),
-            reasoning_end=self._template.reasoning_end(output_format) if budget is not None else (),
-            reasoning_budget=budget,
-            single_call=single,
-        )
-
-    def _tool_call_grammars(
-        self,
-        request: GenerationInput,
-        calls: ToolCallPolicy,
-        output_format: OutputFormat,
-        call_format: ToolCallFormat,
-    ) -> tuple[Grammar | None, Grammar | None, Grammar | None]:
-        """Return the grammar of the whole response; or that of a call which the model starts by
-        itself, and that of text and then such a call, if a tool is strict. None of them where the
-        tools of optional calls have no grammar."""
-        constraint, tools, grammars = request.constraint, request.called_tools, self.grammars
-        self._check_strict_schemas(request)
-        optional, strict = not (calls.required or constraint), request.strict_tools
-        several = calls.parallel and (not optional or call_format.shares_delimiters)
-        starts = [output_format.message_start] if output_format.message_start else []
-        inputs = calls.input_constraints
-        text_or_call: Grammar | None = None
-        try:
-            grammar = tool_calls_grammar(
-                call_format, tools, several, grammars.quote, starts, optional, inputs
-            )
-            compiled = grammars.compile(grammar, "tools")
-            if optional and strict:
-                beginnings = call_format.beginnings(calls.names)
-                text = text_or_calls(beginnings, grammar, grammars.special_ids)
-                text_or_call = grammars.compile(text, "tools")
-        except InvalidInput:
-            if optional and not strict:
-                return None, None, None
-            self._check_each_tool(request, inputs, call_format)
-            raise
-        if calls.required:
-            return compiled, None, None
-        if constraint is None:
-            return None, compiled, text_or_call
-        if output_format.undelimited_calls:
-            reason = "this model writes tool calls as plain JSON: send either this or tools"
-            raise InvalidInput.at(constraint.param, reason)
-        whole = content_or_calls(constraint, grammar, self._headers(output_format))
-        return grammars.compile(whole, constraint.param), None, None
-
-    def _check_strict_schemas(self, request: GenerationInput) -> None:
-        """Raise InvalidInput if the schema of a strict function has keywords that cannot be
-        applied. In schemas of other functions they have no effect."""
-        for tool in request.called_tools:
-            function = tool["function"]
-            if function.get("strict") is not True or not function.get("parameters"):
-                continue
-            param = _param_of(request, function["name"])
-            try:
-                rule = schema_rule(function["parameters"], {})
-            except InvalidInput as error:
-                raise unusable_grammar(str(error), param) from None
-            except RecursionError:
-                raise unusable_grammar("it is nested too deeply", param) from None
-            self.grammars.check(f"start: {rule}", param)
-
-    def _check_each_tool(
-        self,
-        request: GenerationInput,
-        inputs: Mapping[str, Constraint],
-        call_format: ToolCallFormat,
-    ) -> None:
-        """Raise InvalidInput that names the tool whose grammar cannot be compiled."""
-        assert isinstance(request.prompt, Chat)
-        for tool in request.called_tools:
-            param = _param_of(request, tool["function"]["name"])
-            try:
-                grammar = tool_calls_grammar(
-                    call_format, [tool], False, self.grammars.quote, inputs=inputs
-                )
-            except InvalidInput as error:
-                raise error if error.param else unusable_grammar(str(error), param) from None
-            self.grammars.check(grammar, param)
-
-    def _headers(self, output_format: OutputFormat) -> str:
-        """Return a Lark rule for the delimiters that may precede content."""
-        headers = (output_format.message_start, output_format.content and output_format.content[0])
-        return "".join(f"({self.grammars.quote(text)})? " for text in headers if text)
-
-
-def _param_of(request: GenerationInput, name: str, field: str = "") -> str:
-    """Return the field of a tool that errors name: the grammar of its input, or the function."""
-    assert isinstance(request.prompt, Chat)
-    assert request.tool_policy
-    if constraint := request.tool_policy.input_constraints.get(name):
-        return constraint.param
-    names = [tool["function"]["name"] for tool in request.prompt.tools]
-    return f"tools[{names.index(name)}]" + (f".{field}" if field else "")
-
-
-def verify_tool_call_format(template: ChatTemplate) -> ChatTemplate:
-    """Check that the grammar of the template's tool calls accepts those that the template writes;
-    else have it use the plain format. Python calls without quotes cannot be compared."""
-    call_format = template.output_format.tool_calls
-    if call_format and (call_format.arguments.style != "python" or call_format.arguments.quotes):
-        texts = [text for text, calls in template.examples if calls[0][1] == ARGUMENTS]
-        # Some templates do not end a section of one call.
-        ends = "", call_format.section[1]
-        if not all(any(accepts(call_format, TOOLS, text + end) for end in ends) for text in texts):
-            template.disable_tool_call_format(
-                "their grammar does not accept the calls that the template writes"
-            )
-    return template
-
-
 def response_prefix(chat: Chat, rendered: RenderedPrompt) -> str:
     """Return what a chat's prompt already contains of the response."""
     if chat.continue_final_message:
         content = chat.messages[-1].get("content")
         return content if isinstance(content, str) else ""
-    if not chat.add_generation_prompt:
+    if not chat.add_generation_prompt or rendered.output_format.reasoning is None:
         return ""
     return rendered.output_format.reasoning_at_end(rendered.text)
 
@@ -530,7 +352,7 @@ def response_parser(
     request: GenerationInput,
     output_format: OutputFormat,
     prefix: str,
-    constraints: OutputConstraints | None = None,
+    constraints: "OutputConstraints | None" = None,
 ) -> OutputParser | None:
     """Return the parser of a chat's responses; None if all of their text is content."""
     delimited = output_format.initial_phase != CONTENT or output_format.delimiters

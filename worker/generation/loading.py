@@ -120,7 +120,6 @@ def paged_engine(
     kind: type[GenerationEngine] = GenerationEngine,
 ) -> GenerationEngine:
     language = runner.language
-    runner.builds = options.compile != "off"
     # the compiler chooses the order of sums by the number of rows
     if is_worth_compiling(options.compile, language.parameters) and not language.deterministic:
         runner.compile()

@@ -12,19 +12,21 @@ from collections import abc
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from batching.request_queue import WorkItem
 from batching.sequence import Chunk, PrefixedTokens, Reads, TokenList
-from worker.grammar.constraints import ConstraintState, OutputConstraints
 from worker.messages.deltas import Delta, FinishReason, TokenLogprob
 from worker.messages.generation import GenerationInput
 from worker.model.sampler import SampledToken, SamplingParams, SamplingState, prompt_logprobs
 from worker.text.detokenizer import CONTEXT, TextSpan, Tokens, TokenSpan, Vocabulary
 from worker.text.parser import OutputEvent, OutputParser
-from worker.vision.multimodal_prompt import MultimodalPrompt
+
+if TYPE_CHECKING:
+    from worker.grammar.constraints import ConstraintState, OutputConstraints
+    from worker.vision.multimodal_prompt import MultimodalPrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +42,8 @@ class PreparedPrompt:
     prompt_logprobs: int | None = None
     # at the start of a response; None: all of its text is content
     parser: OutputParser | None = None
-    constraints: OutputConstraints | None = None
-    multimodal: MultimodalPrompt | None = None  # None: the prompt has no images
+    constraints: "OutputConstraints | None" = None
+    multimodal: "MultimodalPrompt | None" = None  # None: the prompt has no images
     history_len: int = 0  # leading tokens that the conversation's next prompt repeats; 0: unknown
 
 
@@ -128,7 +130,7 @@ class SequenceOutput:
         self.finished = False
         self.constraints: ConstraintState | None = None
         if prepared.constraints:
-            self.constraints = ConstraintState(prepared.constraints, parser)
+            self.constraints = prepared.constraints.start(parser)
         self._vocabulary = vocabulary
         self._detokenizer = vocabulary.stream(prepared.ids[-CONTEXT:])
         self._parser = parser  # None: all of the text is content

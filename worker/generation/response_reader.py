@@ -16,9 +16,9 @@ from batching.request_queue import WorkItem
 from worker.generation.input_processor import (
     response_parser,
     response_prefix,
-    verify_tool_call_format,
 )
 from worker.generation.output import PreparedPrompt, create_outputs
+from worker.grammar.constraint_builder import verify_tool_call_format
 from worker.messages.deltas import Delta
 from worker.messages.generation import Chat, GenerationInput, ToolCallPolicy
 from worker.model.sampler import SampledToken, SamplingParams

@@ -51,6 +51,9 @@ class BitmaskComputer:
         self._lock = threading.Lock()  # of the queue, and of which masks have begun
         self._started_at = 0.0
 
+    def pending(self, request: MaskRequest) -> "PendingMask":
+        return PendingMask(self, request)
+
     def start(self, masks: Iterable["PendingMask"]) -> None:
         """Compute the masks that no thread has begun in this order, those of slow grammars last.
         Others that wait are dropped."""

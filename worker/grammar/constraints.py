@@ -47,6 +47,10 @@ class OutputConstraints:
         assert self.call
         return GrammarState(self.call).accept_text(self, text)
 
+    def start(self, parser: OutputParser | None) -> "ConstraintState":
+        """Return the state of an output that has not begun."""
+        return ConstraintState(self, parser)
+
 
 class GrammarState:
     """The state of one output in a grammar. Copies the grammar's matcher at the first use, since

@@ -104,11 +104,6 @@ class StepOutcome(Generic[StepDelta, StepRaw]):
     done: list[tuple[WorkItem, Exception | None]] = field(default_factory=list)  # ended or failed
     unfinished: bool = False  # some items of the batch continue in the next one
 
-    @property
-    def succeeded(self) -> bool:
-        """Whether the model computed something for at least one item."""
-        return bool(self.deltas or self.outputs or self.unfinished)
-
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:

@@ -10,7 +10,6 @@ on the length.
 
 import inspect
 import logging
-import time
 from collections import abc
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -46,10 +45,9 @@ CHECK_TOKENS = 70
 CHECK_STEPS = 4
 # Tokens of two texts whose caches are measured.
 MEASURED_TOKENS = (8, 40)
-RECOMPUTED_TOKENS = 256  # of the text whose time is reported if it is recomputed for each token
 # Tokens of two texts that show whether attention selects keys.
 SELECTION_TOKENS = (40, 56)
-# What is lost without a cache of images, and without shared forwards.
+# What is lost without a cache, and without shared forwards.
 RECOMPUTED = "each token takes as long as the text before it"
 UNBATCHED = "steps of several sequences take longer"
 # Largest relative difference of cached and recomputed logits. Both round at different points; a
@@ -292,8 +290,7 @@ class CachedRunner:
                 ) from error
             self.uses_cache = False
             self._check_length(longest)
-            lost = self._recomputation_cost()
-            self._fall_back("cached states", error, "the recomputed text", lost)
+            self._fall_back("cached states", error, "the recomputed text", RECOMPUTED)
             return
         if self.batches_rows:
             tolerance = max(BATCHED_TOLERANCE, TOLERANCE[language.dtype])
@@ -303,21 +300,6 @@ class CachedRunner:
             except Exception as error:
                 self._fall_back("shared forwards", error, "one for each sequence", UNBATCHED)
                 self.batches_rows = False
-
-    def _recomputation_cost(self) -> str:
-        """Return how much longer a token takes where the text before it is computed again."""
-        lengths = 1, min(RECOMPUTED_TOKENS, self.max_model_len)
-        one, all_ = (self._seconds(self.language.random_prompts([n])) for n in lengths)
-        return f"a token after {lengths[1]} others takes {all_ / one:.0f} times as long"
-
-    def _seconds(self, texts: Texts) -> float:
-        """Return the shorter of two times of a forward."""
-        times = []
-        for _ in range(2):
-            started = time.perf_counter()
-            self.run_texts(texts, None)[0].sum().item()  # waits for a GPU
-            times.append(time.perf_counter() - started)
-        return min(times)
 
     def _fall_back(self, refused: str, error: Exception, serves: str, lost: str) -> None:
         if isinstance(failure_of(error), DeviceLost):

@@ -67,10 +67,6 @@ def _is_traced() -> bool:
     return torch.compiler.is_dynamo_compiling()
 
 
-# Layers of transformers ask its own function, which reads that flag; modules import it by name.
-is_torchdynamo_compiling.__code__ = _is_traced.__code__
-
-
 def compile_model(model: Any, check: Callable[[Any], None], is_multimodal: bool = False) -> Any:
     """Return a copy of the model whose body, or multimodal decoder, runs compiled.
 
@@ -81,6 +77,8 @@ def compile_model(model: Any, check: Callable[[Any], None], is_multimodal: bool 
     from torch._inductor import config as inductor  # seconds to import
 
     path = path_to_decoder(model) if is_multimodal else _path_to_body(model)
+    # Layers of transformers ask its own function, which reads that flag; modules import it by name.
+    is_torchdynamo_compiling.__code__ = _is_traced.__code__
     _avoid_symbolic_tracing()
     if model.device.type == "cpu":
         layers = partial(with_compiled_layers, model, path, MAX_GROUP, is_general=True)

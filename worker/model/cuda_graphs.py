@@ -13,7 +13,7 @@ import functools
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,8 +26,7 @@ from batching.state_pool import NO_SLOT, StateSegment
 from worker.device.async_copy import fill_placeholders, to_device
 from worker.model.attention.kv_cache import BLOCK, KVCache
 from worker.model.attention.mixed import MAX_SPAN_WIDTH, concatenate_tables, programs
-from worker.model.attention.paged import AttentionBackend, StepStates, forward_context
-from worker.model.attention.recurrent import RecurrentModule
+from worker.model.attention.paged import AttentionBackend, forward_context
 from worker.model.check import Reference
 from worker.model.language_model import LanguageModel
 
@@ -129,20 +128,6 @@ class RowsMetadata(AttentionBackend):
         ).unsqueeze(0)  # fmt: skip
 
 
-class RowsStates(StepStates):
-    """Runs recurrent modules on rows that each continue a state, as PackedStates on decodes."""
-
-    def __init__(self, modules: Sequence[RecurrentModule], rows: RowsMetadata) -> None:
-        self._modules, self._rows = modules, rows
-
-    def run(self, number: int, hidden: Tensor) -> Tensor:
-        rows = self._rows
-        out = self._modules[number].run(
-            hidden.transpose(0, 1), rows.sources, rows.targets, rows.cache
-        )
-        return out.transpose(0, 1).contiguous()
-
-
 class CudaGraphs:
     """Graphs of the model for every batch size up to the metadata's number of rows, once
     `capture_next` has captured each.
@@ -226,12 +211,16 @@ class CudaGraphs:
 
     @torch.inference_mode()
     def _run(self, size: int) -> Tensor:
-        metadata, states = self._metadata.first(size), None
-        if modules := self._language.recurrent:
-            states = RowsStates(modules, metadata)
+        metadata, modules = self._metadata.first(size), self._language.recurrent
+
+        def run_recurrent(number: int, hidden: Tensor) -> Tensor:
+            """Run a module on rows that each continue a state, as PackedStates on decodes."""
+            rows, slots = hidden.transpose(0, 1), (metadata.sources, metadata.targets)
+            return modules[number].run(rows, *slots, metadata.cache).transpose(0, 1).contiguous()
+
         # views of the buffer would make the compiler compile once more
         ids, positions = metadata.ids[None].clone(), metadata.position_ids[None].clone()
-        with forward_context(metadata, states):
+        with forward_context(metadata, run_recurrent if modules else None):
             output = self._model(input_ids=ids, position_ids=positions, use_cache=False)
         logits: Tensor = output.logits[0]
         # one buffer for all sizes: buffers of their own would take three times the memory

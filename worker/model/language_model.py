@@ -5,7 +5,6 @@ paged_runner.py runs the model where the check in paging.py passes, cached_runne
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,8 +27,8 @@ from worker.device.device import free_bytes
 from worker.device.self_check import (
     TOLERANCE,
     CannotRun,
-    explicit_masks,
-    has_own_kernels,
+    attention_of,
+    checked_attention,
     random_prompts,
     relative_error,
     tolerance_of,
@@ -281,8 +280,8 @@ def load_language_model(options: GeneratorOptions) -> LanguageModel:
                 use_batch_invariant_operations(model)
         is_multimodal = auto_class(model.config) is AutoModelForImageTextToText
         decoder = model.get_decoder() if is_multimodal else model
-        masks = is_multimodal or has_own_kernels(decoder)
-        with explicit_masks(decoder) if masks else nullcontext(), without_outliers(model):
+        attention = checked_attention(decoder, is_multimodal)
+        with attention_of(decoder, attention), without_outliers(model):
             check_generates(model, missing)
         language = LanguageModel(options.name, model, tokenizer, path, is_multimodal)
         language.deterministic = options.deterministic and model.device.type == "cuda"

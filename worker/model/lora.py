@@ -26,10 +26,7 @@ from worker.device.device import unreserved_bytes
 from worker.device.self_check import relative_error
 from worker.load_context import on_worker, remaining_bytes
 from worker.model.adapter_file import LoraPair, LoraWeights, read_weights
-from worker.model.attention.kv_cache import KVCache
 from worker.model.attention.native import NATIVE_DTYPES, try_load_native_ops
-from worker.model.attention.paged import AttentionMetadata, forward_context
-from worker.model.attention.recurrent import PackedStates
 from worker.model.cpu.linear import ROUNDING
 from worker.model.cpu.torch_only import is_torch_only
 from worker.model.language_model import LanguageModel
@@ -38,6 +35,8 @@ log = logging.getLogger("onequeue.lora")
 
 # Tokens of the two sequences whose rows are followed through the model.
 PROBE_WIDTHS = (5, 3)
+
+Run = Callable[[Batch], object]
 
 torch.library.define(
     "onequeue::add_lora", "(Tensor x, Tensor(a!) out, Tensor[] down, Tensor[] up, int[] rows) -> ()"
@@ -81,29 +80,28 @@ def applied(segments: Sequence[AdapterRows]) -> Iterator[None]:
 
 
 class LoraLayers:
-    """The layers of a model that may be adapted. `builds`: native operations are built in a thread
-    if they are not there."""
+    """The layers of a model that may be adapted. `run`: runs steps on a cache of four blocks and
+    slots."""
 
-    def __init__(self, language: LanguageModel, cache: KVCache, builds: bool) -> None:
+    segments_of, applied = staticmethod(segments_of), staticmethod(applied)
+
+    def __init__(self, language: LanguageModel, run: Run) -> None:
         self.language = language
-        self.layers = on_worker(partial(adaptable_layers, language, cache))
+        self.layers = on_worker(partial(adaptable_layers, language, run))
         self._hooked: set[str] = set()
         self._hooking = threading.Lock()  # an abandoned load may end while another one runs
         self._add: Callable[..., object] = _add_rows
         self.is_native = False
         if language.device.type == "cpu" and language.dtype in NATIVE_DTYPES:
-            self.use_native(builds=False)
-            if builds and not self.is_native:
-                build = partial(self.use_native, builds=True)
-                threading.Thread(target=build, name="compile", daemon=True).start()
+            self.use_native()
         log.info(
             "adapters layers=%d native=%s: their rows run on the eager model",
             len(self.layers), self.is_native,
         )  # fmt: skip
 
-    def use_native(self, builds: bool) -> None:
-        """Add by the native operation if it is there, or can be built, and gives the same."""
-        if try_load_native_ops(builds) and native_matches(self.language.dtype):
+    def use_native(self) -> None:
+        """Add by the native operation if it is built and gives the same."""
+        if try_load_native_ops(build=False) and native_matches(self.language.dtype):
             self._add = torch.ops.onequeue.add_lora
             self.is_native = True
 
@@ -172,17 +170,16 @@ def native_matches(dtype: torch.dtype) -> bool:
 
 
 @torch.inference_mode()
-def adaptable_layers(language: LanguageModel, cache: KVCache) -> dict[str, tuple[int, int]]:
+def adaptable_layers(language: LanguageModel, run: Run) -> dict[str, tuple[int, int]]:
     """Return the inputs and outputs of each layer x [..., T, in] → [..., T, out] that sees the T
     rows of a step in their order.
 
-    They are followed through two steps of two sequences, in both orders. `cache` has four blocks
-    and four slots of states, which are overwritten.
+    They are followed through two steps of two sequences, in both orders. `run`: as in LoraLayers.
     """
     first, second = PROBE_WIDTHS
     [ids] = language.random_prompts([first + second])
     sequences = [(range(2), ids[:first], 0), (range(2, 4), ids[first:], 2)]
-    ahead, behind = (_record(language, cache, order) for order in (sequences, sequences[::-1]))
+    ahead, behind = (_record(language, run, order) for order in (sequences, sequences[::-1]))
     layers = {}
     for name, calls in ahead.items():
         others = behind.get(name, [])
@@ -204,7 +201,7 @@ def _is_swapped(x: Tensor, other: Tensor) -> bool:
 
 
 def _record(
-    language: LanguageModel, cache: KVCache, sequences: Sequence[tuple[range, list[int], int]]
+    language: LanguageModel, run: Run, sequences: Sequence[tuple[range, list[int], int]]
 ) -> dict[str, list[tuple[Tensor, int]]]:
     """Run a step; return the inputs [rows, in] and the number of outputs of the calls of each layer
     that could be linear."""
@@ -224,18 +221,9 @@ def _record(
     ]
     spans = [Span(blocks, 0, len(ids)) for blocks, ids, _ in sequences]
     states = [(StateSegment(len(ids), NO_SLOT, slot),) for _, ids, slot in sequences]
-    batch = Batch(spans, [id for _, ids, _ in sequences for id in ids], [0], states=states)
-    metadata = AttentionMetadata(cache, batch)
-    packed = PackedStates(language.recurrent, cache, batch) if language.recurrent else None
-    device = language.device
     try:
-        with forward_context(metadata, packed):
-            language.model(
-                input_ids=torch.tensor([batch.ids], device=device),
-                position_ids=metadata.positions[None].clone(),
-                use_cache=False,
-                logits_to_keep=torch.tensor([0], device=device),
-            )
+        # the logits of one row: an output head does not see the others
+        run(Batch(spans, [id for _, ids, _ in sequences for id in ids], [0], states=states))
     finally:
         for hook in hooks:
             hook.remove()

@@ -15,9 +15,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,16 +31,7 @@ from worker.device.async_copy import fill_placeholders, to_device
 from worker.device.self_check import CannotRun, length_beyond_windows
 from worker.error_classification import first_line
 from worker.load_context import on_worker
-from worker.model.adapter_file import LoraWeights
 from worker.model.attention.kv_cache import BLOCK, KVCache
-from worker.model.attention.mixed import ALL_PROGRAMS, MixedMetadata, RowwiseMetadata
-from worker.model.attention.native import (
-    NATIVE_DTYPES,
-    NativeMetadata,
-    load_native_ops,
-    try_load_native_ops,
-)
-from worker.model.attention.native_recurrent import use_native_recurrence
 from worker.model.attention.paged import (
     AttentionBackend,
     AttentionMetadata,
@@ -47,31 +39,14 @@ from worker.model.attention.paged import (
     forward_context,
     has_bidirectional_spans,
 )
-from worker.model.attention.recurrent import PackedStates
 from worker.model.check import Reference, check
-from worker.model.compiling import compile_model
-from worker.model.cpu.activations import align_activations
-from worker.model.cpu.head_linear import HeadLinear
-from worker.model.cpu.linear import (
-    stacked_products_differ,
-    use_bf16_weights,
-    use_native_functions,
-    use_native_linear,
-)
-from worker.model.cuda_graphs import (
-    SIZES,
-    SPARE_BLOCKS,
-    SPARE_SLOTS,
-    CudaCapture,
-    CudaGraphs,
-    RowsMetadata,
-    capture_graphs,
-)
 from worker.model.decoder_hook import DecoderHook
 from worker.model.language_model import LanguageModel
 from worker.model.loading import LoadingFailed
-from worker.model.lora import LoraLayers, applied, segments_of
-from worker.model.multimodal_batch import injected_rows, multimodal_position_ids
+
+if TYPE_CHECKING:
+    from worker.model.adapter_file import LoraWeights
+    from worker.model.cuda_graphs import CudaGraphs, RowsMetadata
 
 log = logging.getLogger("onequeue.paged_runner")
 
@@ -135,6 +110,8 @@ class PagedRunner:
         max_running: int,
         slots: StateSlots | None = None,
     ) -> None:
+        from worker.model.cuda_graphs import SIZES, SPARE_BLOCKS, SPARE_SLOTS
+
         self.language = language
         self.decoder_hook = DecoderHook(language.model) if language.is_multimodal else None
         self._compiled_hook: DecoderHook | None = None  # of the compiled model
@@ -147,7 +124,6 @@ class PagedRunner:
         self.model: Callable[..., Any] = language.model  # or its compiled copy, unless eager
         self.metadata: Callable[[KVCache, Batch], AttentionBackend] = AttentionMetadata
         self._compiled: Callable[..., Any] | None = None  # set by the thread, for the next step
-        self.builds = True  # native operations may be built
         self.builds_later = False  # they are built in the background
         self._background: tuple[str, float] | None = None  # what a thread does, since when
         if language.deterministic:
@@ -199,41 +175,44 @@ class PagedRunner:
         if self._compiled_graphs and time.monotonic() >= self._capture_at:
             self._capture_next(self._compiled_graphs)
         form = batch.chunks[0].sequence.form if batch.chunks else ""
-        if self.language.lora and (segments := segments_of(batch)):
-            with applied(segments):
-                return self._run_eager(batch, sampled, form or "eager")
-        if batch.multimodal_spans:
-            return self._run_multimodal(batch, sampled, form)
-        if form:
-            return self._run_eager(batch, sampled, form)
-        if self._graphs and self._graphs.supports(batch):
-            return self._graphs.forward(batch, sampled)
-        return self._run(batch, sampled)
-
-    def _run_eager(self, batch: Batch, sampled: Tensor | None, form: Form) -> Tensor:
-        if batch.multimodal_spans:
-            return self._run_multimodal(batch, sampled, form)
-        return run_model(self.language, batch, self._backend(form)(self.cache, batch), sampled)
+        lora = self.language.lora
+        segments = lora.segments_of(batch) if lora else []
+        if segments:
+            form = form or "eager"
+        with lora.applied(segments) if segments else nullcontext():
+            if batch.multimodal_spans:
+                return self._run_multimodal(batch, sampled, form)
+            if not form and self._graphs and self._graphs.supports(batch):
+                return self._graphs.forward(batch, sampled)
+            return self._run(batch, sampled, form)
 
     def _backend(self, form: Form) -> Callable[[KVCache, Batch], AttentionBackend]:
         return AttentionMetadata if form == "torch" else self.metadata
 
-    def _run(self, batch: Batch, sampled: Tensor | None = None) -> Tensor:
-        metadata = self.metadata(self.cache, batch)
-        return run_model(self.language, batch, metadata, sampled, model=self.model)
+    def _run(self, batch: Batch, sampled: Tensor | None = None, form: Form = "") -> Tensor:
+        metadata, model = self._backend(form)(self.cache, batch), None if form else self.model
+        return run_model(self.language, batch, metadata, sampled, model=model)
 
-    def load_adapter(self, folder: Path) -> LoraWeights:
+    def load_adapter(self, folder: Path) -> "LoraWeights":
         """Return the weights of a LoRA adapter, for `Sequence.adapter`. Raises InvalidAdapter."""
         language = self.language
         if language.lora is None:
-            builds = self.builds and self._background is None  # else it is being built
-            language.lora = LoraLayers(language, new_cache(language, 4, 4), builds)
+            from worker.model.lora import LoraLayers
+
+            cache = new_cache(language, 4, 4)
+
+            def run(batch: Batch) -> Tensor:
+                return run_model(language, batch, AttentionMetadata(cache, batch))
+
+            language.lora = LoraLayers(language, run)
         weights: LoraWeights = language.lora.load(folder)
         return weights
 
     def _run_multimodal(self, batch: Batch, sampled: Tensor | None, form: Form) -> Tensor:
         """Run a batch with image tokens through a decoder hook: the compiled model's if only
         embeddings are injected, as in its check, and the sequences have no other form."""
+        from worker.model.multimodal_batch import injected_rows, multimodal_position_ids
+
         backend = self._backend(form)
         kind = BidirectionalMetadata if has_bidirectional_spans(batch) else backend
         metadata = kind(self.cache, batch)
@@ -247,40 +226,44 @@ class PagedRunner:
         with hook.inject(to_device(indices.numpy(), self.cache.device), rows):
             return run_model(self.language, batch, metadata, sampled, positions, hook.model)
 
-    def _capture(self) -> CudaGraphs | None:
+    def _capture(self) -> "CudaGraphs | None":
         if self.language.device.type != "cuda" or not self._rows:
             return None
+        from worker.model.cuda_graphs import capture_graphs
+
         capture = partial(
             capture_graphs, self.language, self.model, self._rows_metadata(), self._run
         )
         return on_worker(capture)
 
-    def _rows_metadata(self) -> RowsMetadata:
+    def _rows_metadata(self) -> "RowsMetadata":
+        from worker.model.attention.mixed import ALL_PROGRAMS
+        from worker.model.cuda_graphs import RowsMetadata
+
         blocks = min(self.blocks, -(-self.max_model_len // BLOCK))
         metadata = RowsMetadata(self.cache, self._rows, blocks)
         if self.language.deterministic:
             metadata.programs = ALL_PROGRAMS
         return metadata
 
-    def _capture_next(self, graphs: CudaGraphs) -> None:
+    def _capture_next(self, graphs: "CudaGraphs") -> None:
         """Capture one more size of the compiled model, in a tenth of the time: capturing all at
         once would stall streams for seconds. The eager model's graphs serve until all are
         captured."""
         started = time.monotonic()
-        try:
-            graphs.capture_next()
-        except Exception as error:  # such as too little memory
-            self._refuse_graphs(error)
+        is_captured = self._attempt_graphs(graphs.capture_next)
+        ended = time.monotonic()
+        self._capture_at = ended + CAPTURE_REST * (ended - started)
+        if is_captured and graphs.is_complete:
+            self._graphs = graphs
+            log.info("captured CUDA graphs of the compiled model")
+        if not is_captured or graphs.is_complete:
             self._compiled_graphs = None
-        else:
-            ended = time.monotonic()
-            self._capture_at = ended + CAPTURE_REST * (ended - started)
-            if graphs.is_complete:
-                self._graphs, self._compiled_graphs = graphs, None
-                log.info("captured CUDA graphs of the compiled model")
 
     def _attend_by_rows(self) -> None:
         """Attend in all steps by the decode kernel; raise LoadingFailed if logits differ."""
+        from worker.model.attention.mixed import RowwiseMetadata
+
         language = self.language
         try:
             self._check_attention(RowwiseMetadata)
@@ -294,6 +277,7 @@ class PagedRunner:
     def _use_decode_kernel(self) -> None:
         """Attend by the decode kernel also in steps with prompts, and to these by flash attention,
         as far as the logits are the same."""
+        from worker.model.attention.mixed import MixedMetadata
         from worker.model.attention.varlen import VarlenMetadata  # seconds to import
 
         backends = (
@@ -310,22 +294,19 @@ class PagedRunner:
         self.model, self._compiled = compiled, None
         self._compiled_hook = DecoderHook(compiled) if self.decoder_hook else None
         if self._graphs:
-            self._compiled_graphs = self._new_graphs()
+            self._attempt_graphs(self._prepare_graphs)
 
-    def _new_graphs(self) -> CudaGraphs | None:
-        metadata = self._rows_metadata()
-        try:
-            capture = CudaCapture(checked=True)  # the eager model is
-            return CudaGraphs(self.language, self.model, metadata, self._run, capture)
-        except Exception as error:
-            self._refuse_graphs(error)
-            return None
+    def _prepare_graphs(self) -> None:
+        from worker.model.cuda_graphs import CudaCapture, CudaGraphs
 
-    def _refuse_graphs(self, error: Exception) -> None:
-        lost = "small steps are slower"
-        self.language.fall_back(
-            "CUDA graphs of the compiled model", error, "the eager model's", lost
+        capture = CudaCapture(checked=True)  # the eager model is
+        self._compiled_graphs = CudaGraphs(
+            self.language, self.model, self._rows_metadata(), self._run, capture
         )
+
+    def _attempt_graphs(self, change: Callable[[], None]) -> bool:
+        refused, lost = "CUDA graphs of the compiled model", "small steps are slower"
+        return self.language.attempt(change, refused, "the eager model's", lost)
 
     # ── native operations, and compiling in the background thread ──
 
@@ -344,6 +325,9 @@ class PagedRunner:
         """Return whether native operations are not built, and share the weights with torch's. Other
         weights would be in memory twice: of the heads of latents (attention/latent.py), and those
         for which LanguageModel.pack_weights has waited."""
+        from worker.model.attention.native import NATIVE_DTYPES, try_load_native_ops
+        from worker.model.cpu.head_linear import HeadLinear
+
         language = self.language
         if language.device.type != "cpu" or language.dtype not in NATIVE_DTYPES:
             return False
@@ -370,6 +354,8 @@ class PagedRunner:
 
     def _compile(self, threads: int) -> None:
         """`threads`: number of torch threads of the worker, for which the code is compiled."""
+        from worker.model.compiling import compile_model
+
         unpin()
         torch.set_num_threads(threads)
         started = time.monotonic()
@@ -396,15 +382,20 @@ class PagedRunner:
     def _use_native_ops(self) -> None:
         """Use native operations for new sequences, if they support the model and are checked. Steps
         of others, which may run meanwhile, leave them out."""
+        from worker.model.attention.native import NATIVE_DTYPES, NativeMetadata, load_native_ops
+        from worker.model.attention.native_recurrent import use_native_recurrence
+        from worker.model.cpu.functional import align_activations
+        from worker.model.cpu.linear import (
+            use_native_functions,
+            use_native_linear,
+        )
+
         language = self.language
         if language.device.type != "cpu" or language.dtype not in NATIVE_DTYPES:
             return
         started = time.monotonic()
         try:
             load_native_ops()
-            use_bf16_weights(language.model)
-            if self.decoder_hook:
-                self.decoder_hook = DecoderHook(language.model)  # copies the replaced layers
             use_native_linear(language.model)
             use_native_functions(language.model)
             align_activations(language.model)
@@ -414,7 +405,7 @@ class PagedRunner:
             language.attempt(use, "native recurrence", "torch's", SLOWER_RECURRENCE)
             self._check_attention(NativeMetadata)
             if language.lora:
-                language.lora.use_native(builds=False)
+                language.lora.use_native()
         except Exception as error:
             if compilers.ending.is_set():
                 return
@@ -449,6 +440,8 @@ class PagedRunner:
     def _keeps_rows_apart(self) -> bool:
         """Return whether a token's logits are equal in every bit in steps of several lengths, from
         any start and beside other sequences."""
+        from worker.model.cpu.linear import stacked_products_differ
+
         language = self.language
         if not self.verifies_drafts or stacked_products_differ(language.decoder):
             return False  # by torch's operations: equal in some batches only
@@ -462,6 +455,8 @@ class PagedRunner:
     def _check_compiled(self, compiled: Callable[..., Any]) -> None:
         """Raise CannotRun unless the compiled model gives the logits of the eager one. Where these
         do not depend on a token's batch, those of the compiled model must not either."""
+        from worker.model.attention.native import NativeMetadata
+
         language = self.language
         [text] = language.random_prompts([max(COMPILED_WIDTHS)])
         texts = [text[:width] for width in COMPILED_WIDTHS]
@@ -527,7 +522,8 @@ class PromptRun:
             batch = Batch(spans, ids, range(len(ids)), states=segments)
             metadata = self._kind(self.cache, batch)
             metadata.torch_only = False  # the operations that the layers have are compared
-            logits = run_model(self._language, batch, metadata, model=self._model)
+            step = partial(run_model, self._language, batch, metadata, model=self._model)
+            logits = on_worker(step)
             for (n, start, end), offset in zip(chunks, batch.offsets, strict=True):
                 rows[n].append(logits[offset : offset + end - start])
         return [torch.cat(parts) for parts in rows]
@@ -549,6 +545,7 @@ def _begin_equally(logits: Sequence[Tensor]) -> bool:
     return all(torch.equal(rows, logits[0][: len(rows)]) for rows in logits)
 
 
+@torch.inference_mode()
 def run_model(
     language: LanguageModel, batch: Batch, metadata: AttentionBackend,
     sampled: Tensor | None = None, positions: Tensor | None = None,
@@ -560,24 +557,17 @@ def run_model(
     ids, if they are not the batch's own. `model`: a copy of the model to call. Return the logits
     [R, vocabulary] of the batch's rows, or the hidden states [R, H] of a model without a head.
     """
-    model = model or language.model
-    return on_worker(partial(_run_model, language, batch, metadata, sampled, positions, model))
-
-
-@torch.inference_mode()
-def _run_model(
-    language: LanguageModel, batch: Batch, metadata: AttentionBackend,
-    sampled: Tensor | None, positions: Tensor | None, model: Callable[..., Any],
-) -> Tensor:  # fmt: skip
-    device = metadata.cache.device
+    model, device = model or language.model, metadata.cache.device
     if positions is None:
         row = to_device(batch.position_ids, device) if batch.shifts else metadata.positions
         positions = row[None]
     rows = to_device(batch.rows, device)
-    states = None
+    recurrent = None
     if language.recurrent:
-        states = PackedStates(language.recurrent, metadata.cache, batch)
-    with forward_context(metadata, states):
+        from worker.model.attention.recurrent import PackedStates
+
+        recurrent = PackedStates(language.recurrent, metadata.cache, batch).run
+    with forward_context(metadata, recurrent):
         output = model(
             input_ids=fill_placeholders(to_device([batch.ids], device), sampled),
             position_ids=positions.clone(),  # a new tensor, as the compiler's guards expect

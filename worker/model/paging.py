@@ -27,16 +27,16 @@ from worker.device.self_check import (
     CannotRun,
     TopKSizes,
     attention_of,
-    has_own_kernels,
+    checked_attention,
     length_beyond_windows,
-    relative_error,
+    narrowed,
     set_attention,
 )
 from worker.error_classification import first_line
 from worker.load_context import on_worker, remaining_bytes
 from worker.model.attention.kv_cache import BLOCK, LayerShape
 from worker.model.attention.latent import use_latents
-from worker.model.attention.paged import ATTENTION, AttentionMetadata, SpanGroup
+from worker.model.attention.paged import ATTENTION, AttentionMetadata
 from worker.model.attention.recurrent import RecurrentProbe, install, uninstall
 from worker.model.check import Reference
 from worker.model.language_model import GeneratorOptions, LanguageModel
@@ -68,8 +68,6 @@ RECURRENT_TOLERANCE = 1e-3
 # Kinds of layers that have states besides keys and values, by the kind of their attention.
 HYBRID_KINDS = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
 NO_ATTENTION = LayerShape(0, 0, 0)
-# A window that the prompts of the check exceed.
-NARROW_WINDOW = 5
 # Share of the memory that is free after loading, for the keys and values of one model.
 CACHE_SHARE = {"cpu": 0.5, "cuda": 0.85}
 
@@ -195,13 +193,6 @@ def cache_blocks(language: LanguageModel, room: float, max_tokens: int) -> int:
     return blocks
 
 
-class NarrowMetadata(AttentionMetadata):
-    """AttentionMetadata with every window narrowed to NARROW_WINDOW."""
-
-    def groups(self, window: int, chunk: int, needs_mask: bool) -> list[SpanGroup]:
-        return super().groups(min(window, NARROW_WINDOW), chunk, needs_mask)
-
-
 class PagingCheck:
     """Compares paged steps on random prompts with transformers' logits [L, V] of each.
 
@@ -222,16 +213,13 @@ class PagingCheck:
         longest = length_beyond_windows(language.config, limit, shortest)
         widths = [min(3, longest), longest, longest - longest // 4]
         self.prompts = language.random_prompts(widths)
-        masks = language.is_multimodal or has_own_kernels(language.decoder)
-        implementation = language.decoder.config._attn_implementation
-        self._own_attention = "eager" if masks else implementation  # eager makes explicit masks
+        self._own_attention = checked_attention(language.decoder, language.is_multimodal)
         recorded = [TopKSizes() for _ in self.prompts]
         logits = []
         with attention_of(language.decoder, self._own_attention):
             for prompt, sizes in zip(self.prompts, recorded, strict=True):
                 logits += on_worker(partial(self._recorded_logits, prompt, sizes))
             self.selects_keys = any(one.sizes != recorded[0].sizes for one in recorded)
-            self.narrow_reference = self._narrow_reference(logits[1])
         self.reference = Reference(self._own_logits, self.prompts, logits)
 
     def enable(self) -> None:
@@ -248,8 +236,7 @@ class PagingCheck:
             on_worker(self._probe_layers)
             set_attention(decoder, ATTENTION)
             self._compare_recurrent()
-            if self.narrow_reference is not None:
-                self._compare_narrow(self.narrow_reference)
+            self._compare_narrow()
             self.reference.close()
         except Exception as error:
             decoder.set_attn_implementation(before)
@@ -338,36 +325,6 @@ class PagingCheck:
             rows = [torch.tensor([[*prompt]], device=self.model.device) for prompt in prompts]
             return [self.model(input_ids=ids, use_cache=False)[0][0] for ids in rows]
 
-    def _narrow_reference(self, reference: Tensor) -> Reference | None:
-        """Return the second prompt's logits with a configured window narrowed to NARROW_WINDOW;
-        `reference`: those with the window.
-
-        Return None if no window is longer than the prompt, or narrowing changes nothing.
-        """
-        prompt = self.prompts[1]
-        modules = self.model.modules()
-        configs = {id(config): config for m in modules if (config := getattr(m, "config", None))}
-        windows = [
-            (config, window)
-            for config in configs.values()
-            if isinstance(window := getattr(config, "sliding_window", None), int)
-        ]
-        if not any(len(prompt) < window < self.language.context for _, window in windows):
-            return None
-
-        def narrow_logits(prompts: Sequence[Sequence[int]]) -> list[Tensor]:
-            try:
-                for config, _ in windows:
-                    config.sliding_window = NARROW_WINDOW
-                return on_worker(partial(self._own_logits, prompts))
-            finally:
-                for config, window in windows:
-                    config.sliding_window = window
-
-        narrow = Reference(narrow_logits, [prompt])
-        is_narrow = relative_error(narrow.logits[0], reference) > self.language.tolerance
-        return narrow if is_narrow else None
-
     # ── paged steps ──
 
     def compare(self) -> None:
@@ -383,18 +340,29 @@ class PagingCheck:
         segments = [[StateSegment(1, state.current, state.target)] for state in states]
         ids = [self.prompts[1][last], self.prompts[0][0]]
         batch = Batch(spans, ids, range(2), states=segments)
-        beside = run_model(self.language, batch, AttentionMetadata(run.cache, batch))
+        metadata = AttentionMetadata(run.cache, batch)
+        beside = on_worker(partial(run_model, self.language, batch, metadata))
         logits[1] = torch.cat((logits[1][:-1], beside[:1]))
         self.reference.check(logits, self.language.tolerance)
         self.extra_check()
 
-    def _compare_narrow(self, narrow: Reference) -> None:
-        prompts = self.prompts[1:2]
-        logits = PromptRun(self.language, prompts, NarrowMetadata).run(_halves(prompts))
-        try:
-            narrow.check(logits, self.language.tolerance)
-        except CannotRun as error:
-            raise CannotRun(f"its layers do not pass on its sliding window: {error}") from error
+    def _compare_narrow(self) -> None:
+        """Compare with a window that the prompts exceed in place of a longer one."""
+        prompts, language = self.prompts[1:2], self.language
+        window = getattr(language.config, "sliding_window", None)
+        if not (isinstance(window, int) and len(prompts[0]) < window < language.context):
+            return
+
+        def run(prompts: Sequence[Sequence[int]]) -> list[Tensor]:
+            return on_worker(partial(self._own_logits, prompts))
+
+        with narrowed(language.decoder, partial(run, prompts)):
+            logits = PromptRun(language, prompts).run(_halves(prompts))
+            try:
+                Reference(run, prompts).check(logits, language.tolerance)
+            except CannotRun as error:
+                reason = f"its layers do not pass on its sliding window: {error}"
+                raise CannotRun(reason) from error
 
 
 def _halves(prompts: Sequence[Sequence[int]]) -> list[Chunks]:

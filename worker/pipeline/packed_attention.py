@@ -30,10 +30,6 @@ from worker.device.device import free_bytes
 from worker.device.self_check import MIN_PROMPT_TOKENS, TOLERANCE, CannotRun, compare, set_attention
 from worker.error_classification import first_line
 from worker.load_context import on_worker
-from worker.model.attention.native import NATIVE_DTYPES, load_native_ops
-from worker.model.cpu.amx_linear import use_amx_linear
-from worker.model.cpu.linear import pack_weights, use_native_linear
-from worker.model.cpu.linear_layers import packs_dtype
 from worker.model.loading import is_worth_compiling
 
 log = logging.getLogger("onequeue.packed_attention")
@@ -397,6 +393,10 @@ def start_native_kernels(
     checked the kernels. Heads keep their layers: a vocabulary's may be as large as all other
     layers together, and is multiplied by few rows or none.
     """
+    from worker.model.attention.native import NATIVE_DTYPES
+    from worker.model.cpu.linear import pack_weights
+    from worker.model.cpu.linear_layers import packs_dtype
+
     if model.device.type != "cpu" or model.dtype not in NATIVE_DTYPES:
         return
     parameters = model.num_parameters()
@@ -410,6 +410,10 @@ def start_native_kernels(
 
 
 def _enable_native_kernels(packing: Packing) -> None:
+    from worker.model.attention.native import load_native_ops
+    from worker.model.cpu.amx_linear import use_amx_linear
+    from worker.model.cpu.linear import use_native_linear
+
     unpin()
     use_one_core()
     try:

@@ -21,7 +21,8 @@ from worker.media.decode_limiter import DecodeLimiter, Lease
 from worker.media.images import decode_image, open_image, upright_rgb
 from worker.messages.generation import ImageInput
 from worker.messages.protocol import IsWanted, Notify, Pending
-from worker.vision.encoder import EncoderCache
+from worker.vision.encoder import EncoderCache, HasDecoderHook, VisionEncoder
+from worker.vision.encoder_scheduler import EncoderScheduler, OnFailure
 from worker.vision.processor import ImageFeatures, Processor, ProcessorOutput
 
 # The images of a request may have this many times the pixels of a single image.
@@ -42,6 +43,11 @@ class ImagePreprocessor:
         self.memory_limiter = MemoryLimiter(max_bytes)
         self.cache = EncoderCache()
         self._recompute_thread = ThreadPoolExecutor(1, thread_name_prefix="images")
+
+    def new_scheduler(self, runner: HasDecoderHook, on_failure: OnFailure) -> EncoderScheduler:
+        """Return a scheduler of the encoder, with an empty cache."""
+        self.cache = EncoderCache()
+        return EncoderScheduler(VisionEncoder(runner, self.cache), on_failure)
 
     @contextmanager
     def admit(self, images: Sequence[ImageInput], cache_namespace: bytes = b"") -> Iterator[None]:

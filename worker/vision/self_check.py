@@ -20,7 +20,7 @@ from batching.block_pool import BlockTable
 from batching.errors import DeviceLost
 from batching.sequence import Batch, Chunk, Sequence
 from batching.state_pool import StatePool
-from worker.device.self_check import explicit_masks
+from worker.device.self_check import attention_of
 from worker.error_classification import failure_of, first_line
 from worker.model.attention.kv_cache import BLOCK
 from worker.model.check import Reference
@@ -42,7 +42,7 @@ def check_multimodal(language: LanguageModel, processor: Processor) -> None:
     [text_ids] = language.random_prompts([2 * BLOCK])
 
     def own_logits(prompts: abc.Sequence[ProcessorOutput]) -> list[Tensor]:
-        with explicit_masks(language.decoder):
+        with attention_of(language.decoder, "eager"):
             return [reference_logits(language, processor, prompt) for prompt in prompts]
 
     reference = Reference(own_logits, [output, ProcessorOutput(text_ids, {}, [], [])])

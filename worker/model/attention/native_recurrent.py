@@ -16,8 +16,6 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
-from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +27,7 @@ from batching.state_pool import NO_SLOT
 from worker.device.self_check import CannotRun, compare
 from worker.model.attention.kv_cache import KVCache, StateShape
 from worker.model.attention.recurrent import RecurrentModule
+from worker.model.cpu.functional import copied_method
 
 log = logging.getLogger("onequeue.native_recurrent")
 
@@ -55,7 +54,7 @@ torch.library.define(
     " Tensor segments) -> Tensor",
 )
 
-# .segments, .states by their kind, and .prompt_rows(), of the module that runs
+# .segments and .states by their kind, of the module that runs
 _call = threading.local()
 
 # ── in place of transformers' functions: of the packed row of the running module ──
@@ -90,12 +89,12 @@ def chunk_scan(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if kwargs.get("z") is not None:
         raise CannotRun("it has a gate")
+    if tuple(dt_limit) != (0.0, math.inf):  # transformers limits those of prompts only
+        raise CannotRun("it limits its time steps")
     if dt_bias is not None:
         dt = dt + dt_bias.to(dt.dtype)
     if dt_softplus:
         dt = nn.functional.softplus(dt)
-    if tuple(dt_limit) != (0.0, math.inf):  # transformers does not limit those of generated tokens
-        dt = torch.where(_call.prompt_rows()[:, None], dt.clamp(*dt_limit), dt)
     states = _call.states["recurrent_states"]
     out = torch.ops.onequeue.state_space(hidden_states, dt, A, B, C, D, states, _call.segments)
     return out, states
@@ -174,12 +173,7 @@ class NativeForward:
         self.states = {key.kind: number for key, number in module.states.items()}
         if len(self.states) < len(module.states) or kinds != self.states.keys():
             raise CannotRun("not all of its states are of native operations")
-        copied = FunctionType(
-            forward.__code__, forward.__globals__ | functions, forward.__name__,
-            forward.__defaults__, forward.__closure__,
-        )  # fmt: skip
-        copied.__kwdefaults__ = forward.__kwdefaults__
-        self.forward: Any = MethodType(copied, module.module)
+        self.forward = copied_method(module.module, forward, functions)
         self.arguments = {**module.arguments, module.cache_name: _NoCache()}
         self.input_name = module.input_name
         narrow = [
@@ -188,19 +182,16 @@ class NativeForward:
         # two rows at least: a single one would be a step of generation
         self.rows = max(2, VECTOR // math.gcd(VECTOR, *narrow))
 
-    def __call__(
-        self, hidden: Tensor, segments: Tensor, store: KVCache, prompt_rows: Callable[[], Tensor]
-    ) -> Tensor:
+    def __call__(self, hidden: Tensor, segments: Tensor, store: KVCache) -> Tensor:
         tokens = hidden.shape[1]
         if added := -tokens % self.rows:
             hidden = nn.functional.pad(hidden, (0, 0, 0, added))
         _call.segments = segments
-        _call.prompt_rows = lambda: nn.functional.pad(prompt_rows(), (0, added))
         _call.states = {kind: store.states[number] for kind, number in self.states.items()}
         try:
             out: Tensor = self.forward(**{**self.arguments, self.input_name: hidden})
         finally:
-            del _call.segments, _call.states, _call.prompt_rows
+            del _call.segments, _call.states
         return out[:, :tokens]
 
 
@@ -238,7 +229,5 @@ def _compare(
             expected.append(module.run(part, known, torch.tensor([target]), own))
             segments.append((row, count, source if step else NO_SLOT, target))
             row += count
-        new = torch.tensor([not step or count > 1 for count in counts])
-        prompt_rows = partial(new.repeat_interleave, torch.tensor(counts))
-        out = native(x, torch.tensor(segments), other, prompt_rows)
+        out = native(x, torch.tensor(segments), other)
         compare(out, torch.cat(expected, 1), ROUNDING[dtype])

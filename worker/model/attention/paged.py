@@ -26,7 +26,7 @@ from transformers import AttentionInterface
 from batching.sequence import Batch
 from worker.device.async_copy import to_device
 from worker.model.attention.kv_cache import BLOCK, KVCache
-from worker.model.cpu.torch_only import torch_only
+from worker.model.cpu.torch_only import running_step
 
 ATTENTION = "onequeue_paged"
 LATENT = "onequeue_latent"  # the name of a layer's LatentProjections (latent.py)
@@ -69,36 +69,34 @@ class AttentionBackend(ABC):
     def end(self) -> None: ...  # noqa: B027
 
 
-class StepStates(ABC):
-    """How recurrent layers run in a step (recurrent.py)."""
+# Runs the recurrent module of a number on a step's row: [1, T, H] → [1, T, size] (recurrent.py).
+RunRecurrent = Callable[[int, Tensor], Tensor]
 
-    @abstractmethod
-    def run(self, number: int, hidden: Tensor) -> Tensor:
-        """Run the recurrent module of this number: [1, T, H] → [1, T, size]."""
-
-
-# .backend and .states: of the step that runs on this thread; .layer: that SHARED_LAYER stands for
+# .backend and .recurrent: of the step on this thread; .layer: that SHARED_LAYER stands for
 _context = threading.local()
 
 
 @contextmanager
-def forward_context(backend: AttentionBackend, states: StepStates | None = None) -> Iterator[None]:
+def forward_context(
+    backend: AttentionBackend, recurrent: RunRecurrent | None = None
+) -> Iterator[None]:
     """Make a model that runs in the context, on this thread, attend by `backend`, and its recurrent
-    layers run by `states`."""
-    _context.backend, _context.states = backend, states
+    layers run by `recurrent`."""
+    _context.backend, _context.recurrent = backend, recurrent
+    running_step.torch_only = backend.torch_only
     try:
         backend.begin()
-        with torch_only(backend.torch_only):
-            yield
+        yield
     finally:
         backend.end()
-        _context.backend = _context.states = None
+        _context.backend = _context.recurrent = None
+        running_step.torch_only = False
 
 
-def step_states() -> StepStates | None:
-    """Return the states of the running step; None outside of one."""
-    states: StepStates | None = getattr(_context, "states", None)
-    return states
+def step_recurrent() -> RunRecurrent | None:
+    """Return what runs recurrent layers in the running step; None outside of one."""
+    recurrent: RunRecurrent | None = getattr(_context, "recurrent", None)
+    return recurrent
 
 
 def call_as_layers(number: int, run: Callable[..., Any], *args: Any) -> Any:

@@ -35,7 +35,7 @@ from batching.state_pool import NO_SLOT
 from worker.device.async_copy import to_device
 from worker.device.self_check import CannotRun
 from worker.model.attention.kv_cache import KVCache, StateShape
-from worker.model.attention.paged import StepStates, step_states
+from worker.model.attention.paged import step_recurrent
 from worker.model.cpu.torch_only import is_torch_only
 
 # Names of the cache in models' arguments and outputs: "cache" since transformers 5.24.
@@ -68,9 +68,9 @@ class RecurrentModule:
     hidden_size: int  # of an input
     # A state continues with single tokens only, since the module loses it otherwise.
     stepwise: bool = False
-    # Runs a packed row with its segments, and a function that returns `PackedStates.prompt_rows`
-    # (native_recurrent.py); None: the module's own forward runs its parts.
-    native: Callable[[Tensor, Tensor, KVCache, Callable[[], Tensor]], Tensor] | None = None
+    # Runs a packed row with its segments (native_recurrent.py); None: the module's own forward runs
+    # its parts.
+    native: Callable[[Tensor, Tensor, KVCache], Tensor] | None = None
 
     def run(self, x: Tensor, sources: Tensor | None, targets: Tensor, store: KVCache) -> Tensor:
         """Run rows x [B, T, H] of B sequences; return [B, T, size].
@@ -123,7 +123,7 @@ class _LayerCache(Cache):
 # ── in a step ──
 
 
-class PackedStates(StepStates):
+class PackedStates:
     """Runs recurrent modules on a step's packed row."""
 
     def __init__(self, modules: Sequence[RecurrentModule], cache: KVCache, batch: Batch) -> None:
@@ -132,7 +132,7 @@ class PackedStates(StepStates):
     def run(self, number: int, hidden: Tensor) -> Tensor:
         module, cache = self.modules[number], self.cache
         if module.native and not is_torch_only():
-            return module.native(hidden, self.segments, cache, lambda: self.prompt_rows)
+            return module.native(hidden, self.segments, cache)
         parts = self.parts
         if parts.decoding and not parts.chunks:
             _, sources, targets = parts.decoding
@@ -162,17 +162,6 @@ class PackedStates(StepStates):
                 segments.append((row, tokens, source, target))
                 row += tokens
         return torch.tensor(segments)
-
-    @cached_property
-    def prompt_rows(self) -> Tensor:
-        """[T]: whether a row is a prompt's, as all are in the batch of a check."""
-        positions = torch.tensor(self.batch.positions)
-        if not self.batch.chunks:
-            return torch.ones_like(positions, dtype=torch.bool)
-        ends, widths = zip(
-            *((chunk.sequence.prompt_len, chunk.width) for chunk in self.batch.chunks), strict=True
-        )
-        return positions < torch.tensor(ends).repeat_interleave(torch.tensor(widths))
 
     @cached_property
     def parts(self) -> "_Parts":
@@ -210,9 +199,9 @@ class _Parts(NamedTuple):
 
 def run_recurrent(hidden: Tensor, number: int, size: int) -> Tensor:
     """Run a recurrent module on the running step's packed row: [1, T, H] → [1, T, size]."""
-    states = step_states()
-    assert states
-    return states.run(number, hidden)
+    run = step_recurrent()
+    assert run
+    return run(number, hidden)
 
 
 # opaque to the compiler: how a row is divided changes with each step
@@ -244,8 +233,8 @@ def _packed_forward(module: RecurrentModule, number: int) -> Callable[..., Tenso
         if torch.compiler.is_dynamo_compiling():
             out: Tensor = torch.ops.onequeue.recurrent(hidden, number, size)
             return out
-        states = step_states()
-        return states.run(number, hidden) if states else module.forward(*args, **kwargs)
+        run = step_recurrent()
+        return run(number, hidden) if run else module.forward(*args, **kwargs)
 
     return forward
 

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from worker.model.cpu.linear_layers import MakeLayer
 from worker.model.cpu.torch_only import is_torch_only
 
 NAME = "onequeue"
 # Maps rows that are sorted by expert, and their number for each, to the experts' outputs.
 Products = Callable[[Tensor, Tensor], Tensor]
-MakeLayer = Callable[[Tensor, Tensor | None], nn.Module]
 
 _numbers = itertools.count()
 _packed: weakref.WeakValueDictionary[int, "PackedExperts"] = weakref.WeakValueDictionary()

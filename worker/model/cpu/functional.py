@@ -2,13 +2,16 @@
 routers and experts of mixtures do, and activation functions.
 
 torch rounds a few rows otherwise than many. Such modules get copies of their forwards that call a
-packed layer, or products of MIN_ROWS rows at least where there are many matrices, and activations
-in whole blocks (activations.py), so a row does not depend on the others. The compiler takes their
-own forwards.
+packed layer, or products of MIN_ROWS rows at least where there are many matrices, so a row does not
+depend on the others. The compiler takes their own forwards.
+
+Activations run in whole blocks. torch divides the elements of a tensor between threads. A thread
+computes the elements beyond its last whole block of vectors with scalar functions, which may round
+differently. The number of rows decides which elements those are.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -16,17 +19,40 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from transformers.activations import ACT2CLS
 from transformers.utils import deprecation
 
-from worker.model.cpu.activations import in_blocks
+from worker.model.cpu.linear_layers import MakeLayer
 from worker.model.cpu.torch_only import EagerForward, is_torch_only
 
-MakeLayer = Callable[[Tensor, Tensor | None], nn.Module]
 OWN_LAYER = "onequeue_linear"  # the packed layer's name in its module
 MAX_WEIGHTS = 1 << 23  # of a module: the packed layer is a second copy
 BLOCK = 32  # elements that torch computes together
 MIN_ROWS = 4  # of a product
+GRAIN = 32768  # at::internal::GRAIN_SIZE: fewer elements run in one thread
+BLOCK_BYTES = 128  # of a loop's step: two vectors of AVX-512
+_kinds: Any = ACT2CLS.values()  # not annotated
+KINDS = tuple({kind[0] if isinstance(kind, tuple) else kind for kind in _kinds})
 ACTIVATIONS = ("sigmoid", "softplus", "silu", "gelu", "tanh")  # of torch or torch.nn.functional
+
+
+def align_activations(model: nn.Module) -> None:
+    """Let the model's eager activation functions run on whole blocks alone."""
+    for module in model.modules():
+        if isinstance(module, KINDS) and "forward" not in vars(module):
+            module.forward = EagerForward(module, partial(in_blocks, module.forward))
+
+
+def in_blocks(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return the activation of x [..., W]."""
+    width, block = x.shape[-1], BLOCK_BYTES // x.dtype.itemsize
+    threads = min(torch.get_num_threads(), -(-x.numel() // GRAIN))
+    if width % block == 0 and x.numel() % (block * max(threads, 1)) == 0:
+        # some functions round otherwise where x is not contiguous, as a slice of several rows
+        return activation(x.contiguous())
+    rows = pad(x.reshape(-1, width), (0, -width % block))
+    parts: tuple[Tensor, ...] = torch.split(rows, max(1, GRAIN // rows.shape[1] - 1))
+    return torch.cat([activation(part) for part in parts])[:, :width].reshape(x.shape)
 
 
 def _by_blocks(activation: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -155,9 +181,14 @@ def _copied(module: nn.Module, product: Any) -> Any:
         for name, value in forward.__globals__.items()
         if name in forward.__code__.co_names and isinstance(value, ModuleType) and value in replaced
     }
+    return copied_method(module, forward, modules)
+
+
+def copied_method(module: nn.Module, forward: Any, replaced: Mapping[str, Any]) -> Any:
+    """Return a copy of a forward, with other globals, as a method of the module."""
     copied = FunctionType(
-        forward.__code__, forward.__globals__ | modules, forward.__name__, forward.__defaults__,
-        forward.__closure__,
+        forward.__code__, {**forward.__globals__, **replaced}, forward.__name__,
+        forward.__defaults__, forward.__closure__,
     )  # fmt: skip
     copied.__kwdefaults__ = forward.__kwdefaults__
     return MethodType(copied, module)

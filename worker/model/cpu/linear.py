@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -40,14 +41,19 @@ from worker.model.cpu.linear_layers import (
     PackedLinear,
     emulates_dtype,
     packed_dtype,
-    packs_dtype,
     plain_linear,
+    unquantized_linear,
 )
 
 log = logging.getLogger("onequeue.linear")
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
+# Layers by native operations, and by torch's.
+QUANTIZED: dict[str, tuple[Any, Any]] = {
+    "int8": (NativeInt8Linear, Int8Linear),
+    "int4": (NativeInt4Linear, Int4Linear),
+}
 # Share of the free memory that a second copy of the weights may take.
 MAX_COPY_SHARE = 0.5
 # Largest difference of two products, relative to the largest value.
@@ -84,10 +90,7 @@ def pack_weights(
     Bf16WeightLinear; its operation must be loaded.
     """
 
-    def packed(weight: Tensor, bias: Tensor | None) -> nn.Module:
-        kind = Bf16WeightLinear if bf16_weights and emulates_dtype(weight.dtype) else PackedLinear
-        return kind(weight, bias)
-
+    packed = partial(unquantized_linear, bf16_weights=bf16_weights)
     use_linear_layers(model)
     extra = 0 if bf16_weights else extra_bytes(model)
     if not bf16_weights and not has_memory(model, free_bytes):
@@ -154,31 +157,6 @@ def _unpacked_slice(part: FusedSlice) -> nn.Linear:
     return plain_linear(weight[rows].clone(), bias[rows].clone() if part.has_bias else None)
 
 
-@torch.inference_mode()
-def use_bf16_weights(model: nn.Module) -> None:
-    """Replace packed layers whose bfloat16 this CPU emulates by Bf16WeightLinear, where both give
-    the same product; the model may be running meanwhile. The operation must be loaded."""
-    replaced = 0
-
-    def with_bf16_weights(layer: nn.Module) -> nn.Module:
-        nonlocal replaced
-        if type(layer) is not PackedLinear or not emulates_dtype(layer.dtype) or layer.activation:
-            return layer
-        candidate = Bf16WeightLinear(*layer.unpacked())
-        if not products_match(candidate, layer, layer.in_features, layer.dtype):
-            return layer
-        replaced += 1
-        return candidate
-
-    _replace(model, PackedLinear, with_bf16_weights)
-    for experts in packed_experts(model):
-        for layers in (experts.up, experts.down):
-            for number, layer in enumerate(layers):
-                layers[number] = with_bf16_weights(layer)
-    if replaced:
-        log.info("bfloat16 weights are widened in registers layers=%d", replaced)
-
-
 def quantize_weights(
     model: nn.Module,
     free_bytes: int,
@@ -196,22 +174,24 @@ def quantize_weights(
     use_linear_layers(model)
     numbers, dtype = _linear_weights(model)
     copy_bytes = numbers * packed_dtype(dtype).itemsize
-    is_int8 = quantization == "int8"
+    copied = partial(unquantized_linear, bf16_weights=native)
     native = native and native_quantized_matches(quantization, dtype)
-    keep_copy = is_int8 and not native and copy_bytes <= MAX_COPY_SHARE * free_bytes
+    fits = copy_bytes <= MAX_COPY_SHARE * free_bytes
+    keep_copy = quantization == "int8" and not native and fits
     stored = 0.0  # bytes
 
-    def quantized(weight: Tensor, bias: Tensor | None, is_int8: bool = is_int8) -> nn.Module:
+    def quantized(weight: Tensor, bias: Tensor | None, kind: str = quantization) -> nn.Module:
         nonlocal stored
-        stored += weight.numel() * (1 if is_int8 else INT4_BYTES)
-        if native:
-            return NativeInt8Linear(weight, bias) if is_int8 else NativeInt4Linear(weight, bias)
-        return Int8Linear(weight, bias, keep_copy) if is_int8 else Int4Linear(weight, bias)
+        stored += weight.numel() * (1 if kind == "int8" else INT4_BYTES)
+        if keep_copy:
+            return Int8Linear(weight, bias, copied)
+        layer: nn.Module = QUANTIZED[kind][not native](weight, bias)
+        return layer
 
     groups = find_shared_inputs(model, check)
     if (name := _output_head(model)) and not any(name in group for group in groups):
         head: Any = model.get_submodule(name)
-        model.set_submodule(name, quantized(head.weight, head.bias, is_int8=True))
+        model.set_submodule(name, quantized(head.weight, head.bias, "int8"))
         del head
     pack_experts(model, quantized)
     if native:
@@ -249,7 +229,7 @@ def log_speed(quantization: str, layer: nn.Module, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     shape: Any = (layer.out_features, layer.in_features)
     weight = torch.randn(shape, generator=generator).to(dtype)
-    plain = PackedLinear(weight, None) if packs_dtype(dtype) else plain_linear(weight, None)
+    plain = unquantized_linear(weight, None)
     factors = {}
     for rows in TIMED_ROWS:
         x = torch.ones(rows, shape[1], dtype=dtype)
@@ -289,12 +269,7 @@ def native_quantized_matches(quantization: str, dtype: torch.dtype) -> bool:
     weight, bias = (
         torch.randn(shape, generator=generator).to(dtype) for shape in ((80, 70), (80,))
     )
-    one: nn.Module
-    other: nn.Module
-    if quantization == "int8":
-        one, other = NativeInt8Linear(weight, bias), Int8Linear(weight, bias, keep_copy=False)
-    else:
-        one, other = NativeInt4Linear(weight, bias), Int4Linear(weight, bias)
+    one, other = (kind(weight, bias) for kind in QUANTIZED[quantization])
     return products_match(one, other, 70, dtype, ROUNDING[torch.bfloat16])
 
 

@@ -20,6 +20,8 @@ from worker.device.device import has_bfloat16
 from worker.model.cpu.fused_linear import weight_stand_in
 from worker.model.cpu.torch_only import is_torch_only
 
+MakeLayer = Callable[[Tensor, Tensor | None], nn.Module]
+
 # The int8 kernels read the weights once per row, which pays up to so many rows.
 INT8_ROWS = 8
 # Output rows quantized at a time: the float32 copy of a vocabulary's head would take gigabytes.
@@ -164,12 +166,7 @@ class Bf16WeightLinear(_Linear):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight, bias, torch.float32)
         self.weight = weight_stand_in(weight)
-        padded = weight.detach()
-        columns, rows = self.in_features % 2, -self.out_features % PANEL_COLUMNS
-        if columns or rows:
-            padded = nn.functional.pad(padded, (0, columns, 0, rows))
-        pairs = padded.reshape(-1, PANEL_COLUMNS, padded.shape[1] // 2, 2)
-        panels = pairs.transpose(1, 2).contiguous()
+        panels = _panels(weight.detach(), PANEL_COLUMNS, 2)
         use_large_pages(panels.data_ptr(), panels.nbytes)
         self.register_buffer("panels", panels, persistent=False)
 
@@ -190,14 +187,16 @@ class Int8Linear(_Linear):
     bfloat16 scale per output.
 
     Symmetric quantization: scale = max |w| / 127 of a row, w ≈ int8 · scale. Inputs are rounded to
-    bfloat16. More than INT8_ROWS rows go through `dequantized`, a packed copy of the same values,
-    where there is memory for one.
+    bfloat16. More than INT8_ROWS rows go through `dequantized`, a copy of the same values that
+    `make_copy` packs; None: there is no memory for one.
     """
 
     weight: Tensor
     scale: Tensor
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, keep_copy: bool) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, make_copy: MakeLayer | None = None
+    ) -> None:
         super().__init__(weight, bias)
         starts = range(0, self.out_features, QUANTIZED_ROWS)
         parts = [_quantize(weight.detach()[at : at + QUANTIZED_ROWS]) for at in starts]
@@ -207,14 +206,10 @@ class Int8Linear(_Linear):
         self.register_buffer("weight", padded, persistent=False)
         self.register_buffer("scale", torch.cat(scales), persistent=False)
         self.dequantized: nn.Module | None = None
-        if keep_copy:
+        if make_copy:
             weights = self.weight[:, : self.in_features].float()
             values = weights.mul_(self.scale.float()[:, None]).to(self.dtype)
-            self.dequantized = (
-                PackedLinear(values, None)
-                if packs_dtype(self.dtype)
-                else plain_linear(values, None)
-            )
+            self.dequantized = make_copy(values, None)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features).bfloat16()
@@ -242,19 +237,15 @@ class NativeInt8Linear(_Linear):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight, bias)
         self.weight = weight_stand_in(weight)
-        columns, depth = -self.out_features % QUANTIZED_COLUMNS, -self.in_features % INT8_DEPTH
         panels, scales = [], []
         for at in range(0, self.out_features, QUANTIZED_ROWS):  # a multiple of QUANTIZED_COLUMNS
             quantized, scale = _quantize(weight.detach()[at : at + QUANTIZED_ROWS])
-            padded = nn.functional.pad(
-                quantized, (0, depth, 0, -len(quantized) % QUANTIZED_COLUMNS)
-            )
-            pairs = padded.reshape(-1, QUANTIZED_COLUMNS, padded.shape[1] // 2, 2)
-            panels.append(pairs.transpose(1, 2).contiguous())
+            panels.append(_panels(quantized, QUANTIZED_COLUMNS, INT8_DEPTH))
             scales.append(scale.float())
         packed = torch.cat(panels)
         use_large_pages(packed.data_ptr(), packed.nbytes)
         self.register_buffer("panels", packed, persistent=False)
+        columns = -self.out_features % QUANTIZED_COLUMNS
         padded_scales = nn.functional.pad(torch.cat(scales), (0, columns))
         self.register_buffer("scales", padded_scales, persistent=False)
 
@@ -387,6 +378,17 @@ def _quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     return quantized, scale
 
 
+def unquantized_linear(
+    weight: Tensor, bias: Tensor | None, bf16_weights: bool = False
+) -> nn.Module:
+    """Return the layer with unquantized weights that this CPU multiplies fastest. `bf16_weights`:
+    the operation of Bf16WeightLinear is loaded."""
+    if not packs_dtype(weight.dtype):
+        return plain_linear(weight, bias)
+    kind = Bf16WeightLinear if bf16_weights and emulates_dtype(weight.dtype) else PackedLinear
+    return kind(weight, bias)
+
+
 def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     out, inputs = weight.shape
     layer = nn.Linear(inputs, out, bias=bias is not None, device="meta")
@@ -424,6 +426,16 @@ def _int4_in_float32(x: Tensor, blocks: Tensor, bias: Tensor | None, columns: in
 
 def _experts_in_float32(x: Tensor, *args: Any) -> Tensor:
     raise NotImplementedError("experts are multiplied by their addresses")
+
+
+def _panels(weight: Tensor, columns: int, depth: int) -> Tensor:
+    """Return [out / columns, in / 2, columns, 2]: weights of two inputs side by side. Both sizes
+    are padded with zeros to multiples of `columns` and `depth`."""
+    missing = -weight.shape[1] % depth, -len(weight) % columns
+    if any(missing):
+        weight = nn.functional.pad(weight, (0, missing[0], 0, missing[1]))
+    pairs = weight.reshape(-1, columns, weight.shape[1] // 2, 2)
+    return pairs.transpose(1, 2).contiguous()
 
 
 def _unpaired(panels: Tensor, columns: int, depth: int) -> Tensor:

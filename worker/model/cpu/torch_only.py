@@ -4,30 +4,19 @@ between them.
 """
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-_step = threading.local()  # .torch_only: of the step that runs on this thread
-
-
-@contextmanager
-def torch_only(is_torch_only: bool) -> Iterator[None]:
-    """Make the layers of a model that runs in the context, on this thread, leave out the native
-    operations, or use those that they have."""
-    _step.torch_only = is_torch_only
-    try:
-        yield
-    finally:
-        _step.torch_only = False
+# .torch_only: the layers of the model that runs on this thread leave out the native operations
+running_step = threading.local()
 
 
 def is_torch_only() -> bool:
     """Return what the running step needs. A graph is traced with native operations."""
-    return not torch.compiler.is_dynamo_compiling() and getattr(_step, "torch_only", False)
+    return not torch.compiler.is_dynamo_compiling() and getattr(running_step, "torch_only", False)
 
 
 class EagerForward:

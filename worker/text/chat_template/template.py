@@ -173,7 +173,9 @@ class ChatTemplate:
     def history_len(self, rendered: RenderedPrompt, ids: Sequence[int]) -> int:
         """Return how many leading tokens of a prompt the conversation's next prompt repeats: all
         but the end of the generation prompt, in place of which the history may have others."""
-        reasoning = self._encode(rendered.output_format.reasoning_at_end(rendered.text))
+        reasoning: tuple[int, ...] = ()
+        if rendered.output_format.reasoning:
+            reasoning = self._encode(rendered.output_format.reasoning_at_end(rendered.text))
         ends = reasoning, *(end for end in self._unrepeated_ends if tuple(ids[-len(end) :]) == end)
         return len(ids) - max(map(len, ends))
 
@@ -260,12 +262,13 @@ class ChatTemplate:
             {key: value for key, value in message.items() if value is not None}
             for message in chat.messages
         ]
-        if any(
+        is_adapted = any(
             message["role"] == "tool"
             or message.get("tool_calls")
             or message.get("reasoning_content")
             for message in messages
-        ):
+        )
+        if is_adapted:
             if self.history_format is None:
                 cannot = "the model's chat template does not support tool calls and results"
                 raise InvalidInput(cannot, "messages")
@@ -273,7 +276,8 @@ class ChatTemplate:
             is_json = calls is not None and calls.arguments.style == "json"
             content_calls = calls if calls and is_json else DEFAULT_TOOL_CALL_FORMAT
             messages = HistoryAdapter(self.history_format, content_calls).adapt(messages)
-        messages = fold_messages(messages, self.message_order)
+        if is_adapted or any(message["role"] == "system" for message in messages[1:]):
+            messages = fold_messages(messages, self.message_order)
         tools = [dict(tool) for tool in chat.tools]
         if tools and not self.takes_tools:
             cannot = "the model's chat template supports neither tools nor a system message"
