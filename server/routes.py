@@ -10,7 +10,8 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from server.anthropic.endpoint import MessagesEndpoint, count_tokens_route
+from server.anthropic.endpoint import COUNT_TOKENS, CountTokensEndpoint, MessagesEndpoint
+from server.anthropic.schemas import TokenCount
 from server.core.metrics import metrics
 from server.core.settings import Settings, SettingsError
 from server.core.worker_client import WorkerClient
@@ -39,7 +40,7 @@ from server.openai.jobs import JobRunner
 from server.openai.models import ModelGroup, ModelListing, NamedModel, add_aliases
 from server.openai.responses.endpoint import Responses
 from server.openai.responses.store import ResponseStore
-from server.openai.tokenize import tokenizer_routes
+from server.openai.tokenize import TokenCounter, tokenizer_routes
 from server.openapi.document import openapi_route
 from server.pipeline import (
     PipelineEndpoint,
@@ -77,7 +78,7 @@ def make_routes(
             *routes_of(ChatCompletions(*shared), Completions(*shared)),
             *responses.routes(),
             *routes_of(MessagesEndpoint(*shared)),
-            count_tokens_route(chat, shared[-1]),
+            OperationRoute(COUNT_TOKENS, TokenCounter(CountTokensEndpoint(*shared), TokenCount)),
             OperationRoute(DECISIONS, decisions),
             OperationRoute(SYSTEM_ONE, system_one),
             *adapters.routes(),
@@ -94,7 +95,7 @@ def make_routes(
     routes += ModelListing(named, pipelines).routes()
     texts = (group for kind, group in models.items() if kind != "transcription")
     if text_models := [*chain(*texts)]:
-        routes += tokenizer_routes(text_models)
+        routes += tokenizer_routes(settings, worker_client, text_models)
     routes += routes_of(assets)
     if settings.batch_dir != "none":
         by_path: dict[str, Any] = {route.path: route.endpoint for route in routes}

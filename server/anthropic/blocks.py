@@ -192,15 +192,12 @@ class Conversion:
 
     def _add_user(self, blocks: Sequence[ContentBlock], path: str) -> None:
         parts: list[Document] = []
-        own_parts: list[Document] = []
         for n, block in enumerate(blocks):
-            block_path = f"{path}[{n}]"
             if block.type == "tool_result":
-                parts += self._add_result(block, block_path)
+                parts += self._add_result(block, f"{path}[{n}]")
         for n, block in enumerate(blocks):
             if block.type != "tool_result":
-                own_parts.append(self._part(block, f"{path}[{n}]"))
-        parts += own_parts
+                parts.append(self._part(block, f"{path}[{n}]"))
         if any(part["type"] == "image" for part in parts):
             self.messages.append({"role": "user", "content": parts})
         elif parts or not blocks:

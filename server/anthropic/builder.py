@@ -11,32 +11,23 @@ from collections.abc import Iterator, Sequence
 
 from server.anthropic.request import MessagesRequest
 from server.anthropic.schemas import (
-    BlockDelta,
-    BlockDeltaEvent,
-    BlockStart,
-    BlockStop,
     MessageBlock,
-    MessageEnd,
-    MessageEvent,
     MessageResponse,
-    MessageStart,
-    MessageStop,
     MessageUsage,
     OutputTokensDetails,
-    StopFields,
     StopReason,
 )
 from server.core.delta_stream import UsageCounts
 from server.core.sealing import seal
 from server.http.errors import HttpError, anthropic_document
-from server.http.json import read_object
+from server.http.json import Document, read_object
 from server.http.sse import named_frame
 from server.openai.chat import CallIdFactory
-from server.openai.endpoint import MAX_INLINE_ENTRIES, ResponseBuilder
+from server.openai.endpoint import MAX_INLINE_ENTRIES, ResponseBuilder, consume
 from worker.messages.deltas import Delta, DeltaPart
 from worker.messages.generation import Chat, GenerationInput
 
-PING = named_frame("ping", {"type": "ping"})
+PING = named_frame({"type": "ping"})
 INLINE_CHARS = 4096 // MAX_INLINE_ENTRIES  # per entry: longer deltas are encoded in a pool thread
 
 
@@ -70,7 +61,6 @@ class MessageBuilder(ResponseBuilder[Delta]):
         )
         self._open: MessageBlock | None = None  # the last block, unless it is closed
         self._texts: list[str] = []  # of the open block
-        self._last_event = MessageStop()
         self._failed = False
 
     def entries(self, delta: Delta) -> int:
@@ -78,45 +68,43 @@ class MessageBuilder(ResponseBuilder[Delta]):
 
     def start(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
         self._message.usage = self._usage_now()
-        yield frame(MessageStart(self._message))
+        yield named_frame({"type": "message_start", "message": self._message})
 
     def add(self, delta: Delta) -> Iterator[bytes]:
         for part in delta.parts:
             for event in self._add_part(part):
-                yield frame(event)
-                if isinstance(event, BlockStart) and event.index == 0:
+                yield named_frame(event)
+                if event["type"] == "content_block_start" and event["index"] == 0:
                     yield PING
         if delta.finish_reason is not None:
             self._set_stop(delta)
 
     def finish(self) -> Iterator[bytes]:
-        yield from map(frame, self._close())
+        yield from map(named_frame, self._close())
         message = self._message
         message.usage = self._usage_now()
-        stop = StopFields(message.stop_reason, message.stop_sequence)
-        yield frame(MessageEnd(stop, message.usage))
+        stop = {"stop_reason": message.stop_reason, "stop_sequence": message.stop_sequence}
+        yield named_frame({"type": "message_delta", "delta": stop, "usage": message.usage})
 
     def fail(self, error: HttpError) -> Iterator[bytes]:
         self._failed = True
-        yield named_frame("error", anthropic_document(error))
+        yield named_frame(anthropic_document(error))
 
     def end(self) -> bytes:
-        return b"" if self._failed else frame(self._last_event)
+        return b"" if self._failed else named_frame({"type": "message_stop"})
 
     def build(self, deltas: Sequence[Delta]) -> MessageResponse:
         for delta in deltas:
             for part in delta.parts:
-                for _ in self._add_part(part):
-                    pass  # events are built for their effect on the message
+                consume(self._add_part(part))
             self._set_stop(delta)
-        for _ in self._close():
-            pass
+        consume(self._close())
         self._message.usage = self._usage_now()
         return self._message
 
     # ── blocks ──
 
-    def _add_part(self, part: DeltaPart) -> Iterator[MessageEvent]:
+    def _add_part(self, part: DeltaPart) -> Iterator[Document]:
         block = self._open
         kind = {"content": "text", "reasoning": "thinking", "call": "tool_use"}[part.kind]
         if block is None or block.type != kind or part.name is not None:
@@ -124,19 +112,19 @@ class MessageBuilder(ResponseBuilder[Delta]):
             block = self._new_block(part)
             self._message.content.append(block)
             self._open, self._texts = block, []
-            yield BlockStart(self._index, block)
+            yield self._event("content_block_start", content_block=block)
         if not part.text:
             return
         self._texts.append(part.text)
         if block.type == "text":
-            delta = BlockDelta("text_delta", text=part.text)
+            delta = {"type": "text_delta", "text": part.text}
         elif block.type == "tool_use":
-            delta = BlockDelta("input_json_delta", partial_json=part.text)
+            delta = {"type": "input_json_delta", "partial_json": part.text}
         elif self._request.hides_thinking:
             return
         else:
-            delta = BlockDelta("thinking_delta", thinking=part.text)
-        yield BlockDeltaEvent(self._index, delta)
+            delta = {"type": "thinking_delta", "thinking": part.text}
+        yield self._event("content_block_delta", delta=delta)
 
     def _new_block(self, part: DeltaPart) -> MessageBlock:
         if part.kind == "content":
@@ -148,7 +136,7 @@ class MessageBuilder(ResponseBuilder[Delta]):
         self._calls += 1
         return MessageBlock("tool_use", id=id, name=name, input={})
 
-    def _close(self) -> Iterator[MessageEvent]:
+    def _close(self) -> Iterator[Document]:
         """Complete the open block. The signature of thinking has the text that is not shown."""
         if (block := self._open) is None:
             return
@@ -161,13 +149,13 @@ class MessageBuilder(ResponseBuilder[Delta]):
             hidden = self._request.hides_thinking
             block.thinking = "" if hidden else text
             block.signature = seal(text if hidden else "")
-            signature = BlockDelta("signature_delta", signature=block.signature)
-            yield BlockDeltaEvent(self._index, signature)
-        yield BlockStop(self._index)
+            signature = {"type": "signature_delta", "signature": block.signature}
+            yield self._event("content_block_delta", delta=signature)
+        yield self._event("content_block_stop")
 
-    @property
-    def _index(self) -> int:
-        return len(self._message.content) - 1
+    def _event(self, type: str, **fields: object) -> Document:
+        """Return an event of the last block."""
+        return {"type": type, "index": len(self._message.content) - 1, **fields}
 
     # ── the end ──
 
@@ -192,7 +180,3 @@ class MessageBuilder(ResponseBuilder[Delta]):
             output_tokens=usage.completion,
             output_tokens_details=OutputTokensDetails(usage.reasoning),
         )
-
-
-def frame(event: MessageEvent) -> bytes:
-    return named_frame(event.name, event)

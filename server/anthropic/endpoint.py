@@ -3,11 +3,11 @@
     body → MessagesRequest → GenerationInput → deltas → MessageBuilder → message, or events
 
 The path of every generation request (openai/endpoint.py). Tokens are counted by rendering and
-tokenizing the same input (openai/token_count.py).
+tokenizing the same input (openai/tokenize.py).
 """
 
 from dataclasses import dataclass
-from functools import partial
+from typing import Any, ClassVar
 
 from starlette.types import Scope
 
@@ -16,12 +16,9 @@ from server.anthropic.request import CountTokensRequest, MessagesRequest
 from server.anthropic.schemas import AnthropicError, MessageResponse, TokenCount
 from server.core.delta_stream import UsageCounts
 from server.http.json import parse_json
-from server.http.operation import Operation, OperationRoute
+from server.http.operation import Operation
 from server.openai.endpoint import GenerationEndpoint, ParsedRequest
-from server.openai.images import ImageLoader
-from server.openai.models import ModelGroup
 from server.openai.request_fields import decode
-from server.openai.token_count import TokenCounter
 
 COUNT_TOKENS = Operation(
     "POST /v1/messages/count_tokens",
@@ -50,9 +47,11 @@ class ParsedMessagesRequest(ParsedRequest):
     error=AnthropicError,
 )
 class MessagesEndpoint(GenerationEndpoint[ParsedMessagesRequest]):
+    kind: ClassVar[Any] = MessagesRequest
+
     def parse(self, body: bytes, scope: Scope) -> ParsedMessagesRequest:
         models, document = self.models, parse_json(body)
-        request = decode(document, MessagesRequest, models.id_for, models.max_entries)
+        request = decode(document, self.kind, models.id_for, models.max_entries)
         name = str(document.get("model") or request.model)
         return ParsedMessagesRequest(request, [request.generation_input()], name)
 
@@ -62,11 +61,7 @@ class MessagesEndpoint(GenerationEndpoint[ParsedMessagesRequest]):
         return MessageBuilder(body, request.model_name, prompt, usage, call_id)
 
 
-def count_tokens_route(models: ModelGroup, images: ImageLoader) -> OperationRoute:
-    counter = TokenCounter(models, images, partial(parse_prompt, models), TokenCount)
-    return OperationRoute(COUNT_TOKENS, counter)
+class CountTokensEndpoint(MessagesEndpoint):
+    """Reads the prompts whose tokens are counted."""
 
-
-def parse_prompt(models: ModelGroup, body: bytes, scope: Scope) -> ParsedRequest:
-    request = decode(parse_json(body), CountTokensRequest, models.id_for, models.max_entries)
-    return ParsedRequest(request, [request.generation_input()])
+    kind = CountTokensRequest

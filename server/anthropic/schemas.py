@@ -1,6 +1,6 @@
-"""The response bodies and events of `/v1/messages`. The fields' order is the order of the keys."""
+"""The response bodies of `/v1/messages`. The fields' order is the order of the keys."""
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
@@ -61,54 +61,3 @@ class MessageResponse(Struct):
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessageUsage
-
-
-# ── events ──
-
-
-class MessageStart(Struct, tag_field="type", tag="message_start"):
-    message: MessageResponse
-    name: ClassVar = "message_start"
-
-
-class BlockStart(Struct, tag_field="type", tag="content_block_start"):
-    index: int
-    content_block: MessageBlock
-    name: ClassVar = "content_block_start"
-
-
-class BlockDelta(Struct):
-    type: Literal["text_delta", "thinking_delta", "signature_delta", "input_json_delta"]
-    text: str | UnsetType = UNSET
-    thinking: str | UnsetType = UNSET
-    signature: str | UnsetType = UNSET
-    partial_json: str | UnsetType = UNSET
-
-
-class BlockDeltaEvent(Struct, tag_field="type", tag="content_block_delta"):
-    index: int
-    delta: BlockDelta
-    name: ClassVar = "content_block_delta"
-
-
-class BlockStop(Struct, tag_field="type", tag="content_block_stop"):
-    index: int
-    name: ClassVar = "content_block_stop"
-
-
-class StopFields(Struct):
-    stop_reason: StopReason | None
-    stop_sequence: str | None
-
-
-class MessageEnd(Struct, tag_field="type", tag="message_delta"):
-    delta: StopFields
-    usage: MessageUsage
-    name: ClassVar = "message_delta"
-
-
-class MessageStop(Struct, tag_field="type", tag="message_stop"):
-    name: ClassVar = "message_stop"
-
-
-MessageEvent = MessageStart | BlockStart | BlockDeltaEvent | BlockStop | MessageEnd | MessageStop

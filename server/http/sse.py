@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from starlette.types import Scope, Send
 
 from server.http.errors import as_client_gone
-from server.http.json import Header, to_json
+from server.http.json import Document, Header, to_json
 from server.http.request import SEND_BYTES, send_at_pace
 
 KEEP_ALIVE_S = 10.0  # a stream without an event in this interval sends a comment
@@ -30,8 +30,9 @@ def data_frame(document: object) -> bytes:
     return b"data: %b\n\n" % to_json(document)
 
 
-def named_frame(name: str, document: object) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), to_json(document))
+def named_frame(document: Document) -> bytes:
+    """Return an event that is named by its type."""
+    return b"event: %b\ndata: %b\n\n" % (document["type"].encode(), to_json(document))
 
 
 class EventStream:

@@ -1,6 +1,6 @@
 """`POST /v1/chat/completions`: the next message of a conversation, whole or in chunks.
 
-    body → ChatRequest → GenerationInput → deltas → ChatFormat → message, or chunks
+    body → ChatRequest → GenerationInput → deltas → ChatBuilder → message, or chunks
 
 endpoint.py submits the input and sends the response; choices.py has what completions share.
 """
@@ -9,14 +9,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypeAlias
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 from starlette.types import Scope
 
 from batching.errors import InvalidInput
 from server.core.delta_stream import UsageCounts
 from server.http.json import Document, parse_json
 from server.http.operation import Operation
-from server.openai.choices import ChoicesResponseBuilder, ChunkUsage, Head
+from server.http.sse import data_frame
+from server.openai.choices import ChoicesBuilder
 from server.openai.custom_tools import CustomInputReader
 from server.openai.endpoint import CHUNKS, GenerationEndpoint, ParsedRequest
 from server.openai.logprobs import prompt_fields, scored_token_with_top
@@ -34,16 +35,12 @@ from server.openai.response_schemas import (
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
-    ChatCompletionChunk,
     ChatLogprobs,
-    CustomCallDelta,
+    CompletionTokensDetails,
     CustomCallText,
-    FunctionCallDelta,
     FunctionCallText,
-    MessageDelta,
     MessageToolCall,
     ResponseMessage,
-    ToolCallDelta,
     Usage,
 )
 from server.openai.tools import ChatToolChoice, Tools, chat_tools
@@ -145,11 +142,8 @@ class ChatCompletions(GenerationEndpoint[ParsedRequest]):
             raise
         return ParsedRequest(request, [request.generation_input()])
 
-    def builder(
-        self, request: ParsedRequest, usage: UsageCounts
-    ) -> ChoicesResponseBuilder[ChatChoice, ChatChunkChoice]:
-        chat_format = ChatFormat(request.inputs[0], self.model_of(request).call_id)
-        return ChoicesResponseBuilder(request, usage, chat_format)
+    def builder(self, request: ParsedRequest, usage: UsageCounts) -> "ChatBuilder":
+        return ChatBuilder(request, usage, self.model_of(request).call_id)
 
 
 def with_generation_config(document: Document) -> Document:
@@ -166,39 +160,38 @@ def with_generation_config(document: Document) -> Document:
     return defaults | {name: value for name, value in document.items() if value is not None}
 
 
-class ChatFormat:
-    """The choices of a chat completion: messages, or deltas of messages."""
+class ChatBuilder(ChoicesBuilder[ChatChoice, ChatChunkChoice]):
+    """Builds messages, or deltas of messages."""
 
-    id_prefix = "chatcmpl-"
+    id_prefix, chunk_object = "chatcmpl-", "chat.completion.chunk"
 
-    def __init__(self, generation_input: GenerationInput, call_id: CallIdFactory) -> None:
+    def __init__(self, request: ParsedRequest, usage: UsageCounts, call_id: CallIdFactory) -> None:
+        super().__init__(request, usage)
+        [generation_input] = request.inputs
         assert isinstance(generation_input.prompt, Chat)
         self._choices = generation_input.n
-        self._scored = generation_input.sampling.logprobs is not None
         self._call_id = call_id
-        self._earlier_calls = (
-            generation_input.prompt.num_tool_calls if generation_input.tool_policy else 0
-        )
-        self._calls: Counter[int] = Counter()  # by choice
         policy = generation_input.tool_policy
+        self._earlier_calls = generation_input.prompt.num_tool_calls if policy else 0
+        self._calls: Counter[int] = Counter()  # by choice
         self._custom_tools = policy.inputs if policy else {}
         # in the first delta: null, as its clients keep it, where calls are all there is
-        self._first_content: str | UnsetType = UNSET if policy and policy.required else ""
+        self._first_delta = {"role": "assistant"}
+        if not (policy and policy.required):
+            self._first_delta["content"] = ""
         self._inputs: dict[int, CustomInputReader | None] = {}  # of the open call, by choice
 
     # ── whole ──
 
     def choice(self, delta: Delta) -> ChatChoice:
-        logprobs = chat_logprobs(delta.logprobs) if self._scored else None
+        logprobs = chat_logprobs(delta.logprobs) if self.scored else None
         return ChatChoice(
             delta.choice, self._message(delta), logprobs, delta.finish_reason, delta.stop_reason
         )
 
-    def response(
-        self, head: Head, choices: list[ChatChoice], usage: Usage, delta: Delta
-    ) -> ChatCompletion:
+    def response(self, choices: list[ChatChoice], usage: Usage, delta: Delta) -> ChatCompletion:
         return ChatCompletion(
-            **head,
+            **self.head,
             object="chat.completion",
             choices=choices,
             usage=usage,
@@ -231,71 +224,59 @@ class ChatFormat:
 
     # ── in chunks ──
 
-    def first_chunks(
-        self, head: Head, usage: ChunkUsage, delta: Delta | None
-    ) -> Iterator[ChatCompletionChunk]:
+    def start(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
+        usage = self._chunk_usage()
+        if isinstance(usage, Usage):  # before the first token
+            usage.completion_tokens, usage.total_tokens = 0, usage.prompt_tokens
+            usage.completion_tokens_details = CompletionTokensDetails(0)
         for index in range(self._choices):
-            choice = ChatChunkChoice(
-                index, MessageDelta(role="assistant", content=self._first_content)
-            )
-            yield ChatCompletionChunk(
-                **head,
-                object="chat.completion.chunk",
-                choices=[choice],
-                usage=usage,
-                **(prompt_fields(delta) if delta and index == 0 else {}),
-            )
+            chunk = self.chunk([ChatChunkChoice(index, self._first_delta)], usage)
+            if deltas and self.returns_ids and index == 0:
+                chunk.prompt_token_ids = deltas[0].prompt_ids or UNSET
+            yield data_frame(chunk)
 
     def chunk_choices(self, delta: Delta) -> Iterator[ChatChunkChoice]:
         for part in delta.parts:
             if part.kind == "call":
                 for call in self._call_deltas(delta.choice, part):
-                    yield ChatChunkChoice(delta.choice, MessageDelta(tool_calls=[call]))
+                    yield ChatChunkChoice(delta.choice, {"tool_calls": [call]})
             elif part.kind == "reasoning":
-                message = MessageDelta(reasoning=part.text, reasoning_content=part.text)
+                message = {"reasoning": part.text, "reasoning_content": part.text}
                 yield ChatChunkChoice(delta.choice, message)
             else:
-                yield self._scored_choice(delta, MessageDelta(content=part.text))
+                yield self._scored_choice(delta, {"content": part.text})
         if delta.finish_reason is not None:
             for call in self._end_input(delta.choice):
-                yield ChatChunkChoice(delta.choice, MessageDelta(tool_calls=[call]))
-            last = self._scored_choice(delta, MessageDelta())
+                yield ChatChunkChoice(delta.choice, {"tool_calls": [call]})
+            last = self._scored_choice(delta, {})
             last.finish_reason, last.stop_reason = delta.finish_reason, delta.stop_reason
             yield last
 
-    def chunk(self, head: Head, usage: ChunkUsage) -> ChatCompletionChunk:
-        return ChatCompletionChunk(**head, object="chat.completion.chunk", choices=[], usage=usage)
-
-    def _scored_choice(self, delta: Delta, message: MessageDelta) -> ChatChunkChoice:
+    def _scored_choice(self, delta: Delta, message: Document) -> ChatChunkChoice:
         """Return a choice with the delta's log-probabilities, which the delta loses."""
         logprobs, delta.logprobs = delta.logprobs, []
         scores = chat_logprobs(logprobs) if logprobs else None
         return ChatChunkChoice(delta.choice, message, scores)
 
-    def _call_deltas(self, choice: int, part: DeltaPart) -> Iterator[ToolCallDelta]:
+    def _call_deltas(self, choice: int, part: DeltaPart) -> Iterator[Document]:
         """Yield a call's id and name first, then its arguments or its input."""
         if part.name is not None:
             yield from self._end_input(choice)
             id, is_custom = self._new_call(choice, part.name), part.name in self._custom_tools
             self._inputs[choice] = CustomInputReader() if is_custom else None
-            call = ToolCallDelta(self._calls[choice] - 1, id, "custom" if is_custom else "function")
-            if is_custom:
-                call.custom = CustomCallDelta(part.name, "")
-            else:
-                call.function = FunctionCallDelta(part.name, "")
-            yield call
+            kind, text_field = ("custom", "input") if is_custom else ("function", "arguments")
+            function = {"name": part.name, text_field: ""}
+            yield {"index": self._calls[choice] - 1, "id": id, "type": kind, kind: function}
         if reader := self._inputs.get(choice):
             if text := reader.push(part.text):
-                custom = CustomCallDelta(input=text)
-                yield ToolCallDelta(self._calls[choice] - 1, custom=custom)
+                yield {"index": self._calls[choice] - 1, "custom": {"input": text}}
         elif part.text:
-            function = FunctionCallDelta(arguments=part.text)
-            yield ToolCallDelta(self._calls[choice] - 1, function=function)
+            yield {"index": self._calls[choice] - 1, "function": {"arguments": part.text}}
 
-    def _end_input(self, choice: int) -> Iterator[ToolCallDelta]:
+    def _end_input(self, choice: int) -> Iterator[Document]:
         """Yield the rest of a custom tool's input."""
         if (reader := self._inputs.pop(choice, None)) and (text := reader.finish()):
-            yield ToolCallDelta(self._calls[choice] - 1, custom=CustomCallDelta(input=text))
+            yield {"index": self._calls[choice] - 1, "custom": {"input": text}}
 
     def _new_call(self, choice: int, name: str) -> str:
         """Count a call; return its id."""

@@ -1,6 +1,6 @@
 """`POST /v1/completions`: the continuation of texts or token ids, whole or in chunks.
 
-    body → CompletionRequest → a GenerationInput per prompt → deltas → CompletionFormat → choices
+    body → CompletionRequest → a GenerationInput per prompt → deltas → CompletionBuilder → choices
 
 endpoint.py submits the inputs and sends the response; choices.py has what chat completions share.
 """
@@ -17,7 +17,7 @@ from batching.errors import InvalidInput
 from server.core.delta_stream import UsageCounts
 from server.http.json import Document, parse_json
 from server.http.operation import Operation
-from server.openai.choices import ChoicesResponseBuilder, ChunkUsage, Head
+from server.openai.choices import ChoicesBuilder
 from server.openai.endpoint import CHUNKS, GenerationEndpoint, ParsedRequest
 from server.openai.logprobs import clamp, prompt_fields
 from server.openai.request_fields import (
@@ -31,7 +31,6 @@ from server.openai.request_fields import (
 from server.openai.response_schemas import (
     Completion,
     CompletionChoice,
-    CompletionChunk,
     CompletionLogprobs,
     Usage,
 )
@@ -113,20 +112,15 @@ class Completions(GenerationEndpoint[ParsedRequest]):
         request = decode(parse_json(body), CompletionRequest, self.models.id_for, max_entries)
         return ParsedRequest(request, request.generation_inputs(max_choices))
 
-    def builder(
-        self, request: ParsedRequest, usage: UsageCounts
-    ) -> ChoicesResponseBuilder[CompletionChoice, CompletionChoice]:
-        scored = request.inputs[0].sampling.logprobs is not None
-        return ChoicesResponseBuilder(request, usage, CompletionFormat(scored))
+    def builder(self, request: ParsedRequest, usage: UsageCounts) -> "CompletionBuilder":
+        return CompletionBuilder(request, usage)
 
 
-class CompletionFormat:
-    """The choices of a text completion. `scored`: they have log-probabilities."""
+class CompletionBuilder(ChoicesBuilder[CompletionChoice, CompletionChoice]):
+    id_prefix, chunk_object = "cmpl-", "text_completion"
 
-    id_prefix = "cmpl-"
-
-    def __init__(self, scored: bool) -> None:
-        self._scored = scored
+    def __init__(self, request: ParsedRequest, usage: UsageCounts) -> None:
+        super().__init__(request, usage)
         self._offsets: Counter[int] = Counter()  # characters of a choice so far
 
     def choice(self, delta: Delta) -> CompletionChoice:
@@ -137,26 +131,16 @@ class CompletionFormat:
             **prompt_fields(delta),
             index=delta.choice,
             text=text,
-            logprobs=completion_logprobs(logprobs, offset) if self._scored else None,
+            logprobs=completion_logprobs(logprobs, offset) if self.scored else None,
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
         )
 
-    def response(
-        self, head: Head, choices: list[CompletionChoice], usage: Usage, delta: Delta
-    ) -> Completion:
-        return Completion(**head, object="text_completion", choices=choices, usage=usage)
-
-    def first_chunks(
-        self, head: Head, usage: ChunkUsage, delta: Delta | None
-    ) -> Iterator[CompletionChunk]:
-        return iter(())
+    def response(self, choices: list[CompletionChoice], usage: Usage, delta: Delta) -> Completion:
+        return Completion(**self.head, object="text_completion", choices=choices, usage=usage)
 
     def chunk_choices(self, delta: Delta) -> Iterator[CompletionChoice]:
         yield self.choice(delta)
-
-    def chunk(self, head: Head, usage: ChunkUsage) -> CompletionChunk:
-        return CompletionChunk(**head, object="text_completion", choices=[], usage=usage)
 
 
 def completion_logprobs(logprobs: list[TokenLogprob], offset: int) -> CompletionLogprobs:

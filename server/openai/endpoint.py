@@ -7,6 +7,7 @@ codes; a later failure is an event. A ResponseBuilder turns deltas into the resp
 """
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -161,6 +162,11 @@ async def build_events(
             yield builder.keep_alive
     for event in builder.finish():
         yield event
+
+
+def consume(events: Iterator[object]) -> None:
+    """Build events that are not sent, for their effect on the response."""
+    deque(events, maxlen=0)
 
 
 # ── endpoints ──

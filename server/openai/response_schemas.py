@@ -5,7 +5,7 @@ order of the keys. A field of type UnsetType is absent where it is UNSET.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field, json
 
@@ -158,53 +158,20 @@ class Completion(CompletionBase, kw_only=True):
     usage: Usage
 
 
-class FunctionCallDelta(Struct):
-    name: str | UnsetType = UNSET
-    arguments: str | UnsetType = UNSET
-
-
-class CustomCallDelta(Struct):
-    name: str | UnsetType = UNSET
-    input: str | UnsetType = UNSET
-
-
-class ToolCallDelta(Struct):
-    index: int
-    id: str | UnsetType = UNSET
-    type: Literal["function", "custom"] | UnsetType = UNSET
-    function: FunctionCallDelta | UnsetType = UNSET
-    custom: CustomCallDelta | UnsetType = UNSET
-
-
-class MessageDelta(Struct):
-    role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET
-    reasoning_content: Annotated[str | UnsetType, REASONING] = UNSET
-    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
-
-
 class ChatChunkChoice(Struct):
     index: int
-    delta: MessageDelta
+    delta: dict[str, Any]
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: StopReason | UnsetType = UNSET  # with finish_reason
     token_ids: TokenIds = UNSET
 
 
-class ChatCompletionChunk(CompletionBase, kw_only=True):
-    object: Literal["chat.completion.chunk"]
-    choices: list[ChatChunkChoice]
+class CompletionChunk(CompletionBase, kw_only=True):
+    object: Literal["chat.completion.chunk", "text_completion"]
+    choices: Sequence[ChatChunkChoice | CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: TokenIds = UNSET
-    prompt_logprobs: PromptLogprobs = UNSET
-
-
-class CompletionChunk(CompletionBase, kw_only=True):
-    object: Literal["text_completion"]
-    choices: list[CompletionChoice]
-    usage: Usage | UnsetType | None = UNSET
 
 
 # ── responses ──
@@ -335,72 +302,6 @@ class ListBase(Struct):
 
 class ItemList(ListBase):
     data: list[dict[str, Any]]
-
-
-# Events of a streamed response. `sequence_number` is set when an event is sent.
-
-
-class ResponseEvent(Struct, kw_only=True):
-    type: str
-    response: Response
-    sequence_number: int = 0
-
-
-class ItemEventBase(Struct, kw_only=True):
-    type: str
-    output_index: int
-
-
-class ItemEvent(ItemEventBase, kw_only=True):
-    item: OutputItem
-    sequence_number: int = 0
-
-
-class PartEvent(ItemEventBase, kw_only=True):
-    item_id: str
-    content_index: int = 0
-    part: OutputText | ReasoningText
-    sequence_number: int = 0
-
-
-class TextDeltaEvent(ItemEventBase, kw_only=True):
-    item_id: str
-    delta: str
-    content_index: int | UnsetType = UNSET
-    logprobs: list[ScoredTokenWithTop] | UnsetType = UNSET
-    sequence_number: int = 0
-
-
-class TextDoneEvent(ItemEventBase, kw_only=True):
-    item_id: str
-    content_index: int = 0
-    text: str
-    logprobs: list[ScoredTokenWithTop] | UnsetType = UNSET
-    sequence_number: int = 0
-
-
-class ArgumentsDoneEvent(ItemEventBase, kw_only=True):
-    item_id: str
-    name: str
-    arguments: str
-    sequence_number: int = 0
-
-
-class InputDoneEvent(ItemEventBase, kw_only=True):
-    item_id: str
-    input: str
-    sequence_number: int = 0
-
-
-StreamEvent: TypeAlias = (
-    ResponseEvent
-    | ItemEvent
-    | PartEvent
-    | TextDeltaEvent
-    | TextDoneEvent
-    | ArgumentsDoneEvent
-    | InputDoneEvent
-)
 
 
 # ── decisions ──

@@ -1,23 +1,27 @@
 """`POST /tokenize`, `POST /detokenize`: text or a conversation to token ids, and back, as in vLLM.
 
-Both use the tokenizer without a forward pass, and run in a pool thread.
+Both use the tokenizer without a forward pass, and run in a pool thread. So do the counts of the
+tokens of a prompt, by rendering and tokenizing it.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-import anyio
+from anyio import CapacityLimiter
 from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput
+from server.core.settings import Settings
+from server.core.worker_client import Deadlines, WorkerClient
 from server.http.errors import HttpError
-from server.http.json import JsonBodyParser, in_thread, parse_json
+from server.http.json import in_thread, parse_json
 from server.http.operation import Operation, OperationRoute
 from server.http.request import read_json_request, send_json
+from server.openai.endpoint import BodyEndpoint, GenerationEndpoint
 from server.openai.images import check_images
 from server.openai.messages import Messages, conversation
 from server.openai.models import ModelGroup, NamedModel
@@ -28,6 +32,7 @@ from worker.messages.protocol import TextModel
 
 MAX_PROMPT_BYTES = 1 << 20
 THREADS = 2  # a long text delays others here, but no generation
+T = TypeVar("T")
 
 
 class Tokens(Struct):
@@ -94,42 +99,73 @@ TOKENIZE = Operation(
 DETOKENIZE = Operation("POST /detokenize", "The text of token ids", Prompt, DetokenizeRequest)
 
 
-def tokenizer_routes(models: Sequence[NamedModel]) -> list[OperationRoute]:
-    group = ModelGroup(models)
+def tokenizer_routes(
+    settings: Settings, worker_client: WorkerClient, models: Sequence[NamedModel]
+) -> list[OperationRoute]:
+    shared = settings, worker_client, ModelGroup(models)
     return [
-        OperationRoute(TOKENIZE, TokenizerEndpoint(TokenizeRequest, group)),
-        OperationRoute(DETOKENIZE, TokenizerEndpoint(DetokenizeRequest, group)),
+        OperationRoute(TOKENIZE, TokenizerEndpoint(*shared, TokenizeRequest)),
+        OperationRoute(DETOKENIZE, TokenizerEndpoint(*shared, DetokenizeRequest)),
     ]
 
 
 @dataclass(eq=False)
-class TokenizerEndpoint:
-    """An ASGI app for one kind of request, to any of the models."""
+class TokenizerEndpoint(BodyEndpoint[TokenizeRequest | DetokenizeRequest]):
+    """An endpoint for one kind of request, to any of the models."""
 
     kind: type[TokenizeRequest | DetokenizeRequest]
-    models: ModelGroup
+    threads: CapacityLimiter = field(init=False, default_factory=partial(CapacityLimiter, THREADS))
 
-    def __post_init__(self) -> None:
-        self.threads = anyio.CapacityLimiter(THREADS)
-        self.body_parser = JsonBodyParser()
+    def parse(self, body: bytes, scope: Scope) -> TokenizeRequest | DetokenizeRequest:
+        return decode(parse_json(body), self.kind, self.models.id_for, self.models.max_entries)
+
+    async def serve(
+        self,
+        scope: Scope,
+        receive: Receive | None,
+        send: Send,
+        request: TokenizeRequest | DetokenizeRequest,
+        deadlines: Deadlines,
+    ) -> None:
+        assert receive
+        async with self.models.find(request.model).loaded(scope, receive, deadlines) as model:
+            tokens = await run_tokenizer(request.run, model, deadlines.first, self.threads)
+        await send_json(send, tokens)
+
+
+@dataclass(eq=False)
+class TokenCounter:
+    """An ASGI app that counts the tokens of the prompts that an endpoint reads. It takes a slot of
+    the queue only while its model loads. `result` makes the response from the count."""
+
+    endpoint: GenerationEndpoint[Any]
+    result: Callable[[int], Struct]
+    threads: CapacityLimiter = field(init=False, default_factory=partial(CapacityLimiter, THREADS))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, deadlines = await read_json_request(scope, receive)
-        request = await self.body_parser.run(self._parse, body, deadlines.first)
-        model = self.models.find(request.model)
-        async with model.loaded(scope, receive, deadlines) as text_model:
-            run = partial(self._run, model=text_model)
-            tokens = await in_thread(run, request, deadlines.first, self.threads)
-        await send_json(send, tokens)
+        request = await self.endpoint.read(scope, receive, body, deadlines)
+        count = partial(count_tokens, request.inputs[0].prompt)
+        async with self.endpoint.model_of(request).loaded(scope, receive, deadlines) as model:
+            number = await run_tokenizer(count, model, deadlines.first, self.threads)
+        await send_json(send, self.result(number))
 
-    def _parse(self, body: bytes) -> TokenizeRequest | DetokenizeRequest:
-        return decode(parse_json(body), self.kind, self.models.id_for, self.models.max_entries)
 
-    def _run(
-        self, request: TokenizeRequest | DetokenizeRequest, model: TextModel
-    ) -> Tokens | Prompt:
+def count_tokens(chat: Chat, model: TextModel) -> int:
+    check_images(chat, model)
+    return len(model.encode(chat))
+
+
+async def run_tokenizer(
+    work: Callable[[TextModel], T], model: TextModel, deadline: float, threads: CapacityLimiter
+) -> T:
+    """Return the result of `work`, which runs in a pool thread. Raises DeadlineExceeded."""
+
+    def run(model: TextModel) -> T:
         with panics_as_invalid_input():
-            return request.run(model)
+            return work(model)
+
+    return await in_thread(run, model, deadline, threads)
 
 
 @contextlib.contextmanager

@@ -10,9 +10,9 @@ import pytest
 
 from batching.errors import InvalidInput
 from server.core.delta_stream import UsageCounts
-from server.openai.chat import ChatFormat, ChatRequest, with_generation_config
-from server.openai.choices import ChoicesResponseBuilder
-from server.openai.completions import CompletionFormat, CompletionRequest
+from server.openai.chat import ChatBuilder, ChatRequest, with_generation_config
+from server.openai.choices import ChoicesBuilder
+from server.openai.completions import CompletionBuilder, CompletionRequest
 from server.openai.endpoint import ParsedRequest
 from server.openai.request_fields import decode
 from tests.fake_generator import FakeGenerator
@@ -35,15 +35,14 @@ TOKENS = [
 ]
 
 
-Builder = ChoicesResponseBuilder[Any, Any]
+Builder = ChoicesBuilder[Any, Any]
 
 
 def chat(**fields: Any) -> Builder:
     body = {"messages": [{"role": "user", "content": "x"}], "stream": True, **fields}
     request = decode(body, ChatRequest, lambda _: "demo")
     parsed = ParsedRequest(request, [request.generation_input()])
-    chat_format = ChatFormat(parsed.inputs[0], FakeGenerator().call_id)
-    return ChoicesResponseBuilder(parsed, UsageCounts(), chat_format)
+    return ChatBuilder(parsed, UsageCounts(), FakeGenerator().call_id)
 
 
 def test_generation_config_provides_absent_fields() -> None:
@@ -66,8 +65,7 @@ def completion(**fields: Any) -> Builder:
     body = {"prompt": "x", "stream": True, **fields}
     request = decode(body, CompletionRequest, lambda _: "demo")
     parsed = ParsedRequest(request, request.generation_inputs(10))
-    scored = request.logprobs is not None
-    return ChoicesResponseBuilder(parsed, UsageCounts(), CompletionFormat(scored))
+    return CompletionBuilder(parsed, UsageCounts())
 
 
 def choices(builder: Builder) -> list[dict[str, Any]]:

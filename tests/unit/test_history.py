@@ -12,7 +12,9 @@ import pytest
 from msgspec import to_builtins
 
 from batching.errors import InvalidInput
-from server.openai.chat import ChatFormat, ChatRequest
+from server.core.delta_stream import UsageCounts
+from server.openai.chat import ChatBuilder, ChatRequest
+from server.openai.endpoint import ParsedRequest
 from server.openai.request_fields import decode
 from tests.tiny_tokenizers import llama_tokenizer
 from worker.messages.deltas import Delta, DeltaPart
@@ -53,8 +55,9 @@ def chat(messages: list[Any], **fields: Any) -> tuple[ChatRequest, Chat]:
 def answered(chat_template: ChatTemplate, messages: list[Any], *parts: DeltaPart) -> dict[str, Any]:
     """Return the assistant message of a response."""
     request, _ = chat(messages)
-    chat_format = ChatFormat(request.generation_input(), chat_template.call_id)
-    choice = chat_format.choice(Delta(0, list(parts), finish_reason="tool_calls"))
+    parsed = ParsedRequest(request, [request.generation_input()])
+    builder = ChatBuilder(parsed, UsageCounts(), chat_template.call_id)
+    choice = builder.choice(Delta(0, list(parts), finish_reason="tool_calls"))
     message: dict[str, Any] = to_builtins(choice.message)
     return message
 

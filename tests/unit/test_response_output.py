@@ -58,7 +58,7 @@ def test_a_reasoning_item_follows_text_and_text_follows_it() -> None:
 def test_completed_output_without_text_is_an_empty_message() -> None:
     output = empty()
     assert list(output.close("incomplete")) == []
-    assert [event.type.removeprefix("response.") for event in output.close("completed")] == [
+    assert [event["type"].removeprefix("response.") for event in output.close("completed")] == [
         "output_item.added", "content_part.added", "output_text.done",
         "content_part.done", "output_item.done",
     ]  # fmt: skip

@@ -37,26 +37,22 @@ from server.openai.response_schemas import (
 from worker.messages.transcription import TranscriptDelta
 
 SUBTITLES = TEXT, "application/x-subrip", "text/vtt"
+STREAM = "With stream: true. Deltas of the text, then the whole text, then [DONE]."
 OPERATIONS = {
-    TranscriptionRequest: Operation(
-        "POST /v1/audio/transcriptions",
-        "The text of a recording",
+    kind: Operation(
+        f"POST /v1/audio/{name}",
+        summary,
         Transcription,
-        {FORM: form_schema(TranscriptionRequest)},
+        {FORM: form_schema(kind)},
         [404],
-        "With stream: true. Deltas of the text, then the whole text, then [DONE].",
+        stream,
         others=SUBTITLES,
         alternatives=[VerboseTranscription],
-    ),
-    TranslationRequest: Operation(
-        "POST /v1/audio/translations",
-        "The English translation of a recording",
-        Transcription,
-        {FORM: form_schema(TranslationRequest)},
-        [404],
-        others=SUBTITLES,
-        alternatives=[VerboseTranscription],
-    ),
+    )
+    for kind, name, summary, stream in (
+        (TranscriptionRequest, "transcriptions", "The text of a recording", STREAM),
+        (TranslationRequest, "translations", "The English translation of a recording", None),
+    )
 }
 
 

@@ -70,39 +70,23 @@ class LineError(Struct):
     message: str
 
 
-class TokenDetails(Struct, frozen=True):
-    cached_tokens: int = 0
-    reasoning_tokens: int = 0
-
-
-class LineUsage(Struct):
-    """The usage of a response, as any of the endpoints names it."""
-
-    prompt_tokens: int = 0
-    input_tokens: int = 0
-    prompt_tokens_details: TokenDetails = TokenDetails()
-    input_tokens_details: TokenDetails = TokenDetails()
-    completion_tokens: int = 0
-    output_tokens: int = 0
-    completion_tokens_details: TokenDetails = TokenDetails()
-    output_tokens_details: TokenDetails = TokenDetails()
-
-    def counts(self) -> LineTokens:
-        inputs = self.prompt_tokens_details, self.input_tokens_details
-        outputs = self.completion_tokens_details, self.output_tokens_details
-        return LineTokens(
-            self.prompt_tokens + self.input_tokens,
-            sum(details.cached_tokens for details in inputs),
-            self.completion_tokens + self.output_tokens,
-            sum(details.reasoning_tokens for details in outputs),
-        )
-
-
 class LineSummary(Struct):
     """The part of a response that the batch counts."""
 
     model: str | None = None
-    usage: LineUsage | None = None
+    usage: dict[str, Any] | None = None
+
+    def tokens(self) -> LineTokens:
+        """Return the tokens of the usage, as any of the endpoints names them."""
+        usage: dict[str, Any] = {"cached_tokens": 0, "reasoning_tokens": 0}
+        for name, value in (self.usage or {}).items():
+            usage |= value if name.endswith("_details") else {name: value}
+        return LineTokens(
+            usage.get("prompt_tokens", 0) + usage.get("input_tokens", 0),
+            usage["cached_tokens"],
+            usage.get("completion_tokens", 0) + usage.get("output_tokens", 0),
+            usage["reasoning_tokens"],
+        )
 
 
 class LineOutput(Struct):
@@ -145,8 +129,7 @@ class FinishedLine(NamedTuple):
         response = LineResponse(self.response.status, self.request_id, Raw(content))
         result = line_result(self.position, self.custom_id, response, None)
         summary = decode(content, type=LineSummary)
-        tokens = summary.usage.counts() if summary.usage else LineTokens()
-        return result._replace(model=summary.model, tokens=tokens)
+        return result._replace(model=summary.model, tokens=summary.tokens())
 
 
 def line_result(

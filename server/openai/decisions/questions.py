@@ -1,6 +1,9 @@
 """The questions of `POST /v1/decisions`: as clients send them, as the model gets them, and answers.
 
 AnyQuestion  --to_question-->  Question (worker)  --probabilities, answer-->  response
+
+Confidence is 0 for equal probabilities and 1 for certainty, as in transformers' `decision`
+pipeline.
 """
 
 import json
@@ -10,12 +13,6 @@ from typing import Annotated, Any, TypeAlias
 from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
-from server.openai.decisions.confidence import (
-    choice_confidence,
-    likeliest,
-    mean_level,
-    score_confidence,
-)
 from server.openai.messages import TextPart
 from server.openai.request_fields import NON_EMPTY, required
 from server.openai.response_schemas import (
@@ -138,3 +135,33 @@ def as_text(value: Any, path: str) -> str:
         return json.dumps(value, ensure_ascii=False)
     except RecursionError:
         raise InvalidInput.at(path, "is nested too deeply") from None
+
+
+# ── answers ──
+
+
+def likeliest(probabilities: Sequence[float]) -> int:
+    """Return the index of the highest probability, the first of equals."""
+    return max(range(len(probabilities)), key=probabilities.__getitem__)
+
+
+def choice_confidence(probabilities: Sequence[float]) -> float:
+    """Return how far the highest probability is above an equal share."""
+    share = 1 / len(probabilities)
+    return max(0.0, (max(probabilities) - share) / (1 - share)) if share < 1 else 1.0
+
+
+def score_confidence(probabilities: Sequence[float]) -> float:
+    """Return 1 - d/u: d is the mean distance of levels from the likeliest, u that of equal
+    probabilities from the middle level."""
+    count, best = len(probabilities), likeliest(probabilities)
+    distance = sum(
+        probability * abs(level - best) for level, probability in enumerate(probabilities)
+    )
+    uniform = sum(abs(level - (count - 1) / 2) for level in range(count)) / count
+    return max(0.0, 1 - distance / uniform) if uniform else 1.0
+
+
+def mean_level(probabilities: Sequence[float]) -> float:
+    """Return the expected level; levels count from 0."""
+    return sum(level * probability for level, probability in enumerate(probabilities))

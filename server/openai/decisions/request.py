@@ -5,21 +5,20 @@ questions are those of questions.py.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
 from server.core.delta_stream import UsageCounts
-from server.http.json import parse_json, to_json
+from server.http.json import Document, parse_json
 from server.http.operation import Operation
 from server.openai.decisions.questions import AnyQuestion, QuestionPart, as_text
 from server.openai.messages import to_template_messages
-from server.openai.request_fields import NON_EMPTY, CacheOptions, NonEmpty, Salt, required
+from server.openai.request_fields import NON_EMPTY, CacheOptions, NonEmpty, Salt
 from server.openai.response_schemas import Decision
 from server.openai.responses.events import response_usage
 from server.openai.responses.items import (
-    IMAGE,
     MESSAGE_PARTS,
     InputPart,
     Item,
@@ -30,19 +29,18 @@ from server.openai.responses.items import (
 from worker.messages.decisions import MAX_QUESTIONS, DecisionInput
 
 DecisionItemType = Literal["message", "function_call", "function_call_output"]
-# Items of the Responses API that /v1/responses does not take: calls of tools that take a text.
 CustomToolType = Literal["custom_tool_call", "custom_tool_call_output"]
 
 
 class ItemPart(QuestionPart):
     type: Annotated[str, Meta(extra_json_schema={"enum": ["input_json", *MESSAGE_PARTS]})]
 
-    def to_input_part(self, path: str) -> InputPart:
-        if self.type == "input_json":
-            return InputPart("input_text", self.to_text(path))
-        if self.type == IMAGE:
-            self.read(path, MESSAGE_PARTS)  # raises: decisions take no images
-        return InputPart(self.type, self.text, self.refusal)
+    def read(self, path: str, kinds: Sequence[str], prefix: str = "") -> str:
+        is_json = self.type == "input_json"
+        return self.to_text(path) if is_json else super().read(path, kinds, prefix)
+
+    def image_document(self, path: str) -> Document:
+        raise InvalidInput.at(f"{path}.type", "this model takes text, no images")
 
 
 class DecisionItem(Struct):
@@ -56,25 +54,11 @@ class DecisionItem(Struct):
     output: str | list[InputPart] | None = None
 
     def to_item(self, path: str) -> Item:
-        """Return the equivalent item of a Responses request."""
-        arguments = self.arguments and unescaped(self.arguments, f"{path}.arguments")
-        if self.type == "custom_tool_call":
-            arguments = to_json({"input": required(self.input, f"{path}.input")}).decode()
-        item_type: Any = self.type.replace("custom_tool", "function")
-        return Item(
-            item_type,
-            role=self.role,
-            content=self._item_content(f"{path}.content"),
-            call_id=self.call_id,
-            name=self.name,
-            arguments=arguments,
-            output=self.output,
-        )
-
-    def _item_content(self, path: str) -> str | list[InputPart] | None:
-        if not isinstance(self.content, list):
-            return self.content
-        return [part.to_input_part(f"{path}[{n}]") for n, part in enumerate(self.content)]
+        """Return the item of a Responses request."""
+        fields: Document = {name: getattr(self, name) for name in self.__struct_fields__}
+        if self.arguments:
+            fields["arguments"] = unescaped(self.arguments, f"{path}.arguments")
+        return Item(**fields)
 
 
 def unescaped(arguments: str, path: str) -> str:

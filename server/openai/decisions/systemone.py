@@ -11,13 +11,14 @@ from msgspec import Meta, Raw, Struct
 from batching.errors import InvalidInput
 from server.core.delta_stream import UsageCounts
 from server.http.operation import Operation
-from server.openai.decisions.confidence import (
+from server.openai.decisions.questions import (
+    as_text,
     choice_confidence,
+    described,
     likeliest,
     mean_level,
     score_confidence,
 )
-from server.openai.decisions.questions import as_text, described
 from server.openai.request_fields import Salt
 from server.openai.response_schemas import (
     NamedChoiceAnswer,

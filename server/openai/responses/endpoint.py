@@ -42,7 +42,7 @@ from server.openai.response_schemas import Deleted, InputTokens, ItemList, Respo
 from server.openai.responses.events import ResponsesBuilder
 from server.openai.responses.items import to_documents
 from server.openai.responses.request import ParsedResponseRequest, ResponseRequest
-from server.openai.responses.store import Count, NotStored, ResponseStore, TooLarge
+from server.openai.responses.store import Count, NotStored, ResponseStore
 from server.openai.sqlite_store import (
     Owner,
     encode_page,
@@ -50,7 +50,7 @@ from server.openai.sqlite_store import (
     owner_of,
     refusing_disk_errors,
 )
-from server.openai.token_count import TokenCounter
+from server.openai.tokenize import TokenCounter
 from worker.worker import trim_heap
 
 log = logging.getLogger("onequeue.responses")
@@ -70,6 +70,10 @@ MAX_FALLBACK_BYTES = 64_000_000
 POLL_S = 0.1  # how often the end of a response that another process generates is looked for
 
 T = TypeVar("T")
+
+
+class TooLarge(Exception):
+    """The stored responses that a request refers to exceed a size, which is the message."""
 
 
 class BackgroundJob(StoredJob):
@@ -163,7 +167,7 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         self.background_memory = TransferBudget(limit, message)
 
     def routes(self) -> list[OperationRoute]:
-        count = TokenCounter(self.models, self.images, self.parse, input_tokens, True)
+        count = TokenCounter(self, partial(InputTokens, "response.input_tokens"))
         by_id = self.retrieve_or_delete, self.input_items, self.cancel
         return [OperationRoute(COUNT_TOKENS, count), *routes_of(self, refuse_compaction, *by_id)]
 
@@ -173,14 +177,14 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
     def parse(self, body: bytes, scope: Scope) -> ParsedResponseRequest:
         max_entries = self.models.max_entries
         request = decode(parse_json(body), ResponseRequest, self.models.id_for, max_entries)
-        namespace, count = owner_from(scope).namespace, counter(scope)
-        max_mb = self.settings.max_body_mb
-        look_up = partial(self.store.items, namespace, max_bytes=max_mb * 1_000_000, count=count)
+        namespace, max_body = owner_from(scope).namespace, scope["app"].max_body
+        look_up = partial(self.store.items, namespace, count=counter(scope, max_body))
         try:
             items = to_documents(request.input, look_up)
-        except TooLarge:
-            reason = f"the stored responses with its items exceed {max_mb:g} MB"
+        except TooLarge as error:
+            reason = f"the stored responses with its items exceed {error}"
             raise InvalidInput.at("input", reason) from None
+        count = counter(scope, max_body)
         previous = self._previous_items(namespace, request.previous_response_id, count)
         tools = request.callable_tools([*previous, *items])
         if tools.dropped:
@@ -198,11 +202,11 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         """
         if id is None:
             return []
-        path, max_mb = "previous_response_id", self.settings.max_body_mb
+        path = "previous_response_id"
         try:
-            chain = self.store.chain(namespace, id, max_mb * 1_000_000, count)
-        except TooLarge:
-            raise InvalidInput.at(path, f"its conversation exceeds {max_mb:g} MB") from None
+            chain = self.store.chain(namespace, id, count)
+        except TooLarge as error:
+            raise InvalidInput.at(path, f"its conversation exceeds {error}") from None
         except NotStored as error:
             raise _not_found(error.id, path) from None
         if any(stored.response["status"] in UNFINISHED for stored in chain):
@@ -344,10 +348,6 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         raise _not_found(id, "id")
 
 
-def input_tokens(count: int) -> InputTokens:
-    return InputTokens("response.input_tokens", count)
-
-
 @Operation(
     f"POST {COMPACT_PATH}", "Refused: compaction is not implemented", {JSON: {}}, errors=[400]
 )
@@ -360,14 +360,16 @@ def owner_from(scope: Scope) -> Owner:
     return owner_of(scope["context"].key.id, address_of(scope))
 
 
-def counter(scope: Scope) -> Count:
+def counter(scope: Scope, max_bytes: float = math.inf) -> Count:
     """Return a function for a pool thread: it counts stored bytes that a request is about to hold,
-    and raises QueueFull if there is no memory for them."""
-    uncounted = 0
+    and raises QueueFull if there is no memory for them, TooLarge beyond `max_bytes`."""
+    left, uncounted = max_bytes, 0
 
     def count(size: int) -> None:
-        nonlocal uncounted
-        uncounted += size
+        nonlocal left, uncounted
+        left, uncounted = left - size, uncounted + size
+        if left < 0:
+            raise TooLarge(f"{max_bytes / 1_000_000:g} MB")
         if uncounted > INLINE_BYTES:  # a conversation may have thousands of small responses
             size, uncounted = uncounted, 0
             anyio.from_thread.run_sync(scope["app"].count_body, scope, size)

@@ -23,32 +23,24 @@ from server.http.json import Document, read_object, to_json
 from server.http.sse import named_frame
 from server.openai.chat import CallIdFactory
 from server.openai.custom_tools import CustomInputReader
-from server.openai.endpoint import ResponseBuilder
+from server.openai.endpoint import ResponseBuilder, consume
 from server.openai.logprobs import scored_token_with_top
 from server.openai.models import NamedModel
 from server.openai.response_format import TextFormat
 from server.openai.response_schemas import (
-    ArgumentsDoneEvent,
     CompletionTokensDetails,
     IncompleteDetails,
-    InputDoneEvent,
     InputTokensDetails,
-    ItemEvent,
     OutputItem,
     OutputItemType,
     OutputText,
-    PartEvent,
     ReasoningText,
     Response,
     ResponseError,
-    ResponseEvent,
     ResponseReasoning,
     ResponseText,
     ResponseUsage,
     ScoredTokenWithTop,
-    StreamEvent,
-    TextDeltaEvent,
-    TextDoneEvent,
 )
 from server.openai.response_tools import CallableTool, HostedType, ToolKind
 from server.openai.responses.items import new_id
@@ -168,13 +160,13 @@ class ResponsesBuilder(ResponseBuilder[Delta]):
         if status == "completed":
             self.response.completed_at = int(time.time())
 
-    def _event(self, name: str) -> ResponseEvent:
-        return ResponseEvent(type=f"response.{name}", response=self.response)
+    def _event(self, name: str) -> Document:
+        return {"type": f"response.{name}", "response": self.response}
 
-    def _frame(self, event: StreamEvent) -> bytes:
-        event.sequence_number = self._events
+    def _frame(self, event: Document) -> bytes:
+        event["sequence_number"] = self._events
         self._events += 1
-        return named_frame(event.type, event)
+        return named_frame(event)
 
 
 def response_usage(usage: UsageCounts) -> ResponseUsage:
@@ -185,11 +177,6 @@ def response_usage(usage: UsageCounts) -> ResponseUsage:
         CompletionTokensDetails(usage.reasoning),
         usage.prompt + usage.completion,
     )
-
-
-def consume(events: Iterator[object]) -> None:
-    """Build events that are not sent, for their effect on the response."""
-    deque(events, maxlen=0)
 
 
 class ResponseOutput:
@@ -214,7 +201,7 @@ class ResponseOutput:
         self._logprobs: deque[TokenLogprob] = deque()
         self._unscored = 0  # characters of the open message without log-probabilities
 
-    def add(self, delta: Delta) -> Iterator[StreamEvent]:
+    def add(self, delta: Delta) -> Iterator[Document]:
         self._logprobs += delta.logprobs
         for part in delta.parts:
             is_call = self._open is not None and self._open.call_id is not UNSET
@@ -230,15 +217,15 @@ class ResponseOutput:
                 self._texts.append(text)
                 self._unscored += len(text)
                 if self.items[-1].type in TEXT_EVENTS:
-                    yield self._delta_event(self.items[-1], text)
+                    yield self._delta_event(text)
 
-    def close(self, status: FinalStatus) -> Iterator[StreamEvent]:
+    def close(self, status: FinalStatus) -> Iterator[Document]:
         """Close the open item. A completed output without items gets an empty message."""
         if status == "completed" and not self.items:
             yield from self._begin("message")
         yield from self._close(status)
 
-    def _begin_call(self, name: str) -> Iterator[StreamEvent]:
+    def _begin_call(self, name: str) -> Iterator[Document]:
         tool = self._tools.get(name)
         item_type = CALL_ITEM_TYPES[tool.kind if tool else "function"]
         item = OutputItem(id=new_id(item_type), type=item_type)
@@ -256,13 +243,12 @@ class ResponseOutput:
             item.arguments = ""
         yield self._added(item)
 
-    def _added(self, item: OutputItem) -> ItemEvent:
+    def _added(self, item: OutputItem) -> Document:
         self.items.append(item)
         self._open, self._texts, self._unscored = item, [], 0
-        added = "response.output_item.added"
-        return ItemEvent(type=added, output_index=self._index, item=item)
+        return self._event("response.output_item.added", item=item)
 
-    def _begin(self, kind: Literal["message", "reasoning"]) -> Iterator[StreamEvent]:
+    def _begin(self, kind: Literal["message", "reasoning"]) -> Iterator[Document]:
         item = OutputItem(id=new_id(kind), type=kind)
         part: OutputText | ReasoningText
         if kind == "message":
@@ -273,17 +259,21 @@ class ResponseOutput:
             part = ReasoningText()
         yield self._added(item)
         added = "response.content_part.added"
-        yield PartEvent(type=added, output_index=self._index, item_id=item.id, part=part)
+        yield self._event(added, item_id=item.id, content_index=0, part=part)
         item.content.append(part)
 
-    def _delta_event(self, item: OutputItem, text: str) -> TextDeltaEvent:
-        type = TEXT_EVENTS[item.type] + ".delta"
-        event = TextDeltaEvent(type=type, output_index=self._index, item_id=item.id, delta=text)
+    def _event(self, type: str, **fields: object) -> Document:
+        """Return an event of the last item."""
+        return {"type": type, "output_index": len(self.items) - 1, **fields}
+
+    def _delta_event(self, text: str) -> Document:
+        item = self.items[-1]
+        event = self._event(TEXT_EVENTS[item.type] + ".delta", item_id=item.id, delta=text)
         if item.content is not UNSET:
-            event.content_index, [part] = 0, item.content
+            event["content_index"], [part] = 0, item.content
             if isinstance(part, OutputText):
-                event.logprobs = self._take_logprobs()
-                part.logprobs += event.logprobs
+                event["logprobs"] = self._take_logprobs()
+                part.logprobs += event["logprobs"]
         return event
 
     def _take_logprobs(self) -> list[ScoredTokenWithTop]:
@@ -295,45 +285,38 @@ class ResponseOutput:
             scores.append(scored_token_with_top(token))
         return scores
 
-    def _close(self, status: FinalStatus) -> Iterator[StreamEvent]:
+    def _close(self, status: FinalStatus) -> Iterator[Document]:
         if (item := self._open) is None:
             return
         if self._input and (rest := self._input.finish()):
             self._texts.append(rest)
-            yield self._delta_event(item, rest)
+            yield self._delta_event(rest)
         self._input = None
-        text, index = "".join(self._texts), self._index
+        text = "".join(self._texts)
         done = TEXT_EVENTS.get(item.type, "") + ".done"
         if item.type == "local_shell_call":
             item.action = shell_action(text)
         elif item.type == "custom_tool_call":
             item.input = text
-            yield InputDoneEvent(type=done, output_index=index, item_id=item.id, input=text)
+            yield self._event(done, item_id=item.id, input=text)
         elif item.content is UNSET:
-            assert item.name is not UNSET
             item.arguments = text
-            yield ArgumentsDoneEvent(
-                type=done, output_index=index, item_id=item.id, name=item.name, arguments=text
-            )
+            yield self._event(done, item_id=item.id, name=item.name, arguments=text)
         else:
             if item.type == "reasoning" and self._seals:
                 item.encrypted_content = seal(text)
             [part] = item.content
             part.text = text
-            event = TextDoneEvent(type=done, output_index=index, item_id=item.id, text=text)
+            event = self._event(done, item_id=item.id, content_index=0, text=text)
             if isinstance(part, OutputText):
                 part.logprobs += self._take_logprobs()
-                event.logprobs = part.logprobs
+                event["logprobs"] = part.logprobs
             yield event
             done = "response.content_part.done"
-            yield PartEvent(type=done, output_index=index, item_id=item.id, part=part)
+            yield self._event(done, item_id=item.id, content_index=0, part=part)
         item.status = status
         self._open = None
-        yield ItemEvent(type="response.output_item.done", output_index=index, item=item)
-
-    @property
-    def _index(self) -> int:
-        return len(self.items) - 1
+        yield self._event("response.output_item.done", item=item)
 
 
 def shell_action(arguments: str) -> Document:

@@ -9,7 +9,6 @@ in the table `generating` until it has ended. It has failed if its process ends 
 """
 
 import contextlib
-import math
 import sqlite3
 from collections.abc import Callable, Set
 from dataclasses import dataclass
@@ -60,10 +59,6 @@ class NotStored(Exception):
     def __init__(self, id: str) -> None:
         super().__init__(id)
         self.id = id
-
-
-class TooLarge(Exception):
-    """The stored items that a request refers to exceed the limit."""
 
 
 # Called with the size of a response before it is read, in bytes of JSON; may raise.
@@ -185,19 +180,12 @@ class ResponseStore(SqliteStore):
         response, input_items = self._row("response, input", namespace, id)
         return Stored(orjson.loads(response), orjson.loads(input_items))
 
-    def chain(
-        self, namespace: bytes, id: str, max_bytes: float = math.inf, count: Count = uncounted
-    ) -> list[Stored]:
-        """Return the responses of a conversation, oldest first, up to the one with this id.
-
-        Raises NotStored or TooLarge.
-        """
+    def chain(self, namespace: bytes, id: str, count: Count = uncounted) -> list[Stored]:
+        """Return the responses of a conversation, oldest first, up to the one with this id. Raises
+        NotStored."""
         chain: list[Stored] = []
         next_id: str | None = id
         while next_id is not None:
-            max_bytes -= self._size(namespace, next_id)
-            if max_bytes < 0:
-                raise TooLarge(id)
             stored = self.get(namespace, next_id, count)
             chain.append(stored)
             next_id = stored.response["previous_response_id"]
@@ -207,16 +195,10 @@ class ResponseStore(SqliteStore):
         return chain[::-1]
 
     def items(
-        self,
-        namespace: bytes,
-        ids: Set[str],
-        max_bytes: float = math.inf,
-        count: Count = uncounted,
+        self, namespace: bytes, ids: Set[str], count: Count = uncounted
     ) -> dict[str, Document]:
-        """Return the input and output items of stored responses that have one of the ids.
-
-        Raises TooLarge if their responses exceed `max_bytes`. A response is read once.
-        """
+        """Return the input and output items of stored responses that have one of the ids. A
+        response is read once."""
         items: dict[str, Document] = {}
         of_item = "SELECT response_id FROM items WHERE namespace = ? AND id = ? LIMIT 1"
         for id in ids:
@@ -227,9 +209,6 @@ class ResponseStore(SqliteStore):
             if row is None:
                 continue
             with contextlib.suppress(NotStored):  # it has been deleted meanwhile
-                max_bytes -= self._size(namespace, row[0])
-                if max_bytes < 0:
-                    raise TooLarge(id)
                 stored = self.get(namespace, row[0], count)
                 for item in (*stored.input, *stored.response["output"]):
                     if item["id"] in ids:
