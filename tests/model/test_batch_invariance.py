@@ -2,7 +2,7 @@
 
 import random
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -55,20 +55,32 @@ def folder(kind: str = "llama") -> Path:
     return saved("deep-llama", tiny_decoders.decoder("LlamaConfig", **sizes)())
 
 
-@cache
-def language(dtype: str, quantization: str, kind: str = "llama") -> LanguageModel:
+def paged_runner(source: str, dtype: str, quantization: str = "none") -> PagedRunner:
+    """Load a model of `folder`, or of the builders if there is one of that name."""
+    is_built = source != "llama" and source in tiny_decoders.BUILDERS
     options = GeneratorOptions(
-        str(folder(kind)),
+        str(tiny_decoders.folder(source) if is_built else folder(source)),
         dtype=dtype,
         device="cpu",
-        kv_cache_gb=0.01,
+        kv_cache_gb=0.02,
         quantization=quantization,
         compile="on",  # which builds the native operations
     )
-    runner = load_paged_runner(load_language_model(options), options)
+    return load_paged_runner(load_language_model(options), options)
+
+
+@cache
+def language(source: str, dtype: str, quantization: str = "none") -> LanguageModel:
+    runner = paged_runner(source, dtype, quantization)
     runner._use_native_ops()
     assert runner.metadata is NativeMetadata
-    return runner.language
+    model = runner.language
+    if quantization != "none" and not native_quantized_matches(quantization, model.dtype):
+        pytest.skip(f"no kernel for {quantization} weights on this CPU")
+    if source in STACKED and not runner._keeps_rows_apart():
+        pytest.skip("torch's product of a row depends on the others on this CPU")
+    assert all(module.native for module in model.recurrent)
+    return model
 
 
 def new_engine(model: LanguageModel, blocks: int, speculation: str) -> GenerationEngine:
@@ -108,44 +120,76 @@ def draft_from(alone: list[Served], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Speculation, "worthwhile", lambda budget, acceptance, limit: limit)
 
 
+def serve_alone(model: LanguageModel, items: Sequence[GenerationItem]) -> list[Served]:
+    return [serve(new_engine(model, 64, "off"), [item])[0][0] for item in items]
+
+
+def serve_together(
+    model: LanguageModel, blocks: int, items: Sequence[GenerationItem], alone: list[Served]
+) -> Driver:
+    """Serve items in small steps on several threads. Compare with `alone`, by turns."""
+    torch.set_num_threads(3)
+    served, driver = serve(new_engine(model, blocks, "auto"), items, seed=1)
+    assert driver.partial > 0
+    assert 0 < driver.total("accepted") < driver.total("drafted")
+    assert list(map(outputs, served)) == list(map(outputs, alone)) * (len(items) // len(alone))
+    return driver
+
+
+@pytest.fixture
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_times, "MAX_PREFILL_TOKENS", {"cpu": 70})
+    monkeypatch.setattr(step_times, "MIN_PREFILL_TOKENS", 70)
+
+
+DTYPES = ("float32", "bfloat16")
+HYBRIDS = ("qwen3.5", "lfm2", "bamba", "granite4", "qwen3-next", "kimi-linear")
+# with a router that has a bias, scores of groups, and a shared expert with a gate
+MIXTURES = ("gpt-oss", "deepseek-v3", "qwen2-moe", "mixtral")
+# with transposed weights, soft-capped attention, and positions that are looked up
+DENSE = ("gpt2", "gemma2", "opt")
+# with a router that is a linear layer, gates by softplus, an activation of some columns, and steps
+# in time that are limited in prompts
+FAMILIES = ("phimoe", "laguna", "modernbert-decoder", "nemotron_h")
+# with experts that torch multiplies by, one after another and all at once
+STACKED = ("longcat_flash", "jetmoe", "llama4_text")
+
+
+@pytest.mark.usefixtures("small_steps")
 @pytest.mark.parametrize(
-    ("dtype", "quantization", "kind"),
+    ("source", "dtype", "quantization"),
     matrix(
         [
-            ("bfloat16", "none", "llama"),
-            ("float32", "none", "llama"),
-            ("bfloat16", "int8", "llama"),
-            ("float32", "int8", "llama"),
-            ("bfloat16", "int4", "llama"),
-            ("float32", "int4", "llama"),
-            ("bfloat16", "none", "youtu"),  # latent attention
-            ("float32", "int8", "youtu"),
+            *(("llama", d, q) for d in DTYPES for q in ("none", "int8", "int4")),
+            ("youtu", "bfloat16", "none"),  # latent attention
+            ("youtu", "float32", "int8"),
+            *((name, dtype, "none") for dtype in DTYPES for name in HYBRIDS),
         ],
-        ("bfloat16", "none", "llama"),
-        ("bfloat16", "int4", "llama"),
-        ("float32", "int8", "llama"),
-        ("bfloat16", "none", "youtu"),
+        ("llama", "bfloat16", "none"),
+        ("llama", "bfloat16", "int4"),
+        ("llama", "float32", "int8"),
+        ("youtu", "bfloat16", "none"),
+        ("qwen3.5", "float32", "none"),
+        ("granite4", "bfloat16", "none"),
     ),
 )
 def test_outputs_are_those_of_each_request_alone(
-    dtype: str, quantization: str, kind: str, monkeypatch: pytest.MonkeyPatch
+    source: str, dtype: str, quantization: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = language(dtype, quantization, kind)
-    if quantization != "none" and not native_quantized_matches(quantization, model.dtype):
-        pytest.skip(f"no kernel for {quantization} weights on this CPU")
-    alone = [serve(new_engine(model, 64, "off"), [item])[0][0] for item in requests()]
+    model = language(source, dtype, quantization)
+    alone = serve_alone(model, requests())
     draft_from(alone, monkeypatch)
-    monkeypatch.setattr(step_times, "MAX_PREFILL_TOKENS", {"cpu": 70})
-    monkeypatch.setattr(step_times, "MIN_PREFILL_TOKENS", 70)
-    torch.set_num_threads(3)
-    served, driver = serve(new_engine(model, 9, "auto"), requests(), seed=1)
-    assert driver.partial > 0
-    assert driver.total("cached_tokens") > 0
-    assert driver.total("preempted") > 0
-    assert 0 < driver.total("accepted") < driver.total("drafted")
-    assert list(map(outputs, served)) == list(map(outputs, alone))
+    if model.recurrent:  # a state is cached where a prompt has ended
+        items = [*requests(), *requests()]
+        assert serve_together(model, 200, items, alone).total("cached_tokens") > 0
+        assert serve_together(model, 9, items, alone).total("preempted") > 0
+    else:
+        driver = serve_together(model, 9, requests(), alone)
+        assert driver.total("cached_tokens") > 0
+        assert driver.total("preempted") > 0
 
 
+@pytest.mark.usefixtures("small_steps")
 @pytest.mark.parametrize(
     ("dtype", "quantization"),
     matrix(
@@ -157,9 +201,7 @@ def test_outputs_are_those_of_each_request_alone(
 def test_outputs_with_adapters_are_those_of_each_request_alone(
     dtype: str, quantization: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    model = language(dtype, quantization)
-    if quantization != "none" and not native_quantized_matches(quantization, model.dtype):
-        pytest.skip(f"no kernel for {quantization} weights on this CPU")
+    model = language("llama", dtype, quantization)
     adapters: list[Adapter | None] = [None]
     for seed, rank in ((1, 4), (2, 9)):
         tiny_adapters.make(tmp_path / str(seed), folder(), seed, r=rank)
@@ -173,105 +215,27 @@ def test_outputs_with_adapters_are_those_of_each_request_alone(
             item.payload = replace(item.payload, adapter=adapters[number % 3])
         return made
 
-    alone = [serve(new_engine(model, 64, "off"), [item])[0][0] for item in items()]
+    alone = serve_alone(model, items())
     draft_from(alone, monkeypatch)
-    monkeypatch.setattr(step_times, "MAX_PREFILL_TOKENS", {"cpu": 70})
-    monkeypatch.setattr(step_times, "MIN_PREFILL_TOKENS", 70)
-    torch.set_num_threads(3)
-    served, driver = serve(new_engine(model, 12, "auto"), items(), seed=1)
-    assert driver.partial > 0
-    assert driver.total("accepted") > 0
-    assert list(map(outputs, served)) == list(map(outputs, alone))
-
-
-@cache
-def hybrid(name: str, dtype: str) -> LanguageModel:
-    options = GeneratorOptions(
-        str(tiny_decoders.folder(name)), dtype=dtype, device="cpu", kv_cache_gb=0.01,
-        compile="on",
-    )  # fmt: skip
-    runner = load_paged_runner(load_language_model(options), options)
-    runner._use_native_ops()
-    assert all(module.native for module in runner.language.recurrent)
-    return runner.language
-
-
-HYBRIDS = ("qwen3.5", "lfm2", "bamba")
-# with a router that has a bias, scores of groups, and a shared expert with a gate
-MIXTURES = ("gpt-oss", "deepseek-v3", "qwen2-moe", "mixtral")
-# with transposed weights, soft-capped attention, and positions that are looked up
-DENSE = ("gpt2", "gemma2", "opt")
-WITH_EXPERTS = ("granite4", "qwen3-next", "kimi-linear")
+    serve_together(model, 12, items(), alone)
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
+    ("source", "dtype"),
     matrix(
-        [(name, dtype) for dtype in ("float32", "bfloat16") for name in (*HYBRIDS, *WITH_EXPERTS)],
-        ("qwen3.5", "float32"),
-        ("granite4", "bfloat16"),
-    ),
-)
-def test_outputs_of_recurrent_models_are_those_of_each_request_alone(
-    name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = hybrid(name, dtype)
-    alone = [serve(new_engine(model, 64, "off"), [item])[0][0] for item in requests()]
-    draft_from(alone, monkeypatch)
-    monkeypatch.setattr(step_times, "MAX_PREFILL_TOKENS", {"cpu": 70})
-    monkeypatch.setattr(step_times, "MIN_PREFILL_TOKENS", 70)
-    torch.set_num_threads(3)
-    for blocks, feature in ((200, "cached_tokens"), (9, "preempted")):
-        items = [*requests(), *requests()]
-        served, driver = serve(new_engine(model, blocks, "auto"), items, seed=1)
-        assert driver.partial > 0
-        assert 0 < driver.total("accepted") < driver.total("drafted")
-        assert driver.total(feature) > 0
-        assert list(map(outputs, served)) == list(map(outputs, alone)) * 2
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    matrix(
-        [(name, dtype) for dtype in ("float32", "bfloat16") for name in (*MIXTURES, *DENSE)],
+        [
+            *((name, dtype) for dtype in DTYPES for name in (*MIXTURES, *DENSE)),
+            *((kind, "float32") for kind in (*FAMILIES, *STACKED)),
+            *((kind, "bfloat16") for kind in ("phimoe", "nemotron_h", "llama4_text")),
+        ],
         ("deepseek-v3", "float32"),
         ("gpt2", "float32"),
-    ),
-)
-def test_outputs_of_other_models_are_those_of_each_request_alone(name: str, dtype: str) -> None:
-    model = hybrid(name, dtype)
-    alone = [serve(new_engine(model, 64, "off"), [item])[0][0] for item in requests()]
-    torch.set_num_threads(3)
-    served, _ = serve(new_engine(model, 200, "off"), [*requests(), *requests()], seed=1)
-    assert list(map(outputs, served)) == list(map(outputs, alone)) * 2
-
-
-# with a router that is a linear layer, gates by softplus, an activation of some columns, and steps
-# in time that are limited in prompts
-FAMILIES = ("phimoe", "laguna", "modernbert-decoder", "nemotron_h")
-# with experts that torch multiplies by, one after another and all at once
-STACKED = ("longcat_flash", "jetmoe", "llama4_text")
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    matrix(
-        [(kind, "float32") for kind in (*FAMILIES, *STACKED)]
-        + [("phimoe", "bfloat16"), ("nemotron_h", "bfloat16"), ("llama4_text", "bfloat16")],
         *((kind, "float32") for kind in (*FAMILIES, "longcat_flash")),
     ),
 )
-def test_outputs_of_families_are_those_of_each_request_alone(kind: str, dtype: str) -> None:
-    options = GeneratorOptions(
-        str(folder(kind)), dtype=dtype, device="cpu", kv_cache_gb=0.02, compile="on"
-    )
-    runner = load_paged_runner(load_language_model(options), options)
-    runner._use_native_ops()
-    if kind in STACKED and not runner._keeps_rows_apart():
-        pytest.skip("torch's product of a row depends on the others on this CPU")
-    assert runner._keeps_rows_apart()
-    model = runner.language
-    alone = [serve(new_engine(model, 64, "off"), [item])[0][0] for item in requests()]
+def test_outputs_of_other_models_are_those_of_each_request_alone(source: str, dtype: str) -> None:
+    model = language(source, dtype)
+    alone = serve_alone(model, requests())
     torch.set_num_threads(3)
     served, driver = serve(new_engine(model, 9, "off"), requests(), seed=1)
     assert driver.total("preempted") > 0
@@ -282,10 +246,7 @@ def test_outputs_of_families_are_those_of_each_request_alone(kind: str, dtype: s
 def test_rows_that_torch_computes_are_reported(
     kind: str, dtype: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = GeneratorOptions(
-        str(folder(kind)), dtype=dtype, device="cpu", kv_cache_gb=0.02, compile="on"
-    )
-    load_paged_runner(load_language_model(options), options)._use_native_ops()
+    paged_runner(kind, dtype)._use_native_ops()
     assert "outputs depend on the batch" in caplog.text
     assert "weights stay as they are" not in caplog.text
 
@@ -294,11 +255,7 @@ def test_rows_that_depend_on_the_start_of_their_chunk_are_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The tiny Llama 4 scales queries by their row and then by their position."""
-    options = GeneratorOptions(
-        str(tiny_decoders.folder("llama4")), dtype="bfloat16", device="cpu", kv_cache_gb=0.01,
-        compile="on",
-    )  # fmt: skip
-    runner = load_paged_runner(load_language_model(options), options)
+    runner = paged_runner("llama4", "bfloat16")
     runner._use_native_ops()
     assert runner.metadata is NativeMetadata
     assert "outputs depend on the batch" in caplog.text

@@ -199,24 +199,6 @@ def test_seeds_give_the_same_alone_in_a_batch_and_paged() -> None:
     assert [response.ids for response in together] == [response.ids for response in expected]
 
 
-@pytest.mark.usefixtures("steps")
-def test_stop_strings_stop_tokens_and_min_tokens_apply() -> None:
-    prompt = prompts(4)[0]
-    ids = oracle("bloom", prompt)
-    generator = new_engine()
-    piece = generator.text_model.decode(ids[2:4]).strip()
-    assert piece
-    (cut,), _ = serve(generator, request(prompt, stop=(piece,)))
-    assert cut.choices[0].finish_reason == "stop"
-    assert cut.choices[0].stop_reason == piece
-    assert piece not in cut.choices[0].text
-    (ended,), _ = serve(generator, request(prompt, stop_token_ids=(ids[4],)))
-    assert ended.choices[0].stop_reason == ids[4]
-    assert ended.ids[0] == ids[: ids.index(ids[4]) + 1]
-    (later,), _ = serve(generator, request(prompt, stop_token_ids=(ids[4],), min_tokens=7))
-    assert later.deltas[0].tokens >= 7
-
-
 def test_an_echoed_prompt_has_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("batching.scheduler.MAX_SCORED_TOKENS_WHOLE", 16)
     prompt = prompts(5)[LENGTHS.index(40)]

@@ -6,7 +6,6 @@ import threading
 import weakref
 from collections.abc import Sequence
 from timeit import repeat
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from batching.block_pool import BlockPool
 from batching.sequence import Batch, Span
 from tests.matrix import matrix
 from tests.threads import compute_threads
-from tests.unit.test_paged_attention import CASES, LATENT, Case, expected, memory, mixes, name
+from tests.unit.test_paged_attention import CASES, LATENT, Case, check, mixes, name
 from worker.model.attention.kv_cache import BLOCK, KVCache, LayerShape
 from worker.model.attention.native import NativeMetadata
 from worker.model.attention.paged import attend, forward_context
@@ -48,33 +47,6 @@ def chunks_of(case: Case, chance: random.Random) -> list[tuple[int, int]]:
     return [(0, 300), (2000, 1), (515, 280), (900, 5), (1023, 65)]
 
 
-def attended(
-    case: Case, mix: Sequence[tuple[int, int]], dtype: torch.dtype, broken: int | None, threads: int
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return each span's output [w, H, Dv] of the operation, and the expected one."""
-    chance = random.Random(name(case))
-    cached = memory(case, mix, chance, broken, dtype, zeroed=False)
-    query = [torch.randn(width, case.heads, case.key_size, dtype=dtype) for _, width in mix]
-    new = [
-        torch.cat([whole[start:] for (start, _), whole in zip(mix, sequences, strict=True)])
-        for sequences in (cached.keys, cached.values)
-    ]
-    sinks = torch.randn(case.heads, dtype=dtype)
-    q, k, v = (x.transpose(0, 1)[None] for x in (torch.cat(query), *new))
-    with compute_threads(threads), forward_context(NativeMetadata(cached.cache, cached.batch)):
-        options = 0, case.scale, case.window, case.softcap
-        out = attend(q, k, v, sinks if case.sinks else None, *options)
-    assert out.shape == (1, q.shape[2], case.heads, case.value_size)
-    assert out.dtype == dtype
-    assert out.is_contiguous()
-    right = [
-        expected(case, query[n], cached.keys[n], cached.values[n], start, sinks)
-        for n, (start, _) in enumerate(mix)
-    ]
-    rows: Any = out[0].double()  # split is not annotated
-    return list(rows.split([width for _, width in mix])), right
-
-
 @pytest.mark.parametrize("dtype", matrix(ROUNDING, torch.float32))
 @pytest.mark.parametrize(
     "case", matrix(CASES + SIZES + LONG, *CASES, *SIZES[::4], LONG[0]), ids=name
@@ -84,16 +56,9 @@ def test_each_token_attends_to_its_own_sequence_only(case: Case, dtype: torch.dt
     chance = random.Random(name(case))
     torch.manual_seed(len(name(case)))
     mix = chunks_of(case, chance)
-    for broken in (None, len(mix) // 2):
-        for n, (actual, right) in enumerate(
-            zip(*attended(case, mix, dtype, broken, 2), strict=True)
-        ):
-            if n == broken:
-                assert bool(actual.isnan().all())
-            else:
-                torch.testing.assert_close(
-                    actual, right, atol=ROUNDING[dtype], rtol=ROUNDING[dtype]
-                )
+    with compute_threads(2):
+        for broken in (None, len(mix) // 2):
+            check(case, mix, chance, NativeMetadata, broken, dtype, False, ROUNDING[dtype])
 
 
 @pytest.mark.parametrize("threads", [1, 3, 16])
@@ -104,8 +69,9 @@ def test_keys_split_among_threads_are_merged(
     case: Case, mix: list[tuple[int, int]], dtype: torch.dtype, threads: int
 ) -> None:
     torch.manual_seed(threads)
-    for actual, right in zip(*attended(case, mix, dtype, None, threads), strict=True):
-        torch.testing.assert_close(actual, right, atol=ROUNDING[dtype], rtol=ROUNDING[dtype])
+    chance = random.Random(name(case))
+    with compute_threads(threads):
+        check(case, mix, chance, NativeMetadata, None, dtype, False, ROUNDING[dtype])
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)

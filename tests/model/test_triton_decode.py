@@ -2,14 +2,14 @@
 
 import os
 import random
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
 
-from tests.unit.test_paged_attention import LATENT, Case, Memory, expected, memory
-from worker.model.attention.kv_cache import BLOCK
-from worker.model.attention.paged import attend, forward_context
+from batching.sequence import Batch
+from tests.unit.test_paged_attention import LATENT, Case, check, memory
+from worker.model.attention.kv_cache import BLOCK, KVCache
 from worker.model.cuda_graphs import RowsMetadata
 
 pytest.importorskip("triton", reason="triton exists for Linux only")
@@ -32,12 +32,13 @@ CASES = [
 ]
 
 
-def rows_metadata(cached: Memory) -> RowsMetadata:
+def rows_metadata(cache: KVCache, batch: Batch, programs: int = 1) -> RowsMetadata:
     """Return the same step; unused table entries are no valid block."""
-    rows = len(cached.batch.ids)
-    step = RowsMetadata(cached.cache, rows, 3 + max(len(s.blocks) for s in cached.batch.spans))
+    rows = len(batch.ids)
+    step = RowsMetadata(cache, rows, 3 + max(len(span.blocks) for span in batch.spans))
     step.tables.fill_(9999)
-    step.fill(cached.batch, rows, 0)
+    step.fill(batch, rows, 0)
+    step.programs = programs
     return step
 
 
@@ -48,37 +49,13 @@ def test_each_row_attends_to_its_own_sequence_only(
 ) -> None:
     """Unused memory and one of the sequences are NaN, which must not reach other rows."""
     torch.manual_seed(0)
-    broken = len(mix) - 2
-    cached = memory(case, mix, random.Random(0), broken)
-    step = rows_metadata(cached)
-    step.programs = programs
-    query = [torch.randn(width, case.heads, case.key_size) for _, width in mix]
-    query[broken].fill_(float("nan"))
-    new = [
-        torch.cat([whole[start:] for (start, _), whole in zip(mix, sequences, strict=True)])
-        for sequences in (cached.keys, cached.values)
-    ]
-    sinks = torch.randn(case.heads)
-    q, k, v = (x.transpose(0, 1)[None] for x in (torch.cat(query), *new))
-    with forward_context(step):
-        out = attend(
-            q, k, v, sinks if case.sinks else None, 0, case.scale, case.window, case.softcap
-        )
-    assert out.shape == (1, len(step.ids), case.heads, case.value_size)
-    rows: Any = out[0].double()  # split is not annotated
-    for n, actual in enumerate(rows.split([width for _, width in mix])):
-        if n == broken:
-            assert bool(actual.isnan().all())
-            continue
-        keys, values = cached.keys[n], cached.values[n]
-        right = expected(case, query[n], keys, values, mix[n][0], sinks)
-        torch.testing.assert_close(actual, right, atol=1e-5, rtol=1e-5)
+    check(case, mix, random.Random(0), partial(rows_metadata, programs=programs), len(mix) - 2)
 
 
 def test_the_rest_of_a_started_block_is_zeroed() -> None:
     """Eager steps multiply masked positions, so no old values may be left in a block."""
     cached = memory(Case("drafts"), DRAFTS, random.Random(0))
-    step = rows_metadata(cached)
+    step = rows_metadata(cached.cache, cached.batch)
     stored = cached.cache.keys[0], cached.cache.values[0]
     for tensor in stored:
         tensor.fill_(float("nan"))

@@ -182,22 +182,24 @@ def test_each_token_attends_to_its_own_sequence_only(
 def check(
     case: Case, mix: Sequence[tuple[int, int]], chance: random.Random,
     backend: Callable[[KVCache, Batch], AttentionBackend], broken: int | None = None,
+    dtype: torch.dtype = FLOAT32, zeroed: bool = True, rounding: float = 1e-5,
 ) -> None:  # fmt: skip
-    cached = memory(case, mix, chance, broken)
-    query = [torch.randn(width, case.heads, case.key_size) for _, width in mix]
+    cached = memory(case, mix, chance, broken, dtype, zeroed)
+    query = [torch.randn(width, case.heads, case.key_size, dtype=dtype) for _, width in mix]
     if broken is not None:
         query[broken].fill_(float("nan"))
     new = [
         torch.cat([whole[start:] for (start, _), whole in zip(mix, sequences, strict=True)])
         for sequences in (cached.keys, cached.values)
     ]
-    sinks = torch.randn(case.heads)
+    sinks = torch.randn(case.heads, dtype=dtype)
     q, k, v = (x.transpose(0, 1)[None] for x in (torch.cat(query), *new))
     with forward_context(backend(cached.cache, cached.batch)):
         out = attend(
             q, k, v, sinks if case.sinks else None, 0, case.scale, case.window, case.softcap
         )
     assert out.shape == (1, q.shape[2], case.heads, case.value_size)
+    assert out.dtype == dtype
     assert out.is_contiguous()
     rows: Any = out[0].double()  # split is not annotated
     outputs = rows.split([width for _, width in mix])
@@ -207,7 +209,7 @@ def check(
             continue
         keys, values = cached.keys[n], cached.values[n]
         right = expected(case, query[n], keys, values, start, sinks)
-        torch.testing.assert_close(outputs[n], right, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(outputs[n], right, atol=rounding, rtol=rounding)
 
 
 @pytest.mark.parametrize(
