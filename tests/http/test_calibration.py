@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from server.app import create_app
-from server.commands.calibrate import command
-from server.commands.calibrate.command import Options, calibrate
-from server.commands.calibrate.search import BatchLimits, Search, Stage
+from server.commands import calibrate as command
+from server.commands.calibrate import Options, calibrate
+from server.commands.load_test.rate_search import BatchLimits, Search, Stage
 from server.core.settings import Settings, SettingsError
 from tests.fake_generator import FakeGenerator
 from tests.fake_transcriber import FakeTranscriber
@@ -84,17 +84,18 @@ def test_a_search_keeps_to_its_time_and_confirms_what_it_has_found(seconds: floa
 
 
 def test_a_cancelled_search_keeps_the_best_stage_so_far() -> None:
-    machine = Machine()
+    machine, stages = Machine(), list[Stage]()
 
     async def measure(limits: BatchLimits, rate: float, seconds: float) -> Stage:
-        if len(search.stages) == 20:
+        if len(stages) == 20:
             raise asyncio.CancelledError
-        return await machine(limits, rate, seconds)
+        stages.append(await machine(limits, rate, seconds))
+        return stages[-1]
 
     search = Search(measure, 250, 1.0)
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(search.run())
-    holding = [stage.rate for stage in search.stages if stage.rate and stage.holds(250)]
+    holding = [stage.rate for stage in stages if stage.rate and stage.holds(250)]
     assert search.best is not None
     assert search.best.rate == max(holding)
     assert not search.is_confirmed

@@ -42,7 +42,6 @@ LAYERS: dict[str, set[str]] = {
     "server": TORCH,
     "server/commands/load_test": WEB | TORCH,
     "server/commands": set(),  # `template` loads a tokenizer
-    "server/commands/calibrate": TORCH,
 }
 # The program's entry point imports the commands, which import the app.
 ENTRY_POINT = ROOT / "server" / "__main__.py"
