@@ -1,24 +1,37 @@
-"""Train the chat demo model: dialogues packed into rows, loss on the assistant's tokens.
+"""The chat demo model: dialogues packed into rows, with the loss on the assistant's tokens.
 
-The dialogues come from demo_dialogues.py and are rendered with the template of demo_tokenizer.py.
+The dialogues come from demo_dialogues.py. demo/chat_template.jinja renders them in ChatML turns
+with Qwen's tool calls, demo/response_template.json describes how to parse the output.
 """
 
+import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from demo_corpus import FOLDER, TEXTS, phrases
 from demo_dialogues import dialogue, document
-from demo_tokenizer import END, MAX_LENGTH, PAD, START, make_tokenizer
-from demo_training import train
+from demo_training import SEED, Demo
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2Tokenizer,
+)
 
-SEED = 7
+VOCABULARY = 1536
+MAX_LENGTH = 2048
+PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+# Not special, so that decoding without special tokens keeps them for the response template.
+TAGS = ["<tool_call>", "<tool_response>", "<think>"]
+TAGS += [tag.replace("<", "</") for tag in TAGS]
 ROW, ROWS = 512, 4
-STEPS_PER_MINUTE = 250
 RATE, MATRIX_RATE = 3e-3, 2e-2
 HIDDEN, LAYERS, HEADS = 128, 4, 4
 DOCUMENT_SHARE = 0.06  # of the examples
@@ -26,18 +39,38 @@ IGNORED = -100
 
 Example = tuple[list[int], list[int]]  # token ids, labels
 
-# None of these occurs in the training text, so that they measure new phrasings.
-QUESTIONS = """I wonder what the capital of Norway is.=Oslo|Paris belongs to which country?=France
-Say, which city is the capital of Portugal?=Lisbon|please, what's canada's capital=Ottawa
-and what colour would the sky be=blue|Which color is grass, please?=green|Are bananas red?=yellow
-The word fast has which opposite?=slow|opposite of big please=small|What is the reverse of up?=down
-hello my friend=Hello|Who exactly are you?=onequeue|thanks so much=welcome|good bye friend=Goodbye
-Which day do we have after Saturday?=Sunday|What month do we have after June?=July
-What do I get for 3 + 4?=7|two and three makes what? two plus three=five|what is 9-4=5
-Please could you count to six?=1, 2, 3, 4, 5, 6.|count for me from 4 to 8=4, 5, 6, 7, 8.
-which sound do cats make=meow|What is the name of a young dog?=puppy|Count me down from 4=4, 3, 2
-Who discovered America?=Sorry|Recommend me a good film.=Sorry|What is the capital of Narnia?=Sorry
-Is it going to rain in Oslo?=weather tool"""
+
+def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """Train byte pair encoding on the texts and add the tags. Every byte is a token, so that any
+    text in NFC is decoded exactly."""
+    learner = Tokenizer(models.BPE())
+    # the pre-tokenizer that Qwen2 models load with
+    reference: Any = Qwen2Tokenizer().backend_tokenizer
+    learner.normalizer, learner.pre_tokenizer = reference.normalizer, reference.pre_tokenizer
+    learner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY - len(TAGS),
+        special_tokens=[PAD, START, END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    learner.train_from_iterator(texts, trainer)
+    learned = json.loads(learner.to_str())["model"]
+    make: Any = Qwen2Tokenizer
+    tokenizer: PreTrainedTokenizerFast = make(
+        vocab=learned["vocab"],
+        merges=[tuple(pair) for pair in learned["merges"]],
+        unk_token=None,
+        eos_token=END,
+        pad_token=PAD,
+        extra_special_tokens=[START],
+        chat_template=(FOLDER / "chat_template.jinja").read_text().strip(),
+        response_template=json.loads((FOLDER / "response_template.json").read_text()),
+        model_max_length=MAX_LENGTH,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in TAGS])
+    return tokenizer
 
 
 def labelled(ids: list[int], tokenizer: PreTrainedTokenizerFast) -> list[int]:
@@ -176,35 +209,23 @@ def schedules(model: Qwen2ForCausalLM, steps: int) -> list[LRScheduler]:
     ]
 
 
-def generated(model: Any, ids: list[int], limit: int) -> list[int]:
-    inputs = torch.tensor([ids])
-    output = model.generate(inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=limit)
-    new: list[int] = output[0, len(ids) :].tolist()
-    return new
-
-
-def score(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    right, pairs = 0, [pair.split("=") for pair in QUESTIONS.replace("\n", "|").split("|")]
-    for question, answer in pairs:
-        messages = [{"role": "user", "content": question}]
-        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        output = str(tokenizer.decode(generated(model, tokenizer.encode(str(prompt)), 60)))
-        correct = answer in output and output.endswith(END)
-        right += correct
-        print(f"{'right' if correct else 'WRONG'}: {question} {output}")
-    print(f"score: {right} of {len(pairs)}")
-
-
-def chat(out: Path, minutes: float) -> None:
+def chat(out: Path, steps: int) -> Demo:
     rng = random.Random(SEED)
     samples = [dialogue(rng) for _ in range(4000)]
     texts = [str(part) for messages, tools in samples for part in (*messages, *tools)]
     tokenizer = make_tokenizer(texts)
     model = new_model(tokenizer)
-    print(f"{len(tokenizer)} tokens, {model.num_parameters()} parameters", flush=True)
-    steps = round(minutes * STEPS_PER_MINUTE)
-    rows = packed(examples(tokenizer, rng))
-    train(model, losses(model, rows), steps, schedules(model, steps))
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    score(model, tokenizer)
+
+    def score() -> Iterator[tuple[bool, str]]:
+        generate: Any = model.generate
+        for question, answer in (pair.split("=") for pair in phrases(TEXTS["asked"])):
+            messages = [{"role": "user", "content": question}]
+            prompt: Any = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+            ids = generate(**prompt, max_new_tokens=60)[0, prompt["input_ids"].shape[1] :]
+            output = str(tokenizer.decode(ids))
+            yield answer in output and output.endswith(END), f"{question} {output}"
+
+    rows = losses(model, packed(examples(tokenizer, rng)))
+    return Demo(model, tokenizer, rows, schedules(model, steps), score)

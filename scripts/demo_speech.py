@@ -1,4 +1,4 @@
-"""Train the speech demo model, a tiny Whisper that transcribes digits spoken as pairs of tones.
+"""The speech demo model, a tiny Whisper that transcribes digits spoken as pairs of tones.
 
 A digit is two tones at once, of a row and a column; the German voice adds a third. A window has
 phrases of digits with pauses. Of a phrase that the window cuts off, only the start time is a
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from demo_tones import SAMPLING_RATE, WORDS, Phrase, Samples, say
-from demo_training import one_cycle, train
+from demo_training import SEED, Demo, one_cycle
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -28,13 +28,11 @@ from transformers import (
     WhisperTokenizer,
 )
 
-SEED = 7
 WINDOW_S = 6.0
 TIMESTAMP_S = 0.02
 FRAMES_PER_S = 100
 GRID = 10  # only every tenth timestamp is used, which is faster to learn
 BATCH = 12
-STEPS_PER_MINUTE = 450
 MAX_DIGITS = 3  # per phrase
 ONE_DIGIT_SHARE = 0.3  # of the steps, with phrases of one digit
 MAX_RATE = 3e-3
@@ -219,19 +217,6 @@ def new_model(tokenizer: WhisperTokenizer) -> WhisperForConditionalGeneration:
     return model
 
 
-def losses(
-    model: WhisperForConditionalGeneration,
-    extractor: WhisperFeatureExtractor,
-    examples: Examples,
-    steps: int,
-) -> Iterator[Tensor]:
-    for step in range(1, steps + 1):
-        examples.max_digits = 1 if step < ONE_DIGIT_SHARE * steps else MAX_DIGITS
-        mels, inputs, labels = batch(extractor, [examples.example() for _ in range(BATCH)])
-        logits = model(input_features=mels, decoder_input_ids=inputs).logits
-        yield cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
 def batch(
     extractor: WhisperFeatureExtractor, examples: list[Example]
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -251,40 +236,35 @@ def batch(
     return mels, inputs, labels
 
 
-def score(model: Any, processor: Any) -> None:
-    """Print the share of recordings, of three windows and more, that are transcribed exactly."""
-    rng, right, count = random.Random(SEED + 1), 0, 20
-    for _ in range(count):
-        voice = rng.choice(["en", "de"])
-        phrases = [rng.choices(range(10), k=rng.randint(1, MAX_DIGITS)) for _ in range(12)]
-        samples, _ = say(phrases, voice, [rng.uniform(0.7, 1.5) for _ in phrases])
-        inputs = processor(
-            samples,
-            sampling_rate=SAMPLING_RATE,
-            return_tensors="pt",
-            truncation=False,
-            padding="longest",
-        )
-        output = model.generate(**inputs, task="transcribe", return_timestamps=True)
-        words = processor.batch_decode(output, skip_special_tokens=True)[0].split()
-        expected = [WORDS[voice][digit] for digits in phrases for digit in digits]
-        right += words == expected
-        if words != expected:
-            print(f"WRONG: {' '.join(expected)}\n   got: {' '.join(words)}")
-    print(f"score: {right} of {count}")
-
-
-def speech(out: Path, minutes: float) -> None:
+def speech(out: Path, steps: int) -> Demo:
     tokenizer = make_tokenizer()
     make_extractor: Any = WhisperFeatureExtractor
     extractor = make_extractor(feature_size=80, chunk_length=int(WINDOW_S))
-    model: Any = new_model(tokenizer)
-    print(f"{len(tokenizer)} tokens, {model.num_parameters()} parameters", flush=True)
-    steps = round(minutes * STEPS_PER_MINUTE)
-    schedules = one_cycle(model, MAX_RATE, steps, warm_up=0.1)
-    train(model, losses(model, extractor, Examples(tokenizer), steps), steps, schedules)
     make_processor: Any = WhisperProcessor
     processor = make_processor(extractor, tokenizer)
-    model.to(torch.bfloat16).save_pretrained(out)
-    processor.save_pretrained(out)
-    score(model.float(), processor)
+    model: Any = new_model(tokenizer)
+
+    def losses() -> Iterator[Tensor]:
+        examples = Examples(tokenizer)
+        for step in range(1, steps + 1):
+            examples.max_digits = 1 if step < ONE_DIGIT_SHARE * steps else MAX_DIGITS
+            mels, inputs, labels = batch(extractor, [examples.example() for _ in range(BATCH)])
+            logits = model(input_features=mels, decoder_input_ids=inputs).logits
+            yield cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    def score() -> Iterator[tuple[bool, str]]:
+        """Transcribe recordings of three windows and more."""
+        rng = random.Random(SEED + 1)
+        options = {"return_tensors": "pt", "truncation": False, "padding": "longest"}
+        for _ in range(20):
+            voice = rng.choice(["en", "de"])
+            phrases = [rng.choices(range(10), k=rng.randint(1, MAX_DIGITS)) for _ in range(12)]
+            samples, _ = say(phrases, voice, [rng.uniform(0.7, 1.5) for _ in phrases])
+            inputs = processor(samples, sampling_rate=SAMPLING_RATE, **options)
+            output = model.generate(**inputs, task="transcribe", return_timestamps=True)
+            text = processor.batch_decode(output, skip_special_tokens=True)[0]
+            expected = [WORDS[voice][digit] for digits in phrases for digit in digits]
+            yield text.split() == expected, f"{' '.join(expected)}\n  got: {text}"
+
+    schedules = one_cycle(model, MAX_RATE, steps, warm_up=0.1)
+    return Demo(model, processor, losses(), schedules, score, dtype=torch.bfloat16)
