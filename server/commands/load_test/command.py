@@ -41,6 +41,10 @@ PATHS = {
     "embeddings": "/v1/embeddings",
     "upload": "/v1/audio/transcriptions",
 }
+CONTENT_TYPES = {
+    "text": "text/plain; charset=utf-8",
+    "upload": f"multipart/form-data; boundary={BOUNDARY}",
+}
 PROGRESS_S = 0.25
 
 
@@ -79,26 +83,15 @@ def load_target(args: argparse.Namespace, number: int) -> dict[str, Any]:
 
 
 def make_generator(args: argparse.Namespace, number: int = 0) -> LoadGenerator:
-    return LoadGenerator(
-        make_client(args, args.urls[number]),
-        make_bodies(args, number),
-        timeout_s=args.timeout,
-        is_chat=args.kind == "chat",
-        is_streamed=args.stream,
-        max_in_flight=args.max_in_flight,
-    )
+    return LoadGenerator(args, make_client(args, args.urls[number]), make_bodies(args, number))
 
 
 def make_client(args: argparse.Namespace, target: str) -> Client:
     url = urlsplit(target)
     if (path := PATHS.get(args.kind)) and not url.path.startswith("/v1/"):
         url = url._replace(path=url.path.rstrip("/").removesuffix("/v1") + path)
-    content_type = "application/json"
-    if args.kind == "text":
-        content_type = "text/plain; charset=utf-8"
-    elif args.kind == "upload":
-        content_type = f"multipart/form-data; boundary={BOUNDARY}"
-    elif args.kind == "file":
+    content_type = CONTENT_TYPES.get(args.kind, "application/json")
+    if args.kind == "file":
         content_type = media_type(args.file[0])
     return Client(url, {"content-type": content_type} | dict(args.header))
 
