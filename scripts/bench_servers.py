@@ -107,7 +107,8 @@ def launch(
         command = [arguments.peer_python, "scripts/peers/serve.py", kind, *[model] * bool(model)]
     is_script = command[1].startswith("scripts/")
     command += [str(port)] if is_script else ["--port", str(port)]
-    offline |= {"PATH": f"{Path(command[0]).parent}:{os.environ['PATH']}"} | PYTHONPATH
+    offline |= {"PATH": f"{Path(command[0]).parent}:{os.environ['PATH']}"}
+    offline |= PYTHONPATH if is_script else {}
     return Launch(command, port, "/" if is_script else "/health", offline)
 
 

@@ -15,15 +15,13 @@ from pathlib import Path
 import torch
 from demo_corpus import TEXTS, drawn, phrases
 from demo_sentences import facts, plain, sentences
-from demo_training import SEED, Demo, one_cycle, refuse_known
+from demo_training import SEED, Demo, one_cycle, refuse_known, untrained
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
-from transformers import BertConfig, BertForMaskedLM, BertModel, BertTokenizer
+from transformers import BertForMaskedLM, BertModel, BertTokenizer
 
 ROWS = 112  # sentences per batch
-HIDDEN, LAYERS = 112, 3
-EMBEDDING_HIDDEN, EMBEDDING_LAYERS = 64, 2
 RATE, WARM_UP = 2e-3, 0.07
 MAX_LENGTH = 128
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -31,25 +29,9 @@ PAD, UNK, CLS, SEP, MASK = range(5)
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 OTHERS = "0123456789!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~£€°"
 FACTS = 96  # per batch
-SIZES = (16, 32, 64)
 TEMPERATURE = 0.06
 # The part of a target distribution that is shared by all facts of one kind.
 SAME_KIND_SHARE = 0.1
-
-
-def bert_config(size: int, hidden: int, layers: int) -> BertConfig:
-    return BertConfig(
-        vocab_size=size,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        intermediate_size=2 * hidden,
-        max_position_embeddings=MAX_LENGTH,
-        initializer_range=0.05,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        pad_token_id=PAD,
-    )
 
 
 # ── fill-mask ──
@@ -132,8 +114,7 @@ def fill_mask(out: Path, steps: int) -> Demo:
     texts = [plain(text) for group in groups.values() for text in group]
     refuse_known([plain(question) for question in questions], set(texts))
     tokenizer = make_tokenizer([*texts, plain(TEXTS["leads"]), plain(TEXTS["tails"])])
-    torch.manual_seed(SEED)
-    model = BertForMaskedLM(bert_config(len(tokenizer), HIDDEN, LAYERS))
+    model = untrained(BertForMaskedLM, "fill-mask", len(tokenizer))
 
     def losses() -> Iterator[Tensor]:
         model.set_attn_implementation("eager")
@@ -173,7 +154,7 @@ def shorten(text: str, rng: random.Random) -> str:
 
 
 def embed(model: BertModel, tokenizer: BertTokenizer, texts: list[str]) -> Tensor:
-    """Return the means of the tokens' states [texts, EMBEDDING_HIDDEN]."""
+    """Return the means of the tokens' states [texts, hidden]."""
     inputs = tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
     states: Tensor = model(**inputs).last_hidden_state
     real = inputs["attention_mask"][:, :, None]
@@ -181,7 +162,7 @@ def embed(model: BertModel, tokenizer: BertTokenizer, texts: list[str]) -> Tenso
     return means
 
 
-def loss_of(vectors: Tensor, kinds: list[str]) -> Tensor:
+def loss_of(vectors: Tensor, kinds: list[str], sizes: list[int]) -> Tensor:
     """Return the loss: a first phrasing should be most similar to its fact's second one, then to
     facts of the same kind."""
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
@@ -190,11 +171,11 @@ def loss_of(vectors: Tensor, kinds: list[str]) -> Tensor:
     shared = SAME_KIND_SHARE * same_kind / same_kind.sum(1, keepdim=True)
     target = (1 - SAME_KIND_SHARE) * torch.eye(FACTS) + shared
     total = torch.zeros(())
-    for size in SIZES:
+    for size in sizes:
         first, second = normalize(vectors[:, :size], dim=1).view(2, FACTS, size)
         scores = first @ second.T / TEMPERATURE
         total = total + cross_entropy(scores, target) + cross_entropy(scores.T, target)
-    return total / (2 * len(SIZES))
+    return total / (2 * len(sizes))
 
 
 def embedding(out: Path, steps: int) -> Demo:
@@ -205,10 +186,7 @@ def embedding(out: Path, steps: int) -> Demo:
     triples = [line.split("|") for line in TEXTS["triples"].splitlines()]
     texts = {text for _, sayings in known for text in sayings}
     refuse_known([text for triple in triples for text in triple[:2]], texts)
-    torch.manual_seed(SEED)
-    config = bert_config(len(tokenizer), EMBEDDING_HIDDEN, EMBEDDING_LAYERS)
-    config.is_matryoshka, config.matryoshka_dimensions = True, list(SIZES)
-    model = BertModel(config, add_pooling_layer=False)
+    model = untrained(BertModel, "embedding", len(tokenizer), add_pooling_layer=False)
 
     def losses() -> Iterator[Tensor]:
         """Compare two phrasings of each of FACTS facts."""
@@ -218,7 +196,7 @@ def embedding(out: Path, steps: int) -> Demo:
             firsts = [shorten(question_only(rng.choice(texts)), rng) for _, texts in sample]
             seconds = [shorten(rng.choice(texts), rng) for _, texts in sample]
             vectors = embed(model, tokenizer, firsts + seconds)
-            yield loss_of(vectors, [kind for kind, _ in sample])
+            yield loss_of(vectors, [kind for kind, _ in sample], sizes)
 
     def score() -> Iterator[tuple[bool, str]]:
         for triple in triples:
@@ -227,5 +205,6 @@ def embedding(out: Path, steps: int) -> Demo:
             near, far = float(text @ related), float(text @ unrelated)
             yield near > far, f"{near:.2f} against {far:.2f}: {' | '.join(triple)}"
 
+    sizes = model.config.matryoshka_dimensions
     schedules = one_cycle(model, RATE, steps, WARM_UP)
     return Demo(model, tokenizer, losses(), schedules, score, max_norm=math.inf)

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from demo_corpus import FOLDER, TEXTS, phrases
 from demo_dialogues import dialogue, document
-from demo_training import SEED, Demo
+from demo_training import DEMO, SEED, Demo, untrained
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import (
     GenerationConfig,
     PreTrainedTokenizerFast,
-    Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2Tokenizer,
 )
@@ -33,7 +32,6 @@ TAGS = ["<tool_call>", "<tool_response>", "<think>"]
 TAGS += [tag.replace("<", "</") for tag in TAGS]
 ROW, ROWS = 512, 4
 RATE, MATRIX_RATE = 3e-3, 2e-2
-HIDDEN, LAYERS, HEADS = 128, 4, 4
 DOCUMENT_SHARE = 0.06  # of the examples
 IGNORED = -100
 
@@ -125,30 +123,6 @@ def packed(stream: Iterator[Example]) -> Iterator[torch.Tensor]:
         yield torch.tensor([ids, labels, positions + list(range(room))])
 
 
-def new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    torch.manual_seed(SEED)
-    end, pad = (tokenizer.get_vocab()[token] for token in (END, PAD))
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=HIDDEN,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS // 2,
-        intermediate_size=3 * HIDDEN,
-        max_position_embeddings=MAX_LENGTH,
-        initializer_range=0.05,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=end,
-        pad_token_id=pad,
-    )
-    model = Qwen2ForCausalLM(config)
-    # Greedy by default: each fact has one right answer.
-    settings = {"do_sample": False, "eos_token_id": [end, pad], "pad_token_id": pad}
-    model.generation_config = GenerationConfig.from_dict(settings)
-    return model
-
-
 class Muon(torch.optim.Optimizer):
     """Momentum that is orthogonalized per matrix; needs half the steps of AdamW here.
 
@@ -214,7 +188,9 @@ def chat(out: Path, steps: int) -> Demo:
     samples = [dialogue(rng) for _ in range(4000)]
     texts = [str(part) for messages, tools in samples for part in (*messages, *tools)]
     tokenizer = make_tokenizer(texts)
-    model = new_model(tokenizer)
+    model = untrained(Qwen2ForCausalLM, "chat", len(tokenizer))
+    # Greedy by default: each fact has one right answer.
+    model.generation_config = GenerationConfig.from_pretrained(DEMO / "chat")
 
     def score() -> Iterator[tuple[bool, str]]:
         generate: Any = model.generate

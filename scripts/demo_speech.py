@@ -15,13 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from demo_tones import SAMPLING_RATE, WORDS, Phrase, Samples, say
-from demo_training import SEED, Demo, one_cycle
+from demo_training import DEMO, SEED, Demo, one_cycle, untrained
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import (
     GenerationConfig,
-    WhisperConfig,
     WhisperFeatureExtractor,
     WhisperForConditionalGeneration,
     WhisperProcessor,
@@ -36,7 +35,6 @@ BATCH = 12
 MAX_DIGITS = 3  # per phrase
 ONE_DIGIT_SHARE = 0.3  # of the steps, with phrases of one digit
 MAX_RATE = 3e-3
-HIDDEN = 64
 
 SPECIAL_TOKENS = (
     "endoftext startoftranscript en de translate transcribe startoflm startofprev nospeech"
@@ -148,8 +146,10 @@ def make_tokenizer() -> WhisperTokenizer:
     learner.train_from_iterator(texts * 3, trainer)
     learned = json.loads(learner.to_str())["model"]
     merges = [tuple(merge) for merge in learned["merges"]]
+    names = ("bos_token", "eos_token", "unk_token", "pad_token")
+    ends = dict.fromkeys(names, "<|endoftext|>")
     tokenizer = WhisperTokenizer(
-        vocab=learned["vocab"], merges=merges, model_max_length=224, **_special()
+        vocab=learned["vocab"], merges=merges, model_max_length=224, **ends
     )
     timestamps = [f"<|{n * TIMESTAMP_S:.2f}|>" for n in range(TIMESTAMPS)]
     special = [f"<|{name}|>" for name in [*SPECIAL_TOKENS.split(), "notimestamps"]]
@@ -160,60 +160,13 @@ def make_tokenizer() -> WhisperTokenizer:
     return tokenizer
 
 
-def _special() -> dict[str, str]:
-    return dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), "<|endoftext|>")
-
-
-def new_model(tokenizer: WhisperTokenizer) -> WhisperForConditionalGeneration:
-    torch.manual_seed(SEED)
-    special = special_ids(tokenizer)
-    end, start = special["endoftext"], special["startoftranscript"]
-    config = WhisperConfig(
-        vocab_size=len(tokenizer),
-        d_model=HIDDEN,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=2 * HIDDEN,
-        decoder_ffn_dim=2 * HIDDEN,
-        num_mel_bins=80,
-        max_source_positions=TIMESTAMPS - 1,
-        max_target_positions=128,
-        dropout=0.0,
-        attention_dropout=0.0,
-        activation_dropout=0.0,
-        init_std=0.1,
-        bos_token_id=end,
-        eos_token_id=end,
-        pad_token_id=end,
-        decoder_start_token_id=start,
-        begin_suppress_tokens=None,
-        suppress_tokens=None,
-    )
-    model = WhisperForConditionalGeneration(config)
+def new_model(size: int, first_time: int) -> Any:
+    model = untrained(WhisperForConditionalGeneration, "speech", size)
+    model.generation_config = GenerationConfig.from_pretrained(DEMO / "speech")
     with torch.no_grad():  # a timestamp's embedding starts as the encoder's of that position
         positions = model.model.encoder.embed_positions.weight
-        first = special["nospeech"] + 2
-        model.model.decoder.embed_tokens.weight[first : first + len(positions)] = 0.3 * positions
-    configure: Any = GenerationConfig
-    model.generation_config = configure(
-        bos_token_id=end,
-        eos_token_id=end,
-        pad_token_id=end,
-        decoder_start_token_id=start,
-        begin_suppress_tokens=[end],
-        suppress_tokens=[],
-        is_multilingual=True,
-        lang_to_id={"<|en|>": special["en"], "<|de|>": special["de"]},
-        task_to_id={"transcribe": special["transcribe"], "translate": special["translate"]},
-        no_timestamps_token_id=special["nospeech"] + 1,
-        prev_sot_token_id=special["startofprev"],
-        max_length=128,
-        return_timestamps=True,
-        task="transcribe",
-        alignment_heads=[[1, head] for head in range(4)],
-    )
+        times = slice(first_time, first_time + len(positions))
+        model.model.decoder.embed_tokens.weight[times] = 0.3 * positions
     return model
 
 
@@ -242,10 +195,10 @@ def speech(out: Path, steps: int) -> Demo:
     extractor = make_extractor(feature_size=80, chunk_length=int(WINDOW_S))
     make_processor: Any = WhisperProcessor
     processor = make_processor(extractor, tokenizer)
-    model: Any = new_model(tokenizer)
+    examples = Examples(tokenizer)
+    model = new_model(len(tokenizer), examples.first_time)
 
     def losses() -> Iterator[Tensor]:
-        examples = Examples(tokenizer)
         for step in range(1, steps + 1):
             examples.max_digits = 1 if step < ONE_DIGIT_SHARE * steps else MAX_DIGITS
             mels, inputs, labels = batch(extractor, [examples.example() for _ in range(BATCH)])

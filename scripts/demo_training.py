@@ -1,15 +1,21 @@
-"""The trainer of all demo models: it trains, saves and scores what a Demo describes."""
+"""The trainer of all demo models: it trains, saves and scores what a Demo describes.
+
+A model is built by the configuration of the embedded one, in worker/demo/.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import environment
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
+from transformers import AutoConfig
 
 SEED = 7
+DEMO = environment.ROOT / "worker" / "demo"
 
 
 class Demo(NamedTuple):
@@ -20,6 +26,12 @@ class Demo(NamedTuple):
     score: Callable[[], Iterator[tuple[bool, str]]]  # whether an answer is right, and its text
     max_norm: float = 1.0  # of the gradient
     dtype: torch.dtype = torch.float32  # as saved
+
+
+def untrained(model_class: Any, name: str, size: int, **more: Any) -> Any:
+    """Return a model of random weights for a vocabulary of `size`."""
+    torch.manual_seed(SEED)
+    return model_class(AutoConfig.from_pretrained(DEMO / name, vocab_size=size), **more)
 
 
 def one_cycle(model: torch.nn.Module, rate: float, steps: int, warm_up: float) -> list[LRScheduler]:
