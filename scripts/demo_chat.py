@@ -1,35 +1,23 @@
 """The chat demo model: dialogues packed into rows, with the loss on the assistant's tokens.
 
-The dialogues come from demo_dialogues.py. demo/chat_template.jinja renders them in ChatML turns
-with Qwen's tool calls, demo/response_template.json describes how to parse the output.
+The dialogues come from demo_dialogues.py. The templates of the embedded tokenizer render them in
+ChatML turns with Qwen's tool calls, and describe how to parse the output.
 """
 
-import json
 import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from demo_corpus import FOLDER, TEXTS, phrases
+from demo_corpus import TEXTS, phrases
 from demo_dialogues import dialogue, document
 from demo_training import DEMO, SEED, Demo, untrained
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from transformers import (
-    GenerationConfig,
-    PreTrainedTokenizerFast,
-    Qwen2ForCausalLM,
-    Qwen2Tokenizer,
-)
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-VOCABULARY = 1536
-MAX_LENGTH = 2048
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-# Not special, so that decoding without special tokens keeps them for the response template.
-TAGS = ["<tool_call>", "<tool_response>", "<think>"]
-TAGS += [tag.replace("<", "</") for tag in TAGS]
 ROW, ROWS = 512, 4
 RATE, MATRIX_RATE = 3e-3, 2e-2
 DOCUMENT_SHARE = 0.06  # of the examples
@@ -39,35 +27,14 @@ Example = tuple[list[int], list[int]]  # token ids, labels
 
 
 def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Train byte pair encoding on the texts and add the tags. Every byte is a token, so that any
-    text in NFC is decoded exactly."""
-    learner = Tokenizer(models.BPE())
-    # the pre-tokenizer that Qwen2 models load with
-    reference: Any = Qwen2Tokenizer().backend_tokenizer
-    learner.normalizer, learner.pre_tokenizer = reference.normalizer, reference.pre_tokenizer
-    learner.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY - len(TAGS),
-        special_tokens=[PAD, START, END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    learner.train_from_iterator(texts, trainer)
-    learned = json.loads(learner.to_str())["model"]
-    make: Any = Qwen2Tokenizer
-    tokenizer: PreTrainedTokenizerFast = make(
-        vocab=learned["vocab"],
-        merges=[tuple(pair) for pair in learned["merges"]],
-        unk_token=None,
-        eos_token=END,
-        pad_token=PAD,
-        extra_special_tokens=[START],
-        chat_template=(FOLDER / "chat_template.jinja").read_text().strip(),
-        response_template=json.loads((FOLDER / "response_template.json").read_text()),
-        model_max_length=MAX_LENGTH,
-        clean_up_tokenization_spaces=False,
-    )
-    tokenizer.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in TAGS])
+    """Train byte pair encoding on the texts. Special tokens, tags and templates are those of the
+    embedded tokenizer. Every byte is a token, so that any text in NFC is decoded exactly. The tags
+    are not special, so that decoding without special tokens keeps them."""
+    old: Any = AutoTokenizer.from_pretrained(DEMO / "chat")
+    new: Any = old.train_new_from_iterator(texts, old.vocab_size, show_progress=False)
+    for name in ("is_local", "local_files_only"):  # how the old one was loaded
+        del new.init_kwargs[name]
+    tokenizer: PreTrainedTokenizerFast = new
     return tokenizer
 
 
