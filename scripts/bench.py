@@ -75,15 +75,6 @@ QUERY = "which morning keeps the quiet garden beside the river"
 CLIPS_S = (3, 60, 6, 42, 10, 28, 15, 20)
 SAMPLING_RATE = 16000
 TRANSFORMERS_S = 30  # of a recording that `transformers serve` transcribes
-KINDS = (
-    "old modern small famous broken Japanese Roman wooden electric forgotten expensive northern "
-    "blue medieval portable silent African dangerous round cheap"
-)
-THINGS = (
-    "lighthouses bicycles clocks violins bridges gardens kites maps mirrors boats kitchens radios "
-    "castles lamps puppets trains windmills libraries coins tents drums statues tunnels chairs "
-    "telescopes markets letters ovens gates parks"
-)
 
 Arguments = argparse.Namespace
 Figures = dict[str, float]  # the first is the one that is compared
@@ -159,11 +150,11 @@ def chats(arguments: Arguments, seed: int) -> Iterator[Load]:
 
 def questions(count: int, seed: str) -> list[str]:
     """Return different questions. Each begins with its subjects, so that no prefix is cached."""
-    rng, things = random.Random(seed), THINGS.split()
-    endings = Path(__file__).with_name("bench_questions.txt").read_text().splitlines()
-    subjects = [f"{kind} {thing}" for kind in KINDS.split() for thing in things]
+    rng, file = random.Random(seed), Path(__file__).with_name("bench_questions.txt")
+    kinds, things, *endings = file.read_text().splitlines()
+    subjects = [f"{kind} {thing}" for kind in kinds.split() for thing in things.split()]
     return [
-        f"Topics: {subject} and {rng.choice(things)}. {rng.choice(endings)}"
+        f"Topics: {subject} and {rng.choice(things.split())}. {rng.choice(endings)}"
         for subject in rng.sample(subjects, count)
     ]
 

@@ -89,43 +89,33 @@ def measure_bandwidth(dtype_name: str) -> dict[str, Any]:
     """Return bytes per weight as stored, bytes per second as read, and the GPU's name."""
     import torch
 
-    dtype = getattr(torch, dtype_name)
+    dtype, gpu = getattr(torch, dtype_name), ""
     if torch.cuda.is_available():
-        rate, gpu = gpu_bytes_per_s(), torch.cuda.get_device_name()
+        gpu, size = torch.cuda.get_device_name(), 2 * COPIED_BYTES  # read and written
+        source, copied = torch.zeros(2, COPIED_BYTES, dtype=torch.uint8, device="cuda")
+
+        def read() -> None:
+            copied.copy_(source)
+            torch.cuda.synchronize()
+
     else:
-        rate, gpu = cpu_bytes_per_s(dtype), ""
+        emulated = dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported()
+        run_dtype = torch.float32 if emulated else dtype
+        plain, row = torch.ones(SIDE, SIDE, dtype=run_dtype), torch.ones(1, SIDE, dtype=run_dtype)
+        packed = [torch.ops.mkldnn._reorder_linear_weight(plain, 1) for _ in range(WEIGHTS)]
+        size = SIDE * SIDE * WEIGHTS * run_dtype.itemsize
+
+        def read() -> None:
+            for weight in packed:
+                torch.ops.mkldnn._linear_pointwise(row, weight, None, "none", [], "")
+
+    seconds = []
+    for _ in range(PASSES):
+        started = time.perf_counter()
+        read()
+        seconds.append(time.perf_counter() - started)
+    rate = size / min(seconds[1:])  # the first waits for what is in flight
     return {"bytes_per_weight": dtype.itemsize, "bytes_per_s": rate, "gpu": gpu}
-
-
-def gpu_bytes_per_s() -> float:
-    import torch
-
-    source, copied = torch.zeros(2, COPIED_BYTES, dtype=torch.uint8, device="cuda")
-    seconds = []
-    for _ in range(PASSES):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        copied.copy_(source)
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
-    return 2 * COPIED_BYTES / min(seconds)  # read and written
-
-
-def cpu_bytes_per_s(dtype: Any) -> float:
-    import torch
-
-    if dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported():
-        dtype = torch.float32
-    plain, row = torch.ones(SIDE, SIDE, dtype=dtype), torch.ones(1, SIDE, dtype=dtype)
-    packed = [torch.ops.mkldnn._reorder_linear_weight(plain, 1) for _ in range(WEIGHTS)]
-    seconds = []
-    for _ in range(PASSES):
-        started = time.perf_counter()
-        for weight in packed:
-            torch.ops.mkldnn._linear_pointwise(row, weight, None, "none", [], "")
-        seconds.append(time.perf_counter() - started)
-    size: int = SIDE * SIDE * WEIGHTS * dtype.itemsize
-    return size / min(seconds)
 
 
 if __name__ == "__main__":

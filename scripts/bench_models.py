@@ -30,7 +30,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 DEMO = environment.ROOT / "worker" / "demo"
-ENCODER_SIDE = 512  # pixels
+ENCODER_SIDE, IMAGE_VOCABULARY = 512, 49280  # pixels, tokens
 IMAGE_TOKENS = ("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>")
 TILE_TOKENS = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
 TEMPLATE = (
@@ -63,11 +63,12 @@ def save(name: str, folder: Path) -> None:
     parts = smolvlm(int(side)) if kind == "smolvlm" else {"bert": bert, "whisper": whisper}[kind]()
     for part in reversed(parts):  # the model last, with config.json
         part.save_pretrained(folder)
+        if kind == "smolvlm":
+            fill_vocabulary(folder, IMAGE_VOCABULARY)
 
 
 def save_qwen3(shape: str, folder: Path) -> None:
-    """Save a chat model in bfloat16. Each token of the vocabulary has a text, so that the first
-    token of a response is seen. Those that the demo's tokenizer lacks never occur in prompts."""
+    """Save a chat model in bfloat16 with the demo's tokenizer."""
     import torch
 
     tokenizer = hf.AutoTokenizer.from_pretrained(str(DEMO / "chat"))
@@ -78,14 +79,20 @@ def save_qwen3(shape: str, folder: Path) -> None:
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = hf.Qwen3ForCausalLM._from_config(config, dtype=torch.bfloat16)
     tokenizer.save_pretrained(folder)
+    fill_vocabulary(folder, config.vocab_size)
+    model.save_pretrained(folder)
+
+
+def fill_vocabulary(folder: Path, size: int) -> None:
+    """Give each token of a vocabulary a text, so that the first token of a response is seen. Those
+    that the demo's tokenizer lacks never occur in prompts."""
     file = folder / "tokenizer.json"
     content = json.loads(file.read_text())
     vocabulary = content["model"]["vocab"]
     # added tokens keep their ids if the vocabulary has them too
     vocabulary |= {token["content"]: token["id"] for token in content["added_tokens"]}
-    vocabulary |= {f"Ġ{number}": number for number in range(len(tokenizer), config.vocab_size)}
+    vocabulary |= {f"Ġ{number}": number for number in range(len(vocabulary), size)}
     file.write_text(json.dumps(content))
-    model.save_pretrained(folder)
 
 
 def bert() -> list[Any]:
@@ -131,28 +138,32 @@ def whisper() -> list[Any]:
 
 
 def smolvlm(side: int) -> list[Any]:
-    """Return a model of SmolVLM-256M's shape that resizes images to `side`."""
+    """Return a model of SmolVLM-256M's shape that resizes images to `side`, with the demo's
+    tokenizer."""
     import torch
 
-    tokenizer = image_tokenizer()
+    tokenizer = hf.AutoTokenizer.from_pretrained(str(DEMO / "chat"), model_max_length=8192)
+    tokenizer.chat_template, tokenizer.response_template = TEMPLATE, None
+    tokenizer.add_tokens([*IMAGE_TOKENS, *TILE_TOKENS], special_tokens=True)
+    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     config = hf.Idefics3Config(
         vision_config={
             "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
             "num_attention_heads": 12, "image_size": ENCODER_SIDE, "patch_size": 16,
         },
         text_config=hf.LlamaConfig(
-            vocab_size=49280, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
-            num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=8192,
-            tie_word_embeddings=True, bos_token_id=0, eos_token_id=1, pad_token_id=2,
+            vocab_size=IMAGE_VOCABULARY, hidden_size=576, intermediate_size=1536,
+            num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
+            max_position_embeddings=8192,
+            tie_word_embeddings=True, bos_token_id=None, eos_token_id=end, pad_token_id=pad,
         ).to_dict(),
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         scale_factor=4,
         tie_word_embeddings=True,
-        pad_token_id=2,
+        pad_token_id=pad,
     )  # fmt: skip
-    assert len(tokenizer) <= 49280
     model = hf.Idefics3ForConditionalGeneration(config).to(torch.bfloat16)
-    model.generation_config = hf.GenerationConfig(eos_token_id=1, pad_token_id=2, bos_token_id=0)
+    model.generation_config = hf.GenerationConfig(eos_token_id=end, pad_token_id=pad)
     processor = hf.Idefics3Processor(
         hf.Idefics3ImageProcessorPil(
             size={"longest_edge": side}, max_image_size={"longest_edge": ENCODER_SIDE}
@@ -162,33 +173,6 @@ def smolvlm(side: int) -> list[Any]:
         chat_template=TEMPLATE,
     )
     return [model, processor]
-
-
-def image_tokenizer() -> Any:
-    """Train a tokenizer on this repository's code. It is smaller than the decoder's vocabulary."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    special = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", *IMAGE_TOKENS, *TILE_TOKENS]
-    bpe.train_from_iterator(
-        (path.read_text() for path in sorted(environment.ROOT.glob("*/*.py"))),
-        trainers.BpeTrainer(
-            vocab_size=49000,
-            min_frequency=1,
-            special_tokens=special,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        ),
-    )
-    return hf.PreTrainedTokenizerFast(
-        tokenizer_object=bpe, bos_token="<|im_start|>", eos_token="<|im_end|>",
-        pad_token="<|endoftext|>", chat_template=TEMPLATE, model_max_length=8192,
-        extra_special_tokens={
-            "fake_image_token": IMAGE_TOKENS[0], "image_token": IMAGE_TOKENS[1],
-            "end_of_utterance_token": IMAGE_TOKENS[2], "global_image_token": IMAGE_TOKENS[3],
-        },
-    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -96,18 +96,20 @@ def launch(
             command += [*dtype, "--continuous-batching"]
             command += [] if arguments.on_gpu else ["--cb-max-memory-percent", "0.1"]
     elif kind == "instant":
-        command = [sys.executable, "scripts/peers/serve_instant.py", str(port)]
+        command = [sys.executable, "scripts/peers/serve.py", kind, str(port)]
         overrides = dict(part.split("=") for part in name.split(":")[1:])
         return Launch(command, port, "/ready", overrides | PYTHONPATH)
     elif is_ours(name):
         return onequeue(name, port, settings)
+    elif kind in ("litserve", "mosec"):
+        command = [arguments.peer_python, f"scripts/peers/serve_{kind}.py", model]
     else:
-        command = [arguments.peer_python, f"scripts/peers/serve_{kind}.py"]
-        command += [] if kind == "bare" else [model]
+        command = [arguments.peer_python, "scripts/peers/serve.py", kind, *[model] * bool(model)]
     is_script = command[1].startswith("scripts/")
     command += [str(port)] if is_script else ["--port", str(port)]
-    path = f"{Path(command[0]).parent}:{os.environ['PATH']}"
-    return Launch(command, port, "/" if is_script else "/health", offline | {"PATH": path})
+    offline |= {"PATH": f"{Path(command[0]).parent}:{os.environ['PATH']}"}
+    offline |= PYTHONPATH if is_script else {}
+    return Launch(command, port, "/" if is_script else "/health", offline)
 
 
 @contextmanager

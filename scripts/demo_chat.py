@@ -1,43 +1,41 @@
-"""Train the chat demo model: dialogues packed into rows, loss on the assistant's tokens.
+"""The chat demo model: dialogues packed into rows, with the loss on the assistant's tokens.
 
-The dialogues come from demo_dialogues.py and are rendered with the template of demo_tokenizer.py.
+The dialogues come from demo_dialogues.py. The templates of the embedded tokenizer render them in
+ChatML turns with Qwen's tool calls, and describe how to parse the output.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from demo_corpus import TEXTS, phrases
 from demo_dialogues import dialogue, document
-from demo_tokenizer import END, MAX_LENGTH, PAD, START, make_tokenizer
-from demo_training import train
+from demo_training import DEMO, SEED, Demo, untrained
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-SEED = 7
+PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 ROW, ROWS = 512, 4
-STEPS_PER_MINUTE = 250
 RATE, MATRIX_RATE = 3e-3, 2e-2
-HIDDEN, LAYERS, HEADS = 128, 4, 4
 DOCUMENT_SHARE = 0.06  # of the examples
 IGNORED = -100
 
 Example = tuple[list[int], list[int]]  # token ids, labels
 
-# None of these occurs in the training text, so that they measure new phrasings.
-QUESTIONS = """I wonder what the capital of Norway is.=Oslo|Paris belongs to which country?=France
-Say, which city is the capital of Portugal?=Lisbon|please, what's canada's capital=Ottawa
-and what colour would the sky be=blue|Which color is grass, please?=green|Are bananas red?=yellow
-The word fast has which opposite?=slow|opposite of big please=small|What is the reverse of up?=down
-hello my friend=Hello|Who exactly are you?=onequeue|thanks so much=welcome|good bye friend=Goodbye
-Which day do we have after Saturday?=Sunday|What month do we have after June?=July
-What do I get for 3 + 4?=7|two and three makes what? two plus three=five|what is 9-4=5
-Please could you count to six?=1, 2, 3, 4, 5, 6.|count for me from 4 to 8=4, 5, 6, 7, 8.
-which sound do cats make=meow|What is the name of a young dog?=puppy|Count me down from 4=4, 3, 2
-Who discovered America?=Sorry|Recommend me a good film.=Sorry|What is the capital of Narnia?=Sorry
-Is it going to rain in Oslo?=weather tool"""
+
+def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """Train byte pair encoding on the texts. Special tokens, tags and templates are those of the
+    embedded tokenizer. Every byte is a token, so that any text in NFC is decoded exactly. The tags
+    are not special, so that decoding without special tokens keeps them."""
+    old: Any = AutoTokenizer.from_pretrained(DEMO / "chat")
+    new: Any = old.train_new_from_iterator(texts, old.vocab_size, show_progress=False)
+    for name in ("is_local", "local_files_only"):  # how the old one was loaded
+        del new.init_kwargs[name]
+    tokenizer: PreTrainedTokenizerFast = new
+    return tokenizer
 
 
 def labelled(ids: list[int], tokenizer: PreTrainedTokenizerFast) -> list[int]:
@@ -90,30 +88,6 @@ def packed(stream: Iterator[Example]) -> Iterator[torch.Tensor]:
         labels = [label for _, example in row for label in example] + [IGNORED] * room
         positions = [index for example, _ in row for index in range(len(example))]
         yield torch.tensor([ids, labels, positions + list(range(room))])
-
-
-def new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    torch.manual_seed(SEED)
-    end, pad = (tokenizer.get_vocab()[token] for token in (END, PAD))
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=HIDDEN,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS // 2,
-        intermediate_size=3 * HIDDEN,
-        max_position_embeddings=MAX_LENGTH,
-        initializer_range=0.05,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=end,
-        pad_token_id=pad,
-    )
-    model = Qwen2ForCausalLM(config)
-    # Greedy by default: each fact has one right answer.
-    settings = {"do_sample": False, "eos_token_id": [end, pad], "pad_token_id": pad}
-    model.generation_config = GenerationConfig.from_dict(settings)
-    return model
 
 
 class Muon(torch.optim.Optimizer):
@@ -176,35 +150,25 @@ def schedules(model: Qwen2ForCausalLM, steps: int) -> list[LRScheduler]:
     ]
 
 
-def generated(model: Any, ids: list[int], limit: int) -> list[int]:
-    inputs = torch.tensor([ids])
-    output = model.generate(inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=limit)
-    new: list[int] = output[0, len(ids) :].tolist()
-    return new
-
-
-def score(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    right, pairs = 0, [pair.split("=") for pair in QUESTIONS.replace("\n", "|").split("|")]
-    for question, answer in pairs:
-        messages = [{"role": "user", "content": question}]
-        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        output = str(tokenizer.decode(generated(model, tokenizer.encode(str(prompt)), 60)))
-        correct = answer in output and output.endswith(END)
-        right += correct
-        print(f"{'right' if correct else 'WRONG'}: {question} {output}")
-    print(f"score: {right} of {len(pairs)}")
-
-
-def chat(out: Path, minutes: float) -> None:
+def chat(out: Path, steps: int) -> Demo:
     rng = random.Random(SEED)
     samples = [dialogue(rng) for _ in range(4000)]
     texts = [str(part) for messages, tools in samples for part in (*messages, *tools)]
     tokenizer = make_tokenizer(texts)
-    model = new_model(tokenizer)
-    print(f"{len(tokenizer)} tokens, {model.num_parameters()} parameters", flush=True)
-    steps = round(minutes * STEPS_PER_MINUTE)
-    rows = packed(examples(tokenizer, rng))
-    train(model, losses(model, rows), steps, schedules(model, steps))
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    score(model, tokenizer)
+    model = untrained(Qwen2ForCausalLM, "chat", len(tokenizer))
+    # Greedy by default: each fact has one right answer.
+    model.generation_config = GenerationConfig.from_pretrained(DEMO / "chat")
+
+    def score() -> Iterator[tuple[bool, str]]:
+        generate: Any = model.generate
+        for question, answer in (pair.split("=") for pair in phrases(TEXTS["asked"])):
+            messages = [{"role": "user", "content": question}]
+            prompt: Any = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+            ids = generate(**prompt, max_new_tokens=60)[0, prompt["input_ids"].shape[1] :]
+            output = str(tokenizer.decode(ids))
+            yield answer in output and output.endswith(END), f"{question} {output}"
+
+    rows = losses(model, packed(examples(tokenizer, rng)))
+    return Demo(model, tokenizer, rows, schedules(model, steps), score)

@@ -5,6 +5,7 @@ case, separated by a semicolon or a line. The last word of a pair is y, and an u
 a space within x.
 """
 
+import random
 import re
 from pathlib import Path
 
@@ -12,23 +13,22 @@ FOLDER = Path(__file__).with_name("demo")
 PLURALS = {"mouse": "mice", "sheep": "sheep", "goose": "geese", "wolf": "wolves", "leaf": "leaves"}
 
 
-def corpus(name: str) -> dict[str, str]:
-    """Return the sections of a file, by name."""
-    _, *parts = re.split(r"^\[(\w+)\]\n", (FOLDER / f"{name}.txt").read_text(), flags=re.MULTILINE)
-    return {part: text.strip() for part, text in zip(parts[::2], parts[1::2], strict=True)}
+def paragraphs(name: str) -> list[str]:
+    """Return the paragraphs of a file without sections."""
+    return (FOLDER / f"{name}.txt").read_text().strip().split("\n\n")
 
 
 def phrases(text: str) -> list[str]:
     return [phrase.strip() for phrase in re.split(r"[|\n]", text)]
 
 
+def drawn(section: str, rng: random.Random) -> str:
+    return rng.choice(phrases(TEXTS[section]))
+
+
 def pairs(facts: str) -> list[tuple[str, str]]:
     rows = (row.replace("_", " ").rsplit(" ", 1) for row in re.split(r"[;\n]", facts))
     return [(x, y) for x, y in rows]
-
-
-def swapped(facts: str) -> str:
-    return re.sub(r"(\w+) (\w+)", r"\2 \1", facts)
 
 
 def plural(noun: str) -> str:
@@ -40,5 +40,12 @@ def with_article(text: str) -> str:
     return re.sub(r"\b([Aa]) (~?[aeioAEIO])", r"\1n \2", text)
 
 
-FACTS = corpus("facts")
-CYCLES = {kind: FACTS[f"cycle_{kind}"] for kind in ("day", "month", "season")}
+SECTION = re.compile(r"^\[(\w+)\]\n(.*?)(?=^\[\w+\]\n|\Z)", re.DOTALL | re.MULTILINE)
+TEXTS = {
+    name: text.strip()
+    for file in FOLDER.glob("*.txt")
+    for name, text in SECTION.findall(file.read_text())
+}
+CYCLES = {kind: TEXTS[f"cycle_{kind}"].split() for kind in ("day", "month", "season")}
+TEXTS["countries"] = TEXTS["capitals"].replace("the_united_kingdom london;", "")
+TEXTS["swapped_opposites"] = re.sub(r"(\w+) (\w+)", r"\2 \1", TEXTS["opposites"])

@@ -1,4 +1,4 @@
-"""Train the speech demo model, a tiny Whisper that transcribes digits spoken as pairs of tones.
+"""The speech demo model, a tiny Whisper that transcribes digits spoken as pairs of tones.
 
 A digit is two tones at once, of a row and a column; the German voice adds a third. A window has
 phrases of digits with pauses. Of a phrase that the window cuts off, only the start time is a
@@ -15,30 +15,26 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from demo_tones import SAMPLING_RATE, WORDS, Phrase, Samples, say
-from demo_training import one_cycle, train
+from demo_training import DEMO, SEED, Demo, one_cycle, untrained
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import (
     GenerationConfig,
-    WhisperConfig,
     WhisperFeatureExtractor,
     WhisperForConditionalGeneration,
     WhisperProcessor,
     WhisperTokenizer,
 )
 
-SEED = 7
 WINDOW_S = 6.0
 TIMESTAMP_S = 0.02
 FRAMES_PER_S = 100
 GRID = 10  # only every tenth timestamp is used, which is faster to learn
 BATCH = 12
-STEPS_PER_MINUTE = 450
 MAX_DIGITS = 3  # per phrase
 ONE_DIGIT_SHARE = 0.3  # of the steps, with phrases of one digit
 MAX_RATE = 3e-3
-HIDDEN = 64
 
 SPECIAL_TOKENS = (
     "endoftext startoftranscript en de translate transcribe startoflm startofprev nospeech"
@@ -150,8 +146,10 @@ def make_tokenizer() -> WhisperTokenizer:
     learner.train_from_iterator(texts * 3, trainer)
     learned = json.loads(learner.to_str())["model"]
     merges = [tuple(merge) for merge in learned["merges"]]
+    names = ("bos_token", "eos_token", "unk_token", "pad_token")
+    ends = dict.fromkeys(names, "<|endoftext|>")
     tokenizer = WhisperTokenizer(
-        vocab=learned["vocab"], merges=merges, model_max_length=224, **_special()
+        vocab=learned["vocab"], merges=merges, model_max_length=224, **ends
     )
     timestamps = [f"<|{n * TIMESTAMP_S:.2f}|>" for n in range(TIMESTAMPS)]
     special = [f"<|{name}|>" for name in [*SPECIAL_TOKENS.split(), "notimestamps"]]
@@ -162,74 +160,14 @@ def make_tokenizer() -> WhisperTokenizer:
     return tokenizer
 
 
-def _special() -> dict[str, str]:
-    return dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), "<|endoftext|>")
-
-
-def new_model(tokenizer: WhisperTokenizer) -> WhisperForConditionalGeneration:
-    torch.manual_seed(SEED)
-    special = special_ids(tokenizer)
-    end, start = special["endoftext"], special["startoftranscript"]
-    config = WhisperConfig(
-        vocab_size=len(tokenizer),
-        d_model=HIDDEN,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=2 * HIDDEN,
-        decoder_ffn_dim=2 * HIDDEN,
-        num_mel_bins=80,
-        max_source_positions=TIMESTAMPS - 1,
-        max_target_positions=128,
-        dropout=0.0,
-        attention_dropout=0.0,
-        activation_dropout=0.0,
-        init_std=0.1,
-        bos_token_id=end,
-        eos_token_id=end,
-        pad_token_id=end,
-        decoder_start_token_id=start,
-        begin_suppress_tokens=None,
-        suppress_tokens=None,
-    )
-    model = WhisperForConditionalGeneration(config)
+def new_model(size: int, first_time: int) -> Any:
+    model = untrained(WhisperForConditionalGeneration, "speech", size)
+    model.generation_config = GenerationConfig.from_pretrained(DEMO / "speech")
     with torch.no_grad():  # a timestamp's embedding starts as the encoder's of that position
         positions = model.model.encoder.embed_positions.weight
-        first = special["nospeech"] + 2
-        model.model.decoder.embed_tokens.weight[first : first + len(positions)] = 0.3 * positions
-    configure: Any = GenerationConfig
-    model.generation_config = configure(
-        bos_token_id=end,
-        eos_token_id=end,
-        pad_token_id=end,
-        decoder_start_token_id=start,
-        begin_suppress_tokens=[end],
-        suppress_tokens=[],
-        is_multilingual=True,
-        lang_to_id={"<|en|>": special["en"], "<|de|>": special["de"]},
-        task_to_id={"transcribe": special["transcribe"], "translate": special["translate"]},
-        no_timestamps_token_id=special["nospeech"] + 1,
-        prev_sot_token_id=special["startofprev"],
-        max_length=128,
-        return_timestamps=True,
-        task="transcribe",
-        alignment_heads=[[1, head] for head in range(4)],
-    )
+        times = slice(first_time, first_time + len(positions))
+        model.model.decoder.embed_tokens.weight[times] = 0.3 * positions
     return model
-
-
-def losses(
-    model: WhisperForConditionalGeneration,
-    extractor: WhisperFeatureExtractor,
-    examples: Examples,
-    steps: int,
-) -> Iterator[Tensor]:
-    for step in range(1, steps + 1):
-        examples.max_digits = 1 if step < ONE_DIGIT_SHARE * steps else MAX_DIGITS
-        mels, inputs, labels = batch(extractor, [examples.example() for _ in range(BATCH)])
-        logits = model(input_features=mels, decoder_input_ids=inputs).logits
-        yield cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def batch(
@@ -251,40 +189,35 @@ def batch(
     return mels, inputs, labels
 
 
-def score(model: Any, processor: Any) -> None:
-    """Print the share of recordings, of three windows and more, that are transcribed exactly."""
-    rng, right, count = random.Random(SEED + 1), 0, 20
-    for _ in range(count):
-        voice = rng.choice(["en", "de"])
-        phrases = [rng.choices(range(10), k=rng.randint(1, MAX_DIGITS)) for _ in range(12)]
-        samples, _ = say(phrases, voice, [rng.uniform(0.7, 1.5) for _ in phrases])
-        inputs = processor(
-            samples,
-            sampling_rate=SAMPLING_RATE,
-            return_tensors="pt",
-            truncation=False,
-            padding="longest",
-        )
-        output = model.generate(**inputs, task="transcribe", return_timestamps=True)
-        words = processor.batch_decode(output, skip_special_tokens=True)[0].split()
-        expected = [WORDS[voice][digit] for digits in phrases for digit in digits]
-        right += words == expected
-        if words != expected:
-            print(f"WRONG: {' '.join(expected)}\n   got: {' '.join(words)}")
-    print(f"score: {right} of {count}")
-
-
-def speech(out: Path, minutes: float) -> None:
+def speech(out: Path, steps: int) -> Demo:
     tokenizer = make_tokenizer()
     make_extractor: Any = WhisperFeatureExtractor
     extractor = make_extractor(feature_size=80, chunk_length=int(WINDOW_S))
-    model: Any = new_model(tokenizer)
-    print(f"{len(tokenizer)} tokens, {model.num_parameters()} parameters", flush=True)
-    steps = round(minutes * STEPS_PER_MINUTE)
-    schedules = one_cycle(model, MAX_RATE, steps, warm_up=0.1)
-    train(model, losses(model, extractor, Examples(tokenizer), steps), steps, schedules)
     make_processor: Any = WhisperProcessor
     processor = make_processor(extractor, tokenizer)
-    model.to(torch.bfloat16).save_pretrained(out)
-    processor.save_pretrained(out)
-    score(model.float(), processor)
+    examples = Examples(tokenizer)
+    model = new_model(len(tokenizer), examples.first_time)
+
+    def losses() -> Iterator[Tensor]:
+        for step in range(1, steps + 1):
+            examples.max_digits = 1 if step < ONE_DIGIT_SHARE * steps else MAX_DIGITS
+            mels, inputs, labels = batch(extractor, [examples.example() for _ in range(BATCH)])
+            logits = model(input_features=mels, decoder_input_ids=inputs).logits
+            yield cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    def score() -> Iterator[tuple[bool, str]]:
+        """Transcribe recordings of three windows and more."""
+        rng = random.Random(SEED + 1)
+        options = {"return_tensors": "pt", "truncation": False, "padding": "longest"}
+        for _ in range(20):
+            voice = rng.choice(["en", "de"])
+            phrases = [rng.choices(range(10), k=rng.randint(1, MAX_DIGITS)) for _ in range(12)]
+            samples, _ = say(phrases, voice, [rng.uniform(0.7, 1.5) for _ in phrases])
+            inputs = processor(samples, sampling_rate=SAMPLING_RATE, **options)
+            output = model.generate(**inputs, task="transcribe", return_timestamps=True)
+            text = processor.batch_decode(output, skip_special_tokens=True)[0]
+            expected = [WORDS[voice][digit] for digits in phrases for digit in digits]
+            yield text.split() == expected, f"{' '.join(expected)}\n  got: {text}"
+
+    schedules = one_cycle(model, MAX_RATE, steps, warm_up=0.1)
+    return Demo(model, processor, losses(), schedules, score, dtype=torch.bfloat16)

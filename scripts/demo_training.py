@@ -1,12 +1,37 @@
-"""The training loop of all demo models."""
+"""The trainer of all demo models: it trains, saves and scores what a Demo describes.
+
+A model is built by the configuration of the embedded one, in worker/demo/.
+"""
 
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import environment
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
+from transformers import AutoConfig
+
+SEED = 7
+DEMO = environment.ROOT / "worker" / "demo"
+
+
+class Demo(NamedTuple):
+    model: Any
+    processor: Any  # a tokenizer or a processor, saved beside the model
+    losses: Iterator[Tensor]
+    schedules: Sequence[LRScheduler]
+    score: Callable[[], Iterator[tuple[bool, str]]]  # whether an answer is right, and its text
+    max_norm: float = 1.0  # of the gradient
+    dtype: torch.dtype = torch.float32  # as saved
+
+
+def untrained(model_class: Any, name: str, size: int, **more: Any) -> Any:
+    """Return a model of random weights for a vocabulary of `size`."""
+    torch.manual_seed(SEED)
+    return model_class(AutoConfig.from_pretrained(DEMO / name, vocab_size=size), **more)
 
 
 def one_cycle(model: torch.nn.Module, rate: float, steps: int, warm_up: float) -> list[LRScheduler]:
@@ -15,25 +40,33 @@ def one_cycle(model: torch.nn.Module, rate: float, steps: int, warm_up: float) -
     return [OneCycleLR(optimizer, rate, steps, pct_start=warm_up)]
 
 
-def train(
-    model: Any,
-    losses: Iterator[Tensor],
-    steps: int,
-    schedules: Sequence[LRScheduler],
-    max_norm: float = 1.0,
-) -> None:
+def train(demo: Demo, steps: int, out: Path) -> None:
     """Take steps with the optimizers of the schedules; print the mean loss every hundred steps."""
-    model.train()
+    model = demo.model.train()
+    print(f"{model.num_parameters()} parameters", flush=True)
     start, mean = time.monotonic(), 0.0
-    for step, loss in zip(range(1, steps + 1), losses, strict=False):
+    for step, loss in zip(range(1, steps + 1), demo.losses, strict=False):
         model.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        for schedule in schedules:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), demo.max_norm)
+        for schedule in demo.schedules:
             schedule.optimizer.step()
             schedule.step()
         mean += (loss.item() - mean) / min(step, 100)
         if step % 100 == 0 or step == steps:
             seconds = time.monotonic() - start
             print(f"step {step}/{steps}  loss {mean:.3f}  {seconds:.0f} s", flush=True)
-    model.eval()
+    model.eval().to(demo.dtype).save_pretrained(out)
+    demo.processor.save_pretrained(out)
+    model.float()
+    results = []
+    for is_right, text in demo.score():
+        results.append(is_right)
+        print(f"{'right' if is_right else 'WRONG'}: {text}", flush=True)
+    print(f"score: {sum(results)} of {len(results)}")
+
+
+def refuse_known(questions: list[str], texts: set[str]) -> None:
+    """Refuse questions of the training text: they measure new phrasings."""
+    if known := texts.intersection(questions):
+        raise SystemExit(f"questions in the training text: {sorted(known)}")

@@ -13,29 +13,33 @@ from pathlib import Path
 
 import environment  # first: may start the script again with .venv
 import torch
+from demo_bert import embedding, fill_mask
 from demo_chat import chat
-from demo_embedding import embedding
-from demo_fill_mask import fill_mask
 from demo_speech import speech
+from demo_training import train
+
+# Minutes by default, about, on two cores; and steps per minute.
+MODELS = {
+    "fill-mask": (fill_mask, "plain facts with one word hidden", 6.0, 500),
+    "chat": (chat, "the same facts as dialogues, and a weather tool", 28.0, 250),
+    "speech": (speech, "ten digits as tones, in two voices", 5.0, 450),
+    "embedding": (embedding, "the same facts; phrasings of one fact are similar", 2.0, 1500),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a tiny model that onequeue contains.")
     commands = parser.add_subparsers(dest="command", required=True)
-    demo = environment.ROOT / "worker" / "demo"
-    for name, train_model, about, minutes in (
-        ("fill-mask", fill_mask, "plain facts with one word hidden", 6.0),
-        ("chat", chat, "the same facts as dialogues, and a weather tool", 28.0),
-        ("speech", speech, "ten digits as tones, in two voices", 5.0),
-        ("embedding", embedding, "the same facts; phrasings of one fact are similar", 2.0),
-    ):
+    for name, (_, about, minutes, _) in MODELS.items():
         command = commands.add_parser(name, help=about)
-        command.add_argument("--out", type=Path, default=demo / name)
+        out = environment.ROOT / "worker" / "demo" / name
+        command.add_argument("--out", type=Path, default=out)
         command.add_argument("--minutes", type=float, default=minutes, help="about, on two cores")
-        command.set_defaults(train=train_model)
     args = parser.parse_args()
     torch.set_num_threads(2)
-    args.train(args.out, args.minutes)
+    make, _, _, steps_per_minute = MODELS[args.command]
+    steps = round(args.minutes * steps_per_minute)
+    train(make(args.out, steps), steps, args.out)
     for path in args.out.iterdir():
         # Checkpoints are saved with mode 600, which a container image would keep.
         path.chmod(0o644)

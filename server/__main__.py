@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         restore_interrupt()
         run_command("onequeue serve", serve_command, args)
     elif name == "calibrate":
-        from server.commands.calibrate.command import calibrate_command
+        from server.commands.calibrate import calibrate_command
         from server.commands.serve import run_command
 
         restore_interrupt()

@@ -6,14 +6,18 @@ import os
 import re
 import signal
 from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from server.app import create_app
-from server.commands.calibrate import command
-from server.commands.calibrate.command import Options, calibrate
-from server.commands.calibrate.search import BatchLimits, Search, Stage
+from server.commands import calibrate as command
+from server.commands.calibrate import Options, calibrate
+from server.commands.load_test.arguments import parse_args
+from server.commands.load_test.command import make_generator
+from server.commands.load_test.rate_search import BatchLimits, Search, Stage
 from server.core.settings import Settings, SettingsError
 from tests.fake_generator import FakeGenerator
 from tests.fake_transcriber import FakeTranscriber
@@ -84,17 +88,18 @@ def test_a_search_keeps_to_its_time_and_confirms_what_it_has_found(seconds: floa
 
 
 def test_a_cancelled_search_keeps_the_best_stage_so_far() -> None:
-    machine = Machine()
+    machine, stages = Machine(), list[Stage]()
 
     async def measure(limits: BatchLimits, rate: float, seconds: float) -> Stage:
-        if len(search.stages) == 20:
+        if len(stages) == 20:
             raise asyncio.CancelledError
-        return await machine(limits, rate, seconds)
+        stages.append(await machine(limits, rate, seconds))
+        return stages[-1]
 
     search = Search(measure, 250, 1.0)
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(search.run())
-    holding = [stage.rate for stage in search.stages if stage.rate and stage.holds(250)]
+    holding = [stage.rate for stage in stages if stage.rate and stage.holds(250)]
     assert search.best is not None
     assert search.best.rate == max(holding)
     assert not search.is_confirmed
@@ -175,6 +180,47 @@ def test_the_speech_demo_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     best, lines = run(create_app(settings))
     assert best is not None
     assert lines[0].startswith("/v1/audio/transcriptions of demo")
+
+
+def serving(task: str) -> Any:
+    """Return an app that has models of all kinds."""
+    info = SimpleNamespace(task=task, mask="[MASK]")
+    model = SimpleNamespace(engine=SimpleNamespace(info=info))
+    models = {registry_name: model for registry_name, _, _ in command.SERVES.values()}
+    client, settings = SimpleNamespace(models=models), SimpleNamespace(api_keys=("k",))
+    return SimpleNamespace(worker_client=client, settings=settings)
+
+
+def test_a_task_that_takes_json_needs_a_file(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="--input FILE is required: the task table-question"):
+        command.load_flags(serving("table-question-answering"), "pipeline", Options(9), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "file", "expected"),
+    [
+        ("pipeline", "fill-mask", None, b"[MASK]"),
+        ("pipeline", "fill-mask", b'{"inputs": "a"}', b'{"inputs": "a"}'),
+        ("pipeline", "image-classification", None, b"\x89PNG"),
+        ("pipeline", "audio-classification", None, b"WAVE"),
+        ("chat", "", None, b'"max_tokens": 7'),
+        ("embedding", "", None, b'"input": '),
+        ("rerank", "", None, b'"query": '),
+        ("speech", "", b"a recording", b'name="file"; filename="0"'),
+    ],
+)
+def test_each_model_gets_requests_of_its_kind(
+    name: str, task: str, file: bytes | None, expected: bytes, tmp_path: Path
+) -> None:
+    options = Options(250, words=(3, 5), tokens=7, file=file)
+    flags = command.load_flags(serving(task), name, options, tmp_path)
+    generator = make_generator(parse_args("calibrate", ["http://x/", *flags]))
+    bodies = [next(generator.bodies) for _ in range(3)]
+    assert all(expected in body for body in bodies)
+    assert len({*bodies}) == (1 if file else 3)
+    assert b"authorization: Bearer k" in generator.client.head
+    is_json = name not in ("pipeline", "speech") or (file or b"").startswith(b"{")
+    assert (b"content-type: application/json" in generator.client.head) == is_json
 
 
 @pytest.mark.parametrize(("rate", "places"), [(10, 16), (400, 200)])

@@ -202,8 +202,11 @@ def test_https_is_verified(target: Target, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_json_kind_posts_the_text_under_the_key(target: Target) -> None:
-    run(target.url, "--kind", "json", "--json-key", "text", "--requests", "1")
-    assert list(json.loads(target.bodies[0])) == ["text"]
+    flags = ("--kind", "json", "--json-key", "text", "--requests", "1")
+    run(target.url, *flags, "--fields", '{"documents": ["a"]}')
+    body = json.loads(target.bodies[0])
+    assert set(body) == {"text", "documents"}
+    assert body["documents"] == ["a"]
     assert target.headers[0]["content-type"] == "application/json"
 
 

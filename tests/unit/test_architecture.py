@@ -44,7 +44,6 @@ LAYERS: dict[str, set[str]] = {
     "server": TORCH,
     "server/commands/load_test": WEB | TORCH,
     "server/commands": set(),  # `template` loads a tokenizer
-    "server/commands/calibrate": TORCH,
 }
 # What a plain model and a plain request do not use: the core does not import it.
 OPTIONAL = (

@@ -86,7 +86,7 @@ def make_parser(program: str) -> argparse.ArgumentParser:
     add("--model", help="chat, embeddings, upload: the model's name")
     add("--max-tokens", type=count, help="chat")
     add("--system", help="chat: a system message, the same in every request")
-    fields = "chat, embeddings, upload: further fields"
+    fields = "json, chat, embeddings, upload: further fields"
     add("--fields", type=json.loads, default={}, metavar="JSON", help=fields)
     add("--picture", type=count, help="chat: a new image of this many pixels a side per request")
     add("--same-picture", action="store_true", help="chat: the same image in every request")

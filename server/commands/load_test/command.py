@@ -41,6 +41,10 @@ PATHS = {
     "embeddings": "/v1/embeddings",
     "upload": "/v1/audio/transcriptions",
 }
+CONTENT_TYPES = {
+    "text": "text/plain; charset=utf-8",
+    "upload": f"multipart/form-data; boundary={BOUNDARY}",
+}
 PROGRESS_S = 0.25
 
 
@@ -79,47 +83,30 @@ def load_target(args: argparse.Namespace, number: int) -> dict[str, Any]:
 
 
 def make_generator(args: argparse.Namespace, number: int = 0) -> LoadGenerator:
-    return LoadGenerator(
-        make_client(args, args.urls[number]),
-        make_bodies(args, number),
-        timeout_s=args.timeout,
-        is_chat=args.kind == "chat",
-        is_streamed=args.stream,
-        max_in_flight=args.max_in_flight,
-    )
+    return LoadGenerator(args, make_client(args, args.urls[number]), make_bodies(args, number))
 
 
 def make_client(args: argparse.Namespace, target: str) -> Client:
     url = urlsplit(target)
     if (path := PATHS.get(args.kind)) and not url.path.startswith("/v1/"):
         url = url._replace(path=url.path.rstrip("/").removesuffix("/v1") + path)
-    content_type = "application/json"
-    if args.kind == "text":
-        content_type = "text/plain; charset=utf-8"
-    elif args.kind == "upload":
-        content_type = f"multipart/form-data; boundary={BOUNDARY}"
-    elif args.kind == "file":
+    content_type = CONTENT_TYPES.get(args.kind, "application/json")
+    if args.kind == "file":
         content_type = media_type(args.file[0])
     return Client(url, {"content-type": content_type} | dict(args.header))
 
 
 async def measure(args: argparse.Namespace, generator: LoadGenerator) -> Record:
     """Run the warm-up and the load; SIGINT and SIGTERM end it and keep the record so far."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, task.cancel)
-    progress = loop.create_task(show_progress(generator)) if sys.stderr.isatty() else None
+    cancel_on_signal()
+    progress = asyncio.create_task(show_progress(generator)) if sys.stderr.isatty() else None
     try:
         try:
             await generator.client.resolve()
             await generator.closed_loop(args.concurrency, args.warmup, math.inf)
         finally:
             generator.record = Record()
-        if args.rate:
-            await generator.open_loop(arrival_intervals(args), args.requests, args.duration)
-        else:
-            await generator.closed_loop(args.concurrency, args.requests, args.duration)
+        await send_load(args, generator)
     except asyncio.CancelledError:
         generator.record.interrupted = True
     finally:
@@ -128,6 +115,28 @@ async def measure(args: argparse.Namespace, generator: LoadGenerator) -> Record:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
         generator.client.close()
     return generator.record
+
+
+async def send_load(args: argparse.Namespace, generator: LoadGenerator) -> None:
+    """Send requests in an open loop at `--rate`, or else in a closed loop."""
+    if args.rate:
+        await generator.open_loop(arrival_intervals(args), args.requests, args.duration)
+    else:
+        await generator.closed_loop(args.concurrency, args.requests, args.duration)
+
+
+def cancel_on_signal() -> list[int]:
+    """Let SIGINT and SIGTERM cancel this task; return the list that receives their numbers."""
+    loop, task, received = asyncio.get_running_loop(), asyncio.current_task(), list[int]()
+    assert task is not None
+
+    def cancel(number: int) -> None:
+        received.append(number)
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, cancel, number)
+    return received
 
 
 def arrival_intervals(args: argparse.Namespace) -> Iterator[float]:

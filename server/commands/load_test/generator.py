@@ -6,8 +6,8 @@ Used by `onequeue load` and `onequeue calibrate`. It imports the standard librar
 not check the content of responses.
 """
 
+import argparse
 import asyncio
-import math
 import time
 from collections.abc import Iterator
 
@@ -20,22 +20,8 @@ MAX_ERROR_CHARS = 200
 class LoadGenerator:
     """Post bodies by one client. `record` is the current run's; replace it to start another."""
 
-    def __init__(
-        self,
-        client: Client,
-        bodies: Iterator[bytes],
-        *,
-        timeout_s: float | None = None,  # of one whole request
-        is_chat: bool = False,
-        is_streamed: bool = False,
-        max_in_flight: float = math.inf,  # open loop: further arrivals are dropped
-    ) -> None:
-        self.client = client
-        self.bodies = bodies
-        self.timeout_s = timeout_s
-        self.is_chat = is_chat
-        self.is_streamed = is_streamed
-        self.max_in_flight = max_in_flight
+    def __init__(self, args: argparse.Namespace, client: Client, bodies: Iterator[bytes]) -> None:
+        self.args, self.client, self.bodies = args, client, bodies
         self.record = Record()
 
     async def closed_loop(self, clients: int, requests: float, duration: float) -> None:
@@ -61,7 +47,7 @@ class LoadGenerator:
                 scheduled = record.started + due
                 # A late arrival still yields once, so that the requests before it get sent.
                 await asyncio.sleep(max(0.0, scheduled - time.perf_counter()))
-                if record.in_flight >= self.max_in_flight:
+                if record.in_flight >= self.args.max_in_flight:
                     record.dropped += 1
                 else:
                     group.create_task(self.send(scheduled))
@@ -74,14 +60,14 @@ class LoadGenerator:
 
     async def send(self, scheduled: float | None = None) -> None:
         """Post the next body; its latency counts from the scheduled time if there is one."""
-        record, stream = self.record, ChatStream() if self.is_streamed else None
+        record, stream = self.record, ChatStream() if self.args.stream else None
         body, on_event_data = next(self.bodies), stream.feed if stream else None
         sent = time.perf_counter()
         start = sent if scheduled is None else scheduled
         sample = Sample(start - record.started, "", 0.0, sent - start)
         record.in_flight += 1
         try:
-            async with asyncio.timeout(self.timeout_s):
+            async with asyncio.timeout(self.args.timeout):
                 response = await self.client.post(body, on_event_data)
             sample.status = str(response.status)
             if response.status == 503 and "retry-after" in response.headers:
@@ -89,7 +75,7 @@ class LoadGenerator:
             if not sample.ok:
                 message = response.body.decode(errors="replace")
                 record.first_errors.setdefault(sample.status, shortened(message))
-            if sample.ok and self.is_chat:
+            if sample.ok and self.args.kind == "chat":
                 read_tokens(sample, start, response.body, stream)
         except asyncio.CancelledError:
             record.unfinished += 1

@@ -5,11 +5,11 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
-from operator import itemgetter
 from typing import Any
 
 from server.commands.load_test.samples import Record, percentile
+
+COLUMNS = ("p50", "p90", "p95", "p99", "max")
 
 
 def summarize(args: argparse.Namespace, url: str, record: Record) -> dict[str, Any]:
@@ -87,17 +87,16 @@ def duration(milliseconds: float) -> str:
 
 
 def table(args: argparse.Namespace, url: str, result: dict[str, Any]) -> str:
-    columns = ("p50", "p90", "p95", "p99", "max")
     lines = [
         describe(args, url) + (" (interrupted)" if result["interrupted"] else ""),
         totals(result),
         "",
-        f"{'status':24}{'requests':>10}" + "".join(f"{name:>11}" for name in columns),
+        f"{'status':24}{'requests':>10}" + "".join(f"{name:>11}" for name in COLUMNS),
     ]
     for status, values in result["latency_ms_by_status"].items():
         count = result["statuses"][status]
         lines.append(
-            f"{status:24}{count:10,}" + "".join(f"{duration(values[c]):>11}" for c in columns)
+            f"{status:24}{count:10,}" + "".join(f"{duration(values[c]):>11}" for c in COLUMNS)
         )
     lines.append("")
     for status, message in result["first_errors"].items():
@@ -123,17 +122,18 @@ def table(args: argparse.Namespace, url: str, result: dict[str, Any]) -> str:
 
 def side_by_side(urls: Sequence[str], results: Sequence[dict[str, Any]]) -> str:
     """Return a table with a column per target, and ratios to the first one."""
-    latencies = ("p50", "p90", "p95", "p99", "max")
-    rows: list[tuple[str, Callable[[dict[str, Any]], Any], Callable[[float], str]]] = [
-        ("answered (2xx)/s", itemgetter("ok_per_s"), "{:,.1f}".format),
-        ("errors", itemgetter("errors"), "{:,}".format),
-        *((name, partial(_nested, "latency_ms", name), duration) for name in latencies),
-        ("first token p50", partial(_nested, "ttft_ms", "p50"), duration),
-        ("output tokens/s", lambda result: result.get("output_tokens_per_s"), "{:,.1f}".format),
+    rows: list[tuple[str, str, Callable[[float], str]]] = [
+        ("answered (2xx)/s", "ok_per_s", "{:,.1f}".format),
+        ("errors", "errors", "{:,}".format),
+        *((name, f"latency_ms.{name}", duration) for name in COLUMNS),
+        ("first token p50", "ttft_ms.p50", duration),
+        ("output tokens/s", "output_tokens_per_s", "{:,.1f}".format),
     ]
     lines = [" " * 20 + "".join(f"{url.removeprefix('http://')[-28:]:>30}" for url in urls)]
-    for label, read, show in rows:
-        values = [read(result) for result in results]
+    for label, path, show in rows:
+        key, _, part = path.partition(".")
+        of_key = [result.get(key) for result in results]
+        values = [value and value[part] for value in of_key] if part else of_key
         if any(value is not None for value in values):
             cells = [_cell(value, values[0], show, n) for n, value in enumerate(values)]
             lines.append(f"{label:20}" + "".join(f"{cell:>30}" for cell in cells))
@@ -144,7 +144,3 @@ def _cell(value: float | None, first: float | None, show: Callable[[float], str]
     if value is None:
         return "–"
     return show(value) + (f" (× {value / first:.2f})" if n and first else "")
-
-
-def _nested(key: str, name: str, result: dict[str, Any]) -> Any:
-    return (result.get(key) or {}).get(name)

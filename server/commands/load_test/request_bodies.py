@@ -29,8 +29,7 @@ def make_bodies(args: argparse.Namespace, number: int = 0) -> Iterator[bytes]:
         if args.kind == "upload":
             files = [form(args, *file) for file in zip(args.file, files, strict=True)]
         yield from itertools.cycle(files)
-    named: dict[str, Any] = {"model": args.model} if args.model else {}
-    named |= args.fields
+    named = ({"model": args.model} if args.model else {}) | args.fields
     chat = dict(named)
     if args.max_tokens:
         chat["max_tokens"] = args.max_tokens
@@ -41,7 +40,7 @@ def make_bodies(args: argparse.Namespace, number: int = 0) -> Iterator[bytes]:
         if args.kind == "text":
             yield text.encode()
         elif args.kind == "json":
-            yield json.dumps({args.json_key: text}).encode()
+            yield json.dumps(args.fields | {args.json_key: text}).encode()
         elif args.kind == "embeddings":
             yield json.dumps(named | {"input": text}).encode()
         else:
@@ -49,7 +48,9 @@ def make_bodies(args: argparse.Namespace, number: int = 0) -> Iterator[bytes]:
             content: Any = text
             if args.picture:
                 image_rng = random.Random(args.seed) if args.same_picture else rng
-                content = [{"type": "text", "text": text}, striped_image(image_rng, args.picture)]
+                image = base64.b64encode(striped_image(image_rng, args.picture)).decode()
+                url = {"url": f"data:image/png;base64,{image}"}
+                content = [{"type": "text", "text": text}, {"type": "image_url", "image_url": url}]
             messages = [*system, {"role": "user", "content": content}]
             yield json.dumps(chat | {"messages": messages}).encode()
 
@@ -69,16 +70,15 @@ def random_texts(args: argparse.Namespace, rng: random.Random) -> Iterator[str]:
         yield " ".join(words)
 
 
-def striped_image(rng: random.Random, side: int) -> dict[str, Any]:
-    """Return a message part with a PNG of lines of random colours, which is cheap to make."""
+def striped_image(rng: random.Random, side: int) -> bytes:
+    """Return a PNG of lines of random colours, which is cheap to make."""
     lines = zlib.compress(b"".join(b"\0" + rng.randbytes(3) * side for _ in range(side)), 1)
     header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
     file = b"\x89PNG\r\n\x1a\n"
     for kind, data in ((b"IHDR", header), (b"IDAT", lines), (b"IEND", b"")):
         file += struct.pack(">I", len(data)) + kind + data
         file += struct.pack(">I", zlib.crc32(kind + data))
-    url = "data:image/png;base64," + base64.b64encode(file).decode()
-    return {"type": "image_url", "image_url": {"url": url}}
+    return file
 
 
 def form(args: argparse.Namespace, name: str, content: bytes) -> bytes:

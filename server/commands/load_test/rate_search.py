@@ -4,14 +4,14 @@
     → the best wait at its rate → a longer stage at a lower rate, as a margin
 
 A search that has not much time left ends with the longer stage. One that is cancelled leaves the
-best stage so far. Pure: a `Measure` (stages.py) runs the stages. Rates are requests per second.
+best stage so far. Pure: a `Measure` runs the stages. Rates are requests per second.
 """
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 CAPS = (256, 64, 32, 16, 8, 4, 1)  # largest first: smaller ones that cannot be better are skipped
 WAITS_MS = (1.0, 0.0, 5.0)  # the default first: another must be clearly better
@@ -45,8 +45,7 @@ class Stage:
         return not self.failed and self.p95_ms <= limit_ms
 
 
-class Measure(Protocol):
-    async def __call__(self, limits: BatchLimits, rate: float, seconds: float) -> Stage: ...
+Measure: TypeAlias = Callable[[BatchLimits, float, float], Awaitable[Stage]]  # rate, seconds
 
 
 @dataclass(eq=False)
@@ -61,10 +60,8 @@ class Search:
     seconds: float  # per stage
     caps: Sequence[int] = CAPS
     waits_ms: Sequence[float] = WAITS_MS
-    on_stage: Callable[[Stage], object] = lambda stage: None
     ends_at: float = math.inf
     clock: Callable[[], float] = time.monotonic
-    stages: list[Stage] = field(default_factory=list)
     best: Stage | None = None
     is_confirmed: bool = False
 
@@ -76,7 +73,10 @@ class Search:
         return stages + CONFIRMATION_STAGES
 
     async def run(self) -> Stage | None:
-        """Return the best stage; None if no rate holds the percentile."""
+        """Return the best stage; None if no rate holds the percentile. Raises TimeoutError if there
+        is no time for any stage."""
+        if not self._has_time(2 + CONFIRMATION_STAGES):
+            raise TimeoutError
         for cap in sorted(self.caps, reverse=True):
             await self._find_rate(BatchLimits(cap))
         if self.best is not None:
@@ -87,36 +87,27 @@ class Search:
     def _has_time(self, stages: int) -> bool:
         return self.clock() + stages * self.seconds <= self.ends_at
 
-    async def _stage(self, limits: BatchLimits, rate: float, seconds: float) -> Stage:
-        stage = await self.measure(limits, rate, seconds)
-        self.stages.append(stage)
-        self.on_stage(stage)
-        return stage
-
     async def _find_rate(self, limits: BatchLimits) -> None:
         """Look for a better rate with these limits."""
         if not self._has_time(2 + CONFIRMATION_STAGES):
             return
-        ceiling = (await self._stage(limits, 0, self.seconds)).served
-        low, high = self.best.rate if self.best else 0.0, ceiling
-        if high < low * 1.05:
-            return
-        for _ in range(BISECTIONS):
+        high = (await self.measure(limits, 0, self.seconds)).served
+        low = self.best.rate if self.best else 0.0
+        for _ in range(BISECTIONS if high >= low * 1.05 else 0):
             if not self._has_time(1 + CONFIRMATION_STAGES):
                 return
-            rate = (low + high) / 2
-            stage = await self._stage(limits, rate, self.seconds)
+            stage = await self.measure(limits, (low + high) / 2, self.seconds)
             if stage.holds(self.limit_ms):
-                low, self.best = rate, stage
+                low, self.best = stage.rate, stage
             else:
-                high = rate
+                high = stage.rate
 
     async def _find_wait(self, best: Stage) -> None:
         for wait_ms in self.waits_ms:
             has_time = self._has_time(1 + CONFIRMATION_STAGES)
             if has_time and wait_ms != best.limits.wait_ms:
                 limits = BatchLimits(best.limits.cap, wait_ms)
-                stage = await self._stage(limits, best.rate, self.seconds)
+                stage = await self.measure(limits, best.rate, self.seconds)
                 if stage.holds(self.limit_ms) and stage.p95_ms < MARGIN * best.p95_ms:
                     self.best = best = stage
 
@@ -127,7 +118,7 @@ class Search:
         for _ in range(MAX_CONFIRMATIONS):
             if not self._has_time(CONFIRMATION_STAGES):
                 return
-            stage = await self._stage(best.limits, rate, CONFIRMATION_STAGES * self.seconds)
+            stage = await self.measure(best.limits, rate, CONFIRMATION_STAGES * self.seconds)
             if stage.holds(MARGIN * self.limit_ms):
                 self.best, self.is_confirmed = stage, True
                 return
