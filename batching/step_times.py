@@ -153,8 +153,9 @@ class PrefillBudget:
         left_s = max(0.0, min(self._max_s, max_turn_s) - spent_s)
         fitting = int(left_s / token_s) if token_s else 0
         minimum = self._min_alone
-        if self._whole_prompts and token_s:
-            minimum = max(self._min_unmeasured, int(MAX_TURN_ALONE_S / token_s))
+        if token_s:
+            in_turn = int(MAX_TURN_ALONE_S / token_s)
+            minimum = (max if self._whole_prompts else min)(self._min_unmeasured, in_turn)
         if streaming:
             minimum = MIN_PREFILL_TOKENS if token_s else self._min_unmeasured
         limit = self.max_tokens
