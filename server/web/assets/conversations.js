@@ -1,6 +1,6 @@
 // The dialog with the kept conversations: open one, delete one or all.
 
-import { element, find } from "./dom.js";
+import { button, element, find } from "./dom.js";
 import { deleteConversations, listConversations } from "./store.js";
 
 const LIMITS = "Kept in this browser until you delete them: at most 100 conversations and 50 MB, the oldest go first.";
@@ -25,12 +25,13 @@ export class Conversations {
 
   item({ id, title, at }) {
     const time = new Date(at).toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
+    const open = () => {
+      this.dialog.close();
+      this.open(id);
+    };
     return element("li", {},
-      element("button", { type: "button", class: "quiet open", onclick: () => {
-        this.dialog.close();
-        this.open(id);
-      } }, title, element("time", { class: "note" }, time)),
-      element("button", { type: "button", class: "quiet", "aria-label": `Delete ${title}`, onclick: () => this.delete([id]) }, "Delete"));
+      button([title, element("time", { class: "note" }, time)], open, { class: "quiet open" }),
+      button("Delete", () => this.delete([id]), { "aria-label": `Delete ${title}` }));
   }
 
   async delete(ids) {

@@ -4,7 +4,7 @@
 // Images in JSON are data: URLs: they are shown shortened, and the commands read them from files.
 
 import { call, hasKey } from "./api.js";
-import { copyButton, element, seconds } from "./dom.js";
+import { button, copyButton, element, seconds } from "./dom.js";
 import { fileNameOf } from "./files.js";
 
 const MAX_CHARS = 400; // of a shown string
@@ -38,13 +38,10 @@ export function exchange(request, responseDocument) {
     Python: () => asPython(request),
   };
   const text = element("pre", { tabindex: "0" });
-  const buttons = Object.entries(views).map(([name, view]) => element("button", {
-    type: "button", class: "quiet", "aria-pressed": "false",
-    onclick: event => {
-      buttons.forEach(button => button.setAttribute("aria-pressed", button === event.currentTarget));
-      text.textContent = view();
-    },
-  }, name));
+  const buttons = Object.entries(views).map(([name, view]) => button(name, event => {
+    buttons.forEach(other => other.setAttribute("aria-pressed", other === event.currentTarget));
+    text.textContent = view();
+  }, { "aria-pressed": "false" }));
   const copy = copyButton(() => text.textContent);
   const details = element("details", { class: "exchange" },
     element("summary", {}, "Request and response"),

@@ -2,7 +2,7 @@
 // now and then. `message` has the form of the API's whole message.
 
 import { textOf, imagesOf } from "./composer.js";
-import { announce, copyButton, element, failure, seconds, stopwatch } from "./dom.js";
+import { announce, button, copyButton, element, failure, seconds, stopwatch } from "./dom.js";
 import { exchange } from "./exchange.js";
 import { fileNameOf } from "./files.js";
 import { MarkdownView } from "./markdown.js";
@@ -12,12 +12,11 @@ export function userMessage({ content }, edit) {
   return element("article", { class: "user", "aria-label": "You" },
     element("div", { class: "bubble" },
       imagesOf(content).map(url => element("img", { src: url, alt: fileNameOf(url) })), element("p", {}, text)),
-    element("div", { class: "actions" }, copyButton(() => text),
-      element("button", { type: "button", class: "quiet", onclick: edit }, "Edit")));
+    element("div", { class: "actions" }, copyButton(() => text), button("Edit", edit)));
 }
 
 export function toolMessage(name, { content }) {
-  return element("p", { class: "call" }, element("span", { class: "note" }, `${name} returned `), content);
+  return element("article", { class: "call", "aria-label": "Result" }, element("span", { class: "note" }, `${name} returned `), content);
 }
 
 export class AssistantMessage {
@@ -37,7 +36,7 @@ export class AssistantMessage {
     this.waiting = stopwatch("Waiting for the first token");
     this.note = element("p", { class: "note" });
     this.actions = element("div", { class: "actions", hidden: true }, copyButton(() => this.message.content),
-      element("button", { type: "button", class: "quiet regenerate", onclick: regenerate }, "Regenerate"));
+      button("Regenerate", regenerate, { class: "quiet regenerate" }));
     this.element = element("article", { class: "assistant", "aria-label": "Answer" },
       this.details, this.content, this.calls, this.waiting, this.note, this.actions);
   }
@@ -113,6 +112,13 @@ export class AssistantMessage {
     }
     if (this.firstAt) parts.push(`first after ${seconds((this.firstAt - this.startedAt) / 1000)}`);
     return parts.filter(Boolean);
+  }
+
+  // Returns the message for the history: without calls if it is a part, and null without text and calls.
+  whole(isPart) {
+    const { content, tool_calls: calls, ...others } = this.message;
+    const called = !isPart && calls;
+    return content || called ? { ...others, content: content || null, ...(called && { tool_calls: calls }) } : null;
   }
 
   // The response as it would be without streaming.

@@ -1,7 +1,7 @@
 // POST /: the loaded pipeline. /ready names its kind of input: text, image, audio or JSON. results.js
 // shows the result by its shape.
 
-import { autoGrow, find, setUpSettings, showOnSubmit, submitOnEnter } from "./dom.js";
+import { find, setUpSettings, setUpText, showOnSubmit } from "./dom.js";
 import { ask, json, parseJson } from "./exchange.js";
 import { dataUrl, FileField } from "./files.js";
 import { results } from "./results.js";
@@ -34,9 +34,8 @@ export async function startPipeline(section, ready) {
     const input = { image: field?.kind === "image" ? field.url : null, text: request.body?.inputs };
     return ask(request, result => results(result, input));
   });
-  submitOnEnter(text, form);
+  setUpText(text);
   setUpSettings(form);
-  section.addEventListener("shown", autoGrow(text));
 }
 
 function title(task) {
