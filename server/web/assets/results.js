@@ -79,26 +79,11 @@ async function boxes(objects, { image: url }) {
 
 async function masks(segments, { image: url }) {
   const hueOf = hues(segments.map(({ label }) => label));
-  const layers = await Promise.all(segments.map(({ mask, label }) => layer(mask, hueOf(label))));
-  const legend = element("ul", { class: "legend" }, ...segments.map(({ label, score }) => element("li", { "--hue": hueOf(label) },
-    score === null || score === undefined ? label : `${label} ${percent(score)}`)));
-  const below = url ? [await loadImage(url)] : [];
-  return [element("figure", { class: "overlaid" }, ...below, ...layers), legend];
-}
-
-// Returns a canvas with the mask's white as a translucent colour.
-async function layer(mask, hue) {
-  const image = await loadImage(`data:image/png;base64,${mask}`);
-  const canvas = element("canvas", { width: image.naturalWidth, height: image.naturalHeight, "aria-hidden": "true" });
-  const context = canvas.getContext("2d");
-  context.drawImage(image, 0, 0);
-  const pixels = context.getImageData(0, 0, canvas.width, canvas.height);
-  for (let n = 0; n < pixels.data.length; n += 4) pixels.data[n + 3] = pixels.data[n] * 0.55;
-  context.putImageData(pixels, 0, 0);
-  context.globalCompositeOperation = "source-in";
-  context.fillStyle = `hsl(${hue} 80% 45%)`;
-  context.fillRect(0, 0, canvas.width, canvas.height);
-  return canvas;
+  const layers = segments.map(({ mask, label }) =>
+    element("div", { class: "mask", "--mask": `url(data:image/png;base64,${mask})`, "--hue": hueOf(label) }));
+  const legend = segments.map(({ label, score }) => element("li", { "--hue": hueOf(label) },
+    typeof score === "number" ? `${label} ${percent(score)}` : label));
+  return [element("figure", { class: "overlaid" }, await loadImage(url), layers), element("ul", { class: "legend" }, legend)];
 }
 
 async function loadImage(url) {
