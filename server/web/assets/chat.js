@@ -5,7 +5,7 @@
 import { AssistantMessage, toolMessage, userMessage } from "./message.js";
 import { call, events } from "./api.js";
 import { Composer, textOf } from "./composer.js";
-import { Conversations } from "./conversations.js";
+import { showConversations } from "./conversations.js";
 import { announce, button, element, find, markRunning, setUpSettings } from "./dom.js";
 import { parseJson } from "./exchange.js";
 import { deleteConversations, loadConversation, saveConversation, session } from "./store.js";
@@ -53,10 +53,6 @@ class Chat {
     this.form = find("form", section);
     this.settings = this.form.elements;
     this.composer = new Composer(this.form);
-    this.conversations = new Conversations(find("#conversations"), {
-      open: id => this.open(id),
-      onDelete: ids => ids.includes(this.id) && this.clear(),
-    });
     this.listen();
     this.settings.model.append(...models.map(({ id }) => element("option", { value: id }, id)));
     this.settings.model.parentElement.hidden = models.length < 2;
@@ -72,7 +68,8 @@ class Chat {
     this.settings.model.onchange = () => this.showModel();
     this.button("stop").onclick = () => this.abort?.abort();
     this.button("new").onclick = () => this.clear();
-    this.button("conversations").onclick = () => this.conversations.show();
+    this.button("conversations").onclick = () => showConversations(
+      id => this.open(id), ids => ids.includes(this.id) && this.clear());
     this.button("cancel-edit").onclick = () => this.endEdit();
     document.addEventListener("keydown", event => {
       if (event.key !== "Escape" || !this.section.checkVisibility() || find("dialog[open]")) return;

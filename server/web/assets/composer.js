@@ -37,9 +37,7 @@ export class Composer {
   }
 
   showImages() {
-    const attached = find(".attached", this.form);
-    attached.hidden = !this.images.length;
-    attached.replaceChildren(...this.images.map((url, n) => button([element("img", { src: url, alt: "" }), "×"], () => {
+    find(".attached", this.form).replaceChildren(...this.images.map((url, n) => button([element("img", { src: url, alt: "" }), "×"], () => {
       this.images.splice(n, 1);
       this.showImages();
       this.text.focus();

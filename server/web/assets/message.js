@@ -41,8 +41,12 @@ export class AssistantMessage {
       this.details, this.content, this.calls, this.waiting, this.note, this.actions);
   }
 
+  // Shows the request, and the response as it would be without streaming.
   addExchange(request) {
-    this.element.append(exchange(request, () => this.document()));
+    this.element.append(exchange(request, () => {
+      const choice = { index: 0, message: this.message, finish_reason: this.finishReason };
+      return { ...this.envelope, object: "chat.completion", choices: [choice], usage: this.usage };
+    }));
   }
 
   add({ choices, usage, ...envelope }) {
@@ -52,9 +56,8 @@ export class AssistantMessage {
     this.firstAt ??= performance.now(); // some formats send a call's text later, all at once
     const [{ delta, finish_reason: reason }] = choices;
     const message = this.message;
-    if (delta.content) message.content += delta.content;
-    if (delta.reasoning_content) {
-      message.reasoning_content = (message.reasoning_content ?? "") + delta.reasoning_content;
+    for (const name of ["content", "reasoning_content"]) {
+      if (delta[name]) message[name] = (message[name] ?? "") + delta[name];
     }
     for (const { index, ...part } of delta.tool_calls ?? []) {
       message.tool_calls ??= [];
@@ -103,7 +106,7 @@ export class AssistantMessage {
 
   figures() {
     const reasons = { length: "cut at max tokens", stopped: "stopped" };
-    const parts = [reasons[this.finishReason] ?? null];
+    const parts = [reasons[this.finishReason]];
     const writing = (performance.now() - this.firstAt) / 1000;
     if (this.usage) {
       const { prompt_tokens: prompt, completion_tokens: tokens } = this.usage;
@@ -116,15 +119,9 @@ export class AssistantMessage {
 
   // Returns the message for the history: without calls if it is a part, and null without text and calls.
   whole(isPart) {
-    const { content, tool_calls: calls, ...others } = this.message;
-    const called = !isPart && calls;
-    return content || called ? { ...others, content: content || null, ...(called && { tool_calls: calls }) } : null;
-  }
-
-  // The response as it would be without streaming.
-  document() {
-    const choice = { index: 0, message: this.message, finish_reason: this.finishReason };
-    return { ...this.envelope, object: "chat.completion", choices: [choice], usage: this.usage };
+    const message = { ...this.message, content: this.message.content || null };
+    if (isPart) delete message.tool_calls;
+    return message.content || message.tool_calls ? message : null;
   }
 }
 
