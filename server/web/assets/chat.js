@@ -53,13 +53,9 @@ class Chat {
     this.form = find("form", section);
     this.settings = this.form.elements;
     this.composer = new Composer(this.form);
-    this.listen();
     this.settings.model.append(...models.map(({ id }) => element("option", { value: id }, id)));
     this.settings.model.parentElement.hidden = models.length < 2;
     this.showModel();
-  }
-
-  listen() {
     setUpSettings(this.form);
     this.form.onsubmit = event => {
       event.preventDefault();
@@ -145,7 +141,7 @@ class Chat {
 
   append(node) {
     this.keepAtEnd(() => this.log.append(node));
-    this.showState();
+    this.showTitle();
   }
 
   // Makes an answer part of the history. The results of its calls can be sent while it is the last message.
@@ -200,14 +196,11 @@ class Chat {
     if (this.settings.tools.value === WEATHER) this.settings.tools.value = ""; // an example's
     this.endEdit();
     this.log.replaceChildren();
-    this.showState();
+    this.showTitle();
     this.composer.text.focus();
   }
 
-  showState() {
-    const isEmpty = !this.log.children.length;
-    find(".welcome", this.section).hidden = !isEmpty;
-    this.button("new").hidden = isEmpty;
+  showTitle() {
     find(".title", this.section).textContent = textOf(this.messages[0]?.content);
   }
 

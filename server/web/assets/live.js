@@ -158,18 +158,14 @@ class Card {
       this.note);
   }
 
-  draw(now, all) {
-    this.figures.push(this.figure(now));
-    this.figures.splice(0, this.figures.length - MAX_FIGURES);
-    this.element.classList.remove("stale");
-    this.value.textContent = this.unit(this.figures.at(-1));
-    this.note.textContent = this.more(now, all) || "";
-    this.drawLine();
-  }
-
   // Draws the last figure at the right edge; one that is not a number is a gap.
-  drawLine() {
+  draw(now, all) {
     const { figures } = this;
+    figures.push(this.figure(now));
+    figures.splice(0, figures.length - MAX_FIGURES);
+    this.element.classList.remove("stale");
+    this.value.textContent = this.unit(figures.at(-1));
+    this.note.textContent = this.more(now, all) || "";
     const top = this.max ?? roundedUp(Math.max(0, ...figures.filter(Number.isFinite)));
     this.top.textContent = this.unit(top) + this.per;
     let [line, area] = ["", ""];

@@ -76,9 +76,8 @@ function showReady({ chat_model: chat, model, embedding_model: embedder, rerank_
 }
 
 function showState(state, text) {
-  const status = find("#state");
-  status.className = state;
-  find(".text", status).textContent = text;
+  find("#state").className = state;
+  find("#state .text").textContent = text;
 }
 
 // ── tabs: the selected one is in the tab order, arrow keys reach the others ──
