@@ -5,7 +5,6 @@ One shell command per endpoint. With API keys, the commands read the key from $A
 
 import json
 import shlex
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,24 +20,18 @@ FILES = {"image": "picture.jpg", "audio": "recording.wav"}
 MASK, FILE = "[MASK]", "$FILE"
 
 
-@dataclass(frozen=True, slots=True)
-class CurlExample:
-    about: str
-    command: str
-
-
 def curl_examples(
     settings: Settings, address: str, mask: str = MASK, chats: bool = True
-) -> list[CurlExample]:
-    """Return an example for each endpoint, the pipeline first.
+) -> dict[str, str]:
+    """Return a command for each endpoint, by what it is about; the pipeline is first.
 
     `address`: http://host:port without a slash at its end; `mask`: the loaded model's mask
     token; `chats`: the chat model has a chat template, or is not loaded yet."""
     key = ' -H "Authorization: Bearer $API_KEY"' if settings.has_keys else ""
-    examples: list[CurlExample] = []
+    examples: dict[str, str] = {}
     if settings.pipeline_model != "none":
-        command = f"curl {address}/{key} {pipeline_body(settings.pipeline_task, mask)}"
-        examples.append(CurlExample(settings.pipeline_task, command))
+        body = pipeline_body(settings.pipeline_task, mask)
+        examples[settings.pipeline_task] = f"curl {address}/{key} {body}"
     chat: tuple[str, str, str, Any] = ("chat_model", "chat", "/v1/chat/completions", {
         "messages": [{"role": "user", "content": "What is the capital of France?"}],
         "max_tokens": 200,  # the model may reason, or have no stop token
@@ -55,20 +48,18 @@ def curl_examples(
     ]  # fmt: skip
     for setting, about, path, document in endpoints:
         if getattr(settings, setting) != "none":
-            command = f"curl {address}{path}{key} {json_body(document)}"
-            examples.append(CurlExample(about, command))
+            examples[about] = f"curl {address}{path}{key} {json_body(document)}"
     if settings.transcription_model != "none":
         form = f"-F file=@{FILES['audio']}"
-        command = f"curl {address}/v1/audio/transcriptions{key} {form}"
-        examples.append(CurlExample("speech", command))
+        examples["speech"] = f"curl {address}/v1/audio/transcriptions{key} {form}"
     return examples
 
 
 @cache
 def example_inputs() -> dict[str, Any]:
     """Return the page's example inputs, by task."""
-    document: dict[str, Any] = json.loads((ASSETS / "examples.json").read_text())
-    return document
+    inputs: dict[str, Any] = json.loads((ASSETS / "examples.json").read_text())
+    return inputs
 
 
 def pipeline_body(name: str, mask: str) -> str:

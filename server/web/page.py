@@ -97,7 +97,7 @@ class IndexPage:
         mask = pipeline.mask if pipeline and pipeline.mask else MASK
         chats = language is None or language.has_chat_template
         examples = curl_examples(self.settings, address, mask, chats)
-        lines = "\n\n".join(f"# {example.about}\n{example.command}" for example in examples)
+        lines = "\n\n".join(f"# {about}\n{command}" for about, command in examples.items())
         more = f"# Page for browsers: {address}/\n# All endpoints: {address}/openapi.json"
         return f"# onequeue {__version__}\n\n{lines}\n\n{more}\n"
 

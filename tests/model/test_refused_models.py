@@ -174,10 +174,10 @@ def test_a_base_model_serves_completions(tmp_path: Path, caplog: pytest.LogCaptu
     with pytest.raises(InvalidInput, match=r"or set CHAT_TEMPLATE=file\.jinja"):
         generator.text_model.encode(CHAT)
     settings = Settings(pipeline_model="none", chat_model=model, embedding_model="none")
-    [example] = curl_examples(settings, "http://localhost", chats=False)
-    assert "/v1/completions" in example.command
-    [example] = curl_examples(settings, "http://localhost", chats=True)
-    assert "/v1/chat/completions" in example.command
+    [command] = curl_examples(settings, "http://localhost", chats=False).values()
+    assert "/v1/completions" in command
+    [command] = curl_examples(settings, "http://localhost", chats=True).values()
+    assert "/v1/chat/completions" in command
 
 
 def test_a_template_file_is_inferred_like_the_checkpoints_own(tmp_path: Path) -> None:

@@ -178,7 +178,9 @@ def test_a_refused_text_stays_in_the_composer_and_the_history_as_it_was(page: An
     send(page, "refused").get_by_role("alert").wait_for()
     page.problems.ignore_status(400)
     assert composer(page).input_value() == "refused"
-    assert page.locator("article.assistant .content").first.inner_text() == "one"
+    first = page.locator("article.assistant").first
+    assert first.locator(".content").inner_text() == "one"
+    assert first.get_by_text("out ·").is_visible(), "and with its figures"
     page.get_by_role("button", name="Cancel").click()
     answer(page, "say two")
     assert history() == ["say one", "one", "say two"]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import soundfile
+from PIL import Image
 
 from tests.fake_generator import FakeGenerator
 from tests.page_server import KEY, run_shell, serving_all
@@ -128,6 +129,20 @@ def test_boxes_are_drawn_over_the_image(page: Any) -> None:
         "10", "5", "20", "30",
     ]  # fmt: skip
     assert shown.locator("svg text").text_content() == "<b>cat 50.0 %"
+
+
+def test_masks_are_laid_over_the_image(page: Any) -> None:
+    """The left half of the mask is white."""
+    halves = np.repeat(np.array([[255, 0]], np.uint8), [40, 40], axis=1).repeat(40, axis=0)
+    mask = io.BytesIO()
+    Image.fromarray(halves).save(mask, "PNG")
+    segment = {"label": "cat", "score": 0.5, "mask": base64.b64encode(mask.getvalue()).decode()}
+    shown = draw(page, [segment], image=f"data:image/svg+xml,{SVG}").locator("figure")
+    assert page.locator(".legend").inner_text() == "cat 50.0 %"
+    pixels = np.asarray(Image.open(io.BytesIO(shown.screenshot())).convert("RGB"), int)
+    row = pixels[len(pixels) // 2]
+    left, right = row[len(row) // 4], row[3 * len(row) // 4]
+    assert np.abs(left - right).max() > 50
 
 
 def test_other_results_are_shown_by_their_shape(page: Any) -> None:

@@ -1,11 +1,10 @@
 // Requests to the server, with the API key: after a 401 a dialog asks for it. Errors have the server's
 // message; server-sent events are parsed.
 
-import { element, find } from "./dom.js";
+import { find } from "./dom.js";
 import { session } from "./store.js";
 
-const STORAGE_KEY = "onequeue-key"; // of the tab
-const keyListeners = [];
+const KEY = "onequeue-key"; // in the session
 let keyDialog = null; // a promise; all requests that need a key share one dialog
 
 export class ServerError extends Error {
@@ -16,14 +15,11 @@ export class ServerError extends Error {
 }
 
 // Returns a successful response or throws a ServerError. `body`: a value for JSON, a file or a form.
-export async function call(path, { body, media, signal } = {}) {
+export async function call(path, { body, signal } = {}) {
   const isRaw = body === undefined || body instanceof Blob || body instanceof FormData;
   for (;;) {
-    const headers = {};
-    if (hasKey()) headers.authorization = `Bearer ${session.get(STORAGE_KEY)}`;
-    if (body !== undefined && !(body instanceof FormData)) {
-      headers["content-type"] = media ?? (isRaw ? body.type : "application/json");
-    }
+    const headers = isRaw ? {} : { "content-type": "application/json" };
+    if (hasKey()) headers.authorization = `Bearer ${session[KEY]}`;
     const response = await fetch(path, {
       method: body === undefined ? "GET" : "POST",
       body: isRaw ? body : JSON.stringify(body),
@@ -64,34 +60,31 @@ export async function* events(response) {
 // ── the key ──
 
 export function hasKey() {
-  return session.get(STORAGE_KEY) !== null;
+  return KEY in session;
 }
 
-export function forgetKey() {
-  session.remove(STORAGE_KEY);
-  keyListeners.forEach(listener => listener());
-}
-
-export function whenKeyChanges(listener) {
-  keyListeners.push(listener);
+// Offers to forget the key while there is one.
+export function showForgetKey() {
+  const button = find("#forget-key");
+  button.hidden = !hasKey();
+  button.onclick = () => {
+    delete session[KEY];
+    showForgetKey();
+  };
 }
 
 // Resolves to whether the user entered a key.
-function askForKey(reason) {
+async function askForKey(reason) {
   const dialog = find("#key");
   const form = find("form", dialog);
-  find(".reason", dialog).replaceChildren(element("span", {}, reason));
+  find(".reason", dialog).textContent = reason;
+  find("[data-action=close]", dialog).onclick = () => dialog.close();
   form.reset();
-  return new Promise(resolve => {
-    form.onsubmit = event => {
-      event.preventDefault();
-      session.set(STORAGE_KEY, form.elements.key.value.trim());
-      keyListeners.forEach(listener => listener());
-      dialog.close("entered");
-    };
-    find("[data-action=cancel]", dialog).onclick = () => dialog.close("");
-    dialog.onclose = () => resolve(dialog.returnValue === "entered");
-    dialog.returnValue = "";
-    dialog.showModal();
-  });
+  dialog.returnValue = "";
+  dialog.showModal();
+  await new Promise(resolve => { dialog.onclose = resolve; });
+  if (!dialog.returnValue) return false;
+  session[KEY] = form.elements.key.value.trim();
+  showForgetKey();
+  return true;
 }

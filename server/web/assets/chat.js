@@ -1,12 +1,12 @@
-// The chat: the history is kept here and sent whole with each request; responses are streamed.
+// The chat: the history is sent whole with each request; responses are streamed.
 //
-//   Composer → send → respond → stream → AssistantMessage.add per event → .draw now and then → history → store
+//   Composer → send → ask → stream → AssistantMessage.add per event → .draw now and then → history → store
 
 import { AssistantMessage, toolMessage, userMessage } from "./message.js";
 import { call, events } from "./api.js";
 import { Composer, textOf } from "./composer.js";
-import { Conversations } from "./conversations.js";
-import { announce, element, find, markRunning, setUpSettings } from "./dom.js";
+import { showConversations } from "./conversations.js";
+import { announce, button, element, find, markRunning, setUpSettings } from "./dom.js";
 import { parseJson } from "./exchange.js";
 import { deleteConversations, loadConversation, saveConversation, session } from "./store.js";
 
@@ -37,65 +37,56 @@ const PAUSE_SHARE = 4; // of the time that a drawing took: a long text does not 
 export function startChat(section, ready, models) {
   const chat = new Chat(section, models);
   chat.welcome(ready.chat_model);
-  chat.open(session.get(CURRENT));
+  chat.open(session[CURRENT]);
 }
 
+// The log is the history: an element in it has its message in the API's form, which `node.message` is. One
+// without a message is an answer that streams or was refused, and the last one.
 class Chat {
   constructor(section, models) {
     this.section = section;
-    this.messages = []; // in the API's form, without the system prompt
+    this.models = models;
     this.id = null; // of the conversation, once it has a message
-    this.editAt = null; // index of the message that is edited
+    this.edited = null; // the element of the message that is edited
     this.abort = null; // an AbortController while a response streams
-    this.log = find(".log", section); // its children have `at`, their index in `messages`, or Infinity
+    this.log = find(".log", section);
     this.form = find("form", section);
     this.settings = this.form.elements;
     this.composer = new Composer(this.form);
-    this.conversations = new Conversations(find("#conversations"), {
-      open: id => this.open(id),
-      onDelete: ids => ids.includes(this.id) && this.clear(),
-    });
-    this.listen();
-    this.models = models.filter(model => model.serves === "generation");
-    this.listModels(this.models);
-  }
-
-  listen() {
+    this.settings.model.append(...models.map(({ id }) => element("option", { value: id }, id)));
+    this.settings.model.parentElement.hidden = models.length < 2;
+    this.showModel();
     setUpSettings(this.form);
     this.form.onsubmit = event => {
       event.preventDefault();
       this.send();
     };
+    this.settings.model.onchange = () => this.showModel();
     this.button("stop").onclick = () => this.abort?.abort();
     this.button("new").onclick = () => this.clear();
-    this.button("conversations").onclick = () => this.conversations.show();
+    this.button("conversations").onclick = () => showConversations(
+      id => this.open(id), ids => ids.includes(this.id) && this.clear());
     this.button("cancel-edit").onclick = () => this.endEdit();
     document.addEventListener("keydown", event => {
       if (event.key !== "Escape" || !this.section.checkVisibility() || find("dialog[open]")) return;
       if (this.abort) this.abort.abort();
-      else if (this.editAt !== null) this.endEdit();
+      else this.endEdit();
     });
     this.section.addEventListener("shown", () => {
-      this.composer.fit();
       if (document.activeElement === document.body && matchMedia("(hover: hover)").matches) this.composer.text.focus();
     });
   }
 
-  listModels(models) {
-    this.settings.model.replaceChildren(...models.map(({ id }) => element("option", { value: id }, id)));
-    this.settings.model.parentElement.hidden = models.length < 2;
-    const onModel = () => {
-      const model = models.find(({ id }) => id === this.settings.model.value);
-      this.composer.takeImages(model?.input_modalities?.includes("image") ?? false);
-      const { configured, ...defaults } = model?.sampling_defaults ?? {};
-      this.sampling = configured === false ? SAMPLING : {};
-      for (const name of Object.keys(SAMPLING)) {
-        const [value, whose] = name in this.sampling ? [SAMPLING[name], "page"] : [defaults[name], "model"];
-        this.settings[name].placeholder = value === undefined ? "model default" : `${value} (${whose})`;
-      }
-    };
-    this.settings.model.onchange = onModel;
-    onModel();
+  // Shows whether the chosen model takes images, and its sampling parameters.
+  showModel() {
+    const model = this.models.find(({ id }) => id === this.settings.model.value);
+    this.composer.takeImages(model?.input_modalities?.includes("image") ?? false);
+    const { configured, ...defaults } = model?.sampling_defaults ?? {};
+    this.sampling = configured === false ? SAMPLING : {};
+    for (const name of Object.keys(SAMPLING)) {
+      const [value, whose] = name in this.sampling ? [SAMPLING[name], "page"] : [defaults[name], "model"];
+      this.settings[name].placeholder = value === undefined ? "model default" : `${value} (${whose})`;
+    }
   }
 
   // Reads the sampling parameters of models that have been loaded since the page was.
@@ -103,20 +94,17 @@ class Chat {
     if (this.models.every(model => model.sampling_defaults)) return;
     const { data } = await (await call("v1/models")).json();
     for (const model of this.models) Object.assign(model, data.find(({ id }) => id === model.id));
-    this.settings.model.onchange();
+    this.showModel();
   }
 
   welcome(model) {
     const isToy = model === "demo";
     find(".about", this.section).textContent = isToy ? "A toy model that knows one page of facts." : model;
-    find(".examples", this.section).append(...(isToy ? TOY : EXAMPLES).map(({ text, tools }) => element("button", {
-      type: "button", class: "example",
-      onclick: () => {
-        if (tools) this.settings.tools.value = tools;
-        this.composer.write(text);
-        this.send();
-      },
-    }, text)));
+    find(".examples", this.section).append(...(isToy ? TOY : EXAMPLES).map(({ text, tools }) => button(text, () => {
+      if (tools) this.settings.tools.value = tools;
+      this.composer.write(text);
+      this.send();
+    }, { class: "example" })));
   }
 
   button(action) {
@@ -125,31 +113,43 @@ class Chat {
 
   // ── the history ──
 
-  add(message) {
-    const at = this.messages.push(message) - 1;
-    this.show(message, at);
+  get history() {
+    return [...this.log.children].filter(({ message }) => message);
   }
 
-  show(message, at) {
-    let node;
-    if (message.role === "user") node = userMessage(message, () => this.edit(at));
-    else if (message.role === "tool") node = toolMessage(this.callOf(message), message);
-    else {
-      const answer = this.newAnswer(at);
+  get messages() {
+    return this.history.map(({ message }) => message);
+  }
+
+  show(message) {
+    if (message.role === "assistant") {
+      const answer = this.addAnswer();
       answer.show(message);
-      node = answer.element;
+      this.keep(answer, message);
+      return;
     }
-    this.append(node, at);
-    if (message.tool_calls && at === this.messages.length - 1) this.askForResults(message.tool_calls);
+    const node = message.role === "user" ? userMessage(message, () => this.edit(node)) : toolMessage(this.callOf(message), message);
+    node.message = message;
+    this.append(node);
   }
 
-  append(node, at) {
-    this.keepAtEnd(() => this.log.append(Object.assign(node, { at })));
-    this.showState();
+  addAnswer() {
+    const answer = new AssistantMessage(() => this.regenerate(answer.element));
+    this.append(answer.element);
+    return answer;
   }
 
-  newAnswer(at) {
-    return new AssistantMessage(() => this.regenerate(at));
+  append(node) {
+    this.keepAtEnd(() => this.log.append(node));
+    this.showTitle();
+  }
+
+  // Makes an answer part of the history. The results of its calls can be sent while it is the last message.
+  keep(answer, message) {
+    answer.element.message = message;
+    if (message.tool_calls) {
+      answer.element.append(resultsForm(message.tool_calls, results => this.ask(null, results)));
+    }
   }
 
   callOf({ tool_call_id: id }) {
@@ -157,28 +157,23 @@ class Chat {
     return calls.find(other => other.id === id)?.function.name ?? "The tool";
   }
 
-  // Removes messages, and what is shown without being one.
-  truncate(length) {
-    this.messages.length = length;
-    for (const node of [...this.log.children]) if (node.at >= length) node.remove();
-  }
-
-  replace(messages) {
-    this.messages = [...messages];
-    this.log.replaceChildren();
-    messages.forEach((message, at) => this.show(message, at));
-    this.showState();
+  // Removes an element and those behind it; without one, what is shown without being a message.
+  truncate(from) {
+    from ??= [...this.log.children].find(({ message }) => !message);
+    while (from?.nextSibling) from.nextSibling.remove();
+    from?.remove();
   }
 
   // ── the conversation ──
 
   async save() {
-    if (!this.messages.length) return this.id && deleteConversations([this.id]).catch(() => {});
+    const messages = this.messages;
+    if (!messages.length) return this.id && deleteConversations([this.id]).catch(() => {});
     this.id ??= `${Date.now()}-${Math.random()}`;
-    session.set(CURRENT, this.id);
-    const title = textOf(this.messages[0]?.content).slice(0, 80) || "Images";
+    session[CURRENT] = this.id;
+    const title = textOf(messages[0].content).slice(0, 80) || "Images";
     const settings = Object.fromEntries(SETTINGS.map(name => [name, this.settings[name].value]));
-    const isKept = await saveConversation({ id: this.id, title, messages: this.messages, settings }).catch(() => true);
+    const isKept = await saveConversation({ id: this.id, title, messages, settings }).catch(() => true);
     if (!isKept) find(".notice", this.form).textContent = "This conversation is too large to be kept.";
   }
 
@@ -187,81 +182,64 @@ class Chat {
     if (!conversation || this.abort) return;
     this.clear();
     for (const name of SETTINGS) this.settings[name].value = conversation.settings[name] ?? "";
-    this.settings.model.onchange();
+    this.showModel();
     this.id = id;
-    session.set(CURRENT, id);
-    this.replace(conversation.messages);
+    session[CURRENT] = id;
+    conversation.messages.forEach(message => this.show(message));
     scrollToEnd();
   }
 
   clear() {
     this.abort?.abort();
     this.id = null;
-    session.remove(CURRENT);
+    delete session[CURRENT];
     if (this.settings.tools.value === WEATHER) this.settings.tools.value = ""; // an example's
     this.endEdit();
-    this.replace([]);
+    this.log.replaceChildren();
+    this.showTitle();
     this.composer.text.focus();
   }
 
-  showState() {
-    const isEmpty = !this.log.children.length;
-    find(".welcome", this.section).hidden = !isEmpty;
-    this.button("new").hidden = isEmpty;
-    find(".title", this.section).textContent = isEmpty ? "" : textOf(this.messages[0]?.content);
+  showTitle() {
+    find(".title", this.section).textContent = textOf(this.messages[0]?.content);
   }
 
   // ── a message ──
 
-  edit(at) {
+  edit(node) {
     if (this.abort) return;
     this.draft ??= this.composer.read();
-    this.editAt = at;
-    this.composer.write(this.messages[at].content);
+    this.edited = node;
+    this.composer.write(node.message.content);
     this.button("cancel-edit").hidden = false;
     this.composer.text.focus();
   }
 
   endEdit() {
-    if (this.editAt !== null) this.composer.write(this.draft);
-    this.editAt = this.draft = null;
+    if (this.edited) this.composer.write(this.draft);
+    this.edited = this.draft = null;
     this.button("cancel-edit").hidden = true;
   }
 
   send() {
     const content = this.composer.read();
     if (this.abort || !content) return;
-    const at = this.editAt;
+    const edited = this.edited;
     this.endEdit();
     const hidesAnswers = matchMedia("(max-width: 34rem)").matches && !find(".settings", this.form).hidden;
     if (hidesAnswers) this.button("settings").click();
-    if (at === null) this.composer.write("");
-    this.ask(() => {
-      const isUnanswered = this.messages.at(-1)?.role === "user";
-      this.truncate(at ?? this.messages.length - isUnanswered);
-      this.add({ role: "user", content });
-    }, () => this.send(), () => {
-      if (at !== null) this.edit(at);
-      if (at !== null) this.composer.write(content);
+    if (!edited) this.composer.write("");
+    const last = this.history.at(-1);
+    const unanswered = last?.message.role === "user" ? last : null;
+    this.ask(edited ?? unanswered, [{ role: "user", content }], () => this.send(), () => {
+      if (edited) this.edit(edited);
+      if (edited) this.composer.write(content);
       else this.composer.putBack(content);
     });
   }
 
-  regenerate(at) {
-    if (!this.abort) this.ask(() => this.truncate(at), () => this.regenerate(at));
-  }
-
-  // Changes the history and asks for an answer. If the request is refused, the history is as before.
-  async ask(change, retry, whenRefused = () => {}) {
-    const before = [...this.messages];
-    change();
-    const refused = await this.respond(retry);
-    if (!refused) return;
-    if (this.messages.length === before.length + 1) this.truncate(before.length);
-    else this.replace(before);
-    whenRefused();
-    this.append(refused.element, Infinity);
-    this.save();
+  regenerate(node) {
+    if (!this.abort) this.ask(node, []);
   }
 
   // Returns the API's request for the next message. Throws if the tools are not valid JSON.
@@ -273,8 +251,8 @@ class Chat {
       messages: [...systemMessages, ...this.messages],
       stream: true,
       stream_options: { include_usage: true },
+      ...this.sampling,
     };
-    Object.assign(body, this.sampling);
     for (const name of Object.keys(SAMPLING)) {
       if (this.settings[name].value) body[name] = Number(this.settings[name].value);
     }
@@ -283,70 +261,59 @@ class Chat {
     if (tools.value.trim()) body.tools = parseJson(tools.value, "the tools are");
     return { path: PATH, body };
   }
-  // Streams an answer. Returns it if the request was refused; `retry` is what its button does then.
-  async respond(retry) {
-    const at = this.messages.length;
-    const reply = this.newAnswer(at);
-    this.truncate(at);
-    this.append(reply.element, Infinity);
+
+  // Replaces the history from an element on by messages, and streams an answer. If the request is refused,
+  // the history is as before, and a button calls `retry`.
+  async ask(from, messages, retry = () => this.ask(from, messages), whenRefused = () => {}) {
+    const before = this.history;
+    this.truncate();
+    if (from) this.truncate(from);
+    messages.forEach(message => this.show(message));
+    const answer = this.addAnswer();
     this.setStreaming(true);
     scrollToEnd();
     this.save();
     let failed = null;
     try {
       const request = this.request();
-      reply.addExchange(request);
-      await this.stream(request, reply);
+      answer.addExchange(request);
+      await this.stream(request, answer);
     } catch (error) {
-      if (error.name === "AbortError") reply.finishReason = "stopped";
+      if (error.name === "AbortError") answer.finishReason = "stopped";
       else failed = error;
     }
     this.setStreaming(false);
-    const isRefused = failed && !reply.firstAt;
-    this.keepAtEnd(() => reply.end(failed, isRefused ? retry : () => this.regenerate(at)));
-    if (isRefused) return reply;
-    this.keep(reply, failed || reply.finishReason === "stopped");
+    const isRefused = failed && !answer.firstAt;
+    this.keepAtEnd(() => answer.end(failed, isRefused ? retry : () => this.regenerate(answer.element)));
+    if (isRefused) {
+      this.log.replaceChildren(...before);
+      whenRefused();
+      this.append(answer.element);
+    } else {
+      const message = answer.whole(failed || answer.finishReason === "stopped");
+      if (message) this.keepAtEnd(() => this.keep(answer, message));
+      this.learnSampling().catch(() => {});
+    }
     this.save();
-    this.learnSampling().catch(() => {});
-    return null;
   }
 
-  async stream(request, reply) {
+  async stream(request, answer) {
     const response = await call(request.path, { body: request.body, signal: this.abort.signal });
     let [timer, pause] = [0, MIN_PAUSE_MS];
     const draw = () => {
       const started = performance.now();
-      this.keepAtEnd(() => reply.draw());
+      this.keepAtEnd(() => answer.draw());
       pause = Math.max(MIN_PAUSE_MS, PAUSE_SHARE * (performance.now() - started));
       timer = 0;
     };
     try {
       for await (const event of events(response)) {
-        reply.add(event);
+        answer.add(event);
         timer ||= setTimeout(draw, pause);
       }
     } finally {
       clearTimeout(timer);
     }
-  }
-
-  // Adds an answer to the history: without calls if it ended early, and not at all without text.
-  keep(reply, isPart) {
-    const { content, reasoning_content: reasoning, tool_calls: calls } = reply.message;
-    const called = !isPart && calls;
-    if (!content && !called) return;
-    const message = { role: "assistant", content: content || null };
-    if (reasoning) message.reasoning_content = reasoning;
-    if (called) message.tool_calls = calls;
-    reply.element.at = this.messages.push(message) - 1;
-    if (called) this.askForResults(calls);
-  }
-
-  askForResults(calls) {
-    this.append(resultsForm(calls, results => {
-      results.forEach(result => this.add(result));
-      this.respond(() => this.respond());
-    }), Infinity);
   }
 
   // Changes the log; a view at its end stays there.
@@ -381,7 +348,6 @@ function resultsForm(calls, submit) {
     element("button", {}, "Send result"));
   form.onsubmit = event => {
     event.preventDefault();
-    form.remove();
     submit(calls.map(({ id }, n) => ({
       role: "tool", tool_call_id: id, content: form.elements[`result-${n}`].value,
     })));

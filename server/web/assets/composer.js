@@ -1,6 +1,6 @@
 // The message being written: its text and images, as the content of an API message.
 
-import { autoGrow, element, find, submitOnEnter } from "./dom.js";
+import { button, element, find, setUpText } from "./dom.js";
 import { dataUrl, fileNameOf, receiveFiles } from "./files.js";
 
 const MAX_IMAGES = 20; // of a request, as on the server
@@ -12,8 +12,7 @@ export class Composer {
     this.images = []; // data: URLs
     this.text = find("textarea", form);
     this.chooser = find("input[type=file]", form);
-    this.fit = autoGrow(this.text);
-    submitOnEnter(this.text, form);
+    this.fit = setUpText(this.text);
     this.chooser.onchange = () => {
       this.attach([...this.chooser.files]);
       this.chooser.value = "";
@@ -38,16 +37,11 @@ export class Composer {
   }
 
   showImages() {
-    const attached = find(".attached", this.form);
-    attached.hidden = !this.images.length;
-    attached.replaceChildren(...this.images.map((url, n) => element("button", {
-      type: "button", class: "quiet", "aria-label": `Remove ${fileNameOf(url)}`,
-      onclick: () => {
-        this.images.splice(n, 1);
-        this.showImages();
-        this.text.focus();
-      },
-    }, element("img", { src: url, alt: "" }), "×")));
+    find(".attached", this.form).replaceChildren(...this.images.map((url, n) => button([element("img", { src: url, alt: "" }), "×"], () => {
+      this.images.splice(n, 1);
+      this.showImages();
+      this.text.focus();
+    }, { "aria-label": `Remove ${fileNameOf(url)}` })));
   }
 
   // Returns the content; an empty string if there is none.

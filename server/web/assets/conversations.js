@@ -1,42 +1,34 @@
 // The dialog with the kept conversations: open one, delete one or all.
 
-import { element, find } from "./dom.js";
+import { button, element, find } from "./dom.js";
 import { deleteConversations, listConversations } from "./store.js";
 
 const LIMITS = "Kept in this browser until you delete them: at most 100 conversations and 50 MB, the oldest go first.";
 
-export class Conversations {
-  // `open` and `onDelete` are called with ids.
-  constructor(dialog, { open, onDelete }) {
-    Object.assign(this, { dialog, open, onDelete });
-    find("[data-action=close]", dialog).onclick = () => dialog.close();
-    this.deleteAll = find("[data-action=delete-all]", dialog);
-  }
-
-  async show() {
-    if (!this.dialog.open) this.dialog.showModal();
-    const summaries = await listConversations().catch(() => null);
-    const ids = summaries?.map(({ id }) => id) ?? [];
-    find(".note", this.dialog).textContent = summaries ? LIMITS : "This browser does not let the page keep conversations.";
-    find("ul", this.dialog).replaceChildren(...(summaries ?? []).map(summary => this.item(summary)));
-    this.deleteAll.hidden = !ids.length;
-    this.deleteAll.onclick = () => confirm(`Delete all ${ids.length} conversations?`) && this.delete(ids);
-  }
-
-  item({ id, title, at }) {
+// Calls `open` with the id of a conversation, and `onDelete` with the ids of deleted ones.
+export async function showConversations(open, onDelete) {
+  const dialog = find("#conversations");
+  const [close, deleteAll] = [find("[data-action=close]", dialog), find("[data-action=delete-all]", dialog)];
+  const remove = async ids => {
+    await deleteConversations(ids);
+    onDelete(ids);
+    await showConversations(open, onDelete);
+    find("button", dialog).focus();
+  };
+  if (!dialog.open) dialog.showModal();
+  const summaries = await listConversations().catch(() => null);
+  find(".note", dialog).textContent = summaries ? LIMITS : "This browser does not let the page keep conversations.";
+  find("ul", dialog).replaceChildren(...(summaries ?? []).map(({ id, title, at }) => {
     const time = new Date(at).toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
     return element("li", {},
-      element("button", { type: "button", class: "quiet open", onclick: () => {
-        this.dialog.close();
-        this.open(id);
-      } }, title, element("time", { class: "note" }, time)),
-      element("button", { type: "button", class: "quiet", "aria-label": `Delete ${title}`, onclick: () => this.delete([id]) }, "Delete"));
-  }
-
-  async delete(ids) {
-    await deleteConversations(ids);
-    this.onDelete(ids);
-    await this.show();
-    find("button", this.dialog).focus();
-  }
+      button([title, element("time", { class: "note" }, time)], () => {
+        dialog.close();
+        open(id);
+      }, { class: "quiet open" }),
+      button("Delete", () => remove([id]), { "aria-label": `Delete ${title}` }));
+  }));
+  const ids = summaries?.map(({ id }) => id) ?? [];
+  deleteAll.hidden = !ids.length;
+  deleteAll.onclick = () => confirm(`Delete all ${ids.length} conversations?`) && remove(ids);
+  close.onclick = () => dialog.close();
 }

@@ -52,10 +52,10 @@ export function markRunning(section, running) {
 
 // Runs `work` when the form of a section is submitted; shows the elements that it returns, or its error.
 export function showOnSubmit(section, work) {
-  const [output, button] = [find(".output", section), find("[data-action=send]", section)];
+  const [output, submit] = [find(".output", section), find("[data-action=send]", section)];
   find("form", section).onsubmit = async event => {
     event.preventDefault();
-    button.disabled = true;
+    submit.disabled = true;
     output.replaceChildren(stopwatch("Running"));
     markRunning(section, true);
     try {
@@ -63,22 +63,25 @@ export function showOnSubmit(section, work) {
     } catch (error) {
       output.replaceChildren(failure(error));
     } finally {
-      button.disabled = false;
+      submit.disabled = false;
       markRunning(section, false);
     }
   };
 }
 
+export function button(label, onclick, properties = {}) {
+  return element("button", { type: "button", class: "quiet", ...properties, onclick }, label);
+}
+
 // Returns a button that copies the text that `read` returns. Plain http:// has no clipboard API.
 export function copyButton(read, label = "Copy") {
-  const button = element("button", { type: "button", class: "quiet copy", onclick: async () => {
+  return button(label, async ({ currentTarget }) => {
     if (navigator.clipboard) await navigator.clipboard.writeText(read());
     else copySelected(read());
-    button.textContent = "Copied";
+    currentTarget.textContent = "Copied";
     announce("Copied");
-    setTimeout(() => { button.textContent = label; }, 1500);
-  } }, label);
-  return button;
+    setTimeout(() => { currentTarget.textContent = label; }, 1500);
+  }, { class: "quiet copy" });
 }
 
 function copySelected(text) {
@@ -89,43 +92,38 @@ function copySelected(text) {
   area.remove();
 }
 
-// Lets a textarea grow with its text; returns a function that fits it.
-export function autoGrow(textarea) {
+// Lets a textarea grow with its text, and Enter submit its form; Shift+Enter, and Enter in an input method,
+// do not. With `withControl`, only Ctrl+Enter does. Returns a function that fits the height to the text.
+export function setUpText(textarea, withControl = false) {
   const fit = () => {
     textarea.style.height = "auto";
     textarea.style.height = `${textarea.scrollHeight + 2}px`;
   };
   textarea.addEventListener("input", fit);
+  textarea.closest("section").addEventListener("shown", fit);
+  textarea.addEventListener("keydown", event => {
+    const submits = withControl ? event.ctrlKey || event.metaKey : !event.shiftKey;
+    if (event.key === "Enter" && submits && !event.isComposing) {
+      event.preventDefault();
+      textarea.form.requestSubmit();
+    }
+  });
   return fit;
 }
 
 // Lets the settings button of a form show and hide its settings.
 export function setUpSettings(form) {
-  const button = find("[data-action=settings]", form);
-  const settings = find(".settings", form);
-  button.onclick = () => {
+  const [opener, settings] = [find("[data-action=settings]", form), find(".settings", form)];
+  opener.onclick = () => {
     settings.hidden = !settings.hidden;
-    button.setAttribute("aria-expanded", !settings.hidden);
+    opener.setAttribute("aria-expanded", !settings.hidden);
   };
 }
 
-// Enter submits a form; Shift+Enter, and Enter in an input method, do not. With `withControl`, only
-// Ctrl+Enter does.
-export function submitOnEnter(textarea, form, withControl = false) {
-  textarea.addEventListener("keydown", event => {
-    const submits = withControl ? event.ctrlKey || event.metaKey : !event.shiftKey;
-    if (event.key === "Enter" && submits && !event.isComposing) {
-      event.preventDefault();
-      form.requestSubmit();
-    }
-  });
-}
-
 export function failure(error, retry = null) {
-  const button = retry && element("button", { type: "button", class: "quiet", onclick: retry }, "Try again");
   return element("div", { class: "failure", role: "alert" },
     element("strong", {}, error.title ?? "Something went wrong"),
-    element("p", {}, error.message), button);
+    element("p", {}, error.message), retry && button("Try again", retry));
 }
 
 export function seconds(value) {

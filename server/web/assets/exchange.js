@@ -4,7 +4,7 @@
 // Images in JSON are data: URLs: they are shown shortened, and the commands read them from files.
 
 import { call, hasKey } from "./api.js";
-import { copyButton, element, seconds } from "./dom.js";
+import { button, copyButton, element, seconds } from "./dom.js";
 import { fileNameOf } from "./files.js";
 
 const MAX_CHARS = 400; // of a shown string
@@ -38,13 +38,10 @@ export function exchange(request, responseDocument) {
     Python: () => asPython(request),
   };
   const text = element("pre", { tabindex: "0" });
-  const buttons = Object.entries(views).map(([name, view]) => element("button", {
-    type: "button", class: "quiet", "aria-pressed": "false",
-    onclick: event => {
-      buttons.forEach(button => button.setAttribute("aria-pressed", button === event.currentTarget));
-      text.textContent = view();
-    },
-  }, name));
+  const buttons = Object.entries(views).map(([name, view]) => button(name, event => {
+    buttons.forEach(other => other.setAttribute("aria-pressed", other === event.currentTarget));
+    text.textContent = view();
+  }, { "aria-pressed": "false" }));
   const copy = copyButton(() => text.textContent);
   const details = element("details", { class: "exchange" },
     element("summary", {}, "Request and response"),
@@ -114,31 +111,25 @@ function withFiles(text) {
     `"data:${media};base64,$(base64 < ${quoted(fileNameOf(url.slice(1, -1)))} | tr -d '\\n')"`);
 }
 
-export function asPython(request) {
-  const root = address("v1");
-  const key = hasKey() ? 'os.environ["API_KEY"]' : '"none"';
-  const sdk = {
-    "v1/chat/completions": "chat.completions.create",
-    "v1/embeddings": "embeddings.create",
-    "v1/audio/transcriptions": "audio.transcriptions.create",
-  }[request.path];
-  if (!sdk) return asHttpx(request);
-  const fields = Object.entries(request.body ?? request.form).map(
-    ([name, value]) => `    ${name}=${literal(value, 1)},\n`).join("");
-  const file = request.file ? `    file=open(${JSON.stringify(request.file.name)}, "rb"),\n` : "";
-  return `${imports(request, usesFiles(request))}from openai import OpenAI
+const SDK = {
+  "v1/chat/completions": "chat.completions.create",
+  "v1/embeddings": "embeddings.create",
+  "v1/audio/transcriptions": "audio.transcriptions.create",
+};
 
-${usesFiles(request) ? DATA_URL : ""}client = OpenAI(base_url="${root}", api_key=${key})
-response = client.${sdk}(
-${fields}${file})
-${request.body?.stream ? CHUNKS : "print(response)"}
-`;
+export function asPython(request) {
+  const usesUrls = request.body && JSON.stringify(request.body).includes('"data:');
+  const create = SDK[request.path];
+  const imports = [
+    hasKey() && "import os\n",
+    usesUrls && "import base64\n",
+    (usesUrls || (request.file && !create)) && "from pathlib import Path\n",
+  ].filter(Boolean);
+  if (imports.length) imports.push("\n");
+  imports.push(create ? "from openai import OpenAI\n\n" : "import httpx\n\n", usesUrls ? DATA_URL : "");
+  return imports.join("") + (create ? withOpenai(request, create) : withHttpx(request));
 }
 
-const usesFiles = request => request.body && JSON.stringify(request.body).includes('"data:');
-const imports = (request, usesPath) => [
-  hasKey() && "import os\n", usesFiles(request) && "import base64\n", usesPath && "from pathlib import Path\n", "\n",
-].filter(Boolean).join("").trimStart();
 const DATA_URL = `
 def data_url(media, name):
     return f"data:{media};base64,{base64.b64encode(Path(name).read_bytes()).decode()}"
@@ -149,33 +140,39 @@ const CHUNKS = `for chunk in response:
     if chunk.choices:
         print(chunk.choices[0].delta.content or "", end="", flush=True)`;
 
-function asHttpx(request) {
-  const headers = hasKey() ? ['"authorization": f"Bearer {os.environ[\'API_KEY\']}"'] : [];
-  let body = `json=${literal(request.body, 1)}`;
-  if (request.file) {
-    headers.push(`"content-type": ${JSON.stringify(request.file.type)}`);
-    body = `content=Path(${JSON.stringify(request.file.name)}).read_bytes()`;
-  }
-  return `${imports(request, request.file || usesFiles(request))}import httpx
+function withOpenai({ body, form, file }, create) {
+  const fields = Object.entries(body ?? form).map(([name, value]) => `    ${name}=${literal(value, 1)},\n`);
+  if (file) fields.push(`    file=open(${JSON.stringify(file.name)}, "rb"),\n`);
+  return `client = OpenAI(base_url="${address("v1")}", api_key=${hasKey() ? 'os.environ["API_KEY"]' : '"none"'})
+response = client.${create}(
+${fields.join("")})
+${body?.stream ? CHUNKS : "print(response)"}
+`;
+}
 
-${usesFiles(request) ? DATA_URL : ""}response = httpx.post(
-    "${address(request.path)}",
-    ${body},
+function withHttpx({ path, body, file }) {
+  const headers = [
+    hasKey() && '"authorization": f"Bearer {os.environ[\'API_KEY\']}"',
+    file && `"content-type": ${JSON.stringify(file.type)}`,
+  ].filter(Boolean);
+  return `response = httpx.post(
+    "${address(path)}",
+    ${file ? `content=Path(${JSON.stringify(file.name)}).read_bytes()` : `json=${literal(body, 1)}`},
 ${headers.length ? `    headers={${headers.join(", ")}},\n` : ""}    timeout=60,
 )
 print(response.json())
 `;
 }
 
+const CONSTANTS = { null: "None", undefined: "None", true: "True", false: "False" };
+
 // Returns a Python literal; `depth` is the indentation of its first line.
 function literal(value, depth) {
-  if (value === null || value === undefined) return "None";
-  if (typeof value === "boolean") return value ? "True" : "False";
   if (typeof value === "string") {
     const url = /^data:([\w/+.-]+);base64,/.exec(value);
     return url ? `data_url("${url[1]}", ${JSON.stringify(fileNameOf(value))})` : JSON.stringify(value);
   }
-  if (typeof value !== "object") return String(value);
+  if (typeof value !== "object" || value === null) return CONSTANTS[value] ?? String(value);
   const [open, close] = Array.isArray(value) ? "[]" : "{}";
   const inside = Array.isArray(value)
     ? value.map(item => literal(item, depth + 1))

@@ -1,6 +1,6 @@
 // Image and audio files as input: chosen, dropped, pasted or recorded.
 
-import { element, failure } from "./dom.js";
+import { button, element, failure } from "./dom.js";
 import { record } from "./record.js";
 
 const names = new Map(); // of files, by data: URL, for the commands
@@ -79,10 +79,8 @@ export class FileField {
 function recorderButton(field) {
   let recording = null;
   const label = element("span", {}, "Record");
-  const button = element("button", { type: "button", class: "quiet record", "aria-pressed": "false" },
-    element("span", { class: "dot" }), label);
-  button.onclick = async () => {
-    button.disabled = true;
+  const toggle = button([element("span", { class: "dot" }), label], async () => {
+    toggle.disabled = true;
     try {
       if (recording) {
         field.take(await recording.stop());
@@ -95,8 +93,8 @@ function recorderButton(field) {
       field.preview.replaceChildren(failure(error));
     }
     if (!recording) label.textContent = "Record";
-    button.setAttribute("aria-pressed", recording !== null);
-    button.disabled = false;
-  };
-  return button;
+    toggle.setAttribute("aria-pressed", recording !== null);
+    toggle.disabled = false;
+  }, { class: "quiet record", "aria-pressed": "false" });
+  return toggle;
 }

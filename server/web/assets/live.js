@@ -7,94 +7,91 @@ import { element, find, seconds, svgElement } from "./dom.js";
 const POLL_MS = 1000;
 const MAX_FIGURES = 61; // a minute
 const WINDOW = 30; // samples of a rate or percentile
-const INTERNAL = ["/metrics", "/ready", "/health", "/assets/{name}"];
-const SERIES = /^onequeue_(\w+?)(?:\{(.*)\})? (\S+)$/gm;
-const LABEL = /(\w+)="((?:[^"\\]|\\.)*)"/g;
+const SERIES = /^onequeue_(\w+)(?:\{(.*)\})? (\S+)$/gm;
+const INTERNAL = /endpoint="\/(metrics|ready|health|assets\/\{name\})"/;
 
-const any = () => true;
-const isRequest = labels => !INTERNAL.includes(labels.endpoint);
-const kind = name => labels => labels.kind === name;
-
-// `figure` and `more` get the Metrics of the last samples, and `more` those since the server's start.
+// `figure` and `more` get the Metrics of the last samples, and `more` those since the server's start. A card is
+// shown if one of the models that it `needs` is served, which are fields of /ready.
 const CARDS = [
   {
     title: "Queue", unit: whole, per: " queued",
     figure: now => now.sum("queue_depth"),
-    more: now => now.series("running_sequences").length > 0
+    more: now => now.values("running_sequences").length > 0
       && `${now.sum("running_sequences")} running · ${now.sum("waiting_sequences")} waiting`,
   },
   {
     title: "Responses/s", unit: rounded, per: "/s",
-    figure: now => now.rate("requests_total", isRequest),
+    figure: now => now.rate("requests_total"),
     more: now => `${rounded(now.rate("errors_total"))} errors/s`,
   },
-  percentiles("Latency", "request_seconds", { matches: isRequest }),
+  percentiles("Latency", "request_seconds"),
   percentiles("Queue wait", "queue_wait_seconds"),
   {
-    title: "Batch size", unit: rounded, per: " per batch", serves: ["pipeline", "embedding", "rerank"],
+    title: "Batch size", unit: rounded, per: " per batch", needs: ["task", "embedding_model", "rerank_model"],
     figure: now => now.mean("batch_size"),
     more: (now, all) => `${rounded(all.mean("batch_size"))} since the start`,
   },
   {
-    title: "Tokens/s", unit: rounded, per: "/s", serves: ["generation"],
-    figure: now => now.rate("tokens_total", kind("output")),
-    more: now => `${rounded(now.rate("tokens_total", kind("prompt")))} prompt tokens/s`,
+    title: "Tokens/s", unit: rounded, per: "/s", needs: ["chat_model"],
+    figure: now => now.rate("tokens_total", 'kind="output"'),
+    more: now => `${rounded(now.rate("tokens_total", 'kind="prompt"'))} prompt tokens/s`,
   },
-  percentiles("First token", "time_to_first_token_seconds", { serves: ["generation"] }),
+  percentiles("First token", "time_to_first_token_seconds", ["chat_model"]),
   {
-    title: "Cache in use", unit: value => `${whole(100 * value)} %`, max: 1, serves: ["generation"],
+    title: "Cache in use", unit: value => `${whole(100 * value)} %`, max: 1, needs: ["chat_model"],
     figure: now => now.sum("kv_blocks_used") / now.sum("kv_blocks"),
     more: now => `${whole(now.sum("kv_blocks_used"))} of ${whole(now.sum("kv_blocks"))} blocks`,
   },
 ];
 
-function percentiles(title, histogram, { matches, serves } = {}) {
+function percentiles(title, histogram, needs) {
   return {
-    title: `${title} p95`, unit: seconds, serves,
-    figure: now => now.percentile(histogram, 0.95, matches),
-    more: now => `p50 ${seconds(now.percentile(histogram, 0.5, matches))}`,
+    title: `${title} p95`, unit: seconds, needs,
+    figure: now => now.percentile(histogram, 0.95),
+    more: now => `p50 ${seconds(now.percentile(histogram, 0.5))}`,
   };
 }
 
-// The series in a text of /metrics: [{name, labels, value}].
+// The series in a text of /metrics: [{name, labels, value}], of requests to the API only. `labels` is a text.
 function parse(text) {
-  return [...text.matchAll(SERIES)].map(([, name, labels = "", value]) => {
-    const pairs = [...labels.matchAll(LABEL)].map(([, key, value]) => [key, value]);
-    return { name, labels: Object.fromEntries(pairs), value: Number(value) };
-  });
+  return [...text.matchAll(SERIES)].map(([, name, labels = "", value]) => ({ name, labels, value: Number(value) }))
+    .filter(({ labels }) => !INTERNAL.test(labels));
 }
 
-// A sample, and its changes since an earlier one, or since the server's start.
+// A sample, and its changes since an earlier one, or since the server's start. Series are chosen by their name
+// and by parts of their labels, such as kind="output".
 class Metrics {
   constructor(now, then = { series: [], at: NaN }) {
     Object.assign(this, { now, then });
   }
 
-  series(name, matches = any, sample = this.now) {
-    return sample.series.filter(series => series.name === name && matches(series.labels));
+  sum(name, parts = [], { series } = this.now) {
+    const chosen = series.filter(one => one.name === name && parts.every(part => one.labels.includes(part)));
+    return chosen.reduce((total, { value }) => total + value, 0);
   }
 
-  sum(name, matches, sample) {
-    return this.series(name, matches, sample).reduce((total, { value }) => total + value, 0);
+  // Returns the values of a label, in order.
+  values(name, label = "") {
+    const pattern = new RegExp(`\\b${label}="([^"]*)"`);
+    return [...new Set(this.now.series.filter(one => one.name === name).map(({ labels }) => pattern.exec(labels)?.[1]))];
   }
 
-  since(name, matches) {
-    return this.sum(name, matches) - this.sum(name, matches, this.then);
+  since(name, ...parts) {
+    return this.sum(name, parts) - this.sum(name, parts, this.then);
   }
 
-  rate(counter, matches) {
-    return this.since(counter, matches) / (this.now.at - this.then.at || NaN);
+  rate(counter, ...parts) {
+    return this.since(counter, ...parts) / (this.now.at - this.then.at || NaN);
   }
 
   mean(histogram) {
     return this.since(`${histogram}_sum`) / this.since(`${histogram}_count`);
   }
 
-  // Interpolates within the percentile's bucket; NaN without observations. Buckets are in order.
-  percentile(histogram, share, matches = any) {
-    const name = `${histogram}_bucket`;
-    const limits = [...new Set(this.series(name, matches).map(({ labels }) => labels.le))];
-    const counts = limits.map(le => this.since(name, labels => labels.le === le && matches(labels)));
+  // Interpolates within the percentile's bucket; NaN without observations.
+  percentile(histogram, share, ...parts) {
+    const limits = this.values(`${histogram}_bucket`, "le");
+    const counts = limits.map(limit => this.since(`${histogram}_bucket`, `le="${limit}"`, ...parts));
     const rank = share * counts.at(-1);
     const n = counts.findIndex(count => count >= rank && count > 0);
     if (n < 0) return NaN;
@@ -121,8 +118,7 @@ function roundedUp(value) {
 }
 
 export function startLive(section, ready) {
-  const models = { generation: ready.chat_model, pipeline: ready.task, embedding: ready.embedding_model, rerank: ready.rerank_model };
-  const cards = CARDS.filter(({ serves }) => !serves || serves.some(name => models[name])).map(card => new Card(card));
+  const cards = CARDS.filter(({ needs }) => !needs || needs.some(name => ready[name])).map(card => new Card(card));
   find(".cards", section).append(...cards.map(card => card.element));
   const samples = [];
   let timer = 0;
@@ -162,18 +158,14 @@ class Card {
       this.note);
   }
 
-  draw(now, all) {
-    this.figures.push(this.figure(now));
-    this.figures.splice(0, this.figures.length - MAX_FIGURES);
-    this.element.classList.remove("stale");
-    this.value.textContent = this.unit(this.figures.at(-1));
-    this.note.textContent = this.more(now, all) || "";
-    this.drawLine();
-  }
-
   // Draws the last figure at the right edge; one that is not a number is a gap.
-  drawLine() {
+  draw(now, all) {
     const { figures } = this;
+    figures.push(this.figure(now));
+    figures.splice(0, figures.length - MAX_FIGURES);
+    this.element.classList.remove("stale");
+    this.value.textContent = this.unit(figures.at(-1));
+    this.note.textContent = this.more(now, all) || "";
     const top = this.max ?? roundedUp(Math.max(0, ...figures.filter(Number.isFinite)));
     this.top.textContent = this.unit(top) + this.per;
     let [line, area] = ["", ""];
@@ -190,12 +182,11 @@ class Card {
 }
 
 function drawEndpoints(body, all) {
-  const endpoints = new Set(all.series("requests_total", isRequest).map(({ labels }) => labels.endpoint));
-  body.replaceChildren(...[...endpoints].sort().map(endpoint => {
-    const ofEndpoint = labels => labels.endpoint === endpoint;
-    const isError = labels => ofEndpoint(labels) && !(labels.status < 400);
-    const cells = [whole(all.sum("requests_total", ofEndpoint)), whole(all.sum("requests_total", isError)),
-      ...[0.5, 0.95, 0.99].map(share => seconds(all.percentile("request_seconds", share, ofEndpoint)))];
-    return element("tr", {}, element("th", { scope: "row" }, endpoint), ...cells.map(text => element("td", {}, text)));
+  body.replaceChildren(...all.values("requests_total", "endpoint").sort().map(endpoint => {
+    const part = `endpoint="${endpoint}"`;
+    const [count, ...fine] = ["", 'status="2', 'status="3'].map(status => all.sum("requests_total", [part, status]));
+    const cells = [whole(count), whole(count - fine[0] - fine[1]),
+      ...[0.5, 0.95, 0.99].map(share => seconds(all.percentile("request_seconds", share, part)))];
+    return element("tr", {}, element("th", { scope: "row" }, endpoint), cells.map(text => element("td", {}, text)));
   }));
 }

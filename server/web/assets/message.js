@@ -2,7 +2,7 @@
 // now and then. `message` has the form of the API's whole message.
 
 import { textOf, imagesOf } from "./composer.js";
-import { announce, copyButton, element, failure, seconds, stopwatch } from "./dom.js";
+import { announce, button, copyButton, element, failure, seconds, stopwatch } from "./dom.js";
 import { exchange } from "./exchange.js";
 import { fileNameOf } from "./files.js";
 import { MarkdownView } from "./markdown.js";
@@ -12,12 +12,11 @@ export function userMessage({ content }, edit) {
   return element("article", { class: "user", "aria-label": "You" },
     element("div", { class: "bubble" },
       imagesOf(content).map(url => element("img", { src: url, alt: fileNameOf(url) })), element("p", {}, text)),
-    element("div", { class: "actions" }, copyButton(() => text),
-      element("button", { type: "button", class: "quiet", onclick: edit }, "Edit")));
+    element("div", { class: "actions" }, copyButton(() => text), button("Edit", edit)));
 }
 
 export function toolMessage(name, { content }) {
-  return element("p", { class: "call" }, element("span", { class: "note" }, `${name} returned `), content);
+  return element("article", { class: "call", "aria-label": "Result" }, element("span", { class: "note" }, `${name} returned `), content);
 }
 
 export class AssistantMessage {
@@ -37,13 +36,17 @@ export class AssistantMessage {
     this.waiting = stopwatch("Waiting for the first token");
     this.note = element("p", { class: "note" });
     this.actions = element("div", { class: "actions", hidden: true }, copyButton(() => this.message.content),
-      element("button", { type: "button", class: "quiet regenerate", onclick: regenerate }, "Regenerate"));
+      button("Regenerate", regenerate, { class: "quiet regenerate" }));
     this.element = element("article", { class: "assistant", "aria-label": "Answer" },
       this.details, this.content, this.calls, this.waiting, this.note, this.actions);
   }
 
+  // Shows the request, and the response as it would be without streaming.
   addExchange(request) {
-    this.element.append(exchange(request, () => this.document()));
+    this.element.append(exchange(request, () => {
+      const choice = { index: 0, message: this.message, finish_reason: this.finishReason };
+      return { ...this.envelope, object: "chat.completion", choices: [choice], usage: this.usage };
+    }));
   }
 
   add({ choices, usage, ...envelope }) {
@@ -53,9 +56,8 @@ export class AssistantMessage {
     this.firstAt ??= performance.now(); // some formats send a call's text later, all at once
     const [{ delta, finish_reason: reason }] = choices;
     const message = this.message;
-    if (delta.content) message.content += delta.content;
-    if (delta.reasoning_content) {
-      message.reasoning_content = (message.reasoning_content ?? "") + delta.reasoning_content;
+    for (const name of ["content", "reasoning_content"]) {
+      if (delta[name]) message[name] = (message[name] ?? "") + delta[name];
     }
     for (const { index, ...part } of delta.tool_calls ?? []) {
       message.tool_calls ??= [];
@@ -104,7 +106,7 @@ export class AssistantMessage {
 
   figures() {
     const reasons = { length: "cut at max tokens", stopped: "stopped" };
-    const parts = [reasons[this.finishReason] ?? null];
+    const parts = [reasons[this.finishReason]];
     const writing = (performance.now() - this.firstAt) / 1000;
     if (this.usage) {
       const { prompt_tokens: prompt, completion_tokens: tokens } = this.usage;
@@ -115,10 +117,11 @@ export class AssistantMessage {
     return parts.filter(Boolean);
   }
 
-  // The response as it would be without streaming.
-  document() {
-    const choice = { index: 0, message: this.message, finish_reason: this.finishReason };
-    return { ...this.envelope, object: "chat.completion", choices: [choice], usage: this.usage };
+  // Returns the message for the history: without calls if it is a part, and null without text and calls.
+  whole(isPart) {
+    const message = { ...this.message, content: this.message.content || null };
+    if (isPart) delete message.tool_calls;
+    return message.content || message.tool_calls ? message : null;
   }
 }
 

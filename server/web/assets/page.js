@@ -1,57 +1,46 @@
 // The page's entry point: a tab for each served model, and the server's state.
 //
 //   page.js → chat.js → composer.js, message.js → markdown.js, conversations.js → store.js
-//           → pipeline.js → results.js, embeddings.js, rerank.js, speech.js, live.js
+//           → pipeline.js → results.js, texts.js, speech.js, live.js
 //   all of them use api.js (requests, the key), exchange.js (inspect a request), files.js and dom.js
 
-import { call, hasKey, forgetKey, whenKeyChanges } from "./api.js";
+import { call, showForgetKey } from "./api.js";
 import { element, find } from "./dom.js";
 import { startChat } from "./chat.js";
 import { startPipeline } from "./pipeline.js";
-import { startEmbeddings } from "./embeddings.js";
-import { startRerank } from "./rerank.js";
 import { startSpeech } from "./speech.js";
+import { startEmbeddings, startRerank } from "./texts.js";
 import { startLive } from "./live.js";
 
 const RETRY_MS = 1000; // while a model loads
 
-// `served` returns whether a section is shown, by the response of /ready.
+// A section is shown if the response of /ready has its model: `ready` is the name of that field. It gets the
+// models of /v1/models that serve `serves`.
 const SECTIONS = [
-  { id: "chat", served: ready => ready.chat_model, start: startChat },
-  { id: "pipeline", served: ready => ready.task, start: startPipeline },
-  { id: "embeddings", served: ready => ready.embedding_model, start: startEmbeddings },
-  { id: "rerank", served: ready => ready.rerank_model, start: startRerank },
-  { id: "speech", served: ready => ready.transcription_model, start: startSpeech },
-  { id: "live", served: () => true, start: startLive },
+  { id: "chat", ready: "chat_model", serves: "generation", start: startChat },
+  { id: "pipeline", ready: "task", start: startPipeline },
+  { id: "embeddings", ready: "embedding_model", serves: "embedding", start: startEmbeddings },
+  { id: "rerank", ready: "rerank_model", serves: "rerank", start: startRerank },
+  { id: "speech", ready: "transcription_model", serves: "transcription", start: startSpeech },
+  { id: "live", ready: "status", start: startLive },
 ];
 
+// Starts the sections once the models are ready. Then shows what is built or compiled, which makes the
+// models faster, until that is done.
 async function start() {
-  showKeyButton();
-  whenKeyChanges(showKeyButton);
-  const ready = await waitUntilReady();
-  const models = await listModels(ready);
-  for (const { id, served, start: startSection } of SECTIONS) {
-    if (served(ready)) {
-      addTab(id);
-      startSection(find(`#${id}`), ready, models);
-    }
-  }
-  openTab(tabFromAddress());
-  window.addEventListener("hashchange", () => openTab(tabFromAddress()));
-}
-
-async function waitUntilReady() {
-  for (;;) {
+  showForgetKey();
+  for (let isStarted = false; ;) {
     try {
       const response = await fetch("ready");
-      const document = await response.json();
+      const ready = await response.json();
       if (response.ok) {
-        const names = [document.chat_model, document.model, document.embedding_model,
-          document.rerank_model, document.transcription_model].filter(Boolean);
-        showReady([...new Set(names)].join(" · "), document);
-        return document;
+        showReady(ready);
+        if (!isStarted) startSections(ready);
+        isStarted = true;
+        if (!ready.stages) return;
+      } else {
+        showState("waiting", ready.error.message);
       }
-      showState("waiting", document.error.message);
     } catch {
       showState("down", "the server does not respond");
     }
@@ -59,10 +48,19 @@ async function waitUntilReady() {
   }
 }
 
+async function startSections(ready) {
+  const served = SECTIONS.filter(section => ready[section.ready]);
+  const models = served.some(({ serves }) => serves) ? await listModels() : [];
+  for (const { id, serves, start } of served) {
+    addTab(id);
+    start(find(`#${id}`), ready, models.filter(model => model.serves === serves));
+  }
+  openTab(tabFromAddress());
+  window.addEventListener("hashchange", () => openTab(tabFromAddress()));
+}
+
 // Returns the list of /v1/models, a path that a server without named models lacks.
-async function listModels(ready) {
-  const named = ["chat", "embedding", "rerank", "transcription"];
-  if (!named.some(name => ready[`${name}_model`])) return [];
+async function listModels() {
   try {
     const { data } = await (await call("v1/models")).json();
     return data.filter(({ id, root }) => id === root); // without aliases
@@ -72,28 +70,14 @@ async function listModels(ready) {
   }
 }
 
-// Shows what is built or compiled, which makes the models faster, until that is done.
-async function showReady(names, { stages }) {
-  showState("ready", [names, ...new Set(Object.values(stages ?? {}))].join(" · "));
-  if (!stages) return;
-  await new Promise(resolve => setTimeout(resolve, RETRY_MS));
-  try {
-    showReady(names, await (await fetch("ready")).json());
-  } catch {
-    showState("ready", names);
-  }
+function showReady({ chat_model: chat, model, embedding_model: embedder, rerank_model: reranker, ...others }) {
+  const names = [chat, model, embedder, reranker, others.transcription_model].filter(Boolean);
+  showState("ready", [...new Set(names), ...new Set(Object.values(others.stages ?? {}))].join(" · "));
 }
 
 function showState(state, text) {
-  const status = find("#state");
-  status.className = state;
-  find(".text", status).textContent = text;
-}
-
-function showKeyButton() {
-  const button = find("#forget-key");
-  button.hidden = !hasKey();
-  button.onclick = forgetKey;
+  find("#state").className = state;
+  find("#state .text").textContent = text;
 }
 
 // ── tabs: the selected one is in the tab order, arrow keys reach the others ──

@@ -1,7 +1,7 @@
 // POST /: the loaded pipeline. /ready names its kind of input: text, image, audio or JSON. results.js
 // shows the result by its shape.
 
-import { autoGrow, find, setUpSettings, showOnSubmit, submitOnEnter } from "./dom.js";
+import { find, setUpSettings, setUpText, showOnSubmit } from "./dom.js";
 import { ask, json, parseJson } from "./exchange.js";
 import { dataUrl, FileField } from "./files.js";
 import { results } from "./results.js";
@@ -21,7 +21,7 @@ export async function startPipeline(section, ready) {
   };
   for (const [name, shown] of Object.entries(parts)) find(`.${name}`, form).hidden = !shown;
   find("h2", section).textContent = title(task);
-  const text = find("#pipeline-text", section);
+  const text = find(".text", form);
   text.value = (examples.texts[task] ?? examples.texts.other).replace("[MASK]", ready.mask_token ?? "[MASK]");
   form.elements.objects.value = json(object ?? {});
   form.elements.labels.value = examples.labels.join(", ");
@@ -34,9 +34,8 @@ export async function startPipeline(section, ready) {
     const input = { image: field?.kind === "image" ? field.url : null, text: request.body?.inputs };
     return ask(request, result => results(result, input));
   });
-  submitOnEnter(text, form);
+  setUpText(text);
   setUpSettings(form);
-  section.addEventListener("shown", autoGrow(text));
 }
 
 function title(task) {
@@ -60,7 +59,7 @@ async function readForm(form, parts, takes, field) {
     if (!hasParameters) return { path: "./", file: withMediaType(file, takes) };
     return { path: "./", body: { inputs: await dataUrl(file), parameters: values } };
   }
-  let inputs = find("#pipeline-text", form).value;
+  let inputs = find(".text", form).value;
   if (parts.objects) {
     const url = file ? await dataUrl(file) : FILE;
     inputs = parseJson(objects.value, "input:", (key, value) => (value === FILE ? url : value));

@@ -6,7 +6,7 @@ const RATE = 16000; // samples per second, as speech models take
 // resolves to the file.
 export async function record(onTime) {
   if (!navigator.mediaDevices) throw new Error("browsers record on https:// and localhost only");
-  const stream = await navigator.mediaDevices.getUserMedia({ audio: true }).catch(error => {
+  const stream = await navigator.mediaDevices.getUserMedia({ audio: { channelCount: 1 } }).catch(error => {
     throw new Error(`the microphone cannot be used: ${error.message}`);
   });
   const recorder = new MediaRecorder(stream);
@@ -28,22 +28,11 @@ export async function record(onTime) {
         recorder.stop();
       });
       stream.getTracks().forEach(track => track.stop());
-      const samples = await decode(new Blob(chunks));
-      return new File([wav(samples, RATE)], "recording.wav", { type: "audio/wav" });
+      const context = new OfflineAudioContext(1, 1, RATE); // decodes to its rate
+      const audio = await context.decodeAudioData(await new Blob(chunks).arrayBuffer());
+      return new File([wav(audio.getChannelData(0), RATE)], "recording.wav", { type: "audio/wav" });
     },
   };
-}
-
-// Returns one channel of samples from -1 to 1, at RATE.
-async function decode(blob) {
-  const context = new AudioContext();
-  const audio = await context.decodeAudioData(await blob.arrayBuffer());
-  context.close();
-  const offline = new OfflineAudioContext(1, Math.max(1, Math.ceil(audio.duration * RATE)), RATE);
-  const source = new AudioBufferSourceNode(offline, { buffer: audio });
-  source.connect(offline.destination);
-  source.start();
-  return (await offline.startRendering()).getChannelData(0);
 }
 
 // Returns a WAV file of one channel and 16 bits per sample.

@@ -6,7 +6,6 @@ import { json } from "./exchange.js";
 import { wav } from "./record.js";
 
 const HUES = [165, 25, 250, 320, 90, 210, 55, 285]; // of labels, in order of appearance
-
 const MAX_WIDTH = 760; // pixels of the column, as in page.css
 
 // The first shape that matches draws. `input` is {image: its URL or null, text}.
@@ -16,16 +15,19 @@ const SHAPES = [
   { matches: all(item => typeof item.mask === "string"), draw: masks },
   { matches: all(item => "start" in item && ("entity" in item || "entity_group" in item)), draw: words },
   { matches: all(item => typeof item.score === "number"), draw: list => bars(list) },
-  { matches: all(all(item => typeof item.score === "number")), draw: barsOfLists },
-  { matches: all(item => typeof item.generated_text === "string"), draw: texts },
+  {
+    matches: all(all(item => typeof item.score === "number")),
+    draw: lists => lists.flatMap((list, n) => [element("h3", {}, `${n + 1}`), ...bars(list)]),
+  },
+  { matches: all(item => typeof item.generated_text === "string"), draw: list => list.map(item => transcript(item.generated_text)) },
 ];
 
 export async function results(result, input) {
   const list = asList(result);
   const shape = list && SHAPES.find(({ matches }) => matches(list));
   if (shape) return shape.draw(list, input);
-  if (typeof result.text === "string") return [element("p", { class: "transcript" }, result.text)];
-  if (typeof result.depth === "string") return [imageFigure(result.depth, "Depth")];
+  if (typeof result.text === "string") return [transcript(result.text)];
+  if (typeof result.depth === "string") return [element("figure", {}, await loadImage(pngUrl(result.depth), "Depth"))];
   if (result.audio && result.sampling_rate) return [audioPlayer(result)];
   return [element("pre", { tabindex: "0" }, json(result))];
 }
@@ -50,14 +52,7 @@ export function bars(scores, { hueOf = null, figure = percent } = {}) {
   return [element("ol", { class: "bars" }, ...rows)];
 }
 
-function barsOfLists(lists) {
-  return lists.flatMap((list, n) => [element("h3", {}, `${n + 1}`), ...bars(list)]);
-}
-
-function texts(list) {
-  return list.map(item => element("p", { class: "transcript" }, item.generated_text));
-}
-
+const transcript = text => element("p", { class: "transcript" }, text);
 const percent = score => `${(100 * score).toFixed(score < 0.1 ? 2 : 1)} %`;
 
 // ── over an image ──
@@ -79,36 +74,19 @@ async function boxes(objects, { image: url }) {
 
 async function masks(segments, { image: url }) {
   const hueOf = hues(segments.map(({ label }) => label));
-  const layers = await Promise.all(segments.map(({ mask, label }) => layer(mask, hueOf(label))));
-  const legend = element("ul", { class: "legend" }, ...segments.map(({ label, score }) => element("li", { "--hue": hueOf(label) },
-    score === null || score === undefined ? label : `${label} ${percent(score)}`)));
-  const below = url ? [await loadImage(url)] : [];
-  return [element("figure", { class: "overlaid" }, ...below, ...layers), legend];
+  const layers = segments.map(({ mask, label }) =>
+    element("div", { class: "mask", "--mask": `url(${pngUrl(mask)})`, "--hue": hueOf(label) }));
+  const legend = segments.map(({ label, score }) => element("li", { "--hue": hueOf(label) },
+    typeof score === "number" ? `${label} ${percent(score)}` : label));
+  return [element("figure", { class: "overlaid" }, await loadImage(url), layers), element("ul", { class: "legend" }, legend)];
 }
 
-// Returns a canvas with the mask's white as a translucent colour.
-async function layer(mask, hue) {
-  const image = await loadImage(`data:image/png;base64,${mask}`);
-  const canvas = element("canvas", { width: image.naturalWidth, height: image.naturalHeight, "aria-hidden": "true" });
-  const context = canvas.getContext("2d");
-  context.drawImage(image, 0, 0);
-  const pixels = context.getImageData(0, 0, canvas.width, canvas.height);
-  for (let n = 0; n < pixels.data.length; n += 4) pixels.data[n + 3] = pixels.data[n] * 0.55;
-  context.putImageData(pixels, 0, 0);
-  context.globalCompositeOperation = "source-in";
-  context.fillStyle = `hsl(${hue} 80% 45%)`;
-  context.fillRect(0, 0, canvas.width, canvas.height);
-  return canvas;
-}
+const pngUrl = base64 => `data:image/png;base64,${base64}`;
 
-async function loadImage(url) {
-  const image = element("img", { src: url, alt: "The image" });
+async function loadImage(url, name = "The image") {
+  const image = element("img", { src: url, alt: name });
   await image.decode();
   return image;
-}
-
-function imageFigure(base64, name) {
-  return element("figure", {}, element("img", { src: `data:image/png;base64,${base64}`, alt: name }));
 }
 
 // ── in a text ──

@@ -7,11 +7,10 @@ import { FileField } from "./files.js";
 
 const PATH = "v1/audio/transcriptions";
 
-export function startSpeech(section, ready, models) {
-  const model = models.find(({ serves }) => serves === "transcription")?.id ?? ready.transcription_model;
+export function startSpeech(section, ready, [model]) {
   const form = find("form", section);
   const field = new FileField(find(".file", form), "audio");
-  showOnSubmit(section, () => transcribe(section, field.file, model));
+  showOnSubmit(section, () => transcribe(section, field.file, model?.id ?? ready.transcription_model));
   field.onFile = () => form.requestSubmit();
 }
 

@@ -4,29 +4,16 @@
 const MAX_CONVERSATIONS = 100;
 const MAX_BYTES = 50e6; // of all of them
 
-// ── strings of this tab ──
+// Strings of this tab, by name.
+export const session = tabStorage();
 
-const memory = new Map(); // where there is no session storage
-
-function attempt(work) {
+function tabStorage() {
   try {
-    return work();
+    return sessionStorage;
   } catch {
-    return null;
+    return {};
   }
 }
-
-export const session = {
-  get: name => memory.get(name) ?? attempt(() => sessionStorage.getItem(name)),
-  set(name, value) {
-    memory.set(name, value);
-    attempt(() => sessionStorage.setItem(name, value));
-  },
-  remove(name) {
-    memory.delete(name);
-    attempt(() => sessionStorage.removeItem(name));
-  },
-};
 
 // ── conversations: {id, title, messages, settings}; a summary is {id, title, at, bytes} ──
 
