@@ -41,10 +41,11 @@ def chunks(response: httpx.Response) -> list[Chunk]:
 
 
 def open_stream(server: Server, path: str, body: Any, *headers: str) -> socket.socket:
-    """Send a request and return the socket, from which nothing has been read."""
-    content = json.dumps(body).encode()
+    """Send a request and return the socket, from which nothing has been read. Without a body it is
+    a GET request."""
+    content = json.dumps(body).encode() if body is not None else b""
     lines = [
-        f"POST {path} HTTP/1.1",
+        f"{'GET' if body is None else 'POST'} {path} HTTP/1.1",
         "Host: localhost",
         f"Content-Length: {len(content)}",
         *headers,

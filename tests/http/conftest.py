@@ -1,10 +1,12 @@
-"""The fake generator of a test module, and a server with it."""
+"""A server of a test module with a fake generator, and SDK clients of servers with real models."""
 
 from collections.abc import Iterator
 
 import pytest
 
+from tests import sdk
 from tests.fake_generator import FakeGenerator
+from tests.sdk import Sdk
 from tests.serving import Server, serving
 
 
@@ -17,3 +19,21 @@ def generator() -> FakeGenerator:
 def server(generator: FakeGenerator) -> Iterator[Server]:
     with serving(load_chat=lambda: generator) as started:
         yield started
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Sdk]:
+    with sdk.demo() as connected:
+        yield connected
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[Sdk]:
+    with sdk.tiny() as connected:
+        yield connected
+
+
+@pytest.fixture(params=["demo", "tiny"])
+def target(request: pytest.FixtureRequest) -> Sdk:
+    connected: Sdk = request.getfixturevalue(request.param)
+    return connected

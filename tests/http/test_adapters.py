@@ -1,7 +1,5 @@
 """LoRA adapters by name: routes, listing and life cycle, with a fake model."""
 
-import json
-import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +14,7 @@ import pytest
 from server.core.settings import SettingsError, load_settings
 from server.openai.adapters import MAX_ADAPTERS
 from tests import tiny_adapters
-from tests.event_streams import chat, post
+from tests.event_streams import chat, open_stream, post
 from tests.fake_generator import FakeGenerator
 from tests.http.test_pipeline_http import error_of
 from tests.serving import Server, serving, wait_until
@@ -305,11 +303,7 @@ def test_an_adapter_is_loaded_within_the_time_limit_of_its_request(tmp_path: Pat
 def test_a_client_that_leaves_frees_the_name_of_its_adapter(tmp_path: Path) -> None:
     with slow_adapters(tmp_path) as (setup, generator):
         body = {"lora_name": "a", "lora_path": "one"}
-        with socket.create_connection(("127.0.0.1", setup.server.port)) as connection:
-            head = f"POST {LOAD} HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n"
-            head += "Content-Type: application/json\r\n\r\n"
-            text = json.dumps(body)
-            connection.sendall((head % len(text) + text).encode())
+        with open_stream(setup.server, LOAD, body):
             assert generator.reads.acquire(timeout=60)
             assert "'a' is being loaded" in setup.load("a", "one").text
         short = {"X-Request-Timeout-Ms": "100"}

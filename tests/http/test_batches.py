@@ -23,7 +23,7 @@ from server.http.request import SEND_BYTES
 from server.http.transfers import Transfer
 from server.openai.batches import input_file, runner, store
 from server.openai.response_schemas import FileObject
-from tests.event_streams import CLIENT
+from tests.event_streams import CLIENT, open_stream
 from tests.fake_generator import FakeGenerator
 from tests.serving import Server, metric, serving, wait_until
 
@@ -320,16 +320,9 @@ def test_files_are_kept_listed_and_deleted(server: Server) -> None:
             gone(kept)
 
 
-@contextmanager
-def unread(server: Server, id: str) -> Iterator[socket.socket]:
+def unread(server: Server, id: str) -> socket.socket:
     """Ask for the content of a file, and do not read it."""
-    with socket.socket() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
-        connection.settimeout(60)
-        connection.connect(("127.0.0.1", server.port))
-        path, key = f"/v1/files/{id}/content", "Authorization: Bearer one"
-        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n{key}\r\n\r\n".encode())
-        yield connection
+    return open_stream(server, f"/v1/files/{id}/content", None, "Authorization: Bearer one")
 
 
 def test_contents_that_are_read_leave_threads_to_other_requests(

@@ -7,8 +7,6 @@ import httpx
 import pytest
 
 from batching.block_pool import BlockPool, BlockTable, Content
-from batching.scheduler import ContinuousScheduler
-from batching.sequence import Sequence
 from server.core.api_keys import ApiKey
 from server.core.request_context import RequestContext
 from tests import tiny_chat
@@ -20,6 +18,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 1},
     "/v1/completions": {"prompt": TEXT, "max_tokens": 1},
     "/v1/responses": {"input": TEXT, "max_output_tokens": 1},
+    "/v1/decisions": {"input": TEXT, "questions": [{"type": "predicate", "instructions": "?"}]},
 }
 PATHS = pytest.mark.parametrize("path", ASKED)
 
@@ -56,22 +55,6 @@ def test_images_are_distinguished_by_their_digests() -> None:
     pool.register(table, cat, len(cat))
     assert pool.match(cat)[0] == list(table.blocks[:2])
     assert pool.match(dog) == ([], None)
-
-
-def test_the_same_prompt_in_another_namespace_is_computed_again() -> None:
-    scheduler = ContinuousScheduler(BlockPool(64, 4), 8)
-    prompt = list(range(20))
-    one, two, same = [
-        Sequence(prompt, cache_namespace=namespace) for namespace in (b"one", b"two", b"one")
-    ]
-    for sequence in (one, two, same):
-        scheduler.add(sequence)
-    chunks = scheduler.schedule(100)
-    assert [(chunk.sequence, chunk.count) for chunk in chunks] == [(one, 20), (two, 20)]
-    for chunk in chunks:
-        scheduler.advance(chunk, [0])
-    scheduler.schedule(100)
-    assert (one.cached, two.cached, same.cached) == (0, 0, 16)
 
 
 def test_a_namespace_depends_on_each_of_its_parts_and_on_nothing_else() -> None:

@@ -50,27 +50,19 @@ def test_stream_has_no_usage_by_default(server: Server, options: Any) -> None:
 # ── what the worker gets ──
 
 
-def test_request_without_parameters_uses_the_defaults_of_the_checkpoint(
-    server: Server, generator: FakeGenerator
-) -> None:
-    payload = submitted(generator, server)
-    assert payload.sampling == Sampling()
-    assert payload.stopping == Stopping()
-    assert (payload.n, payload.first_choice, payload.echo, payload.param) == (
-        1, 0, False, "messages",
-    )  # fmt: skip
-    assert payload.prompt == Chat(({"role": "user", "content": "hi"},))
-
-
 def test_null_counts_as_absent(server: Server, generator: FakeGenerator) -> None:
     from server.openai.chat import ChatRequest
 
     nothing = dict.fromkeys(
         {*ChatRequest.__struct_fields__, *ChatRequest.unimplemented} - {"messages"}
     )
-    payload = submitted(generator, server, **nothing)
-    assert payload.sampling == Sampling()
-    assert payload.stopping == Stopping()
+    for fields in ({}, nothing):
+        payload = submitted(generator, server, **fields)
+        assert payload.prompt == Chat(({"role": "user", "content": "hi"},))
+        assert payload.sampling == Sampling()
+        assert payload.stopping == Stopping()
+        assert (payload.n, payload.first_choice, payload.echo) == (1, 0, False)
+        assert payload.param == "messages"
 
 
 def test_every_sampling_parameter_reaches_the_model(
@@ -80,14 +72,14 @@ def test_every_sampling_parameter_reaches_the_model(
         generator, server, temperature=0, top_p=1, top_k=-1, min_p=0.1, presence_penalty=-2,
         frequency_penalty=2, repetition_penalty=1.1, logit_bias={"7": -100, "8": 1.5}, seed=-3,
         logprobs=True, top_logprobs=20, max_tokens=9, max_completion_tokens=5, min_tokens=2,
-        stop=["a", "b"], stop_token_ids=[3], ignore_eos=True, n=2,
+        stop=["a", "b"], stop_token_ids=[3], ignore_eos=True, n=2, thinking_token_budget=7,
     )  # fmt: skip
     assert payload.sampling == Sampling(
         temperature=0, top_p=1, top_k=0, min_p=0.1, presence_penalty=-2, frequency_penalty=2,
         repetition_penalty=1.1, logit_bias={7: -100, 8: 1.5}, seed=-3, logprobs=20,
     )  # fmt: skip
     assert payload.stopping == Stopping(5, 2, ("a", "b"), (3,), True)
-    assert payload.n == 2
+    assert (payload.n, payload.thinking_tokens) == (2, 7)
     assert submitted(generator, server, stop="x", logprobs=True).stopping.stop == ("x",)
     assert submitted(generator, server, logprobs=True).sampling.logprobs == 0
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from server.http import fetch
-from tests.event_streams import post
+from tests.event_streams import open_stream, post
 from tests.fake_generator import FakeGenerator
 from tests.http.test_fetch import IMAGE, replying
 from tests.http.test_pipeline_http import error_of
@@ -169,12 +169,7 @@ def test_disconnect_cancels_the_fetches(server: Server) -> None:
         left.set()
 
     with replying(stall) as (port, _):
-        body = httpx.Request(
-            "POST", server.url + CHAT, json=user(image(f"http://127.0.0.1:{port}/"))
-        )
-        client = socket.create_connection(("127.0.0.1", server.port))
-        lines = b"".join(b"%b: %b\r\n" % header for header in body.headers.raw)
-        client.sendall(b"POST %b HTTP/1.1\r\n%b\r\n%b" % (CHAT.encode(), lines, body.content))
+        client = open_stream(server, CHAT, user(image(f"http://127.0.0.1:{port}/")))
         assert fetching.wait(60)
         client.close()
         assert left.wait(60)
@@ -187,11 +182,8 @@ def test_deadline_includes_the_fetches(server: Server) -> None:
         client.recv(1)
 
     with replying(stall) as (port, _):
-        answer = httpx.post(
-            server.url + CHAT,
-            json=user(image(f"http://127.0.0.1:{port}/")),
-            headers={"X-Request-Timeout-Ms": "100"},
-        )
+        body = user(image(f"http://127.0.0.1:{port}/"))
+        answer = post(server, CHAT, body, **{"X-Request-Timeout-Ms": "100"})
     assert answer.status_code == 504
     assert "not fetched" in answer.json()["error"]["message"]
     wait_until(lambda: server.app.memory.used == 0)

@@ -1,11 +1,9 @@
 """`POST /v1/decisions` and `/v1/systemone`: the SDK's types, errors and time limits."""
 
 import base64
-import socket
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from openai.types.decision import (
@@ -16,7 +14,7 @@ from openai.types.decision import (
 )
 
 from tests import tiny_decisions
-from tests.event_streams import post
+from tests.event_streams import open_stream, post
 from tests.http.test_generation_http import serving_fake
 from tests.http.test_pipeline_http import error_of
 from tests.serving import Server, metric, serving, wait_until
@@ -218,7 +216,6 @@ def user(*parts: Any) -> dict[str, Any]:
         ({"input": [{"type": "custom_tool_call", "call_id": "a", "name": "b"}]}, "input[0].input"),
         (user({"type": "input_json"}), "input[0].content[0].data"),
         ({"prompt_cache_options": {"mode": "never"}}, "prompt_cache_options.mode"),
-        ({"cache_salt": ""}, "cache_salt"),
     ],
 )
 def test_error_names_the_invalid_field(server: Server, fields: dict[str, Any], param: str) -> None:
@@ -257,27 +254,6 @@ def test_unknown_model_is_404(client: openai.OpenAI) -> None:
     assert caught.value.code == "model_not_found"
 
 
-def test_keys_and_salts_have_their_own_cache_namespaces() -> None:
-    folder = str(tiny_decisions.folder())
-    body: dict[str, Any] = {"input": TEXT, "questions": [PREDICATE]}
-    salted = {"cache_salt": "a"}
-    requests: list[Any] = [("one", {}), ("two", {}), ("one", salted), ("one", {}), ("two", {})]
-    found = []
-    with serving(
-        chat_model=folder, dtype="float32", kv_cache_gb=0.05, compile="off", api_keys=("one", "two")
-    ) as server:
-        for key, more in requests:
-            answer = httpx.post(
-                server.url + PATH,
-                json=body | more,
-                headers={"Authorization": f"Bearer {key}"},
-                timeout=60,
-            )
-            details = answer.json()["usage"]["input_tokens_details"]
-            found.append(details["cached_tokens"] > 0)
-    assert found == [False, False, False, True, True]
-
-
 # ── time limits and disconnects ──
 
 
@@ -292,11 +268,9 @@ def test_request_has_one_slot_and_a_time_limit() -> None:
 
 
 def test_disconnect_aborts_the_request() -> None:
-    content = b'{"input": "hang", "questions": [{"type": "predicate", "instructions": "?"}]}'
-    head = b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
+    body = {"input": "hang", "questions": [PREDICATE]}
     with serving_fake() as (server, generator):
-        with socket.create_connection(("127.0.0.1", server.port)) as connection:
-            connection.sendall(head % (PATH.encode(), len(content)) + content)
+        with open_stream(server, PATH, body):
             wait_until(lambda: len(generator.running) == 1)
             assert server.worker_client.queue.pending == 1
         wait_until(lambda: generator.dropped == ["hang"])

@@ -18,8 +18,9 @@ from tests.fake_generator import FakeGenerator
 from tests.http.test_pipeline_http import error_of
 from tests.serving import ManualTimers, Server, metric, read_response, serving, wait_until
 
-CHAT = "/v1/chat/completions"
-PATHS = pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+CHATS = pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+PATHS = pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
 STREAM = pytest.mark.parametrize("stream", [False, True])
 
 
@@ -35,8 +36,12 @@ def serving_fake(**settings: Any) -> Iterator[tuple[Server, FakeGenerator]]:
 
 
 def body_for(path: str, text: str = "hi", **fields: Any) -> dict[str, Any]:
-    body = {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
-    return {**body, **fields}
+    bodies: dict[str, dict[str, Any]] = {
+        CHAT: {"messages": [{"role": "user", "content": text}]},
+        COMPLETIONS: {"prompt": text, "max_tokens": 10**9},
+        RESPONSES: {"input": text},
+    }
+    return {**bodies[path], **fields}
 
 
 def ask(server: Server, path: str, text: str = "hi", limit_ms: int = 0, **fields: Any) -> Any:
@@ -76,31 +81,23 @@ def test_a_full_queue_is_a_503(stream: bool) -> None:
         assert first.result().status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        ("POST", CHAT),
-        ("POST", "/v1/completions"),
-        ("POST", "/tokenize"),
-        ("POST", "/detokenize"),
-        ("POST", "/load_model"),
-        ("GET", "/v1/models"),
-        ("GET", "/v1/models/demo"),
-    ],
-)
-def test_everything_is_a_503_while_loading(method: str, path: str) -> None:
+def test_everything_is_a_503_while_loading() -> None:
     gate = threading.Event()
 
     def load() -> FakeGenerator:
         assert gate.wait(60)
         return FakeGenerator()
 
+    requests: list[tuple[str, Any]] = [
+        *((path, body_for(path)) for path in (CHAT, COMPLETIONS, RESPONSES)),
+        *(("/tokenize", {"prompt": "hi"}), ("/detokenize", {"tokens": [1]})),
+        *(("/load_model", {"model": "demo"}), ("/v1/models", None), ("/v1/models/demo", None)),
+    ]
     with serving(load_chat=load, ready=False) as server:
-        body = {**body_for(CHAT), "tokens": [1]} if "token" in path else body_for(path)
-        body.pop("messages", None) if path == "/tokenize" else None
-        answer = CLIENT.request(method, server.url + path, json=body | {"prompt": "hi"})
-        assert answer.status_code == 503, answer.text
-        assert error_of(answer)["code"] == "not_ready"
+        for path, body in requests:
+            answer = CLIENT.request("POST" if body else "GET", server.url + path, json=body)
+            assert answer.status_code == 503, answer.text
+            assert error_of(answer)["code"] == "not_ready"
         gate.set()
 
 
@@ -126,7 +123,7 @@ def test_a_long_limit_of_the_client_does_not_lengthen_the_wait_for_the_first_tok
 # ── after the first token ──
 
 
-@PATHS
+@CHATS
 def test_later_failure_is_sent_in_one_event(path: str) -> None:
     with serving_fake() as (server, _):
         answer = ask(server, path, "bad later", stream=True)
@@ -147,7 +144,7 @@ def test_one_failing_prompt_of_a_list_ends_the_others(stream: bool) -> None:
     with serving_fake() as (server, generator):
         prompts = ["long", "bad later"]
         fields = {"prompt": prompts, "max_tokens": 10**9, "stream": stream}
-        answer = post(server, "/v1/completions", fields)
+        answer = post(server, COMPLETIONS, fields)
         assert "the model failed on this input" in answer.text
         wait_until(lambda: generator.dropped == ["long"])
 
@@ -168,13 +165,12 @@ def test_the_time_limit_ends_with_the_first_token(stream: bool) -> None:
         assert text == "Hello there, wörld!"
 
 
-@PATHS
+@CHATS
 @STREAM
 def test_the_clients_own_limit_bounds_the_whole(path: str, stream: bool) -> None:
     with serving_fake() as (server, generator), ThreadPoolExecutor(1) as pool:
         timers = ManualTimers(server)
-        fields = {"stream": stream, "max_tokens": 10**9}
-        pending = pool.submit(ask, server, path, "long", limit_ms=40_000, **fields)
+        pending = pool.submit(ask, server, path, "long", limit_ms=40_000, stream=stream)
         wait_until(lambda: metric(server, "onequeue_time_to_first_token_seconds_count") == 1)
         timers.fire(within_s=40)
         answer = pending.result()
@@ -207,16 +203,17 @@ def test_stream_of_a_dying_worker_ends_with_an_error() -> None:
 # ── the connection ──
 
 
-def test_each_event_is_one_write() -> None:
+@PATHS
+def test_each_event_is_one_write(path: str) -> None:
     with serving_fake() as (server, _):
-        body = body_for(CHAT, stream=True, n=3, logprobs=True)
-        with open_stream(server, CHAT, body, "Connection: close") as client:
+        body = body_for(path, "say a b c d e f g h i j", stream=True)
+        with open_stream(server, path, body, "Connection: close") as client:
             raw = b"".join(iter(lambda: client.recv(65536), b""))
         *events, last = writes(raw)
         assert last == b""
         assert len(events) >= 10
         for event in events:
-            assert event.startswith(b"data: ")
+            assert event.startswith(b"event: response." if path == RESPONSES else b"data: ")
             assert event.endswith(b"\n\n")
             assert event.count(b"\n\n") == 1
 
@@ -243,8 +240,7 @@ def test_an_idle_stream_is_kept_alive_by_comments(monkeypatch: pytest.MonkeyPatc
 def test_a_client_that_leaves_ends_its_work_within_a_step(path: str, stream: bool) -> None:
     with serving_fake() as (server, generator):
         generator.one_by_one = True
-        body = body_for(path, "long", stream=stream, max_tokens=10**9)
-        client = open_stream(server, path, body)
+        client = open_stream(server, path, body_for(path, "long", stream=stream))
         generator.permits.release()
         if stream:
             read_until(client, b"\n\n")
@@ -313,7 +309,7 @@ def test_keys_origins_limits_and_methods_hold_here_too() -> None:
     }  # fmt: skip
     with serving_fake(**settings) as (server, _):
         key = {"Authorization": "Bearer secret"}
-        for path in (CHAT, "/v1/completions", "/tokenize", "/detokenize", "/load_model"):
+        for path in (CHAT, COMPLETIONS, "/tokenize", "/detokenize", "/load_model"):
             url = server.url + path
             assert CLIENT.post(url, json={}).status_code == 401
             large = CLIENT.post(url, content=b"x" * 20_000, headers=key)
@@ -339,14 +335,6 @@ def test_keys_origins_limits_and_methods_hold_here_too() -> None:
         client.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n".encode())
         client.sendall(b"Content-Length: 10\r\n\r\n{")
         assert read_response(client)[0] == 408
-
-
-def test_without_a_chat_model_there_are_no_such_routes() -> None:
-    from tests.fakes import FakeRunner
-
-    with serving(FakeRunner) as server:
-        assert post(server, CHAT, body_for(CHAT)).status_code == 404
-        assert CLIENT.get(server.url + "/v1/models").status_code == 404
 
 
 def test_the_first_token_is_timed_and_requests_are_counted() -> None:

@@ -3,13 +3,12 @@
 import asyncio
 import json
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import openai
 import pytest
 
-from tests import sdk
 from tests.sdk import QUESTION, Sdk, reports_weather
 
 pytest.importorskip("mcp")
@@ -31,12 +30,6 @@ server.run()
 MOST_TURNS = 4
 
 Call = tuple[str, dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def demo() -> Iterator[Sdk]:
-    with sdk.demo() as connected:
-        yield connected
 
 
 async def by_chat(

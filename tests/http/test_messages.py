@@ -1,7 +1,6 @@
 """`POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's API over the path of chats."""
 
 import base64
-import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +17,6 @@ from worker.messages.generation import Chat, GenerationInput, ToolCallPolicy
 
 PATH = "/v1/messages"
 HI = [{"role": "user", "content": "hi"}]
-WHOLE = "Hello there, wörld!"
 TOOL = {"name": "look", "description": "Look", "input_schema": {"type": "object"}}
 IMAGE: dict[str, Any] = {"type": "image"}
 BAD_SOURCE = {"type": "base64", "media_type": "image/png", "data": "!!"}
@@ -90,75 +88,6 @@ def chat(server: Server, generator: FakeGenerator, **fields: Any) -> Chat:
 
 
 # ── responses ──
-
-
-def test_a_message_has_text_usage_and_a_stop_reason(server: Server) -> None:
-    response = post(server)
-    document = message(response)
-    assert response.headers["request-id"] == response.headers["x-request-id"]
-    assert document.pop("id").startswith("msg_")
-    assert document == {
-        "type": "message",
-        "role": "assistant",
-        "model": "demo",
-        "content": [{"type": "text", "text": WHOLE}],
-        "stop_reason": "end_turn",
-        "stop_sequence": None,
-        "usage": {
-            "input_tokens": 0,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": 2,
-            "output_tokens": 5,
-            "output_tokens_details": {"thinking_tokens": 0},
-        },
-    }
-
-
-def test_events_come_in_order(server: Server) -> None:
-    text = '*why !look ={"a": =1} !look ={}'
-    stream = events(post(server, messages=say(text), tools=[TOOL], stream=True))
-    # tokens that are ready together are one delta
-    block = ["content_block_start", "content_block_delta", "content_block_stop"]
-    assert [type for type, _ in itertools.groupby(event["type"] for event in stream)] == [
-        *["message_start", "content_block_start", "ping", *block[1:]],
-        *[*block, *block],
-        *["message_delta", "message_stop"],
-    ]
-    start = stream[0]["message"]
-    assert (start["content"], start["stop_reason"]) == ([], None)
-    assert start["usage"]["input_tokens"] + start["usage"]["cache_read_input_tokens"] == len(
-        f"say {text}"
-    )
-    blocks = [event for event in stream if event["type"] == "content_block_start"]
-    assert blocks[0]["content_block"] == {"type": "thinking", "thinking": "", "signature": ""}
-    assert blocks[1]["content_block"] == {
-        "type": "tool_use",
-        "id": "call_look:0",
-        "name": "look",
-        "input": {},
-    }
-    assert [block["index"] for block in blocks] == [0, 1, 2]
-    deltas = [event for event in stream if event["type"] == "content_block_delta"]
-    assert [event["delta"]["type"] for event in deltas if event["index"] == 0] == [
-        "thinking_delta",
-        "signature_delta",
-    ]
-    for index, arguments in ((1, {"a": 1}), (2, {})):
-        parts = [event["delta"]["partial_json"] for event in deltas if event["index"] == index]
-        assert json.loads("".join(parts)) == arguments
-    assert stream[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
-    assert stream[-2]["usage"]["output_tokens"] == 6
-
-
-def test_a_document_has_the_blocks_of_the_events(server: Server) -> None:
-    document = message(post(server, messages=say('*why then !look ={"a": =1}'), tools=[TOOL]))
-    thinking, text, call = document["content"]
-    assert thinking["thinking"] == "why "
-    assert thinking["signature"]
-    assert text == {"type": "text", "text": " then"}
-    assert call == {"type": "tool_use", "id": "call_look:0", "name": "look", "input": {"a": 1}}
-    assert document["stop_reason"] == "tool_use"
-    assert document["usage"]["output_tokens_details"] == {"thinking_tokens": 1}
 
 
 def test_half_a_surrogate_pair_in_a_call_is_replaced(server: Server) -> None:
@@ -361,16 +290,6 @@ def test_the_last_message_of_the_assistant_is_continued(
     assert not prompt.add_generation_prompt
 
 
-# ── tokens ──
-
-
-def test_count_tokens_counts_the_prompt(server: Server, generator: FakeGenerator) -> None:
-    fields: Document = {"messages": say("a"), "tools": [TOOL], "thinking": {"type": "adaptive"}}
-    response = post(server, PATH + "/count_tokens?beta=true", max_tokens=..., **fields)
-    counted = len(generator.encode(chat(server, generator, **fields)))
-    assert message(response) == {"input_tokens": counted}
-
-
 # ── errors ──
 
 
@@ -472,14 +391,6 @@ def test_names_of_claude_models_need_an_alias(server: Server) -> None:
     assert "there is no model" in error(post(server, model="claudius"), 404, "not_found_error")
     with serving(load_chat=FakeGenerator) as other:
         error(post(other, model="claude-sonnet-4-5"), 404, "not_found_error")
-
-
-def test_beta_features_and_head_are_accepted(server: Server) -> None:
-    headers = {"x-api-key": "key", "anthropic-beta": "new-2030-01-01", "anthropic-version": "x"}
-    body = {"model": "demo", "messages": HI, "max_tokens": 5}
-    response = CLIENT.post(server.url + PATH + "?beta=true", json=body, headers=headers)
-    assert message(response)["content"]
-    assert CLIENT.head(server.url + "/").status_code == 200
 
 
 def test_an_idle_stream_gets_pings(

@@ -74,40 +74,22 @@ def test_models_of_the_same_name_have_different_ids() -> None:
         assert counted.json()["max_model_len"] == 128
 
 
-def test_tokenize_counts_and_shows_tokens(server: Server) -> None:
-    bare = post(server, "/tokenize", {"prompt": "ab"})
-    assert bare.json() == {
-        "count": 3, "max_model_len": 4096, "tokens": [1, 97, 98], "token_strs": None,
-    }  # fmt: skip
-    body = {"prompt": "ab", "add_special_tokens": False, "return_token_strs": True}
-    shown = post(server, "/tokenize", body).json()
-    assert (shown["tokens"], shown["token_strs"]) == ([97, 98], ["a", "b"])
-    assert post(server, "/tokenize", {"prompt": ""}).json()["tokens"] == [1]
-
-
-def test_tokenize_accepts_conversations(server: Server) -> None:
-    body: dict[str, Any] = {"messages": [{"role": "user", "content": "ab"}]}
-    assert post(server, "/tokenize", body).json()["tokens"] == [1, 97, 98, ord(">")]
-    body["add_generation_prompt"] = False
-    assert post(server, "/tokenize", body).json()["tokens"] == [1, 97, 98]
-
-
-def test_detokenize_returns_the_text(server: Server) -> None:
-    body = {"tokens": [97, 98], "model": "org/model"}
-    assert post(server, "/detokenize", body).json() == {"prompt": "ab"}
+def test_tokenize_takes_special_tokens_and_the_generation_prompt_as_options(server: Server) -> None:
+    message = {"role": "user", "content": "ab"}
+    for body, tokens in (
+        ({"prompt": "ab", "add_special_tokens": False}, [97, 98]),
+        ({"prompt": ""}, [1]),
+        ({"messages": [message]}, [1, 97, 98, ord(">")]),
+        ({"messages": [message], "add_generation_prompt": False}, [1, 97, 98]),
+    ):
+        assert post(server, "/tokenize", body).json()["tokens"] == tokens
     assert post(server, "/detokenize", {"tokens": []}).json() == {"prompt": ""}
 
 
 @pytest.mark.parametrize(
     ("path", "body", "param", "reason"),
     [
-        ("tokenize", {}, "prompt", "not both"),
-        (
-            "tokenize",
-            {"prompt": "a", "messages": [{"role": "user", "content": "b"}]},
-            "prompt",
-            "not both",
-        ),
+        ("tokenize", {"prompt": "a", "messages": []}, "prompt", "not both"),
         ("tokenize", {"prompt": 3}, "prompt", "got int"),
         ("tokenize", {"prompt": "refused"}, None, "the template refuses this"),
         ("tokenize", {"messages": []}, "messages", "empty"),

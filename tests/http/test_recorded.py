@@ -44,6 +44,7 @@ NUMBERS = [
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 AUDIO = "/v1/audio/transcriptions"
+FORMATS = ("json", "verbose_json", "text", "srt", "vtt")
 SCHEMA = {"type": "object", "properties": {"ö": {"type": "string"}}}
 TOOL = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
 TOOLS = {"tools": [{"type": "function", "function": TOOL}]}
@@ -75,240 +76,219 @@ def chat_body(text: Any, **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}], **fields}
 
 
-def posts(path: str, bodies: dict[str, Any]) -> dict[str, tuple[str, str, Any]]:
-    return {name: ("POST", path, body) for name, body in bodies.items()}
+def by_name(method: str, bodies: dict[str, dict[str, Any]]) -> dict[str, tuple[str, str, Any]]:
+    return {
+        name: (method, path, body) for path, named in bodies.items() for name, body in named.items()
+    }
 
 
-# name: (method, path, JSON body or raw bytes)
-REQUESTS: dict[str, tuple[str, str, Any]] = {
-    **posts(
-        CHAT,
-        {
-            "chat": chat_body("hi"),
-            "chat, words to escape": chat_body('say "a" \\b </c> é 漢 🙂 \u2028 \x7f'),
-            "chat, two choices": chat_body("hi", n=2, max_tokens=2, model="demo"),
-            "chat, logprobs": chat_body("hi", logprobs=True, top_logprobs=2),
-            "chat, prompt logprobs and ids": chat_body(
-                "hi", prompt_logprobs=1, return_token_ids=True
-            ),
-            "chat, reasoning and calls": chat_body(CALLING, **TOOLS),
-            "chat, calls alone": chat_body("say !f ={}", **TOOLS),
-            "chat, reasoning alone": chat_body("say *think"),
-            "chat, schema": chat_body(
-                "hi",
-                response_format={
-                    "type": "json_schema",
-                    "json_schema": {"name": "x", "schema": SCHEMA},
-                },
-            ),
-            "chat, streamed": chat_body("hi", stream=True),
-            "chat, streamed words to escape": chat_body(
-                'say "a" \\b </c> é 漢 🙂 \u2028 \x7f', stream=True
-            ),
-            "chat, streamed choices": chat_body("say a b", n=2, **USAGE),
-            "chat, streamed continuous usage": chat_body("say a b", **CONTINUOUS),
-            "chat, streamed logprobs": chat_body("hi", logprobs=True, top_logprobs=1, **USAGE),
-            "chat, streamed ids": chat_body("say a b", return_token_ids=True, stream=True),
-            "chat, streamed reasoning and calls": chat_body(CALLING, **TOOLS, **USAGE),
-            "chat, streamed calls with ids": chat_body(
-                CALLING, **TOOLS, return_token_ids=True, logprobs=True, stream=True
-            ),
-            "chat, streamed and failing": chat_body("bad later", stream=True, max_tokens=9),
-            "chat, failing": chat_body("bad"),
-            "chat, failing before the stream": chat_body("bad", stream=True),
-            "chat, refused": chat_body("refused"),
-            "chat, no messages": {"messages": []},
-            "chat, a range": chat_body("hi", temperature=3),
-            "chat, an unknown value": chat_body("hi", reasoning_effort="vast"),
-            "chat, a wrong type": chat_body("hi", stop=["a", 1]),
-            "chat, no role": {"messages": [{"content": "hi"}]},
-            "chat, unimplemented": chat_body("hi", store=True),
-            "chat, unimplemented default": chat_body("hi", store=False, n=1),
-            "chat, unimplemented nested": chat_body(
-                "hi", structured_outputs={"structural_tag": "x"}
-            ),
-            "chat, a tool that is unknown": chat_body(
-                "hi", **TOOLS, tool_choice={"type": "function", "function": {"name": "g"}}
-            ),
-            "chat, a bias that is no id": chat_body("hi", logit_bias={"x": 1}),
-            "chat, an image": chat_body([PICTURE]),
-            "chat, an unknown model": chat_body("hi", model="gpt"),
-            "chat, no JSON": b"{",
-            "chat, a list": b"[]",
-            "chat, half a surrogate pair": (
-                b'{"messages": [{"role": "user", "content": "\\ud800"}]}'
-            ),
-            "chat, too large": b" " * 200_000,
+# The bodies of POST requests by path and name: JSON, or raw bytes.
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {
+        "chat": chat_body("hi"),
+        "chat, words to escape": chat_body('say "a" \\b </c> é 漢 🙂 \u2028 \x7f'),
+        "chat, two choices": chat_body("hi", n=2, max_tokens=2, model="demo"),
+        "chat, logprobs": chat_body("hi", logprobs=True, top_logprobs=2),
+        "chat, prompt logprobs and ids": chat_body("hi", prompt_logprobs=1, return_token_ids=True),
+        "chat, reasoning and calls": chat_body(CALLING, **TOOLS),
+        "chat, calls alone": chat_body("say !f ={}", **TOOLS),
+        "chat, reasoning alone": chat_body("say *think"),
+        "chat, schema": chat_body(
+            "hi",
+            response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
+        ),
+        "chat, streamed": chat_body("hi", stream=True),
+        "chat, streamed words to escape": chat_body(
+            'say "a" \\b </c> é 漢 🙂 \u2028 \x7f', stream=True
+        ),
+        "chat, streamed choices": chat_body("say a b", n=2, **USAGE),
+        "chat, streamed continuous usage": chat_body("say a b", **CONTINUOUS),
+        "chat, streamed logprobs": chat_body("hi", logprobs=True, top_logprobs=1, **USAGE),
+        "chat, streamed ids": chat_body("say a b", return_token_ids=True, stream=True),
+        "chat, streamed reasoning and calls": chat_body(CALLING, **TOOLS, **USAGE),
+        "chat, streamed calls with ids": chat_body(
+            CALLING, **TOOLS, return_token_ids=True, logprobs=True, stream=True
+        ),
+        "chat, streamed and failing": chat_body("bad later", stream=True, max_tokens=9),
+        "chat, failing": chat_body("bad"),
+        "chat, failing before the stream": chat_body("bad", stream=True),
+        "chat, refused": chat_body("refused"),
+        "chat, no messages": {"messages": []},
+        "chat, a range": chat_body("hi", temperature=3),
+        "chat, an unknown value": chat_body("hi", reasoning_effort="vast"),
+        "chat, a wrong type": chat_body("hi", stop=["a", 1]),
+        "chat, no role": {"messages": [{"content": "hi"}]},
+        "chat, unimplemented": chat_body("hi", store=True),
+        "chat, unimplemented default": chat_body("hi", store=False, n=1),
+        "chat, unimplemented nested": chat_body("hi", structured_outputs={"structural_tag": "x"}),
+        "chat, a tool that is unknown": chat_body(
+            "hi", **TOOLS, tool_choice={"type": "function", "function": {"name": "g"}}
+        ),
+        "chat, a bias that is no id": chat_body("hi", logit_bias={"x": 1}),
+        "chat, an image": chat_body([PICTURE]),
+        "chat, an unknown model": chat_body("hi", model="gpt"),
+        "chat, no JSON": b"{",
+        "chat, a list": b"[]",
+        "chat, half a surrogate pair": b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        "chat, too large": b" " * 200_000,
+    },
+    TEXT: {
+        "text": {"prompt": "hi"},
+        "text, list": {"prompt": ["say a", "say b c"], "n": 2, "max_tokens": 2},
+        "text, ids": {"prompt": [104, 105], "return_token_ids": True},
+        "text, echo and logprobs": {"prompt": "hi", "echo": True, "logprobs": 2},
+        "text, echo alone": {"prompt": "hi", "echo": True, "max_tokens": 0, "logprobs": 1},
+        "text, prompt logprobs": {"prompt": "hi", "prompt_logprobs": 2},
+        "text, streamed": {"prompt": "hi", "stream": True},
+        "text, streamed list": {"prompt": ["say a", "say b"], **USAGE},
+        "text, streamed logprobs and ids": {
+            "prompt": "hi",
+            "logprobs": 1,
+            "echo": True,
+            "return_token_ids": True,
+            "stream": True,
         },
-    ),
-    "chat, GET": ("GET", CHAT, None),
-    **posts(
-        TEXT,
-        {
-            "text": {"prompt": "hi"},
-            "text, list": {"prompt": ["say a", "say b c"], "n": 2, "max_tokens": 2},
-            "text, ids": {"prompt": [104, 105], "return_token_ids": True},
-            "text, echo and logprobs": {"prompt": "hi", "echo": True, "logprobs": 2},
-            "text, echo alone": {"prompt": "hi", "echo": True, "max_tokens": 0, "logprobs": 1},
-            "text, prompt logprobs": {"prompt": "hi", "prompt_logprobs": 2},
-            "text, streamed": {"prompt": "hi", "stream": True},
-            "text, streamed list": {"prompt": ["say a", "say b"], **USAGE},
-            "text, streamed logprobs and ids": {
-                "prompt": "hi",
-                "logprobs": 1,
-                "echo": True,
-                "return_token_ids": True,
-                "stream": True,
+        "text, streamed and failing": {"prompt": "bad later", "stream": True},
+        "text, no prompt": {},
+        "text, mixed": {"prompt": ["a", 1]},
+        "text, best of": {"prompt": "a", "best_of": 2},
+    },
+    RESPONSES: {
+        "responses": {"input": "hi", "store": False},
+        "responses, everything": {
+            "input": CALLING,
+            **FLAT_TOOLS,
+            "instructions": "ä",
+            "temperature": 1,
+            "top_p": 0.5,
+            "metadata": {"a": "b"},
+            "user": "u",
+            "include": ["message.output_text.logprobs"],
+            "top_logprobs": 1,
+            "tool_choice": "auto",
+            "reasoning": {"effort": "low"},
+            "text": {
+                "format": {"type": "json_schema", "name": "x", "schema": SCHEMA},
+                "verbosity": "low",
             },
-            "text, streamed and failing": {"prompt": "bad later", "stream": True},
-            "text, no prompt": {},
-            "text, mixed": {"prompt": ["a", 1]},
-            "text, best of": {"prompt": "a", "best_of": 2},
         },
-    ),
-    **posts(
-        RESPONSES,
-        {
-            "responses": {"input": "hi", "store": False},
-            "responses, everything": {
-                "input": CALLING,
-                **FLAT_TOOLS,
-                "instructions": "ä",
-                "temperature": 1,
-                "top_p": 0.5,
-                "metadata": {"a": "b"},
-                "user": "u",
-                "include": ["message.output_text.logprobs"],
-                "top_logprobs": 1,
-                "tool_choice": "auto",
-                "reasoning": {"effort": "low"},
-                "text": {
-                    "format": {"type": "json_schema", "name": "x", "schema": SCHEMA},
-                    "verbosity": "low",
-                },
-            },
-            "responses, cut": {"input": "hi", "max_output_tokens": 2},
-            "responses, items": {
-                "input": [
-                    {"role": "user", "content": "hi"},
-                    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
-                    {"type": "function_call_output", "call_id": "c", "output": "1"},
-                    {"role": "user", "content": [{"type": "input_text", "text": "say a"}]},
-                ]
-            },
-            "responses, streamed": {"input": "hi", "stream": True},
-            "responses, streamed reasoning and calls": {
-                "input": CALLING,
-                **FLAT_TOOLS,
-                "stream": True,
-            },
-            "responses, streamed logprobs": {
-                "input": "hi",
-                "stream": True,
-                "include": ["message.output_text.logprobs"],
-                "top_logprobs": 1,
-            },
-            "responses, streamed and cut": {"input": "hi", "stream": True, "max_output_tokens": 2},
-            "responses, streamed and failing": {"input": "bad later", "stream": True},
-            "responses, failing": {"input": "bad"},
-            "responses, json object": {"input": "hi", "text": {"format": {"type": "json_object"}}},
-            "responses, a chosen tool": {
-                "input": "hi",
-                **FLAT_TOOLS,
-                "tool_choice": {"type": "function", "name": "f"},
-            },
-            "responses, unimplemented": {"input": "hi", "truncation": "auto"},
-            "responses, unknown previous": {"input": "hi", "previous_response_id": "resp_1"},
-            "responses, unknown item": {"input": [{"type": "item_reference", "id": "x"}]},
-            "responses, no output": {"input": [{"type": "function_call_output", "call_id": "c"}]},
+        "responses, cut": {"input": "hi", "max_output_tokens": 2},
+        "responses, items": {
+            "input": [
+                {"role": "user", "content": "hi"},
+                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "c", "output": "1"},
+                {"role": "user", "content": [{"type": "input_text", "text": "say a"}]},
+            ]
         },
-    ),
-    "responses, unknown": ("GET", RESPONSES + "/resp_1", None),
-    "responses, unknown items": ("GET", RESPONSES + "/resp_1/input_items", None),
-    "decisions": ("POST", "/v1/decisions", {"input": "it", "questions": QUESTIONS}),
-    "decisions, items": (
-        "POST",
-        "/v1/decisions",
-        {
+        "responses, streamed": {"input": "hi", "stream": True},
+        "responses, streamed reasoning and calls": {"input": CALLING, **FLAT_TOOLS, "stream": True},
+        "responses, streamed logprobs": {
+            "input": "hi",
+            "stream": True,
+            "include": ["message.output_text.logprobs"],
+            "top_logprobs": 1,
+        },
+        "responses, streamed and cut": {"input": "hi", "stream": True, "max_output_tokens": 2},
+        "responses, streamed and failing": {"input": "bad later", "stream": True},
+        "responses, failing": {"input": "bad"},
+        "responses, json object": {"input": "hi", "text": {"format": {"type": "json_object"}}},
+        "responses, a chosen tool": {
+            "input": "hi",
+            **FLAT_TOOLS,
+            "tool_choice": {"type": "function", "name": "f"},
+        },
+        "responses, unimplemented": {"input": "hi", "truncation": "auto"},
+        "responses, unknown previous": {"input": "hi", "previous_response_id": "resp_1"},
+        "responses, unknown item": {"input": [{"type": "item_reference", "id": "x"}]},
+        "responses, no output": {"input": [{"type": "function_call_output", "call_id": "c"}]},
+    },
+    "/v1/decisions": {
+        "decisions": {"input": "it", "questions": QUESTIONS},
+        "decisions, items": {
             "input": [{"role": "user", "content": [{"type": "input_json", "data": {"ä": 1}}]}],
             "questions": QUESTIONS,
         },
-    ),
-    "decisions, no questions": ("POST", "/v1/decisions", {"input": "it", "questions": []}),
-    "decisions, an unknown kind": (
-        "POST",
-        "/v1/decisions",
-        {"input": "it", "questions": [{"type": "x"}]},
-    ),
-    "systemone": ("POST", "/v1/systemone", {"state": {"ä": [1]}, "questions": NAMED}),
-    "systemone, images": (
-        "POST",
-        "/v1/systemone",
-        {"state": "x", "questions": NAMED, "assets": {"a": 1}},
-    ),
-    "embeddings": ("POST", "/v1/embeddings", {"input": "hi"}),
-    "embeddings, list": ("POST", "/v1/embeddings", {"input": ["hi", "ho"], "dimensions": None}),
-    "embeddings, base64": (
-        "POST",
-        "/v1/embeddings",
-        {"input": ["hi", "ho"], "encoding_format": "base64"},
-    ),
-    "embeddings, bare": ("POST", "/embed", {"inputs": ["hi", "ho"]}),
-    "embeddings, both": ("POST", "/v1/embeddings", {"input": "hi", "inputs": "ho"}),
-    "embeddings, empty": ("POST", "/v1/embeddings", {"input": []}),
-    "embeddings, too long": ("POST", "/v1/embeddings", {"input": "hi " * 5000}),
-    "rerank": ("POST", "/rerank", {"query": "q", "documents": ["a", {"text": "ccc"}, "bb"]}),
-    "rerank, top": (
-        "POST",
-        "/v1/rerank",
-        {"query": "q", "documents": ["a", "bb"], "top_n": 1, "return_documents": False},
-    ),
-    "rerank, bare": (
-        "POST",
-        "/v2/rerank",
-        {"query": "q", "texts": ["a", "ß"], "return_text": True},
-    ),
-    "rerank, bare without texts": ("POST", "/rerank", {"query": "q", "texts": ["a", "ß"]}),
-    "rerank, nothing": ("POST", "/rerank", {"query": "q"}),
-    "score": ("POST", "/v1/score", {"text_1": "q", "text_2": ["a", "bb"]}),
-    "score, embedded": (
-        "POST",
-        "/v1/score",
-        {"model": "demo-embedding", "text_1": "q", "text_2": ["a", "q"]},
-    ),
-    "score, unequal": ("POST", "/v1/score", {"text_1": ["q", "r"], "text_2": ["a", "b", "c"]}),
-    "tokenize": ("POST", "/tokenize", {"prompt": "aé", "return_token_strs": True}),
-    "tokenize, chat": ("POST", "/tokenize", chat_body("hi", add_generation_prompt=True)),
-    "tokenize, nothing": ("POST", "/tokenize", {}),
-    "detokenize": ("POST", "/detokenize", {"tokens": [97, 233]}),
-    "detokenize, unknown": ("POST", "/detokenize", {"tokens": [97, 5000]}),
+        "decisions, no questions": {"input": "it", "questions": []},
+        "decisions, an unknown kind": {"input": "it", "questions": [{"type": "x"}]},
+    },
+    "/v1/systemone": {
+        "systemone": {"state": {"ä": [1]}, "questions": NAMED},
+        "systemone, images": {"state": "x", "questions": NAMED, "assets": {"a": 1}},
+    },
+    "/v1/embeddings": {
+        "embeddings": {"input": "hi"},
+        "embeddings, list": {"input": ["hi", "ho"], "dimensions": None},
+        "embeddings, base64": {"input": ["hi", "ho"], "encoding_format": "base64"},
+        "embeddings, both": {"input": "hi", "inputs": "ho"},
+        "embeddings, empty": {"input": []},
+        "embeddings, too long": {"input": "hi " * 5000},
+    },
+    "/embed": {"embeddings, bare": {"inputs": ["hi", "ho"]}},
+    "/rerank": {
+        "rerank": {"query": "q", "documents": ["a", {"text": "ccc"}, "bb"]},
+        "rerank, bare without texts": {"query": "q", "texts": ["a", "ß"]},
+        "rerank, nothing": {"query": "q"},
+    },
+    "/v1/rerank": {
+        "rerank, top": {
+            "query": "q",
+            "documents": ["a", "bb"],
+            "top_n": 1,
+            "return_documents": False,
+        }
+    },
+    "/v2/rerank": {"rerank, bare": {"query": "q", "texts": ["a", "ß"], "return_text": True}},
+    "/v1/score": {
+        "score": {"text_1": "q", "text_2": ["a", "bb"]},
+        "score, embedded": {"model": "demo-embedding", "text_1": "q", "text_2": ["a", "q"]},
+        "score, unequal": {"text_1": ["q", "r"], "text_2": ["a", "b", "c"]},
+    },
+    "/tokenize": {
+        "tokenize": {"prompt": "aé", "return_token_strs": True},
+        "tokenize, chat": chat_body("hi", add_generation_prompt=True),
+        "tokenize, nothing": {},
+    },
+    "/detokenize": {
+        "detokenize": {"tokens": [97, 233]},
+        "detokenize, unknown": {"tokens": [97, 5000]},
+    },
+    "/load_model": {"load": {"model": "demo"}},
+    "/": {"no pipeline": b"hi"},
+    AUDIO: {"audio, no form": {"file": "x"}},
+}
+# Those of forms with a recording.
+FORMS: dict[str, dict[str, Any]] = {
+    AUDIO: {
+        **{f"audio, {format}": {"response_format": format} for format in FORMATS},
+        "audio, words": {
+            "response_format": "verbose_json",
+            "timestamp_granularities[]": ["word", "segment"],
+        },
+        "audio, logprobs": {"include[]": "logprobs", "language": "de"},
+        "audio, streamed": {"stream": "true", "include[]": "logprobs"},
+        "audio, streamed and failing": {"stream": "true", "prompt": "bad later"},
+        "audio, refused": {"prompt": "refused"},
+        "audio, unimplemented": {"chunking_strategy": "server_vad"},
+        "audio, a range": {"temperature": "2"},
+    },
+    "/v1/audio/translations": {"audio, translated": {"response_format": "verbose_json"}},
+}
+# name: (method, path, body)
+REQUESTS: dict[str, tuple[str, str, Any]] = {
+    **by_name("POST", BODIES),
+    **by_name("FORM", FORMS),
+    "chat, GET": ("GET", CHAT, None),
+    "responses, unknown": ("GET", RESPONSES + "/resp_1", None),
+    "responses, unknown items": ("GET", RESPONSES + "/resp_1/input_items", None),
     "models": ("GET", "/v1/models", None),
     "model": ("GET", "/v1/models/demo", None),
     "model, unknown": ("GET", "/v1/models/other", None),
-    "load": ("POST", "/load_model", {"model": "demo"}),
     "health": ("GET", "/health", None),
     "ready": ("GET", "/ready", None),
     "ping": ("GET", "/ping", None),
     "no path": ("GET", "/v1/nothing", None),
-    "no pipeline": ("POST", "/", b"hi"),
     "method": ("DELETE", "/v1/embeddings", None),
-    **{
-        f"audio, {format}": ("FORM", AUDIO, {"response_format": format})
-        for format in ("json", "verbose_json", "text", "srt", "vtt")
-    },
-    "audio, words": (
-        "FORM",
-        AUDIO,
-        {"response_format": "verbose_json", "timestamp_granularities[]": ["word", "segment"]},
-    ),
-    "audio, logprobs": ("FORM", AUDIO, {"include[]": "logprobs", "language": "de"}),
-    "audio, streamed": ("FORM", AUDIO, {"stream": "true", "include[]": "logprobs"}),
-    "audio, streamed and failing": ("FORM", AUDIO, {"stream": "true", "prompt": "bad later"}),
-    "audio, translated": ("FORM", "/v1/audio/translations", {"response_format": "verbose_json"}),
-    "audio, refused": ("FORM", AUDIO, {"prompt": "refused"}),
-    "audio, unimplemented": ("FORM", AUDIO, {"chunking_strategy": "server_vad"}),
-    "audio, a range": ("FORM", AUDIO, {"temperature": "2"}),
-    "audio, no form": ("POST", AUDIO, {"file": "x"}),
 }
 
 

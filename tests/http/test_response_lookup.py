@@ -63,15 +63,6 @@ def test_store_false_stores_nothing(server: Server) -> None:
     assert respond(server, previous_response_id=id).status_code == 404
 
 
-def test_deleted_response_is_404(server: Server) -> None:
-    id = response_document(respond(server))["id"]
-    answer = delete(server, id)
-    assert answer.status_code == 200
-    assert answer.json() == {"id": id, "object": "response", "deleted": True}
-    assert get_response(server, id).status_code == 404
-    assert delete(server, id).status_code == 404
-
-
 @pytest.mark.parametrize(
     ("method", "below"),
     [("GET", ""), ("DELETE", ""), ("GET", "/input_items"), ("POST", "/cancel")],
@@ -84,14 +75,6 @@ def test_unknown_response_is_404(server: Server, method: str, below: str) -> Non
     assert (error["type"], error["code"]) == ("invalid_request_error", "not_found")
     path = f"/v1/responses/{{id}}{below}"
     assert metric(server, f'onequeue_requests_total{{endpoint="{path}",status="404"}}') >= 1
-
-
-def test_other_methods_are_405(server: Server) -> None:
-    for method, below in (("PUT", "/x"), ("GET", "/x/cancel"), ("GET", "")):
-        answer = CLIENT.request(method, f"{server.url}{PATH}{below}")
-        assert answer.status_code == 405
-        assert answer.headers["allow"]
-        error_of(answer)
 
 
 def test_stored_response_is_not_streamed(server: Server) -> None:
@@ -280,19 +263,6 @@ def test_cancelling_ends_a_background_response() -> None:
         assert response_document(get_response(server, id)) == cancelled
         assert response_document(cancel(server, id)) == cancelled
         assert server.worker_client.queue.pending == 0
-
-
-def test_cancelling_a_completed_response_changes_nothing(server: Server) -> None:
-    id = response_document(respond(server, background=True))["id"]
-    wait_until(lambda: get_response(server, id).json()["status"] == "completed")
-    assert response_document(cancel(server, id))["status"] == "completed"
-
-
-def test_only_a_background_response_can_be_cancelled(server: Server) -> None:
-    id = response_document(respond(server))["id"]
-    answer = cancel(server, id)
-    assert answer.status_code == 400
-    assert "background" in error_of(answer)["message"]
 
 
 def test_deleting_a_background_response_ends_it() -> None:

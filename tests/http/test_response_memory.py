@@ -45,17 +45,6 @@ def store_long(server: Server) -> str:
     return id
 
 
-def open_unread(server: Server, path: str) -> socket.socket:
-    """Send a GET request and read nothing."""
-    client = socket.socket()
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
-    client.settimeout(60)
-    client.connect(("127.0.0.1", server.port))
-    client.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
-    assert client.recv(1, socket.MSG_PEEK)
-    return client
-
-
 def received(client: socket.socket) -> int:
     """Read until the end of the connection; return the number of bytes."""
     total = 0
@@ -71,7 +60,9 @@ def test_unread_responses_are_limited_together(server: Server, below: str) -> No
     else:
         path = f"{PATH}/{response_document(respond(server, instructions=LONG))['id']}"
         wait_until(lambda: not server.app.memory.used)
-    with open_unread(server, path) as first, open_unread(server, path) as second:
+    with open_stream(server, path, None) as first, open_stream(server, path, None) as second:
+        for client in (first, second):
+            assert client.recv(1, socket.MSG_PEEK)
         assert 14_000_000 < server.app.memory.used <= LIMIT
         read = CLIENT.get(server.url + path)
         assert read.status_code == 200

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 from collections.abc import Iterator
+from itertools import groupby
 from typing import Any
 
 import anthropic
@@ -14,7 +15,7 @@ from tests.serving import Server, serving, wait_until
 
 WHOLE = "Hello there, wörld!"
 LOOK: Any = {"name": "look", "description": "Look", "input_schema": {"type": "object"}}
-SAY_CALL = 'say *why !look ={"a": =1}'
+SAY_CALL = 'say *why then !look ={"a": =1}'
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,14 @@ def test_a_message(client: anthropic.Anthropic) -> None:
     [block] = message.content
     assert block.type == "text"
     assert block.text == WHOLE
-    assert message.stop_reason == "end_turn"
+    assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
+    assert message.usage.model_dump(exclude_unset=True) == {
+        "input_tokens": 0,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 2,
+        "output_tokens": 5,
+        "output_tokens_details": {"thinking_tokens": 0},
+    }
     assert message._request_id
 
 
@@ -51,12 +59,23 @@ def test_a_streamed_message_is_the_same(client: anthropic.Anthropic) -> None:
         streamed = stream.get_final_message()
     exclude: Any = {"id": True, "content": {0: {"signature"}}}
     assert streamed.model_dump(exclude=exclude) == whole.model_dump(exclude=exclude)
-    thinking, call = streamed.content
+    thinking, text, call = streamed.content
     assert thinking.type == "thinking"
-    assert thinking.signature
+    assert (thinking.thinking, bool(thinking.signature)) == ("why ", True)
+    assert text.type == "text"
+    assert text.text == " then"
     assert call.type == "tool_use"
-    assert call.input == {"a": 1}
+    assert (call.id, call.name, call.input) == ("call_look:0", "look", {"a": 1})
+    assert streamed.stop_reason == "tool_use"
+    assert whole.usage.output_tokens_details.thinking_tokens == 1
     assert {event.type for event in events} >= {"thinking", "signature", "input_json"}
+    sent = (event.type for event in events if event.type.startswith(("message", "content")))
+    block = ["content_block_start", "content_block_delta", "content_block_stop"]
+    expected = ["message_start", *3 * block, "message_delta", "message_stop"]
+    assert [type for type, _ in groupby(sent)] == expected
+    assert events[0].type == "message_start"
+    usage = events[0].message.usage
+    assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == len(SAY_CALL)
 
 
 def test_a_tool_loop(client: anthropic.Anthropic, generator: FakeGenerator) -> None:

@@ -15,27 +15,9 @@ from tests.sdk import Clock, GetWeather, Place, Sdk
 
 
 @pytest.fixture(scope="module")
-def demo() -> Iterator[Sdk]:
-    with sdk.demo() as connected:
-        yield connected
-
-
-@pytest.fixture(scope="module")
-def tiny() -> Iterator[Sdk]:
-    with sdk.tiny() as connected:
-        yield connected
-
-
-@pytest.fixture(scope="module")
 def strict() -> Iterator[Sdk]:
     with sdk.tiny(tiny_chat.STRICT) as connected:
         yield connected
-
-
-@pytest.fixture(params=["demo", "tiny"])
-def target(request: pytest.FixtureRequest) -> Sdk:
-    connected: Sdk = request.getfixturevalue(request.param)
-    return connected
 
 
 def user(text: str) -> list[Any]:

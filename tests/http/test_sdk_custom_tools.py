@@ -1,25 +1,17 @@
 """Custom tools with a real engine: their input is constrained token by token, in both APIs."""
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
-from tests import sdk
 from tests.sdk import Sdk
 from tests.unit.test_custom_input import APPLY_PATCH
 
 # A short grammar with characters that JSON escapes.
 QUOTED = 'start: "\\"" WORD "\\"" LF\nWORD: /[ab"]{2,4}/\n%import common.LF'
 MATCH = re.compile(r'"[ab"]{2,4}"\n')
-
-
-@pytest.fixture(scope="module")
-def tiny() -> Iterator[Sdk]:
-    with sdk.tiny() as started:
-        yield started
 
 
 def custom(definition: str, syntax: str = "lark") -> Any:

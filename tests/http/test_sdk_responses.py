@@ -1,7 +1,6 @@
 """OpenAI's Python SDK and the Responses API, with real models: items, stored and continued."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -17,24 +16,6 @@ TOOLS: list[Any] = [sdk.WEATHER, sdk.CLOCK]  # the SDK takes them as they are fo
 def sampled(**extra: Any) -> dict[str, Any]:
     """A seed is no parameter of this API."""
     return {"temperature": 1.0, "extra_body": {"seed": 1, **extra}}
-
-
-@pytest.fixture(scope="module")
-def demo() -> Iterator[Sdk]:
-    with sdk.demo() as connected:
-        yield connected
-
-
-@pytest.fixture(scope="module")
-def tiny() -> Iterator[Sdk]:
-    with sdk.tiny() as connected:
-        yield connected
-
-
-@pytest.fixture(params=["demo", "tiny"])
-def target(request: pytest.FixtureRequest) -> Sdk:
-    connected: Sdk = request.getfixturevalue(request.param)
-    return connected
 
 
 def calls_of(answer: ParsedResponse[Any]) -> list[Any]:
