@@ -40,7 +40,6 @@ from worker.model.loading import Pipe
 from worker.pipeline import limits
 from worker.pipeline.inputs import InputReader, text_length, warm_up_input
 from worker.pipeline.packed_attention import Packing, scatter_logits
-from worker.pipeline.truncation import truncating
 from worker.pipeline.yield_points import StepCancelled, YieldPoints
 from worker.tasks import TASKS, truncates
 from worker.text.long_text import LONG_CHARS, tokenizing
@@ -325,6 +324,49 @@ class PipelineRunner:
 def copy_pipeline(pipe: Pipe) -> Pipe:
     """Copy a pipeline, all but its model, which the copy shares."""
     return copy.deepcopy(pipe, {id(pipe.model): pipe.model})
+
+
+# ── `parameters.truncation`, also where a pipeline sets none ──
+
+
+@contextmanager
+def truncating(pipe: Pipe, truncation: bool | str, max_tokens: int) -> Iterator[None]:
+    """Let a replica's tokenizer truncate to at most `max_tokens`."""
+    tokenizer = pipe.tokenizer
+    pipe.tokenizer = TruncatingTokenizer(tokenizer, truncation, max_tokens)
+    try:
+        yield
+    finally:
+        pipe.tokenizer = tokenizer
+
+
+class TruncatingTokenizer:
+    """A tokenizer with a fixed truncation. Raises InvalidInput for a strategy that does not suit
+    the texts, such as `only_second` for a single one."""
+
+    def __init__(self, tokenizer: Any, truncation: bool | str, max_tokens: int) -> None:
+        self._tokenizer = tokenizer
+        self._options: dict[str, Any] = {"truncation": truncation}
+        if truncation not in (False, "do_not_truncate"):
+            self._options["max_length"] = max_tokens
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self._tokenizer, *args, **{**kwargs, **self._options})
+
+    def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self._tokenizer.apply_chat_template, *args, **{**kwargs, **self._options})
+
+    def _run(self, tokenize: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return tokenize(*args, **kwargs)
+        except Exception as error:  # tokenizers raise no other class
+            if "truncat" not in str(error).lower():
+                raise
+            reason = f"is {self._options['truncation']}; with it the text cannot be cut to fit"
+            raise InvalidInput.at("parameters.truncation", f"{reason} ({error})") from error
 
 
 # ── rows and their outputs ──
