@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from batching.step_times import StepTimes
-from worker.device.self_check import TOLERANCE, length_beyond_windows, random_prompts
+from worker.device.self_check import TOLERANCE, random_prompts
 from worker.embedding.pooling import PoolFunction
 from worker.embedding.tokenization import TokenRow
 from worker.load_context import on_worker
 from worker.messages.protocol import Batching, OtherModels
 from worker.model.check import check
-from worker.pipeline.loading import choose_batching, pad
+from worker.pipeline.loading import choose_batching, pad, rows_beyond_windows
 from worker.pipeline.packed_attention import Packing
 from worker.pipeline.yield_points import YieldPoints
 
@@ -104,9 +104,8 @@ class SinglePassModel:
     def _prune_last_layer(self, packing: Packing) -> None:
         """Run only the first token of each text through the part of the last layer that follows
         attention, if the head sees no other, so that the logits stay."""
-        longest = length_beyond_windows(self.model.config, self.limit)
-        counts = [min(3, longest), longest, longest - longest // 8]
-        rows = [TokenRow(ids) for ids in random_prompts(self.model, self.tokenizer, counts)]
+        samples = rows_beyond_windows(self.model, self.tokenizer, self.limit).single
+        rows = [TokenRow(sample["input_ids"][0].tolist()) for sample in samples]
         residual_add = find_residual_add(packing.layers[-1], lambda: self(rows))
         if residual_add is None:
             return
