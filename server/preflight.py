@@ -49,8 +49,8 @@ from worker.task_detection import (
     architectures,
     detect_task,
     download,
+    file_sizes,
     is_path,
-    list_files,
     load_error,
     split_file,
     tasks_of,
@@ -273,7 +273,7 @@ def check_hub(settings: Settings) -> None:
 
 def _hub_problem(model: str) -> str:
     """Return why a hub model has no configuration."""
-    files = list_files(model)
+    files = file_sizes(model)
     return config_problem(files) if files else "it has no config.json"
 
 

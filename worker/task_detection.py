@@ -246,18 +246,6 @@ def in_thread(function: Callable[[], T], timeout_s: float) -> T:
     return result.result(timeout_s)
 
 
-def list_files(model: str) -> list[str]:
-    """Return the names of a hub model's files; none if they cannot be listed."""
-    from huggingface_hub import HfApi
-
-    id, revision = split_revision(model)
-    try:
-        siblings = HfApi().model_info(id, revision=revision, timeout=FETCH_S).siblings or []
-    except Exception:  # of the hub
-        return []
-    return [sibling.rfilename for sibling in siblings]
-
-
 def file_sizes(model: str) -> dict[str, int]:
     """Return the sizes of a hub model's files, by name; none if they cannot be listed."""
     from huggingface_hub import HfApi, constants

@@ -140,7 +140,7 @@ TASKS: Mapping[str, Task] = {
         "text", {**ZERO_SHOT, "multi_label": FLAG, **TRUNCATION}, required=LABELS
     ),
     "feature-extraction": Task("text", TRUNCATION),
-    "text-generation": Task("text", GENERATE),
+    "text-generation": Task("text", GENERATE, batches=False),
     "text-to-audio": Task("text", TRUNCATION, stages=False),
     "table-question-answering": Task(
         "json",

@@ -109,19 +109,17 @@ def test_total_pixels_are_checked_before_any_image_is_decoded(
     assert f"at most {REQUEST_PIXELS_RATIO * MEGAPIXEL}" in message
 
 
-@pytest.mark.parametrize("model", ["qwen2-vl", "smolvlm"])
-def test_images_beyond_the_context_are_rejected_before_any_is_decoded(
-    monkeypatch: pytest.MonkeyPatch, model: str
+def test_text_beyond_the_context_is_rejected_before_any_image_is_decoded(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    known = loaded(model)
+    known = loaded("qwen2-vl")
     processor = Processor(known._processor, known.image_token_id, 100)
     preprocessor = ImagePreprocessor(processor, MEGAPIXEL)
     monkeypatch.setattr("worker.vision.image_preprocessor.decode_image", None)
     images = [ImageInput(file(plain(64, 64)), "auto", f"image {n}") for n in range(20)]
-    for words in ("", "word " * 100):
-        with pytest.raises(InvalidInput, match="fill more than the 100 tokens") as error:
-            preprocessor.process(words + known.image_token * 20, images)
-        assert (error.value.param == "image 0") == bool(words)
+    with pytest.raises(InvalidInput, match="fill more than the 100 tokens") as error:
+        preprocessor.process("word " * 100 + known.image_token * 20, images)
+    assert error.value.param == "image 0"
 
 
 def test_processing_stops_at_the_first_image_beyond_the_context(

@@ -164,11 +164,11 @@ def test_texts_of_an_embedder_do_not_change_each_others_factors() -> None:
         np.testing.assert_allclose(vector, alone, atol=1e-5)
 
 
-def test_prompts_of_a_pipeline_do_not_change_each_others_factors() -> None:
+def test_texts_of_a_pipeline_do_not_change_each_others_factors() -> None:
     options = PipelineOptions(
         str(tiny_decoders.folder("phi3-longrope")), "cpu", "float32", task="text-generation"
     )
-    batching, why, _ = choose_batching("text-generation", load_pipeline(options)[0])
+    batching, why, _ = choose_batching("text-classification", load_pipeline(options)[0])
     assert batching == "single"
     assert "rotary factors" in why
 

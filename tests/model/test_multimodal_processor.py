@@ -111,26 +111,6 @@ def test_placeholders_in_user_text_are_rejected() -> None:
         process(processor, prompt, gradient(1))
 
 
-@pytest.mark.parametrize("family", matrix(FAMILIES, "qwen2.5-vl", "gemma3"))
-def test_image_tokens_follow_from_the_size_where_patches_are_counted(
-    family: str,
-) -> None:
-    processor = loaded(family)
-    counts = hasattr(processor._processor.image_processor, "get_number_of_image_patches")
-    for size in ((64, 48), (40, 72), (200, 30), (90, 300)):
-        count = processor.process_image(gradient(1, *size), b"").token_count
-        assert processor.min_image_tokens(*size) == (count if counts else 0)
-
-
-def test_images_are_taken_where_the_processor_counts_no_patches(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    processor = loaded("smolvlm")
-    monkeypatch.setattr(Processor, "_count_patches", lambda *_: 0)
-    monkeypatch.setattr(processor, "_patches_per_tokens", processor._infer_patches_per_tokens())
-    assert processor.min_image_tokens(64, 48) == 0
-
-
 def test_image_that_the_processor_rejects_names_its_field() -> None:
     processor = loaded("qwen2-vl")
     with pytest.raises(InvalidInput, match="1 × 300 pixels") as error:

@@ -17,7 +17,8 @@ from tests import tiny
 from tests.parity import assert_same, item, runner, serve
 from tests.tiny_tokenizers import SENTENCES
 from worker.device.self_check import TOLERANCE, CannotRun
-from worker.embedding.single_pass import STATES, SinglePassModel
+from worker.embedding.single_pass import LOGITS, STATES, SinglePassModel
+from worker.embedding.tokenization import TokenRow
 from worker.model.attention import varlen
 from worker.pipeline import packed_attention as packing_module
 from worker.pipeline.loading import SampleRows, check_packing, random_rows
@@ -55,8 +56,7 @@ NOT_PACKED = {
     "albert-base": ("padded", "no single stack of layers"),
     "fnet-mlm": ("single", "outputs in a batch differ"),
     "gpt2-nopad-classify": ("single", "no padding token"),
-    "gpt2-nopad-lm": ("single", "no padding token"),
-    "gpt2-lm": ("padded", ""),
+    "gpt2-lm": ("single", ""),
 }
 
 
@@ -107,7 +107,7 @@ def test_packed_rows_equal_the_models_own_forward(name: str) -> None:
         [64, 1],
         [9, 11, 10, 40, 41],
     ):
-        rows = random_rows(model, run.pipe.tokenizer, lengths, left=False)
+        rows = random_rows(model, run.pipe.tokenizer, lengths)
         for output, expected in zip(
             packed_outputs(run.packing, rows), own_outputs(model, rows), strict=True
         ):
@@ -226,7 +226,7 @@ def test_torch_attention_serves_where_there_is_no_compiler(
 def test_tiny_models_give_different_outputs_for_different_inputs(name: str) -> None:
     """Without this the other tests could not fail."""
     model = fresh_model(name)
-    rows = random_rows(model, load(name).pipe.tokenizer, [12, 12], left=False)
+    rows = random_rows(model, load(name).pipe.tokenizer, [12, 12])
     one, other = own_outputs(model, rows)
     assert relative_error(one, other) > 0.01
 
@@ -338,7 +338,7 @@ def test_a_broken_packing_is_refused(
 
 def test_a_failed_check_leaves_the_model_unchanged() -> None:
     model, tokenizer = fresh_model("bert-base"), load("bert-base").pipe.tokenizer
-    rows = random_rows(model, tokenizer, [9], left=False)
+    rows = random_rows(model, tokenizer, [9])
     before = own_outputs(model, rows)[0]
     with pytest.MonkeyPatch.context() as patch:
         sequences_attend_to_each_other(patch)
@@ -353,7 +353,7 @@ def test_packed_bfloat16_is_accepted_and_close_to_float32(name: str) -> None:
     assert run.info.batching == "packed", run.info.why
     assert run.packing is not None
     half, full = fresh_model(name, torch.bfloat16), fresh_model(name)
-    rows = random_rows(full, run.pipe.tokenizer, [3, 40, 17, 16], left=False)
+    rows = random_rows(full, run.pipe.tokenizer, [3, 40, 17, 16])
     rounding = max(map(relative_error, own_outputs(half, rows), own_outputs(full, rows)))
     for output, expected in zip(
         packed_outputs(run.packing, rows), own_outputs(full, rows), strict=True
@@ -362,12 +362,26 @@ def test_packed_bfloat16_is_accepted_and_close_to_float32(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_texts_in_one_row_that_attend_to_each_other_are_refused(
+def test_packed_texts_that_attend_to_each_other_are_refused(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = load("bert-base").pipe.tokenizer
     right = SinglePassModel(fresh_model("bert-base", dtype), tokenizer, 64, STATES)
-    assert right.first_position == 0
+    assert right.batching == "packed"
     sequences_attend_to_each_other(monkeypatch)
     wrong = SinglePassModel(fresh_model("bert-base", dtype), tokenizer, 64, STATES)
-    assert (wrong.first_position, wrong.batching) == (None, "padded")
+    assert wrong.batching == "padded"
+
+
+@pytest.mark.parametrize("reads_others", [False, True])
+def test_a_head_gets_the_first_tokens_alone_if_it_reads_no_others(reads_others: bool) -> None:
+    model, tokenizer = fresh_model("bert-classify"), load("bert-classify").pipe.tokenizer
+    if reads_others:
+        pooler = model.get_submodule("bert.pooler")
+        pooler.register_forward_pre_hook(lambda _, args: (args[0].cumsum(1).flip(1),))
+    rows = [TokenRow([2, *range(5, 5 + count), 3]) for count in (1, 9, 30)]
+    with torch.inference_mode():
+        logits = torch.cat([model(torch.tensor([row.ids])).logits for row in rows])
+    scored = SinglePassModel(model, tokenizer, 64, LOGITS)
+    assert (scored.batching, scored.reads_first_token) == ("packed", not reads_others)
+    assert relative_error({"logits": scored(rows)}, {"logits": logits}) < 1e-4

@@ -1,10 +1,8 @@
 """Results of text tasks in a batch equal `transformers.pipeline` called on each input alone."""
 
-import itertools
 import json
 import sys
 import threading
-from collections import Counter
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -173,8 +171,7 @@ def test_text_generation_equals_the_pipeline(model: str) -> None:
         {**GREEDY, "no_repeat_ngram_size": 2},
         {**GREEDY, "min_new_tokens": 5},
     )
-    items = assert_parity("text-generation", model, mixed([*TEXTS, " \n"], *parameters))
-    assert max(item.batch_size for item in items) >= 9
+    assert_parity("text-generation", model, mixed([*TEXTS, " \n"], *parameters))
 
 
 def test_conversations_equal_the_pipeline() -> None:
@@ -185,43 +182,6 @@ def test_conversations_equal_the_pipeline() -> None:
     chats.append([*chats[0], {"role": "assistant", "content": "It is"}])
     parameters = (GREEDY, {**GREEDY, "return_full_text": False})
     assert_parity("text-generation", "llama-lm", mixed(chats, *parameters))
-
-
-def generated(run: PipelineRunner) -> list[list[int]]:
-    """Return the new tokens of each text, from one batch."""
-    items = [item(value, **GREEDY) for value in TEXTS]
-    for one in items:
-        run.prepare(one)
-    outputs = [output for (output,) in run.forward([one.prepared for one in items])]
-    return [o["generated_sequence"][0, 0, o["input_ids"].shape[1] :].tolist() for o in outputs]
-
-
-def test_rows_that_finish_early_contain_no_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = runner("text-generation", "llama-lm")
-    before = generated(run)
-    frequent = Counter(itertools.chain.from_iterable(map(set, before)))
-    stop = next(token for token, rows in frequent.most_common() if rows < len(TEXTS))
-    for pipe in (run.pipe, oracle("text-generation", "llama-lm")):
-        monkeypatch.setattr(pipe.model.generation_config, "eos_token_id", stop)
-    after = generated(run)
-    for row, shortened in zip(before, after, strict=True):
-        assert shortened == (row[: row.index(stop) + 1] if stop in row else row)
-    assert len(set(map(len, after))) > 1
-    assert_parity("text-generation", "llama-lm", mixed(TEXTS, GREEDY))
-
-
-@pytest.mark.parametrize("parameter", [{"repetition_penalty": 1.5}, {"no_repeat_ngram_size": 2}])
-def test_prompts_are_not_padded_where_parameters_read_them(
-    parameter: dict[str, Any],
-) -> None:
-    run = runner("text-generation", "llama-lm")
-    plain, dependent = (
-        [item(value, **GREEDY, **more) for value in TEXTS] for more in ({}, parameter)
-    )
-    for one in (*plain, *dependent):
-        run.prepare(one)
-    assert len({one.key for one in plain}) == 1
-    assert len({one.key for one in dependent}) == len({one.tokens for one in dependent}) > 1
 
 
 def test_sampling_returns_num_return_sequences() -> None:
@@ -242,7 +202,6 @@ def test_the_default_length_is_reduced_to_the_context_per_prompt() -> None:
     room = run.limit - long.prepared.tokens
     assert room < 256
     assert long.prepared.forward["max_new_tokens"] == room
-    assert short.key != long.key
 
 
 # ── the runner ──

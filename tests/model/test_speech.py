@@ -25,7 +25,7 @@ from tests.transcribing import (
     transcribed,
 )
 from worker.messages.transcription import TranscriptionInput
-from worker.speech.logits_rules import LogitsRules
+from worker.speech.whisper import LogitsRules
 
 
 def generated(samples: NDArray[np.float32], **options: Any) -> dict[str, Any]:

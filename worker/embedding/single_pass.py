@@ -1,16 +1,10 @@
-"""Run token rows through a model in one forward pass, without padding where the model allows it.
-
-    one row           all texts concatenated from the embeddings on, position ids restart
-    packed            texts embedded side by side [B, L], the layers see one row
-    padded, single    side by side with padding, or one by one
-
-The first of these that keeps the model's own output is used; loading compares outputs, as for
-pipelines (pipeline/loading.py). Decoders that run in chunks are in engine.py.
+"""Run token rows through a model in one forward pass, as pipelines do: packed, padded or one by one
+(pipeline/loading.py). Decoders that run in chunks are in engine.py.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,19 +14,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from batching.step_times import StepTimes
-from worker.device.self_check import (
-    TOLERANCE,
-    CannotRun,
-    length_beyond_windows,
-    random_prompts,
-)
+from worker.device.self_check import TOLERANCE, random_prompts
 from worker.embedding.pooling import PoolFunction
 from worker.embedding.tokenization import TokenRow
 from worker.load_context import on_worker
 from worker.messages.protocol import Batching, OtherModels
-from worker.model.check import Reference
-from worker.model.long_context import factors_change
-from worker.pipeline.loading import choose_batching, pad
+from worker.model.check import check
+from worker.pipeline.loading import choose_batching, pad, rows_beyond_windows
 from worker.pipeline.packed_attention import Packing
 from worker.pipeline.yield_points import YieldPoints
 
@@ -48,26 +36,20 @@ class SinglePassModel:
     tokenizer: PreTrainedTokenizerBase
     limit: int
     output_name: str
-    batching: Batching = field(init=False, default="single")
-    batching_reason: str = field(init=False, default="")
-    first_position: int | None = field(init=False, default=None)  # None: not as one row
-    packing: Packing | None = field(init=False, default=None)
+    batching: Batching = field(init=False)
+    batching_reason: str = field(init=False)
+    packing: Packing | None = field(init=False)
+    reads_first_token: bool = field(init=False, default=False)  # the head reads no other
     times: StepTimes = field(init=False, default_factory=StepTimes)
     yield_points: YieldPoints = field(init=False)
 
     def __post_init__(self) -> None:
         self.per_text = self.output_name == LOGITS
         self.model.config.use_cache = False
-        padding = getattr(self.model.config, "pad_token_id", None)
-        # RoBERTa counts positions from the padding token's id
-        candidates = dict.fromkeys((0, padding + 1 if isinstance(padding, int) else 0))
-        if not factors_change(self.model, self.limit) and any(
-            on_worker(partial(self._runs_as_one_row, first)) for first in candidates
-        ):
-            self.batching = "packed"
-        else:
-            task = "text-classification" if self.per_text else "feature-extraction"
-            self.batching, self.batching_reason, self.packing = choose_batching(task, self)
+        task = "text-classification" if self.per_text else "feature-extraction"
+        self.batching, self.batching_reason, self.packing = choose_batching(task, self)
+        if self.packing and self.per_text:
+            on_worker(partial(self._prune_last_layer, self.packing))
         self.yield_points = YieldPoints(self.model)
 
     @property
@@ -96,84 +78,49 @@ class SinglePassModel:
     @torch.inference_mode()
     def __call__(self, rows: Sequence[TokenRow]) -> Tensor:
         """Return states [tokens of all rows, H], or logits [rows, labels]."""
-        if self.first_position is not None:
-            return self._forward_one_row(rows)
         if self.batching == "single":
-            return torch.cat([self._forward_side_by_side([row]) for row in rows])
-        return self._forward_side_by_side(rows)
+            return torch.cat([self._forward([row]) for row in rows])
+        return self._forward(rows)
 
     def warm_up(self) -> None:
         [ids] = random_prompts(self.model, self.tokenizer, [min(3, self.limit)])
         self([TokenRow(ids)])
 
-    def _forward_one_row(self, rows: Sequence[TokenRow]) -> Tensor:
-        assert self.packing is not None
-        assert self.first_position is not None
-        first, counts = self.first_position, [len(row.ids) for row in rows]
-        batch = {"input_ids": [token for row in rows for token in row.ids]}
-        batch["position_ids"] = [at for n in counts for at in range(first, first + n)]
-        if rows[0].token_type_ids is not None:
-            batch["token_type_ids"] = [type_ for row in rows for type_ in row.token_type_ids or ()]
-        inputs = {k: torch.tensor([v], device=self.device) for k, v in batch.items()}
-        head_positions = [[0]] * len(rows) if self.per_text else None
-        with self.packing.batch(counts, None, head_positions):
-            output: Tensor = self.model(**inputs)[self.output_name]
-        return output if self.per_text else output[0]
-
-    def _forward_side_by_side(self, rows: Sequence[TokenRow]) -> Tensor:
+    def _forward(self, rows: Sequence[TokenRow]) -> Tensor:
         counts = [len(row.ids) for row in rows]
         batch = {"input_ids": [[*row.ids] for row in rows]}
         if rows[0].token_type_ids is not None:
             batch["token_type_ids"] = [[*(row.token_type_ids or ())] for row in rows]
         inputs = pad(self.tokenizer, batch).to(self.device)
-        with self.packing.batch(counts, max(counts)) if self.packing else nullcontext():
+        positions = [[0]] * len(rows) if self.reads_first_token else None
+        packing = self.packing
+        with packing.batch(counts, max(counts), positions) if packing else nullcontext():
             output: Tensor = self.model(**inputs)[self.output_name]
         if self.per_text:
             return output
         return torch.cat([states[:n] for states, n in zip(output, counts, strict=True)])
 
-    def _runs_as_one_row(self, first: int) -> bool:
-        """Return whether texts in one row, with positions from `first` on, give the output of each
-        text alone. If so, keep running like that."""
-        longest = length_beyond_windows(self.model.config, self.limit)
-        counts = [min(3, longest), longest, longest - longest // 8]
-        rows = [TokenRow(ids) for ids in random_prompts(self.model, self.tokenizer, counts)]
-        try:
-            alone = Reference(lambda rows: [self(rows)], rows)  # one by one
-            packing = Packing(self.model)
-            with ExitStack() as undo:
-                undo.callback(packing.attach())
-                undo.callback(self._set_packing)
-                self._set_packing(packing, first)
-                outputs = self(rows)
-            alone.check([outputs], TOLERANCE[outputs.dtype])
-            alone.close()
-            if packing.calls != len(packing.layers):
-                raise CannotRun("its layers do not call a registered attention function")
-        except Exception:  # each model class raises its own errors; choose_batching logs a reason
-            return False
-        packing.attach()
-        self._set_packing(packing, first)
-        if self.per_text:
-            self._prune_last_layer(rows, alone)
-        return True
-
-    def _set_packing(self, packing: Packing | None = None, first: int | None = None) -> None:
-        self.packing, self.first_position = packing, first
-
-    def _prune_last_layer(self, rows: Sequence[TokenRow], alone: Reference) -> None:
-        """Run only the first token of each text, the only one that the head sees, through the part
-        of the last layer that follows attention, if that keeps the logits."""
-        assert self.packing is not None
-        residual_add = find_residual_add(self.packing.layers[-1], lambda: self(rows))
+    @torch.inference_mode()
+    def _prune_last_layer(self, packing: Packing) -> None:
+        """Run only the first token of each text through the part of the last layer that follows
+        attention, if the head sees no other, so that the logits stay."""
+        samples = rows_beyond_windows(self.model, self.tokenizer, self.limit).single
+        rows = [TokenRow(sample["input_ids"][0].tolist()) for sample in samples]
+        residual_add = find_residual_add(packing.layers[-1], lambda: self(rows))
         if residual_add is None:
             return
-        undo = self.packing.prune_last_layer(residual_add)
+
+        def run(first_token: bool, rows: Sequence[TokenRow]) -> list[Tensor]:
+            self.reads_first_token = first_token
+            return [self(rows)]
+
+        undo = packing.prune_last_layer(residual_add)
         try:
-            outputs = self(rows)
-            alone.check([outputs], TOLERANCE[outputs.dtype])
+            check(partial(run, False), partial(run, True), rows, TOLERANCE[self.model.dtype])
+            self.reads_first_token = True
         except Exception:  # each model class raises its own errors
             undo()
+            self.reads_first_token = False
 
 
 def find_residual_add(layer: nn.Module, run: Callable[[], object]) -> nn.Module | None:

@@ -2,7 +2,7 @@
 
 Sizes are checked in the header, before decoding, against files that unpack into gigabytes; no
 decoder returns more than its header states. The work of parsing and decoding is limited
-(bounded_file.py, jpeg.py, avif.py). Only formats that are decoded in this process are read
+(bounded_file.py, jpeg.py). Only formats that are decoded in this process are read
 (PostScript would start a program). Of an animation the first frame is used. No torch.
 """
 
@@ -16,7 +16,6 @@ from PIL.ImageFile import ImageFile
 
 from batching.errors import InvalidInput
 from worker.media import exif
-from worker.media.avif import reduce_avif
 from worker.media.bounded_file import BoundedFile, TooComplex
 from worker.media.jpeg import reduce_jpeg
 
@@ -47,6 +46,9 @@ DECODING_ERRORS = (OSError, SyntaxError, ValueError, TypeError, RuntimeError)
 TIFF_TILE = 322, 323  # the tags of a tile's width and length
 TIFF_OFFSETS = 273, 324  # of strips and of tiles
 MAX_TILE = 1 << 24  # pixels: a whole tile is decoded, also for a small image
+MAX_METADATA_BYTES = 1 << 18  # of an AVIF file; an image of a phone has some kilobytes
+MAX_BOXES = 100  # of an AVIF file, at the top level
+AVIF_METADATA = (b"meta", b"moov")
 
 
 def open_image(
@@ -92,6 +94,27 @@ def open_image(
             param,
         )
     return image
+
+
+def reduce_avif(data: bytes) -> bytes:
+    """Return an AVIF file without EXIF, which does not count, but Pillow would parse it. Raises
+    TooComplex for more metadata than libavif should read: it looks for each item among all others.
+    """
+    boxes, at, metadata_bytes = [], 0, 0
+    while at < len(data):
+        size, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
+        if size == 1:
+            size = int.from_bytes(data[at + 8 : at + 16], "big")
+        end = at + max(size, 8) if size else len(data)
+        box = data[at:end]
+        if kind in AVIF_METADATA:
+            metadata_bytes += len(box)
+            box = box.replace(b"Exif", b"none")  # the type of an item
+        boxes.append(box)
+        if metadata_bytes > MAX_METADATA_BYTES or len(boxes) > MAX_BOXES:
+            raise TooComplex(f"its metadata has more than {MAX_METADATA_BYTES} bytes")
+        at = end
+    return b"".join(boxes)
 
 
 def decode_image(image: Image.Image, param: str) -> None:

@@ -1,8 +1,8 @@
 """Load a pipeline and choose how its batches run; runs on the worker thread.
 
 Loading checks that the checkpoint has the weights that the outputs depend on. Batches of random
-tokens, packed, padded on the right and, for generation, padded on the left, are compared with
-single rows. A kind of batch that changes the outputs is not used, and the log shows the reason.
+tokens, packed and padded, are compared with single rows. A kind of batch that changes the outputs
+is not used, and the log shows the reason.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -117,7 +117,7 @@ def load_checked_pipeline(options: PipelineOptions) -> Pipe:
             f"{describe_missing_weights(lacking)}{advised}"
         )
     if pipe.tokenizer is not None and TASKS[task].kind == "text":
-        pipe.tokenizer.padding_side = "left" if task == "text-generation" else "right"
+        pipe.tokenizer.padding_side = "right"
     if options.attention != "auto":
         try:
             on_worker(partial(_warm_up_output, pipe, task))
@@ -178,9 +178,6 @@ def choose_batching(task: str, pipe: Pipe) -> tuple[Batching, str, Packing | Non
         return "single", "its vocabulary lacks its tokenizer's padding token", None
     if factors_change(model, limit):
         return "single", "its rotary factors depend on the longest text of a batch", None
-    if task == "text-generation":
-        why = _why_not(partial(check_left_padding, model, tokenizer, limit))
-        return ("single" if why else "padded"), why, None
     why = _why_not(lambda: check_packing(Packing(model), tokenizer, limit))
     if not why:
         packing = Packing(model)
@@ -213,30 +210,27 @@ class SampleRows:
 
 
 def random_rows(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, counts: Sequence[int], left: bool
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, counts: Sequence[int]
 ) -> SampleRows:
     """Return rows of random ordinary tokens. Each ends in the token that ends texts, which some
-    models search for; rows padded on the left do not."""
+    models search for."""
     texts = random_prompts(model, tokenizer, counts)
     last = tokenizer.eos_token_id if tokenizer.sep_token_id is None else tokenizer.sep_token_id
-    if isinstance(last, int) and not left:
+    if isinstance(last, int):
         for text in texts:
             text[-1] = last
-    batch = pad(tokenizer, {"input_ids": texts}, "left" if left else "right").to(model.device)
-    starts = [max(counts) - n if left else 0 for n in counts]
+    batch = pad(tokenizer, {"input_ids": texts}).to(model.device)
     single = [
-        {name: value[row : row + 1, start : start + n] for name, value in batch.items()}
-        for row, (start, n) in enumerate(zip(starts, counts, strict=True))
+        {name: value[row : row + 1, :n] for name, value in batch.items()}
+        for row, n in enumerate(counts)
     ]
     return SampleRows(dict(batch), single, counts)
 
 
-def pad(
-    tokenizer: PreTrainedTokenizerBase, batch: dict[str, list[list[int]]], side: str = "right"
-) -> Any:
+def pad(tokenizer: PreTrainedTokenizerBase, batch: dict[str, list[list[int]]]) -> Any:
     """Return token ids, and the values that belong to them, as padded tensors [B, L]."""
     several = len(batch["input_ids"]) > 1  # a single row works without a padding token
-    return tokenizer.pad(batch, padding=several, padding_side=side, return_tensors="pt")
+    return tokenizer.pad(batch, padding=several, padding_side="right", return_tensors="pt")
 
 
 def rows_beyond_windows(
@@ -246,7 +240,7 @@ def rows_beyond_windows(
     The two exceed the attention window, as far as `limit` and time allow."""
     longest = length_beyond_windows(model.config, limit)
     counts = [min(3, longest), longest, longest - longest // 8]
-    return random_rows(model, tokenizer, counts, left=False)
+    return random_rows(model, tokenizer, counts)
 
 
 def check_packing(packing: Packing, tokenizer: PreTrainedTokenizerBase, limit: int) -> None:
@@ -261,21 +255,6 @@ def check_packing(packing: Packing, tokenizer: PreTrainedTokenizerBase, limit: i
     check_rows(rows, packing.model, forward_packed)
     if packing.calls != len(packing.layers):
         raise CannotRun("its layers do not call a registered attention function")
-
-
-def check_left_padding(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, limit: int
-) -> None:
-    """Raise CannotRun unless padding on the left keeps the logits of the first generated token."""
-    rows = random_rows(model, tokenizer, [min(3, limit - 1), min(11, limit - 1)], left=True)
-    options = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "max_new_tokens": 1}
-    options |= {"return_dict_in_generate": True, "output_logits": True}
-    generate: Any = model.generate  # mypy takes it for a parameter of the module
-
-    def first_logits(**batch: Tensor) -> Any:
-        return {"logits": generate(**batch, **options).logits[0]}
-
-    check_rows(rows, first_logits, first_logits)
 
 
 @torch.no_grad()

@@ -76,27 +76,24 @@ class PackingPlan:
     counts: Tensor  # [B] tokens per sequence
     bounds: Tensor  # int32 [B + 1] where each sequence begins in the packed row, and the last ends
     longest: int  # of `counts`
-    token_index: Tensor | None  # [T] into the flattened [B * L] batch; None: already one row
+    token_index: Tensor  # [T] into the flattened [B * L] batch
     groups: Sequence[PackedGroup]
     head_index: Tensor | None  # [B, M] packed positions for the head; None: all [B, L]
 
 
 def plan_batch(
     counts: Sequence[int],
-    width: int | None,
+    width: int,
     device: torch.device,
     head_positions: Sequence[Sequence[int]] | None,
 ) -> PackingPlan:
-    """Plan right-padded sequences of `counts` tokens in a batch of `width` columns. Without a
-    width the sequences are concatenated in one row.
+    """Plan right-padded sequences of `counts` tokens in a batch of `width` columns.
 
     `head_positions[i]`, if given, are the only positions of sequence i that the head sees.
     """
     starts = [0, *itertools.accumulate(counts)]
-    token_index = None
-    if width is not None:
-        ranges = (torch.arange(i * width, i * width + n) for i, n in enumerate(counts))
-        token_index = torch.cat(list(ranges)).to(device)
+    ranges = (torch.arange(i * width, i * width + n) for i, n in enumerate(counts))
+    token_index = torch.cat(list(ranges)).to(device)
     groups = [
         _group(members, counts, starts, device)
         for members in similar_lengths(counts, device.type == "cuda")
@@ -108,7 +105,7 @@ def plan_batch(
         head_index = pad_sequence(rows, batch_first=True).to(device)
     bounds = torch.tensor(starts, dtype=torch.int32).to(device)
     return PackingPlan(
-        len(counts), width or starts[-1], torch.tensor(counts), bounds, max(counts), token_index,
+        len(counts), width, torch.tensor(counts), bounds, max(counts), token_index,
         groups, head_index,
     )  # fmt: skip
 
@@ -161,12 +158,11 @@ class Packing:
     def batch(
         self,
         counts: Sequence[int],
-        width: int | None,
+        width: int,
         head_positions: Sequence[Sequence[int]] | None = None,
     ) -> Iterator[None]:
-        """Run the model calls inside packed: right-padded rows [B, width] of `counts` tokens or,
-        without a width, all in one row [1, T]. With `head_positions` the head gets those [B, M]
-        instead of all tokens."""
+        """Run the model calls inside packed: right-padded rows [B, width] of `counts` tokens. With
+        `head_positions` the head gets those [B, M] instead of all tokens."""
         self.plan = plan_batch(counts, width, self.model.device, head_positions)
         self.calls = 0
         try:
@@ -227,7 +223,7 @@ class Packing:
         assert plan is not None
         if isinstance(value, tuple):
             return tuple(map(self._gather, value))
-        if plan.token_index is None or not isinstance(value, Tensor) or value.ndim < 2:
+        if not isinstance(value, Tensor) or value.ndim < 2:
             return value
         if value.shape[1] != plan.width or value.shape[0] not in (1, plan.batch_size):
             return value
@@ -247,8 +243,6 @@ class Packing:
             if self.prunes_last_layer:
                 return packed.view(*plan.head_index.shape, packed.shape[-1])
             return packed[0][plan.head_index]
-        if plan.token_index is None:
-            return packed
         flat = packed.new_zeros(plan.batch_size * plan.width, packed.shape[-1])
         flat.index_copy_(0, plan.token_index, packed[0])
         return flat.view(plan.batch_size, plan.width, -1)

@@ -40,7 +40,6 @@ from worker.model.loading import Pipe
 from worker.pipeline import limits
 from worker.pipeline.inputs import InputReader, text_length, warm_up_input
 from worker.pipeline.packed_attention import Packing, scatter_logits
-from worker.pipeline.truncation import truncating
 from worker.pipeline.yield_points import StepCancelled, YieldPoints
 from worker.tasks import TASKS, truncates
 from worker.text.long_text import LONG_CHARS, tokenizing
@@ -220,14 +219,13 @@ class PipelineRunner:
 
     def _batch_key(self, prepared: PreparedInput) -> Hashable | None:
         """Return a key that items of one batch must share; None if the item must run alone."""
-        if self.info.batching == "single" or "stop_strings" in prepared.forward:
+        if self.info.batching == "single":
             return None
         parameters = orjson.dumps(prepared.forward, option=orjson.OPT_SORT_KEYS)
         first = prepared.chunks[0]
         if self.task.kind != "text":
             return parameters, tensor_shapes(first)
-        same_length = self.generates and padding_affects_output(self.pipe, prepared.forward)
-        return parameters, frozenset(first), prepared.tokens if same_length else 0
+        return parameters, frozenset(first)
 
     # ── worker thread: forward ──
 
@@ -292,9 +290,6 @@ class PipelineRunner:
             return split_output(self.pipe.forward(stack(rows), **parameters), len(rows), None)
         collate: Any = pad_collate_fn
         batch = rows[0] if len(rows) == 1 else collate(self.pipe.tokenizer, None)(rows)
-        if self.generates:
-            output = self.pipe.forward(batch, **parameters)
-            return split_generated(output, rows, self.pipe)
         counts = [row["input_ids"].shape[-1] for row in rows]
         if self.packing is None:
             return split_output(self.pipe.forward(batch, **parameters), len(rows), counts)
@@ -329,6 +324,49 @@ class PipelineRunner:
 def copy_pipeline(pipe: Pipe) -> Pipe:
     """Copy a pipeline, all but its model, which the copy shares."""
     return copy.deepcopy(pipe, {id(pipe.model): pipe.model})
+
+
+# ── `parameters.truncation`, also where a pipeline sets none ──
+
+
+@contextmanager
+def truncating(pipe: Pipe, truncation: bool | str, max_tokens: int) -> Iterator[None]:
+    """Let a replica's tokenizer truncate to at most `max_tokens`."""
+    tokenizer = pipe.tokenizer
+    pipe.tokenizer = TruncatingTokenizer(tokenizer, truncation, max_tokens)
+    try:
+        yield
+    finally:
+        pipe.tokenizer = tokenizer
+
+
+class TruncatingTokenizer:
+    """A tokenizer with a fixed truncation. Raises InvalidInput for a strategy that does not suit
+    the texts, such as `only_second` for a single one."""
+
+    def __init__(self, tokenizer: Any, truncation: bool | str, max_tokens: int) -> None:
+        self._tokenizer = tokenizer
+        self._options: dict[str, Any] = {"truncation": truncation}
+        if truncation not in (False, "do_not_truncate"):
+            self._options["max_length"] = max_tokens
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self._tokenizer, *args, **{**kwargs, **self._options})
+
+    def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self._tokenizer.apply_chat_template, *args, **{**kwargs, **self._options})
+
+    def _run(self, tokenize: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return tokenize(*args, **kwargs)
+        except Exception as error:  # tokenizers raise no other class
+            if "truncat" not in str(error).lower():
+                raise
+            reason = f"is {self._options['truncation']}; with it the text cannot be cut to fit"
+            raise InvalidInput.at("parameters.truncation", f"{reason} ({error})") from error
 
 
 # ── rows and their outputs ──
@@ -479,35 +517,3 @@ def reserved_tokens(pipe: Pipe, forward: Mapping[str, Any], limit: int) -> int:
         return int(requested)
     default = pipe.model.generation_config.max_new_tokens or DEFAULT_NEW_TOKENS
     return min(default, limit // 2)
-
-
-def padding_affects_output(pipe: Pipe, forward: Mapping[str, Any]) -> bool:
-    """Return whether generation reads the prompt's token ids, padding included."""
-    settings = {**pipe.model.generation_config.to_diff_dict(), **forward}
-    return bool(
-        (settings.get("repetition_penalty") or 1.0) != 1.0
-        or settings.get("no_repeat_ngram_size")
-        or settings.get("min_length")
-    )
-
-
-def split_generated(output: Any, rows: Sequence[ModelInputs], pipe: Pipe) -> list[Any]:
-    """Split a batch of text generation into rows without its padding: before each prompt, and
-    after each row's longest finished sequence. `generated_sequence` is [B, n, T]."""
-    eos: int | list[int] | None = pipe.model.generation_config.eos_token_id
-    stop_token_ids = torch.tensor([] if eos is None else eos, dtype=torch.long)
-    width = output["input_ids"].shape[1]
-    outputs = []
-    for row, chunk in enumerate(rows):
-        prompt = chunk["input_ids"].shape[-1]
-        sequences = output["generated_sequence"][row, :, width - prompt :]  # [n, prompt + new]
-        is_stop = torch.isin(sequences[:, prompt:], stop_token_ids)
-        lengths = torch.where(is_stop.any(1), is_stop.int().argmax(1) + 1, is_stop.shape[1])
-        outputs.append(
-            {
-                "generated_sequence": sequences[None, :, : prompt + int(lengths.max())],
-                "input_ids": output["input_ids"][row : row + 1, width - prompt :],
-                "prompt_text": output["prompt_text"][row],
-            }
-        )
-    return outputs

@@ -2,8 +2,8 @@
 
 The alignment heads that the checkpoint names attend to the position in the audio. Their attention
 while each token was generated is warped into a monotonic path through time, as transformers'
-`generate` does with `return_token_timestamps`. Its median filter and time warping are private
-functions, so both are implemented here.
+`generate` does with `return_token_timestamps`. Its time warping visits cell by cell, so it is
+implemented here by diagonals.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
+from transformers.models.whisper.generation_whisper import _median_filter
 
 from worker.speech.whisper import WhisperRunner, WhisperWindow
 
@@ -80,22 +80,12 @@ def token_ends(weights: Tensor, filter_width: int) -> list[float]:
     """Return where each generated token ends, in seconds of the window; the last one ends with the
     one before. `weights`: as of `_attention`."""
     std, mean = torch.std_mean(weights, dim=-2, keepdim=True, unbiased=False)
-    smooth = median_filter((weights - mean) / std, filter_width).mean(0)
+    smooth = _median_filter((weights - mean) / std, filter_width).mean(0)
     costs = np.nan_to_num(-smooth.double().numpy())  # NaN: the std of a single token is 0
     tokens, states = warp(costs)
     jumps = np.pad(np.diff(tokens), (1, 0), constant_values=1).astype(bool)
     ends: list[float] = (states[jumps] * ENCODER_STATE_S).tolist()
     return [*ends, ends[-1]]
-
-
-def median_filter(values: Tensor, width: int) -> Tensor:
-    """Return the running median of an odd width along the last axis, mirrored at the ends; the
-    values themselves if they are fewer than half the width."""
-    half = width // 2
-    if values.shape[-1] <= half:
-        return values
-    padded = functional.pad(values, (half, half, 0, 0), mode="reflect")
-    return padded.unfold(-1, width, 1).sort()[0][..., half]
 
 
 def warp(costs: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -16,13 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, WhisperTimeStampLogitsProcessor
 
 from batching.errors import ItemFailed
 from worker.model.attention.recurrent import cache_argument
 from worker.model.sampler import uniform
 from worker.speech.interfaces import SpeechRunner, Window
-from worker.speech.logits_rules import LogitsRules
 from worker.speech.row_cache import RowCache
 from worker.speech.vocabulary import WhisperVocabulary
 
@@ -197,3 +196,30 @@ def _sample_at_temperature(logprobs: Tensor, window: WhisperWindow) -> Tensor:
     number = uniform(window.seek, window.attempt, len(window.tokens))
     target = (bounds[-1:].double() * number).to(bounds.dtype)
     return torch.searchsorted(bounds, target)[0].clamp(max=len(bounds) - 1)
+
+
+class LogitsRules:
+    """The next-token distribution: suppressed tokens, and the rules of timestamps by transformers'
+    processor. `config`: the checkpoint's generation_config."""
+
+    def __init__(self, config: Any, device: torch.device) -> None:
+        self._first_timestamp: int = config.no_timestamps_token_id + 1
+        self._timestamp_rules = WhisperTimeStampLogitsProcessor(config, begin_index=0)
+        # an index: SuppressTokensLogitsProcessor searches the whole vocabulary in each call
+        self._suppressed, self._suppressed_at_begin = (
+            torch.tensor(tokens or (), device=device, dtype=torch.long)
+            for tokens in (config.suppress_tokens, config.begin_suppress_tokens)
+        )
+
+    def logprobs(self, logits: Tensor, generated: Sequence[Sequence[int]]) -> Tensor:
+        """Return float32 log-probabilities [R, V] of logits [R, V]. `generated`: the tokens of each
+        row, none in all rows or at least one in each."""
+        scores: Any = logits.to(torch.float32, copy=True)
+        scores.index_fill_(1, self._suppressed, -torch.inf)
+        width = max(map(len, generated))
+        if not width:
+            scores.index_fill_(1, self._suppressed_at_begin, -torch.inf)
+        # rows begin with a timestamp: an earlier one in front of it, as padding, changes no rule
+        padded = [[self._first_timestamp] * (width - len(ids)) + [*ids] for ids in generated]
+        input_ids: Any = torch.tensor(padded, dtype=torch.long)
+        return torch.log_softmax(self._timestamp_rules(input_ids, scores), 1)

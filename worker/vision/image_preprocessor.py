@@ -104,7 +104,8 @@ class ImagePreprocessor:
         use_cache: bool = True,
     ) -> ProcessorOutput:
         tokens = self.processor.count_text_tokens(text)
-        self._check_sizes(tokens, images, is_wanted)
+        self.processor.check_fits(tokens, images[0].param)
+        self._check_sizes(images, is_wanted)
         processed: list[ImageFeatures] = []
         for image in images:
             key = image.cache_key(cache_namespace)
@@ -114,9 +115,8 @@ class ImagePreprocessor:
             self.processor.check_fits(tokens, image.param)
         return self.processor.process_text(text, processed)
 
-    def _check_sizes(self, tokens: int, images: Sequence[ImageInput], is_wanted: IsWanted) -> None:
-        """Raise InvalidInput if the headers of the images alone exceed the limits of pixels or,
-        with `tokens` of text, of the context."""
+    def _check_sizes(self, images: Sequence[ImageInput], is_wanted: IsWanted) -> None:
+        """Raise InvalidInput if the headers of the images alone exceed the limit of pixels."""
         pixels = 0
         max_pixels = REQUEST_PIXELS_RATIO * self.decode_limiter.size
         for image in images:
@@ -127,9 +127,6 @@ class ImagePreprocessor:
                     image.param,
                     f"the images have {pixels} pixels so far; at most {max_pixels} are accepted",
                 )
-            if not image.is_low_detail:
-                tokens += self.processor.min_image_tokens(width, height)
-            self.processor.check_fits(tokens, image.param)
 
     def _features(self, image: ImageInput, digest: bytes, is_wanted: IsWanted) -> ImageFeatures:
         with self.decode_limiter.lease(is_wanted=is_wanted) as lease:

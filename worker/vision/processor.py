@@ -41,8 +41,6 @@ PIXEL_PREFIX = "pixel"
 NOT_INPUTS = ("input_ids", "attention_mask", "labels")
 # Options of an image processor that splits large images, for an image with `detail: low`.
 LOW_DETAIL = {"do_image_splitting": False}
-# Sizes in pixels of the images from which the patch count per token is inferred.
-PROBE_SIZES = (64, 64), (320, 192)
 
 Tensors = dict[str, Tensor]
 # From an image processor's options to its output.
@@ -145,7 +143,6 @@ class Processor:
         splits = hasattr(processor.image_processor, "do_image_splitting")
         self._low_detail = {"images_kwargs": LOW_DETAIL} if splits else {}
         self._axes = self._infer_axes()
-        self._patches_per_tokens = self._infer_patches_per_tokens()
 
     def check_fits(self, tokens: int, param: str) -> None:
         """Raise InvalidInput, naming `param`, unless a prompt of so many tokens leaves room for
@@ -160,16 +157,6 @@ class Processor:
         """Return the number of tokens of a text without its image tokens."""
         ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return len(ids) - text.count(self.image_token)
-
-    def min_image_tokens(self, width: int, height: int) -> int:
-        """Return a lower bound of the tokens of an image of this size in pixels, from its size
-        alone; 0 if the processor does not support that."""
-        patches, tokens = self._patches_per_tokens
-        try:
-            count = min(self._count_patches(width, height), self._count_patches(height, width))
-        except Exception:  # any error of the library: `process_image` reports it
-            return 0
-        return count * tokens // patches
 
     def process_image(
         self, image: Image.Image, digest: bytes, low_detail: bool = False, param: str = "messages"
@@ -273,26 +260,6 @@ class Processor:
         blank = [Image.new("RGB", (1, 1))] * count
         plain = dict.fromkeys(("add_special_tokens", "padding", "truncation", "verbose"), False)
         return processor(images=blank, text=[text], text_kwargs=plain, **options)
-
-    def _count_patches(self, width: int, height: int) -> int:
-        count = self._processor.image_processor.get_number_of_image_patches(height, width, {})
-        return int(count[0] if isinstance(count, tuple) else count)  # some return rows, columns too
-
-    def _infer_patches_per_tokens(self) -> tuple[int, int]:
-        """Return the ratio of patches to tokens of an image as two numbers; (1, 0) if the processor
-        does not count patches or the ratio is not constant."""
-        try:
-            (patches, tokens), (more_patches, more_tokens) = (
-                (
-                    self._count_patches(*size),
-                    self.process_image(Image.new("RGB", size), b"").token_count,
-                )
-                for size in PROBE_SIZES
-            )
-        except Exception:  # the method is missing, or fails
-            return 1, 0
-        is_constant = patches > 0 and patches * more_tokens == more_patches * tokens
-        return (patches, tokens) if is_constant else (1, 0)
 
     def _infer_axes(self) -> dict[str, int]:
         """Return the axis along which each feature of several images is joined: the one that is
