@@ -203,7 +203,7 @@ def test_stream_of_a_dying_worker_ends_with_an_error() -> None:
 # ── the connection ──
 
 
-@PATHS
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
 def test_each_event_is_one_write(path: str) -> None:
     with serving_fake() as (server, _):
         body = body_for(path, "say a b c d e f g h i j", stream=True)

@@ -89,7 +89,13 @@ def test_tokenize_takes_special_tokens_and_the_generation_prompt_as_options(serv
 @pytest.mark.parametrize(
     ("path", "body", "param", "reason"),
     [
-        ("tokenize", {"prompt": "a", "messages": []}, "prompt", "not both"),
+        ("tokenize", {}, "prompt", "not both"),
+        (
+            "tokenize",
+            {"prompt": "a", "messages": [{"role": "user", "content": "b"}]},
+            "prompt",
+            "not both",
+        ),
         ("tokenize", {"prompt": 3}, "prompt", "got int"),
         ("tokenize", {"prompt": "refused"}, None, "the template refuses this"),
         ("tokenize", {"messages": []}, "messages", "empty"),
