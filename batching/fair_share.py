@@ -1,4 +1,4 @@
-"""Fair shares of classes, clients, flows and requests: in what they hold, and in who is next.
+"""Fair sharing between classes, clients, flows and requests: of slots, and of the order of service.
 
 Shares counts the units of a resource that requests hold: slots of the queue, items that are
 released to a model, tokens that wait. Where all of a resource is taken, a class, a client, a flow
@@ -10,8 +10,8 @@ three clients.
 FairOrder is weighted fair queueing in tokens: between classes, between the clients of a class by
 their shares, between the flows of a client (its conversations), and between the requests of a flow.
 Each has a clock that advances by the tokens that it is served, divided by its weight; the smallest
-clock is next. One that begins to wait is owed nothing of the past. An operation costs O(log n) for
-n that wait, independent of the number of items.
+clock is next. A client that was idle gets no credit for that time. An operation costs O(log n) for
+n clients that wait, independent of the number of items.
 
 Pure state: no time, no thread.
 """
@@ -19,7 +19,7 @@ Pure state: no time, no thread.
 import heapq
 import itertools
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Generic, Protocol, TypeVar
@@ -33,9 +33,8 @@ class Priority(IntEnum):
     BACKGROUND = 2
 
 
-# Of tokens where no class waits behind another for good: in the queue. The scheduler has an order.
+# Of tokens, in the queue, where no class starves another. The scheduler serves classes in order.
 CLASS_WEIGHTS = {Priority.INTERACTIVE: 64.0, Priority.BATCH: 8.0, Priority.BACKGROUND: 1.0}
-
 
 Path = tuple[Hashable, ...]  # of a class, a client, a flow or a request
 CLIENT_LEVEL = 2  # the length of a client's path
@@ -264,8 +263,8 @@ class FairOrder(Generic[T]):
             del self._items[path]
 
     def charge(self, owner: WorkOwner, tokens: float) -> None:
-        """Record tokens that an owner is served. Those that are served while nobody else waits do
-        not count."""
+        """Advance an owner's clocks by the tokens it was served. Levels where nobody waits have no
+        clocks."""
         for path, weight in owner.levels:
             if level := self._levels.get(path[:-1]):
                 level.charge(path, tokens, weight)
@@ -286,22 +285,14 @@ class FairOrder(Generic[T]):
         return bool(self._items)
 
 
-def in_turn(
-    items: Iterable[T],
-    keys: Sequence[Callable[[WorkOwner], Hashable]] = (
-        lambda owner: owner.priority,
-        lambda owner: owner.client,
-        lambda owner: owner.flow,
-        lambda owner: owner,
-    ),
-) -> Iterator[T]:
+def in_turn(items: Iterable[T], level: int = 0) -> Iterator[T]:
     """Yield items of classes, of their clients, flows and requests in turn, in the given order."""
-    if not keys:
+    if level == len(NO_OWNER.levels):
         return iter(items)
-    groups: dict[Hashable, list[T]] = {}
+    groups: dict[Path, list[T]] = {}
     for item in items:
-        groups.setdefault(keys[0](item.owner), []).append(item)
-    return alternate(in_turn(group, keys[1:]) for group in groups.values())
+        groups.setdefault(item.owner.levels[level][0], []).append(item)
+    return alternate(in_turn(group, level + 1) for group in groups.values())
 
 
 def alternate(iterables: Iterable[Iterable[T]]) -> Iterator[T]:

@@ -3,10 +3,10 @@
     accept ──▶ FairQueue of the model ──take (drain task)──▶ prepared, run, resolved ──▶ release
 
 An accepted item holds a slot until it is released, wherever it is by then, so no second, unbounded
-queue can form. A FairQueue passes on twice as many items as its model runs at a time, and no more
-than two seconds of work: what comes after it is short, and first in, first out, until batcher.py
-takes items in turn or scheduler.py by rank. It also estimates how long a new item would wait.
-Everything runs on the event loop.
+queue can form. A FairQueue dispatches at most twice as many items as its model runs at a time, and
+at most two seconds of prompts, so the threads and the worker's inbox behind it are short FIFO
+queues. batcher.py then takes items in turn, scheduler.py by rank. A FairQueue also estimates how
+long a new item would wait. Everything runs on the event loop.
 """
 
 import asyncio
@@ -31,12 +31,11 @@ from batching.fair_share import (
 )
 from batching.step_times import StepTimes
 
-# Prompts that have not started are passed on until they take so long.
+# Items are dispatched while prompts that have not started take less than this.
 MAX_UNSTARTED_S = 2.0
-# The factor of an item's weight with each later one, in the means that costs are estimated by, and
-# what is assumed before the first one.
+# In the means that estimate costs: the factor of an item's weight with each later item.
 DECAY = 0.98
-CHARS_PER_TOKEN = 4.0
+CHARS_PER_TOKEN = 4.0  # assumed before the first item
 # Lower classes hold at most a part of the slots: one divided by this.
 CLASS_DIVISORS = {Priority.BATCH: 2, Priority.BACKGROUND: 4}
 MAX_IDS = 20
@@ -77,7 +76,7 @@ class WorkItem(Generic[Payload, Prepared, Result, Delta]):
     queue: "FairQueue | None" = None  # that counts it
     expected: float = 0.0
     charged: float = 0.0
-    passed_on: bool = False
+    dispatched: bool = False
     started: bool = False  # the response has started: later items no longer wait for this one
     open: bool = True  # unresolved; written by the event loop, read by all threads
     prepared: Prepared = field(init=False)  # set by the engine's `prepare`
@@ -124,9 +123,9 @@ def request_ids(items: Sequence[WorkItem]) -> str:
 
 
 class FairQueue:
-    """The items of one model, which wait in fair order and are then passed on.
+    """The items of one model, which wait in fair order until they are dispatched.
 
-    `capacity`: how many units of items the model runs at a time. A full window still passes on
+    `capacity`: how many units of items the model runs at a time. A full window still dispatches
     items of a class, a client, a flow or a request that has less than its part of it. `times`: of
     the model's steps, None while it is not loaded.
     """
@@ -137,7 +136,7 @@ class FairQueue:
         self.not_started = 0  # items
         self._running = 0  # units of items that have started
         self._order = FairOrder[WorkItem]()
-        self._passed_on = Shares()  # units of items that are not answered
+        self._dispatched = Shares()  # units of items that are not answered
         self._unstarted = Shares()  # tokens of those of them that have not started
         self._ahead = Shares()  # tokens of all that have not started
         self._changed: dict[WorkOwner, None] = {}  # since the last `take`
@@ -153,26 +152,26 @@ class FairQueue:
         self._changed[item.owner] = None
 
     def take(self) -> list[WorkItem]:
-        """Remove and return the items that are passed on now."""
+        """Remove and return the items that are dispatched now."""
         times, items = self.times(), list[WorkItem]()
         token_s = times.token_s if times else 0.0
         max_tokens = MAX_UNSTARTED_S / token_s if token_s else math.inf
         while (
             self._order
-            and self._passed_on.total < 2 * self.capacity
+            and self._dispatched.total < 2 * self.capacity
             and self._unstarted.total < max_tokens
         ):
-            items.append(self._pass_on(self._order.first()))
+            items.append(self._dispatch(self._order.first()))
         for owner in self._changed if self._order else ():
             while path := self._below_its_part(owner, max_tokens):
-                items.append(self._pass_on(self._order.first(path)))
+                items.append(self._dispatch(self._order.first(path)))
         self._changed.clear()
         return items
 
     def _below_its_part(self, owner: WorkOwner, max_tokens: float) -> Path | None:
         """Return the first of an owner's class, client, flow and request that waits and has less
         than its part of the window. Clients have one item in it, however long."""
-        for path, held, part in self._passed_on.parts(owner):
+        for path, held, part in self._dispatched.parts(owner):
             if self._order.waits(path) and held + 1 <= part * 2 * self.capacity:
                 unstarted, following = self._unstarted.of(path), self._order.first(path)
                 is_first = not unstarted and len(path) <= CLIENT_LEVEL
@@ -180,14 +179,14 @@ class FairQueue:
                     return path
         return None
 
-    def _pass_on(self, item: WorkItem) -> WorkItem:
-        item.passed_on = True
+    def _dispatch(self, item: WorkItem) -> WorkItem:
+        item.dispatched = True
         item.charged = item.expected
         if self._prompt:
             item.charged *= 1 + self._output / self._prompt
         self._order.charge(item.owner, item.charged)
         self._order.remove(item)
-        self._passed_on.take(item.owner, item.units)
+        self._dispatched.take(item.owner, item.units)
         self._unstarted.take(item.owner, item.expected)
         return item
 
@@ -200,7 +199,7 @@ class FairQueue:
     def _leave_unstarted(self, item: WorkItem) -> None:
         self.not_started -= 1
         self._ahead.give_back(item.owner, item.expected)
-        if item.passed_on:
+        if item.dispatched:
             self._unstarted.give_back(item.owner, item.expected)
         self._changed[item.owner] = None
 
@@ -210,10 +209,10 @@ class FairQueue:
             self._running -= item.units
         else:
             self._leave_unstarted(item)
-        if not item.passed_on:
+        if not item.dispatched:
             self._order.remove(item)
             return
-        self._passed_on.give_back(item.owner, item.units)
+        self._dispatched.give_back(item.owner, item.units)
         self._order.charge(item.owner, item.computed + item.generated - item.charged)
         self._changed[item.owner] = None
         if item.computed:
@@ -254,7 +253,7 @@ class RequestQueue:
         self.items: dict[WorkItem, None] = {}  # accepted and not released, oldest first
         self.uses: Counter[str] = Counter()  # items of each model, by its name in the registry
         self.awaiting: Counter[str] = Counter()  # those of them that await the model
-        self.places = Shares()  # of those
+        self.awaiting_slots = Shares()  # of those
         self.on_unused: Callable[[str], object] = lambda model: None  # no item uses it any more
         self.on_released: Callable[[WorkItem], object] = lambda item: None
         self.drained = asyncio.Event()  # set while there are no items
@@ -310,15 +309,15 @@ class RequestQueue:
             self.slots.take(owner)
             if awaits_model:
                 self.awaiting[model] += 1
-                self.places.take(owner)
+                self.awaiting_slots.take(owner)
             else:
                 queue.add(item)
         self._mark(queue)
         return items
 
     def _leave_model(self, item: WorkItem, _: object = None) -> None:
-        """Let another item pass on for one that is answered. Its slot is held until its request is
-        released."""
+        """Free an answered item's place in its model's window. Its slot is held until its request
+        is released."""
         if item.queue:
             item.queue.remove(item)
             self._mark(item.queue)
@@ -357,7 +356,7 @@ class RequestQueue:
         del self.awaiting[model]
         for item in [i for i in self.items if i.model == model and i.awaits_model]:
             item.awaits_model = False
-            self.places.give_back(item.owner)
+            self.awaiting_slots.give_back(item.owner)
             if item.open:
                 queue.add(item)
         self._mark(queue)
@@ -366,12 +365,12 @@ class RequestQueue:
         self.uses[item.model] -= 1
         if item.awaits_model:
             self.awaiting[item.model] -= 1
-            self.places.give_back(item.owner)
+            self.awaiting_slots.give_back(item.owner)
         if self.uses[item.model] == self.awaiting[item.model]:
             self.on_unused(item.model)
 
     async def take(self) -> list[WorkItem]:
-        """Wait until a model's queue has changed, then take what it passes on."""
+        """Wait until a model's queue has changed, then take what it dispatches."""
         await self._has_changed.wait()
         self._has_changed.clear()
         changed, self._changed = self._changed, {}

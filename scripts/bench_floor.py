@@ -114,7 +114,7 @@ def measure_bandwidth(dtype_name: str) -> dict[str, Any]:
         started = time.perf_counter()
         read()
         seconds.append(time.perf_counter() - started)
-    rate = size / min(seconds[1:])  # the first waits for what is in flight
+    rate = size / min(seconds[1:])  # the first pass waits for earlier work
     return {"bytes_per_weight": dtype.itemsize, "bytes_per_s": rate, "gpu": gpu}
 
 

@@ -201,8 +201,8 @@ def count_later_caches(models: Mapping[str, ServedModel], name: str) -> int:
 def batched_model(
     name: str, load: Callable[[DynamicBatcher], Engine], settings: Settings
 ) -> ServedModel:
-    """Return the entry of a model whose requests are batched. Of a pipeline's inputs, the window of
-    the batcher is passed on at a time; of other texts, two batches."""
+    """Return the entry of a model whose requests are batched. The queue dispatches as many inputs
+    of a pipeline as the batcher chooses from, and two batches of other texts."""
     rows, batcher = settings.max_batch_size, new_batcher(settings)
     capacity = WINDOW_BATCHES * rows // 2 if name.startswith("pipeline") else rows
     return ServedModel(name, partial(load, batcher), capacity)

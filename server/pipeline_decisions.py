@@ -8,11 +8,7 @@ from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput, ItemFailed
 from server.core.worker_client import Deadlines
-from server.http.json import (
-    Document,
-    JsonBodyParser,
-    to_json,
-)
+from server.http.json import Document, JsonBodyParser, to_json
 from server.http.ndjson import LineWork, serve_lines
 from server.http.request import count_failure, is_ndjson, read_request, send_json
 from server.openai.decisions.endpoint import DecisionEndpoint

@@ -63,18 +63,14 @@ class ServedModel:
     """A model that requests are served by. `name` appears in metrics, logs and /ready: that of its
     kind, for the kind's default model, or kind:name.
 
-    `load` returns the engine; it runs on the loader thread. `capacity`: how many items it runs at a
-    time. `generates`: it is a language model.
+    `load` returns the engine; it runs on the loader thread. `capacity`: the units
+    (texts, prompts, choices) that it runs at a time. `generates`: it is a language model.
     """
 
     engine: Engine  # of a model that is loaded
 
     def __init__(
-        self,
-        name: str,
-        load: Callable[[], Engine],
-        capacity: int,
-        generates: bool = False,
+        self, name: str, load: Callable[[], Engine], capacity: int, generates: bool = False
     ) -> None:
         self.name = name
         self.state: ModelState = "unloaded"

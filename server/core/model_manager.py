@@ -138,7 +138,7 @@ class ModelManager:
             return False
         self._want(entry)
         capacity = max(1, self.queue.capacity // AWAITING_DIVISOR)
-        if not self.queue.places.has_room(owner, capacity):
+        if not self.queue.awaiting_slots.has_room(owner, capacity):
             awaiting = min(capacity, self.queue.awaiting.total())
             raise QueueFull(
                 f"the model {entry.model.title!r} is {entry.progress_text(time.monotonic())}, and "

@@ -1,4 +1,4 @@
-"""The expected wait of a new item, and what a model's queue passes on, with simulated steps."""
+"""The expected wait of a new item, and what a model's queue dispatches, with simulated steps."""
 
 import math
 from collections import deque
@@ -170,7 +170,7 @@ def test_classes_wait_for_each_other_by_their_weights() -> None:
 # ── the window ──
 
 
-def test_twice_the_capacity_is_passed_on_and_the_next_as_one_is_answered() -> None:
+def test_twice_the_capacity_is_dispatched_and_the_next_as_one_is_answered() -> None:
     queue = FairQueue(4)
     items = add(queue, 20)
     assert queue.take() == items[:8]
@@ -241,7 +241,7 @@ def test_many_clients_exceed_the_window_by_a_few_times_only() -> None:
     for client in range(1000):
         add(queue, 20, client)
         queue.take()
-    assert queue._passed_on.total <= sum(16 / holder for holder in range(1, 17))
+    assert queue._dispatched.total <= sum(16 / holder for holder in range(1, 17))
 
 
 def shares(costs: dict[str, tuple[int, int]]) -> dict[str, int]:
@@ -280,5 +280,5 @@ def test_nothing_is_kept_of_items_that_have_left() -> None:
         queue.take()
     assert (queue.not_started, queue._running, bool(queue._order)) == (0, 0, False)
     assert not queue._order._levels
-    for held in (queue._passed_on, queue._unstarted, queue._ahead):
+    for held in (queue._dispatched, queue._unstarted, queue._ahead):
         assert (held.total, len(held._holdings)) == (0, 1)

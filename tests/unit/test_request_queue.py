@@ -163,12 +163,12 @@ async def test_items_that_await_a_model_join_its_queue_in_order() -> None:
     q = queue(8)
     first = q.accept(WorkOwner("a"), range(3), 200, q.of_model, "model", awaits_model=True)
     second = q.accept(WorkOwner("b"), ["x"], 200, q.of_model, "model", awaits_model=True)
-    assert (await q.take(), q.awaiting["model"], q.places.total) == ([], 4, 4)
+    assert (await q.take(), q.awaiting["model"], q.awaiting_slots.total) == ([], 4, 4)
     q.release(first[:1])
-    assert (q.awaiting["model"], q.places.total) == (3, 3)
+    assert (q.awaiting["model"], q.awaiting_slots.total) == (3, 3)
     q.has_model("model", q.of_model)
     assert await q.take() == [first[1], second[0], first[2]]
-    assert (q.awaiting["model"], q.places.total) == (0, 0)
+    assert (q.awaiting["model"], q.awaiting_slots.total) == (0, 0)
 
 
 async def test_items_resolve_once() -> None:
