@@ -10,8 +10,9 @@ its budget. Waiting sequences are admitted by one rank: class, then the slots th
 its share), the flow and the request hold, then arrival, which request_queue.py has made fair. When
 all slots or blocks are taken, the running sequence of the largest rank is paused or preempted, if
 its client, flow or request holds over one slot more. Beside other requests, the rows of a request
-after its first one at most double the time of a step, and so do the prompts of a client that need
-several steps: a chat beside a hundred choices of another request keeps about its speed.
+after its first one at most double the time of a step: a chat beside a hundred choices of another
+request keeps about its speed. Beside other clients, the prompts of a client that need several steps
+take at most as long as a step of the others' rows.
 
 The oldest prompt gets half of the budget, those that need least the rest: short prompts do not wait
 for a long one, nor a long one forever. Lower classes come after all others; the oldest of each is
@@ -175,8 +176,9 @@ class ContinuousScheduler:
         prompts = [sequence for sequence in prompts if sequence.owner not in resting]
         doubled: dict[abc.Hashable, int] = {}
         if doubling is not None:
-            large = _large_clients(prompts, decoding, budget)
-            doubled = dict.fromkeys(large, doubling(len(decoding)))
+            rows_of = Counter(sequence.owner.client for sequence in decoding)
+            large = _large_clients(prompts, rows_of.keys(), budget)
+            doubled = {client: doubling(len(decoding) - rows_of[client]) for client in large}
         chunks: list[Chunk] = []
         if prompts:
             chunks = self._prefill(prompts, budget, prefix_pending, doubled)
@@ -506,11 +508,11 @@ def _remove(queue: list[Sequence], sequence: Sequence) -> None:
 
 
 def _large_clients(
-    prompts: abc.Iterable[Sequence], decoding: abc.Iterable[Sequence], budget: int
+    prompts: abc.Iterable[Sequence], decoding: abc.Set[abc.Hashable], budget: int
 ) -> list[abc.Hashable]:
     """Return the clients whose prompts take several steps, or are of a lower class, beside another
     client that decodes or whose prompts fit into one."""
-    needed, served = Counter[abc.Hashable](), {sequence.owner.client for sequence in decoding}
+    needed, served = Counter[abc.Hashable](), set(decoding)
     for sequence in prompts:
         is_lower = sequence.priority > Priority.INTERACTIVE
         needed[sequence.owner.client] += budget + 1 if is_lower else sequence.uncomputed

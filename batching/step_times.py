@@ -154,7 +154,7 @@ class PrefillBudget:
         fitting = int(left_s / token_s) if token_s else 0
         minimum = self._min_alone
         if token_s:
-            in_turn = int(MAX_TURN_ALONE_S / token_s)
+            in_turn = max(MIN_PREFILL_TOKENS, int(MAX_TURN_ALONE_S / token_s))
             minimum = (max if self._whole_prompts else min)(self._min_unmeasured, in_turn)
         if streaming:
             minimum = MIN_PREFILL_TOKENS if token_s else self._min_unmeasured

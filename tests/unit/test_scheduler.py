@@ -410,6 +410,17 @@ def test_long_prompts_at_most_double_the_step_of_another_client() -> None:
     assert sum(prompt_tokens(s, first, second)) == 200
 
 
+def test_rows_of_a_client_do_not_raise_the_limit_of_its_prompts() -> None:
+    s = scheduler_of(10000, max_running=32)
+    requests(s, *[1] * 10, length=20, client="a")
+    requests(s, 1, length=20, client="b")
+    while any(sequence.uncomputed > 1 for sequence in (*s.waiting, *s.running)):
+        prompt_tokens(s)
+    [large] = requests(s, 5, length=1000, client="a")
+    chunks = s.schedule(200, doubling=lambda rows: 10 * rows)
+    assert sum(c.count for c in chunks if c.is_prefill and c.sequence in large) == 10
+
+
 def test_prompts_of_a_single_step_and_those_of_the_same_client_are_not_limited() -> None:
     s = scheduler_of(10000, max_running=16)
     [stream] = requests(s, 1, length=10, client="a")

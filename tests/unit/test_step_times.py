@@ -41,6 +41,13 @@ def test_without_streams_a_slow_model_takes_more_but_not_the_maximum() -> None:
 
 
 @pytest.mark.parametrize("streaming", [True, False])
+def test_prompts_advance_however_slow_a_step_was(streaming: bool) -> None:
+    prefill = PrefillBudget("cpu")
+    prefill.times.learn(20, 0, 60.0)
+    assert prefill.prompt_tokens(streaming, spent_s=1.0) == MIN_PREFILL_TOKENS
+
+
+@pytest.mark.parametrize("streaming", [True, False])
 def test_a_fast_model_takes_what_fits_into_the_time(streaming: bool) -> None:
     tokens = trained(0.00004, random.Random(0)).prompt_tokens(streaming)
     assert MIN_PREFILL_TOKENS_ALONE["cpu"] < tokens < MAX_PREFILL_TOKENS["cpu"]
