@@ -174,7 +174,8 @@ def test_a_cache_uses_no_memory_before_its_first_write() -> None:
         first, pages = keys.data_ptr() // 4096, keys.nbytes // 4096
         with Path("/proc/self/pagemap").open("rb", buffering=0) as pagemap:
             pagemap.seek(8 * first)
-            return 4096 * sum(byte & 0xC0 > 0 for byte in pagemap.read(8 * pages)[7::8])
+            flags: bytes = pagemap.read(8 * pages)[7::8]
+            return 4096 * sum(flag >= 0x40 for flag in flags)
 
     assert resident() < 1e6
     keys[:1024] = 1
