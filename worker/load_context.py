@@ -10,9 +10,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from batching.errors import OnequeueError
@@ -92,7 +91,7 @@ def on_worker(function: Callable[[], T]) -> T:
     if (context := current_load()) is None:
         return function()
     context.advance()
-    result: T = context.run(partial(_with_modes, function, *_torch_modes()))
+    result: T = context.run(_without_gradients(function))
     context.advance()
     return result
 
@@ -130,18 +129,8 @@ def remaining_bytes() -> int:
     return max(0, context.limit - context.nbytes)
 
 
-def _torch_modes() -> tuple[bool, bool]:
+def _without_gradients(function: Callable[[], T]) -> Callable[[], T]:
+    """Return a function that torch, which has this mode for each thread, runs without gradients."""
     torch = sys.modules.get("torch")
-    if torch is None:
-        return True, False
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-
-
-def _with_modes(function: Callable[[], T], grad: bool, inference: bool) -> T:
-    """Run a function in the modes of torch that the loading thread has; each thread has its own."""
-    with ExitStack() as modes:
-        if torch := sys.modules.get("torch"):
-            modes.enter_context(torch.set_grad_enabled(grad))
-            if inference:
-                modes.enter_context(torch.inference_mode())
-        return function()
+    without: Callable[[], T] = torch.no_grad()(function) if torch else function
+    return without

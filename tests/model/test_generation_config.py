@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -311,6 +312,7 @@ def load(path: str, **options: Any) -> Any:
         {"forced_eos_token_id": [-1]},
         {"renormalize_logits": "yes"},
         {"temperature": "hot"},
+        {"repetition_penalty": math.inf},
         {"top_k": "50"},
         {"watermarking_config": {"bias": "large"}},
         {"eos_token_id": "</s>"},

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 
 from worker.load_context import (
     LoadContext,
@@ -35,3 +36,9 @@ def test_a_load_that_is_stopped_ends_at_its_next_progress() -> None:
             with pytest.raises(LoadStopped):
                 step()
     advance()  # without a load
+
+
+def test_a_loads_forwards_run_without_gradients() -> None:
+    with loading(LoadContext(call)):
+        assert not on_worker(torch.is_grad_enabled)
+    assert torch.is_grad_enabled()

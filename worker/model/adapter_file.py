@@ -11,10 +11,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 import regex
 import torch
+from msgspec import Meta
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -26,6 +28,7 @@ from worker.messages.adapters import InvalidAdapter
 MAX_CONFIG_BYTES = 1 << 20
 MAX_RANK = 512
 MAX_ALPHA = 1e6
+Alpha = Annotated[float, Meta(ge=-MAX_ALPHA, le=MAX_ALPHA)]
 MAX_PATTERN = 1000  # characters of a pattern of layers
 MATCH_TIMEOUT_S = 2.0  # for all patterns of a configuration
 FLOAT_DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -66,26 +69,31 @@ class LoraWeights:
         return sum(pair.down.nbytes + pair.up.nbytes for pair in self.pairs.values())
 
 
-@dataclass(frozen=True, slots=True)
-class LoraConfig:
-    alpha: float
-    use_rslora: bool
-    alpha_pattern: Mapping[str, float]
-    deadline: float  # of matching the patterns
+class LoraConfig(msgspec.Struct):
+    """The fields of adapter_config.json that are read, with their accepted values."""
 
-    def scale(self, layer: str, rank: int) -> float:
-        matching = (a for p, a in self.alpha_pattern.items() if self._matches(p, layer))
-        alpha = next(matching, self.alpha)
-        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+    peft_type: Literal["LORA"]
+    bias: Literal["none"] | None = None
+    r: Annotated[int, Meta(ge=1, le=MAX_RANK)] = 8
+    lora_alpha: Alpha = 8
+    use_rslora: bool | None = None
+    alpha_pattern: dict[Annotated[str, Meta(max_length=MAX_PATTERN)], Alpha] | None = None
 
-    def _matches(self, pattern: str, layer: str) -> bool:
-        """Return whether a key of a pattern field is the layer's, as PEFT compares them."""
-        left_s = max(0.001, self.deadline - time.monotonic())
-        try:
-            return bool(regex.match(rf"(.*\.)?({pattern})$", layer, timeout=left_s))
-        except (regex.error, RecursionError, TimeoutError) as error:
-            reason = f"alpha_pattern: {pattern!r:.100} cannot be matched with a layer"
-            raise InvalidAdapter(reason) from error
+    def scale(self, layer: str, rank: int, deadline: float) -> float:
+        """Return the scale of a layer. `deadline`: of matching the patterns."""
+        patterns = self.alpha_pattern or {}
+        matching = (a for p, a in patterns.items() if _matches(p, layer, deadline))
+        return next(matching, self.lora_alpha) / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+def _matches(pattern: str, layer: str, deadline: float) -> bool:
+    """Return whether a key of a pattern field is the layer's, as PEFT compares them."""
+    left_s = max(0.001, deadline - time.monotonic())
+    try:
+        return bool(regex.match(rf"(.*\.)?({pattern})$", layer, timeout=left_s))
+    except (regex.error, RecursionError, TimeoutError) as error:
+        reason = f"alpha_pattern: {pattern!r:.100} cannot be matched with a layer"
+        raise InvalidAdapter(reason) from error
 
 
 def read_config(folder: Path) -> LoraConfig:
@@ -94,48 +102,22 @@ def read_config(folder: Path) -> LoraConfig:
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
             raise InvalidAdapter(f"{CONFIG} is larger than {MAX_CONFIG_BYTES} bytes")
-        config = json.loads(path.read_text())
+        fields = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidAdapter(f"{CONFIG} cannot be read: {first_line(error)}") from None
-    if not isinstance(config, dict):
-        raise InvalidAdapter(f"{CONFIG} must be an object")
-    _check_config(config)
-    alphas = config.get("alpha_pattern") or {}
-    if not isinstance(alphas, dict) or not all(map(_is_alpha, alphas.values())):
-        raise InvalidAdapter(f"alpha_pattern: must map layers to numbers up to {MAX_ALPHA:g}")
-    if any(len(pattern) > MAX_PATTERN for pattern in alphas):
-        raise InvalidAdapter(f"alpha_pattern: a pattern has more than {MAX_PATTERN} characters")
-    rank, alpha = config.get("r", 8), config.get("lora_alpha", 8)
-    if not _is_alpha(alpha):
-        raise InvalidAdapter(
-            f"lora_alpha: must be a number up to {MAX_ALPHA:g}, not {alpha!r:.100}"
-        )
-    if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= MAX_RANK:
-        raise InvalidAdapter(f"r: must be 1 to {MAX_RANK}, not {rank!r:.100}")
-    deadline = time.monotonic() + MATCH_TIMEOUT_S
-    return LoraConfig(float(alpha), bool(config.get("use_rslora")), alphas, deadline)
-
-
-def _is_alpha(value: object) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and -MAX_ALPHA <= value <= MAX_ALPHA  # type: ignore[operator]  # not of a NaN
-
-
-def _check_config(config: Mapping[str, Any]) -> None:
-    """Raise InvalidAdapter for a field that is not supported."""
-    if (kind := config.get("peft_type")) != "LORA":
-        raise InvalidAdapter(f"peft_type: must be LORA, not {kind!r:.100}")
-    if (bias := config.get("bias") or "none") != "none":
-        raise InvalidAdapter(f"bias: must be none, not {bias!r:.100}")
-    init = config.get("init_lora_weights")
-    if init not in INITIALIZATIONS:
+    try:
+        config = msgspec.convert(fields, LoraConfig)
+    except msgspec.ValidationError as error:
+        raise InvalidAdapter(f"{CONFIG}: {error}") from None
+    if (init := fields.get("init_lora_weights")) not in INITIALIZATIONS:
         raise InvalidAdapter(
             f"init_lora_weights: {init!r:.100} changes the weights of the base: convert the "
             "adapter to plain LoRA"
         )
-    for field, value in config.items():
+    for field, value in fields.items():
         if field not in IGNORED and value:
             raise InvalidAdapter(f"{field:.100}: {value!r:.100} is not supported")
+    return config
 
 
 def read_weights(
@@ -149,7 +131,7 @@ def read_weights(
 
     Raise InvalidAdapter where it does not fit them, or does not fit into memory.
     """
-    config = read_config(folder)
+    config, deadline = read_config(folder), time.monotonic() + MATCH_TIMEOUT_S
     try:
         with safe_open(folder / WEIGHTS, framework="pt") as file:
             ranks = _check_tensors(file, layers, dtype, free_bytes)
@@ -157,7 +139,7 @@ def read_weights(
             for layer, (rank, prefix) in ranks.items():
                 advance()
                 down, up = (file.get_tensor(f"{prefix}.lora_{part}.weight") for part in "AB")
-                up = up.float().T * config.scale(layer, rank)
+                up = up.float().T * config.scale(layer, rank, deadline)
                 pairs[layer] = LoraPair(
                     down.to(device, dtype).contiguous(), up.to(device, dtype).contiguous()
                 )

@@ -6,10 +6,12 @@ generation/input_processor.py, logits processors are built in logits_processors.
 
 import json
 import logging
-import math
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+import sys
+from collections.abc import Mapping
+from typing import Annotated, Any
 
+import msgspec
+from msgspec import Meta
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import (
     BaseWatermarkingConfig,
@@ -17,143 +19,76 @@ from transformers.generation.configuration_utils import (
 )
 from transformers.utils.hub import cached_file
 
+from worker.error_classification import first_line
 from worker.model.loading import LoadingFailed
 
 log = logging.getLogger("onequeue.generation_config")
 
 FILE = "generation_config.json"
+MAX_TOKEN_ID = 1 << 62  # of any vocabulary
+MAX_FLOAT = sys.float_info.max  # without infinity
+Number = Annotated[float, Meta(ge=-MAX_FLOAT, le=MAX_FLOAT)]
+Positive = Annotated[float, Meta(gt=0, le=MAX_FLOAT)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+PositiveShare = Annotated[float, Meta(gt=0, le=1)]
+Count = Annotated[int, Meta(ge=0)]
+PositiveCount = Annotated[int, Meta(ge=1)]
+Text = Annotated[str, Meta(min_length=1)]
 
 
-class Expected(NamedTuple):
-    """The accepted values of a field. null is accepted in all of them."""
-
-    accepts: Callable[[Any, float], bool]  # a value, and the number of tokens in the vocabulary
-    text: str
-
-
-def is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def is_number(value: Any) -> bool:
-    return is_integer(value) or (isinstance(value, float) and math.isfinite(value))
-
-
-def is_token(value: Any, vocab_size: float) -> bool:
-    return is_integer(value) and 0 <= value < vocab_size
-
-
-def is_token_list(value: Any, vocab_size: float) -> bool:
-    return (
-        isinstance(value, list) and bool(value) and all(is_token(id_, vocab_size) for id_ in value)
-    )
-
-
-def is_sequence_bias(value: Any, vocab_size: float) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(entry, list)
-        and len(entry) == 2
-        and is_token_list(entry[0], vocab_size)
-        and is_number(entry[1])
-        for entry in value
-    )
-
-
-def is_watermark(value: Any, _: float) -> bool:
-    if isinstance(value, BaseWatermarkingConfig):  # transformers has parsed it
-        return True
-    try:
-        config: Any = WatermarkingConfig(**value)  # its methods are not annotated
-        config.validate()
-    except (TypeError, ValueError):
-        return False
-    return 0 < config.greenlist_ratio < 1 and is_number(config.bias)
+def field_types(vocab_size: int) -> dict[str, Any]:
+    """Return the type of each field. null is accepted in all of them."""
+    token = Annotated[int, Meta(ge=0, lt=vocab_size)]
+    tokens = Annotated[list[token], Meta(min_length=1)]
+    return {
+        "do_sample": bool,
+        "temperature": Annotated[float, Meta(ge=0, le=MAX_FLOAT)],
+        "top_p": Share,
+        "top_k": Annotated[int, Meta(ge=-1)],
+        "min_p": Share,
+        "top_h": PositiveShare,
+        "typical_p": PositiveShare,
+        "epsilon_cutoff": Share,
+        "eta_cutoff": Share,
+        "repetition_penalty": Positive,
+        "encoder_repetition_penalty": Positive,
+        "no_repeat_ngram_size": Count,
+        "encoder_no_repeat_ngram_size": Count,
+        "max_length": PositiveCount,
+        "max_new_tokens": PositiveCount,
+        "min_length": Count,
+        "min_new_tokens": Count,
+        "forced_bos_token_id": token,
+        "forced_eos_token_id": token | tokens,
+        # ids beyond the vocabulary have no effect in these, as in `generate`
+        "eos_token_id": int | list[int],
+        "suppress_tokens": list[int],
+        "begin_suppress_tokens": list[int],
+        "bad_words_ids": list[tokens],
+        "sequence_bias": list[tuple[tokens, Number]],
+        "exponential_decay_length_penalty": tuple[int, Positive],
+        "remove_invalid_values": bool,
+        "renormalize_logits": bool,
+        "stop_strings": Text | list[Text],
+        "watermarking_config": BaseWatermarkingConfig,
+        "num_beams": PositiveCount,
+        "num_return_sequences": PositiveCount,
+        "pad_token_id": int,
+    }
 
 
-def integer(minimum: int) -> Expected:
-    return Expected(
-        lambda value, _: is_integer(value) and value >= minimum, f"an integer of at least {minimum}"
-    )
+def to_watermark(kind: type, value: Any) -> Any:
+    """Convert a watermarking_config, for msgspec. Raise ValueError or TypeError."""
+    if isinstance(value, kind):  # transformers has parsed it
+        return value
+    config: Any = WatermarkingConfig(**value)  # its methods are not annotated
+    config.validate()
+    if not 0 < config.greenlist_ratio < 1:
+        raise ValueError("greenlist_ratio is not between 0 and 1")
+    msgspec.convert(config.bias, Number)
+    return config
 
 
-def number(minimum: float, maximum: float = math.inf, above: bool = False) -> Expected:
-    """Expect a number of at least `minimum`, or `above` it, and at most `maximum`."""
-
-    def accepts(value: Any, _: float) -> bool:
-        return is_number(value) and minimum <= value <= maximum and not (above and value == minimum)
-
-    lower = f"above {minimum:g}" if above else f"of at least {minimum:g}"
-    upper = f" and at most {maximum:g}" if maximum < math.inf else ""
-    return Expected(accepts, f"a number {lower}{upper}")
-
-
-BOOLEAN = Expected(lambda value, _: isinstance(value, bool), "true or false")
-TOKEN = Expected(is_token, "a token id of this model")
-TOKENS = Expected(
-    lambda value, vocab_size: is_token(value, vocab_size) or is_token_list(value, vocab_size),
-    "a token id of this model or a list of them",
-)
-# Ids beyond the vocabulary have no effect in these, as in `generate`.
-INTEGERS = Expected(
-    lambda value, _: isinstance(value, list) and all(map(is_integer, value)), "a list of token ids"
-)
-FIELDS = {
-    "do_sample": BOOLEAN,
-    "temperature": number(0),
-    "top_p": number(0, 1),
-    "top_k": integer(-1),
-    "min_p": number(0, 1),
-    "top_h": number(0, 1, above=True),
-    "typical_p": number(0, 1, above=True),
-    "epsilon_cutoff": number(0, 1),
-    "eta_cutoff": number(0, 1),
-    "repetition_penalty": number(0, above=True),
-    "encoder_repetition_penalty": number(0, above=True),
-    "no_repeat_ngram_size": integer(0),
-    "encoder_no_repeat_ngram_size": integer(0),
-    "max_length": integer(1),
-    "max_new_tokens": integer(1),
-    "min_length": integer(0),
-    "min_new_tokens": integer(0),
-    "eos_token_id": Expected(
-        lambda value, _: is_integer(value) or INTEGERS.accepts(value, 0),
-        "a token id or a list of them",
-    ),
-    "forced_bos_token_id": TOKEN,
-    "forced_eos_token_id": TOKENS,
-    "suppress_tokens": INTEGERS,
-    "begin_suppress_tokens": INTEGERS,
-    "bad_words_ids": Expected(
-        lambda value, vocab_size: (
-            isinstance(value, list) and all(is_token_list(ids, vocab_size) for ids in value)
-        ),
-        "a list of non-empty lists of token ids of this model",
-    ),
-    "sequence_bias": Expected(is_sequence_bias, "a list of [list of token ids, number]"),
-    "exponential_decay_length_penalty": Expected(
-        lambda value, _: (
-            isinstance(value, (list, tuple))
-            and len(value) == 2
-            and is_integer(value[0])
-            and is_number(value[1])
-            and value[1] > 0
-        ),
-        "a list of an integer and a number above 0",
-    ),
-    "remove_invalid_values": BOOLEAN,
-    "renormalize_logits": BOOLEAN,
-    "stop_strings": Expected(
-        lambda value, _: all(
-            isinstance(text, str) and text
-            for text in (value if isinstance(value, list) else [value])
-        ),
-        "a non-empty text or a list of them",
-    ),
-    "watermarking_config": Expected(is_watermark, "the fields of a WatermarkingConfig"),
-    "num_beams": integer(1),
-    "num_return_sequences": integer(1),
-    "pad_token_id": Expected(lambda value, _: is_integer(value), "a token id"),
-}
 # Fields that `generate` obeys and a batch of requests cannot, with the values that have no effect.
 NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,),
@@ -206,15 +141,20 @@ def read_generation_config(path: str) -> Mapping[str, Any]:
     return fields
 
 
-def check_generation_config(fields: Mapping[str, Any], vocab_size: float = math.inf) -> None:
+def check_generation_config(fields: Mapping[str, Any], vocab_size: int = MAX_TOKEN_ID) -> None:
     """Raise LoadingFailed, in one sentence, at the first malformed field. Without `vocab_size` any
     token id is accepted."""
-    for name, expected in FIELDS.items():
+    for name, kind in field_types(vocab_size).items():
         value = fields.get(name)
-        if value is not None and not expected.accepts(value, vocab_size):
+        if value is None:
+            continue
+        try:
+            msgspec.convert(value, kind, dec_hook=to_watermark)
+        except msgspec.ValidationError as error:
             text = repr(value)
             shown = text if len(text) <= 60 else f"{text[:60]}…"
-            raise LoadingFailed(f"its generation_config has {name}: {shown}, not {expected.text}")
+            why = first_line(error)
+            raise LoadingFailed(f"its generation_config has {name}: {shown}: {why}") from error
 
 
 def not_served(fields: Mapping[str, Any]) -> list[str]:
