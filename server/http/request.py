@@ -20,7 +20,6 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from prometheus_client import Counter, Histogram
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -107,7 +106,6 @@ class Application:
         self.logs_requests = False
         self.sends_request_id = True
         self.telemetry: Telemetry | None = None
-        self._counters: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
         self.respond: ASGIApp = self._respond
         if settings.cors_origins:
             self.respond = Cors(
@@ -174,20 +172,13 @@ class Application:
             self.memory.release(transfer)
             path = self._templates.get(scope.get("endpoint"), route_path(scope))
             path = scope.get("counted_as", path)
-            self._count(path if path in self.paths else "other", status, record.seconds)
+            endpoint = path if path in self.paths else "other"
+            self.metrics.requests.labels(endpoint, status).inc()
+            self.metrics.latency.labels(endpoint).observe(record.seconds)
             if self.logs_requests:
                 log_request(scope, status)
             if self.telemetry and path in self.paths and path not in PROBES:
                 self.telemetry.record_request(scope, path, status, time.monotonic())
-
-    def _count(self, endpoint: str, status: int, seconds: float) -> None:
-        if (counters := self._counters.get((endpoint, status))) is None:
-            metrics = self.metrics  # labels() takes longer than counting
-            counters = metrics.requests.labels(endpoint, status), metrics.latency.labels(endpoint)
-            self._counters[endpoint, status] = counters
-        requests, latency = counters
-        requests.inc()
-        latency.observe(seconds)
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send a route's response, or the envelope of its exception."""
