@@ -4,8 +4,7 @@ Both use the tokenizer without a forward pass, and run in a pool thread. So do t
 tokens of a prompt, by rendering and tokenizing it.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -162,18 +161,11 @@ async def run_tokenizer(
     """Return the result of `work`, which runs in a pool thread. Raises DeadlineExceeded."""
 
     def run(model: TextModel) -> T:
-        with panics_as_invalid_input():
+        try:
             return work(model)
+        except Exception:
+            raise
+        except BaseException as error:  # a panic in a Rust library is not an Exception
+            raise InvalidInput("the tokenizer failed on this input") from error
 
     return await in_thread(run, model, deadline, threads)
-
-
-@contextlib.contextmanager
-def panics_as_invalid_input() -> Iterator[None]:
-    """Convert a panic of the Rust tokenizer, which is no Exception."""
-    try:
-        yield
-    except Exception:
-        raise
-    except BaseException as error:
-        raise InvalidInput("the tokenizer failed on this input") from error
