@@ -111,12 +111,15 @@ class ToolUse(Struct, tag_field="type", tag="tool_use"):
     input: dict[str, Any]
 
 
+AssistantBlock: TypeAlias = TextBlock | Thinking | RedactedThinking | ToolUse
+
+
 class UserMessage(Struct, tag_field="role", tag="user"):
     content: str | list[ContentBlock | ToolResult]
 
 
 class AssistantMessage(Struct, tag_field="role", tag="assistant"):
-    content: str | list[TextBlock | Thinking | RedactedThinking | ToolUse]
+    content: str | list[AssistantBlock]
 
 
 class SystemMessage(Struct, tag_field="role", tag="system"):
@@ -160,7 +163,7 @@ class Conversion:
         else:
             self._add_user(message.content, path)
 
-    def _add_assistant(self, content: str | Sequence[Any]) -> None:
+    def _add_assistant(self, content: str | list[AssistantBlock]) -> None:
         texts: list[str] = []
         reasoning: list[str] = []
         calls: list[Document] = []

@@ -84,9 +84,10 @@ class Metrics:
         self.max_reports = MAX_REPORTS
         self.reports: list[tuple[str, BatchReport | StepReport]] = []  # with the model's name
         common: dict[str, Any] = {"namespace": "onequeue", "registry": self.registry}
-        counter, gauge = partial(Counter, **common), partial(Gauge, **common)
-        seconds = partial(Histogram, **common, buckets=SECONDS)
-        tokens = partial(Histogram, **common, buckets=TOKENS)
+        counter: Callable[..., Counter] = partial(Counter, **common)
+        gauge: Callable[..., Gauge] = partial(Gauge, **common)
+        seconds: Callable[..., Histogram] = partial(Histogram, **common, buckets=SECONDS)
+        tokens: Callable[..., Histogram] = partial(Histogram, **common, buckets=TOKENS)
         self.requests = counter("requests", "Responses sent", ["endpoint", "status"])
         latency = "Time from a request to the end of its response"
         self.latency = seconds("request_seconds", latency, ["endpoint"])

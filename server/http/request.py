@@ -29,7 +29,7 @@ from batching.errors import ClientGone, Draining, InvalidInput
 from server.core.api_keys import Keyring
 from server.core.request_context import RequestRecord
 from server.core.settings import Settings
-from server.core.worker_client import Deadlines, WorkerClient
+from server.core.worker_client import Deadlines, IncomingRequest, WorkerClient
 from server.http.access import Cors, identify, limit_headers
 from server.http.access_log import PROBES, log_request
 from server.http.cross_site import CrossSiteRules
@@ -250,29 +250,29 @@ class RequestBody(NamedTuple):
 
     media: str  # the content type in lower case, without parameters; may be empty
     body: bytes
-    deadlines: Deadlines
+    incoming: IncomingRequest
 
 
 async def read_request(scope: Scope, receive: Receive) -> RequestBody:
     """Return the whole body. Raises the errors of `read_headers` and `read_body`."""
     headers, deadlines = read_headers(scope)
     body = await read_body(scope, receive, headers, deadlines.first)
-    return RequestBody(media_type(headers), body, deadlines)
+    return RequestBody(media_type(headers), body, IncomingRequest(scope, receive, deadlines))
 
 
-async def read_json_request(scope: Scope, receive: Receive) -> tuple[bytes, Deadlines]:
-    """Return the unparsed body of a JSON request, and its deadlines.
+async def read_json_request(scope: Scope, receive: Receive) -> tuple[bytes, IncomingRequest]:
+    """Return the unparsed body of a JSON request, and the request.
 
     Raises, beyond the errors of `read_request`, HttpError (415) for a media type that cannot be
     JSON, and a Refused (503) if no model accepts work now. A single model may still refuse it when
     it is submitted."""
-    media, body, deadlines = await read_request(scope, receive)
+    media, body, incoming = await read_request(scope, receive)
     # a form's content type may be JSON: `curl -d '{…}'` sends it
     if media.partition("/")[0] in ("multipart", "image", "audio", "video"):
         raise HttpError(415, f"Content-Type must be application/json, not {media[:100]!r}")
     if (refusal := scope["app"].worker_client.refusal()) is not None:
         raise refusal
-    return body, deadlines
+    return body, incoming
 
 
 async def read_body(scope: Scope, receive: Receive, headers: Headers, deadline: float) -> bytes:

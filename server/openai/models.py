@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from batching.errors import InvalidInput
 from server.core.model_manager import AWAIT_MODEL, Residency
 from server.core.settings import ModelReference, SettingsError
-from server.core.worker_client import Deadlines, Submission, WorkerClient
+from server.core.worker_client import IncomingRequest, Submission, WorkerClient
 from server.http.access import check_admin
 from server.http.errors import HttpError
 from server.http.json import JsonBodyParser, parse_json
@@ -164,16 +164,13 @@ class NamedModel:
         return text_model
 
     @asynccontextmanager
-    async def loaded(
-        self, scope: Scope, receive: Receive, deadlines: Deadlines
-    ) -> AsyncIterator[TextModel]:
+    async def loaded(self, incoming: IncomingRequest) -> AsyncIterator[TextModel]:
         """Have the model loaded and keep it. Raises the errors of a submission."""
         if self.served.state == "ready":
             yield self.text_model
             return
-        with Submission[None](
-            self.worker_client, self.registry_name, [AWAIT_MODEL], deadlines, receive, scope
-        ) as submission:
+        name = self.registry_name
+        with Submission[None](self.worker_client, name, [AWAIT_MODEL], incoming) as submission:
             await submission.items[0].future
             yield self.text_model
 
@@ -370,8 +367,8 @@ class ModelListing:
         return model.describe(name if name in model.aliases else model.id)
 
     async def _model(self, scope: Scope, receive: Receive, models: ModelGroup) -> NamedModel:
-        body, deadlines = await read_json_request(scope, receive)
-        document = await self.body_parser.run(parse_json, body, deadlines.first)
+        body, incoming = await read_json_request(scope, receive)
+        document = await self.body_parser.run(parse_json, body, incoming.deadlines.first)
         required(document.get("model"), "model")
         return models.find(decode(document, LoadRequest, models.id_for).model)
 

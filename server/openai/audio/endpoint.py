@@ -14,7 +14,7 @@ from prometheus_client import Counter
 from starlette.types import Receive, Scope, Send
 
 from server.core.delta_stream import DeltaStream
-from server.core.worker_client import WorkerClient
+from server.core.worker_client import IncomingRequest, WorkerClient
 from server.http.operation import FORM, TEXT, Operation
 from server.http.sse import data_frame
 from server.http.upload import Uploads
@@ -103,8 +103,7 @@ class SpeechEndpoint:
             request.model = model.id
             payloads = [request.transcription_input(form.path)]
             builder = TranscriptBuilder(request, self.worker_client.metrics.audio_s)
-            stream: DeltaStream[TranscriptDelta] = DeltaStream(
-                self.worker_client, model.registry_name, payloads, deadlines, receive, scope
-            )
+            incoming, name = IncomingRequest(scope, receive, deadlines), model.registry_name
+            stream = DeltaStream[TranscriptDelta](self.worker_client, name, payloads, incoming)
             with stream:
                 await respond(scope, send, stream, builder)

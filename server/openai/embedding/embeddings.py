@@ -15,9 +15,9 @@ from msgspec import Meta
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput
-from server.core.worker_client import Deadlines
+from server.core.worker_client import IncomingRequest
 from server.http.json import Document, to_json
-from server.http.ndjson import LineWork, serve_lines
+from server.http.ndjson import LineStream, LineWork
 from server.http.operation import Operation
 from server.http.request import is_ndjson
 from server.openai.embedding.endpoint import (
@@ -109,7 +109,7 @@ class EmbeddingEndpoint(ScoringEndpoint[EmbeddingOutput]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if is_ndjson(scope):
-            await serve_lines(scope, receive, send, self)
+            await LineStream(scope, receive, send, self).run()
         else:
             await super().__call__(scope, receive, send)
 
@@ -127,9 +127,9 @@ class EmbeddingEndpoint(ScoringEndpoint[EmbeddingOutput]):
         return self.read_document({**parameters, **value})
 
     def submit_line(
-        self, request: ScoringTask[EmbeddingOutput], scope: Scope, deadlines: Deadlines
+        self, request: ScoringTask[EmbeddingOutput], incoming: IncomingRequest
     ) -> LineWork:
-        work = self.submit(scope, request, deadlines, None)
+        work = self.submit(incoming, request)
 
         async def content() -> bytes:
             outputs = [await item.future for item in work.items]

@@ -9,10 +9,10 @@ from typing import Annotated, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import anyio.to_thread
 from msgspec import Meta, Struct
-from starlette.types import Receive, Scope, Send
+from starlette.types import Scope, Send
 
 from batching.errors import InvalidInput
-from server.core.worker_client import Deadlines, Submission
+from server.core.worker_client import IncomingRequest, Submission
 from server.http.json import INLINE_BYTES, Document, parse_json
 from server.http.request import send_parts
 from server.openai.endpoint import BodyEndpoint
@@ -75,35 +75,23 @@ class ScoringEndpoint(BodyEndpoint[ScoringTask[Result]]):
     kind: type[ScoringBody[Result]]
 
     async def serve(
-        self,
-        scope: Scope,
-        receive: Receive | None,
-        send: Send,
-        request: ScoringTask[Result],
-        deadlines: Deadlines,
+        self, incoming: IncomingRequest, send: Send, request: ScoringTask[Result]
     ) -> None:
-        with self.submit(scope, request, deadlines, receive) as submission:
+        with self.submit(incoming, request) as submission:
             outputs = [await item.future for item in submission.items]
         content = request.body.content
-        if scope["transfer"].held > INLINE_BYTES:
+        if incoming.scope["transfer"].held > INLINE_BYTES:
             parts = await anyio.to_thread.run_sync(content, outputs)
         else:
             parts = content(outputs)
         await send_parts(send, parts, submission.timing_headers())
 
-    def submit(
-        self,
-        scope: Scope,
-        task: ScoringTask[Result],
-        deadlines: Deadlines,
-        receive: Receive | None,
-    ) -> Submission[Result]:
+    def submit(self, incoming: IncomingRequest, task: ScoringTask[Result]) -> Submission[Result]:
         """Submit the payloads, or raise a Refused."""
         body, model, payloads = task
-        namespace = scope["context"].cache_namespace(model.id, body.cache_salt)
+        namespace = incoming.scope["context"].cache_namespace(model.id, body.cache_salt)
         inputs = [replace(payload, cache_namespace=namespace) for payload in payloads]
-        name = model.registry_name
-        return Submission(self.worker_client, name, inputs, deadlines, receive, scope)
+        return Submission(self.worker_client, model.registry_name, inputs, incoming)
 
     def parse(self, body: bytes, scope: Scope) -> ScoringTask[Result]:
         return self.read_document(parse_json(body))
