@@ -133,6 +133,7 @@ class NamedModel:
             self.names |= {None, *ANY_MODEL}
         if not reference.is_named:
             self.names.add(reference.path)
+        self.adapter: Adapter | None = None  # that its requests run with
         self.adapters: dict[str, AdaptedModel] = {}  # by name
         self.aliases: list[str] = []
         self.patterns: dict[str, int] = {}  # aliases with a `*`: their places in MODEL_ALIASES
@@ -146,11 +147,6 @@ class NamedModel:
             self.names.add(self.id)
             if self.id in ids:
                 raise SettingsError(f"two models are served by the name {self.id!r}")
-
-    @property
-    def adapter(self) -> Adapter | None:
-        """The adapter that its requests run with."""
-        return None
 
     @property
     def served(self) -> ServedModel:
@@ -242,16 +238,14 @@ class NamedModel:
 class AdaptedModel(NamedModel):
     """A language model with a LoRA adapter, which requests name by the adapter's name."""
 
+    adapter: Adapter
+
     def __init__(self, base: NamedModel, adapter: Adapter) -> None:
         reference = ModelReference(adapter.name, adapter.name, "", is_named=True)
         super().__init__(reference, base.worker_client, base.registry_name)
         self.names = {self.id}
         self.base = base
-        self._adapter = adapter
-
-    @property
-    def adapter(self) -> Adapter:
-        return self._adapter
+        self.adapter = adapter
 
     def status(self) -> ModelStatus:
         status = super().status()

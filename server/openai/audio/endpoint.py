@@ -18,7 +18,7 @@ from server.core.worker_client import IncomingRequest, WorkerClient
 from server.http.operation import FORM, TEXT, Operation
 from server.http.sse import data_frame
 from server.http.upload import Uploads
-from server.openai.audio.formats import Transcript, encode, token_scores
+from server.openai.audio.formats import ENCODERS, Transcript, token_scores
 from server.openai.audio.request import (
     TranscriptionRequest,
     TranslationRequest,
@@ -83,8 +83,8 @@ class TranscriptBuilder(ResponseBuilder[TranscriptDelta]):
         for delta in deltas:
             self.transcript.add(delta)
         self.seconds.inc(self.transcript.seconds)
-        content, self.media_type = encode(self.transcript, self.request)
-        return content
+        self.media_type, encode = ENCODERS[self.request.format]
+        return encode(self.transcript, self.request)
 
 
 @dataclass(eq=False)

@@ -23,10 +23,10 @@ from server.http.request import is_ndjson
 from server.openai.embedding.endpoint import (
     MAX_INPUTS,
     ScoringEndpoint,
+    ScoringRequest,
     ScoringTask,
-    TruncationFields,
 )
-from server.openai.request_fields import PositiveInt, Salt, TextsOrIds, read_inputs
+from server.openai.request_fields import PositiveInt, TextsOrIds, read_inputs
 from server.openai.response_schemas import Embeddings, EmbeddingUsage
 from worker.messages.scoring import EmbeddingInput, EmbeddingOutput, PartSize, split_parts
 
@@ -37,16 +37,14 @@ Inputs = Annotated[
 ]
 
 
-class EmbeddingRequest(TruncationFields, kw_only=True):
+class EmbeddingRequest(ScoringRequest, kw_only=True):
     input: str | Inputs | None = None
     inputs: str | Inputs | None = None
-    model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: PositiveInt | None = None
     input_type: str | None = None
     prompt_name: str | None = None
     normalize: bool | None = None
-    cache_salt: Salt | None = None
 
     @property
     def is_bare(self) -> bool:
@@ -104,7 +102,7 @@ EMBEDDINGS = [
 
 
 @dataclass(eq=False)
-class EmbeddingEndpoint(ScoringEndpoint[EmbeddingOutput]):
+class EmbeddingEndpoint(ScoringEndpoint):
     """Also takes NDJSON: a line is a text, or a body; its `parameters` are fields of the body."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -117,7 +115,7 @@ class EmbeddingEndpoint(ScoringEndpoint[EmbeddingOutput]):
     def model(self) -> str:
         return self.models.default.registry_name
 
-    def parse_line(self, value: str | Document, scope: Scope) -> ScoringTask[EmbeddingOutput]:
+    def parse_line(self, value: str | Document, scope: Scope) -> ScoringTask:
         if isinstance(value, str):
             return self.read_document({"input": value})
         if (parameters := value.pop("parameters", None)) is None:
@@ -126,9 +124,7 @@ class EmbeddingEndpoint(ScoringEndpoint[EmbeddingOutput]):
             raise InvalidInput.at("parameters", "must be an object")
         return self.read_document({**parameters, **value})
 
-    def submit_line(
-        self, request: ScoringTask[EmbeddingOutput], incoming: IncomingRequest
-    ) -> LineWork:
+    def submit_line(self, request: ScoringTask, incoming: IncomingRequest) -> LineWork:
         work = self.submit(incoming, request)
 
         async def content() -> bytes:
