@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.routing import Router
 
@@ -23,6 +23,7 @@ from server.entries import ModelEntry, model_entries, shares_recognizer
 from server.http.request import Application
 from server.lifespan import lifespan
 from server.preflight import (
+    KINDS,
     MODELS,
     check_hub,
     check_models,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from server.core.telemetry import Telemetry
 
 Options = TypeVar("Options")
+Loaders = Mapping[str, Callable[[], Any]]  # of models that are not the settings', by kind
 # Folders of the demo models.
 DEMOS = {
     "pipeline": "fill-mask", "generation": "chat", "embedding": "embedding",
@@ -88,8 +90,9 @@ def create_app(
 
     The loaders run on the worker thread. By default they load the models that the settings name;
     a model named `none` is not served."""
-    loaders = Loaders(load, load_chat, load_embedder, load_reranker, load_transcriber)
-    with_loader = {name for name, loader in zip(MODELS, loaders, strict=True) if loader}
+    given = load, load_chat, load_embedder, load_reranker, load_transcriber
+    loaders: Loaders = {kind: own for kind, own in zip(KINDS, given, strict=True) if own}
+    with_loader = {name for name, kind in MODELS.items() if kind in loaders}
     settings = check_models(settings, with_loader)
     entries = model_entries(settings, with_loader)
     cores = find_cores(settings.pin_worker, openmp_threads())
@@ -134,16 +137,6 @@ def make_telemetry(app: Application) -> "Telemetry":
         raise SettingsError(f"OTEL variables: {error}") from None
 
 
-class Loaders(NamedTuple):
-    """Functions that load the models instead of the settings, in the order of MODELS."""
-
-    pipeline: Callable[[], Runner] | None
-    chat: Callable[[], Generator] | None
-    embedder: Callable[[], Runner] | None
-    reranker: Callable[[], Runner] | None
-    transcriber: Callable[[], Engine] | None
-
-
 def served_models(
     settings: Settings, entries: Sequence[ModelEntry], loaders: Loaders
 ) -> list[ServedModel]:
@@ -155,36 +148,32 @@ def served_models(
             continue
         model: ServedModel
         if entry.generates:
-            load_chat = loaders.chat if entry.kind == "generation" else None
             later_caches = partial(count_later_caches, models, entry.name)
-            load_chat = load_chat or partial(load_language_model, entry, later_caches)
+            given = loaders.get(entry.kind) if entry.kind == "generation" else None
+            load_chat = given or partial(load_language_model, entry, later_caches)
             model = ServedModel(entry.name, load_chat, entry.settings.max_running, generates=True)
         elif entry.kind == "transcription":
             shared = [name for name, pipe in pipelines.items() if shares_recognizer(pipe, entry)]
-            recognizer = models[shared[0]] if shared and not any(loaders) else None
-            load_speech = loaders.transcriber or partial(load_transcriber, entry, recognizer)
-            model = ServedModel(entry.name, load_speech, settings.max_batch_size)
+            recognizer = models[shared[0]] if shared and not loaders else None
+            own = partial(load_transcriber, entry, recognizer)
+            model = ServedModel(entry.name, loaders.get(entry.kind, own), settings.max_batch_size)
             if recognizer:  # one holds the other's weights
                 for sharing in (recognizer, model):
                     sharing.pin = True
                     sharing.load_at_start()
-        elif entry.kind == "pipeline" and entry.generates_text and not loaders.pipeline:
+        elif entry.kind == "pipeline" and entry.generates_text and entry.kind not in loaders:
             model = text_pipeline_model(entry, partial(count_later_caches, models, entry.name))
         else:
-            given = {
-                "pipeline": loaders.pipeline,
-                "embedding": loaders.embedder,
-                "rerank": loaders.reranker,
-            }[entry.kind]
-            own = load_pipeline if entry.kind == "pipeline" else load_scoring
-            load = partial(load_given, given) if given else partial(own, entry)
+            load = partial(load_pipeline if entry.kind == "pipeline" else load_scoring, entry)
+            if given := loaders.get(entry.kind):
+                load = partial(load_given, given)
             model = batched_model(entry.name, load, settings)
         if entry.kind == "pipeline":
             pipelines[entry.name] = entry
         models[entry.name] = model
         model.title, model.path = entry.reference.name, entry.reference.path
         model.pin = model.pin or entry.reference.pin
-        if not any(loaders):
+        if not loaders:
             model.measure = partial(measure_model, entry)
         if entry.name == entry.kind:
             model.load_at_start()

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from batching.errors import InvalidInput, ItemFailed
 from server.core.settings import Settings
-from server.core.worker_client import Deadlines, Submission, WorkerClient
+from server.core.worker_client import IncomingRequest, Submission, WorkerClient
 from server.http.errors import HttpError
 from server.http.form import Form
 from server.http.json import (
@@ -29,7 +29,7 @@ from server.http.json import (
     parse_value,
     to_json,
 )
-from server.http.ndjson import LineWork, serve_lines
+from server.http.ndjson import LineStream, LineWork
 from server.http.operation import FORM as MULTIPART
 from server.http.operation import JSON, TEXT, Operation, Schema
 from server.http.request import count_failure, is_ndjson, read_request, send_json
@@ -282,21 +282,22 @@ class PipelineEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if is_ndjson(scope):
-            return await serve_lines(scope, receive, send, self)
+            return await LineStream(scope, receive, send, self).run()
         parser = self.parser
-        media, body, deadlines = await read_request(scope, receive)
+        media, body, incoming = await read_request(scope, receive)
+        deadline = incoming.deadlines.first
         parser.check_media(media)
         if media == MULTIPART:
             parse_form = partial(parser.parse_form, boundary=boundary_from(dict(scope["headers"])))
-            payload = await in_thread(parse_form, body, deadlines.first, None)
+            payload = await in_thread(parse_form, body, deadline, None)
             request = PipelineRequest([payload])
         elif len(body) > INLINE_BYTES and (parser.task.kind == "text" or may_be_json(body, media)):
             parse = partial(parser.parse, media=media)
-            request = await self.body_parser.run(parse, body, deadlines.first)
+            request = await self.body_parser.run(parse, body, deadline)
         else:  # raw bytes need no parsing
             request = parser.parse(body, media)
         try:
-            with self.submit(scope, request, deadlines, receive) as work:
+            with self.submit(incoming, request) as work:
                 content = await self.content(scope, request, work)
         except InvalidInput as error:
             if media == FORM and isinstance(request.inputs[0].inputs, bytes):
@@ -304,16 +305,9 @@ class PipelineEndpoint:
             raise
         await send_json(send, content, headers=work.timing_headers())
 
-    def submit(
-        self,
-        scope: Scope,
-        request: PipelineRequest,
-        deadlines: Deadlines,
-        receive: Receive | None,
-    ) -> Submission[bytes]:
+    def submit(self, incoming: IncomingRequest, request: PipelineRequest) -> Submission[bytes]:
         """Submit the inputs, or raise a Refused."""
-        inputs = request.inputs
-        return Submission(self.worker_client, self.model, inputs, deadlines, receive, scope)
+        return Submission(self.worker_client, self.model, request.inputs, incoming)
 
     async def content(
         self, scope: Scope, request: PipelineRequest, work: Submission[bytes]
@@ -344,9 +338,9 @@ class PipelineEndpoint:
     def parse_line(self, value: str | Document, scope: Scope) -> PipelineRequest:
         return self.parser.read_document({"inputs": value} if isinstance(value, str) else value)
 
-    def submit_line(self, request: PipelineRequest, scope: Scope, deadlines: Deadlines) -> LineWork:
-        work = self.submit(scope, request, deadlines, None)
-        return LineWork(work, partial(self.content, scope, request, work))
+    def submit_line(self, request: PipelineRequest, incoming: IncomingRequest) -> LineWork:
+        work = self.submit(incoming, request)
+        return LineWork(work, partial(self.content, incoming.scope, request, work))
 
 
 def locate_in_list(error: InvalidInput, n: int) -> None:

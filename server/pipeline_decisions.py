@@ -7,9 +7,9 @@ from typing import ClassVar
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput, ItemFailed
-from server.core.worker_client import Deadlines
+from server.core.worker_client import IncomingRequest
 from server.http.json import Document, JsonBodyParser, to_json
-from server.http.ndjson import LineWork, serve_lines
+from server.http.ndjson import LineStream, LineWork
 from server.http.request import count_failure, is_ndjson, read_request, send_json
 from server.openai.decisions.endpoint import DecisionEndpoint
 from server.openai.decisions.systemone import SystemOneRequest
@@ -32,17 +32,18 @@ class DecisionPipelineEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if is_ndjson(scope):
-            return await serve_lines(scope, receive, send, self)
-        media, body, deadlines = await read_request(scope, receive)
+            return await LineStream(scope, receive, send, self).run()
+        media, body, incoming = await read_request(scope, receive)
         self.parser.check_media(media)
         parse = partial(self.parse_decisions, media=media)
-        posted, decisions = await self.body_parser.run(parse, body, deadlines.first, blocks=True)
+        deadline = incoming.deadlines.first
+        posted, decisions = await self.body_parser.run(parse, body, deadline, blocks=True)
         answers: list[object] = []
         for decision in decisions:
             try:
                 if isinstance(decision, InvalidInput):
                     raise decision
-                results = await self.decisions.decide(scope, receive, decision, deadlines)
+                results = await self.decisions.decide(incoming, decision)
                 answers.append(decision[0].response(*results).answers)
             except (InvalidInput, ItemFailed) as error:
                 if not posted.keeps_errors:
@@ -75,8 +76,8 @@ class DecisionPipelineEndpoint:
             raise InvalidInput.at("inputs", "must be one object: a line has one input")
         return self._decision(posted.inputs[0], None)
 
-    def submit_line(self, request: ParsedDecision, scope: Scope, deadlines: Deadlines) -> LineWork:
-        stream = self.decisions.submit(scope, request, deadlines, None)
+    def submit_line(self, request: ParsedDecision, incoming: IncomingRequest) -> LineWork:
+        stream = self.decisions.submit(incoming, request)
 
         async def content() -> bytes:
             probabilities = [delta.probabilities for delta in await stream.collect()]

@@ -58,10 +58,9 @@ def make_routes(
     settings: Settings, worker_client: WorkerClient, entries: Sequence[ModelEntry]
 ) -> tuple[list[OperationRoute], JobRunner]:
     """Return the routes, and the runner of the requests without a connection."""
-    assets, models = Assets(), named_models(settings, worker_client, entries)
-    page = IndexPage(settings, worker_client, assets.files["index.html"])
+    models = named_models(settings, worker_client, entries)
     routes = pipeline_routes(settings, worker_client, entries)  # tried in this order
-    routes += routes_of(page, health, ready, version, debug_queue)
+    routes += routes_of(IndexPage(settings, worker_client), health, ready, version, debug_queue)
     routes.append(OperationRoute(METRICS, metrics))
     jobs = JobRunner(worker_client)
     if chats := models.get("generation"):
@@ -96,7 +95,7 @@ def make_routes(
     texts = (group for kind, group in models.items() if kind != "transcription")
     if text_models := [*chain(*texts)]:
         routes += tokenizer_routes(settings, worker_client, text_models)
-    routes += routes_of(assets)
+    routes += routes_of(Assets())
     if settings.batch_dir != "none":
         by_path: dict[str, Any] = {route.path: route.endpoint for route in routes}
         endpoints = {path: by_path[path] for path in BATCH_ENDPOINTS if path in by_path}

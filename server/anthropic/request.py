@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 from msgspec import Struct
 
 from batching.errors import InvalidInput
-from server.anthropic.blocks import InputMessages, System, to_template_messages
+from server.anthropic.blocks import AssistantMessage, InputMessages, System, to_template_messages
 from server.anthropic.tools import CallChoice, ClientTools, call_policy
 from server.http.errors import THREAD
 from server.http.json import Document
@@ -88,7 +88,6 @@ class CountTokensRequest(GenerationRequest, kw_only=True):
         return self.thinking is not None and self.thinking.display == "omitted"
 
     def check(self, document: Document) -> None:
-        self.refuse_unimplemented(document)
         super().check(document)
         thinking = self.thinking
         if thinking and thinking.type == "enabled" and thinking.budget_tokens is None:
@@ -101,7 +100,7 @@ class CountTokensRequest(GenerationRequest, kw_only=True):
         shown = [tool.to_template(f"tools[{n}]") for n, tool in enumerate(tools)]
         messages, images = to_template_messages(self.system, self.messages)
         thinking, effort = self._reasoning()
-        is_prefilled = self.messages[-1].role == "assistant"
+        is_prefilled = isinstance(self.messages[-1], AssistantMessage)
         path, last = f"messages[{len(self.messages) - 1}].content", messages[-1]
         if is_prefilled and last.get("tool_calls"):
             raise InvalidInput.at(path, "tool_use must be followed by a message with its result")

@@ -56,7 +56,7 @@ class DeltaStream(Submission[None], Generic[D]):
     def start(self) -> None:
         """Switch from the time limit of the first delta to that of the whole response."""
         self.started = True
-        self._expire_at(self.deadlines.whole)
+        self._expire_at(self.incoming.deadlines.whole)
 
     def failure_at_end(self) -> BaseException | None:
         """Return an error if the work items have ended without a complete response."""

@@ -84,82 +84,68 @@ class Metrics:
         self.max_reports = MAX_REPORTS
         self.reports: list[tuple[str, BatchReport | StepReport]] = []  # with the model's name
         common: dict[str, Any] = {"namespace": "onequeue", "registry": self.registry}
-        in_seconds, in_tokens = common | {"buckets": SECONDS}, common | {"buckets": TOKENS}
-        self.requests = Counter("requests", "Responses sent", ["endpoint", "status"], **common)
+        counter: Callable[..., Counter] = partial(Counter, **common)
+        gauge: Callable[..., Gauge] = partial(Gauge, **common)
+        seconds: Callable[..., Histogram] = partial(Histogram, **common, buckets=SECONDS)
+        tokens: Callable[..., Histogram] = partial(Histogram, **common, buckets=TOKENS)
+        self.requests = counter("requests", "Responses sent", ["endpoint", "status"])
         latency = "Time from a request to the end of its response"
-        self.latency = Histogram("request_seconds", latency, ["endpoint"], **in_seconds)
-        depth = "Inputs accepted and not answered"
-        Gauge("queue_depth", depth, **common).set_function(queue_depth)
+        self.latency = seconds("request_seconds", latency, ["endpoint"])
+        gauge("queue_depth", "Inputs accepted and not answered").set_function(queue_depth)
         wait = "Time from acceptance to the first forward pass"
-        self._wait = Histogram("queue_wait_seconds", wait, ["model"], **in_seconds)
-        self.errors = Counter("errors", "Failed requests, by kind", ["kind", "model"], **common)
-        fetch = "Time to fetch an image from its URL"
-        self.fetch_seconds = Histogram("image_fetch_seconds", fetch, **in_seconds)
+        self._wait = seconds("queue_wait_seconds", wait, ["model"])
+        self.errors = counter("errors", "Failed requests, by kind", ["kind", "model"])
+        self.fetch_seconds = seconds("image_fetch_seconds", "Time to fetch an image from its URL")
         batch_lines = "Lines of batches that have ended, by result"
-        self.batch_lines = Counter("batch_lines", batch_lines, ["result"], **common)
-        not_stored = "Responses that could not be stored"
-        self.not_stored = Counter("responses_not_stored", not_stored, **common)
+        self.batch_lines = counter("batch_lines", batch_lines, ["result"])
+        self.not_stored = counter("responses_not_stored", "Responses that could not be stored")
         is_open = "1 while the model's circuit breaker is open"
-        self.breaker_open = Gauge("breaker_open", is_open, ["serves"], **common)
+        self.breaker_open = gauge("breaker_open", is_open, ["serves"])
         libraries = ("torch", "transformers", "starlette", "uvicorn")
         versions = {name: importlib.metadata.version(name) for name in libraries}
         versions |= {"version": __version__, "python": platform.python_version()}
         Info("build", "Versions", **common).info(versions)
-        is_loaded = "1 while the model is loaded"
-        self.model_loaded = Gauge("model_loaded", is_loaded, ["serves"], **common)
-        loads = "Loads of a model, by result"
-        self.loads = Counter("model_loads", loads, ["serves", "result"], **common)
+        self.model_loaded = gauge("model_loaded", "1 while the model is loaded", ["serves"])
+        self.loads = counter("model_loads", "Loads of a model, by result", ["serves", "result"])
         self.model = Info("model", "A loaded model", ["serves"], **common)
         fallback = "1 for each faster way to run a model that a check at load refused"
-        self._fallbacks = Gauge("fallback", fallback, ["serves", "refused"], **common)
+        self._fallbacks = gauge("fallback", fallback, ["serves", "refused"])
 
-        out_of_memory = "Forward passes that ran out of memory"
-        self._out_of_memory = Counter("out_of_memory", out_of_memory, **common)
-        self._cap = Gauge("batch_cap", "Current maximum of rows in a batch", ["serves"], **common)
+        self._out_of_memory = counter("out_of_memory", "Forward passes that ran out of memory")
+        self._cap = gauge("batch_cap", "Current maximum of rows in a batch", ["serves"])
         padding = "Share of padding in the last batch, 0 to 1"
-        self._padding = Gauge("padding_share", padding, ["serves"], **common)
+        self._padding = gauge("padding_share", padding, ["serves"])
         self._size = Histogram("batch_size", "Items in a batch", ["model"], **common, buckets=SIZES)
-        tokens_in_batch = "Tokens in a batch, without padding"
-        self._tokens = Histogram("batch_tokens", tokens_in_batch, ["model"], **in_tokens)
-        forward = "Forward pass of a batch"
-        self._forward = Histogram("forward_seconds", forward, ["model"], **in_seconds)
+        self._tokens = tokens("batch_tokens", "Tokens in a batch, without padding", ["model"])
+        self._forward = seconds("forward_seconds", "Forward pass of a batch", ["model"])
 
-        self._token_counts = Counter(
-            "tokens", "Tokens processed, by kind", ["kind", "model"], **common
-        )
-        self._step_s = Histogram("step_seconds", "Duration of a generation step", **in_seconds)
-        self._step_tokens = Histogram("step_tokens", "Tokens in a generation step", **in_tokens)
+        self._token_counts = counter("tokens", "Tokens processed, by kind", ["kind", "model"])
+        self._step_s = seconds("step_seconds", "Duration of a generation step")
+        self._step_tokens = tokens("step_tokens", "Tokens in a generation step")
         first_token = "Time from acceptance to the first text"
-        self.first_token = Histogram(
-            "time_to_first_token_seconds", first_token, ["model"], **in_seconds
-        )
+        self.first_token = seconds("time_to_first_token_seconds", first_token, ["model"])
         per_token = "Mean time between two output tokens of a request"
         self.per_token = Histogram(
             "time_per_output_token_seconds", per_token, ["model"], **common, buckets=TOKEN_SECONDS
         )
         preempted = "Sequences preempted because the key-value cache was full"
-        self._preemptions = Counter("preemptions", preempted, **common)
-        self.audio_s = Counter("transcribed_seconds", "Seconds of audio transcribed", **common)
-        windows, recordings = "Audio windows being decoded", "Recordings that wait for a row"
+        self._preemptions = counter("preemptions", preempted)
+        self.audio_s = counter("transcribed_seconds", "Seconds of audio transcribed")
         self._window_gauges = {
-            "running": Gauge("running_windows", windows, **common),
-            "waiting": Gauge("waiting_recordings", recordings, **common),
+            "running": gauge("running_windows", "Audio windows being decoded"),
+            "waiting": gauge("waiting_recordings", "Recordings that wait for a row"),
         }
         self._last_steps: dict[str, StepReport] = {}  # by model; the gauges read them
-        gauges = {
-            "running": Gauge("running_sequences", "Sequences being generated", **common),
-            "waiting": Gauge("waiting_sequences", "Sequences waiting to be scheduled", **common),
-            "blocks_used": Gauge("kv_blocks_used", "Key-value cache blocks in use", **common),
-            "blocks_total": Gauge("kv_blocks", "Blocks of the key-value cache", **common),
-            "states_used": Gauge(
-                "states_used",
-                "States of recurrent layers of sequences and of cached prefixes",
-                **common,
-            ),
-            "states_total": Gauge("states", "States that recurrent layers may use", **common),
-        }
-        for name, gauge in gauges.items():
-            gauge.set_function(partial(self._sum_of_last_steps, name))
+        states = "States of recurrent layers of sequences and of cached prefixes"
+        for field, name, documentation in (
+            ("running", "running_sequences", "Sequences being generated"),
+            ("waiting", "waiting_sequences", "Sequences waiting to be scheduled"),
+            ("blocks_used", "kv_blocks_used", "Key-value cache blocks in use"),
+            ("blocks_total", "kv_blocks", "Blocks of the key-value cache"),
+            ("states_used", "states_used", states),
+            ("states_total", "states", "States that recurrent layers may use"),
+        ):
+            gauge(name, documentation).set_function(partial(self._sum_of_last_steps, field))
         self._add_router_gauges(waiting)
 
     def _add_router_gauges(self, waiting: Callable[[], float]) -> None:

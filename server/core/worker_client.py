@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Generic, Never, Self, TypeVar
+from typing import Generic, NamedTuple, Never, Self, TypeVar
 
 from starlette.types import Receive, Scope
 
@@ -441,36 +441,42 @@ class Deadlines:
     whole: float  # for its end
 
 
+class IncomingRequest(NamedTuple):
+    """A request as its endpoint gets it. `receive` is None where no client may disconnect."""
+
+    scope: Scope
+    receive: Receive | None
+    deadlines: Deadlines
+
+
 @dataclass(eq=False)
 class Submission(Generic[Result]):
     """A request's work items: a context manager that holds their slots.
 
     Their futures get the results of the model's engine, DeadlineExceeded, or ClientGone if the
-    client disconnects. Raises a Refused if the items are not accepted. `receive` is None for a
-    request without a client.
+    client disconnects. Raises a Refused if the items are not accepted.
     """
 
     worker_client: WorkerClient
     model: str
     payloads: Sequence[object]
-    deadlines: Deadlines
-    receive: Receive | None
-    scope: Scope
+    incoming: IncomingRequest
     items: list[WorkItem[object, object, Result]] = field(init=False)
     _timer: asyncio.TimerHandle | None = field(init=False, default=None)
     _watching: "asyncio.Task[None] | None" = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.context: RequestContext = self.scope["context"]
-        self.record: RequestRecord = self.scope["record"]
-        client, model, deadlines = self.worker_client, self.model, self.deadlines
+        scope, receive, deadlines = self.incoming
+        self.context: RequestContext = scope["context"]
+        self.record: RequestRecord = scope["record"]
+        client, model = self.worker_client, self.model
         self.items = client.submit(
             self.context, model, self.payloads, deadlines.first, self._stream()
         )
         self.record.model = client.models[model].served_name
         self._expire_at(min(deadlines.first, deadlines.whole))
-        if self.receive:
-            self._watching = client.loop.create_task(self._abort_on_disconnect(self.receive))
+        if receive:
+            self._watching = client.loop.create_task(self._abort_on_disconnect(receive))
 
     def _stream(self) -> Stream[Never] | None:
         """Return the stream that gets the deltas of the items."""

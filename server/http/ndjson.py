@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from batching.batcher import WINDOW_BATCHES
 from batching.errors import ClientGone, Draining, InvalidInput, QueueFull, Refused
 from server.core.request_context import RequestContext
-from server.core.worker_client import Deadlines, Submission
+from server.core.worker_client import Deadlines, IncomingRequest, Submission
 from server.http.access import check_tokens
 from server.http.errors import HttpError
 from server.http.json import Document, InvalidJson, JsonBodyParser, parse_value, to_json
@@ -72,7 +72,7 @@ class LineEndpoint(Protocol[P]):
     def parse_line(self, value: str | Document, scope: Scope) -> P:
         """Return the request of a line. Raises InvalidInput. In a pool thread for long lines."""
 
-    def submit_line(self, request: P, scope: Scope, deadlines: Deadlines) -> LineWork:
+    def submit_line(self, request: P, incoming: IncomingRequest) -> LineWork:
         """Submit the request, or raise a Refused."""
 
 
@@ -104,35 +104,23 @@ class LineWindow:
         self.size = max(1, min(self._max_inputs, fitting, self.size + 1))
 
 
-async def serve_lines(
-    scope: Scope, receive: Receive, send: Send, endpoint: LineEndpoint[P]
-) -> None:
-    """Respond to a stream of lines. Raises the errors of `read_headers`, a Refused (503) if the
-    model accepts nothing now, and ClientGone."""
-    app: Application = scope["app"]
-    _, deadlines = read_headers(scope)
-    limit_s = deadlines.first - time.monotonic()
-    if (refusal := app.worker_client.refusal(endpoint.model)) is not None:
-        raise refusal
-    await LineStream(scope, receive, send, endpoint, limit_s).run()
-
-
 class LineStream(Generic[P]):
-    """One response. `limit_s`: the time limit of each line, from when it is submitted."""
+    """The response to a stream of lines. Raises the errors of `read_headers`, a Refused (503) if
+    the model accepts nothing now, and ClientGone."""
 
     def __init__(
-        self,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        endpoint: LineEndpoint[P],
-        limit_s: float,
+        self, scope: Scope, receive: Receive, send: Send, endpoint: LineEndpoint[P]
     ) -> None:
         app: Application = scope["app"]
+        _, deadlines = read_headers(scope)
+        # of each line, from when it is submitted
+        self.limit_s = deadlines.first - time.monotonic()
+        if (refusal := app.worker_client.refusal(endpoint.model)) is not None:
+            raise refusal
         # all lines count as one request in the shares of the queue
         self.context: RequestContext = replace(scope["context"], is_stream=True)
         scope["context"] = self.context
-        self.scope, self.receive, self.endpoint, self.limit_s = scope, receive, endpoint, limit_s
+        self.scope, self.receive, self.endpoint = scope, receive, endpoint
         self.settings, self.memory, self.max_body = app.settings, app.memory, app.max_body
         self.worker_client = app.worker_client
         self.queue, self.loop_budget = app.worker_client.queue, app.loop_budget
@@ -241,8 +229,8 @@ class LineStream(Generic[P]):
             check_tokens(self.context.key)
             await self.queue.wait_for_room(self.context)
             first = time.monotonic() + self.limit_s
-            deadlines = Deadlines(first, first)
-            pending.work = self.endpoint.submit_line(request, self.scope, deadlines)
+            incoming = IncomingRequest(self.scope, None, Deadlines(first, first))
+            pending.work = self.endpoint.submit_line(request, incoming)
         self.pending.append(pending)
         self.inputs += pending.inputs
         self.bytes += pending.size

@@ -20,7 +20,6 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from prometheus_client import Counter, Histogram
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -30,7 +29,7 @@ from batching.errors import ClientGone, Draining, InvalidInput
 from server.core.api_keys import Keyring
 from server.core.request_context import RequestRecord
 from server.core.settings import Settings
-from server.core.worker_client import Deadlines, WorkerClient
+from server.core.worker_client import Deadlines, IncomingRequest, WorkerClient
 from server.http.access import Cors, identify, limit_headers
 from server.http.access_log import PROBES, log_request
 from server.http.cross_site import CrossSiteRules
@@ -107,7 +106,6 @@ class Application:
         self.logs_requests = False
         self.sends_request_id = True
         self.telemetry: Telemetry | None = None
-        self._counters: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
         self.respond: ASGIApp = self._respond
         if settings.cors_origins:
             self.respond = Cors(
@@ -174,20 +172,13 @@ class Application:
             self.memory.release(transfer)
             path = self._templates.get(scope.get("endpoint"), route_path(scope))
             path = scope.get("counted_as", path)
-            self._count(path if path in self.paths else "other", status, record.seconds)
+            endpoint = path if path in self.paths else "other"
+            self.metrics.requests.labels(endpoint, status).inc()
+            self.metrics.latency.labels(endpoint).observe(record.seconds)
             if self.logs_requests:
                 log_request(scope, status)
             if self.telemetry and path in self.paths and path not in PROBES:
                 self.telemetry.record_request(scope, path, status, time.monotonic())
-
-    def _count(self, endpoint: str, status: int, seconds: float) -> None:
-        if (counters := self._counters.get((endpoint, status))) is None:
-            metrics = self.metrics  # labels() takes longer than counting
-            counters = metrics.requests.labels(endpoint, status), metrics.latency.labels(endpoint)
-            self._counters[endpoint, status] = counters
-        requests, latency = counters
-        requests.inc()
-        latency.observe(seconds)
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send a route's response, or the envelope of its exception."""
@@ -259,29 +250,29 @@ class RequestBody(NamedTuple):
 
     media: str  # the content type in lower case, without parameters; may be empty
     body: bytes
-    deadlines: Deadlines
+    incoming: IncomingRequest
 
 
 async def read_request(scope: Scope, receive: Receive) -> RequestBody:
     """Return the whole body. Raises the errors of `read_headers` and `read_body`."""
     headers, deadlines = read_headers(scope)
     body = await read_body(scope, receive, headers, deadlines.first)
-    return RequestBody(media_type(headers), body, deadlines)
+    return RequestBody(media_type(headers), body, IncomingRequest(scope, receive, deadlines))
 
 
-async def read_json_request(scope: Scope, receive: Receive) -> tuple[bytes, Deadlines]:
-    """Return the unparsed body of a JSON request, and its deadlines.
+async def read_json_request(scope: Scope, receive: Receive) -> tuple[bytes, IncomingRequest]:
+    """Return the unparsed body of a JSON request, and the request.
 
     Raises, beyond the errors of `read_request`, HttpError (415) for a media type that cannot be
     JSON, and a Refused (503) if no model accepts work now. A single model may still refuse it when
     it is submitted."""
-    media, body, deadlines = await read_request(scope, receive)
+    media, body, incoming = await read_request(scope, receive)
     # a form's content type may be JSON: `curl -d '{…}'` sends it
     if media.partition("/")[0] in ("multipart", "image", "audio", "video"):
         raise HttpError(415, f"Content-Type must be application/json, not {media[:100]!r}")
     if (refusal := scope["app"].worker_client.refusal()) is not None:
         raise refusal
-    return body, deadlines
+    return body, incoming
 
 
 async def read_body(scope: Scope, receive: Receive, headers: Headers, deadline: float) -> bytes:

@@ -101,8 +101,8 @@ class AdapterControl:
     async def load(self, request: Request) -> AdapterResponse:
         """Read an adapter on the loader thread. An unloaded base is loaded first."""
         check_admin(request.scope)
-        body, deadlines = await read_json_request(request.scope, request.receive)
-        document = await self.body_parser.run(parse_json, body, deadlines.first)
+        body, incoming = await read_json_request(request.scope, request.receive)
+        document = await self.body_parser.run(parse_json, body, incoming.deadlines.first)
         wanted = convert(document, LoadAdapterRequest)
         name, before = wanted.lora_name, self._check_name(wanted)
         base = before.base if before else self.chats.find(wanted.base_model_name)
@@ -111,8 +111,8 @@ class AdapterControl:
         adapter = Adapter(name, wanted.lora_path, self.settings.lora_dir)
         self._loading.add(name)
         try:
-            async with base.loaded(request.scope, request.receive, deadlines):
-                left_s = deadlines.first - time.monotonic()
+            async with base.loaded(incoming):
+                left_s = incoming.deadlines.first - time.monotonic()
                 async with asyncio.timeout(left_s), asyncio.TaskGroup() as group:
                     watch = group.create_task(raise_when_gone(request.receive))
                     await self._load(base, adapter)
@@ -172,8 +172,8 @@ class AdapterControl:
     async def unload(self, request: Request) -> AdapterResponse:
         """Refuse new requests for an adapter; those that have begun finish with it."""
         check_admin(request.scope)
-        body, deadlines = await read_json_request(request.scope, request.receive)
-        document = await self.body_parser.run(parse_json, body, deadlines.first)
+        body, incoming = await read_json_request(request.scope, request.receive)
+        document = await self.body_parser.run(parse_json, body, incoming.deadlines.first)
         name = convert(document, UnloadAdapterRequest).lora_name
         if not self._remove(name):
             message = f"there is no adapter {name[:200]!r}"

@@ -98,7 +98,6 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
     def check(self, document: Document) -> None:
         super().check(document)
-        self.refuse_unimplemented(document)
         for name in ("max_tokens", "max_completion_tokens"):
             if getattr(self, name) == 0:
                 raise InvalidInput.at(name, "must be at least 1, not 0")

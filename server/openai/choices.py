@@ -13,7 +13,7 @@ from typing import ClassVar, Generic, Literal, TypeVar
 from msgspec import UNSET, Struct, UnsetType
 
 from server.core.delta_stream import UsageCounts
-from server.http.json import Document, to_json
+from server.http.json import Document
 from server.http.sse import data_frame
 from server.openai.endpoint import ParsedRequest, ResponseBuilder
 from server.openai.response_schemas import (
@@ -25,12 +25,8 @@ from server.openai.response_schemas import (
     PromptTokensDetails,
     Usage,
 )
-from worker.messages.deltas import Delta, DeltaPart, Kind
+from worker.messages.deltas import Delta
 
-TEXT = secrets.token_hex()  # placeholder of the text in the template of a chunk
-
-# Kinds of a delta's parts whose chunks are made from a template.
-TEMPLATE_KINDS = ("content", "reasoning")
 C = TypeVar("C", bound=ChatChoice | CompletionChoice)
 K = TypeVar("K", bound=ChatChunkChoice | CompletionChoice)
 
@@ -58,10 +54,6 @@ class ChoicesBuilder(ResponseBuilder[Delta], Generic[C, K]):
         self.scored = request.inputs[0].sampling.logprobs is not None
         # By choice: a delta without text, whose fields go with the next text.
         self._held: dict[int, Delta] = {}
-        # Whether chunks of a kind differ in their text only. If so, the bytes around the text are
-        # encoded once.
-        self._only_text = not (self.scored or self.returns_ids or self.continuous_usage)
-        self._templates: dict[tuple[int, str], list[bytes]] = {}
         # Reused: a chunk is encoded before the next one is built.
         self._chunk = self.chunk([], self._chunk_usage())
 
@@ -89,16 +81,8 @@ class ChoicesBuilder(ResponseBuilder[Delta], Generic[C, K]):
         if (held := self._held.pop(delta.choice, None)) is not None:
             held.merge(delta)
             delta = held
-        finished, parts = delta.finish_reason is not None, delta.parts
-        if (
-            self._only_text
-            and len(parts) == 1
-            and (kind := parts[0].kind) in TEMPLATE_KINDS
-            and not finished
-        ):
-            key = delta.choice, kind
-            yield to_json(parts[0].text).join(self._templates.get(key) or self._template(*key))
-        elif parts or finished:
+        finished = delta.finish_reason is not None
+        if delta.parts or finished:
             ids = delta.token_ids
             for choice in self.chunk_choices(delta):
                 if self.returns_ids:
@@ -119,13 +103,6 @@ class ChoicesBuilder(ResponseBuilder[Delta], Generic[C, K]):
             for choice, delta in zip(choices, deltas, strict=True):
                 choice.token_ids = delta.token_ids
         return self.response(choices, self._usage(), deltas[0])
-
-    def _template(self, choice: int, kind: Kind) -> list[bytes]:
-        """Return the bytes around the occurrences of the text in a choice's chunks."""
-        [chunk_choice] = self.chunk_choices(Delta(choice, [DeltaPart(kind, TEXT)]))
-        frame = self._frame([chunk_choice], self._chunk_usage())
-        template = self._templates[choice, kind] = frame.split(to_json(TEXT))
-        return template
 
     def _frame(self, choices: list[K], usage: Usage | UnsetType | None) -> bytes:
         self._chunk.choices, self._chunk.usage = choices, usage

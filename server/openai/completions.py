@@ -66,7 +66,6 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         # With as many candidates as choices, there is nothing to select.
         if self.best_of not in (None, 1, self.n or 1):
             raise InvalidInput.at("best_of", "is not implemented, leave it out")
-        self.refuse_unimplemented(document)
         if self.max_tokens == 0 and not self.echo:
             raise InvalidInput.at("max_tokens", "must be at least 1, or 0 with echo: true")
         echoed_logprobs = self.logprobs if self.echo else None

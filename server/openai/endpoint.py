@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from batching.errors import ClientGone
 from server.core.delta_stream import DeltaStream, TokenStream, UsageCounts
 from server.core.settings import Settings
-from server.core.worker_client import Deadlines, WorkerClient
+from server.core.worker_client import IncomingRequest, WorkerClient
 from server.http.errors import HttpError
 from server.http.json import Header, JsonBodyParser, to_json
 from server.http.request import count_failure, read_json_request, send_json
@@ -91,7 +91,13 @@ async def respond(
     if not builder.streams:
         deltas = await stream.collect()
         headers = [*stream.timing_headers(), *builder.headers]
-        return await _send_document(send, builder, deltas, headers, before_end)
+        large = sum(map(builder.entries, deltas)) > MAX_INLINE_ENTRIES
+        content = await run_sync(builder.build, deltas) if large else builder.build(deltas)
+        if before_end:
+            await before_end()
+        if large and not isinstance(content, bytes):
+            content = await run_sync(to_json, content)
+        return await send_json(send, content, headers=headers, media=builder.media_type)
     deltas = await stream.read()
     events = _events(scope, stream, builder, deltas, before_end)
     try:
@@ -99,22 +105,6 @@ async def respond(
         await EventStream(scope, send, stream.arrival.set, headers).run(events)
     except ClientGone as error:
         count_failure(error, scope)
-
-
-async def _send_document(
-    send: Send,
-    builder: ResponseBuilder[D],
-    deltas: Sequence[D],
-    headers: Sequence[Header],
-    before_end: Callable[[], Awaitable[object]] | None,
-) -> None:
-    large = sum(map(builder.entries, deltas)) > MAX_INLINE_ENTRIES
-    content = await run_sync(builder.build, deltas) if large else builder.build(deltas)
-    if before_end:
-        await before_end()
-    if large and not isinstance(content, bytes):
-        content = await run_sync(to_json, content)
-    await send_json(send, content, headers=headers, media=builder.media_type)
 
 
 async def _events(
@@ -186,25 +176,22 @@ class BodyEndpoint(ABC, Generic[R]):
     body_parser: JsonBodyParser = field(init=False, default_factory=JsonBodyParser)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body, deadlines = await read_json_request(scope, receive)
-        request = await self.read(scope, receive, body, deadlines)
-        await self.serve(scope, receive, send, request, deadlines)
+        body, incoming = await read_json_request(scope, receive)
+        await self.serve(incoming, send, await self.read(incoming, body))
 
     @abstractmethod
     def parse(self, body: bytes, scope: Scope) -> R:
         """Return the checked request, or raise InvalidInput. Large bodies are parsed in a pool
         thread."""
 
-    async def read(self, scope: Scope, receive: Receive, body: bytes, deadlines: Deadlines) -> R:
+    async def read(self, incoming: IncomingRequest, body: bytes) -> R:
         """Return the checked request of a body. Raises InvalidInput."""
-        parse = partial(self.parse, scope=scope)
-        return await self.body_parser.run(parse, body, deadlines.first, self.parse_blocks)
+        parse, deadline = partial(self.parse, scope=incoming.scope), incoming.deadlines.first
+        return await self.body_parser.run(parse, body, deadline, self.parse_blocks)
 
     @abstractmethod
-    async def serve(
-        self, scope: Scope, receive: Receive | None, send: Send, request: R, deadlines: Deadlines
-    ) -> None:
-        """Submit a request, and send the response. Without `receive` no client is waited for."""
+    async def serve(self, incoming: IncomingRequest, send: Send, request: R) -> None:
+        """Submit a request, and send the response."""
 
 
 @dataclass(frozen=True)
@@ -231,31 +218,26 @@ class GenerationEndpoint(BodyEndpoint[P]):
     def builder(self, request: P, usage: UsageCounts) -> ResponseBuilder[Delta]:
         """Return the builder of the response; `usage` is counted while its deltas are read."""
 
-    async def read(self, scope: Scope, receive: Receive, body: bytes, deadlines: Deadlines) -> P:
+    async def read(self, incoming: IncomingRequest, body: bytes) -> P:
         """Return the checked request of a body, with the bytes of its images. Raises InvalidInput
         and the errors of fetching."""
-        request = await super().read(scope, receive, body, deadlines)
+        request = await super().read(incoming, body)
         if not any(getattr(prompt.prompt, "images", None) for prompt in request.inputs):
             return request
         model = self.model_of(request).text_info
-        inputs = await self.images.load(scope, receive, request.inputs, model, deadlines.first)
+        inputs = await self.images.load(incoming, request.inputs, model)
         return replace(request, inputs=inputs)
 
-    async def serve(
-        self, scope: Scope, receive: Receive | None, send: Send, request: P, deadlines: Deadlines
-    ) -> None:
-        with self.submit(scope, request, deadlines, receive) as stream:
-            await respond(scope, send, stream, self.builder(request, stream.usage))
+    async def serve(self, incoming: IncomingRequest, send: Send, request: P) -> None:
+        with self.submit(incoming, request) as stream:
+            await respond(incoming.scope, send, stream, self.builder(request, stream.usage))
 
-    def submit(
-        self, scope: Scope, request: P, deadlines: Deadlines, receive: Receive | None
-    ) -> TokenStream:
-        """Submit the inputs, or raise a Refused. Without `receive` no client is waited for."""
+    def submit(self, incoming: IncomingRequest, request: P) -> TokenStream:
+        """Submit the inputs, or raise a Refused."""
         model = self.model_of(request)
-        namespace = scope["context"].cache_namespace(model.id, request.body.cache_salt)
+        namespace = incoming.scope["context"].cache_namespace(model.id, request.body.cache_salt)
         inputs = [
             replace(prompt, adapter=model.adapter, cache_namespace=namespace)
             for prompt in request.inputs
         ]
-        name = model.registry_name
-        return TokenStream(self.worker_client, name, inputs, deadlines, receive, scope)
+        return TokenStream(self.worker_client, model.registry_name, inputs, incoming)

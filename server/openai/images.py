@@ -16,7 +16,7 @@ from msgspec import Struct
 from starlette.types import Receive, Scope
 
 from batching.errors import ClientGone, DeadlineExceeded, InvalidInput, QueueFull
-from server.core.worker_client import WorkerClient
+from server.core.worker_client import IncomingRequest, WorkerClient
 from server.http.fetch import Fetcher
 from worker.media.data_urls import to_bytes
 from worker.messages.generation import Chat, GenerationInput, ImageInput
@@ -58,11 +58,9 @@ class ImageLoader:
 
     async def load(
         self,
-        scope: Scope,
-        receive: Receive,
+        incoming: IncomingRequest,
         inputs: Sequence[GenerationInput],
         model: TextModel | TextModelInfo,
-        deadline: float,
     ) -> list[GenerationInput]:
         """Return the inputs with the bytes of all images.
 
@@ -75,23 +73,25 @@ class ImageLoader:
             if isinstance(chat, Chat) and chat.images:
                 check_images(chat, model)
                 if any(image.link for image in chat.images):
-                    chat = await self._fetch_all(scope, receive, chat, deadline)
+                    chat = await self._fetch_all(incoming, chat)
                 generation_input = replace(generation_input, prompt=chat)
             loaded.append(generation_input)
         return loaded
 
-    async def _fetch_all(self, scope: Scope, receive: Receive, chat: Chat, deadline: float) -> Chat:
+    async def _fetch_all(self, incoming: IncomingRequest, chat: Chat) -> Chat:
         """Return the chat with the bytes of its links; a disconnect or a failure cancels all."""
         for image in chat.images:
             if image.link:
                 self.fetcher.check(image.link, image.param)
+        scope, receive, deadlines = incoming
         queue = self.worker_client.queue
         if self.fetching >= queue.capacity or not queue.has_room(scope["context"]):
             taken = f"{queue.pending + self.fetching} of {queue.capacity} slots are in use"
             raise QueueFull(f"the queue is full: {taken}", 1.0)
         self.fetching += 1
         try:
-            async with asyncio.timeout(deadline - time.monotonic()), asyncio.TaskGroup() as group:
+            left_s = deadlines.first - time.monotonic()
+            async with asyncio.timeout(left_s), asyncio.TaskGroup() as group:
                 watch = group.create_task(raise_when_gone(receive))
                 tasks = [group.create_task(self._fetch(scope, image)) for image in chat.images]
                 await asyncio.wait(tasks)
@@ -113,8 +113,10 @@ class ImageLoader:
         return replace(image, data=data, link="")
 
 
-async def raise_when_gone(receive: Receive) -> None:
+async def raise_when_gone(receive: Receive | None) -> None:
     """Raise ClientGone as soon as the client disconnects."""
+    if receive is None:
+        return
     while (await receive())["type"] != "http.disconnect":
         pass
     raise ClientGone("the client has gone")

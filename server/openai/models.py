@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from batching.errors import InvalidInput
 from server.core.model_manager import AWAIT_MODEL, Residency
 from server.core.settings import ModelReference, SettingsError
-from server.core.worker_client import Deadlines, Submission, WorkerClient
+from server.core.worker_client import IncomingRequest, Submission, WorkerClient
 from server.http.access import check_admin
 from server.http.errors import HttpError
 from server.http.json import JsonBodyParser, parse_json
@@ -133,6 +133,7 @@ class NamedModel:
             self.names |= {None, *ANY_MODEL}
         if not reference.is_named:
             self.names.add(reference.path)
+        self.adapter: Adapter | None = None  # that its requests run with
         self.adapters: dict[str, AdaptedModel] = {}  # by name
         self.aliases: list[str] = []
         self.patterns: dict[str, int] = {}  # aliases with a `*`: their places in MODEL_ALIASES
@@ -148,11 +149,6 @@ class NamedModel:
                 raise SettingsError(f"two models are served by the name {self.id!r}")
 
     @property
-    def adapter(self) -> Adapter | None:
-        """The adapter that its requests run with."""
-        return None
-
-    @property
     def served(self) -> ServedModel:
         return self.worker_client.models[self.registry_name]
 
@@ -164,16 +160,13 @@ class NamedModel:
         return text_model
 
     @asynccontextmanager
-    async def loaded(
-        self, scope: Scope, receive: Receive, deadlines: Deadlines
-    ) -> AsyncIterator[TextModel]:
+    async def loaded(self, incoming: IncomingRequest) -> AsyncIterator[TextModel]:
         """Have the model loaded and keep it. Raises the errors of a submission."""
         if self.served.state == "ready":
             yield self.text_model
             return
-        with Submission[None](
-            self.worker_client, self.registry_name, [AWAIT_MODEL], deadlines, receive, scope
-        ) as submission:
+        name = self.registry_name
+        with Submission[None](self.worker_client, name, [AWAIT_MODEL], incoming) as submission:
             await submission.items[0].future
             yield self.text_model
 
@@ -245,16 +238,14 @@ class NamedModel:
 class AdaptedModel(NamedModel):
     """A language model with a LoRA adapter, which requests name by the adapter's name."""
 
+    adapter: Adapter
+
     def __init__(self, base: NamedModel, adapter: Adapter) -> None:
         reference = ModelReference(adapter.name, adapter.name, "", is_named=True)
         super().__init__(reference, base.worker_client, base.registry_name)
         self.names = {self.id}
         self.base = base
-        self._adapter = adapter
-
-    @property
-    def adapter(self) -> Adapter:
-        return self._adapter
+        self.adapter = adapter
 
     def status(self) -> ModelStatus:
         status = super().status()
@@ -370,8 +361,8 @@ class ModelListing:
         return model.describe(name if name in model.aliases else model.id)
 
     async def _model(self, scope: Scope, receive: Receive, models: ModelGroup) -> NamedModel:
-        body, deadlines = await read_json_request(scope, receive)
-        document = await self.body_parser.run(parse_json, body, deadlines.first)
+        body, incoming = await read_json_request(scope, receive)
+        document = await self.body_parser.run(parse_json, body, incoming.deadlines.first)
         required(document.get("model"), "model")
         return models.find(decode(document, LoadRequest, models.id_for).model)
 

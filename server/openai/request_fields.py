@@ -30,7 +30,7 @@ from worker.messages.generation import Chat, GenerationInput, Sampling, Stopping
 MAX_STOPS = 16
 MAX_IDS = 1024  # token ids in logit_bias or stop_token_ids
 _PATH = re.compile(r"(.*?)(?: - at `(?:key` in `)?\$(.*)`)?", re.DOTALL)
-_UNKNOWN = re.compile(r"Invalid enum value '(.*)'", re.DOTALL)
+_UNKNOWN = re.compile(r"Invalid (?:enum )?value '(.*)'", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*)`")
 
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -116,6 +116,7 @@ class GenerationRequest(Struct, kw_only=True):
 
     def check(self, document: Document) -> None:
         """Raise InvalidInput for errors beyond the fields' types; `document` is the body."""
+        self._refuse_unimplemented(document)
         if self.stream_options is not None and not self.stream:
             raise InvalidInput.at("stream_options", "requires stream: true")
         if self.prompt_logprobs is not None and (self.stream or (self.n or 1) > 1):
@@ -126,7 +127,7 @@ class GenerationRequest(Struct, kw_only=True):
         if self.min_tokens and max_tokens is not None and self.min_tokens > max_tokens:
             raise InvalidInput.at("min_tokens", f"{self.min_tokens} exceeds {name}, {max_tokens}")
 
-    def refuse_unimplemented(self, document: Document) -> None:
+    def _refuse_unimplemented(self, document: Document) -> None:
         """Raise InvalidInput for a parameter that is not implemented."""
         for path, accepted in self.unimplemented.items():
             value: Any = document
@@ -241,7 +242,7 @@ def convert(document: Document, kind: type[T], strict: bool = True) -> T:
     try:
         return msgspec.convert(document, kind, strict=strict)
     except msgspec.ValidationError as error:
-        message, param = _explain(str(error), kind)
+        message, param = _explain(str(error), kind, document)
         value = _value_at(document, param) if message == "expected int, got float" else None
         if isinstance(value, float) and abs(value) >= 1 << 63:  # as the parser reads it
             message = f"the integer {value:g} has more than 64 bits"
@@ -297,7 +298,7 @@ def _list_lengths(document: Document, fields: Iterable[str]) -> Iterator[tuple[s
                         yield f"{name}[{n}].{key}", len(value)
 
 
-def _explain(error: str, kind: Any) -> tuple[str, str]:
+def _explain(error: str, kind: Any, document: Document) -> tuple[str, str]:
     """Return the reason and the path of a msgspec error: ("expected int, got str", "stop[1]")."""
     match = _PATH.fullmatch(error)
     assert match is not None
@@ -306,8 +307,9 @@ def _explain(error: str, kind: Any) -> tuple[str, str]:
         return "is required", f"{path}.{missing[1]}" if path else missing[1]
     if reason.endswith("of length >= 1"):
         return "must not be empty", path
-    if value := _UNKNOWN.fullmatch(reason):
-        accepted = _literals(type_info(kind), re.findall(r"\w+", path))
+    if (value := _UNKNOWN.fullmatch(reason)) and (
+        accepted := _literals(type_info(kind), document, re.findall(r"\w+", path))
+    ):
         return f"must be {' or '.join(accepted)}, not {value[1][:50]!r}", path
     reason = reason.replace(" | null", "").replace("`", "")
     return reason[:1].lower() + reason[1:], path
@@ -337,20 +339,22 @@ def _value_at(document: Document, path: str) -> Any:
 type_info = cache(inspect.type_info)
 
 
-def _literals(node: Any, steps: list[str]) -> list[str]:
-    """Return the values of the Literal at a path of a type."""
+def _literals(node: Any, value: Any, steps: list[str]) -> list[str]:
+    """Return the values of the Literal, or the tags of the union, at a path of a type. `value`: of
+    the node, by whose tags the members of unions are chosen."""
     match node:
         case inspect.LiteralType() if not steps:
             return list(map(str, node.values))
         case inspect.Metadata():
-            return _literals(node.type, steps)
+            return _literals(node.type, value, steps)
         case inspect.UnionType():
-            return [value for member in node.types for value in _literals(member, steps)]
+            return [found for member in node.types for found in _literals(member, value, steps)]
         case inspect.ListType() if steps and steps[0].isdigit():
-            return _literals(node.item_type, steps[1:])
-        case inspect.DictType() if steps:
-            return _literals(node.value_type, steps[1:])
-        case inspect.StructType() if steps:
+            return _literals(node.item_type, value[int(steps[0])], steps[1:])
+        case inspect.StructType() if steps == [node.tag_field]:
+            return [str(node.tag)]
+        case inspect.StructType() if steps and node.tag in (None, value.get(node.tag_field)):
             types = [field.type for field in node.fields if field.encode_name == steps[0]]
-            return [value for type_ in types for value in _literals(type_, steps[1:])]
+            inner = value.get(steps[0])
+            return [found for type_ in types for found in _literals(type_, inner, steps[1:])]
     return []

@@ -537,15 +537,13 @@ BatchStatus = Literal[
 ]
 
 
-class BatchInputDetails(Struct):
-    cached_tokens: int = 0
-
-
 class BatchUsage(Struct):
     """The tokens of the lines with a response so far."""
 
     input_tokens: int = 0
-    input_tokens_details: BatchInputDetails = field(default_factory=BatchInputDetails)
+    input_tokens_details: PromptTokensDetails = field(
+        default_factory=lambda: PromptTokensDetails(0)
+    )
     output_tokens: int = 0
     output_tokens_details: CompletionTokensDetails = field(
         default_factory=lambda: CompletionTokensDetails(0)

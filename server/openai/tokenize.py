@@ -4,8 +4,7 @@ Both use the tokenizer without a forward pass, and run in a pool thread. So do t
 tokens of a prompt, by rendering and tokenizing it.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -16,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput
 from server.core.settings import Settings
-from server.core.worker_client import Deadlines, WorkerClient
+from server.core.worker_client import IncomingRequest, WorkerClient
 from server.http.errors import HttpError
 from server.http.json import in_thread, parse_json
 from server.http.operation import Operation, OperationRoute
@@ -120,16 +119,10 @@ class TokenizerEndpoint(BodyEndpoint[TokenizeRequest | DetokenizeRequest]):
         return decode(parse_json(body), self.kind, self.models.id_for, self.models.max_entries)
 
     async def serve(
-        self,
-        scope: Scope,
-        receive: Receive | None,
-        send: Send,
-        request: TokenizeRequest | DetokenizeRequest,
-        deadlines: Deadlines,
+        self, incoming: IncomingRequest, send: Send, request: TokenizeRequest | DetokenizeRequest
     ) -> None:
-        assert receive
-        async with self.models.find(request.model).loaded(scope, receive, deadlines) as model:
-            tokens = await run_tokenizer(request.run, model, deadlines.first, self.threads)
+        async with self.models.find(request.model).loaded(incoming) as model:
+            tokens = await run_tokenizer(request.run, model, incoming, self.threads)
         await send_json(send, tokens)
 
 
@@ -143,11 +136,11 @@ class TokenCounter:
     threads: CapacityLimiter = field(init=False, default_factory=partial(CapacityLimiter, THREADS))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body, deadlines = await read_json_request(scope, receive)
-        request = await self.endpoint.read(scope, receive, body, deadlines)
+        body, incoming = await read_json_request(scope, receive)
+        request = await self.endpoint.read(incoming, body)
         count = partial(count_tokens, request.inputs[0].prompt)
-        async with self.endpoint.model_of(request).loaded(scope, receive, deadlines) as model:
-            number = await run_tokenizer(count, model, deadlines.first, self.threads)
+        async with self.endpoint.model_of(request).loaded(incoming) as model:
+            number = await run_tokenizer(count, model, incoming, self.threads)
         await send_json(send, self.result(number))
 
 
@@ -157,23 +150,19 @@ def count_tokens(chat: Chat, model: TextModel) -> int:
 
 
 async def run_tokenizer(
-    work: Callable[[TextModel], T], model: TextModel, deadline: float, threads: CapacityLimiter
+    work: Callable[[TextModel], T],
+    model: TextModel,
+    incoming: IncomingRequest,
+    threads: CapacityLimiter,
 ) -> T:
     """Return the result of `work`, which runs in a pool thread. Raises DeadlineExceeded."""
 
     def run(model: TextModel) -> T:
-        with panics_as_invalid_input():
+        try:
             return work(model)
+        except Exception:
+            raise
+        except BaseException as error:  # a panic in a Rust library is not an Exception
+            raise InvalidInput("the tokenizer failed on this input") from error
 
-    return await in_thread(run, model, deadline, threads)
-
-
-@contextlib.contextmanager
-def panics_as_invalid_input() -> Iterator[None]:
-    """Convert a panic of the Rust tokenizer, which is no Exception."""
-    try:
-        yield
-    except Exception:
-        raise
-    except BaseException as error:
-        raise InvalidInput("the tokenizer failed on this input") from error
+    return await in_thread(run, model, incoming.deadlines.first, threads)

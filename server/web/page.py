@@ -1,36 +1,26 @@
 """`GET /`: the page for browsers, curl examples for other clients; `/assets/…`: the page's files.
 
 No API key and no slot of the queue is needed here: the page asks the user for a key, and the
-endpoints check it. Files are read once, at startup. The page's code is in assets/; page.js is its
-entry point.
+endpoints check it. The page's code is in assets/; page.js is its entry point.
 """
 
-import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
 from server import __version__
 from server.core.settings import Settings
 from server.core.worker_client import WorkerClient
-from server.http.errors import HttpError
 from server.http.operation import HTML, TEXT, Operation
 from server.web.examples import ASSETS, MASK, curl_examples
 from worker.messages.protocol import ModelInfo
 
 ASSETS_PATH = "/assets/{name}"
-MEDIA_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".json": "application/json",
-    ".svg": "image/svg+xml",
-}
 CONTENT_SECURITY_POLICY = "; ".join(
     [
         "default-src 'none'",
@@ -52,9 +42,9 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-resource-policy": "same-origin",
 }
-MAX_LIST_HEADER = 1000  # characters of Accept and If-None-Match that are read
+FILES = StaticFiles(directory=ASSETS)
+MAX_TAGS = 1000  # bytes of If-None-Match that are read
 _HOST = re.compile(r"[A-Za-z0-9._-]{1,253}(:\d{1,5})?|\[[0-9A-Fa-f:.]{2,45}\](:\d{1,5})?")
-_QUALITY = re.compile(r"q=([01](?:\.\d{0,3})?)")
 
 
 @Operation(
@@ -68,17 +58,15 @@ class IndexPage:
 
     settings: Settings
     worker_client: WorkerClient
-    page: "AssetFile"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["counted_as"] = ASSETS_PATH  # keeps the page out of the pipeline's latency
         request = Request(scope)
         headers = {**HEADERS, "vary": "accept"}
-        if prefers_html(request.headers.get("accept", "")):
-            policy = {"content-security-policy": CONTENT_SECURITY_POLICY}
-            response = self.page.response(request, headers | policy)
-        else:
-            response = Response(self.plain_text(request), headers=headers, media_type="text/plain")
+        if "text/html" in request.headers.get("accept", "").lower():
+            headers["content-security-policy"] = CONTENT_SECURITY_POLICY
+            return await send_file(scope, receive, send, "index.html", headers)
+        response = Response(self.plain_text(request), headers=headers, media_type="text/plain")
         await response(scope, receive, send)
 
     def info(self, name: str) -> ModelInfo | None:
@@ -102,50 +90,22 @@ class IndexPage:
         return f"# onequeue {__version__}\n\n{lines}\n\n{more}\n"
 
 
-def prefers_html(accept: str) -> bool:
-    """Return whether an Accept header names HTML, with at least the quality of plain text. A long
-    one is read in part."""
-    qualities: dict[str, float] = {}
-    for media_range in accept[:MAX_LIST_HEADER].lower().split(","):
-        media, *parameters = [part.strip() for part in media_range.split(";")]
-        stated = [part for part in parameters if part.startswith("q=")]
-        quality = _QUALITY.fullmatch(stated[0] if stated else "q=1")
-        qualities[media] = float(quality[1]) if quality else 0.0
-    return 0 < qualities.get("text/html", 0) >= qualities.get("text/plain", 0)
-
-
 @Operation(f"GET {ASSETS_PATH}", "A file of the page", {"*/*": {}})
 @Operation("GET /favicon.ico", "The icon of the page", {"image/svg+xml": {}})
 class Assets:
     """`GET /assets/…`, and the icon at /favicon.ico."""
 
-    def __init__(self) -> None:
-        paths = [path for path in ASSETS.iterdir() if path.suffix in MEDIA_TYPES]
-        self.files = {path.name: read_file(path) for path in paths}
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope)
-        if (file := self.files.get(request.path_params.get("name", "icon.svg"))) is None:
-            raise HttpError(404, "the page has no such file")
-        await file.response(request, HEADERS)(scope, receive, send)
+        name = scope["path_params"].get("name", "icon.svg")
+        await send_file(scope, receive, send, name, HEADERS)
 
 
-@dataclass(frozen=True, slots=True)
-class AssetFile:
-    content: bytes
-    etag: str
-    media: str
-
-    def response(self, request: Request, headers: Mapping[str, str]) -> Response:
-        """Return the file, or 304 if the client has it."""
-        fields = {**headers, "etag": self.etag}
-        known = request.headers.get("if-none-match", "")[:MAX_LIST_HEADER]
-        if self.etag in [tag.strip().removeprefix("W/") for tag in known.split(",")]:
-            return Response(status_code=304, headers=fields)
-        return Response(self.content, headers=fields, media_type=self.media)
-
-
-def read_file(path: Path) -> AssetFile:
-    content = path.read_bytes()
-    etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-    return AssetFile(content, etag, MEDIA_TYPES[path.suffix])
+async def send_file(
+    scope: Scope, receive: Receive, send: Send, name: str, headers: Mapping[str, str]
+) -> None:
+    """Send a file of the page, or 304 if the client has it. Files are sent whole."""
+    tags = [(key, value[:MAX_TAGS]) for key, value in scope["headers"] if key == b"if-none-match"]
+    scope = {**scope, "headers": tags}
+    response = await FILES.get_response(name, scope)
+    response.headers.update(headers)
+    await response(scope, receive, send)

@@ -318,7 +318,7 @@ def user(*parts: Any) -> dict[str, Any]:
         ),
         (
             user({"type": "document", "source": "u"}),
-            "messages[0].content[0].source: must be an object",
+            "messages[0].content[0].source: expected object, got str",
         ),
         (user({"type": "text"}), "messages[0].content[0].text: is required"),
         (

@@ -16,7 +16,13 @@ from batching.fair_share import WorkOwner
 from batching.request_queue import FairQueue, RequestQueue
 from server.core.delta_stream import DeltaStream, TokenStream
 from server.core.request_context import RequestContext, RequestRecord
-from server.core.worker_client import FEW_READERS, Deadlines, Submission, WorkerClient
+from server.core.worker_client import (
+    FEW_READERS,
+    Deadlines,
+    IncomingRequest,
+    Submission,
+    WorkerClient,
+)
 from worker.messages.deltas import Delta
 
 NO_LIMITS = Deadlines(math.inf, math.inf)
@@ -25,8 +31,12 @@ NO_LIMITS = Deadlines(math.inf, math.inf)
 @asynccontextmanager
 async def streaming() -> AsyncIterator[DeltaStream[str]]:
     """Of one item, without a worker."""
-    with DeltaStream[str](client_of(), "x", ["a"], NO_LIMITS, None, scope()) as stream:
+    with DeltaStream[str](client_of(), "x", ["a"], incoming()) as stream:
         yield stream
+
+
+def incoming() -> IncomingRequest:
+    return IncomingRequest(scope(), None, NO_LIMITS)
 
 
 def scope() -> Scope:
@@ -48,7 +58,7 @@ def client_of(**more: Any) -> Any:
 
 def test_the_header_and_the_record_have_the_times_of_the_first_input_and_the_last() -> None:
     async def times() -> tuple[tuple[float, ...], bytes]:
-        with Submission[None](client_of(), "x", ["a", "b"], NO_LIMITS, None, scope()) as work:
+        with Submission[None](client_of(), "x", ["a", "b"], incoming()) as work:
             for item, at in zip(work.items, (30.0, 20.0), strict=True):
                 item.accepted_at, item.arrived_at = 10.0, at
                 item.started_at, item.finished_at = at + 1, at + 2
@@ -133,7 +143,7 @@ def token_stream(client: Any, choices: int) -> TokenStream:
     metric = SimpleNamespace(labels=lambda model: histogram)
     client.metrics = SimpleNamespace(first_token=metric, per_token=metric)
     payload: Any = SimpleNamespace(n=choices)
-    return TokenStream(client, "x", [payload], NO_LIMITS, None, scope())
+    return TokenStream(client, "x", [payload], incoming())
 
 
 def test_the_first_and_the_last_token_of_a_stream_do_not_wait() -> None:

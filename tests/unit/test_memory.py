@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from server import entries
-from server.app import Loaders, served_models
+from server.app import served_models
 from server.core.settings import Settings
 from server.entries import model_entries
 from worker.device import device
@@ -236,8 +236,7 @@ def test_a_language_model_at_the_root_leaves_memory_for_the_chat_model(
     settings = replace(Settings(), chat_model=chat_model, pipeline_model="b")
     settings = replace(settings, embedding_model="none", pipeline_task="decision")
     monkeypatch.setattr(entries, "uses_language_model", lambda task, path: True)
-    loaders = Loaders(None, None, None, None, None)
-    for model in served_models(settings, model_entries(settings, ()), loaders):
+    for model in served_models(settings, model_entries(settings, ()), {}):
         with pytest.raises(LookupError):
             model.load()
         model.state = "ready"  # as if it was loaded

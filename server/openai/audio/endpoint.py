@@ -14,11 +14,11 @@ from prometheus_client import Counter
 from starlette.types import Receive, Scope, Send
 
 from server.core.delta_stream import DeltaStream
-from server.core.worker_client import WorkerClient
+from server.core.worker_client import IncomingRequest, WorkerClient
 from server.http.operation import FORM, TEXT, Operation
 from server.http.sse import data_frame
 from server.http.upload import Uploads
-from server.openai.audio.formats import Transcript, encode, token_scores
+from server.openai.audio.formats import ENCODERS, Transcript, token_scores
 from server.openai.audio.request import (
     TranscriptionRequest,
     TranslationRequest,
@@ -83,8 +83,8 @@ class TranscriptBuilder(ResponseBuilder[TranscriptDelta]):
         for delta in deltas:
             self.transcript.add(delta)
         self.seconds.inc(self.transcript.seconds)
-        content, self.media_type = encode(self.transcript, self.request)
-        return content
+        self.media_type, encode = ENCODERS[self.request.format]
+        return encode(self.transcript, self.request)
 
 
 @dataclass(eq=False)
@@ -103,8 +103,7 @@ class SpeechEndpoint:
             request.model = model.id
             payloads = [request.transcription_input(form.path)]
             builder = TranscriptBuilder(request, self.worker_client.metrics.audio_s)
-            stream: DeltaStream[TranscriptDelta] = DeltaStream(
-                self.worker_client, model.registry_name, payloads, deadlines, receive, scope
-            )
+            incoming, name = IncomingRequest(scope, receive, deadlines), model.registry_name
+            stream = DeltaStream[TranscriptDelta](self.worker_client, name, payloads, incoming)
             with stream:
                 await respond(scope, send, stream, builder)

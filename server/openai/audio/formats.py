@@ -49,12 +49,6 @@ class Transcript:
         return Duration("duration", round(self.seconds, 3))
 
 
-def encode(transcript: Transcript, request: TranscriptionRequest) -> tuple[bytes, bytes]:
-    """Return a whole response and its media type."""
-    media_type, encoder = ENCODERS[request.format]
-    return encoder(transcript, request), media_type
-
-
 def as_json(transcript: Transcript, request: TranscriptionRequest) -> bytes:
     logprobs = token_scores(transcript, request)
     return to_json(Transcription(transcript.text, transcript.duration, logprobs))

@@ -63,8 +63,8 @@ class Batches:
         return FileEndpoints(self.store).routes() + own
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        _, body, deadlines = await read_request(scope, receive)
-        request = await self.body_parser.run(parse, body, deadlines.first)
+        _, body, incoming = await read_request(scope, receive)
+        request = await self.body_parser.run(parse, body, incoming.deadlines.first)
         if request.endpoint not in self.runner.endpoints:
             setting = SETTING_FOR_PATH[request.endpoint]
             reason = f"no model serves {request.endpoint}: it needs {setting}"

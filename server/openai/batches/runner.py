@@ -27,7 +27,7 @@ from batching.errors import ClientGone, QueueFull, Refused
 from batching.fair_share import Priority
 from server.core.api_keys import NO_KEY, ApiKey
 from server.core.request_context import RequestContext, RequestRecord
-from server.core.worker_client import Deadlines
+from server.core.worker_client import Deadlines, IncomingRequest
 from server.http.access import client_of
 from server.http.errors import HttpError
 from server.http.json import heavy_limiter, to_json
@@ -138,12 +138,6 @@ def line_result(
     output = LineOutput("batch_req_" + secrets.token_hex(12), custom_id, response, error)
     is_error = response is None or response.status_code != 200
     return LineResult(position, to_json(output) + b"\n", is_error)
-
-
-async def receive_nothing() -> Message:
-    """The `receive` of a line: no client disconnects."""
-    await asyncio.get_running_loop().create_future()
-    raise AssertionError
 
 
 class BatchRunner:
@@ -484,10 +478,11 @@ class BatchTask(StoredJob):
         """Return the response to a line's request. Raises a Refused."""
         response = CapturedResponse()
         deadlines = Deadlines(self.expires + RETRY_S, self.expires + RETRY_S)
+        incoming = IncomingRequest(scope, None, deadlines)
         try:
             self.runner.app.count_body(scope, len(body))
-            request = await self.endpoint.read(scope, receive_nothing, body, deadlines)
-            await self.endpoint.serve(scope, None, response, request, deadlines)
+            request = await self.endpoint.read(incoming, body)
+            await self.endpoint.serve(incoming, response, request)
         except (Refused, ClientGone):
             raise
         except Exception as error:

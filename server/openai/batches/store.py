@@ -23,12 +23,12 @@ from server.openai.batches.input_file import CheckedLine
 from server.openai.response_schemas import (
     BatchError,
     BatchErrors,
-    BatchInputDetails,
     BatchJob,
     BatchStatus,
     BatchUsage,
     CompletionTokensDetails,
     FileObject,
+    PromptTokensDetails,
 )
 from server.openai.sqlite_store import ListPage, SqliteStore
 
@@ -416,7 +416,7 @@ def add_tokens(usage: BatchUsage, results: Sequence[LineResult]) -> BatchUsage:
     ]
     counts = [sum(column) for column in zip(counts, *(r.tokens for r in results), strict=True)]
     input, cached, output, reasoning = counts
-    details = BatchInputDetails(cached), CompletionTokensDetails(reasoning)
+    details = PromptTokensDetails(cached), CompletionTokensDetails(reasoning)
     return BatchUsage(input, details[0], output, details[1], input + output)
 
 

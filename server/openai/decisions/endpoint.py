@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import anyio.to_thread
-from starlette.types import Receive, Scope, Send
+from starlette.types import Scope, Send
 
 from server.core.delta_stream import TokenStream, UsageCounts
-from server.core.worker_client import Deadlines
+from server.core.worker_client import IncomingRequest
 from server.http.json import INLINE_BYTES, parse_json, to_json
 from server.http.request import send_json
 from server.openai.endpoint import BodyEndpoint
@@ -46,20 +46,13 @@ class DecisionEndpoint(BodyEndpoint[ParsedDecision]):
 
     kind: type[DecisionBody]
 
-    async def serve(
-        self,
-        scope: Scope,
-        receive: Receive | None,
-        send: Send,
-        request: ParsedDecision,
-        deadlines: Deadlines,
-    ) -> None:
-        results = await self.decide(scope, receive, request, deadlines)
+    async def serve(self, incoming: IncomingRequest, send: Send, request: ParsedDecision) -> None:
+        results = await self.decide(incoming, request)
 
         def encode() -> bytes:
             return to_json(request[0].response(*results))
 
-        large = scope["transfer"].held > INLINE_BYTES  # then the response is large, too
+        large = incoming.scope["transfer"].held > INLINE_BYTES  # then the response is large, too
         await send_json(send, await anyio.to_thread.run_sync(encode) if large else encode())
 
     def parse(self, body: bytes, scope: Scope) -> ParsedDecision:
@@ -68,24 +61,22 @@ class DecisionEndpoint(BodyEndpoint[ParsedDecision]):
         return request, request.decision_input()
 
     async def decide(
-        self, scope: Scope, receive: Receive | None, request: ParsedDecision, deadlines: Deadlines
+        self, incoming: IncomingRequest, request: ParsedDecision
     ) -> tuple[list[Sequence[float]], UsageCounts]:
         """Return the probabilities of each question's options, in order, and the usage."""
-        with self.submit(scope, request, deadlines, receive) as stream:
+        with self.submit(incoming, request) as stream:
             deltas = await stream.collect()
             return [delta.probabilities for delta in deltas], stream.usage
 
-    def submit(
-        self, scope: Scope, parsed: ParsedDecision, deadlines: Deadlines, receive: Receive | None
-    ) -> TokenStream:
+    def submit(self, incoming: IncomingRequest, parsed: ParsedDecision) -> TokenStream:
         """Submit a request, or raise a Refused."""
         request, decision_input = parsed
         model = self.models.find(request.model)
-        namespace = scope["context"].cache_namespace(model.id, request.cache_salt)
+        namespace = incoming.scope["context"].cache_namespace(model.id, request.cache_salt)
         inputs = [replace(decision_input, adapter=model.adapter, cache_namespace=namespace)]
-        limits = replace(deadlines, whole=deadlines.first)
-        name = model.registry_name
-        return TokenStream(self.worker_client, name, inputs, limits, receive, scope)
+        limits = replace(incoming.deadlines, whole=incoming.deadlines.first)
+        limited = incoming._replace(deadlines=limits)
+        return TokenStream(self.worker_client, model.registry_name, inputs, limited)
 
 
 def uses_language_model(task: str, path: str) -> bool:

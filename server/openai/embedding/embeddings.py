@@ -15,18 +15,18 @@ from msgspec import Meta
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput
-from server.core.worker_client import Deadlines
+from server.core.worker_client import IncomingRequest
 from server.http.json import Document, to_json
-from server.http.ndjson import LineWork, serve_lines
+from server.http.ndjson import LineStream, LineWork
 from server.http.operation import Operation
 from server.http.request import is_ndjson
 from server.openai.embedding.endpoint import (
     MAX_INPUTS,
     ScoringEndpoint,
+    ScoringRequest,
     ScoringTask,
-    TruncationFields,
 )
-from server.openai.request_fields import PositiveInt, Salt, TextsOrIds, read_inputs
+from server.openai.request_fields import PositiveInt, TextsOrIds, read_inputs
 from server.openai.response_schemas import Embeddings, EmbeddingUsage
 from worker.messages.scoring import EmbeddingInput, EmbeddingOutput, PartSize, split_parts
 
@@ -37,16 +37,14 @@ Inputs = Annotated[
 ]
 
 
-class EmbeddingRequest(TruncationFields, kw_only=True):
+class EmbeddingRequest(ScoringRequest, kw_only=True):
     input: str | Inputs | None = None
     inputs: str | Inputs | None = None
-    model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: PositiveInt | None = None
     input_type: str | None = None
     prompt_name: str | None = None
     normalize: bool | None = None
-    cache_salt: Salt | None = None
 
     @property
     def is_bare(self) -> bool:
@@ -104,12 +102,12 @@ EMBEDDINGS = [
 
 
 @dataclass(eq=False)
-class EmbeddingEndpoint(ScoringEndpoint[EmbeddingOutput]):
+class EmbeddingEndpoint(ScoringEndpoint):
     """Also takes NDJSON: a line is a text, or a body; its `parameters` are fields of the body."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if is_ndjson(scope):
-            await serve_lines(scope, receive, send, self)
+            await LineStream(scope, receive, send, self).run()
         else:
             await super().__call__(scope, receive, send)
 
@@ -117,7 +115,7 @@ class EmbeddingEndpoint(ScoringEndpoint[EmbeddingOutput]):
     def model(self) -> str:
         return self.models.default.registry_name
 
-    def parse_line(self, value: str | Document, scope: Scope) -> ScoringTask[EmbeddingOutput]:
+    def parse_line(self, value: str | Document, scope: Scope) -> ScoringTask:
         if isinstance(value, str):
             return self.read_document({"input": value})
         if (parameters := value.pop("parameters", None)) is None:
@@ -126,10 +124,8 @@ class EmbeddingEndpoint(ScoringEndpoint[EmbeddingOutput]):
             raise InvalidInput.at("parameters", "must be an object")
         return self.read_document({**parameters, **value})
 
-    def submit_line(
-        self, request: ScoringTask[EmbeddingOutput], scope: Scope, deadlines: Deadlines
-    ) -> LineWork:
-        work = self.submit(scope, request, deadlines, None)
+    def submit_line(self, request: ScoringTask, incoming: IncomingRequest) -> LineWork:
+        work = self.submit(incoming, request)
 
         async def content() -> bytes:
             outputs = [await item.future for item in work.items]

@@ -5,19 +5,19 @@ body → request → payloads, a work item each → outputs → response
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple
 
 import anyio.to_thread
 from msgspec import Meta, Struct
-from starlette.types import Receive, Scope, Send
+from starlette.types import Scope, Send
 
 from batching.errors import InvalidInput
-from server.core.worker_client import Deadlines, Submission
+from server.core.worker_client import IncomingRequest, Submission
 from server.http.json import INLINE_BYTES, Document, parse_json
 from server.http.request import send_parts
 from server.openai.endpoint import BodyEndpoint
 from server.openai.models import NamedModel
-from server.openai.request_fields import ModelRequest, decode
+from server.openai.request_fields import Salt, decode
 from worker.messages.scoring import (
     MAX_PART_INPUTS,
     EmbeddingInput,
@@ -30,9 +30,12 @@ MAX_INPUTS = 2048
 Input = EmbeddingInput | ScoringInput
 
 
-class TruncationFields(Struct, kw_only=True):
-    """The fields about texts that are too long: vLLM's and text-embeddings-inference's."""
+class ScoringRequest(Struct, kw_only=True):
+    """A request for vectors or scores. The fields about texts that are too long are vLLM's and
+    text-embeddings-inference's."""
 
+    model: str | None = None
+    cache_salt: Salt | None = None
     truncate: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
     truncation_direction: Literal["left", "right", "Left", "Right"] | None = None
@@ -47,68 +50,48 @@ class TruncationFields(Struct, kw_only=True):
         keep_end = (self.truncation_direction or "").lower() == "left"
         return Truncation(truncates, max_tokens, keep_end)
 
-
-Output = TypeVar("Output", contravariant=True)
-Result = TypeVar("Result")
-
-
-class ScoringBody(ModelRequest, Protocol[Output]):
-    cache_salt: str | None
-
     def payloads(self, max_size: PartSize, kind: str) -> Sequence[Input]:
         """Return the payloads for a kind of model, or raise InvalidInput."""
+        raise NotImplementedError
 
-    def content(self, outputs: Sequence[Output]) -> list[bytes]:
+    def content(self, outputs: Sequence[Any]) -> list[bytes]:
         """Return the response's JSON in parts. In a pool thread for large requests."""
+        raise NotImplementedError
 
 
-class ScoringTask(NamedTuple, Generic[Result]):
-    body: ScoringBody[Result]
+class ScoringTask(NamedTuple):
+    body: ScoringRequest
     model: NamedModel
     payloads: Sequence[Input]
 
 
 @dataclass(eq=False)
-class ScoringEndpoint(BodyEndpoint[ScoringTask[Result]]):
+class ScoringEndpoint(BodyEndpoint[ScoringTask]):
     """An endpoint for one kind of request, to any of the models."""
 
-    kind: type[ScoringBody[Result]]
+    kind: type[ScoringRequest]
 
-    async def serve(
-        self,
-        scope: Scope,
-        receive: Receive | None,
-        send: Send,
-        request: ScoringTask[Result],
-        deadlines: Deadlines,
-    ) -> None:
-        with self.submit(scope, request, deadlines, receive) as submission:
+    async def serve(self, incoming: IncomingRequest, send: Send, request: ScoringTask) -> None:
+        with self.submit(incoming, request) as submission:
             outputs = [await item.future for item in submission.items]
         content = request.body.content
-        if scope["transfer"].held > INLINE_BYTES:
+        if incoming.scope["transfer"].held > INLINE_BYTES:
             parts = await anyio.to_thread.run_sync(content, outputs)
         else:
             parts = content(outputs)
         await send_parts(send, parts, submission.timing_headers())
 
-    def submit(
-        self,
-        scope: Scope,
-        task: ScoringTask[Result],
-        deadlines: Deadlines,
-        receive: Receive | None,
-    ) -> Submission[Result]:
+    def submit(self, incoming: IncomingRequest, task: ScoringTask) -> Submission[Any]:
         """Submit the payloads, or raise a Refused."""
         body, model, payloads = task
-        namespace = scope["context"].cache_namespace(model.id, body.cache_salt)
+        namespace = incoming.scope["context"].cache_namespace(model.id, body.cache_salt)
         inputs = [replace(payload, cache_namespace=namespace) for payload in payloads]
-        name = model.registry_name
-        return Submission(self.worker_client, name, inputs, deadlines, receive, scope)
+        return Submission(self.worker_client, model.registry_name, inputs, incoming)
 
-    def parse(self, body: bytes, scope: Scope) -> ScoringTask[Result]:
+    def parse(self, body: bytes, scope: Scope) -> ScoringTask:
         return self.read_document(parse_json(body))
 
-    def read_document(self, document: Document) -> ScoringTask[Result]:
+    def read_document(self, document: Document) -> ScoringTask:
         """Return the request, its model and the payloads, each of which fits into a batch.
 
         Raises InvalidInput, also for more payloads than the queue has slots.

@@ -15,8 +15,8 @@ from msgspec import UNSET, Meta
 from batching.errors import InvalidInput
 from server.http.json import to_json
 from server.http.operation import Operation
-from server.openai.embedding.endpoint import MAX_INPUTS, TruncationFields
-from server.openai.request_fields import Count, NonEmpty, PositiveInt, Salt
+from server.openai.embedding.endpoint import MAX_INPUTS, ScoringRequest
+from server.openai.request_fields import Count, NonEmpty, PositiveInt
 from server.openai.response_schemas import (
     EmbeddingUsage,
     RankedDocument,
@@ -37,11 +37,10 @@ LENGTH = Meta(min_length=1, max_length=MAX_INPUTS)
 Texts = Annotated[list[NonEmpty], LENGTH]
 
 
-class RerankRequest(TruncationFields, kw_only=True):
+class RerankRequest(ScoringRequest, kw_only=True):
     query: NonEmpty
     documents: Annotated[list[NonEmpty | TextDocument], LENGTH] | None = None
     texts: Texts | None = None
-    model: str | None = None
     top_n: Count | None = None
     return_documents: bool | None = None
     return_text: bool | None = None
@@ -49,7 +48,6 @@ class RerankRequest(TruncationFields, kw_only=True):
     instruction: str | None = None
     raw_scores: bool | None = None
     use_activation: bool | None = None
-    cache_salt: Salt | None = None
 
     @property
     def is_bare(self) -> bool:

@@ -13,9 +13,9 @@ import numpy as np
 from batching.errors import InvalidInput
 from server.http.json import to_json
 from server.http.operation import Operation
-from server.openai.embedding.endpoint import TruncationFields
+from server.openai.embedding.endpoint import ScoringRequest
 from server.openai.embedding.rerank import Texts, split_pairs
-from server.openai.request_fields import NonEmpty, Salt, required
+from server.openai.request_fields import NonEmpty, required
 from server.openai.response_schemas import EmbeddingUsage, Score, Scores
 from worker.messages.scoring import (
     EmbeddingInput,
@@ -27,15 +27,13 @@ from worker.messages.scoring import (
 )
 
 
-class ScoreRequest(TruncationFields, kw_only=True):
+class ScoreRequest(ScoringRequest, kw_only=True):
     text_1: NonEmpty | Texts | None = None
     text_2: NonEmpty | Texts | None = None
     queries: NonEmpty | Texts | None = None
     documents: NonEmpty | Texts | None = None
-    model: str | None = None
     instruction: str | None = None
     use_activation: bool | None = None
-    cache_salt: Salt | None = None
 
     def sides(self) -> tuple[tuple[str, list[str]], tuple[str, list[str]]]:
         """Return the names and texts of both fields: equally many, or one on a side."""

@@ -22,12 +22,12 @@ import orjson
 from anyio.to_thread import run_sync
 from msgspec import Meta, Struct
 from starlette.requests import Request
-from starlette.types import Receive, Scope, Send
+from starlette.types import Scope, Send
 
 from batching.errors import ClientGone, InvalidInput
 from batching.fair_share import Priority
 from server.core.delta_stream import TokenStream, UsageCounts
-from server.core.worker_client import Deadlines
+from server.core.worker_client import IncomingRequest
 from server.http.access import address_of
 from server.http.access_log import log_background
 from server.http.errors import HttpError
@@ -219,32 +219,29 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         return ResponsesBuilder(request, usage, self.model_of(request))
 
     async def serve(
-        self,
-        scope: Scope,
-        receive: Receive | None,
-        send: Send,
-        request: ParsedResponseRequest,
-        deadlines: Deadlines,
+        self, incoming: IncomingRequest, send: Send, request: ParsedResponseRequest
     ) -> None:
+        scope = incoming.scope
         if request.body.background:
-            job = self._start_job(scope, request, deadlines)
+            job = self._start_job(incoming, request)
             response = to_json(job.builder.response)
             await job.stored.wait()
             return await send_json(send, response, headers=job.builder.headers)
-        with self.submit(scope, request, deadlines, receive) as stream:
+        with self.submit(incoming, request) as stream:
             builder = self.builder(request, stream.usage)
             before_end = partial(self.store_response, owner_from(scope), builder)
             await respond(scope, send, stream, builder, before_end)
 
     def _start_job(
-        self, scope: Scope, request: ParsedResponseRequest, deadlines: Deadlines
+        self, incoming: IncomingRequest, request: ParsedResponseRequest
     ) -> BackgroundJob:
         """Submit a request that waits for its first token without a limit."""
-        transfer = Transfer()
+        scope, transfer = incoming.scope, Transfer()
+        deadlines = replace(incoming.deadlines, first=math.inf)
         self.background_memory.take(transfer, scope["transfer"].held)
         scope["context"] = replace(scope["context"], priority=Priority.BACKGROUND)
         try:
-            stream = self.submit(scope, request, replace(deadlines, first=math.inf), None)
+            stream = self.submit(IncomingRequest(scope, None, deadlines), request)
         except BaseException:
             self.background_memory.release(transfer)
             raise

@@ -126,7 +126,6 @@ class ResponseRequest(GenerationRequest, kw_only=True):
         return "text.format", self.text.format if self.text else None
 
     def check(self, document: Document) -> None:
-        self.refuse_unimplemented(document)
         super().check(document)
         if self.top_logprobs and self.logprobs is None:
             raise InvalidInput.at("top_logprobs", f"requires {LOGPROBS} in include")
