@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import regex
 from transformers.utils.chat_parsing import parse_response
 
 from tests.call_formats import NAMES, call_format_of, output_format_of
@@ -18,12 +19,13 @@ from tests.matrix import matrix
 from worker.messages.deltas import TokenLogprob
 from worker.text.detokenizer import TextSpan, TokenSpan
 from worker.text.output_format import (
+    CONTENT,
     DEFAULT_OUTPUT_FORMAT,
+    Delimiter,
     OutputFormat,
     declared_output_format,
-    first_char_of,
     inferred_output_format,
-    literal_of,
+    is_literal,
 )
 from worker.text.parser import OutputEvent, OutputParser
 from worker.text.tool_call_format import (
@@ -792,38 +794,36 @@ def parsed_by_pieces(output_format: Any, text: str) -> tuple[float, list[Any]]:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "text"),
+    ("pattern", "expected"),
     [
-        (r"\s*<tool_call>", None),
-        ("<tool_call>", "<tool_call>"),
-        (r"<\|a\|>", "<|a|>"),
-        (r"a+", None),
-        (r"(?P<name>x)", None),
-        (r"\w", None),
-        (r"a\\", "a\\"),
+        (r"\s*<tool_call>", False),
+        ("<tool_call>", True),
+        (r"<\|a\|>", True),
+        (r"a+", False),
+        (r"(?P<name>x)", False),
+        (r"\w", False),
+        (r"a\\", True),
     ],
 )
-def test_literal_of_a_pattern(pattern: str, text: str | None) -> None:
-    assert literal_of(pattern) == text
+def test_a_literal_pattern_matches_one_text(pattern: str, expected: bool) -> None:
+    assert is_literal(pattern) == expected
 
 
 @pytest.mark.parametrize(
-    ("pattern", "char"),
+    ("pattern", "chars"),
     [
         (r"<\|(?:im_end|end)\|>\s*", "<"),
-        (r"\[a", "["),
         (r"<[|]y", "<"),
-        (r"<+", "<"),
-        (r"<?b", None),
-        (r"<{2}", None),
-        (r"ab", None),
-        (r"<a|b", None),
-        (r"(a|b)", None),
-        (r"[ab]", None),
-        (r"\s<", None),
-        (r"^a", None),
-        ("", None),
+        (r"<?b", "<b"),
+        (r"｜<a|b", "｜b"),
+        (r"(?=\{)", "{"),
+        (r"(?:<a>\s*)?(?P<name>[xy]\w+)", "<xy"),
+        (r"[\w.:/-]{1,9}+\(", ""),
+        (r"[^<]", ""),
+        (r"a*", ""),
+        ("", ""),
     ],
 )
-def test_first_character_of_a_pattern(pattern: str, char: str | None) -> None:
-    assert first_char_of(pattern) == char
+def test_first_characters_of_a_delimiter(pattern: str, chars: str) -> None:
+    delimiter = Delimiter(frozenset(), CONTENT, regex.compile(pattern))
+    assert delimiter.first_chars == {*chars}

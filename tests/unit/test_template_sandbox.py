@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 from jinja2 import Template, TemplateError
+from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils import chat_template_utils
 
 from worker.text.chat_template import sandbox
 from worker.text.chat_template.sandbox import (
     BoundedEnvironment,
-    LenientEnvironment,
     TemplateTooExpensive,
+    lenient,
 )
 
 MESSAGES = [{"role": "user", "content": " hi "}, {"role": "assistant", "content": "so"}]
@@ -148,8 +149,10 @@ def test_other_templates_render_as_in_jinja(source: str) -> None:
 @pytest.mark.usefixtures("small_bounds")
 def test_lists_that_a_template_changes_are_counted() -> None:
     source = "{% set a = [1] %}{% for i in range(60) %}{% set _ = a.extend(a) %}{% endfor %}"
-    with pytest.raises(TemplateTooExpensive):
-        LenientEnvironment().from_string(source).render()
+    with pytest.raises(TemplateTooExpensive), lenient():
+        BoundedEnvironment().from_string(source).render()
+    with pytest.raises(SecurityError):
+        BoundedEnvironment().from_string(source).render()
 
 
 @pytest.mark.parametrize(

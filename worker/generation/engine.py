@@ -168,7 +168,7 @@ class GenerationEngine:
         adapter.weights = self.runner.load_adapter(adapter_folder(adapter.root, adapter.path))
 
     def call_id(self, name: str, index: int) -> str:
-        return self.input_processor.call_id(name, index)
+        return self.input_processor.template.call_id(name, index)
 
     def close(self) -> None:
         self.input_processor.close()

@@ -141,9 +141,6 @@ class InputProcessor:
         self._check_ids([token_id], "tokens")
         return self.vocabulary.token(token_id)[0]
 
-    def call_id(self, name: str, index: int) -> str:
-        return self.template.call_id(name, index)
-
     def close(self) -> None:
         self.constraint_builder.grammars.close()
         if self.image_preprocessor:
@@ -315,7 +312,9 @@ class InputProcessor:
         sampling, min_tokens = request.sampling, request.stopping.min_tokens
         if min_tokens is None:
             stop_token_ids = () if request.stopping.ignore_eos else self.eos_token_ids
-            min_tokens = self._default_min_tokens(prompt_tokens) if stop_token_ids else 0
+            min_tokens = (
+                default_min_tokens(self._checkpoint, prompt_tokens) if stop_token_ids else 0
+            )
         self._check_ids(sampling.logit_bias, "logit_bias")
         requested = {name: getattr(sampling, name) for name in SAMPLING_FIELDS}
         return replace(
@@ -329,13 +328,6 @@ class InputProcessor:
             stop_token_ids=stop_token_ids if min_tokens else (),
             **{name: value for name, value in requested.items() if value is not None},
         )
-
-    def _default_min_tokens(self, prompt_tokens: int) -> int:
-        """Return how many tokens the checkpoint wants before its end-of-sequence tokens."""
-        min_new_tokens: int | None = self._checkpoint.min_new_tokens
-        if min_new_tokens is None:
-            return max(0, (self._checkpoint.min_length or 0) - prompt_tokens)
-        return min_new_tokens
 
 
 def response_prefix(chat: Chat, rendered: RenderedPrompt) -> str:
@@ -373,6 +365,14 @@ def eos_token_ids(
     ids = getattr(defaults, "eos_token_id", None)
     ids = tokenizer.eos_token_id if ids is None else ids
     return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
+
+
+def default_min_tokens(defaults: Any, prompt_tokens: int) -> int:
+    """Return how many tokens the checkpoint wants before its end-of-sequence tokens."""
+    min_new_tokens: int | None = defaults.min_new_tokens
+    if min_new_tokens is None:
+        return max(0, (defaults.min_length or 0) - prompt_tokens)
+    return min_new_tokens
 
 
 def default_sampling(defaults: GenerationConfig) -> SamplingParams:

@@ -23,7 +23,7 @@ from batching.request_queue import WorkItem
 from batching.sequence import TokenIds
 from worker.device.self_check import CannotRun, set_attention
 from worker.generation.engine import GenerationEngine
-from worker.generation.input_processor import default_sampling
+from worker.generation.input_processor import default_min_tokens, default_sampling
 from worker.generation.loading import paged_engine
 from worker.generation.output import PreparedPrompt, SequenceOutput, create_outputs
 from worker.load_context import on_worker
@@ -172,9 +172,7 @@ def prepare_prompt(
     fields: Any = config  # not annotated
     eos = fields.eos_token_id
     eos = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
-    min_tokens = fields.min_new_tokens
-    if min_tokens is None:
-        min_tokens = max(0, (fields.min_length or 0) - len(prompt))
+    min_tokens = default_min_tokens(fields, len(prompt))
     params = replace(
         default_sampling(config),
         seed=secrets.randbits(64),

@@ -75,6 +75,7 @@ COMMON = {
 }
 STRICT_JSON = {"whitespace_flexible": False}  # a pattern that is not supported is an error
 IGNORE = "%ignore"
+PREFIX = "onequeue_"  # of new rules
 Lexical = str | tuple[RegexPart, str]  # other text of a grammar, or a regular expression and flags
 
 
@@ -185,14 +186,6 @@ def _is_string(token: Lexical) -> bool:
     return isinstance(token, str) and token.startswith('"')
 
 
-def _unused_prefix(prefix: str, statements: Sequence[Sequence[Lexical]]) -> str:
-    """Return a beginning that no name has."""
-    names = {token for statement in statements for token in statement if isinstance(token, str)}
-    while any(name.lstrip("!?_").lower().startswith(prefix.lower()) for name in names):
-        prefix = f"x{prefix}"
-    return prefix
-
-
 # ── rewriting ──
 
 
@@ -203,7 +196,6 @@ class TerminalRewriter:
         self._writer, self._close = writer, close
 
     def rewrite(self, statements: Sequence[Sequence[Lexical]]) -> list[str]:
-        prefix = _unused_prefix("rule_", statements)
         definitions = {_name(s): s for s in statements if s[0] != IGNORE}
         terminals = {name: s for name, s in definitions.items() if _is_terminal(name)}
         self._rules: dict[str, str] = {}  # new names, of terminals that become rules
@@ -214,11 +206,11 @@ class TerminalRewriter:
                 if any(map(self._is_special, statement[1:])) and name not in self._rules:
                     if "&" in statement:
                         raise ValueError(f"{name}: & is not supported beside special characters")
-                    self._rules[name] = f"{prefix}{len(self._rules)}"
+                    self._rules[name] = f"{PREFIX}{len(self._rules)}"
         lines: list[str] = []
         if self._close:
-            self._rules |= {f"{sign}start": f"{prefix}start" for sign in ("", "?", "!")}
-            lines.append(f"start: {prefix}start {string_literal(self._close)}")
+            self._rules |= {f"{sign}start": f"{PREFIX}start" for sign in ("", "?", "!")}
+            lines.append(f"start: {PREFIX}start {string_literal(self._close)}")
         for statement in statements:
             if statement[0] == IGNORE:
                 lines += self._ignored(statement[1:], terminals)

@@ -38,8 +38,6 @@ def content_rule(constraint: Constraint) -> str:
     value, kind, param = constraint.value, constraint.kind, constraint.param
     if kind == "json_schema" and not isinstance(value, dict):
         raise InvalidInput(f"{param}: must be an object", param)
-    if kind == "regex":
-        check_length(value, param, MAX_LENGTH_OF[kind])
     if kind == "grammar":
         check_grammar(value, param)
     if kind == "choice" and len(value) > MAX_CHOICES:

@@ -8,10 +8,11 @@ Only what terminals of a grammar need: characters, classes, groups, repetition, 
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import takewhile
 
+import regex
 from llguidance import LLMatcher, LLTokenizer
 
 from worker.grammar.lark import regex_terminal, string_literal
@@ -22,28 +23,34 @@ MAX_DEPTH = 50  # of groups
 # Characters that JSON escapes, and how: in one way, so that each text has one escaped form.
 ESCAPED = {char: json.dumps(char)[1:-1] for char in [*map(chr, range(32)), '"', "\\"]}
 CONTROL = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "a": "\a"}
-QUANTIFIER = re.compile(r"[*+?]|\{[0-9]{1,5}(?:,[0-9]{0,5})?\}")
-GROUP = re.compile(r"\?(?:P?<\w+>|(?P<flag>s?|-s):)")
-CLASS_ESCAPE = re.compile(r"[dDwWsS]|[pP](?:\{\^?[\w=:]{1,50}\}|\w)")
-CHAR_ESCAPE = re.compile(r"[xu]\{([0-9a-fA-F]{1,6})\}|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})")
+QUANTIFIER = re.compile(r"(?:[*+?]|\{[0-9]{1,5}(?:,[0-9]{0,5})?\})(?P<mode>[*+?])?")
+GROUP = re.compile(r"\((?:\?(?:P?<\w+>|(?P<flag>s?|-s):)|(?!\?))")
+ATOM = regex.compile(
+    r"""(?P<escape>\\(?:[dDwWsS]|[pP](?:\{\^?[\w=:]{1,50}\}|\w)))
+    |\\(?:[xu]\{(?P<code>[0-9a-fA-F]{1,6})\}|x(?P<code>[0-9a-fA-F]{2})|u(?P<code>[0-9a-fA-F]{4}))
+    |\\(?P<control>[ntrfva])
+    |\\(?P<char>(?![<>])[\W_])
+    |(?P<class>\[\^?+\]?+(?P<rest>(?:\\.|[^\\\[\]]|\[(?&rest)\])*+)\])
+    |(?P<dot>\.)
+    |(?P<char>[^\\\[^$*+?{(])""",
+    regex.VERBOSE | regex.DOTALL,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class RegexPart:
-    """A character, a class of them (`text` in brackets) or a group of alternatives, repeated."""
+    """A class of characters, a character or a group of alternatives, repeated. `text`: the regular
+    expression without the quantifier."""
 
-    text: str = ""
+    text: str
     char: str = ""
     group: tuple[tuple["RegexPart", ...], ...] = ()
     quantifier: str = ""
 
     @property
-    def is_repeated(self) -> bool:
-        return self.quantifier not in ("", "?")
-
-    def matches(self, char: str, flags: str) -> bool:
-        """Whether a character is possible somewhere in the part."""
-        return bool(self.members([char], flags))
+    def source(self) -> str:
+        """The part as a regular expression."""
+        return self.text + self.quantifier
 
     def members(self, chars: Sequence[str], flags: str) -> list[str]:
         """Return those of the characters that are possible somewhere in the part."""
@@ -55,15 +62,6 @@ class RegexPart:
             chosen = {self.char, *((self.char.lower(), self.char.upper()) * ("i" in flags))}
             return [char for char in chars if char in chosen]
         return class_members(self.text, "i" in flags, *chars)
-
-    @property
-    def source(self) -> str:
-        """The part as a regular expression."""
-        text = self.text
-        if self.group:
-            alternatives = ("".join(part.source for part in parts) for parts in self.group)
-            text = f"(?:{'|'.join(alternatives)})"
-        return text + self.quantifier
 
 
 def parse_regex(pattern: str, flags: str) -> RegexPart:
@@ -85,42 +83,44 @@ class _RegexReader:
 
     def alternatives(self, dot_all: bool) -> RegexPart:
         """Read up to the end or to a closing parenthesis."""
-        sequences: list[tuple[RegexPart, ...]] = []
-        parts: list[RegexPart] = []
+        sequences: list[list[RegexPart]] = [[]]
         while self.position < len(self.pattern) and self.pattern[self.position] != ")":
             if self.pattern[self.position] == "|":
                 self.position += 1
-                sequences.append(tuple(parts))
-                parts = []
+                sequences.append([])
             else:
-                parts.append(self._quantified(self._part(dot_all)))
-        return RegexPart(group=(*sequences, tuple(parts)))
+                sequences[-1].append(self._quantified(self._part(dot_all)))
+        sources = ("".join(part.source for part in parts) for parts in sequences)
+        return RegexPart(f"(?:{'|'.join(sources)})", group=tuple(map(tuple, sequences)))
 
     def _part(self, dot_all: bool) -> RegexPart:
-        start, char = self.position, self.pattern[self.position]
-        self.position += 1
-        if char == "\\":
-            return self._escape()
-        if char == "[":
-            return RegexPart(self._class(start))
-        if char == ".":
+        start = self.position
+        if group := GROUP.match(self.pattern, start):
+            self.position = group.end()
+            return self._group(group["flag"] == "s" or (dot_all and group["flag"] != "-s"))
+        atom = ATOM.match(self.pattern, start, start + MAX_CLASS_CHARS)
+        if atom is None and self.pattern[start] == "[":
+            raise ValueError("a class of characters in it is not closed, or too long")
+        if atom is None:
+            raise self._unsupported(start)
+        self.position = atom.end()
+        if atom["dot"]:
             return RegexPart(r"[\s\S]" if dot_all else r"[^\n]")
-        if char == "(":
-            return self._group(dot_all)
-        if char in "^$*+?{":
-            raise ValueError(f"{self.pattern[start : start + 20]!r} is not supported in it")
-        return RegexPart(char, char)
+        if atom["escape"] or atom["class"]:
+            return RegexPart(atom["class"] or f"[{atom['escape']}]")
+        char = CONTROL.get(atom["control"], atom["char"])
+        if atom["code"]:
+            code = int(atom["code"], 16)
+            if code > 0x10FFFF or 0xD800 <= code < 0xE000:
+                raise ValueError(f"{atom[0]} is no character")
+            char = chr(code)
+        return RegexPart(regex_char(char) if char.isprintable() else _class_char(char), char)
 
     def _group(self, dot_all: bool) -> RegexPart:
+        """Read a group whose parenthesis has been read."""
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise ValueError("its groups are nested too deeply")
-        if match := GROUP.match(self.pattern, self.position):
-            self.position = match.end()
-            dot_all = match["flag"] == "s" or (dot_all and match["flag"] != "-s")
-        elif self.pattern.startswith("?", self.position):
-            text = self.pattern[self.position - 1 : self.position + 20]
-            raise ValueError(f"{text!r} is not supported in it")
         group = self.alternatives(dot_all)
         if not self.pattern.startswith(")", self.position):
             raise ValueError("a parenthesis in it is not closed")
@@ -131,42 +131,13 @@ class _RegexReader:
     def _quantified(self, part: RegexPart) -> RegexPart:
         if (match := QUANTIFIER.match(self.pattern, self.position)) is None:
             return part
+        if match["mode"]:
+            raise self._unsupported(match.start())
         self.position = match.end()
-        if self.pattern[self.position : self.position + 1] in ("?", "+", "*"):
-            raise ValueError(f"{self.pattern[match.start() :][:20]!r} is not supported in it")
-        return RegexPart(part.text, part.char, part.group, match[0])
+        return replace(part, quantifier=match[0])
 
-    def _escape(self) -> RegexPart:
-        if match := CLASS_ESCAPE.match(self.pattern, self.position):
-            self.position = match.end()
-            return RegexPart(f"[\\{match[0]}]")
-        if match := CHAR_ESCAPE.match(self.pattern, self.position):
-            self.position = match.end()
-            code = int(match[1] or match[2] or match[3], 16)
-            if code > 0x10FFFF or 0xD800 <= code < 0xE000:
-                raise ValueError(f"\\{match[0]} is no character")
-            return RegexPart(f"\\x{{{code:x}}}", chr(code))
-        char = self.pattern[self.position : self.position + 1]
-        self.position += 1
-        if char in CONTROL:
-            return RegexPart(f"\\x{{{ord(CONTROL[char]):x}}}", CONTROL[char])
-        if not char or char.isalnum() or char in "<>":
-            raise ValueError(f"{chr(92) + char!r} is not supported in it")
-        return RegexPart(f"\\{char}", char)
-
-    def _class(self, start: int) -> str:
-        """Read the class whose bracket has been read."""
-        pattern, position, depth = self.pattern, self.position, 1
-        position += pattern.startswith("^", position)
-        position += pattern.startswith("]", position)
-        while depth and position < len(pattern):
-            char = pattern[position]
-            position += 2 if char == "\\" else 1
-            depth += (char == "[") - (char == "]")
-        if depth or position - start > MAX_CLASS_CHARS:
-            raise ValueError("a class of characters in it is not closed, or too long")
-        self.position = position
-        return pattern[start:position]
+    def _unsupported(self, start: int) -> ValueError:
+        return ValueError(f"{self.pattern[start : start + 20]!r} is not supported in it")
 
 
 # ── rules ──
@@ -182,8 +153,8 @@ class RuleWriter:
     ordinary: str  # the class of all other characters
 
     def is_special(self, text: str) -> bool:
-        """Return whether a literal text has special characters."""
-        return not {*self.special}.isdisjoint(text)
+        """Return whether a literal text is written as another."""
+        return self.literal(text) != string_literal(text)
 
     def literal(self, text: str) -> str:
         raise NotImplementedError
@@ -192,18 +163,18 @@ class RuleWriter:
         """Return the lexemes of a class that begin with special characters."""
         raise NotImplementedError
 
-    def rule(self, regex: RegexPart, flags: str) -> str:
+    def rule(self, group: RegexPart, flags: str) -> str:
         """Return a rule of the matches of a regular expression."""
-        return self._alternatives(regex, flags, is_last=True)
+        return self._alternatives(group, flags, is_last=True)
 
-    def repeated_lexemes(self, regex: RegexPart, flags: str) -> list[str] | None:
+    def repeated_lexemes(self, part: RegexPart, flags: str) -> list[str] | None:
         """Return the lexemes whose repetition a class matches that is repeated; None for any other
         regular expression."""
-        while len(regex.group) == 1 and len(regex.group[0]) == 1 and not regex.quantifier:
-            [[regex]] = regex.group
-        if regex.group or regex.char or regex.quantifier not in ("*", "+"):
+        while len(part.group) == 1 and len(part.group[0]) == 1 and not part.quantifier:
+            [[part]] = part.group
+        if part.group or part.char or part.quantifier not in ("*", "+"):
             return None
-        return self._class_lexemes(regex, flags, "+")
+        return self._class_lexemes(part, flags, "+")
 
     def _alternatives(self, group: RegexPart, flags: str, is_last: bool) -> str:
         sequences = (" ".join(self._sequence(parts, flags, is_last)) for parts in group.group)
@@ -224,7 +195,7 @@ class RuleWriter:
             if part.char:
                 yield self.literal(part.char) + part.quantifier
             elif part.group:
-                ends = ends and not part.is_repeated
+                ends = ends and part.quantifier in ("", "?")
                 yield self._alternatives(part, flags, ends) + part.quantifier
             else:
                 following = parts[n + 1] if n + 1 < len(parts) else None
@@ -232,7 +203,7 @@ class RuleWriter:
                     following is not None
                     and following.char != ""
                     and following.quantifier in ("", "+")
-                    and not part.matches(following.char, flags)
+                    and not part.members([following.char], flags)
                 )
                 is_run = may_run and part.quantifier in ("*", "+")
                 lexemes = self._class_lexemes(part, flags, "+" if is_run else "")
@@ -273,9 +244,6 @@ class PlainWriter(RuleWriter):
         self._beginnings = dict.fromkeys((close.rstrip(), self._end)) if close else {}
         self.special = [*dict.fromkeys(text[0] for text in self._beginnings)]
         self.ordinary = f"[^{''.join(map(_class_char, self.special))}]"
-
-    def is_special(self, text: str) -> bool:
-        return False
 
     def literal(self, text: str) -> str:
         if self._end and self._end in text:

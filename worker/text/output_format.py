@@ -11,7 +11,7 @@ end, for which it needs no complete output.
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from string import ascii_letters
 from typing import Any, NamedTuple, TypeAlias
 
@@ -46,6 +46,8 @@ Match: TypeAlias = Any  # of the regex package, which is untyped
 # From the groups of the match that opens calls, and the tools.
 MakeCallParser = Callable[[dict[str, str], ToolTypes], ToolCallParser]
 
+OTHER_CHARS = frozenset("é文\ue000")  # for all that are not ASCII and stand in no pattern
+PROBED_CHARS = frozenset(map(chr, range(128))) | OTHER_CHARS
 CONTENT, REASONING, CALL, IGNORED = "content", "reasoning", "call", "ignored"  # phases
 MIN_PARTIAL = 3  # characters of a delimiter that is cut short, for it to be hidden
 MAX_PENDING = 4096  # characters that may become a delimiter; then they are text
@@ -59,13 +61,17 @@ class Delimiter(NamedTuple):
     next_phase: str
     pattern: Any  # of the regex package
     extendable: bool = False  # a match at the end of a text may become longer
-    first_chars: frozenset[str] = frozenset()  # empty: any
     make_parser: MakeCallParser | None = None  # of the calls that it opens
     only_first: bool = False  # it counts only before any content
     # a pattern of the part of the delimiter that is enough to know that a call begins
     trigger: Any = None
     known_tool: bool = False  # it counts only with the name of a tool of the request
     line_start: bool = False  # within content it counts only at the start of a line
+
+    @property
+    def first_chars(self) -> frozenset[str]:
+        """The characters that a match may begin with; empty: any."""
+        return _first_chars(self.pattern)
 
     def after_trigger(self, text: str) -> str | None:
         """Return the text after the trigger; None without one."""
@@ -82,6 +88,13 @@ class Delimiter(NamedTuple):
         alone = match and after_call and not text[: match.start()].strip()
         cut = match and match.partial and len(match.group()) >= (alone or MIN_PARTIAL)
         return int(match.start()) if cut else len(text)
+
+
+@lru_cache(maxsize=1024)
+def _first_chars(pattern: Any) -> frozenset[str]:
+    own = {*pattern.pattern}
+    chars = {char for char in PROBED_CHARS | own if pattern.match(char, partial=True)}
+    return frozenset(chars if chars.isdisjoint(OTHER_CHARS - own) else ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,21 +191,20 @@ def inferred_output_format(
             if pair:
                 if message_start and not DELIMITER.match(pair[0]):
                     delimiters += _header_delimiters(phase, message_start, pair[0])
-                elif phase == REASONING and lead_in:
-                    delimiters.append(_lead_in_delimiter(lead_in))
+                elif phase == REASONING and lead_in:  # it opens the reasoning, and is part of it
+                    pattern = f"(?={regex.escape(lead_in)})"
+                    delimiters.append(_delimiter((CONTENT,), REASONING, pattern, only_first=True))
                 else:
                     delimiters.append(_opening_delimiter(phase, pair[0]))
                 if pair[1]:
-                    delimiters.append(_delimiter((CONTENT, phase), CONTENT, pair[1]))
-        if message_start:
-            delimiters.append(_delimiter((CONTENT,), CONTENT, message_start))
+                    closing = regex.escape(pair[1])
+                    delimiters.append(_delimiter((CONTENT, phase), CONTENT, closing))
         if reasoning is None:  # some models reason though their template shows none
-            opening = _delimiter((CONTENT,), REASONING, DEFAULT_REASONING[0])
             delimiters += [
-                opening._replace(only_first=True),
+                _delimiter((CONTENT,), REASONING, DEFAULT_REASONING[0], only_first=True),
                 _delimiter((REASONING,), CONTENT, DEFAULT_REASONING[1]),
             ]
-        delimiters += [_delimiter((CONTENT,), CONTENT, text) for text in ends]
+        delimiters += _ignored_delimiters(filter(None, (message_start, *ends)))
         output_format = OutputFormat(
             tuple(delimiters),
             tuple(_call_delimiters(calls) if calls else ()),
@@ -218,9 +230,14 @@ def inferred_output_format(
     return replace(output_format, visible_texts=tuple(filter(None, texts)))
 
 
-def _delimiter(phases: Iterable[str], next_phase: str, text: str) -> Delimiter:
-    pattern = regex.compile(regex.escape(text))
-    return Delimiter(frozenset(phases), next_phase, pattern, first_chars=frozenset(text[0]))
+def _delimiter(phases: Iterable[str], next_phase: str, pattern: str, **options: Any) -> Delimiter:
+    compiled = regex.compile(pattern, regex.DOTALL)
+    return Delimiter(frozenset(phases), next_phase, compiled, **options)
+
+
+def _ignored_delimiters(texts: Iterable[str]) -> list[Delimiter]:
+    """Return delimiters within content, which end nothing."""
+    return [_delimiter((CONTENT,), CONTENT, regex.escape(text)) for text in texts]
 
 
 def _opening_delimiter(phase: str, text: str) -> Delimiter:
@@ -230,35 +247,20 @@ def _opening_delimiter(phase: str, text: str) -> Delimiter:
     bare = text.rstrip(ascii_letters)
     word = text.removeprefix(bare)
     if not word:
-        delimiter = _delimiter((CONTENT, REASONING), phase, bare)
-        return delimiter._replace(line_start=phase == REASONING)  # elsewhere it is a mention
+        phases, line_start = (CONTENT, REASONING), phase == REASONING  # elsewhere it is a mention
+        return _delimiter(phases, phase, regex.escape(bare), line_start=line_start)
     cut = "|".join(f"(?={word[:n]}[^{char}])" for n, char in enumerate(word))
-    pattern = regex.compile(f"{regex.escape(bare)}(?:{word}|{cut})")
-    return Delimiter(frozenset((CONTENT, phase)), phase, pattern, first_chars=frozenset(bare[0]))
+    return _delimiter((CONTENT, phase), phase, f"{regex.escape(bare)}(?:{word}|{cut})")
 
 
 def _header_delimiters(phase: str, start: str, header: str) -> list[Delimiter]:
     """Return what opens reasoning or content whose header is words: these count after the start of
     a message, and at the start of the output."""
-    phases, body = frozenset((CONTENT, REASONING)), regex.escape(header.lstrip())
-    first_chars = frozenset(header.lstrip()[0])
+    phases, body = (CONTENT, REASONING), regex.escape(header.lstrip())
     return [
-        Delimiter(
-            phases,
-            phase,
-            regex.compile(rf"{regex.escape(start)}\s*+{body}"),
-            first_chars=frozenset(start[0]),
-        ),
-        Delimiter(phases, phase, regex.compile(body), first_chars=first_chars, only_first=True),
+        _delimiter(phases, phase, rf"{regex.escape(start)}\s*+{body}"),
+        _delimiter(phases, phase, body, only_first=True),
     ]
-
-
-def _lead_in_delimiter(text: str) -> Delimiter:
-    """Return what opens reasoning at the start of an output, and is part of it."""
-    pattern = regex.compile(f"(?={regex.escape(text)})")
-    return Delimiter(
-        frozenset((CONTENT,)), REASONING, pattern, first_chars=frozenset(text[0]), only_first=True
-    )
 
 
 def _call_delimiters(calls: ToolCallFormat) -> list[Delimiter]:
@@ -283,29 +285,22 @@ def _call_delimiters(calls: ToolCallFormat) -> list[Delimiter]:
         opening = rf"{_flexible_pattern(opens)}\s*" if opens else ""
         pattern = rf"{before}{opening}{NAME_GROUP}\s*{middle}"
     trigger = None if calls.is_list else regex.compile(_flexible_pattern(calls.trigger.strip()))
-    delimiter = Delimiter(
-        frozenset((CONTENT,) if calls.undelimited else (CONTENT, REASONING)),
+    opening_call = partial(
+        _delimiter,
+        (CONTENT,) if calls.undelimited else (CONTENT, REASONING),
         CALL,
-        regex.compile(pattern, regex.DOTALL),
-        first_chars=frozenset(text[0] for text in (*optional, opens) if text),
         make_parser=partial(_inferred_call_parser, calls),
-        only_first=calls.undelimited,
-        trigger=trigger,
     )
-    delimiters = [delimiter]
     if (start := calls.message_start) and not DELIMITER.match(opens):
-        at_start = delimiter._replace(only_first=True, known_tool=True, trigger=None)
-        after_start = at_start._replace(
-            pattern=regex.compile(rf"{regex.escape(start)}\s*+{pattern}", regex.DOTALL),
-            first_chars=frozenset(start[0]),
-            only_first=False,
-        )
-        delimiters = [after_start, at_start]
+        delimiters = [
+            opening_call(rf"{regex.escape(start)}\s*+{pattern}", known_tool=True),
+            opening_call(pattern, known_tool=True, only_first=True),
+        ]
+    else:
+        delimiters = [opening_call(pattern, only_first=calls.undelimited, trigger=trigger)]
     if closes:
-        closing = regex.compile(_flexible_pattern(closes), regex.DOTALL)
-        first_chars = frozenset(closes[0])
-        delimiters.append(Delimiter(frozenset((CALL,)), CONTENT, closing, first_chars=first_chars))
-    return delimiters + [_delimiter((CONTENT,), CONTENT, text) for text in after]
+        delimiters.append(_delimiter((CALL,), CONTENT, _flexible_pattern(closes)))
+    return delimiters + _ignored_delimiters(after)
 
 
 def _channel_output_format(channels: ChannelFormat, calls: ToolCallFormat | None) -> OutputFormat:
@@ -318,46 +313,29 @@ def _channel_output_format(channels: ChannelFormat, calls: ToolCallFormat | None
     reasoning = rf"{channel}\s*{regex.escape(channels.reasoning)}"
     before_to, before_reasoning = (rf"(?:(?!{body}|{end}).){{0,200}}+" for end in (to, reasoning))
     reasoning += rf"(?:(?!{channel}|{body}).){{0,100}}+{body}"
-    phases = frozenset((CONTENT, REASONING, IGNORED))
-    first_chars = frozenset((channels.start[0], channels.channel[0]))
-
-    def header(phase: str, pattern: str, make_parser: MakeCallParser | None = None) -> Delimiter:
-        return Delimiter(
-            phases,
-            phase,
-            regex.compile(rf"(?:{start}|(?={channel})){pattern}", regex.DOTALL),
-            first_chars=first_chars,
-            make_parser=make_parser,
-            trigger=regex.compile(recipient) if make_parser else None,
-        )
-
-    other_recipient = header(IGNORED, rf"{before_to}{to}(?!assistant){rest}")
-    end = Delimiter(
-        phases | {CALL},
-        CONTENT,
-        regex.compile("|".join(map(regex.escape, channels.ends))),
-        first_chars=frozenset(text[0] for text in channels.ends),
-    )
+    begins, phases = rf"(?:{start}|(?={channel}))", (CONTENT, REASONING, IGNORED)
     call_delimiters: list[Delimiter] = []
     if calls:
-        make_parser = partial(_inferred_call_parser, calls)
         for before in (recipient, to):  # some models leave out the namespace of functions
             function = rf"{before}(?P<name>{TOOL_NAME}){rest}"
-            delimiter = header(CALL, before_to + function, make_parser)
-            delimiter = delimiter._replace(known_tool=before != recipient)
-            at_start = delimiter._replace(  # the prompt has the start of the header
-                phases=frozenset((CONTENT,)),
-                pattern=regex.compile(function, regex.DOTALL),
-                first_chars=frozenset(),
-                only_first=True,
+            opening_call = partial(
+                _delimiter,
+                next_phase=CALL,
+                make_parser=partial(_inferred_call_parser, calls),
+                trigger=regex.compile(recipient),
+                known_tool=before != recipient,
             )
-            call_delimiters += [delimiter, at_start]
+            call_delimiters += [
+                opening_call(phases, pattern=f"{begins}{before_to}{function}"),
+                # the prompt has the start of the header
+                opening_call((CONTENT,), pattern=function, only_first=True),
+            ]
     return OutputFormat(
         (
-            other_recipient,
-            header(REASONING, before_reasoning + reasoning),
-            header(CONTENT, rest),
-            end,
+            _delimiter(phases, IGNORED, rf"{begins}{before_to}{to}(?!assistant){rest}"),
+            _delimiter(phases, REASONING, f"{begins}{before_reasoning}{reasoning}"),
+            _delimiter(phases, CONTENT, f"{begins}{rest}"),
+            _delimiter((*phases, CALL), CONTENT, "|".join(map(regex.escape, channels.ends))),
         ),
         tuple(call_delimiters),
         (channels.channel + channels.reasoning + channels.body, channels.ends[0]),
@@ -437,54 +415,27 @@ def _phase_of(field: str) -> str:
 def _field_delimiters(field: ResponseTemplateField, outside: str, phase: str) -> list[Delimiter]:
     """Return what opens a field and what closes it."""
     delimiters = []
-    for pattern, literals, before, after in (
-        (field.open_re, field.open_literals, outside, phase),
-        (field.close_re, field.close_literals, phase, outside),
+    for pattern, literals, can_extend, before, after in (
+        (field.open_re, field.open_literals, field.open_literal_can_extend, outside, phase),
+        (field.close_re, field.close_literals, field.close_literal_can_extend, phase, outside),
     ):
         if pattern is None:
             continue
-        if literals is None and (text := literal_of(pattern.pattern)):
-            literals = [text]
-        extendable = literals is None or any(
-            one != other and one.startswith(other) for one in literals for other in literals
-        )
-        first_chars = frozenset(text[0] for text in literals or ())
-        if literals is None and (first := first_char_of(pattern.pattern)):
-            first_chars = frozenset(first)
+        extendable = can_extend or not (literals or is_literal(pattern.pattern))
         make_parser = partial(_declared_call_parser, field) if phase == after == CALL else None
         # Calls that begin with their JSON have an empty delimiter.
         only_first = bool(
             make_parser and (match := pattern.search('{"name": "x"')) and not match.group()
         )
         delimiters.append(
-            Delimiter(
-                frozenset((before,)),
-                after,
-                pattern,
-                extendable,
-                first_chars,
-                make_parser,
-                only_first,
-            )
+            Delimiter(frozenset((before,)), after, pattern, extendable, make_parser, only_first)
         )
     return delimiters
 
 
-def first_char_of(pattern: str) -> str | None:
-    """Return the punctuation mark that each match of a pattern begins with; None if there may be
-    others, or none."""
-    match = re.match(r"(?:\\([^\w\s])|([^\w\s\\.^$*+?{}\[\]|()]))(?![*?{])", pattern)
-    rest = re.sub(r"\\.|\[[^]]*\]", "", pattern)
-    while rest != (outside := re.sub(r"\([^()]*\)", "", rest)):
-        rest = outside
-    return (match[1] or match[2]) if match and "|" not in rest else None
-
-
-def literal_of(pattern: str) -> str | None:
-    """Return the one text that a pattern matches; None if it may match several."""
-    if re.search(r"(?<!\\)(?:\\\\)*[.^$*+?{}\[\]|()]|\\[A-Za-z0-9]", pattern):
-        return None
-    return re.sub(r"\\(.)", r"\1", pattern)
+def is_literal(pattern: str) -> bool:
+    """Return whether a pattern matches one text alone."""
+    return not re.search(r"(?<!\\)(?:\\\\)*[.^$*+?{}\[\]|()]|\\[A-Za-z0-9]", pattern)
 
 
 def _declared_call_parser(

@@ -9,7 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import Any
 
@@ -55,7 +55,8 @@ COLLECTIONS: tuple[type, ...] = (
 )
 MAX_TIME_FIELD = 256  # characters that strftime writes for one of its format
 NUMBER = re.compile(r"\d+")
-_thread = threading.local()  # .budget: of the rendering that runs on this thread
+# .budget: of the rendering that runs on this thread. .is_lenient: it may change lists.
+_thread = threading.local()
 
 
 class TemplateTooExpensive(InvalidInput):
@@ -262,8 +263,18 @@ class BoundedTemplate(Template):
             _thread.budget = None
 
 
-class LenientEnvironment(SandboxedEnvironment):
-    """Within the bounds. Its templates may change lists."""
+@contextmanager
+def lenient() -> Iterator[None]:
+    """Let the templates that this thread renders change lists."""
+    _thread.is_lenient = True
+    try:
+        yield
+    finally:
+        _thread.is_lenient = False
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """In place of transformers' environment."""
 
     intercepted_binops = frozenset(("+", "*", "%", "**"))
     template_class = BoundedTemplate
@@ -280,6 +291,11 @@ class LenientEnvironment(SandboxedEnvironment):
 
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
         return super()._generate(BoundedNodes().visit(source), *args, **kwargs)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        if getattr(_thread, "is_lenient", False):
+            return SandboxedEnvironment.is_safe_attribute(self, obj, attr, value)
+        return super().is_safe_attribute(obj, attr, value)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if isinstance(left, int) and isinstance(right, int):
@@ -308,10 +324,6 @@ class LenientEnvironment(SandboxedEnvironment):
             args = tuple(_joined(name, argument) for argument in args)
             _charge_call(name, text, args, kwargs)
         return _made(super().call(context, function, *args, **kwargs))
-
-
-class BoundedEnvironment(LenientEnvironment, ImmutableSandboxedEnvironment):
-    """In place of transformers' environment."""
 
 
 @pass_context

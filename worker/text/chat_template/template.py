@@ -26,12 +26,10 @@ from transformers.utils import chat_template_utils
 from batching.errors import InvalidInput
 from worker.messages.generation import Chat, ToolCallPolicy
 from worker.text.chat_template.history import (
-    NULL,
     QUESTION,
     HistoryAdapter,
     HistoryFormat,
     Message,
-    Render,
     fold_messages,
 )
 from worker.text.chat_template.inference import (
@@ -47,7 +45,7 @@ from worker.text.chat_template.inference import (
     shows_tools,
     with_default_calls,
 )
-from worker.text.chat_template.sandbox import LenientEnvironment, TemplateTooExpensive
+from worker.text.chat_template.sandbox import TemplateTooExpensive, lenient
 from worker.text.output_format import DEFAULT_OUTPUT_FORMAT, OutputFormat
 from worker.text.tool_call_format import DEFAULT_TOOL_CALL_FORMAT
 
@@ -109,7 +107,7 @@ class ChatTemplate:
             self._wants_parts = CONTENT in self.try_render([_as_parts(question)])
         response_template = getattr(tokenizer, "response_template", None)
         profile = infer_profile(
-            self.try_render, self._lenient_render(), self.source, response_template
+            self.try_render, self._lenient_render, self.source, response_template
         )
         self.output_format, self.history_format = profile.output_format, profile.history_format
         self.message_order = profile.message_order
@@ -327,33 +325,13 @@ class ChatTemplate:
         assert isinstance(text, str)
         return text
 
-    def _lenient_render(self) -> Render:
-        """Return a `try_render` whose sandbox allows a template to change lists, which the
-        library's forbids: some templates show calls only so. For probing messages alone."""
-        strict = self._environment
-        extensions = [type(extension) for extension in strict.extensions.values()]
-        sandbox = LenientEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-        sandbox.filters, sandbox.globals = strict.filters, strict.globals
-
-        def render(messages: list[Message], tools: Sequence[Any] = (), **variables: Any) -> str:
-            try:
-                template = sandbox.from_string(self.source)
-                # Copied, since the template may change them.
-                messages, tools = copy.deepcopy((self._with_parts(messages), list(tools)))
-                for message in messages:
-                    message |= {"content": None} if message.get("content") is NULL else {}
-                return template.render(
-                    self._tokenizer.special_tokens_map,
-                    **{"add_generation_prompt": True, **variables},
-                    messages=messages,
-                    tools=tools or None,
-                )
-            except TemplateTooExpensive:
-                raise
-            except Exception:  # templates raise anything
-                return ""
-
-        return render
+    def _lenient_render(
+        self, messages: list[Message], tools: Sequence[Any] = (), **variables: Any
+    ) -> str:
+        """Render probing messages where the template may change lists, which the library's sandbox
+        forbids: some templates show calls only so."""
+        with lenient():  # copies, since the template may change them
+            return self.try_render(*copy.deepcopy((messages, tools)), **variables)
 
     def _with_parts(self, messages: list[Message]) -> list[Message]:
         return [_as_parts(message) for message in messages] if self._wants_parts else messages
