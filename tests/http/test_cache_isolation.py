@@ -32,21 +32,6 @@ def opened(pool: BlockPool, contents: list[Content], namespace: bytes) -> BlockT
 # ── blocks ──
 
 
-def test_two_cache_namespaces_share_no_blocks() -> None:
-    pool = BlockPool(16, 4)
-    prompt: list[Content] = list(range(9))
-    first = opened(pool, prompt, b"one")
-    assert pool.match(prompt, b"two") == ([], None)  # nor does it wait for the first
-    assert pool.match(prompt, b"one")[1] is not None
-    second = opened(pool, prompt, b"two")
-    for table in (first, second):
-        pool.register(table, prompt, 9)
-    assert pool.match(prompt, b"one")[0] == list(first.blocks[:2])
-    assert pool.match(prompt, b"two")[0] == list(second.blocks[:2])
-    assert pool.match(prompt) == ([], None)
-    assert not set(first.blocks) & set(second.blocks)
-
-
 def test_images_are_distinguished_by_their_digests() -> None:
     pool = BlockPool(16, 4)
     cat: list[Content] = [1, 2, b"a cat", b"a cat", b"a cat", 3, 4, 5, 6]

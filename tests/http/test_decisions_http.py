@@ -247,13 +247,6 @@ def test_systemone_error_names_the_invalid_field(
         assert error_of(answer)["param"] == param
 
 
-def test_unknown_model_is_404(client: openai.OpenAI) -> None:
-    questions: list[Any] = [PREDICATE]
-    with pytest.raises(openai.NotFoundError) as caught:
-        client.decisions.create(model="gpt-6-luna", input=TEXT, questions=questions)
-    assert caught.value.code == "model_not_found"
-
-
 # ── time limits and disconnects ──
 
 

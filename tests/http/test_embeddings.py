@@ -104,15 +104,6 @@ def test_error_names_the_invalid_field(server: Server, body: dict[str, Any], par
     assert error_of(answer)["param"] == param
 
 
-def test_nan_is_400_and_an_unknown_model_is_404(server: Server) -> None:
-    answer = CLIENT.post(server.url + PATH, content=b'{"input": [NaN]}')
-    assert answer.status_code == 400
-    assert post(server, PATH, {"input": "a", "model": "gpt-4o"}).status_code == 404
-    assert post(server, "/v1/rerank", {}).status_code == 404
-    with serving(FakeRunner) as none:
-        assert post(none, PATH, {"input": "a"}).status_code == 404
-
-
 def test_long_text_is_truncated_on_request(server: Server) -> None:
     long = "red " * 200 + "blue " * 200
     first = vectors(server, long, truncate=True)

@@ -105,15 +105,6 @@ def test_logprobs_are_those_of_the_document(target: Sdk) -> None:
     assert all(token.logprob <= 0 and len(token.top_logprobs) == 2 for token in tokens)
 
 
-def test_formats_beyond_the_api_are_in_the_extra_body(tiny: Sdk) -> None:
-    body = {"structured_outputs": {"choice": ["red", "green"]}}
-    expected = {
-        parse(tiny, extra_body=body, temperature=2, seed=seed).choices[0].message.content
-        for seed in range(8)
-    }
-    assert expected == {"red", "green"}
-
-
 # ── calls ──
 
 
@@ -135,16 +126,6 @@ def test_named_tool_is_called(target: Sdk) -> None:
     named = {"type": "function", "function": {"name": "clock"}}
     [call, *_] = calls_of(parse(target, tools=[sdk.WEATHER, sdk.CLOCK], tool_choice=named))
     assert isinstance(call, Clock)
-
-
-def test_parallel_tool_calls_false_gives_one_call(tiny: Sdk) -> None:
-    fields: dict[str, Any] = {"tools": [sdk.CLOCK], "tool_choice": "required", "temperature": 1.5}
-    many, single = (
-        [calls_of(parse(tiny, seed=seed, parallel_tool_calls=way, **fields)) for seed in range(6)]
-        for way in (True, False)
-    )
-    assert max(map(len, many)) > 1
-    assert {len(entry) for entry in single} == {1}
 
 
 def test_tools_with_a_format_give_a_call_or_a_document(tiny: Sdk) -> None:
