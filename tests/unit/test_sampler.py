@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper
+from transformers import RepetitionPenaltyLogitsProcessor
 
-from tests.matrix import matrix
 from worker.model import sampler
 from worker.model.sampler import (
     BLOCK,
@@ -150,29 +149,6 @@ def test_tokens_equal_a_full_sort_in_float64(
     assert sum(len(ids) == 1 for ids in accepted) > 0.95 * count
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        {},
-        {"temperature": 0.5},
-        {"top_p": 0.8},
-        {"top_k": 6},
-        {"min_p": 0.1},
-        {"top_k": 8, "top_p": 0.9, "temperature": 2.0},
-    ],
-)
-def test_tokens_are_as_frequent_as_they_are_likely(params: dict[str, Any]) -> None:
-    logits = normal(1, 12, 1.0)
-    n = 8000
-    sampled = tokens(logits.expand(n, -1), [row(i, seed=7, **params) for i in range(n)])
-    p = reference(logits[0], SamplingParams(**params), [], [])
-    frequency = torch.bincount(torch.tensor(sampled), minlength=12).double()
-    assert frequency[p == 0].sum() == 0
-    kept = p > 0
-    chi_square = ((frequency - n * p) ** 2 / (n * p))[kept].sum()
-    assert chi_square < 35  # 11 degrees of freedom: 1 in 4000
-
-
 MIXED: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.0, "logprobs": 3},
@@ -298,26 +274,6 @@ def test_penalties_of_a_long_output_are_not_counted_again_for_each_draft() -> No
     assert rows_s < 8 * counter_s
 
 
-@pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"top_k": 40}])
-def test_bias_of_100_forces_and_of_minus_100_bans(params: dict[str, Any]) -> None:
-    logits = normal(1, 500).expand(50, -1)
-    best = int(logits[0].argmax())
-    forced = [row(i, logit_bias=((17, 100.0),), **params) for i in range(50)]
-    assert set(tokens(logits, forced)) == {17}
-    banned = [row(i, logit_bias=((best, -100.0),), **params) for i in range(50)]
-    assert best not in tokens(logits, banned)
-
-
-@pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"top_k": 40}])
-def test_stop_tokens_are_banned_before_min_tokens(params: dict[str, Any]) -> None:
-    logits = torch.zeros(1, 300)
-    logits[0, [7, 8]] = 50.0
-    params = params | {"min_tokens": 20, "stop_token_ids": (7, 8), "logit_bias": ((7, 100.0),)}
-    sampled = tokens(logits.expand(40, -1), [row(i, **params) for i in range(40)])
-    assert not {7, 8} & set(sampled[:20])
-    assert set(sampled[20:]) == {7}
-
-
 def test_ids_out_of_range_change_no_other_row() -> None:
     logits = normal(3, 256)
     logits[:, 0] = 9.0
@@ -361,18 +317,6 @@ def test_all_logits_equal_to_the_last_of_top_k_are_kept() -> None:
     sampled = tokens(logits.expand(400, -1), [row(i, top_k=4) for i in range(400)])
     assert 12_345 in sampled
     assert len(set(sampled)) > 100
-
-
-@pytest.mark.parametrize("top_k", matrix([1, 4, 50, 64, 65, 500], 4, 65))
-def test_top_k_keeps_what_transformers_keeps(top_k: int) -> None:
-    logits = normal(4, 1000).bfloat16().float()
-    kept = TopKLogitsWarper(top_k)(torch.zeros(4, 1, dtype=torch.long), logits).isfinite()
-    for row_logits, row_kept in zip(logits, kept, strict=True):
-        level = torch.where(row_kept, 0.0, row_logits - 99)  # those kept become equally likely
-        level[row_logits == row_logits[row_kept].min()] = -1e-3
-        rows = [row(i, top_k=top_k) for i in range(20 * int(row_kept.sum()))]
-        sampled = set(tokens(level.expand(len(rows), -1), rows))
-        assert sampled == set(row_kept.nonzero()[:, 0].tolist())
 
 
 @pytest.mark.parametrize("vocabulary", [10, 1000, WIDE])
