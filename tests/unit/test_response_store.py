@@ -4,7 +4,6 @@ import contextlib
 import os
 import sqlite3
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -292,22 +291,6 @@ def test_a_background_response_is_found_by_all_from_its_start(
     assert other.items(MINE, {"in_a"}) == {"in_a": {"id": "in_a", "text": ""}}
 
 
-def test_a_pause_or_a_step_of_the_clock_fails_nothing(
-    shared: tuple[ResponseStore, ResponseStore], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    owner, other = shared
-    owner.put(OWNER, running("a"), is_generating=True)
-    day = 24 * 3600
-    for clock in (time.time, time.monotonic):
-        now = clock()
-        for step in (day, -day):
-            monkeypatch.setattr(time, clock.__name__, lambda now=now, step=step: now + step)
-            assert other.is_generating(MINE, "a")
-            assert other.get(MINE, "a") == owner.get(MINE, "a") == running("a")
-    owner.put(OWNER, stored("a"))
-    assert other.get(MINE, "a") == stored("a")
-
-
 def test_the_responses_of_a_dead_process_have_failed_for_all(tmp_path: Path) -> None:
     path = str(tmp_path / "responses.db")
     owner, *others = (ResponseStore(path, max_responses=2) for _ in range(3))
@@ -335,19 +318,6 @@ def test_the_responses_of_a_dead_process_have_failed_though_none_was_requested(
     other.put(OWNER, running("b"), is_generating=True)
     assert other.totals[0] == 1
     owner.is_shared = False  # so that it can be closed
-
-
-def test_a_cancellation_reaches_the_process_of_the_response(
-    shared: tuple[ResponseStore, ResponseStore],
-) -> None:
-    owner, other = shared
-    owner.put(OWNER, running("a"), is_generating=True)
-    other.cancel(OTHER, "a")
-    assert owner.cancelled() == []
-    other.cancel(MINE, "a")
-    other.cancel(MINE, "none")
-    owner.put(OWNER, running("a"), is_generating=True)
-    assert (owner.cancelled(), other.cancelled()) == (["a"], [])
 
 
 def test_a_file_with_leases_is_read(tmp_path: Path) -> None:
