@@ -63,14 +63,6 @@ def test_texts_and_ids_floats_and_base64_are_the_same(server: Server) -> None:
     np.testing.assert_allclose(short, expected, atol=1e-6)
 
 
-def test_vector_of_a_text_is_the_same_alone_and_in_a_list(server: Server) -> None:
-    texts = [f"{'word ' * (n % 40)}number {n}" for n in range(300)]
-    listed = vectors(server, texts)
-    with ThreadPoolExecutor(16) as threads:
-        alone = np.concatenate(list(threads.map(lambda text: vectors(server, text), texts)))
-    np.testing.assert_allclose(alone, listed, atol=2e-6)
-
-
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -203,15 +195,6 @@ def test_list_larger_than_the_queue_is_refused() -> None:
         assert answer.status_code == 400
         assert "needs" in error_of(answer)["message"] or "need" in error_of(answer)["message"]
         assert post(server, "/embed", {"inputs": ["a"] * 64}).status_code == 200
-
-
-def test_batch_size_is_limited() -> None:
-    with serving(embedding_model="demo", max_batch_size=3) as small:
-        answer = post(small, "/v1/embeddings", {"input": ["a"] * 10})
-        assert answer.status_code == 200
-        assert len(answer.json()["data"]) == 10
-        assert int(answer.headers["x-batch-size"]) <= 3
-        assert "model;dur=" in answer.headers["server-timing"]
 
 
 def test_part_of_a_list_is_limited_by_count_and_size() -> None:

@@ -20,7 +20,6 @@ from worker.model.sampler import (
     SamplingParams,
     SamplingRow,
     SamplingState,
-    TokenCounts,
     TokenMask,
     process_logits,
     prompt_logprobs,
@@ -184,21 +183,6 @@ def test_a_row_is_independent_of_the_other_rows_and_their_order() -> None:
             assert [token for token, _ in other.top] == [token for token, _ in alone.top]
 
 
-@pytest.mark.parametrize("params", [{}, {"top_p": 0.99}, {"top_k": 900}])
-def test_seed_choice_and_position_each_change_the_tokens(params: dict[str, Any]) -> None:
-    logits = normal(1, 1000, 0.1).expand(30, -1)
-    first = tokens(logits, [row(i, seed=1, **params) for i in range(30)])
-    assert first == tokens(logits, [row(i, seed=1, **params) for i in range(30)])
-    assert len(set(first)) > 20
-    others = [
-        tokens(logits, [row(i, seed=2, **params) for i in range(30)]),
-        tokens(logits, [row(i, choice=1, seed=1, **params) for i in range(30)]),
-        tokens(logits, [row(i + 1, seed=1, **params) for i in range(30)]),
-    ]
-    for other in others:
-        assert sum(a == b for a, b in zip(first, other, strict=True)) < 5
-
-
 def test_logits_that_differ_by_rounding_rarely_change_a_token() -> None:
     """Two nearly equal candidates swap ranks; the sampled tokens must not swap with them."""
     logits = torch.full((1, WIDE), -20.0)
@@ -222,39 +206,6 @@ def test_drafted_tokens_count_like_accepted_ones(kind: dict[str, Any]) -> None:
     assert sample(logits, drafted) == sample(logits, accepted)
     undrafted = after([4, 5], [5, 6], **params)
     assert sample(logits[:1], [drafting]) == sample(logits[:1], [undrafted])
-
-
-def test_a_forked_state_shares_what_does_not_change() -> None:
-    params = SamplingParams(logit_bias=((3, 1.5), (900, -2.0)), repetition_penalty=1.3)
-    state = SamplingState(params, 0, [5, 6, 5])
-    state.accept(7)
-    fork = state.fork(4)
-    assert fork.choice == 4
-    assert fork.bias is state.bias
-    assert fork.prompt is state.prompt
-    assert [*state.prompt] == [5, 6]
-    counted = [one.counts.with_drafts(())[0].tolist() for one in (state, fork)]
-    assert counted == [[7], []]
-
-
-def test_a_state_without_penalties_keeps_no_history() -> None:
-    state = after([1, 2, 3], [4, 5], temperature=0.0).state
-    assert not len(state.prompt)
-    assert not len(state.counts.with_drafts(())[0])
-    assert not state.processes_logits
-
-
-def test_counts_of_output_and_drafts_equal_a_counter() -> None:
-    rng = random.Random(3)
-    for _ in range(50):
-        counts, output = TokenCounts(), [rng.randrange(60) for _ in range(rng.randrange(100))]
-        for token in output:
-            counts.add(token)
-        drafts = [rng.randrange(80) for _ in range(rng.randrange(9))]
-        for drafted in (drafts, []):
-            ids, amounts = counts.with_drafts(drafted)
-            counted = dict(zip(ids.tolist(), amounts.tolist(), strict=True))
-            assert counted == Counter([*output, *drafted])
 
 
 def test_penalties_of_a_long_output_are_not_counted_again_for_each_draft() -> None:
@@ -285,20 +236,6 @@ def test_ids_out_of_range_change_no_other_row() -> None:
     )
     greedy = row(temperature=0.0)
     assert tokens(logits, [greedy, odd, greedy]) == logits.argmax(-1).tolist()
-
-
-@pytest.mark.parametrize(("vocabulary", "scale"), [(200, 0.0), (WIDE, 0.0), (WIDE, 1e-3)])
-def test_a_flat_distribution_keeps_as_many_as_needed(vocabulary: int, scale: float) -> None:
-    logits = normal(1, vocabulary, scale)
-    order = logits[0].sort(descending=True, stable=True).indices.tolist()
-    cases: list[tuple[dict[str, Any], float]] = [
-        ({"top_p": 0.505}, 0.505),
-        ({"top_k": vocabulary // 20}, 0.05 if scale else 1.0),  # equal logits are all kept
-    ]
-    for params, share in cases:
-        sampled = set(tokens(logits.expand(30, -1), [row(i, **params) for i in range(30)]))
-        assert sampled <= set(order[: int(share * vocabulary) + 1])
-        assert len(sampled) > (5 if vocabulary == 200 else 25)
 
 
 def test_all_logits_equal_to_the_last_of_top_k_are_kept() -> None:

@@ -17,7 +17,7 @@ from batching.scheduler import (
 )
 from batching.sequence import Batch, Chunk, Sequence
 from tests.matrix import matrix
-from tests.scheduling import Simulation, assert_sound
+from tests.scheduling import Simulation
 
 
 @pytest.mark.parametrize("group", matrix(range(10), 0))
@@ -136,15 +136,6 @@ def test_a_prefix_shared_by_simultaneous_arrivals_is_computed_once() -> None:
     assert s.pool.used == 125 + 16
 
 
-def test_equal_prompts_are_prefilled_once() -> None:
-    s = scheduler_of(100)
-    sequences = arriving(s, *[fresh(18)] * 8)
-    assert list(step(s)) == sequences[:1]
-    chunks = step(s)
-    assert [chunks[sequence].start for sequence in sequences] == [18] + [16] * 7
-    assert [sequence.cached for sequence in sequences] == [0] + [16] * 7
-
-
 def test_a_prompt_that_extends_another_waits_for_all_of_it() -> None:
     s = scheduler_of(100)
     first, second = arriving(s, fresh(8), fresh(11))
@@ -206,18 +197,6 @@ def test_scored_prompts_run_in_small_chunks() -> None:
     (sequence,) = arriving(s, fresh(MAX_SCORED_TOKENS + 1), reuse=False)
     assert step(s)[sequence].count == MAX_SCORED_TOKENS
     assert step(s)[sequence].count == 1
-
-
-def test_long_prompts_run_in_chunks_beside_decoding_sequences() -> None:
-    s = scheduler_of(1000)
-    streams = arriving(s, [1], [2])
-    step(s)
-    (long,) = arriving(s, fresh(100))
-    for turn in range(4):
-        chunks = step(s, budget=25)
-        assert (chunks[long].start, chunks[long].count) == (25 * turn, 25)
-        assert all(chunks[stream].count == 1 for stream in streams)
-    assert long.tokens[100:] == [7]
 
 
 def test_short_prompts_do_not_wait_behind_several_long_ones() -> None:
@@ -628,16 +607,6 @@ def test_a_ninth_flow_of_a_client_waits_as_another_client_does() -> None:
 # ── room ──
 
 
-def test_a_smaller_sequence_does_not_overtake() -> None:
-    s = scheduler_of(10)
-    first, second, third = arriving(s, fresh(20), fresh(30, first=0), [1])
-    step(s)
-    assert (s.running, s.waiting) == ([first], [second, third])
-    s.remove(first)
-    step(s)
-    assert s.running == [second, third]
-
-
 def test_a_newcomer_leaves_room_for_running_sequences_to_grow() -> None:
     s = scheduler_of(RESERVE_DIVISOR)
     (first,) = arriving(s, fresh(4))
@@ -671,14 +640,6 @@ def four_drafts(sequence: Sequence) -> tuple[int, ...]:
     return (7,) * 4
 
 
-def test_drafts_preempt_no_sequence() -> None:
-    s = scheduler_of(5)
-    old, young = arriving(s, fresh(6), fresh(8, first=0))
-    step(s)  # the young one needs the last block now
-    chunks = s.schedule(1000, four_drafts)
-    assert [(chunk.sequence, chunk.drafts) for chunk in chunks] == [(old, ()), (young, ())]
-
-
 def test_drafts_delay_no_admission_and_free_their_blocks() -> None:
     s = scheduler_of(6)
     old, young = arriving(s, fresh(6), fresh(7, first=0))
@@ -694,30 +655,6 @@ def test_drafts_delay_no_admission_and_free_their_blocks() -> None:
     for chunk in chunks:
         s.advance(chunk, [0])
     assert s.pool.free == 1
-
-
-def test_accepted_drafts_advance_a_sequence_by_several_tokens() -> None:
-    s = scheduler_of(10)
-    (sequence,) = arriving(s, fresh(6))
-    step(s)
-    (chunk,) = s.schedule(1000, lambda sequence: (1, 2, 3))
-    assert (chunk.start, chunk.count, chunk.width, chunk.reaches_end) == (6, 1, 4, True)
-    s.advance(chunk, [1, 2, 5])
-    assert sequence.tokens[6:] == [7, 1, 2, 5]
-    assert sequence.computed == 9
-    assert step(s)[sequence].start == 9
-
-
-def test_waiting_sequences_can_be_removed() -> None:
-    s = scheduler_of(4)
-    first, second, third = arriving(s, fresh(14), [1], [2])
-    step(s)
-    s.remove(second)
-    s.remove(first)
-    assert list(step(s)) == [third]
-    s.remove(third)
-    assert s.schedule(1000) == []
-    assert_sound(s.pool, [])
 
 
 def test_a_long_queue_is_not_scanned_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
