@@ -409,22 +409,6 @@ def test_sequences_that_do_not_fit_beside_others_wait() -> None:
         assert response.ids == [oracle("bloom", prompt, 20 if response is served[0] else 4)]
 
 
-def test_a_sequence_that_does_not_fit_alone_fails_alone() -> None:
-    texts = prompts(15)
-
-    def memory(ids: torch.Tensor, output: torch.Tensor) -> None:
-        if ids.shape[1] >= 40:
-            raise torch.OutOfMemoryError("out of memory")
-
-    with with_embedding_hook("bloom", memory):
-        served, _ = serve(new_engine(), *(request(prompt, max_tokens=TOKENS) for prompt in texts))
-    for response, prompt in zip(served, texts, strict=True):
-        if len(prompt) == 40:
-            assert isinstance(response.error, OutOfMemory)
-        else:
-            assert response.ids == [oracle("bloom", prompt)]
-
-
 # ── loading ──
 
 

@@ -214,34 +214,6 @@ def test_a_client_with_one_text_waits_at_most_two_steps_behind_lists(
     assert len(engine.live) == 4
 
 
-def test_a_text_that_fails_in_a_later_chunk_fails_its_item_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    embedder = load(checkpoint(tmp_path / "m", "qwen3-base"))
-    engine = paged(embedder)
-    limit_step(engine, 32, monkeypatch)
-    forward, poison = engine.runner.forward, embedder.tokenizer.encode("paris")[-1]
-
-    def failing(batch: Any, sampled: Any) -> Any:
-        if poison in batch.ids:
-            raise ValueError("a broken model")
-        return forward(batch, sampled)
-
-    monkeypatch.setattr(engine.runner, "forward", failing)
-    bad = item_of(embedder, "a cow says moo " * 5 + "paris", "moo " * 60)
-    good = item_of(embedder, "moo " * 60)
-    for item in (bad, good):
-        engine.add(item)
-    failed: list[WorkItem] = []
-    finished: list[WorkItem] = []
-    while engine.busy:
-        outcome = engine.step()
-        failed += [item for item, _ in outcome.done]
-        finished += [item for item, _ in outcome.outputs]
-    assert (failed, finished) == ([bad], [good])
-    assert not engine.scheduler.pool.used
-
-
 # ── over HTTP ──
 
 
