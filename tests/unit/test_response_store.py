@@ -4,6 +4,7 @@ import contextlib
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -289,6 +290,22 @@ def test_a_background_response_is_found_by_all_from_its_start(
     assert not other.is_generating(MINE, "a")
     assert ids(other, *"abcd") == ["a", "d"]
     assert other.items(MINE, {"in_a"}) == {"in_a": {"id": "in_a", "text": ""}}
+
+
+def test_a_pause_or_a_step_of_the_clock_fails_nothing(
+    shared: tuple[ResponseStore, ResponseStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, other = shared
+    owner.put(OWNER, running("a"), is_generating=True)
+    day = 24 * 3600
+    for clock in (time.time, time.monotonic):
+        now = clock()
+        for step in (day, -day):
+            monkeypatch.setattr(time, clock.__name__, lambda now=now, step=step: now + step)
+            assert other.is_generating(MINE, "a")
+            assert other.get(MINE, "a") == owner.get(MINE, "a") == running("a")
+    owner.put(OWNER, stored("a"))
+    assert other.get(MINE, "a") == stored("a")
 
 
 def test_the_responses_of_a_dead_process_have_failed_for_all(tmp_path: Path) -> None:
