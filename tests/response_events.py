@@ -8,14 +8,12 @@ from typing import Any
 
 import httpx
 from openai.types.responses import Response, ResponseStreamEvent
-from pydantic import TypeAdapter
 
 from tests.event_streams import CLIENT, post
 from tests.serving import Server
 
 PATH = "/v1/responses"
 WHOLE = "Hello there, wörld!"
-EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 CLASSES = {
     event_class.model_fields["type"].annotation.__args__[0]: event_class
     for event_class in ResponseStreamEvent.__origin__.__args__  # type: ignore[attr-defined]  # Annotated

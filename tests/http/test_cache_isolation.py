@@ -6,7 +6,6 @@ from typing import Any
 import httpx
 import pytest
 
-from batching.block_pool import BlockPool, BlockTable, Content
 from server.core.api_keys import ApiKey
 from server.core.request_context import RequestContext
 from tests import tiny_chat
@@ -23,40 +22,6 @@ ASKED: dict[str, dict[str, Any]] = {
 PATHS = pytest.mark.parametrize("path", ASKED)
 
 
-def opened(pool: BlockPool, contents: list[Content], namespace: bytes) -> BlockTable:
-    table = pool.open(contents, pool.match(contents, namespace)[0], cache_namespace=namespace)
-    assert table is not None
-    return table
-
-
-# ── blocks ──
-
-
-def test_two_cache_namespaces_share_no_blocks() -> None:
-    pool = BlockPool(16, 4)
-    prompt: list[Content] = list(range(9))
-    first = opened(pool, prompt, b"one")
-    assert pool.match(prompt, b"two") == ([], None)  # nor does it wait for the first
-    assert pool.match(prompt, b"one")[1] is not None
-    second = opened(pool, prompt, b"two")
-    for table in (first, second):
-        pool.register(table, prompt, 9)
-    assert pool.match(prompt, b"one")[0] == list(first.blocks[:2])
-    assert pool.match(prompt, b"two")[0] == list(second.blocks[:2])
-    assert pool.match(prompt) == ([], None)
-    assert not set(first.blocks) & set(second.blocks)
-
-
-def test_images_are_distinguished_by_their_digests() -> None:
-    pool = BlockPool(16, 4)
-    cat: list[Content] = [1, 2, b"a cat", b"a cat", b"a cat", 3, 4, 5, 6]
-    dog = [b"a dog" if content == b"a cat" else content for content in cat]
-    table = opened(pool, cat, b"")
-    pool.register(table, cat, len(cat))
-    assert pool.match(cat)[0] == list(table.blocks[:2])
-    assert pool.match(dog) == ([], None)
-
-
 def test_a_namespace_depends_on_each_of_its_parts_and_on_nothing_else() -> None:
     parts: list[tuple[str, bytes, str]] = [
         ("m", b"", ""), ("", b"m", ""), ("", b"", "m"),
@@ -70,9 +35,6 @@ def test_a_namespace_depends_on_each_of_its_parts_and_on_nothing_else() -> None:
     assert len(set(namespaces)) == len(parts)
     assert namespaces == [namespace_of(*arguments) for arguments in parts]
     assert {len(namespace) for namespace in namespaces} == {16}
-
-
-# ── over HTTP ──
 
 
 @pytest.fixture(scope="module")

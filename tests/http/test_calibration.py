@@ -172,16 +172,6 @@ def test_a_speech_model_is_measured_by_recordings(monkeypatch: pytest.MonkeyPatc
     assert transcriber.payloads
 
 
-@pytest.mark.slow
-def test_the_speech_demo_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    shorten(monkeypatch, 1.0)
-    nothing = {"pipeline_model": "none", "embedding_model": "none", "chat_model": "none"}
-    settings = Settings(**nothing, transcription_model="demo", compile="off")  # type: ignore[arg-type]
-    best, lines = run(create_app(settings))
-    assert best is not None
-    assert lines[0].startswith("/v1/audio/transcriptions of demo")
-
-
 def serving(task: str) -> Any:
     """Return an app that has models of all kinds."""
     info = SimpleNamespace(task=task, mask="[MASK]")

@@ -63,14 +63,6 @@ def test_texts_and_ids_floats_and_base64_are_the_same(server: Server) -> None:
     np.testing.assert_allclose(short, expected, atol=1e-6)
 
 
-def test_vector_of_a_text_is_the_same_alone_and_in_a_list(server: Server) -> None:
-    texts = [f"{'word ' * (n % 40)}number {n}" for n in range(300)]
-    listed = vectors(server, texts)
-    with ThreadPoolExecutor(16) as threads:
-        alone = np.concatenate(list(threads.map(lambda text: vectors(server, text), texts)))
-    np.testing.assert_allclose(alone, listed, atol=2e-6)
-
-
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -102,15 +94,6 @@ def test_error_names_the_invalid_field(server: Server, body: dict[str, Any], par
     answer = post(server, PATH, body)
     assert answer.status_code == 400, answer.text
     assert error_of(answer)["param"] == param
-
-
-def test_nan_is_400_and_an_unknown_model_is_404(server: Server) -> None:
-    answer = CLIENT.post(server.url + PATH, content=b'{"input": [NaN]}')
-    assert answer.status_code == 400
-    assert post(server, PATH, {"input": "a", "model": "gpt-4o"}).status_code == 404
-    assert post(server, "/v1/rerank", {}).status_code == 404
-    with serving(FakeRunner) as none:
-        assert post(none, PATH, {"input": "a"}).status_code == 404
 
 
 def test_long_text_is_truncated_on_request(server: Server) -> None:
@@ -212,15 +195,6 @@ def test_list_larger_than_the_queue_is_refused() -> None:
         assert answer.status_code == 400
         assert "needs" in error_of(answer)["message"] or "need" in error_of(answer)["message"]
         assert post(server, "/embed", {"inputs": ["a"] * 64}).status_code == 200
-
-
-def test_batch_size_is_limited() -> None:
-    with serving(embedding_model="demo", max_batch_size=3) as small:
-        answer = post(small, "/v1/embeddings", {"input": ["a"] * 10})
-        assert answer.status_code == 200
-        assert len(answer.json()["data"]) == 10
-        assert int(answer.headers["x-batch-size"]) <= 3
-        assert "model;dur=" in answer.headers["server-timing"]
 
 
 def test_part_of_a_list_is_limited_by_count_and_size() -> None:

@@ -67,20 +67,6 @@ def test_an_item_that_fails_at_once_is_a_500(path: str, stream: bool) -> None:
         assert error_of(answer)["code"] == "item_failed"
 
 
-@STREAM
-def test_a_full_queue_is_a_503(stream: bool) -> None:
-    with serving_fake(max_queue_size=1) as (server, generator), ThreadPoolExecutor(1) as pool:
-        generator.gate.clear()
-        first = pool.submit(chat, server, stream=stream)
-        wait_until(lambda: server.worker_client.queue.pending == 1)
-        refused = chat(server, stream=stream)
-        assert refused.status_code == 503
-        assert error_of(refused)["code"] == "queue_full"
-        assert int(refused.headers["retry-after"]) >= 1
-        generator.gate.set()
-        assert first.result().status_code == 200
-
-
 def test_everything_is_a_503_while_loading() -> None:
     gate = threading.Event()
 
@@ -265,15 +251,6 @@ def test_a_client_that_leaves_before_the_first_token_ends_its_work(stream: bool)
         wait_until(lambda: generator.dropped == ["hang"])
         wait_until(lambda: server.worker_client.queue.pending == 0)
         assert chat(server).status_code == 200
-
-
-def test_leaving_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving_fake() as (server, generator):
-        with open_stream(server, CHAT, body_for(CHAT, "long", stream=True)) as client:
-            read_until(client, b"content")
-        gone = 'onequeue_errors_total{kind="client_gone",model="fake"}'
-        wait_until(lambda: metric(server, gone) == 1)
-        wait_until(lambda: generator.dropped == ["long"])
 
 
 def test_a_client_that_stops_reading_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

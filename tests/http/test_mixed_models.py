@@ -2,7 +2,6 @@
 by the model that it names."""
 
 import itertools
-import json
 import random
 import threading
 from collections.abc import Callable
@@ -106,21 +105,3 @@ def test_requests_are_answered_while_models_come_and_go(compile: str) -> None:
             assert metric(server, f'onequeue_model_loaded{{serves="{name}"}}') == 0
         ask_chat(server)
         assert httpx.get(server.url + "/ready").json()["chat_model"] == "demo"
-
-
-def test_a_stream_goes_on_to_its_end_while_its_model_is_unloaded() -> None:
-    body = {"model": "other", "messages": [{"role": "user", "content": FRANCE}], "stream": True}
-    body |= {"max_tokens": 500, "ignore_eos": True, "stream_options": {"include_usage": True}}
-    none: dict[str, Any] = {"embedding_model": "none", "pipeline_model": "none"}
-    with serving(chat_model="demo,other=demo", model_control=True, compile="off", **none) as server:
-        with CLIENT.stream("POST", server.url + "/v1/chat/completions", json=body) as response:
-            lines = filter(None, response.iter_lines())
-            first = next(lines)
-            unloaded = post(server, "/models/unload", {"model": "other"})
-            rest = list(lines)
-        assert (response.status_code, unloaded.json()) == (200, {"success": True})
-        assert first.startswith("data: {")
-        assert rest[-1] == "data: [DONE]"
-        assert json.loads(rest[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 500
-        wait_until(lambda: server.worker_client.models["generation:other"].state == "unloaded")
-        assert chat(server, FRANCE, model="other", max_tokens=1).status_code == 200

@@ -23,7 +23,6 @@ from worker.load_context import add_memory, report
 from worker.model.loading import LoadingFailed, TooLittleMemory
 
 MODEL_BYTES = 600_000
-Answer = Future[httpx.Response]
 
 
 @dataclass

@@ -3,7 +3,6 @@
 import asyncio
 import collections
 import multiprocessing
-import os
 import random
 import resource
 import threading
@@ -371,21 +370,3 @@ def test_every_accepted_request_is_answered_exactly_once_under_load() -> None:
 def test_ten_thousand_connections_at_once() -> None:
     allow_files(10_500)
     check_storm(clients=10_000, in_flight=10_000)
-
-
-def resident_mb() -> float:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
-
-
-@pytest.mark.slow
-def test_memory_stays_flat_over_many_requests() -> None:
-    runner = FakeRunner()
-    with serving(lambda: runner) as server:
-        asyncio.run(storm(server.port, 5000, 0.2, 200))
-        runner.batches.clear()
-        before = resident_mb()
-        for _ in range(5):
-            asyncio.run(storm(server.port, 5000, 0.2, 200))
-            runner.batches.clear()
-        assert resident_mb() - before < 20

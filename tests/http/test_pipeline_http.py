@@ -267,16 +267,6 @@ def test_invalid_requests_get_an_envelope_with_the_reason(
     assert httpx.post(server.url, content="fine").status_code == 200
 
 
-def test_unknown_route_and_method(server: Server) -> None:
-    missing = httpx.get(server.url + "/nope")
-    assert missing.status_code == 404
-    error_of(missing)
-    wrong = httpx.put(server.url + "/", content="x")
-    assert wrong.status_code == 405
-    assert set(wrong.headers["allow"].split(", ")) == {"GET", "HEAD", "POST"}
-    error_of(wrong)
-
-
 class SlowClient:
     """A client that has sent one of five letters of a body. The server's timeout passes only
     when the test calls `wait`."""

@@ -63,28 +63,6 @@ def test_store_false_stores_nothing(server: Server) -> None:
     assert respond(server, previous_response_id=id).status_code == 404
 
 
-@pytest.mark.parametrize(
-    ("method", "below"),
-    [("GET", ""), ("DELETE", ""), ("GET", "/input_items"), ("POST", "/cancel")],
-)
-def test_unknown_response_is_404(server: Server, method: str, below: str) -> None:
-    answer = CLIENT.request(method, f"{server.url}{PATH}/resp_none{below}")
-    assert answer.status_code == 404
-    error = error_of(answer)
-    assert "resp_none" in error["message"]
-    assert (error["type"], error["code"]) == ("invalid_request_error", "not_found")
-    path = f"/v1/responses/{{id}}{below}"
-    assert metric(server, f'onequeue_requests_total{{endpoint="{path}",status="404"}}') >= 1
-
-
-def test_stored_response_is_not_streamed(server: Server) -> None:
-    id = response_document(respond(server))["id"]
-    answer = get_response(server, id, stream="true")
-    assert answer.status_code == 400
-    assert error_of(answer)["param"] == "stream"
-    assert get_response(server, id, stream="false").status_code == 200
-
-
 # ── input items ──
 
 

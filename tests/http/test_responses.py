@@ -12,7 +12,6 @@ TOOL = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     "strict": True,
 }
-ALL = 'say *hm *well Hello there !get_weather ={"city": ="Paris"}'
 
 
 # ── whole ──
@@ -46,41 +45,7 @@ def test_two_calls_of_one_function_are_two_items(server: Server) -> None:
     assert response_document(more)["output"][0]["call_id"] == "call_f:2"
 
 
-def test_text_on_both_sides_of_a_call_is_two_messages(server: Server) -> None:
-    answer = response_document(respond(server, "say a !f ={} b"))
-    assert [item["type"] for item in answer["output"]] == ["message", "function_call", "message"]
-
-
 # ── events ──
-
-
-def test_events_of_an_item_agree_with_each_other_and_the_end(server: Server) -> None:
-    received = events(respond(server, ALL, stream=True))
-    output = received[-1]["response"]["output"]
-    assert len(output) == 3
-    for index, item in enumerate(output):
-        own = [event for event in received if event.get("output_index") == index]
-        added, done = own[0], own[-1]
-        assert added["item"]["id"] == item["id"]
-        assert added["item"]["status"] == "in_progress"
-        assert not added["item"].get("content")
-        assert not added["item"].get("arguments")
-        assert done["item"] == item
-        assert {event["item_id"] for event in own[1:-1]} == {item["id"]}
-        joined = "".join(event["delta"] for event in own if event["type"].endswith(".delta"))
-        assert joined == output_texts(received[-1]["response"])[index][1]
-        whole = next(e for e in own if e["type"].endswith(("_text.done", "arguments.done")))
-        assert whole.get("text", whole.get("arguments")) == joined
-    assert {e.get("content_index", 0) for e in received} == {0}
-    assert len({e["response"]["id"] for e in received if "response" in e}) == 1
-
-
-def test_output_without_text_is_an_empty_message(server: Server) -> None:
-    silence = "say ="  # a part of a call that there is not
-    assert output_texts(response_document(respond(server, silence))) == [("message", "")]
-    received = events(respond(server, silence, stream=True))
-    assert received[2]["item"]["type"] == "message"
-    assert received[-1]["type"] == "response.completed"
 
 
 def test_failure_after_the_start_is_stored(server: Server) -> None:

@@ -1,6 +1,5 @@
 """OpenAI's Python SDK and Chat Completions, with real models: documents, calls and reasoning."""
 
-import asyncio
 import json
 from collections.abc import Iterator
 from itertools import accumulate
@@ -94,26 +93,6 @@ def test_error_names_the_unsupported_schema(target: Sdk) -> None:
         assert bad.value.param == "response_format.json_schema.schema"
 
 
-def test_logprobs_are_those_of_the_document(target: Sdk) -> None:
-    answer = parse(target, form=Place, logprobs=True, top_logprobs=2, **sdk.SAMPLED)
-    [choice] = answer.choices
-    assert isinstance(choice.message.parsed, Place)
-    assert choice.logprobs is not None
-    tokens = choice.logprobs.content or []
-    assert "".join(token.token for token in tokens) == choice.message.content
-    assert b"".join(bytes(token.bytes or ()) for token in tokens).decode() == choice.message.content
-    assert all(token.logprob <= 0 and len(token.top_logprobs) == 2 for token in tokens)
-
-
-def test_formats_beyond_the_api_are_in_the_extra_body(tiny: Sdk) -> None:
-    body = {"structured_outputs": {"choice": ["red", "green"]}}
-    expected = {
-        parse(tiny, extra_body=body, temperature=2, seed=seed).choices[0].message.content
-        for seed in range(8)
-    }
-    assert expected == {"red", "green"}
-
-
 # ── calls ──
 
 
@@ -124,27 +103,10 @@ def test_model_calls_a_tool_when_needed(demo: Sdk) -> None:
     assert not free.choices[0].message.tool_calls
 
 
-def test_required_calls_any_tool(target: Sdk) -> None:
-    for seed in range(4):
-        fields = {"tools": [sdk.WEATHER, sdk.CLOCK], "tool_choice": "required", "temperature": 1}
-        calls = calls_of(parse(target, "Hello!", seed=seed, **fields))
-        assert all(isinstance(call, GetWeather | Clock) for call in calls)
-
-
 def test_named_tool_is_called(target: Sdk) -> None:
     named = {"type": "function", "function": {"name": "clock"}}
     [call, *_] = calls_of(parse(target, tools=[sdk.WEATHER, sdk.CLOCK], tool_choice=named))
     assert isinstance(call, Clock)
-
-
-def test_parallel_tool_calls_false_gives_one_call(tiny: Sdk) -> None:
-    fields: dict[str, Any] = {"tools": [sdk.CLOCK], "tool_choice": "required", "temperature": 1.5}
-    many, single = (
-        [calls_of(parse(tiny, seed=seed, parallel_tool_calls=way, **fields)) for seed in range(6)]
-        for way in (True, False)
-    )
-    assert max(map(len, many)) > 1
-    assert {len(entry) for entry in single} == {1}
 
 
 def test_tools_with_a_format_give_a_call_or_a_document(tiny: Sdk) -> None:
@@ -289,36 +251,3 @@ def test_reasoning_is_accepted_in_messages(tiny: Sdk) -> None:
         assert answer.usage is not None
         prompts.append(answer.usage.prompt_tokens)
     assert prompts[0] > prompts[1]
-
-
-# ── many at once ──
-
-
-def test_sixteen_concurrent_requests_keep_their_own_formats(tiny: Sdk) -> None:
-    async def ask(client: openai.AsyncOpenAI, n: int) -> None:
-        chat = client.chat.completions
-        fields: dict[str, Any] = {"max_tokens": 300, "temperature": 1.2, "seed": n}
-        fields |= {"model": tiny.model, "messages": user(f"number {n}")}
-        if n % 4 == 0:
-            answer = await chat.parse(response_format=Place, **fields)
-            assert isinstance(answer.choices[0].message.parsed, Place)
-        elif n % 4 == 1:
-            called = await chat.parse(tools=[sdk.CLOCK], tool_choice="required", **fields)
-            assert all(isinstance(call, Clock) for call in calls_of(called))
-        elif n % 4 == 2:
-            body = sdk.THINK | {"thinking_token_budget": 9}
-            async with chat.stream(response_format=Place, extra_body=body, **fields) as stream:
-                final = (await stream.get_final_completion()).choices[0]
-            assert isinstance(final.message.parsed, Place)
-        else:
-            body = {"ignore_eos": True}
-            free = await chat.create(**{**fields, "max_tokens": 40, "extra_body": body})
-            assert free.choices[0].finish_reason == "length"
-            assert free.usage is not None
-            assert free.usage.completion_tokens == 40
-
-    async def ask_all() -> None:
-        async with openai.AsyncOpenAI(base_url=tiny.url, api_key="-", max_retries=0) as client:
-            await asyncio.gather(*(ask(client, n) for n in range(16)))
-
-    asyncio.run(ask_all())

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from tests import sdk, tiny_multimodal
 from tests.multimodal import png
-from tests.sdk import Place, Sdk
+from tests.sdk import Sdk
 
 NODE = shutil.which("node")
 FOLDER = Path(__file__).parents[1] / "node"
@@ -60,53 +59,6 @@ def test_chat_has_the_same_text_whole_and_streamed(seeing: Sdk) -> None:
     assert whole.usage.prompt_tokens >= text_alone.usage.prompt_tokens + 2 * PLACES - 2
 
 
-def test_output_about_images_follows_a_format(seeing: Sdk) -> None:
-    answer = seeing.client.chat.completions.parse(
-        model=seeing.model,
-        messages=user("Where?", url()),
-        response_format=Place,
-        max_tokens=200,
-        seed=1,
-    )
-    assert isinstance(answer.choices[0].message.parsed, Place)
-
-
-def test_tools_are_called_for_images(seeing: Sdk) -> None:
-    place = {"type": "string", "enum": ["here", "there"]}
-    parameters = {"type": "object", "properties": {"place": place}, "required": ["place"]}
-    look: Any = {"type": "function", "function": {"name": "look", "parameters": parameters}}
-    messages: list[Any] = user("Where is it?", url())
-    asked: dict[str, Any] = {"model": seeing.model, "tools": [look], "seed": 2, "max_tokens": 200}
-    answer = seeing.client.chat.completions.create(
-        messages=messages, tool_choice="required", parallel_tool_calls=False, **asked
-    )
-    [choice] = answer.choices
-    assert choice.finish_reason == "tool_calls"
-    assert choice.message.tool_calls
-    [call] = choice.message.tool_calls
-    assert call.type == "function"
-    assert call.function.name == "look"
-    assert json.loads(call.function.arguments)["place"] in ("here", "there")
-    result = {"role": "tool", "tool_call_id": call.id, "content": "nothing"}
-    turns = [*messages, choice.message.model_dump(exclude_none=True), result, *user("And?", url(2))]
-    further = seeing.client.chat.completions.create(messages=turns, **asked | {"max_tokens": 8})
-    assert answer.usage
-    assert further.usage
-    assert further.usage.prompt_tokens > answer.usage.prompt_tokens + PLACES
-
-
-def test_seeds_repeat_output_about_images(seeing: Sdk) -> None:
-    def sample(seed: int, image: str) -> str | None:
-        answer = seeing.client.chat.completions.create(
-            model=seeing.model, messages=user("What?", image), seed=seed, max_tokens=12
-        )
-        return answer.choices[0].message.content
-
-    first = sample(1, url(1))
-    assert sample(1, url(1)) == first
-    assert sample(2, url(1)) != first
-
-
 def test_responses_accept_images_and_keep_them(seeing: Sdk) -> None:
     text, image = {"type": "input_text", "text": "What?"}, {"type": "input_image", "detail": "auto"}
     content: list[Any] = [text, image | {"image_url": url()}]
@@ -128,13 +80,6 @@ def test_responses_accept_images_and_keep_them(seeing: Sdk) -> None:
     assert first.usage.input_tokens > PLACES
     assert second.usage.input_tokens > first.usage.input_tokens
     assert second.usage.input_tokens_details.cached_tokens > 0
-
-
-def test_broken_image_is_400(seeing: Sdk) -> None:
-    broken = "data:image/png;base64," + base64.b64encode(png(1)[:200]).decode()
-    with pytest.raises(openai.BadRequestError, match="not an image that can be read") as refused:
-        seeing.client.chat.completions.create(model=seeing.model, messages=user("a", broken))
-    assert refused.value.param == "messages[0].content[1].image_url"
 
 
 def test_tokens_of_a_chat_with_images(seeing: Sdk) -> None:

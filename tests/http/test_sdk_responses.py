@@ -132,13 +132,3 @@ def test_response_is_retrieved_continued_and_deleted(demo: Sdk) -> None:
     responses.delete(first.id)
     with pytest.raises(openai.NotFoundError):
         responses.retrieve(first.id)
-
-
-def test_background_response_is_cancelled(demo: Sdk) -> None:
-    responses, endless = demo.client.responses, {"ignore_eos": True}
-    begun = responses.create(
-        model="demo", input="hi", background=True, temperature=1.5, extra_body=endless
-    )
-    assert responses.cancel(begun.id).status == "cancelled"
-    assert responses.cancel(begun.id).status == "cancelled"
-    assert responses.retrieve(begun.id).status == "cancelled"

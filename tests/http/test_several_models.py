@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.event_streams import CLIENT, chat, post
+from tests.event_streams import chat, post
 from tests.http.test_pipeline_http import error_of
 from tests.serving import Server, metric, serving
 
@@ -28,16 +28,6 @@ def server() -> Iterator[Server]:
         compile="off",
     ) as started:
         yield started
-
-
-def test_models_are_listed_and_found(server: Server) -> None:
-    assert post(server, "/tokenize", {"prompt": "a", "model": "short"}).status_code == 200
-    listed = CLIENT.get(server.url + "/v1/models").json()["data"]
-    assert [model["id"] for model in listed] == ["demo", "short", "demo-embedding", "other"]
-    assert listed[1]["max_model_len"] == 40
-    assert CLIENT.get(server.url + "/v1/models/short").json() == listed[1]
-    ready = CLIENT.get(server.url + "/ready").json()
-    assert (ready["chat_model"], ready["embedding_model"]) == ("demo", "demo")
 
 
 def test_a_request_is_answered_by_the_model_that_it_names(server: Server) -> None:

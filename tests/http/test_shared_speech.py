@@ -10,7 +10,6 @@ import torch
 from transformers import pipeline
 
 from tests.event_streams import CLIENT, chunks
-from tests.http.test_pipeline_http import error_of
 from tests.serving import Server, serving
 from tests.tiny import BUILDERS, folder
 from tests.transcribing import CTC, RATE, WHISPER, noise, saved
@@ -89,19 +88,3 @@ def test_stream_has_the_text_of_the_pipeline(
     assert len(deltas) > 1
     assert "".join(delta["delta"] for delta in deltas) == done["text"] == expected["text"].strip()
     assert done["usage"] == {"type": "duration", "seconds": LONG_S}
-
-
-def test_words_have_the_times_of_the_pipeline(
-    server: Server, audio: bytes, expected: dict[str, Any]
-) -> None:
-    fields = {"response_format": "verbose_json", "timestamp_granularities[]": "word"}
-    words = post(server, audio, **fields).json()["words"]
-    assert [word["word"] for word in words] == [chunk["text"] for chunk in expected["chunks"]]
-    times = [time for word in words for time in (word["start"], word["end"])]
-    reference = [time for chunk in expected["chunks"] for time in chunk["timestamp"]]
-    assert times == pytest.approx(reference, abs=0.001)
-
-
-def test_unsupported_option_is_rejected_by_name(server: Server, audio: bytes) -> None:
-    response = post(server, audio, language="en")
-    assert (response.status_code, error_of(response)["param"]) == (400, "language")

@@ -17,7 +17,6 @@ BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": MESSAGES, "max_tokens": 24, "seed": 1},
     COMPLETIONS: {"prompt": "Hello ä 🐱", "max_tokens": 24, "seed": 1},
 }
-NAMES = {"token_ids", "prompt_token_ids", "prompt_logprobs"}
 
 
 @pytest.fixture(scope="module", params=["demo", "tiny"])
@@ -142,16 +141,6 @@ def test_reasoning_tokens_are_included() -> None:
         assert [id for part in parts for id in getattr(part, "token_ids", ())] == choice.token_ids
         reasoning = [part.delta.reasoning for part in parts if hasattr(part.delta, "reasoning")]
         assert "".join(reasoning) == choice.message.reasoning == choice.message.reasoning_content
-
-
-@pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize("value", [None, False])
-def test_token_ids_are_absent_by_default(server: Server, path: str, value: bool | None) -> None:
-    response = answered(server, path, return_token_ids=value, prompt_logprobs=None)
-    for fields in (response, *response["choices"]):
-        assert NAMES.isdisjoint(fields)
-    for chunk in streamed(server, path, return_token_ids=value):
-        assert NAMES.isdisjoint({*chunk, *chunk["choices"][0]})
 
 
 # ── the prompt's log-probabilities ──

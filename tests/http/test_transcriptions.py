@@ -257,10 +257,3 @@ def test_metrics_count_the_seconds(server: Server) -> None:
     assert post(server, wav(1.5)).status_code == 200
     assert metric(server, name) == pytest.approx(before + 1.5)
     assert metric(server, f'onequeue_requests_total{{endpoint="{PATH}",status="200"}}') > 0
-
-
-def test_endpoint_is_404_without_a_model() -> None:
-    from tests.fakes import FakeRunner
-
-    with serving(FakeRunner) as server:
-        assert post(server).status_code == 404

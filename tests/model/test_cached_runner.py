@@ -18,7 +18,6 @@ import torch
 
 from batching import step_times
 from batching.errors import ItemFailed, OutOfMemory
-from batching.fair_share import Priority
 from batching.step_times import MAX_TURN_S, PrefillBudget
 from tests import generating, tiny_decoders
 from tests.fakes import BusyModels
@@ -135,54 +134,6 @@ def test_rows_that_end_do_not_change_the_others(name: str, steps: bool) -> None:
     assert running == [5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0]
 
 
-def background_request(prompt: Sequence[int], **options: Any) -> Request:
-    item = request(prompt, **options)
-    item.owner = replace(item.owner, priority=Priority.BACKGROUND)
-    return item
-
-
-def test_a_new_request_pauses_a_background_request() -> None:
-    driver = Driver(new_engine(max_running=2))
-    texts = prompts(4)
-    first = [driver.add(background_request(prompt, max_tokens=30)) for prompt in texts[:2]]
-    driver.step()
-    waits = driver.add(background_request(texts[2], max_tokens=2))
-    driver.step()
-    assert (driver.reports[-1].running, driver.reports[-1].waiting) == (2, 1)
-    newcomer = driver.add(request(texts[3], max_tokens=2))
-    driver.step()
-    assert (driver.reports[-1].preempted, driver.reports[-1].running) == (0, 2)
-    driver.step()
-    assert newcomer.done
-    assert not waits.deltas
-    driver.finish()
-    assert [response.ids[0] for response in first] == [
-        oracle("bloom", prompt, 30) for prompt in texts[:2]
-    ]
-
-
-@pytest.mark.usefixtures("steps")
-def test_background_requests_finish_in_order_beside_constant_work() -> None:
-    driver = Driver(new_engine(max_running=2))
-    texts = prompts(5)
-    waits = [driver.add(background_request(prompt, max_tokens=3)).item for prompt in texts[:3]]
-    for _ in range(40):
-        while len(driver.generator.scheduler.waiting) < 4:
-            driver.add(request(texts[4], max_tokens=2))
-        driver.step()
-    assert [item for item in driver.ended if item in waits] == waits
-
-
-def test_each_step_streams_a_token() -> None:
-    driver = Driver(new_engine())
-    served = [driver.add(request(prompt, max_tokens=4)) for prompt in prompts(2)[:3]]
-    for step in range(4):
-        driver.step()
-        assert [delta.tokens for delta in driver.deltas] == [1, 1, 1]
-        assert [bool(delta.prompt_tokens) for delta in driver.deltas] == [step == 0] * 3
-        assert [response.done for response in served] == [step == 3] * 3
-
-
 @pytest.mark.usefixtures("steps")
 def test_seeds_give_the_same_alone_in_a_batch_and_paged() -> None:
     texts = prompts(3)
@@ -224,21 +175,6 @@ def test_an_echoed_prompt_has_log_probabilities(monkeypatch: pytest.MonkeyPatch)
 
 
 # ── scheduling ──
-
-
-def test_a_cancelled_item_leaves_at_the_next_step() -> None:
-    driver = Driver(new_engine())
-    texts = prompts(7)[:3]
-    first, second, third = (driver.add(request(prompt, max_tokens=6)) for prompt in texts)
-    driver.step()
-    second.item.open = False
-    driver.step()
-    assert driver.reports[-1].running == 2
-    driver.finish()
-    assert not second.done
-    assert second.deltas[0].tokens == 1
-    assert first.ids == [oracle("bloom", texts[0], 6)]
-    assert third.ids == [oracle("bloom", texts[2], 6)]
 
 
 def test_a_new_request_starts_at_once() -> None:
@@ -368,13 +304,6 @@ def test_a_prompt_that_does_not_fit_into_memory_is_run_again(failing: int) -> No
     assert served[0].ids[0] == oracle("bloom", stream, 12)
 
 
-def test_at_most_max_running_rows_run() -> None:
-    items = [request(prompt, n=2, max_tokens=3) for prompt in prompts(9)]
-    served, driver = serve(new_engine(max_running=3), *items)
-    assert all(len(response.choices) == 2 for response in served)
-    assert max(report.running for report in driver.reports) == 3
-
-
 def test_prompts_share_a_step_up_to_its_limit_and_a_longer_one_runs_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -404,26 +333,6 @@ def test_warm_up_changes_nothing_and_clear_frees_all() -> None:
 
 
 # ── failures ──
-
-
-def test_nan_logits_fail_only_their_item(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    texts = prompts(12)
-    texts[1][3] = BAD_TOKEN
-
-    def broken(ids: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        return output.masked_fill((ids == BAD_TOKEN)[..., None], float("nan"))
-
-    with with_embedding_hook("bloom", broken):
-        served, _ = serve(
-            new_engine(), *(request(prompt, max_tokens=TOKENS, n=2) for prompt in texts)
-        )
-    assert isinstance(served[1].error, ItemFailed)
-    assert not served[1].deltas
-    assert caplog.text.count("generation failed") == 1
-    for at in (0, 2, 3, 4):
-        assert served[at].ids == [oracle("bloom", texts[at])] * 2
 
 
 @pytest.mark.parametrize("later", [False, True])
@@ -498,30 +407,6 @@ def test_sequences_that_do_not_fit_beside_others_wait() -> None:
         driver.finish()
     for response, prompt in zip(served, texts, strict=True):
         assert response.ids == [oracle("bloom", prompt, 20 if response is served[0] else 4)]
-
-
-def test_a_sequence_that_does_not_fit_alone_fails_alone() -> None:
-    texts = prompts(15)
-
-    def memory(ids: torch.Tensor, output: torch.Tensor) -> None:
-        if ids.shape[1] >= 40:
-            raise torch.OutOfMemoryError("out of memory")
-
-    with with_embedding_hook("bloom", memory):
-        served, _ = serve(new_engine(), *(request(prompt, max_tokens=TOKENS) for prompt in texts))
-    for response, prompt in zip(served, texts, strict=True):
-        if len(prompt) == 40:
-            assert isinstance(response.error, OutOfMemory)
-        else:
-            assert response.ids == [oracle("bloom", prompt)]
-
-
-def test_a_lost_device_is_fatal() -> None:
-    def lost(ids: torch.Tensor, output: torch.Tensor) -> None:
-        raise RuntimeError("CUDA error: device-side assert triggered")
-
-    with with_embedding_hook("bloom", lost), pytest.raises(RuntimeError, match="CUDA error"):
-        serve(new_engine(), request(prompts(16)[0]))
 
 
 # ── loading ──

@@ -17,7 +17,7 @@ from server.openai.decisions.request import DecisionRequest
 from server.openai.decisions.systemone import SystemOneRequest
 from server.openai.request_fields import decode
 from tests import tiny_decisions
-from tests.tiny_decisions import STATE, about, predicates, prompts_of, raw_prompts_of, read
+from tests.tiny_decisions import STATE, about, predicates, prompts_of, raw_prompts_of
 from worker.generation import decisions
 from worker.messages.decisions import DecisionInput, Question
 from worker.text.chat_template.template import RenderedPrompt
@@ -69,19 +69,6 @@ def refused(payload: DecisionInput) -> InvalidInput:
     return caught.value
 
 
-def test_an_input_beyond_the_context_is_refused_by_name() -> None:
-    for text in ("word " * 2000, "word " * 200_000):
-        error = refused(about(text, predicates(1)))
-        assert error.param == "input"
-        assert "context holds 1024" in str(error)
-
-
-def test_a_question_beyond_the_context_is_refused_by_name() -> None:
-    error = refused(about(STATE, [*predicates(2), *predicates(3, "word " * 1000)[2:]]))
-    assert error.param == "questions[2]"
-    assert "context holds 1024" in str(error)
-
-
 def test_the_tokens_of_all_questions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     payload = about(STATE, predicates(10))
     prompts = prompts_of(payload)
@@ -105,15 +92,6 @@ def test_prompts_share_their_input() -> None:
         assert len(prompt) == len(whole) > cut
         for part in (slice(cut), slice(3, cut + 2), slice(cut - 16, cut), slice(cut + 1, None)):
             assert [*prompt[part]] == whole[part]
-
-
-def test_more_options_than_the_model_has_labels_are_refused() -> None:
-    criteria = {f"option {n}": None for n in range(31)}
-    named = read({"q": {"type": "choice", "criteria": criteria}})
-    error = refused(named.decision_input())
-    assert error.param == "questions.q"
-    assert "31 options" in str(error)
-    assert "at most 30" in str(error)
 
 
 def test_a_template_that_drops_the_input_is_refused(

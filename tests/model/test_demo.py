@@ -206,18 +206,6 @@ def test_tool_and_argument_names_are_copied_from_the_schema() -> None:
     assert parsed["function"] == {"name": "current_weather", "arguments": {"location": "Oslo"}}
 
 
-def test_a_tool_result_becomes_the_answer() -> None:
-    messages = [user("What is the weather in Paris?"), assistant(None, CALL)]
-    result = tool('{"temperature": 18, "condition": "sunny"}')
-    answer = generate([*messages, result], tools=[WEATHER_TOOL])
-    assert answer == "It is 18 degrees and sunny in Paris.<|im_end|>"
-
-
-def test_a_tool_is_not_called_for_another_question() -> None:
-    text = generate([user("What is the capital of France?")], tools=[WEATHER_TOOL])
-    assert text == "The capital of France is Paris.<|im_end|>"
-
-
 def test_a_completion_continues_plain_text_with_a_fact() -> None:
     inputs = chat_tokenizer()("The capital of France is", return_tensors="pt")
     ids = chat_model().generate(**inputs, max_new_tokens=20)

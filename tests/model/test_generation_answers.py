@@ -23,14 +23,10 @@ from tests.generating import (
     request,
     serve,
 )
-from tests.tiny_tokenizers import llama_tokenizer
 from worker.messages.deltas import Delta, TokenLogprob
 from worker.messages.generation import Sampling
 
 pytestmark = pytest.mark.usefixtures("steps")
-
-# the token of a byte that starts a character
-HALF = llama_tokenizer().convert_tokens_to_ids("Ã")
 SAMPLED = Sampling(temperature=1.0, top_p=1.0, top_k=0, seed=11)
 BUSY = Sampling(
     temperature=1.7,
@@ -219,33 +215,6 @@ def greedy_choice(prompt: Sequence[int], max_tokens: int, **stopping: Any) -> tu
     return served, choice
 
 
-def test_logprobs_join_to_the_text_wherever_it_ends() -> None:
-    """Random tokens are often half a character."""
-    items = [
-        request(prompt_of(5, seed), replace(SAMPLED, logprobs=0, seed=seed), count)
-        for seed in range(12)
-        for count in range(1, 9)
-    ]
-    served_items, _ = serve(engine("llama"), items)
-    for item, served in zip(items, served_items, strict=True):
-        choice = served.choices[0]
-        assert "".join(entry.text for entry in choice.logprobs) == choice.text
-        assert choice.tokens == len(choice.logprobs) == item.payload.stopping.max_tokens
-
-
-def test_half_a_character_before_the_stop_token_has_its_log_probability() -> None:
-    prompt = prompt_of(8)
-    bias = {HALF: 100.0, 1: 99.0}
-    toward_end = replace(GREEDY, logprobs=0, frequency_penalty=2.0, logit_bias=bias)
-    [served], _ = serve(engine("llama"), [request(prompt, toward_end, ignore_eos=False)])
-    choice = served.choices[0]
-    assert served.ids[0][-2:] == [HALF, 1]
-    assert choice.finish_reason == "stop"
-    assert choice.text == "\ufffd" * (len(served.ids[0]) - 2), "those before are invalid"
-    assert "".join(entry.text for entry in choice.logprobs) == choice.text
-    assert [entry.token_id for entry in choice.logprobs] == served.ids[0][:-1]
-
-
 def test_a_stop_string_may_span_tokens_and_is_cut_off() -> None:
     scored = replace(GREEDY, logprobs=0)
     cut = 0
@@ -265,14 +234,6 @@ def test_a_stop_string_may_span_tokens_and_is_cut_off() -> None:
             assert "".join(texts) == choice.text
             cut += texts != [entry.text for entry in whole.logprobs[: len(texts)]]
     assert cut > 5
-
-
-def test_a_partial_stop_string_is_released_at_the_end() -> None:
-    prompt = prompt_of(8)
-    _, whole = greedy_choice(prompt, 24)
-    _, choice = greedy_choice(prompt, 24, stop=(whole.text[-3:] + "…",))
-    assert choice.text == whole.text
-    assert (choice.finish_reason, choice.stop_reason) == ("length", None)
 
 
 def first_at(ids: Sequence[int], at: int) -> int:

@@ -2,7 +2,6 @@
 other requests, with prefix caching and after preemption."""
 
 import gc
-import hashlib
 import shutil
 import threading
 import weakref
@@ -68,12 +67,6 @@ def prompt_of(served: Served) -> MultimodalPrompt:
 def shared_prefix(one: Sequence[Content], other: Sequence[Content]) -> int:
     """The number of equal items at the start."""
     return sum(takewhile(bool, map(eq, one, other)))
-
-
-@pytest.mark.parametrize("model", matrix(FAMILIES, "qwen2.5-vl"))
-def test_single_image_gives_the_output_of_generate(model: str) -> None:
-    served, _ = serve(engine(model), [request("What is ", ONE, "here?")])
-    assert_generated(model, served)
 
 
 @pytest.mark.parametrize("model", matrix(FAMILIES, "qwen2.5-vl", "qwen3.5-vl"))
@@ -181,24 +174,6 @@ def test_cached_image_is_shared_within_a_cache_namespace_only(
     assert [bool(count) for count in encoded] == [True, processes > 1]
 
 
-def test_image_is_hashed_once_while_its_request_is_pending(monkeypatch: pytest.MonkeyPatch) -> None:
-    generator, item, hashed, original = engine("smolvlm"), request(ONE), [], hashlib.blake2b
-
-    def blake2b(data: bytes, **options: Any) -> Any:
-        hashed.append(data)
-        return original(data, **options)
-
-    monkeypatch.setattr(hashlib, "blake2b", blake2b)
-    preprocessor = generator.input_processor.image_preprocessor
-    assert preprocessor
-    assert preprocessor.memory_limiter.start_decoding()
-    for _ in range(2):
-        with pytest.raises(Pending):
-            generator.prepare(item)
-    preprocessor.memory_limiter.end_decoding()
-    assert hashed.count(ONE) == 1
-
-
 def test_image_is_decoded_once_while_its_grammar_is_compiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -246,20 +221,6 @@ def test_tiles_of_an_image_are_encoded_one_per_step_while_a_sequence_runs() -> N
         assert encoder.tiles_encoded == count
     driver.finish()
     assert_generated("smolvlm", [beside])
-
-
-def test_images_are_encoded_one_per_step_while_a_sequence_runs() -> None:
-    generator = engine("llava")
-    driver, encoder = Driver(generator), encoder_scheduler(generator).encoder
-    driver.add(request("Words.", max_tokens=40))
-    driver.step()
-    beside = driver.add(request(*(png(seed) for seed in range(4)), "?"))
-    for count in (1, 2, 3, 4):
-        driver.step()
-        assert encoder.tiles_encoded == count
-        assert driver.deltas  # of the running sequence
-    driver.finish()
-    assert_generated("llava", [beside])
 
 
 def test_images_of_several_requests_are_encoded_in_one_batch() -> None:
@@ -347,12 +308,6 @@ def test_request_cancelled_during_prefill_releases_its_rows() -> None:
     driver.finish()
     assert_generated("gemma3", [kept])
     assert prompt_of(cancelled).rows == ()
-
-
-def test_usage_counts_image_tokens() -> None:
-    served, _ = serve(engine("llava"), [request("What is ", ONE, "here?")])
-    [delta] = served[0].choices
-    assert delta.prompt_tokens == len(served[0].prompt) > 16
 
 
 @pytest.mark.parametrize("model", matrix(tiny_multimodal.BUILDERS, "gemma3"))

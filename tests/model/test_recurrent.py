@@ -87,22 +87,6 @@ def test_a_state_that_is_lost_between_chunks_continues_token_by_token(
     assert not any(module.stepwise for module in loaded("qwen3.5").runner.language.recurrent)
 
 
-@pytest.mark.parametrize("model", ["qwen3.5", "falcon-h1"])
-def test_a_conversation_computes_its_new_tokens_and_at_most_a_block(model: str) -> None:
-    driver = Driver(engine(model))
-    history: list[int] = []
-    for turn in range(4):
-        history += tokens(23, turn)
-        served = driver.add(request(history, max_tokens=NEW))
-        computed = -driver.total("prefill_tokens")
-        driver.finish()
-        computed += driver.total("prefill_tokens")
-        # the last token of the answer before has not run yet
-        assert computed <= 23 + (turn > 0) * (1 + BLOCK)
-        assert_greedy(model, [served], NEW)
-        history += served.ids[0]
-
-
 @pytest.mark.usefixtures("drafts")
 def test_a_conversation_with_drafts_computes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft that crosses the end of a block leaves the checkpoint there."""

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from batching.errors import ItemFailed
 from batching.fair_share import WorkOwner
 from batching.request_queue import WorkItem
 from tests import tiny_decoders
@@ -18,7 +17,7 @@ from tests.http.test_rerank import decoder, scores
 from tests.http.test_rerank import load as load_reranker
 from tests.model.test_embedder import TEXTS, embed
 from tests.serving import serving
-from tests.tiny_embedders import checkpoint, dense, embedded, engine_of, load, prepared, run, write
+from tests.tiny_embedders import checkpoint, dense, engine_of, load, prepared, run, write
 from worker.embedding import engine as engine_module
 from worker.embedding.embedder import Embedder
 from worker.embedding.engine import ScoringEngine
@@ -116,19 +115,6 @@ def test_a_model_without_memory_for_its_longest_text_is_not_paged(
     assert embedder.info.batching == "packed"
 
 
-def test_a_cached_prefix_is_shared_within_a_cache_namespace_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    embedder = load(checkpoint(tmp_path / "m", "qwen3-base"))
-    steps = record_steps(paged(embedder), monkeypatch)
-    ran = []
-    for namespace in (b"one", b"two", b"one"):
-        steps.clear()
-        embedded(embedder, EmbeddingInput([PROMPT], 0, cache_namespace=namespace))
-        ran.append(sum(steps))
-    assert ran[0] == ran[1] > ran[2]
-
-
 def test_a_query_runs_once_for_all_its_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,21 +196,6 @@ def test_a_vector_does_not_depend_on_the_other_texts_of_a_step(tmp_path: Path) -
         np.testing.assert_array_equal(embed(embedder, [text]).vectors[0], vector)
 
 
-def test_a_client_with_many_texts_uses_what_others_leave_of_a_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    embedder = load(checkpoint(tmp_path / "m", "qwen3-base"))
-    engine = paged(embedder)
-    limit_step(engine, 100, monkeypatch)
-    steps = record_steps(engine, monkeypatch)
-    many, one = item_of(embedder, *[f"{n} {LONG}" for n in range(4)]), item_of(embedder, "hello")
-    many.owner, one.owner = WorkOwner("a"), WorkOwner("b")
-    for item in (many, one):
-        engine.add(item)
-    assert [item for item, _ in engine.step().outputs] == [one]
-    assert steps == [100]
-
-
 def test_a_client_with_one_text_waits_at_most_two_steps_behind_lists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,62 +212,6 @@ def test_a_client_with_one_text_waits_at_most_two_steps_behind_lists(
     engine.add(one)
     assert one in [item for _ in range(2) for item, _ in engine.step().outputs]
     assert len(engine.live) == 4
-
-
-def test_a_cancelled_item_frees_its_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    embedder = load(checkpoint(tmp_path / "m", "qwen3-base"))
-    engine = paged(embedder)
-    limit_step(engine, 32, monkeypatch)
-    engine.add(item := item_of(embedder, LONG))
-    engine.step()
-    assert engine.scheduler.pool.used
-    item.open = False
-    embed(embedder, ["hello"])
-    assert not engine.scheduler.pool.used
-    assert not engine.busy
-
-
-def test_a_failed_step_leaves_no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    embedder = load(checkpoint(tmp_path / "m", "qwen3-base"))
-    engine = paged(embedder)
-
-    def failing(*_: Any) -> Any:
-        raise ValueError("a broken model")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.runner, "forward", failing)
-        with pytest.raises(ItemFailed):
-            embed(embedder, [LONG])
-    assert not engine.scheduler.pool.used
-    embed(embedder, [LONG])
-
-
-def test_a_text_that_fails_in_a_later_chunk_fails_its_item_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    embedder = load(checkpoint(tmp_path / "m", "qwen3-base"))
-    engine = paged(embedder)
-    limit_step(engine, 32, monkeypatch)
-    forward, poison = engine.runner.forward, embedder.tokenizer.encode("paris")[-1]
-
-    def failing(batch: Any, sampled: Any) -> Any:
-        if poison in batch.ids:
-            raise ValueError("a broken model")
-        return forward(batch, sampled)
-
-    monkeypatch.setattr(engine.runner, "forward", failing)
-    bad = item_of(embedder, "a cow says moo " * 5 + "paris", "moo " * 60)
-    good = item_of(embedder, "moo " * 60)
-    for item in (bad, good):
-        engine.add(item)
-    failed: list[WorkItem] = []
-    finished: list[WorkItem] = []
-    while engine.busy:
-        outcome = engine.step()
-        failed += [item for item, _ in outcome.done]
-        finished += [item for item, _ in outcome.outputs]
-    assert (failed, finished) == ([bad], [good])
-    assert not engine.scheduler.pool.used
 
 
 # ── over HTTP ──

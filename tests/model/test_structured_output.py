@@ -17,7 +17,6 @@ from tests.generating import Driver, Request, Served, prepare, serve, when_ready
 from tests.tiny_chat import asking, engine
 from worker.generation import engine as engine_module
 from worker.generation.loading import cached_engine
-from worker.grammar.bitmask import BitmaskComputer
 from worker.messages.generation import Constraint, Sampling, ToolCallPolicy
 from worker.model.cached_runner import CachedRunner
 from worker.model.language_model import GeneratorOptions, load_language_model
@@ -249,38 +248,6 @@ def test_alone_a_grammar_drafts_instead_of_running_ahead(monkeypatch: pytest.Mon
     assert driver.total("drafted") > 20
 
 
-def test_masks_are_computed_while_a_step_ahead_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They start once it is launched and the tokens before it are known, and are read last."""
-    monkeypatch.setitem(engine_module.RUNS_AHEAD, "cpu", True)
-    generator, order = engine(), list[str]()
-    for owner, name in (
-        (generator.runner, "forward"),
-        (generator, "_process_results"),
-        (BitmaskComputer, "start"),
-        (BitmaskComputer, "token_mask"),
-        (engine_module, "sample"),
-    ):
-        monkeypatch.setattr(owner, name, recorded(getattr(owner, name), name, order))
-    driver = Driver(generator)
-    for item in [*map(free, range(3)), asking("two", BUSY, 40, constraint=schema("flat"))]:
-        driver.add(item)
-    driver.step()
-    assert generator._in_flight
-    order.clear()
-    driver.step()
-    assert generator._in_flight
-    assert order == ["forward", "_process_results", "start", "token_mask", "sample"]
-    driver.finish()
-
-
-def recorded(function: Any, name: str, order: list[str]) -> Any:
-    def run(*arguments: Any) -> Any:
-        order.append(name)
-        return function(*arguments)
-
-    return run
-
-
 def test_logprobs_are_of_the_unmasked_distribution() -> None:
     served = alone(asking(sampling=BUSY, constraint=schema("flat")))
     [choice] = served.choices
@@ -510,11 +477,6 @@ def test_output_ends_with_the_first_call_where_calls_are_not_parallel() -> None:
     assert count > 1
 
 
-def test_call_is_content_without_tools() -> None:
-    served = together([asking(sampling=opening_call(seed)) for seed in range(4)])
-    assert any("<tool_call>" in item.choices[0].text for item in served)
-
-
 @pytest.mark.parametrize(
     "parameters",
     [
@@ -584,16 +546,6 @@ def test_stop_strings_do_not_end_calls(stop: tuple[str, ...]) -> None:
     for one, other in zip(stopped, without, strict=True):
         assert one.ids == other.ids
         assert one.choices[0].parts == other.choices[0].parts
-
-
-def test_delimiters_within_a_document_are_its_text() -> None:
-    pattern = r'\{"a":"<think(>|!)a{0,9}</thin(k|x)(>|!)b{3}"\}'
-    form = Constraint("regex", pattern, "f")
-    drawn = [Sampling(temperature=1.0, seed=seed) for seed in range(6)]
-    for served in together([asking(sampling=sampling, constraint=form) for sampling in drawn]):
-        [choice] = served.choices
-        assert re.fullmatch(pattern, choice.text)
-        assert {part.kind for part in choice.parts} == {"content"}
 
 
 # ── reasoning ──

@@ -13,7 +13,6 @@ import torch
 from transformers import pipeline
 
 from batching.batcher import DynamicBatcher
-from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
 from tests import tiny, tiny_decoders
 from tests.fakes import BusyModels
@@ -197,22 +196,6 @@ def test_items_of_both_engines_take_turns() -> None:
     assert done == items[::-1]  # the batch of the pipeline does not wait for the longer output
 
 
-def test_item_whose_client_has_left_is_dropped() -> None:
-    engine = loaded("llama-lm")
-    items = [item(TEXTS[0], **{**GREEDY, "max_new_tokens": 40}), item(TEXTS[1], **GREEDY)]
-    for one in items:
-        engine.prepare(one)
-        engine.add(one)
-    engine.step(0.0)
-    items[0].open = False
-    outputs: list[WorkItem] = []
-    while engine.busy:
-        if outcome := engine.step(0.0):
-            outputs += [one for one, _ in outcome.outputs]
-    assert outputs == items[1:]
-    assert engine.scheduler.pool.used == 0
-
-
 def test_clear_returns_the_items_of_both_engines() -> None:
     engine = loaded("llama-lm")
     items = [item(TEXTS[0], **GREEDY), item(TEXTS[1], **BY_GENERATE[0])]
@@ -221,11 +204,6 @@ def test_clear_returns_the_items_of_both_engines() -> None:
         engine.add(one)
     assert engine.clear() == items
     assert not engine.busy
-
-
-def test_too_long_an_input_is_refused_as_by_the_pipeline() -> None:
-    with pytest.raises(InvalidInput, match="the model's context is"):
-        loaded("llama-lm").prepare(item(text(3), max_new_tokens=100_000))
 
 
 def test_output_that_exceeds_the_cache_is_generated_by_the_pipeline() -> None:

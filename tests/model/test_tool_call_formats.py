@@ -15,8 +15,7 @@ from tests.tiny import for_tokenizer, hf
 from tests.tiny_chat import asking, tokenizer
 from worker.generation.engine import GenerationEngine
 from worker.generation.loading import load_generator
-from worker.messages.deltas import Delta
-from worker.messages.generation import Constraint, Sampling, ToolCallPolicy
+from worker.messages.generation import Sampling, ToolCallPolicy
 from worker.model.language_model import GeneratorOptions
 
 PARAMETERS = {
@@ -94,62 +93,6 @@ def test_required_calls_are_in_the_models_format(name: str, special: bool) -> No
     assert ended
 
 
-def booking(on: Any, id: Any, host: Any) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {
-            "on": on,
-            "id": {"anyOf": [id, {"type": "null"}]},
-            "hosts": {"type": "array", "items": host, "minItems": 2, "maxItems": 3},
-        },
-        "required": ["on", "id", "hosts"],
-        "additionalProperties": False,
-    }
-
-
-FREE_STRINGS = "coder", "pairs", "typed"  # their strings have no quotes of JSON
-FORMATTED = booking(*({"type": "string", "format": name} for name in ("date", "uuid", "ipv4")))
-LISTED = booking({"enum": ["now", "later"]}, {"const": "new"}, {"type": "integer"})
-
-
-def book(name: str, parameters: dict[str, Any], max_tokens: int) -> list[Delta]:
-    function = {"name": "book", "description": "any", "parameters": parameters}
-    requests = [
-        asking(
-            sampling=Sampling(temperature=1.0, seed=seed),
-            tools=({"type": "function", "function": function},),
-            tool_policy=ToolCallPolicy(("book",), required=True, parallel=False),
-            max_tokens=max_tokens,
-        )
-        for seed in range(4)
-    ]
-    return [
-        choice for served in serve(engine(name, True), requests)[0] for choice in served.choices
-    ]
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_schemas_of_arguments_are_enforced(name: str) -> None:
-    """Strings without JSON's quotes have no format."""
-    parameters = LISTED if name in FREE_STRINGS else FORMATTED
-    ended = book(name, parameters, 400)
-    for [(_, arguments)] in [
-        called(choice) for choice in ended if choice.finish_reason != "length"
-    ]:
-        arguments["on"] = arguments["on"].replace(
-            "-02-29", "-02-28"
-        )  # llguidance accepts it in any year
-        assert jsonschema_rs.is_valid(parameters, arguments, validate_formats=True), arguments
-    assert any(choice.finish_reason == "tool_calls" for choice in ended)
-
-
-@pytest.mark.parametrize("name", FREE_STRINGS)
-def test_strings_that_a_special_token_closes_are_free(name: str) -> None:
-    """A model with random weights hardly ever ends them."""
-    for choice in book(name, FORMATTED, 20):
-        assert choice.finish_reason in ("length", "tool_calls")
-
-
 @pytest.mark.parametrize("special", matrix([False, True], True))
 @pytest.mark.parametrize("name", FORMS)
 def test_call_that_the_model_starts_is_constrained_by_its_tool(name: str, special: bool) -> None:
@@ -172,30 +115,3 @@ def test_call_that_the_model_starts_is_constrained_by_its_tool(name: str, specia
         assert jsonschema_rs.is_valid(PARAMETERS, arguments)
         matched += 1
     assert matched > 1
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_output_is_a_document_or_a_call(name: str) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"n": {"type": "integer", "maximum": 9}},
-        "required": ["n"],
-        "additionalProperties": False,
-    }
-    result = engine(name, True)
-    for seed in range(4):
-        item = asking(
-            sampling=Sampling(temperature=2.0, seed=seed),
-            tools=TOOLS,
-            tool_policy=ToolCallPolicy(("weather",)),
-            constraint=Constraint("json_schema", schema, "response_format"),
-            max_tokens=200,
-        )
-        [served], _ = serve(result, [item])
-        [choice] = served.choices
-        if choice.finish_reason == "length":
-            continue
-        if calls := called(choice):
-            assert all(jsonschema_rs.is_valid(PARAMETERS, arguments) for _, arguments in calls)
-        else:
-            assert jsonschema_rs.is_valid(schema, json.loads(choice.text))

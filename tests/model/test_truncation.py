@@ -84,15 +84,6 @@ def test_strategies_choose_the_text_of_a_pair() -> None:
     assert refusal(task, model, LONG, truncation="only_second").param == "parameters.truncation"
 
 
-@pytest.mark.parametrize("truncation", [False, "do_not_truncate"])
-@pytest.mark.parametrize(
-    ("task", "model"), [("token-classification", "bert-ner"), ("fill-mask", "bert-mlm")]
-)
-def test_without_truncation_a_long_text_is_refused(task: str, model: str, truncation: Any) -> None:
-    wrong = refusal(task, model, "[MASK] " + LONG, truncation=truncation)
-    assert f"the model takes {LIMIT}" in str(wrong)
-
-
 def test_strides_cover_the_whole_text() -> None:
     task, model = "token-classification", "bert-ner"
     chosen = {"stride": 7, "aggregation_strategy": "simple"}

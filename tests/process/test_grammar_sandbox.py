@@ -103,11 +103,6 @@ def test_forced_text_hides_no_error_from_the_sandbox(grammars: GrammarCompiler) 
         when_ready(lambda: grammars.compile(rule, "f"))
 
 
-def test_slow_parsing_happens_in_the_sandbox(grammars: GrammarCompiler) -> None:
-    with pytest.raises(InvalidInput, match="too long"):
-        when_ready(lambda: grammars.compile_constraint(SLOW))
-
-
 def test_equal_grammars_are_compiled_once(grammars: GrammarCompiler, checked: list[str]) -> None:
     with ThreadPoolExecutor(8) as pool:
         futures = [
@@ -156,25 +151,6 @@ def test_grammars_of_a_client_leave_memory_to_others(
     with pytest.raises(QueueFull, match="memory"):
         use("one", "[e-z]+")
     assert use("another", "[e-z]*")
-
-
-def test_queue_of_grammars_is_limited(
-    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compiler, "MAX_QUEUED", 2)
-    gate = threading.Event()
-    when_ready(lambda: grammars.compile_constraint(regex("a")))
-    monkeypatch.setattr(GrammarSandbox, "check", lambda *_: gate.wait() and SandboxResult("enough"))
-    waiting = []
-    for char in "bc":
-        with pytest.raises(Pending) as pending:
-            grammars.compile_constraint(regex(char))
-        waiting.append(threading.Event())
-        pending.value.then(lambda: True, waiting[-1].set)
-    with pytest.raises(QueueFull):
-        grammars.compile_constraint(regex("d"))
-    gate.set()
-    assert all(event.wait(30) for event in waiting)
 
 
 def test_cancelled_grammars_are_not_compiled(

@@ -95,22 +95,6 @@ def test_items_that_waited_while_the_worker_was_busy_leave_at_once() -> None:
     assert b.take(10.5, idle_since=10.5) == [waited]
 
 
-def test_with_a_zero_wait_an_item_is_due_at_once() -> None:
-    b = batcher(wait_s=0.0)
-    alone = item()
-    arrive(b, alone, 10.0)
-    assert b.take(10.0, NEVER) == [alone]
-
-
-def test_a_batch_has_one_key_and_starts_with_the_oldest_item() -> None:
-    b = batcher(wait_s=0.0)
-    a1, b1, a2 = item(key="a"), item(key="b"), item(key="a")
-    for arrived in (a1, b1, a2):
-        arrive(b, arrived, 0.0)
-    assert b.take(0.0, NEVER) == [a1, a2]
-    assert b.take(0.0, NEVER) == [b1]
-
-
 OWNERS = {name: WorkOwner(name[0], name) for name in ("a1", "a2", "b1")}
 
 
@@ -135,15 +119,6 @@ def test_a_request_of_another_kind_has_the_next_batch() -> None:
     arrive(b, owned("b1", key="other"), 0.0)
     batches = [[i.owner.request_id for i in b.take(0.0, NEVER)] for _ in range(2)]
     assert batches == [["a1", "a1"], ["b1"]]
-
-
-def test_an_item_above_the_caps_gets_a_batch_of_its_own() -> None:
-    b = batcher(size=2, tokens=10, wait_s=0.0)
-    huge, small = item(tokens=50, rows=7), item()
-    arrive(b, huge, 0.0)
-    arrive(b, small, 0.0)
-    assert b.take(0.0, NEVER) == [huge]
-    assert b.take(0.0, NEVER) == [small]
 
 
 def test_cancelled_and_late_items_take_no_room_in_a_batch() -> None:

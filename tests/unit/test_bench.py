@@ -50,13 +50,6 @@ def test_a_step_does_not_read_an_untied_embedding(tmp_path: Path) -> None:
     assert floors.count_weights(checkpoint(tmp_path, **shapes)) == 800 + 128
 
 
-def test_the_floor_is_one_token_per_step_that_reads_all_weights() -> None:
-    floor = floors.Floor(weight_bytes=1_000_000, bytes_per_s=100e6)
-    assert floor.step_s == pytest.approx(0.01)
-    assert floor.share(tokens_per_s=50, clients=1) == pytest.approx(0.5)
-    assert floor.share(tokens_per_s=400, clients=8) == pytest.approx(0.5)
-
-
 def test_the_floor_counts_the_keys_and_values_of_each_client() -> None:
     config = {"num_hidden_layers": 2, "num_attention_heads": 8, "hidden_size": 64}
     assert floors.cached_values(config) == 2 * 2 * 64

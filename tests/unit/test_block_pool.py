@@ -45,27 +45,6 @@ def test_blocks_for_rounds_up() -> None:
     assert [pool.blocks_for(n) for n in (0, 1, 4, 5, 8, 9)] == [0, 1, 1, 2, 2, 3]
 
 
-def test_a_table_has_room_for_every_token() -> None:
-    pool = pool_of(8)
-    table = opened(pool, [1] * 9)
-    assert len(table.blocks) == 3
-    assert (pool.used, pool.free) == (3, 5)
-    assert pool.grow(table, 12)
-    assert len(table.blocks) == 3
-    assert pool.grow(table, 13)
-    assert len(table.blocks) == 4
-    assert_sound(pool, [table])
-
-
-def test_too_few_free_blocks_change_nothing() -> None:
-    pool = pool_of(3)
-    table = opened(pool, [1] * 8)
-    assert pool.open([2] * 5, []) is None
-    assert not pool.grow(table, 13)
-    assert pool.used == len(table.blocks) == 2
-    assert_sound(pool, [table])
-
-
 def test_the_longest_computed_prefix_is_found() -> None:
     pool = pool_of(8)
     blocks = cached(pool, A + B + C)
@@ -80,15 +59,6 @@ def test_the_last_token_is_never_matched(tokens: int, blocks: int) -> None:
     pool = pool_of(8)
     cached(pool, A + B + C)
     assert len(pool.match((A + B + C + A)[:tokens])[0]) == blocks
-
-
-def test_only_full_and_computed_blocks_are_found() -> None:
-    pool = pool_of(8)
-    tokens = A + B + C
-    table = opened(pool, tokens)
-    for count in range(13):
-        pool.register(table, tokens, count)
-        assert found(pool, tokens) == list(table.blocks[: count // 4])
 
 
 def matched(pool: BlockPool, tokens: list[int]) -> tuple[list[int], bool]:
@@ -111,44 +81,6 @@ def test_blocks_being_computed_are_pending_until_registered_or_closed() -> None:
     pool.close(table)
     assert matched(pool, tokens) == (blocks[:1], False)
     assert_sound(pool, [])
-
-
-def test_generated_tokens_are_found_too() -> None:
-    pool = pool_of(8)
-    tokens = list(A)
-    table = opened(pool, tokens)
-    tokens += B
-    assert pool.grow(table, len(tokens))
-    pool.register(table, tokens, 7)
-    assert found(pool, tokens) == list(table.blocks[:1])
-    pool.register(table, tokens, 8)
-    assert found(pool, tokens) == list(table.blocks)
-
-
-def test_a_matched_block_is_not_reallocated_while_in_use() -> None:
-    pool = pool_of(3)
-    blocks = cached(pool, A)
-    assert pool.count_unused(blocks) == 1
-    first, second = opened(pool, [*A, 0]), opened(pool, [*A, 0])
-    assert pool.count_unused(blocks) == 0
-    assert first.blocks[0] == second.blocks[0] == blocks[0]
-    assert pool.free == 0
-    assert not pool.grow(first, 9)
-    pool.close(first)
-    assert pool.grow(second, 9)
-    assert second.blocks[0] == blocks[0]
-    assert found(pool, A) == blocks
-    assert_sound(pool, [second])
-
-
-def test_a_matched_block_that_was_unused_counts_as_taken() -> None:
-    pool = pool_of(2)
-    blocks = cached(pool, A)
-    assert pool.open(A + B + C, blocks) is None
-    assert found(pool, A) == blocks
-    table = pool.open(A + B, blocks)
-    assert table is not None
-    assert pool.free == 0
 
 
 def test_the_least_recently_used_is_evicted_first_and_tails_before_heads() -> None:
@@ -224,43 +156,6 @@ def test_trimmed_blocks_are_allocated_next() -> None:
     assert pool.grow(table, 9)
     assert len(found(pool, C + B)) == 2
     assert_sound(pool, [table])
-
-
-def test_trimming_keeps_the_blocks_of_the_tokens() -> None:
-    pool = pool_of(5)
-    table = opened(pool, A + B)
-    blocks = table.blocks[:]
-    for tokens in (20, 8, 7, 5):
-        pool.trim(table, tokens)
-        assert table.blocks == blocks
-
-
-def test_a_prefix_computed_twice_is_registered_once() -> None:
-    pool = pool_of(8)
-    first = computed(pool, A + B)
-    second = pool.open(A + B + C, [])  # takes no prefix
-    assert second is not None
-    pool.register(second, A + B + C, 12)
-    assert found(pool, A + B + C) == [*first.blocks, second.blocks[2]]
-    blocks = [*first.blocks, second.blocks[2]]
-    pool.close(second)
-    pool.close(first)
-    assert found(pool, A + B + C) == blocks
-    assert_sound(pool, [])
-
-
-def test_a_pending_block_survives_another_that_computes_the_same() -> None:
-    pool = pool_of(8)
-    slow = opened(pool, [*A, *B, 0])
-    fast = pool.open([*A, *B, 0], [])
-    assert fast is not None
-    pool.register(fast, [*A, *B, 0], 9)
-    assert matched(pool, [*A, *B, 0]) == ([], True)
-    pool.close(fast)
-    assert_sound(pool, [slow])
-    pool.register(slow, [*A, *B, 0], 9)
-    assert found(pool, A + B) == list(slow.blocks[:2])
-    assert_sound(pool, [slow])
 
 
 def test_unregistered_blocks_are_not_found() -> None:

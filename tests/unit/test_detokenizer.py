@@ -392,19 +392,6 @@ def test_unknown_id_has_no_text(kind: str) -> None:
         assert streamed(kind, [unknown], [unknown]) == ["", ""]
 
 
-@pytest.mark.parametrize(
-    ("kind", "special"),
-    [("byte-level", "<|end of turn|>"), ("llama-2", "</s>"), ("stripping, in Python", "</s>")],
-)
-def test_special_tokens_are_hidden_by_default(kind: str, special: str) -> None:
-    eos = load(kind)[0].convert_tokens_to_ids(special)
-    word = encoded(kind, "s.")[-1]
-    for context in ([], [word], [eos], [word, eos]):
-        assert "".join(streamed(kind, context, [word, eos, word])) == ".."
-        shown = "".join(streamed(kind, context, [word, eos, word], skip=False))
-        assert shown == f".{special}."
-
-
 def test_space_after_a_skipped_token_is_kept() -> None:
     the, eos = load("llama-2")[0].convert_tokens_to_ids(["▁the", "</s>"])
     assert streamed("llama-2", [], [the, eos, the]) == ["the", "", " the", ""]

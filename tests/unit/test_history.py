@@ -356,41 +356,6 @@ def test_real_template_renders_a_call_and_its_result(name: str, arguments: Any) 
 
 @needs_templates
 @pytest.mark.parametrize("name", CAN)
-def test_real_template_renders_two_calls_and_two_results(name: str) -> None:
-    oslo = {"city": "Oslo"}
-    text = second_turn(real(name), [calling(), calling(oslo), calling({}, "clock")], *"αβγ")
-    for char in "αβγ":
-        assert text.count(char) == 1
-    assert text.index("α") < text.index("β") < text.index("γ")
-    assert text.index("Zürich") < text.index("Oslo")
-    assert text.count("Zürich") == text.count("Oslo") == 1
-    if name not in OWN_FORM:
-        assert shown(text, CITY) == shown(text, oslo) == 1
-
-
-@needs_templates
-@pytest.mark.parametrize("name", CAN)
-def test_real_template_renders_content_before_a_call(name: str) -> None:
-    for parts in ([], [DeltaPart("reasoning", "let me see")]):
-        text = second_turn(
-            real(name), [*parts, DeltaPart("content", "Just so."), calling()], "sunny"
-        )
-        assert text.count("Just so.") == (name not in HIDES_CONTENT)
-        assert name in HIDES_CONTENT or text.index("Just so.") < text.index("Zürich")
-        assert text.count("Zürich") == text.count("sunny") == 1
-
-
-@needs_templates
-@pytest.mark.parametrize("name", CAN)
-def test_real_template_takes_reasoning_beside_a_call(name: str) -> None:
-    text = second_turn(real(name), [DeltaPart("reasoning", "let me see"), calling()], "sunny")
-    assert text.count("let me see") <= 1
-    assert "let me see" in text or "Qwen3-0.6B" not in name
-    assert text.count("Zürich") == text.count("sunny") == 1
-
-
-@needs_templates
-@pytest.mark.parametrize("name", CAN)
 def test_real_template_takes_foreign_ids(name: str) -> None:
     chat_template = real(name)
     messages: list[Any] = [ASKED]

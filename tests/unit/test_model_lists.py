@@ -78,12 +78,6 @@ def test_an_option_may_be_json(tmp_path: Path) -> None:
     assert texts == [defaults, '{"top_k": 3}']
 
 
-@pytest.mark.parametrize("value", ["demo,", ",demo", "demo,,org/x", "a=demo, ,b=demo"])
-def test_an_empty_entry_is_refused(value: str) -> None:
-    with pytest.raises(SettingsError, match="an entry is empty: remove its comma"):
-        parse_models("chat_model", value)
-
-
 def test_links_to_files_of_the_hub_name_them() -> None:
     value = "https://huggingface.co/org/x/blob/main/q4/x.gguf"
     [reference] = parse_models("chat_model", value)

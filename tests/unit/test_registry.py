@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from batching.batcher import DynamicBatcher
-from batching.errors import BreakerOpen, DeadlineHopeless, ItemFailed
+from batching.errors import DeadlineHopeless, ItemFailed
 from batching.fair_share import WorkOwner
 from batching.request_queue import RequestQueue, WorkItem
 from batching.step_times import StepTimes
@@ -123,10 +123,6 @@ async def until(condition: Callable[[], object]) -> None:
     await asyncio.to_thread(wait_until, lambda: bool(condition()))
 
 
-def all_accept(worker_client: WorkerClient, names: Sequence[str]) -> bool:
-    return not any(worker_client.refusal(name) for name in names)
-
-
 async def test_each_model_with_a_due_step_runs_one_per_round_if_steps_take_equally_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -151,24 +147,6 @@ async def test_each_model_with_a_due_step_runs_one_per_round_if_steps_take_equal
         for at in range(0, len(rounds), 3):
             assert sorted(rounds[at : at + 3]) == ["judge", "reader", "writer"], setup.steps
         setup.queue.release(items)
-
-
-async def test_an_open_breaker_does_not_affect_other_models() -> None:
-    async with serving() as setup:
-        setup.runners["judge"].healthy = False
-        long, stream = setup.write("long")
-        for n in range(3):
-            (result,) = await setup.ask("judge", f"bad {n}")
-            assert type(result) is ItemFailed
-        await until(lambda: setup.worker_client.refusal("judge"))
-        with pytest.raises(BreakerOpen):
-            setup.submit("judge", "fine")
-        assert all_accept(setup.worker_client, ["reader", "writer"])
-        assert await setup.ask("reader", "fine") == [b'{"echo":"fine"}']
-        await asyncio.wait_for(stream.started.wait(), 60)
-        assert long.open  # running requests continue
-        assert setup.runners["reader"].warm_ups == 1  # at the start
-        setup.queue.release([long])
 
 
 async def test_a_load_at_the_start_without_progress_fails_the_start(

@@ -17,7 +17,7 @@ import pytest
 from server.app import create_app
 from server.core.settings import Settings, SettingsError
 from server.openai.responses.store import Count, NotStored, ResponseStore, Stored
-from server.openai.sqlite_store import Owner, owner_of, storage_namespace, use_write_ahead_log
+from server.openai.sqlite_store import owner_of, storage_namespace, use_write_ahead_log
 
 MINE, OTHER = storage_namespace(b"mine"), storage_namespace(b"other")
 OWNER = owner_of(b"mine", "127.0.0.1")
@@ -85,29 +85,6 @@ def test_items_of_one_response_are_read_once(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(store, "get", counted)
     assert len(store.items(MINE, {entry["id"] for entry in many})) == 100
     assert sorted(reads) == ["a", "b"]
-
-
-def test_namespaces_do_not_see_each_other() -> None:
-    store = ResponseStore(":memory:")
-    store.put(OWNER, stored("a"))
-    store.put(OWNER, stored("b", "a"))
-    for look_up in (store.get, store.chain, store.delete):
-        with pytest.raises(NotStored):
-            look_up(OTHER, "b")
-    assert store.items(OTHER, {"in_a", "out_a"}) == {}
-    assert len(store.chain(MINE, "b")) == 2
-
-
-def test_item_of_the_same_id_is_found_in_its_own_namespace() -> None:
-    store = ResponseStore(":memory:")
-    for namespace, id in ((MINE, "a"), (OTHER, "b")):
-        planted: Any = {"id": "msg_1", "text": id}
-        response: Any = {"id": id, "previous_response_id": None, "output": []}
-        store.put(Owner(namespace, namespace), Stored(response, [planted]))
-    assert store.items(MINE, {"msg_1"}) == {"msg_1": {"id": "msg_1", "text": "a"}}
-    assert store.items(OTHER, {"msg_1"}) == {"msg_1": {"id": "msg_1", "text": "b"}}
-    store.delete(MINE, "a")
-    assert store.items(MINE, {"msg_1"}) == {}
 
 
 def test_namespace_is_the_same_after_a_restart() -> None:
@@ -186,16 +163,6 @@ def test_an_owner_is_a_key_or_else_an_address() -> None:
     one, two = owner_of(b"", "10.0.0.1"), owner_of(b"", "10.0.0.2")
     assert one.namespace == two.namespace == storage_namespace(b"")
     assert len({one.client, two.client, one.namespace, keyed.client}) == 4
-
-
-@pytest.mark.parametrize("read", ["get", "response", "items", "chain"])
-def test_a_response_is_counted_before_it_is_read(read: str) -> None:
-    store = ResponseStore(":memory:")
-    store.put(OWNER, stored("a"))
-    counted: list[int] = []
-    argument: Any = {"in_a", "out_a"} if read == "items" else "a"
-    assert getattr(store, read)(MINE, argument, count=counted.append)
-    assert counted == [store.totals[1]]
 
 
 def test_used_conversation_keeps_its_first_response() -> None:
@@ -368,19 +335,6 @@ def test_the_responses_of_a_dead_process_have_failed_though_none_was_requested(
     other.put(OWNER, running("b"), is_generating=True)
     assert other.totals[0] == 1
     owner.is_shared = False  # so that it can be closed
-
-
-def test_a_cancellation_reaches_the_process_of_the_response(
-    shared: tuple[ResponseStore, ResponseStore],
-) -> None:
-    owner, other = shared
-    owner.put(OWNER, running("a"), is_generating=True)
-    other.cancel(OTHER, "a")
-    assert owner.cancelled() == []
-    other.cancel(MINE, "a")
-    other.cancel(MINE, "none")
-    owner.put(OWNER, running("a"), is_generating=True)
-    assert (owner.cancelled(), other.cancelled()) == (["a"], [])
 
 
 def test_a_file_with_leases_is_read(tmp_path: Path) -> None:

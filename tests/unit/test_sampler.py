@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper
+from transformers import RepetitionPenaltyLogitsProcessor
 
-from tests.matrix import matrix
 from worker.model import sampler
 from worker.model.sampler import (
     BLOCK,
@@ -21,7 +20,6 @@ from worker.model.sampler import (
     SamplingParams,
     SamplingRow,
     SamplingState,
-    TokenCounts,
     TokenMask,
     process_logits,
     prompt_logprobs,
@@ -150,29 +148,6 @@ def test_tokens_equal_a_full_sort_in_float64(
     assert sum(len(ids) == 1 for ids in accepted) > 0.95 * count
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        {},
-        {"temperature": 0.5},
-        {"top_p": 0.8},
-        {"top_k": 6},
-        {"min_p": 0.1},
-        {"top_k": 8, "top_p": 0.9, "temperature": 2.0},
-    ],
-)
-def test_tokens_are_as_frequent_as_they_are_likely(params: dict[str, Any]) -> None:
-    logits = normal(1, 12, 1.0)
-    n = 8000
-    sampled = tokens(logits.expand(n, -1), [row(i, seed=7, **params) for i in range(n)])
-    p = reference(logits[0], SamplingParams(**params), [], [])
-    frequency = torch.bincount(torch.tensor(sampled), minlength=12).double()
-    assert frequency[p == 0].sum() == 0
-    kept = p > 0
-    chi_square = ((frequency - n * p) ** 2 / (n * p))[kept].sum()
-    assert chi_square < 35  # 11 degrees of freedom: 1 in 4000
-
-
 MIXED: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.0, "logprobs": 3},
@@ -208,21 +183,6 @@ def test_a_row_is_independent_of_the_other_rows_and_their_order() -> None:
             assert [token for token, _ in other.top] == [token for token, _ in alone.top]
 
 
-@pytest.mark.parametrize("params", [{}, {"top_p": 0.99}, {"top_k": 900}])
-def test_seed_choice_and_position_each_change_the_tokens(params: dict[str, Any]) -> None:
-    logits = normal(1, 1000, 0.1).expand(30, -1)
-    first = tokens(logits, [row(i, seed=1, **params) for i in range(30)])
-    assert first == tokens(logits, [row(i, seed=1, **params) for i in range(30)])
-    assert len(set(first)) > 20
-    others = [
-        tokens(logits, [row(i, seed=2, **params) for i in range(30)]),
-        tokens(logits, [row(i, choice=1, seed=1, **params) for i in range(30)]),
-        tokens(logits, [row(i + 1, seed=1, **params) for i in range(30)]),
-    ]
-    for other in others:
-        assert sum(a == b for a, b in zip(first, other, strict=True)) < 5
-
-
 def test_logits_that_differ_by_rounding_rarely_change_a_token() -> None:
     """Two nearly equal candidates swap ranks; the sampled tokens must not swap with them."""
     logits = torch.full((1, WIDE), -20.0)
@@ -248,39 +208,6 @@ def test_drafted_tokens_count_like_accepted_ones(kind: dict[str, Any]) -> None:
     assert sample(logits[:1], [drafting]) == sample(logits[:1], [undrafted])
 
 
-def test_a_forked_state_shares_what_does_not_change() -> None:
-    params = SamplingParams(logit_bias=((3, 1.5), (900, -2.0)), repetition_penalty=1.3)
-    state = SamplingState(params, 0, [5, 6, 5])
-    state.accept(7)
-    fork = state.fork(4)
-    assert fork.choice == 4
-    assert fork.bias is state.bias
-    assert fork.prompt is state.prompt
-    assert [*state.prompt] == [5, 6]
-    counted = [one.counts.with_drafts(())[0].tolist() for one in (state, fork)]
-    assert counted == [[7], []]
-
-
-def test_a_state_without_penalties_keeps_no_history() -> None:
-    state = after([1, 2, 3], [4, 5], temperature=0.0).state
-    assert not len(state.prompt)
-    assert not len(state.counts.with_drafts(())[0])
-    assert not state.processes_logits
-
-
-def test_counts_of_output_and_drafts_equal_a_counter() -> None:
-    rng = random.Random(3)
-    for _ in range(50):
-        counts, output = TokenCounts(), [rng.randrange(60) for _ in range(rng.randrange(100))]
-        for token in output:
-            counts.add(token)
-        drafts = [rng.randrange(80) for _ in range(rng.randrange(9))]
-        for drafted in (drafts, []):
-            ids, amounts = counts.with_drafts(drafted)
-            counted = dict(zip(ids.tolist(), amounts.tolist(), strict=True))
-            assert counted == Counter([*output, *drafted])
-
-
 def test_penalties_of_a_long_output_are_not_counted_again_for_each_draft() -> None:
     """17 rows take less time than adding up the counts of 8 in Python."""
     output = [*range(20_000)]
@@ -298,26 +225,6 @@ def test_penalties_of_a_long_output_are_not_counted_again_for_each_draft() -> No
     assert rows_s < 8 * counter_s
 
 
-@pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"top_k": 40}])
-def test_bias_of_100_forces_and_of_minus_100_bans(params: dict[str, Any]) -> None:
-    logits = normal(1, 500).expand(50, -1)
-    best = int(logits[0].argmax())
-    forced = [row(i, logit_bias=((17, 100.0),), **params) for i in range(50)]
-    assert set(tokens(logits, forced)) == {17}
-    banned = [row(i, logit_bias=((best, -100.0),), **params) for i in range(50)]
-    assert best not in tokens(logits, banned)
-
-
-@pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"top_k": 40}])
-def test_stop_tokens_are_banned_before_min_tokens(params: dict[str, Any]) -> None:
-    logits = torch.zeros(1, 300)
-    logits[0, [7, 8]] = 50.0
-    params = params | {"min_tokens": 20, "stop_token_ids": (7, 8), "logit_bias": ((7, 100.0),)}
-    sampled = tokens(logits.expand(40, -1), [row(i, **params) for i in range(40)])
-    assert not {7, 8} & set(sampled[:20])
-    assert set(sampled[20:]) == {7}
-
-
 def test_ids_out_of_range_change_no_other_row() -> None:
     logits = normal(3, 256)
     logits[:, 0] = 9.0
@@ -329,20 +236,6 @@ def test_ids_out_of_range_change_no_other_row() -> None:
     )
     greedy = row(temperature=0.0)
     assert tokens(logits, [greedy, odd, greedy]) == logits.argmax(-1).tolist()
-
-
-@pytest.mark.parametrize(("vocabulary", "scale"), [(200, 0.0), (WIDE, 0.0), (WIDE, 1e-3)])
-def test_a_flat_distribution_keeps_as_many_as_needed(vocabulary: int, scale: float) -> None:
-    logits = normal(1, vocabulary, scale)
-    order = logits[0].sort(descending=True, stable=True).indices.tolist()
-    cases: list[tuple[dict[str, Any], float]] = [
-        ({"top_p": 0.505}, 0.505),
-        ({"top_k": vocabulary // 20}, 0.05 if scale else 1.0),  # equal logits are all kept
-    ]
-    for params, share in cases:
-        sampled = set(tokens(logits.expand(30, -1), [row(i, **params) for i in range(30)]))
-        assert sampled <= set(order[: int(share * vocabulary) + 1])
-        assert len(sampled) > (5 if vocabulary == 200 else 25)
 
 
 def test_all_logits_equal_to_the_last_of_top_k_are_kept() -> None:
@@ -361,18 +254,6 @@ def test_all_logits_equal_to_the_last_of_top_k_are_kept() -> None:
     sampled = tokens(logits.expand(400, -1), [row(i, top_k=4) for i in range(400)])
     assert 12_345 in sampled
     assert len(set(sampled)) > 100
-
-
-@pytest.mark.parametrize("top_k", matrix([1, 4, 50, 64, 65, 500], 4, 65))
-def test_top_k_keeps_what_transformers_keeps(top_k: int) -> None:
-    logits = normal(4, 1000).bfloat16().float()
-    kept = TopKLogitsWarper(top_k)(torch.zeros(4, 1, dtype=torch.long), logits).isfinite()
-    for row_logits, row_kept in zip(logits, kept, strict=True):
-        level = torch.where(row_kept, 0.0, row_logits - 99)  # those kept become equally likely
-        level[row_logits == row_logits[row_kept].min()] = -1e-3
-        rows = [row(i, top_k=top_k) for i in range(20 * int(row_kept.sum()))]
-        sampled = set(tokens(level.expand(len(rows), -1), rows))
-        assert sampled == set(row_kept.nonzero()[:, 0].tolist())
 
 
 @pytest.mark.parametrize("vocabulary", [10, 1000, WIDE])

@@ -17,7 +17,7 @@ from batching.scheduler import (
 )
 from batching.sequence import Batch, Chunk, Sequence
 from tests.matrix import matrix
-from tests.scheduling import Simulation, assert_sound
+from tests.scheduling import Simulation
 
 
 @pytest.mark.parametrize("group", matrix(range(10), 0))
@@ -136,31 +136,12 @@ def test_a_prefix_shared_by_simultaneous_arrivals_is_computed_once() -> None:
     assert s.pool.used == 125 + 16
 
 
-def test_equal_prompts_are_prefilled_once() -> None:
-    s = scheduler_of(100)
-    sequences = arriving(s, *[fresh(18)] * 8)
-    assert list(step(s)) == sequences[:1]
-    chunks = step(s)
-    assert [chunks[sequence].start for sequence in sequences] == [18] + [16] * 7
-    assert [sequence.cached for sequence in sequences] == [0] + [16] * 7
-
-
 def test_a_prompt_that_extends_another_waits_for_all_of_it() -> None:
     s = scheduler_of(100)
     first, second = arriving(s, fresh(8), fresh(11))
     step(s, budget=6)
     assert list(step(s)) == [first]
     assert step(s)[second].start == 8
-
-
-@pytest.mark.parametrize(("length", "cached"), [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (20, 16)])
-def test_the_last_token_of_a_prompt_is_always_computed(length: int, cached: int) -> None:
-    s = scheduler_of(100)
-    finish(s, *arriving(s, fresh(20)))
-    (again,) = arriving(s, fresh(length))
-    chunk = step(s)[again]
-    assert again.cached == chunk.start == cached
-    assert chunk.start + chunk.count == length
 
 
 def test_a_conversation_reuses_its_earlier_turns() -> None:
@@ -216,27 +197,6 @@ def test_scored_prompts_run_in_small_chunks() -> None:
     (sequence,) = arriving(s, fresh(MAX_SCORED_TOKENS + 1), reuse=False)
     assert step(s)[sequence].count == MAX_SCORED_TOKENS
     assert step(s)[sequence].count == 1
-
-
-def test_long_prompts_run_in_chunks_beside_decoding_sequences() -> None:
-    s = scheduler_of(1000)
-    streams = arriving(s, [1], [2])
-    step(s)
-    (long,) = arriving(s, fresh(100))
-    for turn in range(4):
-        chunks = step(s, budget=25)
-        assert (chunks[long].start, chunks[long].count) == (25 * turn, 25)
-        assert all(chunks[stream].count == 1 for stream in streams)
-    assert long.tokens[100:] == [7]
-
-
-def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
-    s = scheduler_of(1000, size=100)
-    (long,) = arriving(s, fresh(30_000))
-    step(s, budget=512)
-    (short,) = arriving(s, fresh(20, first=50_000))
-    chunks = step(s, budget=512)
-    assert {sequence: chunk.count for sequence, chunk in chunks.items()} == {long: 492, short: 20}
 
 
 def test_short_prompts_do_not_wait_behind_several_long_ones() -> None:
@@ -483,53 +443,18 @@ def test_a_long_queue_of_choices_costs_a_step_little(monkeypatch: pytest.MonkeyP
 # ── background work ──
 
 
-def in_background(scheduler: ContinuousScheduler, *prompts: abc.Sequence[int]) -> list[Sequence]:
-    sequences = [Sequence([*prompt], priority=Priority.BACKGROUND) for prompt in prompts]
+def in_class(
+    scheduler: ContinuousScheduler, priority: Priority, *prompts: abc.Sequence[int]
+) -> list[Sequence]:
+    sequences = [Sequence([*prompt], priority=priority) for prompt in prompts]
     for sequence in sequences:
         scheduler.add(sequence)
     return sequences
 
 
-def test_background_work_except_the_oldest_waits_for_all_other() -> None:
-    s = scheduler_of(100, max_running=3)
-    oldest, *rest = in_background(s, [1], [2], [3])
-    newcomers = arriving(s, [4], [5])
-    assert list(step(s)) == [oldest, *newcomers]
-    assert s.waiting == rest
-
-
-def test_beside_others_most_background_work_idles() -> None:
-    s = scheduler_of(1000)
-    background = in_background(s, *([n] for n in range(50)))
-    assert len(step(s)) == 50
-    newcomers = arriving(s, [100])
-    for _ in range(3):
-        assert len(step(s, spare_rows=6)) <= 1 + 1 + 7
-    newcomers += arriving(s, *([n] for n in range(101, 120)))
-    step(s)
-    assert len(step(s, spare_rows=6)) <= 2 * 20 + 1 + 6
-    assert s.preempted == 0
-    for newcomer in newcomers:
-        s.remove(newcomer)
-    assert set(step(s)) == set(background)
-
-
-def test_a_newcomer_pauses_background_work_for_its_slot() -> None:
-    s = scheduler_of(100, max_running=3)
-    oldest, second, third = in_background(s, [1], [2], [3])
-    step(s)
-    (newcomer,) = arriving(s, [4])
-    assert list(step(s)) == [oldest, second, newcomer]
-    assert (s.preempted, s.waiting) == (0, [third])
-    arriving(s, [5], [6])
-    step(s)
-    assert second in s.waiting
-    assert oldest in s.running
-
-
 def test_a_newcomer_preempts_background_work_for_its_blocks() -> None:
     s = scheduler_of(10)
-    oldest, second = in_background(s, fresh(8), fresh(20, first=0))
+    oldest, second = in_class(s, Priority.BACKGROUND, fresh(8), fresh(20, first=0))
     step(s)
     (newcomer,) = arriving(s, fresh(20, first=2000))
     assert set(step(s)) == {oldest, newcomer}
@@ -539,7 +464,7 @@ def test_a_newcomer_preempts_background_work_for_its_blocks() -> None:
 def test_background_work_is_preempted_before_younger_sequences() -> None:
     s = scheduler_of(7)
     arriving(s, fresh(4))
-    _, second = in_background(s, [1], fresh(8, first=0))
+    _, second = in_class(s, Priority.BACKGROUND, [1], fresh(8, first=0))
     step(s)
     (young,) = arriving(s, fresh(4, first=2000))
     step(s)
@@ -551,8 +476,8 @@ def test_background_work_is_preempted_before_younger_sequences() -> None:
 
 def test_background_prompts_get_what_others_leave_of_the_budget() -> None:
     s = scheduler_of(1000)
-    in_background(s, [1])
-    (background,) = in_background(s, fresh(30))
+    in_class(s, Priority.BACKGROUND, [1])
+    (background,) = in_class(s, Priority.BACKGROUND, fresh(30))
     step(s, budget=10)
     (newcomer,) = arriving(s, fresh(30, first=0))
     chunks = step(s, budget=15)
@@ -562,24 +487,10 @@ def test_background_prompts_get_what_others_leave_of_the_budget() -> None:
     assert (chunks[newcomer].count, chunks[background].count) == (15, 5)
 
 
-def test_background_work_finishes_in_order_under_constant_other_work() -> None:
-    s = scheduler_of(60, max_running=2)
-    background = in_background(s, *(fresh(10, first=100 * n) for n in range(4)))
-    ended: list[Sequence] = []
-    for turn in range(200):
-        while len(s.waiting) < 8:  # always more than can run
-            arriving(s, fresh(10, first=10_000 + 100 * turn))
-        step(s, budget=10)
-        for sequence in [sequence for sequence in s.running if len(sequence.tokens) > 20]:
-            s.remove(sequence)
-            ended += [sequence] if sequence in background else []
-    assert ended == background
-
-
 def test_a_prefix_pending_in_idle_background_work_is_computed_for_others() -> None:
     s = scheduler_of(4000, max_running=1000)
-    in_background(s, [1])
-    (background,) = in_background(s, fresh(400))
+    in_class(s, Priority.BACKGROUND, [1])
+    (background,) = in_class(s, Priority.BACKGROUND, fresh(400))
     step(s, budget=40)
     (waits,) = arriving(s, fresh(400))
     for turn in range(60):
@@ -591,8 +502,8 @@ def test_a_prefix_pending_in_idle_background_work_is_computed_for_others() -> No
 
 def test_background_work_that_computes_a_pending_prefix_does_not_idle() -> None:
     s = scheduler_of(1000)
-    in_background(s, *([n] for n in range(20)))
-    in_background(s, fresh(400))
+    in_class(s, Priority.BACKGROUND, *([n] for n in range(20)))
+    in_class(s, Priority.BACKGROUND, fresh(400))
     step(s, budget=100)
     (waits,) = arriving(s, fresh(400))
     for _ in range(8):
@@ -601,15 +512,6 @@ def test_background_work_that_computes_a_pending_prefix_does_not_idle() -> None:
 
 
 # ── the batch class ──
-
-
-def in_class(
-    scheduler: ContinuousScheduler, priority: Priority, *prompts: abc.Sequence[int]
-) -> list[Sequence]:
-    sequences = [Sequence([*prompt], priority=priority) for prompt in prompts]
-    for sequence in sequences:
-        scheduler.add(sequence)
-    return sequences
 
 
 def test_classes_are_admitted_in_order_after_the_oldest_of_each() -> None:
@@ -716,16 +618,6 @@ def test_a_ninth_flow_of_a_client_waits_as_another_client_does() -> None:
 # ── room ──
 
 
-def test_a_smaller_sequence_does_not_overtake() -> None:
-    s = scheduler_of(10)
-    first, second, third = arriving(s, fresh(20), fresh(30, first=0), [1])
-    step(s)
-    assert (s.running, s.waiting) == ([first], [second, third])
-    s.remove(first)
-    step(s)
-    assert s.running == [second, third]
-
-
 def test_a_newcomer_leaves_room_for_running_sequences_to_grow() -> None:
     s = scheduler_of(RESERVE_DIVISOR)
     (first,) = arriving(s, fresh(4))
@@ -759,14 +651,6 @@ def four_drafts(sequence: Sequence) -> tuple[int, ...]:
     return (7,) * 4
 
 
-def test_drafts_preempt_no_sequence() -> None:
-    s = scheduler_of(5)
-    old, young = arriving(s, fresh(6), fresh(8, first=0))
-    step(s)  # the young one needs the last block now
-    chunks = s.schedule(1000, four_drafts)
-    assert [(chunk.sequence, chunk.drafts) for chunk in chunks] == [(old, ()), (young, ())]
-
-
 def test_drafts_delay_no_admission_and_free_their_blocks() -> None:
     s = scheduler_of(6)
     old, young = arriving(s, fresh(6), fresh(7, first=0))
@@ -782,30 +666,6 @@ def test_drafts_delay_no_admission_and_free_their_blocks() -> None:
     for chunk in chunks:
         s.advance(chunk, [0])
     assert s.pool.free == 1
-
-
-def test_accepted_drafts_advance_a_sequence_by_several_tokens() -> None:
-    s = scheduler_of(10)
-    (sequence,) = arriving(s, fresh(6))
-    step(s)
-    (chunk,) = s.schedule(1000, lambda sequence: (1, 2, 3))
-    assert (chunk.start, chunk.count, chunk.width, chunk.reaches_end) == (6, 1, 4, True)
-    s.advance(chunk, [1, 2, 5])
-    assert sequence.tokens[6:] == [7, 1, 2, 5]
-    assert sequence.computed == 9
-    assert step(s)[sequence].start == 9
-
-
-def test_waiting_sequences_can_be_removed() -> None:
-    s = scheduler_of(4)
-    first, second, third = arriving(s, fresh(14), [1], [2])
-    step(s)
-    s.remove(second)
-    s.remove(first)
-    assert list(step(s)) == [third]
-    s.remove(third)
-    assert s.schedule(1000) == []
-    assert_sound(s.pool, [])
 
 
 def test_a_long_queue_is_not_scanned_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -872,25 +732,3 @@ def test_a_sequence_with_max_tokens_0_samples_none() -> None:
     (chunk,) = s.schedule(1000)
     assert chunk.reaches_end
     assert Batch.from_chunks([chunk]).rows == []
-
-
-def test_without_arrivals_and_ends_a_step_looks_at_nothing_that_waits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    s = scheduler_of(4000, max_running=16)
-    requests(s, *[1] * 100)
-    step(s)
-    ordered: list[Sequence] = []
-    rank = s._rank
-
-    def counted(sequence: Sequence) -> tuple[float, ...]:
-        ordered.append(sequence)
-        return rank(sequence)
-
-    monkeypatch.setattr(s, "_rank", counted)
-    step(s)
-    assert not ordered
-    s.remove(s.running[0])
-    step(s)
-    assert ordered
-    assert len(s.running) == 16

@@ -238,27 +238,6 @@ def test_a_wrong_number_of_results_fails_the_batch(start: Callable[..., Bench]) 
     assert bench.recorder.outcomes["c"] == ["C"]
 
 
-def test_consecutive_failures_open_the_breaker_and_a_probe_closes_it(
-    start: Callable[..., Bench],
-) -> None:
-    bench = start(cooldown_s=0.2)
-    wait_until(lambda: bench.recorder.states[-1:] == ["ready"])
-    bench.runner.healthy = False
-    for n in range(3):
-        bench.submit(f"bad {n}")
-        bench.wait_for(n + 1)
-    wait_until(lambda: bench.recorder.breaker == [("pipeline", True)])
-    bench.submit("meanwhile")
-    bench.wait_for(4)
-    assert bench.recorder.outcomes["meanwhile"] == ["rejected"]
-    assert not any("meanwhile" in batch for batch in bench.runner.batches)
-    bench.runner.healthy = True
-    wait_until(lambda: bench.recorder.breaker[-1:] == [("pipeline", False)])
-    bench.submit("after")
-    bench.wait_for(5)
-    assert bench.recorder.outcomes["after"] == ["AFTER"]
-
-
 def test_a_lost_device_ends_the_worker_without_bisection(start: Callable[..., Bench]) -> None:
     def lost(texts: list[str]) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -268,31 +247,6 @@ def test_a_lost_device_ends_the_worker_without_bisection(start: Callable[..., Be
     wait_until(lambda: bench.recorder.states[-1:] == ["dead"])
     assert bench.runner.batches == [["a"]]
     assert type(bench.recorder.errors[-1]) is WorkerDown
-
-
-def test_pipeline_batches_and_generation_steps_alternate(start: Callable[..., Bench]) -> None:
-    bench = start()
-    generator = bench.generator
-    generator.one_by_one = True
-    bench.generate("long")
-    assert generator.stepped.acquire(timeout=60)
-    bench.submit("a")  # during an endless generation
-    generator.permits.release()
-    bench.wait_for(1)
-    assert generator.stepped.acquire(timeout=60)
-    assert bench.recorder.outcomes["a"] == ["A"]
-    assert len(bench.recorder.steps) == 1
-    bench.runner.gate.clear()
-    bench.submit("b", "c")
-    generator.permits.release()
-    assert bench.runner.entered.acquire(timeout=60)
-    assert bench.runner.entered.acquire(timeout=60)  # the first was for "a"
-    assert len(bench.recorder.steps) == 2
-    bench.runner.gate.set()
-    bench.wait_for(3)
-    generator.one_by_one = False
-    generator.permits.release()
-    generator.clear()
 
 
 def test_idle_engine_is_not_asked_during_the_steps_of_another(
@@ -347,18 +301,6 @@ def test_a_running_model_does_not_keep_another_models_breaker_closed(
     stream.open = False
 
 
-def test_a_failed_load_is_reported_and_ends_the_thread() -> None:
-    def load() -> FakeRunner:
-        raise ItemFailed("no such model")
-
-    recorder = Recorder()
-    worker = Worker([batched_model("pipeline", load)])
-    worker.start(recorder, lambda function, *args: function(*args))
-    worker.thread.join(60)
-    assert recorder.states == ["dead"]
-    assert "no such model" in str(recorder.errors[0])
-
-
 def test_models_of_the_start_share_the_limit_of_memory() -> None:
     rooms: list[int] = []
 
@@ -375,18 +317,6 @@ def test_models_of_the_start_share_the_limit_of_memory() -> None:
     worker.stop()
     worker.thread.join(60)
     assert rooms == [1000, 700]
-
-
-def test_cancelled_items_cost_no_forward_pass(start: Callable[..., Bench]) -> None:
-    bench = start()
-    bench.runner.gate.clear()
-    bench.submit("first")
-    assert bench.runner.entered.acquire(timeout=60)
-    gone, *_ = bench.submit("gone", "stays")
-    gone.open = False
-    bench.runner.gate.set()
-    bench.wait_for(2)
-    assert bench.runner.batches == [["first"], ["stays"]]
 
 
 def test_an_item_cancelled_during_bisection_is_not_run_again(start: Callable[..., Bench]) -> None:
