@@ -1,7 +1,7 @@
 """The data of a step: sequences, their chunks, and the batch that a model runner computes.
 
 The scheduler (scheduler.py) cuts sequences into chunks. A batch lays the chunks out once, for the
-model runner and the sampler. No tensors and no text: generation/output.py has a sequence's text.
+model runner and the sampler. No tensors and no text: output.py has a sequence's text.
 """
 
 from array import array

@@ -12,7 +12,7 @@ written. The least recently used is dropped for a new one, or when its block is 
 A step with drafts writes the state after each of them to a slot of its own. The one after the last
 accepted draft becomes the sequence's.
 
-The tensors are in worker/model/attention/recurrent.py.
+The tensors are in worker/backends/recurrent.py.
 """
 
 from collections import OrderedDict

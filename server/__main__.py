@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `| head` is no error
         template_command("onequeue template", args)
     elif name == "build":
-        from worker.model.attention.native import build_command
+        from worker.backends.native_attention import build_command
 
         build_command("onequeue build", args)
     elif name in ("-h", "--help"):

@@ -215,14 +215,14 @@ def new_batcher(settings: Settings) -> DynamicBatcher:
 
 
 def load_given(load: Callable[[], Runner], batcher: DynamicBatcher) -> Engine:
-    from worker.pipeline.engine import PipelineEngine
+    from worker.engines.pipeline.engine import PipelineEngine
 
     return PipelineEngine(load(), batcher)
 
 
 def load_pipeline(entry: ModelEntry, batcher: DynamicBatcher) -> Engine:
     import_torch()
-    from worker.pipeline.loading import PipelineOptions, load_runner
+    from worker.engines.pipeline.loading import PipelineOptions, load_runner
 
     options = loader_options(PipelineOptions, entry)
     return load_given(partial(load_runner, options, entry.settings.max_batch_size), batcher)
@@ -232,9 +232,9 @@ def load_text_pipeline(
     entry: ModelEntry, batcher: DynamicBatcher, later_caches: Callable[[], int]
 ) -> Engine:
     import_torch()
-    from worker.generation.text_pipeline import load_text_generation
+    from worker.engines.generation.text_pipeline import load_text_generation
+    from worker.engines.pipeline.loading import PipelineOptions
     from worker.model.language_model import GeneratorOptions
-    from worker.pipeline.loading import PipelineOptions
 
     # a pipeline's weights are never quantized
     caches, weights = later_caches(), "none"
@@ -246,7 +246,7 @@ def load_text_pipeline(
 def load_language_model(entry: ModelEntry, later_caches: Callable[[], int]) -> Generator:
     """`later_caches` returns the number of caches that may be made after this model's."""
     import_torch()
-    from worker.generation.loading import load_generator
+    from worker.engines.generation.loading import load_generator
     from worker.model.language_model import GeneratorOptions
 
     return load_generator(loader_options(GeneratorOptions, entry, later_caches=later_caches()))
@@ -254,7 +254,12 @@ def load_language_model(entry: ModelEntry, later_caches: Callable[[], int]) -> G
 
 def load_scoring(entry: ModelEntry, batcher: DynamicBatcher) -> Engine:
     import_torch()
-    from worker.embedding.loading import ScoringOptions, load_embedder, load_reranker, new_engine
+    from worker.engines.embedding.loading import (
+        ScoringOptions,
+        load_embedder,
+        load_reranker,
+        new_engine,
+    )
 
     options = loader_options(ScoringOptions, entry)
     scorer = load_embedder(options) if entry.kind == "embedding" else load_reranker(options)
@@ -264,9 +269,9 @@ def load_scoring(entry: ModelEntry, batcher: DynamicBatcher) -> Engine:
 def load_transcriber(entry: ModelEntry, recognizer: ServedModel | None) -> Engine:
     """`recognizer`: the model of `POST /`, loaded before, whose weights are shared."""
     import_torch()
-    from worker.pipeline.engine import PipelineEngine
-    from worker.pipeline.runner import PipelineRunner
-    from worker.speech.loading import SpeechOptions, load_speech
+    from worker.engines.pipeline.engine import PipelineEngine
+    from worker.engines.pipeline.runner import PipelineRunner
+    from worker.engines.speech.loading import SpeechOptions, load_speech
 
     pipe = None
     if recognizer:

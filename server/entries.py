@@ -6,8 +6,8 @@ app.py makes the registry of them, routes.py the names that requests use.
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
 
+from server.apis.openai.decisions.endpoint import uses_language_model
 from server.core.settings import ModelReference, Settings, parse_models
-from server.openai.decisions.endpoint import uses_language_model
 from server.preflight import MODELS
 from worker.tasks import resolve_task
 

@@ -24,6 +24,7 @@ from types import FrameType
 import anyio.to_thread
 import uvicorn
 
+from server.apis.openai.jobs import JobRunner
 from server.core.api_keys import Keyring
 from server.core.log import configure_log, silence_libraries
 from server.core.settings import SettingsError
@@ -31,7 +32,6 @@ from server.core.worker_client import WorkerClient
 from server.http.access_log import replace_access_log
 from server.http.connections import APP_STATE, limit_connections
 from server.http.request import Application
-from server.openai.jobs import JobRunner
 from worker.compilers import end_compilers
 from worker.task_detection import load_error
 

@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 import orjson
 
 from batching.errors import InvalidInput
+from server.apis.openai.request_fields import GenerationRequest, convert
 from server.core.settings import (
     MODEL_SETTINGS,
     Settings,
@@ -38,7 +39,6 @@ from server.core.settings import (
     split_entries,
     split_entry,
 )
-from server.openai.request_fields import GenerationRequest, convert
 from worker.adapter_folder import adapter_folder
 from worker.checkpoint_files import CONFIGS, GGUF, config_problem, file_problem, folder_problem
 from worker.cores import Cores

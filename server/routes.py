@@ -10,8 +10,35 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from server.anthropic.endpoint import COUNT_TOKENS, CountTokensEndpoint, MessagesEndpoint
-from server.anthropic.schemas import TokenCount
+from server.apis.anthropic.endpoint import COUNT_TOKENS, CountTokensEndpoint, MessagesEndpoint
+from server.apis.anthropic.schemas import TokenCount
+from server.apis.openai.adapters import AdapterControl
+from server.apis.openai.audio.endpoint import OPERATIONS, SpeechEndpoint
+from server.apis.openai.batches.endpoint import BATCH_ENDPOINTS, Batches
+from server.apis.openai.batches.runner import BatchRunner
+from server.apis.openai.batches.store import BatchStore, FolderInUse
+from server.apis.openai.chat import ChatCompletions
+from server.apis.openai.completions import Completions
+from server.apis.openai.decisions.endpoint import DecisionEndpoint
+from server.apis.openai.decisions.request import DECISIONS, DecisionRequest
+from server.apis.openai.decisions.systemone import SYSTEM_ONE, SystemOneRequest
+from server.apis.openai.embedding.embeddings import EMBEDDINGS, EmbeddingEndpoint, EmbeddingRequest
+from server.apis.openai.embedding.endpoint import ScoringEndpoint
+from server.apis.openai.embedding.rerank import RERANK, RerankRequest
+from server.apis.openai.embedding.score import SCORE, ScoreRequest
+from server.apis.openai.images import ImageLoader
+from server.apis.openai.jobs import JobRunner
+from server.apis.openai.models import ModelGroup, ModelListing, NamedModel, add_aliases
+from server.apis.openai.responses.endpoint import Responses
+from server.apis.openai.responses.store import ResponseStore
+from server.apis.openai.tokenize import TokenCounter, tokenizer_routes
+from server.apis.pipeline.decisions import DecisionPipelineEndpoint
+from server.apis.pipeline.endpoint import (
+    PipelineEndpoint,
+    PipelineInputParser,
+    PipelineModels,
+    pipeline_operation,
+)
 from server.core.metrics import metrics
 from server.core.settings import Settings, SettingsError
 from server.core.worker_client import WorkerClient
@@ -21,34 +48,7 @@ from server.http.fetch import Fetcher
 from server.http.health import health, ready, version
 from server.http.operation import TEXT, Operation, OperationRoute, routes_of
 from server.http.upload import Uploads
-from server.openai.adapters import AdapterControl
-from server.openai.audio.endpoint import OPERATIONS, SpeechEndpoint
-from server.openai.batches.endpoint import BATCH_ENDPOINTS, Batches
-from server.openai.batches.runner import BatchRunner
-from server.openai.batches.store import BatchStore, FolderInUse
-from server.openai.chat import ChatCompletions
-from server.openai.completions import Completions
-from server.openai.decisions.endpoint import DecisionEndpoint
-from server.openai.decisions.request import DECISIONS, DecisionRequest
-from server.openai.decisions.systemone import SYSTEM_ONE, SystemOneRequest
-from server.openai.embedding.embeddings import EMBEDDINGS, EmbeddingEndpoint, EmbeddingRequest
-from server.openai.embedding.endpoint import ScoringEndpoint
-from server.openai.embedding.rerank import RERANK, RerankRequest
-from server.openai.embedding.score import SCORE, ScoreRequest
-from server.openai.images import ImageLoader
-from server.openai.jobs import JobRunner
-from server.openai.models import ModelGroup, ModelListing, NamedModel, add_aliases
-from server.openai.responses.endpoint import Responses
-from server.openai.responses.store import ResponseStore
-from server.openai.tokenize import TokenCounter, tokenizer_routes
 from server.openapi.document import openapi_route
-from server.pipeline import (
-    PipelineEndpoint,
-    PipelineInputParser,
-    PipelineModels,
-    pipeline_operation,
-)
-from server.pipeline_decisions import DecisionPipelineEndpoint
 from server.web.page import Assets, IndexPage
 
 METRICS = Operation("GET /metrics", "Prometheus metrics", {TEXT: {"type": "string"}})

@@ -14,9 +14,9 @@ from tests import generating
 from tests.causal_families import build
 from tests.generating import ORDINARY, Driver, Request, request
 from tests.tiny import hf
+from worker.engines.generation.engine import GenerationEngine
+from worker.engines.generation.loading import cached_engine, load_generator, paged_engine
 from worker.error_classification import first_line
-from worker.generation.engine import GenerationEngine
-from worker.generation.loading import cached_engine, load_generator, paged_engine
 from worker.model.attention.kv_cache import BLOCK
 from worker.model.language_model import GeneratorOptions
 from worker.model.loading import LoadingFailed

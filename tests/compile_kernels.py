@@ -19,8 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from worker.model import batch_invariant, triton_experts
-from worker.model.attention import triton_decode
+from worker.backends.cuda import batch_invariant, triton_decode, triton_experts
 from worker.model.attention.kv_cache import BLOCK
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

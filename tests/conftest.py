@@ -82,7 +82,7 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]
 def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Return whether a generation engine on the CPU runs steps ahead, as on a GPU. Otherwise it
     processes the results of each step at once."""
-    from worker.generation import engine
+    from worker.engines.generation import engine
 
     monkeypatch.setitem(engine.RUNS_AHEAD, "cpu", request.param)
     return bool(request.param)
@@ -108,7 +108,7 @@ def native() -> None:
     """Compile and load the native operations."""
     if not shutil.which("g++"):
         pytest.skip("g++ is not installed")
-    from worker.model.attention.native import load_native_ops
+    from worker.backends.native_attention import load_native_ops
 
     load_native_ops()
 

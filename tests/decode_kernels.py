@@ -1,4 +1,4 @@
-"""Reference implementations in Python of the kernels of attention/triton_decode.py."""
+"""Reference implementations in Python of the kernels of backends/cuda/triton_decode.py."""
 
 import torch
 from torch import Tensor

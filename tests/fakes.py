@@ -10,9 +10,9 @@ from batching.batcher import DynamicBatcher
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
 from batching.step_times import MAX_TURN_S
+from worker.engines.pipeline.engine import PipelineEngine
 from worker.messages.generation import TEXT_ONLY
 from worker.messages.protocol import ALONE, ModelInfo, OtherModels, Runner
-from worker.pipeline.engine import PipelineEngine
 from worker.registry import ServedModel
 
 INFO = ModelInfo("fill-mask", "fake", "cpu", "float32", 0, "packed")

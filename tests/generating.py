@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 from batching.request_queue import WorkItem
 from batching.sequence import Batch, Chunk, Sequence
 from tests import tiny_decoders
-from worker.generation.engine import GenerationEngine
-from worker.generation.input_processor import GenerationItem
-from worker.generation.loading import load_generator, paged_engine
-from worker.generation.output import SequenceOutput
+from worker.engines.generation.engine import GenerationEngine
+from worker.engines.generation.input_processor import GenerationItem
+from worker.engines.generation.loading import load_generator, paged_engine
+from worker.engines.generation.output import SequenceOutput
 from worker.messages.deltas import Delta
 from worker.messages.generation import GenerationInput, Sampling, Stopping
 from worker.messages.protocol import Generator, Pending, StepReport

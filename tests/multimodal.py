@@ -15,9 +15,9 @@ from batching.request_queue import WorkItem
 from tests import tiny_multimodal
 from tests.generating import GREEDY, Request, Served
 from worker.device.self_check import CannotRun
-from worker.generation import loading
-from worker.generation.engine import GenerationEngine
-from worker.generation.loading import load_generator, paged_engine
+from worker.engines.generation import loading
+from worker.engines.generation.engine import GenerationEngine
+from worker.engines.generation.loading import load_generator, paged_engine
 from worker.messages.generation import Chat, GenerationInput, ImageInput, Stopping
 from worker.model.attention.kv_cache import BLOCK
 from worker.model.language_model import GeneratorOptions

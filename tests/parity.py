@@ -16,9 +16,9 @@ from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
 from tests import tiny
 from tests.tiny_tokenizers import SENTENCES
+from worker.engines.pipeline.loading import PipelineOptions, load_runner
+from worker.engines.pipeline.runner import PipelineItem, PipelineRunner
 from worker.messages.protocol import PipelineInput
-from worker.pipeline.loading import PipelineOptions, load_runner
-from worker.pipeline.runner import PipelineItem, PipelineRunner
 
 torch.set_num_threads(1)
 

@@ -11,8 +11,8 @@ from batching.request_queue import WorkItem
 from tests.generating import Request, loaded
 from tests.tiny import for_tokenizer, hf
 from tests.tiny_tokenizers import llama_tokenizer
-from worker.generation.engine import GenerationEngine
-from worker.generation.loading import load_generator, paged_engine
+from worker.engines.generation.engine import GenerationEngine
+from worker.engines.generation.loading import load_generator, paged_engine
 from worker.messages.generation import Chat, GenerationInput, Sampling, Stopping
 from worker.model.language_model import GeneratorOptions
 from worker.model.paged_runner import PagedRunner

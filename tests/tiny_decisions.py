@@ -7,16 +7,16 @@ from typing import Any
 
 from batching.request_queue import WorkItem
 from batching.step_times import PrefillBudget
-from server.openai.decisions.systemone import SystemOneRequest
-from server.openai.request_fields import decode
+from server.apis.openai.decisions.systemone import SystemOneRequest
+from server.apis.openai.request_fields import decode
 from tests import tiny_chat
 from tests.tiny import for_tokenizer
-from worker.generation.engine import GenerationEngine
-from worker.generation.input_processor import GenerationItem
-from worker.generation.loading import cached_engine, load_generator, paged_engine
+from worker.backends.cached_runner import CachedRunner
+from worker.engines.generation.engine import GenerationEngine
+from worker.engines.generation.input_processor import GenerationItem
+from worker.engines.generation.loading import cached_engine, load_generator, paged_engine
 from worker.messages.decisions import DecisionInput, Question
 from worker.model.attention.kv_cache import BLOCK
-from worker.model.cached_runner import CachedRunner
 from worker.model.language_model import GeneratorOptions, load_language_model
 from worker.model.paged_runner import PagedRunner
 

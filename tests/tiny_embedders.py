@@ -17,9 +17,9 @@ from batching.request_queue import WorkItem
 from tests import tiny
 from tests.tiny import folder as folder
 from tests.tiny_tokenizers import LIMIT, roberta_tokenizer
-from worker.embedding.embedder import Embedder
-from worker.embedding.loading import ScoringOptions, load_embedder, new_engine
-from worker.embedding.reranker import Reranker
+from worker.engines.embedding.embedder import Embedder
+from worker.engines.embedding.loading import ScoringOptions, load_embedder, new_engine
+from worker.engines.embedding.reranker import Reranker
 from worker.messages.protocol import ALONE, Engine, OtherModels
 from worker.messages.scoring import (
     EmbeddingInput,

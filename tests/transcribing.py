@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from batching.request_queue import WorkItem
 from tests.tiny import BUILDERS
+from worker.engines.speech.engine import SpeechEngine, SpeechItem
+from worker.engines.speech.loading import SpeechCheckpoint, SpeechOptions, new_engine
 from worker.messages.protocol import Pending
 from worker.messages.transcription import TranscriptDelta, TranscriptionInput
-from worker.speech.engine import SpeechEngine, SpeechItem
-from worker.speech.loading import SpeechCheckpoint, SpeechOptions, new_engine
 
 RATE = 16000
 WHISPER, CTC = "whisper", "wav2vec2-ctc"

@@ -2,7 +2,7 @@
 
 The parameters are an allow-list, because pipelines pass unknown ones on to `generate`, which can
 load and run a repository's code: no paths, models, callables or `trust_remote_code`. No torch;
-pipeline/runner.py runs the tasks.
+engines/pipeline/runner.py runs the tasks.
 """
 
 import json

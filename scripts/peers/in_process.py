@@ -44,8 +44,8 @@ def encoder(model: str) -> Call:
     """Run a speech model's encoder for one window."""
     import torch
 
-    from worker.speech.loading import SpeechOptions, load_speech
-    from worker.speech.whisper import WhisperRunner
+    from worker.engines.speech.loading import SpeechOptions, load_speech
+    from worker.engines.speech.whisper import WhisperRunner
 
     engine = load_speech(SpeechOptions(model))
     runner = engine.runner

@@ -222,8 +222,8 @@ def recording(seed: int) -> bytes:
 
 def apply_limits(engine: Any, limits: BatchLimits) -> None:
     """Set an engine's limits; nothing waits or runs between stages."""
-    from worker.embedding.engine import ScoringEngine
-    from worker.pipeline.engine import PipelineEngine
+    from worker.engines.embedding.engine import ScoringEngine
+    from worker.engines.pipeline.engine import PipelineEngine
 
     if isinstance(engine, PipelineEngine):
         engine.batcher.max_size = engine.batcher.cap = limits.cap

@@ -17,9 +17,9 @@ import msgspec
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from batching.errors import InvalidInput
+from worker.engines.generation.input_processor import eos_token_ids
+from worker.engines.generation.response_reader import ResponseReader
 from worker.error_classification import first_line
-from worker.generation.input_processor import eos_token_ids
-from worker.generation.response_reader import ResponseReader
 from worker.messages.generation import ToolCallPolicy
 from worker.model.loading import local_path
 from worker.text.chat_template.byte_tokenizer import byte_tokenizer

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
+from server.apis.openai.adapters import MAX_ADAPTERS
 from server.core.settings import SettingsError, load_settings
-from server.openai.adapters import MAX_ADAPTERS
 from tests import tiny_adapters
 from tests.event_streams import chat, open_stream, post
 from tests.fake_generator import FakeGenerator

@@ -12,8 +12,8 @@ from tests import tiny_chat
 from tests.event_streams import CLIENT
 from tests.serving import Server, metric, serving
 from tests.tiny import for_tokenizer
-from worker.generation.engine import GenerationEngine
-from worker.generation.loading import load_generator
+from worker.engines.generation.engine import GenerationEngine
+from worker.engines.generation.loading import load_generator
 from worker.model.attention.kv_cache import BLOCK
 from worker.model.language_model import GeneratorOptions
 

@@ -19,10 +19,10 @@ from openai.types.batch_usage import InputTokensDetails, OutputTokensDetails
 
 from batching.errors import QueueFull
 from batching.fair_share import Priority
+from server.apis.openai.batches import input_file, runner, store
+from server.apis.openai.response_schemas import FileObject
 from server.http.request import SEND_BYTES
 from server.http.transfers import Transfer
-from server.openai.batches import input_file, runner, store
-from server.openai.response_schemas import FileObject
 from tests.event_streams import CLIENT, open_stream
 from tests.fake_generator import FakeGenerator
 from tests.serving import Server, metric, serving, wait_until

@@ -51,7 +51,7 @@ def test_stream_has_no_usage_by_default(server: Server, options: Any) -> None:
 
 
 def test_null_counts_as_absent(server: Server, generator: FakeGenerator) -> None:
-    from server.openai.chat import ChatRequest
+    from server.apis.openai.chat import ChatRequest
 
     nothing = dict.fromkeys(
         {*ChatRequest.__struct_fields__, *ChatRequest.unimplemented} - {"messages"}
@@ -320,7 +320,7 @@ def test_error_names_the_unimplemented_parameter(server: Server, name: str, valu
 def test_every_parameter_of_the_api_is_implemented_accepted_or_refused() -> None:
     from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming
 
-    from server.openai.chat import ChatRequest
+    from server.apis.openai.chat import ChatRequest
 
     without_effect = {
         "metadata", "prompt_cache_key", "safety_identifier", "service_tier", "user", "verbosity",

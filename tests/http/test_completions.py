@@ -6,7 +6,7 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from server.openai import completions, endpoint, logprobs
+from server.apis.openai import completions, endpoint, logprobs
 from tests.event_streams import post
 from tests.fake_generator import FakeGenerator
 from tests.http.test_pipeline_http import error_of
@@ -134,7 +134,7 @@ def test_best_of_equal_to_n_is_accepted(server: Server) -> None:
 def test_every_parameter_of_the_api_is_implemented_accepted_or_refused() -> None:
     from openai.types.completion_create_params import CompletionCreateParamsStreaming
 
-    from server.openai.completions import CompletionRequest
+    from server.apis.openai.completions import CompletionRequest
 
     known = set(get_type_hints(CompletionCreateParamsStreaming))
     assert {"prompt", "stream"} <= known

@@ -21,7 +21,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 PACKAGES = ("batching", "worker", "server")
-LAYERS = "worker/model/cpu/"  # the loader puts them into a model
+LAYERS = "worker/backends/cpu/"  # the loader puts them into a model
 
 
 class Calls:
@@ -48,7 +48,7 @@ class Calls:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
-    monkeypatch.setattr("server.openai.jobs.POLL_S", 3600)  # runs without requests
+    monkeypatch.setattr("server.apis.openai.jobs.POLL_S", 3600)  # runs without requests
     counter = Calls()
     before = sys.getprofile()
     threading.setprofile(counter.on_event)
@@ -78,7 +78,7 @@ def test_requests_on_plain_models_run_the_core(calls: Calls, plain: Server) -> N
             with calls.counted() as by_pipeline:
                 assert client.post("/", json={"inputs": "Paris is the [MASK]."}).status_code == 200
     run = {name for name in by_chat | by_pipeline if not name.startswith(LAYERS)}
-    assert {"worker/generation/engine.py", "worker/pipeline/engine.py"} <= run
+    assert {"worker/engines/generation/engine.py", "worker/engines/pipeline/engine.py"} <= run
     assert run <= set(core())
     assert len(by_chat) <= 45
     assert len(by_pipeline) <= 25

@@ -7,8 +7,8 @@ from typing import Any
 import openai
 import pytest
 
+from server.apis.openai.custom_tools import CustomInputReader
 from server.core.sealing import seal, unseal
-from server.openai.custom_tools import CustomInputReader
 from tests.event_streams import CLIENT, post
 from tests.fake_generator import FakeGenerator
 from tests.http.test_pipeline_http import error_of

@@ -14,13 +14,13 @@ from starlette.types import Message
 
 from batching.errors import ClientGone, InvalidInput, OutOfMemory, QueueFull
 from batching.request_queue import WorkItem
+from server.apis.openai.audio.endpoint import OPERATIONS
+from server.apis.openai.embedding.embeddings import EMBEDDINGS
+from server.apis.openai.embedding.rerank import RERANK
 from server.core.request_context import RequestRecord
 from server.http.errors import MAX_MESSAGE, MAX_PARAM, SETTING_FOR_PATH, HttpError, as_http_error
 from server.http.paths import route_path
 from server.http.sse import EventStream
-from server.openai.audio.endpoint import OPERATIONS
-from server.openai.embedding.embeddings import EMBEDDINGS
-from server.openai.embedding.rerank import RERANK
 from tests.fake_generator import FakeGenerator
 from tests.fake_transcriber import FakeTranscriber
 from tests.fakes import FakeRunner

@@ -193,7 +193,7 @@ def test_an_error_in_the_sampler_or_the_masks_leaves_the_generator_working(
         stage.raised.set()
         raise error("on purpose")
 
-    monkeypatch.setattr("worker.generation.engine.sample", raising)
+    monkeypatch.setattr("worker.engines.generation.engine.sample", raising)
     assert stage.chat().status_code == 500
     stage.raise_in(stage.generator._masks, "start", error)
     assert stage.chat(response_format={"type": "json_object"}).status_code == 500

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
+from server.apis.pipeline.endpoint import FORM, PipelineInputParser
 from server.core.settings import Settings
 from server.http.operation import JSON
-from server.pipeline import FORM, PipelineInputParser
 from server.web.examples import ASSETS, curl_examples
 from server.web.page import CONTENT_SECURITY_POLICY
 from tests.fake_generator import FakeGenerator

@@ -17,7 +17,7 @@ import pytest
 
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
-from server.pipeline import locate_in_list
+from server.apis.pipeline.endpoint import locate_in_list
 from tests.checkpoints import write_checkpoint
 from tests.fakes import FakeRunner
 from tests.serving import Server, metric, read_response, serving, wait_until

@@ -15,8 +15,8 @@ from tests.event_streams import CLIENT, post
 from tests.http.test_pipeline_http import error_of
 from tests.serving import Server, serving
 from tests.tiny_embedders import checkpoint, scored, write
-from worker.embedding.loading import ScoringOptions, load_reranker
-from worker.embedding.reranker import Reranker
+from worker.engines.embedding.loading import ScoringOptions, load_reranker
+from worker.engines.embedding.reranker import Reranker
 from worker.messages.scoring import ScoringInput, Truncation
 from worker.model.loading import LoadingFailed
 

@@ -12,8 +12,8 @@ from pydantic import TypeAdapter
 
 from batching.fair_share import Priority
 from server import routes
-from server.openai.responses import endpoint
-from server.openai.responses.store import ResponseStore
+from server.apis.openai.responses import endpoint
+from server.apis.openai.responses.store import ResponseStore
 from tests.event_streams import CLIENT, open_stream, post
 from tests.fake_generator import FakeGenerator
 from tests.http.test_pipeline_http import error_of

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from server.openai.responses.endpoint import Responses
+from server.apis.openai.responses.endpoint import Responses
 from tests.event_streams import CLIENT, open_stream
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
@@ -169,7 +169,7 @@ def test_freed_memory_is_returned_after_large_stored_responses_are_read(
 ) -> None:
     small, large = str(response_document(respond(server, "hi"))["id"]), store_long(server)
     trimmed: list[int] = []
-    monkeypatch.setattr("server.openai.responses.endpoint.trim_heap", trimmed.append)
+    monkeypatch.setattr("server.apis.openai.responses.endpoint.trim_heap", trimmed.append)
     for id in (small, large):
         get_response(server, id, "/input_items")
         respond(server, "and then?", previous_response_id=id)

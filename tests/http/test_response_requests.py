@@ -5,7 +5,7 @@ from typing import Any, get_type_hints
 import pytest
 from openai.types.responses.response_create_params import ResponseCreateParamsStreaming
 
-from server.openai.responses.request import ResponseRequest
+from server.apis.openai.responses.request import ResponseRequest
 from tests.fake_generator import FakeGenerator
 from tests.http.test_pipeline_http import error_of
 from tests.response_events import get_response, respond, response_document

@@ -13,7 +13,7 @@ from tests.event_streams import CLIENT, chunks
 from tests.serving import Server, serving
 from tests.tiny import BUILDERS, folder
 from tests.transcribing import CTC, RATE, WHISPER, noise, saved
-from worker.speech.ctc import WINDOW_S
+from worker.engines.speech.ctc import WINDOW_S
 
 ASR = "automatic-speech-recognition"
 PATH = "/v1/audio/transcriptions"

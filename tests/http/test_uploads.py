@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import soundfile
 
+from server.apis.openai.audio.endpoint import SpeechEndpoint
 from server.http.form import PREFIX, Form
 from server.http.upload import Uploads
-from server.openai.audio.endpoint import SpeechEndpoint
 from tests.event_streams import CLIENT
 from tests.fake_transcriber import RATE, FakeTranscriber
 from tests.http.test_pipeline_http import error_of

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tests.threads import compute_threads
-from worker.model.cpu.functional import align_activations
+from worker.backends.cpu.functional import align_activations
 
 
 @pytest.mark.parametrize("width", [1056, 1000, 4864])

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.model.test_packed_attention import enable_native_kernels, fresh_model
-from worker.model.cpu.amx_linear import AmxLinear, use_amx_linear
-from worker.model.cpu.linear_layers import PackedLinear
-from worker.pipeline.packed_attention import Packing, start_native_kernels
+from worker.backends.cpu.amx_linear import AmxLinear, use_amx_linear
+from worker.backends.cpu.linear_layers import PackedLinear
+from worker.engines.pipeline.packed_attention import Packing, start_native_kernels
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +105,7 @@ def test_a_layer_with_a_different_product_is_not_used(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("emulated", [False, True])
 def test_bfloat16_layers_stay(emulated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.model.cpu.linear_layers.has_bfloat16", lambda: not emulated)
+    monkeypatch.setattr("worker.backends.cpu.linear_layers.has_bfloat16", lambda: not emulated)
     model = nn.Sequential(packed(64, 32, dtype=torch.bfloat16))
     use_amx_linear(model, 10**9)
     assert type(model[0]) is PackedLinear

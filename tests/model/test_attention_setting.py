@@ -6,11 +6,11 @@ import pytest
 
 from server.core.settings import SettingsError, load_settings, parse_models
 from tests import tiny_decoders
-from worker.generation.loading import load_generator
+from worker.engines.generation.loading import load_generator
+from worker.engines.pipeline.loading import PipelineOptions, load_runner
 from worker.model import loading
 from worker.model.language_model import GeneratorOptions
 from worker.model.loading import LoadingFailed
-from worker.pipeline.loading import PipelineOptions, load_runner
 
 OWN = "use their own function, not"
 

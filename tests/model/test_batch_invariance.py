@@ -20,15 +20,15 @@ from tests.generating import ORDINARY, Driver, Served, engine, request, runner_o
 from tests.matrix import matrix
 from tests.threads import compute_threads
 from tests.tiny import saved
-from worker.generation.engine import GenerationEngine
-from worker.generation.input_processor import GenerationItem
-from worker.generation.loading import paged_engine
-from worker.generation.speculation import NgramDrafter, Speculation
+from worker.backends.cpu.linear import native_quantized_matches
+from worker.backends.cpu.linear_layers import PackedLinear
+from worker.backends.native_attention import NativeMetadata
+from worker.engines.generation.engine import GenerationEngine
+from worker.engines.generation.input_processor import GenerationItem
+from worker.engines.generation.loading import paged_engine
+from worker.engines.generation.speculation import NgramDrafter, Speculation
 from worker.messages.adapters import Adapter
 from worker.messages.generation import Sampling
-from worker.model.attention.native import NativeMetadata
-from worker.model.cpu.linear import native_quantized_matches
-from worker.model.cpu.linear_layers import PackedLinear
 from worker.model.language_model import GeneratorOptions, LanguageModel, load_language_model
 from worker.model.paged_runner import PagedRunner
 from worker.model.paging import load_paged_runner

@@ -13,9 +13,9 @@ from torch import nn
 
 from tests import tiny
 from tests.unit.test_fused_linear import Fan, parts
-from worker.model.attention.native import _library, library_path, try_load_native_ops
-from worker.model.cpu.linear import pack_weights, quantize_weights, unpack_weights
-from worker.model.cpu.linear_layers import Bf16WeightLinear, Int8Linear, PackedLinear
+from worker.backends.cpu.linear import pack_weights, quantize_weights, unpack_weights
+from worker.backends.cpu.linear_layers import Bf16WeightLinear, Int8Linear, PackedLinear
+from worker.backends.native_attention import _library, library_path, try_load_native_ops
 from worker.model.language_model import GeneratorOptions, load_language_model
 
 pytestmark = pytest.mark.usefixtures("native")
@@ -28,7 +28,7 @@ needs_onednn_bfloat16 = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def _emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.model.cpu.linear_layers.has_bfloat16", lambda: False)
+    monkeypatch.setattr("worker.backends.cpu.linear_layers.has_bfloat16", lambda: False)
 
 
 def plain(inputs: int, outputs: int, bias: bool = True) -> nn.Linear:
@@ -80,7 +80,7 @@ def test_loaded_operations_are_used_without_packing_first(monkeypatch: pytest.Mo
     pack_weights(model, 0, lambda: model(x), bf16_weights=True)
     assert set(kinds(model)) == {Bf16WeightLinear}
     assert parts(model) == ["one", "two"]
-    monkeypatch.setattr("worker.model.cpu.linear_layers.has_bfloat16", lambda: True)
+    monkeypatch.setattr("worker.backends.cpu.linear_layers.has_bfloat16", lambda: True)
     model = Fan().bfloat16()
     pack_weights(model, 0, lambda: model(x), bf16_weights=True)
     assert set(kinds(model)) == {PackedLinear}, "native bfloat16 stays with oneDNN"
@@ -148,7 +148,7 @@ def test_a_library_that_does_not_load_is_logged_and_unused(
 
 
 def test_the_copy_of_int8_weights_is_bfloat16_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.model.cpu.linear.native_quantized_matches", lambda *_: False)
+    monkeypatch.setattr("worker.backends.cpu.linear.native_quantized_matches", lambda *_: False)
     model = nn.Sequential(plain(48, 80))
     x = torch.randn(20, 48).bfloat16()
     quantize_weights(model, 10**9, native=True)

@@ -24,11 +24,11 @@ from tests.fakes import BusyModels
 from tests.generating import GREEDY, ORDINARY, Driver, Request, Served, request
 from tests.matrix import matrix
 from tests.tiny_decoders import decoder
-from worker.generation.engine import GenerationEngine
-from worker.generation.loading import cached_engine, load_generator
+from worker.backends.cached_runner import CachedRunner, CacheGroup, CacheSlot, _tensor_bytes
+from worker.backends.cpu.linear_layers import PackedLinear
+from worker.engines.generation.engine import GenerationEngine
+from worker.engines.generation.loading import cached_engine, load_generator
 from worker.messages.generation import Sampling
-from worker.model.cached_runner import CachedRunner, CacheGroup, CacheSlot, _tensor_bytes
-from worker.model.cpu.linear_layers import PackedLinear
 from worker.model.language_model import GeneratorOptions, LanguageModel
 
 RECURRENT = {"lru_width": 32, "attention_window_size": 16, "num_hidden_layers": 3, "head_dim": 8}

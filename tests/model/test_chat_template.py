@@ -14,9 +14,9 @@ from batching.errors import InvalidInput
 from tests import tiny_chat
 from tests.generating import when_ready
 from tests.tiny_tokenizers import llama_tokenizer
-from worker.generation.input_processor import InputProcessor
-from worker.generation.loading import load_generator
-from worker.generation.output import PreparedPrompt
+from worker.engines.generation.input_processor import InputProcessor
+from worker.engines.generation.loading import load_generator
+from worker.engines.generation.output import PreparedPrompt
 from worker.messages.generation import Chat, ToolCallPolicy
 from worker.model.language_model import LanguageModel
 from worker.text.chat_template.history import QUESTION

@@ -10,17 +10,17 @@ from torch import Tensor
 
 from batching.sequence import Batch
 from tests import tiny_decoders
-from worker.device.self_check import CannotRun, relative_error
-from worker.model.attention.kv_cache import KVCache
-from worker.model.attention.paged import AttentionMetadata, SpanGroup
-from worker.model.check import Reference, check, run_in_float32
-from worker.model.cpu.linear_layers import (
+from worker.backends.cpu.linear_layers import (
     Bf16WeightLinear,
     NativeInt4Linear,
     NativeInt8Linear,
     PackedLinear,
     _quantize_int4,
 )
+from worker.device.self_check import CannotRun, relative_error
+from worker.model.attention.kv_cache import KVCache
+from worker.model.attention.paged import AttentionMetadata, SpanGroup
+from worker.model.check import Reference, check, run_in_float32
 from worker.model.language_model import GeneratorOptions, LanguageModel, load_language_model
 from worker.model.paged_runner import PagedRunner
 from worker.model.paging import load_paged_runner

@@ -25,12 +25,12 @@ from tests.generating import engine, runner_of
 from tests.matrix import matrix
 from tests.serving import wait_until
 from tests.threads import compute_threads
+from worker.backends.native_attention import NativeMetadata
 from worker.cores import use_one_core
 from worker.device.self_check import CannotRun, compare
 from worker.model import compiling
 from worker.model.attention import paged
 from worker.model.attention.kv_cache import KVCache
-from worker.model.attention.native import NativeMetadata
 from worker.model.attention.paged import AttentionBackend, AttentionMetadata
 from worker.model.compiling import NoSharedGraph, compile_model, with_compiled_layers
 from worker.model.language_model import GeneratorOptions, LanguageModel, load_language_model
@@ -149,7 +149,7 @@ def test_a_failed_compilation_is_logged_and_the_eager_model_goes_on(
         raise RuntimeError("no compiler here\nand a long trace")
 
     monkeypatch.setattr("worker.model.compiling.compile_model", broken)
-    monkeypatch.setattr("worker.model.attention.native.load_native_ops", broken)
+    monkeypatch.setattr("worker.backends.native_attention.load_native_ops", broken)
     caplog.set_level(logging.WARNING, "onequeue.language_model")
     assert compile_state(runner) == "off"
     runner.forward(Batch([Span([0], 0, 1)], [1], [0]))
@@ -174,8 +174,8 @@ def test_torchs_operations_serve_until_the_native_ones_are_built(
     monkeypatch: pytest.MonkeyPatch, native: None
 ) -> None:
     runner, is_built = loaded(), threading.Event()
-    monkeypatch.setattr("worker.model.attention.native.try_load_native_ops", lambda build: False)
-    monkeypatch.setattr("worker.model.attention.native.load_native_ops", is_built.wait)
+    monkeypatch.setattr("worker.backends.native_attention.try_load_native_ops", lambda build: False)
+    monkeypatch.setattr("worker.backends.native_attention.load_native_ops", is_built.wait)
     monkeypatch.setattr("worker.model.compiling.compile_model", lambda *_: runner.model)
     span = Span([0, 1], 0, 20)
     before = run_tokens(runner, span)
@@ -196,7 +196,7 @@ def test_models_whose_native_layers_hold_other_weights_wait_for_the_build(
     name: str, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = runner_of(engine(name))
-    monkeypatch.setattr("worker.model.attention.native.try_load_native_ops", lambda build: False)
+    monkeypatch.setattr("worker.backends.native_attention.try_load_native_ops", lambda build: False)
     assert runner._builds_later() is not waits
 
 

@@ -18,8 +18,8 @@ from tests.transcribing import (
     saved,
     transcribed,
 )
+from worker.engines.speech.ctc import WINDOW_S
 from worker.messages.transcription import TranscriptionInput
-from worker.speech.ctc import WINDOW_S
 
 
 def pipeline_output(samples: Any) -> dict[str, Any]:

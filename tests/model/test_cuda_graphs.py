@@ -20,20 +20,20 @@ from tests import tiny_decoders
 from tests.decode_kernels import attend, write
 from tests.generating import assert_greedy, engine, loaded, prompts, request, runner_of, serve
 from tests.matrix import matrix
-from worker.device.self_check import CannotRun
-from worker.model import attention as attention_package
-from worker.model import cuda_graphs, paged_runner
-from worker.model.attention import varlen
-from worker.model.attention.kv_cache import BLOCK
-from worker.model.attention.mixed import MAX_SPAN_WIDTH, MixedMetadata
-from worker.model.attention.paged import AttentionMetadata
-from worker.model.attention.varlen import VarlenMetadata
-from worker.model.cuda_graphs import (
+from worker.backends.cuda import cuda_graphs, varlen
+from worker.backends.cuda.cuda_graphs import (
     MAX_PROMPT_READS,
     CudaGraphs,
     RowsMetadata,
     Run,
 )
+from worker.backends.cuda.mixed import MAX_SPAN_WIDTH, MixedMetadata
+from worker.backends.cuda.varlen import VarlenMetadata
+from worker.device.self_check import CannotRun
+from worker.model import attention as attention_package
+from worker.model import paged_runner
+from worker.model.attention.kv_cache import BLOCK
+from worker.model.attention.paged import AttentionMetadata
 from worker.model.paged_runner import PagedRunner
 
 pytestmark = pytest.mark.usefixtures("poisoned_cache")
@@ -286,7 +286,7 @@ def test_a_compiled_model_is_captured_one_size_a_step(monkeypatch: pytest.Monkey
     runner, first, again = runner_of(generator), Recorder(), Recorder()
     runner._rows = 8
     graphs = runner._graphs = captured(runner, first, 8)
-    monkeypatch.setattr("worker.model.cuda_graphs.CudaCapture", lambda checked: again)
+    monkeypatch.setattr("worker.backends.cuda.cuda_graphs.CudaCapture", lambda checked: again)
     monkeypatch.setattr(paged_runner, "CAPTURE_REST", 0)
     eager, captures = runner.model, list[int]()
     served, _ = serve(generator, [request([7, 8, 9])])
@@ -382,7 +382,9 @@ def test_graphs_of_the_eager_model_stay_if_the_compiled_one_cannot_be_captured(
     generator = engine("llama", blocks=BLOCKS, max_running=8)
     runner = runner_of(generator)
     graphs = runner._graphs = captured(runner, Recorder(), 8)
-    monkeypatch.setattr("worker.model.cuda_graphs.CudaCapture", lambda checked: out_of_memory)
+    monkeypatch.setattr(
+        "worker.backends.cuda.cuda_graphs.CudaCapture", lambda checked: out_of_memory
+    )
     eager = runner.model
     runner._compiled = lambda **inputs: eager(**inputs)
     caplog.clear()

@@ -11,14 +11,14 @@ from transformers import PreTrainedTokenizerBase
 
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
+from server.apis.openai.decisions.request import DecisionRequest
+from server.apis.openai.decisions.systemone import SystemOneRequest
+from server.apis.openai.request_fields import decode
 from server.core.delta_stream import UsageCounts
 from server.http.json import to_json
-from server.openai.decisions.request import DecisionRequest
-from server.openai.decisions.systemone import SystemOneRequest
-from server.openai.request_fields import decode
 from tests import tiny_decisions
 from tests.tiny_decisions import STATE, about, predicates, prompts_of, raw_prompts_of
-from worker.generation import decisions
+from worker.engines.generation import decisions
 from worker.messages.decisions import DecisionInput, Question
 from worker.text.chat_template.template import RenderedPrompt
 

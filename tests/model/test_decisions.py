@@ -10,16 +10,16 @@ import torch
 from batching import step_times
 from batching.errors import ItemFailed
 from batching.request_queue import WorkItem
+from server.apis.openai.decisions.systemone import SystemOneRequest
 from server.core.delta_stream import UsageCounts
 from server.http.json import to_json
-from server.openai.decisions.systemone import SystemOneRequest
 from tests import tiny_decisions
 from tests.generating import Driver, Served, request
 from tests.tiny import hf
 from tests.tiny_decisions import STATE, about, predicates, prompts_of, read
-from worker.generation.decisions import LabelScores, label_logprobs
-from worker.generation.engine import GenerationEngine
-from worker.generation.input_processor import GenerationItem
+from worker.engines.generation.decisions import LabelScores, label_logprobs
+from worker.engines.generation.engine import GenerationEngine
+from worker.engines.generation.input_processor import GenerationItem
 from worker.messages.decisions import DecisionInput
 from worker.model.attention.kv_cache import BLOCK
 

@@ -12,7 +12,7 @@ from torch.nn.functional import normalize
 from batching.errors import InvalidInput
 from tests import tiny
 from tests.tiny_embedders import NEW, OLD, checkpoint, dense, embedded, load, states, write
-from worker.embedding.embedder import Embedder
+from worker.engines.embedding.embedder import Embedder
 from worker.messages.scoring import EmbeddingInput, EmbeddingOutput, Truncation
 from worker.model.loading import LoadingFailed
 

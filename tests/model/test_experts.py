@@ -10,16 +10,16 @@ from transformers import AutoModelForCausalLM
 
 from tests import tiny_decoders
 from tests.matrix import matrix
-from worker.model.attention.native import load_native_ops
-from worker.model.cpu.experts import NAME, packed_experts
-from worker.model.cpu.linear import (
+from worker.backends.cpu.experts import NAME, packed_experts
+from worker.backends.cpu.linear import (
     native_quantized_matches,
     pack_weights,
     quantize_weights,
     unpack_weights,
     use_native_linear,
 )
-from worker.model.cpu.linear_layers import Int4Linear, Int8Linear, PackedLinear
+from worker.backends.cpu.linear_layers import Int4Linear, Int8Linear, PackedLinear
+from worker.backends.native_attention import load_native_ops
 
 # a plain one; with biases, transposed and interleaved; with a shared expert
 MODELS = ("qwen3-moe", "gpt-oss", "deepseek-v3", "mixtral", "qwen2-moe", "granite4")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from worker.model.cpu.functional import MIN_ROWS, OWN_LAYER
-from worker.model.cpu.linear import stacked_products_differ, use_native_functions
+from worker.backends.cpu.functional import MIN_ROWS, OWN_LAYER
+from worker.backends.cpu.linear import stacked_products_differ, use_native_functions
 
 pytestmark = pytest.mark.usefixtures("native")
 

@@ -24,9 +24,9 @@ from tests.generating import (
 )
 from tests.matrix import matrix
 from tests.tiny_decoders import ARCHITECTURES
-from worker.generation.speculation import NgramDrafter, Speculation
+from worker.backends.native_attention import NativeMetadata
+from worker.engines.generation.speculation import NgramDrafter, Speculation
 from worker.model.attention.kv_cache import KVCache
-from worker.model.attention.native import NativeMetadata
 from worker.model.attention.paged import AttentionBackend, AttentionMetadata
 
 pytestmark = pytest.mark.usefixtures("steps")

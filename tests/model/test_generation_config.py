@@ -29,11 +29,11 @@ from tests.generating import (
     serve,
 )
 from tests.matrix import matrix
-from worker.generation import engine as module
-from worker.generation.loading import cached_engine, load_generator
-from worker.generation.speculation import NgramDrafter
+from worker.backends.cached_runner import CachedRunner
+from worker.engines.generation import engine as module
+from worker.engines.generation.loading import cached_engine, load_generator
+from worker.engines.generation.speculation import NgramDrafter
 from worker.messages.generation import Constraint, Sampling
-from worker.model.cached_runner import CachedRunner
 from worker.model.language_model import GeneratorOptions, LanguageModel
 from worker.model.loading import LoadingFailed
 

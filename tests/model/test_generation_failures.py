@@ -19,8 +19,8 @@ from tests.generating import (
     request,
     serve,
 )
-from worker.generation.engine import GenerationEngine
-from worker.generation.speculation import Speculation
+from worker.engines.generation.engine import GenerationEngine
+from worker.engines.generation.speculation import Speculation
 from worker.messages.generation import Sampling
 
 pytestmark = pytest.mark.usefixtures("steps")

@@ -11,15 +11,19 @@ import torch
 from tests import tiny_decoders
 from tests.generating import Served, assert_greedy, prompts, request, runner_of, serve
 from tests.unit.test_paged_attention import CASES, Case, Memory, expected, memory, mixes, name
-from worker.generation.engine import GenerationEngine
-from worker.generation.loading import load_generator
+from worker.backends.cpu.fused_linear import FusedSlice
+from worker.backends.cuda.cuda_graphs import RowsMetadata
+from worker.engines.generation.engine import GenerationEngine
+from worker.engines.generation.loading import load_generator
+from worker.engines.pipeline.packed_attention import (
+    AttentionConfig,
+    attend_by_flash,
+    check_attention,
+)
 from worker.messages.generation import Sampling
 from worker.model.attention.kv_cache import KVCache
 from worker.model.attention.paged import AttentionBackend, attend, forward_context
-from worker.model.cpu.fused_linear import FusedSlice
-from worker.model.cuda_graphs import RowsMetadata
 from worker.model.language_model import GeneratorOptions
-from worker.pipeline.packed_attention import AttentionConfig, attend_by_flash, check_attention
 
 if not torch.cuda.is_available():
     pytest.skip("there is no GPU", allow_module_level=True)
@@ -46,7 +50,7 @@ def test_steps_with_prompts_attend_as_expected(
     size: int, group: int, options: dict[str, Any]
 ) -> None:
     """In bfloat16, where prompts use flash attention unless there are sinks or a soft-cap."""
-    from worker.model.attention.varlen import VarlenMetadata
+    from worker.backends.cuda.varlen import VarlenMetadata
 
     case = Case(
         "all", heads=2 * group, key_heads=2, key_size=size, value_size=size, scale=0.1, **options
@@ -111,7 +115,7 @@ def test_steps_of_mixtures_are_captured(model: str, dtype: str) -> None:
 
 
 def test_what_makes_steps_fast_is_used() -> None:
-    from worker.model.attention.varlen import VarlenMetadata
+    from worker.backends.cuda.varlen import VarlenMetadata
 
     runner = runner_of(generator_of("llama", "bfloat16"))
     assert runner._graphs is not None
@@ -136,7 +140,7 @@ def test_packed_rows_attend_by_flash_attention(
 
 @pytest.fixture
 def restored_operations() -> Iterator[None]:
-    from worker.model import batch_invariant
+    from worker.backends.cuda import batch_invariant
 
     yield
     batch_invariant.replace_operations()._destroy()

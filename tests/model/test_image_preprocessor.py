@@ -14,8 +14,8 @@ from tests import tiny_multimodal
 from tests.generating import serve
 from tests.model.test_multimodal_processor import loaded
 from tests.multimodal import assert_generated, png, request
-from worker.generation import loading
-from worker.generation.loading import load_generator
+from worker.engines.generation import loading
+from worker.engines.generation.loading import load_generator
 from worker.media.inputs import to_image
 from worker.messages.generation import ImageInput
 from worker.messages.protocol import Pending

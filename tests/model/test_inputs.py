@@ -17,8 +17,8 @@ from tests import tiny
 from tests.parity import item, refusal, runner, serve
 from tests.tiny_tokenizers import llama_tokenizer, wordpiece
 from tests.unit.test_media import tone
-from worker.pipeline import limits
-from worker.pipeline.loading import PipelineOptions, load_runner
+from worker.engines.pipeline import limits
+from worker.engines.pipeline.loading import PipelineOptions, load_runner
 
 
 def words(count: int) -> list[str]:
@@ -178,7 +178,7 @@ def test_too_many_masks_for_the_vocabulary_are_refused(
 def test_a_text_with_many_labels_must_be_short(
     monkeypatch: pytest.MonkeyPatch, labels: Any, longest: int
 ) -> None:
-    monkeypatch.setattr("worker.pipeline.inputs.MAX_LABELLED_CHARS", 400)
+    monkeypatch.setattr("worker.engines.pipeline.inputs.MAX_LABELLED_CHARS", 400)
     task, model = "zero-shot-classification", "bert-nli"
     runner(task, model).prepare(item("a" * longest, candidate_labels=labels))
     wrong = refusal(task, model, "a" * (longest + 1), candidate_labels=labels)

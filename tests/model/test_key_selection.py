@@ -20,11 +20,11 @@ from tests.matrix import matrix
 from tests.tiny import SMALL, hf
 from tests.tiny_decoders import CONTEXT, decoder
 from tests.tiny_tokenizers import llama_tokenizer
+from worker.backends.cached_runner import CachedRunner
 from worker.device.self_check import CannotRun, narrowed
-from worker.generation.engine import GenerationEngine
-from worker.generation.input_processor import GenerationItem
-from worker.generation.loading import cached_engine
-from worker.model.cached_runner import CachedRunner
+from worker.engines.generation.engine import GenerationEngine
+from worker.engines.generation.input_processor import GenerationItem
+from worker.engines.generation.loading import cached_engine
 from worker.model.language_model import GeneratorOptions
 from worker.model.loading import LoadingFailed
 from worker.model.paging import PagingCheck

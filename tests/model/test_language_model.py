@@ -15,7 +15,7 @@ from tests import tiny_decoders
 from tests.matrix import matrix
 from tests.tiny_decoders import ARCHITECTURES, LONG_ROPES, UNPAGED, WINDOW, WINDOWED
 from worker.device.self_check import CannotRun
-from worker.generation.loading import load_generator
+from worker.engines.generation.loading import load_generator
 from worker.model.attention import paged
 from worker.model.attention.kv_cache import LayerShape
 from worker.model.attention.paged import ATTENTION, AttentionMetadata

@@ -16,18 +16,18 @@ from tests.generating import generate, prompts, request, runner_of, serve
 from tests.model.test_lora import load, outputs, with_adapter
 from tests.threads import compute_threads
 from tests.tiny import hf, saved
+from worker.backends import latent
+from worker.backends.cpu import linear, linear_layers
+from worker.backends.cpu.head_linear import HeadLinear, PackedHeads
+from worker.backends.cpu.linear import use_native_linear
+from worker.backends.cpu.linear_layers import PackedLinear
+from worker.backends.native_attention import NativeMetadata
 from worker.device.self_check import set_attention
-from worker.generation.engine import GenerationEngine
-from worker.generation.loading import load_generator
-from worker.generation.text_pipeline import copy_sharing_weights
-from worker.model.attention import latent
-from worker.model.attention.native import NativeMetadata
+from worker.engines.generation.engine import GenerationEngine
+from worker.engines.generation.loading import load_generator
+from worker.engines.generation.text_pipeline import copy_sharing_weights
 from worker.model.attention.paged import LATENT
 from worker.model.compiling import compile_model
-from worker.model.cpu import linear, linear_layers
-from worker.model.cpu.head_linear import HeadLinear, PackedHeads
-from worker.model.cpu.linear import use_native_linear
-from worker.model.cpu.linear_layers import PackedLinear
 from worker.model.language_model import GeneratorOptions
 from worker.model.paged_runner import PagedRunner
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.threads import compute_threads
-from worker.device.device import has_bfloat16
-from worker.model.cpu.amx_linear import AmxLinear
-from worker.model.cpu.linear import (
+from worker.backends.cpu.amx_linear import AmxLinear
+from worker.backends.cpu.linear import (
     GROUP_WIDTHS,
     ROUNDING,
     native_product_matches,
@@ -21,7 +20,7 @@ from worker.model.cpu.linear import (
     quantize_weights,
     use_native_linear,
 )
-from worker.model.cpu.linear_layers import (
+from worker.backends.cpu.linear_layers import (
     Bf16WeightLinear,
     Int4Linear,
     Int8Linear,
@@ -29,6 +28,7 @@ from worker.model.cpu.linear_layers import (
     NativeInt8Linear,
     PackedLinear,
 )
+from worker.device.device import has_bfloat16
 
 pytestmark = pytest.mark.usefixtures("native")
 

@@ -17,15 +17,15 @@ from tests.matrix import matrix
 from tests.tiny_decoders import CONTEXT, LONG_ROPES, YARN
 from tests.tiny_embedders import embedded
 from worker.device.self_check import CannotRun
-from worker.embedding.loading import ScoringOptions, load_embedder
-from worker.generation import loading
-from worker.generation.engine import GenerationEngine
-from worker.generation.loading import load_generator
+from worker.engines.embedding.loading import ScoringOptions, load_embedder
+from worker.engines.generation import loading
+from worker.engines.generation.engine import GenerationEngine
+from worker.engines.generation.loading import load_generator
+from worker.engines.pipeline.loading import PipelineOptions, choose_batching, load_pipeline
 from worker.messages.scoring import EmbeddingInput
 from worker.model.attention.kv_cache import BLOCK
 from worker.model.language_model import GeneratorOptions
 from worker.model.loading import LoadingFailed
-from worker.pipeline.loading import PipelineOptions, choose_batching, load_pipeline
 
 ORIGINAL = 64  # tokens of the models' first training
 TOKENS = 12

@@ -13,7 +13,7 @@ from tests.generating import engine, request
 from tests.matrix import matrix
 from tests.tiny_embedders import checkpoint, load
 from tests.tiny_tokenizers import bert_tokenizer, byte_bpe, llama_tokenizer, roberta_tokenizer
-from worker.embedding.tokenization import TextTokenizer
+from worker.engines.embedding.tokenization import TextTokenizer
 from worker.messages.scoring import Truncation
 from worker.text import long_text
 from worker.text.long_text import PIECE_CHARS, TokenLimit

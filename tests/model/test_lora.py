@@ -22,11 +22,11 @@ from tests.generating import (
     serve,
 )
 from tests.matrix import matrix
-from worker.generation.engine import GenerationEngine
-from worker.generation.loading import cached_engine
+from worker.backends import lora
+from worker.backends.cached_runner import CachedRunner
+from worker.engines.generation.engine import GenerationEngine
+from worker.engines.generation.loading import cached_engine
 from worker.messages.adapters import Adapter, InvalidAdapter
-from worker.model import lora
-from worker.model.cached_runner import CachedRunner
 from worker.model.language_model import GeneratorOptions, load_language_model
 
 TOKENS = 12

@@ -11,9 +11,9 @@ import torch
 
 from tests import tiny, tiny_media
 from tests.tiny import hf
+from worker.engines.pipeline.loading import PipelineOptions, load_runner
 from worker.model.language_model import GeneratorOptions, load_language_model
 from worker.model.loading import LoadingFailed, missing_weights_matter, record_missing_weights
-from worker.pipeline.loading import PipelineOptions, load_runner
 
 assert tiny_media
 

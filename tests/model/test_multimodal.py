@@ -31,13 +31,13 @@ from tests.multimodal import (
     scored,
     unpaged,
 )
+from worker.backends.cpu.linear_layers import PackedLinear
 from worker.device.self_check import CannotRun
-from worker.generation.engine import GenerationEngine
-from worker.generation.loading import load_generator
+from worker.engines.generation.engine import GenerationEngine
+from worker.engines.generation.loading import load_generator
 from worker.messages.generation import Constraint, ImageInput
 from worker.messages.protocol import IsWanted, Pending
 from worker.model.attention.kv_cache import BLOCK
-from worker.model.cpu.linear_layers import PackedLinear
 from worker.model.decoder_hook import DecoderHook, DecoderRows
 from worker.model.language_model import GeneratorOptions, LanguageModel
 from worker.vision import multimodal_prompt

@@ -16,10 +16,10 @@ from batching.sequence import Batch, Span
 from tests.matrix import matrix
 from tests.threads import compute_threads
 from tests.unit.test_paged_attention import CASES, LATENT, Case, check, mixes, name
+from worker.backends.cuda.cuda_graphs import RowsMetadata
+from worker.backends.native_attention import NativeMetadata
 from worker.model.attention.kv_cache import BLOCK, KVCache, LayerShape
-from worker.model.attention.native import NativeMetadata
 from worker.model.attention.paged import attend, forward_context
-from worker.model.cuda_graphs import RowsMetadata
 
 pytestmark = pytest.mark.usefixtures("native")
 

@@ -10,8 +10,8 @@ import torch
 from torch._inductor import cpp_builder
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-from worker.model.attention import native
-from worker.model.attention.native import library_folder, library_path
+from worker.backends import native_attention as native
+from worker.backends.native_attention import library_folder, library_path
 
 # Writes its output, and a line to `built` beside it. BEFORE comes in between.
 COMPILER = """\

@@ -10,10 +10,10 @@ from batching.sequence import Batch, Chunk, Sequence
 from tests import tiny_decoders
 from tests.generating import built
 from tests.matrix import matrix
+from worker.backends.native_recurrent import use_native_recurrence
+from worker.backends.recurrent import PackedStates
 from worker.device.self_check import CannotRun
 from worker.model.attention.kv_cache import KVCache
-from worker.model.attention.native_recurrent import use_native_recurrence
-from worker.model.attention.recurrent import PackedStates
 from worker.model.language_model import LanguageModel
 from worker.model.paging import PagingCheck
 

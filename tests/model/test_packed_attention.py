@@ -16,13 +16,13 @@ from transformers import PreTrainedModel
 from tests import tiny
 from tests.parity import assert_same, item, runner, serve
 from tests.tiny_tokenizers import SENTENCES
+from worker.backends.cuda import varlen
 from worker.device.self_check import TOLERANCE, CannotRun
-from worker.embedding.single_pass import LOGITS, STATES, SinglePassModel
-from worker.embedding.tokenization import TokenRow
-from worker.model.attention import varlen
-from worker.pipeline import packed_attention as packing_module
-from worker.pipeline.loading import SampleRows, check_packing, random_rows
-from worker.pipeline.packed_attention import (
+from worker.engines.embedding.single_pass import LOGITS, STATES, SinglePassModel
+from worker.engines.embedding.tokenization import TokenRow
+from worker.engines.pipeline import packed_attention as packing_module
+from worker.engines.pipeline.loading import SampleRows, check_packing, random_rows
+from worker.engines.pipeline.packed_attention import (
     AttentionConfig,
     Packing,
     PackingPlan,
@@ -33,7 +33,7 @@ from worker.pipeline.packed_attention import (
     plan_batch,
     similar_lengths,
 )
-from worker.pipeline.runner import PipelineRunner, split_output
+from worker.engines.pipeline.runner import PipelineRunner, split_output
 
 PACKED = [
     "bert-base",
@@ -212,7 +212,7 @@ def test_torch_attention_serves_where_there_is_no_compiler(
     def broken() -> None:
         raise RuntimeError("no compiler here")
 
-    monkeypatch.setattr("worker.model.attention.native.load_native_ops", broken)
+    monkeypatch.setattr("worker.backends.native_attention.load_native_ops", broken)
     caplog.set_level(logging.WARNING, "onequeue.packed_attention")
     packing = Packing(fresh_model("bert-mlm"))
     enable_native_kernels(packing)

@@ -15,10 +15,10 @@ from transformers import pipeline
 from batching.errors import InvalidInput
 from tests import tiny
 from tests.parity import assert_parity, item, mixed, oracle, runner, serve, text
-from worker.model.cpu import linear
-from worker.model.cpu.linear_layers import PackedLinear
-from worker.pipeline.loading import PipelineOptions, load_runner
-from worker.pipeline.runner import PipelineRunner
+from worker.backends.cpu import linear
+from worker.backends.cpu.linear_layers import PackedLinear
+from worker.engines.pipeline.loading import PipelineOptions, load_runner
+from worker.engines.pipeline.runner import PipelineRunner
 
 TEXTS = [text(n, 7 * n) for n in (1, 3, 12, 2, 25, 5, 1, 18)]
 
@@ -265,7 +265,7 @@ def test_warm_up_succeeds_for_every_model(model: str) -> None:
 
 
 def emulating(monkeypatch: pytest.MonkeyPatch, model: str = "bert-classify") -> PipelineRunner:
-    monkeypatch.setattr("worker.model.cpu.linear_layers.has_bfloat16", lambda: False)
+    monkeypatch.setattr("worker.backends.cpu.linear_layers.has_bfloat16", lambda: False)
     options = PipelineOptions(
         str(tiny.folder(model)), task="text-classification", device="cpu", dtype="bfloat16"
     )

@@ -15,8 +15,8 @@ from batching.errors import InvalidInput
 from tests import tiny_media as tiny_media  # adds its models to the list
 from tests.model.test_pipelines_media import noise, png, wav
 from tests.parity import assert_same, item, oracle, refusal, runner, serve, text
+from worker.engines.pipeline.limits import values_per_pixel
 from worker.media.inputs import to_json
-from worker.pipeline.limits import values_per_pixel
 
 IMAGES = [
     png(1, (40, 30)),
@@ -348,7 +348,7 @@ def test_an_output_as_large_as_the_image_uses_the_decode_limit_too(
         taken.append(run.decode_limiter.taken)
         return to_json(result)
 
-    monkeypatch.setattr("worker.pipeline.runner.to_json", record)
+    monkeypatch.setattr("worker.engines.pipeline.runner.to_json", record)
     run.finish(prepared, raw)
     assert taken == [40 * 30 * values // 8]
     assert run.decode_limiter.taken == 0

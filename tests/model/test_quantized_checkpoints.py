@@ -29,10 +29,10 @@ from tests.quantized import (
     write_gptq,
     write_mxfp4,
 )
-from worker.generation.engine import GenerationEngine
-from worker.generation.loading import load_generator
-from worker.model import quantization
-from worker.model.cpu import linear
+from worker.backends import quantization
+from worker.backends.cpu import linear
+from worker.engines.generation.engine import GenerationEngine
+from worker.engines.generation.loading import load_generator
 from worker.model.language_model import GeneratorOptions, load_language_model
 from worker.model.loading import LoadingFailed, checkpoint_path, needed_bytes
 

@@ -19,8 +19,8 @@ from tests.generating import ORDINARY, Driver, Served, engine, request
 from tests.matrix import matrix
 from tests.scheduling import assert_sound
 from worker.device.async_copy import fill_placeholders
-from worker.generation import engine as module
-from worker.generation.engine import GenerationEngine
+from worker.engines.generation import engine as module
+from worker.engines.generation.engine import GenerationEngine
 from worker.messages.generation import Sampling
 from worker.model import sampler
 from worker.model.attention.kv_cache import BLOCK

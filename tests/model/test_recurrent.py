@@ -22,9 +22,9 @@ from tests.generating import (
 )
 from tests.matrix import matrix
 from tests.model.test_generation import FEATURES, LENGTHS, check_parity
-from worker.generation.speculation import NgramDrafter, Speculation
+from worker.backends.native_attention import NativeMetadata
+from worker.engines.generation.speculation import NgramDrafter, Speculation
 from worker.model.attention.kv_cache import BLOCK
-from worker.model.attention.native import NativeMetadata
 from worker.model.paged_runner import PagedRunner
 
 PAGED = list(tiny_decoders.RECURRENT)

@@ -17,13 +17,13 @@ from server.core.settings import Settings
 from server.lifespan import with_cause
 from server.web.examples import curl_examples
 from tests import tiny, tiny_chat, tiny_decoders
-from worker.embedding.loading import ScoringOptions, load_embedder, load_reranker
-from worker.generation.loading import load_generator
+from worker.engines.embedding.loading import ScoringOptions, load_embedder, load_reranker
+from worker.engines.generation.loading import load_generator
+from worker.engines.pipeline.loading import PipelineOptions, load_runner
 from worker.load_context import LoadContext, loading
 from worker.messages.generation import Chat
 from worker.model.language_model import GeneratorOptions
 from worker.model.loading import LoadingFailed
-from worker.pipeline.loading import PipelineOptions, load_runner
 from worker.registry import call
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")

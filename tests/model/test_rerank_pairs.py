@@ -11,9 +11,9 @@ from batching.errors import InvalidInput
 from tests import tiny
 from tests.http.test_rerank import DOCUMENTS, QUERY, TEMPLATE, decoder, load, scores
 from tests.tiny_embedders import checkpoint
-from worker.embedding.pairs import CrossEncoderTokenizer
-from worker.embedding.reranker import Reranker
-from worker.embedding.tokenization import TextTokenizer, TokenRow
+from worker.engines.embedding.pairs import CrossEncoderTokenizer
+from worker.engines.embedding.reranker import Reranker
+from worker.engines.embedding.tokenization import TextTokenizer, TokenRow
 from worker.messages.scoring import ScoringInput, Truncation
 
 hf: Any = importlib.import_module("transformers")  # half of it is not annotated

@@ -18,11 +18,11 @@ from tests.http.test_rerank import load as load_reranker
 from tests.model.test_embedder import TEXTS, embed
 from tests.serving import serving
 from tests.tiny_embedders import checkpoint, dense, engine_of, load, prepared, run, write
-from worker.embedding import engine as engine_module
-from worker.embedding.embedder import Embedder
-from worker.embedding.engine import ScoringEngine
-from worker.embedding.reranker import Reranker
-from worker.generation.engine import RUNS_AHEAD
+from worker.engines.embedding import engine as engine_module
+from worker.engines.embedding.embedder import Embedder
+from worker.engines.embedding.engine import ScoringEngine
+from worker.engines.embedding.reranker import Reranker
+from worker.engines.generation.engine import RUNS_AHEAD
 from worker.messages.scoring import EmbeddingInput
 from worker.model.attention.kv_cache import BLOCK
 from worker.model.paged_runner import PagedRunner

@@ -24,8 +24,8 @@ from tests.transcribing import (
     tokens_of,
     transcribed,
 )
+from worker.engines.speech.whisper import LogitsRules
 from worker.messages.transcription import TranscriptionInput
-from worker.speech.whisper import LogitsRules
 
 
 def generated(samples: NDArray[np.float32], **options: Any) -> dict[str, Any]:

@@ -18,10 +18,10 @@ from tests.transcribing import (
     tokens_of,
     transcribed,
 )
+from worker.engines.speech.engine import SpeechEngine, SpeechItem
+from worker.engines.speech.log_mel import BLOCK_FRAMES
 from worker.messages.protocol import Pending, StepReport
 from worker.messages.transcription import TranscriptDelta, TranscriptionInput
-from worker.speech.engine import SpeechEngine, SpeechItem
-from worker.speech.log_mel import BLOCK_FRAMES
 
 
 def payloads(folder: Path, *seconds: float) -> list[TranscriptionInput]:

@@ -4,7 +4,7 @@ import pytest
 from transformers.models.whisper import tokenization_whisper
 
 from tests.transcribing import WHISPER, checkpoint
-from worker.speech.vocabulary import WhisperVocabulary
+from worker.engines.speech.vocabulary import WhisperVocabulary
 
 TEXTS = {
     "en": (

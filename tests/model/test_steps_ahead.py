@@ -18,16 +18,16 @@ from tests.generating import (
     runner_of,
     serve,
 )
+from worker.backends.cached_runner import CachedRunner
 from worker.device.async_copy import fill_placeholders
-from worker.generation import engine as module
-from worker.generation.engine import GenerationEngine
-from worker.generation.loading import cached_engine
-from worker.generation.output import SequenceOutput
-from worker.generation.speculation import NgramDrafter
+from worker.engines.generation import engine as module
+from worker.engines.generation.engine import GenerationEngine
+from worker.engines.generation.loading import cached_engine
+from worker.engines.generation.output import SequenceOutput
+from worker.engines.generation.speculation import NgramDrafter
 from worker.messages.generation import Sampling
 from worker.model import sampler
 from worker.model.attention.kv_cache import BLOCK
-from worker.model.cached_runner import CachedRunner
 from worker.model.language_model import GeneratorOptions, LanguageModel
 from worker.model.sampler import SamplerOutput
 

@@ -20,11 +20,11 @@ from tests.generating import when_ready
 from tests.matrix import matrix
 from tests.unit.test_prompt_growth import NO_TOOLS
 from tests.unit.test_template_outputs import KINDS, NAMES, PATHS, source_text
-from worker.generation.input_processor import (
+from worker.engines.generation.input_processor import (
     response_parser,
     response_prefix,
 )
-from worker.generation.output import PreparedPrompt, SequenceOutput, create_outputs
+from worker.engines.generation.output import PreparedPrompt, SequenceOutput, create_outputs
 from worker.grammar.bitmask import BitmaskComputer, PendingMask
 from worker.grammar.constraint_builder import ConstraintBuilder, verify_tool_call_format
 from worker.messages.deltas import Delta

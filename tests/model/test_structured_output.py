@@ -15,10 +15,10 @@ from batching.errors import InvalidInput
 from tests import tiny_chat
 from tests.generating import Driver, Request, Served, prepare, serve, when_ready
 from tests.tiny_chat import asking, engine
-from worker.generation import engine as engine_module
-from worker.generation.loading import cached_engine
+from worker.backends.cached_runner import CachedRunner
+from worker.engines.generation import engine as engine_module
+from worker.engines.generation.loading import cached_engine
 from worker.messages.generation import Constraint, Sampling, ToolCallPolicy
-from worker.model.cached_runner import CachedRunner
 from worker.model.language_model import GeneratorOptions, load_language_model
 
 SCHEMAS: dict[str, dict[str, Any]] = {

@@ -12,8 +12,8 @@ from batching.errors import InvalidInput
 from tests import tiny
 from tests.parity import item, refusal, runner
 from tests.serving import serving
+from worker.engines.pipeline.loading import PipelineOptions, load_pipeline
 from worker.model.loading import LoadingFailed
-from worker.pipeline.loading import PipelineOptions, load_pipeline
 from worker.tasks import (
     DROPPED,
     NOT_SERVED,
@@ -190,7 +190,7 @@ def test_values_beyond_the_models_limits_are_refused() -> None:
 
 
 def test_a_panic_in_the_tokenizer_refuses_its_input_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.pipeline.limits.check_strides", lambda *_: None)
+    monkeypatch.setattr("worker.engines.pipeline.limits.check_strides", lambda *_: None)
     parameters = {"stride": 62, "aggregation_strategy": "simple"}
     body = {"inputs": "a b c " * 60, "parameters": parameters}
     with pytest.raises(BaseException, match="stride") as caught:

@@ -18,20 +18,20 @@ from tests import tiny, tiny_decoders
 from tests.fakes import BusyModels
 from tests.matrix import matrix
 from tests.parity import assert_same, item, oracle, plain, text
-from worker.generation.text_pipeline import (
+from worker.backends.cpu.experts import packed_experts
+from worker.backends.cpu.linear_layers import packs_dtype
+from worker.engines.generation.text_pipeline import (
     GenerationRun,
     TextGenerationEngine,
     copy_sharing_weights,
     load_text_generation,
 )
+from worker.engines.pipeline.engine import PipelineEngine
+from worker.engines.pipeline.loading import PipelineOptions
+from worker.engines.pipeline.runner import PipelineItem
 from worker.messages.protocol import StepReport
-from worker.model.cpu.experts import packed_experts
-from worker.model.cpu.linear_layers import packs_dtype
 from worker.model.language_model import GeneratorOptions
 from worker.model.sampler import SamplingParams
-from worker.pipeline.engine import PipelineEngine
-from worker.pipeline.loading import PipelineOptions
-from worker.pipeline.runner import PipelineItem
 
 torch.set_num_threads(1)
 

@@ -13,8 +13,8 @@ from tests.generating import serve
 from tests.matrix import matrix
 from tests.tiny import for_tokenizer, hf
 from tests.tiny_chat import asking, tokenizer
-from worker.generation.engine import GenerationEngine
-from worker.generation.loading import load_generator
+from worker.engines.generation.engine import GenerationEngine
+from worker.engines.generation.loading import load_generator
 from worker.messages.generation import Sampling, ToolCallPolicy
 from worker.model.language_model import GeneratorOptions
 

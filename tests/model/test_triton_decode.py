@@ -9,11 +9,11 @@ import torch
 
 from batching.sequence import Batch
 from tests.unit.test_paged_attention import LATENT, Case, check, memory
+from worker.backends.cuda.cuda_graphs import RowsMetadata
 from worker.model.attention.kv_cache import BLOCK, KVCache
-from worker.model.cuda_graphs import RowsMetadata
 
 pytest.importorskip("triton", reason="triton exists for Linux only")
-from worker.model.attention import triton_decode
+from worker.backends.cuda import triton_decode
 
 if not os.environ.get("TRITON_INTERPRET"):
     pytest.skip("the GPU runs them in test_gpu.py", allow_module_level=True)

@@ -14,10 +14,10 @@ from tests import tiny_decoders
 
 pytest.importorskip("triton", reason="triton exists for Linux only")
 
+from worker.backends.cpu.experts import experts_of
+from worker.backends.cuda import triton_experts
+from worker.backends.cuda.triton_experts import MAX_ROWS, NAME, use_triton_experts
 from worker.device.self_check import CannotRun
-from worker.model import triton_experts
-from worker.model.cpu.experts import experts_of
-from worker.model.triton_experts import MAX_ROWS, NAME, use_triton_experts
 
 if not os.environ.get("TRITON_INTERPRET"):
     pytest.skip("the interpreter runs on CPUs", allow_module_level=True)

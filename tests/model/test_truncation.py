@@ -9,7 +9,7 @@ from tests import tiny_media as tiny_media  # adds its models to the list
 from tests.model.test_pipelines_rest import recent
 from tests.parity import assert_parity, assert_same, item, oracle, plain, refusal, runner, serve
 from tests.parity import text as words
-from worker.pipeline import limits
+from worker.engines.pipeline import limits
 from worker.tasks import TASKS, check_parameters
 from worker.text.long_text import tokenizing
 
@@ -144,7 +144,7 @@ def test_long_texts_are_truncated_one_at_a_time(monkeypatch: pytest.MonkeyPatch)
         lengths.append(chars)
         return tokenizing(chars)
 
-    monkeypatch.setattr("worker.pipeline.runner.tokenizing", recorded)
+    monkeypatch.setattr("worker.engines.pipeline.runner.tokenizing", recorded)
     long = "the cat " * 60_000
     expected = oracle("text-classification", "bert-classify").tokenizer(long, **TRUNCATION)
     for inputs in (long, {"text": long}):

@@ -21,11 +21,11 @@ from tests.matrix import matrix
 from tests.model.test_pipelines_media import noise, png, wav
 from tests.parity import assert_same, item, runner, serve, text
 from tests.tiny_embedders import NEW, checkpoint, embedded, load
-from worker.embedding.single_pass import SinglePassModel
-from worker.embedding.tokenization import TokenRow
+from worker.engines.embedding.single_pass import SinglePassModel
+from worker.engines.embedding.tokenization import TokenRow
+from worker.engines.pipeline.runner import PipelineItem, PipelineRunner
 from worker.messages.protocol import ALONE, CUT
 from worker.messages.scoring import EmbeddingInput
-from worker.pipeline.runner import PipelineItem, PipelineRunner
 
 GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
 LABELS = {"candidate_labels": ["a cat", "food", "paris"]}

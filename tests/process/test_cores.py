@@ -304,7 +304,7 @@ PRODUCTS = """
 
     limit_kernel_caches()
     import torch
-    from worker.model.cpu.linear_layers import PackedLinear
+    from worker.backends.cpu.linear_layers import PackedLinear
 
     def resident_mb():
         return int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1]) // 1024

@@ -27,7 +27,7 @@ from tests.fake_generator import FakeGenerator
 from tests.generating import Driver, prepare, when_ready
 from tests.serving import serving, wait_until
 from tests.tiny_chat import asking, engine
-from worker.generation.engine import RUNS_AHEAD
+from worker.engines.generation.engine import RUNS_AHEAD
 from worker.grammar import bitmask, compiler, sandbox
 from worker.grammar.bitmask import BitmaskComputer, MaskRequest, PendingMask
 from worker.grammar.compiler import Grammar, GrammarCompiler, compiling_for

@@ -12,13 +12,13 @@ import jsonschema_rs
 import pytest
 
 from batching.errors import InvalidInput
+from server.apis.openai.chat import ChatRequest
+from server.apis.openai.completions import CompletionRequest
+from server.apis.openai.request_fields import GenerationRequest, decode
+from server.apis.pipeline.endpoint import pipeline_operation
 from server.http.access import is_open
 from server.http.operation import OperationRoute
-from server.openai.chat import ChatRequest
-from server.openai.completions import CompletionRequest
-from server.openai.request_fields import GenerationRequest, decode
 from server.openapi.document import build_document
-from server.pipeline import pipeline_operation
 from tests.event_streams import CLIENT
 from tests.fake_generator import FakeGenerator
 from tests.fake_transcriber import FakeTranscriber

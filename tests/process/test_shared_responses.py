@@ -22,7 +22,7 @@ PROGRAM = """
     import uvicorn
     from server.app import create_app
     from server.core.settings import Settings
-    from server.openai import jobs
+    from server.apis.openai import jobs
     from tests.fake_generator import FakeGenerator
 
     jobs.POLL_S, clock = 0.05, time.time

@@ -8,8 +8,8 @@ import pytest
 
 from tests.model.test_embedder import embed
 from tests.real.checkpoints import minilm, package_folder
-from worker.embedding.embedder import Embedder
-from worker.embedding.loading import ScoringOptions, load_embedder
+from worker.engines.embedding.embedder import Embedder
+from worker.engines.embedding.loading import ScoringOptions, load_embedder
 
 pytestmark = pytest.mark.real
 

@@ -17,10 +17,10 @@ from tests.generating import Driver, Request, Served, request, runner_of, serve
 from tests.real.checkpoints import hf, smollm2, smollm2_gguf
 from tests.serving import Server, serving
 from tests.threads import compute_threads
-from worker.generation.engine import GenerationEngine
-from worker.generation.loading import load_generator, paged_engine
+from worker.backends.native_attention import NativeMetadata
+from worker.engines.generation.engine import GenerationEngine
+from worker.engines.generation.loading import load_generator, paged_engine
 from worker.messages.generation import Sampling
-from worker.model.attention.native import NativeMetadata
 from worker.model.check import row_errors
 from worker.model.language_model import GeneratorOptions, LanguageModel, load_language_model
 from worker.model.paged_runner import PagedRunner

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests import tiny_adapters
+from worker.backends.adapter_file import LoraWeights, read_weights
 from worker.messages.adapters import InvalidAdapter
-from worker.model.adapter_file import LoraWeights, read_weights
 
 LAYERS = {"model.layers.0.mlp.up_proj": (6, 10), "model.layers.0.self_attn.q_proj": (6, 6)}
 UP = "base_model.model.model.layers.0.mlp.up_proj.lora_"

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from batching.errors import InvalidInput
+from server.apis.openai.batches import store as store_module
+from server.apis.openai.batches.input_file import MAX_ERRORS, MAX_LINES, InputChecker, prefix_key
+from server.apis.openai.batches.store import BatchRecord, BatchStore, LineResult
+from server.apis.openai.sqlite_store import ListPage
 from server.http.errors import HttpError
 from server.http.lines import LineSplitter
-from server.openai.batches import store as store_module
-from server.openai.batches.input_file import MAX_ERRORS, MAX_LINES, InputChecker, prefix_key
-from server.openai.batches.store import BatchRecord, BatchStore, LineResult
-from server.openai.sqlite_store import ListPage
 
 CHAT = "/v1/chat/completions"
 KEY, OTHER = b"1" * 16, b"2" * 16

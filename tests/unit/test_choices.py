@@ -9,12 +9,12 @@ import orjson
 import pytest
 
 from batching.errors import InvalidInput
+from server.apis.openai.chat import ChatBuilder, ChatRequest, with_generation_config
+from server.apis.openai.choices import ChoicesBuilder
+from server.apis.openai.completions import CompletionBuilder, CompletionRequest
+from server.apis.openai.endpoint import ParsedRequest
+from server.apis.openai.request_fields import decode
 from server.core.delta_stream import UsageCounts
-from server.openai.chat import ChatBuilder, ChatRequest, with_generation_config
-from server.openai.choices import ChoicesBuilder
-from server.openai.completions import CompletionBuilder, CompletionRequest
-from server.openai.endpoint import ParsedRequest
-from server.openai.request_fields import decode
 from tests.fake_generator import FakeGenerator
 from worker.messages.deltas import Delta, DeltaPart, Kind, TokenLogprob
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from worker.model.cpu.linear import ROUNDING, pack_weights
-from worker.model.cpu.linear_layers import PackedLinear
+from worker.backends.cpu.linear import ROUNDING, pack_weights
+from worker.backends.cpu.linear_layers import PackedLinear
 from worker.vision.cpu_fusions import apply_cpu_fusions
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from worker.model.cpu import linear
-from worker.model.cpu.linear import pack_weights, quantize_weights, unpack_weights
-from worker.model.cpu.linear_layers import (
+from worker.backends.cpu import linear
+from worker.backends.cpu.linear import pack_weights, quantize_weights, unpack_weights
+from worker.backends.cpu.linear_layers import (
     INT8_ROWS,
     Int4Grid,
     Int4Linear,
@@ -73,7 +73,7 @@ def test_emulated_bfloat16_gives_bfloat16_products(
     bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The exact product, rounded once."""
-    monkeypatch.setattr("worker.model.cpu.linear_layers.has_bfloat16", lambda: False)
+    monkeypatch.setattr("worker.backends.cpu.linear_layers.has_bfloat16", lambda: False)
     plain = layer(bias).bfloat16()
     model = nn.Sequential(plain)
     pack_weights(model, free_bytes=10**9)
@@ -97,7 +97,7 @@ def test_emulated_bfloat16_gives_bfloat16_products(
 def test_weights_are_not_widened_without_enough_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("worker.model.cpu.linear_layers.has_bfloat16", lambda: False)
+    monkeypatch.setattr("worker.backends.cpu.linear_layers.has_bfloat16", lambda: False)
     model = nn.Sequential(layer().bfloat16())
     pack_weights(model, free_bytes=2 * 48 * 80)
     assert type(model[0]) is nn.Linear
@@ -107,7 +107,7 @@ def test_weights_are_not_widened_without_enough_memory(
 
 
 def test_native_bfloat16_weights_stay_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.model.cpu.linear_layers.has_bfloat16", lambda: True)
+    monkeypatch.setattr("worker.backends.cpu.linear_layers.has_bfloat16", lambda: True)
     assert packed_dtype(torch.bfloat16) == torch.bfloat16
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tests.tiny_tokenizers import SENTENCES, bert_tokenizer, hf, llama_tokenizer
-from worker.generation.output import StopStrings
+from worker.engines.generation.output import StopStrings
 from worker.text.detokenizer import (
     CONTEXT,
     MAX_INCOMPLETE,

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from batching.step_times import StepTimes
-from worker.generation.speculation import MAX_ROWS, Speculation
+from worker.engines.generation.speculation import MAX_ROWS, Speculation
 
 
 def trained(row_s: float, sequences: int, steps: int = 200, fixed_s: float = 0.01) -> Speculation:

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
 from tests import tiny_decoders
+from worker.backends.cpu.fused_linear import FusedLinear, FusedSlice, find_shared_inputs
+from worker.backends.cpu.linear import pack_weights, quantize_weights, unpack_weights
+from worker.backends.cpu.linear_layers import PackedLinear
 from worker.device.self_check import compare
-from worker.model.cpu.fused_linear import FusedLinear, FusedSlice, find_shared_inputs
-from worker.model.cpu.linear import pack_weights, quantize_weights, unpack_weights
-from worker.model.cpu.linear_layers import PackedLinear
 from worker.model.language_model import (
     GeneratorOptions,
     LanguageModel,
@@ -240,7 +240,9 @@ BFLOAT16 = ["bfloat16"] if torch.ops.mkldnn._is_mkldnn_bf16_supported() else []
 
 
 def emulated(monkeypatch: pytest.MonkeyPatch, dtype: str) -> torch.dtype:
-    monkeypatch.setattr("worker.model.cpu.linear_layers.has_bfloat16", lambda: dtype != "emulated")
+    monkeypatch.setattr(
+        "worker.backends.cpu.linear_layers.has_bfloat16", lambda: dtype != "emulated"
+    )
     return torch.float32 if dtype == "float32" else torch.bfloat16
 
 

@@ -12,10 +12,10 @@ import pytest
 from msgspec import to_builtins
 
 from batching.errors import InvalidInput
+from server.apis.openai.chat import ChatBuilder, ChatRequest
+from server.apis.openai.endpoint import ParsedRequest
+from server.apis.openai.request_fields import decode
 from server.core.delta_stream import UsageCounts
-from server.openai.chat import ChatBuilder, ChatRequest
-from server.openai.endpoint import ParsedRequest
-from server.openai.request_fields import decode
 from tests.tiny_tokenizers import llama_tokenizer
 from worker.messages.deltas import Delta, DeltaPart
 from worker.messages.generation import Chat

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from worker.model.cpu.linear_layers import (
+from worker.backends.cpu.linear_layers import (
     LARGE_PAGE_BYTES,
     MADV_COLLAPSE,
     PackedLinear,

@@ -19,13 +19,13 @@ from server.core.settings import Settings
 from server.entries import model_entries
 from worker.device import device
 from worker.device.device import cgroup_free_bytes, free_bytes, unreserved_bytes
-from worker.generation import loading as generation_loading
+from worker.engines.generation import loading as generation_loading
+from worker.engines.speech.loading import ROWS_MEMORY_SHARE, max_rows
+from worker.engines.speech.row_cache import row_bytes
 from worker.model import loading, paging
 from worker.model.attention.kv_cache import BLOCK, KVCache, LayerShape
 from worker.model.language_model import GeneratorOptions, LanguageModel
 from worker.model.paging import cache_blocks, cache_bytes
-from worker.speech.loading import ROWS_MEMORY_SHARE, max_rows
-from worker.speech.row_cache import row_bytes
 from worker.worker import trim_heap
 
 CPU = torch.device("cpu")

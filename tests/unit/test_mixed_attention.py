@@ -14,8 +14,8 @@ from torch import Tensor
 from tests import decode_kernels
 from tests.matrix import matrix
 from tests.unit.test_paged_attention import CASES, Case, check, memory, mixes, name
+from worker.backends.cuda.mixed import MAX_SPAN_WIDTH, MixedMetadata
 from worker.model import attention as attention_package
-from worker.model.attention.mixed import MAX_SPAN_WIDTH, MixedMetadata
 from worker.model.attention.paged import SpanGroup
 
 

@@ -4,7 +4,12 @@ import random
 
 import pytest
 
-from worker.generation.speculation import INITIAL_ACCEPTANCE, MAX_DRAFT, MAX_INDEXED, NgramDrafter
+from worker.engines.generation.speculation import (
+    INITIAL_ACCEPTANCE,
+    MAX_DRAFT,
+    MAX_INDEXED,
+    NgramDrafter,
+)
 
 
 def test_the_tokens_that_followed_the_last_ngram_are_drafted() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests import tiny_chat
 from tests.generating import GREEDY, request
-from worker.generation.output import PreparedPrompt, SequenceOutput, create_outputs
+from worker.engines.generation.output import PreparedPrompt, SequenceOutput, create_outputs
 from worker.messages.deltas import Delta, TokenLogprob
 from worker.messages.generation import ToolCallPolicy
 from worker.model.sampler import SampledToken, SamplingParams

@@ -10,7 +10,7 @@ import pytest
 
 from tests.call_formats import WRITTEN, loop, written
 from tests.tiny_tokenizers import llama_tokenizer
-from worker.generation.response_reader import ResponseReader
+from worker.engines.generation.response_reader import ResponseReader
 from worker.grammar.tool_calls import accepts, tool_calls_grammar
 from worker.text.chat_template.byte_tokenizer import byte_tokenizer
 from worker.text.chat_template.inference import EXAMPLE_ARGUMENTS, TYPED_TOOLS, find_brackets

@@ -6,8 +6,8 @@ from batching.batcher import DynamicBatcher
 from batching.fair_share import NO_OWNER, WorkOwner
 from batching.request_queue import WorkItem
 from tests.fakes import BusyModels, FakeRunner
+from worker.engines.pipeline.engine import PipelineEngine
 from worker.messages.protocol import CUT, BatchReport, PipelineInput, StepOutcome
-from worker.pipeline.engine import PipelineEngine
 
 
 class Slow(FakeRunner):

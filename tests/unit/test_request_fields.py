@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from batching.errors import InvalidInput
-from server.openai.chat import ChatRequest
-from server.openai.request_fields import convert, decode
+from server.apis.openai.chat import ChatRequest
+from server.apis.openai.request_fields import convert, decode
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from typing import Any
 
 import orjson
 
+from server.apis.openai.responses.events import ResponseOutput
 from server.http.json import to_json
-from server.openai.responses.events import ResponseOutput
 from tests.fake_generator import FakeGenerator
 from worker.messages.deltas import Delta, DeltaPart, Kind, TokenLogprob
 

@@ -14,10 +14,10 @@ from unittest.mock import Mock
 import orjson
 import pytest
 
+from server.apis.openai.responses.store import Count, NotStored, ResponseStore, Stored
+from server.apis.openai.sqlite_store import owner_of, storage_namespace, use_write_ahead_log
 from server.app import create_app
 from server.core.settings import Settings, SettingsError
-from server.openai.responses.store import Count, NotStored, ResponseStore, Stored
-from server.openai.sqlite_store import owner_of, storage_namespace, use_write_ahead_log
 
 MINE, OTHER = storage_namespace(b"mine"), storage_namespace(b"other")
 OWNER = owner_of(b"mine", "127.0.0.1")
@@ -374,7 +374,7 @@ def test_the_switch_to_a_write_ahead_log_is_repeated_while_another_process_switc
     busy, full = sqlite3.OperationalError("locked"), sqlite3.OperationalError("disk full")
     busy.sqlite_errorcode, full.sqlite_errorcode = sqlite3.SQLITE_BUSY, sqlite3.SQLITE_FULL
     waits: list[float] = []
-    monkeypatch.setattr("server.openai.sqlite_store.time.sleep", waits.append)
+    monkeypatch.setattr("server.apis.openai.sqlite_store.time.sleep", waits.append)
     database = Mock(execute=Mock(side_effect=[busy, busy, None]))
     use_write_ahead_log(database)
     assert len(waits) == 2

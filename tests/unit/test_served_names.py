@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 
+from server.apis.openai.models import ModelGroup, NamedModel, add_aliases
 from server.app import create_app, loader_options
 from server.core.settings import Settings, SettingsError, load_settings, parse_model
 from server.entries import model_entries
-from server.openai.models import ModelGroup, NamedModel, add_aliases
 from server.preflight import DEMO_MODELS, MODELS, assign_model, resolve_models
 from tests.checkpoints import write_checkpoint
 from tests.fake_generator import FakeGenerator
-from worker.embedding.loading import ScoringOptions
+from worker.engines.embedding.loading import ScoringOptions
+from worker.engines.pipeline.loading import PipelineOptions
+from worker.engines.speech.loading import SpeechOptions
 from worker.model.language_model import GeneratorOptions
 from worker.model.loading import ModelOptions
-from worker.pipeline.loading import PipelineOptions
-from worker.speech.loading import SpeechOptions
 
 CHAT = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 

@@ -18,8 +18,8 @@ from server.commands.template import end_of_turn
 from tests.matrix import matrix
 from tests.unit.test_history import answered, chat, results
 from tests.unit.test_parser import garbled
-from worker.generation.input_processor import response_parser, response_prefix
-from worker.generation.response_reader import (
+from worker.engines.generation.input_processor import response_parser, response_prefix
+from worker.engines.generation.response_reader import (
     ParsedResponse,
     ResponseReader,
     parsed_response,

@@ -14,10 +14,10 @@ from torch import Tensor
 from tests import decode_kernels
 from tests.matrix import matrix
 from tests.unit.test_paged_attention import CASES, Case, check, memory, mixes, name
+from worker.backends.cuda import varlen
+from worker.backends.cuda.mixed import MAX_SPAN_WIDTH
+from worker.backends.cuda.varlen import GQA, VarlenMetadata
 from worker.model import attention as attention_package
-from worker.model.attention import varlen
-from worker.model.attention.mixed import MAX_SPAN_WIDTH
-from worker.model.attention.varlen import GQA, VarlenMetadata
 
 
 def varlen_attn(

@@ -18,10 +18,10 @@ from batching.step_times import MAX_TURN_ALONE_S, MAX_TURN_S
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner, batched_model
 from tests.serving import wait_until
+from worker.engines.pipeline.engine import PipelineEngine
 from worker.load_context import add_memory, remaining_bytes
 from worker.messages.generation import GenerationInput
 from worker.messages.protocol import CUT, BatchReport, PipelineInput, State, StepOutcome
-from worker.pipeline.engine import PipelineEngine
 from worker.registry import Breaker, ServedModel
 from worker.worker import OtherServedModels, Worker
 

@@ -1,7 +1,7 @@
 """The grammar of tool calls, in Lark syntax, from a model's format, its tools and their parameters.
 
 llguidance constrains JSON arguments itself; argument_grammar.py has the rules of other styles.
-generation/input_processor.py requests the grammar, compiler.py compiles it.
+engines/generation/input_processor.py requests the grammar, compiler.py compiles it.
 """
 
 import json

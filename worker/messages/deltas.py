@@ -1,6 +1,6 @@
 """Deltas: the additions of one generation step to one choice.
 
-The worker's thread creates them (generation/output.py), the event loop sends them.
+The worker's thread creates them (engines/generation/output.py), the event loop sends them.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Messages of language models: a prompt with its images, and the options of its generation.
 
-server/openai parses requests into them, generation/input_processor.py prepares them. No torch.
+server/apis/openai parses requests into them, input_processor.py prepares them. No torch.
 """
 
 import hashlib

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from worker.backends.cpu.linear_layers import FLOAT32_PRODUCTS
 from worker.device.self_check import CannotRun, relative_error
 from worker.error_classification import first_line
 from worker.load_context import on_worker
-from worker.model.cpu.linear_layers import FLOAT32_PRODUCTS
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 # Largest accepted errors against float32, relative to those of the reference. The error of a row is

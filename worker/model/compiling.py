@@ -20,10 +20,10 @@ from transformers import PreTrainedModel
 from transformers.utils.import_utils import is_torchdynamo_compiling
 
 from worker import compilers
+from worker.backends.cpu.torch_only import EagerForward
 from worker.device.self_check import CannotRun
 from worker.error_classification import first_line
 from worker.model.attention.paged import SHARED_LAYER, call_as_layers
-from worker.model.cpu.torch_only import EagerForward
 from worker.model.decoder_hook import copy_path, path_to_decoder, shallow_copy
 
 log = logging.getLogger("onequeue.compiling")

@@ -1,7 +1,7 @@
 """The checkpoint's generation_config: its checks at load, and the fields that are not served.
 
 SAMPLING_DEFAULTS fills what it leaves out. Sampling parameters and limits are read in
-generation/input_processor.py, logits processors are built in logits_processors.py.
+engines/generation/input_processor.py, logits processors are built in logits_processors.py.
 """
 
 import json

@@ -23,6 +23,13 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
+from worker.backends.cpu import linear
+from worker.backends.cpu.fused_linear import find_shared_inputs, fuse_linears
+from worker.backends.cpu.linear import pack_weights, quantize_weights, unpack_weights
+from worker.backends.cpu.linear_layers import emulates_dtype, packs_dtype, plain_linear
+from worker.backends.native_attention import NATIVE_DTYPES, try_load_native_ops
+from worker.backends.quantization import library_layer, without_outliers
+from worker.backends.recurrent import RecurrentModule
 from worker.device.device import free_bytes
 from worker.device.self_check import (
     TOLERANCE,
@@ -38,13 +45,7 @@ from worker.load_context import on_worker
 from worker.messages.generation import TEXT_ONLY
 from worker.messages.protocol import Fallback
 from worker.model.attention.kv_cache import LayerShape, StateShape
-from worker.model.attention.native import NATIVE_DTYPES, try_load_native_ops
-from worker.model.attention.recurrent import RecurrentModule
 from worker.model.check import Reference
-from worker.model.cpu import linear
-from worker.model.cpu.fused_linear import find_shared_inputs, fuse_linears
-from worker.model.cpu.linear import pack_weights, quantize_weights, unpack_weights
-from worker.model.cpu.linear_layers import emulates_dtype, packs_dtype, plain_linear
 from worker.model.generation_config import (
     check_generation_config,
     fill_sampling_defaults,
@@ -61,7 +62,6 @@ from worker.model.loading import (
     missing_weights_matter,
 )
 from worker.model.long_context import RotaryFactors
-from worker.model.quantization import library_layer, without_outliers
 from worker.task_detection import split_file, task_hint, tasks_of
 
 log = logging.getLogger("onequeue.language_model")
@@ -257,7 +257,7 @@ def group_experts(model: PreTrainedModel, check: Callable[[], object]) -> None:
     """Run the experts of a mixture on Triton kernels if the library's wait for the GPU. Raise what
     `check`, which runs the model, raises afterwards; the experts are then as before."""
     try:  # triton comes with torch's builds for GPUs only
-        from worker.model.triton_experts import use_triton_experts
+        from worker.backends.cuda.triton_experts import use_triton_experts
     except ImportError:
         return
     use_triton_experts(model, check)
@@ -296,7 +296,7 @@ def use_batch_invariant_operations(model: PreTrainedModel) -> None:
     """Make a row's result on a GPU independent of the other rows of the batch; raise LoadingFailed
     without Triton."""
     try:  # triton comes with torch's builds for GPUs only
-        from worker.model.batch_invariant import replace_operations
+        from worker.backends.cuda.batch_invariant import replace_operations
     except ImportError as error:
         raise LoadingFailed(f"DETERMINISTIC=1 needs Triton on a GPU: {error}") from error
     replace_operations()

@@ -35,6 +35,14 @@ from transformers.utils.import_utils import (
 )
 
 from batching.errors import NoRoom, OnequeueError, OutOfMemory
+from worker.backends.gptq import drop_int4_grids
+from worker.backends.quantization import (
+    PACKAGES,
+    check_packages,
+    gguf_arguments,
+    memory_factor,
+    quantization_arguments,
+)
 from worker.checkpoint_files import count_problem, file_problem, folder_problem, shards_of
 from worker.device.device import choose_device, free_bytes
 from worker.error_classification import failure_of, first_line
@@ -47,14 +55,6 @@ from worker.load_context import (
     report,
 )
 from worker.messages.protocol import Batching, ModelInfo
-from worker.model.gptq import drop_int4_grids
-from worker.model.quantization import (
-    PACKAGES,
-    check_packages,
-    gguf_arguments,
-    memory_factor,
-    quantization_arguments,
-)
 from worker.task_detection import (
     file_sizes,
     is_custom_code,

@@ -45,8 +45,8 @@ from worker.model.language_model import LanguageModel
 from worker.model.loading import LoadingFailed
 
 if TYPE_CHECKING:
-    from worker.model.adapter_file import LoraWeights
-    from worker.model.cuda_graphs import CudaGraphs, RowsMetadata
+    from worker.backends.adapter_file import LoraWeights
+    from worker.backends.cuda.cuda_graphs import CudaGraphs, RowsMetadata
 
 log = logging.getLogger("onequeue.paged_runner")
 
@@ -110,7 +110,7 @@ class PagedRunner:
         max_running: int,
         slots: StateSlots | None = None,
     ) -> None:
-        from worker.model.cuda_graphs import SIZES, SPARE_BLOCKS, SPARE_SLOTS
+        from worker.backends.cuda.cuda_graphs import SIZES, SPARE_BLOCKS, SPARE_SLOTS
 
         self.language = language
         self.decoder_hook = DecoderHook(language.model) if language.is_multimodal else None
@@ -197,7 +197,7 @@ class PagedRunner:
         """Return the weights of a LoRA adapter, for `Sequence.adapter`. Raises InvalidAdapter."""
         language = self.language
         if language.lora is None:
-            from worker.model.lora import LoraLayers
+            from worker.backends.lora import LoraLayers
 
             cache = new_cache(language, 4, 4)
 
@@ -229,7 +229,7 @@ class PagedRunner:
     def _capture(self) -> "CudaGraphs | None":
         if self.language.device.type != "cuda" or not self._rows:
             return None
-        from worker.model.cuda_graphs import capture_graphs
+        from worker.backends.cuda.cuda_graphs import capture_graphs
 
         capture = partial(
             capture_graphs, self.language, self.model, self._rows_metadata(), self._run
@@ -237,8 +237,8 @@ class PagedRunner:
         return on_worker(capture)
 
     def _rows_metadata(self) -> "RowsMetadata":
-        from worker.model.attention.mixed import ALL_PROGRAMS
-        from worker.model.cuda_graphs import RowsMetadata
+        from worker.backends.cuda.cuda_graphs import RowsMetadata
+        from worker.backends.cuda.mixed import ALL_PROGRAMS
 
         blocks = min(self.blocks, -(-self.max_model_len // BLOCK))
         metadata = RowsMetadata(self.cache, self._rows, blocks)
@@ -262,7 +262,7 @@ class PagedRunner:
 
     def _attend_by_rows(self) -> None:
         """Attend in all steps by the decode kernel; raise LoadingFailed if logits differ."""
-        from worker.model.attention.mixed import RowwiseMetadata
+        from worker.backends.cuda.mixed import RowwiseMetadata
 
         language = self.language
         try:
@@ -277,8 +277,8 @@ class PagedRunner:
     def _use_decode_kernel(self) -> None:
         """Attend by the decode kernel also in steps with prompts, and to these by flash attention,
         as far as the logits are the same."""
-        from worker.model.attention.mixed import MixedMetadata
-        from worker.model.attention.varlen import VarlenMetadata  # seconds to import
+        from worker.backends.cuda.mixed import MixedMetadata
+        from worker.backends.cuda.varlen import VarlenMetadata  # seconds to import
 
         backends = (
             (VarlenMetadata, "flash attention", "prompts are slower"),
@@ -297,7 +297,7 @@ class PagedRunner:
             self._attempt_graphs(self._prepare_graphs)
 
     def _prepare_graphs(self) -> None:
-        from worker.model.cuda_graphs import CudaCapture, CudaGraphs
+        from worker.backends.cuda.cuda_graphs import CudaCapture, CudaGraphs
 
         capture = CudaCapture(checked=True)  # the eager model is
         self._compiled_graphs = CudaGraphs(
@@ -323,10 +323,10 @@ class PagedRunner:
 
     def _builds_later(self) -> bool:
         """Return whether native operations are not built, and share the weights with torch's. Other
-        weights would be in memory twice: of the heads of latents (attention/latent.py), and those
+        weights would be in memory twice: of the heads of latents (backends/latent.py), and those
         for which LanguageModel.pack_weights has waited."""
-        from worker.model.attention.native import NATIVE_DTYPES, try_load_native_ops
-        from worker.model.cpu.head_linear import HeadLinear
+        from worker.backends.cpu.head_linear import HeadLinear
+        from worker.backends.native_attention import NATIVE_DTYPES, try_load_native_ops
 
         language = self.language
         if language.device.type != "cpu" or language.dtype not in NATIVE_DTYPES:
@@ -382,13 +382,13 @@ class PagedRunner:
     def _use_native_ops(self) -> None:
         """Use native operations for new sequences, if they support the model and are checked. Steps
         of others, which may run meanwhile, leave them out."""
-        from worker.model.attention.native import NATIVE_DTYPES, NativeMetadata, load_native_ops
-        from worker.model.attention.native_recurrent import use_native_recurrence
-        from worker.model.cpu.functional import align_activations
-        from worker.model.cpu.linear import (
+        from worker.backends.cpu.functional import align_activations
+        from worker.backends.cpu.linear import (
             use_native_functions,
             use_native_linear,
         )
+        from worker.backends.native_attention import NATIVE_DTYPES, NativeMetadata, load_native_ops
+        from worker.backends.native_recurrent import use_native_recurrence
 
         language = self.language
         if language.device.type != "cpu" or language.dtype not in NATIVE_DTYPES:
@@ -440,7 +440,7 @@ class PagedRunner:
     def _keeps_rows_apart(self) -> bool:
         """Return whether a token's logits are equal in every bit in steps of several lengths, from
         any start and beside other sequences."""
-        from worker.model.cpu.linear import stacked_products_differ
+        from worker.backends.cpu.linear import stacked_products_differ
 
         language = self.language
         if not self.verifies_drafts or stacked_products_differ(language.decoder):
@@ -455,7 +455,7 @@ class PagedRunner:
     def _check_compiled(self, compiled: Callable[..., Any]) -> None:
         """Raise CannotRun unless the compiled model gives the logits of the eager one. Where these
         do not depend on a token's batch, those of the compiled model must not either."""
-        from worker.model.attention.native import NativeMetadata
+        from worker.backends.native_attention import NativeMetadata
 
         language = self.language
         [text] = language.random_prompts([max(COMPILED_WIDTHS)])
@@ -564,7 +564,7 @@ def run_model(
     rows = to_device(batch.rows, device)
     recurrent = None
     if language.recurrent:
-        from worker.model.attention.recurrent import PackedStates
+        from worker.backends.recurrent import PackedStates
 
         recurrent = PackedStates(language.recurrent, metadata.cache, batch).run
     with forward_context(metadata, recurrent):

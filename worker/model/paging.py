@@ -21,6 +21,8 @@ from transformers import AttentionInterface
 
 from batching.sequence import Batch, Span
 from batching.state_pool import MAX_CHECKPOINTS, MAX_DRAFTS, StateSegment
+from worker.backends.latent import use_latents
+from worker.backends.recurrent import RecurrentProbe, install, uninstall
 from worker.device.device import free_bytes, unreserved_bytes
 from worker.device.self_check import (
     MIN_PROMPT_TOKENS,
@@ -35,9 +37,7 @@ from worker.device.self_check import (
 from worker.error_classification import first_line
 from worker.load_context import on_worker, remaining_bytes
 from worker.model.attention.kv_cache import BLOCK, LayerShape
-from worker.model.attention.latent import use_latents
 from worker.model.attention.paged import ATTENTION, AttentionMetadata
-from worker.model.attention.recurrent import RecurrentProbe, install, uninstall
 from worker.model.check import Reference
 from worker.model.language_model import GeneratorOptions, LanguageModel
 from worker.model.loading import (

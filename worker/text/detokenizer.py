@@ -2,7 +2,7 @@
 
     Vocabulary (one per tokenizer) → stream (one per sequence): push(id) → text, flush() → text
 
-generation/output.py pushes each sampled token and passes the text on to the parser. A stream
+output.py pushes each sampled token and passes the text on to the parser. A stream
 returns only text that no later token changes. Byte-level BPE is decoded by a table of
 bytes and an incremental UTF-8 decoder; other tokenizers decode a short window of tokens. Nothing
 here encodes, or sets truncation or padding. Of a fast tokenizer only the vocabulary and the decoder

@@ -2,7 +2,7 @@
 
 The first layer's input is made contiguous: many encoders keep their patches features-first, as a
 convolution returns them, and each layer norm would copy its input. fc1 and its activation become
-one call, since oneDNN can apply an activation while it writes a product. generation/loading.py
+one call, since oneDNN can apply an activation while it writes a product. loading.py
 applies both after the weights have been packed.
 """
 
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from worker.backends.cpu.linear import ROUNDING
+from worker.backends.cpu.linear_layers import PackedLinear
 from worker.device.self_check import relative_error
-from worker.model.cpu.linear import ROUNDING
-from worker.model.cpu.linear_layers import PackedLinear
 from worker.model.language_model import LanguageModel
 
 log = logging.getLogger("onequeue.vision")

@@ -13,10 +13,7 @@ import torch
 from torch import Tensor
 
 from batching.sequence import Chunk, Sequence
-from worker.device.async_copy import fill_placeholders
-from worker.device.self_check import CannotRun
-from worker.error_classification import first_line
-from worker.model.cached_runner import (
+from worker.backends.cached_runner import (
     CACHED_TOLERANCE,
     CHECK_STEPS,
     RECOMPUTED,
@@ -24,6 +21,9 @@ from worker.model.cached_runner import (
     CacheState,
     Texts,
 )
+from worker.device.async_copy import fill_placeholders
+from worker.device.self_check import CannotRun
+from worker.error_classification import first_line
 from worker.model.check import check
 from worker.model.decoder_hook import DecoderHook
 from worker.model.language_model import LanguageModel

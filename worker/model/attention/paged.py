@@ -4,7 +4,7 @@ A batch is one row of tokens, span after span, each the tokens of one sequence. 
 step's backend through the thread that runs the model. A layer first writes keys and values into the
 blocks that the scheduler assigned (batching/block_pool.py); then each token attends to its own
 sequence. AttentionMetadata does this with torch's functions; other backends are NativeMetadata
-(native.py, CPUs with a compiler), RowsMetadata (model/cuda_graphs.py, few rows on a GPU),
+(native.py, CPUs with a compiler), RowsMetadata (backends/cuda/cuda_graphs.py, few rows on a GPU),
 MixedMetadata (mixed.py, prompts beside such rows) and VarlenMetadata (varlen.py, the same by flash
 attention).
 """
@@ -24,9 +24,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from batching.sequence import Batch
+from worker.backends.cpu.torch_only import running_step
 from worker.device.async_copy import to_device
 from worker.model.attention.kv_cache import BLOCK, KVCache
-from worker.model.cpu.torch_only import running_step
 
 ATTENTION = "onequeue_paged"
 LATENT = "onequeue_latent"  # the name of a layer's LatentProjections (latent.py)

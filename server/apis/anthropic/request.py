@@ -1,0 +1,140 @@
+"""The requests of `POST /v1/messages` and `/v1/messages/count_tokens`.
+
+    MessagesRequest --generation_input--> GenerationInput, as of a chat completion
+
+blocks.py converts the messages. What the API has for its own operation (`metadata`, `service_tier`,
+`cache_control`, `context_management`) is accepted without effect.
+"""
+
+from typing import Any, ClassVar, Literal
+
+from msgspec import Struct
+
+from batching.errors import InvalidInput
+from server.apis.anthropic.blocks import (
+    AssistantMessage,
+    InputMessages,
+    System,
+    to_template_messages,
+)
+from server.apis.anthropic.tools import CallChoice, ClientTools, call_policy
+from server.apis.openai.request_fields import (
+    Effort,
+    GenerationRequest,
+    PositiveInt,
+    Stops,
+)
+from server.apis.openai.response_format import RequestedFormat
+from server.http.errors import THREAD
+from server.http.json import Document
+from worker.messages.generation import Chat, GenerationInput
+
+OPENAI_FIELDS: dict[str, tuple[Any, ...]] = {
+    "max_completion_tokens": (),
+    "n": (1,),
+    "prompt_logprobs": (),
+    "response_format": (),
+    "return_token_ids": (False,),
+    "stop": (),
+    "stream_options": (),
+}
+ThinkingType = Literal["enabled", "disabled", "adaptive", "between_tools"]
+
+
+class ThinkingOptions(Struct):
+    type: ThinkingType
+    budget_tokens: PositiveInt | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class JsonOutputFormat(Struct):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+    def find_schema(self) -> tuple[str, Document]:
+        return ".schema", self.schema
+
+
+class OutputConfig(Struct):
+    effort: Effort | None = None
+    format: JsonOutputFormat | None = None
+
+
+class CountTokensRequest(GenerationRequest, kw_only=True):
+    unimplemented: ClassVar = (
+        {"container": (), "mcp_servers": ([],), "output_format": (), THREAD: ()}
+        | OPENAI_FIELDS
+        | GenerationRequest.unimplemented
+    )
+
+    messages: InputMessages
+    system: System | None = None
+    tools: ClientTools | None = None
+    tool_choice: CallChoice | None = None
+    thinking: ThinkingOptions | None = None
+    output_config: OutputConfig | None = None
+    stop_sequences: Stops | None = None
+
+    @property
+    def default_tokens(self) -> int | None:
+        """`max_tokens` is an upper limit: a shorter context ends the output before."""
+        return self.max_tokens
+
+    @property
+    def token_limit(self) -> tuple[str, int | None]:
+        return "max_tokens", None
+
+    @property
+    def output_format(self) -> tuple[str, RequestedFormat | None]:
+        return "output_config.format", self.output_config.format if self.output_config else None
+
+    @property
+    def hides_thinking(self) -> bool:
+        return self.thinking is not None and self.thinking.display == "omitted"
+
+    def check(self, document: Document) -> None:
+        super().check(document)
+        thinking = self.thinking
+        if thinking and thinking.type == "enabled" and thinking.budget_tokens is None:
+            raise InvalidInput.at("thinking.budget_tokens", "is required")
+
+    def generation_input(self) -> GenerationInput:
+        """Return the model's input; InvalidInput for unusable tools, blocks or formats."""
+        tools = self.tools or []
+        policy = call_policy(tools, self.tool_choice)
+        shown = [tool.to_template(f"tools[{n}]") for n, tool in enumerate(tools)]
+        messages, images = to_template_messages(self.system, self.messages)
+        thinking, effort = self._reasoning()
+        is_prefilled = isinstance(self.messages[-1], AssistantMessage)
+        path, last = f"messages[{len(self.messages) - 1}].content", messages[-1]
+        if is_prefilled and last.get("tool_calls"):
+            raise InvalidInput.at(path, "tool_use must be followed by a message with its result")
+        if is_prefilled and last.get("reasoning_content") and not last["content"]:
+            raise InvalidInput.at(path, "thinking must be followed by text, or by a message")
+        prompt = Chat(
+            messages,
+            tuple(shown) if policy else (),
+            add_generation_prompt=not is_prefilled,
+            continue_final_message=is_prefilled,
+            effort=effort,
+            images=images,
+        )
+        self.stop = self.stop_sequences
+        return self._input(
+            prompt,
+            None,
+            tool_policy=policy,
+            thinking_tokens=thinking,
+            thinking_is_optional=True,
+        )
+
+    def _reasoning(self) -> tuple[int | None, str]:
+        """Return the limit of the reasoning, and its effort."""
+        if self.thinking is None or self.thinking.type == "disabled":
+            return None, "none"
+        effort = self.output_config.effort if self.output_config else None
+        return self.thinking.budget_tokens, effort or "medium"
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True):
+    max_tokens: PositiveInt

@@ -1,0 +1,137 @@
+"""A transcript in five formats, with the same words in all.
+
+json and verbose_json are OpenAI's documents; srt and vtt are subtitles with a cue per segment.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from msgspec import UNSET, UnsetType
+
+from server.apis.openai.audio.request import AudioFormat, TranscriptionRequest
+from server.apis.openai.logprobs import scored_token
+from server.apis.openai.response_schemas import (
+    Duration,
+    ScoredToken,
+    TranscribedSegment,
+    TranscribedWord,
+    Transcription,
+    VerboseTranscription,
+)
+from server.http.json import to_json
+from worker.messages.deltas import TokenLogprob
+from worker.messages.transcription import Segment, TranscriptDelta, Word
+
+
+@dataclass(slots=True)
+class Transcript:
+    """A transcript so far. `seconds` is the length of the whole recording."""
+
+    text: str = ""
+    segments: list[Segment] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    language: str = ""
+    seconds: float = 0.0
+
+    def add(self, delta: TranscriptDelta) -> str:
+        """Add a delta; return its text, without the space before the first word."""
+        text = delta.text if self.text else delta.text.lstrip()
+        self.text += text
+        if delta.segment is not None:
+            self.segments.append(delta.segment)
+        self.logprobs += delta.logprobs
+        self.language = delta.language or self.language
+        self.seconds = delta.seconds or self.seconds
+        return text
+
+    @property
+    def duration(self) -> Duration:
+        return Duration("duration", round(self.seconds, 3))
+
+
+def as_json(transcript: Transcript, request: TranscriptionRequest) -> bytes:
+    logprobs = token_scores(transcript, request)
+    return to_json(Transcription(transcript.text, transcript.duration, logprobs))
+
+
+def as_verbose_json(transcript: Transcript, request: TranscriptionRequest) -> bytes:
+    segments = transcript.segments
+    words = [word for segment in segments for word in segment.words]
+    return to_json(
+        VerboseTranscription(
+            task=request.task,
+            language="english" if request.task == "translate" else transcript.language,
+            duration=transcript.duration.seconds,
+            text=transcript.text,
+            segments=list(map(_segment, segments)) if request.segments else UNSET,
+            words=list(map(_word, words)) if request.words else UNSET,
+            usage=transcript.duration,
+        )
+    )
+
+
+def token_scores(
+    transcript: Transcript, request: TranscriptionRequest
+) -> list[ScoredToken] | UnsetType:
+    return list(map(scored_token, transcript.logprobs)) if request.include else UNSET
+
+
+def _segment(segment: Segment) -> TranscribedSegment:
+    fields = TranscribedSegment.__struct_fields__
+    return TranscribedSegment(*(getattr(segment, name) for name in fields))
+
+
+def _word(word: Word) -> TranscribedWord:
+    return TranscribedWord(word.text.strip(), word.start, word.end)
+
+
+def as_text(transcript: Transcript, request: TranscriptionRequest) -> bytes:
+    return f"{transcript.text}\n".encode()
+
+
+def as_srt(transcript: Transcript, request: TranscriptionRequest) -> bytes:
+    cues = [
+        f"{n}\n{clock(segment.start, ',')} --> {clock(segment.end, ',')}\n"
+        f"{_one_line(segment.text)}\n\n"
+        for n, segment in enumerate(_cues(transcript), start=1)
+    ]
+    return "".join(cues).encode()
+
+
+def as_vtt(transcript: Transcript, request: TranscriptionRequest) -> bytes:
+    cues = [
+        f"{clock(segment.start, '.')} --> {clock(segment.end, '.')}\n{_escaped(segment.text)}\n\n"
+        for segment in _cues(transcript)
+    ]
+    return "".join(["WEBVTT\n\n", *cues]).encode()
+
+
+def _cues(transcript: Transcript) -> list[Segment]:
+    """Return the segments with text: an empty cue would break the file's structure."""
+    return [segment for segment in transcript.segments if segment.text.strip()]
+
+
+def _one_line(text: str) -> str:
+    """Return a cue's text without line breaks and without `-->`, which starts a cue."""
+    return " ".join(text.split()).replace("-->", "->")
+
+
+def _escaped(text: str) -> str:
+    return _one_line(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def clock(seconds: float, separator: str) -> str:
+    """Return hours:minutes:seconds, and milliseconds after the separator."""
+    whole, milliseconds = divmod(round(seconds * 1000), 1000)
+    hours, rest = divmod(whole, 3600)
+    return f"{hours:02}:{rest // 60:02}:{rest % 60:02}{separator}{milliseconds:03}"
+
+
+Encoder = Callable[[Transcript, TranscriptionRequest], bytes]
+ENCODERS: Mapping[AudioFormat, tuple[bytes, Encoder]] = {
+    "json": (b"application/json", as_json),
+    "verbose_json": (b"application/json", as_verbose_json),
+    "text": (b"text/plain; charset=utf-8", as_text),
+    "srt": (b"application/x-subrip; charset=utf-8", as_srt),
+    "vtt": (b"text/vtt; charset=utf-8", as_vtt),
+}

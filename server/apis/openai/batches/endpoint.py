@@ -1,0 +1,120 @@
+"""`/v1/batches`: create, list, retrieve and cancel batches; runner.py runs them."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal, get_args
+
+from msgspec import Meta, Struct
+from msgspec.json import decode
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from batching.errors import InvalidInput
+from server.apis.openai.batches.files import ExpiresAfter, FileEndpoints, namespace_of
+from server.apis.openai.batches.runner import BatchRunner, BatchTask
+from server.apis.openai.batches.store import KEPT_S, BatchRecord
+from server.apis.openai.request_fields import convert
+from server.apis.openai.response_schemas import BatchJob, BatchList
+from server.apis.openai.responses.request import Metadata
+from server.apis.openai.sqlite_store import ListPage, encode_page, in_store
+from server.http.access import address_of
+from server.http.errors import SETTING_FOR_PATH
+from server.http.json import JsonBodyParser, parse_json, to_json
+from server.http.operation import Operation, OperationRoute, routes_of
+from server.http.request import read_request, send_json
+
+BatchedPath = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
+BATCH_ENDPOINTS = get_args(BatchedPath)
+
+
+class BatchRequest(Struct):
+    input_file_id: str
+    endpoint: BatchedPath
+    completion_window: Literal["24h"]
+    metadata: Metadata | None = None
+    output_expires_after: ExpiresAfter | None = None
+
+
+class BatchPage(Struct):
+    """The query of a list of batches, newest first."""
+
+    after: Annotated[str | None, Meta(description="The id of a batch")] = None
+    limit: Annotated[int, Meta(ge=1, le=100)] = 20
+
+
+@Operation(
+    "POST /v1/batches",
+    "Run the lines of a file as requests of low priority",
+    BatchJob,
+    BatchRequest,
+    errors=[404],
+)
+@dataclass(eq=False)
+class Batches:
+    """An ASGI app that creates batches; `routes` has those of files and batches by their ids."""
+
+    runner: BatchRunner
+
+    def __post_init__(self) -> None:
+        self.store = self.runner.store
+        self.body_parser = JsonBodyParser()
+
+    def routes(self) -> list[OperationRoute]:
+        own = routes_of(self, self.list_batches, self.retrieve, self.cancel)
+        return FileEndpoints(self.store).routes() + own
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        _, body, incoming = await read_request(scope, receive)
+        request = await self.body_parser.run(parse, body, incoming.deadlines.first)
+        if request.endpoint not in self.runner.endpoints:
+            setting = SETTING_FOR_PATH[request.endpoint]
+            reason = f"no model serves {request.endpoint}: it needs {setting}"
+            raise InvalidInput.at("endpoint", reason)
+        expires = request.output_expires_after
+
+        def create() -> BatchRecord:
+            return self.store.create(
+                namespace_of(scope),
+                address_of(scope),
+                request.endpoint,
+                request.input_file_id,
+                request.metadata,
+                expires.seconds if expires else KEPT_S,
+            )
+
+        record = await in_store(create)
+        content = to_json(record.job)
+        self.runner.add(record)
+        await send_json(send, content)
+
+    @Operation(
+        "GET /v1/batches", "The batches of the key, newest first", BatchList, query=BatchPage
+    )
+    async def list_batches(self, request: Request) -> bytes:
+        query = convert(dict(request.query_params), BatchPage, strict=False)
+        page = ListPage(query.after, query.limit, True)
+        namespace = namespace_of(request.scope)
+
+        def read() -> bytes:
+            jobs = self.store.list_batches(namespace, page)
+            return encode_page(BatchList, jobs, page.limit)
+
+        return await in_store(read)
+
+    @Operation("GET /v1/batches/{id}", "A batch", BatchJob)
+    async def retrieve(self, request: Request) -> bytes:
+        namespace, id = namespace_of(request.scope), request.path_params["id"]
+        return await in_store(self.store.batch, namespace, id)
+
+    @Operation("POST /v1/batches/{id}/cancel", "Cancel a batch", BatchJob, errors=[400])
+    async def cancel(self, request: Request) -> bytes:
+        namespace, id = namespace_of(request.scope), request.path_params["id"]
+        job = decode(await in_store(self.store.batch, namespace, id), type=BatchJob)
+        if job.status not in ("validating", "in_progress", "cancelling"):
+            raise InvalidInput.at("id", f"the batch cannot be cancelled: it is {job.status}")
+        if batch := self.runner.jobs.find(BatchTask, namespace, id):
+            await batch.cancel()
+        return await in_store(self.store.batch, namespace, id)
+
+
+def parse(body: bytes) -> BatchRequest:
+    return convert(parse_json(body), BatchRequest)

@@ -1,0 +1,173 @@
+"""`/v1/files`: the files of batches, uploaded as a form and kept in the store.
+
+upload (http/upload.py) → store.py → content, in pieces, at the client's pace
+"""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from anyio import CapacityLimiter
+from anyio.to_thread import run_sync
+from msgspec import Meta, Struct
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from batching.errors import InvalidInput
+from server.apis.openai.batches.store import KEPT_S, BatchStore
+from server.apis.openai.images import raise_when_gone
+from server.apis.openai.request_fields import convert
+from server.apis.openai.response_schemas import Deleted, FileList, FileObject
+from server.apis.openai.sqlite_store import ListPage, encode_page, in_store, storage_namespace
+from server.http.form import FILE, Form
+from server.http.json import Document
+from server.http.operation import FORM, Operation, OperationRoute, routes_of
+from server.http.request import SEND_BYTES, send_at_pace, send_json
+from server.http.upload import Uploads
+
+MAX_FILE_MB = 200
+READER_THREADS = 1  # more would fill a turn of the event loop with pieces of files
+MIN_KEPT_S = 3600
+
+KeptSeconds = Annotated[int, Meta(ge=MIN_KEPT_S, le=KEPT_S)]
+
+
+class ExpiresAfter(Struct):
+    anchor: Literal["created_at"]
+    seconds: KeptSeconds
+
+
+class FileFields(Struct):
+    """The fields of an upload, beside the file."""
+
+    purpose: Literal["batch"]
+    expires_after: ExpiresAfter | None = None
+
+
+class FilePage(Struct):
+    """The query of a list of files."""
+
+    after: Annotated[str | None, Meta(description="The id of a file")] = None
+    limit: Annotated[int, Meta(ge=1, le=10_000)] = 10_000
+    order: Literal["asc", "desc"] = "desc"
+    purpose: Annotated[str, Meta(max_length=64)] | None = None
+
+
+def namespace_of(scope: Scope) -> bytes:
+    return storage_namespace(scope["context"].key.id)
+
+
+@dataclass(eq=False)
+class FileEndpoints:
+    store: BatchStore
+
+    def routes(self) -> list[OperationRoute]:
+        upload, content = FileUpload(self.store), FileContent(self.store)
+        return routes_of(upload, self.list_files, self.retrieve_or_delete, content)
+
+    @Operation("GET /v1/files", "The files of the key", FileList, query=FilePage)
+    async def list_files(self, request: Request) -> bytes:
+        query = convert(dict(request.query_params), FilePage, strict=False)
+        page = ListPage(query.after, query.limit, query.order == "desc")
+        namespace = namespace_of(request.scope)
+
+        def read() -> bytes:
+            files = self.store.list_files(namespace, page, query.purpose)
+            return encode_page(FileList, files, page.limit)
+
+        return await in_store(read)
+
+    @Operation("GET /v1/files/{id}", "A file", FileObject)
+    @Operation("DELETE /v1/files/{id}", "Delete a file", Deleted, errors=[400])
+    async def retrieve_or_delete(self, request: Request) -> FileObject | Deleted:
+        namespace, id = namespace_of(request.scope), request.path_params["id"]
+        if request.method == "DELETE":
+            await in_store(self.store.delete_file, namespace, id)
+            return Deleted(id, "file", deleted=True)
+        return await in_store(self.store.file, namespace, id)
+
+
+def file_form() -> Document:
+    """Return the JSON schema of an upload."""
+    content = {"type": "string", "format": "binary", "description": "JSONL, with a file name"}
+    seconds = {"type": "integer", "minimum": MIN_KEPT_S, "maximum": KEPT_S}
+    fields = {
+        FILE: content,
+        "purpose": {"enum": ["batch"]},
+        "expires_after[anchor]": {"enum": ["created_at"]},
+        "expires_after[seconds]": seconds,
+    }
+    return {"type": "object", "required": [FILE, "purpose"], "properties": fields}
+
+
+@Operation("POST /v1/files", "Upload the input file of a batch", FileObject, {FORM: file_form()})
+class FileUpload:
+    """An ASGI app that stores the file of a form."""
+
+    def __init__(self, store: BatchStore) -> None:
+        self.store = store
+        self.uploads = Uploads(MAX_FILE_MB, str(store.uploads))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self.uploads.form(scope, receive) as (form, _):
+            fields = form_fields(form)
+            kept_s = fields.expires_after.seconds if fields.expires_after else KEPT_S
+            namespace, size = namespace_of(scope), form.file_bytes
+
+            def add() -> FileObject:
+                return form.pass_on(
+                    lambda path: self.store.add_file(namespace, path, form.filename, size, kept_s)
+                )
+
+            file = await in_store(add)
+        await send_json(send, file)
+
+
+def form_fields(form: Form) -> FileFields:
+    """Return the checked fields. Raises InvalidInput."""
+    document: dict[str, object] = {}
+    expires: dict[str, str] = {}
+    for name, values in form.fields.items():
+        if len(values) > 1:
+            raise InvalidInput.at(name, "must be sent once")
+        if name.startswith("expires_after[") and name.endswith("]"):
+            expires[name[len("expires_after[") : -1]] = values[0]
+        else:
+            document[name] = values[0]
+    if expires:
+        document["expires_after"] = expires
+    return convert(document, FileFields, strict=False)
+
+
+@Operation("GET /v1/files/{id}/content", "The content of a file", {"application/octet-stream": {}})
+class FileContent:
+    """An ASGI app that sends the content of a file."""
+
+    def __init__(self, store: BatchStore) -> None:
+        self.store = store
+        self._threads = CapacityLimiter(READER_THREADS)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        id, threads = scope["path_params"]["id"], self._threads
+        file = await in_store(self.store.file, namespace_of(scope), id, limiter=threads)
+        # a piece in the connection's buffer, and one that waits for room in it
+        scope["app"].count_body(scope, min(file.bytes, 2 * SEND_BYTES))
+        content = await in_store(self.store.path(file.id).open, "rb", 0, limiter=threads)
+        # uvicorn's `send` says nothing about a client that has gone
+        gone = asyncio.create_task(raise_when_gone(receive))
+        try:
+            headers = [(b"content-type", b"application/octet-stream")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            while not gone.done():
+                piece = await run_sync(content.read, SEND_BYTES, limiter=threads)
+                if not piece:
+                    break
+                message = {"type": "http.response.body", "body": piece, "more_body": True}
+                await send_at_pace(send, scope["transfer"], message)
+            if gone.done():
+                gone.result()
+            await send({"type": "http.response.body", "body": b""})
+        finally:
+            gone.cancel()
+            await asyncio.gather(gone, return_exceptions=True)
+            await run_sync(content.close)

@@ -1,0 +1,532 @@
+"""Runs batches: their lines, in turns, through their endpoint.
+
+    input file → checked → lines, each in its client's turn → endpoint → results → store.py
+
+A line is a request without a connection: its endpoint reads, submits and builds as for HTTP. Lines
+have low priority, count as one request in the shares of the queue, and wait while it is full. When
+the server stops, lines in flight are dropped, and run again after the next start.
+"""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import sqlite3
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
+from typing import Any, Literal, NamedTuple
+
+from anyio.to_thread import run_sync
+from msgspec import Raw, Struct
+from msgspec.json import decode
+from starlette.types import Message, Scope
+
+from batching.errors import ClientGone, QueueFull, Refused
+from batching.fair_share import Priority
+from server.apis.openai.batches.input_file import CHUNK_BYTES, InputChecker, read_body
+from server.apis.openai.batches.store import (
+    BatchRecord,
+    BatchStore,
+    LineResult,
+    LineTokens,
+    PendingInput,
+    StoreFull,
+)
+from server.apis.openai.endpoint import BodyEndpoint
+from server.apis.openai.jobs import JobRunner, StoredJob
+from server.apis.openai.response_schemas import BatchError, BatchStatus
+from server.apis.openai.sqlite_store import RETRY_S, in_store, storage_namespace
+from server.core.api_keys import NO_KEY, ApiKey
+from server.core.request_context import RequestContext, RequestRecord
+from server.core.worker_client import Deadlines, IncomingRequest
+from server.http.access import client_of
+from server.http.errors import HttpError
+from server.http.json import heavy_limiter, to_json
+from server.http.ndjson import LineWindow
+from server.http.request import count_failure
+from server.http.transfers import Transfer
+
+log = logging.getLogger("onequeue.batches")
+
+PAGE_LINES = 64
+WINDOW_DIVISOR = 4  # the lines in flight hold at most one divided by this of the queue's slots
+MAX_CRASHES = 3  # of the process in a row, without a result of the batch
+UNSERVED_TEXTS = {
+    "batch_cancelled": "The batch was cancelled before this line had a result.",
+    "batch_expired": "The batch expired before this line had a result.",
+}
+
+
+class LineResponse(Struct):
+    status_code: int
+    request_id: str
+    body: Raw
+
+
+class LineError(Struct):
+    code: str
+    message: str
+
+
+class LineSummary(Struct):
+    """The part of a response that the batch counts."""
+
+    model: str | None = None
+    usage: dict[str, Any] | None = None
+
+    def tokens(self) -> LineTokens:
+        """Return the tokens of the usage, as any of the endpoints names them."""
+        usage: dict[str, Any] = {"cached_tokens": 0, "reasoning_tokens": 0}
+        for name, value in (self.usage or {}).items():
+            usage |= value if name.endswith("_details") else {name: value}
+        return LineTokens(
+            usage.get("prompt_tokens", 0) + usage.get("input_tokens", 0),
+            usage["cached_tokens"],
+            usage.get("completion_tokens", 0) + usage.get("output_tokens", 0),
+            usage["reasoning_tokens"],
+        )
+
+
+class LineOutput(Struct):
+    """A line of an output or an error file."""
+
+    id: str
+    custom_id: str
+    response: LineResponse | None
+    error: LineError | None
+
+
+class CapturedResponse:
+    """The `send` of a line: keeps the response."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.parts: list[bytes] = []
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.parts))
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        else:
+            self.parts.append(message.get("body", b""))
+
+
+class FinishedLine(NamedTuple):
+    position: int
+    size: int
+    custom_id: str
+    request_id: str
+    response: CapturedResponse
+
+    def result(self) -> LineResult:
+        """Return the line of the output or the error file."""
+        content = b"".join(self.response.parts)
+        response = LineResponse(self.response.status, self.request_id, Raw(content))
+        result = line_result(self.position, self.custom_id, response, None)
+        summary = decode(content, type=LineSummary)
+        return result._replace(model=summary.model, tokens=summary.tokens())
+
+
+def line_result(
+    position: int, custom_id: str, response: LineResponse | None, error: LineError | None
+) -> LineResult:
+    output = LineOutput("batch_req_" + secrets.token_hex(12), custom_id, response, error)
+    is_error = response is None or response.status_code != 200
+    return LineResult(position, to_json(output) + b"\n", is_error)
+
+
+class BatchRunner:
+    """Gives turns to the batches that have not ended: to the oldest one of each client."""
+
+    def __init__(
+        self, jobs: JobRunner, store: BatchStore, endpoints: Mapping[str, BodyEndpoint[Any]]
+    ) -> None:
+        self.jobs, self.worker_client = jobs, jobs.worker_client
+        self.store = store
+        self.endpoints = endpoints  # by path
+        self.check_turn = asyncio.Lock()  # one input file is checked at a time
+        self.batches: dict[str, BatchTask] = {}  # by id, oldest first
+        self._waiting: dict[BatchTask, asyncio.Future[None]] = {}  # for a turn
+        self._turns = count(1)
+        jobs.stores.append(store)
+        jobs.on_start.append(self._start)
+
+    def _start(self) -> None:
+        self.app = self.jobs.app
+        self.window = LineWindow(max(1, self.app.settings.max_queue_size // WINDOW_DIVISOR))
+        for record in self.store.unfinished():
+            self.add(record)
+        self.worker_client.loaded.add_done_callback(lambda _: self._wake())
+
+    def find_key(self, namespace: bytes) -> ApiKey | None:
+        """Return the key that a batch was created with; None if it is not valid any more."""
+        keys: Iterable[ApiKey] = self.app.keyring if self.app.keyring.required else (NO_KEY,)
+        return next((key for key in keys if storage_namespace(key.id) == namespace), None)
+
+    def add(self, record: BatchRecord) -> None:
+        """Run a batch when it is its client's oldest one."""
+        batch = BatchTask(self, record)
+        self.batches[batch.id] = batch
+        self.jobs.run(batch)
+
+    def remove(self, batch: "BatchTask") -> None:
+        del self.batches[batch.id]
+        self._wake()
+        self.pass_turns()
+
+    def _wake(self) -> None:
+        for batch in self.batches.values():
+            batch.changed.set()
+
+    def may_run(self, batch: "BatchTask") -> bool:
+        loaded, client = self.worker_client.loaded, batch.context.client
+        if not loaded.done() or loaded.cancelled() or loaded.exception():
+            return False
+        oldest = next(first for first in self.batches.values() if first.context.client == client)
+        return batch is oldest or batch.end is not None
+
+    async def take_turn(self, batch: "BatchTask", size: int) -> None:
+        """Wait until a batch may start a line, which is then in flight."""
+        self._waiting[batch] = turn = asyncio.get_running_loop().create_future()
+        batch.next_size = size
+        try:
+            self.pass_turns()
+            await turn
+        finally:
+            self._waiting.pop(batch, None)
+
+    def pass_turns(self) -> None:
+        """Let batches start lines while the window, and the memory of one body, has room. Next is
+        the batch with the fewest lines in flight, of these the one whose last turn was first."""
+        batches = self.batches.values()
+        while self._waiting:
+            batch = min(self._waiting, key=lambda batch: (batch.in_flight, batch.last_turn))
+            in_flight = sum(batch.in_flight for batch in batches)
+            size = sum(batch.bytes for batch in batches) + batch.next_size
+            if in_flight and (in_flight >= self.window.size or size > self.app.max_body):
+                return
+            turn = self._waiting.pop(batch)
+            if not turn.done():  # else interrupted
+                batch.last_turn = next(self._turns)
+                batch.in_flight += 1
+                batch.bytes += batch.next_size
+                turn.set_result(None)
+
+
+class BatchTask(StoredJob):
+    """A batch that has not ended."""
+
+    def __init__(self, runner: BatchRunner, record: BatchRecord) -> None:
+        super().__init__(record.job.id, record.namespace)
+        self.runner, self.store, self.record = runner, runner.store, record
+        found = runner.find_key(record.namespace)
+        self.is_key_valid, key = found is not None, found or NO_KEY
+        client, priority = client_of(key, record.address), max(Priority.BATCH, key.priority)
+        # all lines count as one request in the shares of the queue
+        self.context = RequestContext(client, self.id, None, key.share, priority, True, key)
+        self.end: Literal["cancelled", "expired"] | None = None  # instead of completed
+        if record.job.status == "cancelling":
+            self.end = "cancelled"
+        self.changed = asyncio.Event()  # it may run, or is interrupted
+        self.last_turn = self.next_size = 0
+        self.in_flight = self.bytes = 0  # of lines without a stored result
+        self._is_stale = False  # `record` may differ from the stored one
+        self._serving: asyncio.Task[None] | None = None  # starts lines, and ends with them
+        self._finished: list[FinishedLine] = []  # their results are not stored yet
+        self._filled = asyncio.Event()  # there are some, or all lines have ended
+        self._all_ended = False
+        left_s = max(0.0, record.job.expires_at - time.time())
+        self.expires = time.monotonic() + left_s
+        self._timer = asyncio.get_running_loop().call_later(left_s, self._end_early, "expired")
+
+    @property
+    def is_interrupted(self) -> bool:
+        return self.end is not None or self.runner.jobs.is_stopping
+
+    def drain(self) -> None:
+        """Drop the lines in flight."""
+        if self._serving:
+            self._serving.cancel()
+        self.changed.set()
+
+    def abort(self) -> None:
+        self._end_early("cancelled")
+
+    def _end_early(self, end: Literal["cancelled", "expired"]) -> None:
+        self.end = self.end or end
+        self.drain()
+
+    async def cancel(self) -> None:
+        """Cancel the batch, if it has not ended. Raises QueueFull if the disk fails."""
+        job = self.record.job
+        if self.end is None and job.status in ("validating", "in_progress"):
+            job.status, job.cancelling_at = "cancelling", int(time.time())
+            self.abort()
+            await in_store(self.store.save, self.record)
+
+    async def run(self) -> None:
+        try:
+            while not self.runner.jobs.is_stopping:
+                if self.runner.may_run(self) and await self._try():
+                    break
+                self.changed.clear()
+                with contextlib.suppress(TimeoutError):  # else it may run, or is interrupted
+                    await asyncio.wait_for(self.changed.wait(), RETRY_S)
+        except Exception:
+            log.exception("bug in a batch id=%s", self.id)
+            with contextlib.suppress(OSError, sqlite3.Error):
+                await self._finish("failed", [BatchError("server_error", "internal server error")])
+        finally:
+            self._timer.cancel()
+            self.runner.remove(self)
+
+    async def _try(self) -> bool:
+        """Run the batch. Return False if it is to be tried again: the disk has failed, or there is
+        no memory for checking its input."""
+        try:
+            if self._is_stale:
+                self.record = await run_sync(self.store.reload, self.record)
+                self.record.crashes = 0
+                self._is_stale = False
+            try:
+                await self._advance()
+            except StoreFull as error:
+                await self._finish("failed", [BatchError("storage_full", str(error))])
+        except QueueFull:
+            return self.runner.jobs.is_stopping
+        except (OSError, sqlite3.Error) as error:
+            log.error("batch delayed id=%s error=%.200r", self.id, error)
+            self._is_stale = True
+            return self.runner.jobs.is_stopping
+        return True
+
+    async def _advance(self) -> None:
+        job = self.record.job
+        if not self.is_key_valid:
+            error = BatchError("invalid_api_key", "the API key of the batch is not valid any more")
+            return await self._finish("failed", [error])
+        if job.endpoint not in self.runner.endpoints:
+            error = BatchError("model_not_found", f"no model serves {job.endpoint} any more")
+            return await self._finish("failed", [error])
+        if job.status == "validating" and not self.is_interrupted:
+            async with self.runner.check_turn:
+                errors = await self._check_input()
+            if errors:
+                return await self._finish("failed", errors)
+        if job.status == "in_progress" and not self.is_interrupted:
+            self.record.crashes += 1
+            if self.record.crashes > MAX_CRASHES:
+                reason = f"the server ended {MAX_CRASHES} times while it ran these lines"
+                return await self._finish("failed", [BatchError("server_error", reason)])
+            await run_sync(self.store.save, self.record)
+            await self._serve_lines()
+        if self.runner.jobs.is_stopping:
+            self.record.crashes = 0
+            return await run_sync(self.store.save, self.record)
+        if self.end is None:
+            job.status, job.finalizing_at = "finalizing", int(time.time())
+        elif job.request_counts.total:
+            await self._fail_unserved("batch_" + self.end)
+        await self._finish(self.end or "completed")
+
+    async def _finish(self, status: BatchStatus, errors: Sequence[BatchError] = ()) -> None:
+        await run_sync(self.store.finish, self.record, status, errors)
+        job = self.record.job
+        counts, seconds = job.request_counts, time.time() - (job.in_progress_at or time.time())
+        log.info(
+            "batch ended id=%s status=%s completed=%d failed=%d seconds=%.1f",
+            self.id,
+            status,
+            counts.completed,
+            counts.failed,
+            seconds,
+        )
+
+    # ── the input file ──
+
+    async def _check_input(self) -> Sequence[BatchError]:
+        """Check the input file, and begin to run its lines. Return its errors. Raises QueueFull if
+        bodies take too much memory: a line that is checked counts as one."""
+        job, path = self.record.job, self.store.path(self.record.job.input_file_id)
+        app, transfer, turns = self.runner.app, Transfer(), heavy_limiter()
+        checker = InputChecker(job.endpoint, app.max_body)
+
+        def check(offset: int) -> bool:
+            with path.open("rb") as file:
+                file.seek(offset)
+                checker.feed(chunk := file.read(CHUNK_BYTES))
+                return len(chunk) == CHUNK_BYTES
+
+        size = (await run_sync(path.stat)).st_size
+        app.memory.take(transfer, min(size, app.max_body))
+        try:
+            offset = 0
+            while await run_sync(check, offset, limiter=turns):
+                offset += CHUNK_BYTES
+                if self.is_interrupted or checker.has_failed:
+                    break
+            lines = await run_sync(checker.finish, limiter=turns)
+        finally:
+            app.memory.release(transfer)
+        if not checker.errors and not self.is_interrupted:
+            await run_sync(self.store.begin, self.record, lines)
+        return checker.errors
+
+    def _read_line(self, line: PendingInput) -> tuple[str, bytes]:
+        """Return a line's custom_id and its body. In a pool thread."""
+        with self.store.path(self.record.job.input_file_id).open("rb") as file:
+            file.seek(line.offset)
+            return read_body(file.read(line.size))
+
+    # ── lines ──
+
+    async def _serve_lines(self) -> None:
+        """Run all lines without a result, until the batch is interrupted."""
+        self.endpoint = self.runner.endpoints[self.record.job.endpoint]
+        self._finished, self._all_ended = [], False
+        self._to_start: deque[PendingInput] = deque()
+        self._retry_at = 0.0
+        self._serving = asyncio.create_task(self._start_lines())
+        writer = asyncio.create_task(self._store_results())
+        await asyncio.wait([self._serving, writer], return_when=asyncio.FIRST_COMPLETED)
+        self._serving.cancel()
+        [failure] = await asyncio.gather(self._serving, return_exceptions=True)
+        self._all_ended = True
+        self._filled.set()
+        [writer_failure] = await asyncio.gather(writer, return_exceptions=True)
+        self.in_flight = self.bytes = 0
+        self.runner.pass_turns()
+        if writer_failure:
+            raise writer_failure
+        if isinstance(failure, BaseExceptionGroup):
+            raise failure.exceptions[0]
+
+    async def _start_lines(self) -> None:
+        """Start each line without a result in its turn, until all have ended."""
+        last, to_start, lines = -1, self._to_start, set[asyncio.Task[None]]()
+        async with asyncio.TaskGroup() as group:
+            while True:
+                if not to_start:
+                    to_start += await run_sync(self.store.pending, self.record, last, PAGE_LINES)
+                    last = to_start[-1].position if to_start else last
+                if to_start:
+                    await self._wait_for_turn(to_start[0].size)
+                    lines.add(task := group.create_task(self._serve_line(to_start.popleft())))
+                    task.add_done_callback(lines.discard)
+                elif lines:  # they may be refused
+                    await asyncio.wait(lines, return_when=asyncio.FIRST_COMPLETED)
+                else:
+                    return
+
+    async def _wait_for_turn(self, size: int) -> None:
+        """Wait until a line may start. One that cannot start takes no turn."""
+        await asyncio.sleep(self._retry_at - time.monotonic())
+        if bucket := self.context.key.tokens:
+            while wait_s := bucket.wait_s(1, time.monotonic()):  # noqa: ASYNC110
+                await asyncio.sleep(wait_s)
+        await self.runner.worker_client.queue.wait_for_room(self.context)
+        await self.runner.take_turn(self, size)
+
+    async def _serve_line(self, line: PendingInput) -> None:
+        """Run a line. One that is refused is started again later."""
+        request_id = f"{self.id}-{line.number}"
+        custom_id, body = await run_sync(self._read_line, line)
+        scope = self._scope(request_id)
+        try:
+            response = await self._respond(scope, body)
+        except (Refused, ClientGone) as refusal:
+            wait_s = min(refusal.retry_after_s or 1.0, RETRY_S)
+            self._retry_at = time.monotonic() + wait_s
+            self._to_start.appendleft(line)
+            self._end_turns([line.size])
+            return
+        finally:
+            self.runner.app.memory.release(scope["transfer"])
+        self.runner.window.record(response.size)
+        self._finished.append(
+            FinishedLine(line.position, line.size, custom_id, request_id, response)
+        )
+        self._filled.set()
+
+    def _end_turns(self, sizes: Sequence[int]) -> None:
+        """Count lines in flight no more."""
+        self.in_flight -= len(sizes)
+        self.bytes -= sum(sizes)
+        self.runner.pass_turns()
+
+    def _scope(self, request_id: str) -> Scope:
+        """Return the scope of a line's request."""
+        return {
+            "type": "http",
+            "method": "POST",
+            "path": self.record.job.endpoint,
+            "headers": [],
+            "query_string": b"",
+            "app": self.runner.app,
+            "context": self.context,
+            "record": RequestRecord(request_id, received_at=time.monotonic()),
+            "transfer": Transfer(),
+            "client": (self.record.address, 0),
+        }
+
+    async def _respond(self, scope: Scope, body: bytes) -> CapturedResponse:
+        """Return the response to a line's request. Raises a Refused."""
+        response = CapturedResponse()
+        deadlines = Deadlines(self.expires + RETRY_S, self.expires + RETRY_S)
+        incoming = IncomingRequest(scope, None, deadlines)
+        try:
+            self.runner.app.count_body(scope, len(body))
+            request = await self.endpoint.read(incoming, body)
+            await self.endpoint.serve(incoming, response, request)
+        except (Refused, ClientGone):
+            raise
+        except Exception as error:
+            failure: HttpError = count_failure(error, scope)
+            response.status, response.parts = failure.status, [to_json(failure.document)]
+        return response
+
+    async def _store_results(self) -> None:
+        """Store results as they come, together where several wait, until all lines have ended."""
+        while True:
+            await self._filled.wait()
+            self._filled.clear()
+            if finished := self._finished:
+                self._finished = []
+                results = await run_sync(self._append, finished)
+                self._end_turns([line.size for line in finished])
+                self._count(results)
+            if self._all_ended and not self._finished:
+                return
+
+    def _append(self, finished: Sequence[FinishedLine]) -> list[LineResult]:
+        """Store the results of lines. In a pool thread."""
+        results = [line.result() for line in finished]
+        self.store.append(self.record, results)
+        return results
+
+    def _count(self, results: Sequence[LineResult]) -> None:
+        metric = self.runner.app.metrics.batch_lines
+        failed = sum(result.is_error for result in results)
+        metric.labels("failed").inc(failed)
+        metric.labels("completed").inc(len(results) - failed)
+
+    async def _fail_unserved(self, code: str) -> None:
+        """Add the lines without a result to the error file."""
+        error = LineError(code, UNSERVED_TEXTS[code])
+
+        def fail_page() -> list[LineResult]:
+            results = [
+                line_result(line.position, self._read_line(line)[0], None, error)
+                for line in self.store.pending(self.record, -1, PAGE_LINES)
+            ]
+            if results:
+                self.store.append(self.record, results)
+            return results
+
+        while results := await run_sync(fail_page):
+            self._count(results)

@@ -1,0 +1,288 @@
+"""`POST /v1/chat/completions`: the next message of a conversation, whole or in chunks.
+
+    body → ChatRequest → GenerationInput → deltas → ChatBuilder → message, or chunks
+
+endpoint.py submits the input and sends the response; choices.py has what completions share.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, TypeAlias
+
+from msgspec import UNSET
+from starlette.types import Scope
+
+from batching.errors import InvalidInput
+from server.apis.openai.choices import ChoicesBuilder
+from server.apis.openai.custom_tools import CustomInputReader
+from server.apis.openai.endpoint import CHUNKS, GenerationEndpoint, ParsedRequest
+from server.apis.openai.logprobs import prompt_fields, scored_token_with_top
+from server.apis.openai.messages import Messages, conversation
+from server.apis.openai.request_fields import (
+    CacheOptions,
+    Count,
+    Effort,
+    GenerationRequest,
+    PositiveInt,
+    TopLogprobs,
+    decode,
+)
+from server.apis.openai.response_schemas import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    CompletionTokensDetails,
+    CustomCallText,
+    FunctionCallText,
+    MessageToolCall,
+    ResponseMessage,
+    Usage,
+)
+from server.apis.openai.tools import ChatToolChoice, Tools, chat_tools
+from server.core.delta_stream import UsageCounts
+from server.http.json import Document, parse_json
+from server.http.operation import Operation
+from server.http.sse import data_frame
+from worker.messages.deltas import Delta, DeltaPart, TokenLogprob
+from worker.messages.generation import Chat, GenerationInput
+
+# Fields of a `generation_config` → fields of a request.
+CONFIG_FIELDS = {"min_new_tokens": "min_tokens"} | {
+    name: name
+    for name in ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+}
+
+# Return the id of a tool call, from its function's name and its number in the conversation.
+CallIdFactory: TypeAlias = Callable[[str, int], str]
+
+
+class ChatRequest(GenerationRequest, kw_only=True):
+    unimplemented: ClassVar = {
+        "audio": (),
+        "function_call": ("none",),
+        "functions": (),
+        "modalities": (["text"],),
+        "moderation": (),
+        "prediction": (),
+        "prompt_cache_retention": ("in_memory", "in-memory"),
+        "store": (False,),
+        "web_search_options": (),
+    } | GenerationRequest.unimplemented
+
+    messages: Messages
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    tools: Tools | None = None
+    tool_choice: ChatToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    thinking_token_budget: Count | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    prompt_cache_options: CacheOptions | None = None
+    generation_config: str | None = None  # JSON; its fields stand in for absent ones
+    max_new_tokens: PositiveInt | None = None  # a field of generation_config
+
+    @property
+    def default_tokens(self) -> int | None:
+        return self.max_new_tokens
+
+    @property
+    def token_limit(self) -> tuple[str, int | None]:
+        if self.max_completion_tokens is None:
+            return super().token_limit
+        return "max_completion_tokens", self.max_completion_tokens
+
+    def check(self, document: Document) -> None:
+        super().check(document)
+        for name in ("max_tokens", "max_completion_tokens"):
+            if getattr(self, name) == 0:
+                raise InvalidInput.at(name, "must be at least 1, not 0")
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidInput.at("top_logprobs", "requires logprobs: true")
+        if self.add_generation_prompt and self.continue_final_message:
+            raise InvalidInput.at(
+                "continue_final_message", "cannot be combined with add_generation_prompt"
+            )
+
+    def generation_input(self) -> GenerationInput:
+        """Return the model's input; InvalidInput for unusable tools, messages or formats."""
+        tools: list[Document] = []
+        policy = None
+        if self.tools or self.tool_choice:
+            tools, policy = chat_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
+        prompt = conversation(self, self.messages, tools, self.reasoning_effort)
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self._input(
+            prompt, logprobs, tool_policy=policy, thinking_tokens=self.thinking_token_budget
+        )
+
+
+@Operation(
+    "POST /v1/chat/completions",
+    "The next message of a conversation",
+    ChatCompletion,
+    ChatRequest,
+    stream=CHUNKS,
+)
+class ChatCompletions(GenerationEndpoint[ParsedRequest]):
+    def parse(self, body: bytes, scope: Scope) -> ParsedRequest:
+        max_entries = self.models.max_entries
+        try:
+            document = with_generation_config(parse_json(body))
+            request = decode(document, ChatRequest, self.models.id_for, max_entries)
+        except InvalidInput as error:
+            if error.param == "messages" and b'"input"' in body:
+                hint = "is required; a request with `input` goes to /v1/responses"
+                raise InvalidInput.at("messages", hint) from None
+            raise
+        return ParsedRequest(request, [request.generation_input()])
+
+    def builder(self, request: ParsedRequest, usage: UsageCounts) -> "ChatBuilder":
+        return ChatBuilder(request, usage, self.model_of(request).call_id)
+
+
+def with_generation_config(document: Document) -> Document:
+    """Return a body with defaults from its `generation_config`, which `transformers chat` sends."""
+    if not isinstance(text := document.get("generation_config"), str):
+        return document
+    try:
+        config = parse_json(text.encode())
+    except InvalidInput:
+        raise InvalidInput.at("generation_config", "must be a JSON object, as text") from None
+    if config.get("do_sample") is False:
+        config["temperature"] = 0
+    defaults = {field: config.get(name) for name, field in CONFIG_FIELDS.items()}
+    return defaults | {name: value for name, value in document.items() if value is not None}
+
+
+class ChatBuilder(ChoicesBuilder[ChatChoice, ChatChunkChoice]):
+    """Builds messages, or deltas of messages."""
+
+    id_prefix, chunk_object = "chatcmpl-", "chat.completion.chunk"
+
+    def __init__(self, request: ParsedRequest, usage: UsageCounts, call_id: CallIdFactory) -> None:
+        super().__init__(request, usage)
+        [generation_input] = request.inputs
+        assert isinstance(generation_input.prompt, Chat)
+        self._choices = generation_input.n
+        self._call_id = call_id
+        policy = generation_input.tool_policy
+        self._earlier_calls = generation_input.prompt.num_tool_calls if policy else 0
+        self._calls: Counter[int] = Counter()  # by choice
+        self._custom_tools = policy.inputs if policy else {}
+        # in the first delta: null, as its clients keep it, where calls are all there is
+        self._first_delta = {"role": "assistant"}
+        if not (policy and policy.required):
+            self._first_delta["content"] = ""
+        self._inputs: dict[int, CustomInputReader | None] = {}  # of the open call, by choice
+
+    # ── whole ──
+
+    def choice(self, delta: Delta) -> ChatChoice:
+        logprobs = chat_logprobs(delta.logprobs) if self.scored else None
+        return ChatChoice(
+            delta.choice, self._message(delta), logprobs, delta.finish_reason, delta.stop_reason
+        )
+
+    def response(self, choices: list[ChatChoice], usage: Usage, delta: Delta) -> ChatCompletion:
+        return ChatCompletion(
+            **self.head,
+            object="chat.completion",
+            choices=choices,
+            usage=usage,
+            **prompt_fields(delta),
+        )
+
+    def _message(self, delta: Delta) -> ResponseMessage:
+        message = ResponseMessage("assistant", delta.text, None)
+        if reasoning := "".join(part.text for part in delta.parts if part.kind == "reasoning"):
+            message.reasoning = message.reasoning_content = reasoning
+        calls: list[MessageToolCall] = []
+        for part in delta.parts:
+            if part.kind == "call" and part.name is not None:
+                id = self._new_call(delta.choice, part.name)
+                call = MessageToolCall(id, "function", FunctionCallText(part.name, part.text))
+                calls.append(call)
+            elif part.kind == "call":
+                assert calls[-1].function is not UNSET
+                calls[-1].function.arguments += part.text
+        for call in calls:
+            function = call.function
+            if function is not UNSET and function.name in self._custom_tools:
+                text = CustomInputReader().read(function.arguments)
+                call.type, call.function = "custom", UNSET
+                call.custom = CustomCallText(function.name, text)
+        if calls:
+            message.content = delta.text or None
+            message.tool_calls = calls
+        return message
+
+    # ── in chunks ──
+
+    def start(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
+        usage = self._chunk_usage()
+        if isinstance(usage, Usage):  # before the first token
+            usage.completion_tokens, usage.total_tokens = 0, usage.prompt_tokens
+            usage.completion_tokens_details = CompletionTokensDetails(0)
+        for index in range(self._choices):
+            chunk = self.chunk([ChatChunkChoice(index, self._first_delta)], usage)
+            if deltas and self.returns_ids and index == 0:
+                chunk.prompt_token_ids = deltas[0].prompt_ids or UNSET
+            yield data_frame(chunk)
+
+    def chunk_choices(self, delta: Delta) -> Iterator[ChatChunkChoice]:
+        for part in delta.parts:
+            if part.kind == "call":
+                for call in self._call_deltas(delta.choice, part):
+                    yield ChatChunkChoice(delta.choice, {"tool_calls": [call]})
+            elif part.kind == "reasoning":
+                message = {"reasoning": part.text, "reasoning_content": part.text}
+                yield ChatChunkChoice(delta.choice, message)
+            else:
+                yield self._scored_choice(delta, {"content": part.text})
+        if delta.finish_reason is not None:
+            for call in self._end_input(delta.choice):
+                yield ChatChunkChoice(delta.choice, {"tool_calls": [call]})
+            last = self._scored_choice(delta, {})
+            last.finish_reason, last.stop_reason = delta.finish_reason, delta.stop_reason
+            yield last
+
+    def _scored_choice(self, delta: Delta, message: Document) -> ChatChunkChoice:
+        """Return a choice with the delta's log-probabilities, which the delta loses."""
+        logprobs, delta.logprobs = delta.logprobs, []
+        scores = chat_logprobs(logprobs) if logprobs else None
+        return ChatChunkChoice(delta.choice, message, scores)
+
+    def _call_deltas(self, choice: int, part: DeltaPart) -> Iterator[Document]:
+        """Yield a call's id and name first, then its arguments or its input."""
+        if part.name is not None:
+            yield from self._end_input(choice)
+            id, is_custom = self._new_call(choice, part.name), part.name in self._custom_tools
+            self._inputs[choice] = CustomInputReader() if is_custom else None
+            kind, text_field = ("custom", "input") if is_custom else ("function", "arguments")
+            function = {"name": part.name, text_field: ""}
+            yield {"index": self._calls[choice] - 1, "id": id, "type": kind, kind: function}
+        if reader := self._inputs.get(choice):
+            if text := reader.push(part.text):
+                yield {"index": self._calls[choice] - 1, "custom": {"input": text}}
+        elif part.text:
+            yield {"index": self._calls[choice] - 1, "function": {"arguments": part.text}}
+
+    def _end_input(self, choice: int) -> Iterator[Document]:
+        """Yield the rest of a custom tool's input."""
+        if (reader := self._inputs.pop(choice, None)) and (text := reader.finish()):
+            yield {"index": self._calls[choice] - 1, "custom": {"input": text}}
+
+    def _new_call(self, choice: int, name: str) -> str:
+        """Count a call; return its id."""
+        id = self._call_id(name, self._earlier_calls + self._calls[choice])
+        self._calls[choice] += 1
+        return id
+
+
+def chat_logprobs(logprobs: Sequence[TokenLogprob]) -> ChatLogprobs:
+    return ChatLogprobs(list(map(scored_token_with_top, logprobs)))

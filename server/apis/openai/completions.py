@@ -1,0 +1,167 @@
+"""`POST /v1/completions`: the continuation of texts or token ids, whole or in chunks.
+
+    body → CompletionRequest → a GenerationInput per prompt → deltas → CompletionBuilder → choices
+
+endpoint.py submits the inputs and sends the response; choices.py has what chat completions share.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Annotated, ClassVar
+
+from msgspec import Meta
+from starlette.types import Scope
+
+from batching.errors import InvalidInput
+from server.apis.openai.choices import ChoicesBuilder
+from server.apis.openai.endpoint import CHUNKS, GenerationEndpoint, ParsedRequest
+from server.apis.openai.logprobs import clamp, prompt_fields
+from server.apis.openai.request_fields import (
+    GenerationRequest,
+    NonEmpty,
+    TextsOrIds,
+    TopLogprobs,
+    decode,
+    read_inputs,
+)
+from server.apis.openai.response_schemas import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    Usage,
+)
+from server.core.delta_stream import UsageCounts
+from server.http.json import Document, parse_json
+from server.http.operation import Operation
+from worker.messages.deltas import Delta, TokenLogprob
+from worker.messages.generation import GenerationInput
+
+IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+OF_ONE_KIND = Meta(
+    extra_json_schema={
+        "minItems": 1,
+        "anyOf": [IDS, {"items": IDS}, {"items": {"type": "string", "minLength": 1}}],
+    }
+)
+ONLY_ONE = Meta(
+    extra_json_schema={"description": "Not implemented: leave it out", "enum": [None, 1]}
+)
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    unimplemented: ClassVar = {"suffix": ()} | GenerationRequest.unimplemented
+
+    prompt: NonEmpty | Annotated[TextsOrIds, OF_ONE_KIND]
+    logprobs: TopLogprobs | None = None
+    echo: bool | None = None
+    best_of: Annotated[int | None, ONLY_ONE] = None
+
+    @property
+    def default_tokens(self) -> int:
+        return 16
+
+    def check(self, document: Document) -> None:
+        super().check(document)
+        # With as many candidates as choices, there is nothing to select.
+        if self.best_of not in (None, 1, self.n or 1):
+            raise InvalidInput.at("best_of", "is not implemented, leave it out")
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidInput.at("max_tokens", "must be at least 1, or 0 with echo: true")
+        echoed_logprobs = self.logprobs if self.echo else None
+        if echoed_logprobs is not None and self.prompt_logprobs not in (None, echoed_logprobs):
+            raise InvalidInput.at(
+                "prompt_logprobs",
+                f"must equal logprobs ({echoed_logprobs}) with echo, not {self.prompt_logprobs}",
+            )
+
+    def generation_inputs(self, max_choices: int) -> list[GenerationInput]:
+        """Return an input for each prompt; InvalidInput if a list makes too many choices."""
+        prompts, n = read_inputs(self.prompt, "prompt"), self.n or 1
+        if len(prompts) > 1 and len(prompts) * n > max_choices:
+            raise InvalidInput.at(
+                "prompt", f"{len(prompts)} prompts with n={n} exceed {max_choices} choices"
+            )
+        common = self._input("", self.logprobs, echo=bool(self.echo))
+        if self.max_tokens == 0:
+            common = replace(common, constraint=None)  # no text is generated
+        return [
+            replace(
+                common,
+                prompt=prompt,
+                first_choice=number * n,
+                param=path,
+            )
+            for number, (path, prompt) in enumerate(prompts.items())
+        ]
+
+
+@Operation(
+    "POST /v1/completions",
+    "The continuation of a text or token ids",
+    Completion,
+    CompletionRequest,
+    stream=CHUNKS,
+)
+class Completions(GenerationEndpoint[ParsedRequest]):
+    def parse(self, body: bytes, scope: Scope) -> ParsedRequest:
+        max_choices = self.settings.max_queue_size
+        # A list has prompts, or the tokens of one prompt.
+        max_entries = max(max_choices, self.models.max_entries)
+        request = decode(parse_json(body), CompletionRequest, self.models.id_for, max_entries)
+        return ParsedRequest(request, request.generation_inputs(max_choices))
+
+    def builder(self, request: ParsedRequest, usage: UsageCounts) -> "CompletionBuilder":
+        return CompletionBuilder(request, usage)
+
+
+class CompletionBuilder(ChoicesBuilder[CompletionChoice, CompletionChoice]):
+    id_prefix, chunk_object = "cmpl-", "text_completion"
+
+    def __init__(self, request: ParsedRequest, usage: UsageCounts) -> None:
+        super().__init__(request, usage)
+        self._offsets: Counter[int] = Counter()  # characters of a choice so far
+
+    def choice(self, delta: Delta) -> CompletionChoice:
+        offset, text = self._offsets[delta.choice], delta.text
+        self._offsets[delta.choice] += len(text)
+        logprobs, delta.logprobs = delta.logprobs, []
+        return CompletionChoice(
+            **prompt_fields(delta),
+            index=delta.choice,
+            text=text,
+            logprobs=completion_logprobs(logprobs, offset) if self.scored else None,
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
+        )
+
+    def response(self, choices: list[CompletionChoice], usage: Usage, delta: Delta) -> Completion:
+        return Completion(**self.head, object="text_completion", choices=choices, usage=usage)
+
+    def chunk_choices(self, delta: Delta) -> Iterator[CompletionChoice]:
+        yield self.choice(delta)
+
+
+def completion_logprobs(logprobs: list[TokenLogprob], offset: int) -> CompletionLogprobs:
+    """Return OpenAI's older form; `offset` is the first token's, in characters of the text."""
+    offsets = []
+    for token in logprobs:
+        offsets.append(offset)
+        offset += len(token.text)
+    return CompletionLogprobs(
+        [token.text for token in logprobs],
+        [clamp(token.logprob) for token in logprobs],
+        [top_logprobs(token) for token in logprobs],
+        offsets,
+    )
+
+
+def top_logprobs(chosen: TokenLogprob) -> dict[str, float | None] | None:
+    """Return the likeliest tokens and the chosen one, by text; of equal texts the likelier."""
+    if chosen.logprob is None:
+        return None
+    top: dict[str, float | None] = {}
+    for token in (*chosen.top, chosen):
+        text = chosen.text if token.token_id == chosen.token_id else token.text
+        top.setdefault(text, clamp(token.logprob))
+    return top

@@ -1,0 +1,84 @@
+"""`POST /v1/decisions` and `POST /v1/systemone`: the probabilities of answers to questions.
+
+    body → request → DecisionInput → submit → a delta per question → probabilities → response
+
+No token is generated, and a response is never streamed: it has one time limit. `POST /` with the
+task `decision` takes the inputs of transformers' pipeline and runs them like /v1/systemone, on the
+chat model if both are the same.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import anyio.to_thread
+from starlette.types import Scope, Send
+
+from server.apis.openai.endpoint import BodyEndpoint
+from server.apis.openai.request_fields import ModelRequest, decode
+from server.apis.openai.response_schemas import Decision, SystemOne
+from server.core.delta_stream import TokenStream, UsageCounts
+from server.core.worker_client import IncomingRequest
+from server.http.json import INLINE_BYTES, parse_json, to_json
+from server.http.request import send_json
+from worker.messages.decisions import MAX_QUESTIONS, DecisionInput
+from worker.task_detection import may_have_decision_settings
+
+
+class DecisionBody(ModelRequest, Protocol):
+    cache_salt: str | None
+
+    def decision_input(self) -> DecisionInput: ...
+
+    def response(
+        self, probabilities: Sequence[Sequence[float]], usage: UsageCounts
+    ) -> Decision | SystemOne: ...
+
+
+ParsedDecision = tuple[DecisionBody, DecisionInput]
+
+
+@dataclass(eq=False)
+class DecisionEndpoint(BodyEndpoint[ParsedDecision]):
+    """An endpoint for one kind of request."""
+
+    parse_blocks = True  # 400 questions take milliseconds
+
+    kind: type[DecisionBody]
+
+    async def serve(self, incoming: IncomingRequest, send: Send, request: ParsedDecision) -> None:
+        results = await self.decide(incoming, request)
+
+        def encode() -> bytes:
+            return to_json(request[0].response(*results))
+
+        large = incoming.scope["transfer"].held > INLINE_BYTES  # then the response is large, too
+        await send_json(send, await anyio.to_thread.run_sync(encode) if large else encode())
+
+    def parse(self, body: bytes, scope: Scope) -> ParsedDecision:
+        max_entries = max(MAX_QUESTIONS, self.models.max_entries)
+        request = decode(parse_json(body), self.kind, self.models.id_for, max_entries)
+        return request, request.decision_input()
+
+    async def decide(
+        self, incoming: IncomingRequest, request: ParsedDecision
+    ) -> tuple[list[Sequence[float]], UsageCounts]:
+        """Return the probabilities of each question's options, in order, and the usage."""
+        with self.submit(incoming, request) as stream:
+            deltas = await stream.collect()
+            return [delta.probabilities for delta in deltas], stream.usage
+
+    def submit(self, incoming: IncomingRequest, parsed: ParsedDecision) -> TokenStream:
+        """Submit a request, or raise a Refused."""
+        request, decision_input = parsed
+        model = self.models.find(request.model)
+        namespace = incoming.scope["context"].cache_namespace(model.id, request.cache_salt)
+        inputs = [replace(decision_input, adapter=model.adapter, cache_namespace=namespace)]
+        limits = replace(incoming.deadlines, whole=incoming.deadlines.first)
+        limited = incoming._replace(deadlines=limits)
+        return TokenStream(self.worker_client, model.registry_name, inputs, limited)
+
+
+def uses_language_model(task: str, path: str) -> bool:
+    """Return whether a language model serves a task of `POST /`, instead of a pipeline."""
+    return task == "decision" and not may_have_decision_settings(path)

@@ -1,0 +1,136 @@
+"""`POST /v1/systemone`, an endpoint of `transformers serve`: its request, questions and answers.
+
+A request has a state, which is text or any JSON, and named questions about it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeAlias, cast
+
+from msgspec import Meta, Raw, Struct
+
+from batching.errors import InvalidInput
+from server.apis.openai.decisions.questions import (
+    as_text,
+    choice_confidence,
+    described,
+    likeliest,
+    mean_level,
+    score_confidence,
+)
+from server.apis.openai.request_fields import Salt
+from server.apis.openai.response_schemas import (
+    NamedChoiceAnswer,
+    NamedNoulAnswer,
+    NamedScoreAnswer,
+    StateUsage,
+    SystemOne,
+)
+from server.core.delta_stream import UsageCounts
+from server.http.operation import Operation
+from worker.messages.decisions import MAX_OPTIONS, DecisionInput, Question
+
+MAX_NAMED = 64
+
+Content: TypeAlias = str | dict[str, Any] | list[Any]
+ASSETS = Meta(extra_json_schema={"maxProperties": 0}, description="Images: not implemented")
+
+
+class NamedNoul(Struct, tag_field="type", tag="noul"):
+    """A yes-no question; its answer is the probability of yes."""
+
+    instructions: Content | None = None
+    criteria: dict[Literal["true", "false"], Content | None] | None = None
+
+    def to_question(self, path: str) -> Question:
+        criteria: Mapping[Any, Content | None] = self.criteria or {}
+        options = tuple(optional_text(criteria.get(key), path) for key in ("true", "false"))
+        return Question("predicate", optional_text(self.instructions, path), options, path)
+
+    def answer(self, probabilities: Sequence[float]) -> NamedNoulAnswer:
+        return NamedNoulAnswer(probabilities[0])
+
+
+class NamedChoice(Struct, tag_field="type", tag="choice"):
+    criteria: Annotated[dict[str, Content | None], Meta(min_length=1, max_length=MAX_OPTIONS)]
+    instructions: Content | None = None
+
+    def to_question(self, path: str) -> Question:
+        options = tuple(
+            described(name, optional_text(criterion, path))
+            for name, criterion in self.criteria.items()
+        )
+        return Question("choice", optional_text(self.instructions, path), options, path)
+
+    def answer(self, probabilities: Sequence[float]) -> NamedChoiceAnswer:
+        names = list(self.criteria)
+        return NamedChoiceAnswer(
+            names[likeliest(probabilities)],
+            choice_confidence(probabilities),
+            dict(zip(names, probabilities, strict=True)),
+        )
+
+
+class NamedScore(Struct, tag_field="type", tag="score"):
+    """The levels, lowest first."""
+
+    criteria: Annotated[list[Content], Meta(min_length=1, max_length=MAX_OPTIONS)]
+    instructions: Content | None = None
+
+    def to_question(self, path: str) -> Question:
+        options = tuple(optional_text(level, path) for level in self.criteria)
+        return Question("score", optional_text(self.instructions, path), options, path)
+
+    def answer(self, probabilities: Sequence[float]) -> NamedScoreAnswer:
+        levels = list(map(str, range(len(probabilities))))
+        return NamedScoreAnswer(
+            mean_level(probabilities),
+            dict(zip(levels, map(legend_entry, self.criteria), strict=True)),
+            score_confidence(probabilities),
+            dict(zip(levels, probabilities, strict=True)),
+        )
+
+
+NamedQuestion: TypeAlias = NamedNoul | NamedChoice | NamedScore
+
+
+class SystemOneRequest(Struct, kw_only=True):
+    model: str | None = None
+    state: Content
+    questions: Annotated[dict[str, NamedQuestion], Meta(min_length=1, max_length=MAX_NAMED)]
+    assets: Annotated[dict[str, Any], ASSETS] | None = None
+    cache_salt: Salt | None = None
+
+    def decision_input(self) -> DecisionInput:
+        """Return the model's input, or raise InvalidInput."""
+        if self.assets:
+            raise InvalidInput.at("assets", "this model takes text, no images")
+        message = {"role": "user", "content": as_text(self.state, "state")}
+        questions = tuple(
+            question.to_question(f"questions.{name}") for name, question in self.questions.items()
+        )
+        return DecisionInput((message,), questions, param="state")
+
+    def response(self, probabilities: Sequence[Sequence[float]], usage: UsageCounts) -> SystemOne:
+        """Return the response, from the probabilities of each question's options, in order."""
+        pairs = zip(self.questions.items(), probabilities, strict=True)
+        answers = {name: question.answer(options) for (name, question), options in pairs}
+        return SystemOne(self.model, answers, StateUsage(usage.prompt, 0))
+
+
+SYSTEM_ONE = Operation(
+    "POST /v1/systemone",
+    "The probabilities of answers to named questions about a state",
+    SystemOne,
+    SystemOneRequest,
+)
+
+
+def optional_text(content: Content | None, path: str) -> str:
+    return "" if content is None else as_text(content, path)
+
+
+def legend_entry(level: Content) -> Content:
+    """Return a level as the response has it: JSON with the spaces of `json.dumps`."""
+    if isinstance(level, str):
+        return level
+    return cast(Content, Raw(as_text(level, "criteria").encode()))

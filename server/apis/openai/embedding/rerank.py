@@ -1,0 +1,132 @@
+"""`POST /rerank`, `/v1/rerank`, `/v2/rerank`: documents by their relevance to a query.
+
+    body → pairs of query and document → payloads, a work item each → scores → response
+
+`documents` are those of Jina and Cohere: they are truncated, and the response is an object, best
+document first. `texts` are those of text-embeddings-inference: a bare list, truncated on request.
+"""
+
+import secrets
+from collections.abc import Sequence
+from typing import Annotated
+
+from msgspec import UNSET, Meta
+
+from batching.errors import InvalidInput
+from server.apis.openai.embedding.endpoint import MAX_INPUTS, ScoringRequest
+from server.apis.openai.request_fields import Count, NonEmpty, PositiveInt
+from server.apis.openai.response_schemas import (
+    EmbeddingUsage,
+    RankedDocument,
+    RankedText,
+    Ranking,
+    TextDocument,
+)
+from server.http.json import to_json
+from server.http.operation import Operation
+from worker.messages.scoring import (
+    PartSize,
+    ScoringInput,
+    ScoringOutput,
+    Truncation,
+    split_parts,
+)
+
+RANKED_TEXTS = {"type": "array", "items": {"type": "object", "required": ["index", "score"]}}
+LENGTH = Meta(min_length=1, max_length=MAX_INPUTS)
+Texts = Annotated[list[NonEmpty], LENGTH]
+
+
+class RerankRequest(ScoringRequest, kw_only=True):
+    query: NonEmpty
+    documents: Annotated[list[NonEmpty | TextDocument], LENGTH] | None = None
+    texts: Texts | None = None
+    top_n: Count | None = None
+    return_documents: bool | None = None
+    return_text: bool | None = None
+    max_tokens_per_doc: PositiveInt | None = None
+    instruction: str | None = None
+    raw_scores: bool | None = None
+    use_activation: bool | None = None
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether the response is a bare list, as in text-embeddings-inference."""
+        return self.texts is not None
+
+    @property
+    def returns_texts(self) -> bool:
+        """Whether the response has the documents."""
+        return bool(self.return_text) if self.is_bare else self.return_documents is not False
+
+    def document_texts(self) -> list[str]:
+        if (self.documents is None) == (self.texts is None):
+            raise InvalidInput.at("documents", "is required, or texts instead; not both")
+        documents: Sequence[str | TextDocument] = self.documents or self.texts or ()
+        return [entry.text if isinstance(entry, TextDocument) else entry for entry in documents]
+
+    def payloads(self, max_size: PartSize, kind: str) -> list[ScoringInput]:
+        texts = self.document_texts()
+        param = "texts" if self.is_bare else "documents"
+        return split_pairs(
+            [(self.query, text) for text in texts],
+            [("query", f"{param}[{n}]") for n in range(len(texts))],
+            max_size,
+            instruction=self.instruction,
+            max_document_tokens=self.max_tokens_per_doc,
+            truncation=self.truncation(by_default=not self.is_bare),
+            raw=bool(self.raw_scores) or self.use_activation is False,
+        )
+
+    def content(self, outputs: Sequence[ScoringOutput]) -> list[bytes]:
+        scores = [score for output in outputs for score in output.scores]
+        ranking = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
+        ranking = ranking[: self.top_n or None]
+        texts = self.document_texts() if self.returns_texts else []
+        if self.is_bare:
+            bare = [RankedText(n, scores[n], texts[n] if texts else UNSET) for n in ranking]
+            return [to_json(bare)]
+        results = [
+            RankedDocument(n, scores[n], TextDocument(texts[n]) if texts else UNSET)
+            for n in ranking
+        ]
+        tokens = sum(output.tokens for output in outputs)
+        id, usage = "rerank-" + secrets.token_hex(12), EmbeddingUsage(tokens, tokens)
+        return [to_json(Ranking(id, self.model or "", usage, results))]
+
+
+RERANK = [
+    Operation(
+        f"POST {path}",
+        "Documents by relevance to a query; those of `texts` as a bare list",
+        Ranking,
+        RerankRequest,
+        alternatives=[RANKED_TEXTS],
+    )
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+]
+
+
+def split_pairs(
+    pairs: Sequence[tuple[str, str]],
+    paths: Sequence[tuple[str, str]],
+    max_size: PartSize,
+    *,
+    truncation: Truncation,
+    raw: bool,
+    instruction: str | None,
+    max_document_tokens: int | None = None,
+) -> list[ScoringInput]:
+    """Return payloads of at most `max_size`; `paths` name the pairs' texts in errors."""
+    sizes = [len(query) + len(document) for query, document in pairs]
+    return [
+        ScoringInput(
+            part,
+            paths[first : first + len(part)],
+            instruction,
+            max_document_tokens,
+            truncation,
+            raw,
+        )
+        for first, part in split_parts(pairs, sizes, max_size)
+    ]

@@ -1,0 +1,112 @@
+"""`POST /v1/score`, as in vLLM: the similarity of pairs of texts.
+
+Scores are those of the rerank model, or the cosine of embeddings if the embedding model is named
+or is the only one.
+"""
+
+import secrets
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from batching.errors import InvalidInput
+from server.apis.openai.embedding.endpoint import ScoringRequest
+from server.apis.openai.embedding.rerank import Texts, split_pairs
+from server.apis.openai.request_fields import NonEmpty, required
+from server.apis.openai.response_schemas import EmbeddingUsage, Score, Scores
+from server.http.json import to_json
+from server.http.operation import Operation
+from worker.messages.scoring import (
+    EmbeddingInput,
+    EmbeddingOutput,
+    PartSize,
+    ScoringInput,
+    ScoringOutput,
+    split_parts,
+)
+
+
+class ScoreRequest(ScoringRequest, kw_only=True):
+    text_1: NonEmpty | Texts | None = None
+    text_2: NonEmpty | Texts | None = None
+    queries: NonEmpty | Texts | None = None
+    documents: NonEmpty | Texts | None = None
+    instruction: str | None = None
+    use_activation: bool | None = None
+
+    def sides(self) -> tuple[tuple[str, list[str]], tuple[str, list[str]]]:
+        """Return the names and texts of both fields: equally many, or one on a side."""
+        has_texts = self.text_1 is not None or self.text_2 is not None
+        first, second = ("text_1", "text_2") if has_texts else ("queries", "documents")
+        sides = []
+        for name in (first, second):
+            texts: str | list[str] = required(getattr(self, name), name)
+            sides.append((name, [texts] if isinstance(texts, str) else texts))
+        counts = len(sides[0][1]), len(sides[1][1])
+        if counts[0] != counts[1] and 1 not in counts:
+            reason = f"has {counts[1]} texts for the {counts[0]} of {first}"
+            raise InvalidInput.at(second, reason)
+        return sides[0], sides[1]
+
+    def payloads(self, max_size: PartSize, kind: str) -> Sequence[ScoringInput | EmbeddingInput]:
+        return self._pairs(max_size) if kind == "rerank" else self._texts(max_size)
+
+    def _pairs(self, max_size: PartSize) -> list[ScoringInput]:
+        (first, firsts), (second, seconds) = self.sides()
+        count = max(len(firsts), len(seconds))
+        return split_pairs(
+            [(firsts[n % len(firsts)], seconds[n % len(seconds)]) for n in range(count)],
+            [(_path(first, firsts, n), _path(second, seconds, n)) for n in range(count)],
+            max_size,
+            instruction=self.instruction,
+            truncation=self.truncation(),
+            raw=self.use_activation is False,
+        )
+
+    def _texts(self, max_size: PartSize) -> list[EmbeddingInput]:
+        if self.instruction is not None:
+            raise InvalidInput.at("instruction", "requires a reranker; this is an embedding model")
+        inputs = []
+        for name, texts in self.sides():
+            for first, part in split_parts(texts, list(map(len, texts)), max_size):
+                number = first if isinstance(getattr(self, name), list) else None
+                inputs.append(
+                    EmbeddingInput(
+                        part,
+                        number,
+                        normalize=True,
+                        truncation=self.truncation(),
+                        encoding="vectors",
+                        param=name,
+                    )
+                )
+        return inputs
+
+    def content(self, outputs: Sequence[EmbeddingOutput | ScoringOutput]) -> list[bytes]:
+        scores: list[float] = []
+        vectors = []
+        for output in outputs:
+            if isinstance(output, EmbeddingOutput):
+                vectors.append(output.vectors)
+            else:
+                scores += output.scores
+        if vectors:
+            scores = cosines(np.concatenate(vectors), len(self.sides()[0][1]))
+        tokens = sum(output.tokens for output in outputs)
+        id, usage = "score-" + secrets.token_hex(12), EmbeddingUsage(tokens, tokens)
+        data = [Score(n, "score", score) for n, score in enumerate(scores)]
+        return [to_json(Scores(id, "list", int(time.time()), self.model or "", data, usage))]
+
+
+SCORE = Operation("POST /v1/score", "The similarity of pairs of texts", Scores, ScoreRequest)
+
+
+def _path(name: str, texts: Sequence[str], n: int) -> str:
+    return f"{name}[{n}]" if len(texts) > 1 else name
+
+
+def cosines(vectors: np.ndarray, count: int) -> list[float]:
+    """Return the cosines of unit vectors [N, D], of which the first `count` are one side."""
+    scores: list[float] = (vectors[:count] * vectors[count:]).sum(1).tolist()
+    return scores

@@ -1,0 +1,216 @@
+"""The messages of a conversation: as clients send them, and as chat templates read them.
+
+The items of the Responses API are converted to these messages. Text parts are joined by line
+breaks, as in vLLM; in a message with images they stay parts.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal, Protocol
+
+from msgspec import Meta, Struct
+
+from batching.errors import InvalidInput
+from server.apis.openai.images import MAX_IMAGES, ImageUrl, image_input
+from server.apis.openai.request_fields import NON_EMPTY, required
+from server.http.json import Document
+from worker.messages.generation import INPUT, Chat, ImageInput
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+TEXTS = ("text", "refusal")
+THINKING = "thinking"
+IMAGE = "image_url"
+PARTS = (*TEXTS, THINKING, IMAGE)
+
+
+def any_of(*alternatives: tuple[Document, list[str]]) -> Meta:
+    """Return a JSON schema of alternatives: pairs of properties and required names."""
+    schemas = [{"properties": properties, "required": names} for properties, names in alternatives]
+    return Meta(extra_json_schema={"anyOf": schemas})
+
+
+# Which fields a part or a message requires, for the OpenAPI document.
+PART_FIELDS = any_of(
+    *(({"type": {"const": kind}, kind: {"type": "string"}}, [kind]) for kind in (*TEXTS, THINKING)),
+    ({"type": {"const": IMAGE}, IMAGE: {"type": ["object", "string"]}}, [IMAGE]),
+)
+CALLING = {"role": {"const": "assistant"}, "tool_calls": {"type": "array", "minItems": 1}}
+CALL_FIELDS = any_of(
+    ({"function": {"type": "object"}}, ["function"]),
+    ({"type": {"const": "custom"}, "custom": {"type": "object"}}, ["type", "custom"]),
+)
+MESSAGE_FIELDS = any_of(
+    ({"content": {"type": ["string", "array"], "minItems": 1}}, ["content"]),
+    (CALLING, ["tool_calls"]),
+)
+
+
+class TextPart(Struct):
+    """A part of a message, in either API. Other types than text and images are refused."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+    def read(self, path: str, kinds: Sequence[str], prefix: str = "") -> str:
+        """Return the text; InvalidInput, with `prefix`, for a type that is not in `kinds`."""
+        if self.type not in kinds:
+            reason = f"{prefix}this model takes text, not {self.type[:50]!r}"
+            raise InvalidInput.at(f"{path}.type", reason)
+        if self.type == "refusal":
+            return required(self.refusal, f"{path}.refusal")
+        return required(self.text, f"{path}.text")
+
+
+class ContentPart(TextPart):
+    type: Annotated[str, Meta(extra_json_schema={"enum": PARTS})]
+    image_url: ImageUrl | str | None = None
+    thinking: str | None = None
+
+    def image_input(self, path: str) -> ImageInput:
+        image: ImageUrl | str | None = self.image_url
+        if isinstance(image, str):
+            return image_input(image, None, f"{path}.{IMAGE}")
+        image = required(image, f"{path}.{IMAGE}")
+        return image_input(image.url, image.detail, f"{path}.{IMAGE}")
+
+
+class CalledFunction(Struct):
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class CalledCustomTool(Struct):
+    name: str
+    input: str
+
+
+class ToolCall(Struct):
+    function: CalledFunction | None = None
+    id: str | None = None
+    type: str = "function"
+    custom: CalledCustomTool | None = None
+
+    def to_template(self, path: str) -> Document:
+        """Return the call in the chat template's form. Its arguments may be nested deeply: they are
+        not converted."""
+        if self.type == "custom":
+            custom: CalledCustomTool = required(self.custom, f"{path}.custom")
+            function: Document = {"name": custom.name, "arguments": {INPUT: custom.input}}
+        else:
+            called: CalledFunction = required(self.function, f"{path}.function")
+            function = {"name": called.name, "arguments": called.arguments}
+        type_ = "function" if self.type == "custom" else self.type
+        return {"function": function, "id": self.id, "type": type_}
+
+
+class Message(Struct):
+    role: Role
+    content: str | list[Annotated[ContentPart, PART_FIELDS]] | None = None
+    name: str | None = None
+    tool_calls: list[Annotated[ToolCall, CALL_FIELDS]] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # vLLM's name for reasoning_content
+
+    def to_template(self, path: str) -> tuple[Document, list[ImageInput]]:
+        """Return the message in the chat template's form, and its images. `path` is for errors."""
+        content: str | list[Document] | None = None
+        images: list[ImageInput] = []
+        thoughts = ""
+        if isinstance(self.content, list) and self.content:
+            content, images, thoughts = self._parts(self.content, path)
+        elif isinstance(self.content, str):
+            content = self.content
+        elif not (self.role == "assistant" and self.tool_calls):
+            reason = "is required" if self.content is None else "must not be empty"
+            raise InvalidInput.at(f"{path}.content", reason)
+        role = "system" if self.role == "developer" else self.role
+        reasoning = self.reasoning_content or self.reasoning or thoughts or self.reasoning_content
+        if self.reasoning and self.reasoning != reasoning:
+            raise InvalidInput.at(f"{path}.reasoning", "differs from reasoning_content")
+        optional: Document = {
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": reasoning,
+        }
+        optional = {key: value for key, value in optional.items() if value is not None}
+        if self.tool_calls:
+            optional["tool_calls"] = [
+                call.to_template(f"{path}.tool_calls[{n}]")
+                for n, call in enumerate(self.tool_calls)
+            ]
+        return {"role": role, "content": content, **optional}, images
+
+    def _parts(
+        self, parts: list[ContentPart], path: str
+    ) -> tuple[str | list[Document], list[ImageInput], str]:
+        """Return the content as text, or as parts if there are images; the images; the thoughts of
+        an assistant."""
+        documents: list[Document] = []
+        images: list[ImageInput] = []
+        thoughts: list[str] = []
+        for n, part in enumerate(parts):
+            part_path = f"{path}.content[{n}]"
+            if part.type == THINKING and self.role == "assistant":
+                thoughts.append(required(part.thinking, f"{part_path}.{THINKING}"))
+                continue
+            if part.type != IMAGE:
+                documents.append({"type": "text", "text": part.read(part_path, TEXTS)})
+                continue
+            if self.role != "user":
+                reason = "images are for messages of the user only"
+                raise InvalidInput.at(f"{part_path}.type", reason)
+            documents.append({"type": "image"})
+            images.append(part.image_input(part_path))
+        reasoning = "\n".join(thoughts)
+        if images:
+            return documents, images, reasoning
+        return "\n".join(part["text"] for part in documents), [], reasoning
+
+
+Messages = Annotated[list[Annotated[Message, MESSAGE_FIELDS]], NON_EMPTY]
+
+
+class TemplateOptions(Protocol):
+    """The fields of a request that control the chat template."""
+
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    chat_template_kwargs: dict[str, Any] | None
+
+
+def conversation(
+    options: TemplateOptions,
+    messages: list[Message],
+    tools: Sequence[Document] | None,
+    effort: str | None = None,
+) -> Chat:
+    """Return the input of the chat template. Raises InvalidInput for an invalid message."""
+    add_prompt = options.add_generation_prompt
+    documents, images = to_template_messages(
+        (f"messages[{n}]", message) for n, message in enumerate(messages)
+    )
+    return Chat(
+        documents,
+        tuple(tools or ()),
+        options.chat_template_kwargs or {},
+        not options.continue_final_message if add_prompt is None else add_prompt,
+        bool(options.continue_final_message),
+        effort,
+        images=images,
+    )
+
+
+def to_template_messages(
+    messages: Iterable[tuple[str, Message]],
+) -> tuple[tuple[Document, ...], tuple[ImageInput, ...]]:
+    """Return messages in the chat template's form, and their images. A message has its path."""
+    documents: list[Document] = []
+    images: list[ImageInput] = []
+    for path, message in messages:
+        document, message_images = message.to_template(path)
+        documents.append(document)
+        images += message_images
+        if len(images) > MAX_IMAGES:
+            raise InvalidInput.at(path, f"a request takes at most {MAX_IMAGES} images")
+    return tuple(documents), tuple(images)

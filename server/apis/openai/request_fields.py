@@ -1,0 +1,360 @@
+"""The fields that generation requests share: types, ranges, defaults, and their decoding.
+
+    JSON → `decode` → a struct → Sampling, Stopping and Constraint
+
+Field names are OpenAI's, and vLLM's beyond those. null counts as absent; unknown fields are
+ignored. A parameter of the API that is not implemented is an error, unless it has its documented
+default. Token ids and lengths are checked by the model's `prepare`.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import cache
+from threading import Lock
+from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct, inspect
+
+from batching.errors import InvalidInput
+from server.apis.openai.response_format import (
+    RequestedFormat,
+    ResponseFormat,
+    StructuredOutputs,
+    output_constraint,
+)
+from server.http.json import Document
+from worker.messages.generation import Chat, GenerationInput, Sampling, Stopping
+
+MAX_STOPS = 16
+MAX_IDS = 1024  # token ids in logit_bias or stop_token_ids
+_PATH = re.compile(r"(.*?)(?: - at `(?:key` in `)?\$(.*)`)?", re.DOTALL)
+_UNKNOWN = re.compile(r"Invalid (?:enum )?value '(.*)'", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(.*)`")
+
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+TokenId = Annotated[int, Meta(ge=0)]
+# Tuples: garbage collection visits each element of a list, as long as the request waits.
+TextsOrIds = tuple[str | TokenId | tuple[TokenId, ...], ...]
+Count = Annotated[int, Meta(ge=0)]
+PositiveInt = Annotated[int, Meta(ge=1)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+MAX_FLOAT_INT = 1 << 53  # below it a float is the number that was written
+NON_EMPTY = Meta(min_length=1)
+NonEmpty = Annotated[str, NON_EMPTY]
+Stops = Annotated[list[NonEmpty], Meta(max_length=MAX_STOPS)]
+Biases = Annotated[
+    dict[str, Bias],
+    Meta(max_length=MAX_IDS, extra_json_schema={"propertyNames": {"pattern": "^[0-9]{1,9}$"}}),
+]
+Salt = Annotated[str, Meta(min_length=1, max_length=256)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class CacheOptions(Struct):
+    """Hints without effect: every prompt is cached, as long as there is memory."""
+
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: Literal["30m", "12h"] | None = None
+    prewarm: bool | None = None
+    comparison_response_id: str | None = None
+
+
+class StreamOptions(Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationRequest(Struct, kw_only=True):
+    # Parameters of the API without effect here, and the values that are accepted.
+    unimplemented: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "structured_outputs.whitespace_pattern": (),
+        "structured_outputs.structural_tag": (),
+    }
+
+    model: str | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    logit_bias: Biases | None = None
+    seed: Seed | None = None
+    stop: NonEmpty | Stops | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_IDS)] | None = None
+    min_tokens: Count | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    return_token_ids: bool | None = None
+    prompt_logprobs: TopLogprobs | None = None
+    cache_salt: Salt | None = None
+
+    @property
+    def default_tokens(self) -> int | None:
+        """The limit of output tokens where the request has none; None: the rest of the context."""
+        return None
+
+    @property
+    def token_limit(self) -> tuple[str, int | None]:
+        """The field that limits the output tokens, and its value."""
+        return "max_tokens", self.max_tokens
+
+    @property
+    def output_format(self) -> tuple[str, RequestedFormat | None]:
+        """The field with the format of the output, and its value."""
+        return "response_format", self.response_format
+
+    def check(self, document: Document) -> None:
+        """Raise InvalidInput for errors beyond the fields' types; `document` is the body."""
+        self._refuse_unimplemented(document)
+        if self.stream_options is not None and not self.stream:
+            raise InvalidInput.at("stream_options", "requires stream: true")
+        if self.prompt_logprobs is not None and (self.stream or (self.n or 1) > 1):
+            raise InvalidInput.at("prompt_logprobs", "requires n: 1 and stream: false")
+        name, max_tokens = self.token_limit
+        if max_tokens is None:
+            max_tokens = self.default_tokens
+        if self.min_tokens and max_tokens is not None and self.min_tokens > max_tokens:
+            raise InvalidInput.at("min_tokens", f"{self.min_tokens} exceeds {name}, {max_tokens}")
+
+    def _refuse_unimplemented(self, document: Document) -> None:
+        """Raise InvalidInput for a parameter that is not implemented."""
+        for path, accepted in self.unimplemented.items():
+            value: Any = document
+            for key in path.split("."):
+                value = None if value is None else value.get(key)
+            # Types are compared as well: False == 0.
+            if value is not None and (type(value), value) not in [(type(x), x) for x in accepted]:
+                raise InvalidInput.at(path, "is not implemented, leave it out")
+
+    def _input(
+        self, prompt: Chat | str | tuple[int, ...], logprobs: int | None, **fields: Any
+    ) -> GenerationInput:
+        """Return the model's input; `fields` are those that this class does not set."""
+        sampling = Sampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=None if self.top_k is None else max(0, self.top_k),
+            min_p=self.min_p,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=_biases(self.logit_bias),
+            seed=self.seed,
+            logprobs=logprobs,
+        )
+        param, max_tokens = self.token_limit
+        stopping = Stopping(
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            default_tokens=self.default_tokens,
+            param=param,
+        )
+        path, output_format = self.output_format
+        constraint = None
+        if output_format or self.structured_outputs:
+            constraint = output_constraint(path, output_format, self.structured_outputs)
+        return GenerationInput(
+            prompt,
+            sampling,
+            stopping,
+            self.n or 1,
+            constraint=constraint,
+            prompt_logprobs=self.prompt_logprobs,
+            token_ids=bool(self.return_token_ids),
+            **fields,
+        )
+
+
+def _biases(biases: dict[str, float] | None) -> dict[int, float]:
+    for key in biases or ():
+        if not (key.isascii() and key.isdigit() and len(key) < 10):
+            raise InvalidInput.at("logit_bias", f"{key[:50]!r} is not a token id")
+    return {int(key): bias for key, bias in (biases or {}).items()}
+
+
+# ── decoding ──
+
+
+_prepared: set[type] = set()  # types that msgspec has inspected
+_preparing = Lock()
+
+
+class ModelRequest(Protocol):
+    """A struct with the fields of a request body."""
+
+    __struct_fields__: ClassVar[tuple[str, ...]]
+    model: str | None
+
+
+B = TypeVar("B", bound=ModelRequest)
+T = TypeVar("T")
+
+
+def decode(
+    document: Document,
+    kind: type[B],
+    id_for: Callable[[str | None], str],
+    max_entries: int | None = None,
+) -> B:
+    """Return a checked request, with the id of its model by `id_for`.
+
+    InvalidInput names the first field that is wrong. Lists of more than `max_entries`, and lists
+    within them, are refused before their entries are converted.
+    """
+    if max_entries is not None:
+        for path, length in _list_lengths(document, kind.__struct_fields__):
+            if length > max_entries:
+                raise InvalidInput.at(path, f"takes at most {max_entries} entries, not {length}")
+    request = convert(document | _whole_numbers(document), kind)
+    request.model = id_for(request.model)
+    if isinstance(request, GenerationRequest):
+        request.check(document)
+    return request
+
+
+def _whole_numbers(document: Document) -> dict[str, int]:
+    """Return the fields that are written as 5.0 for 5, as some JSON libraries do, such as Gson."""
+    return {
+        name: int(value)
+        for name, value in document.items()
+        if isinstance(value, float) and abs(value) < MAX_FLOAT_INT and value.is_integer()
+    }
+
+
+def convert(document: Document, kind: type[T], strict: bool = True) -> T:
+    """Return a struct. Unless `strict`, values are converted from text, as those of a form."""
+    if kind not in _prepared:
+        _prepare(kind)
+    try:
+        return msgspec.convert(document, kind, strict=strict)
+    except msgspec.ValidationError as error:
+        message, param = _explain(str(error), kind, document)
+        value = _value_at(document, param) if message == "expected int, got float" else None
+        if isinstance(value, float) and abs(value) >= 1 << 63:  # as the parser reads it
+            message = f"the integer {value:g} has more than 64 bits"
+        elif message.startswith("expected") and ", got" not in message:
+            message += _actual_value(document, param, "length" in message)
+        raise InvalidInput.at(param, message) from None
+
+
+def _prepare(kind: type) -> None:
+    """Have msgspec inspect a type once: two threads that do so at once can crash (0.22)."""
+    with _preparing:
+        with suppress(msgspec.ValidationError):
+            msgspec.convert(None, kind)
+        _prepared.add(kind)
+
+
+def required(value: T | None, path: str) -> T:
+    if value is None:
+        raise InvalidInput.at(path, "is required")
+    return value
+
+
+def read_inputs(inputs: Any, param: str) -> dict[str, str | tuple[int, ...]]:
+    """Return texts or token ids by path; `param` itself for a single one.
+
+    Raises InvalidInput if one is empty, or if a list mixes texts and token ids.
+    """
+    if not inputs:
+        raise InvalidInput.at(param, "must not be empty")
+    kind = str if isinstance(inputs, str) else type(inputs[0])
+    for n, entry in enumerate(inputs if isinstance(inputs, tuple) else ()):
+        if type(entry) is not kind:
+            raise InvalidInput.at(f"{param}[{n}]", "a list has either texts or token ids")
+        if isinstance(entry, (str, tuple)) and not entry:
+            raise InvalidInput.at(f"{param}[{n}]", "must not be empty")
+    if isinstance(inputs, str) or kind is int:
+        return {param: inputs}
+    return {f"{param}[{n}]": entry for n, entry in enumerate(inputs)}
+
+
+def _list_lengths(document: Document, fields: Iterable[str]) -> Iterator[tuple[str, int]]:
+    """Yield path and length of the lists in the fields, and of the lists in their entries."""
+    for name in fields:
+        if not isinstance(entries := document.get(name), list):
+            continue
+        yield name, len(entries)
+        for n, entry in enumerate(entries):
+            if isinstance(entry, list):
+                yield f"{name}[{n}]", len(entry)
+            elif isinstance(entry, dict):
+                for key, value in entry.items():
+                    if isinstance(value, list):
+                        yield f"{name}[{n}].{key}", len(value)
+
+
+def _explain(error: str, kind: Any, document: Document) -> tuple[str, str]:
+    """Return the reason and the path of a msgspec error: ("expected int, got str", "stop[1]")."""
+    match = _PATH.fullmatch(error)
+    assert match is not None
+    reason, path = match[1], (match[2] or "").removeprefix(".").removesuffix("[...]")
+    if missing := _MISSING.fullmatch(reason):
+        return "is required", f"{path}.{missing[1]}" if path else missing[1]
+    if reason.endswith("of length >= 1"):
+        return "must not be empty", path
+    if (value := _UNKNOWN.fullmatch(reason)) and (
+        accepted := _literals(type_info(kind), document, re.findall(r"\w+", path))
+    ):
+        return f"must be {' or '.join(accepted)}, not {value[1][:50]!r}", path
+    reason = reason.replace(" | null", "").replace("`", "")
+    return reason[:1].lower() + reason[1:], path
+
+
+def _actual_value(document: Document, path: str, is_length: bool) -> str:
+    """Return ", not …" with the value at a path, or its length; empty if the path is not exact."""
+    node = _value_at(document, path)
+    if node is None:
+        return ""
+    if is_length:
+        return f", not {len(node)}" if isinstance(node, (str, list, dict)) else ""
+    return "" if isinstance(node, (list, dict)) else f", not {repr(node)[:50]}"
+
+
+def _value_at(document: Document, path: str) -> Any:
+    """Return the value at a path; None if the path is not exact."""
+    node: Any = document
+    try:
+        for step in re.findall(r"[^.\[\]]+", path):
+            node = node[int(step)] if isinstance(node, list) else node[step]
+    except (KeyError, IndexError, TypeError, ValueError):
+        return None
+    return node
+
+
+type_info = cache(inspect.type_info)
+
+
+def _literals(node: Any, value: Any, steps: list[str]) -> list[str]:
+    """Return the values of the Literal, or the tags of the union, at a path of a type. `value`: of
+    the node, by whose tags the members of unions are chosen."""
+    match node:
+        case inspect.LiteralType() if not steps:
+            return list(map(str, node.values))
+        case inspect.Metadata():
+            return _literals(node.type, value, steps)
+        case inspect.UnionType():
+            return [found for member in node.types for found in _literals(member, value, steps)]
+        case inspect.ListType() if steps and steps[0].isdigit():
+            return _literals(node.item_type, value[int(steps[0])], steps[1:])
+        case inspect.StructType() if steps == [node.tag_field]:
+            return [str(node.tag)]
+        case inspect.StructType() if steps and node.tag in (None, value.get(node.tag_field)):
+            types = [field.type for field in node.fields if field.encode_name == steps[0]]
+            inner = value.get(steps[0])
+            return [found for type_ in types for found in _literals(type_, inner, steps[1:])]
+    return []

@@ -1,0 +1,385 @@
+"""`/v1/responses`: generate a response, whole, streamed or in the background; `/{id}`: read it.
+
+    body → request, previous items (pool) → submit → deltas → response → store → client
+
+The path of every generation request (endpoint.py), with a store. A background response is
+a job (jobs.py) until it has ended. It is found in the store from its beginning; where that
+is a file, other processes find it too, and may cancel it.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+import sqlite3
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated, Literal, TypeVar
+
+import anyio.from_thread
+import orjson
+from anyio.to_thread import run_sync
+from msgspec import Meta, Struct
+from starlette.requests import Request
+from starlette.types import Scope, Send
+
+from batching.errors import ClientGone, InvalidInput
+from batching.fair_share import Priority
+from server.apis.openai.endpoint import GenerationEndpoint, build_events, respond
+from server.apis.openai.jobs import JobRunner, StoredJob
+from server.apis.openai.request_fields import convert, decode
+from server.apis.openai.response_schemas import Deleted, InputTokens, ItemList, Response
+from server.apis.openai.responses.events import ResponsesBuilder
+from server.apis.openai.responses.items import to_documents
+from server.apis.openai.responses.request import ParsedResponseRequest, ResponseRequest
+from server.apis.openai.responses.store import Count, NotStored, ResponseStore
+from server.apis.openai.sqlite_store import (
+    Owner,
+    encode_page,
+    in_store,
+    owner_of,
+    refusing_disk_errors,
+)
+from server.apis.openai.tokenize import TokenCounter
+from server.core.delta_stream import TokenStream, UsageCounts
+from server.core.worker_client import IncomingRequest
+from server.http.access import address_of
+from server.http.access_log import log_background
+from server.http.errors import HttpError
+from server.http.json import INLINE_BYTES, Document, parse_json, to_json
+from server.http.operation import JSON, Operation, OperationRoute, routes_of
+from server.http.request import MAX_BODIES, count_failure, send_json
+from server.http.transfers import Transfer, TransferBudget
+from worker.worker import trim_heap
+
+log = logging.getLogger("onequeue.responses")
+
+COUNT_TOKENS = Operation(
+    "POST /v1/responses/input_tokens",
+    "The number of tokens of a response's input",
+    InputTokens,
+    ResponseRequest,
+)
+COMPACT_PATH = "/v1/responses/compact"
+UNFINISHED = "queued", "in_progress"
+TRIM_BYTES = 4_000_000  # that a request holds; trimming takes milliseconds
+BACKGROUND_SHARE = 4  # inputs of background responses take a quarter of the memory for bodies
+MAX_FALLBACK_RESPONSES = 1000
+MAX_FALLBACK_BYTES = 64_000_000
+POLL_S = 0.1  # how often the end of a response that another process generates is looked for
+
+T = TypeVar("T")
+
+
+class TooLarge(Exception):
+    """The stored responses that a request refers to exceed a size, which is the message."""
+
+
+class BackgroundJob(StoredJob):
+    """A response that is generated in the background."""
+
+    def __init__(
+        self,
+        endpoint: "Responses",
+        scope: Scope,
+        stream: TokenStream,
+        builder: ResponsesBuilder,
+        transfer: Transfer,
+    ) -> None:
+        self.owner = owner_from(scope)
+        super().__init__(builder.response.id, self.owner.namespace)
+        self.endpoint, self.scope, self.stream = endpoint, scope, stream
+        self.builder, self.transfer = builder, transfer
+        self.stored = asyncio.Event()  # in the store, from its beginning
+
+    def abort(self) -> None:
+        for item in self.stream.items:
+            item.resolve(ClientGone("the response was cancelled"))
+
+    async def run(self) -> None:
+        """Generate the response; errors become its status."""
+        builder, stream, scope = self.builder, self.stream, self.scope
+        store = partial(self.endpoint.store_response, self.owner, builder)
+        with stream:
+            try:
+                await store(is_generating=True)
+                self.stored.set()
+                events = build_events(builder, stream, await stream.read())
+                await anext(events, None)
+                await store(is_generating=True)  # in progress
+                async for _ in events:
+                    pass  # events are built for their effect on the response
+            except ClientGone:
+                builder.abort("cancelled")
+            except Exception as error:
+                builder.fail(count_failure(error, scope))
+        if scope["app"].logs_requests:
+            log_background(scope, builder.response.id, builder.response.status)
+        try:
+            await store()
+        finally:
+            self.stored.set()
+            self.endpoint.background_memory.release(self.transfer)
+
+
+class Page(Struct):
+    """The query of a response's input items."""
+
+    order: Literal["asc", "desc"] = "desc"
+    limit: Annotated[int, Meta(ge=1, le=100)] = 20
+    after: Annotated[str | None, Meta(description="The id of an item")] = None
+
+    def encode(self, items: list[Document]) -> bytes:
+        """Return the page of a list as JSON."""
+        items, start = items[:: -1 if self.order == "desc" else 1], 0
+        if self.after is not None:
+            ids = [item["id"] for item in items]
+            if self.after not in ids:
+                raise InvalidInput.at("after", f"there is no input item {self.after[:100]!r}")
+            start = ids.index(self.after) + 1
+        return encode_page(ItemList, items[start : start + self.limit + 1], self.limit)
+
+
+@Operation(
+    "POST /v1/responses",
+    "A model's response to items or a text, stored unless store is false",
+    Response,
+    ResponseRequest,
+    stream="With stream: true. The last event has the response.",
+)
+@dataclass(eq=False)
+class Responses(GenerationEndpoint[ParsedResponseRequest]):
+    """The app itself takes new requests; methods find responses, stored or in the background."""
+
+    parse_blocks = True  # previous items are read from the store
+
+    store: ResponseStore
+    jobs: JobRunner
+
+    def __post_init__(self) -> None:
+        # Background responses that are not stored, or could not be written to `store`.
+        self.fallback_store = ResponseStore(":memory:", MAX_FALLBACK_RESPONSES, MAX_FALLBACK_BYTES)
+        self.jobs.stores += self.store, self.fallback_store
+        # They hold their input longer than a request: it does not count as a request's.
+        limit = int(MAX_BODIES * self.settings.max_body_mb * 1_000_000) // BACKGROUND_SHARE
+        message = "the memory for background responses is in use"
+        self.background_memory = TransferBudget(limit, message)
+
+    def routes(self) -> list[OperationRoute]:
+        count = TokenCounter(self, partial(InputTokens, "response.input_tokens"))
+        by_id = self.retrieve_or_delete, self.input_items, self.cancel
+        return [OperationRoute(COUNT_TOKENS, count), *routes_of(self, refuse_compaction, *by_id)]
+
+    # ── a new response ──
+
+    @refusing_disk_errors()
+    def parse(self, body: bytes, scope: Scope) -> ParsedResponseRequest:
+        max_entries = self.models.max_entries
+        request = decode(parse_json(body), ResponseRequest, self.models.id_for, max_entries)
+        namespace, max_body = owner_from(scope).namespace, scope["app"].max_body
+        look_up = partial(self.store.items, namespace, count=counter(scope, max_body))
+        try:
+            items = to_documents(request.input, look_up)
+        except TooLarge as error:
+            reason = f"the stored responses with its items exceed {error}"
+            raise InvalidInput.at("input", reason) from None
+        count = counter(scope, max_body)
+        previous = self._previous_items(namespace, request.previous_response_id, count)
+        tools = request.callable_tools([*previous, *items])
+        if tools.dropped:
+            id, names = scope["record"].request_id, ", ".join(tools.dropped)
+            log.warning("tools dropped id=%s types=%s: they are not run here", id, names)
+        prompt = request.generation_input(previous, items, tools)
+        parsed = ParsedResponseRequest(request, [prompt], items, tools)
+        return_memory(scope)
+        return parsed
+
+    def _previous_items(self, namespace: bytes, id: str | None, count: Count) -> list[Document]:
+        """Return all items of the conversation that ends with a response.
+
+        A stored conversation may be as large as a request body.
+        """
+        if id is None:
+            return []
+        path = "previous_response_id"
+        try:
+            chain = self.store.chain(namespace, id, count)
+        except TooLarge as error:
+            raise InvalidInput.at(path, f"its conversation exceeds {error}") from None
+        except NotStored as error:
+            raise _not_found(error.id, path) from None
+        if any(stored.response["status"] in UNFINISHED for stored in chain):
+            raise InvalidInput.at(path, f"{id!r} is still being generated")
+        if any(stored.response["status"] == "failed" for stored in chain):
+            raise InvalidInput.at(path, "is a response that failed, or continues one")
+        return [item for stored in chain for item in (*stored.input, *stored.response["output"])]
+
+    def builder(self, request: ParsedResponseRequest, usage: UsageCounts) -> ResponsesBuilder:
+        return ResponsesBuilder(request, usage, self.model_of(request))
+
+    async def serve(
+        self, incoming: IncomingRequest, send: Send, request: ParsedResponseRequest
+    ) -> None:
+        scope = incoming.scope
+        if request.body.background:
+            job = self._start_job(incoming, request)
+            response = to_json(job.builder.response)
+            await job.stored.wait()
+            return await send_json(send, response, headers=job.builder.headers)
+        with self.submit(incoming, request) as stream:
+            builder = self.builder(request, stream.usage)
+            before_end = partial(self.store_response, owner_from(scope), builder)
+            await respond(scope, send, stream, builder, before_end)
+
+    def _start_job(
+        self, incoming: IncomingRequest, request: ParsedResponseRequest
+    ) -> BackgroundJob:
+        """Submit a request that waits for its first token without a limit."""
+        scope, transfer = incoming.scope, Transfer()
+        deadlines = replace(incoming.deadlines, first=math.inf)
+        self.background_memory.take(transfer, scope["transfer"].held)
+        scope["context"] = replace(scope["context"], priority=Priority.BACKGROUND)
+        try:
+            stream = self.submit(IncomingRequest(scope, None, deadlines), request)
+        except BaseException:
+            self.background_memory.release(transfer)
+            raise
+        builder = self.builder(request, stream.usage)
+        job = BackgroundJob(self, scope, stream, builder, transfer)
+        self.jobs.run(job)
+        return job
+
+    async def store_response(
+        self, owner: Owner, builder: ResponsesBuilder, is_generating: bool = False
+    ) -> None:
+        """Store a response. If that fails, as on a full disk, the response has `store: false`. A
+        client that cannot get one from the background from the store has no other way."""
+        if builder.response.store:
+            try:
+                put = self.store.put
+                await run_sync(lambda: put(owner, builder.stored, is_generating))
+                return
+            except (OSError, sqlite3.Error) as error:
+                log.error("response not stored id=%s error=%.200r", builder.response.id, error)
+                self.worker_client.metrics.not_stored.inc()
+                builder.response.store = False
+            with contextlib.suppress(NotStored, OSError, sqlite3.Error):  # its earlier state
+                await run_sync(self.store.delete, owner.namespace, builder.response.id)
+        if builder.response.background:
+            put = self.fallback_store.put
+            await run_sync(lambda: put(owner, builder.stored, is_generating))
+
+    # ── a response by its id ──
+
+    @Operation("GET /v1/responses/{id}", "A response", Response, errors=[400])
+    @Operation("DELETE /v1/responses/{id}", "Delete a response", Deleted)
+    async def retrieve_or_delete(self, request: Request) -> bytes | Deleted:
+        scope, id = request.scope, request.path_params["id"]
+        if request.method == "DELETE":
+            await self._cancel(owner_from(scope), id)
+            await self._in_stores(ResponseStore.delete, scope, id)
+            return Deleted(id, "response", deleted=True)
+        if request.query_params.get("stream", "false") != "false":
+            raise InvalidInput.at("stream", "must be false: a stored response is sent whole")
+        read = partial(ResponseStore.response, count=counter(scope))
+        return await self._in_stores(read, scope, id)
+
+    @Operation(
+        "GET /v1/responses/{id}/input_items",
+        "The input items of a response, newest first",
+        ItemList,
+        query=Page,
+    )
+    async def input_items(self, request: Request) -> bytes:
+        scope, id = request.scope, request.path_params["id"]
+        page = convert(dict(request.query_params), Page, strict=False)
+
+        def read(store: ResponseStore, namespace: bytes, id: str) -> bytes:
+            return page.encode(store.get(namespace, id, counter(scope)).input)
+
+        return await self._in_stores(read, scope, id)
+
+    @Operation(
+        "POST /v1/responses/{id}/cancel", "Cancel a background response", Response, errors=[400]
+    )
+    async def cancel(self, request: Request) -> bytes:
+        scope, id = request.scope, request.path_params["id"]
+        await self._cancel(owner_from(scope), id)
+
+        def read(store: ResponseStore, namespace: bytes, id: str) -> bytes:
+            content = store.response(namespace, id, counter(scope))
+            if not orjson.loads(content)["background"]:
+                reason = "only a response with background: true can be cancelled"
+                raise InvalidInput.at("id", reason)
+            return content
+
+        return await self._in_stores(read, scope, id)
+
+    async def _cancel(self, owner: Owner, id: str) -> None:
+        """Cancel a background response of any process, if there is one, and wait until it has
+        ended."""
+        if job := self.jobs.find(BackgroundJob, owner.namespace, id):
+            job.abort()
+            await asyncio.wait([job.task])
+            return
+        is_generating = partial(self.store.is_generating, owner.namespace, id)
+        await in_store(self.store.cancel, owner.namespace, id)
+        while await in_store(is_generating):  # noqa: ASYNC110  # by another process
+            await asyncio.sleep(POLL_S)
+
+    async def _in_stores(
+        self, work: Callable[[ResponseStore, bytes, str], T], scope: Scope, id: str
+    ) -> T:
+        """Return the result of `work`, which runs in a pool thread."""
+        namespace = owner_from(scope).namespace
+
+        def run(store: ResponseStore) -> T:
+            result = work(store, namespace, id)
+            return_memory(scope)
+            return result
+
+        for store in (self.fallback_store, self.store):
+            with contextlib.suppress(NotStored), refusing_disk_errors():
+                return await run_sync(run, store)
+        raise _not_found(id, "id")
+
+
+@Operation(
+    f"POST {COMPACT_PATH}", "Refused: compaction is not implemented", {JSON: {}}, errors=[400]
+)
+async def refuse_compaction(request: Request) -> bytes:
+    reason = "is not implemented: send the items themselves, or a summary that a response writes"
+    raise InvalidInput(f"{COMPACT_PATH} {reason}")
+
+
+def owner_from(scope: Scope) -> Owner:
+    return owner_of(scope["context"].key.id, address_of(scope))
+
+
+def counter(scope: Scope, max_bytes: float = math.inf) -> Count:
+    """Return a function for a pool thread: it counts stored bytes that a request is about to hold,
+    and raises QueueFull if there is no memory for them, TooLarge beyond `max_bytes`."""
+    left, uncounted = max_bytes, 0
+
+    def count(size: int) -> None:
+        nonlocal left, uncounted
+        left, uncounted = left - size, uncounted + size
+        if left < 0:
+            raise TooLarge(f"{max_bytes / 1_000_000:g} MB")
+        if uncounted > INLINE_BYTES:  # a conversation may have thousands of small responses
+            size, uncounted = uncounted, 0
+            anyio.from_thread.run_sync(scope["app"].count_body, scope, size)
+
+    return count
+
+
+def return_memory(scope: Scope) -> None:
+    """Return to the system what reading large bodies and stored responses has freed, in a pool
+    thread: the allocator keeps as much as the requests hold."""
+    if trim_heap is not None and scope["transfer"].held >= TRIM_BYTES:
+        trim_heap(0)
+
+
+def _not_found(id: str, param: str) -> HttpError:
+    return HttpError(404, f"there is no stored response {id[:100]!r}", param)

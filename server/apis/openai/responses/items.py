@@ -1,0 +1,332 @@
+"""The input items of a Responses request: as clients send them, as stored, and as messages.
+
+    Item  --to_documents-->  stored and listed documents  --to_messages-->  chat template
+
+An assistant's reasoning, text and calls are separate items; a template takes them as one message.
+Images are allowed in messages of the user and in outputs. Other items and parts are refused.
+"""
+
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from batching.errors import InvalidInput
+from server.apis.openai.images import Detail, ImageUrl
+from server.apis.openai.messages import (
+    CalledFunction,
+    ContentPart,
+    Message,
+    TextPart,
+    ToolCall,
+    any_of,
+)
+from server.apis.openai.request_fields import required
+from server.apis.openai.response_format import check_depth
+from server.apis.openai.response_tools import LOCAL_SHELL, Tool, flat_name, flatten_tools
+from server.apis.openai.tools import MAX_TOOLS
+from server.core.sealing import unseal
+from server.http.errors import HttpError
+from server.http.json import Document
+from worker.messages.generation import INPUT
+
+ID_PREFIXES = {
+    "message": "msg_",
+    "reasoning": "rs_",
+    "function_call": "fc_",
+    "function_call_output": "fco_",
+    "custom_tool_call": "ctc_",
+    "custom_tool_call_output": "ctco_",
+    "local_shell_call": "lsh_",
+    "local_shell_call_output": "lsho_",
+    "additional_tools": "at_",
+}
+InputItemType = Literal[
+    "message",
+    "reasoning",
+    "function_call",
+    "function_call_output",
+    "custom_tool_call",
+    "custom_tool_call_output",
+    "local_shell_call",
+    "local_shell_call_output",
+    "additional_tools",
+    "item_reference",
+    "input_text",
+    "input_image",
+]
+REQUIRED_FIELDS: Mapping[InputItemType, Sequence[str]] = {
+    "message": ("role", "content"),
+    "reasoning": (),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "custom_tool_call": ("call_id", "name", "input"),
+    "custom_tool_call_output": ("call_id", "output"),
+    "local_shell_call": ("call_id", "action"),
+    "local_shell_call_output": ("output",),  # and call_id or id
+    "additional_tools": ("tools",),
+    "item_reference": ("id",),
+    "input_text": ("text",),  # a content part in place of an item: a message of the user
+    "input_image": ("image_url",),  # likewise
+}
+CALLS = ("function_call", "custom_tool_call", "local_shell_call")
+OUTPUTS = tuple(f"{call}_output" for call in CALLS)
+ItemRole = Literal["user", "assistant", "system", "developer"]
+MESSAGE_PARTS = ("input_text", "output_text", "refusal")
+IMAGE = "input_image"
+# Which fields an item requires, for the OpenAPI document. The type is optional where other fields
+# determine it; see `Item.kind`.
+OPTIONAL_TYPES = ("message", "item_reference")
+NOT_NULL = {"not": {"type": "null"}}
+ITEM_FIELDS = any_of(
+    *(
+        ({"type": {"enum": [kind, None]}, **dict.fromkeys(fields, NOT_NULL)}, [*fields])
+        if kind in OPTIONAL_TYPES
+        else ({"type": {"enum": [kind]}, **dict.fromkeys(fields, NOT_NULL)}, [*fields, "type"])
+        for kind, fields in REQUIRED_FIELDS.items()
+    )
+)
+
+
+def new_id(kind: str) -> str:
+    return ID_PREFIXES[kind] + secrets.token_hex(24)
+
+
+class InputPart(TextPart):
+    """`image_url`: a data: URL or a link."""
+
+    image_url: str | None = None
+    detail: Detail | None = None
+    file_id: str | None = None
+
+    def image_document(self, path: str) -> Document:
+        """Return the image as it is stored. Its data is checked with the conversation."""
+        if self.file_id is not None:
+            raise InvalidInput.at(f"{path}.file_id", "is not supported: files are not stored here")
+        url = required(self.image_url, f"{path}.image_url")
+        return {"type": IMAGE, "image_url": url, "detail": self.detail or "auto"}
+
+
+Parts = str | list[InputPart]
+
+
+class Item(Struct):
+    type: InputItemType | None = None
+    id: str | None = None
+    role: ItemRole | None = None
+    content: Parts | None = None
+    summary: list[InputPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: Parts | None = None
+    text: str | None = None
+    image_url: str | None = None
+    detail: Detail | None = None
+    file_id: str | None = None
+    namespace: str | None = None
+    input: str | None = None  # of a custom tool
+    action: dict[str, Any] | None = None  # of the local shell
+    encrypted_content: str | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+
+    @property
+    def kind(self) -> InputItemType:
+        if self.type is not None:
+            return self.type
+        return "item_reference" if self.role is None and self.id else "message"
+
+    def document(self, path: str, stored: Mapping[str, Document]) -> Document:
+        """Return the checked item with an id; `stored` has the items that are referred to."""
+        kind = self.kind
+        if kind == "item_reference":
+            id = required(self.id, f"{path}.id")
+            if id not in stored:
+                message = f"{path}.id: there is no stored item {id[:100]!r}"
+                raise HttpError(404, message, f"{path}.id")
+            return stored[id]
+        if kind == "input_text":
+            text = required(self.text, f"{path}.text")
+            return Item(role=self.role or "user", content=text).document(path, stored)
+        if kind == IMAGE:
+            part = InputPart(IMAGE, None, None, self.image_url, self.detail, self.file_id)
+            part.image_document(path)  # checked
+            return Item(role=self.role or "user", content=[part]).document(path, stored)
+        if kind in CALLS:
+            fields = self._call(path, REQUIRED_FIELDS[kind])
+        elif kind in OUTPUTS:
+            fields = self._output(path)
+        elif kind == "additional_tools":
+            tools: list[Tool] = required(self.tools, f"{path}.tools")
+            flatten_tools(f"{path}.tools", tools)  # checked
+            fields = {"role": "developer", "tools": [tool.document() for tool in tools]}
+            check_depth(fields, f"{path}.tools")
+        else:
+            fields = {"message": self._message, "reasoning": self._reasoning}[kind](path)
+        return {"id": self.id or new_id(kind), "type": kind, "status": "completed", **fields}
+
+    def _message(self, path: str) -> Document:
+        role = required(self.role, f"{path}.role")
+        content = _part_documents(
+            self.content, f"{path}.content", MESSAGE_PARTS, allow_images=role == "user"
+        )
+        if not content:
+            raise InvalidInput.at(f"{path}.content", "must not be empty")
+        if role == "assistant":
+            output: Document = {"type": "output_text", "annotations": [], "logprobs": []}
+            content = [part | output for part in content]
+        return {"role": role, "content": content}
+
+    def _reasoning(self, path: str) -> Document:
+        summary = _part_documents(self.summary or [], f"{path}.summary", ("summary_text",))
+        content = _part_documents(self.content or [], f"{path}.content", ("reasoning_text",))
+        if not content and (text := unseal(self.encrypted_content or "")):
+            content = [{"type": "reasoning_text", "text": text}]
+        return {
+            "summary": [part for part in summary if part["text"]],
+            "content": [part for part in content if part["text"]],
+        }
+
+    def _call(self, path: str, names: Sequence[str]) -> Document:
+        fields = {name: required(getattr(self, name), f"{path}.{name}") for name in names}
+        check_depth(self.action, f"{path}.action")
+        return fields | ({"namespace": self.namespace} if self.namespace else {})
+
+    def _output(self, path: str) -> Document:
+        call_id = self.call_id
+        if call_id is None and self.kind == "local_shell_call_output":
+            call_id = self.id
+        call_id = required(call_id, f"{path}.call_id")
+        parts = _part_documents(self.output, f"{path}.output", ("input_text",), allow_images=True)
+        return {
+            "call_id": call_id,
+            "output": self.output if isinstance(self.output, str) else parts,
+        }
+
+
+def _part_documents(
+    parts: Parts | None, path: str, kinds: Sequence[str], allow_images: bool = False
+) -> list[Document]:
+    """Return parts as they are stored; texts of any of the kinds get the first of them."""
+    if parts is None:
+        raise InvalidInput.at(path, "is required")
+    if isinstance(parts, str):
+        return [{"type": kinds[0], "text": parts}]
+    prefix = f"must be {' or '.join(kinds)}: "
+    return [
+        part.image_document(f"{path}[{n}]")
+        if allow_images and part.type == IMAGE
+        else {"type": kinds[0], "text": part.read(f"{path}[{n}]", kinds, prefix)}
+        for n, part in enumerate(parts)
+    ]
+
+
+def to_documents(
+    items: str | list[Item], look_up: Callable[[set[str]], Mapping[str, Document]]
+) -> list[Document]:
+    """Return items as they are stored. `look_up` returns those of the ids that are stored."""
+    if isinstance(items, str):
+        items = [Item(role="user", content=items)]
+    references: set[str] = set()
+    for n, item in enumerate(items):
+        if item.id and item.kind == "item_reference":
+            if item.id in references:
+                raise InvalidInput.at(f"input[{n}].id", "is referred to twice")
+            references.add(item.id)
+    stored = look_up(references) if references else {}
+    return [item.document(f"input[{n}]", stored) for n, item in enumerate(items)]
+
+
+def to_messages(
+    previous: Sequence[Document], items: Sequence[Document]
+) -> list[tuple[str, Message]]:
+    """Return a conversation: its previous items, then a request's. Each message has a path, which
+    names it in errors."""
+    messages: list[Message] = []
+    paths: list[str] = []
+    functions: dict[str, str] = {}  # names by call_id
+    for n, item in enumerate((*previous, *items), start=-len(previous)):
+        if (kind := item["type"]) == "additional_tools":
+            continue
+        message = _assistant_message(messages, item)
+        if message is None:
+            messages += _other_messages(item, functions, f"input[{n}].call_id")
+        elif kind == "reasoning":
+            parts = item["content"] or item["summary"]
+            message.reasoning_content = _join(parts) or None
+        elif kind == "message":
+            message.content = _join(item["content"])
+        else:
+            function = _called_function(item)
+            functions[item["call_id"]] = function.name
+            message.tool_calls = [*(message.tool_calls or ()), ToolCall(function, item["call_id"])]
+        path = f"input[{n}]" if n >= 0 else "previous_response_id"
+        paths += [path] * (len(messages) - len(paths))
+    for message in messages:
+        if message.content is None and not message.tool_calls:
+            message.content = ""  # reasoning that was cut off before any text
+    return list(zip(paths, messages, strict=True))
+
+
+def _assistant_message(messages: list[Message], item: Document) -> Message | None:
+    """Return the assistant's message that an item belongs to, a new one if the last is complete.
+
+    None for an item of another role.
+    """
+    kind = item["type"]
+    if kind in OUTPUTS or item.get("role", "assistant") != "assistant":
+        return None
+    if messages and messages[-1].role == "assistant":
+        last = messages[-1]
+        complete = (
+            last.content or last.tool_calls or (kind == "reasoning" and last.reasoning_content)
+        )
+        if kind in CALLS or not complete:
+            return last
+    messages.append(Message("assistant"))
+    return messages[-1]
+
+
+def _called_function(item: Document) -> CalledFunction:
+    """Return the function that the model has called, from the item of a call."""
+    if item["type"] == "local_shell_call":
+        arguments = {key: value for key, value in item["action"].items() if key != "type"}
+        return CalledFunction(LOCAL_SHELL, arguments)
+    name = flat_name(item["name"], item.get("namespace"))
+    if item["type"] == "custom_tool_call":
+        return CalledFunction(name, {INPUT: item["input"]})
+    return CalledFunction(name, item["arguments"])
+
+
+def _other_messages(item: Document, functions: dict[str, str], path: str) -> Iterator[Message]:
+    """Yield the message of an item, and one with its images: templates take those of users only."""
+    if item["type"] == "message":
+        yield Message(item["role"], _content(item["content"]))
+        return
+    call_id = item["call_id"]
+    if call_id not in functions:
+        raise InvalidInput.at(path, "no function_call before it has this call_id")
+    output: str | list[Document] = item["output"]
+    images = [part for part in output if part["type"] == IMAGE] if isinstance(output, list) else []
+    if isinstance(output, list):
+        output = [part for part in output if part["type"] != IMAGE]
+    yield Message("tool", _join(output), name=functions[call_id], tool_call_id=call_id)
+    if images:
+        yield Message("user", _content(images))
+
+
+def _join(parts: str | list[Document]) -> str:
+    return parts if isinstance(parts, str) else "\n".join(part["text"] for part in parts)
+
+
+def _content(parts: list[Document]) -> str | list[ContentPart]:
+    """Return a message's content: text, or parts if there are images."""
+    if all(part["type"] != IMAGE for part in parts):
+        return _join(parts)
+    return [
+        ContentPart("image_url", image_url=ImageUrl(part["image_url"], part["detail"]))
+        if part["type"] == IMAGE
+        else ContentPart("text", part["text"])
+        for part in parts
+    ]

@@ -1,0 +1,252 @@
+"""The store of responses by id, for `GET /v1/responses/{id}` and `previous_response_id`.
+
+An sqlite database, in memory or in a file. It is bounded: the client with the most stored bytes, or
+responses, loses its least recently used ones. A conversation is a chain of responses, each with its
+own input only.
+
+Processes on one machine may share a file. A background response is stored from its beginning, and
+in the table `generating` until it has ended. It has failed if its process ends before.
+"""
+
+import contextlib
+import sqlite3
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from server.apis.openai.sqlite_store import Owner, SqliteStore
+from server.http.json import Document
+
+MAX_RESPONSES = 10_000
+MAX_BYTES = 256_000_000
+ENDED = "the server process that generated the response has ended"
+
+# `used` is 0 while a response is generated: it is not dropped, and not counted.
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS responses (
+    id TEXT PRIMARY KEY,
+    used INTEGER NOT NULL,
+    size INTEGER NOT NULL,
+    response BLOB NOT NULL,
+    input BLOB NOT NULL,
+    namespace BLOB NOT NULL,
+    client BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS responses_uses ON responses (used);
+CREATE INDEX IF NOT EXISTS responses_sizes_of_clients ON responses (client, used, size);
+CREATE TABLE IF NOT EXISTS items (
+    namespace BLOB NOT NULL,
+    id TEXT NOT NULL,
+    response_id TEXT NOT NULL REFERENCES responses (id) ON DELETE CASCADE,
+    PRIMARY KEY (namespace, id, response_id)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS items_response ON items (response_id);
+CREATE TABLE IF NOT EXISTS generating (
+    id TEXT PRIMARY KEY REFERENCES responses (id) ON DELETE CASCADE,
+    process TEXT NOT NULL,
+    is_cancelled INTEGER NOT NULL DEFAULT 0
+);
+"""
+
+NEXT_USE = "(SELECT coalesce(max(used), 0) + 1 FROM responses)"
+
+
+class NotStored(Exception):
+    """The namespace has no stored response with this id."""
+
+    def __init__(self, id: str) -> None:
+        super().__init__(id)
+        self.id = id
+
+
+# Called with the size of a response before it is read, in bytes of JSON; may raise.
+Count = Callable[[int], object]
+
+
+def uncounted(size: int) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A response and its own input items, oldest first, without those of earlier responses."""
+
+    response: Document
+    input: list[Document]
+
+
+class ResponseStore(SqliteStore):
+    """`path` is a file, or `:memory:`. Raises OSError or sqlite3.Error if it cannot be used."""
+
+    def __init__(
+        self, path: str, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES
+    ) -> None:
+        self.max_responses = max_responses
+        self.max_bytes = max_bytes
+        super().__init__(path, SCHEMA)
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        """The number of responses that have ended, and their bytes."""
+        usage = self._usage_of_clients().values()
+        return sum(count for count, _ in usage), sum(size for _, size in usage)
+
+    def put(self, owner: Owner, stored: Stored, is_generating: bool = False) -> None:
+        """Store a response, in place of its earlier state, and drop others beyond the bounds.
+
+        `is_generating`: this process generates it; its output is stored at its end."""
+        if is_generating:
+            self._fail_abandoned()
+        with self._lock, self._database:  # a transaction
+            self._put(owner, stored, is_generating)
+
+    def _put(self, owner: Owner, stored: Stored, is_generating: bool = False) -> None:
+        """Within a transaction."""
+        id, execute = stored.response["id"], self._database.execute
+        document = stored.response | {"output": []} if is_generating else stored.response
+        response, input_items = orjson.dumps(document), orjson.dumps(stored.input)
+        use = "0" if is_generating else NEXT_USE
+        inserted = (
+            f"INSERT INTO responses VALUES (?, {use}, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET"
+            " (used, size, response, input) ="
+            " (excluded.used, excluded.size, excluded.response, excluded.input)"
+        )
+        size = len(response) + len(input_items)
+        execute(inserted, (id, size, response, input_items, *owner))
+        if is_generating:
+            generating = "INSERT OR IGNORE INTO generating (id, process) VALUES (?, ?)"
+            execute(generating, (id, self.process))
+            return
+        execute("DELETE FROM generating WHERE id = ?", (id,))
+        item_ids = {item["id"] for item in (*stored.input, *stored.response["output"])}
+        items = [(owner.namespace, item_id, id) for item_id in item_ids]
+        self._database.executemany("INSERT INTO items VALUES (?, ?, ?)", items)
+        self._drop()
+
+    # ── background responses that have not ended ──
+
+    def cancel(self, namespace: bytes, id: str) -> None:
+        """Let the process that generates a response cancel it."""
+        cancelled = (
+            "UPDATE generating SET is_cancelled = 1 WHERE id = "
+            "(SELECT id FROM responses WHERE namespace = ? AND id = ?)"
+        )
+        with self._lock, self._database as database:
+            database.execute(cancelled, (namespace, id))
+
+    def cancelled(self) -> list[str]:
+        cancelled = "SELECT id FROM generating WHERE process = ? AND is_cancelled"
+        with self._lock:
+            return [id for [id] in self._database.execute(cancelled, (self.process,))]
+
+    def is_generating(self, namespace: bytes, id: str) -> bool:
+        self._fail_abandoned()
+        generating = (
+            "SELECT 1 FROM generating JOIN responses USING (id) WHERE namespace = ? AND id = ?"
+        )
+        with self._lock:
+            return self._database.execute(generating, (namespace, id)).fetchone() is not None
+
+    def _fail_abandoned(self) -> None:
+        """Store the unfinished responses of dead processes as failed, without their input."""
+        processes = "SELECT DISTINCT process FROM generating WHERE process != ?"
+        abandoned = (
+            "SELECT response, namespace, client FROM generating JOIN responses USING (id) "
+            "WHERE process = ?"
+        )
+        with self._lock:
+            for [process] in self._database.execute(processes, (self.process,)).fetchall():
+                if self._is_alive(process):
+                    continue
+                with self._database as database:
+                    database.execute("BEGIN IMMEDIATE")  # another process may have done it
+                    for response, *owner in database.execute(abandoned, (process,)).fetchall():
+                        error = {"code": "server_error", "message": ENDED}
+                        failed = orjson.loads(response) | {"status": "failed", "error": error}
+                        self._put(Owner(*owner), Stored(failed, []))
+
+    # ── stored responses ──
+
+    def response(self, namespace: bytes, id: str, count: Count = uncounted) -> bytes:
+        """Return a response as JSON."""
+        count(self._size(namespace, id))
+        content: bytes = self._row("response", namespace, id)[0]
+        return content
+
+    def get(self, namespace: bytes, id: str, count: Count = uncounted) -> Stored:
+        count(self._size(namespace, id))
+        response, input_items = self._row("response, input", namespace, id)
+        return Stored(orjson.loads(response), orjson.loads(input_items))
+
+    def chain(self, namespace: bytes, id: str, count: Count = uncounted) -> list[Stored]:
+        """Return the responses of a conversation, oldest first, up to the one with this id. Raises
+        NotStored."""
+        chain: list[Stored] = []
+        next_id: str | None = id
+        while next_id is not None:
+            stored = self.get(namespace, next_id, count)
+            chain.append(stored)
+            next_id = stored.response["previous_response_id"]
+        with self._lock, contextlib.suppress(sqlite3.Error), self._database:  # a full disk
+            used = f"UPDATE responses SET used = {NEXT_USE} WHERE id = ? AND used"
+            self._database.executemany(used, [(stored.response["id"],) for stored in chain])
+        return chain[::-1]
+
+    def items(
+        self, namespace: bytes, ids: Set[str], count: Count = uncounted
+    ) -> dict[str, Document]:
+        """Return the input and output items of stored responses that have one of the ids. A
+        response is read once."""
+        items: dict[str, Document] = {}
+        of_item = "SELECT response_id FROM items WHERE namespace = ? AND id = ? LIMIT 1"
+        for id in ids:
+            if id in items:
+                continue
+            with self._lock:
+                row = self._database.execute(of_item, (namespace, id)).fetchone()
+            if row is None:
+                continue
+            with contextlib.suppress(NotStored):  # it has been deleted meanwhile
+                stored = self.get(namespace, row[0], count)
+                for item in (*stored.input, *stored.response["output"]):
+                    if item["id"] in ids:
+                        items.setdefault(item["id"], item)
+        return items
+
+    def delete(self, namespace: bytes, id: str) -> None:
+        deleted = "DELETE FROM responses WHERE namespace = ? AND id = ?"
+        with self._lock, self._database as database:
+            if not database.execute(deleted, (namespace, id)).rowcount:
+                raise NotStored(id)
+
+    def _usage_of_clients(self) -> dict[bytes, tuple[int, int]]:
+        return self._usage("responses WHERE used", "client", "size")
+
+    def _drop(self) -> None:
+        """Drop the least recently used responses of the client that has the most, until all fit."""
+        usage = self._usage_of_clients()
+        count, size = map(sum, zip(*usage.values(), strict=True))
+        oldest = "SELECT id FROM responses WHERE client = ? AND used ORDER BY used LIMIT 1"
+        dropped = f"DELETE FROM responses WHERE id = ({oldest}) RETURNING size"
+        while count > self.max_responses or size > self.max_bytes:
+            kind = int(count <= self.max_responses)
+            client = max(usage, key=lambda client: usage[client][kind])
+            [freed] = self._database.execute(dropped, (client,)).fetchone()
+            usage[client] = usage[client][0] - 1, usage[client][1] - freed
+            if not usage[client][0]:
+                del usage[client]
+            count, size = count - 1, size - freed
+
+    def _size(self, namespace: bytes, id: str) -> int:
+        return int(self._row("size", namespace, id)[0])
+
+    def _row(self, columns: str, namespace: bytes, id: str) -> tuple[Any, ...]:
+        self._fail_abandoned()
+        select = f"SELECT {columns} FROM responses WHERE namespace = ? AND id = ?"
+        with self._lock:
+            row: tuple[Any, ...] | None = self._database.execute(select, (namespace, id)).fetchone()
+        if row is None:
+            raise NotStored(id)
+        return row

@@ -1,0 +1,149 @@
+"""Embeddings: texts → token ids → states → vectors → JSON.
+
+    tokenize: token rows, all checks → one vector per row → finish: truncate to `dimensions`,
+    normalize, encode
+
+Token rows run in single_pass.py or, of decoders, in engine.py.
+"""
+
+import base64
+from collections.abc import Sequence
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+from torch import Tensor
+
+from batching.errors import InvalidInput, ItemFailed
+from batching.request_queue import WorkItem
+from worker.engines.embedding.pooling import PoolingHead
+from worker.engines.embedding.pooling_runner import PoolingRunner, RowModel, states_of
+from worker.engines.embedding.sentence_transformers import SentenceTransformersConfig
+from worker.engines.embedding.tokenization import TextTokenizer, TokenRow
+from worker.messages.protocol import ModelInfo
+from worker.messages.scoring import EmbeddingInput, EmbeddingOutput
+
+Vectors = NDArray[np.float32]
+
+# Roles that clients give a text, each with the prompt names that stand for it.
+QUERY = ("query", "search_query")
+DOCUMENT = ("document", "passage", "corpus", "search_document")
+ROLES = {**dict.fromkeys(QUERY, QUERY), **dict.fromkeys(DOCUMENT, DOCUMENT)}
+
+
+class Embedder(PoolingRunner[EmbeddingInput, EmbeddingOutput]):
+    """`allowed_dimensions` are the sizes that vectors may be truncated to; None: any, empty:
+    none."""
+
+    warm_up_input = EmbeddingInput(["a"], None)
+
+    def __init__(
+        self,
+        model: RowModel,
+        tokenizer: TextTokenizer,
+        config: SentenceTransformersConfig,
+        allowed_dimensions: Sequence[int] | None,
+        info: ModelInfo,
+    ) -> None:
+        self.pooling = PoolingHead(config, info.device)
+        super().__init__(model, self.pooling.pool, tokenizer, info)
+        self.config, self.allowed_dimensions = config, allowed_dimensions
+        self.reads_last_state = {*config.poolings} == {"lasttoken"}
+        row = TokenRow(tokenizer.encode("a"))
+        self.dimensions = config.truncate_dim or len(self.head(states_of(model, row), row))
+
+    # ── pool threads ──
+
+    def tokenize(self, payload: EmbeddingInput) -> list[TokenRow]:
+        self._check_dimensions(payload.dimensions)
+        if not isinstance(payload.inputs[0], str):
+            return self._rows_of_ids(payload)
+        texts = [text for text in payload.inputs if isinstance(text, str)]
+        params = [payload.path(n) for n in range(len(texts))]
+        prompt = self._prompt(payload)
+        return self.tokenizer.tokenize_rows(texts, params, prompt, payload.truncation)
+
+    def _rows_of_ids(self, payload: EmbeddingInput) -> list[TokenRow]:
+        """Return the rows of inputs that are token ids already."""
+        if payload.prompt is not None:
+            raise InvalidInput.at("prompt_name", "is for texts, not for token ids")
+        rows = []
+        for n, ids in enumerate(payload.inputs):
+            assert not isinstance(ids, str)
+            param, truncation = payload.path(n), payload.truncation
+            length = self.tokenizer.truncated_length(len(ids), param, truncation)
+            if length is not None:
+                ids = ids[-length:] if truncation.keep_end else ids[:length]
+            rows.append(TokenRow(self.tokenizer.check_ids([*ids], param)))
+        return rows
+
+    def _prompt(self, payload: EmbeddingInput) -> str:
+        """Return the prompt before each text. A known role without a prompt has an empty one."""
+        prompts = self.config.prompts
+        for name, param in ((payload.prompt, "prompt_name"), (payload.role, "input_type")):
+            if name is None:
+                continue
+            if name in prompts:
+                return prompts[name]
+            if param == "input_type" and name in ROLES:
+                return next((prompts[alias] for alias in ROLES[name] if alias in prompts), "")
+            known = [*prompts, *(ROLES if param == "input_type" else ())]
+            if not known:
+                raise InvalidInput.at(param, "must be left out: this model has no prompts")
+            raise InvalidInput.at(param, f"must be one of {', '.join(known)}, not {name[:50]!r}")
+        return prompts[self.config.default_prompt] if self.config.default_prompt else ""
+
+    def _check_dimensions(self, dimensions: int | None) -> None:
+        if dimensions is None or dimensions == self.dimensions:
+            return
+        if dimensions > self.dimensions:
+            raise InvalidInput.at(
+                "dimensions",
+                f"must be at most {self.dimensions}, the model's own, not {dimensions}",
+            )
+        if self.allowed_dimensions is None or dimensions in self.allowed_dimensions:
+            return
+        if self.allowed_dimensions:
+            accepted = f"one of {', '.join(map(str, self.allowed_dimensions))}"
+            raise InvalidInput.at("dimensions", f"must be {accepted}, not {dimensions}")
+        raise InvalidInput.at(
+            "dimensions",
+            f"must be {self.dimensions}, not {dimensions}: "
+            "the model was not trained for others (Matryoshka)",
+        )
+
+    def finish(self, item: WorkItem[EmbeddingInput], raw: Tensor) -> EmbeddingOutput:
+        """Return an item's vectors, encoded as its payload requests. Raises ItemFailed for NaN."""
+        payload = item.payload
+        if not raw.isfinite().all():
+            raise ItemFailed("the model returned NaN or infinity for this input")
+        dimensions = payload.dimensions or self.dimensions
+        normalize = payload.normalize
+        if normalize is None:
+            normalize = self.pooling.normalizes or payload.dimensions is not None
+        vectors = np.ascontiguousarray(raw.numpy()[:, :dimensions], dtype="<f4")
+        if normalize:
+            norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+            vectors = vectors / np.maximum(norms, np.float32(1e-12))
+        content = b"" if payload.encoding == "vectors" else encode_vectors(vectors, payload)
+        return EmbeddingOutput(content, vectors, item.tokens)
+
+    # ── worker thread ──
+
+    def apply_head(self, pooled: Tensor) -> Tensor:
+        """Return vectors [texts, D]."""
+        vectors: Tensor = self.pooling.layers(pooled)
+        return vectors
+
+
+def encode_vectors(vectors: Vectors, payload: EmbeddingInput) -> bytes:
+    """Encode vectors as JSON values, separated by commas, without brackets around them."""
+    if payload.encoding == "base64":
+        values = [b'"%b"' % base64.b64encode(vector.tobytes()) for vector in vectors]
+    else:
+        values = [orjson.dumps(vector, option=orjson.OPT_SERIALIZE_NUMPY) for vector in vectors]
+    if payload.encoding == "bare":
+        return b",".join(values)
+    first = payload.first_index or 0
+    entry = b'{"object":"embedding","index":%d,"embedding":%b}'
+    return b",".join(entry % (first + n, value) for n, value in enumerate(values))

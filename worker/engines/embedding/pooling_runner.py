@@ -1,0 +1,124 @@
+"""What embedders and rerankers share. One whose model runs texts in one pass is served like a
+pipeline's runner, a decoder by the generation engine (engine.py).
+
+    prepare (pool thread): tokenize and validate
+    → forward (worker thread): run the token rows in one pass, pool their states, apply the layers
+      after pooling
+    → finish (pool thread): convert to the response's numbers
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from batching.request_queue import WorkItem
+from batching.sequence import Batch, Span, TokenIds
+from worker.engines.embedding.pooling import PoolFunction
+from worker.engines.embedding.single_pass import SinglePassModel
+from worker.engines.embedding.tokenization import TextTokenizer, TokenRow
+from worker.messages.generation import TEXT_ONLY
+from worker.messages.protocol import (
+    ALONE,
+    CUT,
+    Cut,
+    ModelInfo,
+    OtherModels,
+    TextModel,
+)
+from worker.messages.scoring import EmbeddingInput, ScoringInput
+from worker.model.attention.kv_cache import BLOCK
+from worker.model.paged_runner import PagedRunner
+
+Payload = TypeVar("Payload", bound=EmbeddingInput | ScoringInput)
+Result = TypeVar("Result")
+
+
+RowModel = SinglePassModel | PagedRunner
+
+
+class PoolingRunner(ABC, Generic[Payload, Result]):
+    """Implements Runner, if its model runs texts in one pass, and TextModel of
+    worker.messages.protocol. `pool` is applied to the states of a row."""
+
+    warm_up_input: Payload  # the smallest valid one
+    others: OtherModels = ALONE
+    reads_last_state = True  # and no other one
+    # of input processors
+    eos_token_ids: Sequence[int] = ()
+    image_preprocessor = None
+
+    def __init__(
+        self, model: RowModel, pool: PoolFunction, tokenizer: TextTokenizer, info: ModelInfo
+    ) -> None:
+        self.model, self.pool = model, pool
+        self.tokenizer = tokenizer
+        self.info = info
+        self.max_model_len = tokenizer.limit
+        self.no_images_reason = TEXT_ONLY
+        self.encode, self.decode, self.token = tokenizer.encode, tokenizer.decode, tokenizer.token
+
+    @property
+    def text_model(self) -> TextModel:
+        return self
+
+    def prepare(self, item: WorkItem[Payload, list[TokenRow]]) -> None:
+        """Tokenize an item's payload and set its `prepared`, `rows`, `tokens` and `width`. Raises
+        InvalidInput."""
+        rows = self.tokenize(item.payload)
+        for row in rows:
+            row.ids = TokenIds(row.ids)
+            row.token_type_ids = row.token_type_ids and TokenIds(row.token_type_ids)
+        counts = [len(row.ids) for row in rows]
+        item.prepared = rows
+        item.rows, item.tokens, item.width = len(rows), sum(counts), max(counts)
+
+    @abstractmethod
+    def tokenize(self, payload: Payload) -> list[TokenRow]:
+        """Return the token rows of a payload. Raises InvalidInput."""
+
+    @torch.inference_mode()
+    def forward(self, prepared: list[list[TokenRow]]) -> list[Tensor | Cut]:
+        """Return a tensor [rows, …] per item; CUT where rows need another batch."""
+        assert isinstance(self.model, SinglePassModel)
+        self.model.run([row for rows in prepared for row in rows], self.pool, self.others)
+        is_done = [all(row.result is not None for row in rows) for rows in prepared]
+        done = [rows for rows, complete in zip(prepared, is_done, strict=True) if complete]
+        if not done:
+            return [CUT] * len(prepared)
+        results = [row.result for rows in done for row in rows if row.result is not None]
+        pooled = torch.stack(results)
+        outputs = self.apply_head(pooled).cpu()
+        parts = iter(torch.split(outputs, [len(rows) for rows in done]))
+        return [next(parts) if complete else CUT for complete in is_done]
+
+    @torch.inference_mode()
+    def head(self, states: Tensor, row: TokenRow) -> Tensor:
+        """Return the output of a row by its states: of all tokens, or of the last one."""
+        return self.apply_head(self.pool(states, row)[None])[0]
+
+    def apply_head(self, pooled: Tensor) -> Tensor:
+        """Run the layers after pooling on [rows, …]."""
+        return pooled
+
+    @abstractmethod
+    def finish(self, item: WorkItem[Payload], raw: Tensor) -> Result: ...
+
+    def warm_up(self) -> None:
+        """Run the smallest valid payload; raise if the model is broken."""
+        item: WorkItem[Payload, list[TokenRow]] = WorkItem(self.warm_up_input, float("inf"), 0.0)
+        self.prepare(item)
+        while (output := self.forward([item.prepared])[0]) is CUT:
+            pass
+        self.finish(item, output)
+
+
+def states_of(model: RowModel, row: TokenRow) -> Tensor:
+    """Return the states [tokens, H] of a row, which runs alone."""
+    if isinstance(model, SinglePassModel):
+        return model([row])
+    count = len(row.ids)
+    blocks = range(-(-count // BLOCK))
+    return model.forward(Batch([Span(blocks, 0, count)], row.ids, range(count)))

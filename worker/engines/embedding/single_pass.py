@@ -1,0 +1,146 @@
+"""Run token rows through a model in one forward pass, as pipelines do: packed, padded or one by one
+(engines/pipeline/loading.py). Decoders that run in chunks are in engine.py.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from batching.step_times import StepTimes
+from worker.device.self_check import TOLERANCE, random_prompts
+from worker.engines.embedding.pooling import PoolFunction
+from worker.engines.embedding.tokenization import TokenRow
+from worker.engines.pipeline.loading import choose_batching, pad, rows_beyond_windows
+from worker.engines.pipeline.packed_attention import Packing
+from worker.engines.pipeline.yield_points import YieldPoints
+from worker.load_context import on_worker
+from worker.messages.protocol import Batching, OtherModels
+from worker.model.check import check
+
+STATES, LOGITS = "last_hidden_state", "logits"
+
+
+@dataclass(eq=False)
+class SinglePassModel:
+    """`output_name` is a field of the model's output: STATES, one per token, or LOGITS, one row per
+    text."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    limit: int
+    output_name: str
+    batching: Batching = field(init=False)
+    batching_reason: str = field(init=False)
+    packing: Packing | None = field(init=False)
+    reads_first_token: bool = field(init=False, default=False)  # the head reads no other
+    times: StepTimes = field(init=False, default_factory=StepTimes)
+    yield_points: YieldPoints = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.per_text = self.output_name == LOGITS
+        self.model.config.use_cache = False
+        task = "text-classification" if self.per_text else "feature-extraction"
+        self.batching, self.batching_reason, self.packing = choose_batching(task, self)
+        if self.packing and self.per_text:
+            on_worker(partial(self._prune_last_layer, self.packing))
+        self.yield_points = YieldPoints(self.model)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @torch.inference_mode()
+    def run(self, rows: Sequence[TokenRow], pool: PoolFunction, others: OtherModels) -> None:
+        """Set the result of each row, or of the first ones, from one forward pass."""
+        rows = [row for row in rows if row.result is None]
+        if not rows:  # another item of their batch has failed
+            return
+        rows = rows[: self.times.fitting([len(row.ids) for row in rows], others.max_turn_s)]
+        started = time.monotonic() - others.total_s
+        with self.yield_points.active(others):
+            outputs = self(rows)
+        seconds = time.monotonic() - others.total_s - started
+        self.times.learn(sum(len(row.ids) for row in rows), 0, seconds)
+        if self.per_text:
+            parts = outputs.unbind()
+        else:
+            parts = torch.split(outputs, [len(row.ids) for row in rows])
+        for row, part in zip(rows, parts, strict=True):
+            row.result = pool(part, row)
+
+    @torch.inference_mode()
+    def __call__(self, rows: Sequence[TokenRow]) -> Tensor:
+        """Return states [tokens of all rows, H], or logits [rows, labels]."""
+        if self.batching == "single":
+            return torch.cat([self._forward([row]) for row in rows])
+        return self._forward(rows)
+
+    def warm_up(self) -> None:
+        [ids] = random_prompts(self.model, self.tokenizer, [min(3, self.limit)])
+        self([TokenRow(ids)])
+
+    def _forward(self, rows: Sequence[TokenRow]) -> Tensor:
+        counts = [len(row.ids) for row in rows]
+        batch = {"input_ids": [[*row.ids] for row in rows]}
+        if rows[0].token_type_ids is not None:
+            batch["token_type_ids"] = [[*(row.token_type_ids or ())] for row in rows]
+        inputs = pad(self.tokenizer, batch).to(self.device)
+        positions = [[0]] * len(rows) if self.reads_first_token else None
+        packing = self.packing
+        with packing.batch(counts, max(counts), positions) if packing else nullcontext():
+            output: Tensor = self.model(**inputs)[self.output_name]
+        if self.per_text:
+            return output
+        return torch.cat([states[:n] for states, n in zip(output, counts, strict=True)])
+
+    @torch.inference_mode()
+    def _prune_last_layer(self, packing: Packing) -> None:
+        """Run only the first token of each text through the part of the last layer that follows
+        attention, if the head sees no other, so that the logits stay."""
+        samples = rows_beyond_windows(self.model, self.tokenizer, self.limit).single
+        rows = [TokenRow(sample["input_ids"][0].tolist()) for sample in samples]
+        residual_add = find_residual_add(packing.layers[-1], lambda: self(rows))
+        if residual_add is None:
+            return
+
+        def run(first_token: bool, rows: Sequence[TokenRow]) -> list[Tensor]:
+            self.reads_first_token = first_token
+            return [self(rows)]
+
+        undo = packing.prune_last_layer(residual_add)
+        try:
+            check(partial(run, False), partial(run, True), rows, TOLERANCE[self.model.dtype])
+            self.reads_first_token = True
+        except Exception:  # each model class raises its own errors
+            undo()
+            self.reads_first_token = False
+
+
+def find_residual_add(layer: nn.Module, run: Callable[[], object]) -> nn.Module | None:
+    """Return the submodule of `layer` that receives attention's output and the layer's own input.
+
+    `run` runs the model. None where the layer adds the two by itself.
+    """
+    layer_input: list[Tensor] = []
+    candidates: list[nn.Module] = []
+
+    def record(module: nn.Module, args: Any) -> None:
+        if module is layer:
+            layer_input[:] = args[:1]
+        elif layer_input and len(args) == 2 and args[1] is layer_input[0]:
+            candidates.append(module)
+
+    handles = [module.register_forward_pre_hook(record) for module in layer.modules()]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return candidates[0] if len(candidates) == 1 else None

@@ -1,0 +1,389 @@
+"""Prepares requests for the generation engine: token ids, sampling parameters, limits, constraints.
+
+    payload → text (chat_template/template.py) → token ids → PreparedPrompt, for output.py
+    tool calls, constraint, reasoning budget → grammars, compiled → OutputConstraints
+
+Runs in pool threads. The tokenizer never truncates or pads, so that threads may share it; lengths
+are checked here. No model runs here, and grammars are compiled in a thread of their own
+(grammar/compiler.py).
+"""
+
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from batching.errors import InvalidInput, NotReady
+from batching.request_queue import WorkItem
+from batching.sequence import TokenIds
+from worker.engines.generation.output import (
+    PreparedPrompt,
+    PromptOutput,
+    SequenceOutput,
+    create_outputs,
+)
+from worker.messages.decisions import DecisionInput
+from worker.messages.generation import (
+    SAMPLING_FIELDS,
+    Chat,
+    GenerationInput,
+    ImageInput,
+    SamplingDefaults,
+)
+from worker.messages.protocol import Batching, IsWanted
+from worker.model.language_model import LanguageModel
+from worker.model.loading import model_info
+from worker.model.logits_processors import CheckpointProcessors
+from worker.model.sampler import SamplingParams
+from worker.text.chat_template.template import ChatTemplate, RenderedPrompt
+from worker.text.detokenizer import Vocabulary
+from worker.text.long_text import TokenLimit, tokenizing
+from worker.text.output_format import CONTENT, OutputFormat
+from worker.text.parser import OutputParser
+
+if TYPE_CHECKING:
+    from worker.grammar.constraints import OutputConstraints
+    from worker.vision.image_preprocessor import ImagePreprocessor
+    from worker.vision.multimodal_prompt import MultimodalPrompt
+
+MAX_PROMPT_CHARS = 1 << 23
+
+Output = SequenceOutput | PromptOutput
+GenerationItem = WorkItem[GenerationInput | DecisionInput, Sequence[Output]]
+
+
+class EncodedPrompt(NamedTuple):
+    ids: TokenIds
+    multimodal: "MultimodalPrompt | None" = None  # None: the prompt has no images
+
+
+class InputProcessor:
+    """Prepares requests for one model. `max_model_len`: tokens of prompt and output together.
+    `unpaged_reason`: why the model does not run on paged memory; empty if it does."""
+
+    def __init__(
+        self,
+        language: LanguageModel,
+        max_model_len: int,
+        unpaged_reason: str = "",
+        image_preprocessor: "ImagePreprocessor | None" = None,
+    ) -> None:
+        from worker.engines.generation.decisions import Decisions
+        from worker.grammar.constraint_builder import ConstraintBuilder, verify_tool_call_format
+
+        tokenizer, vocab_size = language.tokenizer, language.vocab_size
+        defaults: Any = language.defaults  # its fields are not annotated
+        self.image_preprocessor = image_preprocessor
+        self.max_model_len = max_model_len
+        if image_preprocessor:
+            image_preprocessor.processor.max_tokens = max_model_len
+        self.no_images_reason = "" if image_preprocessor else language.no_images_reason
+        batching: Batching = "static" if unpaged_reason else "continuous"
+        self.info = model_info(
+            "text-generation",
+            language.name,
+            language.model,
+            language.parameters,
+            batching,
+            unpaged_reason,
+        )
+        self.eos_token_ids = tuple(
+            token for token in eos_token_ids(defaults, tokenizer) if 0 <= token < vocab_size
+        )
+        self._default_params = params = default_sampling(defaults)
+        values = {name: getattr(params, name) for name in SAMPLING_FIELDS}
+        sampling = (getattr(defaults, name) for name in ("do_sample", *SAMPLING_FIELDS))
+        is_configured = any(value is not None for value in sampling)
+        self.defaults = SamplingDefaults(**values, configured=is_configured)
+        self._checkpoint = defaults
+        processors = CheckpointProcessors(defaults, vocab_size, self.eos_token_ids, language.device)
+        self._processors = processors if processors.extend_any() else None
+        strings = defaults.stop_strings or ()
+        self._stop_strings = (strings,) if isinstance(strings, str) else tuple(strings)
+        self.template = verify_tool_call_format(ChatTemplate(tokenizer, language.template_defaults))
+        self.info = replace(self.info, has_chat_template=bool(self.template.source))
+        self.constraint_builder = ConstraintBuilder(
+            self.template, tokenizer, vocab_size, self.eos_token_ids
+        )
+        self.vocabulary = Vocabulary(tokenizer, self.template.output_format.keeps_special)
+        self._tokenizer: Any = tokenizer  # calls of it are not annotated
+        self._token_limit = TokenLimit(tokenizer, partial(self._encode, add_special_tokens=False))
+        self.decisions = Decisions(tokenizer, self.template, max_model_len, self._token_limit)
+        self._vocab_size = vocab_size
+
+    def prepare(self, item: GenerationItem) -> None:
+        """Fill in `item.prepared`, an output for each choice or question, and `item.tokens`."""
+        request = item.payload
+        if request.adapter and (reason := request.adapter.unusable_reason):
+            raise NotReady(reason, 5)
+        if isinstance(request, DecisionInput):
+            item.prepared = self.decisions.create_outputs(item, request)
+            return
+        if request.tool_policy or request.constraint:
+            self.constraint_builder.set_client(item.owner.client)
+        prepared = self.prepare_prompt(request, lambda: item.open)
+        item.prepared = create_outputs(item, request, prepared, self.vocabulary)
+        item.tokens = len(prepared.ids)
+
+    def encode(self, prompt: Chat | str, add_special_tokens: bool = True) -> list[int]:
+        """Return a prompt's token ids. Raises InvalidInput if the chat template refuses it."""
+        if not isinstance(prompt, Chat):
+            return self._tokenize(prompt, add_special_tokens, "messages")
+        text = self.template.render(prompt).text
+        if prompt.images and self.image_preprocessor:
+            self._check_length(text, "messages")
+            return self.image_preprocessor.token_ids(text, prompt.images)
+        return self._tokenize(text, False, "messages")
+
+    def decode(self, ids: list[int]) -> str:
+        return self.vocabulary.decode(ids, skip_special=False)
+
+    def token(self, token_id: int) -> str:
+        """Return the text of one token. Raises InvalidInput if the id does not exist."""
+        self._check_ids([token_id], "tokens")
+        return self.vocabulary.token(token_id)[0]
+
+    def close(self) -> None:
+        self.constraint_builder.grammars.close()
+        if self.image_preprocessor:
+            self.image_preprocessor.close()
+
+    # ── a request ──
+
+    def prepare_prompt(
+        self, request: GenerationInput, is_wanted: IsWanted = lambda: True
+    ) -> PreparedPrompt:
+        """Raise InvalidInput where the request cannot be served, Pending while its grammars are
+        compiled, ClientGone once not `is_wanted()`."""
+        rendered = self._render(request)
+        # before the prompt: images would be decoded again after each Pending
+        parser, constraints = self._response(request, rendered)
+        prompt = self._encode_prompt(request, rendered, is_wanted)
+        stopping = request.stopping
+        stop_token_ids: dict[int, int | None] = {id_: id_ for id_ in stopping.stop_token_ids}
+        self._check_ids(stopping.stop_token_ids, "stop_token_ids")
+        if not stopping.ignore_eos:  # the tokenizer's own gives no reason, as in vLLM
+            first = self._tokenizer.eos_token_id
+            stop_token_ids |= {id_: None if id_ == first else id_ for id_ in self.eos_token_ids}
+        # before min_tokens, also of a request that ignores the ends, as in vLLM
+        banned = {*stopping.stop_token_ids, *self.eos_token_ids}
+        if stopping.min_tokens and len(banned) == self._vocab_size:
+            reason = "every token of this model ends the response"
+            raise InvalidInput.at("min_tokens", reason)
+        echoed = request.sampling.logprobs if request.echo else None
+        max_tokens = self._max_tokens(len(prompt.ids), request)
+        params = self._sampling_params(request, tuple(banned), len(prompt.ids))
+        if self._processors:
+            params = self._processors.extend(params, prompt.ids, max_tokens, stopping.ignore_eos)
+        return PreparedPrompt(
+            prompt.ids,
+            params,
+            max_tokens,
+            stop_token_ids,
+            stop=self._stop_strings,
+            prompt_logprobs=echoed if request.prompt_logprobs is None else request.prompt_logprobs,
+            parser=parser,
+            constraints=constraints,
+            multimodal=prompt.multimodal,
+            history_len=self.template.history_len(rendered, prompt.ids) if rendered else 0,
+        )
+
+    def _render(self, request: GenerationInput) -> RenderedPrompt | None:
+        """Return a chat's text; None for other prompts."""
+        if not isinstance(request.prompt, Chat):
+            return None
+        rendered = self.template.render(request.prompt, request.tool_policy)
+        self._check_length(rendered.text, request.param)
+        return rendered
+
+    def _response(
+        self, request: GenerationInput, rendered: RenderedPrompt | None
+    ) -> "tuple[OutputParser | None, OutputConstraints | None]":
+        """Return the parser of the responses to a prompt, and their constraints."""
+        prefix, output_format = "", self.template.output_format
+        if rendered:
+            assert isinstance(request.prompt, Chat)
+            prefix = response_prefix(request.prompt, rendered)
+            output_format = rendered.output_format
+        constraints = None
+        if request.tool_policy or request.constraint or request.thinking_tokens is not None:
+            constraints = self.constraint_builder.build(request, output_format, prefix)
+        if not rendered:
+            return None, constraints
+        return response_parser(request, output_format, prefix, constraints), constraints
+
+    def _encode_prompt(
+        self, request: GenerationInput, rendered: RenderedPrompt | None, is_wanted: IsWanted
+    ) -> EncodedPrompt:
+        prompt, param = request.prompt, request.param
+        if isinstance(prompt, tuple):
+            self._check_ids(prompt, param)
+            encoded = EncodedPrompt(TokenIds(prompt))
+        elif isinstance(prompt, str):
+            encoded = EncodedPrompt(TokenIds(self._tokenize(prompt, True, param)))
+        else:
+            assert rendered
+            encoded = self._encode_chat(rendered.text, prompt.images, request, is_wanted)
+        length = len(encoded.ids)
+        if not length:
+            raise InvalidInput.at(param, "the prompt has no tokens; at least one is needed")
+        if length >= self.max_model_len + (request.stopping.max_tokens == 0):
+            raise InvalidInput.at(
+                param,
+                f"the prompt has {length} tokens; this model's context holds "
+                f"{self.max_model_len}, the response included",
+            )
+        return encoded
+
+    def _encode_chat(
+        self,
+        text: str,
+        images: Sequence[ImageInput],
+        request: GenerationInput,
+        is_wanted: IsWanted,
+    ) -> EncodedPrompt:
+        if not images:
+            return EncodedPrompt(TokenIds(self._tokenize(text, False, request.param)))
+        preprocessor, namespace = self.image_preprocessor, request.cache_namespace
+        if preprocessor is None:
+            raise InvalidInput(self.no_images_reason, images[0].param)
+        from worker.vision.multimodal_prompt import MultimodalPrompt
+
+        with preprocessor.admit(images, namespace):
+            output = preprocessor.process(text, images, namespace, is_wanted)
+        recompute = partial(preprocessor.recompute, text, images, namespace)
+        multimodal = MultimodalPrompt.from_output(output, recompute)
+        return EncodedPrompt(multimodal.ids, multimodal)
+
+    def _tokenize(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
+        self._check_length(text, param)
+        with tokenizing(len(text)):
+            return self._encode(text, add_special_tokens)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        encoding = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
+        ids: list[int] = encoding["input_ids"]
+        return ids
+
+    def _check_length(self, text: str, param: str) -> None:
+        """Refuse a long text that cannot fit, before it is tokenized."""
+        if len(text) > MAX_PROMPT_CHARS:
+            raise InvalidInput.at(
+                param,
+                f"the prompt has {len(text)} characters; at most {MAX_PROMPT_CHARS} are accepted",
+            )
+        if self._token_limit.is_exceeded(text, self.max_model_len):
+            raise InvalidInput.at(
+                param,
+                f"the prompt has more than {self.max_model_len} tokens; this model's context holds "
+                f"{self.max_model_len}",
+            )
+
+    def _check_ids(self, ids: Iterable[int], param: str) -> None:
+        for id_ in ids:
+            if not 0 <= id_ < self._vocab_size:
+                last = self._vocab_size - 1
+                raise InvalidInput.at(param, f"{id_} is not a token id of this model: 0 to {last}")
+
+    def _max_tokens(self, prompt_tokens: int, request: GenerationInput) -> int:
+        """Return the output's limit, in tokens: as requested, or the checkpoint's, or the rest of
+        the context."""
+        stopping, room = request.stopping, self.max_model_len - prompt_tokens
+        default = stopping.default_tokens or self._default_max_tokens(prompt_tokens) or room
+        max_tokens = min(room, default) if stopping.max_tokens is None else stopping.max_tokens
+        for name, value in ((stopping.param, max_tokens), ("min_tokens", stopping.min_tokens or 0)):
+            if value > room:
+                raise InvalidInput.at(
+                    name,
+                    f"{value} tokens do not fit behind a prompt of {prompt_tokens}: this model's "
+                    f"context holds {self.max_model_len}, which leaves {max(0, room)}",
+                )
+        return max_tokens
+
+    def _default_max_tokens(self, prompt_tokens: int) -> int | None:
+        """Return the checkpoint's limit; None if it has none, or if the prompt exceeds it."""
+        max_new_tokens: int | None = self._checkpoint.max_new_tokens
+        max_length: int | None = self._checkpoint.max_length
+        if max_new_tokens is None and max_length is not None:
+            return max(0, max_length - prompt_tokens) or None
+        return max_new_tokens
+
+    def _sampling_params(
+        self, request: GenerationInput, stop_token_ids: tuple[int, ...], prompt_tokens: int
+    ) -> SamplingParams:
+        sampling, min_tokens = request.sampling, request.stopping.min_tokens
+        if min_tokens is None:
+            stop_token_ids = () if request.stopping.ignore_eos else self.eos_token_ids
+            min_tokens = (
+                default_min_tokens(self._checkpoint, prompt_tokens) if stop_token_ids else 0
+            )
+        self._check_ids(sampling.logit_bias, "logit_bias")
+        requested = {name: getattr(sampling, name) for name in SAMPLING_FIELDS}
+        return replace(
+            self._default_params,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            logit_bias=tuple(sampling.logit_bias.items()),
+            seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
+            logprobs=sampling.logprobs,
+            min_tokens=min_tokens,
+            stop_token_ids=stop_token_ids if min_tokens else (),
+            **{name: value for name, value in requested.items() if value is not None},
+        )
+
+
+def response_prefix(chat: Chat, rendered: RenderedPrompt) -> str:
+    """Return what a chat's prompt already contains of the response."""
+    if chat.continue_final_message:
+        content = chat.messages[-1].get("content")
+        return content if isinstance(content, str) else ""
+    if not chat.add_generation_prompt or rendered.output_format.reasoning is None:
+        return ""
+    return rendered.output_format.reasoning_at_end(rendered.text)
+
+
+def response_parser(
+    request: GenerationInput,
+    output_format: OutputFormat,
+    prefix: str,
+    constraints: "OutputConstraints | None" = None,
+) -> OutputParser | None:
+    """Return the parser of a chat's responses; None if all of their text is content."""
+    delimited = output_format.initial_phase != CONTENT or output_format.delimiters
+    if not delimited and not request.tool_policy:
+        return None
+    tools = request.called_tools if request.tool_policy else ()
+    allows_calls, is_document, allows_call = bool(request.tool_policy), False, None
+    if constraints:
+        is_document = constraints.is_document
+        allows_call = constraints.allows_call if constraints.is_strict else None
+    return OutputParser(output_format, prefix, allows_calls, tools, is_document, allows_call)
+
+
+def eos_token_ids(
+    defaults: GenerationConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[int, ...]:
+    """Return all of the checkpoint's end-of-sequence tokens."""
+    ids = getattr(defaults, "eos_token_id", None)
+    ids = tokenizer.eos_token_id if ids is None else ids
+    return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
+
+
+def default_min_tokens(defaults: Any, prompt_tokens: int) -> int:
+    """Return how many tokens the checkpoint wants before its end-of-sequence tokens."""
+    min_new_tokens: int | None = defaults.min_new_tokens
+    if min_new_tokens is None:
+        return max(0, (defaults.min_length or 0) - prompt_tokens)
+    return min_new_tokens
+
+
+def default_sampling(defaults: GenerationConfig) -> SamplingParams:
+    """Return the sampling parameters of a checkpoint, or else the values of the OpenAI API;
+    `do_sample: false` is a temperature of 0."""
+    values = {name: getattr(defaults, name, None) for name in SAMPLING_FIELDS}
+    if getattr(defaults, "do_sample", None) is False:
+        values["temperature"] = 0.0
+    return SamplingParams(**{name: value for name, value in values.items() if value is not None})

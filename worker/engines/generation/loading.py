@@ -1,0 +1,186 @@
+"""Loads a language model and creates its generation engine, on the worker's thread: on paged memory
+or, where the model does not run on it, with transformers' cache.
+"""
+
+import json
+import logging
+from functools import partial
+from typing import Any
+
+from batching.block_pool import BlockPool
+from batching.scheduler import ContinuousScheduler
+from worker.backends.cached_runner import CachedRunner
+from worker.backends.quantization import without_outliers
+from worker.device.self_check import CannotRun
+from worker.engines.generation.engine import GenerationEngine
+from worker.engines.generation.input_processor import InputProcessor
+from worker.error_classification import first_line
+from worker.load_context import on_worker
+from worker.model.attention.kv_cache import BLOCK
+from worker.model.language_model import GeneratorOptions, LanguageModel, load_language_model
+from worker.model.loading import is_worth_compiling
+from worker.model.paged_runner import PagedRunner
+from worker.model.paging import cache_bytes, load_paged_runner, too_small
+from worker.template_file import read_template
+from worker.vision.cpu_fusions import apply_cpu_fusions
+from worker.vision.image_preprocessor import ImagePreprocessor
+from worker.vision.multimodal_cached_runner import MultimodalCachedRunner
+from worker.vision.processor import Processor, load_processor
+from worker.vision.self_check import check_multimodal, check_multimodal_unpaged
+
+log = logging.getLogger("onequeue.generation")
+
+# Sequences that run together without paged memory, at most.
+MAX_CACHED = 64
+# The fraction of the KV cache that is used to keep prefixes, unless its size was set or its memory
+# is allocated anyway, as on a GPU. Running sequences may fill all of it.
+PREFIX_FRACTION = 0.25
+
+
+def load_generator(options: GeneratorOptions) -> GenerationEngine:
+    """Return the engine of a loaded model. Raises LoadingFailed if the model cannot be served."""
+    language = load_language_model(options)
+    language.extend_context(options.max_model_len)
+    engine = _load_engine(language, options)
+    if language.context > (original := language.rotary.original):
+        log.warning(
+            "rotary factors are those of %d tokens: up to %d tokens, outputs differ from those "
+            "of generate, unless MAX_MODEL_LEN=%d",
+            language.context, original, original,
+        )  # fmt: skip
+    return engine
+
+
+def _load_engine(language: LanguageModel, options: GeneratorOptions) -> GenerationEngine:
+    language.template_defaults = json.loads(options.chat_template_kwargs)
+    preprocessor = load_image_preprocessor(language, int(options.max_image_mp * 1e6))
+    if options.chat_template != "auto":
+        tokenizer: Any = language.tokenizer  # the processor's, of a multimodal model
+        tokenizer.chat_template = read_template(options.chat_template)
+        tokenizer.response_template = None
+
+    def check_images() -> None:
+        if preprocessor:
+            on_worker(partial(check_multimodal, language, preprocessor.processor))
+
+    runner: PagedRunner | CachedRunner
+    try:
+        with without_outliers(language.model):
+            runner = load_paged_runner(language, options, check_images)
+    except CannotRun as error:
+        language.fall_back(
+            "paged cache",
+            error,
+            "transformers' cache",
+            "prefixes are not shared, prompts run whole",
+        )
+        if language.deterministic:
+            log.warning("DETERMINISTIC=1 does not hold for static batches")
+        language.pack_weights(options.quantization, language.own_check())
+        if preprocessor:
+            takes_images = partial(check_multimodal_unpaged, language, preprocessor.processor)
+            preprocessor = preprocessor if on_worker(takes_images) else None
+        length = options.max_model_len
+        if preprocessor:
+            runner = MultimodalCachedRunner(language, length, preprocessor.processor)
+        else:
+            runner = CachedRunner(language, length)
+        return cached_engine(runner, options, str(error), preprocessor)
+    if preprocessor:
+        apply_cpu_fusions(language)
+    return paged_engine(runner, options, preprocessor)
+
+
+def load_image_preprocessor(language: LanguageModel, max_pixels: int) -> ImagePreprocessor | None:
+    """Return None, with a warning in the log, if the checkpoint's processor does not load: the
+    model then serves text only."""
+    if not language.is_multimodal:
+        return None
+    config: Any = language.model.config
+    try:
+        pretrained = load_processor(language.folder)
+        processor = Processor(pretrained, config.image_token_id, language.context)
+    except Exception as error:
+        while isinstance(error.__cause__, ImportError):
+            error = error.__cause__  # the missing package, not the module that imports it
+        reason = first_line(error)
+        log.warning("images are refused, the image processor does not load: %s", reason)
+        if not isinstance(error, ImportError):
+            reason = "see the server's log"
+        language.no_images_reason = f"this model's image processor does not load: {reason}"
+        return None
+    language.tokenizer = processor.tokenizer
+    return ImagePreprocessor(processor, max_pixels)
+
+
+def paged_engine(
+    runner: PagedRunner,
+    options: GeneratorOptions,
+    preprocessor: ImagePreprocessor | None = None,
+    kind: type[GenerationEngine] = GenerationEngine,
+) -> GenerationEngine:
+    language = runner.language
+    # the compiler chooses the order of sums by the number of rows
+    if is_worth_compiling(options.compile, language.parameters) and not language.deterministic:
+        runner.compile()
+    is_reserved = options.kv_cache_gb is not None or language.device.type == "cuda"
+    fresh_fraction = 1.0 if is_reserved else PREFIX_FRACTION
+
+    def new_scheduler() -> ContinuousScheduler:
+        states = runner.slots.pool() if language.states else None
+        pool = BlockPool(runner.blocks, BLOCK, fresh_fraction, states)
+        return ContinuousScheduler(pool, options.max_running)
+
+    return kind(
+        runner,
+        InputProcessor(language, runner.max_model_len, image_preprocessor=preprocessor),
+        new_scheduler,
+        speculates=options.speculation == "auto"
+        and (runner.verifies_drafts or runner.builds_later),
+    )
+
+
+def cached_engine(
+    runner: CachedRunner,
+    options: GeneratorOptions,
+    unpaged_reason: str,
+    preprocessor: ImagePreprocessor | None = None,
+) -> GenerationEngine:
+    """`unpaged_reason`: why the model does not run on paged memory."""
+    max_running, num_blocks = _cached_limits(runner, options)
+    runner.max_model_len = min(runner.max_model_len, num_blocks * BLOCK)
+
+    def new_scheduler() -> ContinuousScheduler:
+        pool = BlockPool(num_blocks, BLOCK, keeps_prefixes=False)
+        return ContinuousScheduler(pool, max_running, whole_prompts=True)
+
+    return GenerationEngine(
+        runner,
+        InputProcessor(runner.language, runner.max_model_len, unpaged_reason, preprocessor),
+        new_scheduler,
+    )
+
+
+def _cached_limits(runner: CachedRunner, options: GeneratorOptions) -> tuple[int, int]:
+    """Return how many sequences may run and how many blocks of tokens they may have, so that their
+    caches fit into memory."""
+    max_running = min(options.max_running, MAX_CACHED)
+    num_blocks = max_running * -(-runner.max_model_len // BLOCK)
+    room = cache_bytes(runner.language, options.kv_cache_gb, options.later_caches)
+    of_sequence, of_token = runner.sequence_bytes, runner.token_bytes
+    if (needed := of_sequence + 2 * BLOCK * of_token) > room:
+        reason = (
+            f"the model's own cache needs {needed / 1e6:.1f} MB for {2 * BLOCK} tokens and there "
+            f"is room for {room / 1e6:.1f} MB"
+        )
+        raise too_small(reason, options)
+    if of_sequence:
+        max_running = max(1, min(max_running, int(room / 2 // of_sequence)))
+        room -= max_running * of_sequence
+    if of_token:
+        num_blocks = max(2, min(num_blocks, int(room // (of_token * BLOCK))))
+    log.info(
+        "static batches sequences=%d blocks=%d sequence_bytes=%d token_bytes=%d",
+        max_running, num_blocks, of_sequence, of_token,
+    )  # fmt: skip
+    return max_running, num_blocks
