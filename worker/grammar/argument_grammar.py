@@ -49,15 +49,6 @@ class ArgumentGrammar:
 
     def arguments(self) -> str:
         """Return the rule of all arguments, as entries in order; InvalidInput with the reason."""
-        try:
-            alternatives = self._argument_lists()
-        except RecursionError:
-            raise InvalidInput("it is nested too deeply") from None
-        if not alternatives:
-            raise InvalidInput("its schema allows no arguments")
-        return f"({' | '.join(dict.fromkeys(alternatives))})"
-
-    def _argument_lists(self) -> list[str]:
         comma, alternatives = self._format.comma, []
         for shape in self._shapes(self._root):
             if (entries := _entries(shape, self._entry)) is not None:
@@ -65,7 +56,9 @@ class ArgumentGrammar:
                 by_key = [entries[key] for key in sorted(entries)]
                 if self._is_quoted and by_key != [*entries.values()]:
                     alternatives.append(self._sequence(by_key, comma))  # some models sort keys
-        return alternatives
+        if not alternatives:
+            raise InvalidInput("its schema allows no arguments")
+        return f"({' | '.join(dict.fromkeys(alternatives))})"
 
     def _entry(self, key: str, schema: Any) -> str:
         """Return the rule of a key and its value, with the format's text around them; "" if no

@@ -3,7 +3,7 @@
 Runs in pool threads. Grammars are compiled in a thread of their own (compiler.py).
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
@@ -11,10 +11,9 @@ from batching.errors import InvalidInput
 from worker.grammar.compiler import Grammar, GrammarCompiler, compiling_for
 from worker.grammar.constraints import OutputConstraints
 from worker.grammar.lark import content_or_calls, schema_rule, unusable_grammar
-from worker.grammar.tool_calls import accepts, text_or_calls, tool_calls_grammar
+from worker.grammar.tool_calls import Tool, accepts, text_or_calls, tool_calls_grammar
 from worker.messages.generation import (
     Chat,
-    Constraint,
     GenerationInput,
     ToolCallPolicy,
 )
@@ -111,7 +110,8 @@ class ConstraintBuilder:
         itself, and that of text and then such a call, if a tool is strict. None of them where the
         tools of optional calls have no grammar."""
         constraint, tools, grammars = request.constraint, request.called_tools, self.grammars
-        self._check_strict_schemas(request)
+        # In schemas of other functions, keywords that cannot be applied have no effect.
+        self._check_tools(request, _strict_schema)
         optional, strict = not (calls.required or constraint), request.strict_tools
         several = calls.parallel and (not optional or call_format.shares_delimiters)
         starts = [output_format.message_start] if output_format.message_start else []
@@ -129,7 +129,12 @@ class ConstraintBuilder:
         except InvalidInput:
             if optional and not strict:
                 return None, None, None
-            self._check_each_tool(request, inputs, call_format)
+            self._check_tools(
+                request,
+                lambda tool: tool_calls_grammar(
+                    call_format, [tool], False, grammars.quote, inputs=inputs
+                ),
+            )
             raise
         if calls.required:
             return compiled, None, None
@@ -141,44 +146,34 @@ class ConstraintBuilder:
         whole = content_or_calls(constraint, grammar, self._headers(output_format))
         return grammars.compile(whole, constraint.param), None, None
 
-    def _check_strict_schemas(self, request: GenerationInput) -> None:
-        """Raise InvalidInput if the schema of a strict function has keywords that cannot be
-        applied. In schemas of other functions they have no effect."""
-        for tool in request.called_tools:
-            function = tool["function"]
-            if function.get("strict") is not True or not function.get("parameters"):
-                continue
-            param = _param_of(request, function["name"])
-            try:
-                rule = schema_rule(function["parameters"], {})
-            except InvalidInput as error:
-                raise unusable_grammar(str(error), param) from None
-            except RecursionError:
-                raise unusable_grammar("it is nested too deeply", param) from None
-            self.grammars.check(f"start: {rule}", param)
-
-    def _check_each_tool(
-        self,
-        request: GenerationInput,
-        inputs: Mapping[str, Constraint],
-        call_format: ToolCallFormat,
+    def _check_tools(
+        self, request: GenerationInput, grammar_of: Callable[[Tool], str | None]
     ) -> None:
-        """Raise InvalidInput that names the tool whose grammar cannot be compiled."""
-        assert isinstance(request.prompt, Chat)
+        """Raise InvalidInput that names the tool whose grammar, if it has one, cannot be
+        compiled."""
         for tool in request.called_tools:
             param = _param_of(request, tool["function"]["name"])
             try:
-                grammar = tool_calls_grammar(
-                    call_format, [tool], False, self.grammars.quote, inputs=inputs
-                )
+                grammar = grammar_of(tool)
+            except RecursionError:
+                raise unusable_grammar("it is nested too deeply", param) from None
             except InvalidInput as error:
                 raise error if error.param else unusable_grammar(str(error), param) from None
-            self.grammars.check(grammar, param)
+            if grammar:
+                self.grammars.check(grammar, param)
 
     def _headers(self, output_format: OutputFormat) -> str:
         """Return a Lark rule for the delimiters that may precede content."""
         headers = (output_format.message_start, output_format.content and output_format.content[0])
         return "".join(f"({self.grammars.quote(text)})? " for text in headers if text)
+
+
+def _strict_schema(tool: Tool) -> str | None:
+    """Return the grammar of a strict function's schema, with all of its keywords."""
+    function = tool["function"]
+    if function.get("strict") is not True or not function.get("parameters"):
+        return None
+    return f"start: {schema_rule(function['parameters'], {})}"
 
 
 def _param_of(request: GenerationInput, name: str, field: str = "") -> str:

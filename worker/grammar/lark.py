@@ -36,21 +36,20 @@ def content_rule(constraint: Constraint) -> str:
     """Return the body of a rule, or a whole grammar for the kind `grammar`; InvalidInput if the
     constraint is invalid or too long."""
     value, kind, param = constraint.value, constraint.kind, constraint.param
-    if kind == "json_schema" and not isinstance(value, dict):
-        raise InvalidInput(f"{param}: must be an object", param)
     if kind == "grammar":
         check_grammar(value, param)
+        return str(value)
+    if kind == "json_schema" and not isinstance(value, dict):
+        raise InvalidInput.at(param, "must be an object")
     if kind == "choice" and len(value) > MAX_CHOICES:
-        raise InvalidInput(f"{param}: takes at most {MAX_CHOICES} choices, not {len(value)}", param)
+        raise InvalidInput.at(param, f"takes at most {MAX_CHOICES} choices, not {len(value)}")
     try:
         if kind == "json_schema":
             rule = schema_rule(without_annotations(value), COMPACT_JSON)
         elif kind == "regex":
             rule = regex_terminal(value)
-        elif kind == "choice":
-            rule = " | ".join(map(string_literal, value))
         else:
-            rule = str(value)
+            rule = " | ".join(map(string_literal, value))
     except Exception as error:  # anything that is wrong with the schema or grammar
         raise unusable_grammar(str(error) or type(error).__name__, param) from None
     check_length(rule, param, MAX_LENGTH_OF.get(kind, MAX_LENGTH))
@@ -60,8 +59,8 @@ def content_rule(constraint: Constraint) -> str:
 def content_or_calls(constraint: Constraint, calls: str, before: str) -> str:
     """Return a grammar of constrained content, after the rules `before` it, or of tool calls."""
     if constraint.kind != "json_schema":
-        only = "must be a JSON schema where the request has tools"
-        raise InvalidInput(f"{constraint.param}: {only}", constraint.param)
+        reason = "must be a JSON schema where the request has tools"
+        raise InvalidInput.at(constraint.param, reason)
     return "\n".join(
         [
             "start: calls | answer",

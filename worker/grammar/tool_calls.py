@@ -55,14 +55,11 @@ def tool_calls_grammar(
     closes = f"({closes})?" if closes and (started or not section.strip()) else closes
     calls = []
     for tool in tools:
-        name = tool["function"]["name"]
-        parameters = _parameters(tool["function"].get("parameters"))
+        name, parameters = tool["function"]["name"], tool["function"].get("parameters")
         if name in inputs:
             arguments = _custom_input(call_format.arguments, inputs[name], quote, rules)
-        elif call_format.arguments.style == "json":
-            arguments = _json_arguments(call_format.arguments, parameters)
         else:
-            arguments = ArgumentGrammar(call_format.arguments, quote, rules, parameters).arguments()
+            arguments = _arguments(call_format.arguments, parameters, quote, rules)
         prefix = format_literals(call_format.braces[0] + name + call_format.middle_of(name), quote)
         suffix = format_literals(call_format.braces[1] + call_format.call[1], quote)
         calls.append(f"{prefix} {arguments} {suffix}")
@@ -130,18 +127,20 @@ def _optional_space(text: str, quote: Quote) -> str:
     return f"({space})? {literals}" if space else literals
 
 
-def _parameters(schema: Any) -> Any:
-    try:
-        return without_annotations(schema, of_tool=True)
-    except RecursionError:
-        raise InvalidInput("it is nested too deeply") from None
-
-
-def _json_arguments(argument_format: ArgumentFormat, parameters: Any) -> str:
+def _arguments(
+    argument_format: ArgumentFormat, parameters: Any, quote: Quote, rules: list[str]
+) -> str:
+    """Return the rule of a function's arguments; InvalidInput with the reason."""
     options = {
         "whitespace_flexible": False,
         "item_separator": re.escape(argument_format.comma),
         "key_separator": re.escape(argument_format.colon),
         "lenient": True,  # tools' schemas may have keywords that llguidance does not support
     }
-    return schema_rule(arguments_schema(parameters), options)
+    try:
+        schema = without_annotations(parameters, of_tool=True)
+        if argument_format.style == "json":
+            return schema_rule(arguments_schema(schema), options)
+        return ArgumentGrammar(argument_format, quote, rules, schema).arguments()
+    except RecursionError:
+        raise InvalidInput("it is nested too deeply") from None

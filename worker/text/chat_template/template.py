@@ -156,9 +156,8 @@ class ChatTemplate:
     def reasoning_end(self, output_format: OutputFormat) -> tuple[int, ...]:
         """Return the tokens that end reasoning; InvalidInput if they are unknown."""
         if output_format.reasoning is None:
-            param = "thinking_token_budget"
-            unknown = "the delimiter that ends this model's reasoning is unknown"
-            raise InvalidInput(f"{param}: {unknown}", param)
+            reason = "the delimiter that ends this model's reasoning is unknown"
+            raise InvalidInput.at("thinking_token_budget", reason)
         return self._encode(output_format.reasoning[1])
 
     def _find_reasoning_start(self) -> tuple[int, ...]:
@@ -214,7 +213,7 @@ class ChatTemplate:
         for name in chat.template_kwargs:
             if name in self._reserved_names:
                 param = f"chat_template_kwargs.{name}"
-                raise InvalidInput(f"{param}: is not a variable of the template", param)
+                raise InvalidInput.at(param, "is not a variable of the template")
         variables = {
             "add_generation_prompt": chat.add_generation_prompt,
             "continue_final_message": chat.continue_final_message,
