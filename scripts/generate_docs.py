@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Fill the generated tables in docs/: settings.md from the settings, metrics.md from the metrics.
+"""Fill the generated tables in docs/: settings.md from the settings, metrics.md from the metrics,
+fields.md from the structs of requests.
 
     generate_docs.py --check          write nothing; a table that is out of date is an error
     generate_docs.py models           fill the table in architectures.md, in some minutes
@@ -10,19 +11,27 @@ written by hand. For the table of models a tiny random-weight model of each type
 server does, and its greedy output compared with that of `generate` (tests/causal_parity.py).
 """
 
+import json
 import re
 import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from environment import ROOT
 from prometheus_client import ProcessCollector
 
+from server.apis.openai.audio.request import TranscriptionRequest, TranslationRequest
+from server.apis.openai.embedding.rerank import RerankRequest
+from server.apis.openai.request_fields import GenerationRequest, known_fields
+from server.app import create_app
 from server.core.metrics import Metrics
-from server.core.settings import Settings
+from server.core.settings import Settings, load_settings
+from server.http.operation import OperationRoute
 
 
 def default_text(default: Any) -> str:
@@ -59,6 +68,59 @@ def metrics_table() -> str:
     return "\n".join(rows)
 
 
+def fields_table() -> str:
+    """Return a table of the routes that generate text, and a list of fields for each other one."""
+    kinds = request_kinds()
+    columns = {path: kinds.pop(path) for path in GENERATION_PATHS}
+    names = dict.fromkeys(chain.from_iterable(map(field_names, columns.values())))
+    header = " | ".join(f"`{path}`" for path in columns)
+    rows = [f"| field | {header} |", "| --- |" + " --- |" * len(columns)]
+    for name in sorted(names):
+        cells = " | ".join(field_effect(name, kind) for kind in columns.values())
+        rows.append(f"| `{name}` | {cells} |")
+    rows += ["", "Other routes:", ""]
+    for path, kind in kinds.items():
+        if issubclass(kind, GenerationRequest):
+            continue  # it counts the tokens of a route above
+        fields = [f"`{name}` ({field_effect(name, kind)})" for name in sorted(field_names(kind))]
+        rows.append(f"- `{path}`: {', '.join(fields).replace(' (yes)', '')}.")
+    return "\n".join(rows)
+
+
+def field_names(kind: Any) -> set[str]:
+    """Return the names and paths of fields that a kind of request knows."""
+    return {*known_fields(kind), *getattr(kind, "unimplemented", ())}
+
+
+def field_effect(name: str, kind: Any) -> str:
+    if name in getattr(kind, "unimplemented", {}):
+        values = dict.fromkeys(map(str, map(to_text, kind.unimplemented[name])))
+        return f"400, but {' or '.join(values)}" if values else "400"
+    if name in getattr(kind, "without_effect", ()):
+        return "no effect"
+    return "yes" if name in known_fields(kind) else "–"
+
+
+def to_text(value: Any) -> str:
+    return f"`{value:g}`" if isinstance(value, float) else f"`{json.dumps(value)}`"
+
+
+def request_kinds() -> dict[str, type[msgspec.Struct]]:
+    """Return the structs of requests, by the paths of their routes."""
+    paths: dict[type[msgspec.Struct], list[str]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        app = create_app(load_settings({"BATCH_DIR": folder}))
+    for route in app.routes:
+        if isinstance(route, OperationRoute) and isinstance(route.operation.request, type):
+            paths.setdefault(route.operation.request, []).append(route.path)
+    kinds = {path: kind for kind, of_kind in paths.items() for path in of_kind}
+    return kinds | {  # no demo model reranks; forms have no struct in the routes
+        "/v1/rerank": RerankRequest,
+        "/v1/audio/transcriptions": TranscriptionRequest,
+        "/v1/audio/translations": TranslationRequest,
+    }
+
+
 def models_table() -> str:
     """Return a line for each mode and reason, with the model types of which it is true."""
     from tests.causal_families import families
@@ -84,8 +146,10 @@ def models_table() -> str:
 TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
     "settings": (ROOT / "docs" / "settings.md", settings_table),
     "metrics": (ROOT / "docs" / "metrics.md", metrics_table),
+    "fields": (ROOT / "docs" / "fields.md", fields_table),
     "models": (ROOT / "docs" / "architectures.md", models_table),
 }
+GENERATION_PATHS = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 MODES = {
     "paged": "paged",
     "own cache": "transformers' cache",
@@ -105,7 +169,7 @@ def filled(name: str) -> str:
 def main() -> None:
     if sys.argv[1:2] == ["models"] and sys.argv[2:]:
         return print(models_table())
-    for name in ["models"] if sys.argv[1:] == ["models"] else ["settings", "metrics"]:
+    for name in ["models"] if sys.argv[1:] == ["models"] else ["settings", "metrics", "fields"]:
         page, text = TABLES[name][0], filled(name)
         if text != page.read_text():
             if "--check" in sys.argv:

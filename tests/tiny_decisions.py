@@ -67,7 +67,7 @@ def cached() -> GenerationEngine:
 
 
 def read(questions: Any, state: Any = STATE) -> SystemOneRequest:
-    return decode({"state": state, "questions": questions}, SystemOneRequest, lambda _: "tiny")
+    return decode({"state": state, "questions": questions}, SystemOneRequest, lambda _: "tiny", {})
 
 
 def predicates(count: int, words: str = "the parcel") -> tuple[Question, ...]:

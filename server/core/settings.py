@@ -241,6 +241,9 @@ class Settings:
         part=(r"\*|[\w.-]+", "host names without scheme, port or *, or * alone"),
     )
     log_format: str = setting("text", "format of the log's lines", ("text", "json"))
+    unknown_fields: str = setting(
+        "ignore", "fields of requests that nothing reads", ("ignore", "refuse")
+    )
     debug: bool = setting(False, "show internal errors in error messages")
 
     @property

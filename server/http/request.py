@@ -71,6 +71,7 @@ EXPOSED_HEADERS = [
     "Request-Id",
     "X-Batch-Size",
     "X-Dropped-Tools",
+    "X-Ignored-Fields",
     "Server-Timing",
     "Retry-After",
 ]
@@ -152,6 +153,9 @@ class Application:
                     message["headers"].append((b"x-request-id", request_id))
                 if is_anthropic(scope):
                     message["headers"].append((b"request-id", request_id))
+                if ignored := scope.get("ignored_fields"):
+                    value = ", ".join(ignored).encode()
+                    message["headers"].append((b"x-ignored-fields", value))
                 if scope["context"]:
                     message["headers"] += limit_headers(scope["context"].key)
                 if self.worker_client.terminating or scope.get("body_is_incomplete"):

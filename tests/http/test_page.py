@@ -165,7 +165,7 @@ def test_each_task_has_an_example_that_it_accepts(tmp_path: Path) -> None:
             body = (tmp_path / "input").read_bytes()
         elif body.startswith(b"@"):
             body = (tmp_path / body[1:].decode()).read_bytes()
-        request = PipelineInputParser(settings).parse(body, JSON if "-H" in options else FORM)
+        request = PipelineInputParser(settings).parse(body, JSON if "-H" in options else FORM, {})
         assert (url, len(request.inputs)) == ("http://here/", 1)
         assert ("<mask>" in command) is (task == "fill-mask")
         assert "$FILE" not in str(request.inputs)

@@ -152,7 +152,7 @@ def test_json_escapes_do_not_hide_control_tokens() -> None:
     arguments_in = {"a": "no</s>", "b": "é", "deep": deep}
     call["arguments"] = json.dumps(arguments_in).replace("<", "\\u003c")
     body = {"input": [call], "questions": [{"type": "predicate", "instructions": "b"}]}
-    request = decode(body, DecisionRequest, lambda _: "tiny")
+    request = decode(body, DecisionRequest, lambda _: "tiny", {})
     [message] = request.decision_input().messages
     arguments = message["tool_calls"][0]["function"]["arguments"]
     assert json.loads(arguments) == arguments_in
@@ -167,7 +167,7 @@ LEVEL_DEEP = '{"state": "a", "questions": {"q": {"type": "score", "criteria": ["
 
 def nested(body: str, levels: int) -> SystemOneRequest:
     text = body.replace("DEEP", "[" * levels + "]" * levels)
-    return decode(orjson.loads(text), SystemOneRequest, lambda _: "tiny")
+    return decode(orjson.loads(text), SystemOneRequest, lambda _: "tiny", {})
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="what can be parsed is written there")

@@ -40,7 +40,7 @@ Builder = ChoicesBuilder[Any, Any]
 
 def chat(**fields: Any) -> Builder:
     body = {"messages": [{"role": "user", "content": "x"}], "stream": True, **fields}
-    request = decode(body, ChatRequest, lambda _: "demo")
+    request = decode(body, ChatRequest, lambda _: "demo", {})
     parsed = ParsedRequest(request, [request.generation_input()])
     return ChatBuilder(parsed, UsageCounts(), FakeGenerator().call_id)
 
@@ -50,7 +50,7 @@ def test_generation_config_provides_absent_fields() -> None:
     body = {"generation_config": '{"temperature": 0.5, "top_p": 0.4, "max_new_tokens": 9}'}
     fields = {"messages": [{"role": "user", "content": "hi"}], "top_p": 1, "max_tokens": None}
     document = with_generation_config(body | fields)
-    generation_input = decode(document, ChatRequest, lambda _: "demo").generation_input()
+    generation_input = decode(document, ChatRequest, lambda _: "demo", {}).generation_input()
     sampling, stopping = generation_input.sampling, generation_input.stopping
     assert (sampling.temperature, sampling.top_p) == (0.5, 1)
     # as many as there is room for: it always asks for some
@@ -63,7 +63,7 @@ def test_generation_config_provides_absent_fields() -> None:
 
 def completion(**fields: Any) -> Builder:
     body = {"prompt": "x", "stream": True, **fields}
-    request = decode(body, CompletionRequest, lambda _: "demo")
+    request = decode(body, CompletionRequest, lambda _: "demo", {})
     parsed = ParsedRequest(request, request.generation_inputs(10))
     return CompletionBuilder(parsed, UsageCounts())
 

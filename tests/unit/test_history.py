@@ -46,7 +46,7 @@ def template_of(source: str) -> ChatTemplate:
 
 def chat(messages: list[Any], **fields: Any) -> tuple[ChatRequest, Chat]:
     body = {"messages": messages, "tools": TOOLS, **fields}
-    request = decode(body, ChatRequest, lambda _: "demo")
+    request = decode(body, ChatRequest, lambda _: "demo", {})
     prompt = request.generation_input().prompt
     assert isinstance(prompt, Chat)
     return request, prompt

@@ -33,7 +33,7 @@ def test_error_names_the_field_the_accepted_and_the_given_value(
 
 def test_whole_numbers_may_be_written_as_floats() -> None:
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5.0, "temperature": 1.0}
-    request = decode(body, ChatRequest, lambda name: "demo")
+    request = decode(body, ChatRequest, lambda name: "demo", {})
     assert (request.max_tokens, request.temperature) == (5, 1.0)
     for value, message in (
         (5.5, "expected int, got float"),
@@ -41,4 +41,4 @@ def test_whole_numbers_may_be_written_as_floats() -> None:
         (-1.0, "max_tokens: expected int >= 0, not -1"),
     ):
         with pytest.raises(InvalidInput, match=message):
-            decode({**body, "max_tokens": value}, ChatRequest, lambda name: "demo")
+            decode({**body, "max_tokens": value}, ChatRequest, lambda name: "demo", {})

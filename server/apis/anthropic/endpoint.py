@@ -51,7 +51,7 @@ class MessagesEndpoint(GenerationEndpoint[ParsedMessagesRequest]):
 
     def parse(self, body: bytes, scope: Scope) -> ParsedMessagesRequest:
         models, document = self.models, parse_json(body)
-        request = decode(document, self.kind, models.id_for, models.max_entries)
+        request = decode(document, self.kind, models.id_for, scope, models.max_entries)
         name = str(document.get("model") or request.model)
         return ParsedMessagesRequest(request, [request.generation_input()], name)
 

@@ -16,7 +16,7 @@ from batching.errors import DeadlineExceeded, InvalidInput, NotReady
 from batching.request_queue import WorkItem
 from server.apis.openai.images import raise_when_gone
 from server.apis.openai.models import AdaptedModel, ModelGroup, NamedModel
-from server.apis.openai.request_fields import convert
+from server.apis.openai.request_fields import convert_body
 from server.core.settings import SERVED_NAME, Settings, SettingsError, parse_adapters
 from server.http.access import check_admin
 from server.http.errors import HttpError
@@ -103,7 +103,7 @@ class AdapterControl:
         check_admin(request.scope)
         body, incoming = await read_json_request(request.scope, request.receive)
         document = await self.body_parser.run(parse_json, body, incoming.deadlines.first)
-        wanted = convert(document, LoadAdapterRequest)
+        wanted = convert_body(document, LoadAdapterRequest, request.scope)
         name, before = wanted.lora_name, self._check_name(wanted)
         base = before.base if before else self.chats.find(wanted.base_model_name)
         if base.adapter:
@@ -174,7 +174,7 @@ class AdapterControl:
         check_admin(request.scope)
         body, incoming = await read_json_request(request.scope, request.receive)
         document = await self.body_parser.run(parse_json, body, incoming.deadlines.first)
-        name = convert(document, UnloadAdapterRequest).lora_name
+        name = convert_body(document, UnloadAdapterRequest, request.scope).lora_name
         if not self._remove(name):
             message = f"there is no adapter {name[:200]!r}"
             raise HttpError(404, message, "lora_name", code="model_not_found")

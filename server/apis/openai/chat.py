@@ -19,6 +19,7 @@ from server.apis.openai.endpoint import CHUNKS, GenerationEndpoint, ParsedReques
 from server.apis.openai.logprobs import prompt_fields, scored_token_with_top
 from server.apis.openai.messages import Messages, conversation
 from server.apis.openai.request_fields import (
+    ONE,
     CacheOptions,
     Count,
     Effort,
@@ -59,7 +60,10 @@ CallIdFactory: TypeAlias = Callable[[str, int], str]
 
 class ChatRequest(GenerationRequest, kw_only=True):
     unimplemented: ClassVar = {
+        "add_special_tokens": (False,),
         "audio": (),
+        "best_of": ONE,
+        "echo": (False,),
         "function_call": ("none",),
         "functions": (),
         "modalities": (["text"],),
@@ -133,7 +137,7 @@ class ChatCompletions(GenerationEndpoint[ParsedRequest]):
         max_entries = self.models.max_entries
         try:
             document = with_generation_config(parse_json(body))
-            request = decode(document, ChatRequest, self.models.id_for, max_entries)
+            request = decode(document, ChatRequest, self.models.id_for, scope, max_entries)
         except InvalidInput as error:
             if error.param == "messages" and b'"input"' in body:
                 hint = "is required; a request with `input` goes to /v1/responses"

@@ -50,7 +50,10 @@ ONLY_ONE = Meta(
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
-    unimplemented: ClassVar = {"suffix": ()} | GenerationRequest.unimplemented
+    unimplemented: ClassVar = {
+        "add_special_tokens": (True,),
+        "suffix": ("",),
+    } | GenerationRequest.unimplemented
 
     prompt: NonEmpty | Annotated[TextsOrIds, OF_ONE_KIND]
     logprobs: TopLogprobs | None = None
@@ -108,7 +111,9 @@ class Completions(GenerationEndpoint[ParsedRequest]):
         max_choices = self.settings.max_queue_size
         # A list has prompts, or the tokens of one prompt.
         max_entries = max(max_choices, self.models.max_entries)
-        request = decode(parse_json(body), CompletionRequest, self.models.id_for, max_entries)
+        request = decode(
+            parse_json(body), CompletionRequest, self.models.id_for, scope, max_entries
+        )
         return ParsedRequest(request, request.generation_inputs(max_choices))
 
     def builder(self, request: ParsedRequest, usage: UsageCounts) -> "CompletionBuilder":

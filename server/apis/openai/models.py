@@ -364,7 +364,7 @@ class ModelListing:
         body, incoming = await read_json_request(scope, receive)
         document = await self.body_parser.run(parse_json, body, incoming.deadlines.first)
         required(document.get("model"), "model")
-        return models.find(decode(document, LoadRequest, models.id_for).model)
+        return models.find(decode(document, LoadRequest, models.id_for, scope).model)
 
     @Operation(
         "POST /models/load", "Start to load a model", LoadResponse, LoadRequest, errors=[403]

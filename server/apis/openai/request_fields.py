@@ -2,9 +2,10 @@
 
     JSON → `decode` → a struct → Sampling, Stopping and Constraint
 
-Field names are OpenAI's, and vLLM's beyond those. null counts as absent; unknown fields are
-ignored. A parameter of the API that is not implemented is an error, unless it has its documented
-default. Token ids and lengths are checked by the model's `prepare`.
+Field names are OpenAI's, and vLLM's beyond those. null counts as absent. A struct's fields are
+obeyed. Beside them it names those that have no effect, whatever their value, and those that are
+refused unless their value changes nothing; ignored_fields.py names the rest to the client. Token
+ids and lengths are checked by the model's `prepare`.
 """
 
 import re
@@ -16,6 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct, inspect
+from starlette.types import Scope
 
 from batching.errors import InvalidInput
 from server.apis.openai.response_format import (
@@ -24,8 +26,9 @@ from server.apis.openai.response_format import (
     StructuredOutputs,
     output_constraint,
 )
+from server.http.ignored_fields import ignore_fields
 from server.http.json import Document
-from worker.messages.generation import Chat, GenerationInput, Sampling, Stopping
+from worker.messages.generation import Chat, Constraint, GenerationInput, Sampling, Stopping
 
 MAX_STOPS = 16
 MAX_IDS = 1024  # token ids in logit_bias or stop_token_ids
@@ -68,11 +71,70 @@ class StreamOptions(Struct):
     continuous_usage_stats: bool | None = None
 
 
+# Names of one value in the APIs of other servers → fields of `structured_outputs`.
+CONSTRAINT_FIELDS = {
+    "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice",
+    "guided_grammar": "grammar", "json_schema": "json", "regex": "regex", "ebnf": "grammar",
+    "grammar": "grammar",
+}  # fmt: skip
+# What to use instead of a field that is refused.
+REPLACEMENTS = {
+    "guided_json_object": "structured_outputs.json_object",
+    "n_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "n_probs": "top_logprobs, or logprobs in completions",
+    "structural_tag": "response_format",
+    "custom_logit_processor": "logit_bias",
+    "logits_processors": "logit_bias",
+    "num_beams": "n",
+    "use_beam_search": "n",
+}
+ZERO, ONE = (0, 0.0), (1, 1.0)
+
+
 class GenerationRequest(Struct, kw_only=True):
-    # Parameters of the API without effect here, and the values that are accepted.
+    # Fields of the APIs that change nothing here, whatever their value.
+    without_effect: ClassVar[frozenset[str]] = frozenset({
+        "cache_prompt", "id_slot", "metadata", "n_cache_reuse", "n_keep", "prompt_cache_key",
+        "safety_identifier", "service_tier", "user",
+    })  # fmt: skip
+    # Fields of the APIs that are refused, and the values that change nothing.
     unimplemented: ClassVar[dict[str, tuple[Any, ...]]] = {
         "structured_outputs.whitespace_pattern": (),
         "structured_outputs.structural_tag": (),
+        "allowed_token_ids": (),
+        "bad_words": ([],),
+        "chat_template": (),
+        "custom_logit_processor": (),
+        "custom_params": (),
+        "documents": ([],),
+        "dry_multiplier": ZERO,
+        "dynatemp_range": ZERO,
+        "eta_cutoff": ZERO,
+        "epsilon_cutoff": ZERO,
+        "guided_json_object": (False,),
+        "include_stop_str_in_output": (False,),
+        "length_penalty": ONE,
+        "logit_processors": ([],),
+        "logits_processors": ([],),
+        "logprob_token_ids": ([],),
+        "mirostat": ZERO,
+        "n_predict": (),
+        "n_probs": ZERO,
+        "no_repeat_ngram_size": ZERO,
+        "num_beams": ONE,
+        "repeat_penalty": ONE,
+        "return_tokens_as_token_ids": (False,),
+        "samplers": (),
+        "skip_special_tokens": (True,),
+        "spaces_between_special_tokens": (True,),
+        "stop_regex": ([], ""),
+        "structural_tag": (),
+        "tfs_z": ONE,
+        "truncate_prompt_tokens": (),
+        "typical_p": ONE,
+        "use_beam_search": (False,),
+        "xtc_probability": ZERO,
     }
 
     model: str | None = None
@@ -95,6 +157,14 @@ class GenerationRequest(Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    grammar: str | None = None
     return_token_ids: bool | None = None
     prompt_logprobs: TopLogprobs | None = None
     cache_salt: Salt | None = None
@@ -135,7 +205,24 @@ class GenerationRequest(Struct, kw_only=True):
                 value = None if value is None else value.get(key)
             # Types are compared as well: False == 0.
             if value is not None and (type(value), value) not in [(type(x), x) for x in accepted]:
-                raise InvalidInput.at(path, "is not implemented, leave it out")
+                use = f"use {REPLACEMENTS[path]}" if path in REPLACEMENTS else "leave it out"
+                raise InvalidInput.at(path, f"is not implemented, {use}")
+
+    def _constraint(self) -> Constraint | None:
+        """Return the constraint on the output, None for free text."""
+        (path, output_format), structured = self.output_format, self.structured_outputs
+        given = {name: getattr(self, name) for name in CONSTRAINT_FIELDS}
+        given = {name: value for name, value in given.items() if value not in (None, "", [])}
+        if given:
+            [(name, value), *others] = given.items()
+            if others or structured:
+                other = others[0][0] if others else "structured_outputs"
+                raise InvalidInput.at(name, f"cannot be combined with {other}")
+            structured = StructuredOutputs(**{CONSTRAINT_FIELDS[name]: value})
+            return output_constraint(path, output_format, structured, name)
+        if not (output_format or structured):
+            return None
+        return output_constraint(path, output_format, structured)
 
     def _input(
         self, prompt: Chat | str | tuple[int, ...], logprobs: int | None, **fields: Any
@@ -163,16 +250,12 @@ class GenerationRequest(Struct, kw_only=True):
             default_tokens=self.default_tokens,
             param=param,
         )
-        path, output_format = self.output_format
-        constraint = None
-        if output_format or self.structured_outputs:
-            constraint = output_constraint(path, output_format, self.structured_outputs)
         return GenerationInput(
             prompt,
             sampling,
             stopping,
             self.n or 1,
-            constraint=constraint,
+            constraint=self._constraint(),
             prompt_logprobs=self.prompt_logprobs,
             token_ids=bool(self.return_token_ids),
             **fields,
@@ -208,6 +291,7 @@ def decode(
     document: Document,
     kind: type[B],
     id_for: Callable[[str | None], str],
+    scope: Scope,
     max_entries: int | None = None,
 ) -> B:
     """Return a checked request, with the id of its model by `id_for`.
@@ -219,11 +303,28 @@ def decode(
         for path, length in _list_lengths(document, kind.__struct_fields__):
             if length > max_entries:
                 raise InvalidInput.at(path, f"takes at most {max_entries} entries, not {length}")
-    request = convert(document | _whole_numbers(document), kind)
+    request = convert_body(document, kind, scope)
     request.model = id_for(request.model)
     if isinstance(request, GenerationRequest):
         request.check(document)
     return request
+
+
+def convert_body(document: Document, kind: type[T], scope: Scope) -> T:
+    """Return a struct. Fields with a value, and no part in it, are ignored or refused."""
+    request = convert(document | _whole_numbers(document), kind)
+    known = known_fields(kind)  # type: ignore[arg-type]  # a class has a hash
+    ignore_fields((n for n, v in document.items() if v is not None and n not in known), scope)
+    return request
+
+
+@cache
+def known_fields(kind: Any) -> frozenset[str]:
+    """Return the names of fields that are obeyed, have no effect, or are refused."""
+    names: set[str] = {field.encode_name for field in msgspec.structs.fields(kind)}
+    for part in ("without_effect", "unimplemented"):
+        names |= {path for path in getattr(kind, part, ()) if "." not in path}
+    return frozenset(names)
 
 
 def _whole_numbers(document: Document) -> dict[str, int]:

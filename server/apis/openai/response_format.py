@@ -80,19 +80,21 @@ def output_constraint(
     path: str,
     output_format: RequestedFormat | None,
     structured_outputs: StructuredOutputs | None,
+    field: str = "structured_outputs",
 ) -> Constraint | None:
     """Return the constraint on the output, None for free text.
 
-    `path` is the field of the format. Raises InvalidInput for an unusable one, or for two.
+    `path` is the field of the format, `field` that of `structured_outputs`, or of the only value
+    in it. Raises InvalidInput for an unusable one, or for two.
     """
     by_format = by_structured_outputs = None
     if output_format is not None and output_format.type != "text":
-        field, schema = output_format.find_schema()
-        by_format = _json_constraint(schema, path + field)
+        of_schema, schema = output_format.find_schema()
+        by_format = _json_constraint(schema, path + of_schema)
     if structured_outputs is not None:
-        by_structured_outputs = _structured_constraint(structured_outputs)
+        by_structured_outputs = _structured_constraint(structured_outputs, field)
     if by_format and by_structured_outputs:
-        raise InvalidInput.at("structured_outputs", f"cannot be combined with {path}")
+        raise InvalidInput.at(field, f"cannot be combined with {path}")
     return by_format or by_structured_outputs
 
 
@@ -107,7 +109,7 @@ def check_depth(schema: Document | None, path: str) -> None:
         raise InvalidInput.at(path, "is nested too deeply") from None
 
 
-def _structured_constraint(structured: StructuredOutputs) -> Constraint:
+def _structured_constraint(structured: StructuredOutputs, field: str) -> Constraint:
     values: dict[str, Any] = {
         name: value for name in CONSTRAINTS if (value := getattr(structured, name)) is not None
     }
@@ -117,7 +119,7 @@ def _structured_constraint(structured: StructuredOutputs) -> Constraint:
         reason = f"needs one of {', '.join(CONSTRAINTS)}, not {len(values)}"
         raise InvalidInput.at("structured_outputs", reason)
     [(name, value)] = values.items()
-    path = f"structured_outputs.{name}"
+    path = f"{field}.{name}" if field == "structured_outputs" else field
     if name in ("json", "json_object"):
         return _json_constraint(ANY_OBJECT if name == "json_object" else value, path)
     if not value or (name == "choice" and "" in value):

@@ -116,7 +116,9 @@ class TokenizerEndpoint(BodyEndpoint[TokenizeRequest | DetokenizeRequest]):
     threads: CapacityLimiter = field(init=False, default_factory=partial(CapacityLimiter, THREADS))
 
     def parse(self, body: bytes, scope: Scope) -> TokenizeRequest | DetokenizeRequest:
-        return decode(parse_json(body), self.kind, self.models.id_for, self.models.max_entries)
+        return decode(
+            parse_json(body), self.kind, self.models.id_for, scope, self.models.max_entries
+        )
 
     async def serve(
         self, incoming: IncomingRequest, send: Send, request: TokenizeRequest | DetokenizeRequest

@@ -35,7 +35,7 @@ class DecisionPipelineEndpoint:
             return await LineStream(scope, receive, send, self).run()
         media, body, incoming = await read_request(scope, receive)
         self.parser.check_media(media)
-        parse = partial(self.parse_decisions, media=media)
+        parse = partial(self.parse_decisions, media=media, scope=scope)
         deadline = incoming.deadlines.first
         posted, decisions = await self.body_parser.run(parse, body, deadline, blocks=True)
         answers: list[object] = []
@@ -52,14 +52,14 @@ class DecisionPipelineEndpoint:
         await send_json(send, answers if posted.is_list else answers[0])
 
     def parse_decisions(
-        self, body: bytes, media: str
+        self, body: bytes, media: str, scope: Scope
     ) -> tuple[PipelineRequest, list[ParsedDecision | InvalidInput]]:
         """Return the body, and a decision or its error for each input. Runs in a pool thread."""
-        posted = self.parser.parse(body, media)
+        posted = self.parser.parse(body, media, scope)
         decisions: list[ParsedDecision | InvalidInput] = []
         for n, payload in enumerate(posted.inputs):
             try:
-                decisions.append(self._decision(payload, n if posted.is_list else None))
+                decisions.append(self._decision(payload, n if posted.is_list else None, scope))
             except InvalidInput as error:
                 if not posted.keeps_errors:
                     raise
@@ -71,10 +71,12 @@ class DecisionPipelineEndpoint:
     parse_blocks: ClassVar[bool] = True
 
     def parse_line(self, value: str | Document, scope: Scope) -> ParsedDecision:
-        posted = self.parser.read_document({"inputs": value} if isinstance(value, str) else value)
+        posted = self.parser.read_document(
+            {"inputs": value} if isinstance(value, str) else value, scope
+        )
         if posted.is_list:
             raise InvalidInput.at("inputs", "must be one object: a line has one input")
-        return self._decision(posted.inputs[0], None)
+        return self._decision(posted.inputs[0], None, scope)
 
     def submit_line(self, request: ParsedDecision, incoming: IncomingRequest) -> LineWork:
         stream = self.decisions.submit(incoming, request)
@@ -85,7 +87,7 @@ class DecisionPipelineEndpoint:
 
         return LineWork(stream, content)
 
-    def _decision(self, payload: PipelineInput, index: int | None) -> ParsedDecision:
+    def _decision(self, payload: PipelineInput, index: int | None, scope: Scope) -> ParsedDecision:
         path = "inputs" if index is None else f"inputs[{index}]"
         if not isinstance(payload.inputs, dict) or "model" in payload.inputs:
             message = (
@@ -93,7 +95,7 @@ class DecisionPipelineEndpoint:
             )
             raise InvalidInput(message, path)
         try:
-            request = decode(payload.inputs, SystemOneRequest, self.decisions.models.id_for)
+            request = decode(payload.inputs, SystemOneRequest, self.decisions.models.id_for, scope)
             return request, request.decision_input()
         except InvalidInput as error:
             error.param = f"{path}.{error.param}" if error.param else path

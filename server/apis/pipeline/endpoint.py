@@ -21,6 +21,7 @@ from server.core.settings import Settings
 from server.core.worker_client import IncomingRequest, Submission, WorkerClient
 from server.http.errors import HttpError
 from server.http.form import Form
+from server.http.ignored_fields import ignore_fields
 from server.http.json import (
     INLINE_BYTES,
     Document,
@@ -41,6 +42,9 @@ from worker.tasks import TASKS, Task, check_parameters
 
 FORM = "application/x-www-form-urlencoded"  # the type that curl -d sends
 CURL_HINT = "with curl, post a file by --data-binary @FILE: -d leaves out its line breaks"
+
+
+BODY_FIELDS = "inputs", "parameters", "on_error", "model"
 
 
 class PipelineRequest(NamedTuple):
@@ -159,7 +163,7 @@ class PipelineInputParser:
         message = f"Content-Type of {self.task_name} must be {accepted}, not {media[:100]!r}"
         raise HttpError(415, message)
 
-    def parse(self, body: bytes, media: str) -> PipelineRequest:
+    def parse(self, body: bytes, media: str, scope: Scope) -> PipelineRequest:
         """Return a request's inputs. Raises InvalidInput."""
         if not body:
             message = f"the body is empty: post raw {self.task.kind}, or JSON"
@@ -171,9 +175,9 @@ class PipelineInputParser:
             document = {"inputs": document}
         if not isinstance(document, dict):
             raise InvalidInput("the body must be a JSON object with inputs, or a list of inputs")
-        return self.read_document(document)
+        return self.read_document(document, scope)
 
-    def read_document(self, document: Document) -> PipelineRequest:
+    def read_document(self, document: Document, scope: Scope) -> PipelineRequest:
         """Return the inputs of a JSON object. Raises InvalidInput, also for the name of another
         model: the body is read after the choice."""
         name = document.get("model")
@@ -183,6 +187,7 @@ class PipelineInputParser:
         if "inputs" not in document:
             raise InvalidInput.at("inputs", "is required")
         self.check_keys(document)
+        ignore_fields((name for name in document if name not in BODY_FIELDS), scope)
         parameters = document.get("parameters")
         if parameters is None:
             parameters = {}
@@ -205,8 +210,7 @@ class PipelineInputParser:
         return PipelineRequest(items, is_list=True, keeps_errors=on_error == "item")
 
     def check_keys(self, keys: Container[str]) -> None:
-        """Raise InvalidInput for a parameter beside `inputs`. Other keys are ignored: clients of
-        Hugging Face send some."""
+        """Raise InvalidInput for a parameter beside `inputs`."""
         for name in self.task.parameters:
             if name in keys:
                 put = f'put it under "parameters": {{"{name}": …}}'
@@ -231,13 +235,14 @@ class PipelineInputParser:
             raise InvalidInput("the body must be a JSON object with inputs, or a list of inputs")
         return document
 
-    def parse_form(self, body: bytes, boundary: bytes) -> PipelineInput:
+    def parse_form(self, body: bytes, boundary: bytes, scope: Scope) -> PipelineInput:
         """Return the input of a form. Writes its file to disk: runs in a pool thread."""
         form = Form(boundary, len(body))
         try:
             form.feed(body)
             form.finish()
             self.check_keys(form.fields)
+            ignore_fields((name for name in form.fields if name not in BODY_FIELDS), scope)
             texts, parameters = form.fields.get("inputs", []), form.fields.get("parameters", ["{}"])
             if len(texts) + form.has_file != 1:
                 one = "must have one input: a file (-F file=@PATH) or a text (-F inputs=TEXT)"
@@ -288,14 +293,15 @@ class PipelineEndpoint:
         deadline = incoming.deadlines.first
         parser.check_media(media)
         if media == MULTIPART:
-            parse_form = partial(parser.parse_form, boundary=boundary_from(dict(scope["headers"])))
+            boundary = boundary_from(dict(scope["headers"]))
+            parse_form = partial(parser.parse_form, boundary=boundary, scope=scope)
             payload = await in_thread(parse_form, body, deadline, None)
             request = PipelineRequest([payload])
         elif len(body) > INLINE_BYTES and (parser.task.kind == "text" or may_be_json(body, media)):
-            parse = partial(parser.parse, media=media)
+            parse = partial(parser.parse, media=media, scope=scope)
             request = await self.body_parser.run(parse, body, deadline)
         else:  # raw bytes need no parsing
-            request = parser.parse(body, media)
+            request = parser.parse(body, media, scope)
         try:
             with self.submit(incoming, request) as work:
                 content = await self.content(scope, request, work)
@@ -336,7 +342,9 @@ class PipelineEndpoint:
     parse_blocks: ClassVar[bool] = False
 
     def parse_line(self, value: str | Document, scope: Scope) -> PipelineRequest:
-        return self.parser.read_document({"inputs": value} if isinstance(value, str) else value)
+        return self.parser.read_document(
+            {"inputs": value} if isinstance(value, str) else value, scope
+        )
 
     def submit_line(self, request: PipelineRequest, incoming: IncomingRequest) -> LineWork:
         work = self.submit(incoming, request)

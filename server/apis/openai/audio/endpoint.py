@@ -98,7 +98,7 @@ class SpeechEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self.uploads.form(scope, receive, "transcription") as (form, deadlines):
-            request = read_fields(form.fields, self.kind)
+            request = read_fields(form.fields, self.kind, scope)
             model = self.models.find(request.model)
             request.model = model.id
             payloads = [request.transcription_input(form.path)]

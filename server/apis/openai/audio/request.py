@@ -11,10 +11,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta, Struct
+from starlette.types import Scope
 
 from batching.errors import InvalidInput
-from server.apis.openai.request_fields import convert
+from server.apis.openai.request_fields import convert, known_fields
 from server.http.form import FILE
+from server.http.ignored_fields import ignore_fields
 from server.http.json import Document
 from worker.messages.transcription import TranscriptionInput
 
@@ -100,12 +102,15 @@ def form_schema(kind: type[TranscriptionRequest]) -> dict[str, Any]:
 
 
 def read_fields(
-    fields: Mapping[str, Sequence[str]], kind: type[TranscriptionRequest]
+    fields: Mapping[str, Sequence[str]], kind: type[TranscriptionRequest], scope: Scope
 ) -> TranscriptionRequest:
     """Return a checked request; InvalidInput names the first field that is wrong."""
     document: Document = {}
+    names = dict[str, None]()
     for key, values in fields.items():
         name, values = key.partition("[")[0], [value for value in values if value]
+        if values:
+            names[name] = None
         if name in kind.unimplemented and not set(values) <= {*kind.unimplemented[name]}:
             raise InvalidInput.at(name, "is not implemented, leave it out")
         if name not in kind.__struct_fields__ or not values:
@@ -119,5 +124,6 @@ def read_fields(
     if document.get("response_format") == "diarized_json":
         raise InvalidInput.at("response_format", "diarized_json is not implemented")
     request = convert(document, kind, strict=False)
+    ignore_fields((name for name in names if name not in known_fields(kind)), scope)
     request.check()
     return request

@@ -1,6 +1,7 @@
 """`/v1/batches`: create, list, retrieve and cancel batches; runner.py runs them."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Literal, get_args
 
 from msgspec import Meta, Struct
@@ -12,7 +13,7 @@ from batching.errors import InvalidInput
 from server.apis.openai.batches.files import ExpiresAfter, FileEndpoints, namespace_of
 from server.apis.openai.batches.runner import BatchRunner, BatchTask
 from server.apis.openai.batches.store import KEPT_S, BatchRecord
-from server.apis.openai.request_fields import convert
+from server.apis.openai.request_fields import convert, convert_body
 from server.apis.openai.response_schemas import BatchJob, BatchList
 from server.apis.openai.responses.request import Metadata
 from server.apis.openai.sqlite_store import ListPage, encode_page, in_store
@@ -64,7 +65,8 @@ class Batches:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         _, body, incoming = await read_request(scope, receive)
-        request = await self.body_parser.run(parse, body, incoming.deadlines.first)
+        parse_body = partial(parse, scope=scope)
+        request = await self.body_parser.run(parse_body, body, incoming.deadlines.first)
         if request.endpoint not in self.runner.endpoints:
             setting = SETTING_FOR_PATH[request.endpoint]
             reason = f"no model serves {request.endpoint}: it needs {setting}"
@@ -116,5 +118,5 @@ class Batches:
         return await in_store(self.store.batch, namespace, id)
 
 
-def parse(body: bytes) -> BatchRequest:
-    return convert(parse_json(body), BatchRequest)
+def parse(body: bytes, scope: Scope) -> BatchRequest:
+    return convert_body(parse_json(body), BatchRequest, scope)

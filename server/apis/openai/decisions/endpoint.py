@@ -57,7 +57,7 @@ class DecisionEndpoint(BodyEndpoint[ParsedDecision]):
 
     def parse(self, body: bytes, scope: Scope) -> ParsedDecision:
         max_entries = max(MAX_QUESTIONS, self.models.max_entries)
-        request = decode(parse_json(body), self.kind, self.models.id_for, max_entries)
+        request = decode(parse_json(body), self.kind, self.models.id_for, scope, max_entries)
         return request, request.decision_input()
 
     async def decide(

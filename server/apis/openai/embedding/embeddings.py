@@ -117,12 +117,12 @@ class EmbeddingEndpoint(ScoringEndpoint):
 
     def parse_line(self, value: str | Document, scope: Scope) -> ScoringTask:
         if isinstance(value, str):
-            return self.read_document({"input": value})
+            return self.read_document({"input": value}, scope)
         if (parameters := value.pop("parameters", None)) is None:
             parameters = {}
         if not isinstance(parameters, dict):
             raise InvalidInput.at("parameters", "must be an object")
-        return self.read_document({**parameters, **value})
+        return self.read_document({**parameters, **value}, scope)
 
     def submit_line(self, request: ScoringTask, incoming: IncomingRequest) -> LineWork:
         work = self.submit(incoming, request)

@@ -5,7 +5,7 @@ body → request → payloads, a work item each → outputs → response
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import anyio.to_thread
 from msgspec import Meta, Struct
@@ -33,6 +33,8 @@ Input = EmbeddingInput | ScoringInput
 class ScoringRequest(Struct, kw_only=True):
     """A request for vectors or scores. The fields about texts that are too long are vLLM's and
     text-embeddings-inference's."""
+
+    without_effect: ClassVar = frozenset({"user"})
 
     model: str | None = None
     cache_salt: Salt | None = None
@@ -89,14 +91,14 @@ class ScoringEndpoint(BodyEndpoint[ScoringTask]):
         return Submission(self.worker_client, model.registry_name, inputs, incoming)
 
     def parse(self, body: bytes, scope: Scope) -> ScoringTask:
-        return self.read_document(parse_json(body))
+        return self.read_document(parse_json(body), scope)
 
-    def read_document(self, document: Document) -> ScoringTask:
+    def read_document(self, document: Document, scope: Scope) -> ScoringTask:
         """Return the request, its model and the payloads, each of which fits into a batch.
 
         Raises InvalidInput, also for more payloads than the queue has slots.
         """
-        request = decode(document, self.kind, self.models.id_for)
+        request = decode(document, self.kind, self.models.id_for, scope)
         model, settings = self.models.find(request.model), self.settings
         max_size = PartSize(
             min(MAX_PART_INPUTS, settings.max_batch_size), settings.max_batch_tokens

@@ -176,7 +176,7 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
     @refusing_disk_errors()
     def parse(self, body: bytes, scope: Scope) -> ParsedResponseRequest:
         max_entries = self.models.max_entries
-        request = decode(parse_json(body), ResponseRequest, self.models.id_for, max_entries)
+        request = decode(parse_json(body), ResponseRequest, self.models.id_for, scope, max_entries)
         namespace, max_body = owner_from(scope).namespace, scope["app"].max_body
         look_up = partial(self.store.items, namespace, count=counter(scope, max_body))
         try:

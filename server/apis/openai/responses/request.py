@@ -65,6 +65,7 @@ class Reasoning(Struct):
 
 
 class ResponseRequest(GenerationRequest, kw_only=True):
+    without_effect: ClassVar = GenerationRequest.without_effect - {"metadata"}
     unimplemented: ClassVar = {
         "access_programs": (),
         "background_options": ({"completion_window": "soonest"},),
