@@ -156,6 +156,18 @@ def test_two_constraints_are_refused(server: Server) -> None:
     assert post(server, "/v1/chat/completions", {**body, **empty}).status_code == 200
 
 
+def test_texts_have_their_stops_and_special_tokens_on_request(
+    server: Server, generator: FakeGenerator
+) -> None:
+    fields = {"include_stop_str_in_output": True, "skip_special_tokens": False}
+    for path, (_, body) in ROUTES.items():
+        for given in ({}, fields):
+            assert post(server, path, {**body, **given}).status_code == 200
+            payload = generator.payloads[-1]
+            got = payload.stopping.includes_stop, not payload.skips_special
+            assert got == (bool(given), bool(given))
+
+
 def test_a_refusal_says_what_to_use(server: Server) -> None:
     _, body = ROUTES["/v1/chat/completions"]
     answer = post(server, "/v1/chat/completions", {**body, "n_predict": 5})

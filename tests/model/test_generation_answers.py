@@ -253,6 +253,33 @@ def test_a_stop_token_ends_the_choice_and_adds_no_text() -> None:
     assert (choice.text, choice.tokens) == (before.text, at + 1)
 
 
+def test_what_ends_a_choice_is_part_of_its_text_on_request() -> None:
+    prompt = prompt_of(8)
+    served, whole = greedy_choice(prompt, 24)
+    for length in (1, 3):
+        stop = whole.text[6 : 6 + length]
+        _, choice = greedy_choice(prompt, 24, stop=(stop,), includes_stop=True)
+        assert choice.text == whole.text[: whole.text.find(stop) + length]
+        assert (choice.finish_reason, choice.stop_reason) == ("stop", stop)
+    at = first_at(served.ids[0], 6)
+    token = served.ids[0][at]
+    _, after = greedy_choice(prompt, at + 1)
+    _, choice = greedy_choice(prompt, 24, stop_token_ids=(token,), includes_stop=True)
+    assert (choice.text, choice.stop_reason) == (after.text, token)
+
+
+def test_special_tokens_are_text_on_request() -> None:
+    generator, prompt = engine("llama"), prompt_of(8)
+    special = next(i for i in range(2, ORDINARY[0]) if generator.input_processor.token(i))
+    sampling = replace(GREEDY, logit_bias={special: 100.0})
+    shown, hidden = request(prompt, sampling, 3), request(prompt, sampling, 3)
+    shown.payload = replace(shown.payload, skips_special=False)
+    with_text, without = serve(generator, [shown, hidden])[0]
+    assert with_text.ids == without.ids == [[special] * 3]
+    assert with_text.choices[0].text == 3 * generator.input_processor.token(special)
+    assert without.choices[0].text == ""
+
+
 def test_the_end_token_ends_a_choice_unless_ignored() -> None:
     prompt = prompt_of(8)
     toward_end = replace(GREEDY, logit_bias={1: 100.0})

@@ -104,6 +104,7 @@ class Stopping:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    includes_stop: bool = False  # the text has the stop string, or the stop token, that ended it
     default_tokens: int | None = None  # None: the checkpoint's limit
     # the field that errors about `max_tokens` name
     param: str = field(default="max_tokens", compare=False)
@@ -149,6 +150,7 @@ class GenerationInput:
     echo: bool = False  # the response starts with the prompt's text and its log-probabilities
     prompt_logprobs: int | None = None  # as `sampling.logprobs`, for the prompt's tokens
     token_ids: bool = False  # deltas have the ids of the prompt and the output
+    skips_special: bool = True  # special tokens have no text, unless they are delimiters
     constraint: Constraint | None = None
     tool_policy: ToolCallPolicy | None = None  # None: text that looks like a call stays text
     thinking_tokens: int | None = None  # the limit of the reasoning; None: no limit

@@ -113,7 +113,6 @@ class GenerationRequest(Struct, kw_only=True):
         "eta_cutoff": ZERO,
         "epsilon_cutoff": ZERO,
         "guided_json_object": (False,),
-        "include_stop_str_in_output": (False,),
         "length_penalty": ONE,
         "logit_processors": ([],),
         "logits_processors": ([],),
@@ -126,7 +125,6 @@ class GenerationRequest(Struct, kw_only=True):
         "repeat_penalty": ONE,
         "return_tokens_as_token_ids": (False,),
         "samplers": (),
-        "skip_special_tokens": (True,),
         "spaces_between_special_tokens": (True,),
         "stop_regex": ([], ""),
         "structural_tag": (),
@@ -153,6 +151,8 @@ class GenerationRequest(Struct, kw_only=True):
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_IDS)] | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -247,6 +247,7 @@ class GenerationRequest(Struct, kw_only=True):
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
+            includes_stop=bool(self.include_stop_str_in_output),
             default_tokens=self.default_tokens,
             param=param,
         )
@@ -258,6 +259,7 @@ class GenerationRequest(Struct, kw_only=True):
             constraint=self._constraint(),
             prompt_logprobs=self.prompt_logprobs,
             token_ids=bool(self.return_token_ids),
+            skips_special=self.skip_special_tokens is not False,
             **fields,
         )
 

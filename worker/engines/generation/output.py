@@ -132,12 +132,12 @@ class SequenceOutput:
         if prepared.constraints:
             self.constraints = prepared.constraints.start(parser)
         self._vocabulary = vocabulary
-        self._detokenizer = vocabulary.stream(prepared.ids[-CONTEXT:])
+        self._detokenizer = vocabulary.stream(prepared.ids[-CONTEXT:], request.skips_special)
         self._parser = parser  # None: all of the text is content
         self.request = request
         self._min_tokens = request.stopping.min_tokens or 0
         stop = (*request.stopping.stop, *prepared.stop)
-        self._stop_strings = StopStrings(stop) if stop else None
+        self._stop_strings = StopStrings(stop, request.stopping.includes_stop) if stop else None
         self._logprobs: ContentLogprobs | None = None
         if prepared.params.logprobs is not None:
             self._logprobs = ContentLogprobs(vocabulary)
@@ -213,13 +213,15 @@ class SequenceOutput:
         if self.sampling.processes_logits:
             self.sampling.accept(token)
         if token in self.prepared.stop_token_ids and self.tokens > self._min_tokens:
+            if self.request.stopping.includes_stop:
+                self._parse(self._span(self._detokenizer.push(token), sampled))
             self._finish("stop", self.prepared.stop_token_ids[token], sampled)
             return
         text = self._detokenizer.push(token)
         last = self.tokens >= self.prepared.max_tokens
         if last:
             text += self._detokenizer.flush(cut=True)
-        self._parse(self._logprobs.span(text, sampled) if self._logprobs else TextSpan(text))
+        self._parse(self._span(text, sampled))
         if parser:
             self._delta.reasoning_tokens += reasoning or parser.phase == "reasoning"
         if constraints:
@@ -230,6 +232,9 @@ class SequenceOutput:
             self._finish("stop", None, sampled)
         elif last:
             self._finish("length", None, sampled)
+
+    def _span(self, text: str, sampled: SampledToken) -> TextSpan:
+        return self._logprobs.span(text, sampled) if self._logprobs else TextSpan(text)
 
     def take_delta(self) -> Delta:
         """Return what was added since the last call."""
@@ -324,9 +329,11 @@ class StopStrings:
     complete at the same character, the one that begins first (the longest).
     """
 
-    def __init__(self, stops: Collection[str]) -> None:
-        """`stops`: none of them empty."""
-        self.matched: str | None = None  # the text before it is shown; it and the rest are not
+    def __init__(self, stops: Collection[str], shows_match: bool = False) -> None:
+        """`stops`: none of them empty. The text before a match is shown, the rest is not;
+        `shows_match`: the match is."""
+        self.matched: str | None = None
+        self._shows_match = shows_match
         self._stops = tuple(stops)
         self._first_chars = frozenset(stop[0] for stop in stops)
         self._max_length = max(map(len, stops), default=0)
@@ -346,13 +353,14 @@ class StopStrings:
             if (start := text.find(stop)) >= 0
         ]
         if matches:
-            _, start, self.matched = min(matches)
-            shown, self._pending = self._pending.take(start), TextSpan("")
+            end, start, self.matched = min(matches)
+            shown = self._pending.take(end if self._shows_match else start)
+            self._pending = TextSpan("")
             return shown
         start = max(0, len(text) - self._max_length + 1)
         while not any(stop.startswith(text[start:]) for stop in self._stops):
             start += 1
-        return self._pending.take(start)
+        return self._pending.take(end if self._shows_match else start)
 
     def ends_with(self, text: str) -> bool:
         """Return whether a stop string is complete once this text follows."""
