@@ -168,11 +168,21 @@ def test_texts_have_their_stops_and_special_tokens_on_request(
             assert got == (bool(given), bool(given))
 
 
+def test_llama_cpps_penalty_is_obeyed(server: Server, generator: FakeGenerator) -> None:
+    _, body = ROUTES["/v1/chat/completions"]
+    for fields, penalty in (
+        ({"repeat_penalty": 1.1}, 1.1),
+        ({"repeat_penalty": 1.1, "repetition_penalty": 1.2}, 1.2),
+    ):
+        assert post(server, "/v1/chat/completions", {**body, **fields}).status_code == 200
+        assert generator.payloads[-1].sampling.repetition_penalty == penalty
+
+
 def test_a_refusal_says_what_to_use(server: Server) -> None:
     _, body = ROUTES["/v1/chat/completions"]
     answer = post(server, "/v1/chat/completions", {**body, "n_predict": 5})
     assert "use max_tokens" in error_of(answer)["message"]
-    for name, value in {"repeat_penalty": 1, "num_beams": 1, "use_beam_search": False}.items():
+    for name, value in {"typical_p": 1, "num_beams": 1, "use_beam_search": False}.items():
         answer = post(server, "/v1/chat/completions", {**body, name: value})
         assert (answer.status_code, answer.headers.get("x-ignored-fields")) == (200, None)
 

@@ -17,7 +17,7 @@ from tests.unit.test_paged_attention import Case, check, memory
 pytest.importorskip("triton", reason="triton exists for Linux only")
 from triton.runtime import interpreter
 
-from worker import model as model_package
+from worker.backends import cuda as cuda_package
 from worker.backends.cuda import batch_invariant, triton_decode
 from worker.backends.cuda.mixed import RowwiseMetadata
 from worker.model.language_model import use_batch_invariant_operations
@@ -130,7 +130,7 @@ def test_layers_use_the_operations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_triton_a_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "worker.backends.cuda.batch_invariant")
-    monkeypatch.delattr(model_package, "batch_invariant")
+    monkeypatch.delattr(cuda_package, "batch_invariant")
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(LoadingFailed, match=r"^DETERMINISTIC=1 needs Triton on a GPU: [^\n]*$"):
         use_batch_invariant_operations(nn.Linear(1, 1))  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ from worker.text.output_format import (
     inferred_output_format,
     is_literal,
 )
-from worker.text.parser import OutputEvent, OutputParser
+from worker.text.parser import OutputEvent, OutputParser, first_chars
 from worker.text.tool_call_format import (
     DEFAULT_TOOL_CALL_FORMAT,
     ID,
@@ -826,4 +826,4 @@ def test_a_literal_pattern_matches_one_text(pattern: str, expected: bool) -> Non
 )
 def test_first_characters_of_a_delimiter(pattern: str, chars: str) -> None:
     delimiter = Delimiter(frozenset(), CONTENT, regex.compile(pattern))
-    assert delimiter.first_chars == {*chars}
+    assert first_chars(delimiter.pattern) == {*chars}

@@ -39,7 +39,7 @@ from worker.model.attention.paged import AttentionBackend
 
 log = logging.getLogger("onequeue.native_attention")
 
-SOURCE_FOLDER = Path(__file__).parents[1] / "cpu" / "native"
+SOURCE_FOLDER = Path(__file__).parent / "cpu" / "native"
 # From the slowest to compile to the fastest: the parts of the build get them in turn.
 SOURCES = (
     "packed_linear", "attention", "experts_linear", "bf16_weight_linear", "int4_linear",

@@ -11,7 +11,7 @@ end, for which it needs no complete output.
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from string import ascii_letters
 from typing import Any, NamedTuple, TypeAlias
 
@@ -46,8 +46,6 @@ Match: TypeAlias = Any  # of the regex package, which is untyped
 # From the groups of the match that opens calls, and the tools.
 MakeCallParser = Callable[[dict[str, str], ToolTypes], ToolCallParser]
 
-OTHER_CHARS = frozenset("é文\ue000")  # for all that are not ASCII and stand in no pattern
-PROBED_CHARS = frozenset(map(chr, range(128))) | OTHER_CHARS
 CONTENT, REASONING, CALL, IGNORED = "content", "reasoning", "call", "ignored"  # phases
 MIN_PARTIAL = 3  # characters of a delimiter that is cut short, for it to be hidden
 MAX_PENDING = 4096  # characters that may become a delimiter; then they are text
@@ -68,11 +66,6 @@ class Delimiter(NamedTuple):
     known_tool: bool = False  # it counts only with the name of a tool of the request
     line_start: bool = False  # within content it counts only at the start of a line
 
-    @property
-    def first_chars(self) -> frozenset[str]:
-        """The characters that a match may begin with; empty: any."""
-        return _first_chars(self.pattern)
-
     def after_trigger(self, text: str) -> str | None:
         """Return the text after the trigger; None without one."""
         match = self.trigger and self.trigger.search(text)
@@ -88,13 +81,6 @@ class Delimiter(NamedTuple):
         alone = match and after_call and not text[: match.start()].strip()
         cut = match and match.partial and len(match.group()) >= (alone or MIN_PARTIAL)
         return int(match.start()) if cut else len(text)
-
-
-@lru_cache(maxsize=1024)
-def _first_chars(pattern: Any) -> frozenset[str]:
-    own = {*pattern.pattern}
-    chars = {char for char in PROBED_CHARS | own if pattern.match(char, partial=True)}
-    return frozenset(chars if chars.isdisjoint(OTHER_CHARS - own) else ())
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ and its events lack their tokens.
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from worker.messages.deltas import Kind
@@ -37,6 +38,8 @@ from worker.text.tool_call_parser import (
 
 Phase: TypeAlias = Literal["content", "reasoning", "call"]
 TEXT_KINDS: dict[str, Kind] = {CONTENT: "content", REASONING: "reasoning"}  # by phase
+OTHER_CHARS = frozenset("é文\ue000")  # for all that are not ASCII and stand in no pattern
+PROBED_CHARS = frozenset(map(chr, range(128))) | OTHER_CHARS
 SLICE = 512  # characters of the prefix that are parsed at once
 
 
@@ -214,9 +217,9 @@ class OutputParser:
         uncertain: tuple[Delimiter, Match] | None = None
         pending = len(text)
         for delimiter in self._active:
-            if delimiter.first_chars and delimiter.first_chars.isdisjoint(text):
-                continue
             pattern = delimiter.pattern
+            if (chars := first_chars(pattern)) and chars.isdisjoint(text):
+                continue
             match = pattern.search(text, partial=not ended)
             while match is not None and not self._counts(delimiter, match):
                 retry = (delimiter.known_tool or delimiter.line_start) and not match.partial
@@ -311,8 +314,9 @@ class OutputParser:
         ]
         # of text: those of all delimiters; None: one may begin with any
         self._first_chars: frozenset[str] | None = None
-        if phase in TEXT_KINDS and all(delimiter.first_chars for delimiter in self._active):
-            self._first_chars = frozenset().union(*(d.first_chars for d in self._active))
+        chars = [first_chars(delimiter.pattern) for delimiter in self._active]
+        if phase in TEXT_KINDS and all(chars):
+            self._first_chars = frozenset().union(*chars)
 
     # ── content and reasoning ──
 
@@ -401,3 +405,11 @@ class OutputParser:
                 return
             self._resume_content(events)
             events.append(OutputEvent("content", text))
+
+
+@lru_cache(maxsize=1024)
+def first_chars(pattern: Any) -> frozenset[str]:
+    """Return the characters that a match of a delimiter may begin with; empty: any."""
+    own = {*pattern.pattern}
+    chars = {char for char in PROBED_CHARS | own if pattern.match(char, partial=True)}
+    return frozenset(chars if chars.isdisjoint(OTHER_CHARS - own) else ())

@@ -7,7 +7,7 @@ in; images in them go to that message, since templates take images of the user o
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from msgspec import Struct
 
@@ -26,6 +26,13 @@ class TextBlock(Struct, tag_field="type", tag="text"):
 
     def read_text(self) -> str:
         return self.text
+
+
+class TextOnlyBlock(Struct):
+    """A block of a list that has texts only. msgspec would not require the tag of a single type."""
+
+    type: Literal["text"]
+    text: str
 
 
 class Base64Source(Struct, tag_field="type", tag="base64"):
@@ -56,7 +63,7 @@ class TextSource(Struct, tag_field="type", tag="text"):
 
 
 class ContentSource(Struct, tag_field="type", tag="content"):
-    content: str | list[TextBlock]
+    content: str | list[TextOnlyBlock]
 
     def read_text(self) -> str:
         return join_texts(self.content)
@@ -74,7 +81,7 @@ class DocumentBlock(Struct, tag_field="type", tag="document"):
 class SearchResult(Struct, tag_field="type", tag="search_result"):
     source: str  # where it was found
     title: str
-    content: list[TextBlock]
+    content: list[TextOnlyBlock]
 
     def read_text(self) -> str:
         return "\n".join([self.title, self.source, join_texts(self.content)])
@@ -123,12 +130,12 @@ class AssistantMessage(Struct, tag_field="role", tag="assistant"):
 
 
 class SystemMessage(Struct, tag_field="role", tag="system"):
-    content: str | list[TextBlock]
+    content: str | list[TextOnlyBlock]
 
 
 InputMessage: TypeAlias = UserMessage | AssistantMessage | SystemMessage
 InputMessages = Annotated[list[InputMessage], NON_EMPTY]
-System = str | list[TextBlock]
+System = str | list[TextOnlyBlock]
 
 
 def to_template_messages(
@@ -220,7 +227,7 @@ class Conversion:
         return {"type": "image"}
 
 
-def join_texts(content: str | Sequence[TextBlock]) -> str:
+def join_texts(content: str | Sequence[TextOnlyBlock]) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 

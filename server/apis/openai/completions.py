@@ -52,7 +52,7 @@ ONLY_ONE = Meta(
 class CompletionRequest(GenerationRequest, kw_only=True):
     unimplemented: ClassVar = {
         "add_special_tokens": (True,),
-        "suffix": ("",),
+        "suffix": (),
     } | GenerationRequest.unimplemented
 
     prompt: NonEmpty | Annotated[TextsOrIds, OF_ONE_KIND]

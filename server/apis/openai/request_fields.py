@@ -37,6 +37,7 @@ _UNKNOWN = re.compile(r"Invalid (?:enum )?value '(.*)'", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*)`")
 
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=100)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 TokenId = Annotated[int, Meta(ge=0)]
 # Tuples: garbage collection visits each element of a list, as long as the request waits.
@@ -81,7 +82,6 @@ CONSTRAINT_FIELDS = {
 REPLACEMENTS = {
     "guided_json_object": "structured_outputs.json_object",
     "n_predict": "max_tokens",
-    "repeat_penalty": "repetition_penalty",
     "n_probs": "top_logprobs, or logprobs in completions",
     "structural_tag": "response_format",
     "custom_logit_processor": "logit_bias",
@@ -122,7 +122,6 @@ class GenerationRequest(Struct, kw_only=True):
         "n_probs": ZERO,
         "no_repeat_ngram_size": ZERO,
         "num_beams": ONE,
-        "repeat_penalty": ONE,
         "return_tokens_as_token_ids": (False,),
         "samplers": (),
         "spaces_between_special_tokens": (True,),
@@ -144,7 +143,8 @@ class GenerationRequest(Struct, kw_only=True):
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    repeat_penalty: RepetitionPenalty | None = None  # llama.cpp's name of it
     logit_bias: Biases | None = None
     seed: Seed | None = None
     stop: NonEmpty | Stops | None = None
@@ -235,7 +235,9 @@ class GenerationRequest(Struct, kw_only=True):
             min_p=self.min_p,
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
-            repetition_penalty=self.repetition_penalty,
+            repetition_penalty=self.repeat_penalty
+            if self.repetition_penalty is None
+            else self.repetition_penalty,
             logit_bias=_biases(self.logit_bias),
             seed=self.seed,
             logprobs=logprobs,
