@@ -20,6 +20,7 @@ from tests import tiny_decoders
 from tests.decode_kernels import attend, write
 from tests.generating import assert_greedy, engine, loaded, prompts, request, runner_of, serve
 from tests.matrix import matrix
+from worker.backends import cuda as cuda_package
 from worker.backends.cuda import cuda_graphs, varlen
 from worker.backends.cuda.cuda_graphs import (
     MAX_PROMPT_READS,
@@ -30,7 +31,6 @@ from worker.backends.cuda.cuda_graphs import (
 from worker.backends.cuda.mixed import MAX_SPAN_WIDTH, MixedMetadata
 from worker.backends.cuda.varlen import VarlenMetadata
 from worker.device.self_check import CannotRun
-from worker.model import attention as attention_package
 from worker.model import paged_runner
 from worker.model.attention.kv_cache import BLOCK
 from worker.model.attention.paged import AttentionMetadata
@@ -43,7 +43,7 @@ BLOCKS = 60
 @pytest.fixture(autouse=True)
 def python_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = SimpleNamespace(write=write, attend=attend)
-    monkeypatch.setattr(attention_package, "triton_decode", kernels, raising=False)
+    monkeypatch.setattr(cuda_package, "triton_decode", kernels, raising=False)
 
 
 class Recorder:
@@ -181,7 +181,7 @@ def test_decodes_beside_prompts_use_the_decode_kernel(
         return attend(query, *arguments, **named)
 
     kernels = SimpleNamespace(write=write, attend=recorded)
-    monkeypatch.setattr(attention_package, "triton_decode", kernels)
+    monkeypatch.setattr(cuda_package, "triton_decode", kernels)
     served, driver = serve(
         generator, [request(ids) for ids in prompts(1, (1, 7, 17, 48), count=2)], seed=3
     )
@@ -197,7 +197,7 @@ def test_a_decode_kernel_with_other_logits_is_not_used(
         return attend(query, *arguments, **named) + 1
 
     kernels = SimpleNamespace(write=write, attend=wrong)
-    monkeypatch.setattr(attention_package, "triton_decode", kernels)
+    monkeypatch.setattr(cuda_package, "triton_decode", kernels)
     runner = runner_of(engine("llama", blocks=BLOCKS))
     runner._use_decode_kernel()
     assert runner.metadata is AttentionMetadata

@@ -14,8 +14,8 @@ from torch import Tensor
 from tests import decode_kernels
 from tests.matrix import matrix
 from tests.unit.test_paged_attention import CASES, Case, check, memory, mixes, name
+from worker.backends import cuda as cuda_package
 from worker.backends.cuda.mixed import MAX_SPAN_WIDTH, MixedMetadata
-from worker.model import attention as attention_package
 from worker.model.attention.paged import SpanGroup
 
 
@@ -29,7 +29,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return decode_kernels.attend(query, *arguments, **named)
 
     kernels = SimpleNamespace(attend=attend)
-    monkeypatch.setattr(attention_package, "triton_decode", kernels, raising=False)
+    monkeypatch.setattr(cuda_package, "triton_decode", kernels, raising=False)
     return counts
 
 

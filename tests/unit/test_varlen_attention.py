@@ -14,10 +14,10 @@ from torch import Tensor
 from tests import decode_kernels
 from tests.matrix import matrix
 from tests.unit.test_paged_attention import CASES, Case, check, memory, mixes, name
+from worker.backends import cuda as cuda_package
 from worker.backends.cuda import varlen
 from worker.backends.cuda.mixed import MAX_SPAN_WIDTH
 from worker.backends.cuda.varlen import GQA, VarlenMetadata
-from worker.model import attention as attention_package
 
 
 def varlen_attn(
@@ -55,7 +55,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         return varlen_attn(query, key, *arguments, **named)
 
     kernels = SimpleNamespace(attend=decode_kernels.attend)
-    monkeypatch.setattr(attention_package, "triton_decode", kernels, raising=False)
+    monkeypatch.setattr(cuda_package, "triton_decode", kernels, raising=False)
     monkeypatch.setattr(varlen, "varlen_attn", counted)
     monkeypatch.setattr(varlen, "has_flash_attention", lambda q, v: q.shape[-1] == v.shape[-1])
     return counts
