@@ -263,8 +263,8 @@ class FairOrder(Generic[T]):
             del self._items[path]
 
     def charge(self, owner: WorkOwner, tokens: float) -> None:
-        """Advance an owner's clocks by the tokens it was served. Levels where nobody waits have no
-        clocks."""
+        """Advance the clocks of an owner by the tokens it was served, on the levels where some
+        item waits."""
         for path, weight in owner.levels:
             if level := self._levels.get(path[:-1]):
                 level.charge(path, tokens, weight)

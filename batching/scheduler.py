@@ -174,14 +174,14 @@ class ContinuousScheduler:
         without_prefill = {s for s in idle if s.uncomputed == 1}.union(decoding)
         prompts = [s for s in self.running if s.uncomputed and s not in without_prefill]
         prompts = [sequence for sequence in prompts if sequence.owner not in resting]
-        doubled: dict[abc.Hashable, int] = {}
+        limits: dict[abc.Hashable, int] = {}
         if doubling is not None:
             rows_of = Counter(sequence.owner.client for sequence in decoding)
-            large = _large_clients(prompts, rows_of.keys(), budget)
-            doubled = {client: doubling(len(decoding) - rows_of[client]) for client in large}
+            large = _large_clients(prompts, set(rows_of), budget)
+            limits = {client: doubling(len(decoding) - rows_of[client]) for client in large}
         chunks: list[Chunk] = []
         if prompts:
-            chunks = self._prefill(prompts, budget, prefix_pending, doubled)
+            chunks = self._prefill(prompts, budget, prefix_pending, limits)
         self._draft_slots = self.pool.states.max_drafts if self.pool.states else math.inf
         chunks = [self._decode(sequence, draft) for sequence in decoding if sequence.table] + chunks
         for chunk in chunks:
@@ -508,15 +508,15 @@ def _remove(queue: list[Sequence], sequence: Sequence) -> None:
 
 
 def _large_clients(
-    prompts: abc.Iterable[Sequence], decoding: abc.Set[abc.Hashable], budget: int
+    prompts: abc.Iterable[Sequence], decoding: set[abc.Hashable], budget: int
 ) -> list[abc.Hashable]:
     """Return the clients whose prompts take several steps, or are of a lower class, beside another
-    client that decodes or whose prompts fit into one."""
-    needed, served = Counter[abc.Hashable](), set(decoding)
+    client that decodes or whose prompts fit into one. `decoding`: the clients that do."""
+    needed = Counter[abc.Hashable]()
     for sequence in prompts:
         is_lower = sequence.priority > Priority.INTERACTIVE
         needed[sequence.owner.client] += budget + 1 if is_lower else sequence.uncomputed
-    served |= {client for client, tokens in needed.items() if tokens <= budget}
+    served = decoding | {client for client, tokens in needed.items() if tokens <= budget}
     return [client for client, tokens in needed.items() if tokens > budget and served - {client}]
 
 

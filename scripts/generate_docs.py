@@ -95,7 +95,7 @@ def field_names(kind: Any) -> set[str]:
 def field_effect(name: str, kind: Any) -> str:
     if name in getattr(kind, "unimplemented", {}):
         values = dict.fromkeys(map(str, map(to_text, kind.unimplemented[name])))
-        return f"400, but {' or '.join(values)}" if values else "400"
+        return f"400 unless {' or '.join(values)}" if values else "400"
     if name in getattr(kind, "without_effect", ()):
         return "no effect"
     return "yes" if name in known_fields(kind) else "–"

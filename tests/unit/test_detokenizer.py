@@ -433,10 +433,15 @@ few_letters = st.sampled_from("abcé🚀")
 @example(parts=[*"xabc"], stops=["ab", "abc"])
 @example(parts=[*"xabcd"], stops=["abcd", "bc"])
 @example(parts=[*"aaab"], stops=["aab"])
-def test_stop_strings_match_whatever_the_chunks(parts: list[str], stops: list[str]) -> None:
+@pytest.mark.parametrize("shows_match", [False, True])
+def test_stop_strings_match_whatever_the_chunks(
+    parts: list[str], stops: list[str], shows_match: bool
+) -> None:
     text = "".join(parts)
     expected, matched = shown_of(text, stops)
-    search, shown, pushed = StopStrings(stops), "", ""
+    if matched and shows_match:
+        expected += matched
+    search, shown, pushed = StopStrings(stops, shows_match), "", ""
     for part in parts:
         shown, pushed = shown + search.push(TextSpan(part)).text, pushed + part
         assert expected.startswith(shown)

@@ -114,7 +114,6 @@ class GenerationRequest(Struct, kw_only=True):
         "epsilon_cutoff": ZERO,
         "guided_json_object": (False,),
         "length_penalty": ONE,
-        "logit_processors": ([],),
         "logits_processors": ([],),
         "logprob_token_ids": ([],),
         "mirostat": ZERO,

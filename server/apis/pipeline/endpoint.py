@@ -187,7 +187,8 @@ class PipelineInputParser:
         if "inputs" not in document:
             raise InvalidInput.at("inputs", "is required")
         self.check_keys(document)
-        if ignored := [name for name in document if name not in BODY_FIELDS]:
+        given = (name for name, value in document.items() if value is not None)
+        if ignored := [name for name in given if name not in BODY_FIELDS]:
             ignore_fields(ignored, scope)
         parameters = document.get("parameters")
         if parameters is None:

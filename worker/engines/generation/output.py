@@ -233,9 +233,6 @@ class SequenceOutput:
         elif last:
             self._finish("length", None, sampled)
 
-    def _span(self, text: str, sampled: SampledToken) -> TextSpan:
-        return self._logprobs.span(text, sampled) if self._logprobs else TextSpan(text)
-
     def take_delta(self) -> Delta:
         """Return what was added since the last call."""
         delta, self._delta = self._delta, Delta(self.choice)
@@ -255,6 +252,9 @@ class SequenceOutput:
         pending = self._parser.trailing_space if self._parser else ""
         counts = self.tokens > self._min_tokens
         return self._matched is not None or (counts and self._stop_strings.ends_with(pending))
+
+    def _span(self, text: str, sampled: SampledToken) -> TextSpan:
+        return self._logprobs.span(text, sampled) if self._logprobs else TextSpan(text)
 
     def _parse(self, span: TextSpan) -> None:
         if self._parser is None:
@@ -360,7 +360,7 @@ class StopStrings:
         start = max(0, len(text) - self._max_length + 1)
         while not any(stop.startswith(text[start:]) for stop in self._stops):
             start += 1
-        return self._pending.take(end if self._shows_match else start)
+        return self._pending.take(start)
 
     def ends_with(self, text: str) -> bool:
         """Return whether a stop string is complete once this text follows."""
