@@ -8,10 +8,10 @@ units as there are may be held. Alone, a request uses everything. A key with a s
 three clients.
 
 FairOrder is weighted fair queueing in tokens: between classes, between the clients of a class by
-their shares, between the flows of a client (its conversations), and between the requests of a flow.
-Each has a clock that advances by the tokens that it is served, divided by its weight; the smallest
-clock is next. A client that was idle gets no credit for that time. An operation costs O(log n) for
-n clients that wait, independent of the number of items.
+their shares, between the flows of a client (its conversations), and between the requests of a flow
+with the same rank; a lower rank is first. Each has a clock that advances by the tokens that it is
+served, divided by its weight; the smallest clock is next. A client that was idle gets no credit for
+that time. An operation costs O(log n) for n clients that wait, independent of the number of items.
 
 Pure state: no time, no thread.
 """
@@ -51,11 +51,12 @@ class WorkOwner:
     share: float = 1.0  # of the client, beside others
     priority: Priority = Priority.INTERACTIVE
     is_stream: bool = False  # of inputs, each of which waits for room in the queue
+    rank: int = 0  # of the request in its flow
     # The paths of its class, client, flow and request, with their weights.
     levels: tuple[tuple[Path, float], ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        path = self.priority, self.client, self.flow, next(_numbers)
+        path = self.priority, self.client, self.flow, (self.rank, next(_numbers))
         weights = CLASS_WEIGHTS[self.priority], self.share, 1.0, 1.0
         levels = tuple((path[: n + 1], weight) for n, weight in enumerate(weights))
         object.__setattr__(self, "levels", levels)  # it is frozen
@@ -177,7 +178,7 @@ class _Level:
     def __init__(self, orders: Iterator[int]) -> None:
         self.clocks: dict[Path, _Clock] = {}
         # of those that wait; an entry is stale if its clock has changed
-        self._heap: list[tuple[float, int, Path]] = []
+        self._heap: list[tuple[int, float, int, Path]] = []
         self._orders = orders
         self._now = 0.0  # the time of those that begin to wait
         self._weight = 0.0  # of those that wait
@@ -220,19 +221,20 @@ class _Level:
         """Return the path of the smallest clock of those that wait."""
         while not self._is_current(self._heap[0]):
             heapq.heappop(self._heap)
-        return self._heap[0][2]
+        return self._heap[0][3]
 
     def _push(self, path: Path, clock: _Clock) -> None:
-        """Put a clock behind others of the same time."""
+        """Put a clock behind others of the same rank and time."""
         clock.order = next(self._orders)
-        heapq.heappush(self._heap, (clock.time, clock.order, path))
+        rank = path[3][0] if len(path) > 3 else 0  # type: ignore[index]  # of a request
+        heapq.heappush(self._heap, (rank, clock.time, clock.order, path))
         if len(self._heap) > 2 * self.num_waiting + 64:
             self._heap = [entry for entry in self._heap if self._is_current(entry)]
             heapq.heapify(self._heap)
 
-    def _is_current(self, entry: tuple[float, int, Path]) -> bool:
-        clock = self.clocks.get(entry[2])
-        return clock is not None and clock.order == entry[1]
+    def _is_current(self, entry: tuple[int, float, int, Path]) -> bool:
+        clock = self.clocks.get(entry[3])
+        return clock is not None and clock.order == entry[2]
 
 
 class FairOrder(Generic[T]):

@@ -1,20 +1,24 @@
 """Fields of other servers' requests are obeyed, refused, or named as ignored."""
 
+import json
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from msgspec import Struct
+from transformers import GenerationConfig
 
 from server.apis.openai.chat import ChatRequest
 from server.apis.openai.completions import CompletionRequest
-from server.apis.openai.request_fields import CONSTRAINT_FIELDS
+from server.apis.openai.request_fields import CONFIG_FIELDS, CONSTRAINT_FIELDS
 from server.apis.openai.responses.request import ResponseRequest
 from server.http import ignored_fields
-from tests.event_streams import post
+from tests.event_streams import frames, post
 from tests.fake_generator import FakeGenerator
 from tests.http.test_pipeline_http import error_of
 from tests.serving import Server, serving
+from worker.model.generation_config import NOT_SERVED, field_types
 
 # The fields of the request schemas of other servers, in their documents' order.
 VLLM = """frequency_penalty logit_bias logprobs top_logprobs max_tokens max_completion_tokens n
@@ -191,3 +195,106 @@ def test_the_pipeline_names_fields_beside_its_inputs() -> None:
     with serving() as server:
         answer = post(server, "/", {"inputs": "a [MASK]", "adapter_id": "x"})
         assert (answer.status_code, answer.headers["x-ignored-fields"]) == (200, "adapter_id")
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_sampling_fields_reach_the_model(
+    server: Server, generator: FakeGenerator, path: str
+) -> None:
+    _, body = ROUTES[path]
+    fields: dict[str, object] = {
+        "bad_words": ["a"], "allowed_token_ids": [5, 6], "vllm_xargs": {"no_repeat_ngram_size": 7},
+        "truncate_prompt_tokens": 3, "generation_config": '{"top_h": 0.5, "max_new_tokens": 9}',
+    }  # fmt: skip
+    answer = post(server, path, {**body, **fields})
+    assert (answer.status_code, answer.headers.get("x-ignored-fields")) == (200, None)
+    payload = generator.payloads[-1]
+    assert (payload.sampling.bad_words, payload.sampling.allowed_token_ids) == (("a",), (5, 6))
+    wanted = {"top_h": 0.5, "max_new_tokens": 9, "no_repeat_ngram_size": 7}
+    assert (payload.truncate, dict(payload.config)) == (3, wanted)
+    assert payload.stopping.default_tokens is None  # which would win
+
+
+def test_unknown_parts_of_fields_are_named(server: Server) -> None:
+    _, body = ROUTES["/v1/chat/completions"]
+    fields = {
+        "vllm_xargs": {"ngram_size": 3}, "stream_options": {"include_obfuscation": False},
+        "structured_outputs": {"regex": "a", "backend": "x"}, "stream": True,
+        "generation_config": '{"use_cache": true, "new_in_6": 1}', "metadata": {"a": "b"},
+    }  # fmt: skip
+    named = post(server, "/v1/chat/completions", {**body, **fields}).headers["x-ignored-fields"]
+    assert {*named.split(", ")} == {
+        "vllm_xargs.ngram_size", "stream_options.include_obfuscation",
+        "structured_outputs.backend", "generation_config.new_in_6",
+    }  # fmt: skip
+
+
+def test_every_field_of_a_generation_config_is_known() -> None:
+    untyped: Any = GenerationConfig  # not annotated
+    assert {*vars(untyped())} | {*field_types(9), *NOT_SERVED} <= CONFIG_FIELDS
+
+
+def test_an_answer_has_the_id_of_its_request(server: Server) -> None:
+    for path, prefix in {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"}.items():
+        _, body = ROUTES[path]
+        assert post(server, path, {**body, "request_id": "r-1"}).json()["id"] == prefix + "r-1"
+        for bad in ("", "a b", "ö", "x" * 129):
+            answer = post(server, path, {**body, "request_id": bad})
+            assert error_of(answer)["param"] == "request_id"
+
+
+def test_the_last_message_is_echoed(server: Server) -> None:
+    messages = [{"role": "user", "content": "say c d"}, {"role": "assistant", "content": "say a b"}]
+    body = {"messages": messages, "echo": True, "add_generation_prompt": False}
+    continued = {**body, "continue_final_message": True}
+    for given, wanted in ((continued, "say a ba b"), (body | {"messages": messages[:1]}, "cd")):
+        whole = post(server, "/v1/chat/completions", given)
+        assert whole.json()["choices"][0]["message"]["content"].replace(" ", "") == wanted.replace(
+            " ", ""
+        )
+        chunks = frames(post(server, "/v1/chat/completions", {**given, "stream": True}).text)
+        deltas = [json.loads(chunk)["choices"] for chunk in chunks[:-1]]
+        text = "".join(choice["delta"].get("content") or "" for [choice] in deltas)
+        assert text == whole.json()["choices"][0]["message"]["content"]
+
+
+def test_tokens_are_named_by_their_ids() -> None:
+    with serving(chat_model="demo") as real:
+        fields = {"max_tokens": 3, "return_tokens_as_token_ids": True}
+        body = {**ROUTES["/v1/chat/completions"][1], **fields, "logprobs": True}
+        answer = post(real, "/v1/chat/completions", {**body, "logprob_token_ids": [9, 4]}).json()
+        for token in answer["choices"][0]["logprobs"]["content"]:
+            assert token["token"].startswith("token_id:")
+            assert [top["token"] for top in token["top_logprobs"]] == ["token_id:9", "token_id:4"]
+        answer = post(real, "/v1/completions", {"prompt": "Hello", **fields, "logprobs": 2}).json()
+        scores = answer["choices"][0]["logprobs"]
+        assert all(name.startswith("token_id:") for name in scores["tokens"])
+        assert all(len(top) in (2, 3) for top in scores["top_logprobs"])
+        answer = post(real, "/v1/completions", {"prompt": "hi", "logprob_token_ids": [1]})
+        assert error_of(answer)["param"] == "logprob_token_ids"
+
+
+def test_a_prompt_is_truncated_at_its_start() -> None:
+    long = "one two three four five six seven eight nine ten " * 3000
+    with serving(chat_model="demo") as real:
+        for prompt in (long, [*range(20, 60)]):
+            fields = {"max_tokens": 2, "return_token_ids": True, "truncate_prompt_tokens": 12}
+            answer = post(real, "/v1/completions", {"prompt": prompt, **fields})
+            ids = answer.json()["choices"][0]["prompt_token_ids"]
+            assert len(ids) == 12, answer.text
+            if isinstance(prompt, list):
+                assert ids == prompt[-12:]
+        chat = {"messages": [{"role": "user", "content": long}], "max_tokens": 2}
+        assert post(real, "/v1/chat/completions", chat).status_code == 400
+        for limit in (-1, 20):
+            answer = post(real, "/v1/chat/completions", {**chat, "truncate_prompt_tokens": limit})
+            used = answer.json()["usage"]["prompt_tokens"]
+            assert used == limit if limit > 0 else used > 20
+
+
+def test_documents_are_for_templates_that_read_them() -> None:
+    documents = [{"title": "A", "text": "B"}]
+    with serving(chat_model="demo") as real:
+        body = {**ROUTES["/v1/chat/completions"][1], "documents": documents, "max_tokens": 1}
+        answer = post(real, "/v1/chat/completions", body)
+        assert error_of(answer)["param"] == "documents"

@@ -9,6 +9,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+import transformers
 from huggingface_hub import AsyncInferenceClient
 
 from tests.fake_generator import FakeGenerator
@@ -65,5 +66,5 @@ def test_transformers_chat(tmp_path: Path) -> None:
     assert "demo was already loaded" in output
     assert WHOLE in output
     [payload] = generator.payloads
-    assert payload.stopping.default_tokens == 20
-    assert (payload.sampling.temperature, payload.sampling.top_k) == (0, 9)
+    wanted = {"max_new_tokens": 20, "temperature": 0.1, "do_sample": False, "top_k": 9}
+    assert dict(payload.config) == {**wanted, "transformers_version": transformers.__version__}

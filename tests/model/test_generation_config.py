@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, WatermarkingConfig
 
+from batching.errors import InvalidInput
 from tests import tiny_chat, tiny_decoders
 from tests.generating import (
     ORDINARY,
@@ -36,6 +37,7 @@ from worker.engines.generation.speculation import NgramDrafter
 from worker.messages.generation import Constraint, Sampling
 from worker.model.language_model import GeneratorOptions, LanguageModel
 from worker.model.loading import LoadingFailed
+from worker.text import fill_in_middle
 
 COUNT = 14
 TEXTS = [*prompts(11, (9, 24), count=2), [ORDINARY[3]]]
@@ -208,6 +210,53 @@ def cached_language() -> LanguageModel:
 
 
 # ── a request's own fields ──
+
+
+def configured(item: Any, fields: Fields) -> Any:
+    item.payload = replace(item.payload, config=fields)
+    return item
+
+
+@pytest.mark.parametrize("name", matrix([n for n in FIELDS if n != "watermarking_config"], "all"))
+def test_a_requests_configuration_replaces_the_checkpoints_fields(name: str) -> None:
+    """Those of a request only: another one in the batch has the checkpoint's."""
+    fields = FIELDS[name]()
+    base = {} if "min_length" in fields else {"min_new_tokens": 3}  # which would win in `generate`
+    with checkpoint(base):
+        requests = [configured(asked(fields, text), fields) for text in TEXTS]
+        served, _ = serve(engine("llama"), [*requests, asked({}, TEXTS[0])])
+    wanted = [*generated(base | fields), *generated(base)[:1]]
+    assert served_ids(served) == wanted
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"num_beams": 2}, "num_beams"),
+        ({"typical_p": 0.5}, "typical_p"),
+        ({"suppress_tokens": [[1]]}, "suppress_tokens"),
+        ({"bad_words_ids": [[10**9]]}, "bad_words_ids"),
+        ({"bad_words_ids": [[5]] * 200}, "bad_words_ids"),
+        ({"forced_bos_token_id": 10**9}, "forced_bos_token_id"),
+        ({"no_repeat_ngram_size": 10**6}, "no_repeat_ngram_size"),
+        ({"stop_strings": ["a"] * 17}, "stop_strings"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+    ],
+)
+def test_a_requests_configuration_is_checked(fields: Fields, param: str) -> None:
+    asked_for = configured(request(TEXTS[0], OMITTED, COUNT), fields).payload
+    with pytest.raises(InvalidInput) as refused:
+        loaded("llama").input_processor.prepare_prompt(asked_for)
+    assert refused.value.param == f"generation_config.{param}"
+
+
+def test_bad_words_are_not_generated() -> None:
+    words = tuple(text_of([output[2]]) for output in outputs())
+    sampling = replace(OMITTED, bad_words=words, temperature=0)
+    served, _ = serve(engine("llama"), [request(text, sampling, COUNT) for text in TEXTS])
+    for ids, output in zip(served_ids(served), outputs(), strict=True):
+        assert ids[:2] == output[:2]
+        assert output[2] not in ids
 
 
 @pytest.mark.parametrize(
@@ -394,3 +443,27 @@ def test_sampling_defaults_fill_what_request_and_checkpoint_leave_out(
     for name in names:
         if name not in requested:
             assert getattr(generator.defaults, name) == getattr(params, name)
+
+
+# ── a text on both sides ──
+
+
+def test_a_suffix_makes_a_prompt_of_the_tokenizers_markers(monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = loaded("llama").input_processor
+    tokenizer: Any = loaded("llama").runner.language.tokenizer
+    payload = replace(request("def f(", OMITTED, COUNT).payload, suffix="return 1")
+    with pytest.raises(InvalidInput) as refused:
+        processor.prepare_prompt(payload)
+    assert refused.value.param == "suffix"
+    before, after = (
+        tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("def f(", "return 1")
+    )
+    start = [tokenizer.bos_token_id] if tokenizer("").input_ids else []
+    marks = [300, 301, 302]
+    names = tuple(tokenizer.convert_ids_to_tokens(marks))
+    monkeypatch.setattr(fill_in_middle, "MARKERS", (names,))
+    ids = [*processor.prepare_prompt(payload).ids]
+    assert ids == [*start, 300, *before, 301, *after, 302]
+    monkeypatch.setattr(fill_in_middle, "MARKERS", ())
+    monkeypatch.setattr(fill_in_middle, "SUFFIX_FIRST", names[:2])
+    assert [*processor.prepare_prompt(payload).ids] == [*start, 301, *after, 300, *before]

@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from batching.errors import InvalidInput
-from server.apis.openai.chat import ChatBuilder, ChatRequest, with_generation_config
+from server.apis.openai.chat import ChatBuilder, ChatRequest
 from server.apis.openai.choices import ChoicesBuilder
 from server.apis.openai.completions import CompletionBuilder, CompletionRequest
 from server.apis.openai.endpoint import ParsedRequest
@@ -49,15 +49,14 @@ def test_generation_config_provides_absent_fields() -> None:
     """As `transformers chat` sends it."""
     body = {"generation_config": '{"temperature": 0.5, "top_p": 0.4, "max_new_tokens": 9}'}
     fields = {"messages": [{"role": "user", "content": "hi"}], "top_p": 1, "max_tokens": None}
-    document = with_generation_config(body | fields)
-    generation_input = decode(document, ChatRequest, lambda _: "demo", {}).generation_input()
+    generation_input = decode(body | fields, ChatRequest, lambda _: "demo", {}).generation_input()
     sampling, stopping = generation_input.sampling, generation_input.stopping
-    assert (sampling.temperature, sampling.top_p) == (0.5, 1)
-    # as many as there is room for: it always asks for some
-    assert (stopping.max_tokens, stopping.default_tokens) == (None, 9)
-    for wrong in ("{", "[]", ""):
+    assert (sampling.temperature, sampling.top_p) == (None, 1)
+    assert dict(generation_input.config) == {"temperature": 0.5, "top_p": 0.4, "max_new_tokens": 9}
+    assert (stopping.max_tokens, stopping.default_tokens) == (None, None)
+    for wrong in ("{", "[]", "", '"' + "x" * 40_000 + '"'):
         with pytest.raises(InvalidInput) as refused:
-            with_generation_config({"generation_config": wrong})
+            decode(fields | {"generation_config": wrong}, ChatRequest, lambda _: "demo", {})
         assert refused.value.param == "generation_config"
 
 

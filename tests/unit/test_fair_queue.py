@@ -282,3 +282,25 @@ def test_nothing_is_kept_of_items_that_have_left() -> None:
     assert not queue._order._levels
     for held in (queue._dispatched, queue._unstarted, queue._ahead):
         assert (held.total, len(held._holdings)) == (0, 1)
+
+
+def test_the_lowest_rank_of_a_flow_is_first() -> None:
+    """Other flows and clients are served in turn, whatever the rank."""
+    queue = FairQueue(1)
+    first = add(queue, 3)  # of which the window takes two
+    assert queue.take() == first[:2]
+    late = item_of(owner=WorkOwner("a", rank=5))
+    early = [item_of(owner=WorkOwner("a", rank=-1)) for _ in range(2)]
+    other = item_of("b")
+    for item in (late, *early, other):
+        queue.add(item)
+    order = queue.take()  # the other client has its part
+    for item in (*first[:2], other):
+        queue.start(item)
+        queue.remove(item)
+        order += queue.take()
+    for item in [*early, first[2], late]:
+        queue.start(item)
+        queue.remove(item)
+        order += queue.take()
+    assert order == [other, *early, first[2], late]

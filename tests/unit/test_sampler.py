@@ -521,3 +521,33 @@ def test_a_greedy_row_beside_filtered_ones_takes_the_first_of_equal_logits() -> 
         logits = normal(2, width)
         logits[0, 50:] = 100.0
         assert tokens(logits, [row(temperature=0.0), row(top_k=5)])[0] == 50
+
+
+def test_allowed_tokens_are_all_that_is_sampled() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(4, 300)
+    allowed = (7, 250, 299)
+    rows = [
+        row(temperature=temperature, allowed_token_ids=allowed, seed=seed)
+        for temperature, seed in ((0.0, 0), (1.0, 1), (1.0, 2))
+    ]
+    tokens = [token.token for token in sample(logits, [*rows, row(temperature=0.0)])]
+    assert {*tokens[:3]} <= {*allowed}
+    assert tokens[0] == max(allowed, key=lambda n: logits[0, n])
+    assert tokens[3] == logits[3].argmax()
+
+
+def test_given_tokens_are_scored_in_place_of_the_best() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(3, 300)
+    rows = [
+        row(temperature=0.0, logprobs=0, logprob_token_ids=(9, 3)),
+        row(temperature=0.0, logprobs=4),
+        row(temperature=0.0),
+    ]
+    given, best, unscored = sample(logits, rows)
+    wanted = logits.log_softmax(-1)
+    assert [token for token, _ in given.top] == [9, 3]
+    assert [score for _, score in given.top] == pytest.approx(wanted[0, [9, 3]].tolist(), abs=1e-5)
+    assert [token for token, _ in best.top] == wanted[1].topk(4).indices.tolist()
+    assert unscored.logprob is None

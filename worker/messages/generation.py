@@ -58,6 +58,7 @@ class Chat:
     continue_final_message: bool = False
     effort: str | None = None  # of the reasoning: `none`, `minimal`, `low`, …
     images: tuple[ImageInput, ...] = ()
+    documents: tuple[Mapping[str, Any], ...] = ()  # for retrieval-augmented generation
 
     @property
     def num_tool_calls(self) -> int:
@@ -79,6 +80,9 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
     logprobs: int | None = None  # 0: of the chosen token; k: also of the k best
+    logprob_token_ids: tuple[int, ...] = ()  # scored instead of the k best
+    bad_words: tuple[str, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()  # empty: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +151,17 @@ class GenerationInput:
     stopping: Stopping = Stopping()
     n: int = 1
     first_choice: int = 0  # the number of the first choice: prompts of a list share a stream
+    suffix: str | None = None  # the response is what comes between the prompt and this text
+    truncate: int | None = None  # keep that many tokens of the prompt's end; -1: those that fit
     echo: bool = False  # the response starts with the prompt's text and its log-probabilities
     prompt_logprobs: int | None = None  # as `sampling.logprobs`, for the prompt's tokens
     token_ids: bool = False  # deltas have the ids of the prompt and the output
     skips_special: bool = True  # special tokens have no text, unless they are delimiters
     constraint: Constraint | None = None
     tool_policy: ToolCallPolicy | None = None  # None: text that looks like a call stays text
+    config: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # replaces the generation_config's fields
     thinking_tokens: int | None = None  # the limit of the reasoning; None: no limit
     thinking_is_optional: bool = False  # no limit, rather than an error, for a model without
     param: str = "messages"  # the field that errors about the prompt name

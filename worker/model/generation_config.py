@@ -4,10 +4,11 @@ SAMPLING_DEFAULTS fills what it leaves out. Sampling parameters and limits are r
 engines/generation/input_processor.py, logits processors are built in logits_processors.py.
 """
 
+import copy
 import json
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -19,6 +20,7 @@ from transformers.generation.configuration_utils import (
 )
 from transformers.utils.hub import cached_file
 
+from batching.errors import InvalidInput
 from worker.error_classification import first_line
 from worker.model.loading import LoadingFailed
 
@@ -105,6 +107,11 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "assistant_early_exit": (),
     "use_mtp": (False,),
 }
+# Beyond those, what a request may not set: a step would take as long as several.
+NOT_IN_REQUESTS: dict[str, tuple[Any, ...]] = {"typical_p": (1,), "watermarking_config": ()}
+MAX_SEQUENCES = 128  # token sequences of a request: a step compares each
+MAX_NGRAM = 128  # tokens; a step compares that many with each of the text
+MAX_STOPS = 16  # stop strings of a request
 
 
 def fill_sampling_defaults(config: GenerationConfig, defaults: str) -> None:
@@ -144,17 +151,50 @@ def read_generation_config(path: str) -> Mapping[str, Any]:
 def check_generation_config(fields: Mapping[str, Any], vocab_size: int = MAX_TOKEN_ID) -> None:
     """Raise LoadingFailed, in one sentence, at the first malformed field. Without `vocab_size` any
     token id is accepted."""
+    for name, why in malformed_fields(fields, vocab_size):
+        text = repr(fields[name])
+        shown = text if len(text) <= 60 else f"{text[:60]}…"
+        raise LoadingFailed(f"its generation_config has {name}: {shown}: {why}")
+
+
+def malformed_fields(fields: Mapping[str, Any], vocab_size: int) -> Iterator[tuple[str, str]]:
+    """Yield the name of each malformed field, and why."""
     for name, kind in field_types(vocab_size).items():
-        value = fields.get(name)
-        if value is None:
-            continue
-        try:
-            msgspec.convert(value, kind, dec_hook=to_watermark)
-        except msgspec.ValidationError as error:
-            text = repr(value)
-            shown = text if len(text) <= 60 else f"{text[:60]}…"
-            why = first_line(error)
-            raise LoadingFailed(f"its generation_config has {name}: {shown}: {why}") from error
+        if (value := fields.get(name)) is not None:
+            try:
+                msgspec.convert(value, kind, dec_hook=to_watermark)
+            except msgspec.ValidationError as error:
+                yield name, first_line(error)
+
+
+def with_request_fields(
+    config: GenerationConfig, fields: Mapping[str, Any], vocab_size: int
+) -> GenerationConfig:
+    """Return a checkpoint's configuration with the fields of a request in place of its own. Raises
+    InvalidInput."""
+    fields = {name: value for name, value in fields.items() if value is not None}
+    for name, neutral in (NOT_SERVED | NOT_IN_REQUESTS).items():
+        if name in fields and fields[name] not in neutral:
+            raise InvalidInput.at(f"generation_config.{name}", "is not implemented, leave it out")
+    for name, why in malformed_fields(fields, vocab_size):
+        raise InvalidInput.at(f"generation_config.{name}", why[:1].lower() + why[1:])
+    for name in ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"):
+        if (size := fields.get(name, 0)) > MAX_NGRAM:
+            raise InvalidInput.at(f"generation_config.{name}", f"{size} exceeds {MAX_NGRAM}")
+    limits = ("bad_words_ids", MAX_SEQUENCES), ("sequence_bias", MAX_SEQUENCES)
+    for name, limit in (*limits, ("stop_strings", MAX_STOPS)):
+        entries = fields.get(name)
+        if isinstance(entries, list) and len(entries) > limit:
+            reason = f"takes at most {limit} entries, not {len(entries)}"
+            raise InvalidInput.at(f"generation_config.{name}", reason)
+    merged: Any = copy.copy(config)
+    if "temperature" in fields:
+        merged.do_sample = fields["temperature"] > 0
+    for name, other in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
+        if name in fields:  # the other one, of the checkpoint, would win
+            setattr(merged, other, None)
+    vars(merged).update(fields)
+    return merged  # type: ignore[no-any-return]
 
 
 def not_served(fields: Mapping[str, Any]) -> list[str]:

@@ -49,9 +49,11 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
     logprobs: int | None = None  # None: none; 0: of the sampled token; k: of the k best as well
+    logprob_token_ids: tuple[int, ...] = ()  # scored instead of the k best
     min_tokens: int = 0  # number of output tokens before which `stop_token_ids` are banned
     stop_token_ids: tuple[int, ...] = ()
-    # of the checkpoint: before a grammar's mask, and between the mask and the filters
+    allowed_token_ids: tuple[int, ...] = ()  # empty: all
+    # of the generation_config: before a grammar's mask, and between the mask and the filters
     processors: tuple[Processor, ...] = ()
     warpers: tuple[Processor, ...] = ()
 
@@ -98,6 +100,7 @@ class SamplingState:
         ids, amounts = zip(*params.logit_bias, strict=True) if params.logit_bias else ((), ())
         self.bias = np.array(ids, np.int64), np.array(amounts, np.float32)
         self.stop_token_ids = np.array(params.stop_token_ids, np.int64)
+        self.allowed_token_ids = np.array(params.allowed_token_ids, np.int64)
         self.has_repetition_penalty = params.repetition_penalty != 1.0
         self.has_count_penalty = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
         in_prompt = prompt if self.has_repetition_penalty else ()
@@ -109,6 +112,7 @@ class SamplingState:
             or self.has_processors
             or params.logit_bias
             or params.min_tokens
+            or params.allowed_token_ids
         )
         self.counts = TokenCounts()  # of the output, if a penalty needs them
         # of the prompt and of the output, if a processor needs them
@@ -189,7 +193,7 @@ def sample(
     """Sample one token for each row of logits [R, V], of any float dtype, on any device.
 
     Order: logit bias and ban of stop tokens, repetition penalty, frequency and presence penalties,
-    the checkpoint's processors, mask, its warpers, temperature, min_p, top_k, top_p. This is vLLM's
+    allowed tokens, processors, mask, warpers, temperature, min_p, top_k, top_p. This is vLLM's
     order; transformers applies min_p last. top_p is relative to the probability that min_p and
     top_k keep.
     """
@@ -211,8 +215,12 @@ class SamplerOutput:
         self.tokens, too_few = _sample_rows(scores, rows, CANDIDATES)
         self._too_few = None if too_few is None else AsyncCopy(too_few)
         params = [row.state.params for row in rows]
-        # rows with log-probabilities, and the number of best tokens to score
-        self._logprobs = {n: p.logprobs for n, p in enumerate(params) if p.logprobs is not None}
+        # rows with log-probabilities, and the number of tokens to score beside the sampled one
+        self._logprobs = {
+            n: len(p.logprob_token_ids) or p.logprobs
+            for n, p in enumerate(params)
+            if p.logprobs is not None
+        }
         self._start_copies()
 
     def _start_copies(self) -> None:
@@ -221,7 +229,8 @@ class SamplerOutput:
             index = to_device(list(self._logprobs), self.tokens.device)
             raw = self._raw if len(self._logprobs) == len(self._raw) else self._raw[index]
             top = max(self._logprobs.values())
-            self._scores = AsyncCopy(_score_tokens(raw, self.tokens[index], top))
+            given = [self._rows[n].state.params.logprob_token_ids for n in self._logprobs]
+            self._scores = AsyncCopy(_score_tokens(raw, self.tokens[index], top, given))
 
     @torch.inference_mode()
     def resample(self) -> bool:
@@ -324,7 +333,8 @@ def process_logits(
                 amounts = -params.presence_penalty - params.frequency_penalty * counts
                 counted.append((n, output, amounts))
     with_processors = [n for n, row in enumerate(rows) if row.state.has_processors]
-    if not (added or repeated or counted or with_processors or mask):
+    allowed = [n for n, row in enumerate(rows) if row.state.params.allowed_token_ids]
+    if not (added or repeated or counted or with_processors or allowed or mask):
         return raw
     scores = raw.clone(memory_format=torch.contiguous_format)
     flat, row_size = scores.view(-1), scores[0].numel()
@@ -336,10 +346,14 @@ def process_logits(
         flat[index] = torch.where(before < 0, before * factor, before / factor)
     if counted:
         flat.index_add_(0, *_flat_changes(counted, vocab_size, row_size, flat.device))
+    for n in allowed:
+        tokens, ids = scores[n].view(-1), to_device(rows[n].state.allowed_token_ids, scores.device)
+        kept = tokens[ids]
+        tokens.fill_(-torch.inf)[ids] = kept
     banned: dict[int, Tensor] = {}
     if mask:
-        tokens = ~to_device(mask.tokens.numpy(), scores.device)
-        banned = dict(zip(mask.rows, tokens, strict=True))
+        masked_tokens = ~to_device(mask.tokens.numpy(), scores.device)
+        banned = dict(zip(mask.rows, masked_tokens, strict=True))
         for n, row_banned in banned.items():
             scores[n].view(-1)[:vocab_size].masked_fill_(row_banned, -torch.inf)
     for n in with_processors:
@@ -583,17 +597,26 @@ def _select_block(blocks: Tensor, block: Tensor) -> Tensor:
 # ── log-probabilities ──
 
 
-def _score_tokens(raw: Tensor, tokens: Tensor, top: int) -> Tensor:
+def _score_tokens(
+    raw: Tensor, tokens: Tensor, top: int, given: Sequence[tuple[int, ...]] = ()
+) -> Tensor:
     """Return float64 [R, 3 + 2 · at most top]: each of `tokens` [R], its log-probability and the
-    number of more likely tokens; then the log-probabilities of the best tokens, and their ids."""
+    number of more likely tokens; then the log-probabilities of the best tokens, or of those that
+    are `given` for a row, and their ids."""
     peak = raw.amax((1, 2))
     normalizer = _sum(_weights(raw, peak)).log() + peak
     logits = raw.flatten(1).gather(1, tokens[:, None].clamp(min=0))
     more_likely = (raw.flatten(1) > logits).sum(1, keepdim=True)
     parts = [tokens[:, None].double(), logits - normalizer[:, None], more_likely.double()]
     if top:
-        values, ids = _largest(raw, max(top, CANDIDATES))
-        parts += [values[:, :top] - normalizer[:, None], ids[:, :top].double()]
+        values, ids = (best[:, :top] for best in _largest(raw, max(top, CANDIDATES)))
+        if any(given):
+            width = ids.shape[1]
+            table = np.array([(row + (-1,) * width)[:width] for row in given])
+            wanted = to_device(table, ids.device)
+            ids = torch.where(wanted < 0, ids, wanted)
+            values = raw.flatten(1).gather(1, ids)
+        parts += [values - normalizer[:, None], ids.double()]
     return torch.cat(parts, 1)
 
 

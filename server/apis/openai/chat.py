@@ -22,9 +22,10 @@ from server.apis.openai.request_fields import (
     ONE,
     CacheOptions,
     Count,
+    Documents,
     Effort,
     GenerationRequest,
-    PositiveInt,
+    RequestId,
     TopLogprobs,
     decode,
 )
@@ -48,12 +49,6 @@ from server.http.sse import data_frame
 from worker.messages.deltas import Delta, DeltaPart, TokenLogprob
 from worker.messages.generation import Chat, GenerationInput
 
-# Fields of a `generation_config` → fields of a request.
-CONFIG_FIELDS = {"min_new_tokens": "min_tokens"} | {
-    name: name
-    for name in ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-}
-
 # Return the id of a tool call, from its function's name and its number in the conversation.
 CallIdFactory: TypeAlias = Callable[[str, int], str]
 
@@ -63,7 +58,6 @@ class ChatRequest(GenerationRequest, kw_only=True):
         "add_special_tokens": (False,),
         "audio": (),
         "best_of": ONE,
-        "echo": (False,),
         "function_call": ("none",),
         "functions": (),
         "modalities": (["text"],),
@@ -87,12 +81,9 @@ class ChatRequest(GenerationRequest, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     prompt_cache_options: CacheOptions | None = None
-    generation_config: str | None = None  # JSON; its fields stand in for absent ones
-    max_new_tokens: PositiveInt | None = None  # a field of generation_config
-
-    @property
-    def default_tokens(self) -> int | None:
-        return self.max_new_tokens
+    documents: Documents | None = None
+    echo: bool | None = None  # of the last message, if it is the assistant's
+    request_id: RequestId | None = None
 
     @property
     def token_limit(self) -> tuple[str, int | None]:
@@ -118,7 +109,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
         policy = None
         if self.tools or self.tool_choice:
             tools, policy = chat_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
-        prompt = conversation(self, self.messages, tools, self.reasoning_effort)
+        prompt = conversation(self, self.messages, tools, self.reasoning_effort, self.documents)
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self._input(
             prompt, logprobs, tool_policy=policy, thinking_tokens=self.thinking_token_budget
@@ -136,8 +127,7 @@ class ChatCompletions(GenerationEndpoint[ParsedRequest]):
     def parse(self, body: bytes, scope: Scope) -> ParsedRequest:
         max_entries = self.models.max_entries
         try:
-            document = with_generation_config(parse_json(body))
-            request = decode(document, ChatRequest, self.models.id_for, scope, max_entries)
+            request = decode(parse_json(body), ChatRequest, self.models.id_for, scope, max_entries)
         except InvalidInput as error:
             if error.param == "messages" and b'"input"' in body:
                 hint = "is required; a request with `input` goes to /v1/responses"
@@ -147,20 +137,6 @@ class ChatCompletions(GenerationEndpoint[ParsedRequest]):
 
     def builder(self, request: ParsedRequest, usage: UsageCounts) -> "ChatBuilder":
         return ChatBuilder(request, usage, self.model_of(request).call_id)
-
-
-def with_generation_config(document: Document) -> Document:
-    """Return a body with defaults from its `generation_config`, which `transformers chat` sends."""
-    if not isinstance(text := document.get("generation_config"), str):
-        return document
-    try:
-        config = parse_json(text.encode())
-    except InvalidInput:
-        raise InvalidInput.at("generation_config", "must be a JSON object, as text") from None
-    if config.get("do_sample") is False:
-        config["temperature"] = 0
-    defaults = {field: config.get(name) for name, field in CONFIG_FIELDS.items()}
-    return defaults | {name: value for name, value in document.items() if value is not None}
 
 
 class ChatBuilder(ChoicesBuilder[ChatChoice, ChatChunkChoice]):
@@ -177,6 +153,9 @@ class ChatBuilder(ChoicesBuilder[ChatChoice, ChatChunkChoice]):
         policy = generation_input.tool_policy
         self._earlier_calls = generation_input.prompt.num_tool_calls if policy else 0
         self._calls: Counter[int] = Counter()  # by choice
+        last, echoes = generation_input.prompt.messages[-1], getattr(request.body, "echo", None)
+        content = last.get("content") if echoes and last["role"] == "assistant" else None
+        self._echoed = content if isinstance(content, str) else ""
         self._custom_tools = policy.inputs if policy else {}
         # in the first delta: null, as its clients keep it, where calls are all there is
         self._first_delta = {"role": "assistant"}
@@ -187,7 +166,7 @@ class ChatBuilder(ChoicesBuilder[ChatChoice, ChatChunkChoice]):
     # ── whole ──
 
     def choice(self, delta: Delta) -> ChatChoice:
-        logprobs = chat_logprobs(delta.logprobs) if self.scored else None
+        logprobs = chat_logprobs(delta.logprobs, self.names_ids) if self.scored else None
         return ChatChoice(
             delta.choice, self._message(delta), logprobs, delta.finish_reason, delta.stop_reason
         )
@@ -202,7 +181,7 @@ class ChatBuilder(ChoicesBuilder[ChatChoice, ChatChunkChoice]):
         )
 
     def _message(self, delta: Delta) -> ResponseMessage:
-        message = ResponseMessage("assistant", delta.text, None)
+        message = ResponseMessage("assistant", self._echoed + delta.text, None)
         if reasoning := "".join(part.text for part in delta.parts if part.kind == "reasoning"):
             message.reasoning = message.reasoning_content = reasoning
         calls: list[MessageToolCall] = []
@@ -221,7 +200,7 @@ class ChatBuilder(ChoicesBuilder[ChatChoice, ChatChunkChoice]):
                 call.type, call.function = "custom", UNSET
                 call.custom = CustomCallText(function.name, text)
         if calls:
-            message.content = delta.text or None
+            message.content = self._echoed + delta.text or None
             message.tool_calls = calls
         return message
 
@@ -237,6 +216,10 @@ class ChatBuilder(ChoicesBuilder[ChatChoice, ChatChunkChoice]):
             if deltas and self.returns_ids and index == 0:
                 chunk.prompt_token_ids = deltas[0].prompt_ids or UNSET
             yield data_frame(chunk)
+            if self._echoed:
+                yield data_frame(
+                    self.chunk([ChatChunkChoice(index, {"content": self._echoed})], usage)
+                )
 
     def chunk_choices(self, delta: Delta) -> Iterator[ChatChunkChoice]:
         for part in delta.parts:
@@ -258,7 +241,7 @@ class ChatBuilder(ChoicesBuilder[ChatChoice, ChatChunkChoice]):
     def _scored_choice(self, delta: Delta, message: Document) -> ChatChunkChoice:
         """Return a choice with the delta's log-probabilities, which the delta loses."""
         logprobs, delta.logprobs = delta.logprobs, []
-        scores = chat_logprobs(logprobs) if logprobs else None
+        scores = chat_logprobs(logprobs, self.names_ids) if logprobs else None
         return ChatChunkChoice(delta.choice, message, scores)
 
     def _call_deltas(self, choice: int, part: DeltaPart) -> Iterator[Document]:
@@ -288,5 +271,5 @@ class ChatBuilder(ChoicesBuilder[ChatChoice, ChatChunkChoice]):
         return id
 
 
-def chat_logprobs(logprobs: Sequence[TokenLogprob]) -> ChatLogprobs:
-    return ChatLogprobs(list(map(scored_token_with_top, logprobs)))
+def chat_logprobs(logprobs: Sequence[TokenLogprob], names_ids: bool) -> ChatLogprobs:
+    return ChatLogprobs([scored_token_with_top(token, names_ids) for token in logprobs])

@@ -45,12 +45,13 @@ class ChoicesBuilder(ResponseBuilder[Delta], Generic[C, K]):
         self.continuous_usage = bool(options and options.continuous_usage_stats)
         # Keyword arguments of all chunks of a response, and of the response.
         self.head: Document = {
-            "id": self.id_prefix + secrets.token_hex(12),
+            "id": self.id_prefix + (getattr(body, "request_id", None) or secrets.token_hex(12)),
             "created": int(time.time()),
             "model": body.model,
             "system_fingerprint": None,
         }
         self.returns_ids = bool(body.return_token_ids)
+        self.names_ids = bool(body.return_tokens_as_token_ids)  # in place of the tokens' texts
         self.scored = request.inputs[0].sampling.logprobs is not None
         # By choice: a delta without text, whose fields go with the next text.
         self._held: dict[int, Delta] = {}

@@ -16,10 +16,11 @@ from starlette.types import Scope
 from batching.errors import InvalidInput
 from server.apis.openai.choices import ChoicesBuilder
 from server.apis.openai.endpoint import CHUNKS, GenerationEndpoint, ParsedRequest
-from server.apis.openai.logprobs import clamp, prompt_fields
+from server.apis.openai.logprobs import clamp, prompt_fields, token_name
 from server.apis.openai.request_fields import (
     GenerationRequest,
     NonEmpty,
+    RequestId,
     TextsOrIds,
     TopLogprobs,
     decode,
@@ -52,12 +53,14 @@ ONLY_ONE = Meta(
 class CompletionRequest(GenerationRequest, kw_only=True):
     unimplemented: ClassVar = {
         "add_special_tokens": (True,),
-        "suffix": (),
+        "documents": ([],),
     } | GenerationRequest.unimplemented
 
     prompt: NonEmpty | Annotated[TextsOrIds, OF_ONE_KIND]
     logprobs: TopLogprobs | None = None
     echo: bool | None = None
+    suffix: str | None = None
+    request_id: RequestId | None = None
     best_of: Annotated[int | None, ONLY_ONE] = None
 
     @property
@@ -71,6 +74,14 @@ class CompletionRequest(GenerationRequest, kw_only=True):
             raise InvalidInput.at("best_of", "is not implemented, leave it out")
         if self.max_tokens == 0 and not self.echo:
             raise InvalidInput.at("max_tokens", "must be at least 1, or 0 with echo: true")
+        others = {
+            "echo": self.echo,
+            "truncate_prompt_tokens": self.truncate_prompt_tokens is not None,
+        }
+        for name in (name for name, given in others.items() if given and self.suffix):
+            raise InvalidInput.at("suffix", f"cannot be combined with {name}")
+        if self.suffix and not isinstance(self.prompt, str):
+            raise InvalidInput.at("suffix", "requires a prompt that is one text")
         echoed_logprobs = self.logprobs if self.echo else None
         if echoed_logprobs is not None and self.prompt_logprobs not in (None, echoed_logprobs):
             raise InvalidInput.at(
@@ -85,7 +96,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
             raise InvalidInput.at(
                 "prompt", f"{len(prompts)} prompts with n={n} exceed {max_choices} choices"
             )
-        common = self._input("", self.logprobs, echo=bool(self.echo))
+        common = self._input("", self.logprobs, echo=bool(self.echo), suffix=self.suffix)
         if self.max_tokens == 0:
             common = replace(common, constraint=None)  # no text is generated
         return [
@@ -135,7 +146,7 @@ class CompletionBuilder(ChoicesBuilder[CompletionChoice, CompletionChoice]):
             **prompt_fields(delta),
             index=delta.choice,
             text=text,
-            logprobs=completion_logprobs(logprobs, offset) if self.scored else None,
+            logprobs=completion_logprobs(logprobs, offset, self.names_ids) if self.scored else None,
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
         )
@@ -147,26 +158,28 @@ class CompletionBuilder(ChoicesBuilder[CompletionChoice, CompletionChoice]):
         yield self.choice(delta)
 
 
-def completion_logprobs(logprobs: list[TokenLogprob], offset: int) -> CompletionLogprobs:
+def completion_logprobs(
+    logprobs: list[TokenLogprob], offset: int, names_ids: bool
+) -> CompletionLogprobs:
     """Return OpenAI's older form; `offset` is the first token's, in characters of the text."""
     offsets = []
     for token in logprobs:
         offsets.append(offset)
         offset += len(token.text)
     return CompletionLogprobs(
-        [token.text for token in logprobs],
+        [token_name(token, names_ids) for token in logprobs],
         [clamp(token.logprob) for token in logprobs],
-        [top_logprobs(token) for token in logprobs],
+        [top_logprobs(token, names_ids) for token in logprobs],
         offsets,
     )
 
 
-def top_logprobs(chosen: TokenLogprob) -> dict[str, float | None] | None:
+def top_logprobs(chosen: TokenLogprob, names_ids: bool) -> dict[str, float | None] | None:
     """Return the likeliest tokens and the chosen one, by text; of equal texts the likelier."""
     if chosen.logprob is None:
         return None
     top: dict[str, float | None] = {}
     for token in (*chosen.top, chosen):
-        text = chosen.text if token.token_id == chosen.token_id else token.text
-        top.setdefault(text, clamp(token.logprob))
+        shown = chosen if token.token_id == chosen.token_id else token
+        top.setdefault(token_name(shown, names_ids), clamp(token.logprob))
     return top

@@ -235,6 +235,9 @@ class GenerationEndpoint(BodyEndpoint[P]):
     def submit(self, incoming: IncomingRequest, request: P) -> TokenStream:
         """Submit the inputs, or raise a Refused."""
         model = self.model_of(request)
+        if request.body.priority:
+            context = incoming.scope["context"]
+            incoming.scope["context"] = replace(context, rank=request.body.priority)
         namespace = incoming.scope["context"].cache_namespace(model.id, request.body.cache_salt)
         inputs = [
             replace(prompt, adapter=model.adapter, cache_namespace=namespace)

@@ -37,14 +37,20 @@ def prompt_logprob(chosen: TokenLogprob) -> dict[str, PromptLogprob] | None:
     return encode_now(scores)
 
 
-def scored_token_with_top(token: TokenLogprob) -> ScoredTokenWithTop:
-    top = list(map(scored_token, token.top))
-    scored = ScoredTokenWithTop(token.text, clamp(token.logprob), list(token.raw), top)
+def scored_token_with_top(token: TokenLogprob, names_id: bool = False) -> ScoredTokenWithTop:
+    """`names_id`: the id is in place of the text."""
+    top = [scored_token(other, names_id) for other in token.top]
+    text = token_name(token, names_id)
+    scored = ScoredTokenWithTop(text, clamp(token.logprob), list(token.raw), top)
     return encode_now(scored)
 
 
-def scored_token(token: TokenLogprob) -> ScoredToken:
-    return ScoredToken(token.text, clamp(token.logprob), list(token.raw))
+def scored_token(token: TokenLogprob, names_id: bool = False) -> ScoredToken:
+    return ScoredToken(token_name(token, names_id), clamp(token.logprob), list(token.raw))
+
+
+def token_name(token: TokenLogprob, names_id: bool) -> str:
+    return f"token_id:{token.token_id}" if names_id else token.text
 
 
 def clamp(logprob: float | None) -> float | None:

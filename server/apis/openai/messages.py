@@ -184,8 +184,10 @@ def conversation(
     messages: list[Message],
     tools: Sequence[Document] | None,
     effort: str | None = None,
+    context: Sequence[Document] | None = None,
 ) -> Chat:
-    """Return the input of the chat template. Raises InvalidInput for an invalid message."""
+    """Return the input of the chat template. `context`: documents for it. Raises InvalidInput for
+    an invalid message."""
     add_prompt = options.add_generation_prompt
     documents, images = to_template_messages(
         (f"messages[{n}]", message) for n, message in enumerate(messages)
@@ -198,6 +200,7 @@ def conversation(
         bool(options.continue_final_message),
         effort,
         images=images,
+        documents=tuple(context or ()),
     )
 
 

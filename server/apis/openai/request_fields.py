@@ -27,11 +27,12 @@ from server.apis.openai.response_format import (
     output_constraint,
 )
 from server.http.ignored_fields import ignore_fields
-from server.http.json import Document
+from server.http.json import Document, parse_json
 from worker.messages.generation import Chat, Constraint, GenerationInput, Sampling, Stopping
 
 MAX_STOPS = 16
-MAX_IDS = 1024  # token ids in logit_bias or stop_token_ids
+MAX_IDS = 1024  # token ids in logit_bias, stop_token_ids or allowed_token_ids
+MAX_CONFIG_CHARS = 1 << 15
 _PATH = re.compile(r"(.*?)(?: - at `(?:key` in `)?\$(.*)`)?", re.DOTALL)
 _UNKNOWN = re.compile(r"Invalid (?:enum )?value '(.*)'", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*)`")
@@ -55,6 +56,10 @@ Biases = Annotated[
 ]
 Salt = Annotated[str, Meta(min_length=1, max_length=256)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
+NgramSize = Annotated[int, Meta(ge=0, le=128)]
+Documents = Annotated[list[dict[str, Any]], Meta(max_length=1024)]
+RequestId = Annotated[str, Meta(pattern=r"^[!-~]{1,128}$")]
+Word = Annotated[str, Meta(min_length=1, max_length=256)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -65,6 +70,12 @@ class CacheOptions(Struct):
     ttl: Literal["30m", "12h"] | None = None
     prewarm: bool | None = None
     comparison_response_id: str | None = None
+
+
+class ExtraArgs(Struct):
+    """vLLM's place for the parameters of plugins."""
+
+    no_repeat_ngram_size: NgramSize | None = None
 
 
 class StreamOptions(Struct):
@@ -90,24 +101,40 @@ REPLACEMENTS = {
     "use_beam_search": "n",
 }
 ZERO, ONE = (0, 0.0), (1, 1.0)
+# Fields of a `generation_config`. Those with an effect are checked by the worker.
+_CONFIG_FIELDS = """
+    _from_model_config assistant_confidence_threshold assistant_early_exit assistant_ensemble_weight
+    assistant_lookbehind bad_words_ids begin_suppress_tokens bos_token_id cache_config
+    cache_implementation compile_config constraints continuous_batching_config
+    decoder_start_token_id disable_compile diversity_penalty do_sample dola_layers early_stopping
+    encoder_no_repeat_ngram_size encoder_repetition_penalty eos_token_id epsilon_cutoff eta_cutoff
+    exponential_decay_length_penalty force_words_ids forced_bos_token_id forced_eos_token_id
+    guidance_scale is_assistant length_penalty low_memory max_cache_len max_length
+    max_matching_ngram_size max_new_tokens max_time min_length min_new_tokens min_p
+    no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam_groups
+    num_beams num_return_sequences output_attentions output_hidden_states output_logits
+    output_scores pad_token_id penalty_alpha prefill_chunk_size prompt_lookup_num_tokens
+    remove_invalid_values renormalize_logits repetition_penalty return_dict_in_generate
+    sequence_bias speculation_type stop_strings suppress_tokens target_lookbehind temperature
+    token_healing top_h top_k top_p transformers_version typical_p use_cache use_mtp
+    watermarking_config
+"""
+CONFIG_FIELDS = frozenset(_CONFIG_FIELDS.split())
 
 
 class GenerationRequest(Struct, kw_only=True):
     # Fields of the APIs that change nothing here, whatever their value.
     without_effect: ClassVar[frozenset[str]] = frozenset({
         "cache_prompt", "id_slot", "metadata", "n_cache_reuse", "n_keep", "prompt_cache_key",
-        "safety_identifier", "service_tier", "user",
+        "safety_identifier", "service_tier", "spaces_between_special_tokens", "user",
     })  # fmt: skip
     # Fields of the APIs that are refused, and the values that change nothing.
     unimplemented: ClassVar[dict[str, tuple[Any, ...]]] = {
         "structured_outputs.whitespace_pattern": (),
         "structured_outputs.structural_tag": (),
-        "allowed_token_ids": (),
-        "bad_words": ([],),
         "chat_template": (),
         "custom_logit_processor": (),
         "custom_params": (),
-        "documents": ([],),
         "dry_multiplier": ZERO,
         "dynatemp_range": ZERO,
         "eta_cutoff": ZERO,
@@ -115,19 +142,14 @@ class GenerationRequest(Struct, kw_only=True):
         "guided_json_object": (False,),
         "length_penalty": ONE,
         "logits_processors": ([],),
-        "logprob_token_ids": ([],),
         "mirostat": ZERO,
         "n_predict": (),
         "n_probs": ZERO,
-        "no_repeat_ngram_size": ZERO,
         "num_beams": ONE,
-        "return_tokens_as_token_ids": (False,),
         "samplers": (),
-        "spaces_between_special_tokens": (True,),
         "stop_regex": ([], ""),
         "structural_tag": (),
         "tfs_z": ONE,
-        "truncate_prompt_tokens": (),
         "typical_p": ONE,
         "use_beam_search": (False,),
         "xtc_probability": ZERO,
@@ -146,6 +168,13 @@ class GenerationRequest(Struct, kw_only=True):
     repeat_penalty: RepetitionPenalty | None = None  # llama.cpp's name of it
     logit_bias: Biases | None = None
     seed: Seed | None = None
+    bad_words: Annotated[list[Word], Meta(max_length=64)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_IDS)] | None = (
+        None
+    )
+    no_repeat_ngram_size: NgramSize | None = None
+    vllm_xargs: ExtraArgs | None = None
+    generation_config: str | None = None  # JSON; its fields stand in for absent ones
     stop: NonEmpty | Stops | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_IDS)] | None = None
     min_tokens: Count | None = None
@@ -165,7 +194,11 @@ class GenerationRequest(Struct, kw_only=True):
     ebnf: str | None = None
     grammar: str | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    logprob_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
     prompt_logprobs: TopLogprobs | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Salt | None = None
 
     @property
@@ -207,6 +240,18 @@ class GenerationRequest(Struct, kw_only=True):
                 use = f"use {REPLACEMENTS[path]}" if path in REPLACEMENTS else "leave it out"
                 raise InvalidInput.at(path, f"is not implemented, {use}")
 
+    def config(self) -> Document:
+        """Return the fields of the `generation_config`. Raises InvalidInput."""
+        if self.generation_config is None:
+            return {}
+        if len(self.generation_config) > MAX_CONFIG_CHARS:
+            reason = f"takes at most {MAX_CONFIG_CHARS} characters"
+            raise InvalidInput.at("generation_config", reason)
+        try:
+            return parse_json(self.generation_config.encode())
+        except InvalidInput:
+            raise InvalidInput.at("generation_config", "must be a JSON object, as text") from None
+
     def _constraint(self) -> Constraint | None:
         """Return the constraint on the output, None for free text."""
         (path, output_format), structured = self.output_format, self.structured_outputs
@@ -227,6 +272,15 @@ class GenerationRequest(Struct, kw_only=True):
         self, prompt: Chat | str | tuple[int, ...], logprobs: int | None, **fields: Any
     ) -> GenerationInput:
         """Return the model's input; `fields` are those that this class does not set."""
+        if self.logprob_token_ids and logprobs is None:
+            raise InvalidInput.at("logprob_token_ids", "requires log-probabilities")
+        config = {name: value for name, value in self.config().items() if name in CONFIG_FIELDS}
+        size = self.no_repeat_ngram_size
+        if size is None and self.vllm_xargs:
+            size = self.vllm_xargs.no_repeat_ngram_size
+        if size is not None:
+            config["no_repeat_ngram_size"] = size
+        limits = config.get("max_new_tokens"), config.get("max_length")
         sampling = Sampling(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -240,6 +294,9 @@ class GenerationRequest(Struct, kw_only=True):
             logit_bias=_biases(self.logit_bias),
             seed=self.seed,
             logprobs=logprobs,
+            logprob_token_ids=tuple(self.logprob_token_ids or ()),
+            bad_words=tuple(self.bad_words or ()),
+            allowed_token_ids=tuple(self.allowed_token_ids or ()),
         )
         param, max_tokens = self.token_limit
         stopping = Stopping(
@@ -249,7 +306,7 @@ class GenerationRequest(Struct, kw_only=True):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             includes_stop=bool(self.include_stop_str_in_output),
-            default_tokens=self.default_tokens,
+            default_tokens=self.default_tokens if limits == (None, None) else None,
             param=param,
         )
         return GenerationInput(
@@ -260,6 +317,8 @@ class GenerationRequest(Struct, kw_only=True):
             constraint=self._constraint(),
             prompt_logprobs=self.prompt_logprobs,
             token_ids=bool(self.return_token_ids),
+            truncate=self.truncate_prompt_tokens,
+            config=config,
             skips_special=self.skip_special_tokens is not False,
             **fields,
         )
@@ -310,6 +369,8 @@ def decode(
     request.model = id_for(request.model)
     if isinstance(request, GenerationRequest):
         request.check(document)
+        unknown = request.config().keys() - CONFIG_FIELDS
+        ignore_fields((f"generation_config.{name}" for name in unknown), scope)
     return request
 
 
@@ -318,7 +379,28 @@ def convert_body(document: Document, kind: type[T], scope: Scope) -> T:
     request = convert(document | _whole_numbers(document), kind)
     known = known_fields(kind)  # type: ignore[arg-type]  # a class has a hash
     ignore_fields((n for n, v in document.items() if v is not None and n not in known), scope)
+    for name, parts in _known_parts(kind).items():  # type: ignore[arg-type]
+        if isinstance(part := document.get(name), dict):
+            unknown = (n for n, v in part.items() if v is not None and n not in parts)
+            ignore_fields((f"{name}.{part}" for part in unknown), scope)
     return request
+
+
+@cache
+def _known_parts(kind: Any) -> dict[str, set[str]]:
+    """Return the names that are known within each field that is an object."""
+    found: dict[str, set[str]] = {}
+    for field in type_info(kind).fields:  # type: ignore[attr-defined]
+        types = getattr(field.type, "types", (field.type,))
+        types = [type_ for type_ in types if not isinstance(type_, inspect.NoneType)]
+        if all(isinstance(type_, inspect.StructType) for type_ in types):
+            parts = {part.encode_name for type_ in types for part in type_.fields}
+            found[field.encode_name] = parts | {type_.tag_field for type_ in types}
+    for path in getattr(kind, "unimplemented", ()):
+        name, dot, part = path.partition(".")
+        if dot:
+            found[name].add(part)
+    return found
 
 
 @cache

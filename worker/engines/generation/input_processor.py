@@ -34,6 +34,7 @@ from worker.messages.generation import (
     SamplingDefaults,
 )
 from worker.messages.protocol import Batching, IsWanted
+from worker.model.generation_config import with_request_fields
 from worker.model.language_model import LanguageModel
 from worker.model.loading import model_info
 from worker.model.logits_processors import CheckpointProcessors
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from worker.vision.multimodal_prompt import MultimodalPrompt
 
 MAX_PROMPT_CHARS = 1 << 23
+MAX_TOKEN_CHARS = 64  # of a prompt that is truncated, on average
 
 Output = SequenceOutput | PromptOutput
 GenerationItem = WorkItem[GenerationInput | DecisionInput, Sequence[Output]]
@@ -90,29 +92,24 @@ class InputProcessor:
             batching,
             unpaged_reason,
         )
-        self.eos_token_ids = tuple(
-            token for token in eos_token_ids(defaults, tokenizer) if 0 <= token < vocab_size
-        )
+        self._tokenizer: Any = tokenizer  # calls of it are not annotated
+        self._vocab_size = vocab_size
+        self.eos_token_ids = self._ends(defaults)
         self._default_params = params = default_sampling(defaults)
         values = {name: getattr(params, name) for name in SAMPLING_FIELDS}
         sampling = (getattr(defaults, name) for name in ("do_sample", *SAMPLING_FIELDS))
         is_configured = any(value is not None for value in sampling)
         self.defaults = SamplingDefaults(**values, configured=is_configured)
-        self._checkpoint = defaults
-        processors = CheckpointProcessors(defaults, vocab_size, self.eos_token_ids, language.device)
-        self._processors = processors if processors.extend_any() else None
-        strings = defaults.stop_strings or ()
-        self._stop_strings = (strings,) if isinstance(strings, str) else tuple(strings)
+        self._checkpoint, self._device = defaults, language.device
+        self._processors = self._config_processors(defaults, self.eos_token_ids)
         self.template = verify_tool_call_format(ChatTemplate(tokenizer, language.template_defaults))
         self.info = replace(self.info, has_chat_template=bool(self.template.source))
         self.constraint_builder = ConstraintBuilder(
             self.template, tokenizer, vocab_size, self.eos_token_ids
         )
         self.vocabulary = Vocabulary(tokenizer, self.template.output_format.keeps_special)
-        self._tokenizer: Any = tokenizer  # calls of it are not annotated
         self._token_limit = TokenLimit(tokenizer, partial(self._encode, add_special_tokens=False))
         self.decisions = Decisions(tokenizer, self.template, max_model_len, self._token_limit)
-        self._vocab_size = vocab_size
 
     def prepare(self, item: GenerationItem) -> None:
         """Fill in `item.prepared`, an output for each choice or question, and `item.tokens`."""
@@ -159,44 +156,77 @@ class InputProcessor:
         """Raise InvalidInput where the request cannot be served, Pending while its grammars are
         compiled, ClientGone once not `is_wanted()`."""
         rendered = self._render(request)
+        config, ends = self._checkpoint, self.eos_token_ids
+        processors = self._processors
+        if request.config or request.sampling.bad_words:
+            config = self._request_config(request)
+            ends = self._ends(config)
+            processors = self._config_processors(config, ends)
         # before the prompt: images would be decoded again after each Pending
         parser, constraints = self._response(request, rendered)
+        if constraints and request.sampling.allowed_token_ids:
+            reason = "cannot be combined with a constraint on the output"
+            raise InvalidInput.at("allowed_token_ids", reason)
         prompt = self._encode_prompt(request, rendered, is_wanted)
         stopping = request.stopping
         stop_token_ids: dict[int, int | None] = {id_: id_ for id_ in stopping.stop_token_ids}
         self._check_ids(stopping.stop_token_ids, "stop_token_ids")
         if not stopping.ignore_eos:  # the tokenizer's own gives no reason, as in vLLM
             first = self._tokenizer.eos_token_id
-            stop_token_ids |= {id_: None if id_ == first else id_ for id_ in self.eos_token_ids}
-        # before min_tokens, also of a request that ignores the ends, as in vLLM
-        banned = {*stopping.stop_token_ids, *self.eos_token_ids}
-        if stopping.min_tokens and len(banned) == self._vocab_size:
-            reason = "every token of this model ends the response"
-            raise InvalidInput.at("min_tokens", reason)
+            stop_token_ids |= {id_: None if id_ == first else id_ for id_ in ends}
         echoed = request.sampling.logprobs if request.echo else None
-        max_tokens = self._max_tokens(len(prompt.ids), request)
-        params = self._sampling_params(request, tuple(banned), len(prompt.ids))
-        if self._processors:
-            params = self._processors.extend(params, prompt.ids, max_tokens, stopping.ignore_eos)
+        max_tokens = self._max_tokens(len(prompt.ids), request, config)
+        params = self._sampling_params(request, config, ends, len(prompt.ids))
+        if processors:
+            params = processors.extend(params, prompt.ids, max_tokens, stopping.ignore_eos)
+        strings = config.stop_strings or ()
+        history_len = 0
+        if rendered and request.truncate is None:
+            history_len = self.template.history_len(rendered, prompt.ids)
         return PreparedPrompt(
             prompt.ids,
             params,
             max_tokens,
             stop_token_ids,
-            stop=self._stop_strings,
+            stop=(strings,) if isinstance(strings, str) else tuple(strings),
             prompt_logprobs=echoed if request.prompt_logprobs is None else request.prompt_logprobs,
             parser=parser,
             constraints=constraints,
             multimodal=prompt.multimodal,
-            history_len=self.template.history_len(rendered, prompt.ids) if rendered else 0,
+            history_len=history_len,
         )
+
+    def _ends(self, config: GenerationConfig) -> tuple[int, ...]:
+        ids = eos_token_ids(config, self._tokenizer)
+        return tuple(token for token in ids if 0 <= token < self._vocab_size)
+
+    def _config_processors(
+        self, config: GenerationConfig, ends: Sequence[int]
+    ) -> CheckpointProcessors | None:
+        """Return the logits processors of a configuration; None if it has none."""
+        processors = CheckpointProcessors(config, self._vocab_size, ends, self._device)
+        return processors if processors.extend_any() else None
+
+    def _request_config(self, request: GenerationInput) -> Any:
+        """Return the checkpoint's configuration with that of a request, and with its bad words, as
+        tokens: at the start of a text, and after a space."""
+        config: Any = with_request_fields(self._checkpoint, request.config, self._vocab_size)
+        banned = {
+            tuple(self._encode(text, add_special_tokens=False)): None
+            for word in request.sampling.bad_words
+            for text in (word, " " + word.lstrip(" "))
+        }
+        if banned := {ids: None for ids in banned if ids}:
+            config.bad_words_ids = [*(config.bad_words_ids or ()), *map(list, banned)]
+        return config
 
     def _render(self, request: GenerationInput) -> RenderedPrompt | None:
         """Return a chat's text; None for other prompts."""
         if not isinstance(request.prompt, Chat):
             return None
         rendered = self.template.render(request.prompt, request.tool_policy)
-        self._check_length(rendered.text, request.param)
+        if request.truncate is None:
+            self._check_length(rendered.text, request.param)
         return rendered
 
     def _response(
@@ -218,12 +248,28 @@ class InputProcessor:
     def _encode_prompt(
         self, request: GenerationInput, rendered: RenderedPrompt | None, is_wanted: IsWanted
     ) -> EncodedPrompt:
-        prompt, param = request.prompt, request.param
+        prompt, param, room = request.prompt, request.param, request.truncate
+        if room is not None:
+            fitting = max(1, self.max_model_len - (request.stopping.max_tokens or 1))
+            room = fitting if room < 0 else min(room, self.max_model_len)
         if isinstance(prompt, tuple):
             self._check_ids(prompt, param)
-            encoded = EncodedPrompt(TokenIds(prompt))
+            encoded = EncodedPrompt(TokenIds(prompt if room is None else prompt[-room:][:room]))
+        elif isinstance(prompt, str) and request.suffix:
+            from worker.text.fill_in_middle import fill_in_middle
+
+            before = self._tokenize(prompt, False, param)
+            after = self._tokenize(request.suffix, False, "suffix")
+            start = [id_ for id_ in self._encode("", True) if id_ == self._tokenizer.bos_token_id]
+            markers = fill_in_middle(self._tokenizer)
+            encoded = EncodedPrompt(TokenIds([*start, *markers.prompt(before, after)]))
         elif isinstance(prompt, str):
-            encoded = EncodedPrompt(TokenIds(self._tokenize(prompt, True, param)))
+            encoded = EncodedPrompt(TokenIds(self._tokenize(prompt, True, param, room)))
+        elif room is not None:
+            if prompt.images:
+                raise InvalidInput.at("truncate_prompt_tokens", "cannot be combined with images")
+            assert rendered
+            encoded = EncodedPrompt(TokenIds(self._tokenize(rendered.text, False, param, room)))
         else:
             assert rendered
             encoded = self._encode_chat(rendered.text, prompt.images, request, is_wanted)
@@ -258,10 +304,20 @@ class InputProcessor:
         multimodal = MultimodalPrompt.from_output(output, recompute)
         return EncodedPrompt(multimodal.ids, multimodal)
 
-    def _tokenize(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
-        self._check_length(text, param)
+    def _tokenize(
+        self, text: str, add_special_tokens: bool, param: str, room: int | None = None
+    ) -> list[int]:
+        """Return token ids: all, or the last `room`, with a first token that starts each text."""
+        if room is None:
+            self._check_length(text, param)
+        else:
+            text = text[-min(room * MAX_TOKEN_CHARS, MAX_PROMPT_CHARS) :]
         with tokenizing(len(text)):
-            return self._encode(text, add_special_tokens)
+            ids = self._encode(text, add_special_tokens)
+        if room is None or len(ids) <= room:
+            return ids
+        start = ids[:1] if room and ids[0] == self._tokenizer.bos_token_id else []
+        return start + ids[len(ids) - room + len(start) :]
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         encoding = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
@@ -288,11 +344,13 @@ class InputProcessor:
                 last = self._vocab_size - 1
                 raise InvalidInput.at(param, f"{id_} is not a token id of this model: 0 to {last}")
 
-    def _max_tokens(self, prompt_tokens: int, request: GenerationInput) -> int:
+    def _max_tokens(
+        self, prompt_tokens: int, request: GenerationInput, config: GenerationConfig
+    ) -> int:
         """Return the output's limit, in tokens: as requested, or the checkpoint's, or the rest of
         the context."""
         stopping, room = request.stopping, self.max_model_len - prompt_tokens
-        default = stopping.default_tokens or self._default_max_tokens(prompt_tokens) or room
+        default = stopping.default_tokens or default_max_tokens(config, prompt_tokens) or room
         max_tokens = min(room, default) if stopping.max_tokens is None else stopping.max_tokens
         for name, value in ((stopping.param, max_tokens), ("min_tokens", stopping.min_tokens or 0)):
             if value > room:
@@ -303,27 +361,32 @@ class InputProcessor:
                 )
         return max_tokens
 
-    def _default_max_tokens(self, prompt_tokens: int) -> int | None:
-        """Return the checkpoint's limit; None if it has none, or if the prompt exceeds it."""
-        max_new_tokens: int | None = self._checkpoint.max_new_tokens
-        max_length: int | None = self._checkpoint.max_length
-        if max_new_tokens is None and max_length is not None:
-            return max(0, max_length - prompt_tokens) or None
-        return max_new_tokens
-
     def _sampling_params(
-        self, request: GenerationInput, stop_token_ids: tuple[int, ...], prompt_tokens: int
+        self,
+        request: GenerationInput,
+        config: GenerationConfig,
+        ends: tuple[int, ...],
+        prompt_tokens: int,
     ) -> SamplingParams:
-        sampling, min_tokens = request.sampling, request.stopping.min_tokens
+        sampling, stopping = request.sampling, request.stopping
+        min_tokens, allowed = stopping.min_tokens, frozenset(sampling.allowed_token_ids)
+        # before min_tokens, also of a request that ignores the ends, as in vLLM
+        stop_token_ids = tuple({*stopping.stop_token_ids, *ends})
         if min_tokens is None:
-            stop_token_ids = () if request.stopping.ignore_eos else self.eos_token_ids
-            min_tokens = (
-                default_min_tokens(self._checkpoint, prompt_tokens) if stop_token_ids else 0
-            )
+            stop_token_ids = () if stopping.ignore_eos else ends
+            min_tokens = default_min_tokens(config, prompt_tokens) if stop_token_ids else 0
+        possible = allowed or range(self._vocab_size)
+        if min_tokens and len(possible) <= len(stop_token_ids) and {*possible} <= {*stop_token_ids}:
+            reason = "every token that this request allows ends the response"
+            raise InvalidInput.at("min_tokens", reason)
         self._check_ids(sampling.logit_bias, "logit_bias")
+        self._check_ids(allowed, "allowed_token_ids")
+        self._check_ids(sampling.logprob_token_ids, "logprob_token_ids")
         requested = {name: getattr(sampling, name) for name in SAMPLING_FIELDS}
         return replace(
-            self._default_params,
+            self._default_params if config is self._checkpoint else default_sampling(config),
+            allowed_token_ids=tuple(allowed),
+            logprob_token_ids=sampling.logprob_token_ids,
             presence_penalty=sampling.presence_penalty,
             frequency_penalty=sampling.frequency_penalty,
             logit_bias=tuple(sampling.logit_bias.items()),
@@ -370,6 +433,15 @@ def eos_token_ids(
     ids = getattr(defaults, "eos_token_id", None)
     ids = tokenizer.eos_token_id if ids is None else ids
     return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
+
+
+def default_max_tokens(defaults: Any, prompt_tokens: int) -> int | None:
+    """Return the checkpoint's limit; None if it has none, or if the prompt exceeds it."""
+    max_new_tokens: int | None = defaults.max_new_tokens
+    max_length: int | None = defaults.max_length
+    if max_new_tokens is None and max_length is not None:
+        return max(0, max_length - prompt_tokens) or None
+    return max_new_tokens
 
 
 def default_min_tokens(defaults: Any, prompt_tokens: int) -> int:

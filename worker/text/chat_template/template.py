@@ -96,6 +96,7 @@ class ChatTemplate:
             variables = find_undeclared_variables(self._environment.parse(self.source))
         except (TemplateError, RecursionError):
             variables = set()
+        self._takes_documents = "documents" in variables
         self._effort_variables = [name for name in (EFFORT, *SWITCHES) if name in variables]
         self._reserved_names = self._find_reserved_names()
         for name in self._reserved_names & defaults.keys():
@@ -214,11 +215,15 @@ class ChatTemplate:
             if name in self._reserved_names:
                 param = f"chat_template_kwargs.{name}"
                 raise InvalidInput.at(param, "is not a variable of the template")
+        if chat.documents and not self._takes_documents:
+            raise InvalidInput.at("documents", "is not read by this model's chat template")
         variables = {
             "add_generation_prompt": chat.add_generation_prompt,
             "continue_final_message": chat.continue_final_message,
             **self._variables(chat),
         }
+        if chat.documents:
+            variables["documents"] = [*chat.documents]
         try:
             messages, tools = self._adapt(chat)
             try:

@@ -228,7 +228,7 @@ class BatchTask(StoredJob):
         self.is_key_valid, key = found is not None, found or NO_KEY
         client, priority = client_of(key, record.address), max(Priority.BATCH, key.priority)
         # all lines count as one request in the shares of the queue
-        self.context = RequestContext(client, self.id, None, key.share, priority, True, key)
+        self.context = RequestContext(client, self.id, None, key.share, priority, True, key=key)
         self.end: Literal["cancelled", "expired"] | None = None  # instead of completed
         if record.job.status == "cancelling":
             self.end = "cancelled"

@@ -87,6 +87,7 @@ class ResponsesBuilder(ResponseBuilder[Delta]):
             prompt.num_tool_calls,
             request.tools.callable,
             ENCRYPTED in (request.body.include or ()),
+            bool(request.body.return_tokens_as_token_ids),
         )
         if dropped := request.tools.dropped:
             self.headers = [(b"x-dropped-tools", ", ".join(dropped).encode())]
@@ -181,7 +182,8 @@ def response_usage(usage: UsageCounts) -> ResponseUsage:
 
 class ResponseOutput:
     """Builds output items from deltas. `earlier_calls`: calls in the conversation before. `tools`:
-    by the names that the model calls. `seals`: reasoning is also sent sealed."""
+    by the names that the model calls. `seals`: reasoning is also sent sealed. `names_ids`: scored
+    tokens have their ids in place of their texts."""
 
     def __init__(
         self,
@@ -189,9 +191,10 @@ class ResponseOutput:
         earlier_calls: int,
         tools: Mapping[str, CallableTool] = NO_TOOLS,
         seals: bool = False,
+        names_ids: bool = False,
     ) -> None:
         self.items: list[OutputItem] = []
-        self._tools, self._seals = tools, seals
+        self._tools, self._seals, self._names_ids = tools, seals, names_ids
         self._input: CustomInputReader | None = None  # of the open call of a custom tool
         self._call_id = call_id
         self._calls = earlier_calls
@@ -282,7 +285,7 @@ class ResponseOutput:
         while self._logprobs and len(self._logprobs[0].text) <= self._unscored:
             token = self._logprobs.popleft()
             self._unscored -= len(token.text)
-            scores.append(scored_token_with_top(token))
+            scores.append(scored_token_with_top(token, self._names_ids))
         return scores
 
     def _close(self, status: FinalStatus) -> Iterator[Document]:

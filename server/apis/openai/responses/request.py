@@ -18,6 +18,7 @@ from server.apis.openai.request_fields import (
     NON_EMPTY,
     CacheOptions,
     Count,
+    Documents,
     Effort,
     GenerationRequest,
     NonEmpty,
@@ -101,6 +102,7 @@ class ResponseRequest(GenerationRequest, kw_only=True):
     include: list[Includable] | None = None
     top_logprobs: TopLogprobs | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: Documents | None = None
     thinking_token_budget: Count | None = None
     user: str | None = None
     safety_identifier: str | None = None
@@ -166,6 +168,7 @@ class ResponseRequest(GenerationRequest, kw_only=True):
             self.chat_template_kwargs or {},
             effort=self.reasoning.effort if self.reasoning else None,
             images=images,
+            documents=tuple(self.documents or ()),
         )
         return self._input(
             prompt,
