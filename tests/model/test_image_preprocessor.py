@@ -97,10 +97,10 @@ def test_processing_stops_at_the_first_image_beyond_the_context(
     preprocessor.processor = Processor(known._processor, known.image_token_id, 20)
 
     def process_image(
-        self: Processor, image: Image.Image, digest: bytes, low_detail: bool, param: str
+        self: Processor, image: Image.Image, digest: bytes, low_detail: bool, param: str, *more: Any
     ) -> ImageFeatures:
         processed.append(param)
-        return original(self, image, digest, low_detail, param)
+        return original(self, image, digest, low_detail, param, *more)
 
     monkeypatch.setattr(Processor, "process_image", process_image)
     images = [ImageInput(png(n), "auto", f"image {n}") for n in range(5)]
@@ -291,3 +291,31 @@ def test_model_that_does_not_run_with_images_serves_text(
     assert_generated("mllama", served)
     with pytest.raises(InvalidInput, match="does not run with images here"):
         generator.prepare(request("What is ", png(0), "here?"))
+
+
+def test_limits_of_pixels_are_the_processors_own() -> None:
+    """They make fewer or more tokens, and an image with other limits is another image."""
+    processor = load_generator(
+        GeneratorOptions(
+            str(tiny_multimodal.folder("qwen2-vl")), dtype="float32", device="cpu", kv_cache_gb=0.01
+        )
+    ).input_processor.image_preprocessor
+    assert processor
+    data, token = file(plain(200, 160)), processor.processor.image_token
+
+    def process(**limits: int) -> list[ImageFeatures]:
+        image = ImageInput(data, "auto", "here", limits=tuple(limits.items()))
+        return [*processor.process(token, [image]).images]
+
+    [plain_one], [small], [large] = (
+        process(), process(max_pixels=600), process(min_pixels=9_000, max_pixels=20_000),
+    )  # fmt: skip
+    assert small.token_count < plain_one.token_count < large.token_count
+    assert len({image.digest for image in (plain_one, small, large)}) == 3
+    with pytest.raises(InvalidInput) as refused:
+        process(min_pixels=10**9)
+    assert refused.value.param == "mm_processor_kwargs.min_pixels"
+    with pytest.raises(InvalidInput) as refused:
+        image = ImageInput(data, "auto", "here", limits=(("max_pixels", 100),))
+        image_preprocessor().process("<image>", [image])
+    assert refused.value.param == "mm_processor_kwargs.max_pixels"

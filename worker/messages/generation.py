@@ -14,6 +14,7 @@ from worker.messages.adapters import Adapter
 INPUT = "input"  # the argument of a custom tool
 # The sampling parameters that a request may leave to the model.
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+LIMITS = "mm_processor_kwargs"  # the field of a request with the limits of its images
 TEXT_ONLY = "this model takes text, no images"
 
 
@@ -25,6 +26,7 @@ class ImageInput:
     detail: str  # `low` downscales the image
     param: str  # the field that errors about it name
     link: str = ""
+    limits: tuple[tuple[str, int], ...] = ()  # `min_pixels` and `max_pixels`, for the processor
 
     @property
     def is_low_detail(self) -> bool:
@@ -33,8 +35,9 @@ class ImageInput:
 
     @cached_property
     def digest(self) -> bytes:
-        """32 bytes that identify the data and the detail."""
-        person = b"low" * self.is_low_detail
+        """32 bytes that identify the data, the detail and the limits."""
+        options = f"{self.is_low_detail}{self.limits}".encode()
+        person = hashlib.blake2b(options, digest_size=16).digest()
         return hashlib.blake2b(self.data, digest_size=32, person=person).digest()
 
     def cache_key(self, cache_namespace: bytes) -> bytes:

@@ -19,7 +19,7 @@ from PIL import Image
 from batching.errors import InvalidInput
 from worker.media.decode_limiter import DecodeLimiter, Lease
 from worker.media.images import decode_image, open_image, upright_rgb
-from worker.messages.generation import ImageInput
+from worker.messages.generation import LIMITS, ImageInput
 from worker.messages.protocol import IsWanted, Notify, Pending
 from worker.vision.encoder import EncoderCache, HasDecoderHook, VisionEncoder
 from worker.vision.encoder_scheduler import EncoderScheduler, OnFailure
@@ -29,6 +29,7 @@ from worker.vision.processor import ImageFeatures, Processor, ProcessorOutput
 REQUEST_PIXELS_RATIO = 4
 LOW_DETAIL_SIDE = 512  # pixels of the longer side of an image with `detail: low`
 MAX_WAITING_BYTES = 1 << 30
+MAX_TOKEN_PIXELS = 1 << 10  # of an image, for each token: images with more do not fit the context
 
 
 class ImagePreprocessor:
@@ -119,7 +120,12 @@ class ImagePreprocessor:
         """Raise InvalidInput if the headers of the images alone exceed the limit of pixels."""
         pixels = 0
         max_pixels = REQUEST_PIXELS_RATIO * self.decode_limiter.size
+        most = min(self.decode_limiter.size, MAX_TOKEN_PIXELS * self.processor.max_tokens)
         for image in images:
+            for name, limit in image.limits:
+                if limit > most:
+                    reason = f"{limit} exceeds the {most} pixels that an image may have"
+                    raise InvalidInput.at(f"{LIMITS}.{name}", reason)
             width, height = self._open(image, is_wanted).size
             pixels += width * height
             if pixels > max_pixels:
@@ -131,7 +137,9 @@ class ImagePreprocessor:
     def _features(self, image: ImageInput, digest: bytes, is_wanted: IsWanted) -> ImageFeatures:
         with self.decode_limiter.lease(is_wanted=is_wanted) as lease:
             decoded = self._decode(image, lease)
-            return self.processor.process_image(decoded, digest, image.is_low_detail, image.param)
+            return self.processor.process_image(
+                decoded, digest, image.is_low_detail, image.param, dict(image.limits)
+            )
 
     def _decode(self, image: ImageInput, lease: Lease) -> Image.Image:
         """Return an upright RGB image, downscaled if it has low detail."""

@@ -15,6 +15,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +33,7 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from batching.errors import InvalidInput
+from worker.messages.generation import LIMITS
 
 # Tensors whose names start with this are read by the vision encoder alone. Processing the text
 # needs only their shapes.
@@ -141,7 +143,9 @@ class Processor:
         self.tokenizer = processor.tokenizer
         self.image_token: str = processor.image_token  # stands for an image in a text
         splits = hasattr(processor.image_processor, "do_image_splitting")
-        self._low_detail = {"images_kwargs": LOW_DETAIL} if splits else {}
+        self._low_detail = LOW_DETAIL if splits else {}
+        kwargs = getattr(processor.image_processor, "valid_kwargs", dict)
+        self._takes = frozenset(getattr(kwargs, "__annotations__", ()))  # options of an image
         self._axes = self._infer_axes()
 
     def check_fits(self, tokens: int, param: str) -> None:
@@ -159,10 +163,18 @@ class Processor:
         return len(ids) - text.count(self.image_token)
 
     def process_image(
-        self, image: Image.Image, digest: bytes, low_detail: bool = False, param: str = "messages"
+        self,
+        image: Image.Image,
+        digest: bytes,
+        low_detail: bool = False,
+        param: str = "messages",
+        limits: Mapping[str, int] = MappingProxyType({}),
     ) -> ImageFeatures:
-        """Return the features of an upright RGB image. `low_detail`: do not split it. Raises
-        InvalidInput, naming `param`, if the checkpoint's processor rejects the image."""
+        """Return the features of an upright RGB image. `low_detail`: do not split it. `limits`:
+        options of the checkpoint's image processor. Raises InvalidInput, naming `param`, if it
+        rejects the image, and if it does not have the options."""
+        for name in limits.keys() - self._takes:
+            raise InvalidInput.at(f"{LIMITS}.{name}", "is no option of this model's processor")
         outputs: list[dict[str, Any]] = []
 
         def process(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,7 +182,8 @@ class Processor:
             return dict(outputs[0])  # a copy: some processors remove entries
 
         try:
-            options = self._low_detail if low_detail else {}
+            images = {**(self._low_detail if low_detail else {}), **limits}
+            options = {"images_kwargs": images} if images else {}
             inputs = self._call(self.image_token, 1, process, **options)
         except Exception as error:  # any error of the library
             width, height = image.size

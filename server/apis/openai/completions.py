@@ -54,6 +54,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     unimplemented: ClassVar = {
         "add_special_tokens": (True,),
         "documents": ([],),
+        "mm_processor_kwargs": ({},),
     } | GenerationRequest.unimplemented
 
     prompt: NonEmpty | Annotated[TextsOrIds, OF_ONE_KIND]

@@ -11,6 +11,7 @@ ids and lengths are checked by the model's `prepare`.
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from threading import Lock
 from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
@@ -78,6 +79,13 @@ class ExtraArgs(Struct):
     no_repeat_ngram_size: NgramSize | None = None
 
 
+class PixelLimits(Struct):
+    """Of each image, as Qwen's processors and those after them have them."""
+
+    min_pixels: PositiveInt | None = None
+    max_pixels: PositiveInt | None = None
+
+
 class StreamOptions(Struct):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -142,6 +150,7 @@ class GenerationRequest(Struct, kw_only=True):
         "guided_json_object": (False,),
         "length_penalty": ONE,
         "logits_processors": ([],),
+        "media_io_kwargs": ({},),
         "mirostat": ZERO,
         "n_predict": (),
         "n_probs": ZERO,
@@ -198,6 +207,7 @@ class GenerationRequest(Struct, kw_only=True):
     logprob_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
     prompt_logprobs: TopLogprobs | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
+    mm_processor_kwargs: PixelLimits | None = None
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Salt | None = None
 
@@ -281,6 +291,11 @@ class GenerationRequest(Struct, kw_only=True):
         if size is not None:
             config["no_repeat_ngram_size"] = size
         limits = config.get("max_new_tokens"), config.get("max_length")
+        if isinstance(prompt, Chat) and (kwargs := self.mm_processor_kwargs):
+            pixels = msgspec.structs.asdict(kwargs).items()
+            given = tuple((name, value) for name, value in pixels if value is not None)
+            images = tuple(replace(image, limits=given) for image in prompt.images)
+            prompt = replace(prompt, images=images)
         sampling = Sampling(
             temperature=self.temperature,
             top_p=self.top_p,
