@@ -315,7 +315,7 @@ def test_limits_of_pixels_are_the_processors_own() -> None:
     with pytest.raises(InvalidInput) as refused:
         process(min_pixels=10**9)
     assert refused.value.param == "mm_processor_kwargs.min_pixels"
+    image = ImageInput(data, "auto", "here", limits=(("max_pixels", 100),))
     with pytest.raises(InvalidInput) as refused:
-        image = ImageInput(data, "auto", "here", limits=(("max_pixels", 100),))
         image_preprocessor().process("<image>", [image])
     assert refused.value.param == "mm_processor_kwargs.max_pixels"
