@@ -244,6 +244,9 @@ class Settings:
     unknown_fields: str = setting(
         "ignore", "fields of requests that nothing reads", ("ignore", "refuse")
     )
+    trust_request_chat_template: bool = setting(
+        False, "render the chat_template of a request, within the bounds of a checkpoint's"
+    )
     debug: bool = setting(False, "show internal errors in error messages")
 
     @property

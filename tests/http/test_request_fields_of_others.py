@@ -298,3 +298,27 @@ def test_documents_are_for_templates_that_read_them() -> None:
         body = {**ROUTES["/v1/chat/completions"][1], "documents": documents, "max_tokens": 1}
         answer = post(real, "/v1/chat/completions", body)
         assert error_of(answer)["param"] == "documents"
+
+
+def test_a_template_of_a_request_is_rendered_where_the_operator_trusts_it() -> None:
+    template = "{% for message in messages %}[{{ message.content }}]{% endfor %}{{ documents }}"
+    body = {**ROUTES["/v1/chat/completions"][1], "max_tokens": 1, "return_token_ids": True}
+    given = {**body, "chat_template": template, "documents": [{"text": "D"}]}
+    with serving(chat_model="demo") as untrusting:
+        answer = post(untrusting, "/v1/chat/completions", given)
+        assert error_of(answer)["param"] == "chat_template"
+    with serving(chat_model="demo", trust_request_chat_template=True) as trusting:
+        ids = post(trusting, "/v1/chat/completions", given).json()["prompt_token_ids"]
+        text = post(trusting, "/detokenize", {"tokens": ids}).json()["prompt"]
+        assert text == "[hi][{'text': 'D'}]"
+        answer = post(trusting, "/v1/responses", {"input": "hi", "chat_template": template})
+        assert answer.json()["usage"]["input_tokens"] < len(ids)
+        for bad in (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            "{{ messages", "{{ 'a' * 3000000000 }}", "{{ raise_exception('no') }}",
+            "(" * 60_000, "{{" + "(" * 60_000, "{{ ''.__class__.__mro__ }}" * 2000,
+        ):  # fmt: skip
+            answer = post(trusting, "/v1/chat/completions", {**body, "chat_template": bad})
+            if not bad.startswith("("):
+                assert answer.status_code == 400, answer.text
+        assert post(trusting, "/v1/chat/completions", body).status_code == 200

@@ -62,6 +62,7 @@ class Chat:
     effort: str | None = None  # of the reasoning: `none`, `minimal`, `low`, …
     images: tuple[ImageInput, ...] = ()
     documents: tuple[Mapping[str, Any], ...] = ()  # for retrieval-augmented generation
+    template: str | None = None  # instead of the model's
 
     @property
     def num_tool_calls(self) -> int:

@@ -63,7 +63,13 @@ class OutputConfig(Struct):
 class CountTokensRequest(GenerationRequest, kw_only=True):
     without_effect: ClassVar = GenerationRequest.without_effect | {"cache_control"}
     unimplemented: ClassVar = (
-        {"container": (), "mcp_servers": ([],), "output_format": (), THREAD: ()}
+        {
+            "chat_template": (),
+            "container": (),
+            "mcp_servers": ([],),
+            "output_format": (),
+            THREAD: (),
+        }
         | OPENAI_FIELDS
         | GenerationRequest.unimplemented
     )

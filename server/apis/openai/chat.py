@@ -26,6 +26,7 @@ from server.apis.openai.request_fields import (
     Effort,
     GenerationRequest,
     RequestId,
+    Template,
     TopLogprobs,
     decode,
 )
@@ -79,6 +80,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     thinking_token_budget: Count | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: Template | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     prompt_cache_options: CacheOptions | None = None
     documents: Documents | None = None
@@ -109,7 +111,14 @@ class ChatRequest(GenerationRequest, kw_only=True):
         policy = None
         if self.tools or self.tool_choice:
             tools, policy = chat_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
-        prompt = conversation(self, self.messages, tools, self.reasoning_effort, self.documents)
+        prompt = conversation(
+            self,
+            self.messages,
+            tools,
+            self.reasoning_effort,
+            self.documents,
+            self.chat_template,
+        )
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self._input(
             prompt, logprobs, tool_policy=policy, thinking_tokens=self.thinking_token_budget

@@ -53,6 +53,7 @@ ONLY_ONE = Meta(
 class CompletionRequest(GenerationRequest, kw_only=True):
     unimplemented: ClassVar = {
         "add_special_tokens": (True,),
+        "chat_template": (),
         "documents": ([],),
         "mm_processor_kwargs": ({},),
     } | GenerationRequest.unimplemented

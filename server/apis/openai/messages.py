@@ -185,9 +185,10 @@ def conversation(
     tools: Sequence[Document] | None,
     effort: str | None = None,
     context: Sequence[Document] | None = None,
+    template: str | None = None,
 ) -> Chat:
-    """Return the input of the chat template. `context`: documents for it. Raises InvalidInput for
-    an invalid message."""
+    """Return the input of the chat template. `context`: documents for it. `template`: instead of
+    the model's. Raises InvalidInput for an invalid message."""
     add_prompt = options.add_generation_prompt
     documents, images = to_template_messages(
         (f"messages[{n}]", message) for n, message in enumerate(messages)
@@ -201,6 +202,7 @@ def conversation(
         effort,
         images=images,
         documents=tuple(context or ()),
+        template=template,
     )
 
 

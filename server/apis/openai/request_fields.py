@@ -58,6 +58,7 @@ Biases = Annotated[
 Salt = Annotated[str, Meta(min_length=1, max_length=256)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 NgramSize = Annotated[int, Meta(ge=0, le=128)]
+Template = Annotated[str, Meta(min_length=1, max_length=1 << 16)]
 Documents = Annotated[list[dict[str, Any]], Meta(max_length=1024)]
 RequestId = Annotated[str, Meta(pattern=r"^[!-~]{1,128}$")]
 Word = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -140,7 +141,6 @@ class GenerationRequest(Struct, kw_only=True):
     unimplemented: ClassVar[dict[str, tuple[Any, ...]]] = {
         "structured_outputs.whitespace_pattern": (),
         "structured_outputs.structural_tag": (),
-        "chat_template": (),
         "custom_logit_processor": (),
         "custom_params": (),
         "dry_multiplier": ZERO,
@@ -384,6 +384,10 @@ def decode(
     request.model = id_for(request.model)
     if isinstance(request, GenerationRequest):
         request.check(document)
+        template = getattr(request, "chat_template", None)
+        if template and not scope["app"].settings.trust_request_chat_template:
+            reason = "is refused: its text is code, and TRUST_REQUEST_CHAT_TEMPLATE is off"
+            raise InvalidInput.at("chat_template", reason)
         unknown = request.config().keys() - CONFIG_FIELDS
         ignore_fields((f"generation_config.{name}" for name in unknown), scope)
     return request

@@ -209,13 +209,13 @@ class ChatTemplate:
         return RenderedPrompt(self._render_chat(chat), self.output_format_for(calls))
 
     def _render_chat(self, chat: Chat) -> str:
-        if not self._tokenizer.chat_template:
+        if not (chat.template or self._tokenizer.chat_template):
             raise InvalidInput(f"this model has {NO_TEMPLATE}", "messages")
         for name in chat.template_kwargs:
             if name in self._reserved_names:
                 param = f"chat_template_kwargs.{name}"
                 raise InvalidInput.at(param, "is not a variable of the template")
-        if chat.documents and not self._takes_documents:
+        if chat.documents and not (chat.template or self._takes_documents):
             raise InvalidInput.at("documents", "is not read by this model's chat template")
         variables = {
             "add_generation_prompt": chat.add_generation_prompt,
@@ -224,6 +224,8 @@ class ChatTemplate:
         }
         if chat.documents:
             variables["documents"] = [*chat.documents]
+        if chat.template:
+            variables["chat_template"] = chat.template
         try:
             messages, tools = self._adapt(chat)
             try:

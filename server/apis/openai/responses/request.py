@@ -23,6 +23,7 @@ from server.apis.openai.request_fields import (
     GenerationRequest,
     NonEmpty,
     PositiveInt,
+    Template,
     TopLogprobs,
     convert,
 )
@@ -101,6 +102,7 @@ class ResponseRequest(GenerationRequest, kw_only=True):
     reasoning: Reasoning | None = None
     include: list[Includable] | None = None
     top_logprobs: TopLogprobs | None = None
+    chat_template: Template | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: Documents | None = None
     thinking_token_budget: Count | None = None
@@ -169,6 +171,7 @@ class ResponseRequest(GenerationRequest, kw_only=True):
             effort=self.reasoning.effort if self.reasoning else None,
             images=images,
             documents=tuple(self.documents or ()),
+            template=self.chat_template,
         )
         return self._input(
             prompt,
