@@ -27,6 +27,7 @@ from server.apis.openai.embedding.endpoint import ScoringEndpoint
 from server.apis.openai.embedding.rerank import RERANK, RerankRequest
 from server.apis.openai.embedding.score import SCORE, ScoreRequest
 from server.apis.openai.images import ImageLoader
+from server.apis.openai.infill import Infill
 from server.apis.openai.jobs import JobRunner
 from server.apis.openai.models import ModelGroup, ModelListing, NamedModel, add_aliases
 from server.apis.openai.responses.endpoint import Responses
@@ -74,7 +75,7 @@ def make_routes(
         decisions = DecisionEndpoint(settings, worker_client, chat, DecisionRequest)
         system_one = DecisionEndpoint(settings, worker_client, chat, SystemOneRequest)
         routes += [
-            *routes_of(ChatCompletions(*shared), Completions(*shared)),
+            *routes_of(ChatCompletions(*shared), Completions(*shared), Infill(*shared)),
             *responses.routes(),
             *routes_of(MessagesEndpoint(*shared)),
             OperationRoute(COUNT_TOKENS, TokenCounter(CountTokensEndpoint(*shared), TokenCount)),

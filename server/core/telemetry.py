@@ -42,6 +42,7 @@ OPERATIONS = {  # gen_ai.operation.name, by path
     "/v1/responses": "chat",
     "/v1/messages": "chat",
     "/v1/completions": "text_completion",
+    "/infill": "text_completion",
     "/v1/embeddings": "embeddings",
     "/embed": "embeddings",
 }

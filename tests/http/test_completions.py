@@ -1,5 +1,6 @@
 """`POST /v1/completions` over a real socket, with a fake generator."""
 
+import json
 import threading
 from collections.abc import Iterator
 from typing import Any, get_type_hints
@@ -141,3 +142,32 @@ def test_every_parameter_of_the_api_is_implemented_accepted_or_refused() -> None
     known = set(get_type_hints(CompletionCreateParamsStreaming))
     assert {"prompt", "stream"} <= known
     assert known <= known_fields(CompletionRequest)
+
+
+# ── the text between two texts ──
+
+
+def test_infill_is_llama_cpps(server: Server, generator: FakeGenerator) -> None:
+    """As editors send it: the prefix, the files beside it, the line before the cursor."""
+    body = {
+        "input_prefix": "say a ", "input_suffix": "after", "prompt": "b c", "n_predict": 2,
+        "samplers": ["top_k", "infill"], "cache_prompt": True, "n_indent": 0,
+    }  # fmt: skip
+    answer = post(server, "/infill", body)
+    assert answer.headers["x-ignored-fields"] == "n_indent"
+    whole = answer.json()
+    wanted = {"content": "a b", "stop": True, "stop_type": "limit", "stopping_word": ""}
+    assert {name: whole[name] for name in wanted} == wanted
+    assert whole["tokens_predicted"] == 2
+    payload = generator.payloads[-1]
+    assert (payload.prompt, payload.suffix) == ("say a b c", "after")
+    text = post(server, "/infill", {**body, "stream": True, "n_predict": -1}).text
+    chunks = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line]
+    assert "".join(chunk["content"] for chunk in chunks) == "a b c"
+    assert [chunk["stop"] for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert chunks[-1]["stop_type"] == "eos"
+    extra = {"input_extra": [{"filename": "x.py", "text": "x = 1"}], "input_prefix": "y"}
+    post(server, "/infill", extra)
+    assert (generator.payloads[-1].prompt, generator.payloads[-1].suffix) == ("x.py\nx = 1\ny", "")
+    for name, value in {"n_predict": "x", "input_extra": [1], "n": 2}.items():
+        assert error_of(post(server, "/infill", {name: value}))["param"].startswith(name)

@@ -98,7 +98,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
             raise InvalidInput.at(
                 "prompt", f"{len(prompts)} prompts with n={n} exceed {max_choices} choices"
             )
-        common = self._input("", self.logprobs, echo=bool(self.echo), suffix=self.suffix)
+        common = self._input("", self.logprobs, echo=bool(self.echo), suffix=self.suffix or None)
         if self.max_tokens == 0:
             common = replace(common, constraint=None)  # no text is generated
         return [

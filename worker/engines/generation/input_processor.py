@@ -255,7 +255,7 @@ class InputProcessor:
         if isinstance(prompt, tuple):
             self._check_ids(prompt, param)
             encoded = EncodedPrompt(TokenIds(prompt if room is None else prompt[-room:][:room]))
-        elif isinstance(prompt, str) and request.suffix:
+        elif isinstance(prompt, str) and request.suffix is not None:
             from worker.text.fill_in_middle import fill_in_middle
 
             before = self._tokenize(prompt, False, param)

@@ -1,0 +1,117 @@
+"""`POST /infill`: the text between two texts, as llama.cpp's server has it for editors.
+
+body → InfillRequest → GenerationInput with a suffix → deltas → InfillBuilder → content
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, ClassVar
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+from starlette.types import Scope
+
+from server.apis.openai.endpoint import GenerationEndpoint, ParsedRequest, ResponseBuilder
+from server.apis.openai.request_fields import GenerationRequest, decode
+from server.core.delta_stream import UsageCounts
+from server.http.json import parse_json
+from server.http.operation import Operation
+from server.http.sse import data_frame
+from worker.messages.deltas import Delta
+
+STOP_TYPES = {"length": "limit", "stop": "eos"}
+
+
+class Extra(Struct):
+    """A file beside the edited one."""
+
+    text: str
+    filename: str = ""
+
+
+class InfillRequest(GenerationRequest, kw_only=True):
+    without_effect: ClassVar = GenerationRequest.without_effect | {"samplers"}
+    unimplemented: ClassVar = {
+        name: neutral
+        for name, neutral in ({"n": (1,)} | GenerationRequest.unimplemented).items()
+        if name not in ("n_predict", "samplers")
+    }
+
+    input_prefix: str | None = None
+    input_suffix: str | None = None
+    input_extra: Annotated[list[Extra], Meta(max_length=256)] | None = None
+    prompt: str | None = None  # follows the prefix
+    n_predict: Annotated[int, Meta(ge=-1)] | None = None  # -1: as many as there is room for
+
+    @property
+    def token_limit(self) -> tuple[str, int | None]:
+        if self.n_predict is None:
+            return super().token_limit
+        return "n_predict", None if self.n_predict < 0 else max(1, self.n_predict)
+
+
+class InfillChunk(Struct):
+    """A piece of the text, or with `stop` all of it and its end."""
+
+    content: str
+    stop: bool
+    model: str | UnsetType | None = UNSET
+    tokens_predicted: int | UnsetType = UNSET
+    tokens_evaluated: int | UnsetType = UNSET
+    tokens_cached: int | UnsetType = UNSET
+    stop_type: str | UnsetType = UNSET  # eos, limit or word
+    stopping_word: str | UnsetType = UNSET
+
+
+@Operation(
+    "POST /infill",
+    "The text between two texts",
+    InfillChunk,
+    InfillRequest,
+    stream="With stream: true. Each event is a chunk, the last has `stop`.",
+)
+class Infill(GenerationEndpoint[ParsedRequest]):
+    def parse(self, body: bytes, scope: Scope) -> ParsedRequest:
+        request = decode(parse_json(body), InfillRequest, self.models.id_for, scope)
+        extras = (f"{extra.filename}\n{extra.text}\n" for extra in request.input_extra or ())
+        before = "".join((*extras, request.input_prefix or "", request.prompt or ""))
+        after: Any = {"suffix": request.input_suffix or "", "param": "input_prefix"}
+        return ParsedRequest(request, [request._input(before, None, **after)])
+
+    def builder(self, request: ParsedRequest, usage: UsageCounts) -> "InfillBuilder":
+        return InfillBuilder(request, usage)
+
+
+class InfillBuilder(ResponseBuilder[Delta]):
+    def __init__(self, request: ParsedRequest, usage: UsageCounts) -> None:
+        self.streams, self._model = bool(request.body.stream), request.body.model
+        self._usage = usage
+
+    def entries(self, delta: Delta) -> int:
+        return len(delta.parts)
+
+    def add(self, delta: Delta) -> Iterator[bytes]:
+        if delta.finish_reason is not None:
+            yield data_frame(self._last(delta))
+        elif delta.text:
+            yield data_frame(InfillChunk(delta.text, stop=False))
+
+    def finish(self) -> Iterator[bytes]:
+        return iter(())
+
+    def end(self) -> bytes:
+        return b""
+
+    def build(self, deltas: Sequence[Delta]) -> InfillChunk:
+        return self._last(deltas[0])
+
+    def _last(self, delta: Delta) -> InfillChunk:
+        word = delta.stop_reason if isinstance(delta.stop_reason, str) else ""
+        return InfillChunk(
+            delta.text,
+            stop=True,
+            model=self._model,
+            tokens_predicted=self._usage.completion,
+            tokens_evaluated=self._usage.prompt,
+            tokens_cached=self._usage.cached,
+            stop_type="word" if word else STOP_TYPES[delta.finish_reason or "stop"],
+            stopping_word=word,
+        )
