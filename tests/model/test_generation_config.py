@@ -241,6 +241,7 @@ def test_a_requests_configuration_replaces_the_checkpoints_fields(name: str) -> 
         ({"no_repeat_ngram_size": 10**6}, "no_repeat_ngram_size"),
         ({"stop_strings": ["a"] * 17}, "stop_strings"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"encoder_repetition_penalty": 1e300}, "encoder_repetition_penalty"),
     ],
 )
 def test_a_requests_configuration_is_checked(fields: Fields, param: str) -> None:

@@ -112,6 +112,8 @@ NOT_IN_REQUESTS: dict[str, tuple[Any, ...]] = {"typical_p": (1,), "watermarking_
 MAX_SEQUENCES = 128  # token sequences of a request: a step compares each
 MAX_NGRAM = 128  # tokens; a step compares that many with each of the text
 MAX_STOPS = 16  # stop strings of a request
+PENALTIES = "repetition_penalty", "encoder_repetition_penalty"
+MIN_PENALTY, MAX_PENALTY = 0.01, 100  # of a request: beyond them scores overflow
 
 
 def fill_sampling_defaults(config: GenerationConfig, defaults: str) -> None:
@@ -181,6 +183,10 @@ def with_request_fields(
     for name in ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"):
         if (size := fields.get(name, 0)) > MAX_NGRAM:
             raise InvalidInput.at(f"generation_config.{name}", f"{size} exceeds {MAX_NGRAM}")
+    for name in PENALTIES:
+        if not MIN_PENALTY <= (penalty := fields.get(name, 1)) <= MAX_PENALTY:
+            reason = f"{penalty:g} is not between {MIN_PENALTY} and {MAX_PENALTY}"
+            raise InvalidInput.at(f"generation_config.{name}", reason)
     limits = ("bad_words_ids", MAX_SEQUENCES), ("sequence_bias", MAX_SEQUENCES)
     for name, limit in (*limits, ("stop_strings", MAX_STOPS)):
         entries = fields.get(name)

@@ -216,8 +216,12 @@ class InputProcessor:
             for word in request.sampling.bad_words
             for text in (word, " " + word.lstrip(" "))
         }
-        if banned := {ids: None for ids in banned if ids}:
-            config.bad_words_ids = [*(config.bad_words_ids or ()), *map(list, banned)]
+        config.suppress_tokens = [
+            *(config.suppress_tokens or ()),
+            *(ids[0] for ids in banned if len(ids) == 1),
+        ]
+        sequences = [list(ids) for ids in banned if len(ids) > 1]
+        config.bad_words_ids = [*(config.bad_words_ids or ()), *sequences]
         return config
 
     def _render(self, request: GenerationInput) -> RenderedPrompt | None:
