@@ -233,6 +233,8 @@ class GenerationRequest(Struct, kw_only=True):
             raise InvalidInput.at("stream_options", "requires stream: true")
         if self.prompt_logprobs is not None and (self.stream or (self.n or 1) > 1):
             raise InvalidInput.at("prompt_logprobs", "requires n: 1 and stream: false")
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidInput.at("truncate_prompt_tokens", "must be -1 or at least 1, not 0")
         name, max_tokens = self.token_limit
         if max_tokens is None:
             max_tokens = self.default_tokens

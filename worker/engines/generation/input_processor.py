@@ -258,7 +258,7 @@ class InputProcessor:
             room = fitting if room < 0 else min(room, self.max_model_len)
         if isinstance(prompt, tuple):
             self._check_ids(prompt, param)
-            encoded = EncodedPrompt(TokenIds(prompt if room is None else prompt[-room:][:room]))
+            encoded = EncodedPrompt(TokenIds(prompt if room is None else prompt[-room:]))
         elif isinstance(prompt, str) and request.suffix is not None:
             from worker.text.fill_in_middle import fill_in_middle
 
@@ -320,7 +320,7 @@ class InputProcessor:
             ids = self._encode(text, add_special_tokens)
         if room is None or len(ids) <= room:
             return ids
-        start = ids[:1] if room and ids[0] == self._tokenizer.bos_token_id else []
+        start = ids[:1] if ids[0] == self._tokenizer.bos_token_id else []
         return start + ids[len(ids) - room + len(start) :]
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
