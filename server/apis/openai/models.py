@@ -34,6 +34,7 @@ from worker.messages.adapters import Adapter
 from worker.messages.generation import SamplingDefaults
 from worker.messages.protocol import TextModel
 from worker.registry import ServedModel, TextModelInfo
+from worker.task_detection import split_file
 from worker.tasks import TASKS
 
 MAX_NAME = 200  # characters that are compared with patterns
@@ -132,7 +133,7 @@ class NamedModel:
         if not own_name:
             self.names |= {None, *ANY_MODEL}
         if not reference.is_named:
-            self.names.add(reference.path)
+            self.names |= {reference.path, ":".join(filter(None, split_file(reference.path)))}
         self.adapter: Adapter | None = None  # that its requests run with
         self.adapters: dict[str, AdaptedModel] = {}  # by name
         self.aliases: list[str] = []

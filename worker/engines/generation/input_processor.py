@@ -103,7 +103,9 @@ class InputProcessor:
         self._processors = processors if processors.extend_any() else None
         strings = defaults.stop_strings or ()
         self._stop_strings = (strings,) if isinstance(strings, str) else tuple(strings)
-        self.template = verify_tool_call_format(ChatTemplate(tokenizer, language.template_defaults))
+        template = ChatTemplate(tokenizer, language.template_defaults, language.reasoning)
+        self.template = verify_tool_call_format(template)
+        self._default_seed = language.default_seed
         self.info = replace(self.info, has_chat_template=bool(self.template.source))
         self.constraint_builder = ConstraintBuilder(
             self.template, tokenizer, vocab_size, self.eos_token_ids
@@ -315,6 +317,7 @@ class InputProcessor:
         self, request: GenerationInput, stop_token_ids: tuple[int, ...], prompt_tokens: int
     ) -> SamplingParams:
         sampling, min_tokens = request.sampling, request.stopping.min_tokens
+        seed = self._default_seed if sampling.seed is None else sampling.seed
         if min_tokens is None:
             stop_token_ids = () if request.stopping.ignore_eos else self.eos_token_ids
             min_tokens = (
@@ -327,7 +330,7 @@ class InputProcessor:
             presence_penalty=sampling.presence_penalty,
             frequency_penalty=sampling.frequency_penalty,
             logit_bias=tuple(sampling.logit_bias.items()),
-            seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
+            seed=secrets.randbits(64) if seed is None else seed,
             logprobs=sampling.logprobs,
             min_tokens=min_tokens,
             stop_token_ids=stop_token_ids if min_tokens else (),
