@@ -3,7 +3,7 @@
 app.py makes the registry of them, routes.py the names that requests use.
 """
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from server.apis.openai.decisions.endpoint import uses_language_model
@@ -63,6 +63,21 @@ def _entries(settings: Settings, with_loader: Container[str]) -> Iterator[ModelE
             elif generates and name != kind:
                 own = replace(own, chat_template="auto")  # the setting is for the default model
             yield ModelEntry(kind, name, reference, own, generates, served_by)
+
+
+def entry_on_demand(
+    kind: str, reference: ModelReference, settings: Settings, entries: Sequence[ModelEntry]
+) -> ModelEntry:
+    """Return the entry of a model that no setting names, with a share like that of its kind's
+    configured ones, `entries`."""
+    name, share = f"{kind}:{reference.name}", next(e.settings for e in entries if e.kind == kind)
+    own = replace(
+        settings,
+        chat_template="auto",
+        kv_cache_gb=share.kv_cache_gb,
+        max_running=share.max_running,
+    )
+    return ModelEntry(kind, name, reference, own, kind == "generation", name)
 
 
 def _named(setting: str, settings: Settings) -> Iterator[tuple[str, ModelReference]]:

@@ -74,6 +74,9 @@ class Settings:
     rerank_model: str = setting("none", "models of /rerank and /v1/score, likewise")
     transcription_model: str = setting("none", "models of /v1/audio/transcriptions, likewise")
     models: str = setting("none", "TOML file with the lists of models, by the settings' names")
+    models_from_cache: bool = setting(
+        False, "serve the models of the local hub cache, by name, as those of a kind that is served"
+    )
     model_idle_s: float = setting(
         0.0, "time without requests until a model is unloaded, in seconds; 0: never", minimum=0
     )
