@@ -118,11 +118,9 @@ def create_app(
     if settings.models_from_cache:
         from server.cached_models import CachedModels
 
-        def new_model(entry: ModelEntry) -> ServedModel:
-            return served_models(settings, [entry], loaders)[0]
-
-        cached = CachedModels(settings, entries, models, worker_client, new_model)
-        cached.add(cached.find(cached.known()))
+        make = partial(served_models, settings, loaders=loaders)
+        cached = CachedModels(settings, entries, models, worker_client, make)
+        cached.add(cached.find())
         worker_client.manager.rescan = cached.rescan
     run = partial(lifespan, jobs=jobs)
     router = Router(routes, redirect_slashes=False, lifespan=partial(run, owns_process=True))

@@ -5,9 +5,10 @@ app.py makes the registry of them, routes.py the names that requests use.
 
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from server.apis.openai.decisions.endpoint import uses_language_model
-from server.core.settings import ModelReference, Settings, parse_models
+from server.core.settings import OPTIONS, ModelReference, Settings, parse_models
 from server.preflight import MODELS
 from worker.tasks import resolve_task
 
@@ -71,12 +72,8 @@ def entry_on_demand(
     """Return the entry of a model that no setting names, with a share like that of its kind's
     configured ones, `entries`."""
     name, share = f"{kind}:{reference.name}", next(e.settings for e in entries if e.kind == kind)
-    own = replace(
-        settings,
-        chat_template="auto",
-        kv_cache_gb=share.kv_cache_gb,
-        max_running=share.max_running,
-    )
+    options: dict[str, Any] = {field: getattr(settings, field) for field, _ in OPTIONS.values()}
+    own = replace(share, **options, chat_template="auto")
     return ModelEntry(kind, name, reference, own, kind == "generation", name)
 
 

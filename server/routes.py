@@ -87,13 +87,10 @@ def make_routes(
             *adapters.routes(),
         ]
     routes += scoring_and_speech_routes(settings, worker_client, models)
+    taken = named.models
     pipelines = [
         NamedModel(
-            entry.reference,
-            worker_client,
-            entry.served_by,
-            named.models,
-            entry.settings.pipeline_task,
+            entry.reference, worker_client, entry.served_by, taken, entry.settings.pipeline_task
         )
         for entry in entries
         if entry.kind == "pipeline" and entry.served_by == entry.name

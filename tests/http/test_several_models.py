@@ -61,8 +61,13 @@ def test_models_of_the_hub_cache_are_served_by_name(
         url, manager = server.url + "/v1/models", server.worker_client.manager
         monkeypatch.setattr(cached_models, "SCAN_INTERVAL_S", 0.0)  # after the next scan
         add_to_cache(tmp_path, "org/two", files)
-        listed = {model["id"]: model["status"]["value"] for model in CLIENT.get(url).json()["data"]}
-        assert listed == {"demo": "loaded", "org/one": "unloaded", "org/two": "unloaded"}
+        add_to_cache(tmp_path, "demo", files)  # the name is taken
+        listed = [(model["id"], model["status"]) for model in CLIENT.get(url).json()["data"]]
+        assert listed == [
+            ("demo", {"value": "loaded"}),
+            ("org/one", {"value": "unloaded"}),
+            ("org/two", {"value": "unloaded"}),
+        ]
         monkeypatch.setattr(cached_models, "SCAN_INTERVAL_S", 1e6)
         add_to_cache(tmp_path, "other/three", files)
         for name in ("org/one", "other/three"):

@@ -19,9 +19,9 @@ def files(**config: Any) -> dict[str, bytes]:
     return {"config.json": text, "model.safetensors": NO_TENSORS}
 
 
-def names(cache: Path, *known: str, seen: dict[str, int] | None = None) -> list[str]:
+def names(cache: Path, seen: dict[str, int] | None = None) -> list[str]:
     kinds = {"generation", "embedding"}
-    return [name for name, _ in scan(cache, known, kinds, {} if seen is None else seen)]
+    return [name for name, _ in scan(cache, kinds, {} if seen is None else seen)]
 
 
 def test_complete_checkpoints_are_found_by_name(tmp_path: Path) -> None:
@@ -30,12 +30,11 @@ def test_complete_checkpoints_are_found_by_name(tmp_path: Path) -> None:
     embedder = files() | {"modules.json": b'[{"type": "sentence_transformers.models.Pooling"}]'}
     add_to_cache(tmp_path, "embedder", embedder)
     quantized = add_to_cache(tmp_path, "org/q", {"x.gguf": b"GGUF", "y.gguf": LFS_POINTER})
-    found = dict(scan(tmp_path, (), {"generation", "embedding"}, {}))
+    found = dict(scan(tmp_path, {"generation", "embedding"}, {}))
     assert found.pop("org/chat") == ("generation", folder)
     assert found.pop("org/q/x.gguf") == ("generation", quantized / "x.gguf")
     assert found.pop("embedder")[0] == "embedding"
     assert [*found] == ["org/chat@v1"]
-    assert names(tmp_path, "org/chat", "embedder") == ["org/chat@v1", "org/q/x.gguf"]
 
 
 @pytest.mark.parametrize(
@@ -72,9 +71,9 @@ def test_files_are_read_again_only_when_they_have_changed(
 ) -> None:
     snapshot = add_to_cache(tmp_path, "org/x", {"config.json": json.dumps(CHAT).encode()})
     seen: dict[str, int] = {}
-    assert names(tmp_path, seen=seen) == []
+    assert names(tmp_path, seen) == []
     with monkeypatch.context() as patch:
         patch.setattr("server.cached_models.folder_problem", lambda _: pytest.fail("read again"))
-        assert names(tmp_path, seen=seen) == []
+        assert names(tmp_path, seen) == []
     (snapshot / "model.safetensors").write_bytes(NO_TENSORS)
-    assert names(tmp_path, seen=seen) == ["org/x"]
+    assert names(tmp_path, seen) == ["org/x"]

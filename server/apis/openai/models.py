@@ -284,8 +284,7 @@ class ModelGroup:
         """The tokens of the longest context: no list of a request is longer."""
         longest = 0
         for model in self.models:
-            longest = max(longest, model.text_info.max_model_len)
-            if longest >= NOT_LOADED.max_model_len:
+            if (longest := max(longest, model.text_info.max_model_len)) >= NOT_LOADED.max_model_len:
                 break
         return longest
 
