@@ -193,8 +193,7 @@ def served_models(
 def count_later_caches(models: Mapping[str, ServedModel], entry: ModelEntry) -> int:
     """Return how many models beside one may still take memory for a KV cache: one of all those of
     the hub cache."""
-    others = [model for model in models.values() if model.name != entry.name]
-    later = sum(model.has_cache and not model.is_loaded for model in others)
+    later = sum(m.has_cache and not m.is_loaded for m in models.values() if m.name != entry.name)
     return later + entry.settings.models_from_cache
 
 

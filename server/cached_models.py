@@ -6,7 +6,6 @@ loaded from its folder when a request names it: nothing is downloaded.
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -23,8 +22,6 @@ from server.preflight import MODELS, setting_for
 from worker.checkpoint_files import GGUF, file_problem, folder_problem
 from worker.registry import ServedModel
 from worker.task_detection import split_file
-
-log = logging.getLogger("onequeue.cached_models")
 
 MAX_ENTRIES = 10_000  # of a folder that are read
 MAX_MODELS = 256
@@ -70,7 +67,6 @@ class CachedModels:
             model = NamedModel(reference, self._worker_client, entry.name)
             model.names.add(":".join(filter(None, split_file(name))))
             self._named[kind].append(model)
-            log.info("found in the cache serves=%s", entry.name)
         self._room -= len(new)
         return bool(new)
 

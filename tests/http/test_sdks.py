@@ -10,6 +10,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 from huggingface_hub import AsyncInferenceClient
+from transformers.cli.chat import load_generation_config, parse_generate_flags
 
 from tests.fake_generator import FakeGenerator
 from tests.serving import Server, serving
@@ -67,3 +68,38 @@ def test_transformers_chat(tmp_path: Path) -> None:
     [payload] = generator.payloads
     assert payload.stopping.default_tokens == 20
     assert (payload.sampling.temperature, payload.sampling.top_k) == (0, 9)
+
+
+@pytest.mark.parametrize(
+    ("flags", "obeyed"),
+    [
+        ([], {"temperature": None, "top_k": None, "top_p": None, "seed": None}),
+        (["do_sample=False"], {"temperature": 0}),
+        (
+            ["temperature=0.5", "top_k=9", "top_p=0.8", "min_p=0.1", "repetition_penalty=1.2"],
+            {"temperature": 0.5, "top_k": 9, "top_p": 0.8, "min_p": 0.1, "repetition_penalty": 1.2},
+        ),
+        (["num_beams=1", "typical_p=1.0"], {"temperature": None}),
+    ],
+)
+def test_the_generation_config_of_transformers_chat_is_obeyed(
+    flags: list[str], obeyed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request is built by the functions of the command, as each of its turns does."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)  # it bars us too
+    config: Any = load_generation_config(None)
+    config.update(do_sample=True, max_new_tokens=256)
+    config.update(**parse_generate_flags(flags))
+    generator = FakeGenerator()
+
+    async def ask(url: str) -> str:
+        extra = {"generation_config": config.to_json_string(), "model": "demo"}
+        async with AsyncInferenceClient(base_url=url) as client:
+            stream = await client.chat_completion(HI, stream=True, model="demo", extra_body=extra)
+            return "".join([c.choices[0].delta.content or "" async for c in stream])
+
+    with serving(load_chat=lambda: generator) as server:
+        assert asyncio.run(ask(server.url)) == WHOLE
+    [payload] = generator.payloads
+    assert payload.stopping.default_tokens == 256
+    assert {name: getattr(payload.sampling, name) for name in obeyed} == obeyed
