@@ -36,7 +36,7 @@ from server.preflight import (
     set_openmp_variables,
     telemetry_is_configured,
 )
-from server.routes import make_routes
+from server.routes import make_routes, named_models
 from worker.cores import find_cores
 from worker.messages.protocol import Engine, Generator, Runner
 from worker.registry import ServedModel
@@ -100,8 +100,10 @@ def create_app(
     queue = RequestQueue(settings.max_queue_size, time.monotonic, size_of)
     limit = None if settings.models_gb is None else int(settings.models_gb * 1e9)
     worker = Worker(served_models(settings, entries, loaders), cores=cores, limit_bytes=limit)
-    queues = [model.queue for model in worker.models.values()]
-    metrics = Metrics(lambda: queue.pending, lambda: sum(each.not_started for each in queues))
+    metrics = Metrics(
+        lambda: queue.pending,
+        lambda: sum(model.queue.not_started for model in worker.models.values()),
+    )
     worker_client = WorkerClient(
         worker,
         queue,
@@ -111,7 +113,15 @@ def create_app(
         settings.model_idle_s,
         settings.load_timeout_s,
     )
-    routes, jobs = make_routes(settings, worker_client, entries)
+    models = named_models(settings, worker_client, entries)
+    routes, jobs = make_routes(settings, worker_client, entries, models)
+    if settings.models_from_cache:
+        from server.cached_models import CachedModels
+
+        make = partial(served_models, settings, loaders=loaders)
+        cached = CachedModels(settings, entries, models, worker_client, make)
+        cached.add(cached.find())
+        worker_client.manager.rescan = cached.rescan
     run = partial(lifespan, jobs=jobs)
     router = Router(routes, redirect_slashes=False, lifespan=partial(run, owns_process=True))
     app = Application(router, routes, settings, worker_client, partial(run, owns_process=False))
@@ -148,7 +158,7 @@ def served_models(
             continue
         model: ServedModel
         if entry.generates:
-            later_caches = partial(count_later_caches, models, entry.name)
+            later_caches = partial(count_later_caches, models, entry)
             given = loaders.get(entry.kind) if entry.kind == "generation" else None
             load_chat = given or partial(load_language_model, entry, later_caches)
             model = ServedModel(entry.name, load_chat, entry.settings.max_running, generates=True)
@@ -162,7 +172,7 @@ def served_models(
                     sharing.pin = True
                     sharing.load_at_start()
         elif entry.kind == "pipeline" and entry.generates_text and entry.kind not in loaders:
-            model = text_pipeline_model(entry, partial(count_later_caches, models, entry.name))
+            model = text_pipeline_model(entry, partial(count_later_caches, models, entry))
         else:
             load = partial(load_pipeline if entry.kind == "pipeline" else load_scoring, entry)
             if given := loaders.get(entry.kind):
@@ -180,11 +190,11 @@ def served_models(
     return [*models.values()]
 
 
-def count_later_caches(models: Mapping[str, ServedModel], name: str) -> int:
-    """Return how many models beside one may still take memory for a KV cache."""
-    return sum(
-        model.has_cache and not model.is_loaded and model.name != name for model in models.values()
-    )
+def count_later_caches(models: Mapping[str, ServedModel], entry: ModelEntry) -> int:
+    """Return how many models beside one may still take memory for a KV cache: one of all those of
+    the hub cache."""
+    later = sum(m.has_cache and not m.is_loaded for m in models.values() if m.name != entry.name)
+    return later + entry.settings.models_from_cache
 
 
 def batched_model(

@@ -3,11 +3,12 @@
 app.py makes the registry of them, routes.py the names that requests use.
 """
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from server.apis.openai.decisions.endpoint import uses_language_model
-from server.core.settings import ModelReference, Settings, parse_models
+from server.core.settings import OPTIONS, ModelReference, Settings, parse_models
 from server.preflight import MODELS
 from worker.tasks import resolve_task
 
@@ -63,6 +64,17 @@ def _entries(settings: Settings, with_loader: Container[str]) -> Iterator[ModelE
             elif generates and name != kind:
                 own = replace(own, chat_template="auto")  # the setting is for the default model
             yield ModelEntry(kind, name, reference, own, generates, served_by)
+
+
+def entry_on_demand(
+    kind: str, reference: ModelReference, settings: Settings, entries: Sequence[ModelEntry]
+) -> ModelEntry:
+    """Return the entry of a model that no setting names, with a share like that of its kind's
+    configured ones, `entries`."""
+    name, share = f"{kind}:{reference.name}", next(e.settings for e in entries if e.kind == kind)
+    options: dict[str, Any] = {field: getattr(settings, field) for field, _ in OPTIONS.values()}
+    own = replace(share, **options, chat_template="auto")
+    return ModelEntry(kind, name, reference, own, kind == "generation", name)
 
 
 def _named(setting: str, settings: Settings) -> Iterator[tuple[str, ModelReference]]:

@@ -56,17 +56,21 @@ METRICS = Operation("GET /metrics", "Prometheus metrics", {TEXT: {"type": "strin
 
 
 def make_routes(
-    settings: Settings, worker_client: WorkerClient, entries: Sequence[ModelEntry]
+    settings: Settings,
+    worker_client: WorkerClient,
+    entries: Sequence[ModelEntry],
+    models: Mapping[str, Sequence[NamedModel]],
 ) -> tuple[list[OperationRoute], JobRunner]:
-    """Return the routes, and the runner of the requests without a connection."""
-    models = named_models(settings, worker_client, entries)
+    """Return the routes, and the runner of the requests without a connection. `models`: those that
+    a request may name."""
+    named = ModelGroup(*models.values())
     routes = pipeline_routes(settings, worker_client, entries)  # tried in this order
     routes += routes_of(IndexPage(settings, worker_client), health, ready, version, debug_queue)
     routes.append(OperationRoute(METRICS, metrics))
     jobs = JobRunner(worker_client)
     if chats := models.get("generation"):
         chat = ModelGroup(chats)
-        adapters = AdapterControl(settings, chat, [*chain(*models.values())])
+        adapters = AdapterControl(settings, chat, named)
         adapters.add_configured()
         max_bytes = int(settings.max_body_mb * 1_000_000)
         fetcher = Fetcher(settings.image_fetch, max_bytes, worker_client.metrics)
@@ -84,18 +88,17 @@ def make_routes(
             *adapters.routes(),
         ]
     routes += scoring_and_speech_routes(settings, worker_client, models)
-    named = [*chain(*models.values())]
+    taken = named.models
     pipelines = [
         NamedModel(
-            entry.reference, worker_client, entry.served_by, named, entry.settings.pipeline_task
+            entry.reference, worker_client, entry.served_by, taken, entry.settings.pipeline_task
         )
         for entry in entries
         if entry.kind == "pipeline" and entry.served_by == entry.name
     ]
     routes += ModelListing(named, pipelines).routes()
-    texts = (group for kind, group in models.items() if kind != "transcription")
-    if text_models := [*chain(*texts)]:
-        routes += tokenizer_routes(settings, worker_client, text_models)
+    if texts := [group for kind, group in models.items() if kind != "transcription"]:
+        routes += tokenizer_routes(settings, worker_client, ModelGroup(*texts))
     routes += routes_of(Assets())
     if settings.batch_dir != "none":
         by_path: dict[str, Any] = {route.path: route.endpoint for route in routes}
@@ -157,8 +160,8 @@ def scoring_and_speech_routes(
         group = ModelGroup(rerankers)
         rerank = ScoringEndpoint(settings, worker_client, group, RerankRequest)
         yield from (OperationRoute(operation, rerank) for operation in RERANK)
-    if scoring := [*chain(*(models.get(kind, ()) for kind in ("rerank", "embedding")))]:
-        score = ScoringEndpoint(settings, worker_client, ModelGroup(scoring), ScoreRequest)
+    if scoring := [models[kind] for kind in ("rerank", "embedding") if kind in models]:
+        score = ScoringEndpoint(settings, worker_client, ModelGroup(*scoring), ScoreRequest)
         yield OperationRoute(SCORE, score)
     if transcribers := models.get("transcription"):
         group, uploads = ModelGroup(transcribers), Uploads(settings.max_audio_mb)

@@ -39,6 +39,20 @@ class Hub:
         return (200, "", file.read_bytes()) if file.is_file() else (404, "EntryNotFound", b"")
 
 
+def add_to_cache(cache: Path, model: str, files: dict[str, bytes], ref: str = "main") -> Path:
+    """Write a revision of a model as huggingface_hub does; return its snapshot's folder."""
+    repository = cache / f"models--{model.replace('/', '--')}"
+    snapshot = repository / "snapshots" / sha1(ref.encode()).hexdigest()
+    for folder in (repository / "refs", repository / "blobs", snapshot):
+        folder.mkdir(parents=True, exist_ok=True)
+    (repository / "refs" / ref).write_text(snapshot.name)
+    for name, content in files.items():
+        blob = repository / "blobs" / sha1(content).hexdigest()
+        blob.write_bytes(content)
+        (snapshot / name).symlink_to(Path("../../blobs") / blob.name)
+    return snapshot
+
+
 @contextmanager
 def serving_hub(model: str, folder: Path, token: str) -> Iterator[Hub]:
     hub = Hub(model, folder, token)

@@ -179,6 +179,10 @@ class Worker:
         self.thread.start()
         threading.Thread(target=self._load_at_start, name="loader", daemon=True).start()
 
+    def add(self, model: ServedModel) -> None:
+        """Register a model that is loaded later."""
+        self.models = {**self.models, model.name: model}  # other threads iterate over the old one
+
     def submit(self, items: list[WorkItem]) -> None:
         now = self.clock()
         for item in items:

@@ -14,7 +14,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -82,6 +82,10 @@ class Residency:
         )
 
 
+async def no_models() -> bool:
+    return False
+
+
 class ModelManager:
     """`idle_s`: time until an unused model is unloaded, 0: never. `load_timeout_s`: time without
     progress until a load is abandoned."""
@@ -100,15 +104,20 @@ class ModelManager:
         self.idle_s = idle_s
         self.load_timeout_s = load_timeout_s
         self.models = {name: Residency(model) for name, model in worker.models.items()}
+        # looks for further models, if there can be any; returns whether it has added some
+        self.rescan: Callable[[], Awaitable[bool]] = no_models
         self._loads: deque[Residency] = deque()
         self._task: asyncio.Task[None] | None = None
         queue.on_unused = self._on_unused
 
+    def add(self, model: ServedModel) -> None:
+        """Register a model that is loaded when a request names it."""
+        self.worker.add(model)
+        self.models[model.name] = Residency(model)
+
     def start(self) -> None:
         """Begin to count the idle time of the models that were loaded at the start."""
-        loop = asyncio.get_running_loop()
         for entry in self.models.values():
-            entry.model.on_progress = partial(loop.call_soon_threadsafe, entry.notify)
             if entry.model.state == "ready":
                 self._on_unused(entry.model.name)
 
@@ -216,6 +225,8 @@ class ModelManager:
             entry.queued = False  # all clients have left
             return
         entry.load_started_at = time.monotonic()
+        loop = asyncio.get_running_loop()
+        model.on_progress = partial(loop.call_soon_threadsafe, entry.notify)
         model.state = "loading"
         needed, free = await self._measure(model)
         await self._make_room(entry, needed, free)

@@ -37,6 +37,8 @@ HUB_LINK = re.compile(
     r"([\w.-]+(?:/[\w.-]+)?)(?:/tree/main|/(?:blob|resolve)/main/([\w./-]+\.gguf))?/?(?:[?#].*)?"
 )
 
+GGUF_NAME = re.compile(r"([^:@]+)(@[^:@]+)?:([^:@]+\.gguf)(@.+)?")  # as in transformers serve
+
 
 class SettingsError(ValueError):
     """The message names the setting and what it accepts."""
@@ -72,6 +74,9 @@ class Settings:
     rerank_model: str = setting("none", "models of /rerank and /v1/score, likewise")
     transcription_model: str = setting("none", "models of /v1/audio/transcriptions, likewise")
     models: str = setting("none", "TOML file with the lists of models, by the settings' names")
+    models_from_cache: bool = setting(
+        False, "serve the models of the local hub cache, by name, as those of a kind that is served"
+    )
     model_idle_s: float = setting(
         0.0, "time without requests until a model is unloaded, in seconds; 0: never", minimum=0
     )
@@ -106,6 +111,14 @@ class Settings:
     )
     sampling_defaults: str = setting(
         "{}", "JSON object of sampling parameters that neither request nor generation_config sets"
+    )
+    reasoning: str = setting(
+        "auto",
+        "the chat template's switch for reasoning, unless a request sets it; auto: its own default",
+        ("auto", "on", "off"),
+    )
+    default_seed: int | None = setting(
+        None, "seed of requests under /v1 without one; auto: a random one for each", minimum=0
     )
     allow_dimensions: bool = setting(
         False, "shorten embeddings also of models not trained for it (Matryoshka)"
@@ -380,16 +393,22 @@ def split_entry(entry: str) -> tuple[str, str, str]:
     name, separator, path = model.partition("=")
     if not (separator and path and SERVED_NAME.fullmatch(name)) or is_local(model):
         name, path = "", model
-    if not is_local(path) and (link := HUB_LINK.fullmatch(path)):
-        path = link[1] + (f"/{link[2]}" if link[2] else "")
+    if not is_local(path):
+        if link := HUB_LINK.fullmatch(path):
+            path = link[1] + (f"/{link[2]}" if link[2] else "")
+        elif path.endswith(".gguf") and is_local(file := "/".join(path.rsplit(":", 1))):
+            path = file
+        elif gguf := GGUF_NAME.fullmatch(path):
+            path = f"{gguf[1]}/{gguf[3]}{gguf[2] or gguf[4] or ''}"
     return name, path, ";".join(options)
 
 
 @cache
 def parse_model(setting: str, entry: str) -> ModelReference:
     """Parse `[NAME=]MODEL[@REVISION][;OPTION=VALUE…]`. By default a folder is served by its last
-    component, any other model by its id. Raises SettingsError for an option that is unknown, given
-    twice, or has a value that is not accepted."""
+    component, any other model by its id. MODEL:FILE.gguf is MODEL/FILE.gguf. Raises
+    SettingsError for an option that is unknown, given twice, or has a value that is not accepted.
+    """
     name, path, options = split_entry(entry)
     is_named = bool(name)
     if not name and (path.startswith(("/", ".", "~")) or (path != "demo" and is_local(path))):

@@ -17,7 +17,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -122,7 +122,6 @@ class WorkerClient:
         load_timeout_s: float = math.inf,
     ) -> None:
         self.worker = worker
-        self.models = worker.models
         self.queue = queue
         self.metrics = metrics
         self.stuck_after_s = stuck_after_s
@@ -206,6 +205,10 @@ class WorkerClient:
             wake()
 
     # ── requests ──
+
+    @property
+    def models(self) -> Mapping[str, ServedModel]:
+        return self.worker.models
 
     def refusal(self, name: str | None = None) -> errors.Refused | None:
         """Return the reason for refusing all requests now, or those of one model."""

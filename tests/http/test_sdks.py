@@ -11,9 +11,12 @@ import huggingface_hub
 import pytest
 import transformers
 from huggingface_hub import AsyncInferenceClient
+from transformers import GenerationConfig
+from transformers.cli.chat import load_generation_config, parse_generate_flags
 
 from tests.fake_generator import FakeGenerator
 from tests.serving import Server, serving
+from worker.model.generation_config import with_request_fields
 
 WHOLE = "Hello there, wörld!"
 HI = [{"role": "user", "content": "hi"}]
@@ -68,3 +71,35 @@ def test_transformers_chat(tmp_path: Path) -> None:
     [payload] = generator.payloads
     wanted = {"max_new_tokens": 20, "temperature": 0.1, "do_sample": False, "top_k": 9}
     assert dict(payload.config) == {**wanted, "transformers_version": transformers.__version__}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["temperature=0.5", "top_k=9", "top_p=0.8", "min_p=0.1", "repetition_penalty=1.2"],
+        ["num_beams=1", "typical_p=1.0", "no_repeat_ngram_size=3", "use_cache=True"],
+    ],
+)
+def test_the_generation_config_of_transformers_chat_is_obeyed(
+    flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request is built by the functions of the command, as each of its turns does."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)  # it bars us too
+    config: Any = load_generation_config(None)
+    config.update(do_sample=True, max_new_tokens=256)
+    config.update(**parse_generate_flags(flags))
+    generator = FakeGenerator()
+
+    async def ask(url: str) -> str:
+        extra = {"generation_config": config.to_json_string(), "model": "demo"}
+        async with AsyncInferenceClient(base_url=url) as client:
+            stream = await client.chat_completion(HI, stream=True, model="demo", extra_body=extra)
+            return "".join([c.choices[0].delta.content or "" async for c in stream])
+
+    with serving(load_chat=lambda: generator) as server:
+        assert asyncio.run(ask(server.url)) == WHOLE
+    [payload] = generator.payloads
+    untyped: Any = GenerationConfig  # not annotated
+    used = with_request_fields(untyped(), payload.config, 1000)
+    assert {n: v for n, v in vars(used).items() if v is not None} == config.to_diff_dict()

@@ -8,9 +8,12 @@ from typing import Any
 
 import httpx
 import pytest
+from huggingface_hub import constants
 
-from tests.event_streams import chat, post
+from server import cached_models
+from tests.event_streams import CLIENT, chat, post
 from tests.http.test_pipeline_http import error_of
+from tests.hub import add_to_cache
 from tests.serving import Server, metric, serving
 
 FOLDER = Path(__file__).parents[2] / "worker" / "demo"
@@ -45,6 +48,37 @@ def test_a_request_is_answered_by_the_model_that_it_names(server: Server) -> Non
     unknown = chat(server, FRANCE, model="other")
     assert unknown.status_code == 404
     assert "only 'demo', 'short'" in error_of(unknown)["message"]
+
+
+def test_models_of_the_hub_cache_are_served_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    files = {file.name: file.read_bytes() for file in (FOLDER / "chat").iterdir()}
+    add_to_cache(tmp_path, "org/one", files)
+    settings: dict[str, Any] = {"chat_model": "demo", "models_from_cache": True}
+    with serving(**settings, model_aliases=("org/*=demo",), compile="off") as server:
+        url, manager = server.url + "/v1/models", server.worker_client.manager
+        monkeypatch.setattr(cached_models, "SCAN_INTERVAL_S", 0.0)  # after the next scan
+        add_to_cache(tmp_path, "org/two", files)
+        add_to_cache(tmp_path, "demo", files)  # the name is taken
+        listed = [(model["id"], model["status"]) for model in CLIENT.get(url).json()["data"]]
+        assert listed == [
+            ("demo", {"value": "loaded"}),
+            ("org/one", {"value": "unloaded"}),
+            ("org/two", {"value": "unloaded"}),
+        ]
+        monkeypatch.setattr(cached_models, "SCAN_INTERVAL_S", 1e6)
+        add_to_cache(tmp_path, "other/three", files)
+        for name in ("org/one", "other/three"):
+            answer = chat(server, FRANCE, model=name, max_tokens=20, temperature=0).json()
+            assert answer["model"] == name
+            assert "Paris" in answer["choices"][0]["message"]["content"]
+        assert manager.models["generation:org/one"].is_ready
+        assert CLIENT.get(f"{url}/other/three").json()["status"] == {"value": "loaded"}
+        add_to_cache(tmp_path, "other/four", files)
+        refused = chat(server, FRANCE, model="other/four")  # the cache was just scanned
+        assert (refused.status_code, error_of(refused)["code"]) == (404, "model_not_found")
 
 
 def test_every_generation_endpoint_chooses_the_model(server: Server) -> None:

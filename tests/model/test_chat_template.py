@@ -17,7 +17,7 @@ from tests.tiny_tokenizers import llama_tokenizer
 from worker.engines.generation.input_processor import InputProcessor
 from worker.engines.generation.loading import load_generator
 from worker.engines.generation.output import PreparedPrompt
-from worker.messages.generation import Chat, ToolCallPolicy
+from worker.messages.generation import Chat, GenerationInput, Sampling, ToolCallPolicy
 from worker.model.language_model import LanguageModel
 from worker.text.chat_template.history import QUESTION
 from worker.text.chat_template.inference import TOOLS
@@ -96,10 +96,42 @@ def test_variables_have_defaults_that_a_request_overrides() -> None:
         ChatTemplate(tokenizer, {"messages": []})
 
 
-def test_the_setting_reaches_the_template() -> None:
-    options = replace(tiny_chat.options(), chat_template_kwargs='{"enable_thinking": false}')
-    template = load_generator(options).input_processor.template
-    assert template.render(Chat(HI)).text == rendered(enable_thinking=False)
+SWITCHED = "{{ enable_thinking }} {{ thinking }} {{ messages[0].content }}"
+
+
+@pytest.mark.parametrize(
+    ("chat", "text"),
+    [
+        (Chat(HI), "False False hi"),
+        (Chat(HI, effort="high"), "True True hi"),
+        # another switch would contradict the request's
+        (Chat(HI, template_kwargs={"thinking": True}), " True hi"),
+        (Chat(HI, template_kwargs={"other": True}), "False False hi"),
+    ],
+)
+def test_reasoning_is_switched_by_each_variable_unless_a_request_does(
+    chat: Chat, text: str
+) -> None:
+    template = ChatTemplate(llama_tokenizer(SWITCHED), {"thinking": True}, "off")
+    assert template.render(chat).text == text
+    assert ChatTemplate(llama_tokenizer(SWITCHED)).render(Chat(HI)).text == "  hi"
+
+
+def test_reasoning_is_not_requested_of_a_template_without_a_switch() -> None:
+    template = ChatTemplate(llama_tokenizer("{{ messages[0].content }}"), reasoning="on")
+    assert not template.reasoning_requested(Chat(HI))
+
+
+def test_the_settings_reach_the_template_and_the_sampling() -> None:
+    options = replace(tiny_chat.options(), chat_template_kwargs='{"enable_thinking": true}')
+    options = replace(options, reasoning="off", default_seed=7)
+    processor = load_generator(options).input_processor
+    assert processor.template.render(Chat(HI)).text == rendered(enable_thinking=False)
+    seeds = [
+        processor.prepare_prompt(GenerationInput(Chat(HI), Sampling(seed=seed))).params.seed
+        for seed in (None, 0, 3)
+    ]
+    assert seeds == [7, 0, 3]
 
 
 def test_errors_of_a_template_are_invalid_input(monkeypatch: pytest.MonkeyPatch) -> None:

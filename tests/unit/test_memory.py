@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from server import entries
-from server.app import served_models
+from server.app import count_later_caches, served_models
 from server.core.settings import Settings
 from server.entries import model_entries
 from worker.device import device
@@ -241,3 +241,12 @@ def test_a_language_model_at_the_root_leaves_memory_for_the_chat_model(
             model.load()
         model.state = "ready"  # as if it was loaded
     assert loaded == [("b", later_caches), ("a", 0)][: 1 + later_caches]
+
+
+def test_caches_leave_room_for_one_of_the_models_of_the_hub_cache() -> None:
+    settings = Settings(chat_model="a,b", pipeline_model="none", models_from_cache=True)
+    [first, second] = model_entries(settings, ())
+    models = {model.name: model for model in served_models(settings, [first, second], {})}
+    assert count_later_caches(models, first) == 2
+    models[first.name].state = "ready"
+    assert count_later_caches(models, second) == 1

@@ -82,6 +82,11 @@ def test_a_task_without_a_model_is_refused() -> None:
         ("huggingface.co/org/name?library=transformers", "org/name", "org/name"),
         ("https://hf.co/gpt2/tree/main", "gpt2", "gpt2"),
         ("me=https://huggingface.co/org/name", "me", "org/name"),
+        ("org/name:x.gguf", "org/name/x.gguf", "org/name/x.gguf"),
+        ("me=org/name:q4/x.gguf", "me", "org/name/q4/x.gguf"),
+        ("org/name@v1:x.gguf", "org/name/x.gguf@v1", "org/name/x.gguf@v1"),
+        ("org/name:x.gguf@v1", "org/name/x.gguf@v1", "org/name/x.gguf@v1"),  # of a file of models
+        ("/nowhere:x.gguf", "x.gguf", "/nowhere/x.gguf"),
     ],
 )
 def test_a_setting_is_a_model_with_or_without_a_name(setting: str, name: str, path: str) -> None:
@@ -97,6 +102,24 @@ def test_a_folder_whose_path_contains_an_equals_sign_is_no_name(
     os.makedirs("x=y")
     assert name_and_path("x=y") == ("x=y", "x=y")
     parse_model.cache_clear()
+
+
+def test_a_gguf_file_follows_its_folder_after_a_colon(tmp_path: Path) -> None:
+    folder = tmp_path / "ckpt@1000"
+    folder.mkdir()
+    (folder / "x.gguf").touch()
+    assert name_and_path(f"{folder}:x.gguf") == ("x.gguf", f"{folder}/x.gguf")
+    (tmp_path / "ckpt@1000:x.gguf").touch()  # a file of this name is meant, if there is one
+    parse_model.cache_clear()
+    assert name_and_path(f"{folder}:x.gguf") == ("ckpt@1000:x.gguf", f"{folder}:x.gguf")
+
+
+@pytest.mark.parametrize("entry", ["org/name/x.gguf@v1", "org/name@v1:x.gguf"])
+def test_requests_name_a_gguf_file_by_either_form(entry: str) -> None:
+    app = create_app(Settings(chat_model=entry), load_chat=FakeGenerator)
+    model = NamedModel(parse_model("chat_model", entry), app.worker_client, "generation")
+    names = "org/name/x.gguf@v1", "org/name@v1:x.gguf"
+    assert {ModelGroup([model]).id_for(name) for name in names} == {names[0]}
 
 
 @pytest.mark.parametrize(

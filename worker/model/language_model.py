@@ -87,6 +87,8 @@ class GeneratorOptions(ModelOptions):
     chat_template: str = "auto"  # a file, or the checkpoint's own
     chat_template_kwargs: str = "{}"  # JSON, as the next
     sampling_defaults: str = "{}"
+    reasoning: str = "auto"  # on or off: the switch of the chat template
+    default_seed: int | None = None  # of requests without one; None: random ones
     deterministic: bool = False  # on a GPU, outputs do not depend on the batch
     lora_dir: str = "none"  # the folder of adapters, if some may be loaded
     later_caches: int = 0  # engines loaded after this one that size their cache by the free memory
@@ -110,6 +112,8 @@ class LanguageModel:
         self.folder = folder
         self.is_multimodal = is_multimodal
         self.template_defaults: dict[str, Any] = {}  # variables of the chat template
+        self.reasoning = "auto"  # of GeneratorOptions, as the next
+        self.default_seed: int | None = None
         self.no_images_reason = TEXT_ONLY  # reason for refusing images, if they are refused
         self.model = model
         self.tokenizer = tokenizer

@@ -6,7 +6,6 @@ they began with: an unloaded or replaced one is freed after the last of them.
 
 import asyncio
 import time
-from collections.abc import Sequence
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -49,7 +48,7 @@ class AdapterResponse(Struct):
 class AdapterControl:
     """`chats`: the models that may have adapters; `named`: all whose names are taken."""
 
-    def __init__(self, settings: Settings, chats: ModelGroup, named: Sequence[NamedModel]) -> None:
+    def __init__(self, settings: Settings, chats: ModelGroup, named: ModelGroup) -> None:
         self.settings = settings
         self.chats = chats
         self.named = named
@@ -189,7 +188,7 @@ class AdapterControl:
         return next((adapted for adapted in self._all() if adapted.id == name), None)
 
     def _is_taken(self, name: str) -> bool:
-        return any(name in model.names for model in self.named)
+        return any(name in model.names for model in self.named.models)
 
     def _add(self, base: NamedModel, adapter: Adapter) -> None:
         base.adapters[adapter.name] = AdaptedModel(base, adapter)

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from batching.errors import ClientGone
 from server.apis.openai.images import ImageLoader
-from server.apis.openai.models import ModelGroup, NamedModel
+from server.apis.openai.models import ModelGroup, NamedModel, UnknownModel
 from server.apis.openai.request_fields import GenerationRequest
 from server.core.delta_stream import DeltaStream, TokenStream, UsageCounts
 from server.core.settings import Settings
@@ -187,6 +187,11 @@ class BodyEndpoint(ABC, Generic[R]):
     async def read(self, incoming: IncomingRequest, body: bytes) -> R:
         """Return the checked request of a body. Raises InvalidInput."""
         parse, deadline = partial(self.parse, scope=incoming.scope), incoming.deadlines.first
+        try:
+            return await self.body_parser.run(parse, body, deadline, self.parse_blocks)
+        except UnknownModel:
+            if not await self.worker_client.manager.rescan():
+                raise
         return await self.body_parser.run(parse, body, deadline, self.parse_blocks)
 
     @abstractmethod

@@ -9,8 +9,8 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput
-from server.apis.openai.request_fields import decode, required
+from server.apis.openai.request_fields import convert_body, required
 from server.core.model_manager import AWAIT_MODEL, Residency
 from server.core.settings import ModelReference, SettingsError
 from server.core.worker_client import IncomingRequest, Submission, WorkerClient
@@ -34,6 +34,7 @@ from worker.messages.adapters import Adapter
 from worker.messages.generation import SamplingDefaults
 from worker.messages.protocol import TextModel
 from worker.registry import ServedModel, TextModelInfo
+from worker.task_detection import split_file
 from worker.tasks import TASKS
 
 MAX_NAME = 200  # characters that are compared with patterns
@@ -132,7 +133,7 @@ class NamedModel:
         if not own_name:
             self.names |= {None, *ANY_MODEL}
         if not reference.is_named:
-            self.names.add(reference.path)
+            self.names |= {reference.path, ":".join(filter(None, split_file(reference.path)))}
         self.adapter: Adapter | None = None  # that its requests run with
         self.adapters: dict[str, AdaptedModel] = {}  # by name
         self.aliases: list[str] = []
@@ -259,11 +260,20 @@ class AdaptedModel(NamedModel):
         return model
 
 
-@dataclass(frozen=True)
-class ModelGroup:
-    """The models that an endpoint serves. The first one serves requests that name none."""
+class UnknownModel(HttpError):
+    """A 404: no model has the name."""
 
-    models: Sequence[NamedModel]
+
+class ModelGroup:
+    """The models that an endpoint serves, in lists that may grow. The first one serves requests
+    that name none."""
+
+    def __init__(self, *lists: Sequence[NamedModel]) -> None:
+        self.lists = lists
+
+    @property
+    def models(self) -> Sequence[NamedModel]:
+        return [*chain(*self.lists)]
 
     @property
     def default(self) -> NamedModel:
@@ -272,32 +282,46 @@ class ModelGroup:
     @property
     def max_entries(self) -> int:
         """The tokens of the longest context: no list of a request is longer."""
-        return max(model.text_info.max_model_len for model in self.models)
+        longest = 0
+        for model in self.models:
+            if (longest := max(longest, model.text_info.max_model_len)) >= NOT_LOADED.max_model_len:
+                break
+        return longest
 
     def find(self, name: str | None) -> NamedModel:
-        """Return the first model of a name, or else that of its first pattern. Raises an HttpError
+        """Return the first model of a name, or else that of its first pattern. Raises UnknownModel
         (404) that lists the models."""
-        for model in self.models:
+        models = self.models
+        for model in models:
             if name in model.names:
                 return model
             if adapted := model.adapters.get(name or ""):
                 return adapted
         matches = [
             (place, n)
-            for n, model in enumerate(self.models)
+            for n, model in enumerate(models)
             for pattern, place in model.patterns.items()
             if name and fnmatchcase(name[:MAX_NAME], pattern)
         ]
         if matches:
             _, n = min(matches)
-            return self.models[n]
-        served = [named for model in self.models for named in (model, *model.adapters.values())]
+            return models[n]
+        served = [named for model in models for named in (model, *model.adapters.values())]
         ids = ", ".join(dict.fromkeys(repr(named.id) for named in served))
         message = f"there is no model {(name or '')[:200]!r} here, only {ids}"
-        raise HttpError(404, message, "model", code="model_not_found")
+        raise UnknownModel(404, message, "model", code="model_not_found")
+
+    async def look_up(self, name: str | None) -> NamedModel:
+        """Return the model of a name as `find` does, also one that was added to the cache."""
+        try:
+            return self.find(name)
+        except UnknownModel:
+            if not await self.default.worker_client.manager.rescan():
+                raise
+        return self.find(name)
 
     def id_for(self, name: str | None) -> str:
-        """Return the id for a name, or raise an HttpError (404)."""
+        """Return the id for a name, or raise UnknownModel (404)."""
         return self.find(name).id
 
 
@@ -334,9 +358,9 @@ class ModelListing:
     """The endpoints about models. `named`: those that requests name by `model`; `pipelines`: those
     of `POST /`."""
 
-    def __init__(self, named: Sequence[NamedModel], pipelines: Sequence[NamedModel]) -> None:
-        self.named = ModelGroup(named)
-        self.all = ModelGroup([*named, *pipelines])
+    def __init__(self, named: ModelGroup, pipelines: Sequence[NamedModel]) -> None:
+        self.named = named
+        self.all = ModelGroup(*named.lists, pipelines)
         self.body_parser = JsonBodyParser()
 
     def routes(self) -> list[OperationRoute]:
@@ -347,24 +371,24 @@ class ModelListing:
 
     @Operation("GET /v1/models", "The models", ModelList, errors=[503])
     async def list(self, request: Request) -> ModelList:
-        return listing(self.named)
+        return await listing(self.named)
 
     @Operation("GET /models", "The models, those of POST / included", ModelList, errors=[503])
     async def list_all(self, request: Request) -> ModelList:
-        return listing(self.all)
+        return await listing(self.all)
 
     @Operation("GET /v1/models/{id:path}", "A model by its name", Model, errors=[503])
     async def retrieve(self, request: Request) -> Model | ModelList:
         if not (name := request.path_params["id"]):
             return await self.list(request)
-        model = self.named.find(name)
+        model = await self.named.look_up(name)
         return model.describe(name if name in model.aliases else model.id)
 
     async def _model(self, scope: Scope, receive: Receive, models: ModelGroup) -> NamedModel:
         body, incoming = await read_json_request(scope, receive)
         document = await self.body_parser.run(parse_json, body, incoming.deadlines.first)
         required(document.get("model"), "model")
-        return models.find(decode(document, LoadRequest, models.id_for, scope).model)
+        return await models.look_up(convert_body(document, LoadRequest, scope).model)
 
     @Operation(
         "POST /models/load", "Start to load a model", LoadResponse, LoadRequest, errors=[403]
@@ -446,7 +470,8 @@ class LoadEvents(Response):
             await self.changed.wait()
 
 
-def listing(group: ModelGroup) -> ModelList:
+async def listing(group: ModelGroup) -> ModelList:
+    await group.default.worker_client.manager.rescan()
     names = [(model, name) for model in group.models for name in (model.id, *model.aliases)]
     names += [(adapted, name) for model in group.models for name, adapted in model.adapters.items()]
     return ModelList("list", [model.describe(name) for model, name in names])

@@ -4,7 +4,7 @@ Both use the tokenizer without a forward pass, and run in a pool thread. So do t
 tokens of a prompt, by rendering and tokenizing it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ from batching.errors import InvalidInput
 from server.apis.openai.endpoint import BodyEndpoint, GenerationEndpoint
 from server.apis.openai.images import check_images
 from server.apis.openai.messages import Messages, conversation
-from server.apis.openai.models import ModelGroup, NamedModel
+from server.apis.openai.models import ModelGroup
 from server.apis.openai.request_fields import TokenId, decode
 from server.apis.openai.tools import Tools
 from server.core.settings import Settings
@@ -99,9 +99,9 @@ DETOKENIZE = Operation("POST /detokenize", "The text of token ids", Prompt, Deto
 
 
 def tokenizer_routes(
-    settings: Settings, worker_client: WorkerClient, models: Sequence[NamedModel]
+    settings: Settings, worker_client: WorkerClient, models: ModelGroup
 ) -> list[OperationRoute]:
-    shared = settings, worker_client, ModelGroup(models)
+    shared = settings, worker_client, models
     return [
         OperationRoute(TOKENIZE, TokenizerEndpoint(*shared, TokenizeRequest)),
         OperationRoute(DETOKENIZE, TokenizerEndpoint(*shared, DetokenizeRequest)),

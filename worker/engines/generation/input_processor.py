@@ -102,7 +102,9 @@ class InputProcessor:
         self.defaults = SamplingDefaults(**values, configured=is_configured)
         self._checkpoint, self._device = defaults, language.device
         self._processors = self._config_processors(defaults, self.eos_token_ids)
-        self.template = verify_tool_call_format(ChatTemplate(tokenizer, language.template_defaults))
+        template = ChatTemplate(tokenizer, language.template_defaults, language.reasoning)
+        self.template = verify_tool_call_format(template)
+        self._default_seed = language.default_seed
         self.info = replace(self.info, has_chat_template=bool(self.template.source))
         self.constraint_builder = ConstraintBuilder(
             self.template, tokenizer, vocab_size, self.eos_token_ids
@@ -376,6 +378,7 @@ class InputProcessor:
         min_tokens, allowed = stopping.min_tokens, frozenset(sampling.allowed_token_ids)
         # before min_tokens, also of a request that ignores the ends, as in vLLM
         stop_token_ids = tuple({*stopping.stop_token_ids, *ends})
+        seed = self._default_seed if sampling.seed is None else sampling.seed
         if min_tokens is None:
             stop_token_ids = () if stopping.ignore_eos else ends
             min_tokens = default_min_tokens(config, prompt_tokens) if stop_token_ids else 0
@@ -394,7 +397,7 @@ class InputProcessor:
             presence_penalty=sampling.presence_penalty,
             frequency_penalty=sampling.frequency_penalty,
             logit_bias=tuple(sampling.logit_bias.items()),
-            seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
+            seed=secrets.randbits(64) if seed is None else seed,
             logprobs=sampling.logprobs,
             min_tokens=min_tokens,
             stop_token_ids=stop_token_ids if min_tokens else (),

@@ -53,6 +53,7 @@ def load_generator(options: GeneratorOptions) -> GenerationEngine:
 
 def _load_engine(language: LanguageModel, options: GeneratorOptions) -> GenerationEngine:
     language.template_defaults = json.loads(options.chat_template_kwargs)
+    language.reasoning, language.default_seed = options.reasoning, options.default_seed
     preprocessor = load_image_preprocessor(language, int(options.max_image_mp * 1e6))
     if options.chat_template != "auto":
         tokenizer: Any = language.tokenizer  # the processor's, of a multimodal model

@@ -73,7 +73,8 @@ class RenderedPrompt(NamedTuple):
 
 
 class ChatTemplate:
-    """`defaults`: variables, by CHAT_TEMPLATE_KWARGS. `source`: "" without a template.
+    """`defaults`: variables, by CHAT_TEMPLATE_KWARGS. `reasoning`: auto, or the value of the
+    template's switches, on or off. `source`: "" without a template.
     `history_format`: None if the template takes no calls or results. `examples`: calls as the
     template renders them, with their names and arguments. `notes`: what the template lacks, and
     what is done instead. `reasoning_start`: the tokens that the model writes before it reasons;
@@ -83,6 +84,7 @@ class ChatTemplate:
         self,
         tokenizer: PreTrainedTokenizerBase,
         defaults: Mapping[str, Any] = MappingProxyType({}),
+        reasoning: str = "auto",
     ) -> None:
         self._tokenizer, self._defaults = tokenizer, defaults
         self._environment = utils._compile_jinja_template("").environment
@@ -98,6 +100,8 @@ class ChatTemplate:
             variables = set()
         self._takes_documents = "documents" in variables
         self._effort_variables = [name for name in (EFFORT, *SWITCHES) if name in variables]
+        switches = variables & {*SWITCHES} if reasoning != "auto" else ()
+        self._switch_defaults = dict.fromkeys(switches, reasoning == "on")
         self._reserved_names = self._find_reserved_names()
         for name in self._reserved_names & defaults.keys():
             raise ValueError(f"CHAT_TEMPLATE_KWARGS: {name} is not a variable of the template")
@@ -251,13 +255,14 @@ class ChatTemplate:
 
     def _variables(self, chat: Chat) -> dict[str, Any]:
         """Return the values of the template's variables: the chat's own, those for its reasoning
-        effort, and the defaults."""
+        effort, and the defaults. A chat that sets one switch leaves the others to the template."""
         effort: dict[str, Any] = {}
         if chat.effort is not None:
             enabled = chat.effort != "none"
             effort = dict.fromkeys(self._effort_variables, enabled)
             effort |= {EFFORT: chat.effort} if EFFORT in effort else {}
-        return {**self._defaults, **effort, **chat.template_kwargs}
+        switches = {} if chat.template_kwargs.keys() & SWITCHES else self._switch_defaults
+        return {**self._defaults, **switches, **effort, **chat.template_kwargs}
 
     def _adapt(self, chat: Chat) -> tuple[list[Message], list[Message]]:
         """Return messages and tools in the format that the template takes."""

@@ -99,7 +99,7 @@ class SpeechEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self.uploads.form(scope, receive, "transcription") as (form, deadlines):
             request = read_fields(form.fields, self.kind, scope)
-            model = self.models.find(request.model)
+            model = await self.models.look_up(request.model)
             request.model = model.id
             payloads = [request.transcription_input(form.path)]
             builder = TranscriptBuilder(request, self.worker_client.metrics.audio_s)

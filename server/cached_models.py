@@ -1,0 +1,124 @@
+"""The models of the local hub cache, which requests may name with MODELS_FROM_CACHE=1.
+
+The cache is scanned at the start, and in a thread when models are listed or a request names an
+unknown one, at most every few seconds. A complete checkpoint joins the endpoints of its kind. It is
+loaded from its folder when a request names it: nothing is downloaded.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+
+from huggingface_hub import constants
+
+from server.apis.openai.models import ModelGroup, NamedModel
+from server.core.settings import SERVED_NAME, ModelReference, Settings
+from server.core.worker_client import WorkerClient
+from server.entries import ModelEntry, entry_on_demand
+from server.preflight import MODELS, setting_for
+from worker.checkpoint_files import GGUF, file_problem, folder_problem
+from worker.registry import ServedModel
+from worker.task_detection import split_file
+
+MAX_ENTRIES = 10_000  # of a folder that are read
+MAX_MODELS = 256
+COMMIT_CHARS = 40
+SCAN_INTERVAL_S = 5.0
+MAX_WAIT_S = 5.0  # of a request for a scan
+Checkpoints = dict[str, tuple[str, Path]]  # kinds and paths, by name
+
+
+class CachedModels:
+    """`entries`: the configured models. `named`: the same by kind, to which those of the cache are
+    added. `make`: returns the registry's entries of models."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        entries: Sequence[ModelEntry],
+        named: Mapping[str, list[NamedModel]],
+        worker_client: WorkerClient,
+        make: Callable[[Sequence[ModelEntry]], Sequence[ServedModel]],
+    ) -> None:
+        self._settings, self._entries, self._named = settings, entries, named
+        self._worker_client, self._make = worker_client, make
+        self._room = MAX_MODELS
+        self._seen: dict[str, int] = {}
+        self._next_at = 0.0  # when the cache may be scanned again
+        self._scan: asyncio.Task[bool] | None = None
+
+    def find(self) -> Checkpoints:
+        """Return models of the cache that were not found before. Reads their files."""
+        found = scan(Path(constants.HF_HUB_CACHE), self._named, self._seen)
+        return dict(islice(found, self._room))
+
+    def add(self, found: Checkpoints) -> bool:
+        """Register models whose names are free. Return whether there are any."""
+        models = ModelGroup(*self._named.values()).models
+        known = {name for model in models for name in (*model.names, *model.adapters)}
+        new = {name: found[name] for name in found if name not in known}
+        for name, (kind, path) in new.items():
+            reference = ModelReference(name, name, str(path), is_named=True)
+            entry = entry_on_demand(kind, reference, self._settings, self._entries)
+            self._worker_client.manager.add(*self._make([entry]))
+            model = NamedModel(reference, self._worker_client, entry.name)
+            model.names.add(":".join(filter(None, split_file(name))))
+            self._named[kind].append(model)
+        self._room -= len(new)
+        return bool(new)
+
+    async def rescan(self) -> bool:
+        """Scan the cache, unless it was just scanned. Return whether it has new models."""
+        if self._scan is None or self._scan.done():
+            if time.monotonic() < self._next_at:
+                return False
+            self._scan = asyncio.create_task(self._add_new())
+        await asyncio.wait({self._scan}, timeout=MAX_WAIT_S)
+        return self._scan.done() and self._scan.result()
+
+    async def _add_new(self) -> bool:
+        found = await asyncio.to_thread(self.find)
+        self._next_at = time.monotonic() + SCAN_INTERVAL_S
+        return self.add(found)
+
+
+def scan(
+    cache: Path, kinds: Container[str], seen: dict[str, int]
+) -> Iterator[tuple[str, tuple[str, Path]]]:
+    """Yield the name of each complete checkpoint of these kinds, with its kind and its path.
+    `seen`: when those that were read before had changed, in nanoseconds: they are left out."""
+    for name, path in _checkpoints(cache):
+        with suppress(Exception):  # the files may have any content
+            changed = path.stat().st_mtime_ns
+            if seen.get(name) == changed or not SERVED_NAME.fullmatch(name):
+                continue
+            seen[name] = changed
+            problem = file_problem(path) if path.name.endswith(GGUF) else folder_problem(path)
+            if not problem and (kind := MODELS[setting_for(str(path))]) in kinds:
+                yield name, (kind, path)
+
+
+def _checkpoints(cache: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the folder of each revision in the cache, OWNER/NAME[@REVISION] without `main`, and
+    each GGUF file in it."""
+    for repository in _entries(cache):
+        kind, _, id = repository.name.partition("--")
+        for ref in _entries(repository / "refs") if kind == "models" else ():
+            name, at = id.replace("--", "/"), "" if ref.name == "main" else f"@{ref.name}"
+            with suppress(OSError, ValueError):
+                if ref.is_file() and ref.stat().st_size == COMMIT_CHARS:
+                    folder = repository / "snapshots" / ref.read_text()
+                    yield name + at, folder
+                    for file in _entries(folder):
+                        if file.name.endswith(GGUF):
+                            yield f"{name}/{file.name}{at}", file
+
+
+def _entries(folder: Path) -> Sequence[Path]:
+    """Return the entries of a folder, in order; none if it cannot be read."""
+    with suppress(OSError):
+        return sorted(islice(folder.iterdir(), MAX_ENTRIES))
+    return ()
