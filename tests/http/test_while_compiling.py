@@ -22,13 +22,13 @@ COMPILED = "gpt2"
 
 
 class HeldCompilation:
-    """Replaces `compile_model`: that of the model COMPILED stays within torch.compile until `gate`
-    is set, all others fail."""
+    """Replaces what `compile_model` calls: for the model COMPILED it stays within torch.compile
+    until `gate` is set, for all others it fails."""
 
     def __init__(self) -> None:
         self.entered, self.gate = threading.Event(), threading.Event()
 
-    def __call__(self, model: Any, *_: Any) -> Any:
+    def __call__(self, model: Any, *_: Any, **__: Any) -> Any:
         if model.config.model_type != COMPILED:
             raise CannotRun("it is not the model that this test compiles")
         torch.compile(lambda x: x + 1, backend=self._backend)(torch.ones(2))
@@ -61,7 +61,7 @@ def test_outputs_do_not_change_while_another_model_is_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = HeldCompilation()
-    monkeypatch.setattr("worker.model.compiling.compile_model", held)
+    monkeypatch.setattr("worker.model.compiling.with_compiled_layers", held)
     tiny_adapters.make(tmp_path / "one", tiny_decoders.folder("llama"), 1)
     models = [f"{name}={tiny_decoders.folder(name)}" for name in (*SERVED, COMPILED)]
     settings: dict[str, Any] = {"lora_dir": str(tmp_path), "lora": ("tuned=one",)}
