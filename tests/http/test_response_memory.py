@@ -3,6 +3,7 @@ client's share of the store."""
 
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -53,6 +54,13 @@ def received(client: socket.socket) -> int:
     return total
 
 
+def unread(server: Server, path: str) -> socket.socket:
+    """Return a connection with a response that has begun: the order counts."""
+    client = open_stream(server, path, None)
+    assert client.recv(1, socket.MSG_PEEK)
+    return client
+
+
 @pytest.mark.parametrize("below", ["", "/input_items"])
 def test_unread_responses_are_limited_together(server: Server, below: str) -> None:
     if below:
@@ -60,9 +68,8 @@ def test_unread_responses_are_limited_together(server: Server, below: str) -> No
     else:
         path = f"{PATH}/{response_document(respond(server, instructions=LONG))['id']}"
         wait_until(lambda: not server.app.memory.used)
-    with open_stream(server, path, None) as first, open_stream(server, path, None) as second:
-        for client in (first, second):
-            assert client.recv(1, socket.MSG_PEEK)
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(unread(server, path)) for _ in range(2))
         assert 14_000_000 < server.app.memory.used <= LIMIT
         read = CLIENT.get(server.url + path)
         assert read.status_code == 200
