@@ -17,6 +17,7 @@ import pytest
 from huggingface_hub import InferenceClient
 
 from batching.request_queue import WorkItem
+from server.apis.openai.embedding.embeddings import EmbeddingRequest
 from tests.event_streams import CLIENT, post
 from tests.fakes import FakeRunner
 from tests.http.test_pipeline_http import error_of
@@ -155,6 +156,10 @@ def test_similarity_is_a_list_of_cosines(server: Server, monkeypatch: pytest.Mon
 
 
 def test_embed_normalizes_unless_told_not_to(server: Server) -> None:
+    requests = (EmbeddingRequest(inputs="a"), True), (EmbeddingRequest(input="a"), None)
+    for request, normalizes in requests:  # None: as the checkpoint does
+        [payload] = request.payloads(PartSize(1, 9), "embedding")
+        assert payload.normalize is normalizes
     for body, is_unit in (({}, True), ({"normalize": True}, True), ({"normalize": False}, False)):
         got = post(server, "/embed", {"inputs": FACTS, "truncate": False, **body}).json()
         assert np.allclose(np.linalg.norm(got, axis=1), 1, atol=1e-5) == is_unit
