@@ -192,6 +192,10 @@ class BlockPool:
         if self._fresh < (self._fresh_limit if self._cached else self.num_blocks):
             self._fresh += 1
             return self._fresh - 1
+        return self._evict()
+
+    def _evict(self) -> int:
+        """Remove the least recently used block from the prefix cache."""
         block, _ = self._cached.popitem(last=False)
         key = self._key_of[block]
         assert key is not None
@@ -244,6 +248,11 @@ class BlockPool:
             self.used -= 1
             self._ref_counts[block] = 0
             self._empty.append(block)
+
+    def drop_cached(self) -> None:
+        """Remove the blocks that no sequence uses from the prefix cache."""
+        while self._cached:
+            self._empty.append(self._evict())
 
     def unregister(self, table: BlockTable) -> None:
         """Remove the blocks that this sequence alone uses from the prefix cache."""

@@ -24,15 +24,16 @@ from server.apis.openai.decisions.request import DECISIONS, DecisionRequest
 from server.apis.openai.decisions.systemone import SYSTEM_ONE, SystemOneRequest
 from server.apis.openai.embedding.embeddings import EMBEDDINGS, EmbeddingEndpoint, EmbeddingRequest
 from server.apis.openai.embedding.endpoint import ScoringEndpoint
+from server.apis.openai.embedding.info import info_route
 from server.apis.openai.embedding.rerank import RERANK, RerankRequest
-from server.apis.openai.embedding.score import SCORE, ScoreRequest
+from server.apis.openai.embedding.score import SCORE, SIMILARITY, ScoreRequest, SimilarityRequest
 from server.apis.openai.images import ImageLoader
 from server.apis.openai.infill import Infill
 from server.apis.openai.jobs import JobRunner
 from server.apis.openai.models import ModelGroup, ModelListing, NamedModel, add_aliases
 from server.apis.openai.responses.endpoint import Responses
 from server.apis.openai.responses.store import ResponseStore
-from server.apis.openai.tokenize import TokenCounter, tokenizer_routes
+from server.apis.openai.tokenize import PromptEndpoint, prompt_routes, tokenizer_routes
 from server.apis.pipeline.decisions import DecisionPipelineEndpoint
 from server.apis.pipeline.endpoint import (
     PipelineEndpoint,
@@ -40,11 +41,12 @@ from server.apis.pipeline.endpoint import (
     PipelineModels,
     pipeline_operation,
 )
+from server.apis.pipeline.predict import PREDICT, PredictParser
 from server.core.metrics import metrics
 from server.core.settings import Settings, SettingsError
 from server.core.worker_client import WorkerClient
 from server.entries import ModelEntry
-from server.http.debug import debug_queue
+from server.http.debug import debug_queue, load, reset_prefix_cache
 from server.http.fetch import Fetcher
 from server.http.health import health, ready, version
 from server.http.operation import TEXT, Operation, OperationRoute, routes_of
@@ -65,7 +67,8 @@ def make_routes(
     a request may name."""
     named = ModelGroup(*models.values())
     routes = pipeline_routes(settings, worker_client, entries)  # tried in this order
-    routes += routes_of(IndexPage(settings, worker_client), health, ready, version, debug_queue)
+    routes += routes_of(IndexPage(settings, worker_client), health, ready, version)
+    routes += routes_of(debug_queue, load, reset_prefix_cache)
     routes.append(OperationRoute(METRICS, metrics))
     jobs = JobRunner(worker_client)
     if chats := models.get("generation"):
@@ -79,10 +82,12 @@ def make_routes(
         decisions = DecisionEndpoint(settings, worker_client, chat, DecisionRequest)
         system_one = DecisionEndpoint(settings, worker_client, chat, SystemOneRequest)
         routes += [
-            *routes_of(ChatCompletions(*shared), Completions(*shared), Infill(*shared)),
+            *routes_of(completions := ChatCompletions(*shared), Completions(*shared)),
+            *routes_of(Infill(*shared)),
+            *prompt_routes(completions),
             *responses.routes(),
             *routes_of(MessagesEndpoint(*shared)),
-            OperationRoute(COUNT_TOKENS, TokenCounter(CountTokensEndpoint(*shared), TokenCount)),
+            OperationRoute(COUNT_TOKENS, PromptEndpoint(CountTokensEndpoint(*shared), TokenCount)),
             OperationRoute(DECISIONS, decisions),
             OperationRoute(SYSTEM_ONE, system_one),
             *adapters.routes(),
@@ -112,8 +117,9 @@ def make_routes(
 def pipeline_routes(
     settings: Settings, worker_client: WorkerClient, entries: Sequence[ModelEntry]
 ) -> list[OperationRoute]:
-    """Return the route `POST /`, if a pipeline is served."""
+    """Return the route `POST /`, if a pipeline is served, and `/predict` of classifiers."""
     endpoints: dict[NamedModel, ASGIApp] = {}
+    classifiers: dict[NamedModel, ASGIApp] = {}
     pipelines = [entry for entry in entries if entry.kind == "pipeline"]
     for entry in pipelines:
         task = entry.settings.pipeline_task
@@ -128,9 +134,13 @@ def pipeline_routes(
             endpoints[model] = DecisionPipelineEndpoint(parser, decisions, entry.served_by)
         else:
             endpoints[model] = PipelineEndpoint(parser, worker_client, entry.served_by)
+        if task == "text-classification":
+            parser = PredictParser(entry.settings, names)
+            classifiers[model] = PipelineEndpoint(parser, worker_client, entry.served_by)
     if not endpoints:
         return []
-    return [OperationRoute(pipeline_operation(settings.pipeline_task), PipelineModels(endpoints))]
+    served = (pipeline_operation(settings.pipeline_task), endpoints), (PREDICT, classifiers)
+    return [OperationRoute(of, PipelineModels(models)) for of, models in served if models]
 
 
 def named_models(
@@ -156,13 +166,16 @@ def scoring_and_speech_routes(
         group = ModelGroup(embedders)
         embeddings = EmbeddingEndpoint(settings, worker_client, group, EmbeddingRequest)
         yield from (OperationRoute(operation, embeddings) for operation in EMBEDDINGS)
+        similarity = ScoringEndpoint(settings, worker_client, group, SimilarityRequest)
+        yield OperationRoute(SIMILARITY, similarity)
     if rerankers := models.get("rerank"):
         group = ModelGroup(rerankers)
         rerank = ScoringEndpoint(settings, worker_client, group, RerankRequest)
         yield from (OperationRoute(operation, rerank) for operation in RERANK)
     if scoring := [models[kind] for kind in ("rerank", "embedding") if kind in models]:
         score = ScoringEndpoint(settings, worker_client, ModelGroup(*scoring), ScoreRequest)
-        yield OperationRoute(SCORE, score)
+        yield from (OperationRoute(operation, score) for operation in SCORE)
+        yield info_route(settings, models.get("embedding", scoring[0])[0])
     if transcribers := models.get("transcription"):
         group, uploads = ModelGroup(transcribers), Uploads(settings.max_audio_mb)
         for kind, operation in OPERATIONS.items():

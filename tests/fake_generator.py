@@ -16,6 +16,7 @@ its number. Steps wait for `gate`.
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -118,7 +119,10 @@ class FakeGenerator:
             text += ">"
         return [1] * add_special_tokens + [ord(letter) % VOCAB_SIZE for letter in text]
 
-    def decode(self, ids: list[int]) -> str:
+    def render(self, chat: Chat) -> str:
+        return text_of(chat)
+
+    def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
         return "".join(chr(token) for token in ids)
 
     def token(self, token_id: int) -> str:

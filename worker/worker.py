@@ -26,7 +26,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from batching.errors import (
     DeviceLost,
@@ -207,6 +207,10 @@ class Worker:
         """Drop a model's engine, which must have no items, and free its memory."""
         return self.loader.submit(partial(self._unload, model))
 
+    def reset_prefix_caches(self) -> None:
+        """Drop what no sequence uses, between two steps and before items that arrive later."""
+        self.inbox.put(Job(self._drop_cached_prefixes))
+
     def stop(self) -> None:
         self.loader.stop()
         self.inbox.put(None)
@@ -310,6 +314,11 @@ class Worker:
         self._busy.discard(model.name)
         self._failing.discard(model.name)
         model.take_engine()
+
+    def _drop_cached_prefixes(self) -> None:
+        for model in self.models.values():
+            if model.is_loaded and model.engine.info.cache_blocks:
+                cast(Any, model.engine).scheduler.pool.drop_cached()
 
     def _end_failed_start(self, error: BaseException) -> None:
         raise FailedStart from error

@@ -141,7 +141,7 @@ def flow_of(scope: Scope) -> int:
 
 
 def check_admin(scope: Scope) -> None:
-    """Raise HttpError (403) unless the request may change which models are loaded."""
+    """Raise HttpError (403) unless the request may change which models and prefixes are loaded."""
     keyring: Keyring = scope["app"].keyring
     if keyring.has_admins:
         if any(key and key.admin for key in map(keyring.find, keys_in(scope))):
@@ -153,7 +153,7 @@ def check_admin(scope: Scope) -> None:
         return
     else:
         reason = "the server has neither ADMIN_KEYS nor MODEL_CONTROL=1"
-    message = f"this request may not load or unload models: {reason}"
+    message = f"this request may not load or unload models, or reset caches: {reason}"
     raise HttpError(403, message, code="admin_key_needed")
 
 

@@ -1,4 +1,4 @@
-"""`GET /debug/queue`: the requests that wait and run, without contents.
+"""`GET /debug/queue`: what waits and runs, without contents; `GET /load`: how much; `POST /reset`.
 
 A key is shown its own, an admin key all. Without keys they are there with MODEL_CONTROL=1."""
 
@@ -16,7 +16,8 @@ from server.core.delta_stream import DeltaStream, TokenStream
 from server.core.request_context import RequestContext
 from server.http.access import check_admin
 from server.http.errors import HttpError
-from server.http.operation import Operation
+from server.http.health import Health
+from server.http.operation import JSON, Operation
 
 MAX_REQUESTS = 1000
 
@@ -38,6 +39,21 @@ class DebugQueue(Struct):
     inputs: int  # accepted and not answered
     slots: int
     requests: list[QueuedRequest]  # the oldest MAX_REQUESTS
+
+
+@Operation("GET /load", "The number of inputs that wait and run", {JSON: {"type": "object"}})
+async def load(request: Request) -> dict[str, int]:
+    return {"server_load": request.app.worker_client.queue.pending}
+
+
+@Operation("POST /reset_prefix_cache", "Drop the unused cached prefixes", Health, errors=[403, 503])
+@Operation("POST /reset", "Drop the unused cached prefixes", Health, errors=[403, 503])
+async def reset_prefix_cache(request: Request) -> Health:
+    check_admin(request.scope)
+    if (refusal := request.app.worker_client.refusal()) is not None:
+        raise refusal
+    request.app.worker_client.worker.reset_prefix_caches()
+    return Health("ok")
 
 
 @Operation("GET /debug/queue", "The requests that wait and run", DebugQueue)

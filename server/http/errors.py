@@ -9,6 +9,7 @@ HTTP-level errors are raised as an HttpError; `as_http_error` converts all other
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
@@ -29,20 +30,39 @@ PATHS_BY_SETTING: Mapping[str, Sequence[str]] = {
     "PIPELINE_MODEL": ["/"],
     "CHAT_MODEL": [
         "/v1/chat/completions",
+        "/v1/chat/completions/input_tokens",
+        "/apply-template",
         "/v1/completions",
         "/v1/responses",
         "/v1/responses/input_tokens",
         "/v1/messages",
         "/v1/messages/count_tokens",
+        "/infill",
         "/v1/decisions",
         "/v1/systemone",
     ],
-    "EMBEDDING_MODEL": ["/v1/embeddings", "/embed"],
+    "EMBEDDING_MODEL": ["/v1/embeddings", "/embed", "/similarity"],
     "RERANK_MODEL": ["/rerank", "/v1/rerank", "/v2/rerank"],
-    "RERANK_MODEL or EMBEDDING_MODEL": ["/v1/score"],
+    "RERANK_MODEL or EMBEDDING_MODEL": ["/v1/score", "/score"],
+    "CHAT_MODEL, EMBEDDING_MODEL or RERANK_MODEL": ["/tokenize", "/detokenize", "/decode"],
+    "PIPELINE_TASK=text-classification": ["/predict"],
     "TRANSCRIPTION_MODEL": ["/v1/audio/transcriptions", "/v1/audio/translations"],
 }
 SETTING_FOR_PATH = {path: name for name, paths in PATHS_BY_SETTING.items() for path in paths}
+
+# What to use instead of paths of other servers, and of those below them, that have no route here.
+PATHS_BY_REPLACEMENT: Mapping[str, Sequence[str]] = {
+    "POST /v1/chat/completions": ["/api/chat", "/v1/edits"],
+    "POST /v1/completions": ["/api/generate", "/completion", "/generate", "/generate_stream"],
+    "POST /v1/embeddings": ["/api/embed", "/api/embeddings", "/embedding"],
+    "POST /embed: sparse vectors need a SPLADE head, which is not supported": ["/embed_sparse"],
+    "GET /models": ["/api/ps", "/api/show", "/api/tags", "/info", "/props", "/slots"],
+    "POST / with PIPELINE_TASK=feature-extraction": ["/embed_all"],
+    "POST / with PIPELINE_TASK=text-to-audio": ["/v1/audio/speech"],
+    "POST / with PIPELINE_TASK=text-classification": ["/classify", "/v1/moderations"],
+    "another server: no images are generated here": ["/sdapi", "/v1/images"],
+}
+REPLACEMENT_FOR_PATH = {path: use for use, paths in PATHS_BY_REPLACEMENT.items() for path in paths}
 
 BATCH_PATHS = ("/v1/files", "/v1/batches")
 
@@ -220,6 +240,9 @@ def _allowed(scope: Scope) -> str:
 
 def _path_hint(path: str, routes: Sequence[Any]) -> str:
     """Return the route that is meant by an unknown path, or where all are listed."""
+    parents = accumulate(path.split("/"), "{}/{}".format)
+    if use := next(filter(None, map(REPLACEMENT_FOR_PATH.get, parents)), None):
+        return f"use {use}"
 
     def is_known(path: str) -> bool:
         return path in SETTING_FOR_PATH or any(route.path_regex.match(path) for route in routes)

@@ -96,3 +96,11 @@ def test_an_invalid_cache_salt_is_refused(keyed: Server, path: str, salt: object
     response = httpx.post(keyed.url + path, json=body, headers=headers)
     assert response.status_code == 400
     assert error_of(response)["param"] == "cache_salt"
+
+
+def test_a_reset_drops_the_prefixes(folder: str) -> None:
+    path = "/v1/completions"
+    with _serving(folder, model_control=True) as server:
+        assert [cached(server, path, "any") > 0 for _ in range(2)] == [False, True]
+        assert httpx.post(server.url + "/reset_prefix_cache").status_code == 200
+        assert [cached(server, path, "any") > 0 for _ in range(2)] == [False, True]

@@ -59,6 +59,7 @@ def test_waiting_and_running_requests_are_listed_with_their_keys() -> None:
 
             document = queue()
             assert (document["inputs"], document["slots"]) == (1, 8)
+            assert CLIENT.get(server.url + "/load", headers=KEYS[0]).json() == {"server_load": 1}
             [request] = document["requests"]
             assert (request["id"], request["key"]) == ("mine", "key 2")
             assert request["model"] == "fake"

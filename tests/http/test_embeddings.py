@@ -17,6 +17,7 @@ import pytest
 from huggingface_hub import InferenceClient
 
 from batching.request_queue import WorkItem
+from server.apis.openai.embedding.embeddings import EmbeddingRequest
 from tests.event_streams import CLIENT, post
 from tests.fakes import FakeRunner
 from tests.http.test_pipeline_http import error_of
@@ -119,11 +120,74 @@ def test_score_is_the_cosine(server: Server) -> None:
         {"text_1": FACTS[0], "text_2": [FACTS[0], FACTS[1]]},
         {"queries": [FACTS[0]] * 2, "documents": FACTS[:2]},
     ):
-        document = post(server, "/v1/score", body).json()
-        scores = [entry["score"] for entry in document["data"]]
-        np.testing.assert_allclose(scores, [1, one @ other], atol=1e-5)
+        for path in ("/v1/score", "/score"):
+            document = post(server, path, body).json()
+            scores = [entry["score"] for entry in document["data"]]
+            np.testing.assert_allclose(scores, [1, one @ other], atol=1e-5)
     unequal = post(server, "/v1/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]})
     assert error_of(unequal)["param"] == "text_2"
+
+
+# ── text-embeddings-inference ──
+
+
+def test_similarity_is_a_list_of_cosines(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    one, *others = vectors(server, [FACTS[0], *FACTS])
+    inputs = {"source_sentence": FACTS[0], "sentences": FACTS}
+    client = InferenceClient(model=server.url + "/similarity")
+    got = client.sentence_similarity(FACTS[0], other_sentences=FACTS)
+    np.testing.assert_allclose(got, np.array(others) @ one, atol=1e-5)
+    long = {"inputs": {**inputs, "sentences": ["a", "red " * 200 + "blue " * 200]}}
+    assert error_of(post(server, "/similarity", long))["param"] == "inputs.sentences[1]"
+    right, left = (
+        post(server, "/similarity", {**long, "parameters": {"truncate": True, **more}}).json()
+        for more in ({}, {"truncation_direction": "Left"})
+    )
+    assert right[0] == left[0]
+    assert abs(right[1] - left[1]) > 1e-3
+    named = {"inputs": inputs, "parameters": {"prompt_name": "none"}}
+    assert error_of(post(server, "/similarity", named))["param"] == "prompt_name"
+    for wrong, param in (
+        ({}, "inputs"),
+        ({"inputs": {"sentences": ["a"]}}, "inputs.source_sentence"),
+    ):
+        assert error_of(post(server, "/similarity", wrong))["param"] == param
+
+
+def test_embed_normalizes_unless_told_not_to(server: Server) -> None:
+    requests = (EmbeddingRequest(inputs="a"), True), (EmbeddingRequest(input="a"), None)
+    for request, normalizes in requests:  # None: as the checkpoint does
+        [payload] = request.payloads(PartSize(1, 9), "embedding")
+        assert payload.normalize is normalizes
+    for body, is_unit in (({}, True), ({"normalize": True}, True), ({"normalize": False}, False)):
+        got = post(server, "/embed", {"inputs": FACTS, "truncate": False, **body}).json()
+        assert np.allclose(np.linalg.norm(got, axis=1), 1, atol=1e-5) == is_unit
+
+
+def test_decode_takes_ids_or_lists_of_ids(server: Server) -> None:
+    ids = post(server, "/tokenize", {"prompt": "paris"}).json()["tokens"]
+    assert post(server, "/decode", {"ids": ids}).json() == ["paris"]
+    body = {"ids": [ids, ids[1:2]], "skip_special_tokens": False}
+    assert post(server, "/decode", body).json() == ["[CLS] paris [SEP]", "paris"]
+    for wrong, param in (([], "ids"), ([[5], 6], "ids[1]"), ([[5], [6, 99999]], "ids[1][1]")):
+        assert error_of(post(server, "/decode", {"ids": wrong}))["param"] == param
+
+
+def test_decode_limits_the_ids_of_all_lists(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.apis.openai.tokenize.MAX_DECODED_IDS", 3)
+    assert post(server, "/decode", {"ids": [[5, 6], [7]]}).status_code == 200
+    assert error_of(post(server, "/decode", {"ids": [[5, 6], [7, 8]]}))["param"] == "ids"
+
+
+def test_info_describes_the_embedding_model(server: Server) -> None:
+    info = CLIENT.get(server.url + "/info").json()
+    assert info["model_id"] == "demo"
+    assert info["model_type"] == {"embedding": {"pooling": "mean"}}
+    assert info["max_input_length"] == 128
+    assert info["max_client_batch_size"] == 2048
 
 
 # ── long lists ──

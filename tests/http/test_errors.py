@@ -18,7 +18,15 @@ from server.apis.openai.audio.endpoint import OPERATIONS
 from server.apis.openai.embedding.embeddings import EMBEDDINGS
 from server.apis.openai.embedding.rerank import RERANK
 from server.core.request_context import RequestRecord
-from server.http.errors import MAX_MESSAGE, MAX_PARAM, SETTING_FOR_PATH, HttpError, as_http_error
+from server.http.errors import (
+    MAX_MESSAGE,
+    MAX_PARAM,
+    PATHS_BY_REPLACEMENT,
+    REPLACEMENT_FOR_PATH,
+    SETTING_FOR_PATH,
+    HttpError,
+    as_http_error,
+)
 from server.http.paths import route_path
 from server.http.sse import EventStream
 from tests.fake_generator import FakeGenerator
@@ -82,13 +90,36 @@ def test_an_unknown_path_or_method_names_the_known_ones() -> None:
         for path in ("/v1/chat/completions/", "/v1/v1/chat/completions", "/v1/chat"):
             assert message("POST", path).endswith(path + meant)
         assert message("GET", "/v1/health").endswith(": the path is /health")
-        for path in ("/api/generate", "/v1", "/v1/", "/v1/agents", "/v1/v1", "//"):
+        for path in ("/api", "/v1", "/v1/", "/v1/agents", "/v1/v1", "//"):
             assert "GET /openapi.json lists the routes" in message("POST", path)
         expected = "/v1/chat/completions does not take GET, but POST"
         assert message("GET", "/v1/chat/completions") == expected
         assert message("PUT", "/").startswith("/ does not take PUT, but ")
         empty = message("POST", "/v1/chat/completions")
         assert empty == "the body is empty: it must be JSON"
+
+
+def test_a_path_of_another_server_names_what_to_use_instead() -> None:
+    instead = {
+        "/api/chat": "POST /v1/chat/completions",
+        "/completion": "POST /v1/completions",
+        "/v1/images/generations": "another server: no images are generated here",
+        "/embed_all": "POST / with PIPELINE_TASK=feature-extraction",
+        "/info": "GET /models",
+    }
+    with serving(FakeRunner) as server:
+        for path, use in instead.items():
+            for method in ("GET", "POST"):
+                response = httpx.request(method, server.url + path)
+                assert response.status_code == 404
+                message = response.json()["error"]["message"]
+                assert message == f"there is no route {path}: use {use}"
+        routes = {route.path for route in server.app.routes}
+    assert not routes & set(REPLACEMENT_FOR_PATH)
+    paths = [use.split()[1].rstrip(":") for use in PATHS_BY_REPLACEMENT if use.startswith("GET ")]
+    assert set(paths) <= routes
+    posted = [use.split()[1].rstrip(":") for use in PATHS_BY_REPLACEMENT if use.startswith("POST ")]
+    assert set(posted) <= set(SETTING_FOR_PATH)
 
 
 def test_a_path_without_v1_has_a_hint() -> None:

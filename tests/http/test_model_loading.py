@@ -494,7 +494,7 @@ CONTROL = ("/models/load", "/models/unload", "/load_model")
         ({"admin_keys": ("boss",)}, "boss", True),
     ],
 )
-def test_only_operators_load_and_unload(
+def test_only_operators_load_unload_and_reset(
     settings: dict[str, Any], key: str | None, allowed: bool
 ) -> None:
     headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -505,6 +505,9 @@ def test_only_operators_load_and_unload(
             assert answer.status_code == (200 if allowed else 403), (path, answer.text)
             if allowed and path == "/models/load":
                 wait_until(lambda: setup.state("generation:b") == "ready")
+        for path in ("/reset", "/reset_prefix_cache"):
+            answer = CLIENT.post(setup.server.url + path, headers=headers)
+            assert answer.status_code == (200 if allowed else 403), (path, answer.text)
         listed = CLIENT.get(setup.server.url + "/models", headers=headers)
         assert listed.status_code == 200
         if "admin_keys" in settings and "api_keys" not in settings:

@@ -116,3 +116,38 @@ def test_response_is_what_the_pipeline_returns(number: int) -> None:
                     warnings.simplefilter("ignore")
                     expected = orjson.loads(to_json(call(deepcopy(called), **parameters)))
                 assert_same(answer.json(), expected, f"{form} {parameters}")
+
+
+def test_predict_is_that_of_text_embeddings_inference() -> None:
+    model = str(tiny.folder("bert-classify"))
+    with serving(pipeline_task="text-classification", pipeline_model=model) as server:
+
+        def ask(path: str, body: dict[str, Any]) -> Any:
+            response = CLIENT.post(server.url + path, json=body)
+            assert response.status_code == 200, response.text
+            return response.json()
+
+        one, pair = "short", {"text": "short", "text_pair": "other"}
+        for given, inputs in (
+            ("short", one),
+            (["short"], one),
+            (["short", "other"], pair),
+            ([["short"], ["short", "other"]], [one, pair]),
+            ([["short"]], [one]),
+        ):
+            for raw, function in ((False, "softmax"), (True, "none")):
+                parameters = {"top_k": None, "function_to_apply": function}
+                expected = ask("/", {"inputs": inputs, "parameters": parameters})
+                assert_same(ask("/predict", {"inputs": given, "raw_scores": raw}), expected)
+        long = {"inputs": "word " * 2000}
+        assert CLIENT.post(server.url + "/predict", json=long).status_code == 400
+        assert len(ask("/predict", long | {"truncate": True})) == 3
+        for wrong, param in (
+            ([], "inputs"), ([["a"], "b"], "inputs"), (["a", "b", "c"], "inputs"), (5, "inputs"),
+        ):  # fmt: skip
+            response = CLIENT.post(server.url + "/predict", json={"inputs": wrong})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+        for text in ("plain", '["a", "b"]'):
+            assert CLIENT.post(server.url + "/predict", content=text).status_code == 400
+        named = CLIENT.post(server.url + "/predict", json={"inputs": "a", "parameters": {}})
+        assert named.json()["error"]["param"] == "parameters"

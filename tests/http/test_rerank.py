@@ -212,6 +212,12 @@ def test_score_is_that_of_the_named_model(server: Server) -> None:
     assert [model["id"] for model in listed] == ["demo", "bert-rank"]
 
 
+def test_info_describes_a_reranker_where_nothing_embeds() -> None:
+    with serving(rerank_model=str(tiny.folder("bert-rank"))) as server:
+        assert list(CLIENT.get(server.url + "/info").json()["model_type"]) == ["reranker"]
+        assert "it needs EMBEDDING_MODEL" in post(server, "/similarity", {}).text
+
+
 def test_score_error_names_the_invalid_field(server: Server) -> None:
     for text, param in (("", "text_1"), ([""], "text_1[0]"), ("a " * 300, "text_1")):
         body = {"model": "demo", "text_1": text, "text_2": ["b", "c"]}

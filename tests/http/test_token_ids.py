@@ -65,6 +65,22 @@ def test_a_chat_response_has_its_token_ids_and_those_of_the_prompt(server: Serve
                 assert call["function"]["name"] in text
 
 
+def test_a_chats_prompt_is_rendered_and_counted_without_a_response(server: Server) -> None:
+    for fields in ({}, {"tools": [sdk.WEATHER]}, {"add_generation_prompt": False}):
+        body: dict[str, Any] = {"messages": MESSAGES, "stream": True, **fields}
+        ids = ids_of(server, **{"messages": MESSAGES, **fields})
+        counted = post(server, f"{CHAT}/input_tokens", body).json()
+        assert counted == {"object": "response.input_tokens", "input_tokens": len(ids)}
+        rendered = post(server, "/apply-template", body).json()
+        assert rendered == {"prompt": text_of(server, ids)}
+    refused: list[dict[str, Any]] = [{"messages": []}, {"messages": MESSAGES, "max_tokens": 0}]
+    for body in refused:
+        for path in (f"{CHAT}/input_tokens", "/apply-template"):
+            assert post(server, path, body).status_code == 400
+    long = {"messages": [{"role": "user", "content": "word " * 50_000}]}
+    assert "context holds" in post(server, "/apply-template", long).text
+
+
 def test_a_completion_has_token_ids_in_each_choice(server: Server) -> None:
     prompts = ["Hello", [*ids_of(server, prompt="What is ä?")]]
     for prompt in prompts:

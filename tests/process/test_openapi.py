@@ -31,6 +31,7 @@ schemathesis = pytest.importorskip("schemathesis")
 
 ALWAYS = {"/", "/assets/{name}", "/health", "/ready", "/ping", "/version", "/favicon.ico"}
 ALWAYS |= {"/metrics", "/debug/queue", "/openapi.json", "/models", "/models/load", "/models/unload"}
+ALWAYS |= {"/load", "/reset", "/reset_prefix_cache"}
 KEY = {"Authorization": "Bearer k"}
 
 
@@ -99,7 +100,7 @@ def test_exactly_the_mounted_routes_are_described(server: Server) -> None:
         assert generation == no_pipeline.app.paths - ALWAYS
         assert "/v1/chat/completions" in generation
     described = fetch(server)["paths"]
-    assert set(described) == server.app.paths == {*ALWAYS, *generation}
+    assert set(described) == server.app.paths == {*ALWAYS, *generation, "/predict"}
     for path, operations in described.items():
         answer = CLIENT.request("TRACE", server.url + path, headers=KEY)
         allowed = {method.strip().lower() for method in answer.headers["allow"].split(",")}
@@ -124,7 +125,7 @@ def test_embeddings_and_reranking_are_described() -> None:
         document = fetch(server)
         check_form(document)
         assert set(document["paths"]) == server.app.paths
-        assert {"/v1/embeddings", "/v2/rerank", "/v1/score"} < set(document["paths"])
+        assert {"/v1/embeddings", "/v2/rerank", "/v1/score", "/info"} < set(document["paths"])
 
 
 def test_transcriptions_are_described_and_fuzzed(tmp_path: Path) -> None:

@@ -98,6 +98,18 @@ def test_the_least_recently_used_is_evicted_first_and_tails_before_heads() -> No
     assert left == ["212", "202", "201", "200", "100", "000"]
 
 
+def test_dropping_cached_blocks_keeps_those_in_use() -> None:
+    pool = pool_of(8)
+    cached(pool, B + C)
+    used = computed(pool, A)
+    cached(pool, A + C)
+    pool.drop_cached()
+    assert found(pool, A + C) == list(used.blocks)
+    assert found(pool, B + C) == []
+    assert pool.free == 7
+    assert opened(pool, C * 7).blocks.count(used.blocks[0]) == 0
+
+
 def test_unregistered_blocks_are_reused_before_cached_ones() -> None:
     pool = pool_of(4)
     cached(pool, A + B)

@@ -117,6 +117,7 @@ class ModelInfo:
     batching: Batching
     why: str = ""  # why not packed
     mask: str = ""  # the mask token of fill-mask
+    pooling: str = ""  # of an embedder
     has_chat_template: bool = True  # of a language model; a base model may have none
     cache_blocks: int = 0  # of a paged cache
     block_size: int = 0  # tokens
@@ -154,7 +155,10 @@ class TextModel(Protocol):
     def encode(self, prompt: Chat | str, add_special_tokens: bool = True) -> list[int]:
         """Return a prompt's token ids. Raises InvalidInput if the chat template refuses it."""
 
-    def decode(self, ids: list[int]) -> str: ...
+    def render(self, chat: Chat) -> str:
+        """Return the text of a prompt. Raises InvalidInput as `encode`."""
+
+    def decode(self, ids: Sequence[int], skip_special: bool = False) -> str: ...
 
     def token(self, token_id: int) -> str:
         """Return the text of one token. Raises InvalidInput if the id does not exist."""

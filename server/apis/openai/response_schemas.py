@@ -282,8 +282,8 @@ class Response(Struct, kw_only=True):
 
 
 class InputTokens(Struct):
-    object: Literal["response.input_tokens"]
     input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
 
 
 class Deleted(Struct):

@@ -1,37 +1,39 @@
 """`POST /tokenize`, `POST /detokenize`: text or a conversation to token ids, and back, as in vLLM.
 
-Both use the tokenizer without a forward pass, and run in a pool thread. So do the counts of the
-tokens of a prompt, by rendering and tokenizing it.
+They and `POST /decode` of text-embeddings-inference use the tokenizer without a forward pass, and
+run in a pool thread. So do the text of a prompt and the count of its tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from anyio import CapacityLimiter
 from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput
+from server.apis.openai.chat import ChatCompletions, ChatRequest
 from server.apis.openai.endpoint import BodyEndpoint, GenerationEndpoint
 from server.apis.openai.images import check_images
 from server.apis.openai.messages import Messages, conversation
 from server.apis.openai.models import ModelGroup
-from server.apis.openai.request_fields import TokenId, decode
+from server.apis.openai.request_fields import TokenId, decode, read_inputs
+from server.apis.openai.response_schemas import InputTokens
 from server.apis.openai.tools import Tools
 from server.core.settings import Settings
 from server.core.worker_client import IncomingRequest, WorkerClient
 from server.http.errors import HttpError
-from server.http.json import in_thread, parse_json
-from server.http.operation import Operation, OperationRoute
+from server.http.json import in_thread, parse_json, to_json
+from server.http.operation import JSON, Operation, OperationRoute, Schema
 from server.http.request import read_json_request, send_json
 from worker.messages.generation import Chat
 from worker.messages.protocol import TextModel
 
 MAX_PROMPT_BYTES = 1 << 20
+MAX_DECODED_IDS = 1 << 18
 THREADS = 2  # a long text delays others here, but no generation
-T = TypeVar("T")
 
 
 class Tokens(Struct):
@@ -82,68 +84,76 @@ class DetokenizeRequest(Struct):
     model: str | None = None
 
     def run(self, model: TextModel) -> Prompt:
-        if self.tokens:
-            largest = max(self.tokens)
-            try:
-                model.token(largest)
-            except InvalidInput as error:
-                path = f"tokens[{self.tokens.index(largest)}]"
-                raise InvalidInput.at(path, str(error)) from None
-        return Prompt(model.decode(self.tokens))
+        return Prompt(text_of(self.tokens, "tokens", model))
 
 
+class DecodeRequest(Struct):
+    ids: tuple[TokenId | tuple[TokenId, ...], ...]
+    model: str | None = None
+    skip_special_tokens: bool | None = None
+
+    def run(self, model: TextModel) -> list[str]:
+        lists: dict[str, Any] = {**read_inputs(self.ids, "ids")}
+        if (count := sum(map(len, lists.values()))) > MAX_DECODED_IDS:
+            raise InvalidInput.at("ids", f"takes at most {MAX_DECODED_IDS} ids, not {count}")
+        skips = self.skip_special_tokens is not False
+        return [text_of(ids, path, model, skips) for path, ids in lists.items()]
+
+
+def text_of(ids: Sequence[int], path: str, model: TextModel, skip_special: bool = False) -> str:
+    """Return the text of ids. Raises InvalidInput for one that the model does not have."""
+    if ids:
+        largest = max(ids)
+        try:
+            model.token(largest)
+        except InvalidInput as error:
+            raise InvalidInput.at(f"{path}[{ids.index(largest)}]", str(error)) from None
+    return model.decode(ids, skip_special)
+
+
+Request = TokenizeRequest | DetokenizeRequest | DecodeRequest
+TEXTS: Schema = {"type": "array", "items": {"type": "string"}}
 TOKENIZE = Operation(
     "POST /tokenize", "The token ids of a text or a conversation", Tokens, TokenizeRequest
 )
 DETOKENIZE = Operation("POST /detokenize", "The text of token ids", Prompt, DetokenizeRequest)
+COUNT_PATH = "POST /v1/chat/completions/input_tokens"
+COUNT = Operation(COUNT_PATH, "The number of tokens of a chat's prompt", InputTokens, ChatRequest)
+RENDER = Operation("POST /apply-template", "The text of a chat's prompt", Prompt, ChatRequest)
+DECODE = Operation("POST /decode", "The texts of lists of token ids", {JSON: TEXTS}, DecodeRequest)
 
 
 def tokenizer_routes(
     settings: Settings, worker_client: WorkerClient, models: ModelGroup
 ) -> list[OperationRoute]:
     shared = settings, worker_client, models
+    kinds = (TOKENIZE, TokenizeRequest), (DETOKENIZE, DetokenizeRequest), (DECODE, DecodeRequest)
+    return [OperationRoute(each, TokenizerEndpoint(*shared, kind)) for each, kind in kinds]
+
+
+def prompt_routes(completions: ChatCompletions) -> list[OperationRoute]:
     return [
-        OperationRoute(TOKENIZE, TokenizerEndpoint(*shared, TokenizeRequest)),
-        OperationRoute(DETOKENIZE, TokenizerEndpoint(*shared, DetokenizeRequest)),
+        OperationRoute(COUNT, PromptEndpoint(completions, InputTokens)),
+        OperationRoute(RENDER, PromptEndpoint(completions, Prompt, render)),
     ]
 
 
 @dataclass(eq=False)
-class TokenizerEndpoint(BodyEndpoint[TokenizeRequest | DetokenizeRequest]):
+class TokenizerEndpoint(BodyEndpoint[Request]):
     """An endpoint for one kind of request, to any of the models."""
 
-    kind: type[TokenizeRequest | DetokenizeRequest]
+    kind: type[Request]
     threads: CapacityLimiter = field(init=False, default_factory=partial(CapacityLimiter, THREADS))
 
-    def parse(self, body: bytes, scope: Scope) -> TokenizeRequest | DetokenizeRequest:
+    def parse(self, body: bytes, scope: Scope) -> Request:
         return decode(
             parse_json(body), self.kind, self.models.id_for, scope, self.models.max_entries
         )
 
-    async def serve(
-        self, incoming: IncomingRequest, send: Send, request: TokenizeRequest | DetokenizeRequest
-    ) -> None:
+    async def serve(self, incoming: IncomingRequest, send: Send, request: Request) -> None:
         async with self.models.find(request.model).loaded(incoming) as model:
-            tokens = await run_tokenizer(request.run, model, incoming, self.threads)
-        await send_json(send, tokens)
-
-
-@dataclass(eq=False)
-class TokenCounter:
-    """An ASGI app that counts the tokens of the prompts that an endpoint reads. It takes a slot of
-    the queue only while its model loads. `result` makes the response from the count."""
-
-    endpoint: GenerationEndpoint[Any]
-    result: Callable[[int], Struct]
-    threads: CapacityLimiter = field(init=False, default_factory=partial(CapacityLimiter, THREADS))
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body, incoming = await read_json_request(scope, receive)
-        request = await self.endpoint.read(incoming, body)
-        count = partial(count_tokens, request.inputs[0].prompt)
-        async with self.endpoint.model_of(request).loaded(incoming) as model:
-            number = await run_tokenizer(count, model, incoming, self.threads)
-        await send_json(send, self.result(number))
+            content = await run_tokenizer(request.run, model, incoming, self.threads)
+        await send_json(send, content)
 
 
 def count_tokens(chat: Chat, model: TextModel) -> int:
@@ -151,17 +161,45 @@ def count_tokens(chat: Chat, model: TextModel) -> int:
     return len(model.encode(chat))
 
 
+def render(chat: Chat, model: TextModel) -> str:
+    check_images(chat, model)
+    return model.render(chat)
+
+
+@dataclass(eq=False)
+class PromptEndpoint:
+    """An ASGI app that measures the prompts that an endpoint reads: by default, it counts their
+    tokens. It takes a slot of the queue only while its model loads. `result` makes the response."""
+
+    endpoint: GenerationEndpoint[Any]
+    result: Callable[[Any], Struct]
+    measure: Callable[[Chat, TextModel], int | str] = count_tokens
+    threads: CapacityLimiter = field(init=False, default_factory=partial(CapacityLimiter, THREADS))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body, incoming = await read_json_request(scope, receive)
+        request = await self.endpoint.read(incoming, body)
+        chat = request.inputs[0].prompt
+
+        def respond(model: TextModel) -> Struct:
+            return self.result(self.measure(chat, model))
+
+        async with self.endpoint.model_of(request).loaded(incoming) as model:
+            content = await run_tokenizer(respond, model, incoming, self.threads)
+        await send_json(send, content)
+
+
 async def run_tokenizer(
-    work: Callable[[TextModel], T],
+    work: Callable[[TextModel], object],
     model: TextModel,
     incoming: IncomingRequest,
     threads: CapacityLimiter,
-) -> T:
-    """Return the result of `work`, which runs in a pool thread. Raises DeadlineExceeded."""
+) -> bytes:
+    """Return the result of `work` as JSON, from a pool thread. Raises DeadlineExceeded."""
 
-    def run(model: TextModel) -> T:
+    def run(model: TextModel) -> bytes:
         try:
-            return work(model)
+            return to_json(work(model))
         except Exception:
             raise
         except BaseException as error:  # a panic in a Rust library is not an Exception

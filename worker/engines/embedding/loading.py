@@ -7,7 +7,7 @@ fastest RowModel that keeps the model's own output.
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -121,7 +121,8 @@ def load_embedder(options: ScoringOptions) -> Embedder:
         dimensions = None
         if not options.allow_dimensions:
             dimensions = trained_dimensions(checkpoint.model.config)
-        info = checkpoint.info("feature-extraction", rows)
+        pooling = "+".join(checkpoint.config.poolings)
+        info = replace(checkpoint.info("feature-extraction", rows), pooling=pooling)
         tokenizer = checkpoint.text_tokenizer()
         return on_worker(partial(Embedder, rows, tokenizer, checkpoint.config, dimensions, info))
 

@@ -58,7 +58,8 @@ class PoolingRunner(ABC, Generic[Payload, Result]):
         self.info = info
         self.max_model_len = tokenizer.limit
         self.no_images_reason = TEXT_ONLY
-        self.encode, self.decode, self.token = tokenizer.encode, tokenizer.decode, tokenizer.token
+        self.encode, self.render = tokenizer.encode, tokenizer.render
+        self.decode, self.token = tokenizer.decode, tokenizer.token
 
     @property
     def text_model(self) -> TextModel:

@@ -112,19 +112,22 @@ class TextTokenizer:
 
     def encode(self, prompt: Chat | str, add_special_tokens: bool = True) -> list[int]:
         if isinstance(prompt, Chat):
-            raise InvalidInput.at("messages", "this model takes no messages: use prompt")
+            prompt = self.render(prompt)
         if prompt:
             self.check_length(prompt, "prompt", Truncation(enabled=True))
         output = self.tokenize([prompt], add_special_tokens=add_special_tokens)
         ids: list[int] = output["input_ids"][0]
         return ids
 
+    def render(self, chat: Chat) -> str:
+        raise InvalidInput.at("messages", "this model takes no messages: use prompt")
+
     def encode_all(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of each text, without special tokens around them."""
         return self.tokenize(texts, add_special_tokens=False)["input_ids"]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        text: str = self.tokenizer.decode([*ids])
+    def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
+        text: str = self.tokenizer.decode([*ids], skip_special_tokens=skip_special)
         return text
 
     def token(self, token_id: int) -> str:

@@ -131,14 +131,18 @@ class InputProcessor:
         """Return a prompt's token ids. Raises InvalidInput if the chat template refuses it."""
         if not isinstance(prompt, Chat):
             return self._tokenize(prompt, add_special_tokens, "messages")
-        text = self.template.render(prompt).text
+        text = self.render(prompt)
         if prompt.images and self.image_preprocessor:
-            self._check_length(text, "messages")
             return self.image_preprocessor.token_ids(text, prompt.images)
         return self._tokenize(text, False, "messages")
 
-    def decode(self, ids: list[int]) -> str:
-        return self.vocabulary.decode(ids, skip_special=False)
+    def render(self, chat: Chat) -> str:
+        text = self.template.render(chat).text
+        self._check_length(text, "messages")
+        return text
+
+    def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
+        return self.vocabulary.decode(ids, skip_special)
 
     def token(self, token_id: int) -> str:
         """Return the text of one token. Raises InvalidInput if the id does not exist."""

@@ -1,4 +1,4 @@
-"""`POST /v1/score`, as in vLLM: the similarity of pairs of texts.
+"""`POST /v1/score`, `/score`, as in vLLM: the similarity of pairs of texts; TEI's `/similarity`.
 
 Scores are those of the rerank model, or the cosine of embeddings if the embedding model is named
 or is the only one.
@@ -7,8 +7,10 @@ or is the only one.
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
+from msgspec import Struct
 
 from batching.errors import InvalidInput
 from server.apis.openai.embedding.endpoint import ScoringRequest
@@ -16,7 +18,7 @@ from server.apis.openai.embedding.rerank import Texts, split_pairs
 from server.apis.openai.request_fields import NonEmpty, required
 from server.apis.openai.response_schemas import EmbeddingUsage, Score, Scores
 from server.http.json import to_json
-from server.http.operation import Operation
+from server.http.operation import JSON, Body, Operation
 from worker.messages.scoring import (
     EmbeddingInput,
     EmbeddingOutput,
@@ -50,7 +52,7 @@ class ScoreRequest(ScoringRequest, kw_only=True):
         return sides[0], sides[1]
 
     def payloads(self, max_size: PartSize, kind: str) -> Sequence[ScoringInput | EmbeddingInput]:
-        return self._pairs(max_size) if kind == "rerank" else self._texts(max_size)
+        return self._pairs(max_size) if kind == "rerank" else self.embedding_inputs(max_size)
 
     def _pairs(self, max_size: PartSize) -> list[ScoringInput]:
         (first, firsts), (second, seconds) = self.sides()
@@ -64,7 +66,7 @@ class ScoreRequest(ScoringRequest, kw_only=True):
             raw=self.use_activation is False,
         )
 
-    def _texts(self, max_size: PartSize) -> list[EmbeddingInput]:
+    def embedding_inputs(self, max_size: PartSize) -> list[EmbeddingInput]:
         if self.instruction is not None:
             raise InvalidInput.at("instruction", "requires a reranker; this is an embedding model")
         inputs = []
@@ -99,7 +101,41 @@ class ScoreRequest(ScoringRequest, kw_only=True):
         return [to_json(Scores(id, "list", int(time.time()), self.model or "", data, usage))]
 
 
-SCORE = Operation("POST /v1/score", "The similarity of pairs of texts", Scores, ScoreRequest)
+class SimilarityInput(Struct):
+    source_sentence: NonEmpty
+    sentences: Texts
+
+
+class SimilarityOptions(ScoringRequest, kw_only=True):
+    prompt_name: str | None = None
+
+
+class SimilarityRequest(SimilarityOptions, kw_only=True):
+    """The options are those of `parameters`, or else fields of the body."""
+
+    inputs: SimilarityInput
+    parameters: SimilarityOptions | None = None
+
+    def payloads(self, max_size: PartSize, kind: str) -> Sequence[EmbeddingInput]:
+        options, texts = self.parameters or self, self.inputs
+        pairs = ScoreRequest(text_1=texts.source_sentence, text_2=texts.sentences)
+        paths = {"text_1": "inputs.source_sentence", "text_2": "inputs.sentences"}
+        name, truncation = options.prompt_name, options.truncation()
+        return [
+            replace(each, param=paths[each.param], prompt=name, truncation=truncation)
+            for each in pairs.embedding_inputs(max_size)
+        ]
+
+    def content(self, outputs: Sequence[EmbeddingOutput]) -> list[bytes]:
+        return [to_json(cosines(np.concatenate([output.vectors for output in outputs]), 1))]
+
+
+SCORE = [
+    Operation(f"POST {path}", "The similarity of pairs of texts", Scores, ScoreRequest)
+    for path in ("/v1/score", "/score")
+]
+NUMBERS: Body = {JSON: {"type": "array", "items": {"type": "number"}}}
+SIMILARITY = Operation("POST /similarity", "The cosines of texts", NUMBERS, SimilarityRequest)
 
 
 def _path(name: str, texts: Sequence[str], n: int) -> str:

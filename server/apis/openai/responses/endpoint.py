@@ -41,7 +41,7 @@ from server.apis.openai.sqlite_store import (
     owner_of,
     refusing_disk_errors,
 )
-from server.apis.openai.tokenize import TokenCounter
+from server.apis.openai.tokenize import PromptEndpoint
 from server.core.delta_stream import TokenStream, UsageCounts
 from server.core.worker_client import IncomingRequest
 from server.http.access import address_of
@@ -167,7 +167,7 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
         self.background_memory = TransferBudget(limit, message)
 
     def routes(self) -> list[OperationRoute]:
-        count = TokenCounter(self, partial(InputTokens, "response.input_tokens"))
+        count = PromptEndpoint(self, InputTokens)
         by_id = self.retrieve_or_delete, self.input_items, self.cancel
         return [OperationRoute(COUNT_TOKENS, count), *routes_of(self, refuse_compaction, *by_id)]
 
