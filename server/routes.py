@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from starlette.types import ASGIApp
-
 from server.apis.anthropic.endpoint import COUNT_TOKENS, CountTokensEndpoint, MessagesEndpoint
 from server.apis.anthropic.schemas import TokenCount
 from server.apis.openai.adapters import AdapterControl
@@ -34,6 +32,7 @@ from server.apis.openai.responses.store import ResponseStore
 from server.apis.openai.tokenize import TokenCounter, tokenizer_routes
 from server.apis.pipeline.decisions import DecisionPipelineEndpoint
 from server.apis.pipeline.endpoint import (
+    ModelEndpoint,
     PipelineEndpoint,
     PipelineInputParser,
     PipelineModels,
@@ -97,7 +96,9 @@ def make_routes(
         routes += tokenizer_routes(settings, worker_client, text_models)
     routes += routes_of(Assets())
     if settings.batch_dir != "none":
-        by_path: dict[str, Any] = {route.path: route.endpoint for route in routes}
+        by_path: dict[str, Any] = {
+            route.path: route.endpoint for route in routes if "POST" in (route.methods or ())
+        }
         endpoints = {path: by_path[path] for path in BATCH_ENDPOINTS if path in by_path}
         runner = BatchRunner(jobs, open_batches(settings), endpoints)
         routes += Batches(runner).routes()
@@ -109,7 +110,7 @@ def pipeline_routes(
     settings: Settings, worker_client: WorkerClient, entries: Sequence[ModelEntry]
 ) -> list[OperationRoute]:
     """Return the route `POST /`, if a pipeline is served."""
-    endpoints: dict[NamedModel, ASGIApp] = {}
+    endpoints: dict[NamedModel, ModelEndpoint] = {}
     pipelines = [entry for entry in entries if entry.kind == "pipeline"]
     for entry in pipelines:
         task = entry.settings.pipeline_task
@@ -126,7 +127,8 @@ def pipeline_routes(
             endpoints[model] = PipelineEndpoint(parser, worker_client, entry.served_by)
     if not endpoints:
         return []
-    return [OperationRoute(pipeline_operation(settings.pipeline_task), PipelineModels(endpoints))]
+    models = PipelineModels(settings, worker_client, ModelGroup([*endpoints]), endpoints)
+    return [OperationRoute(pipeline_operation(settings.pipeline_task), models)]
 
 
 def named_models(
