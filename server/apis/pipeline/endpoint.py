@@ -64,7 +64,8 @@ def pipeline_operation(name: str) -> Operation:
     if task.kind != "json":
         request[MULTIPART] = _pipeline_form(task)
     summary = f"The output of the {name} pipeline for an input, or for each of a list"
-    return Operation("POST /", summary, {JSON: {}}, request, takes_lines=True)
+    query = msgspec.defstruct("Query", [(name, Any, msgspec.UNSET) for name in task.parameters])
+    return Operation("POST /", summary, {JSON: {}}, request, query=query, takes_lines=True)
 
 
 def _pipeline_schema(task: Task) -> Schema:
