@@ -378,13 +378,14 @@ def check_socket(path: str) -> None:
 def check_address(host: str, port: int) -> None:
     """Raise SettingsError unless the server can listen there: uvicorn binds while the model is
     loading already."""
+    given_host, given_port = _flag_or_variable("host", host), _flag_or_variable("port", str(port))
     if not 0 <= port < 65536:
-        raise SettingsError(f"--port {port}: must be 0 to 65535")
+        raise SettingsError(f"{given_port}: must be 0 to 65535")
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a host name"
-        raise SettingsError(f"--host {host}: {reason}") from None
+        raise SettingsError(f"{given_host}: {reason}") from None
     for family, _, _, _, address in infos:
         try:
             with socket.create_server(address, family=family):
@@ -392,7 +393,12 @@ def check_address(host: str, port: int) -> None:
         except OSError as error:
             if error.errno != errno.EAFNOSUPPORT:  # the host may lack IPv6
                 reason = os.strerror(error.errno or 0)
-                raise SettingsError(f"--host {host} --port {port}: {reason}") from None
+                raise SettingsError(f"{given_host} {given_port}: {reason}") from None
+
+
+def _flag_or_variable(flag: str, value: str) -> str:
+    variable = flag.upper()
+    return f"{variable}={value}" if os.environ.get(variable) == value else f"--{flag} {value}"
 
 
 def assign_model(model: str, flags: Mapping[str, str | None]) -> dict[str, str | None]:

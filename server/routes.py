@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from starlette.types import ASGIApp
-
 from server.apis.anthropic.endpoint import COUNT_TOKENS, CountTokensEndpoint, MessagesEndpoint
 from server.apis.anthropic.schemas import TokenCount
 from server.apis.openai.adapters import AdapterControl
@@ -36,6 +34,7 @@ from server.apis.openai.responses.store import ResponseStore
 from server.apis.openai.tokenize import PromptEndpoint, prompt_routes, tokenizer_routes
 from server.apis.pipeline.decisions import DecisionPipelineEndpoint
 from server.apis.pipeline.endpoint import (
+    ModelEndpoint,
     PipelineEndpoint,
     PipelineInputParser,
     PipelineModels,
@@ -106,7 +105,9 @@ def make_routes(
         routes += tokenizer_routes(settings, worker_client, ModelGroup(*texts))
     routes += routes_of(Assets())
     if settings.batch_dir != "none":
-        by_path: dict[str, Any] = {route.path: route.endpoint for route in routes}
+        by_path: dict[str, Any] = {
+            route.path: route.endpoint for route in routes if "POST" in (route.methods or ())
+        }
         endpoints = {path: by_path[path] for path in BATCH_ENDPOINTS if path in by_path}
         runner = BatchRunner(jobs, open_batches(settings), endpoints)
         routes += Batches(runner).routes()
@@ -118,8 +119,8 @@ def pipeline_routes(
     settings: Settings, worker_client: WorkerClient, entries: Sequence[ModelEntry]
 ) -> list[OperationRoute]:
     """Return the route `POST /`, if a pipeline is served, and `/predict` of classifiers."""
-    endpoints: dict[NamedModel, ASGIApp] = {}
-    classifiers: dict[NamedModel, ASGIApp] = {}
+    endpoints: dict[NamedModel, ModelEndpoint] = {}
+    classifiers: dict[NamedModel, ModelEndpoint] = {}
     pipelines = [entry for entry in entries if entry.kind == "pipeline"]
     for entry in pipelines:
         task = entry.settings.pipeline_task
@@ -140,7 +141,12 @@ def pipeline_routes(
     if not endpoints:
         return []
     served = (pipeline_operation(settings.pipeline_task), endpoints), (PREDICT, classifiers)
-    return [OperationRoute(of, PipelineModels(models)) for of, models in served if models]
+    shared = settings, worker_client
+    return [
+        OperationRoute(of, PipelineModels(*shared, ModelGroup([*models]), models))
+        for of, models in served
+        if models
+    ]
 
 
 def named_models(

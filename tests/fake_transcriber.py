@@ -136,15 +136,17 @@ class FakeTranscriber:
 
 
 def scripted_delta(n: int, payload: TranscriptionInput, seconds: float) -> TranscriptDelta:
-    """The n-th segment: one second long, a word each quarter of a second."""
+    """The n-th segment: one second long, a word each quarter of a second. Times are inexact, as
+    those of frames are."""
     words = SAID[n]
     text = "".join(words)
-    timed = [Word(word, n + k / 4, n + k / 4 + 0.2, 0.9) for k, word in enumerate(words)]
+    start = n + 1e-12
+    timed = [Word(word, start + k / 4, start + k / 4 + 0.2, 0.9) for k, word in enumerate(words)]
     scored = [
         TokenLogprob(k, word, word.encode(), math.log(0.9), (), 1) for k, word in enumerate(words)
     ]
     segment = Segment(
-        n, 0, float(n), n + 1.0, text, (n, n + 1), words=tuple(timed) if payload.words else ()
+        n, 0, start, start + 1, text, (n, n + 1), words=tuple(timed) if payload.words else ()
     )
     logprobs = scored if payload.logprobs else []
     return TranscriptDelta(text, segment, logprobs, LANGUAGES[payload.language or "en"], seconds)

@@ -6,7 +6,7 @@ engines/pipeline/runner.py runs the tasks.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -257,9 +257,11 @@ def resolve_task(name: str) -> str:
     raise UnservedTask(f"unknown task {name!r}; the tasks are: {', '.join(sorted(TASKS))}")
 
 
-def check_parameters(task_name: str, parameters: dict[str, Any]) -> None:
+def check_parameters(
+    task_name: str, parameters: dict[str, Any], others: Container[str] = ()
+) -> None:
     """Check a request's parameters against the task's. Whole numbers become floats, in place, where
-    any number is valid. Raises InvalidInput."""
+    any number is valid. `others` are given elsewhere. Raises InvalidInput."""
     task = TASKS[task_name]
     for name, value in parameters.items():
         check_value = task.parameters.get(name)
@@ -274,7 +276,7 @@ def check_parameters(task_name: str, parameters: dict[str, Any]) -> None:
         if type(value) is int and check_value(float(value)) is None:
             parameters[name] = float(value)
     for name in task.required:
-        if name not in parameters:
+        if name not in parameters and name not in others:
             example = f'{{"inputs": …, "parameters": {{"{name}": …}}}}'
             needed = f"{task_name} needs the parameter {name}: post {example} as application/json"
             raise InvalidInput(needed, f"parameters.{name}")

@@ -39,6 +39,10 @@ MODEL = click.Argument(["model"], required=False)
 
 def serve_command() -> click.Command:
     uvicorn_params = [p for p in uvicorn_command.params if p.name not in (*APP, "version")]
+    for param in uvicorn_params:
+        name = (param.name or "").upper()
+        if isinstance(param, click.Option) and name in ("HOST", "PORT"):  # platforms set them
+            param.envvar, param.show_envvar = [f"UVICORN_{name}", name], True
     command = SettingsCommand(
         "server",
         context_settings={**uvicorn_command.context_settings, "default_map": DEFAULTS},

@@ -13,6 +13,8 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from json import JSONDecoder
 from typing import ClassVar, Generic, Protocol, TypeVar
 
 from starlette.types import Receive, Scope, Send
@@ -48,6 +50,8 @@ TARGET_DIVISOR = 4
 MAX_ANSWER_BYTES = 1 << 25
 MEMORY_POLL_S = 0.05
 MAX_INVALID = 100  # lines in a row that are not JSON
+MAX_ID_CHARS = 256
+JOINED_BYTES = 1 << 16  # of a body, in which documents on one line are looked for
 
 
 @dataclass(slots=True)
@@ -80,6 +84,7 @@ class LineEndpoint(Protocol[P]):
 class PendingLine:
     number: int
     size: int  # bytes
+    id: str | int | None = None  # the client's
     work: LineWork | None = None
     error: Exception | None = None
 
@@ -218,7 +223,7 @@ class LineStream(Generic[P]):
         await self._wait_for_window(pending)
         await self.loop_budget.wait()
         try:
-            request = await self._parse(line)
+            request = await self._parse(line, pending)
         except Exception as error:
             pending.error = error
             self.invalid = self.invalid + 1 if isinstance(error, InvalidJson) else 0
@@ -237,20 +242,25 @@ class LineStream(Generic[P]):
         self.next_line = line.number + 1
         self.added.set()
 
-    async def _parse(self, line: Line) -> P:
+    async def _parse(self, line: Line, pending: PendingLine) -> P:
         if line.content is None:
             limit = f"{self.max_body / 1_000_000:g} MB"
             raise HttpError(413, f"the line is larger than {limit}")
         deadline = time.monotonic() + self.limit_s
         blocks = self.endpoint.parse_blocks
-        return await self.endpoint.body_parser.run(
-            self._parse_content, line.content, deadline, blocks
-        )
+        parse = partial(self._parse_content, pending=pending)
+        return await self.endpoint.body_parser.run(parse, line.content, deadline, blocks)
 
-    def _parse_content(self, content: bytes) -> P:
-        value = parse_value(content, "the line")
+    def _parse_content(self, content: bytes, pending: PendingLine) -> P:
+        try:
+            value = parse_value(content, "the line")
+        except InvalidJson:
+            check_joined_lines(content)
+            raise
         if not isinstance(value, str | dict):
             raise InvalidInput("the line must be a JSON string or an object")
+        if isinstance(value, dict):
+            pending.id = take_id(value)
         return self.endpoint.parse_line(value, self.scope)
 
     async def _wait_for_window(self, line: PendingLine) -> None:
@@ -306,21 +316,53 @@ class LineStream(Generic[P]):
             if line.error:
                 raise line.error
             assert line.work
-            return await line.work.content()
+            content = await line.work.content()
+            if line.id is None:
+                return content
+            return b'{"id":%b,"result":%b}' % (to_json(line.id), content)
         except Exception as error:
             await self.loop_budget.rest()
-            return self._error_line(error, line.number)
+            return self._error_line(error, line.number, line.id)
 
-    def _error_line(self, error: Exception, number: int) -> bytes:
-        """Return the error envelope with the number of the line."""
+    def _error_line(self, error: Exception, number: int, id: str | int | None = None) -> bytes:
+        """Return the error envelope with the number of the line, and its id if it has one."""
         response = count_failure(error, self.scope)
         is_last = error is self.end_error
         message = f"{response}: this line and those after it were not served"
         document = response.document
         document["error"] |= {"message": message} if is_last else {}
         document["error"]["line"] = number
-        return to_json(document)
+        return to_json(document if id is None else {"id": id, **document})
 
     def _release(self, line: PendingLine) -> None:
         if line.work:
             line.work.submission.close()
+
+
+def take_id(line: Document) -> str | int | None:
+    """Remove the client's id from a line and return it. Raises InvalidInput."""
+    id: str | int | None = line.pop("id", None)
+    is_short = isinstance(id, str) and len(id) <= MAX_ID_CHARS
+    if not (is_short or id is None or type(id) is int):
+        reason = f"must be a string of at most {MAX_ID_CHARS} characters, or an integer"
+        raise InvalidInput.at("id", reason)
+    return id
+
+
+def check_joined_lines(body: bytes) -> None:
+    """Raise InvalidJson for NDJSON without its line breaks, as `curl -d @FILE` sends it: a body
+    that starts with two inputs, strings or objects, and nothing between them."""
+    if not body.startswith((b"{", b'"')):
+        return
+    text, end = body[:JOINED_BYTES].decode(errors="replace"), 0
+    try:
+        for _ in range(2):
+            value, end = JSONDecoder().raw_decode(text, end)
+            is_input = isinstance(value, str) or (isinstance(value, dict) and "inputs" in value)
+            if not (value and is_input):
+                return
+    except (ValueError, RecursionError):
+        return
+    command = "--data-binary @FILE -H 'Content-Type: application/x-ndjson'"
+    reason = "several JSON documents are on one line; curl -d leaves out the line breaks of a file"
+    raise InvalidJson(f"{reason}: send it with {command}")

@@ -61,6 +61,7 @@ NOT_STARTED = (
     "async with llm.lifespan()"
 )
 JSON, NDJSON = b"application/json", b"application/x-ndjson"
+NDJSON_TYPES = {f"application/{name}" for name in ("x-ndjson", "jsonl", "jsonlines", "x-jsonlines")}
 COMPRESSED = (b"gzip", b"deflate", b"br", b"zstd")
 _PLAIN_ID = re.compile(rb"[!-~]{1,128}")
 _PROCESS = secrets.token_hex(4).encode()
@@ -330,7 +331,7 @@ def is_ndjson(scope: Scope) -> bool:
     """Return whether a request's body has one input per line."""
     for name, value in scope["headers"]:
         if name == b"content-type":
-            return media_type({name: value}) == NDJSON.decode()
+            return media_type({name: value}) in NDJSON_TYPES
     return False
 
 

@@ -26,7 +26,9 @@ from server.http.transfers import Transfer
 from tests.event_streams import CLIENT, open_stream
 from tests.fake_generator import FakeGenerator
 from tests.serving import Server, metric, serving, wait_until
+from tests.tiny_embedders import folder as folder_of
 
+FILL_MASK = Path(__file__).parents[2] / "worker" / "demo" / "fill-mask"
 CHAT: Any = "/v1/chat/completions"
 ENDED = ("completed", "failed", "expired", "cancelled")
 
@@ -111,7 +113,13 @@ def started(folder: Path, generator: FakeGenerator, **settings: Any) -> Iterator
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("batches")
-    with started(folder, FakeGenerator(), embedding_model="demo", max_body_mb=0.01) as server:
+    models = {
+        "embedding_model": "demo",
+        "rerank_model": str(folder_of("bert-rank")),
+        "pipeline_model": f"demo,vectors={FILL_MASK};task=feature-extraction",
+        "pipeline_task": "fill-mask",
+    }
+    with started(folder, FakeGenerator(), max_body_mb=0.01, **models) as server:
         yield server
 
 
@@ -187,6 +195,72 @@ def test_a_batch_takes_other_endpoints(client: Client, endpoint: str, body: Any)
     else:
         direct = client.sdk.embeddings.create(model="demo", input="a", encoding_format="float")
         assert document["data"][0]["embedding"] == direct.data[0].embedding
+
+
+def line_of(endpoint: str, custom_id: str, **body: Any) -> dict[str, Any]:
+    return {"custom_id": custom_id, "method": "POST", "url": endpoint, "body": body}
+
+
+def bodies_of(client: Client, batch: Batch) -> dict[str, Any]:
+    results = client.results(batch.output_file_id) | client.results(batch.error_file_id)
+    return {id: line["response"]["body"] for id, line in results.items()}
+
+
+def test_a_batch_of_pipeline_inputs(server: Server, client: Client) -> None:
+    mask = {"inputs": "a [MASK] day", "parameters": {"top_k": 2}}
+    lines = [
+        line_of("/", "one", **mask),
+        line_of("/", "several", inputs=["a [MASK]", "the [MASK]"]),
+        line_of("/", "vectors", inputs="a", model="vectors"),
+        line_of("/", "wrong", inputs="a [MASK]", parameters={"top_k": 0}),
+        line_of("/", "unknown", inputs="a", model="other"),
+        line_of("/", "number", inputs="a", model=5),
+    ]
+    batch = client.wait(client.create(jsonl(lines), "/"))
+    assert batch.request_counts is not None
+    assert (batch.status, batch.request_counts.completed, batch.model) == ("completed", 3, None)
+    bodies = bodies_of(client, batch)
+    direct = CLIENT.post(server.url, json=mask, headers={"Authorization": "Bearer one"}).json()
+    assert [text["token"] for text in bodies["one"]] == [text["token"] for text in direct]
+    assert len(bodies["several"]) == 2
+    assert isinstance(bodies["vectors"][0][0][0], float)
+    codes = {id: bodies[id]["error"]["code"] for id in ("wrong", "unknown", "number")}
+    assert codes == {
+        "wrong": "invalid_value", "unknown": "model_not_found", "number": "model_not_found",
+    }  # fmt: skip
+
+
+def test_a_batch_of_documents_to_rank(client: Client) -> None:
+    pairs: dict[str, Any] = {"query": "a", "documents": ["b", "c"]}
+    lines = [
+        line_of("/v1/rerank", "documents", **pairs),
+        line_of("/v1/rerank", "texts", query="a", texts=["b", "c"]),
+    ]
+    batch = client.wait(client.create(jsonl(lines), "/v1/rerank"))
+    bodies = bodies_of(client, batch)
+    assert {entry["index"] for entry in bodies["documents"]["results"]} == {0, 1}
+    assert {entry["index"] for entry in bodies["texts"]} == {0, 1}
+    assert batch.usage is not None
+    assert batch.usage.input_tokens == bodies["documents"]["usage"]["prompt_tokens"]
+
+
+def test_a_batch_of_messages(server: Server, client: Client) -> None:
+    say = {"model": "demo", "max_tokens": 9, "messages": [{"role": "user", "content": "say a"}]}
+    lines = [
+        line_of("/v1/messages", "fine", **say),
+        line_of("/v1/messages", "wrong", **say | {"max_tokens": 0}),
+    ]
+    batch = client.wait(client.create(jsonl(lines), "/v1/messages"))
+    bodies = bodies_of(client, batch)
+    assert bodies["fine"]["content"] == [{"type": "text", "text": "a"}]
+    wrong = bodies["wrong"]
+    assert (wrong["type"], wrong["error"]["type"]) == ("error", "invalid_request_error")
+    assert wrong["request_id"] == f"{batch.id}-2"
+    usage = bodies["fine"]["usage"]
+    cached = usage["cache_read_input_tokens"]
+    assert batch.usage is not None
+    assert batch.usage.input_tokens == usage["input_tokens"] + cached > 0
+    assert batch.usage.input_tokens_details.cached_tokens == cached > 0
 
 
 def zipped() -> bytes:

@@ -127,6 +127,26 @@ def test_errors_paths_and_the_document_are_those_of_the_mounted_app() -> None:
     use(host, llm, requests)
 
 
+@pytest.mark.parametrize("root", ["", "/api"])
+def test_the_path_without_a_slash_is_redirected(root: str) -> None:
+    llm = make_llm()
+    host = make_host(llm)
+
+    async def run() -> None:
+        transport = httpx.ASGITransport(host, root_path=root)
+        client = httpx.AsyncClient(transport=transport, base_url="http://their.site")
+        async with started(host, llm), client:
+            for method, query in (("GET", ""), ("POST", "?top_k=1&targets=a%20b")):
+                moved = await client.request(method, f"{root}/llm{query}")
+                assert moved.status_code == 307
+                assert moved.headers["location"] == f"http://their.site{root}/llm/{query}"
+            path = f"{root}/llm?top_k=1"
+            answer = await client.post(path, content="a", follow_redirects=True)
+            assert answer.json() == {"echo": "a"}
+
+    asyncio.run(run())
+
+
 def test_keys_and_cross_site_rules_hold_in_a_mounted_app() -> None:
     keyed = make_llm(api_keys=("key",))
 

@@ -129,6 +129,93 @@ def test_the_file_name_that_curl_adds_to_the_path_is_ignored(server: Server) -> 
         assert response.status_code == 404
 
 
+@pytest.mark.parametrize("name", ["jsonl", "jsonlines", "x-jsonlines"])
+def test_jsonl_is_ndjson(server: Server, name: str) -> None:
+    media = {"content-type": f"application/{name}; charset=utf-8"}
+    assert post(server, b'"a"\n"b"\n', **media) == [{"echo": "a"}, {"echo": "b"}]
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Server]:
+    with serving(pipeline_model="demo") as started:
+        yield started
+
+
+def test_parameters_in_the_query_hold_for_each_input(demo: Server) -> None:
+    body = b'"a [MASK]"\n{"inputs": "a [MASK]", "parameters": {"top_k": 2}}\n{"inputs": "[MASK]"}\n'
+    assert [len(answer) for answer in post(demo, body, "/?top_k=1")] == [1, 2, 1]
+    assert post(demo, b'"a [MASK]"', "/?top_k=1&targets=day")[0][0]["token_str"] == "day"
+    texts = post(demo, b'"a [MASK]"', '/?targets=["day","night"]')[0]
+    assert {text["token_str"] for text in texts} == {"day", "night"}
+    for plain in ({"content": "a [MASK]"}, {"json": {"inputs": "a [MASK]"}},
+                  {"files": {"inputs": (None, "a [MASK]")}}):  # fmt: skip
+        answer = httpx.post(demo.url + "/?top_k=1", **plain)
+        assert len(answer.json()) == 1
+    own = {"inputs": "a [MASK]", "parameters": {"top_k": 2}}
+    assert len(httpx.post(demo.url + "/?top_k=1", json=own).json()) == 2
+
+
+@pytest.mark.parametrize(
+    ("query", "part"),
+    [
+        ("top_k=0", "must be a whole number"),
+        ("top_k=one", 'not "one"'),
+        ("truncation", 'not ""'),
+        ("topk=1", "has no parameter 'topk'; it accepts: targets, top_k, truncation"),
+        ("top_k=1&top_k=2", "has a name twice"),
+        ("&".join(f"a{n}=" for n in range(65)), "at most 64 names"),
+        ("targets=%ff", "be UTF-8"),
+    ],
+)
+def test_an_invalid_query_is_refused_before_a_line_is_run(
+    server: Server, query: str, part: str
+) -> None:
+    before = metric(server, "onequeue_batch_size_count")
+    for media in (NDJSON, {}):
+        refused = httpx.post(f"{server.url}/?{query}", content=b'"a"', headers=media)
+        assert refused.status_code == 400
+        assert part in refused.json()["error"]["message"]
+    assert metric(server, "onequeue_batch_size_count") == before
+
+
+def test_a_query_may_have_what_a_task_needs() -> None:
+    with serving(FakeRunner, pipeline_task="zero-shot-classification") as server:
+        path = "/?candidate_labels=a,b"
+        own = b'{"inputs": "b", "parameters": {"candidate_labels": ["c"]}}'
+        assert post(server, b'"a"\n' + own, path) == [{"echo": "a"}, {"echo": "b"}]
+        assert post(server, own, "/?multi_label=true") == [{"echo": "b"}]
+        [missing] = post(server, b'"a"', "/?multi_label=true")
+        assert missing["error"]["param"] == "parameters.candidate_labels"
+
+
+def test_a_line_with_an_id_gets_it_back(server: Server) -> None:
+    lines = [
+        {"inputs": "a", "id": "first"},
+        {"inputs": ["a", "b"], "id": -7},
+        {"inputs": "bad", "id": 0},
+        {"inputs": "a", "parameters": {"top_k": 0}, "id": "x" * 256},
+        {"inputs": "a", "id": None},
+    ]
+    ids: list[Any] = ["x" * 257, True, 1.5, [1], {}]
+    wrong = [{"inputs": "a", "id": id} for id in ids]
+    body = "".join(json.dumps(line) + "\n" for line in lines + wrong).encode()
+    answers = post(server, body)
+    assert answers[0] == {"id": "first", "result": {"echo": "a"}}
+    assert answers[1] == {"id": -7, "result": [{"echo": "a"}, {"echo": "b"}]}
+    failed = [(answer["id"], answer["error"]["line"]) for answer in answers[2:4]]
+    assert failed == [(0, 3), ("x" * 256, 4)]
+    assert answers[4] == {"echo": "a"}
+    assert [set(answer) for answer in answers[5:]] == [{"error"}] * 5
+    assert [answer["error"]["param"] for answer in answers[5:]] == ["id"] * 5
+
+
+def test_lines_without_their_breaks_get_a_hint(server: Server) -> None:
+    joined = b'{"inputs": "a"}{"inputs": "b"}'
+    [answer] = post(server, joined)
+    assert "--data-binary @FILE" in answer["error"]["message"]
+    assert len(post(server, (joined + b"\n") * 200)) == 100  # they are not JSON
+
+
 def test_an_empty_body_gets_no_answers(server: Server) -> None:
     for body in (b"", b"\n\r\n  \n"):
         assert post(server, body) == []
@@ -339,6 +426,15 @@ def test_embeddings_of_lines() -> None:
         assert answers[3]["error"]["line"] == 4
         assert answers[3]["error"]["code"] == "model_not_found"
         assert answers[4]["error"]["param"] == "parameters"
+
+
+def test_lines_of_embeddings_have_ids() -> None:
+    with serving(embedding_model="demo") as server:
+        body = b'{"inputs": "a", "id": 1}\n{"input": "a", "id": "b"}\n{"input": 5, "id": "c"}'
+        bare, whole, wrong = post(server, body, "/v1/embeddings")
+        assert (bare["id"], whole["id"], wrong["id"]) == (1, "b", "c")
+        assert bare["result"][0] == whole["result"]["data"][0]["embedding"]
+        assert wrong["error"]["line"] == 3
 
 
 def test_a_stream_ends_after_a_hundred_lines_in_a_row_that_are_not_json(server: Server) -> None:

@@ -95,6 +95,28 @@ def test_a_binary_file_posted_with_d_gets_a_hint_at_data_binary() -> None:
         assert "not valid JSON" in error_of(broken)["message"]
 
 
+@pytest.mark.parametrize(
+    "body", ['{"inputs":"a"}{"inputs":"b"}', '{"inputs":"a"}"b"', '"a""b"', '"a"{"inputs":"b"}']
+)
+def test_a_file_of_lines_posted_with_d_gets_a_hint(server: Server, body: str) -> None:
+    response = httpx.post(server.url, content=body, headers=FORM)
+    assert response.status_code == 400
+    command = "--data-binary @FILE -H 'Content-Type: application/x-ndjson'"
+    assert command in error_of(response)["message"]
+    if body.startswith("{"):
+        as_json = httpx.post(server.url, content=body, headers={"content-type": "application/json"})
+        assert command in error_of(as_json)["message"]
+
+
+def test_a_text_that_only_looks_like_lines_is_a_text(server: Server) -> None:
+    for body in ('"a" "b"', '"""a"""', "{}{}", '{"a":1}{"b":2}', '{"inputs":"a"} {', '"a"b'):
+        assert httpx.post(server.url, content=body, headers=FORM).json() == {"echo": body}
+    deep = "{" + '"inputs":[' * 30_000
+    assert httpx.post(server.url, content=deep, headers=FORM).status_code == 200
+    plain = httpx.post(server.url, content='"a""b"', headers={"content-type": "text/plain"})
+    assert plain.json() == {"echo": '"a""b"'}
+
+
 def test_a_form_is_json_for_a_task_that_takes_json_only() -> None:
     with serving(Anything, pipeline_task="table-question-answering") as server:
         response = httpx.post(server.url, content='{"inputs": {"query": "a"}}', headers=FORM)

@@ -86,6 +86,8 @@ def test_verbose_json_has_the_requested_granularities(
     whole = post(server, response_format="verbose_json").json()
     assert (whole["task"], whole["language"], whole["duration"]) == ("transcribe", "english", 1.0)
     assert [segment["id"] for segment in whole["segments"]] == [0, 1, 2]
+    times = [(segment["start"], segment["end"]) for segment in whole["segments"]]
+    assert times == [(0.0, 1.0), (1.0, 2.0), (2.0, 3.0)]
     assert "words" not in whole
     assert not speaker.payloads[0].words
     fields: dict[str, Any] = {

@@ -32,12 +32,14 @@ from starlette.routing import Route
 from tokenizers import Tokenizer
 
 from server.commands.load_test import generator as generator_module
-from server.commands.load_test.arguments import make_parser
+from server.commands.load_test.arguments import make_parser, parse_args
 from server.commands.load_test.command import arrival_intervals, make_generator
 from server.commands.load_test.generator import LoadGenerator
 from server.commands.load_test.latency_plot import plot
 from server.commands.load_test.report import duration
 from server.commands.load_test.request_bodies import WORDS
+from tests.fakes import FakeRunner
+from tests.serving import serving as serving_app
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "load_test.py"
 
@@ -208,6 +210,24 @@ def test_json_kind_posts_the_text_under_the_key(target: Target) -> None:
     assert set(body) == {"text", "documents"}
     assert body["documents"] == ["a"]
     assert target.headers[0]["content-type"] == "application/json"
+
+
+@pytest.mark.parametrize("flags", [["--kind=json", "--fields=[1]"], ['--fields={"a": 1}']])
+def test_fields_are_an_object_and_need_a_json_body(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_args("load", ["http://x", "--requests=1", *flags])
+    assert "--fields" in capsys.readouterr().err
+
+
+def test_parameters_reach_a_pipeline() -> None:
+    with serving_app(FakeRunner) as server:
+        for top_k, status in ((1, "200"), (0, "400")):
+            fields = json.dumps({"parameters": {"top_k": top_k}})
+            flags = ("--kind", "json", "--fields", fields, "--requests", "2")
+            assert run(server.url, *flags)["statuses"] == {status: 2}
+            assert run(f"{server.url}/?top_k={top_k}", "--requests", "2")["statuses"] == {status: 2}
 
 
 def test_open_loop_sends_at_the_scheduled_times(monkeypatch: pytest.MonkeyPatch) -> None:

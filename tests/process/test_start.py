@@ -205,6 +205,23 @@ def test_an_unusable_address_is_refused_before_the_model_loads(
 
 
 @pytest.mark.parametrize(
+    ("flags", "env", "message"),
+    [
+        ([], {"PORT": "many"}, "'PORT'): 'many' is not a valid integer"),
+        ([], {"PORT": "70000"}, "PORT=70000: must be 0 to 65535"),
+        ([], {"HOST": "no host"}, "HOST=no host: "),
+        (["--port", "80000"], {"PORT": "70000"}, "--port 80000: must be"),
+        ([], {"PORT": "70000", "UVICORN_PORT": "80000"}, "--port 80000: must be"),
+        (["--host", "other host"], {"HOST": "no host"}, "--host other host: "),
+    ],
+)
+def test_host_and_port_of_the_environment_are_obeyed_unless_a_flag_is_given(
+    flags: list[str], env: dict[str, str], message: str
+) -> None:
+    assert_refused(run([*SERVER, *flags], **env), message)
+
+
+@pytest.mark.parametrize(
     ("args", "message"),
     [
         (["/nowhere"], "MODEL='/nowhere': there is no such folder"),
@@ -261,7 +278,9 @@ def test_a_port_in_use_is_refused_before_the_model_loads() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         done = run([*SERVER, "--port", port], PIPELINE_MODEL="/nowhere")
+        in_environment = run(SERVER, PORT=port, PIPELINE_MODEL="/nowhere")
     assert_refused(done, "--port " + port, "Address already in use")
+    assert_refused(in_environment, "--host 127.0.0.1 PORT=" + port, "Address already in use")
 
 
 def test_several_workers_are_refused_with_the_reason(script: list[str]) -> None:

@@ -31,9 +31,14 @@ class DecisionPipelineEndpoint:
     body_parser: JsonBodyParser = field(init=False, default_factory=JsonBodyParser)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.parser.check_query(scope)
         if is_ndjson(scope):
             return await LineStream(scope, receive, send, self).run()
         media, body, incoming = await read_request(scope, receive)
+        await self.respond(incoming, send, body, media)
+
+    async def respond(self, incoming: IncomingRequest, send: Send, body: bytes, media: str) -> None:
+        scope = incoming.scope
         self.parser.check_media(media)
         parse = partial(self.parse_decisions, media=media, scope=scope)
         deadline = incoming.deadlines.first

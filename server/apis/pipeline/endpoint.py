@@ -10,13 +10,15 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
-from starlette.datastructures import QueryParams
-from starlette.types import ASGIApp, Receive, Scope, Send
+import msgspec
+from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput, ItemFailed
-from server.apis.openai.models import ModelGroup, NamedModel
+from server.apis.openai.endpoint import BodyEndpoint
+from server.apis.openai.models import NamedModel
+from server.apis.pipeline.query import query_of, query_parameters
 from server.core.settings import Settings
 from server.core.worker_client import IncomingRequest, Submission, WorkerClient
 from server.http.errors import HttpError
@@ -31,7 +33,7 @@ from server.http.json import (
     parse_value,
     to_json,
 )
-from server.http.ndjson import LineStream, LineWork
+from server.http.ndjson import LineStream, LineWork, check_joined_lines
 from server.http.operation import FORM as MULTIPART
 from server.http.operation import JSON, TEXT, Operation, Schema
 from server.http.request import count_failure, is_ndjson, read_request, send_json
@@ -42,8 +44,6 @@ from worker.tasks import TASKS, Task, check_parameters
 
 FORM = "application/x-www-form-urlencoded"  # the type that curl -d sends
 CURL_HINT = "with curl, post a file by --data-binary @FILE: -d leaves out its line breaks"
-
-
 BODY_FIELDS = "inputs", "parameters", "on_error", "model"
 
 
@@ -64,7 +64,8 @@ def pipeline_operation(name: str) -> Operation:
     if task.kind != "json":
         request[MULTIPART] = _pipeline_form(task)
     summary = f"The output of the {name} pipeline for an input, or for each of a list"
-    return Operation("POST /", summary, {JSON: {}}, request, takes_lines=True)
+    query = msgspec.defstruct("Query", [(name, Any, msgspec.UNSET) for name in task.parameters])
+    return Operation("POST /", summary, {JSON: {}}, request, query=query, takes_lines=True)
 
 
 def _pipeline_schema(task: Task) -> Schema:
@@ -110,21 +111,45 @@ def _pipeline_form(task: Task) -> Schema:
     return {"type": "object", "properties": fields, "required": required, "oneOf": one}
 
 
-@dataclass(eq=False)
-class PipelineModels:
-    """An ASGI app for `POST /`: the endpoint of the model that `?model=` or the header X-Model
-    names responds; without a name, the first."""
+class ModelEndpoint(Protocol):
+    """Serves the bodies for one model."""
 
-    endpoints: Mapping[NamedModel, ASGIApp]
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
+    async def respond(self, incoming: IncomingRequest, send: Send, body: bytes, media: str) -> None:
+        """Send the response to a whole body that is no NDJSON."""
+
+
+class NamedBody(msgspec.Struct):
+    model: object = None
+
+
+@dataclass(eq=False)
+class PipelineModels(BodyEndpoint[tuple[ModelEndpoint, bytes]]):
+    """An ASGI app for `POST /`: the endpoint of the model that `?model=` or the header X-Model
+    names responds; without a name, the first. The body of a batch's line names its model."""
+
+    endpoints: Mapping[NamedModel, ModelEndpoint]
 
     def __post_init__(self) -> None:
-        self.models = ModelGroup([*self.endpoints])
         self.first = next(iter(self.endpoints.values()))
 
+    def find(self, name: object) -> ModelEndpoint:
+        return self.first if name is None else self.endpoints[self.models.find(str(name))]
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        name = named_in(scope)
-        endpoint = self.first if name is None else self.endpoints[self.models.find(name)]
-        await endpoint(scope, receive, send)
+        await self.find(named_in(scope))(scope, receive, send)
+
+    def parse(self, body: bytes, scope: Scope) -> tuple[ModelEndpoint, bytes]:
+        if len(self.endpoints) == 1:
+            return self.first, body
+        return self.find(msgspec.json.decode(body, type=NamedBody).model), body
+
+    async def serve(
+        self, incoming: IncomingRequest, send: Send, request: tuple[ModelEndpoint, bytes]
+    ) -> None:
+        endpoint, body = request
+        await endpoint.respond(incoming, send, body, JSON)
 
 
 def named_in(scope: Scope) -> str | None:
@@ -132,7 +157,7 @@ def named_in(scope: Scope) -> str | None:
     for name, value in scope["headers"]:
         if name == b"x-model":
             return str(value.decode("latin-1"))
-    return QueryParams(scope["query_string"]).get("model") if scope["query_string"] else None
+    return query_of(scope).get("model") if scope["query_string"] else None
 
 
 @dataclass(eq=False)
@@ -163,6 +188,23 @@ class PipelineInputParser:
         message = f"Content-Type of {self.task_name} must be {accepted}, not {media[:100]!r}"
         raise HttpError(415, message)
 
+    def check_query(self, scope: Scope) -> None:
+        """Check the parameters in the query, once for all lines of a body. Raises InvalidInput."""
+        if scope["query_string"]:
+            scope["parameters"] = query_parameters(scope)
+            check_parameters(self.task_name, scope["parameters"], self.task.required)
+
+    def parameters_of(self, own: object, scope: Scope) -> dict[str, Any]:
+        """Return the parameters of an input: those of the query, and its own, which take
+        precedence. Raises InvalidInput."""
+        own = {} if own is None else own
+        if not isinstance(own, dict):
+            kind = type(own).__name__
+            raise InvalidInput.at("parameters", f"must be an object, not {kind}")
+        defaults: dict[str, Any] = scope.get("parameters", {})
+        check_parameters(self.task_name, own, defaults)
+        return {**defaults, **own}
+
     def parse(self, body: bytes, media: str, scope: Scope) -> PipelineRequest:
         """Return a request's inputs. Raises InvalidInput."""
         if not body:
@@ -170,7 +212,9 @@ class PipelineInputParser:
             raise InvalidInput(message, "inputs")
         document = self.parse_document(body, media) if may_be_json(body, media) else None
         if document is None:
-            return PipelineRequest([self.parse_raw(body, {})])
+            if media == FORM:
+                check_joined_lines(body)
+            return PipelineRequest([self.parse_raw(body, None, scope)])
         if isinstance(document, list):
             document = {"inputs": document}
         if not isinstance(document, dict):
@@ -190,13 +234,7 @@ class PipelineInputParser:
         given = (name for name, value in document.items() if value is not None)
         if ignored := [name for name in given if name not in BODY_FIELDS]:
             ignore_fields(ignored, scope)
-        parameters = document.get("parameters")
-        if parameters is None:
-            parameters = {}
-        if not isinstance(parameters, dict):
-            kind = type(parameters).__name__
-            raise InvalidInput.at("parameters", f"must be an object, not {kind}")
-        check_parameters(self.task_name, parameters)
+        parameters = self.parameters_of(document.get("parameters"), scope)
         on_error = document.get("on_error", "all")
         if on_error not in ("all", "item"):
             reason = f"must be 'all' or 'item', not {str(on_error)[:50]!r}"
@@ -228,6 +266,7 @@ class PipelineInputParser:
         except InvalidInput:
             if may_be_text:
                 return None
+            check_joined_lines(body)
             raise
         if may_be_text and not (isinstance(document, dict) and "inputs" in document):
             texts = document.values() if isinstance(document, dict) else document
@@ -255,19 +294,18 @@ class PipelineInputParser:
                 reason = f"must be one JSON object, not {', '.join(parameters)[:100]!r}"
                 raise InvalidInput.at("parameters", reason) from None
             if form.has_file:
-                return self.parse_raw(Path(form.path).read_bytes(), values)
-            check_parameters(self.task_name, values)
-            return PipelineInput(texts[0], values)
+                return self.parse_raw(Path(form.path).read_bytes(), values, scope)
+            return PipelineInput(texts[0], self.parameters_of(values, scope))
         finally:
             form.remove()
 
-    def parse_raw(self, body: bytes, parameters: dict[str, Any]) -> PipelineInput:
+    def parse_raw(self, body: bytes, own: object, scope: Scope) -> PipelineInput:
         task = self.task
         if task.kind == "json":
             keys = ", ".join(f'"{key}": …' for key in task.json_keys)
             example = f'{{"inputs": {{{keys}}}}}'
             raise InvalidInput(f"{self.task_name} takes JSON: {example}", "inputs")
-        check_parameters(self.task_name, parameters)
+        parameters = self.parameters_of(own, scope)
         if task.kind != "text":
             return PipelineInput(body, parameters)
         try:
@@ -288,11 +326,14 @@ class PipelineEndpoint:
     body_parser: JsonBodyParser = field(init=False, default_factory=JsonBodyParser)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.parser.check_query(scope)
         if is_ndjson(scope):
             return await LineStream(scope, receive, send, self).run()
-        parser = self.parser
         media, body, incoming = await read_request(scope, receive)
-        deadline = incoming.deadlines.first
+        await self.respond(incoming, send, body, media)
+
+    async def respond(self, incoming: IncomingRequest, send: Send, body: bytes, media: str) -> None:
+        parser, scope, deadline = self.parser, incoming.scope, incoming.deadlines.first
         parser.check_media(media)
         if media == MULTIPART:
             boundary = boundary_from(dict(scope["headers"]))

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from server.commands.load_test.request_bodies import read_texts
@@ -20,6 +21,8 @@ Latency percentiles are of 2xx responses only; the first error of each kind is s
 The last line of stdout is one JSON document."""
 EXAMPLES = """\
     onequeue load http://127.0.0.1:8000/ --concurrency 16 --requests 2000 --plot out.svg
+    onequeue load http://127.0.0.1:8000 --kind json --fields '{"parameters": {"top_k": 1}}' \\
+        --requests 100
     onequeue load http://127.0.0.1:8000 --kind chat --stream --rate 5 --duration 30 | tail -1
     onequeue load http://127.0.0.1:8000 http://127.0.0.1:9000 --kind embeddings --duration 10
     onequeue load http://127.0.0.1:8000 --kind upload --file speech.wav --requests 20"""
@@ -41,6 +44,8 @@ def parse_args(program: str, argv: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--texts {args.texts}: no such file, or it has no text")
     if args.texts and args.kind in ("file", "upload"):
         parser.error("--texts needs --kind text, json, chat or embeddings")
+    if args.fields and args.kind in ("text", "file"):
+        parser.error("--fields needs --kind json, chat, embeddings or upload")
     if args.plot and len(args.urls) > 1:
         parser.error("--plot takes one URL")
     if args.requests == args.duration == math.inf:
@@ -86,8 +91,8 @@ def make_parser(program: str) -> argparse.ArgumentParser:
     add("--model", help="chat, embeddings, upload: the model's name")
     add("--max-tokens", type=count, help="chat")
     add("--system", help="chat: a system message, the same in every request")
-    fields = "json, chat, embeddings, upload: further fields"
-    add("--fields", type=json.loads, default={}, metavar="JSON", help=fields)
+    fields = "json, chat, embeddings, upload: an object whose fields are added to each body"
+    add("--fields", type=json_object, default={}, metavar="JSON", help=fields)
     add("--picture", type=count, help="chat: a new image of this many pixels a side per request")
     add("--same-picture", action="store_true", help="chat: the same image in every request")
     add("--stream", action="store_true", help="chat: measure first-token and inter-token times")
@@ -104,6 +109,12 @@ def http_url(text: str) -> str:
         message = "must be http[s]://host[:port][/path] in ASCII"
         raise argparse.ArgumentTypeError(message)
     return text
+
+
+def json_object(text: str) -> dict[str, Any]:
+    if not isinstance(document := json.loads(text), dict):
+        raise ValueError
+    return document
 
 
 def word_range(text: str) -> tuple[int, int]:

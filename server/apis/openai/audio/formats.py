@@ -4,7 +4,7 @@ json and verbose_json are OpenAI's documents; srt and vtt are subtitles with a c
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from msgspec import UNSET, UnsetType
 
@@ -77,12 +77,13 @@ def token_scores(
 
 
 def _segment(segment: Segment) -> TranscribedSegment:
+    segment = replace(segment, start=round(segment.start, 3), end=round(segment.end, 3))
     fields = TranscribedSegment.__struct_fields__
     return TranscribedSegment(*(getattr(segment, name) for name in fields))
 
 
 def _word(word: Word) -> TranscribedWord:
-    return TranscribedWord(word.text.strip(), word.start, word.end)
+    return TranscribedWord(word.text.strip(), round(word.start, 3), round(word.end, 3))
 
 
 def as_text(transcript: Transcript, request: TranscriptionRequest) -> bytes:

@@ -23,7 +23,15 @@ from server.http.json import JsonBodyParser, parse_json, to_json
 from server.http.operation import Operation, OperationRoute, routes_of
 from server.http.request import read_request, send_json
 
-BatchedPath = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
+BatchedPath = Literal[
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/",
+]
 BATCH_ENDPOINTS = get_args(BatchedPath)
 
 

@@ -30,10 +30,12 @@ PROMPT_FIELDS = (
     "cache_salt",
     "tools",
     "instructions",
+    "system",
     "previous_response_id",
     "messages",
     "prompt",
     "input",
+    "inputs",
 )
 MIN_PREFIX = 64  # characters of the shortest prefix that is compared
 PREFIX_GROWTH = 1.25  # from one compared length to the next

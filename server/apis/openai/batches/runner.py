@@ -19,7 +19,7 @@ from itertools import count
 from typing import Any, Literal, NamedTuple
 
 from anyio.to_thread import run_sync
-from msgspec import Raw, Struct
+from msgspec import Raw, Struct, ValidationError
 from msgspec.json import decode
 from starlette.types import Message, Scope
 
@@ -42,7 +42,7 @@ from server.core.api_keys import NO_KEY, ApiKey
 from server.core.request_context import RequestContext, RequestRecord
 from server.core.worker_client import Deadlines, IncomingRequest
 from server.http.access import client_of
-from server.http.errors import HttpError
+from server.http.errors import error_document
 from server.http.json import heavy_limiter, to_json
 from server.http.ndjson import LineWindow
 from server.http.request import count_failure
@@ -81,9 +81,10 @@ class LineSummary(Struct):
         usage: dict[str, Any] = {"cached_tokens": 0, "reasoning_tokens": 0}
         for name, value in (self.usage or {}).items():
             usage |= value if name.endswith("_details") else {name: value}
+        cached = usage.get("cache_read_input_tokens", 0)  # Anthropic's input has only the others
         return LineTokens(
-            usage.get("prompt_tokens", 0) + usage.get("input_tokens", 0),
-            usage["cached_tokens"],
+            usage.get("prompt_tokens", 0) + usage.get("input_tokens", 0) + cached,
+            usage["cached_tokens"] + cached,
             usage.get("completion_tokens", 0) + usage.get("output_tokens", 0),
             usage["reasoning_tokens"],
         )
@@ -128,7 +129,10 @@ class FinishedLine(NamedTuple):
         content = b"".join(self.response.parts)
         response = LineResponse(self.response.status, self.request_id, Raw(content))
         result = line_result(self.position, self.custom_id, response, None)
-        summary = decode(content, type=LineSummary)
+        try:
+            summary = decode(content, type=LineSummary)
+        except ValidationError:  # a list, or a pipeline's own object
+            summary = LineSummary()
         return result._replace(model=summary.model, tokens=summary.tokens())
 
 
@@ -486,8 +490,9 @@ class BatchTask(StoredJob):
         except (Refused, ClientGone):
             raise
         except Exception as error:
-            failure: HttpError = count_failure(error, scope)
-            response.status, response.parts = failure.status, [to_json(failure.document)]
+            failure = count_failure(error, scope)
+            response.status = failure.status
+            response.parts = [to_json(error_document(failure, scope))]
         return response
 
     async def _store_results(self) -> None:
