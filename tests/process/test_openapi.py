@@ -184,7 +184,6 @@ TOOLS = [{"type": "function", "function": {"name": f"f{n}"}} for n in range(129)
             ["a", ["a", "b"], [1, 2], [[1], [2, 3]]],
             ["", [], [""], [[]], ["a", 1], [1, [1]], [-1], [[-1]], [True], 1, None, {}],
         ),
-        (CompletionRequest, "suffix", [None], ["x", ""]),
         (CompletionRequest, "best_of", [None, 1], [5, "1", True]),
         (CompletionRequest, "stop", [None, "a", [], ["a"] * 16], ["", ["a", ""], ["a"] * 17, 1]),
         (
