@@ -79,6 +79,17 @@ def field_types(vocab_size: int) -> dict[str, Any]:
     }
 
 
+def request_types(vocab_size: int) -> dict[str, Any]:
+    """Return the types of a request's fields: numbers and lists that a step has time for, and
+    penalties with which no score overflows."""
+    types = field_types(vocab_size)
+    types |= dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), Penalty)
+    types |= dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), Ngram)
+    for name in ("bad_words_ids", "sequence_bias"):
+        types[name] = Annotated[types[name], Meta(max_length=128)]
+    return types | {"stop_strings": Text | Annotated[list[Text], Meta(max_length=16)]}
+
+
 def to_watermark(kind: type, value: Any) -> Any:
     """Convert a watermarking_config, for msgspec. Raise ValueError or TypeError."""
     if isinstance(value, kind):  # transformers has parsed it
@@ -109,11 +120,8 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
 }
 # Beyond those, what a request may not set: a step would take as long as several.
 NOT_IN_REQUESTS: dict[str, tuple[Any, ...]] = {"typical_p": (1,), "watermarking_config": ()}
-MAX_SEQUENCES = 128  # token sequences of a request: a step compares each
-MAX_NGRAM = 128  # tokens; a step compares that many with each of the text
-MAX_STOPS = 16  # stop strings of a request
-PENALTIES = "repetition_penalty", "encoder_repetition_penalty"
-MIN_PENALTY, MAX_PENALTY = 0.01, 100  # of a request: beyond them scores overflow
+Penalty = Annotated[float, Meta(ge=0.01, le=100)]
+Ngram = Annotated[int, Meta(ge=0, le=128)]  # a step compares that many tokens with each of the text
 
 
 def fill_sampling_defaults(config: GenerationConfig, defaults: str) -> None:
@@ -153,15 +161,17 @@ def read_generation_config(path: str) -> Mapping[str, Any]:
 def check_generation_config(fields: Mapping[str, Any], vocab_size: int = MAX_TOKEN_ID) -> None:
     """Raise LoadingFailed, in one sentence, at the first malformed field. Without `vocab_size` any
     token id is accepted."""
-    for name, why in malformed_fields(fields, vocab_size):
+    for name, why in malformed_fields(fields, field_types(vocab_size)):
         text = repr(fields[name])
         shown = text if len(text) <= 60 else f"{text[:60]}…"
         raise LoadingFailed(f"its generation_config has {name}: {shown}: {why}")
 
 
-def malformed_fields(fields: Mapping[str, Any], vocab_size: int) -> Iterator[tuple[str, str]]:
+def malformed_fields(
+    fields: Mapping[str, Any], types: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
     """Yield the name of each malformed field, and why."""
-    for name, kind in field_types(vocab_size).items():
+    for name, kind in types.items():
         if (value := fields.get(name)) is not None:
             try:
                 msgspec.convert(value, kind, dec_hook=to_watermark)
@@ -178,21 +188,8 @@ def with_request_fields(
     for name, neutral in (NOT_SERVED | NOT_IN_REQUESTS).items():
         if name in fields and fields[name] not in neutral:
             raise InvalidInput.at(f"generation_config.{name}", "is not implemented, leave it out")
-    for name, why in malformed_fields(fields, vocab_size):
+    for name, why in malformed_fields(fields, request_types(vocab_size)):
         raise InvalidInput.at(f"generation_config.{name}", why[:1].lower() + why[1:])
-    for name in ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"):
-        if (size := fields.get(name, 0)) > MAX_NGRAM:
-            raise InvalidInput.at(f"generation_config.{name}", f"{size} exceeds {MAX_NGRAM}")
-    for name in PENALTIES:
-        if not MIN_PENALTY <= (penalty := fields.get(name, 1)) <= MAX_PENALTY:
-            reason = f"{penalty:g} is not between {MIN_PENALTY} and {MAX_PENALTY}"
-            raise InvalidInput.at(f"generation_config.{name}", reason)
-    limits = ("bad_words_ids", MAX_SEQUENCES), ("sequence_bias", MAX_SEQUENCES)
-    for name, limit in (*limits, ("stop_strings", MAX_STOPS)):
-        entries = fields.get(name)
-        if isinstance(entries, list) and len(entries) > limit:
-            reason = f"takes at most {limit} entries, not {len(entries)}"
-            raise InvalidInput.at(f"generation_config.{name}", reason)
     merged: Any = copy.copy(config)
     if "temperature" in fields:
         merged.do_sample = fields["temperature"] > 0

@@ -6,7 +6,7 @@ body → InfillRequest → GenerationInput with a suffix → deltas → InfillBu
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar
 
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import Meta, Struct
 from starlette.types import Scope
 
 from server.apis.openai.endpoint import GenerationEndpoint, ParsedRequest, ResponseBuilder
@@ -48,23 +48,23 @@ class InfillRequest(GenerationRequest, kw_only=True):
         return "n_predict", None if self.n_predict < 0 else max(1, self.n_predict)
 
 
-class InfillChunk(Struct):
-    """A piece of the text, or with `stop` all of it and its end."""
+class InfillEnd(Struct):
+    """The text, or the last piece of it. Other pieces have `content` and `stop: false`."""
 
     content: str
     stop: bool
-    model: str | UnsetType | None = UNSET
-    tokens_predicted: int | UnsetType = UNSET
-    tokens_evaluated: int | UnsetType = UNSET
-    tokens_cached: int | UnsetType = UNSET
-    stop_type: str | UnsetType = UNSET  # eos, limit or word
-    stopping_word: str | UnsetType = UNSET
+    model: str | None
+    tokens_predicted: int
+    tokens_evaluated: int
+    tokens_cached: int
+    stop_type: str  # eos, limit or word
+    stopping_word: str
 
 
 @Operation(
     "POST /infill",
     "The text between two texts",
-    InfillChunk,
+    InfillEnd,
     InfillRequest,
     stream="With stream: true. Each event is a chunk, the last has `stop`.",
 )
@@ -92,7 +92,7 @@ class InfillBuilder(ResponseBuilder[Delta]):
         if delta.finish_reason is not None:
             yield data_frame(self._last(delta))
         elif delta.text:
-            yield data_frame(InfillChunk(delta.text, stop=False))
+            yield data_frame({"content": delta.text, "stop": False})
 
     def finish(self) -> Iterator[bytes]:
         return iter(())
@@ -100,18 +100,12 @@ class InfillBuilder(ResponseBuilder[Delta]):
     def end(self) -> bytes:
         return b""
 
-    def build(self, deltas: Sequence[Delta]) -> InfillChunk:
+    def build(self, deltas: Sequence[Delta]) -> InfillEnd:
         return self._last(deltas[0])
 
-    def _last(self, delta: Delta) -> InfillChunk:
+    def _last(self, delta: Delta) -> InfillEnd:
         word = delta.stop_reason if isinstance(delta.stop_reason, str) else ""
-        return InfillChunk(
-            delta.text,
-            stop=True,
-            model=self._model,
-            tokens_predicted=self._usage.completion,
-            tokens_evaluated=self._usage.prompt,
-            tokens_cached=self._usage.cached,
-            stop_type="word" if word else STOP_TYPES[delta.finish_reason or "stop"],
-            stopping_word=word,
-        )
+        kind = "word" if word else STOP_TYPES[delta.finish_reason or "stop"]
+        usage = self._usage
+        counts = usage.completion, usage.prompt, usage.cached
+        return InfillEnd(delta.text, True, self._model, *counts, kind, word)
