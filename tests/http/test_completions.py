@@ -169,5 +169,10 @@ def test_infill_is_llama_cpps(server: Server, generator: FakeGenerator) -> None:
     extra = {"input_extra": [{"filename": "x.py", "text": "x = 1"}], "input_prefix": "y"}
     post(server, "/infill", extra)
     assert (generator.payloads[-1].prompt, generator.payloads[-1].suffix) == ("x.py\nx = 1\ny", "")
-    for name, value in {"n_predict": "x", "input_extra": [1], "n": 2}.items():
+    for name, value in {
+        "n_predict": "x",
+        "input_extra": [1],
+        "n": 2,
+        "truncate_prompt_tokens": 9,
+    }.items():
         assert error_of(post(server, "/infill", {name: value}))["param"].startswith(name)

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 from transformers import GenerationConfig, GenerationMixin, WatermarkingConfig
+from transformers.generation import logits_process
 
 from worker.model import sampler
-from worker.model.logits_processors import CheckpointProcessors
+from worker.model.logits_processors import CheckpointProcessors, NoRepeatedNgrams
 from worker.model.sampler import (
     SamplingParams,
     SamplingRow,
@@ -197,3 +198,14 @@ def test_rows_without_fields_of_the_checkpoint_keep_nothing() -> None:
     state = SamplingState(params, 0, PROMPT)
     assert not state.has_processors
     assert not len(state.prompt_ids)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6, 9])
+def test_repeated_ngrams_are_those_of_transformers(size: int) -> None:
+    """In texts of few tokens, and in longer ones of one token."""
+    generator = torch.Generator().manual_seed(size)
+    texts = [torch.randint(0, 4, (1, n), generator=generator) for n in range(1, 60)]
+    for ids in [*texts, torch.zeros(1, 3000, dtype=torch.long)]:
+        scores = torch.randn(1, 4, generator=generator)
+        wanted: Any = logits_process.NoRepeatNGramLogitsProcessor(size)
+        assert torch.equal(NoRepeatedNgrams(size)(ids, scores), wanted(ids, scores))

@@ -82,11 +82,15 @@ def field_types(vocab_size: int) -> dict[str, Any]:
 def request_types(vocab_size: int) -> dict[str, Any]:
     """Return the types of a request's fields: numbers and lists that a step has time for, and
     penalties with which no score overflows."""
+    token = Annotated[int, Meta(ge=0, lt=vocab_size)]
+    tokens = Annotated[list[token], Meta(min_length=1, max_length=MAX_SEQUENCE)]
     types = field_types(vocab_size)
     types |= dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), Penalty)
-    types |= dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), Ngram)
-    for name in ("bad_words_ids", "sequence_bias"):
-        types[name] = Annotated[types[name], Meta(max_length=128)]
+    types["no_repeat_ngram_size"] = Ngram
+    types["encoder_no_repeat_ngram_size"] = Annotated[int, Meta(ge=0, le=8)]  # each is stored
+    types["exponential_decay_length_penalty"] = tuple[Start, Factor]
+    types["bad_words_ids"] = Annotated[list[tokens], Meta(max_length=64)]
+    types["sequence_bias"] = Annotated[list[tuple[tokens, Bias]], Meta(max_length=64)]
     return types | {"stop_strings": Text | Annotated[list[Text], Meta(max_length=16)]}
 
 
@@ -121,6 +125,10 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
 # Beyond those, what a request may not set: a step would take as long as several.
 NOT_IN_REQUESTS: dict[str, tuple[Any, ...]] = {"typical_p": (1,), "watermarking_config": ()}
 Penalty = Annotated[float, Meta(ge=0.01, le=100)]
+Bias = Annotated[float, Meta(ge=-1e4, le=1e4)]
+Start = Annotated[int, Meta(ge=0, le=1 << 20)]
+Factor = Annotated[float, Meta(gt=0, le=2)]
+MAX_SEQUENCE = 16  # tokens of a request's banned or biased sequences: a step compares each
 Ngram = Annotated[int, Meta(ge=0, le=128)]  # a step compares that many tokens with each of the text
 
 

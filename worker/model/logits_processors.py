@@ -24,6 +24,7 @@ from worker.model.sampler import MIN_TEMPERATURE, Processor, SamplingParams
 hf: Any = logits_process  # ids are annotated as LongTensor
 # They do not depend on a request, and prepare a bias for the whole vocabulary.
 SHARED = (hf.SequenceBiasLogitsProcessor, hf.NoBadWordsLogitsProcessor)
+FULL_MATCHES, MAX_MATCHES = 4, 1024  # tokens compared at all places; places compared further
 # What `generate` asks a model for while it builds its list. None follows the processors.
 MODEL = SimpleNamespace(
     config=SimpleNamespace(
@@ -46,6 +47,26 @@ class SuppressTokens:
         return scores.index_fill(1, self.tokens, -torch.inf)
 
 
+class NoRepeatedNgrams:
+    """Suppress tokens that complete a sequence of `size` tokens that the text has. transformers'
+    processor compares every window as a whole."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        text = ids[0]
+        following = torch.arange(min(self.size - 1, len(text)), len(text), device=text.device)
+        for back in range(1, self.size):
+            following = following[text[following - back] == text[len(text) - back]]
+            if back == FULL_MATCHES:  # so many equal places are in monotonous texts alone
+                following = following[-MAX_MATCHES:]
+            if not len(following):
+                return scores
+        tokens = text[following]
+        return scores.index_fill(1, tokens[tokens < scores.shape[1]], -torch.inf)
+
+
 class CheckpointProcessors:
     """Adds the processors of a checked generation_config to the parameters of requests."""
 
@@ -62,8 +83,9 @@ class CheckpointProcessors:
         self._fields = fields
         self._suppressed = self._token_tensor(fields.suppress_tokens or ())
         self._suppressed_at_begin = self._token_tensor(fields.begin_suppress_tokens or ())
-        # those of SuppressTokens, of the sampler, and those that are not served
-        fields.suppress_tokens = fields.begin_suppress_tokens = None
+        # those of the classes above, of the sampler, and those that are not served
+        self._ngram_size = fields.no_repeat_ngram_size or 0
+        fields.suppress_tokens = fields.begin_suppress_tokens = fields.no_repeat_ngram_size = None
         fields.min_length = fields.min_new_tokens = fields.guidance_scale = fields.num_beams = None
         bias = [[ids, float(amount)] for ids, amount in fields.sequence_bias or ()]
         fields.sequence_bias = bias or None
@@ -125,6 +147,8 @@ class CheckpointProcessors:
         built = [self._shared.setdefault(type(p), p) if isinstance(p, SHARED) else p for p in built]
         end = built.index(None)
         processors, warpers = built[:end], built[end + 1 :]
+        if self._ngram_size:
+            processors.append(NoRepeatedNgrams(self._ngram_size))
         if len(self._suppressed):
             processors.append(SuppressTokens(self._suppressed))
         if len(self._suppressed_at_begin):

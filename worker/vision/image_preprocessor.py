@@ -29,6 +29,7 @@ from worker.vision.processor import ImageFeatures, Processor, ProcessorOutput
 REQUEST_PIXELS_RATIO = 4
 LOW_DETAIL_SIDE = 512  # pixels of the longer side of an image with `detail: low`
 MAX_WAITING_BYTES = 1 << 30
+MAX_LIMIT = 16384 * 28 * 28  # pixels: the largest that Qwen's processors have themselves
 MAX_TOKEN_PIXELS = 1 << 10  # of an image, for each token: images with more do not fit the context
 
 
@@ -120,7 +121,8 @@ class ImagePreprocessor:
         """Raise InvalidInput if the headers of the images alone exceed the limit of pixels."""
         pixels = 0
         max_pixels = REQUEST_PIXELS_RATIO * self.decode_limiter.size
-        most = min(self.decode_limiter.size, MAX_TOKEN_PIXELS * self.processor.max_tokens)
+        fitting = MAX_TOKEN_PIXELS * self.processor.max_tokens
+        most = min(self.decode_limiter.size, fitting, MAX_LIMIT)
         for image in images:
             for name, limit in image.limits:
                 if limit > most:
@@ -146,7 +148,7 @@ class ImagePreprocessor:
         opened = self._open(image, lease.is_wanted)
         if image.is_low_detail:
             opened.draft("RGB", (LOW_DETAIL_SIDE, LOW_DETAIL_SIDE))  # JPEG decodes fewer pixels
-        lease.take(opened.width * opened.height)
+        lease.take(max(opened.width * opened.height, *(limit for _, limit in image.limits), 0))
         decode_image(opened, image.param)
         upright = upright_rgb(opened)
         if image.is_low_detail:

@@ -82,6 +82,8 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         }
         for name in (name for name, given in others.items() if given and self.suffix):
             raise InvalidInput.at("suffix", f"cannot be combined with {name}")
+        if self.echo and self.logprob_token_ids:
+            raise InvalidInput.at("logprob_token_ids", "cannot be combined with echo")
         if self.suffix and not isinstance(self.prompt, str):
             raise InvalidInput.at("suffix", "requires a prompt that is one text")
         echoed_logprobs = self.logprobs if self.echo else None

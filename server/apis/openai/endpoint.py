@@ -190,8 +190,7 @@ class BodyEndpoint(ABC, Generic[R]):
         try:
             return await self.body_parser.run(parse, body, deadline, self.parse_blocks)
         except UnknownModel:
-            if not await self.worker_client.manager.rescan():
-                raise
+            await self.worker_client.manager.rescan()  # or another request's scan has found it
         return await self.body_parser.run(parse, body, deadline, self.parse_blocks)
 
     @abstractmethod
@@ -240,8 +239,8 @@ class GenerationEndpoint(BodyEndpoint[P]):
     def submit(self, incoming: IncomingRequest, request: P) -> TokenStream:
         """Submit the inputs, or raise a Refused."""
         model = self.model_of(request)
-        if request.body.priority:
-            context = incoming.scope["context"]
+        context = incoming.scope["context"]
+        if request.body.priority and not context.is_stream:  # a batch is one request
             incoming.scope["context"] = replace(context, rank=request.body.priority)
         namespace = incoming.scope["context"].cache_namespace(model.id, request.body.cache_salt)
         inputs = [

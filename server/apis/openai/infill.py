@@ -17,6 +17,12 @@ from server.http.operation import Operation
 from server.http.sse import data_frame
 from worker.messages.deltas import Delta
 
+# Fields of completions that have no place here.
+NOT_HERE: dict[str, tuple[Any, ...]] = {
+    "logprob_token_ids": ([],), "mm_processor_kwargs": ({},), "n": (1,), "prompt_logprobs": (),
+    "return_token_ids": (False,), "return_tokens_as_token_ids": (False,), "stream_options": ({},),
+    "truncate_prompt_tokens": (),
+}  # fmt: skip
 STOP_TYPES = {"length": "limit", "stop": "eos"}
 
 
@@ -31,7 +37,7 @@ class InfillRequest(GenerationRequest, kw_only=True):
     without_effect: ClassVar = GenerationRequest.without_effect | {"samplers"}
     unimplemented: ClassVar = {
         name: neutral
-        for name, neutral in ({"n": (1,)} | GenerationRequest.unimplemented).items()
+        for name, neutral in (GenerationRequest.unimplemented | NOT_HERE).items()
         if name not in ("n_predict", "samplers")
     }
 

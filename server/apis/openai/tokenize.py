@@ -179,6 +179,8 @@ class PromptEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, incoming = await read_json_request(scope, receive)
         request = await self.endpoint.read(incoming, body)
+        if request.inputs[0].truncate is not None:
+            raise InvalidInput.at("truncate_prompt_tokens", "is not implemented here, leave it out")
         chat = request.inputs[0].prompt
 
         def respond(model: TextModel) -> Struct:

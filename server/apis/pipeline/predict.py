@@ -17,6 +17,9 @@ class PredictParser(PipelineInputParser):
     def read_document(self, document: Document, scope: Scope) -> PipelineRequest:
         if "parameters" in document:
             raise InvalidInput.at("parameters", "is of POST /: use truncate and raw_scores")
+        for name in ("truncate", "raw_scores"):
+            if not isinstance(document.get(name), bool | None):
+                raise InvalidInput.at(name, "must be true or false")
         parameters = {"top_k": None, "truncation": document.pop("truncate", None) or False}
         if document.pop("raw_scores", None):
             parameters["function_to_apply"] = "none"

@@ -34,7 +34,7 @@ from worker.messages.generation import (
     SamplingDefaults,
 )
 from worker.messages.protocol import Batching, IsWanted
-from worker.model.generation_config import with_request_fields
+from worker.model.generation_config import MAX_SEQUENCE, with_request_fields
 from worker.model.language_model import LanguageModel
 from worker.model.loading import model_info
 from worker.model.logits_processors import CheckpointProcessors
@@ -227,6 +227,8 @@ class InputProcessor:
             *(ids[0] for ids in banned if len(ids) == 1),
         ]
         sequences = [list(ids) for ids in banned if len(ids) > 1]
+        if max(map(len, sequences), default=0) > MAX_SEQUENCE:
+            raise InvalidInput.at("bad_words", f"a word has more than {MAX_SEQUENCE} tokens")
         config.bad_words_ids = [*(config.bad_words_ids or ()), *sequences]
         return config
 
@@ -260,7 +262,9 @@ class InputProcessor:
     ) -> EncodedPrompt:
         prompt, param, room = request.prompt, request.param, request.truncate
         if room is not None:
-            fitting = max(1, self.max_model_len - (request.stopping.max_tokens or 1))
+            wanted = request.stopping.max_tokens or request.stopping.default_tokens
+            wanted = wanted or request.config.get("max_new_tokens") or 1
+            fitting = max(1, self.max_model_len - wanted)
             room = fitting if room < 0 else min(room, self.max_model_len)
         if isinstance(prompt, tuple):
             self._check_ids(prompt, param)
@@ -321,12 +325,13 @@ class InputProcessor:
         if room is None:
             self._check_length(text, param)
         else:
+            head = self._encode(text[:MAX_TOKEN_CHARS], add_special_tokens)[:1]
             text = text[-min(room * MAX_TOKEN_CHARS, MAX_PROMPT_CHARS) :]
         with tokenizing(len(text)):
             ids = self._encode(text, add_special_tokens)
         if room is None or len(ids) <= room:
             return ids
-        start = ids[:1] if ids[0] == self._tokenizer.bos_token_id else []
+        start = head if head == [self._tokenizer.bos_token_id] else []
         return start + ids[len(ids) - room + len(start) :]
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
