@@ -48,15 +48,15 @@ class CachedModels:
         self._room = MAX_MODELS
         self._seen: dict[str, int] = {}
         self._next_at = 0.0  # when the cache may be scanned again
-        self._scan: asyncio.Task[bool] | None = None
+        self._scan: asyncio.Task[None] | None = None
 
     def find(self) -> Checkpoints:
         """Return models of the cache that were not found before. Reads their files."""
         found = scan(Path(constants.HF_HUB_CACHE), self._named, self._seen)
         return dict(islice(found, self._room))
 
-    def add(self, found: Checkpoints) -> bool:
-        """Register models whose names are free. Return whether there are any."""
+    def add(self, found: Checkpoints) -> None:
+        """Register models whose names are free."""
         models = ModelGroup(*self._named.values()).models
         known = {name for model in models for name in (*model.names, *model.adapters)}
         new = {name: found[name] for name in found if name not in known}
@@ -68,21 +68,19 @@ class CachedModels:
             model.names.add(":".join(filter(None, split_file(name))))
             self._named[kind].append(model)
         self._room -= len(new)
-        return bool(new)
 
-    async def rescan(self) -> bool:
-        """Scan the cache, unless it was just scanned. Return whether it has new models."""
+    async def rescan(self) -> None:
+        """Scan the cache, unless it was just scanned, and register what is new."""
         if self._scan is None or self._scan.done():
             if time.monotonic() < self._next_at:
-                return False
+                return
             self._scan = asyncio.create_task(self._add_new())
         await asyncio.wait({self._scan}, timeout=MAX_WAIT_S)
-        return self._scan.done() and self._scan.result()
 
-    async def _add_new(self) -> bool:
+    async def _add_new(self) -> None:
         found = await asyncio.to_thread(self.find)
         self._next_at = time.monotonic() + SCAN_INTERVAL_S
-        return self.add(found)
+        self.add(found)
 
 
 def scan(

@@ -82,8 +82,8 @@ class Residency:
         )
 
 
-async def no_models() -> bool:
-    return False
+async def no_models() -> None:
+    """Find no further models."""
 
 
 class ModelManager:
@@ -104,8 +104,7 @@ class ModelManager:
         self.idle_s = idle_s
         self.load_timeout_s = load_timeout_s
         self.models = {name: Residency(model) for name, model in worker.models.items()}
-        # looks for further models, if there can be any; returns whether it has added some
-        self.rescan: Callable[[], Awaitable[bool]] = no_models
+        self.rescan: Callable[[], Awaitable[None]] = no_models  # adds further models
         self._loads: deque[Residency] = deque()
         self._task: asyncio.Task[None] | None = None
         queue.on_unused = self._on_unused

@@ -144,7 +144,7 @@ def test_every_parameter_of_the_api_is_implemented_accepted_or_refused() -> None
     assert known <= known_fields(CompletionRequest)
 
 
-# ── the text between two texts ──
+# ── fill-in-the-middle ──
 
 
 def test_infill_is_llama_cpps(server: Server, generator: FakeGenerator) -> None:

@@ -446,10 +446,12 @@ def test_sampling_defaults_fill_what_request_and_checkpoint_leave_out(
             assert getattr(generator.defaults, name) == getattr(params, name)
 
 
-# ── a text on both sides ──
+# ── fill-in-the-middle ──
 
 
-def test_a_suffix_makes_a_prompt_of_the_tokenizers_markers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suffix_makes_a_prompt_of_the_tokenizers_fim_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     processor = loaded("llama").input_processor
     tokenizer: Any = loaded("llama").runner.language.tokenizer
     payload = replace(request("def f(", OMITTED, COUNT).payload, suffix="return 1")
@@ -462,9 +464,9 @@ def test_a_suffix_makes_a_prompt_of_the_tokenizers_markers(monkeypatch: pytest.M
     start = [tokenizer.bos_token_id] if tokenizer("").input_ids else []
     marks = [300, 301, 302]
     names = tuple(tokenizer.convert_ids_to_tokens(marks))
-    monkeypatch.setattr(fill_in_middle, "MARKERS", (names,))
+    monkeypatch.setattr(fill_in_middle, "FIM_TOKENS", (names,))
     ids = [*processor.prepare_prompt(payload).ids]
     assert ids == [*start, 300, *before, 301, *after, 302]
-    monkeypatch.setattr(fill_in_middle, "MARKERS", ())
+    monkeypatch.setattr(fill_in_middle, "FIM_TOKENS", ())
     monkeypatch.setattr(fill_in_middle, "SUFFIX_FIRST", names[:2])
     assert [*processor.prepare_prompt(payload).ids] == [*start, 301, *after, 300, *before]

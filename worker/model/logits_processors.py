@@ -24,7 +24,7 @@ from worker.model.sampler import MIN_TEMPERATURE, Processor, SamplingParams
 hf: Any = logits_process  # ids are annotated as LongTensor
 # They do not depend on a request, and prepare a bias for the whole vocabulary.
 SHARED = (hf.SequenceBiasLogitsProcessor, hf.NoBadWordsLogitsProcessor)
-FULL_MATCHES, MAX_MATCHES = 4, 1024  # tokens compared at all places; places compared further
+FULL_MATCHES, MAX_MATCHES = 4, 1024  # tokens compared at all positions; positions compared further
 # What `generate` asks a model for while it builds its list. None follows the processors.
 MODEL = SimpleNamespace(
     config=SimpleNamespace(
@@ -59,7 +59,7 @@ class NoRepeatedNgrams:
         following = torch.arange(min(self.size - 1, len(text)), len(text), device=text.device)
         for back in range(1, self.size):
             following = following[text[following - back] == text[len(text) - back]]
-            if back == FULL_MATCHES:  # so many equal places are in monotonous texts alone
+            if back == FULL_MATCHES:  # only highly repetitive text has more matches
                 following = following[-MAX_MATCHES:]
             if not len(following):
                 return scores

@@ -190,7 +190,7 @@ class BodyEndpoint(ABC, Generic[R]):
         try:
             return await self.body_parser.run(parse, body, deadline, self.parse_blocks)
         except UnknownModel:
-            await self.worker_client.manager.rescan()  # or another request's scan has found it
+            await self.worker_client.manager.rescan()
         return await self.body_parser.run(parse, body, deadline, self.parse_blocks)
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""`POST /infill`: the text between two texts, as llama.cpp's server has it for editors.
+"""`POST /infill`: the text between a prefix and a suffix, as llama.cpp's server has it.
 
 body → InfillRequest → GenerationInput with a suffix → deltas → InfillBuilder → content
 """
@@ -69,7 +69,7 @@ class InfillEnd(Struct):
 
 @Operation(
     "POST /infill",
-    "The text between two texts",
+    "The text between a prefix and a suffix",
     InfillEnd,
     InfillRequest,
     stream="With stream: true. Each event is a chunk, the last has `stop`.",

@@ -316,8 +316,7 @@ class ModelGroup:
         try:
             return self.find(name)
         except UnknownModel:
-            if not await self.default.worker_client.manager.rescan():
-                raise
+            await self.default.worker_client.manager.rescan()
         return self.find(name)
 
     def id_for(self, name: str | None) -> str:

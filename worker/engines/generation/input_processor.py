@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from worker.vision.multimodal_prompt import MultimodalPrompt
 
 MAX_PROMPT_CHARS = 1 << 23
-MAX_TOKEN_CHARS = 64  # of a prompt that is truncated, on average
+MAX_TOKEN_CHARS = 64  # on average, in the text that is kept of a truncated prompt
 
 Output = SequenceOutput | PromptOutput
 GenerationItem = WorkItem[GenerationInput | DecisionInput, Sequence[Output]]
@@ -275,8 +275,8 @@ class InputProcessor:
             before = self._tokenize(prompt, False, param)
             after = self._tokenize(request.suffix, False, "suffix")
             start = [id_ for id_ in self._encode("", True) if id_ == self._tokenizer.bos_token_id]
-            markers = fill_in_middle(self._tokenizer)
-            encoded = EncodedPrompt(TokenIds([*start, *markers.prompt(before, after)]))
+            fim = fill_in_middle(self._tokenizer)
+            encoded = EncodedPrompt(TokenIds([*start, *fim.prompt(before, after)]))
         elif isinstance(prompt, str):
             encoded = EncodedPrompt(TokenIds(self._tokenize(prompt, True, param, room)))
         elif room is not None:
