@@ -293,6 +293,15 @@ def test_model_that_does_not_run_with_images_serves_text(
         generator.prepare(request("What is ", png(0), "here?"))
 
 
+def test_the_background_of_transparent_pixels_is_the_requests() -> None:
+    data, preprocessor = file(plain(mode="RGBA", color=(0, 0, 0, 0))), image_preprocessor()
+    images = [ImageInput(data, "auto", "here"), ImageInput(data, "auto", "here", background=RED)]
+    with preprocessor.decode_limiter.lease() as lease:
+        pixels = [preprocessor._decode(image, lease).getpixel((0, 0)) for image in images]
+    assert pixels == [WHITE, RED]
+    assert images[0].digest != images[1].digest
+
+
 def test_limits_of_pixels_are_the_processors_own() -> None:
     """They make fewer or more tokens, and an image with other limits is another image."""
     processor = load_generator(

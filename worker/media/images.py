@@ -143,15 +143,14 @@ def keep_orientation(image: Image.Image) -> None:
         image.info["exif"] = exif.with_orientation(value)
 
 
-def upright_rgb(image: Image.Image) -> Image.Image:
-    """Return a decoded image in RGB, rotated by its EXIF, with transparency on white."""
+def upright_rgb(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
+    """Return a decoded image in RGB, rotated by its EXIF, with transparency on `background`."""
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):  # 16 bits: RGB would keep the lowest 8
         image = image.point(lambda value: value / 256).convert("L")
     if image.has_transparency_data:
         image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, "white")
-        image = Image.alpha_composite(white, image)
+        image = Image.alpha_composite(Image.new("RGBA", image.size, background), image)
     return image.convert("RGB")
 
 

@@ -15,6 +15,7 @@ INPUT = "input"  # the argument of a custom tool
 # The sampling parameters that a request may leave to the model.
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 LIMITS = "mm_processor_kwargs"  # the field of a request with the limits of its images
+WHITE = (255, 255, 255)
 TEXT_ONLY = "this model takes text, no images"
 
 
@@ -27,6 +28,7 @@ class ImageInput:
     param: str  # the field that errors about it name
     link: str = ""
     limits: tuple[tuple[str, int], ...] = ()  # `min_pixels` and `max_pixels`, for the processor
+    background: tuple[int, int, int] = WHITE  # of transparent pixels
 
     @property
     def is_low_detail(self) -> bool:
@@ -35,8 +37,8 @@ class ImageInput:
 
     @cached_property
     def digest(self) -> bytes:
-        """32 bytes that identify the data, the detail and the limits."""
-        options = f"{self.is_low_detail}{self.limits}".encode()
+        """32 bytes that identify the data and the options."""
+        options = f"{self.is_low_detail}{self.limits}{self.background}".encode()
         person = hashlib.blake2b(options, digest_size=16).digest()
         return hashlib.blake2b(self.data, digest_size=32, person=person).digest()
 

@@ -150,7 +150,7 @@ class ImagePreprocessor:
             opened.draft("RGB", (LOW_DETAIL_SIDE, LOW_DETAIL_SIDE))  # JPEG decodes fewer pixels
         lease.take(max(opened.width * opened.height, *(limit for _, limit in image.limits), 0))
         decode_image(opened, image.param)
-        upright = upright_rgb(opened)
+        upright = upright_rgb(opened, image.background)
         if image.is_low_detail:
             upright.thumbnail((LOW_DETAIL_SIDE, LOW_DETAIL_SIDE))
         return upright

@@ -55,6 +55,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         "add_special_tokens": (True,),
         "chat_template": (),
         "documents": ([],),
+        "media_io_kwargs": ({},),
         "mm_processor_kwargs": ({},),
     } | GenerationRequest.unimplemented
 

@@ -19,7 +19,8 @@ from worker.messages.deltas import Delta
 
 # Fields of completions that have no place here.
 NOT_HERE: dict[str, tuple[Any, ...]] = {
-    "logprob_token_ids": ([],), "mm_processor_kwargs": ({},), "n": (1,), "prompt_logprobs": (),
+    "logprob_token_ids": ([],), "media_io_kwargs": ({},), "mm_processor_kwargs": ({},), "n": (1,),
+    "prompt_logprobs": (),
     "return_token_ids": (False,), "return_tokens_as_token_ids": (False,), "stream_options": ({},),
     "truncate_prompt_tokens": (),
 }  # fmt: skip

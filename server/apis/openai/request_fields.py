@@ -29,7 +29,15 @@ from server.apis.openai.response_format import (
 )
 from server.http.ignored_fields import ignore_fields
 from server.http.json import Document, parse_json
-from worker.messages.generation import Chat, Constraint, GenerationInput, Sampling, Stopping
+from worker.messages.generation import (
+    WHITE,
+    Chat,
+    Constraint,
+    GenerationInput,
+    ImageInput,
+    Sampling,
+    Stopping,
+)
 
 MAX_STOPS = 16
 MAX_IDS = 1024  # token ids in logit_bias, stop_token_ids or allowed_token_ids
@@ -57,6 +65,7 @@ Biases = Annotated[
 ]
 Salt = Annotated[str, Meta(min_length=1, max_length=256)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
+Byte = Annotated[int, Meta(ge=0, le=255)]
 NgramSize = Annotated[int, Meta(ge=0, le=128)]
 Template = Annotated[str, Meta(min_length=1, max_length=1 << 16)]
 Documents = Annotated[list[dict[str, Any]], Meta(max_length=1024)]
@@ -85,6 +94,15 @@ class PixelLimits(Struct):
 
     min_pixels: PositiveInt | None = None
     max_pixels: PositiveInt | None = None
+
+
+class ImageDecoding(Struct):
+    image_mode: Literal["RGB"] | None = None
+    rgba_background_color: tuple[Byte, Byte, Byte] | None = None
+
+
+class MediaDecoding(Struct):
+    image: ImageDecoding | None = None
 
 
 class StreamOptions(Struct):
@@ -150,7 +168,6 @@ class GenerationRequest(Struct, kw_only=True):
         "guided_json_object": (False,),
         "length_penalty": ONE,
         "logits_processors": ([],),
-        "media_io_kwargs": ({},),
         "mirostat": ZERO,
         "n_predict": (),
         "n_probs": ZERO,
@@ -208,6 +225,7 @@ class GenerationRequest(Struct, kw_only=True):
     prompt_logprobs: TopLogprobs | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
     mm_processor_kwargs: PixelLimits | None = None
+    media_io_kwargs: MediaDecoding | None = None
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Salt | None = None
 
@@ -293,11 +311,8 @@ class GenerationRequest(Struct, kw_only=True):
         if size is not None:
             config["no_repeat_ngram_size"] = size
         limits = config.get("max_new_tokens"), config.get("max_length")
-        if isinstance(prompt, Chat) and (kwargs := self.mm_processor_kwargs):
-            pixels = msgspec.structs.asdict(kwargs).items()
-            given = tuple((name, value) for name, value in pixels if value is not None)
-            images = tuple(replace(image, limits=given) for image in prompt.images)
-            prompt = replace(prompt, images=images)
+        if isinstance(prompt, Chat) and prompt.images:
+            prompt = replace(prompt, images=tuple(map(self._with_options, prompt.images)))
         sampling = Sampling(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -339,6 +354,17 @@ class GenerationRequest(Struct, kw_only=True):
             skips_special=self.skip_special_tokens is not False,
             **fields,
         )
+
+    def _with_options(self, image: ImageInput) -> ImageInput:
+        """Return an image with the options of all images of the request."""
+        pixels, media = self.mm_processor_kwargs or PixelLimits(), self.media_io_kwargs
+        limits = tuple(
+            (name, value)
+            for name, value in msgspec.structs.asdict(pixels).items()
+            if value is not None
+        )
+        color = media.image.rgba_background_color if media and media.image else None
+        return replace(image, limits=limits, background=color or WHITE)
 
 
 def _biases(biases: dict[str, float] | None) -> dict[int, float]:
