@@ -175,6 +175,7 @@ class FakeGenerator:
                 outcome.done.append((request.item, ClientGone("the client has gone")))
                 continue
             request.steps += 1
+            request.item.progress_at = time.monotonic()
             self._advance(request, outcome)
         if outcome.deltas:
             self.responded.set()

@@ -18,6 +18,8 @@ from worker.messages.deltas import Delta
 from worker.messages.generation import GenerationInput
 
 D = TypeVar("D")
+# Generated text may take this many times the longest time without progress.
+MAX_IDLE_TIMES = 10
 
 
 class DeltaStream(Submission[None], Generic[D]):
@@ -54,9 +56,21 @@ class DeltaStream(Submission[None], Generic[D]):
         return deltas
 
     def start(self) -> None:
-        """Switch from the time limit of the first delta to that of the whole response."""
+        """Record that the first deltas have been read."""
         self.started = True
-        self._expire_at(self.incoming.deadlines.whole)
+
+    def _end_limit(self) -> float:
+        """Return the time limit of the whole response."""
+        return self.incoming.deadlines.whole
+
+    def _expire(self) -> None:
+        """Extend the time limit by the progress of the request since it was set."""
+        progress_at = max(item.progress_at for item in self.items)
+        limit = min(progress_at + self.incoming.deadlines.idle_s, self._end_limit())
+        if progress_at and limit > self._limit:
+            self._expire_at(limit)
+        else:
+            super()._expire()
 
     def failure_at_end(self) -> BaseException | None:
         """Return an error if the work items have ended without a complete response."""
@@ -190,6 +204,10 @@ class TokenStream(DeltaStream[Delta]):
         self.record.prompt_tokens += self.usage.prompt
         self.record.output_tokens += self.usage.completion
         self.record.ended_at = self.ended_at
+
+    def _end_limit(self) -> float:
+        idle_s = self.incoming.deadlines.idle_s
+        return min(super()._end_limit(), self.items[0].accepted_at + MAX_IDLE_TIMES * idle_s)
 
     def failure_at_end(self) -> BaseException:
         return ItemFailed("the model ended without a finish_reason")

@@ -42,6 +42,7 @@ class RequestRecord:
     model: str = ""  # its served name
     prompt_tokens: int = 0
     output_tokens: int = 0
+    status: int = 0  # of the response; of a stream that is refused after its start, the refusal's
     error: str = ""
     # Monotonic seconds, 0 where it did not get there: of the first input, the last for the end.
     received_at: float = 0.0

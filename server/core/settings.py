@@ -177,7 +177,13 @@ class Settings:
         1024, "maximum inputs accepted and not answered; beyond it 503", minimum=1
     )
     request_timeout_s: float = setting(
-        60.0, "limit for a response, or its first token, in seconds; beyond it 504", minimum=0.001
+        60.0,
+        "limit for a response in seconds; of generated text for the wait until the prompt's first "
+        "step, and for any time without progress; beyond it 504",
+        minimum=0.001,
+    )
+    sse_keepalive_s: float = setting(
+        5.0, "seconds after which a stream without an event sends a comment", minimum=0.05
     )
     body_timeout_s: float = setting(
         10.0,

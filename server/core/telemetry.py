@@ -86,7 +86,7 @@ class Telemetry:
         meter.create_observable_counter(TOKENS, [self._observe_tokens], unit="{token}")
         metrics.observe(self._record_report)
 
-    def record_request(self, scope: Scope, path: str, status: int, ended: float) -> None:
+    def record_request(self, scope: Scope, path: str, ended: float) -> None:
         """Record a request whose response has ended. `path`: of its route; times in monotonic
         seconds."""
         record: RequestRecord = scope["record"]
@@ -103,7 +103,7 @@ class Telemetry:
             {
                 "http.request.method": scope["method"],
                 "http.route": path,
-                "http.response.status_code": status,
+                "http.response.status_code": record.status,
                 "onequeue.request.id": record.request_id,
                 "gen_ai.usage.input_tokens": record.prompt_tokens,
                 "gen_ai.usage.output_tokens": record.output_tokens,
@@ -111,7 +111,7 @@ class Telemetry:
             },
             start_time=nanoseconds(record.received_at),
         )
-        if status >= 500:
+        if record.status >= 500:
             span.set_status(Status(StatusCode.ERROR, record.error[:200]))
         if span.is_recording():  # it is sampled
             parent = trace.set_span_in_context(span)
@@ -122,8 +122,8 @@ class Telemetry:
                 stage.end(nanoseconds(max(at, until)))
         span.end(nanoseconds(ended))
         if record.model:
-            if status >= 400:
-                attributes["error.type"] = str(status)
+            if record.status >= 400:
+                attributes["error.type"] = str(record.status)
             self._duration.record(ended - record.received_at, attributes)
             if record.first_token_at:
                 first_token_s = record.first_token_at - record.received_at

@@ -438,10 +438,11 @@ def fail_all(items: Iterable[WorkItem], error: OnequeueError) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """Monotonic seconds, infinite where there is no limit. Only streams have both."""
+    """Monotonic seconds, infinite where there is no limit."""
 
-    first: float  # for the start of the response
+    first: float  # for the response; of a stream of deltas for the first step
     whole: float  # for its end
+    idle_s: float = math.inf  # the longest time without progress after the first step
 
 
 class IncomingRequest(NamedTuple):
@@ -465,6 +466,7 @@ class Submission(Generic[Result]):
     payloads: Sequence[object]
     incoming: IncomingRequest
     items: list[WorkItem[object, object, Result]] = field(init=False)
+    _limit: float = field(init=False)
     _timer: asyncio.TimerHandle | None = field(init=False, default=None)
     _watching: "asyncio.Task[None] | None" = field(init=False, default=None)
 
@@ -529,6 +531,7 @@ class Submission(Generic[Result]):
         """Replace the time limit."""
         if self._timer:
             self._timer.cancel()
+        self._limit = deadline
         if deadline < math.inf:
             left_s = deadline - time.monotonic()
             self._timer = self.worker_client.loop.call_later(left_s, self._expire)

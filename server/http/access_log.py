@@ -28,15 +28,15 @@ def replace_access_log() -> bool:
     return was_on
 
 
-def log_request(scope: Scope, status: int) -> None:
-    """Log a request whose response has ended. `status`: 0 if the client left before one began."""
+def log_request(scope: Scope) -> None:
+    """Log a request whose response has ended, with 499 if the client left before one began."""
     if (path := route_path(scope)) in PROBES:
         return
     address = scope["client"][0] if scope.get("client") else "unix"
     fields: dict[str, Any] = {
         "method": scope["method"],
         "path": path,
-        "status": status or 499,
+        "status": scope["record"].status or 499,
         "seconds": round(scope["record"].seconds, 4),
         "client": address,
     }

@@ -135,16 +135,16 @@ class Application:
         if scope["type"] != "http":
             await self.router(scope, receive, send)
             return
-        status, is_large, request_id = 0, False, _request_id(scope)
+        is_large, request_id = False, _request_id(scope)
         scope["transfer"] = transfer = Transfer()
         scope["record"] = record = RequestRecord(request_id.decode(), received_at=time.monotonic())
         scope["context"] = None  # until the key is known
         scope["send"] = send  # for an event stream's body
 
         async def send_with_id(message: Message) -> None:
-            nonlocal status, is_large
+            nonlocal is_large
             if message["type"] == "http.response.start":
-                status, headers = message["status"], message.get("headers", ())
+                record.status, headers = message["status"], message.get("headers", ())
                 length = int(dict(headers).get(b"content-length", 0))
                 if is_large := length > SEND_BYTES:
                     transfer.restart()
@@ -178,12 +178,12 @@ class Application:
             path = self._templates.get(scope.get("endpoint"), route_path(scope))
             path = scope.get("counted_as", path)
             endpoint = path if path in self.paths else "other"
-            self.metrics.requests.labels(endpoint, status).inc()
+            self.metrics.requests.labels(endpoint, record.status).inc()
             self.metrics.latency.labels(endpoint).observe(record.seconds)
             if self.logs_requests:
-                log_request(scope, status)
+                log_request(scope)
             if self.telemetry and path in self.paths and path not in PROBES:
-                self.telemetry.record_request(scope, path, status, time.monotonic())
+                self.telemetry.record_request(scope, path, time.monotonic())
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send a route's response, or the envelope of its exception."""
@@ -247,7 +247,8 @@ def read_headers(scope: Scope) -> tuple[Headers, Deadlines]:
         raise HttpError(415, "the body must not be compressed", "Content-Encoding")
     if app.worker_client.draining:
         raise Draining("the server is stopping", 5)
-    return headers, Deadlines(min(now + app.settings.request_timeout_s, whole), whole)
+    idle_s = app.settings.request_timeout_s
+    return headers, Deadlines(min(now + idle_s, whole), whole, idle_s)
 
 
 class RequestBody(NamedTuple):

@@ -1,8 +1,8 @@
 """Server-sent events, at the client's pace.
 
-Each event is one write. An idle connection gets a comment now and then. uvicorn's `send` waits
-while its buffer is full, and returns silently once the client has disconnected or connections.py
-has disconnected it; the request's disconnect watcher notices that.
+Each event is one write. An idle connection gets a comment every SSE_KEEPALIVE_S. uvicorn's `send`
+waits while its buffer is full, and returns silently once the client has disconnected or
+connections.py has disconnected it; the request's disconnect watcher notices that.
 """
 
 import asyncio
@@ -13,8 +13,6 @@ from starlette.types import Scope, Send
 from server.http.errors import as_client_gone
 from server.http.json import Document, Header, to_json
 from server.http.request import SEND_BYTES, send_at_pace
-
-KEEP_ALIVE_S = 10.0  # a stream without an event in this interval sends a comment
 
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -43,7 +41,7 @@ class EventStream:
         self, scope: Scope, send: Send, wake: Callable[[], None], headers: Sequence[Header] = ()
     ) -> None:
         self._headers = [*HEADERS, *headers]
-        self._sent = 0  # events
+        self._keepalive_s = scope["app"].settings.sse_keepalive_s
         self._start = send
         self._send: Send = scope["send"]
         self._scope = scope
@@ -56,7 +54,8 @@ class EventStream:
         They are sent in a task of their own: in the request's task, each token would resume every
         coroutine up to the server's."""
         await self._start({"type": "http.response.start", "status": 200, "headers": self._headers})
-        self._timer = self._loop.call_later(KEEP_ALIVE_S, self._check_idle, self._sent)
+        self._sent_at = self._loop.time()
+        self._check_idle()
         try:
             await self._loop.create_task(self._send_all(events))
         except (OSError, RuntimeError) as error:
@@ -72,9 +71,11 @@ class EventStream:
                 await send_at_pace(self._send, self._scope["transfer"], message)
             else:
                 await self._send(message)
-            self._sent += 1
+            self._sent_at = self._loop.time()
 
-    def _check_idle(self, sent_before: int) -> None:
-        if self._sent == sent_before:
+    def _check_idle(self) -> None:
+        now = self._loop.time()
+        if (due := self._sent_at + self._keepalive_s) <= now:
             self._wake()
-        self._timer = self._loop.call_later(KEEP_ALIVE_S, self._check_idle, self._sent)
+            due = now + self._keepalive_s
+        self._timer = self._loop.call_at(due, self._check_idle)

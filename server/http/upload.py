@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from anyio import CapacityLimiter, to_thread
 from python_multipart.multipart import parse_options_header
@@ -69,8 +69,8 @@ class Uploads:
         transfer = Transfer()
         try:
             await self._read(form, transfer, headers, deadlines.whole, scope, receive)
-            first = min(time.monotonic() + app.settings.request_timeout_s, deadlines.whole)
-            yield form, Deadlines(first, deadlines.whole)
+            first = min(time.monotonic() + deadlines.idle_s, deadlines.whole)
+            yield form, replace(deadlines, first=first)
         finally:
             self.spool.release(transfer)
             asyncio.get_running_loop().run_in_executor(None, form.remove)

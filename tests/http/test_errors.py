@@ -18,6 +18,7 @@ from server.apis.openai.audio.endpoint import OPERATIONS
 from server.apis.openai.embedding.embeddings import EMBEDDINGS
 from server.apis.openai.embedding.rerank import RERANK
 from server.core.request_context import RequestRecord
+from server.core.settings import Settings
 from server.http.errors import (
     MAX_MESSAGE,
     MAX_PARAM,
@@ -218,7 +219,8 @@ def test_an_error_of_sending_an_event_becomes_client_gone(
         yield b"data: 1\n\n"
 
     async def stream() -> None:
-        await EventStream({"send": send}, send, lambda: None).run(events())
+        scope = {"send": send, "app": SimpleNamespace(settings=Settings())}
+        await EventStream(scope, send, lambda: None).run(events())
 
     with pytest.raises(raised):
         asyncio.run(stream())

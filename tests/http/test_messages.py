@@ -9,7 +9,6 @@ import httpx
 import pytest
 
 from server.core.sealing import seal, unseal
-from server.http import sse
 from tests.event_streams import CLIENT, open_stream, read_until
 from tests.fake_generator import FakeGenerator
 from tests.serving import Server, serving
@@ -393,18 +392,15 @@ def test_names_of_claude_models_need_an_alias(server: Server) -> None:
         error(post(other, model="claude-sonnet-4-5"), 404, "not_found_error")
 
 
-def test_an_idle_stream_gets_pings(
-    server: Server, generator: FakeGenerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.05)
+def test_an_idle_stream_gets_pings() -> None:
+    generator = FakeGenerator()
     generator.one_by_one = True
     generator.permits.release()
     body = {"model": "demo", "messages": HI, "max_tokens": 9, "stream": True}
-    try:
+    with serving(load_chat=lambda: generator, sse_keepalive_s=0.5) as server:
         with open_stream(server, PATH, body, "x-api-key: key") as client:
             received = read_until(client, b'{"type":"ping"}\n\n')  # the one of every stream
             assert b"content_block_start" in received
             received += read_until(client, b'{"type":"ping"}\n\n')
             assert b"keep-alive" not in received
-    finally:
         generator.release()

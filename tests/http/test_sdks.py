@@ -1,13 +1,17 @@
-"""Hugging Face's clients and the real server: `AsyncInferenceClient` and `transformers chat`."""
+"""Hugging Face's clients and the real server: `AsyncInferenceClient` and `transformers chat`; and
+the errors of streams that OpenAI's and Anthropic's SDKs raise."""
 
 import asyncio
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import huggingface_hub
+import openai
 import pytest
 import transformers
 from huggingface_hub import AsyncInferenceClient
@@ -36,6 +40,28 @@ def test_huggingface_client(server: Server, monkeypatch: pytest.MonkeyPatch) -> 
             return whole.choices[0].message.content, text, reason
 
     assert asyncio.run(ask()) == (WHOLE, WHOLE, "stop")
+
+
+@pytest.mark.parametrize("api", ["chat", "completions", "responses", "messages"])
+def test_sdks_raise_the_refusal_of_a_stream_that_has_opened(api: str) -> None:
+    generator = FakeGenerator()
+    generator.gate.clear()
+    fields: dict[str, Any] = {"model": "demo", "stream": True}
+    bad: list[Any] = [{"role": "user", "content": "bad"}]
+    with serving(load_chat=lambda: generator, sse_keepalive_s=0.05) as server:
+        ours = openai.OpenAI(base_url=server.url + "/v1", api_key="-", max_retries=0)
+        others = anthropic.Anthropic(base_url=server.url, api_key="-", max_retries=0)
+        create: dict[str, Callable[[], Any]] = {
+            "chat": lambda: ours.chat.completions.create(messages=bad, **fields),
+            "completions": lambda: ours.completions.create(prompt="bad", **fields),
+            "responses": lambda: ours.responses.create(input="bad", **fields),
+            "messages": lambda: others.messages.create(messages=bad, max_tokens=9, **fields),
+        }
+        stream = create[api]()  # its headers have come
+        generator.release()
+        error = anthropic.APIStatusError if api == "messages" else openai.APIError
+        with pytest.raises(error, match="the model failed on this input"):
+            list(stream)
 
 
 def transformers_chat(server: Server, folder: Path, model: str, *flags: str) -> str:

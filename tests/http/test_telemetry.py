@@ -132,9 +132,9 @@ def test_a_receiver_that_does_not_answer_delays_the_exit_for_a_limited_time(
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
         recorded = telemetry.telemetry_from_environment(Metrics(lambda: 0))
-        record = RequestRecord("1", received_at=1.0)
+        record = RequestRecord("1", status=200, received_at=1.0)
         scope = {"method": "GET", "headers": [], "record": record}
-        recorded.record_request(scope, "/", 200, 2.0)
+        recorded.record_request(scope, "/", 2.0)
         monkeypatch.setattr(telemetry, "SHUTDOWN_S", 0.05)
         started = time.monotonic()
         recorded.shutdown()

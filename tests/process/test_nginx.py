@@ -27,17 +27,31 @@ REQUESTS = 300
 CLIENTS = 8
 LOCAL = "http://localhost"
 
+# A chat waits for its first token until the pipe is opened.
 PROGRAM = """
-    import sys, uvicorn
+    import sys, threading, uvicorn
     from server.app import create_app
     from server.core.settings import Settings
+    from tests.fake_generator import FakeGenerator
     from tests.fakes import FakeRunner
 
-    runner = FakeRunner(lambda texts: "hold" in texts and open(sys.argv[1] + ".held").close())
+    def wait_for_pipe():
+        open(sys.argv[1] + ".held").close()
+
+    def release_chats():
+        wait_for_pipe()
+        generator.release()
+
+    runner = FakeRunner(lambda texts: "hold" in texts and wait_for_pipe())
+    generator = FakeGenerator()
     settings = Settings(
-        chat_model="none", embedding_model="none", drain_delay_s=0.5, max_queue_size={slots}
+        chat_model="{chat}", embedding_model="none", drain_delay_s=0.5, max_queue_size={slots},
+        sse_keepalive_s=0.5,
     )
-    app = create_app(settings, lambda: runner)
+    if settings.chat_model != "none":
+        generator.one_by_one = True
+        threading.Thread(target=release_chats, daemon=True).start()
+    app = create_app(settings, lambda: runner, lambda: generator)
     uvicorn.run(app, uds=sys.argv[1], log_level="error")
 """
 
@@ -71,7 +85,9 @@ class Servers(NamedTuple):
 
 
 @contextlib.contextmanager
-def behind_nginx(folder: Path, slots: int) -> Iterator[Servers]:
+def behind_nginx(
+    folder: Path, slots: int, chat: str = "none", read_timeout: str = "1h"
+) -> Iterator[Servers]:
     """Two servers behind nginx; the text `hold` keeps one busy until its pipe is opened."""
     sockets = [str(folder / name) for name in ("a.sock", "b.sock")]
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -81,8 +97,10 @@ def behind_nginx(folder: Path, slots: int) -> Iterator[Servers]:
         config = config.replace(f"/run/onequeue/{name}.sock", path)
         os.mkfifo(path + ".held")
     config = config.replace("127.0.0.1:8000", f"127.0.0.1:{port}")
+    assert "proxy_read_timeout 1h" in config
+    config = config.replace("proxy_read_timeout 1h", f"proxy_read_timeout {read_timeout}")
     (folder / "nginx.conf").write_text(f"pid {folder}/pid;\nuser root;\n{config}")
-    code, url = textwrap.dedent(PROGRAM).format(slots=slots), f"http://127.0.0.1:{port}"
+    code, url = textwrap.dedent(PROGRAM).format(slots=slots, chat=chat), f"http://127.0.0.1:{port}"
     nginx = [str(NGINX), "-c", str(folder / "nginx.conf"), "-g", "daemon off;", "-e", "stderr"]
     with (
         process([sys.executable, "-c", code, sockets[0]]) as first,
@@ -141,3 +159,21 @@ def test_full_servers_refuse_by_themselves_and_are_asked_again(tmp_path: Path) -
             open(path + ".held", "w").close()
         assert [request.result().status_code for request in held] == [200, 200]
         assert httpx.post(servers.url, content="text").status_code == 200
+
+
+def test_a_stream_whose_first_token_takes_longer_than_the_proxy_waits_arrives(
+    tmp_path: Path,
+) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
+    with behind_nginx(tmp_path, slots=9, chat="demo", read_timeout="2s") as servers:
+        url, lines = servers.url + "/v1/chat/completions", list[str]()
+        with httpx.stream("POST", url, json=body, timeout=60) as response:
+            assert response.status_code == 200
+            for line in response.iter_lines():
+                lines.append(line)
+                if lines.count(": keep-alive") == 10:  # of 0.5 s each
+                    for path in servers.sockets:
+                        with contextlib.suppress(OSError):
+                            os.close(os.open(path + ".held", os.O_WRONLY | os.O_NONBLOCK))
+        assert lines[-2] == "data: [DONE]"
+        assert "Hello" in "".join(lines)

@@ -3,9 +3,11 @@
     body → parse → images → submit → first delta or refusal → headers → events, or one document
 
 The headers of a stream wait for the first delta, so refusals and early failures have real status
-codes; a later failure is an event. A ResponseBuilder turns deltas into the response's bytes.
+codes. After SSE_KEEPALIVE_S the stream opens with comments; a later failure is an event. A
+ResponseBuilder turns deltas into the response's bytes.
 """
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -68,6 +70,10 @@ class ResponseBuilder(ABC, Generic[D]):
         """Yield the events of a failure after the start."""
         yield data_frame(error.document)
 
+    def refuse(self, error: HttpError) -> bytes:
+        """Return the events of a failure before the start, which end the stream."""
+        return b"".join(self.fail(error)) + self.end()
+
     def end(self) -> bytes:
         """Return the last event of the stream, after success and failure alike; it may be empty."""
         return DONE
@@ -98,7 +104,12 @@ async def respond(
         if large and not isinstance(content, bytes):
             content = await run_sync(to_json, content)
         return await send_json(send, content, headers=headers, media=builder.media_type)
-    deltas = await stream.read()
+    wait_s = scope["app"].settings.sse_keepalive_s
+    timer = asyncio.get_running_loop().call_later(wait_s, stream.arrival.set)
+    try:
+        deltas = await stream.read()
+    finally:
+        timer.cancel()
     events = _events(scope, stream, builder, deltas, before_end)
     try:
         headers = [*stream.timing_headers(), *builder.headers]
@@ -115,6 +126,17 @@ async def _events(
     before_end: Callable[[], Awaitable[object]] | None,
 ) -> AsyncIterator[bytes]:
     """Yield all events, also those of a failure. Raises ClientGone."""
+    try:
+        while not deltas and stream.unfinished:
+            yield COMMENT
+            deltas = await stream.read()
+    except ClientGone:
+        raise
+    except Exception as error:
+        refusal = count_failure(error, scope)
+        scope["record"].status = refusal.status
+        yield builder.refuse(refusal)
+        return
     try:
         async for event in build_events(builder, stream, deltas):
             yield event

@@ -466,6 +466,7 @@ class GenerationEngine:
         sequence, output = chunk.sequence, self._outputs[chunk.sequence]
         if (sampled and sampled[0].token < 0) or any(score.token < 0 for score in scores):
             raise ItemFailed("the model's output for this input is not a number")
+        output.item.progress_at = time.monotonic()
         if chunk.is_prefill:
             self._counts["prefill_tokens"] += chunk.count
             output.item.computed += chunk.count

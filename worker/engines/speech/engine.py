@@ -201,8 +201,10 @@ class SpeechEngine(Generic[W]):
             self._run(self.runner.step, list(running))
         if windows or generated:
             self._stalled = False
-            seconds = time.monotonic() - self._started_at
-            self.times.learn(len(windows), generated, seconds)
+            now = time.monotonic()
+            self.times.learn(len(windows), generated, now - self._started_at)
+            for window in running:
+                _item(window).progress_at = now
         for window in [window for window in running if window.finished]:
             self._finish(window)
         return self._outcome(generated)

@@ -235,9 +235,9 @@ class Responses(GenerationEndpoint[ParsedResponseRequest]):
     def _start_job(
         self, incoming: IncomingRequest, request: ParsedResponseRequest
     ) -> BackgroundJob:
-        """Submit a request that waits for its first token without a limit."""
+        """Submit a request that is generated without a limit, but for the client's own."""
         scope, transfer = incoming.scope, Transfer()
-        deadlines = replace(incoming.deadlines, first=math.inf)
+        deadlines = replace(incoming.deadlines, first=math.inf, idle_s=math.inf)
         self.background_memory.take(transfer, scope["transfer"].held)
         scope["context"] = replace(scope["context"], priority=Priority.BACKGROUND)
         try:

@@ -139,6 +139,10 @@ class ResponsesBuilder(ResponseBuilder[Delta]):
         self.abort("failed")
         return iter(())
 
+    def refuse(self, error: HttpError) -> bytes:
+        details = error.document["error"]  # SDKs read it, or the fields themselves
+        return self._frame({**details, "type": "error", "error": details})
+
     def end(self) -> bytes:
         return self._frame(self._event(self.response.status))
 
